@@ -1,4 +1,4 @@
-"""Plans, as a table: what is resident, what is stored, what the model can do, and the start that follows."""
+"""Plans as a table: residents, stored prefix, layout, and the expected start."""
 
 from dataclasses import dataclass, field, replace
 
@@ -51,16 +51,17 @@ CASES = [
     Case("a prompt of one token", "cold", 0, prompt=1, residents=[ResidentCandidate("r", 9, 1)], match=stored(1)),
     Case("memory beats disk", "resident", 200, residents=[ResidentCandidate("r", 200, 200)], match=stored(200),
          why="in memory up to token 200"),
-    Case("disk where it reaches further", "restored", 280, residents=[ResidentCandidate("r", 90, 90)], match=stored(280),
-         why="differs"),
+    Case("disk where it reaches further", "restored", 280, residents=[ResidentCandidate("r", 90, 90)],
+         match=stored(280), why="differs"),
     Case("memory where disk gains too little", "resident", 278, residents=[ResidentCandidate("r", 278, 278)],
          match=stored(280), why="restoring 280 tokens would take longer"),
     Case("cold where reading costs more", "cold", 0, match=stored(1), layout=layout(row_bytes=10**6),
          why="restoring 1 tokens would take longer"),
-    Case("a resident only at its positions", "resident", 120, residents=[ResidentCandidate("r", 250, 200, (50, 120, 250))],
-         layout=HYBRID, why="differs from what is in memory at token 200; no checkpoint after token 120"),
-    Case("a resident past all its positions", "cold", 0, residents=[ResidentCandidate("r", 250, 200, (250,))], layout=HYBRID,
-         why="differs from what is in memory at token 200; no checkpoint after token 0"),
+    Case("a resident only at its positions", "resident", 120,
+         residents=[ResidentCandidate("r", 250, 200, (50, 120, 250))], layout=HYBRID,
+         why="differs from what is in memory at token 200; no checkpoint after token 120"),
+    Case("a resident past all its positions", "cold", 0, residents=[ResidentCandidate("r", 250, 200, (250,))],
+         layout=HYBRID, why="differs from what is in memory at token 200; no checkpoint after token 0"),
     Case("states restore at checkpoints", "restored", 150, match=stored(250, (40, 150, 290)), layout=HYBRID,
          why="differs; no checkpoint after token 150"),
     Case("states without a checkpoint", "cold", 0, match=stored(250), layout=HYBRID,
@@ -93,7 +94,7 @@ def test_shortest_of_equal_residents_is_chosen() -> None:
     ids=["all of it", "into its answer", "all of its prompt's messages", "less than these", "a system prompt"],
 )
 def test_only_same_conversation_takes_resident_over(common: int, keep: bool) -> None:
-    """A turn that repeats all messages of the last one goes on with it; what shares less is another's."""
+    """A prompt that repeats all messages of the last turn continues it; one that shares less branches off."""
     resident = ResidentCandidate("r", 250, common, turn_end=180, durable=True)
     plan = plan_request(PromptShape(300), [resident], stored(0), layout(), COSTS)
     assert (plan.resident, plan.reuse, plan.copy_resident) == ("r", common, keep)
@@ -108,7 +109,7 @@ def test_unsaved_tail_is_copied() -> None:
 
 @pytest.mark.parametrize("mine_first", [True, False])
 def test_own_resident_goes_before_copied_one(mine_first: bool) -> None:
-    """In exact mode all that share a system prompt may end at one place; what is not taken over stays, and piles up."""
+    """Residents in exact mode with one system prompt may end at one position; copies pile up."""
     mine, others = (
         ResidentCandidate("mine", 200, 260, turn_end=260),
         ResidentCandidate("others", 200, 240, turn_end=250),
@@ -200,7 +201,7 @@ def test_checkpoint_gap_is_limited() -> None:
     prompt = PromptShape(40_000, (100,), 0)
     assert choose_checkpoint_positions(prompt, 0, 4096) == (100, *range(4096, 40_000 - 512, 4096))
     assert choose_checkpoint_positions(prompt, 0, 8192) == choose_checkpoint_positions(prompt, 0)
-    assert choose_checkpoint_positions(prompt, 0, 1)[1:4] == (1024, 1536, 2048), "but not closer than a chunk is worth"
+    assert choose_checkpoint_positions(prompt, 0, 1)[1:4] == (1024, 1536, 2048), "but not closer than the minimum gap"
 
 
 SYSTEM, QUESTION = MessageEnd(end=50, number=1, role="system"), MessageEnd(end=80, number=2, role="user")
@@ -375,7 +376,7 @@ def test_any_plan_is_continuable(
         assert not any(at % grid for at in (plan.reuse, *plan.checkpoint_positions)), "all on the grid"
     if grid and has_states:
         last = (prompt.tokens - 1) // grid * grid
-        assert last in (plan.reuse, *plan.checkpoint_positions), "what it leaves can be gone on from"
+        assert last in (plan.reuse, *plan.checkpoint_positions), "the result can be continued"
     if plan.source == "restored":
         assert sum(link.upto - link.start for link in plan.chain) == plan.reuse <= match.tokens
         assert (plan.checkpoint.position if plan.checkpoint else 0) == (plan.reuse if has_states else 0)
@@ -384,4 +385,4 @@ def test_any_plan_is_continuable(
         assert any(not each.positions or plan.reuse in each.positions for each in residents)
     if plan.source == "shared":
         assert any(plan.reuse <= each.common_tokens for each in running)
-    assert plan.why_not_warmer or plan.reuse == prompt.tokens - 1, "and says why it is no warmer"
+    assert plan.why_not_warmer or plan.reuse == prompt.tokens - 1, "with a reason why it is not warmer"

@@ -43,6 +43,11 @@ class ApiCall:
         return {**self.fields, "model": served_model}
 
 
+def is_usage_chunk(chunk: Chunk) -> bool:
+    """True for a chunk that has usage and no choices."""
+    return "usage" in chunk and bytes(chunk.get("choices", b"[]")) == b"[]"
+
+
 @dataclass(frozen=True)
 class ResponseStart:
     """Facts of a response known before its first chunk."""

@@ -40,24 +40,22 @@ class ChunkDelta(msgspec.Struct, frozen=True):
 
 class ChunkChoice(msgspec.Struct, frozen=True):
     delta: ChunkDelta = ChunkDelta()
+    text: str | None = None  # of a completion, which has no delta
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None  # "stop", "length" or "tool_calls"
     stop_reason: str | int | None = None  # the stop sequence that was met, if one was
 
 
-class _PromptDetails(msgspec.Struct, frozen=True):
-    cached_tokens: int = 0
-
-
-class _CompletionDetails(msgspec.Struct, frozen=True):
-    reasoning_tokens: int = 0
+class _UsageDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int = 0  # of the prompt
+    reasoning_tokens: int = 0  # of the completion
 
 
 class ChunkUsage(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    prompt_tokens_details: _PromptDetails | None = None
-    completion_tokens_details: _CompletionDetails | None = None
+    prompt_tokens_details: _UsageDetails | None = None
+    completion_tokens_details: _UsageDetails | None = None
 
     @property
     def cached_tokens(self) -> int:
@@ -70,7 +68,7 @@ class ChunkUsage(msgspec.Struct, frozen=True):
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
-    """One chunk of a chat completion."""
+    """One chunk of a chat, or of a completion."""
 
     choices: list[ChunkChoice] = []
     usage: ChunkUsage | None = None

@@ -10,7 +10,7 @@ import msgspec
 
 from warmline_common.protocol.messages import BackendStatus, decode
 from warmline_common.protocol.sse import DONE, ChunkAggregator, encode_event
-from warmline_proxy.api.base import ApiCall, Chunk, ResponseStart
+from warmline_proxy.api.base import ApiCall, Chunk, ResponseStart, is_usage_chunk
 from warmline_proxy.errors import ClientError
 from warmline_proxy.http.body_fields import (
     decode_optional_field,
@@ -61,7 +61,7 @@ class _OpenAIEncoder:
         if self._aggregator is not None:
             self._aggregator.add(decode(raw, dict[str, Any]))
             return b""
-        if not self._call.include_usage and _is_usage_only(chunk):
+        if not self._call.include_usage and is_usage_chunk(chunk):
             return b""
         return encode_event(self._rewrite(chunk).replace(b"\n", b"\ndata: "))  # JSON may be written over several lines
 
@@ -85,10 +85,6 @@ class _OpenAIEncoder:
         if not self._call.include_usage:
             chunk.pop("usage", None)
         return msgspec.json.encode(chunk)
-
-
-def _is_usage_only(chunk: Chunk) -> bool:
-    return "usage" in chunk and bytes(chunk.get("choices", b"[]")) == b"[]"
 
 
 def is_models_path(path: str) -> bool:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from warmline_common.protocol.messages import GenerationResult
 from warmline_proxy.errors import ClientError, request_cancelled, service_unavailable
@@ -22,35 +23,29 @@ ERROR_DELIVERY_TIMEOUT_S = 4.0  # for errors to reach clients at a shutdown
 SAVES_TIMEOUT_S = 8.0  # at a shutdown; later saves are lost, their tokens prefilled again
 
 
+@dataclass(eq=False)
 class Completion:
     """Ends requests, by themselves or on demand.  Owned by the event loop."""
 
-    def __init__(
-        self,
-        registry: RequestRegistry,
-        upstream: Upstream,
-        watchdog: Watchdog,
-        saver: Saver,
-        on_completed: Callable[[Request], None],
-        background: BackgroundTasks,
-        finish_prefill: bool,
-    ) -> None:
-        """`on_completed`: called for each admitted request once it is saved and recorded."""
-        self._registry, self._upstream, self._watchdog = registry, upstream, watchdog
-        self._saver, self._on_completed, self._background = saver, on_completed, background
-        self._finish_prefill = finish_prefill
+    registry: RequestRegistry
+    upstream: Upstream
+    watchdog: Watchdog
+    saver: Saver
+    on_completed: Callable[[Request], None]  # for each admitted request, once it is saved and recorded
+    background: BackgroundTasks
+    finish_prefill: bool
 
     def release(self, request: Request) -> None:
         """Start to release the engine, before the client has its error."""
         if request.release_task is None:
-            request.release_task = self._background.spawn(self._release_engine(request), f"end of {request.log.id}")
+            request.release_task = self.background.spawn(self._release_engine(request), f"end of {request.log.id}")
 
     def complete(self, request: Request) -> None:
         """End a request whose client has its answer, or has left: release, save and record in the background."""
         request.response.close()
         request.mark_response_done()
         self.release(request)
-        self._background.spawn(self._finish(request), f"settling of {request.log.id}")
+        self.background.spawn(self._finish(request), f"settling of {request.log.id}")
 
     async def cancel(self, request: Request) -> None:
         """Cancel a request; returns when the engine has released it."""
@@ -63,21 +58,21 @@ class Completion:
         reason = service_unavailable("The proxy is being stopped.  What was computed is kept.", "shutting_down")
         with suppress(TimeoutError):
             async with asyncio.timeout(ERROR_DELIVERY_TIMEOUT_S):
-                await asyncio.gather(*(self._cancel(request, reason) for request in self._registry))
+                await asyncio.gather(*(self._cancel(request, reason) for request in self.registry))
                 await self._wait_for_responses(ERROR_DELIVERY_TIMEOUT_S)
         with suppress(TimeoutError):
             async with asyncio.timeout(SAVES_TIMEOUT_S):
-                await asyncio.gather(*(request.saved.wait() for request in self._registry))
-                await self._saver.save_residents()
+                await asyncio.gather(*(request.saved.wait() for request in self.registry))
+                await self.saver.save_residents()
 
     async def _cancel(self, request: Request, reason: ClientError) -> None:
         request.cancel(reason)
         if request.is_detached:
             with suppress(UpstreamError):
-                await self._upstream.cancel(request.log.id, self._watchdog.cancel_timeout_s)
+                await self.upstream.cancel(request.log.id, self.watchdog.cancel_timeout_s)
 
     async def _wait_for_responses(self, timeout_s: float) -> None:
-        unanswered = [request for request in self._registry if not request.response_done.is_set()]
+        unanswered = [request for request in self.registry if not request.response_done.is_set()]
         await wait_for_events([request.response_done for request in unanswered], timeout_s)
 
     async def _finish(self, request: Request) -> None:
@@ -85,18 +80,18 @@ class Completion:
             assert request.release_task is not None
             await request.release_task
             if request.ticket:  # refused requests are not recorded: a flood of them would evict all other records
-                await self._saver.save_request(request)
-                self._on_completed(request)
+                await self.saver.save_request(request)
+                self.on_completed(request)
         finally:
             request.saved.set()
-            self._registry.discard(request)
+            self.registry.discard(request)
 
     async def _release_engine(self, request: Request) -> None:
         """End the generation, and release the ticket."""
         try:
             await self._stop_generation(request)
         except UpstreamTimeoutError:
-            self._watchdog.report_cancel_timeout(request.log.id)
+            self.watchdog.report_cancel_timeout(request.log.id)
         except UpstreamError as error:
             log.warning("request %s: what the backend made of it is unknown: %s", request.log.id, error)
         finally:
@@ -112,7 +107,7 @@ class Completion:
             return
         try:
             if not (self._can_finish_prefill(request) and await self._finish_prefill_detached(request)):
-                result = await self._upstream.cancel(request.log.id, self._watchdog.cancel_timeout_s)
+                result = await self.upstream.cancel(request.log.id, self.watchdog.cancel_timeout_s)
                 self._record_result(request, result)
         finally:
             if request.generation:
@@ -121,14 +116,14 @@ class Completion:
     def _can_finish_prefill(self, request: Request) -> bool:
         """True if the client left by itself during prefill, and that is to be finished."""
         has_left = request.log.outcome == CANCELLED and request.cancel_scope.reason is None
-        return self._finish_prefill and has_left and request.generation is not None and not request.log.ttft_s
+        return self.finish_prefill and has_left and request.generation is not None and not request.log.ttft_s
 
     async def _finish_prefill_detached(self, request: Request) -> bool:
         """Let an idle engine complete the prefill, for the client's next try; False where the backend refuses."""
         assert request.generation is not None
         request.is_detached = True
         try:
-            result = await self._upstream.finish_prefill(request.log.id, self._watchdog.cancel_timeout_s)
+            result = await self.upstream.finish_prefill(request.log.id, self.watchdog.cancel_timeout_s)
             self._record_result(request, result)
         except UpstreamError as error:
             log.warning("request %s: its prefill can't go on alone: %s", request.log.id, error)
@@ -146,7 +141,7 @@ class Completion:
     async def _cancel_restore(self, request: Request) -> None:
         if not request.restore_task or request.restore_task.done():
             return
-        await self._upstream.cancel(request.log.id, self._watchdog.cancel_timeout_s)
+        await self.upstream.cancel(request.log.id, self.watchdog.cancel_timeout_s)
         await asyncio.wait({request.restore_task}, timeout=LAST_EVENT_TIMEOUT_S)
         request.restore_task.cancel()  # in case the cancel overtook the restore
         await asyncio.wait({request.restore_task})

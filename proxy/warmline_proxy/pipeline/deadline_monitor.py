@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from warmline_proxy.errors import ClientError, gateway_timeout
 from warmline_proxy.request.deadlines import BACKLOG_BYTES_MAX, find_missed_deadline
@@ -17,14 +18,14 @@ TICK_S = 0.1
 HEARTBEAT_INTERVAL_S = 15.0  # to one client
 
 
+@dataclass(eq=False)
 class DeadlineMonitor:
     """Owned by the event loop.  `run` is its one task."""
 
-    def __init__(
-        self, requests: Iterable[Request], watchdog: Watchdog, background: BackgroundTasks, heartbeat_after_s: float
-    ) -> None:
-        self._requests, self._watchdog, self._background = requests, watchdog, background
-        self._heartbeat_after_s = heartbeat_after_s
+    requests: Iterable[Request]
+    watchdog: Watchdog
+    background: BackgroundTasks
+    heartbeat_after_s: float
 
     async def run(self) -> None:
         while True:
@@ -36,28 +37,28 @@ class DeadlineMonitor:
 
     def _tick(self, now: float) -> None:
         unfinished = [
-            request for request in self._requests if request.release_task is None and not request.response.is_closed
+            request for request in self.requests if request.release_task is None and not request.response.is_closed
         ]
-        running = sum(request.is_computing for request in self._requests)
+        running = sum(request.is_computing for request in self.requests)
         for request in unfinished:
             if error := self._find_violation(request, now, running):
                 request.cancel(error)
             elif self._is_heartbeat_due(request, now):
-                self._background.spawn(request.response.send_heartbeat(), f"heartbeat {request.log.id}")
+                self.background.spawn(request.response.send_heartbeat(), f"heartbeat {request.log.id}")
 
     def _find_violation(self, request: Request, now: float, running: int) -> ClientError | None:
         if request.generation and request.generation.backlog_bytes > BACKLOG_BYTES_MAX:
             reason = f"its client left {BACKLOG_BYTES_MAX >> 20} MiB of the answer unread"
             return gateway_timeout(reason, "client_too_slow")
-        return find_missed_deadline(request.timeouts, request.clock, now, self._watchdog.slowest_recent_step_s, running)
+        return find_missed_deadline(request.timeouts, request.clock, now, self.watchdog.slowest_recent_step_s, running)
 
     def _is_heartbeat_due(self, request: Request, now: float) -> bool:
         """Due only while there is progress: of the request, or of the engine while the request waits."""
-        if request.call is None or not (request.call.stream or self._heartbeat_after_s):
+        if request.call is None or not (request.call.stream or self.heartbeat_after_s):
             return False
         interval_s = HEARTBEAT_INTERVAL_S
         if not request.call.stream:
-            after_s = self._heartbeat_after_s
+            after_s = self.heartbeat_after_s
             interval_s = min(interval_s, after_s) if request.response.has_started else after_s
-        progressed_at = request.clock.progressed_at or self._watchdog.last_step_at
+        progressed_at = request.clock.progressed_at or self.watchdog.last_step_at
         return now - request.response.last_write_at >= interval_s and progressed_at > request.response.last_write_at

@@ -1,6 +1,7 @@
 """Step 6: start of a generation, and its progress: recorded in the request, prefixes saved on the way."""
 
 import logging
+from dataclasses import dataclass, field
 
 from warmline_common.protocol.messages import GenerationResult
 from warmline_proxy.config import ProxyConfig
@@ -21,105 +22,83 @@ log = logging.getLogger(__name__)
 FAILED_FINISHES = ("cancelled", "error")  # without an answer, and not dispatched again
 
 
+@dataclass(eq=False)
 class Generator:
     """Dispatches planned requests.  Event loop thread."""
 
-    def __init__(
-        self,
-        config: ProxyConfig,
-        upstream: Upstream,
-        backend_state: BackendState,
-        saver: Saver,
-        sampled_turns: SampledTurnCache,
-        prompt_heads: PromptHeadCache,
-        divergence_recorder: DivergenceRecorder,
-        background: BackgroundTasks,
-    ) -> None:
-        self._config, self._upstream, self._backend_state, self._saver = config, upstream, backend_state, saver
-        self._sampled_turns, self._prompt_heads = sampled_turns, prompt_heads
-        self._divergence_recorder, self._background = divergence_recorder, background
+    config: ProxyConfig
+    upstream: Upstream
+    backend_state: BackendState
+    saver: Saver
+    sampled_turns: SampledTurnCache
+    prompt_heads: PromptHeadCache
+    divergence_recorder: DivergenceRecorder
+    background: BackgroundTasks
 
     async def start(self, request: Request, plan: RequestPlan) -> GenerationStream | None:
         """Start a generation; None where the plan's resident or leader is gone: to be planned again."""
         assert request.call is not None and request.prompt is not None
         if not plan.copy_resident:
-            self._backend_state.resident_view.remove(plan.resident)
+            self.backend_state.resident_view.remove(plan.resident)
         request.sent, request.stored_tokens = True, plan.reuse
-        request.listener = ProgressListener(
-            request,
-            self._backend_state,
-            self._saver,
-            self._sampled_turns,
-            self._background,
-            self._config.partial_save_tokens,
-            RepetitionDetector() if self._config.garbage_guard == "observe" else None,
-        )
+        request.listener = ProgressListener(request, self)
         request.clock.mark_waiting()
         try:
-            stream = await self._upstream.generate(
+            stream = await self.upstream.generate(
                 request.call.api.endpoint, request.log.id, request.prompt.prompt_id, plan, root=request.root
             )
         except UpstreamGoneError as error:
             log.info("request %s is planned again: %s", request.log.id, error)
-            await self._backend_state.refresh()
+            await self.backend_state.refresh()
             return None
-        request.generation = GenerationStream(stream, request.log.id, self._background, request.listener)
+        request.generation = GenerationStream(stream, request.log.id, self.background, request.listener)
         request.advance(RequestStatus.WAITING)
         # Explanations come last: the engine computes meanwhile.
-        self._prompt_heads.add(request.root, extract_head(request.call.fields))
-        self._divergence_recorder.start_analysis(request)
+        self.prompt_heads.add(request.root, extract_head(request.call.fields))
+        self.divergence_recorder.start_analysis(request)
         return request.generation
 
 
+@dataclass(eq=False)
 class ProgressListener:
     """A GenerationListener for one dispatch of one request."""
 
-    def __init__(
-        self,
-        request: Request,
-        backend_state: BackendState,
-        saver: Saver,
-        sampled_turns: SampledTurnCache,
-        background: BackgroundTasks,
-        partial_save_tokens: int,
-        repetition_detector: RepetitionDetector | None = None,
-    ) -> None:
-        self._request, self._backend_state, self._saver, self._background = request, backend_state, saver, background
-        self._sampled_turns = sampled_turns
-        self._partial_save_tokens, self._repetition_detector = partial_save_tokens, repetition_detector
-        self._is_saving = False
-        self._attempted_tokens = 0  # of the last save; one that failed is not tried again at once
+    request: Request
+    generator: Generator
+    _detector: RepetitionDetector = field(default_factory=RepetitionDetector, init=False)
+    _is_saving: bool = field(default=False, init=False)
+    _attempted_tokens: int = field(default=0, init=False)  # of the last save; after a failure the next step is awaited
 
     def on_started(self) -> None:
-        self._request.started = True
-        self._request.advance(RequestStatus.PREFILLING)
+        self.request.started = True
+        self.request.advance(RequestStatus.PREFILLING)
 
     def on_progress(self) -> None:
-        self._request.clock.mark_progress()
+        self.request.clock.mark_progress()
 
     def on_content(self, chunk: bytes) -> None:
-        self._request.content_chunks += 1
-        if (detector := self._repetition_detector) and not detector.reason:
-            detector.feed(chunk_text(chunk))
-            self._request.log.collapse = detector.reason
+        self.request.content_chunks += 1
+        if self.generator.config.garbage_guard == "observe" and not self._detector.reason:
+            self._detector.feed(chunk_text(chunk))
+            self.request.log.collapse = self._detector.reason
 
     def on_prefilled(self, tokens: int) -> None:
-        request, step = self._request, self._partial_save_tokens
+        request, step = self.request, self.generator.config.partial_save_tokens
         request.prefilled_tokens = tokens
         tokens = align_to_grid(tokens, request.layout.grid) if request.layout else tokens
         new_tokens = tokens - max(request.stored_tokens, self._attempted_tokens)
         if request.started and step and new_tokens >= step and not self._is_saving:
             self._is_saving, self._attempted_tokens = True, tokens
-            self._background.spawn(self._save_prefix(tokens), f"part of {request.log.id}")
+            self.generator.background.spawn(self._save_prefix(tokens), f"part of {request.log.id}")
 
     def on_settled(self, settled: GenerationResult) -> None:
         """Record the result; called twice where a cancel met the end."""
-        request, resident_view = self._request, self._backend_state.resident_view
+        request, resident_view = self.request, self.generator.backend_state.resident_view
         if request.log.generation_result is not None:
             return
         request.log.generation_result = settled
         if settled.turn and not request.purged:
-            self._sampled_turns.add(request.root, request.model, settled.turn)
+            self.generator.sampled_turns.add(request.root, request.model, settled.turn)
         if request.is_cacheable:
             resident_view.add(settled.resident, resident_after_generation(request, settled))
         else:
@@ -130,15 +109,15 @@ class ProgressListener:
 
         A broken stream keeps the ticket: for the next dispatch, or until the failure is written.
         """
-        result = self._request.log.generation_result
-        self._request.clock.mark_idle()
-        self._request.mark_released()
-        if self._request.ticket and (whole or (result and result.finish in FAILED_FINISHES)):
-            self._request.ticket.release()
+        result = self.request.log.generation_result
+        self.request.clock.mark_idle()
+        self.request.mark_released()
+        if self.request.ticket and (whole or (result and result.finish in FAILED_FINISHES)):
+            self.request.ticket.release()
 
     async def _save_prefix(self, tokens: int) -> None:
         try:
-            if await self._saver.save_prefix(self._request, tokens) and self._request.listener is self:
-                self._request.stored_tokens = tokens
+            if await self.generator.saver.save_prefix(self.request, tokens) and self.request.listener is self:
+                self.request.stored_tokens = tokens
         finally:
             self._is_saving = False

@@ -272,7 +272,7 @@ class Pipeline:
 
 
 def build_response_headers(request: Request) -> dict[str, str]:
-    """Headers of ours; with several choices, the cache header of the first."""
+    """X-Warmline headers; with several choices, the cache header of the first."""
     start_log = request.branches[0].log if request.branches else request.log
     cache = {HEADER_CACHE: start_log.format_cache_header()} if start_log.plan else {}
     stabilized = {HEADER_STABILIZED: request.log.stabilization} if request.log.stabilization else {}

@@ -1,7 +1,7 @@
 """Step 3: rendering of a call into its prompt's token ids, by the backend.  Event loop thread."""
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from warmline_common.protocol.messages import PromptReply, PromptRequest
 from warmline_common.protocol.tokens import TOKEN_BYTES, namespace
@@ -17,20 +17,20 @@ from warmline_proxy.upstream.client import Upstream, UpstreamStatusError
 from warmline_proxy.upstream.errors import translate_upstream_error
 
 
+@dataclass(eq=False)
 class RemoteRenderer:
     """Renders without a ticket; the backend keeps nothing of a prompt that is only counted."""
 
-    def __init__(
-        self, config: ProxyConfig, upstream: Upstream, backend_state: BackendState, sampled_turns: SampledTurnCache
-    ) -> None:
-        self._config, self._upstream, self._backend_state = config, upstream, backend_state
-        self._sampled_turns = sampled_turns
+    config: ProxyConfig
+    upstream: Upstream
+    backend_state: BackendState
+    sampled_turns: SampledTurnCache
 
     def stabilize(self, call: ApiCall) -> tuple[ApiCall, Counter[str]]:
         """The call with the configured rules applied, and how often each rule changed it."""
-        if not self._config.stabilize_rules:
+        if not self.config.stabilize_rules:
             return call, Counter()
-        fields, counts = stabilize_fields(call.fields, self._config.stabilize_rules)
+        fields, counts = stabilize_fields(call.fields, self.config.stabilize_rules)
         return replace(call, fields=fields), counts
 
     async def render_request(self, request: Request) -> None:
@@ -40,10 +40,10 @@ class RemoteRenderer:
         assert request.call is not None
         request.prompt = await self.render_call(request, request.call)
         request.advance(RequestStatus.WAITING)
-        await self._backend_state.sync_residents(request.prompt)
-        status = await self._backend_state.status()
+        await self.backend_state.sync_residents(request.prompt)
+        status = await self.backend_state.status()
         request.model, request.layout = status.model, status.layout
-        if self._config.reuse == "exact" and status.layout and not status.layout.grid:
+        if self.config.reuse == "exact" and status.layout and not status.layout.grid:
             message = "The proxy runs with reuse = exact and its backend does not: start both with the same."
             raise service_unavailable(message, "mode_mismatch")
         request.root = request.log.root = namespace(request.prompt.fingerprint, request.client.tenant)
@@ -65,8 +65,8 @@ class RemoteRenderer:
 
     async def _render(self, call: ApiCall, tenant: str, request_id: str, timeout_s: float | None = None) -> PromptReply:
         """Render with the tenant's sampled turns.  Raises UpstreamStatusError for an invalid body."""
-        status = await self._backend_state.status()
+        status = await self.backend_state.status()
         body = call.build_prompt_body(status.model)
-        turns = self._sampled_turns.find(namespace(status.fingerprint, tenant), body.get("messages"))
+        turns = self.sampled_turns.find(namespace(status.fingerprint, tenant), body.get("messages"))
         prompt_request = PromptRequest(request_id=request_id, endpoint=call.api.endpoint, body=body, turns=turns)
-        return await self._upstream.render_prompt(prompt_request, timeout_s)
+        return await self.upstream.render_prompt(prompt_request, timeout_s)

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from warmline_proxy.index.index import Index, IndexStoreError
 from warmline_proxy.metrics import ProxyMetrics
@@ -21,21 +22,17 @@ OK = "ok"
 FILES, INDEX, RECORDS = "segments/", "index/", "request records"  # parts that fail by themselves
 
 
+@dataclass(eq=False)
 class SaveHealth:
     """Failures by part, recorded by those who save.  Any thread."""
 
-    def __init__(
-        self,
-        metrics: ProxyMetrics,
-        *,
-        retry_interval_s: float = RETRY_INTERVAL_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._metrics, self._retry_interval_s, self._clock = metrics, retry_interval_s, clock
-        self._lock = threading.Lock()
-        self._failures: dict[str, str] = {}  # part -> why
-        self._failing_since = 0.0
-        self._retry_at = 0.0
+    metrics: ProxyMetrics
+    retry_interval_s: float = RETRY_INTERVAL_S
+    clock: Callable[[], float] = time.monotonic
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _failures: dict[str, str] = field(default_factory=dict, init=False)  # part -> why
+    _failing_since: float = field(default=0.0, init=False)
+    _retry_at: float = field(default=0.0, init=False)
 
     def watch_index(self, index: Index) -> None:
         """Record the state of the index, and results of its own flushes."""
@@ -60,27 +57,27 @@ class SaveHealth:
         with self._lock:
             if not self._failures:
                 return True
-            if self._clock() < self._retry_at:
+            if self.clock() < self._retry_at:
                 return False
-            self._retry_at = self._clock() + self._retry_interval_s
+            self._retry_at = self.clock() + self.retry_interval_s
             return True
 
     def record_failure(self, part: str, code: str, detail: str) -> None:
         """`code`: the system's name of the error, or a word of ours; `detail`: for the log."""
-        self._metrics.save_failures.labels(reason=code).inc()
+        self.metrics.save_failures.labels(reason=code).inc()
         why = f"{os.strerror(getattr(errno, code))} ({code})" if hasattr(errno, code) else code
         with self._lock:
             is_new = self._failures.get(part) != why
             if not self._failures:
-                self._failing_since = self._clock()
+                self._failing_since = self.clock()
             if part not in self._failures:
-                self._retry_at = self._clock() + self._retry_interval_s
+                self._retry_at = self.clock() + self.retry_interval_s
             self._failures[part] = why
-            self._metrics.persistent.set(0)
+            self.metrics.persistent.set(0)
         if is_new:
             log.error(
                 "what is computed can't be saved: %s: %s: %s; serving goes on, and saving is tried again every %g s",
-                part, why, detail, self._retry_interval_s,
+                part, why, detail, self.retry_interval_s,
             )  # fmt: skip
 
     def record_success(self, *parts: str) -> None:
@@ -90,6 +87,6 @@ class SaveHealth:
                 self._failures.pop(part, None)
             is_recovered = was_failing and not self._failures
             if is_recovered:
-                self._metrics.persistent.set(1)
+                self.metrics.persistent.set(1)
         if is_recovered:
-            log.warning("saving works again, after %.0f s", self._clock() - self._failing_since)
+            log.warning("saving works again, after %.0f s", self.clock() - self._failing_since)

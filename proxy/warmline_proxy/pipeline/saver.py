@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -48,34 +48,29 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class Saver:
     """Saves one tail at a time, in the order of the requests' ends."""
 
-    def __init__(
-        self,
-        index: Index,
-        upstream: Upstream,
-        backend_state: BackendState,
-        metrics: ProxyMetrics,
-        save_health: SaveHealth,
-        sampled_turns: SampledTurnCache,
-        divergence_recorder: DivergenceRecorder,
-        reuse: bool,
-    ) -> None:
-        self._index, self._upstream, self._backend_state = index, upstream, backend_state
-        self._metrics, self._save_health, self._reuse = metrics, save_health, reuse
-        self._sampled_turns, self._divergence_recorder = sampled_turns, divergence_recorder
-        self._save_lock = asyncio.Lock()
-        self._saves_to_abort: list[SavePlan] = []  # failed, and not removed yet from an index that could not be written
-        self._has_unsaved = False  # some resident could not be saved
-        self._has_freed_disk = False
+    index: Index
+    upstream: Upstream
+    backend_state: BackendState
+    metrics: ProxyMetrics
+    save_health: SaveHealth
+    sampled_turns: SampledTurnCache
+    divergence_recorder: DivergenceRecorder
+    reuse: bool
+    _save_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _saves_to_abort: list[SavePlan] = field(default_factory=list, init=False)  # failed, and still in the index
+    _has_unsaved: bool = field(default=False, init=False)  # some resident could not be saved
+    _has_freed_disk: bool = field(default=False, init=False)
 
     async def save_request(self, request: Request) -> None:
         """Save the tail, then record the request; sets `request.saved` in between."""
         try:
             await self._save_request(request)
             request.saved.set()  # before the analysis, which other requests need not wait for
-            await self._divergence_recorder.wait_for_analysis(request)
+            await self.divergence_recorder.wait_for_analysis(request)
         finally:
             self._record_request(request)
 
@@ -84,23 +79,19 @@ class Saver:
         try:
             if result and result.resident:
                 async with self._save_lock:
-                    can_save = self._reuse and request.is_cacheable
+                    can_save = self.reuse and request.is_cacheable
                     await (self._save_tail(request, result) if can_save else self._drop_resident(result))
-            if result:
-                await self._refresh_backend_state(result)
+            if result:  # residents were evicted, and rates measured meanwhile
+                await self.backend_state.sync_residents(result)
+                await self.backend_state.refresh_rates()
         except _SaveError:
             pass  # recorded by SaveHealth; saved once that works again
         except (UpstreamError, IndexStoreError, OSError) as error:
             log.warning("what request %s has computed could not be saved: %s", request.log.id, error)
 
-    async def _refresh_backend_state(self, result: GenerationResult) -> None:
-        """Learn which residents the request has evicted, and the rates measured since."""
-        await self._backend_state.sync_residents(result)
-        await self._backend_state.refresh_rates()
-
     async def _drop_resident(self, result: GenerationResult) -> None:
-        self._backend_state.resident_view.exclude(result.resident)
-        await self._upstream.delete_resident(result.resident)
+        self.backend_state.resident_view.exclude(result.resident)
+        await self.upstream.delete_resident(result.resident)
 
     async def save_prefix(self, request: Request, until: int) -> bool:
         """Save the first `until` tokens of a running request; True once they are on disk.
@@ -108,9 +99,9 @@ class Saver:
         After a failure they are saved at the request's end.
         """
         layout, prompt = request.layout, request.prompt
-        if not (request.is_cacheable and self._reuse and prompt and layout and layout.persistent):
+        if not (request.is_cacheable and self.reuse and prompt and layout and layout.persistent):
             return False
-        if request.log.prompt_tokens * layout.row_bytes > self._index.budget_bytes:
+        if request.log.prompt_tokens * layout.row_bytes > self.index.budget_bytes:
             return False  # the whole prompt never fits, and a part is not worth the evictions
         positions = request.log.plan.checkpoint_positions if request.log.plan else ()
         unsaved = _PendingSave(
@@ -149,14 +140,18 @@ class Saver:
 
     async def save_residents(self) -> None:
         """Save residents not known to be on disk: an earlier proxy's, or of a save that failed."""
-        unsaved = self._backend_state.resident_view.non_durable_entries()
-        if not self._reuse or not unsaved:
+        unsaved = self.backend_state.resident_view.non_durable_entries()
+        if not self.reuse or not unsaved:
             return
         try:
-            status = await self._backend_state.status()
+            status = await self.backend_state.status()
+            if not (layout := status.layout) or not layout.persistent:
+                return
             for resident, entry in unsaved:
-                if status.layout and status.layout.persistent:
-                    await self._save_resident(_pending_resident_save(resident, entry, status.model, status.layout))
+                source = SaveRequest(request_id="", resident=resident)
+                session = SessionUpdate(turn_end=entry.turn_end, requests=0)
+                pending = _PendingSave(source, entry, entry.positions, status.model, layout, session)
+                await self._save_resident(pending)
         except _SaveError:
             pass
         except (UpstreamError, IndexStoreError, OSError) as error:
@@ -165,7 +160,7 @@ class Saver:
     async def _save_resident(self, unsaved: "_PendingSave") -> None:
         try:
             async with self._save_lock:
-                if self._backend_state.resident_view.get(unsaved.source.resident):  # else purged or evicted meanwhile
+                if self.backend_state.resident_view.get(unsaved.source.resident):  # else purged or evicted meanwhile
                     await self._save(unsaved)
         except DiskBudgetError as error:  # the next one may be smaller
             log.info("%s could not be saved: %s", unsaved.source.resident, error)
@@ -174,31 +169,26 @@ class Saver:
         request_log, layout = request.log, request.layout
         if not request.prompt or not layout or not layout.persistent:
             return
+        is_hit = request_log.plan is not None and request_log.plan.reuse >= BLOCK_TOKENS  # less may match by chance
         unsaved = _PendingSave(
             source=SaveRequest(request_id="", resident=result.resident),
             entry=resident_after_generation(request, result),
             checkpoints=result.checkpoints,
             model=request.model,
             layout=layout,
-            session=SessionUpdate(
-                turn_end=request.prompt.turn_end,
-                client=request_log.session_hint,
-                hit=bool(
-                    request_log.plan and request_log.plan.reuse >= BLOCK_TOKENS
-                ),  # shorter prefixes match by chance
-            ),
+            session=SessionUpdate(turn_end=request.prompt.turn_end, client=request_log.session_hint, hit=is_hit),
         )
         saved = await self._save(unsaved)
         request_log.session, request_log.saved_tokens = saved.session, saved.tokens
         if result.turn and saved.session:
-            self._sampled_turns.add(request.root, request.model, result.turn, saved.session)
-            await _run_in_thread(self._index.flush)  # else the next turn could not use all of the saved rows
+            self.sampled_turns.add(request.root, request.model, result.turn, saved.session)
+            await _run_in_thread(self.index.flush)  # else the next turn could not use all of the saved rows
 
     async def run(self) -> None:
         """Retry failed saves as soon as saving works again.  Never returns."""
         while True:
             await asyncio.sleep(RETRY_INTERVAL_S)
-            if self._index.read_only and self._save_health.can_save():
+            if self.index.read_only and self.save_health.can_save():
                 await self._reopen_index()
             if self._has_unsaved:
                 self._has_unsaved = False
@@ -208,15 +198,15 @@ class Saver:
         """Reopen an index whose home could not be written to, or reconciled, at the start."""
         try:
             async with self._save_lock:
-                if not await _run_in_thread(self._index.reopen):
+                if not await _run_in_thread(self.index.reopen):
                     return
-                log.info("index: %s", await _run_in_thread(reconcile, self._index))
-                await _run_in_thread(self._index.allocate_reserve)
+                log.info("index: %s", await _run_in_thread(reconcile, self.index))
+                await _run_in_thread(self.index.allocate_reserve)
         except (IndexStoreError, OSError) as error:
-            self._index.set_read_only(error)
-            self._save_health.record_failure(INDEX, get_error_code(error), str(error))
+            self.index.set_read_only(error)
+            self.save_health.record_failure(INDEX, get_error_code(error), str(error))
         else:
-            self._save_health.record_success(INDEX)
+            self.save_health.record_success(INDEX)
             self._has_unsaved = True
 
     async def _save(self, unsaved: "_PendingSave") -> "_SaveResult":
@@ -234,16 +224,16 @@ class Saver:
     async def _try_save(self, unsaved: "_PendingSave") -> "_SaveResult":
         """Save unless that has just failed.  Disk failures are recorded in SaveHealth.  Raises _SaveError for them."""
         try:
-            if self._save_health.can_save():
+            if self.save_health.can_save():
                 return await self._save_now(unsaved)
         except InsufficientStorageError as error:
-            self._save_health.record_failure(FILES, error.code, str(error))
+            self.save_health.record_failure(FILES, error.code, str(error))
         except UpstreamTimeoutError as error:
-            self._save_health.record_failure(FILES, "ETIMEDOUT", str(error))
+            self.save_health.record_failure(FILES, "ETIMEDOUT", str(error))
         except DiskBudgetError:
             raise
         except IndexStoreError as error:
-            self._save_health.record_failure(INDEX, error.code or "index", str(error))
+            self.save_health.record_failure(INDEX, error.code or "index", str(error))
             if error.code in NO_SPACE_CODES:
                 with suppress(IndexStoreError):  # so full that not even evictions can be written
                     await self._free_disk(RESERVE_BYTES)  # for the next try
@@ -253,28 +243,35 @@ class Saver:
     async def _release_unsaved(self, unsaved: "_PendingSave") -> None:
         """Let the backend evict a resident that won't be saved: other requests may be waiting for its memory."""
         if resident := unsaved.source.resident:
-            await self._upstream.order_residents([*self._backend_state.resident_view.durable_ids(), resident])
+            await self.upstream.order_residents([*self.backend_state.resident_view.durable_ids(), resident])
 
     async def _save_now(self, unsaved: "_PendingSave") -> "_SaveResult":
         """The index plans, the backend writes files, one transaction commits them."""
         resident, entry = unsaved.source.resident, unsaved.entry
-        save = await self._begin_save(unsaved)
+        await self._abort_saves()
+        begin = partial(
+            self.index.begin_save,
+            checkpoints=unsaved.checkpoints,
+            layout=unsaved.layout,
+            may_replace=not unsaved.layout.has_windows,  # rotating layers have lost their parent's rows
+        )
+        save = await _run_in_thread(begin, entry.root, unsaved.model, entry.tokens)
         if save is None:
             await self._mark_durable(resident, leased=True)  # no save of rows has ended its lease
-            session = await _run_in_thread(self._index.record_session, entry.root, entry.tokens, unsaved.session)
-            self._save_health.record_success(INDEX)
+            session = await _run_in_thread(self.index.record_session, entry.root, entry.tokens, unsaved.session)
+            self.save_health.record_success(INDEX)
             return _SaveResult(session, 0, is_complete=True)
         committed = None
         try:
             reply = await self._write_files(save, unsaved.source)
-            self._save_health.record_success(FILES)
+            self.save_health.record_success(FILES)
             self._has_freed_disk = False
             cost_s = await self._prefill_cost_s(save.matched, len(entry))
-            commit = partial(self._index.commit_save, prefill_s=cost_s, session=unsaved.session)
+            commit = partial(self.index.commit_save, prefill_s=cost_s, session=unsaved.session)
             committed = await _run_in_thread(commit, save, reply)
-            self._save_health.record_success(INDEX)
+            self.save_health.record_success(INDEX)
             written = sum(file.bytes_written for file in (*reply.segments, *reply.checkpoints))
-            self._metrics.record_save(committed.tokens_saved, written)
+            self.metrics.record_save(committed.tokens_saved, written)
         finally:
             if committed is None:  # after any failure, also a cancel at a shutdown
                 self._saves_to_abort.append(save)
@@ -288,34 +285,22 @@ class Saver:
     async def _prefill_cost_s(self, start: int, end: int) -> float:
         """Prefill time of tokens [start, end), by the latest measured rates."""
         with suppress(UpstreamError):
-            await self._backend_state.refresh_rates()
-        return estimate_prefill_s(start, end, self._backend_state.costs().prefill)
+            await self.backend_state.refresh_rates()
+        return estimate_prefill_s(start, end, self.backend_state.costs().prefill)
 
     async def _mark_durable(self, resident: str, *, leased: bool = False) -> None:
         """Mark a resident as evictable; the backend is notified once its memory fills, or where it holds a lease."""
         if not resident:
             return
-        self._backend_state.resident_view.mark_durable(resident)
-        if leased or self._backend_state.is_memory_filling():
-            await self._upstream.order_residents(self._backend_state.resident_view.durable_ids())
+        self.backend_state.resident_view.mark_durable(resident)
+        if leased or self.backend_state.is_memory_filling():
+            await self.upstream.order_residents(self.backend_state.resident_view.durable_ids())
 
     async def _abort_saves(self) -> None:
         """Abort failed saves, earlier ones too."""
         while self._saves_to_abort:
-            await _run_in_thread(self._index.abort_save, self._saves_to_abort[-1])
+            await _run_in_thread(self.index.abort_save, self._saves_to_abort[-1])
             self._saves_to_abort.pop()
-
-    async def _begin_save(self, unsaved: "_PendingSave") -> SavePlan | None:
-        await self._abort_saves()
-        return await _run_in_thread(
-            self._index.begin_save,
-            unsaved.entry.root,
-            unsaved.model,
-            unsaved.entry.tokens,
-            checkpoints=unsaved.checkpoints,
-            layout=unsaved.layout,
-            may_replace=not unsaved.layout.has_windows,  # rotating layers have lost their parent's rows
-        )
 
     async def _write_files(self, save: SavePlan, source: SaveRequest) -> SaveReply:
         """Have the backend write the files.  Raises UpstreamGoneError where rows or resident are gone."""
@@ -324,13 +309,13 @@ class Saver:
         timeout_s = SAVE_TIMEOUT_S + save.bytes_expected / SAVE_BYTES_PER_S_MIN
         try:
             try:
-                return await self._upstream.save(save_request, timeout_s)
+                return await self.upstream.save(save_request, timeout_s)
             except InsufficientStorageError as error:
                 if error.code not in NO_SPACE_CODES or not await self._free_disk(save.bytes_expected):
                     raise
-                return await self._upstream.save(save_request, timeout_s)
+                return await self.upstream.save(save_request, timeout_s)
         except UpstreamTimeoutError:  # the disk hangs: other saves are waiting, and this one is retried
-            await self._upstream.cancel(save_request.request_id, CANCEL_TIMEOUT_S)
+            await self.upstream.cancel(save_request.request_id, CANCEL_TIMEOUT_S)
             raise
 
     async def _free_disk(self, bytes_wanted: int) -> bool:
@@ -338,7 +323,7 @@ class Saver:
         if self._has_freed_disk:
             return False
         self._has_freed_disk = True  # until a save works
-        freed = await _run_in_thread(self._index.free_bytes, bytes_wanted)
+        freed = await _run_in_thread(self.index.free_bytes, bytes_wanted)
         log.warning("the disk is full; files evicted for what is to be saved: %d", len(freed))
         return bool(freed)
 
@@ -346,9 +331,9 @@ class Saver:
         record = request.log.build_record()
         hint = request.log.session_hint
         log.info(format_perf_line(record, hint), extra={"fields": build_perf_fields(record, hint)})
-        self._metrics.record_request(record, request.log.status)
+        self.metrics.record_request(record, request.log.status)
         try:
-            self._index.record_request(record)
+            self.index.record_request(record)
         except IndexStoreError as error:
             log.warning("request %s was not recorded: %s", record.id, error)
 
@@ -374,12 +359,6 @@ class _PendingSave:
     model: str
     layout: KvLayout
     session: SessionUpdate
-
-
-def _pending_resident_save(resident: str, entry: ResidentEntry, model: str, layout: KvLayout) -> _PendingSave:
-    source = SaveRequest(request_id="", resident=resident)
-    session = SessionUpdate(turn_end=entry.turn_end, requests=0)
-    return _PendingSave(source, entry, entry.positions, model, layout, session)
 
 
 async def _run_in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

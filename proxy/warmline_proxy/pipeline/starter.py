@@ -5,7 +5,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -46,24 +46,19 @@ class _RestoreResult:
     plan_again: bool = False
 
 
+@dataclass(eq=False)
 class Starter:
     """Finds the warmest start that works.  A restore that fails is a shorter or a cold start, never an error."""
 
-    def __init__(
-        self,
-        config: ProxyConfig,
-        upstream: Upstream,
-        index: Index,
-        backend_state: BackendState,
-        watchdog: Watchdog,
-        metrics: ProxyMetrics,
-        prompt_heads: PromptHeadCache,
-        divergence_recorder: DivergenceRecorder,
-    ) -> None:
-        self._config, self._upstream, self._index, self._backend_state = config, upstream, index, backend_state
-        self._watchdog, self._metrics = watchdog, metrics
-        self._prompt_heads, self._divergence_recorder = prompt_heads, divergence_recorder
-        self._read_failures: Counter[str] = Counter()  # by file id
+    config: ProxyConfig
+    upstream: Upstream
+    index: Index
+    backend_state: BackendState
+    watchdog: Watchdog
+    metrics: ProxyMetrics
+    prompt_heads: PromptHeadCache
+    divergence_recorder: DivergenceRecorder
+    _read_failures: Counter[str] = field(default_factory=Counter, init=False)  # by file id
 
     def count_reusable_tokens(self, request: Request) -> int:
         """Tokens that a start would reuse by now."""
@@ -81,12 +76,12 @@ class Starter:
 
     def _plan_cold(self, request: Request, why: str) -> RequestPlan:
         assert request.prompt is not None
-        self._divergence_recorder.clear(request)
+        self.divergence_recorder.clear(request)
         if not request.prompt.tokens_max:  # nothing is computed
             return RequestPlan(COLD, 0, why)
-        costs, gap_max = self._backend_state.costs(), self._config.partial_save_tokens
+        costs, gap_max = self.backend_state.costs(), self.config.partial_save_tokens
         plan = plan_cold(request.prompt_shape(), request.layout, why, gap_max, costs=costs)
-        return replace(plan, checkpoint_positions=()) if self._config.reuse == "off" else plan
+        return replace(plan, checkpoint_positions=()) if self.config.reuse == "off" else plan
 
     async def _start_warm(self, request: Request, running: Sequence[RunningRequest]) -> RequestPlan:
         misses: list[str] = []
@@ -96,7 +91,7 @@ class Starter:
                 self._record_use(plan)
                 return plan
             restored = await self._restore_with_timeout(request, plan)
-            self._metrics.restores.labels(outcome="ok" if restored.resident else "failed").inc()
+            self.metrics.restores.labels(outcome="ok" if restored.resident else "failed").inc()
             if restored.resident:
                 self._record_use(plan)
                 return replace(plan, resident=restored.resident)
@@ -110,13 +105,13 @@ class Starter:
         assert request.call is not None and request.prompt is not None
         if plan.diverges_at is None or plan.diverges_at >= next(iter(request.prompt.boundaries), 0):
             return plan
-        cause = self._prompt_heads.explain_change(request.root, extract_head(request.call.fields))
+        cause = self.prompt_heads.explain_change(request.root, extract_head(request.call.fields))
         return replace(plan, why_not_warmer=f"{plan.why_not_warmer}: {cause}") if cause else plan
 
     def _record_use(self, plan: RequestPlan) -> None:
         """Keep the files of a plan from eviction, of a resident's too: a restart would need them."""
         if plan.file_ids:
-            self._index.record_use(plan.file_ids)
+            self.index.record_use(plan.file_ids)
 
     async def _restore_with_timeout(self, request: Request, plan: RequestPlan) -> _RestoreResult:
         """As `_restore`, but ended where neither restore nor engine makes progress, and in any case after a while.
@@ -131,8 +126,8 @@ class Starter:
         stall_s, began = request.timeouts.stall_s or None, time.monotonic()
         while not (await asyncio.wait({restore_task}, timeout=stall_s))[0]:
             now = time.monotonic()
-            if stall_s and (now - self._watchdog.last_step_at > stall_s or now - began > RESTORE_STALLS_MAX * stall_s):
-                await self._upstream.cancel(request.log.id, self._watchdog.cancel_timeout_s)
+            if stall_s and (now - self.watchdog.last_step_at > stall_s or now - began > RESTORE_STALLS_MAX * stall_s):
+                await self.upstream.cancel(request.log.id, self.watchdog.cancel_timeout_s)
                 return _RestoreResult(why_not=f"restoring took more than {now - began:.0f} s")
         return restore_task.result()
 
@@ -141,28 +136,28 @@ class Starter:
     ) -> RequestPlan:
         match = self._match(request) if stored else EMPTY_MATCH
         plan = self._decide(request, running, match)
-        self._divergence_recorder.record(request, plan, match)
+        self.divergence_recorder.record(request, plan, match)
         return replace(plan, why_not_warmer="; ".join(filter(None, [*misses, plan.why_not_warmer])))
 
     def _decide(self, request: Request, running: Sequence[RunningRequest], match: PrefixMatch) -> RequestPlan:
         assert request.prompt is not None
         return plan_request(
             request.prompt_shape(),
-            self._backend_state.candidates(request.root, request.prompt.tokens),
+            self.backend_state.candidates(request.root, request.prompt.tokens),
             match,
             request.layout,
-            self._backend_state.costs(),
+            self.backend_state.costs(),
             running=running,
-            checkpoint_gap_max=self._config.partial_save_tokens,
+            checkpoint_gap_max=self.config.partial_save_tokens,
         )
 
     def _match(self, request: Request) -> PrefixMatch:
         assert request.prompt is not None
         if (limit := request.prompt_shape().tokens - 1) < 1:
             return EMPTY_MATCH
-        trusted = min(limit, self._backend_state.count_trusted_tokens(request.root, request.prompt.tokens))
+        trusted = min(limit, self.backend_state.count_trusted_tokens(request.root, request.prompt.tokens))
         try:
-            match = self._index.match_prefix(request.root, request.prompt.tokens, trusted)
+            match = self.index.match_prefix(request.root, request.prompt.tokens, trusted)
         except IndexStoreError as error:
             log.error("the index can't be read: %s", error)
             return EMPTY_MATCH
@@ -181,14 +176,14 @@ class Starter:
             root=request.root,
         )
         began_s = request.log.elapsed_s()
-        self._index.lease(plan.file_ids)
+        self.index.lease(plan.file_ids)
         try:
-            reply = await self._upstream.restore(restore_request)
+            reply = await self.upstream.restore(restore_request)
             if request.suspect or request.purged != purged:  # marked while the restore ran
                 why_not = "what was restored " + ("is suspect" if request.suspect else "was purged")
                 request.suspect = False
-                self._backend_state.resident_view.exclude(reply.resident)
-                await self._upstream.delete_resident(reply.resident)
+                self.backend_state.resident_view.exclude(reply.resident)
+                await self.upstream.delete_resident(reply.resident)
                 return _RestoreResult(why_not=why_not, plan_again=True)
         except RestoreFailedError as error:
             return await self._quarantine_file(error, plan.file_ids)
@@ -199,9 +194,9 @@ class Starter:
             log.log(level, "request %s: restoring %d tokens failed: %s", request.log.id, plan.reuse, error)
             return _RestoreResult(why_not=f"restore failed: {error}")
         finally:
-            self._index.release(plan.file_ids)
+            self.index.release(plan.file_ids)
             request.log.restore_s += request.log.elapsed_s() - began_s
-        self._backend_state.resident_view.add(reply.resident, entry)
+        self.backend_state.resident_view.add(reply.resident, entry)
         return _RestoreResult(resident=reply.resident)
 
     async def _quarantine_file(self, error: RestoreFailedError, files: list[str]) -> _RestoreResult:
@@ -212,11 +207,11 @@ class Starter:
         if reply.bad not in files or (reply.reason == "io" and not self._has_exhausted_reads(reply.bad)):
             return _RestoreResult(why_not=why_not)
         try:
-            await asyncio.to_thread(self._index.quarantine, reply.bad, reply.reason)
+            await asyncio.to_thread(self.index.quarantine, reply.bad, reply.reason)
         except (IndexStoreError, OSError) as failure:
             log.error("%s could not be quarantined: %s", reply.bad, failure)
             return _RestoreResult(why_not=why_not)
-        self._metrics.quarantined.labels(reason=reply.reason).inc()
+        self.metrics.quarantined.labels(reason=reply.reason).inc()
         return _RestoreResult(why_not=why_not, plan_again=True)
 
     def _has_exhausted_reads(self, file_id: str) -> bool:

@@ -11,15 +11,13 @@ from typing import Any
 import msgspec
 
 from warmline_common.protocol.messages import decode
-from warmline_proxy.api.base import Chunk, Fields
+from warmline_proxy.api.base import Chunk, Fields, is_usage_chunk
 from warmline_proxy.errors import bad_request
 from warmline_proxy.http.body_fields import decode_field
 
 CHOICES_MAX = 16  # of one prompt
 PROMPTS_MAX = 64
 _INT64 = 1 << 63
-
-_EMPTY_CHOICES = b"[]"
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ class ChoiceMerger:
         `branch_id`: request id of the branch, with which its chunks' ids end.
         """
         self._common_fields = self._common_fields or self._read_common_fields(chunk, branch_id)
-        if "usage" in chunk and bytes(chunk.get("choices", _EMPTY_CHOICES)) == _EMPTY_CHOICES:
+        if is_usage_chunk(chunk):
             self._last_usage_chunk = chunk
             self._add_usage(self._choices[index], decode(chunk["usage"], dict[str, Any]))
             return None

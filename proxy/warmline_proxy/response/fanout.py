@@ -21,11 +21,11 @@ CONCURRENT_BRANCHES_MAX = 16  # of one request
 
 
 class Branch:
-    """ResponseSink of one choice: chunks go into the whole response, its end and failure to the Fanout."""
+    """ResponseSink and ResponseEncoder of one choice: chunks go into the whole response, its end to the Fanout."""
 
     def __init__(self, fanout: "Fanout", index: int, choice: ChoiceRequest, call: ApiCall) -> None:
         self.call: ApiCall | None = replace(call, fields=choice.fields, session_hint="", retry_count=0)
-        self.encoder: ResponseEncoder | None = None
+        self._request_id = ""  # with which its chunks' ids end
         self.has_content = self.is_closed = False
         self.last_write_at = math.inf  # heartbeats are sent by the whole response
         self.index, self.choice = index, choice
@@ -39,8 +39,21 @@ class Branch:
 
     def open_encoder(self, response_start: ResponseStart) -> ResponseEncoder:
         self.started_event.set()
-        self.encoder = self._fanout.open_encoder(self.index, response_start)
-        return self.encoder
+        self._request_id = response_start.request_id
+        self._fanout.open_branch(self.index, response_start)
+        return self
+
+    def encode_chunk(self, chunk: Chunk, raw: bytes) -> bytes:
+        return self._fanout.encode_chunk(self.index, self._request_id, chunk)
+
+    def encode_done(self) -> bytes:
+        return b""
+
+    def encode_json(self) -> bytes:
+        return b""
+
+    def encode_stream_error(self, error: ClientError) -> bytes:
+        return b""
 
     async def write(self, data: bytes) -> None:
         await self._fanout.response.write(data)
@@ -125,12 +138,11 @@ class Fanout:
 
     # ---- the common response
 
-    def open_encoder(self, index: int, response_start: ResponseStart) -> ResponseEncoder:
-        """Encoder of one branch; chunks of an earlier dispatch are dropped."""
+    def open_branch(self, index: int, response_start: ResponseStart) -> None:
+        """Open the common encoder, if need be; a branch's chunks of an earlier dispatch are dropped."""
         if self.response.encoder is None:
             self.response.open_encoder(replace(response_start, request_id=self._request_id))
         self._pending_chunks[index].clear()
-        return BranchEncoder(self, index, response_start.request_id)
 
     def encode_chunk(self, index: int, branch_id: str, chunk: Chunk) -> bytes:
         merged_chunk = self._merger.merge_chunk(index, branch_id, chunk)
@@ -158,22 +170,3 @@ class Fanout:
     def _encode(self, chunk: Chunk) -> bytes:
         assert self.response.encoder is not None
         return self.response.encoder.encode_chunk(chunk, msgspec.json.encode(chunk))
-
-
-class BranchEncoder:
-    """ResponseEncoder that passes a branch's chunks to the Fanout, which writes the end."""
-
-    def __init__(self, fanout: Fanout, index: int, branch_id: str) -> None:
-        self._fanout, self._index, self._branch_id = fanout, index, branch_id
-
-    def encode_chunk(self, chunk: Chunk, raw: bytes) -> bytes:
-        return self._fanout.encode_chunk(self._index, self._branch_id, chunk)
-
-    def encode_done(self) -> bytes:
-        return b""
-
-    def encode_json(self) -> bytes:
-        return b""
-
-    def encode_stream_error(self, error: ClientError) -> bytes:
-        return b""

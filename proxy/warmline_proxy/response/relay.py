@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -61,32 +61,27 @@ class ResponseSink(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(eq=False)
 class ResponseWriter:
     """The client's side of one request: nothing sent, heartbeats sent (`has_started`), or content (`has_content`).
 
     `http_response` is the handler's result, once the response has ended or failed.
     """
 
-    def __init__(
-        self,
-        http_request: web.Request,
-        api: Api,
-        headers: Callable[[], Mapping[str, str]],
-        send_timeout_s: float,
-        on_error: Callable[[ClientError], object],
-    ) -> None:
-        """`on_error`: called with the error that is written to the client."""
-        self._api, self._on_error = api, on_error
-        self.call: ApiCall | None = None  # nothing is sent before it is known
-        self.encoder: ResponseEncoder | None = None  # from the first dispatch on
-        self.has_content = False
-        self.is_closed = False  # nothing more may be written
-        self.last_write_at = time.monotonic()  # of the last byte, or of the arrival
-        self._http_request, self._headers, self._send_timeout_s = http_request, headers, send_timeout_s
-        self._stream_response: web.StreamResponse | None = None
-        self.http_response: web.StreamResponse | None = None
-        self._send_lock = asyncio.Lock()
-        self._is_heartbeat_stopped = False
+    http_request: web.Request
+    api: Api
+    get_headers: Callable[[], Mapping[str, str]]
+    send_timeout_s: float
+    on_error: Callable[[ClientError], object]  # called with the error that is written to the client
+    call: ApiCall | None = field(default=None, init=False)  # nothing is sent before it is known
+    encoder: ResponseEncoder | None = field(default=None, init=False)  # from the first dispatch on
+    has_content: bool = field(default=False, init=False)
+    is_closed: bool = field(default=False, init=False)  # nothing more may be written
+    last_write_at: float = field(default_factory=time.monotonic, init=False)  # of the last byte, or of the arrival
+    http_response: web.StreamResponse | None = field(default=None, init=False)
+    _stream_response: web.StreamResponse | None = field(default=None, init=False)
+    _send_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _is_heartbeat_stopped: bool = field(default=False, init=False)
 
     @property
     def has_started(self) -> bool:
@@ -104,10 +99,10 @@ class ResponseWriter:
             if self._stream_response is None:
                 assert self.call is not None
                 kind = STREAM_HEADERS if self.call.stream else JSON_HEADERS
-                response = web.StreamResponse(headers={**kind, **self._headers()})
-                await response.prepare(self._http_request)
+                response = web.StreamResponse(headers={**kind, **self.get_headers()})
+                await response.prepare(self.http_request)
                 self._stream_response = response
-            await write_chunk(self._stream_response, data, self._send_timeout_s)
+            await write_chunk(self._stream_response, data, self.send_timeout_s)
 
     async def send_heartbeat(self) -> None:
         """Send a comment or white space, so that the client does not time out."""
@@ -124,7 +119,7 @@ class ResponseWriter:
         assert self._stream_response is not None
         self.is_closed, self.http_response = True, self._stream_response
         try:
-            async with asyncio.timeout(self._send_timeout_s):
+            async with asyncio.timeout(self.send_timeout_s):
                 await self._stream_response.write_eof()
         except TimeoutError:
             raise ConnectionResetError("the client did not take the end of its answer") from None
@@ -135,23 +130,23 @@ class ResponseWriter:
         if self.has_started:
             return await self.end(body)
         self.is_closed = True
-        self.http_response = web.Response(body=body, content_type="application/json", headers=dict(self._headers()))
+        self.http_response = web.Response(body=body, content_type="application/json", headers=dict(self.get_headers()))
 
     async def fail(self, error: ClientError) -> None:
         """Write an error.  Raises ConnectionResetError where the connection is aborted instead, so that half an answer
         does not look whole.
         """
-        self._on_error(error)
+        self.on_error(error)
         await self._stop_heartbeats()
         if not self.has_started and not self.is_closed:
-            self.http_response = error.build_response(self._api.encode_error(error), dict(self._headers()))
+            self.http_response = error.build_response(self.api.encode_error(error), dict(self.get_headers()))
             return
         if self.call and self.call.stream and not self.is_closed:
-            self._send_timeout_s = min(self._send_timeout_s, ERROR_SEND_TIMEOUT_S)
-            await self.end((self.encoder or self._api).encode_stream_error(error))
+            self.send_timeout_s = min(self.send_timeout_s, ERROR_SEND_TIMEOUT_S)
+            await self.end((self.encoder or self.api).encode_stream_error(error))
             return
-        if self._http_request.transport:
-            self._http_request.transport.abort()
+        if self.http_request.transport:
+            self.http_request.transport.abort()
         raise ConnectionResetError(f"aborted: {error}")
 
     def close(self) -> None:

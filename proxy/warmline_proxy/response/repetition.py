@@ -9,6 +9,7 @@ from collections import deque
 import msgspec
 
 from warmline_common.protocol.messages import decode
+from warmline_proxy.api.chunks import ChatChunk
 
 # 64 tokens are a longer ruler or row of zeros than people write, and a sixtieth of a collapsed answer's length.
 # docs/correctness.md has the rate of detections in ordinary text.
@@ -51,27 +52,10 @@ class RepetitionDetector:
             self.reason = f"a run of {self._digits} digits"
 
 
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning_content: str | None = None
-
-
-class _Choice(msgspec.Struct):
-    delta: _Delta | None = None
-    text: str | None = None
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-
-
 def chunk_text(chunk: bytes) -> str:
     """Text of one chunk of an OpenAI stream; "" without text, or where the chunk can't be decoded."""
     try:
-        choices = decode(chunk, _Chunk).choices
+        choices = decode(chunk, ChatChunk).choices
     except msgspec.DecodeError:
         return ""
-    if not choices:
-        return ""
-    delta = choices[0].delta
-    return (delta.content or delta.reasoning_content if delta else choices[0].text) or ""
+    return (choices[0].delta.content or choices[0].delta.reasoning_text or choices[0].text or "") if choices else ""

@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's Messages, as the chat bodies that the backend renders."""
+"""Conversion of Anthropic's Messages bodies into chat bodies."""
 
 import json
 from typing import Any
@@ -22,7 +22,7 @@ def read(headers: dict[str, str] | None = None, **fields: Any) -> ApiCall:
 
 
 def chat(**fields: Any) -> Any:
-    """The fields that the backend gets, as JSON has them."""
+    """Fields for the backend, as JSON values."""
     return msgspec.json.decode(msgspec.json.encode(read(**fields).fields))
 
 
@@ -34,13 +34,13 @@ def text(words: str, **fields: Any) -> dict[str, Any]:
     return {"type": "text", "text": words, **fields}
 
 
-def joined(message: Any) -> str:
-    """The content as the backend reads it."""
+def join_text(message: Any) -> str:
+    """Content as the backend joins it."""
     content = message["content"]
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
-def refusal(**fields: Any) -> str:
+def read_refused(**fields: Any) -> str:
     with pytest.raises(ClientError) as caught:
         read(**fields)
     assert caught.value.status == 400
@@ -87,8 +87,8 @@ def test_empty_system_text_gives_no_message(system: Any) -> None:
 
 def test_system_blocks_stay_parts_on_separate_lines() -> None:
     system = [text("x-header: 1;"), text("You are brief."), text("\nAnd kind.\n"), text("Always.")]
-    said = chat(system=system)["messages"][0]
-    assert [part["text"] for part in said["content"]] == [
+    message = chat(system=system)["messages"][0]
+    assert [part["text"] for part in message["content"]] == [
         "x-header: 1;\n",
         "You are brief.",
         "\nAnd kind.\n",
@@ -106,7 +106,7 @@ def test_system_messages_stay_in_place() -> None:
 
 
 def test_turn_with_thinking_tools_and_results() -> None:
-    told = messages(
+    converted = messages(
         {"role": "user", "content": "look"},
         {
             "role": "assistant",
@@ -129,27 +129,31 @@ def test_turn_with_thinking_tools_and_results() -> None:
             ],
         },
     )
-    look, wait = told[1].pop("tool_calls")
-    assert told[1]["reasoning_content"] == "I should look." and joined(told[1]) == "Let me look."
+    look, wait = converted[1].pop("tool_calls")
+    assert converted[1]["reasoning_content"] == "I should look." and join_text(converted[1]) == "Let me look."
     assert look["id"] == CALL and look["type"] == "function" and look["function"]["name"] == "look"
     assert json.loads(look["function"]["arguments"]) == {"at": "ü", "n": 1.5}
     assert (wait["id"], wait["function"]) == ("toolu_17", {"name": "wait", "arguments": "{}"})
-    assert [message["role"] for message in told] == ["user", "assistant", "tool", "tool", "user"]
-    assert told[2] == {"role": "tool", "tool_call_id": CALL, "content": "a ship"}
-    assert told[3]["tool_call_id"] == "toolu_17" and joined(told[3]) == "one\ntwo"
-    assert told[4] == {"role": "user", "content": "And now?"}
+    assert [message["role"] for message in converted] == ["user", "assistant", "tool", "tool", "user"]
+    assert converted[2] == {"role": "tool", "tool_call_id": CALL, "content": "a ship"}
+    assert converted[3]["tool_call_id"] == "toolu_17" and join_text(converted[3]) == "one\ntwo"
+    assert converted[4] == {"role": "user", "content": "And now?"}
 
 
 def test_user_blocks_keep_their_order() -> None:
     result = {"type": "tool_result", "tool_use_id": "t"}
-    told = messages({"role": "user", "content": [text("a"), result, text("b"), text(" c")]})
-    assert [(message["role"], joined(message)) for message in told] == [("user", "a"), ("tool", ""), ("user", "b c")]
+    converted = messages({"role": "user", "content": [text("a"), result, text("b"), text(" c")]})
+    assert [(message["role"], join_text(message)) for message in converted] == [
+        ("user", "a"),
+        ("tool", ""),
+        ("user", "b c"),
+    ]
 
 
 def test_empty_text_beside_tool_result_is_dropped() -> None:
     result = {"type": "tool_result", "tool_use_id": "t", "content": "a"}
-    told = messages({"role": "user", "content": [text(""), result, text("")]})
-    assert [message["role"] for message in told] == ["tool"]
+    converted = messages({"role": "user", "content": [text(""), result, text("")]})
+    assert [message["role"] for message in converted] == ["tool"]
     for empty in ([], [text("")], ""):
         assert messages({"role": "user", "content": empty}) == [{"role": "user", "content": ""}]
 
@@ -164,15 +168,15 @@ def test_empty_text_beside_tool_result_is_dropped() -> None:
 )
 def test_failed_tool_result_gets_error_prefix(content: Any, read_as: str) -> None:
     block = {"type": "tool_result", "tool_use_id": "t", "content": content, "is_error": True}
-    assert joined(messages({"role": "user", "content": [block]})[0]) == read_as
+    assert join_text(messages({"role": "user", "content": [block]})[0]) == read_as
 
 
 def test_unreadable_tool_results_become_placeholders() -> None:
-    """An agent that once looked at a picture must be able to go on."""
+    """An agent's conversation goes on after a picture."""
     pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBE"}}
     brought = {"type": "tool_result", "tool_use_id": "t", "content": [text("a.png"), IMAGE, pdf]}
-    told = joined(messages({"role": "user", "content": [brought]})[0])
-    assert told == "a.png\n[an image, which this model can't see]\n[a document, which this model can't read]"
+    converted = join_text(messages({"role": "user", "content": [brought]})[0])
+    assert converted == "a.png\n[an image, which this model can't see]\n[a document, which this model can't read]"
 
 
 def test_documents_search_results_and_references_are_text() -> None:
@@ -181,8 +185,8 @@ def test_documents_search_results_and_references_are_text() -> None:
         {"type": "search_result", "source": "s", "title": "t", "content": [text("a hit")]},
         {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "tool_reference", "tool_name": "look"}]},
     ]
-    told = messages({"role": "user", "content": blocks})
-    assert [joined(message) for message in told] == ["a log\na hit", "look"]
+    converted = messages({"role": "user", "content": blocks})
+    assert [join_text(message) for message in converted] == ["a log\na hit", "look"]
 
 
 def test_cache_control_and_block_form_change_nothing() -> None:
@@ -193,9 +197,9 @@ def test_cache_control_and_block_form_change_nothing() -> None:
 
 
 def test_partial_answer_is_continued() -> None:
-    begun = {"role": "assistant", "content": "The answer is ("}
-    fields = chat(messages=[{"role": "user", "content": "a or b?"}, begun])
-    assert fields["messages"][-1] == begun
+    partial = {"role": "assistant", "content": "The answer is ("}
+    fields = chat(messages=[{"role": "user", "content": "a or b?"}, partial])
+    assert fields["messages"][-1] == partial
     assert (fields["continue_final_message"], fields["add_generation_prompt"]) == (True, False)
 
 
@@ -267,8 +271,8 @@ def test_tools_and_tool_choice_are_converted(choice: dict[str, Any], becomes: di
         {**LOOK, **CACHED, "eager_input_streaming": True},
         {**LOOK, "name": "see", "type": "custom", "strict": True},
     ]
-    told = [LOOK_CHAT, {**LOOK_CHAT, "name": "see", "strict": True}]
-    expected = {"tools": [{"type": "function", "function": function} for function in told], **becomes}
+    functions = [LOOK_CHAT, {**LOOK_CHAT, "name": "see", "strict": True}]
+    expected = {"tools": [{"type": "function", "function": function} for function in functions], **becomes}
     assert chat(tools=tools, tool_choice=choice) == {**chat(), **expected}
 
 
@@ -276,10 +280,10 @@ def test_server_tools_are_left_out() -> None:
     search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
     assert chat(tools=[search, LOOK]) == chat(tools=[LOOK])
     assert chat(tools=[search], tool_choice={"type": "auto"}) == chat()
-    assert "'web_search' is none of the tools" in refusal(
+    assert "'web_search' is none of the tools" in read_refused(
         tools=[search], tool_choice={"type": "tool", "name": "web_search"}
     )
-    assert "no tool that can be called here" in refusal(tools=[search], tool_choice={"type": "any"})
+    assert "no tool that can be called here" in read_refused(tools=[search], tool_choice={"type": "any"})
 
 
 AUDIO = {"type": "audio", "source": {"type": "base64", "data": "UklG"}}
@@ -332,7 +336,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
     ],
 )
 def test_invalid_bodies_return_400(fields: dict[str, Any], says: str) -> None:
-    assert says in refusal(**fields)
+    assert says in read_refused(**fields)
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"x"', b'{"messages": "\\ud800"}', b"\xff", b"[" * 100_000])
@@ -346,7 +350,7 @@ def test_too_deep_nesting_returns_400() -> None:
     schema: dict[str, Any] = {}
     for _ in range(900):
         schema = {"a": schema}
-    assert "nests too deeply" in refusal(tools=[{"name": "t", "input_schema": schema}])
+    assert "nests too deeply" in read_refused(tools=[{"name": "t", "input_schema": schema}])
 
 
 def test_count_body_needs_no_max_tokens() -> None:

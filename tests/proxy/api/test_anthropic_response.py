@@ -1,4 +1,4 @@
-"""Anthropic's answers from the backend's chunks; the SDK's own accumulator says what a stream's message is."""
+"""Anthropic's responses from the backend's chunks; the SDK's accumulator gives a stream's message."""
 
 import json
 from typing import Any
@@ -21,25 +21,25 @@ from warmline_proxy.errors import (
     too_many_requests,
 )
 
-BEGUN = ResponseStart("0123456789abcdef01234567", "served", 20, 16)
+START = ResponseStart("0123456789abcdef01234567", "served", 20, 16)
 CALL = {"id": "call_00112233445566778899aabb", "type": "function"}
 
 
-def said(finish: str | None = None, stop_reason: str | None = None, **delta: Any) -> dict[str, Any]:
+def chunk(finish: str | None = None, stop_reason: str | None = None, **delta: Any) -> dict[str, Any]:
     return {
         "choices": [{"index": 0, "delta": delta, "finish_reason": finish, "stop_reason": stop_reason}],
         "usage": None,
     }
 
 
-def called(index: int, name: str, *arguments: str, call_id: str = CALL["id"]) -> list[dict[str, Any]]:
-    """A call as one chunk, or as several."""
+def call_chunks(index: int, name: str, *arguments: str, call_id: str = CALL["id"]) -> list[dict[str, Any]]:
+    """Chunks of a tool call, one for each part of its arguments."""
     first = {"index": index, **CALL, "id": call_id, "function": {"name": name, "arguments": arguments[0]}}
     more = [{"index": index, "function": {"arguments": part}} for part in arguments[1:]]
-    return [said(tool_calls=[call]) for call in [first, *more]]
+    return [chunk(tool_calls=[call]) for call in [first, *more]]
 
 
-def used(prompt: int, completion: int, cached: int, **details: Any) -> dict[str, Any]:
+def usage_chunk(prompt: int, completion: int, cached: int, **details: Any) -> dict[str, Any]:
     usage = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -48,32 +48,32 @@ def used(prompt: int, completion: int, cached: int, **details: Any) -> dict[str,
     return {"choices": [], "usage": {**usage, **details}}
 
 
-def encoder_of(stream: bool, max_tokens: int = 50, model: str | None = "theirs") -> Any:
+def make_encoder(stream: bool, max_tokens: int = 50, model: str | None = "theirs") -> Any:
     api = MessagesApi()
-    return api.create_encoder(ApiCall(api, {}, model, stream, "", api_options=max_tokens), BEGUN)
+    return api.create_encoder(ApiCall(api, {}, model, stream, "", api_options=max_tokens), START)
 
 
-def events_of(chunks: list[dict[str, Any]], **options: Any) -> list[dict[str, Any]]:
-    encoder = encoder_of(True, **options)
-    sent = b"".join([_heard(encoder, chunk) for chunk in chunks] + [encoder.encode_done()])
+def stream_events(chunks: list[dict[str, Any]], **options: Any) -> list[dict[str, Any]]:
+    encoder = make_encoder(True, **options)
+    sent = b"".join([_encode(encoder, chunk) for chunk in chunks] + [encoder.encode_done()])
     parsed = list(SseParser().feed(sent))
     events = [json.loads(event.data) for event in parsed]
     assert [event.name.decode() for event in parsed] == [event["type"] for event in events]
     return events
 
 
-def _heard(encoder: Any, chunk: dict[str, Any]) -> bytes:
+def _encode(encoder: Any, chunk: dict[str, Any]) -> bytes:
     raw = json.dumps(chunk).encode()
     return bytes(encoder.encode_chunk(msgspec.json.decode(raw, type=Chunk), raw))
 
 
-def whole_of(chunks: list[dict[str, Any]], **options: Any) -> Any:
-    encoder = encoder_of(False, **options)
-    assert all(_heard(encoder, chunk) == b"" for chunk in chunks)
+def json_message(chunks: list[dict[str, Any]], **options: Any) -> Any:
+    encoder = make_encoder(False, **options)
+    assert all(_encode(encoder, chunk) == b"" for chunk in chunks)
     return json.loads(encoder.encode_json())
 
 
-def accumulated(events: list[dict[str, Any]]) -> types.Message:
+def accumulate(events: list[dict[str, Any]]) -> types.Message:
     snapshot, buffers = None, dict[int, bytes]()
     for event in events:
         built: Any = msgspec.convert(event, dict)
@@ -82,30 +82,30 @@ def accumulated(events: list[dict[str, Any]]) -> types.Message:
     return snapshot
 
 
-def both(chunks: list[dict[str, Any]], **options: Any) -> Any:
-    """The message, which must be the same whether it was streamed or not, as the SDK reads either."""
-    whole = whole_of(chunks, **options)
-    streamed = accumulated(events_of(chunks, **options))
+def make_message(chunks: list[dict[str, Any]], **options: Any) -> Any:
+    """The message; streamed and JSON forms must be the same for the SDK."""
+    whole = json_message(chunks, **options)
+    streamed = accumulate(stream_events(chunks, **options))
     assert streamed.to_dict() == types.Message.construct(**whole).to_dict()
     types.Message.model_validate(whole)
     return whole
 
 
 ALL = [
-    said(role="assistant", content=""),
-    said(reasoning_content="I sh", reasoning="I sh"),
-    said(reasoning="ould."),
-    said(content="Let "),
-    said(content="me."),
-    *called(0, "look", '{"at": "ü"}'),
-    *called(1, "wait", "{}", call_id="functions.wait:0"),
-    said("tool_calls"),
-    used(20, 9, 12, completion_tokens_details={"reasoning_tokens": 4}),
+    chunk(role="assistant", content=""),
+    chunk(reasoning_content="I sh", reasoning="I sh"),
+    chunk(reasoning="ould."),
+    chunk(content="Let "),
+    chunk(content="me."),
+    *call_chunks(0, "look", '{"at": "ü"}'),
+    *call_chunks(1, "wait", "{}", call_id="functions.wait:0"),
+    chunk("tool_calls"),
+    usage_chunk(20, 9, 12, completion_tokens_details={"reasoning_tokens": 4}),
 ]
 
 
 def test_message_has_thinking_text_and_tool_calls() -> None:
-    assert both(ALL) == {
+    assert make_message(ALL) == {
         "id": "msg_0123456789abcdef01234567",
         "type": "message",
         "role": "assistant",
@@ -130,8 +130,8 @@ def test_message_has_thinking_text_and_tool_calls() -> None:
 
 
 def test_stream_events_are_in_order() -> None:
-    events = events_of(ALL)
-    assert events[0]["message"]["usage"]["cache_read_input_tokens"] == 16  # as planned, before it is known
+    events = stream_events(ALL)
+    assert events[0]["message"]["usage"]["cache_read_input_tokens"] == 16  # as planned, before the measured value
     shown = [(event["type"], event.get("index"), event.get("delta", {}).get("type")) for event in events]
     assert shown == [
         ("message_start", None, None),
@@ -156,14 +156,14 @@ def test_stream_events_are_in_order() -> None:
 
 
 def test_each_chunk_is_encoded_at_once() -> None:
-    encoder = encoder_of(True)
-    assert _heard(encoder, said(role="assistant", content="")).startswith(b"event: message_start\n")
-    assert b'"text":"Par"' in _heard(encoder, said(content="Par"))
-    assert b'"text":"is"' in _heard(encoder, said(content="is"))
+    encoder = make_encoder(True)
+    assert _encode(encoder, chunk(role="assistant", content="")).startswith(b"event: message_start\n")
+    assert b'"text":"Par"' in _encode(encoder, chunk(content="Par"))
+    assert b'"text":"is"' in _encode(encoder, chunk(content="is"))
 
 
 @pytest.mark.parametrize(
-    ("finish", "word", "told"),
+    ("finish", "word", "expected"),
     [
         ("stop", None, ("end_turn", None)),
         ("stop", "END", ("stop_sequence", "END")),
@@ -171,60 +171,78 @@ def test_each_chunk_is_encoded_at_once() -> None:
         ("tool_calls", None, ("tool_use", None)),
     ],
 )
-def test_stop_reasons_are_converted(finish: str, word: str | None, told: tuple[str, str | None]) -> None:
-    message = both([said(content="x"), said(finish, word), used(20, 1, 0)])
-    assert (message["stop_reason"], message["stop_sequence"]) == told
+def test_stop_reasons_are_converted(finish: str, word: str | None, expected: tuple[str, str | None]) -> None:
+    message = make_message([chunk(content="x"), chunk(finish, word), usage_chunk(20, 1, 0)])
+    assert (message["stop_reason"], message["stop_sequence"]) == expected
 
 
 def test_alternating_content_opens_new_blocks() -> None:
-    chunks = [said(content="a"), *called(0, "look", "{}"), said(content="b"), said(reasoning_content="c"), said("stop")]
-    assert [block["type"] for block in both(chunks)["content"]] == ["text", "tool_use", "text", "thinking"]
+    chunks = [
+        chunk(content="a"),
+        *call_chunks(0, "look", "{}"),
+        chunk(content="b"),
+        chunk(reasoning_content="c"),
+        chunk("stop"),
+    ]
+    assert [block["type"] for block in make_message(chunks)["content"]] == ["text", "tool_use", "text", "thinking"]
 
 
 def test_tool_arguments_in_parts_are_joined() -> None:
-    chunks = [*called(0, "look", '{"a"', ": [1,", " null]}"), *called(1, "look", ""), said("tool_calls")]
-    assert [block["input"] for block in both(chunks)["content"]] == [{"a": [1, None]}, {}]
+    chunks = [
+        *call_chunks(0, "look", '{"a"', ": [1,", " null]}"),
+        *call_chunks(1, "look", ""),
+        chunk("tool_calls"),
+    ]
+    assert [block["input"] for block in make_message(chunks)["content"]] == [{"a": [1, None]}, {}]
 
 
-@pytest.mark.parametrize(("arguments", "told"), [("[1]", [1]), ('"ls"', "ls"), ('{"a": ', '{"a": ')])
-def test_non_object_arguments_are_wrapped(arguments: str, told: Any) -> None:
-    assert both([*called(0, "look", arguments), said("tool_calls")])["content"][0]["input"] == {"arguments": told}
+@pytest.mark.parametrize(("arguments", "expected"), [("[1]", [1]), ('"ls"', "ls"), ('{"a": ', '{"a": ')])
+def test_non_object_arguments_are_wrapped(arguments: str, expected: Any) -> None:
+    assert make_message([*call_chunks(0, "look", arguments), chunk("tool_calls")])["content"][0]["input"] == {
+        "arguments": expected
+    }
 
 
 def test_empty_answer_has_no_content() -> None:
-    message = both([said(role="assistant", content=""), said("stop"), used(20, 0, 0)])
+    message = make_message([chunk(role="assistant", content=""), chunk("stop"), usage_chunk(20, 0, 0)])
     assert (message["content"], message["stop_reason"]) == ([], "end_turn")
 
 
 def test_answer_without_chunks_is_a_message() -> None:
-    message = both([])
+    message = make_message([])
     assert (message["role"], message["content"], message["usage"]["input_tokens"]) == ("assistant", [], 4)
 
 
 def test_zero_max_tokens_gives_empty_content() -> None:
-    """max_tokens: 0 fills the cache."""
-    message = both(
-        [said(role="assistant", content=""), said(content="x"), said("length"), used(20, 1, 0)], max_tokens=0
+    """A prompt is prefilled only."""
+    message = make_message(
+        [
+            chunk(role="assistant", content=""),
+            chunk(content="x"),
+            chunk("length"),
+            usage_chunk(20, 1, 0),
+        ],
+        max_tokens=0,
     )
     assert (message["content"], message["stop_reason"], message["usage"]["output_tokens"]) == ([], "max_tokens", 0)
 
 
 def test_missing_model_gives_served_name() -> None:
-    assert both([said("stop")], model=None)["model"] == "served"
+    assert make_message([chunk("stop")], model=None)["model"] == "served"
 
 
 def test_stream_error_is_an_error_event() -> None:
     error = bad_gateway("The backend ended its answer early.")
-    sent = [MessagesApi().encode_stream_error(error), encoder_of(True).encode_stream_error(error)]
+    sent = [MessagesApi().encode_stream_error(error), make_encoder(True).encode_stream_error(error)]
     events = [event for each in sent for event in SseParser().feed(each)]
     assert [event.name for event in events] == [b"error", b"error"]
-    told = {"type": "error", "error": {"type": "api_error", "message": "The backend ended its answer early."}}
-    assert [json.loads(event.data) for event in events] == [told, told]
+    expected = {"type": "error", "error": {"type": "api_error", "message": "The backend ended its answer early."}}
+    assert [json.loads(event.data) for event in events] == [expected, expected]
 
 
 def test_unreadable_chunk_returns_502() -> None:
     with pytest.raises(ClientError, match="502: The backend sent an unreadable chunk"):
-        encoder_of(True).encode_chunk({}, b'{"choices": 5}')
+        make_encoder(True).encode_chunk({}, b'{"choices": 5}')
 
 
 OVERFLOW = (

@@ -1,4 +1,4 @@
-"""Anthropic's paths of a proxy before a fake backend: what is asked of it, what fails, and in which words."""
+"""Anthropic's paths of a proxy before a fake backend: messages, counts, models, failures."""
 
 import asyncio
 import json
@@ -26,10 +26,10 @@ async def post(proxy: Pair, path: str, sent: Any, **headers: str) -> aiohttp.Cli
     return response
 
 
-async def error_of(response: aiohttp.ClientResponse) -> tuple[int, str]:
-    told = await response.json()
-    assert told["type"] == "error"
-    return response.status, str(told["error"]["type"])
+async def read_error(response: aiohttp.ClientResponse) -> tuple[int, str]:
+    body_json = await response.json()
+    assert body_json["type"] == "error"
+    return response.status, str(body_json["error"]["type"])
 
 
 @pytest.mark.parametrize("path", [f"{PATH}?beta=true", f"{PATH}/"])
@@ -57,7 +57,7 @@ async def test_count_tokens_needs_no_ticket(tmp_path: Path) -> None:
         proxy.backend.hold_after = 1
         running = asyncio.create_task(proxy.chat())
         await proxy.backend.holding.wait()
-        assert await error_of(await post(proxy, PATH, body())) == (429, "rate_limit_error")
+        assert await read_error(await post(proxy, PATH, body())) == (429, "rate_limit_error")
         response = await post(proxy, COUNT, {**body(), "max_tokens": None})
         assert await response.json() == {"input_tokens": len("<user>Where?\n<assistant>")}
         proxy.backend.let_go.set()
@@ -93,27 +93,27 @@ async def test_models_are_listed_under_any_name(tmp_path: Path) -> None:
 @on_loop
 async def test_wrong_keys_and_methods_are_refused(tmp_path: Path) -> None:
     async with pair(tmp_path, client_key="sesame") as proxy:
-        assert await error_of(await post(proxy, PATH, body())) == (401, "authentication_error")
-        assert await error_of(await post(proxy, COUNT, body(), **{"x-api-key": "other"})) == (
+        assert await read_error(await post(proxy, PATH, body())) == (401, "authentication_error")
+        assert await read_error(await post(proxy, COUNT, body(), **{"x-api-key": "other"})) == (
             401,
             "authentication_error",
         )
         assert (await post(proxy, PATH, body(), **{"x-api-key": "sesame"})).status == 200
         proxy.client.headers["Authorization"] = "Bearer sesame"
         for path in (PATH, COUNT):
-            assert await error_of(await proxy.client.get(proxy.url + path)) == (405, "invalid_request_error")
-        assert await error_of(await post(proxy, f"{PATH}/batches", {})) == (404, "not_found_error")
+            assert await read_error(await proxy.client.get(proxy.url + path)) == (405, "invalid_request_error")
+        assert await read_error(await post(proxy, f"{PATH}/batches", {})) == (404, "not_found_error")
 
 
 @on_loop
 async def test_refusals_have_anthropic_error_types(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
-        assert await error_of(await post(proxy, PATH, {})) == (400, "invalid_request_error")
-        assert await error_of(await post(proxy, COUNT, {"messages": []})) == (400, "invalid_request_error")
+        assert await read_error(await post(proxy, PATH, {})) == (400, "invalid_request_error")
+        assert await read_error(await post(proxy, COUNT, {"messages": []})) == (400, "invalid_request_error")
         refused = await post(proxy, PATH, body(stop_sequences=["x"]))  # as scripted
         assert (await refused.json())["error"]["message"] == "'stop' must be a string"
         await proxy.stop_backend()
-        assert await error_of(await post(proxy, COUNT, body())) == (503, "overloaded_error")
+        assert await read_error(await post(proxy, COUNT, body())) == (503, "overloaded_error")
 
 
 @on_loop
@@ -132,7 +132,7 @@ async def test_invalid_chunk_returns_502(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         nonsense = {**chunk({"messages": []}, "x"), "choices": [{"delta": {"content": 5}}]}
         proxy.backend.raw = [encode_event(json.dumps(nonsense).encode()), b"data: [DONE]\n\n"]
-        assert await error_of(await post(proxy, PATH, body())) == (502, "api_error")
+        assert await read_error(await post(proxy, PATH, body())) == (502, "api_error")
 
 
 @on_loop
@@ -140,11 +140,11 @@ async def test_delete_by_message_id_cancels(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 1
         async with proxy.client.post(proxy.url + PATH, json=body(stream=True)) as response:
-            parser, told = SseParser(), {}
-            while told.get("type") != "message_start":
+            parser, start = SseParser(), dict[str, Any]()
+            while start.get("type") != "message_start":
                 for event in parser.feed(await response.content.readany()):
-                    told = json.loads(event.data) if event.name == b"message_start" else told
-            name = told["message"]["id"]
+                    start = json.loads(event.data) if event.name == b"message_start" else start
+            name = start["message"]["id"]
             async with proxy.client.delete(f"{proxy.url}/v1/requests/{name}") as deleted:
                 assert deleted.status == 200
             rest = await response.read()

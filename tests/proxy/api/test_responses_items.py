@@ -1,4 +1,4 @@
-"""OpenAI's Responses read into chat bodies: items, tools, options, and what can't be read."""
+"""Conversion of OpenAI's Responses bodies into chat bodies: items, tools, options, refusals."""
 
 import json
 from typing import Any
@@ -15,7 +15,7 @@ from warmline_proxy.errors import ClientError
 LOOK = {"type": "function", "name": "look", "description": "Looks.", "parameters": {"type": "object"}, "strict": False}
 PATCH = {"type": "custom", "name": "patch", "description": "Patches.", "format": {"type": "text"}}
 AGENTS = {"type": "namespace", "name": "agents", "description": "Agents.", "tools": [{**LOOK, "name": "spawn"}]}
-SERVERS = {"type": "web_search", "external_web_access": False}
+SERVER_TOOL = {"type": "web_search", "external_web_access": False}
 
 
 def read(value: object = "Hi.", headers: dict[str, str] | None = None, **fields: Any) -> ApiCall:
@@ -26,14 +26,14 @@ def messages(value: object, **fields: Any) -> Any:
     return read(value, **fields).fields["messages"]
 
 
-def refused(value: object = "Hi.", **fields: Any) -> Any:
+def read_refused(value: object = "Hi.", **fields: Any) -> Any:
     with pytest.raises(ClientError) as failure:
         read(value, **fields)
     assert failure.value.status == 400
     return decode(failure.value.body, ErrorReply).error
 
 
-def said(role: str, text: str, kind: str = "input_text") -> dict[str, Any]:
+def msg(role: str, text: str, kind: str = "input_text") -> dict[str, Any]:
     return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
 
 
@@ -41,11 +41,11 @@ def call(name: str, arguments: str = "{}", call_id: str = "call_1", **fields: An
     return {"type": "function_call", "name": name, "arguments": arguments, "call_id": call_id, **fields}
 
 
-def output(value: object, call_id: str = "call_1") -> dict[str, Any]:
+def result(value: object, call_id: str = "call_1") -> dict[str, Any]:
     return {"type": "function_call_output", "call_id": call_id, "output": value}
 
 
-def thought(text: str, **fields: Any) -> dict[str, Any]:
+def thinking(text: str, **fields: Any) -> dict[str, Any]:
     return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}], **fields}
 
 
@@ -66,7 +66,7 @@ def test_string_input_is_user_message_after_instructions() -> None:
 
 def test_message_forms_give_same_messages() -> None:
     plain = [{"role": role, "content": f"I am {role}."} for role in ("system", "developer", "user", "assistant")]
-    parts = [said(each["role"], each["content"], "output_text") for each in plain]
+    parts = [msg(each["role"], each["content"], "output_text") for each in plain]
     halves = [
         {**each, "content": [{"type": "text", "text": half} for half in (each["content"][:3], each["content"][3:])]}
         for each in plain
@@ -75,8 +75,13 @@ def test_message_forms_give_same_messages() -> None:
 
 
 def test_items_of_one_answer_join_into_one_message() -> None:
-    turn = [thought("Hm."), said("assistant", "Looking.", "output_text"), call("a"), call("b", '{"x": 1}', "call_2")]
-    assert messages([said("user", "Go."), *turn, output("1"), output("2", "call_2"), said("user", "And?")]) == [
+    turn = [
+        thinking("Hm."),
+        msg("assistant", "Looking.", "output_text"),
+        call("a"),
+        call("b", '{"x": 1}', "call_2"),
+    ]
+    assert messages([msg("user", "Go."), *turn, result("1"), result("2", "call_2"), msg("user", "And?")]) == [
         {"role": "user", "content": "Go."},
         {
             "role": "assistant",
@@ -91,13 +96,13 @@ def test_items_of_one_answer_join_into_one_message() -> None:
 
 
 def test_items_of_two_answers_stay_two_messages() -> None:
-    first, second = [thought("A."), call("a")], [thought("B."), call("b", call_id="call_2")]
-    told = messages([*first, output("1"), *second, output("2", "call_2")])
-    assert [message["role"] for message in told] == ["assistant", "tool", "assistant", "tool"]
-    assert [message.get("reasoning_content") for message in told] == ["A.", None, "B.", None]
-    told = messages([call("a"), output("1"), call("b", call_id="call_2")])
-    assert [message["role"] for message in told] == ["assistant", "tool", "assistant"]
-    assert messages([said("assistant", "One."), said("assistant", "Two.")]) == [
+    first, second = [thinking("A."), call("a")], [thinking("B."), call("b", call_id="call_2")]
+    chat = messages([*first, result("1"), *second, result("2", "call_2")])
+    assert [message["role"] for message in chat] == ["assistant", "tool", "assistant", "tool"]
+    assert [message.get("reasoning_content") for message in chat] == ["A.", None, "B.", None]
+    chat = messages([call("a"), result("1"), call("b", call_id="call_2")])
+    assert [message["role"] for message in chat] == ["assistant", "tool", "assistant"]
+    assert messages([msg("assistant", "One."), msg("assistant", "Two.")]) == [
         {"role": "assistant", "content": "One."},
         {"role": "assistant", "content": "Two."},
     ]
@@ -106,24 +111,24 @@ def test_items_of_two_answers_stay_two_messages() -> None:
 def test_item_ids_decide_which_items_join() -> None:
     interleaved = [
         call("a", id="fc_abc_0"),
-        output("1"),
-        {**said("assistant", "More.", "output_text"), "id": "msg_abc_1"},
+        result("1"),
+        {**msg("assistant", "More.", "output_text"), "id": "msg_abc_1"},
         call("b", call_id="call_2", id="fc_abc_2"),
-        output("2", "call_2"),
+        result("2", "call_2"),
         call("c", call_id="call_3", id="fc_def_0"),
     ]
-    told = messages(interleaved)
-    assert [message["role"] for message in told] == ["assistant", "tool", "tool", "assistant"]
-    assert [each["function"]["name"] for each in told[0]["tool_calls"]] == ["a", "b"]
-    assert told[0]["content"] == "More." and told[3]["tool_calls"] == [chat_call("c", call_id="call_3")]
-    twice = [{**said("assistant", text), "id": f"msg_{name}_0"} for text, name in (("One.", "abc"), ("Two.", "abc"))]
+    chat = messages(interleaved)
+    assert [message["role"] for message in chat] == ["assistant", "tool", "tool", "assistant"]
+    assert [each["function"]["name"] for each in chat[0]["tool_calls"]] == ["a", "b"]
+    assert chat[0]["content"] == "More." and chat[3]["tool_calls"] == [chat_call("c", call_id="call_3")]
+    twice = [{**msg("assistant", text), "id": f"msg_{name}_0"} for text, name in (("One.", "abc"), ("Two.", "abc"))]
     assert messages(twice) == [{"role": "assistant", "content": "One.Two."}]
 
 
 def test_reasoning_is_read_in_every_form() -> None:
     forms: list[dict[str, Any]] = [
-        thought("Hm, ü \u2028."),
-        thought("Hm, ü \u2028.", encrypted_content="of others"),
+        thinking("Hm, ü \u2028."),
+        thinking("Hm, ü \u2028.", encrypted_content="of others"),
         {"type": "reasoning", "summary": [], "encrypted_content": encode_reasoning("Hm, ü \u2028.")},
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "short"}], "content": None}
         | {"encrypted_content": encode_reasoning("Hm, ü \u2028.")},
@@ -141,8 +146,8 @@ def test_foreign_encrypted_content_is_ignored(text: object) -> None:
 
 def test_tool_output_images_become_placeholders() -> None:
     parts = [{"type": "input_text", "text": "See: "}, {"type": "input_image", "image_url": "data:..."}]
-    assert messages([call("a"), output(parts)])[1]["content"] == f"See: {IMAGE_OMITTED}"
-    error = refused([{"role": "user", "content": parts}])
+    assert messages([call("a"), result(parts)])[1]["content"] == f"See: {IMAGE_OMITTED}"
+    error = read_refused([{"role": "user", "content": parts}])
     assert error.param == "input[0].content[1]" and "only text" in error.message
 
 
@@ -154,7 +159,11 @@ def test_agent_messages_are_read() -> None:
 
 
 def test_server_tool_items_are_skipped() -> None:
-    items = [said("user", "Go."), {"type": "web_search_call", "id": "ws_1", "status": "completed"}, said("user", "On.")]
+    items = [
+        msg("user", "Go."),
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        msg("user", "On."),
+    ]
     assert [message["content"] for message in messages(items)] == ["Go.", "On."]
 
 
@@ -180,7 +189,7 @@ def test_server_tool_items_are_skipped() -> None:
     ],
 )
 def test_invalid_items_return_400_with_param(value: object, param: str, word: str) -> None:
-    error = refused(value)
+    error = read_refused(value)
     assert error.param == param and word in error.message
 
 
@@ -189,7 +198,7 @@ def test_invalid_items_return_400_with_param(value: object, param: str, word: st
 
 def test_functions_are_nested_as_in_chat() -> None:
     fields = read(
-        tools=[LOOK, {"type": "function", "name": "bare", "parameters": None, "strict": True}, SERVERS]
+        tools=[LOOK, {"type": "function", "name": "bare", "parameters": None, "strict": True}, SERVER_TOOL]
     ).fields
     look = {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}
     bare = {"name": "bare", "parameters": {"type": "object", "properties": {}}, "strict": True}
@@ -199,8 +208,8 @@ def test_functions_are_nested_as_in_chat() -> None:
 
 def test_custom_tool_becomes_function_of_one_string() -> None:
     grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}
-    call_ = read(tools=[PATCH, {**PATCH, "name": "strict_patch", "format": grammar}])
-    plain, strict = (tool["function"] for tool in call_.fields["tools"])
+    api_call = read(tools=[PATCH, {**PATCH, "name": "strict_patch", "format": grammar}])
+    plain, strict = (tool["function"] for tool in api_call.fields["tools"])
     assert plain["name"] == "patch" and plain["description"] == "Patches."
     assert plain["parameters"]["required"] == ["input"]
     assert strict["description"].startswith("Patches.\n\n") and 'lark grammar:\nstart: "x"' in strict["description"]
@@ -222,7 +231,7 @@ def test_namespace_prefixes_function_names() -> None:
 
 def test_additional_tools_items_add_tools() -> None:
     added = {"type": "additional_tools", "role": "developer", "tools": [PATCH]}
-    fields = read([said("user", "Go."), added, said("user", "On.")], tools=[LOOK]).fields
+    fields = read([msg("user", "Go."), added, msg("user", "On.")], tools=[LOOK]).fields
     assert [tool["function"]["name"] for tool in fields["tools"]] == ["look", "patch"]
     assert len(fields["messages"]) == 2
 
@@ -237,14 +246,14 @@ def test_additional_tools_items_add_tools() -> None:
         ({"type": "custom", "name": "patch"}, "patch", ["look", "patch", "agents__spawn"]),
         ({"type": "function", "name": "spawn"}, "agents__spawn", ["look", "patch", "agents__spawn"]),
         (
-            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "custom", "name": "patch"}, SERVERS]},
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "custom", "name": "patch"}, SERVER_TOOL]},
             "required",
             ["patch"],
         ),
     ],
 )
 def test_tool_choice_is_converted(choice: object, chosen: object, names: list[str]) -> None:
-    fields = read(tools=[LOOK, PATCH, AGENTS, SERVERS], tool_choice=choice).fields
+    fields = read(tools=[LOOK, PATCH, AGENTS, SERVER_TOOL], tool_choice=choice).fields
     expected = {"type": "function", "function": {"name": chosen}} if isinstance(choice, dict) else chosen
     assert fields.get("tool_choice") == (chosen if chosen == "required" else expected)
     assert [tool["function"]["name"] for tool in fields["tools"]] == names
@@ -252,9 +261,9 @@ def test_tool_choice_is_converted(choice: object, chosen: object, names: list[st
 
 def test_tool_choice_without_callable_tools_is_dropped() -> None:
     assert read(tools=[LOOK], parallel_tool_calls=False).fields["parallel_tool_calls"] is False
-    fields = read(tools=[SERVERS], tool_choice="auto", parallel_tool_calls=True).fields
+    fields = read(tools=[SERVER_TOOL], tool_choice="auto", parallel_tool_calls=True).fields
     assert not {"tools", "tool_choice", "parallel_tool_calls"} & fields.keys()
-    assert "'tools' has none" in refused(tools=[SERVERS], tool_choice="required").message
+    assert "'tools' has none" in read_refused(tools=[SERVER_TOOL], tool_choice="required").message
 
 
 @pytest.mark.parametrize(
@@ -274,7 +283,7 @@ def test_tool_choice_without_callable_tools_is_dropped() -> None:
     ],
 )
 def test_invalid_tools_return_400_with_param(fields: dict[str, Any], param: str) -> None:
-    assert refused(**fields).param == param
+    assert read_refused(**fields).param == param
 
 
 # ---- the rest
@@ -320,9 +329,9 @@ def test_null_is_absent() -> None:
     names = ["instructions", "tools", "tool_choice", "text", "reasoning", "include", "previous_response_id", "stream"]
     names += ["conversation", "background", "max_output_tokens", "temperature", "prompt", "metadata"]
     nothing = dict.fromkeys(names)
-    call_ = read(**nothing)
-    assert call_.fields == {"messages": [{"role": "user", "content": "Hi."}]} and call_.stream is False
-    assert read(text={"format": None}, reasoning={"effort": None}).fields == call_.fields
+    api_call = read(**nothing)
+    assert api_call.fields == {"messages": [{"role": "user", "content": "Hi."}]} and api_call.stream is False
+    assert read(text={"format": None}, reasoning={"effort": None}).fields == api_call.fields
 
 
 def test_text_formats_are_converted() -> None:
@@ -355,7 +364,7 @@ def test_session_hint_and_retry_count_are_read() -> None:
     ],
 )
 def test_unsupported_fields_return_400_with_param(fields: dict[str, Any], param: str, word: str) -> None:
-    error = refused(**fields)
+    error = read_refused(**fields)
     assert error.param == param and word in error.message
 
 
@@ -363,22 +372,22 @@ def nested(levels: int) -> bytes:
     return b'{"a":' * levels + b"1" + b"}" * levels
 
 
-def written_below(frames: int, value: object) -> bytes:
-    return written_below(frames - 1, value) if frames else msgspec.json.encode({"body": {"request": value}})
+def encode_below(frames: int, value: object) -> bytes:
+    return encode_below(frames - 1, value) if frames else msgspec.json.encode({"body": {"request": value}})
 
 
 def test_accepted_nesting_can_be_encoded_from_deeper_stack() -> None:
-    """Into the prompt's request, and into events."""
-    taken = []
+    """Encoded again in the prompt request and in events."""
+    accepted = []
     for levels in range(700, 1000, 3):
         try:
-            call = ResponsesApi().read_call(b'{"input": "Hi.", "metadata": ' + nested(levels) + b"}", {})
+            api_call = ResponsesApi().read_call(b'{"input": "Hi.", "metadata": ' + nested(levels) + b"}", {})
         except ClientError as error:
             assert error.status == 400
         else:
-            taken.append(levels)
-            assert written_below(30, call.api_options.echo)
-    assert 700 in taken and 999 not in taken
+            accepted.append(levels)
+            assert encode_below(30, api_call.api_options.echo)
+    assert 700 in accepted and 999 not in accepted
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"input": "\\ud800"}', b'{"input": ' + b"[" * 100_000])

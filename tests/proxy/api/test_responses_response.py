@@ -1,4 +1,4 @@
-"""An answer of OpenAI's Responses out of chat's chunks: events in order, and the object that they come to."""
+"""Responses API responses from chat's chunks: events in order, and the object that they describe."""
 
 import json
 from typing import Any
@@ -14,7 +14,7 @@ from warmline_proxy.api.responses.adapter import ResponsesApi
 from warmline_proxy.api.responses.items import decode_reasoning
 from warmline_proxy.errors import bad_gateway, bad_request
 
-BEGUN = ResponseStart(request_id="abc", model="served", prompt_tokens=9, cached_tokens=4)
+START = ResponseStart(request_id="abc", model="served", prompt_tokens=9, cached_tokens=4)
 USAGE = {
     "prompt_tokens": 9,
     "completion_tokens": 5,
@@ -34,7 +34,7 @@ def delta(**fields: Any) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": fields, "finish_reason": None}]}
 
 
-def called(index: int, name: str | None, arguments: str, call_id: str | None = None) -> dict[str, Any]:
+def call_delta(index: int, name: str | None, arguments: str, call_id: str | None = None) -> dict[str, Any]:
     function = {"arguments": arguments} if name is None else {"name": name, "arguments": arguments}
     return delta(tool_calls=[{"index": index, "id": call_id, "type": "function", "function": function}])
 
@@ -44,22 +44,22 @@ def chunks(*parts: dict[str, Any], finish: str = "stop") -> list[dict[str, Any]]
     return [delta(role="assistant", content=""), *parts, end, {"choices": [], "usage": USAGE}]
 
 
-class Told:
-    """One answer, streamed and as one JSON."""
+class EncodedResponse:
+    """One answer, streamed and as JSON."""
 
-    def __init__(self, said: list[dict[str, Any]], **fields: Any) -> None:
+    def __init__(self, parts: list[dict[str, Any]], **fields: Any) -> None:
         body = {"model": "m", "input": "Hi.", "tools": TOOLS, **fields}
         stream, whole = (self._encoder({**body, "stream": stream}) for stream in (True, False))
-        sent = b"".join(stream.encode_chunk({}, encode(chunk)) for chunk in said) + stream.encode_done()
+        sent = b"".join(stream.encode_chunk({}, encode(chunk)) for chunk in parts) + stream.encode_done()
         self.raw = list(SseParser().feed(sent))
         self.events = [json.loads(event.data) for event in self.raw]
-        assert not any(whole.encode_chunk({}, encode(chunk)) for chunk in said)
+        assert not any(whole.encode_chunk({}, encode(chunk)) for chunk in parts)
         self.whole = json.loads(whole.encode_json())
 
     @staticmethod
     def _encoder(body: dict[str, Any]) -> Any:
         api = ResponsesApi()
-        return api.create_encoder(api.read_call(json.dumps(body).encode(), {}), BEGUN)
+        return api.create_encoder(api.read_call(json.dumps(body).encode(), {}), START)
 
     @property
     def names(self) -> list[str]:
@@ -73,28 +73,28 @@ class Told:
         return "".join(event["delta"] for event in self.events if event["type"] == f"response.{name}.delta")
 
 
-def check(told: Told) -> None:
-    """What is so of every answer."""
-    assert [event["sequence_number"] for event in told.events] == list(range(len(told.events)))
-    assert [event.name.decode() for event in told.raw] == [event["type"] for event in told.events]
-    assert told.names[:2] == ["created", "in_progress"] and told.events[0]["response"]["output"] == []
-    done = [event for event in told.events if event["type"] == "response.output_item.done"]
-    assert [event["item"] for event in done] == told.last["output"]
+def check(answer: EncodedResponse) -> None:
+    """Check what holds for every answer."""
+    assert [event["sequence_number"] for event in answer.events] == list(range(len(answer.events)))
+    assert [event.name.decode() for event in answer.raw] == [event["type"] for event in answer.events]
+    assert answer.names[:2] == ["created", "in_progress"] and answer.events[0]["response"]["output"] == []
+    done = [event for event in answer.events if event["type"] == "response.output_item.done"]
+    assert [event["item"] for event in done] == answer.last["output"]
     assert [event["output_index"] for event in done] == list(range(len(done)))
-    added = [event for event in told.events if event["type"] == "response.output_item.added"]
-    assert [event["item"]["id"] for event in added] == [item["id"] for item in told.last["output"]]
-    assert len({item["id"] for item in told.last["output"]}) == len(done)
+    added = [event for event in answer.events if event["type"] == "response.output_item.added"]
+    assert [event["item"]["id"] for event in added] == [item["id"] for item in answer.last["output"]]
+    assert len({item["id"] for item in answer.last["output"]}) == len(done)
     times = {"created_at": 0, "completed_at": 0}
-    assert {**told.last, **times} == {**told.whole, **times}
-    Response.model_validate(told.whole, strict=True)
-    for event in told.events:
+    assert {**answer.last, **times} == {**answer.whole, **times}
+    Response.model_validate(answer.whole, strict=True)
+    for event in answer.events:
         EVENTS.validate_python(event, strict=True)
 
 
 def test_text_response_and_events() -> None:
-    told = Told(chunks(delta(content="Par"), delta(content="is.")))
-    check(told)
-    assert told.names[2:] == [
+    answer = EncodedResponse(chunks(delta(content="Par"), delta(content="is.")))
+    check(answer)
+    assert answer.names[2:] == [
         "output_item.added",
         "content_part.added",
         "output_text.delta",
@@ -104,7 +104,7 @@ def test_text_response_and_events() -> None:
         "output_item.done",
         "completed",
     ]
-    (item,) = told.whole["output"]
+    (item,) = answer.whole["output"]
     assert item == {
         "id": "msg_abc_0",
         "type": "message",
@@ -112,9 +112,9 @@ def test_text_response_and_events() -> None:
         "status": "completed",
         "content": [{"type": "output_text", "text": "Paris.", "annotations": [], "logprobs": []}],
     }
-    assert told.deltas("output_text") == "Paris." and told.events[6]["text"] == "Paris."
-    assert (told.whole["id"], told.whole["model"], told.whole["status"]) == ("resp_abc", "m", "completed")
-    assert told.whole["usage"] == {
+    assert answer.deltas("output_text") == "Paris." and answer.events[6]["text"] == "Paris."
+    assert (answer.whole["id"], answer.whole["model"], answer.whole["status"]) == ("resp_abc", "m", "completed")
+    assert answer.whole["usage"] == {
         "input_tokens": 9,
         "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
         "output_tokens": 5,
@@ -124,38 +124,41 @@ def test_text_response_and_events() -> None:
 
 
 def test_output_items_are_in_order() -> None:
-    said = chunks(
+    parts = chunks(
         delta(reasoning_content="Hm", reasoning="Hm"),
         delta(reasoning="."),
         delta(content="Looking."),
-        called(0, "look", '{"a": 1}', "call_1"),
-        called(1, "agents__spawn", "{}", "call_2"),
-        called(2, "made_up", "{}", "call_3"),
+        call_delta(0, "look", '{"a": 1}', "call_1"),
+        call_delta(1, "agents__spawn", "{}", "call_2"),
+        call_delta(2, "made_up", "{}", "call_3"),
         delta(content="More."),
         finish="tool_calls",
     )
-    told = Told(said)
-    check(told)
-    kinds = [item["type"] for item in told.whole["output"]]
+    answer = EncodedResponse(parts)
+    check(answer)
+    kinds = [item["type"] for item in answer.whole["output"]]
     assert kinds == ["reasoning", "message", *["function_call"] * 3, "message"]
-    reasoning, _, look, spawn, made_up, _ = told.whole["output"]
+    reasoning, _, look, spawn, made_up, _ = answer.whole["output"]
     assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm."}] and reasoning["summary"] == []
-    assert told.deltas("reasoning_text") == "Hm." and "encrypted_content" not in reasoning
+    assert answer.deltas("reasoning_text") == "Hm." and "encrypted_content" not in reasoning
     assert (look["id"], look["call_id"], look["name"]) == ("fc_abc_2", "call_1", "look")
     assert (look["arguments"], look["status"]) == ('{"a": 1}', "completed") and "namespace" not in look
     assert (spawn["name"], spawn["namespace"]) == ("spawn", "agents")
     assert (made_up["name"], made_up["call_id"]) == ("made_up", "call_3")
-    assert told.whole["status"] == "completed"
+    assert answer.whole["status"] == "completed"
 
 
 def test_tool_arguments_in_parts_are_joined() -> None:
-    said = chunks(
-        called(0, "look", "", "call_1"), called(0, None, '{"a":'), called(0, None, " 1}"), finish="tool_calls"
+    parts = chunks(
+        call_delta(0, "look", "", "call_1"),
+        call_delta(0, None, '{"a":'),
+        call_delta(0, None, " 1}"),
+        finish="tool_calls",
     )
-    told = Told(said)
-    check(told)
-    assert told.deltas("function_call_arguments") == told.whole["output"][0]["arguments"] == '{"a": 1}'
-    assert told.names.count("function_call_arguments.delta") == 2
+    answer = EncodedResponse(parts)
+    check(answer)
+    assert answer.deltas("function_call_arguments") == answer.whole["output"][0]["arguments"] == '{"a": 1}'
+    assert answer.names.count("function_call_arguments.delta") == 2
 
 
 @pytest.mark.parametrize(
@@ -164,22 +167,24 @@ def test_tool_arguments_in_parts_are_joined() -> None:
 )
 def test_custom_tool_call_has_plain_input(arguments: str, text: str) -> None:
     half = len(arguments) // 2
-    said = chunks(
-        called(0, "patch", arguments[:half], "call_1"), called(0, None, arguments[half:]), finish="tool_calls"
+    parts = chunks(
+        call_delta(0, "patch", arguments[:half], "call_1"), call_delta(0, None, arguments[half:]), finish="tool_calls"
     )
-    told = Told(said)
-    check(told)
-    (item,) = told.whole["output"]
+    answer = EncodedResponse(parts)
+    check(answer)
+    (item,) = answer.whole["output"]
     assert item["type"] == "custom_tool_call" and item["id"] == "ctc_abc_0" and item["call_id"] == "call_1"
-    assert item["input"] == told.deltas("custom_tool_call_input") == text
-    assert told.events[-3] | {"input": text} == told.events[-3] and told.names[-3] == "custom_tool_call_input.done"
+    assert item["input"] == answer.deltas("custom_tool_call_input") == text
+    assert (
+        answer.events[-3] | {"input": text} == answer.events[-3] and answer.names[-3] == "custom_tool_call_input.done"
+    )
 
 
 def test_reasoning_as_summary_and_encrypted_content() -> None:
-    said = chunks(delta(reasoning_content="Hm."), delta(content="Yes."))
-    told = Told(said, reasoning={"summary": "auto"}, include=["reasoning.encrypted_content"])
-    check(told)
-    assert told.names[2:8] == [
+    parts = chunks(delta(reasoning_content="Hm."), delta(content="Yes."))
+    answer = EncodedResponse(parts, reasoning={"summary": "auto"}, include=["reasoning.encrypted_content"])
+    check(answer)
+    assert answer.names[2:8] == [
         "output_item.added",
         "reasoning_summary_part.added",
         "reasoning_summary_text.delta",
@@ -187,45 +192,47 @@ def test_reasoning_as_summary_and_encrypted_content() -> None:
         "reasoning_summary_part.done",
         "output_item.done",
     ]
-    reasoning = told.whole["output"][0]
+    reasoning = answer.whole["output"][0]
     assert reasoning["summary"] == [{"type": "summary_text", "text": "Hm."}] and "content" not in reasoning
     assert decode_reasoning(reasoning["encrypted_content"]) == "Hm."
-    assert all(event["summary_index"] == 0 for event in told.events[3:7])
+    assert all(event["summary_index"] == 0 for event in answer.events[3:7])
 
 
 @pytest.mark.parametrize("part", [delta(content="Par"), delta(reasoning_content="Hm")])
 def test_length_finish_is_incomplete(part: dict[str, Any]) -> None:
-    told = Told(chunks(part, finish="length"))
-    check(told)
-    assert told.names[-1] == "incomplete" and told.whole["status"] == "incomplete"
-    assert told.whole["incomplete_details"] == {"reason": "max_output_tokens"} and told.whole["completed_at"] is None
-    assert [item["status"] for item in told.whole["output"]] == ["incomplete"]
+    answer = EncodedResponse(chunks(part, finish="length"))
+    check(answer)
+    assert answer.names[-1] == "incomplete" and answer.whole["status"] == "incomplete"
+    assert (
+        answer.whole["incomplete_details"] == {"reason": "max_output_tokens"} and answer.whole["completed_at"] is None
+    )
+    assert [item["status"] for item in answer.whole["output"]] == ["incomplete"]
 
 
 def test_tool_calls_are_completed_in_incomplete_response() -> None:
-    told = Told(chunks(called(0, "look", "{}", "call_1"), finish="length"))
-    check(told)
-    assert told.whole["status"] == "incomplete" and told.whole["output"][0]["status"] == "completed"
+    answer = EncodedResponse(chunks(call_delta(0, "look", "{}", "call_1"), finish="length"))
+    check(answer)
+    assert answer.whole["status"] == "incomplete" and answer.whole["output"][0]["status"] == "completed"
 
 
 @pytest.mark.parametrize("parts", [(), (delta(reasoning_content="Hm."),)])
 def test_empty_answer_has_empty_message(parts: tuple[dict[str, Any], ...]) -> None:
-    told = Told(chunks(*parts))
-    check(told)
-    assert told.whole["output"][-1]["content"][0]["text"] == ""
+    answer = EncodedResponse(chunks(*parts))
+    check(answer)
+    assert answer.whole["output"][-1]["content"][0]["text"] == ""
 
 
 def test_logprobs_only_when_included() -> None:
     chunk = delta(content="Hi")
     chunk["choices"][0]["logprobs"] = {"content": [ENTRY], "refusal": None}
-    told = Told(chunks(chunk), include=["message.output_text.logprobs"])
-    check(told)
-    assert told.whole["output"][0]["content"][0]["logprobs"] == [ENTRY] == told.events[4]["logprobs"]
-    assert Told(chunks(chunk)).whole["output"][0]["content"][0]["logprobs"] == []
+    answer = EncodedResponse(chunks(chunk), include=["message.output_text.logprobs"])
+    check(answer)
+    assert answer.whole["output"][0]["content"][0]["logprobs"] == [ENTRY] == answer.events[4]["logprobs"]
+    assert EncodedResponse(chunks(chunk)).whole["output"][0]["content"][0]["logprobs"] == []
 
 
 def test_request_fields_are_echoed() -> None:
-    asked: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "instructions": "Be brief.",
         "max_output_tokens": 7,
         "metadata": {"a": "b"},
@@ -239,20 +246,20 @@ def test_request_fields_are_echoed() -> None:
         "top_p": 0.9,
         "user": "me",
     }
-    told = Told(chunks(delta(content="{}")), **asked, store=True, truncation="auto")
-    check(told)
-    assert {name: told.whole[name] for name in asked} == asked
-    assert told.whole["store"] is False and told.whole["truncation"] == "disabled" and told.whole["error"] is None
+    answer = EncodedResponse(chunks(delta(content="{}")), **fields, store=True, truncation="auto")
+    check(answer)
+    assert {name: answer.whole[name] for name in fields} == fields
+    assert answer.whole["store"] is False and answer.whole["truncation"] == "disabled" and answer.whole["error"] is None
 
 
 def test_missing_usage_counts_prompt_tokens() -> None:
-    told = Told(chunks(delta(content="Hi"))[:-1])
-    assert told.whole["usage"]["input_tokens"] == told.whole["usage"]["total_tokens"] == 9
+    answer = EncodedResponse(chunks(delta(content="Hi"))[:-1])
+    assert answer.whole["usage"]["input_tokens"] == answer.whole["usage"]["total_tokens"] == 9
 
 
 def test_failure_after_content_is_response_failed() -> None:
     api = ResponsesApi()
-    encoder = api.create_encoder(api.read_call(b'{"model": "m", "input": "Hi.", "stream": true}', {}), BEGUN)
+    encoder = api.create_encoder(api.read_call(b'{"model": "m", "input": "Hi.", "stream": true}', {}), START)
     sent = encoder.encode_chunk({}, encode(delta(content="Par"))) + encoder.encode_stream_error(
         bad_gateway("It broke.")
     )
@@ -283,14 +290,14 @@ def test_failure_before_response_is_error_event() -> None:
     (event,) = SseParser().feed(
         ResponsesApi().encode_stream_error(bad_request("Too long.", code="context_length_exceeded"))
     )
-    told = json.loads(event.data)
-    assert event.name == b"error" and told["type"] == "error" and told["sequence_number"] == 0
-    assert told["code"] == told["error"]["code"] == "context_length_exceeded" and told["message"] == "Too long."
+    answer = json.loads(event.data)
+    assert event.name == b"error" and answer["type"] == "error" and answer["sequence_number"] == 0
+    assert answer["code"] == answer["error"]["code"] == "context_length_exceeded" and answer["message"] == "Too long."
 
 
 def test_failure_before_first_chunk_is_response_failed() -> None:
     api = ResponsesApi()
-    encoder = api.create_encoder(api.read_call(b'{"input": "Hi.", "stream": true}', {}), BEGUN)
+    encoder = api.create_encoder(api.read_call(b'{"input": "Hi.", "stream": true}', {}), START)
     events = [
         json.loads(event.data) for event in SseParser().feed(encoder.encode_stream_error(bad_gateway("It broke.")))
     ]

@@ -1,4 +1,4 @@
-"""Responses through the proxy: the path that it takes, failures on the way, cancels, and what is not stored."""
+"""Responses through the proxy: records, failures, cancels, unknown responses."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ async def ask(proxy: Pair, stream: bool = False, headers: dict[str, str] | None 
     return await proxy.client.post(proxy.url + PATH, json=body, headers=headers)
 
 
-async def events_of(response: aiohttp.ClientResponse) -> list[Any]:
+async def read_events(response: aiohttp.ClientResponse) -> list[Any]:
     return [json.loads(event.data) for event in SseParser().feed(await response.read()) if event.data]
 
 
@@ -38,7 +38,7 @@ async def test_response_is_recorded_and_shares_cache_with_chat(tmp_path: Path) -
 async def test_broken_stream_ends_with_response_failed(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.mishaps = ["cut after content"]
-        events = await events_of(await ask(proxy, stream=True))
+        events = await read_events(await ask(proxy, stream=True))
         assert events[-2]["delta"] == "Par" and events[-1]["type"] == "response.failed"
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
         assert events[-1]["response"]["error"]["code"] == "backend_failed"
@@ -48,7 +48,7 @@ async def test_broken_stream_ends_with_response_failed(tmp_path: Path) -> None:
 async def test_lost_response_without_content_is_dispatched_again(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.mishaps = ["cut"]
-        events = await events_of(await ask(proxy, stream=True))
+        events = await read_events(await ask(proxy, stream=True))
         assert events[0]["type"] == "response.created" and events[-1]["type"] == "response.completed"
 
 
@@ -57,32 +57,31 @@ async def test_lost_response_without_content_is_dispatched_again(tmp_path: Path)
 async def test_cancel_running_response(method: str, rest: str, tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 1
-        asked = asyncio.create_task(ask(proxy, stream=True, headers={"X-Warmline-Request": "r-1"}))
+        asking = asyncio.create_task(ask(proxy, stream=True, headers={"X-Warmline-Request": "r-1"}))
         await proxy.backend.holding.wait()
         ended = await proxy.client.request(method, f"{proxy.url}{PATH}/resp_r-1{rest}")
-        told = await ended.json()
-        assert ended.status == 200 and told["id"] == "resp_r-1"
-        assert told.get("deleted") or told["status"] == "cancelled"
-        events = await events_of(await asked)
+        reply = await ended.json()
+        assert ended.status == 200 and reply["id"] == "resp_r-1"
+        assert reply.get("deleted") or reply["status"] == "cancelled"
+        events = await read_events(await asking)
         assert events[-1]["type"] == "response.failed" and events[-1]["response"]["error"]["code"] == "cancelled"
 
 
-@pytest.mark.parametrize(
-    ("method", "rest", "word"),
-    [
+@on_loop
+async def test_unknown_responses_return_404(tmp_path: Path) -> None:
+    cases = [
         ("GET", "resp_1", "nor stored"),
         ("DELETE", "resp_1", "nor stored"),
         ("POST", "resp_1/cancel", "nor stored"),
         ("GET", "resp_1/input_items", "nor stored"),
         ("POST", "compact", "not compacted"),
-    ],
-)
-@on_loop
-async def test_unknown_responses_return_404(method: str, rest: str, word: str, tmp_path: Path) -> None:
+    ]
     async with pair(tmp_path) as proxy:
-        answer = await proxy.client.request(method, f"{proxy.url}{PATH}/{rest}")
-        error = (await answer.json())["error"]
-        assert answer.status == 404 and word in error["message"] and error["code"] == "not_found"
+        for method, rest, word in cases:
+            answer = await proxy.client.request(method, f"{proxy.url}{PATH}/{rest}")
+            error = (await answer.json())["error"]
+            assert answer.status == 404 and error["code"] == "not_found", (method, rest)
+            assert word in error["message"], (method, rest)
         assert (await proxy.client.get(proxy.url + PATH)).status == 405
 
 

@@ -1,4 +1,4 @@
-"""Ending requests from outside: DELETE, a shutdown, a client that leaves but wants its prefill."""
+"""Requests ended from outside: DELETE, drain, disconnects with a prefill to finish."""
 
 import asyncio
 from pathlib import Path
@@ -105,7 +105,7 @@ async def test_duplicate_request_name_returns_409(tmp_path: Path) -> None:
 
 @on_loop
 async def test_request_name_is_reusable_after_disconnect(tmp_path: Path) -> None:
-    """Though the engine may still be in the chunk of the first one."""
+    """The engine may still compute a chunk of the first try."""
     async with pair(tmp_path, on_disconnect="finish-prefill") as proxy:
         proxy.backend.hold_after = 0
         asking = asyncio.create_task(proxy.chat("A long question. " * 20, headers=NAMED))
@@ -114,7 +114,7 @@ async def test_request_name_is_reusable_after_disconnect(tmp_path: Path) -> None
         await proxy.backend.called("finish")
         retry = asyncio.create_task(proxy.chat("A long question. " * 20, headers=NAMED))
         await proxy.backend.called("generate", 2)
-        assert (await delete(proxy, "mine-1")).status == 200, "the one that is wanted is meant"
+        assert (await delete(proxy, "mine-1")).status == 200, "the later try is meant"
         answer = await retry
         assert answer.status == 499 and answer.headers["X-Warmline-Request"].startswith("mine-1.")
         proxy.backend.let_go.set()
@@ -135,7 +135,7 @@ async def test_drain_finishes_running_and_refuses_new_requests(tmp_path: Path) -
         proxy.backend.let_go.set()
         assert (await running).status == 200
         await draining
-        assert (await proxy.status())["totals"]["tokens"] > 0, "what was answered is on disk"
+        assert (await proxy.status())["totals"]["tokens"] > 0, "answered requests are on disk"
 
 
 @on_loop
@@ -181,14 +181,14 @@ async def test_disconnect_while_decoding_cancels(tmp_path: Path) -> None:
 
 @on_loop
 async def test_drain_cancels_all_requests_concurrently(tmp_path: Path) -> None:
-    """Whoever's cancel takes long does not keep the others from hearing."""
+    """A cancel that takes long does not delay the others' errors."""
     async with pair(tmp_path, on_disconnect="finish-prefill", drain_timeout_s=0.1) as proxy:
         proxy.backend.hold_after = 0
         left = asyncio.create_task(proxy.chat("A first question", headers={"X-Warmline-Request": "left"}))
         await proxy.backend.holding.wait()
         left.cancel()
         await proxy.backend.called("finish")
-        proxy.backend._running["left"] = asyncio.Event()  # which never notices that it is cancelled
+        proxy.backend._running["left"] = asyncio.Event()  # never notices its cancel
         stays = asyncio.create_task(proxy.chat("Another question"))
         await proxy.backend.called("generate", 2)
         draining = asyncio.create_task(drain(proxy.app))
@@ -201,7 +201,7 @@ async def test_drain_cancels_all_requests_concurrently(tmp_path: Path) -> None:
 
 @on_loop
 async def test_finish_prefill_of_second_dispatch(tmp_path: Path) -> None:
-    """Tokens of a try that was lost are no content that its client has seen."""
+    """Tokens of a lost dispatch are no content that the client has seen."""
     async with pair(tmp_path, on_disconnect="finish-prefill") as proxy:
         proxy.backend.mishaps, proxy.backend.hold_after = ["cut after content"], 0
         asking = asyncio.create_task(proxy.chat("A long question. " * 20))
@@ -216,7 +216,7 @@ async def test_finish_prefill_of_second_dispatch(tmp_path: Path) -> None:
 
 @on_loop
 async def test_second_dispatch_keeps_ticket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was let in once: a newcomer that comes in between must not have it sent away."""
+    """A newcomer between two dispatches must not displace an admitted request."""
     async with pair(tmp_path, running_count_max=1, queue_count_max=0) as proxy:
         settle, failures = proxy.backend._settle, ["once"]
 
@@ -246,9 +246,9 @@ async def test_delete_with_disconnect_does_not_finish_prefill(tmp_path: Path) ->
         proxy.backend.hold_after = 0
         asking = asyncio.create_task(proxy.chat("A long question. " * 20))
         await proxy.backend.holding.wait()
-        await proxy.status()  # by then the proxy has heard of the generation
-        (life,) = proxy.app[REQUEST_REGISTRY]
-        life.cancel(request_cancelled("The request was cancelled by DELETE."))
+        await proxy.status()  # by then the proxy has the generation
+        (request,) = proxy.app[REQUEST_REGISTRY]
+        request.cancel(request_cancelled("The request was cancelled by DELETE."))
         proxy.app[CONNECTIONS].abort()  # in the same turn of the loop
         calls: Any = proxy.backend.calls
         while not calls["finish"] and not calls["cancel"]:

@@ -1,4 +1,4 @@
-"""What happens to a request whose backend is lost under it."""
+"""Dispatch of requests: lost backends, leaders, superseded tries."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ from support.proxy.harness import Pair, on_loop, pair
 from warmline_proxy.upstream.client import DISPATCHES_MAX
 
 
-async def text_of(proxy: Pair, **fields: object) -> str:
+async def read_text(proxy: Pair, **fields: object) -> str:
     answer = await proxy.chat(**fields)
     assert answer.status == 200
     return str((await answer.json())["choices"][0]["message"]["content"])
@@ -21,7 +21,7 @@ async def text_of(proxy: Pair, **fields: object) -> str:
 async def test_lost_backend_before_content_dispatches_again(tmp_path: Path, mishap: str) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.mishaps = [mishap]
-        assert await text_of(proxy) == "Paris."
+        assert await read_text(proxy) == "Paris."
         assert len(proxy.backend.calls["generate"]) == 2
         streamed = await proxy.chat(stream=True)
         assert '"Par"' in await streamed.text()
@@ -31,7 +31,7 @@ async def test_lost_backend_before_content_dispatches_again(tmp_path: Path, mish
 async def test_lost_backend_in_json_response_dispatches_again(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.mishaps = ["cut after content"]
-        assert await text_of(proxy) == "Paris."
+        assert await read_text(proxy) == "Paris."
 
 
 @on_loop
@@ -55,15 +55,15 @@ async def test_dispatches_are_limited(tmp_path: Path, mishap: str, status: int) 
         assert answer.status == status and len(proxy.backend.calls["generate"]) == DISPATCHES_MAX
         assert (await proxy.chat("Another one")).status == 502
         proxy.backend.mishaps = []
-        assert await text_of(proxy) == "Paris."
+        assert await read_text(proxy) == "Paris."
 
 
 @on_loop
 async def test_lost_leaders_do_not_count_as_dispatches(tmp_path: Path) -> None:
-    """Each leader that left has computed something: planning again is no failure."""
+    """A leader that leaves has computed something: planning again is no failure."""
     async with pair(tmp_path) as proxy:
         proxy.backend.mishaps = ["leaderless"] * 10
-        assert await text_of(proxy) == "Paris."
+        assert await read_text(proxy) == "Paris."
 
 
 @on_loop
@@ -85,7 +85,7 @@ async def test_concurrent_same_prompt_follows_leader(tmp_path: Path) -> None:
 
 @on_loop
 async def test_refused_leader_is_not_followed_again(tmp_path: Path) -> None:
-    """A rotating layer that has passed the place will not come back to it."""
+    """A rotating layer that has passed the position can't be copied there any more."""
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 0
         question = "A long question. " * 20
@@ -103,7 +103,7 @@ async def test_refused_leader_is_not_followed_again(tmp_path: Path) -> None:
 
 @on_loop
 async def test_retry_cancels_superseded_request(tmp_path: Path) -> None:
-    """Its connection may look alive for a while: a laptop that went to sleep closes nothing."""
+    """The first connection may look alive for a while, as a sleeping laptop's."""
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 1
         session = {"X-Session-ID": "one"}
@@ -131,7 +131,7 @@ async def test_retry_of_other_session_cancels_nothing(tmp_path: Path, session: d
 
 @on_loop
 async def test_retry_cancels_superseded_request_in_full_queue(tmp_path: Path) -> None:
-    """By that one, for example."""
+    """The superseded request may hold the only ticket."""
     async with pair(tmp_path, running_count_max=1) as proxy:
         proxy.backend.hold_after = 1
         session = {"X-Session-ID": "one"}
@@ -145,7 +145,7 @@ async def test_retry_cancels_superseded_request_in_full_queue(tmp_path: Path) ->
 
 @on_loop
 async def test_retry_of_one_sample_keeps_its_siblings(tmp_path: Path) -> None:
-    """Several samples of one prompt at once, one of which failed and is asked for again."""
+    """One of several samples of one prompt is sent again."""
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 1
         session = {"X-Session-ID": "one"}

@@ -1,4 +1,4 @@
-"""A resident is leased until it is saved.  However a save ends, the backend must hear that it need not wait for it."""
+"""Leases of residents until they are saved: the backend is notified however a save ends."""
 
 import errno
 from pathlib import Path
@@ -10,8 +10,8 @@ from support.proxy.fake_backend import layout
 from support.proxy.harness import Pair, on_loop, pair
 
 
-async def told_free(proxy: Pair) -> set[Any]:
-    """What the backend was told that it may drop."""
+async def list_evictable(proxy: Pair) -> set[Any]:
+    """Residents that the backend may evict, as it was notified."""
     await proxy.settled()
     return {resident for names in proxy.backend.calls["order"] for resident in names}
 
@@ -19,11 +19,11 @@ async def told_free(proxy: Pair) -> set[Any]:
 @pytest.mark.parametrize("status", [410, 500, 507])
 @on_loop
 async def test_lease_ends_after_failed_save(tmp_path: Path, status: int) -> None:
-    """410: the rows are gone, which a resident of rotating layers outlives."""
+    """410: the rows are gone, though the resident with rotating layers is not."""
     async with pair(tmp_path) as proxy:
         proxy.backend.saves_fail = [status]
         await proxy.chat()
-        assert await told_free(proxy) == set(proxy.backend.held)
+        assert await list_evictable(proxy) == set(proxy.backend.held)
         assert not proxy.index.segments()
 
 
@@ -35,24 +35,24 @@ async def test_lease_ends_after_failed_index_plan(tmp_path: Path, monkeypatch: p
     async with pair(tmp_path) as proxy:
         monkeypatch.setattr(proxy.index, "begin_save", fails)
         await proxy.chat()
-        assert await told_free(proxy) == set(proxy.backend.held) and not proxy.backend.calls["save"]
+        assert await list_evictable(proxy) == set(proxy.backend.held) and not proxy.backend.calls["save"]
 
 
 @on_loop
 async def test_lease_ends_after_exceeded_budget(tmp_path: Path) -> None:
     async with pair(tmp_path, disk_budget_bytes=100) as proxy:
         await proxy.chat()
-        assert await told_free(proxy) == set(proxy.backend.held) and not proxy.backend.calls["save"]
+        assert await list_evictable(proxy) == set(proxy.backend.held) and not proxy.backend.calls["save"]
 
 
 @on_loop
 async def test_lease_ends_where_all_rows_are_stored(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         await proxy.chat()
-        assert not await told_free(proxy), "a save of its rows ends a lease by itself"
+        assert not await list_evictable(proxy), "a save of its rows ends a lease by itself"
         first = set(proxy.backend.held)
         await proxy.chat()
-        assert await told_free(proxy) == set(proxy.backend.held) - first
+        assert await list_evictable(proxy) == set(proxy.backend.held) - first
         assert len(proxy.backend.calls["save"]) == 1
 
 
@@ -69,4 +69,4 @@ async def test_lease_ends_after_save_of_checkpoints_alone(tmp_path: Path) -> Non
         await proxy.settled()
         states = backend.calls["save"][-1]
         assert states.resident != first and not states.segments and states.checkpoints
-        assert states.resident in await told_free(proxy)
+        assert states.resident in await list_evictable(proxy)

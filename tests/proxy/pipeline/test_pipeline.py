@@ -1,9 +1,10 @@
-"""A request's life against a fake backend: warm starts, what failed on the way, who left, who had to wait."""
+"""Requests against a fake backend: warm starts, failures, disconnects, waits."""
 
 import asyncio
 import gzip
 import json
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,9 @@ async def test_next_turn_is_restored_after_restart(tmp_path: Path) -> None:
         response = await proxy.chat(**second_turn())
         reused = len(f"<user>{TEXT}\n<assistant>Paris.")
         assert response.headers["X-Warmline-Cache"] == f"restored {reused}"
-        asked = proxy.backend.calls["restore"][0]
-        assert asked.root == proxy.backend.calls["save"][0].root == namespace("f" * 64)
-        assert bytes(unpack_tokens(asked.tokens)).decode() == f"<user>{TEXT}\n<assistant>Paris."
+        restore = proxy.backend.calls["restore"][0]
+        assert restore.root == proxy.backend.calls["save"][0].root == namespace("f" * 64)
+        assert bytes(unpack_tokens(restore.tokens)).decode() == f"<user>{TEXT}\n<assistant>Paris."
         record = (await proxy.settled())[0]
         assert (record.source, record.cached_tokens, record.restored_tokens) == ("restored", reused, reused)
         assert record.saved_tokens > 0
@@ -57,7 +58,7 @@ async def test_next_turn_is_restored_after_restart(tmp_path: Path) -> None:
 
 @on_loop
 async def test_unsavable_resident_is_evictable(tmp_path: Path) -> None:
-    """Others may be waiting for that memory."""
+    """Other requests may be waiting for its memory."""
     async with pair(tmp_path, disk_budget_bytes=200_000) as proxy:
         await proxy.chat("word " * 800)
         record = (await proxy.settled())[0]
@@ -80,7 +81,7 @@ async def test_unsavable_resident_does_not_block_other_saves(tmp_path: Path) -> 
 
 @on_loop
 async def test_reuse_mode_mismatch_returns_503(tmp_path: Path) -> None:
-    """Each process is told its mode: under launchd one of them may have been started with another."""
+    """Each process has its own setting; under launchd they may differ."""
     async with pair(tmp_path, reuse="exact") as proxy:
         response = await proxy.chat(TEXT)
         assert response.status == 503
@@ -98,7 +99,7 @@ async def test_exact_mode_reuse_and_checkpoints_are_on_grid(tmp_path: Path) -> N
         response = await proxy.chat(**second_turn())
         reused = len(f"<user>{TEXT}\n<assistant>") // 64 * 64
         assert response.headers["X-Warmline-Cache"] == f"restored {reused}"
-        checkpoints = [asked.get(HEADER_CHECKPOINTS, "") for asked in proxy.backend.calls["generate"]]
+        checkpoints = [headers.get(HEADER_CHECKPOINTS, "") for headers in proxy.backend.calls["generate"]]
         assert checkpoints == [str(reused), ""]
         assert "exact mode keeps and reuses multiples of 64 tokens" in (await proxy.settled())[0].why_not_warmer
 
@@ -143,7 +144,7 @@ async def test_missing_resident_is_planned_again(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         await proxy.chat(TEXT)
         await proxy.settled()
-        proxy.backend.held.clear()  # without a word: the mirror is behind
+        proxy.backend.held.clear()  # unnoticed by the proxy's view
         proxy.backend.gone_count = 1
         response = await proxy.chat(**second_turn())
         assert response.status == 200
@@ -188,9 +189,9 @@ async def test_disconnect_cancels_and_saves_prefill(tmp_path: Path, stream: bool
         asking.cancel()
         await asyncio.wait([asking])
         while not (records := await proxy.settled()):
-            pass  # the proxy has yet to notice
+            pass  # until the proxy has noticed
         assert len(proxy.backend.calls["cancel"]) == 1
-        assert proxy.backend.calls["save"], "prefill that was done is kept"
+        assert proxy.backend.calls["save"], "prefilled rows are saved"
         assert records[0].outcome == "cancelled"
         assert (await proxy.status())["running"] == 0
         proxy.backend.hold_after = None
@@ -218,33 +219,31 @@ NO_REQUESTS = [b"", b"{", b"[]", b"null", b'"x"', b'{"model": 5}', b'{"a": "\xff
 REFUSED_BY_THE_BACKEND = b'{"stop": [5], "messages": []}'
 
 
-@pytest.mark.parametrize("body", [*NO_REQUESTS, REFUSED_BY_THE_BACKEND])
 @on_loop
-async def test_bad_bodies_return_400(tmp_path: Path, body: bytes) -> None:
+async def test_bad_bodies_return_400(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
-        async with proxy.client.post(f"{proxy.url}/v1/chat/completions", data=body) as response:
-            assert response.status == 400
-            assert (await response.json())["error"]["type"] == "invalid_request_error"
-        assert (await proxy.chat()).status == 200
+        for body in (*NO_REQUESTS, REFUSED_BY_THE_BACKEND):
+            async with proxy.client.post(f"{proxy.url}/v1/chat/completions", data=body) as response:
+                assert response.status == 400, body[:80]
+                assert (await response.json())["error"]["type"] == "invalid_request_error", body[:80]
+            assert (await proxy.chat()).status == 200, body[:80]
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions/", "/v1/chat/completions?beta=true"])
 @on_loop
-async def test_chunked_and_compressed_bodies_are_read(tmp_path: Path, path: str) -> None:
+async def test_chunked_and_compressed_bodies_are_read(tmp_path: Path) -> None:
+    body, headers = json.dumps({"messages": [{"role": "user", "content": TEXT}]}).encode(), {"Content-Encoding": "gzip"}
+
+    async def pieces() -> Any:
+        for start in range(0, len(body), 50):
+            yield body[start : start + 50]
+
     async with pair(tmp_path) as proxy:
-        body = json.dumps({"messages": [{"role": "user", "content": TEXT}]}).encode()
-
-        async def pieces() -> Any:
-            for start in range(0, len(body), 50):
-                yield body[start : start + 50]
-
-        chunked = await proxy.client.post(proxy.url + path, data=pieces())
-        packed = await proxy.client.post(
-            proxy.url + path, data=gzip.compress(body), headers={"Content-Encoding": "gzip"}
-        )
-        broken = await proxy.client.post(proxy.url + path, data=b"no gzip", headers={"Content-Encoding": "gzip"})
-        assert [each.status for each in (chunked, packed, broken)] == [200, 200, 400]
-        assert "error" in await broken.json()
+        for path in ("/v1/chat/completions/", "/v1/chat/completions?beta=true"):
+            chunked = await proxy.client.post(proxy.url + path, data=pieces())
+            packed = await proxy.client.post(proxy.url + path, data=gzip.compress(body), headers=headers)
+            broken = await proxy.client.post(proxy.url + path, data=b"no gzip", headers=headers)
+            assert [each.status for each in (chunked, packed, broken)] == [200, 200, 400], path
+            assert "error" in await broken.json()
 
 
 @on_loop
@@ -268,7 +267,7 @@ async def test_restarting_backend_is_waited_for(tmp_path: Path) -> None:
         port = int(str(proxy.backend_url).rsplit(":", 1)[1])
         await proxy.stop_backend()
         asking = asyncio.ensure_future(proxy.chat(**second_turn()))
-        await asyncio.sleep(0.05)  # its first try finds nobody
+        await asyncio.sleep(0.05)  # the first dispatch finds no backend
         proxy.backend.restart()
         again, _ = await serve(proxy.backend.app(), port)
         assert (await asking).headers["X-Warmline-Cache"].startswith("restored")
@@ -324,36 +323,33 @@ async def test_stop_cancels_and_saves_running_requests(tmp_path: Path) -> None:
         assert proxy.index.totals().tokens > 0
 
 
-@pytest.mark.parametrize(
-    ("expected", "status"),
-    [(b"100-continue", b"200"), (b"100-Continue", b"200"), (b"\xed\xa0", b"417")],
-)
 @on_loop
-async def test_expect_100_continue(tmp_path: Path, expected: bytes, status: bytes) -> None:
+async def test_expect_100_continue(tmp_path: Path) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
     async with pair(tmp_path) as proxy:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rpartition(":")[2]))
-        body = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
-        lines = [
-            b"POST /v1/chat/completions HTTP/1.1",
-            b"Host: localhost",
-            b"Expect: " + expected,
-            b"Connection: close",
-        ]
-        writer.write(b"\r\n".join([*lines, b"Content-Length: %d" % len(body), b"", b""]))
-        if status == b"200":
-            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-            writer.write(body)
-        answer = await reader.read()
-        writer.close()
-        assert answer.split()[1] == status
-        assert status == b"200" or b'"message":"The header Expect must be 100-continue' in answer
+        for expected, status in ((b"100-continue", b"200"), (b"100-Continue", b"200"), (b"\xed\xa0", b"417")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rpartition(":")[2]))
+            lines = [
+                b"POST /v1/chat/completions HTTP/1.1",
+                b"Host: localhost",
+                b"Expect: " + expected,
+                b"Connection: close",
+            ]
+            writer.write(b"\r\n".join([*lines, b"Content-Length: %d" % len(body), b"", b""]))
+            if status == b"200":
+                assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n", expected
+                writer.write(body)
+            answer = await reader.read()
+            writer.close()
+            assert answer.split()[1] == status, expected
+            assert status == b"200" or b'"message":"The header Expect must be 100-continue' in answer
 
 
-@pytest.mark.parametrize("path", ["purge", "pin", "replay", "import", "texts"])
 @on_loop
-async def test_bad_admin_bodies_return_400(tmp_path: Path, path: str) -> None:
+async def test_bad_admin_bodies_return_400(tmp_path: Path) -> None:
+    bodies = (b'{"path": "\xff", "segment": "\xff", "session": "\xff"}', b'{"x": ' + b"[" * 100_000)
     async with pair(tmp_path) as proxy:
-        for body in (b'{"path": "\xff", "segment": "\xff", "session": "\xff"}', b'{"x": ' + b"[" * 100_000):
+        for path, body in product(("purge", "pin", "replay", "import", "texts"), bodies):
             url, headers = f"{proxy.url}/warmline/{path}", {"X-Warmline-Admin": "1"}
             async with proxy.client.post(url, data=body, headers=headers) as response:
-                assert response.status == 400, await response.text()
+                assert response.status == 400, (path, await response.text())

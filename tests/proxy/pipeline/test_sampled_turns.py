@@ -1,4 +1,4 @@
-"""What was sampled when tools were called: sent along with the next prompt, at once and later, until it is purged."""
+"""Sampled turns with tool calls: sent with the next prompt, at once and later, until they are purged."""
 
 import asyncio
 from pathlib import Path
@@ -10,17 +10,17 @@ from warmline_common.protocol.tokens import namespace, pack_tokens
 
 CALL_ID = "call_00112233445566778899aabb"
 TURN = SampledTurn(calls=[CALL_ID], tokens=pack_tokens([1, 2, 3]))
-ASKED = {"role": "user", "content": "look"}
-NEXT = [
-    ASKED,
+QUESTION = {"role": "user", "content": "look"}
+NEXT_MESSAGES = [
+    QUESTION,
     {"role": "assistant", "tool_calls": [{"id": CALL_ID, "function": {"name": "look", "arguments": "{}"}}]},
     {"role": "tool", "tool_call_id": CALL_ID, "content": "a ship"},
 ]
 
 
-async def told(proxy: Pair) -> Any:
-    """The turns that the backend is given with the conversation's next prompt."""
-    await proxy.chat(messages=NEXT)
+async def chat_next_turn(proxy: Pair) -> Any:
+    """Turns sent to the backend with the conversation's next prompt."""
+    await proxy.chat(messages=NEXT_MESSAGES)
     return proxy.backend.calls["turns"][-1]
 
 
@@ -29,8 +29,8 @@ async def test_turn_is_found_before_its_save(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.turn = TURN
         proxy.backend.saving_allowed.clear()
-        await proxy.chat(messages=[ASKED])
-        assert await told(proxy) == [TURN] and proxy.backend.calls["turns"][0] == []
+        await proxy.chat(messages=[QUESTION])
+        assert await chat_next_turn(proxy) == [TURN] and proxy.backend.calls["turns"][0] == []
         proxy.backend.saving_allowed.set()
 
 
@@ -38,7 +38,7 @@ async def test_turn_is_found_before_its_save(tmp_path: Path) -> None:
 async def test_turn_has_session_and_is_purged_with_it(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.turn = TURN
-        await proxy.chat(messages=[ASKED])
+        await proxy.chat(messages=[QUESTION])
         record = (await proxy.settled())[0]
         root = namespace("f" * 64, "")
         (row,) = await asyncio.to_thread(proxy.index.turns, root, [CALL_ID])
@@ -47,4 +47,4 @@ async def test_turn_has_session_and_is_purged_with_it(tmp_path: Path) -> None:
         purge = {"session": record.session}
         async with proxy.client.post(f"{proxy.url}/warmline/purge", json=purge, headers=owner) as response:
             assert response.status == 200
-        assert await told(proxy) == []
+        assert await chat_next_turn(proxy) == []

@@ -1,4 +1,4 @@
-"""Slow is not stuck: which limit ends a request, and which does not."""
+"""Deadlines: limits that end a request, and those that do not."""
 
 import asyncio
 import json
@@ -19,16 +19,16 @@ HEADERS = {
 }
 
 
-EVERYTHING = {"messages": [{"role": "user", "content": "Everything"}], "stream": True}
+STREAM_BODY = {"messages": [{"role": "user", "content": "Everything"}], "stream": True}
 
 
-def much(size: int) -> list[bytes]:
-    """A stream of at least so many bytes."""
+def make_stream(size: int) -> list[bytes]:
+    """Stream of at least `size` bytes."""
     piece = json.dumps({"choices": [{"index": 0, "delta": {"content": "x" * 100_000}}]}).encode()
     return [encode_event(piece)] * (size // 100_000) + [DONE]
 
 
-def code(error: ClientError | None) -> str:
+def read_code(error: ClientError | None) -> str:
     return "" if error is None else error.body.decode().split('"code":"')[1].split('"')[0]
 
 
@@ -49,14 +49,14 @@ def test_invalid_timeout_header_returns_400(text: str) -> None:
 def test_total_deadline_counts_from_arrival() -> None:
     clock = Clock(started_at=100.0)
     assert find_missed_deadline(RequestTimeouts(total_s=5), clock, 105.0, 0.0, 1) is None
-    assert code(find_missed_deadline(RequestTimeouts(total_s=5), clock, 105.1, 0.0, 1)) == "deadline_exceeded"
+    assert read_code(find_missed_deadline(RequestTimeouts(total_s=5), clock, 105.1, 0.0, 1)) == "deadline_exceeded"
     assert find_missed_deadline(RequestTimeouts(), clock, 1e9, 0.0, 1) is None
 
 
 def test_queue_deadline_sums_waiting_time() -> None:
     clock = Clock(started_at=0.0, waited_s=3.0, waiting_since=50.0)
     assert find_missed_deadline(RequestTimeouts(queue_s=5), clock, 52.0, 0.0, 1) is None
-    assert code(find_missed_deadline(RequestTimeouts(queue_s=5), clock, 52.1, 0.0, 1)) == "queue_timeout"
+    assert read_code(find_missed_deadline(RequestTimeouts(queue_s=5), clock, 52.1, 0.0, 1)) == "queue_timeout"
     clock.waiting_since = None
     assert find_missed_deadline(RequestTimeouts(queue_s=5), clock, 1e9, 0.0, 1) is None
 
@@ -64,13 +64,13 @@ def test_queue_deadline_sums_waiting_time() -> None:
 def test_stall_deadline_counts_from_last_progress() -> None:
     clock = Clock(started_at=0.0, progressed_at=1000.0)
     assert find_missed_deadline(RequestTimeouts(stall_s=10), clock, 1010.0, 0.0, 1) is None
-    assert code(find_missed_deadline(RequestTimeouts(stall_s=10), clock, 1010.1, 0.0, 1)) == "stalled"
+    assert read_code(find_missed_deadline(RequestTimeouts(stall_s=10), clock, 1010.1, 0.0, 1)) == "stalled"
 
 
 def test_stall_deadline_scales_with_slowest_step_and_running() -> None:
     clock = Clock(started_at=0.0, progressed_at=0.0)
     assert find_missed_deadline(RequestTimeouts(stall_s=10), clock, 285.0, 57.0, 1) is None
-    assert code(find_missed_deadline(RequestTimeouts(stall_s=10), clock, 285.1, 57.0, 1)) == "stalled"
+    assert read_code(find_missed_deadline(RequestTimeouts(stall_s=10), clock, 285.1, 57.0, 1)) == "stalled"
     assert find_missed_deadline(RequestTimeouts(stall_s=10), clock, 855.0, 57.0, 3) is None
 
 
@@ -86,21 +86,21 @@ def test_clock_separates_waiting_and_progress() -> None:
 
 @on_loop
 async def test_cancel_scope_raises_first_reason() -> None:
-    alarm = CancelScope()
+    scope = CancelScope()
     with pytest.raises(ClientError, match="one"):
-        async with alarm:
-            alarm.cancel(request_cancelled("one"))
-            alarm.cancel(request_cancelled("two"))
+        async with scope:
+            scope.cancel(request_cancelled("one"))
+            scope.cancel(request_cancelled("two"))
             await asyncio.Event().wait()
-    alarm.cancel(request_cancelled("late"))  # no harm
+    scope.cancel(request_cancelled("late"))  # no harm
 
 
 @on_loop
 async def test_cancel_before_entry_raises_at_first_wait() -> None:
-    alarm = CancelScope()
-    alarm.cancel(request_cancelled("early"))
+    scope = CancelScope()
+    scope.cancel(request_cancelled("early"))
     with pytest.raises(ClientError, match="early"):
-        async with alarm:
+        async with scope:
             await asyncio.Event().wait()
 
 
@@ -149,21 +149,21 @@ async def test_queue_timeout_returns_503_with_retry_after(tmp_path: Path) -> Non
 @on_loop
 async def test_unread_response_releases_ticket(tmp_path: Path) -> None:
     async with pair(tmp_path, running_count_max=1) as proxy:
-        proxy.backend.raw = much(4_000_000)
-        async with proxy.client.post(f"{proxy.url}/v1/chat/completions", json=EVERYTHING) as stuck:
+        proxy.backend.raw = make_stream(4_000_000)
+        async with proxy.client.post(f"{proxy.url}/v1/chat/completions", json=STREAM_BODY) as stuck:
             proxy.backend.raw = None
             assert (await proxy.chat("Another one")).status == 200
             assert stuck.status == 200
             while (await proxy.status())["lives"] > 1:
-                pass  # the other one settles
-            assert (await proxy.status())["lives"] == 1, "whose client has not read its answer yet"
+                pass  # until the other one is saved
+            assert (await proxy.status())["lives"] == 1, "its client has not read the answer yet"
 
 
 @on_loop
 async def test_unread_backlog_is_limited(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
-        proxy.backend.raw = much(20_000_000)
-        async with proxy.client.post(f"{proxy.url}/v1/chat/completions", json=EVERYTHING):
+        proxy.backend.raw = make_stream(20_000_000)
+        async with proxy.client.post(f"{proxy.url}/v1/chat/completions", json=STREAM_BODY):
             while (await proxy.status())["lives"]:
                 pass
         (record,) = await proxy.settled()

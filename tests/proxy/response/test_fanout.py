@@ -1,4 +1,4 @@
-"""Several choices in one answer: what the client gets, what the backend is asked, and what ends them all."""
+"""Several choices in one response: contents, dispatches, cancels and failures."""
 
 import asyncio
 import json
@@ -21,11 +21,11 @@ def events(text: str) -> list[Any]:
 
 
 def texts(chunks: list[Any]) -> dict[int, str]:
-    said: dict[int, str] = defaultdict(str)
+    contents: dict[int, str] = defaultdict(str)
     for chunk in chunks:
         for choice in chunk["choices"]:
-            said[choice["index"]] += choice["delta"].get("content") or ""
-    return dict(said)
+            contents[choice["index"]] += choice["delta"].get("content") or ""
+    return dict(contents)
 
 
 async def complete(proxy: Pair, **fields: Any) -> aiohttp.ClientResponse:
@@ -34,7 +34,7 @@ async def complete(proxy: Pair, **fields: Any) -> aiohttp.ClientResponse:
     return response
 
 
-def asked(proxy: Pair) -> list[str]:
+def dispatched_ids(proxy: Pair) -> list[str]:
     return [call["X-Warmline-Request"] for call in proxy.backend.calls["generate"]]
 
 
@@ -98,11 +98,11 @@ async def test_lost_choice_without_content_is_dispatched_again(tmp_path: Path, s
         proxy.backend.mishaps = ["", "discarded"]
         response = await proxy.chat(QUESTION, n=2, stream=stream)
         text = await response.text()
-        said = (
+        contents = (
             texts(events(text)[:-1]) if stream else [each["message"]["content"] for each in json.loads(text)["choices"]]
         )
-        assert said == ({0: "Paris.", 1: "Paris."} if stream else ["Paris."] * 2)
-        assert len(asked(proxy)) == 3
+        assert contents == ({0: "Paris.", 1: "Paris."} if stream else ["Paris."] * 2)
+        assert len(dispatched_ids(proxy)) == 3
 
 
 @on_loop
@@ -134,23 +134,23 @@ async def test_failed_choice_after_content_ends_stream_with_error(tmp_path: Path
         assert response.status == 200 and last["error"]["message"] == "as scripted"
 
 
-@pytest.mark.parametrize("how", ["DELETE", "DELETE its answer's id", "leaving", "a deadline"])
+@pytest.mark.parametrize("ending", ["DELETE", "DELETE its answer's id", "leaving", "a deadline"])
 @on_loop
-async def test_cancel_and_deadline_end_all_choices(tmp_path: Path, how: str) -> None:
+async def test_cancel_and_deadline_end_all_choices(tmp_path: Path, ending: str) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 1
         headers = {"X-Warmline-Request": "mine"}
-        if how == "a deadline":
-            headers["X-Warmline-Total-Timeout"] = "0.3"
+        if ending == "a deadline":
+            headers["X-Warmline-Total-Timeout"] = "0.8"
         asking = asyncio.create_task(proxy.chat(QUESTION, n=3, headers=headers))
         await proxy.backend.called("generate", 3)
-        if how.startswith("DELETE"):
-            name = "chatcmpl-mine" if "id" in how else "mine"
+        if ending.startswith("DELETE"):
+            name = "chatcmpl-mine" if "id" in ending else "mine"
             async with proxy.client.delete(f"{proxy.url}/v1/requests/{name}") as response:
                 assert response.status == 200 and (await response.json())["id"] == "mine"
-            assert not proxy.backend.is_running, "it answers once the engine has let go of all"
+            assert not proxy.backend.is_running, "answered after the engine has released all"
             assert (await asking).status == 499
-        elif how == "leaving":
+        elif ending == "leaving":
             asking.cancel()
         else:
             assert (await asking).status == 504
@@ -160,7 +160,7 @@ async def test_cancel_and_deadline_end_all_choices(tmp_path: Path, how: str) -> 
 
 @on_loop
 async def test_choices_complete_with_few_tickets(tmp_path: Path) -> None:
-    """One after the other where there is one place, beside requests of others, and without a queue."""
+    """One after the other with one ticket and no queue, and beside other requests."""
     async with pair(tmp_path, running_count_max=1, queue_count_max=0) as proxy:
         answer = await (await complete(proxy, prompt=["a", "b"], n=3)).json()
         assert [each["text"] for each in answer["choices"]] == ["Paris."] * 6
@@ -180,7 +180,7 @@ async def test_running_choices_are_limited_by_tickets(tmp_path: Path) -> None:
         assert (status["running"], status["queued"], status["lives"]) == (2, 0, 3), "the request itself is one"
         assert proxy.app[REQUEST_REGISTRY].unanswered_count == 1
         proxy.backend.let_go.set()
-        assert (await asking).status == 200 and len(asked(proxy)) == 4
+        assert (await asking).status == 200 and len(dispatched_ids(proxy)) == 4
 
 
 @on_loop

@@ -1,4 +1,4 @@
-"""Signs of life to clients that wait: while there is progress, and no longer."""
+"""Heartbeats to waiting clients, while there is progress."""
 
 import asyncio
 import json
@@ -64,8 +64,8 @@ async def test_heartbeats_stop_without_progress(tmp_path: Path, monkeypatch: pyt
     async with pair(tmp_path, heartbeat_after_s=0.1, stall_timeout_s=1.0) as proxy:
         proxy.backend.hold_after = 0
         async with proxy.client.post(f"{proxy.url}/v1/chat/completions", json=BODY) as answer:
-            heard = b""
+            received = b""
             with pytest.raises(aiohttp.ClientPayloadError):
                 while True:
-                    heard += await answer.content.readexactly(1)
-        assert heard == b" ", "one for the chunk that was done before, none for standing still"
+                    received += await answer.content.readexactly(1)
+        assert received == b" ", "one after the first chunk, none without progress"

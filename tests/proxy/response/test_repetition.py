@@ -1,4 +1,4 @@
-"""What trips the garbage guard, and what does not."""
+"""Texts that RepetitionDetector detects, and texts that it does not."""
 
 from itertools import cycle, islice
 
@@ -15,11 +15,11 @@ from warmline_proxy.response.repetition import (
 )
 
 
-def tripped(*pieces: str) -> str:
-    guard = RepetitionDetector()
+def detect(*pieces: str) -> str:
+    detector = RepetitionDetector()
     for piece in pieces:
-        guard.feed(piece)
-    return guard.reason
+        detector.feed(piece)
+    return detector.reason
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def tripped(*pieces: str) -> str:
     ],
 )
 def test_repetition_is_detected(pieces: list[str], reason: str) -> None:
-    assert tripped(*pieces) == reason
+    assert detect(*pieces) == reason
 
 
 @pytest.mark.parametrize(
@@ -50,26 +50,26 @@ def test_repetition_is_detected(pieces: list[str], reason: str) -> None:
     ],
 )
 def test_ordinary_text_is_not_detected(pieces: list[str]) -> None:
-    assert not tripped(*pieces)
+    assert not detect(*pieces)
 
 
 def test_first_reason_stays() -> None:
-    assert tripped(*["!"] * 65, *["?"] * 100) == "one token repeated over 65 tokens"
+    assert detect(*["!"] * 65, *["?"] * 100) == "one token repeated over 65 tokens"
 
 
 @given(st.lists(st.text(min_size=1, max_size=3), min_size=1, max_size=CYCLE_TOKENS_MAX), st.lists(st.text(max_size=3)))
 def test_every_short_cycle_is_detected(cycled: list[str], before: list[str]) -> None:
     pieces = islice(cycle(cycled), REPEATED_TOKENS_MAX + len(cycled))
-    assert tripped(*before, *pieces)
+    assert detect(*before, *pieces)
 
 
 @given(st.lists(st.text("0123456789", min_size=1, max_size=4)))
 def test_digit_run_counts_digits(pieces: list[str]) -> None:
-    guard = RepetitionDetector()
+    detector = RepetitionDetector()
     for piece in pieces:
-        guard.feed(piece)
+        detector.feed(piece)
     digits = sum(map(len, pieces))
-    assert ("digits" in guard.reason) <= (digits >= DIGITS_MAX)
+    assert ("digits" in detector.reason) <= (digits >= DIGITS_MAX)
 
 
 @pytest.mark.parametrize(

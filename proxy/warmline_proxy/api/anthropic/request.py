@@ -134,14 +134,17 @@ def read_body(body: bytes) -> MessagesBody:
 
 def build_chat_fields(body: MessagesBody) -> Fields:
     """Raises ClientError 400."""
-    messages = [*_convert_system(body.system), *_convert_messages(body.messages)]
+    system = _convert_content(body.system or "", "system")
+    messages: list[ChatMessage] = [{"role": "system", "content": system}] if system else []
+    messages += _convert_messages(body.messages)
     fields: Fields = {name: value for name, value in body.others.items() if name in PASSTHROUGH_FIELDS}
     fields["messages"] = messages
     if body.max_tokens is not None:
         fields["max_tokens"] = max(1, body.max_tokens) if body.max_tokens >= 0 else body.max_tokens
     if words := [word for word in body.stop_sequences or () if word]:
         fields["stop"] = words
-    if messages[-1]["role"] == "assistant" and _is_continuation(messages[-1]):
+    last = messages[-1]
+    if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:  # a partial answer to continue
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     return fields | convert_tools(body.tools or [], body.tool_choice) | _convert_thinking(body) | _convert_format(body)
 
@@ -151,11 +154,6 @@ def _type_error(message: str) -> ClientError:
     what, _, where = message.partition(" - at ")
     path = where.strip("`").removeprefix("$").replace("[", ".").replace("]", "").strip(".")
     return bad_request(f"{path}: {what}" if path else what, param=path or None)
-
-
-def _convert_system(system: str | Sequence[ContentBlock] | None) -> Iterator[ChatMessage]:
-    if content := _convert_content(system or "", "system"):
-        yield {"role": "system", "content": content}
 
 
 def _convert_messages(messages: Sequence[MessageParam] | None) -> list[ChatMessage]:
@@ -272,11 +270,6 @@ def _read_plain_document(source: Any) -> str | None:
     """A document's text; None for other documents."""
     data = source.get("data") if isinstance(source, dict) and source.get("type") == "text" else None
     return data if isinstance(data, str) else None
-
-
-def _is_continuation(message: ChatMessage) -> bool:
-    """True if an assistant's message is a partial answer to continue."""
-    return bool(message["content"]) and "tool_calls" not in message
 
 
 def _convert_thinking(body: MessagesBody) -> Fields:

@@ -1,6 +1,7 @@
 """OpenAI's Responses.  Nothing is stored: clients send whole conversations, at a warm prefill's cost.  Pure."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -21,6 +22,12 @@ from warmline_proxy.http.body_fields import (
 )
 
 RESPONSES_PASSTHROUGH_FIELDS = PASSTHROUGH_FIELDS | {"stop", "thinking"}  # unchanged to the backend
+# Fields repeated as they came, with the values of absent ones.
+ECHO_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    dict.fromkeys(("instructions", "max_output_tokens", "max_tool_calls", "prompt_cache_key", "safety_identifier"))
+    | dict.fromkeys(("temperature", "top_p", "user"))
+    | {"metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "top_logprobs": 0}
+)
 LOGPROBS, ENCRYPTED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
 
 
@@ -173,23 +180,11 @@ def _read_response_options(fields: Fields, toolbox: Toolbox) -> ResponseOptions:
 def _build_echo(fields: Fields) -> JsonObject:
     reasoning, text = _read_object(fields, "reasoning"), _read_object(fields, "text")
     return {
-        "instructions": fields.get("instructions"),
-        "max_output_tokens": fields.get("max_output_tokens"),
-        "max_tool_calls": fields.get("max_tool_calls"),
-        "metadata": fields.get("metadata", {}),
-        "parallel_tool_calls": fields.get("parallel_tool_calls", True),
+        **{name: fields.get(name, default) for name, default in ECHO_DEFAULTS.items()},
         "previous_response_id": None,
-        "prompt_cache_key": fields.get("prompt_cache_key"),
         "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
-        "safety_identifier": fields.get("safety_identifier"),
         "service_tier": "default",
         "store": False,
-        "temperature": fields.get("temperature"),
         "text": {**text, "format": text.get("format") or {"type": "text"}},
-        "tool_choice": fields.get("tool_choice", "auto"),
-        "tools": fields.get("tools", []),
-        "top_logprobs": fields.get("top_logprobs", 0),
-        "top_p": fields.get("top_p"),
         "truncation": "disabled",
-        "user": fields.get("user"),
     }

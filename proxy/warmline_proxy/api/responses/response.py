@@ -175,7 +175,8 @@ class ResponseEvents:
             item |= {"summary": []} if self._options.summary else {"summary": [], "content": []}
         yield self._open_item(kind, item)
         if kind == MESSAGE:
-            yield self._item_event("content_part.added", content_index=0, part=self._message_part())
+            part = {"type": "output_text", "annotations": [], "text": "", "logprobs": []}
+            yield self._item_event("content_part.added", content_index=0, part=part)
         else:
             yield self._item_event(self._reasoning_event_name("part.added"), part=self._reasoning_text(""))
 
@@ -200,47 +201,43 @@ class ResponseEvents:
         if self._item is None:
             return
         finishers = {MESSAGE: self._finish_message, REASONING: self._finish_reasoning}
-        yield from finishers.get(self._item.kind, self._finish_tool_call)()
+        yield from finishers.get(self._item.kind, self._finish_tool_call)(self._item)
         done, self._item = self._item, None
         done.item["status"] = "completed" if done.call_index >= 0 else self._status  # the backend sends whole calls
         self._output.append(done.item)
         yield self._make_event("response.output_item.done", output_index=done.index, item=done.item)
 
-    def _finish_message(self) -> Events:
-        assert self._item is not None
-        part = self._message_part()
+    def _finish_message(self, open_item: _OpenItem) -> Events:
+        part = self._message_part(open_item)
         fields = {"text": part["text"], "logprobs": part["logprobs"]}
         yield self._item_event("output_text.done", content_index=0, **fields)
         yield self._item_event("content_part.done", content_index=0, part=part)
-        self._item.item["content"] = [part]
+        open_item.item["content"] = [part]
 
-    def _finish_reasoning(self) -> Events:
-        assert self._item is not None
-        text = self._item.text
+    def _finish_reasoning(self, open_item: _OpenItem) -> Events:
+        text = open_item.text
         yield self._item_event(self._reasoning_event_name("text.done"), text=text)
         yield self._item_event(self._reasoning_event_name("part.done"), part=self._reasoning_text(text))
-        self._item.item["summary" if self._options.summary else "content"] = [self._reasoning_text(text)]
+        open_item.item["summary" if self._options.summary else "content"] = [self._reasoning_text(text)]
         if self._options.encrypted_reasoning:
-            self._item.item["encrypted_content"] = encode_reasoning(text)
+            open_item.item["encrypted_content"] = encode_reasoning(text)
 
-    def _finish_tool_call(self) -> Events:
-        assert self._item is not None
-        text = self._item.text
-        if self._item.kind == CUSTOM_CALL:
+    def _finish_tool_call(self, open_item: _OpenItem) -> Events:
+        text = open_item.text
+        if open_item.kind == CUSTOM_CALL:
             text = decode_input(text)
             yield self._item_event("custom_tool_call_input.delta", delta=text)
             yield self._item_event("custom_tool_call_input.done", input=text)
-            self._item.item["input"] = text
+            open_item.item["input"] = text
         else:
             yield self._item_event("function_call_arguments.done", arguments=text)
-            self._item.item["arguments"] = text
+            open_item.item["arguments"] = text
 
     # ---- parts
 
-    def _message_part(self) -> JsonObject:
-        assert self._item is not None
-        part: JsonObject = {"type": "output_text", "annotations": [], "text": self._item.text}
-        return {**part, "logprobs": list(self._item.logprobs)}
+    def _message_part(self, open_item: _OpenItem) -> JsonObject:
+        logprobs = list(open_item.logprobs)
+        return {"type": "output_text", "annotations": [], "text": open_item.text, "logprobs": logprobs}
 
     def _reasoning_text(self, text: str) -> JsonObject:
         return {"type": "summary_text" if self._options.summary else "reasoning_text", "text": text}
