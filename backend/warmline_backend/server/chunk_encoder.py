@@ -1,8 +1,8 @@
-"""OpenAI's stream, chunk by chunk, as SSE bytes.
+"""Encoder of OpenAI's stream chunks as SSE bytes.
 
     role  ->  reasoning, text and calls  ->  finish  ->  usage  ->  warmline_common.protocol.sse.DONE
 
-A client that wants no stream gets the same chunks folded (`warmline_common.protocol.sse.ChunkFold`).
+Without streaming, a client gets the same chunks folded (`warmline_common.protocol.sse.ChunkAggregator`).
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from warmline_common.protocol.sse import encode_event
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """One token's log-probability, with the likeliest alternatives; `raw` is its exact bytes."""
+    """A token's log-probability, with the likeliest alternatives; `raw` is its exact bytes."""
 
     token: str
     raw: bytes
@@ -26,7 +26,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class TokenDecoder:
-    """What a token reads as, alone: text for people, bytes for exactness (a token may be half a character)."""
+    """Decoder of single tokens: text for people, bytes for exactness (a token may be half a character)."""
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         self._tokenizer = tokenizer
@@ -57,7 +57,9 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 class ChunkEncoder:
-    """Writes one answer.  Chunks must be asked for in order: the older endpoint's log-probabilities carry offsets."""
+    """Encoder of one answer.  Calls come in the answer's order: log-probabilities of the older endpoint carry
+    offsets.
+    """
 
     def __init__(self, endpoint: str, request_id: str, model: str, created: int) -> None:
         self._is_chat = endpoint == "chat"
@@ -70,11 +72,11 @@ class ChunkEncoder:
         self._text_offset = 0
 
     def encode_role(self) -> bytes:
-        """The opening chunk of a chat, before it is known whether there will be content; nothing for a completion."""
+        """The opening chunk of a chat, before any content; empty for a completion."""
         return self._encode_choice({"role": "assistant"}, None, None) if self._is_chat else b""
 
     def encode_text(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
-        """New text, with the log-probabilities of the tokens that were added since the last chunk."""
+        """New text, with the log-probabilities of the tokens since the last chunk."""
         return self._encode_choice({"content": text} if self._is_chat else text, self._format_logprobs(logprobs), None)
 
     def encode_reasoning(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
@@ -91,13 +93,14 @@ class ChunkEncoder:
         return self._encode_choice({"tool_calls": [call]}, self._format_logprobs(logprobs), None)
 
     def encode_logprobs(self, logprobs: Sequence[TokenLogprob]) -> bytes:
-        """Of the last tokens, which had no text that is told."""
+        """Log-probabilities of last tokens that have no text."""
         return self._encode_choice({} if self._is_chat else "", self._format_logprobs(logprobs), None)
 
     def encode_finish(self, reason: str, stop_word: str = "", *, empty: bool = False) -> bytes:
-        """`reason` is OpenAI's: "stop", "length" or "tool_calls"; `stop_reason` names the stop word that ended it.
+        """The finish chunk; `reason` is OpenAI's: "stop", "length" or "tool_calls", `stop_word` the one that ended the
+        answer.
 
-        `empty`: neither content nor a call was told; the content is "" then, while that beside calls is null.
+        `empty`: no content and no call was sent; the content is "" then, while beside calls it is null.
         """
         word = {"stop_reason": stop_word} if stop_word else {}
         delta = {"content": ""} if empty else {}
@@ -116,7 +119,7 @@ class ChunkEncoder:
         return encode_event(msgspec.json.encode({**self._common_fields, "choices": [], "usage": usage}))
 
     def encode_error(self, message: str, kind: str = "server_error", code: str | None = None) -> bytes:
-        """What ends a stream that failed after it began; no [DONE] may follow."""
+        """The end of a stream that failed after it began; no [DONE] may follow."""
         return encode_event(encode(ErrorReply(error=ErrorBody(message=message, type=kind, code=code))))
 
     def _encode_choice(
