@@ -194,8 +194,9 @@ class KvTransfer:
                 segments = [await self._save_segment(request, spec, job) for spec in request.segments]
                 states = [await self._save_checkpoint(request, ref, job) for ref in request.checkpoints]
         except BaseException:  # also a cancelled caller: no caller will name these files
-            for ref in (*request.segments, *request.checkpoints):  # all: one may be written and not reported yet
-                disk.delete(self._home.segment_file(ref.id))
+            ids = [*(spec.id for spec in request.segments), *(ref.id for ref in request.checkpoints)]
+        for file_id in ids:  # all: one may be written and not reported yet
+                disk.delete(self._home.segment_file(file_id))
             raise
         seconds = time.monotonic() - began
         bytes_written = sum(file.bytes_written for file in (*segments, *states))

@@ -9,7 +9,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from warmline_backend.generation.sequence import DecodeBatch, Sequence
+from warmline_backend.generation.decode_batch import DecodeBatch
+from warmline_backend.generation.sequence import Sequence
 from warmline_backend.kv_cache.codecs import flatten, rebuild
 
 PADDING_MAX = 1.25  # rows computed / rows needed

@@ -106,7 +106,7 @@ def other_end(length: int, shared: int, seed: int = 9) -> list[int]:
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_a_cold_run_is_mlx_lms_own_in_chunks_on_the_grid(family: str, root: Path, recorder: Recorder) -> None:
+def test_cold_run_equals_mlx_lm_in_grid_chunks(family: str, root: Path, recorder: Recorder) -> None:
     drive, prompt = drive_of(family, root), prompt_of(LENGTH)
     heard = drive.run(prompt, ANSWER)
     caches = drive.served.layout.make_empty_cache() if family == "quantized" else None
@@ -116,7 +116,7 @@ def test_a_cold_run_is_mlx_lms_own_in_chunks_on_the_grid(family: str, root: Path
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_what_is_left_ends_on_the_grid(family: str, root: Path) -> None:
+def test_residents_end_on_grid(family: str, root: Path) -> None:
     drive = drive_of(family, root)
     for length, answer, left in ((LENGTH, 2, 192), (193, 4, 192), (192, 2, 144), (49, 2, 48), (48, 4, 0)):
         settled = drive.run(prompt_of(length), answer).settled
@@ -126,14 +126,14 @@ def test_what_is_left_ends_on_the_grid(family: str, root: Path) -> None:
         assert not settled.positions or settled.positions[-1] == left
 
 
-def test_positions_off_the_grid_cut_nothing(root: Path) -> None:
+def test_checkpoints_off_grid_cut_no_chunk(root: Path) -> None:
     heard = drive_of("qwen3_5", root).run(prompt_of(LENGTH), 2, checkpoints=(30, 96, 100, 200))
     assert heard.chunks == [48, 96, 144, 192, 204] and heard.settled.checkpoints == [96, 192]
     plain = Drive(served("qwen3_5", root), step=GRID, keeps=False).run(prompt_of(LENGTH), 2, checkpoints=(30, 96))
     assert plain.chunks == heard.chunks
 
 
-def test_residents_are_not_continued_off_the_grid(root: Path) -> None:
+def test_residents_are_not_continued_off_grid(root: Path) -> None:
     drive = drive_of("llama", root)
     resident = drive.run(prompt_of(LENGTH), 4).settled.resident
     for position in (100, 191, 193):
@@ -148,7 +148,7 @@ def test_residents_are_not_continued_off_the_grid(root: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "step"), [*((family, GRID) for family in ALL), ("gemma3", 24), ("baichuan_m1", 24), ("gemma3", 7)]
 )
-def test_turn_after_turn(family: str, step: int, root: Path, recorder: Recorder) -> None:
+def test_consecutive_turns(family: str, step: int, root: Path, recorder: Recorder) -> None:
     """What was decoded is prefilled again; the window has wrapped by then."""
     drive, prompt = drive_of(family, root, step), prompt_of(100)
     heard = drive.run(prompt, 40)  # past the next place of the grid
@@ -162,7 +162,7 @@ def test_turn_after_turn(family: str, step: int, root: Path, recorder: Recorder)
 
 
 @pytest.mark.parametrize(("family", "length"), [*((family, 193) for family in ALL), ("gemma3", 194), ("qwen3_5", 194)])
-def test_a_prompt_that_ends_right_after_the_grid(family: str, length: int, root: Path, recorder: Recorder) -> None:
+def test_prompt_ends_right_after_grid(family: str, length: int, root: Path, recorder: Recorder) -> None:
     """The first decode step, or a chunk of one token, continues the grid itself."""
     drive, prompt = drive_of(family, root), prompt_of(length)
     first = drive.run(prompt, ANSWER)
@@ -175,7 +175,7 @@ def test_a_prompt_that_ends_right_after_the_grid(family: str, length: int, root:
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_a_branch_and_its_trunk(family: str, root: Path, recorder: Recorder) -> None:
+def test_copy_and_original_resident(family: str, root: Path, recorder: Recorder) -> None:
     """Both go on at once."""
     drive = drive_of(family, root)
     trunk = drive.run(prompt_of(LENGTH), ANSWER, checkpoints=(96,))
@@ -191,7 +191,7 @@ def test_a_branch_and_its_trunk(family: str, root: Path, recorder: Recorder) -> 
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_from_disk(family: str, root: Path, recorder: Recorder, tmp_path: Path) -> None:
+def test_restored_from_disk(family: str, root: Path, recorder: Recorder, tmp_path: Path) -> None:
     drive, fresh = drive_of(family, root), drive_of(family, root)
     resident = drive.run(prompt_of(LENGTH), ANSWER, checkpoints=(48, 96)).settled.resident
     chain, checkpoints = save(drive.scheduler.save_source.find_kv(192, resident_id=resident), tmp_path, [64, 130, 192])
@@ -207,7 +207,7 @@ def test_from_disk(family: str, root: Path, recorder: Recorder, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_after_a_cancel_in_prefill(family: str, root: Path, recorder: Recorder) -> None:
+def test_resumed_after_cancel_in_prefill(family: str, root: Path, recorder: Recorder) -> None:
     """Between two whole chunks, and after the partial one."""
     drive, prompt = drive_of(family, root), prompt_of(LENGTH)
     for chunks, left in ((2, 96), (5, 192)):
@@ -221,7 +221,7 @@ def test_after_a_cancel_in_prefill(family: str, root: Path, recorder: Recorder) 
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
-def test_a_prefill_that_goes_on_alone_ends_with_what_is_kept(family: str, root: Path) -> None:
+def test_detached_prefill_ends_with_last_savable_token(family: str, root: Path) -> None:
     drive = drive_of(family, root)
     name, alone = drive.submit(prompt_of(LENGTH), ANSWER)
     drive.until(lambda: alone.chunks == [48])
@@ -234,7 +234,7 @@ def test_a_prefill_that_goes_on_alone_ends_with_what_is_kept(family: str, root: 
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_after_a_cancel_while_decoding(family: str, root: Path, recorder: Recorder) -> None:
+def test_resumed_after_cancel_in_decode(family: str, root: Path, recorder: Recorder) -> None:
     """Past the next place of the grid: what was decoded there is given up too."""
     drive, prompt = drive_of(family, root), prompt_of(140)
     name, cut = drive.submit(prompt, 500)
@@ -247,7 +247,7 @@ def test_after_a_cancel_while_decoding(family: str, root: Path, recorder: Record
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_following(family: str, root: Path, recorder: Recorder) -> None:
+def test_follower(family: str, root: Path, recorder: Recorder) -> None:
     """At the leader's last place on the grid before the wanted one; also when it has long gone on."""
     drive = drive_of(family, root)
     name, leader = drive.submit(prompt_of(LENGTH), 30)
@@ -266,7 +266,7 @@ def test_following(family: str, root: Path, recorder: Recorder) -> None:
     assert leader.settled.prefilled_until == 192
 
 
-def test_who_can_be_followed_only_off_the_grid_is_not(root: Path) -> None:
+def test_follower_off_grid_is_refused(root: Path) -> None:
     drive = drive_of("llama", root)
     name, _ = drive.submit(prompt_of(LENGTH), 4)
     with pytest.raises(ResidentMismatchError, match="can't be copied at 0 tokens"):
@@ -274,7 +274,7 @@ def test_who_can_be_followed_only_off_the_grid_is_not(root: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "others"), [*((family, 2) for family in ALL), ("llama", 1), ("llama", 7)])
-def test_beside_others(family: str, others: int, root: Path, recorder: Recorder) -> None:
+def test_concurrent_requests(family: str, others: int, root: Path, recorder: Recorder) -> None:
     """All of one length, which would share a batch in fast mode."""
     drive, prompts = drive_of(family, root), [prompt_of(100, n + 2) for n in range(others)]
     beside = [drive.submit(prompt, 5_000) for prompt in prompts]
@@ -303,7 +303,7 @@ def test_seeded_sampling(family: str, root: Path, recorder: Recorder) -> None:
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_nothing_past_the_grid_is_saved(family: str, root: Path) -> None:
+def test_nothing_past_grid_is_saved(family: str, root: Path) -> None:
     drive = drive_of(family, root)
     name, running = drive.submit(prompt_of(LENGTH), 300)
     drive.until(lambda: running.chunks[-1:] == [144])
@@ -321,7 +321,7 @@ def test_nothing_past_the_grid_is_saved(family: str, root: Path) -> None:
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("gemma3", "qwen3_5")])
-def test_a_long_answer_leaves_no_room_behind(family: str, root: Path, recorder: Recorder) -> None:
+def test_long_answer_leaves_small_buffers(family: str, root: Path, recorder: Recorder) -> None:
     """What is kept of it is a part: memory for the rest would push others out."""
     drive = drive_of(family, root)
     resident = drive.run(prompt_of(100), 200).settled.resident  # its room ends at 512
@@ -333,7 +333,7 @@ def test_a_long_answer_leaves_no_room_behind(family: str, root: Path, recorder: 
 
 
 @pytest.mark.parametrize("family", ["gemma3", "baichuan_m1"])
-def test_the_place_to_come_back_to_is_counted_and_given_up(family: str, root: Path) -> None:
+def test_rollback_point_is_counted_and_released(family: str, root: Path) -> None:
     drive = drive_of(family, root)
     name, heard = drive.submit(prompt_of(LENGTH), 60)
     drive.until(lambda: len(drive.scheduler._queues.groups) == 1)
@@ -353,7 +353,7 @@ def test_the_place_to_come_back_to_is_counted_and_given_up(family: str, root: Pa
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_fast_mode_is_told_from_a_cold_run(family: str, root: Path, recorder: Recorder) -> None:
+def test_fast_mode_differs_from_cold_run(family: str, root: Path, recorder: Recorder) -> None:
     """A BLAS that rounds alike whatever it is given would let all of the above pass."""
     drive = Drive(served(family, root), step=GRID)
     first = drive.run(prompt_of(LENGTH), 30)

@@ -19,7 +19,7 @@ def told(first: FirstLogits | None) -> tuple[list[int], "np.ndarray[tuple[int], 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_the_first_token_was_chosen_from_is_the_models_own(family: str, root: Path) -> None:
+def test_first_logits_are_the_models_own(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=50)
     plain = drive.run(prompt_of(70), 3).settled.first
     ids, logprobs = told(plain)
@@ -29,7 +29,7 @@ def test_what_the_first_token_was_chosen_from_is_the_models_own(family: str, roo
     assert processed.settled.first == plain, "but it is told what was there before them, to the last bit"
 
 
-def test_it_stands_for_the_whole_row(root: Path) -> None:
+def test_first_logits_digest_covers_whole_row(root: Path) -> None:
     served_model = served("llama", root)
     row = np.array(cold_logprobs(served_model.model, prompt_of(70), 50, 1).logprobs[0], dtype="<f4")
     first = Drive(served_model, step=50).run(prompt_of(70), 1).settled.first
@@ -38,7 +38,7 @@ def test_it_stands_for_the_whole_row(root: Path) -> None:
     assert ids == np.argsort(-row, kind="stable")[:32].tolist() and np.array_equal(logprobs, row[ids])
 
 
-def test_without_a_token_there_is_none(root: Path) -> None:
+def test_no_first_logits_without_token(root: Path) -> None:
     drive = Drive(served("llama", root), step=20)
     name, heard = drive.submit(prompt_of(100), 3)
     drive.until(lambda: len(heard.chunks) == 1)
@@ -47,7 +47,7 @@ def test_without_a_token_there_is_none(root: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_computes_what_anybody_would_and_leaves_nothing(family: str, root: Path) -> None:
+def test_background_request_equals_cold_and_leaves_no_resident(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=50)
     warm = drive.run(prompt_of(130), 2)
     drive.scheduler.residents.delete(warm.settled.resident)
@@ -57,7 +57,7 @@ def test_it_computes_what_anybody_would_and_leaves_nothing(family: str, root: Pa
     assert drive.scheduler.is_idle and not drive.scheduler.residents.bytes_held
 
 
-def test_it_waits_for_all_others_also_for_their_answers(root: Path) -> None:
+def test_background_request_waits_for_all_others(root: Path) -> None:
     drive = Drive(served("llama", root), step=20)
     _, alone = drive.submit(prompt_of(100), 1, background=True)
     drive.until(lambda: len(alone.chunks) == 2)
@@ -69,7 +69,7 @@ def test_it_waits_for_all_others_also_for_their_answers(root: Path) -> None:
     assert alone.settled.finish == "length"
 
 
-def test_it_does_not_begin_while_others_are_there(root: Path) -> None:
+def test_background_request_does_not_start_beside_others(root: Path) -> None:
     drive = Drive(served("llama", root), step=20)
     _, other = drive.submit(prompt_of(60, 2), 20)
     _, alone = drive.submit(prompt_of(30), 1, background=True)
@@ -80,7 +80,7 @@ def test_it_does_not_begin_while_others_are_there(root: Path) -> None:
     assert alone.settled.first
 
 
-def test_it_makes_way_for_whoever_wants_its_memory(root: Path) -> None:
+def test_background_request_yields_memory(root: Path) -> None:
     model = served("llama", root)
     drive = Drive(model, step=20, budget=model.row_bytes * 1024)
     _, alone = drive.submit(prompt_of(600), 1, background=True)
@@ -90,7 +90,7 @@ def test_it_makes_way_for_whoever_wants_its_memory(root: Path) -> None:
     assert (alone.settled.finish, other.settled.finish) == ("cancelled", "length")
 
 
-def test_it_makes_way_for_whoever_wants_its_place(root: Path) -> None:
+def test_background_request_yields_place(root: Path) -> None:
     drive = Drive(served("llama", root), step=20, places=1)
     _, alone = drive.submit(prompt_of(100), 1, background=True)
     drive.until(lambda: len(alone.chunks) == 2)
@@ -99,7 +99,7 @@ def test_it_makes_way_for_whoever_wants_its_place(root: Path) -> None:
     assert alone.settled.finish == "cancelled"
 
 
-def test_one_that_waits_gives_its_resident_up_to_a_restore(root: Path) -> None:
+def test_waiting_background_request_yields_resident_to_restore(root: Path) -> None:
     model = served("llama", root)
     drive = Drive(model, step=20, budget=model.row_bytes * 1024)
     resident = drive.saved(drive.run(prompt_of(400), 2))
@@ -112,7 +112,7 @@ def test_one_that_waits_gives_its_resident_up_to_a_restore(root: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_warm_start_in_the_background_agrees_with_a_cold_one(family: str, root: Path) -> None:
+def test_warm_background_request_equals_cold(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=50)
     before = drive.run(prompt_of(90), 4)
     resident, prompt = drive.saved(before), [*prompt_of(90), *before.generated, 7, 8, 9]
@@ -124,7 +124,7 @@ def test_a_warm_start_in_the_background_agrees_with_a_cold_one(family: str, root
     assert mine[0] == theirs[0] and abs(values[0] - common[mine[0]]) <= tolerance(family)
 
 
-def test_it_costs_nobody_what_is_in_memory(root: Path) -> None:
+def test_background_request_evicts_no_resident(root: Path) -> None:
     model = served("llama", root)
     drive = Drive(model, step=20, budget=model.row_bytes * 1024)
     kept = drive.saved(drive.run(prompt_of(500), 2))
@@ -133,7 +133,7 @@ def test_it_costs_nobody_what_is_in_memory(root: Path) -> None:
     assert kept in drive.scheduler.residents and alone.settled.finish == "cancelled"
 
 
-def test_but_what_is_on_disk_and_first_to_go(root: Path) -> None:
+def test_background_request_evicts_ranked_residents(root: Path) -> None:
     model = served("llama", root)
     drive = Drive(model, step=20, budget=model.row_bytes * 1024)
     kept = drive.saved(drive.run(prompt_of(500), 2))
@@ -143,7 +143,7 @@ def test_but_what_is_on_disk_and_first_to_go(root: Path) -> None:
     assert kept not in drive.scheduler.residents and alone.settled.finish == "length"
 
 
-def test_it_makes_way_before_what_is_in_memory(root: Path) -> None:
+def test_background_request_ends_before_residents_are_evicted(root: Path) -> None:
     model = served("llama", root)
     drive = Drive(model, step=20, budget=model.row_bytes * 1536)
     kept = drive.saved(drive.run(prompt_of(200), 2))
@@ -155,7 +155,7 @@ def test_it_makes_way_before_what_is_in_memory(root: Path) -> None:
     assert (alone.settled.finish, other.settled.finish) == ("cancelled", "length")
 
 
-def test_one_that_waits_with_a_resident_makes_way_too(root: Path) -> None:
+def test_waiting_background_request_with_resident_ends_first(root: Path) -> None:
     model = served("llama", root)
     drive = Drive(model, step=200, budget=model.row_bytes * 1536)
     resident = drive.saved(drive.run(prompt_of(500), 2))

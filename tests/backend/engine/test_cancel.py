@@ -54,9 +54,7 @@ async def saved(backend: Live) -> RestoreRequest:
 # ---- generations
 
 
-def test_a_generation_that_is_not_submitted_yet(
-    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cancel_before_submit(tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(backend: Live) -> None:
         rendering, go_on = threading.Event(), threading.Event()
         renderer, real = type(backend.service.runtime.renderer), backend.service.runtime.renderer.render
@@ -79,7 +77,7 @@ def test_a_generation_that_is_not_submitted_yet(
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_a_generation_that_is_on_its_way_to_the_engine(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_cancel_during_submit(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: Live) -> None:
         async with Hold(backend.engine):
             asking = asked(backend, "a", ENDLESS)
@@ -98,9 +96,7 @@ def test_a_generation_that_is_on_its_way_to_the_engine(tiny_folder: FolderOf, tm
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_a_generation_in_prefill_and_in_decode(
-    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cancel_in_prefill_and_decode(tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chunks = Chunks(monkeypatch)
 
     async def work(backend: Live) -> None:
@@ -128,7 +124,9 @@ def test_a_generation_in_prefill_and_in_decode(
     with_backend(tiny_folder("llama"), tmp_path, work, step=64)
 
 
-def test_a_prefill_that_finishes_alone(tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detached_prefill_finishes_alone(
+    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chunks = Chunks(monkeypatch)
 
     async def work(backend: Live) -> None:
@@ -155,7 +153,7 @@ def test_a_prefill_that_finishes_alone(tiny_folder: FolderOf, tmp_path: Path, mo
     with_backend(tiny_folder("llama"), tmp_path, work, step=64)
 
 
-def test_a_finish_alone_that_is_not_asked_to_its_end_leaves_nobody_behind(
+def test_interrupted_detach_leaves_nothing_running(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever asked for it dies before the engine has heard: both its connections break off."""
@@ -180,7 +178,7 @@ def test_a_finish_alone_that_is_not_asked_to_its_end_leaves_nobody_behind(
     with_backend(tiny_folder("llama"), tmp_path, work, step=64)
 
 
-def test_a_finish_alone_of_a_stream_that_is_closed_meanwhile_is_let_go(
+def test_detach_of_closed_stream_is_cancelled(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stream first, which counts on the other call; then that one too."""
@@ -205,7 +203,7 @@ def test_a_finish_alone_of_a_stream_that_is_closed_meanwhile_is_let_go(
     with_backend(tiny_folder("llama"), tmp_path, work, step=64)
 
 
-def test_an_answer_that_nobody_reads_ends(
+def test_unread_answer_is_cancelled_beyond_queue_limit(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generations, "EVENTS_QUEUED_MAX", 50)
@@ -224,7 +222,7 @@ def test_an_answer_that_nobody_reads_ends(
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_a_second_call_of_the_same_name_ends_the_first(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_second_call_with_same_id_cancels_first(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: Live) -> None:
         async with backend.generation("a", await backend.prompt(ENDLESS)) as first:
             await until(first, b'"content":"')
@@ -236,7 +234,7 @@ def test_a_second_call_of_the_same_name_ends_the_first(tiny_folder: FolderOf, tm
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_a_second_call_ends_the_first_also_before_it_is_submitted(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_second_call_cancels_first_before_its_submit(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: Live) -> None:
         service = backend.service
         prompt = await service.render_prompt("chat", ENDLESS, 10)
@@ -270,7 +268,7 @@ def restoring(backend: Live, request: RestoreRequest) -> "asyncio.Task[object]":
     return asyncio.ensure_future(backend.service.restore(request))
 
 
-def test_a_restore_that_the_engine_has_not_heard_of(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_cancel_restore_before_engine_gets_it(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: Live) -> None:
         request = await saved(backend)
         async with Hold(backend.engine):
@@ -282,10 +280,12 @@ def test_a_restore_that_the_engine_has_not_heard_of(tiny_folder: FolderOf, tmp_p
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_a_restore_that_waits_for_memory(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_cancel_restore_waiting_for_memory(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: Live) -> None:
         request = await saved(backend)
-        await backend.ask(lambda scheduler: scheduler.admission.reserve("other", scheduler.residents.budget_bytes, lambda: None))
+        await backend.ask(
+            lambda scheduler: scheduler.admission.reserve("other", scheduler.residents.budget_bytes, lambda: None)
+        )
         task = restoring(backend, request)
         while not await backend.ask(lambda scheduler: scheduler.is_blocked):
             pass
@@ -298,7 +298,7 @@ def test_a_restore_that_waits_for_memory(tiny_folder: FolderOf, tmp_path: Path) 
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_a_restore_that_waits_for_a_reader(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_cancel_restore_waiting_for_reader(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: Live) -> None:
         request = await saved(backend)
         go_on = threading.Event()
@@ -318,7 +318,7 @@ def test_a_restore_that_waits_for_a_reader(tiny_folder: FolderOf, tmp_path: Path
 
 
 @pytest.mark.parametrize("leaving", ["cancelled", "the caller is gone"])
-def test_a_restore_that_reads_has_its_memory_until_it_has_stopped(
+def test_cancelled_restore_keeps_memory_until_reader_stops(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaving: str
 ) -> None:
     reading, go_on, real = threading.Event(), threading.Event(), segments.read_header
@@ -352,7 +352,7 @@ def test_a_restore_that_reads_has_its_memory_until_it_has_stopped(
 
 
 @pytest.mark.parametrize("leaving", ["cancelled", "the caller is gone"])
-def test_a_restore_that_is_given_up_while_it_is_installed_leaves_no_resident(
+def test_restore_cancelled_while_installing_leaves_no_resident(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaving: str
 ) -> None:
     async def work(backend: Live) -> None:
@@ -384,7 +384,7 @@ def test_a_restore_that_is_given_up_while_it_is_installed_leaves_no_resident(
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_a_save_in_each_of_its_phases(tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancel_save_in_each_phase(tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(backend: Live) -> None:
         async with backend.generation("a", await backend.prompt()) as response:
             end = await settled(response)
@@ -429,7 +429,7 @@ def test_a_save_in_each_of_its_phases(tiny_folder: FolderOf, tmp_path: Path, mon
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_a_lagging_event_loop_does_not_hold_the_engine_up(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_slow_event_loop_does_not_block_engine(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: Live) -> None:
         prompt = await backend.service.render_prompt("chat", {**BODY, "max_tokens": 200}, 10)
         ended = threading.Event()

@@ -37,7 +37,7 @@ def generation(name: str, ended: "Future[Heard]", max_tokens: int = 5) -> Genera
     return GenerationRequest(name, prompt_of(40), GenerationParams(max_tokens=max_tokens, ignore_eos=True), listen)
 
 
-def test_a_request_runs_and_what_it_leaves_is_seen_at_once(root: Path) -> None:
+def test_snapshot_shows_resident_at_end(root: Path) -> None:
     engine, ended = started(root), Future[Heard]()
     engine.submit(lambda scheduler: scheduler.submit(generation("a", ended))).result(WAIT_S)
     heard = ended.result(WAIT_S)
@@ -51,7 +51,7 @@ def test_a_request_runs_and_what_it_leaves_is_seen_at_once(root: Path) -> None:
 @pytest.mark.parametrize(
     ("moment", "prefilled_until"), [(PrefillProgress, 16), (TokenEvent, 41)], ids=["a chunk", "a token"]
 )
-def test_a_cancel_is_obeyed_after_the_present_step(
+def test_cancel_takes_effect_after_present_step(
     root: Path, moment: type[GenerationEvent], prefilled_until: int
 ) -> None:
     """Asked for in the middle of a turn, which would go on for eight tokens."""
@@ -75,7 +75,7 @@ def test_a_cancel_is_obeyed_after_the_present_step(
     engine.ended.result(WAIT_S)
 
 
-def test_the_engine_stops_after_the_present_step(root: Path) -> None:
+def test_stop_takes_effect_after_present_step(root: Path) -> None:
     engine, ended = started(root), Future[Heard]()
     wanted = generation("a", ended, 1000)
     pieces: list[GenerationEvent] = []
@@ -91,7 +91,7 @@ def test_the_engine_stops_after_the_present_step(root: Path) -> None:
     assert engine.failure == "the engine has ended"
 
 
-def test_what_is_asked_fails_alone(root: Path) -> None:
+def test_failing_command_fails_alone(root: Path) -> None:
     engine = started(root)
     with pytest.raises(ZeroDivisionError):
         engine.submit(lambda scheduler: 1 / 0).result(WAIT_S)
@@ -102,7 +102,7 @@ def test_what_is_asked_fails_alone(root: Path) -> None:
         engine.submit(lambda scheduler: scheduler.is_idle).result(WAIT_S)
 
 
-def test_a_failure_outside_of_any_request_ends_the_engine_and_is_told(root: Path) -> None:
+def test_failure_outside_requests_ends_engine(root: Path) -> None:
     engine = started(root)
 
     def break_it(scheduler: Scheduler) -> None:
@@ -115,7 +115,7 @@ def test_a_failure_outside_of_any_request_ends_the_engine_and_is_told(root: Path
         engine.submit(lambda scheduler: scheduler.is_idle).result(WAIT_S)
 
 
-def test_a_model_that_does_not_load_is_told() -> None:
+def test_load_failure_is_reported() -> None:
     engine = Engine(lambda: (_ for _ in ()).throw(FileNotFoundError("no such folder")))  # type: ignore[arg-type]
     engine.start()
     with pytest.raises(FileNotFoundError, match="no such folder"):

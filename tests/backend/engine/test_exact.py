@@ -14,7 +14,7 @@ from warmline_run.openblas import choose_preload
 CASES = Path(__file__).with_name("exact_cases.py")
 
 
-def test_warm_is_cold_bit_for_bit() -> None:
+def test_warm_equals_cold_bit_for_bit() -> None:
     libraries, advice = choose_preload(os.environ.get("LD_PRELOAD", ""))
     assert not advice, advice
     command = [

@@ -11,7 +11,7 @@ from warmline_backend.kv_cache.residents import RESIDENT_BY_REQUEST_MAX, Residen
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_save_under_way_goes_on_from_what_a_cancelled_request_left(family: str, root: Path) -> None:
+def test_save_continues_after_request_is_cancelled(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=50)
     name, heard = drive.submit(prompt_of(200), 8)
     drive.until(lambda: heard.chunks == [50, 100])
@@ -29,7 +29,7 @@ def test_a_save_under_way_goes_on_from_what_a_cancelled_request_left(family: str
     assert not scheduler.residents.has_leased, "all of it is on disk"
 
 
-def test_a_part_that_is_saved_does_not_make_the_whole_droppable(root: Path) -> None:
+def test_partly_saved_resident_keeps_lease(root: Path) -> None:
     drive = Drive(served("gemma3", root), step=50)
     name, heard = drive.submit(prompt_of(200), 8)
     drive.until(lambda: heard.chunks == [50, 100, 150])
@@ -61,7 +61,7 @@ def test_states_stay_until_all_is_saved(root: Path) -> None:
     assert sorted(drive.scheduler.save_source.find_kv(80, resident_id=settled.resident).checkpoints) == [10, 60, 70, 80]
 
 
-def test_what_another_request_took_over_is_found_by_who_left_it(root: Path) -> None:
+def test_taken_over_resident_is_found_by_first_request(root: Path) -> None:
     drive = Drive(served("llama", root), step=50)
     name, heard = drive.submit(prompt_of(90), 10)
     drive.until(lambda: heard.over)
@@ -73,7 +73,7 @@ def test_what_another_request_took_over_is_found_by_who_left_it(root: Path) -> N
         drive.scheduler.save_source.find_kv(101, running_id=name)
 
 
-def test_only_of_the_last_requests_it_is_known_what_they_left(root: Path) -> None:
+def test_only_last_requests_residents_are_remembered(root: Path) -> None:
     drive = Drive(served("llama", root))
     residents = drive.scheduler.residents
     drive.run(prompt_of(20), 1)

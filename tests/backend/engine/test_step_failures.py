@@ -39,7 +39,7 @@ def failing(root: Path, calls: int, batch: int = 0) -> Drive:
     return Drive(replace(model, model=FailsAt(model.model, calls, batch)), step=1000)
 
 
-def test_a_failed_step_discards_its_batch_and_no_other(root: Path) -> None:
+def test_failed_step_discards_only_its_batch(root: Path) -> None:
     drive = failing(root, 5, batch=2)
     _, one = drive.submit(prompt_of(40), 30)
     _, mate = drive.submit(prompt_of(41, 2), 30)
@@ -52,14 +52,14 @@ def test_a_failed_step_discards_its_batch_and_no_other(root: Path) -> None:
     assert drive.run(prompt_of(40), 5).generated == cold(served("llama", root), "llama", prompt_of(40), 5).tokens
 
 
-def test_a_fault_in_prefill_is_told_and_not_tried_again(root: Path) -> None:
+def test_failed_prefill_is_reported_and_not_retried(root: Path) -> None:
     drive = failing(root, 1)
     heard = drive.run(prompt_of(40))
     assert heard.settled.finish == "discarded" and drive.scheduler.is_idle
     assert drive.run(prompt_of(40), 5).generated == cold(served("llama", root), "llama", prompt_of(40), 5).tokens
 
 
-def test_a_process_with_many_failed_steps_is_left(root: Path) -> None:
+def test_too_many_failed_steps_end_process(root: Path) -> None:
     drive = failing(root, 0)
     for number in range(FAILED_STEPS_MAX - 1):
         drive.scheduler.finisher.discard([], Planted(number))
@@ -70,7 +70,7 @@ def test_a_process_with_many_failed_steps_is_left(root: Path) -> None:
         drive.turn()
 
 
-def test_a_device_that_computes_nothing_any_more_ends_the_turn(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_device_ends_turn(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drive = failing(root, 0)
     _, heard = drive.submit(prompt_of(40), 30)
     drive.until(lambda: len(heard.events) > 3)
@@ -94,7 +94,7 @@ def can_not_be_left(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group.batch.prompt_cache[0], "filter", lambda keep: 1 / 0)
 
 
-def test_who_stays_in_a_batch_that_could_not_be_left_is_discarded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_batch_removal_discards_the_rest(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would go on with the rows of the one that has left."""
     drive = Drive(served("llama", root))
     name, one, other = decoding_together(drive)
@@ -107,7 +107,7 @@ def test_who_stays_in_a_batch_that_could_not_be_left_is_discarded(root: Path, mo
     assert one.over and drive.scheduler.is_idle
 
 
-def test_a_fault_of_what_was_asked_at_rest_is_looked_into_too(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_command_at_rest_checks_device(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Drive(served("llama", root))
     name, _, _ = decoding_together(drive)
     can_not_be_left(drive, monkeypatch)
@@ -118,7 +118,7 @@ def test_a_fault_of_what_was_asked_at_rest_is_looked_into_too(root: Path, monkey
         drive.turn()
 
 
-def test_a_discarded_batch_is_gone_before_the_device_is_probed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_discarded_batch_is_freed_before_probe(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What filled the memory must not keep the token from being computed that shows whether the device still does."""
     drive = Drive(served("llama", root))
     _, one, other = decoding_together(drive)
@@ -132,13 +132,13 @@ def test_a_discarded_batch_is_gone_before_the_device_is_probed(root: Path, monke
     assert at_probe == [None] * (2 + len(drive.served.layout.leaves))
 
 
-def test_an_end_is_told_though_what_has_changed_can_not_be(root: Path) -> None:
+def test_end_event_is_sent_when_on_changed_fails(root: Path) -> None:
     drive = Drive(served("llama", root))
     drive.scheduler.finisher.on_changed = lambda: 1 / 0  # type: ignore[assignment, return-value]
     assert drive.run(prompt_of(20), 3).settled.finish == "length"
 
 
-def test_one_answers_fault_is_its_own(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_failure_ends_only_its_request(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Drive(served("llama", root))
     _, bad = drive.submit(prompt_of(50), 30)
     _, good = drive.submit(prompt_of(50, 2), 30)
@@ -150,9 +150,7 @@ def test_one_answers_fault_is_its_own(root: Path, monkeypatch: pytest.MonkeyPatc
     assert good.generated == cold(drive.served, "llama", prompt_of(50, 2), 30).tokens
 
 
-def test_a_request_that_can_not_even_be_ended_takes_only_its_batch_along(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_finish_discards_only_its_batch(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Drive(served("llama", root))
     _, bad = drive.submit(prompt_of(50), 30)
     _, mate = drive.submit(prompt_of(50, 2), 30)

@@ -11,7 +11,7 @@ from warmline_backend.kv_cache.residents import ResidentMismatchError
 MINE, THEIRS = b"m" * 16, b"t" * 16
 
 
-def test_a_resident_is_taken_by_its_own_tenant_alone(root: Path) -> None:
+def test_resident_of_other_root_is_refused(root: Path) -> None:
     drive, prompt = Drive(served("llama", root)), prompt_of(70)
     resident = drive.run(prompt, 2, root=MINE).settled.resident
     assert [each.root for each in drive.scheduler.residents.list_residents()] == [MINE]
@@ -22,7 +22,7 @@ def test_a_resident_is_taken_by_its_own_tenant_alone(root: Path) -> None:
     assert drive.run(prompt, 2, resident=resident, reuse=64, root=MINE).reused == 64
 
 
-def test_a_running_request_is_followed_by_its_own_tenant_alone(root: Path) -> None:
+def test_leader_of_other_root_is_refused(root: Path) -> None:
     drive, prompt = Drive(served("llama", root), step=16), prompt_of(70)
     name, leader = drive.submit(prompt, 2, root=MINE)
     with pytest.raises(ResidentMismatchError, match="another tenant"):

@@ -11,7 +11,7 @@ from warmline_backend.generation.events import TokenEvent
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_finishes_and_what_it_has_computed_is_kept(family: str, root: Path) -> None:
+def test_detached_prefill_finishes_and_leaves_resident(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=50)
     name, heard = drive.submit(prompt_of(130), 8)
     drive.until(lambda: len(heard.chunks) == 1)
@@ -25,7 +25,7 @@ def test_it_finishes_and_what_it_has_computed_is_kept(family: str, root: Path) -
     assert again.settled.timings.prefilled == 1
 
 
-def test_it_computes_only_while_no_other_prompt_does(root: Path) -> None:
+def test_detached_prefill_computes_only_alone(root: Path) -> None:
     drive = Drive(served("llama", root), step=20)
     name, alone = drive.submit(prompt_of(100), 8)
     drive.until(lambda: len(alone.chunks) == 1)
@@ -37,7 +37,7 @@ def test_it_computes_only_while_no_other_prompt_does(root: Path) -> None:
     assert alone.settled.prefilled_until == 99 and not other.over, "but not behind answers"
 
 
-def test_whoever_follows_it_makes_it_wanted(root: Path) -> None:
+def test_follower_makes_detached_prefill_attended(root: Path) -> None:
     drive = Drive(served("llama", root), step=20)
     name, leader = drive.submit(prompt_of(100), 8)
     drive.until(lambda: len(leader.chunks) == 1)
@@ -50,7 +50,7 @@ def test_whoever_follows_it_makes_it_wanted(root: Path) -> None:
     assert leader.settled.resident in drive.scheduler.residents
 
 
-def test_what_has_no_prefill_to_finish_is_to_be_cancelled(root: Path) -> None:
+def test_detach_without_prefill_is_refused(root: Path) -> None:
     drive = Drive(served("llama", root), places=1)
     decoding, stream = drive.submit(prompt_of(20), 30)
     drive.until(lambda: any(isinstance(event, TokenEvent) for event in stream.events))
@@ -66,7 +66,7 @@ def test_what_has_no_prefill_to_finish_is_to_be_cancelled(root: Path) -> None:
     assert not keeps_nothing.scheduler.detach(name)
 
 
-def test_in_the_queue_it_waits_only_for_who_follows_it(root: Path) -> None:
+def test_waiting_detached_request_needs_follower(root: Path) -> None:
     drive = Drive(served("llama", root), places=1)
     _, running = drive.submit(prompt_of(20), 30)
     drive.until(lambda: any(isinstance(event, TokenEvent) for event in running.events))
@@ -81,7 +81,7 @@ def test_in_the_queue_it_waits_only_for_who_follows_it(root: Path) -> None:
     drive.until(lambda: running.over)
 
 
-def test_it_gives_way_where_its_memory_is_needed(root: Path) -> None:
+def test_detached_prefill_yields_memory(root: Path) -> None:
     drive = Drive(served("llama", root), step=50, budget=600_000)
     name, alone = drive.submit(prompt_of(600), 8)
     drive.until(lambda: len(alone.chunks) == 2)
@@ -94,7 +94,7 @@ def test_it_gives_way_where_its_memory_is_needed(root: Path) -> None:
     assert alone.settled.resident in drive.scheduler.residents
 
 
-def test_it_is_not_ended_for_who_could_not_start_even_then(root: Path) -> None:
+def test_detached_prefill_is_kept_when_its_end_frees_too_little(root: Path) -> None:
     model = served("llama", root)
     drive = Drive(model, step=50, places=2, budget=model.kv_bytes(2560))
     _, running = drive.submit(prompt_of(1000, 2), 500)
@@ -107,7 +107,7 @@ def test_it_is_not_ended_for_who_could_not_start_even_then(root: Path) -> None:
     assert alone.settled.prefilled_until == 599 and not other.events and not running.over
 
 
-def test_what_it_leaves_counts_when_it_is_to_give_way(root: Path) -> None:
+def test_kv_to_save_counts_as_not_freed(root: Path) -> None:
     """It has to be saved first, so that its end would free nothing."""
     model = served("llama", root)
     drive = Drive(model, step=50, budget=model.kv_bytes(1500))
@@ -121,7 +121,7 @@ def test_what_it_leaves_counts_when_it_is_to_give_way(root: Path) -> None:
     drive.until(lambda: other.over)
 
 
-def test_it_gives_way_to_a_restore(root: Path) -> None:
+def test_detached_prefill_yields_to_restore(root: Path) -> None:
     drive = Drive(served("llama", root), step=50, budget=600_000)
     name, alone = drive.submit(prompt_of(600), 8)
     drive.until(lambda: len(alone.chunks) == 2)
@@ -133,7 +133,7 @@ def test_it_gives_way_to_a_restore(root: Path) -> None:
     assert alone.settled.finish == "cancelled" and granted
 
 
-def test_it_gives_its_place_to_who_waits_for_one(root: Path) -> None:
+def test_detached_prefill_yields_its_place(root: Path) -> None:
     drive = Drive(served("llama", root), step=50, places=1)
     name, alone = drive.submit(prompt_of(600), 8)
     drive.until(lambda: len(alone.chunks) == 2)

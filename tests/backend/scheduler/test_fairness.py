@@ -18,7 +18,7 @@ from warmline_backend.scheduler.scheduler import (
 )
 
 
-def test_a_running_stream_goes_on_during_a_long_prefill(root: Path) -> None:
+def test_stream_continues_during_long_prefill(root: Path) -> None:
     drive = Drive(served("llama", root), step=16)
     _, stream = drive.submit(prompt_of(10), 200)
     drive.until(lambda: len(stream.events) > 2)
@@ -49,7 +49,7 @@ class Clock:
         return take
 
 
-def test_decoding_has_its_share_of_the_time_beside_long_chunks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_gets_its_share_beside_long_chunks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Clock(monkeypatch)
     drive = Drive(served("llama", root), step=16)
     _, stream = drive.submit(prompt_of(10), 2000)
@@ -62,7 +62,7 @@ def test_decoding_has_its_share_of_the_time_beside_long_chunks(root: Path, monke
     assert abs((len(stream.events) - before) * 0.1 - owed) < 2.0
 
 
-def test_a_newcomer_does_not_wait_for_what_decoding_is_owed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_prompt_precedes_owed_decode_steps(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Clock(monkeypatch)
     drive = Drive(served("llama", root), step=16)
     _, stream = drive.submit(prompt_of(10), 2000)
@@ -77,7 +77,7 @@ def test_a_newcomer_does_not_wait_for_what_decoding_is_owed(root: Path, monkeypa
     assert len(stream.events) - before <= DECODE_STEPS_PER_CHUNK and small.chunks == [11] and len(long.chunks) == 2
 
 
-def test_a_small_request_is_answered_between_two_long_chunks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_request_ends_between_two_long_chunks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of what decoding is owed is the newcomer's, too: it does not wait for another chunk in its midst."""
     Clock(monkeypatch)
     drive = Drive(served("llama", root), step=16)
@@ -92,7 +92,7 @@ def test_a_small_request_is_answered_between_two_long_chunks(root: Path, monkeyp
     assert len(long.chunks) == 2
 
 
-def test_short_prompts_go_first_and_long_ones_are_not_starved(root: Path) -> None:
+def test_shortest_prompt_first_without_starvation(root: Path) -> None:
     drive = Drive(served("llama", root), step=16)
     _, long = drive.submit(prompt_of(400), 1)
     drive.until(lambda: len(long.chunks) == 2)

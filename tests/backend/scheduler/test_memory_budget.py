@@ -15,7 +15,7 @@ from warmline_backend.scheduler.capacity import KvTooLargeError
 from warmline_common.protocol.tokens import pack_tokens
 
 
-def test_residents_stay_within_the_budget(root: Path) -> None:
+def test_residents_stay_within_budget(root: Path) -> None:
     model = served("llama", root)
     one = 512 * 256 + 16  # a cache grows by 256 rows
     drive = Drive(model, budget=4 * one)
@@ -29,14 +29,14 @@ def test_residents_stay_within_the_budget(root: Path) -> None:
     assert held[-1] not in drive.scheduler.residents, "the proxy's order comes before age"
 
 
-def test_a_prompt_that_can_never_fit_is_refused_with_the_figures(root: Path) -> None:
+def test_prompt_over_budget_is_refused_with_figures(root: Path) -> None:
     drive = Drive(served("llama", root), budget=1_000_000)
     with pytest.raises(KvTooLargeError, match=r"3000 prompt tokens .* 1\.0 MB"):
         drive.submit(prompt_of(3000))
     assert drive.scheduler.is_idle
 
 
-def test_a_request_waits_for_memory_and_then_runs(root: Path) -> None:
+def test_request_waits_for_memory(root: Path) -> None:
     drive = Drive(served("llama", root), budget=500_000)
     _, first = drive.submit(prompt_of(500), 100)
     _, second = drive.submit(prompt_of(500, 2), 5)
@@ -48,7 +48,7 @@ def test_a_request_waits_for_memory_and_then_runs(root: Path) -> None:
     assert second.generated == cold(drive.served, "llama", prompt_of(500, 2), 5).tokens
 
 
-def test_states_do_not_pile_up_once_they_are_saved(root: Path) -> None:
+def test_saved_states_are_released(root: Path) -> None:
     drive = Drive(served("qwen3_5", root))
     tokens = prompt_of(30)
     heard = drive.run(tokens, 5, checkpoints=(10, 20))
@@ -61,7 +61,7 @@ def test_states_do_not_pile_up_once_they_are_saved(root: Path) -> None:
         heard = drive.run(tokens, 5, resident=resident, reuse=length, checkpoints=(length + 10,))
 
 
-def test_room_that_can_not_be_made_costs_nobody_its_place(root: Path) -> None:
+def test_failed_make_room_evicts_nothing(root: Path) -> None:
     drive = Drive(served("llama", root), budget=500_000)
     held = drive.saved(drive.run(prompt_of(60), 4))
     _, long = drive.submit(prompt_of(400), 100)
@@ -73,7 +73,7 @@ def test_room_that_can_not_be_made_costs_nobody_its_place(root: Path) -> None:
     assert not granted and held in drive.scheduler.residents and drive.scheduler.residents.generation == 0
 
 
-def test_memory_is_reserved_for_a_restore_until_it_is_there(root: Path) -> None:
+def test_reservation_holds_until_installed(root: Path) -> None:
     drive = Drive(served("llama", root), budget=500_000)
     granted: list[str] = []
 
@@ -96,7 +96,7 @@ def test_memory_is_reserved_for_a_restore_until_it_is_there(root: Path) -> None:
         reserve("d", 500_001)
 
 
-def test_restores_are_granted_in_order_as_requests_end(root: Path) -> None:
+def test_reservations_are_granted_in_order(root: Path) -> None:
     drive = Drive(served("llama", root), budget=500_000)
     granted: list[str] = []
     _, running = drive.submit(prompt_of(500), 40)
@@ -113,7 +113,7 @@ def test_restores_are_granted_in_order_as_requests_end(root: Path) -> None:
     drive.until(lambda: later.over)
 
 
-def test_what_is_not_saved_yet_is_not_given_up_for_a_waiting_prompt(root: Path) -> None:
+def test_unsaved_resident_is_not_evicted_for_waiting_prompt(root: Path) -> None:
     """Else each of several large conversations would push the last one out before its save, and all stay cold."""
     drive = Drive(served("llama", root), budget=600_000)
     first = drive.run(prompt_of(500), 5)
@@ -127,7 +127,7 @@ def test_what_is_not_saved_yet_is_not_given_up_for_a_waiting_prompt(root: Path) 
     assert second.generated == cold(drive.served, "llama", prompt_of(700, 2), 5).tokens
 
 
-def test_growing_answers_push_out_residents_and_then_the_youngest_request(root: Path) -> None:
+def test_growing_answers_evict_residents_then_youngest_request(root: Path) -> None:
     drive = Drive(served("llama", root), budget=700_000)
     old = drive.saved(drive.run(prompt_of(300), 2))
     _, first = drive.submit(prompt_of(200), 1000)
@@ -140,12 +140,12 @@ def test_growing_answers_push_out_residents_and_then_the_youngest_request(root: 
     assert first.settled.finish == "length" and len(first.generated) == 1000
 
 
-def test_an_answer_ends_where_the_memory_budget_does(root: Path) -> None:
+def test_answer_ends_at_budget(root: Path) -> None:
     heard = Drive(served("llama", root), budget=300_000).run(prompt_of(200), 5000)
     assert heard.settled.finish == "length" and heard.settled.prefilled_until == 512, "two buffers' worth of rows"
 
 
-def test_what_a_restore_has_taken_is_not_granted_to_the_next(root: Path) -> None:
+def test_granted_memory_is_not_granted_twice(root: Path) -> None:
     model = served("llama", root)
     trunk = Drive(model)
     kv = trunk.scheduler.residents.find_kv(trunk.run(prompt_of(700), 1).settled.resident)
@@ -161,7 +161,7 @@ def test_what_a_restore_has_taken_is_not_granted_to_the_next(root: Path) -> None
     assert granted == ["a", "b"]
 
 
-def test_a_copy_that_waits_holds_no_more_than_it_is_counted_for(root: Path) -> None:
+def test_waiting_copy_holds_only_counted_bytes(root: Path) -> None:
     model = served("llama", root)
     drive = Drive(model, places=1)
     long = drive.run(prompt_of(4000), 1).settled.resident
@@ -180,7 +180,7 @@ def test_a_copy_that_waits_holds_no_more_than_it_is_counted_for(root: Path) -> N
     assert waiting.generated == cold(model, "llama", prompt_of(300), 4).tokens
 
 
-def test_where_there_is_no_room_for_a_copy_it_shares_its_residents_memory(root: Path) -> None:
+def test_copy_without_room_shares_residents_memory(root: Path) -> None:
     model = served("llama", root)
     drive = Drive(model, places=1, budget=model.kv_bytes(1280))
     resident = drive.run(prompt_of(600), 1).settled.resident  # not saved yet: it stays
@@ -196,7 +196,7 @@ def test_where_there_is_no_room_for_a_copy_it_shares_its_residents_memory(root: 
     assert waiting.settled.timings.prefilled == 20
 
 
-def test_states_to_come_are_counted_before_they_are_there(root: Path) -> None:
+def test_pending_states_are_counted(root: Path) -> None:
     model = served("qwen3_5", root)
     budget = model.kv_bytes(1024) + 60 * model.state_bytes
     drive = Drive(model, step=50, budget=budget)
@@ -219,7 +219,7 @@ def test_states_to_come_are_counted_before_they_are_there(root: Path) -> None:
     assert set(heard.settled.checkpoints) > set(marks) and min(held[1:-1]) >= at_admission
 
 
-def test_residents_make_way_for_states_that_followers_want(root: Path) -> None:
+def test_residents_are_evicted_for_fork_states(root: Path) -> None:
     model = served("qwen3_5", root)
     drive = Drive(model, step=50, budget=model.kv_bytes(512) + 12 * model.state_bytes)
     name, leader = drive.submit(prompt_of(400), 4)
@@ -233,7 +233,7 @@ def test_residents_make_way_for_states_that_followers_want(root: Path) -> None:
     assert old not in drive.scheduler.residents and not leader.over
 
 
-def test_who_holds_memory_goes_on_before_a_restore_that_waits_for_it(root: Path) -> None:
+def test_request_with_memory_precedes_waiting_restore(root: Path) -> None:
     drive = Drive(served("llama", root), budget=500_000)
     first = drive.run(prompt_of(500), 5)
     granted: list[str] = []
@@ -249,7 +249,7 @@ def test_who_holds_memory_goes_on_before_a_restore_that_waits_for_it(root: Path)
     drive.until(lambda: fresh.over)
 
 
-def test_answers_share_a_batch_only_where_there_is_room_to_copy(root: Path) -> None:
+def test_batches_merge_only_with_room_to_copy(root: Path) -> None:
     model = served("llama", root)
     one = model.kv_bytes(512)
     for budget, sizes in ((6 * one, [2]), (2 * one, [1, 1])):  # two rows each, and two layers of both for joining
@@ -296,7 +296,7 @@ class Restore:
         return drive.submit(prompt_of(700, 9) + prompt_of(30, 3), 10, resident=resident, reuse=700)[1]
 
 
-def test_the_peak_stays_within_the_budget_and_what_a_chunk_works_with(root: Path, tmp_path: Path) -> None:
+def test_peak_memory_stays_within_budget_and_chunk_memory(root: Path, tmp_path: Path) -> None:
     model = served("llama", root)
     budget = 6 * model.kv_bytes(768)
     drive = Drive(model, step=16, budget=budget)
@@ -324,7 +324,7 @@ def test_the_peak_stays_within_the_budget_and_what_a_chunk_works_with(root: Path
         assert 0.9 * budget < peak() <= budget + workspace
 
 
-def test_a_state_keeps_nothing_of_the_chunk_that_made_it(root: Path) -> None:
+def test_state_keeps_no_chunk_alive(root: Path) -> None:
     drive = Drive(served("falcon_h1", root), step=256)
     gc.collect()
     base = mx.get_active_memory()

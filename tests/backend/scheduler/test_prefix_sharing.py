@@ -23,7 +23,7 @@ def assert_as_alone(drive: Drive, family: str, prompt: list[int], heard: Heard) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_identical_prompts_at_once_share_one_prefill(family: str, root: Path) -> None:
+def test_identical_prompts_share_one_prefill(family: str, root: Path) -> None:
     drive, prompt = Drive(served(family, root), step=50), prompt_of(130)
     name, leader = drive.submit(prompt, 12)
     followers = [drive.submit(prompt, 12, follow=name, reuse=129)[1] for _ in range(2)]
@@ -38,7 +38,7 @@ def test_identical_prompts_at_once_share_one_prefill(family: str, root: Path) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompt_that_parts_ways_starts_where_it_does(family: str, root: Path) -> None:
+def test_diverging_prompt_starts_at_divergence(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=50)
     trunk, branch = prompt_of(200), prompt_of(70) + prompt_of(60, 7)
     name, leader = drive.submit(trunk, 12)
@@ -52,7 +52,7 @@ def test_a_prompt_that_parts_ways_starts_where_it_does(family: str, root: Path) 
 
 
 @pytest.mark.parametrize("family", EACH_KIND)
-def test_what_a_follower_leaves_can_be_continued(family: str, root: Path) -> None:
+def test_followers_resident_can_be_continued(family: str, root: Path) -> None:
     drive, prompt = Drive(served(family, root), step=50), prompt_of(130)
     name, leader = drive.submit(prompt, 4)
     _, follower = drive.submit(prompt, 4, follow=name, reuse=129)
@@ -65,7 +65,7 @@ def test_what_a_follower_leaves_can_be_continued(family: str, root: Path) -> Non
 
 
 @pytest.mark.parametrize("family", EACH_KIND)
-def test_a_longer_prompt_follows_to_the_end_of_a_shorter_one(family: str, root: Path) -> None:
+def test_longer_prompt_follows_to_end_of_shorter(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=50)
     short = prompt_of(90)
     name, leader = drive.submit(short, 12)
@@ -77,7 +77,7 @@ def test_a_longer_prompt_follows_to_the_end_of_a_shorter_one(family: str, root: 
 
 
 @pytest.mark.parametrize("family", EACH_KIND)
-def test_who_comes_exactly_after_the_chunk_still_follows(family: str, root: Path) -> None:
+def test_follower_after_exact_chunk_end_is_copied(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=50)
     name, leader = drive.submit(prompt_of(200), 4)
     drive.until(lambda: leader.chunks == [50, 100])
@@ -89,7 +89,7 @@ def test_who_comes_exactly_after_the_chunk_still_follows(family: str, root: Path
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v32"])
-def test_a_leader_that_has_passed_the_place_is_copied_there(family: str, root: Path) -> None:
+def test_leader_past_position_is_copied_there(family: str, root: Path) -> None:
     """Out of a batch that it shares, too."""
     drive = Drive(served(family, root), step=50)
     running = [drive.submit(prompt_of(60 + n, n + 1), 40) for n in range(3)]
@@ -105,7 +105,7 @@ def test_a_leader_that_has_passed_the_place_is_copied_there(family: str, root: P
 
 
 @pytest.mark.parametrize("family", WITH_STATES)
-def test_past_the_place_the_last_checkpoint_before_it_is_used(family: str, root: Path) -> None:
+def test_leader_past_position_uses_earlier_checkpoint(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=50)
     name, leader = drive.submit(prompt_of(200), 30, checkpoints=(30, 60))
     drive.until(lambda: any(isinstance(event, TokenEvent) for event in leader.events))
@@ -118,7 +118,7 @@ def test_past_the_place_the_last_checkpoint_before_it_is_used(family: str, root:
         drive.submit(prompt_of(20) + prompt_of(20, 4), follow=name, reuse=20)
 
 
-def test_a_window_that_has_passed_the_place_can_not_be_followed(root: Path) -> None:
+def test_window_past_position_refuses_follower(root: Path) -> None:
     drive = Drive(served("gemma3", root), step=50)
     name, leader = drive.submit(prompt_of(200), 4)
     drive.until(lambda: leader.chunks == [50, 100])
@@ -126,7 +126,7 @@ def test_a_window_that_has_passed_the_place_can_not_be_followed(root: Path) -> N
         drive.submit(prompt_of(70) + prompt_of(20, 4), follow=name, reuse=70)
 
 
-def test_states_and_windows_in_one_model_can_be_followed_until_the_place_is_passed(root: Path) -> None:
+def test_hybrid_model_is_followed_until_position_is_passed(root: Path) -> None:
     drive = Drive(served("baichuan_m1", root), step=50)
     name, leader = drive.submit(prompt_of(200), 30, checkpoints=(20, 70))
     branch = prompt_of(110) + prompt_of(10, 4)
@@ -140,7 +140,7 @@ def test_states_and_windows_in_one_model_can_be_followed_until_the_place_is_pass
             drive.submit(prompt_of(place) + prompt_of(20, 4), follow=name, reuse=place)
 
 
-def test_states_for_those_who_follow_are_few_and_soon_gone(root: Path) -> None:
+def test_fork_states_are_few_and_released(root: Path) -> None:
     drive = Drive(served("qwen3_5", root), step=500)
     prompt, named = prompt_of(1000), (300, 310)
     name, leader = drive.submit(prompt, 800, checkpoints=named)
@@ -162,7 +162,7 @@ def test_states_for_those_who_follow_are_few_and_soon_gone(root: Path) -> None:
         assert_as_alone(drive, "qwen3_5", prompt_of(at) + prompt_of(5, 2), one)
 
 
-def test_a_state_for_a_follower_that_is_cancelled_is_not_kept(root: Path) -> None:
+def test_cancelled_followers_fork_state_is_dropped(root: Path) -> None:
     drive = Drive(served("qwen3_5", root), step=50)
     name, leader = drive.submit(prompt_of(200), 4)
     followers = [drive.submit(prompt_of(200), 4, follow=name, reuse=120)[0] for _ in range(2)]
@@ -175,7 +175,7 @@ def test_a_state_for_a_follower_that_is_cancelled_is_not_kept(root: Path) -> Non
     assert leader.chunks == [50, 100, 150, 199] and leader.settled.checkpoints == [204]
 
 
-def test_only_what_is_the_same_can_be_followed(root: Path) -> None:
+def test_different_prefix_refuses_follower(root: Path) -> None:
     drive = Drive(served("llama", root))
     name, _ = drive.submit(prompt_of(60))
     with pytest.raises(ResidentNotFoundError, match="nobody"):
@@ -187,7 +187,7 @@ def test_only_what_is_the_same_can_be_followed(root: Path) -> None:
 
 
 @pytest.mark.parametrize("family", EACH_KIND)
-def test_a_follower_is_followed_in_turn(family: str, root: Path) -> None:
+def test_follower_can_lead(family: str, root: Path) -> None:
     drive, prompt = Drive(served(family, root), step=50), prompt_of(130)
     first, leader = drive.submit(prompt_of(80) + prompt_of(100, 3), 8)
     second, middle = drive.submit(prompt, 8, follow=first, reuse=80)
@@ -199,7 +199,7 @@ def test_a_follower_is_followed_in_turn(family: str, root: Path) -> None:
 
 
 @pytest.mark.parametrize("family", EACH_KIND)
-def test_what_a_follower_will_have_from_its_leader_is_the_leaders_to_give(family: str, root: Path) -> None:
+def test_follower_of_shared_rows_follows_first_leader(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=50)
     first, leader = drive.submit(prompt_of(180), 8)
     second, middle = drive.submit(prompt_of(150) + prompt_of(10, 3), 8, follow=first, reuse=150)
@@ -212,7 +212,7 @@ def test_what_a_follower_will_have_from_its_leader_is_the_leaders_to_give(family
     assert_as_alone(drive, family, branch, last)
 
 
-def test_who_waits_hears_how_far_its_leader_has_come(root: Path) -> None:
+def test_followers_get_leaders_progress(root: Path) -> None:
     drive = Drive(served("llama", root), step=40)
     first, _ = drive.submit(prompt_of(200), 4)
     second, middle = drive.submit(prompt_of(100) + prompt_of(50, 3), 4, follow=first, reuse=100)
@@ -233,7 +233,7 @@ def test_who_waits_hears_how_far_its_leader_has_come(root: Path) -> None:
     assert middle.events[4] == StartedEvent() and (middle.reused, last.reused) == (100, 90)
 
 
-def test_waiting_costs_no_memory_and_no_place(root: Path) -> None:
+def test_waiting_follower_costs_no_memory_and_place(root: Path) -> None:
     drive = Drive(served("llama", root), step=40, places=2)
     name, leader = drive.submit(prompt_of(200), 4)
     drive.turn()
@@ -247,7 +247,7 @@ def test_waiting_costs_no_memory_and_no_place(root: Path) -> None:
     assert drive.scheduler.running_bytes == alone and not leader.over
 
 
-def test_a_leader_that_ends_too_soon_sends_all_behind_it_back(root: Path) -> None:
+def test_ended_leader_ends_followers_as_leaderless(root: Path) -> None:
     drive = Drive(served("qwen3_5", root), step=40)
     name, leader = drive.submit(prompt_of(200), 4)
     second, middle = drive.submit(prompt_of(200), 4, follow=name, reuse=199)
@@ -263,7 +263,7 @@ def test_a_leader_that_ends_too_soon_sends_all_behind_it_back(root: Path) -> Non
     assert_as_alone(drive, "qwen3_5", prompt_of(200), again)
 
 
-def test_a_leader_that_never_started_leaves_nobody_waiting(root: Path) -> None:
+def test_unstarted_leader_ends_followers(root: Path) -> None:
     drive = Drive(served("llama", root), places=1)
     _, running = drive.submit(prompt_of(20), 50)
     name, leader = drive.submit(prompt_of(60), 4)
@@ -274,7 +274,7 @@ def test_a_leader_that_never_started_leaves_nobody_waiting(root: Path) -> None:
     drive.until(lambda: running.over)
 
 
-def test_a_follower_that_is_cancelled_leaves_its_leader_alone(root: Path) -> None:
+def test_cancelled_follower_does_not_affect_leader(root: Path) -> None:
     drive = Drive(served("gemma3", root), step=40)
     name, leader = drive.submit(prompt_of(100), 6)
     second, follower = drive.submit(prompt_of(100), 6, follow=name, reuse=99)
@@ -285,7 +285,7 @@ def test_a_follower_that_is_cancelled_leaves_its_leader_alone(root: Path) -> Non
     assert_as_alone(drive, "gemma3", prompt_of(100), leader)
 
 
-def test_without_memory_rows_wait_until_their_leader_ends(root: Path) -> None:
+def test_followers_wait_for_memory_until_leader_ends(root: Path) -> None:
     drive = Drive(served("llama", root), step=100, budget=500_000)
     name, leader = drive.submit(prompt_of(500), 20)
     _, follower = drive.submit(prompt_of(500), 20, follow=name, reuse=499)
@@ -297,7 +297,7 @@ def test_without_memory_rows_wait_until_their_leader_ends(root: Path) -> None:
     assert_as_alone(drive, "llama", prompt_of(500), again)
 
 
-def test_without_memory_a_window_goes_on_without_its_follower(root: Path) -> None:
+def test_window_is_lost_without_memory_for_copy(root: Path) -> None:
     model = served("gemma3", root)
     drive = Drive(model, step=100, budget=model.kv_bytes(800))
     name, leader = drive.submit(prompt_of(500), 4)
@@ -308,7 +308,7 @@ def test_without_memory_a_window_goes_on_without_its_follower(root: Path) -> Non
     assert_as_alone(drive, "gemma3", prompt_of(500), leader)
 
 
-def test_a_copy_that_fails_costs_only_its_follower(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_copy_ends_only_its_follower(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Drive(served("llama", root), step=40)
     name, leader = drive.submit(prompt_of(100), 6)
     _, follower = drive.submit(prompt_of(100), 6, follow=name, reuse=99)

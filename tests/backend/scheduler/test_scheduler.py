@@ -15,7 +15,7 @@ from warmline_backend.request.params import GenerationParams
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_concurrent_requests_answer_as_each_would_alone(family: str, root: Path) -> None:
+def test_concurrent_requests_equal_cold_runs(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=24)
     prompts = [prompt_of(length, seed) for seed, length in enumerate((20, 90, 61, 64, 33, 70), start=1)]
     heard = [drive.submit(prompt, 16)[1] for prompt in prompts]
@@ -28,7 +28,7 @@ def test_concurrent_requests_answer_as_each_would_alone(family: str, root: Path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_next_turn_computes_only_its_own_tokens(family: str, root: Path) -> None:
+def test_next_turn_prefills_only_new_tokens(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=50)
     first = drive.run(prompt_of(80), 12)
     prompt = prompt_of(80) + first.generated + prompt_of(30, 5)
@@ -40,7 +40,7 @@ def test_the_next_turn_computes_only_its_own_tokens(family: str, root: Path) -> 
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gemma3"])
-def test_a_branch_leaves_its_resident_as_it_was(family: str, root: Path) -> None:
+def test_copied_resident_is_unchanged(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=64)
     shared, first = prompt_of(70), prompt_of(400)
     first[:70] = shared
@@ -57,7 +57,7 @@ def test_a_branch_leaves_its_resident_as_it_was(family: str, root: Path) -> None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_conversations_on_one_resident_do_not_disturb_each_other(family: str, root: Path) -> None:
+def test_copy_and_original_do_not_interfere(family: str, root: Path) -> None:
     """A copy and its original go on at once, each in its own way, in one batch where they can share one."""
     drive = Drive(served(family, root))
     trunk = drive.run(prompt_of(60), 10)
@@ -75,7 +75,7 @@ def test_two_conversations_on_one_resident_do_not_disturb_each_other(family: str
         assert one.settled.timings.prefilled == 20
 
 
-def test_residents_refuse_what_they_are_not(root: Path) -> None:
+def test_mismatching_residents_are_refused(root: Path) -> None:
     drive = Drive(served("gemma3", root))
     held = drive.run(prompt_of(60), 4).settled.resident
     with pytest.raises(ResidentNotFoundError):
@@ -89,7 +89,7 @@ def test_residents_refuse_what_they_are_not(root: Path) -> None:
     assert held in drive.scheduler.residents and drive.scheduler.is_idle
 
 
-def test_a_state_is_of_no_use_without_the_window_that_belongs_to_it(root: Path) -> None:
+def test_state_without_its_window_is_unusable(root: Path) -> None:
     drive = Drive(served("baichuan_m1", root), step=50)
     first = drive.run(prompt_of(200), 8, checkpoints=(20, 100))
     assert (first.settled.checkpoints, first.settled.positions) == ([20, 100, 208], [208])
@@ -101,7 +101,7 @@ def test_a_state_is_of_no_use_without_the_window_that_belongs_to_it(root: Path) 
     assert compare_greedy(truth.tokens, more.generated, truth.margins, tolerance("baichuan_m1"))
 
 
-def test_within_the_window_a_state_is_enough(root: Path) -> None:
+def test_state_within_window_is_usable(root: Path) -> None:
     drive = Drive(served("baichuan_m1", root), step=50)
     first = drive.run(prompt_of(25), 2, checkpoints=(20,))
     assert first.settled.positions == [20, 27]
@@ -111,7 +111,7 @@ def test_within_the_window_a_state_is_enough(root: Path) -> None:
     assert compare_greedy(truth.tokens, more.generated, truth.margins, tolerance("baichuan_m1"))
 
 
-def test_padding_keeps_unlike_lengths_in_batches_of_their_own(root: Path) -> None:
+def test_unlike_lengths_decode_in_separate_batches(root: Path) -> None:
     drive = Drive(served("llama", root))
     lone = [drive.submit(prompt_of(length), 100)[1] for length in (600, 20, 22, 24)]
     drive.until(lambda: all(any(isinstance(event, TokenEvent) for event in one.events) for one in lone))
@@ -121,7 +121,7 @@ def test_padding_keeps_unlike_lengths_in_batches_of_their_own(root: Path) -> Non
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_cancelled_prefill_is_kept_and_resumed(family: str, root: Path) -> None:
+def test_cancelled_prefill_is_kept_and_resumed(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=20)
     name, cut = drive.submit(prompt_of(150), 8)
     drive.until(lambda: len(cut.chunks) == 3)
@@ -135,7 +135,7 @@ def test_a_cancelled_prefill_is_kept_and_resumed(family: str, root: Path) -> Non
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_cancel_in_a_shared_batch_disturbs_nobody(family: str, root: Path) -> None:
+def test_cancel_in_shared_batch_affects_no_other(family: str, root: Path) -> None:
     drive = Drive(served(family, root))
     prompts = [prompt_of(40 + n, n + 1) for n in range(4)]
     running = [drive.submit(prompt, 40) for prompt in prompts]
@@ -154,7 +154,7 @@ def test_a_cancel_in_a_shared_batch_disturbs_nobody(family: str, root: Path) -> 
     assert compare_greedy(truth.tokens, more.generated, truth.margins, tolerance(family))
 
 
-def test_a_cancel_takes_effect_after_the_present_step(root: Path) -> None:
+def test_cancel_takes_effect_after_present_step(root: Path) -> None:
     drive = Drive(served("llama", root), step=16)
     running = [drive.submit(prompt_of(length), 500) for length in (20, 400, 300)]
     drive.until(lambda: all(heard.chunks for _, heard in running))
@@ -169,7 +169,7 @@ def test_a_cancel_takes_effect_after_the_present_step(root: Path) -> None:
     assert drive.scheduler.is_idle
 
 
-def test_what_is_asked_between_steps_may_end_everything(root: Path) -> None:
+def test_commands_between_steps_may_end_all(root: Path) -> None:
     drive = Drive(served("llama", root), step=16)
     running = [drive.submit(prompt_of(length), 50) for length in (20, 22, 300, 200)]
     drive.until(lambda: len(running[1][1].events) > 5 and bool(running[2][1].chunks))
@@ -179,7 +179,7 @@ def test_what_is_asked_between_steps_may_end_everything(root: Path) -> None:
     assert all(heard.settled.finish == "cancelled" for _, heard in running) and drive.scheduler.is_idle
 
 
-def test_cancel_of_what_is_not_running_says_so(root: Path) -> None:
+def test_cancel_of_unknown_request_returns_none(root: Path) -> None:
     drive = Drive(served("llama", root))
     assert drive.scheduler.cancel("nobody") is None
     name, heard = drive.submit(prompt_of(30), 5)
@@ -187,13 +187,13 @@ def test_cancel_of_what_is_not_running_says_so(root: Path) -> None:
     assert settled is not None and settled.prefilled_until == 0 and heard.over and drive.scheduler.is_idle
 
 
-def test_reuse_off_keeps_nothing(root: Path) -> None:
+def test_reuse_off_leaves_no_resident(root: Path) -> None:
     drive = Drive(served("gemma3", root), keeps=False)
     heard = drive.run(prompt_of(100), 5)
     assert heard.settled.resident == "" and len(drive.scheduler.residents) == 0
 
 
-def test_stop_words_end_of_sequence_and_length(root: Path) -> None:
+def test_stop_words_eos_and_length_end_answers(root: Path) -> None:
     drive = Drive(served("llama", root))
     plain = drive.run(prompt_of(50), 20)
     word = plain.text[5:7]
@@ -202,7 +202,7 @@ def test_stop_words_end_of_sequence_and_length(root: Path) -> None:
     assert plain.settled.finish == "length" and len(plain.generated) == 20
 
 
-def test_seeds_give_the_same_text_alone_and_in_a_batch(root: Path) -> None:
+def test_seed_gives_same_text_alone_and_batched(root: Path) -> None:
     drive = Drive(served("llama", root))
     wanted = {"temperature": 1.0, "seed": 11}
     alone = drive.run(prompt_of(50), 20, **wanted)
@@ -214,7 +214,7 @@ def test_seeds_give_the_same_text_alone_and_in_a_batch(root: Path) -> None:
     assert drive.run(prompt_of(50), 20, temperature=1.0, seed=12).text != alone.text
 
 
-def test_logprobs_are_those_of_the_cold_run(root: Path) -> None:
+def test_logprobs_equal_cold_run(root: Path) -> None:
     drive = Drive(served("llama", root))
     heard = drive.run(prompt_of(50), 6, logprobs=True, top_logprobs=3)
     truth = cold(drive.served, "llama", prompt_of(50), 6)
@@ -224,7 +224,7 @@ def test_logprobs_are_those_of_the_cold_run(root: Path) -> None:
     assert all(piece.logprobs and piece.logprobs.top[0][0] == piece.logprobs.token for piece in pieces)
 
 
-def test_progress_is_told_chunk_by_chunk(root: Path) -> None:
+def test_progress_is_sent_per_chunk(root: Path) -> None:
     heard = Drive(served("llama", root), step=32).run(prompt_of(100), 1)
     assert [(e.done, e.total) for e in heard.events if isinstance(e, PrefillProgress)] == [
         (0, 100),
@@ -243,7 +243,7 @@ def test_chunks_end_at_checkpoints(start: int, end: int, checkpoints: tuple[int,
     assert find_chunk_end(start, end, 32, checkpoints) == cut
 
 
-def test_a_save_after_a_takeover_never_writes_the_new_owners_tokens(root: Path) -> None:
+def test_save_after_takeover_excludes_new_owners_tokens(root: Path) -> None:
     drive = Drive(served("llama", root))
     first = drive.run(prompt_of(80), 20)
     resident = first.settled.resident
@@ -255,7 +255,7 @@ def test_a_save_after_a_takeover_never_writes_the_new_owners_tokens(root: Path) 
     assert drive.scheduler.save_source.find_kv(280, running_id=name).length > 280
 
 
-def test_a_request_that_asks_for_no_resident_leaves_none(root: Path) -> None:
+def test_request_without_resident_leaves_none(root: Path) -> None:
     drive = Drive(served("llama", root))
     heard = Heard()
     params = GenerationParams(max_tokens=3, ignore_eos=True)

@@ -37,7 +37,7 @@ async def scrape(backend: Live, **headers: str) -> Scraped:
 # ---- what is counted
 
 
-def test_values_are_spread_over_buckets() -> None:
+def test_histogram_buckets_are_cumulative() -> None:
     spread = StepHistogram((1.0, 2.5))
     for value in (0.5, 1.0, 2.0, 9.0):
         spread.add(value)
@@ -47,7 +47,7 @@ def test_values_are_spread_over_buckets() -> None:
     assert (copied.count, copied.sum, spread.count) == (4, 12.5, 5)
 
 
-def test_the_tally_has_what_requests_were_told(root: Path) -> None:
+def test_step_stats_match_request_events(root: Path) -> None:
     drive = Drive(served("llama", root), step=16)
     _, one = drive.submit(prompt_of(40), 60)
     _, two = drive.submit(prompt_of(40, 2), 60)
@@ -63,7 +63,7 @@ def test_the_tally_has_what_requests_were_told(root: Path) -> None:
     assert tally.copy() is not tally and tally.copy().finish_counts == tally.finish_counts
 
 
-def test_a_failed_step_is_counted_with_what_it_took_along(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_step_counts_discarded_requests(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Drive(served("llama", root))
 
     def fail(sequence: Sequence, step: int) -> int:
@@ -88,14 +88,14 @@ def test_a_failed_step_is_counted_with_what_it_took_along(root: Path, monkeypatc
         (ValueError("whose text says a secret"), "other"),
     ],
 )
-def test_reasons_are_single_words(error: BaseException, reason: str) -> None:
+def test_failure_reasons_are_single_words(error: BaseException, reason: str) -> None:
     assert classify_failure(error) == reason
 
 
 # ---- through its door
 
 
-def test_what_a_backend_tells(tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exposition_has_all_metrics(tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(backend: Live) -> None:
         prompt = await backend.prompt()
         tokens = len(prompt.tokens) // 4
@@ -149,9 +149,7 @@ def no_space(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_it_tells_while_the_model_loads_and_without_a_secret_on_this_machine_alone(
-    tiny_folder: FolderOf, tmp_path: Path
-) -> None:
+def test_metrics_need_no_secret_on_loopback_while_loading(tiny_folder: FolderOf, tmp_path: Path) -> None:
     load_now = threading.Event()
 
     def make(build: Callable[[], Scheduler]) -> Scheduler:

@@ -15,7 +15,7 @@ SAID = {**BODY, "messages": [{"role": "user", "content": f"{CANARY} is what I sa
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "title": CANARY}}}
 
 
-def test_nothing_holds_what_was_said(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_forget_releases_all_prompt_text_and_tokens(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: Live) -> None:
         prompt = await backend.prompt(SAID)
         waiting = await backend.prompt({**SAID, "response_format": FORM})

@@ -42,7 +42,7 @@ async def ready_at_rest(backend: Live) -> tuple[int, str]:
     return await ready(backend)
 
 
-def test_the_pulse_of_a_model_that_loads(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_health_while_model_loads(tiny_folder: FolderOf, tmp_path: Path) -> None:
     load_now = threading.Event()
 
     def make(build: Callable[[], Scheduler]) -> Scheduler:
@@ -63,7 +63,7 @@ def test_the_pulse_of_a_model_that_loads(tiny_folder: FolderOf, tmp_path: Path) 
     asyncio.run(run())
 
 
-def test_the_pulse_beats_with_each_step_and_stops_with_one_that_hangs(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_health_counts_steps_and_shows_hanging_step(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: Live) -> None:
         async with backend.generation("a", await backend.prompt()) as response:
             assert (await settled(response)).finish == "length"
@@ -78,7 +78,7 @@ def test_the_pulse_beats_with_each_step_and_stops_with_one_that_hangs(tiny_folde
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_whoever_listens_hears_of_the_engines_end(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_waiting_calls_get_engine_end(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: Live) -> None:
         async with backend.generation("a", await backend.prompt(ENDLESS)) as response:
             await until(response, b'"content":"')
@@ -100,7 +100,7 @@ def test_whoever_listens_hears_of_the_engines_end(tiny_folder: FolderOf, tmp_pat
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_an_idle_engine_is_ready_when_it_computes_a_token(
+def test_idle_engine_is_ready_after_probe(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     probes: list[str] = []
@@ -131,9 +131,7 @@ def test_an_idle_engine_is_ready_when_it_computes_a_token(
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_a_token_that_does_not_come_is_not_ready(
-    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hanging_probe_is_not_ready(tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(backend: Live) -> None:
         begun, go_on = threading.Event(), threading.Event()
 
@@ -154,7 +152,7 @@ def test_a_token_that_does_not_come_is_not_ready(
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_a_busy_engine_is_ready_while_its_present_step_is_young(
+def test_busy_engine_is_ready_while_step_is_young(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long a prefill takes: its chunks come."""
@@ -173,7 +171,7 @@ def test_a_busy_engine_is_ready_while_its_present_step_is_young(
     with_backend(tiny_folder("llama"), tmp_path, work, step=16)
 
 
-def test_a_process_that_shuts_down_is_not_ready(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_shutting_down_process_is_not_ready(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: Live) -> None:
         backend.service.shut_down()
         assert await ready(backend) == (503, "shutting down")
@@ -185,7 +183,7 @@ def test_a_process_that_shuts_down_is_not_ready(tiny_folder: FolderOf, tmp_path:
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_vitals_are_the_same_after_each_request_that_leaves_nothing(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_memory_and_tasks_are_stable_over_requests(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: Live) -> None:
         async def told() -> BackendStatus:
             """Once the step that decoding computes ahead is over: it ends after its request has, and holds memory."""

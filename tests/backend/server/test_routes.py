@@ -25,9 +25,7 @@ from warmline_common.protocol.messages import (
 FolderOf = Callable[..., Path]
 
 
-def test_a_prompt_that_is_forgotten_is_gone(
-    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evicted_prompt_returns_410(tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_store, "PROMPTS_MAX", 1)
 
     async def work(backend: Live) -> None:
@@ -40,7 +38,7 @@ def test_a_prompt_that_is_forgotten_is_gone(
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_a_prompt_that_can_never_fit_is_refused_at_once(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_prompt_over_capacity_returns_400(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: Live) -> None:
         wanted = PromptRequest(request_id="p", endpoint="chat", body=ENDLESS)
         for path, body in (("/kv/prompts", wanted), ("/v1/chat/completions", ENDLESS)):
@@ -58,7 +56,7 @@ def test_a_prompt_that_can_never_fit_is_refused_at_once(tiny_folder: FolderOf, t
     with_backend(tiny_folder("llama"), tmp_path, work, budget=180_000)
 
 
-def test_a_request_follows_another_ones_prefill(
+def test_follower_reuses_leaders_prefill(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = Chunks(monkeypatch)
@@ -89,7 +87,7 @@ def test_a_request_follows_another_ones_prefill(
     with_backend(tiny_folder("llama"), tmp_path, work, step=64)
 
 
-def test_whoever_has_lost_its_leader_may_ask_again(
+def test_orphaned_follower_returns_503_leaderless(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = Chunks(monkeypatch)
@@ -110,7 +108,7 @@ def test_whoever_has_lost_its_leader_may_ask_again(
     with_backend(tiny_folder("llama"), tmp_path, work, step=64)
 
 
-def test_nobody_starts_from_two_places(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_leader_and_resident_together_return_400(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: Live) -> None:
         headers = {HEADER_FOLLOW: "leader", HEADER_RESIDENT: "resident", HEADER_REUSE: "10"}
         status, reply = await backend.json("POST", "/v1/chat/completions", BODY, **headers)
@@ -119,7 +117,7 @@ def test_nobody_starts_from_two_places(tiny_folder: FolderOf, tmp_path: Path) ->
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_a_reader_that_takes_nothing_is_cut_off(
+def test_reader_that_takes_nothing_is_disconnected(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "SEND_TIMEOUT_S", 0.05)
@@ -145,7 +143,7 @@ def test_a_reader_that_takes_nothing_is_cut_off(
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_what_has_started_says_so_first(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_started_comment_comes_first(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: Live) -> None:
         async with backend.generation("a", await backend.prompt()) as response:
             assert await until(response, b":") == b": started\n"

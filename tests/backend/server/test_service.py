@@ -88,7 +88,7 @@ def stored(home: Home) -> list[str]:
     return sorted(path.stem for path in home.segments.rglob("*.safetensors"))
 
 
-def test_a_save_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_deletes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(service: Service, home: Home) -> None:
         settled, _ = await generated(service)
 
@@ -109,7 +109,7 @@ def test_a_save_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("leaving", ["the caller is gone", "gone once it is written", "cancelled by id"])
-def test_a_save_that_is_given_up_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaving: str) -> None:
+def test_cancelled_save_deletes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaving: str) -> None:
     async def work(service: Service, home: Home) -> None:
         settled, _ = await generated(service)
         writing, go_on, written = threading.Event(), threading.Event(), threading.Event()
@@ -151,7 +151,7 @@ def test_a_save_that_is_given_up_leaves_no_file(tmp_path: Path, monkeypatch: pyt
     in_service(tmp_path, work)
 
 
-def test_prompts_are_kept_within_their_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_store_evicts_beyond_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(service: Service, home: Home) -> None:
         first, *_, last = [await service.render_prompt("chat", BODY, 10) for _ in range(4)]
         assert service.prompts.get(first.id) and service.prompts.tokens_stored == 4 * len(last.tokens)
@@ -170,7 +170,7 @@ def test_prompts_are_kept_within_their_limits(tmp_path: Path, monkeypatch: pytes
     in_service(tmp_path, work)
 
 
-def test_what_is_saved_is_restored_and_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_kv_is_restored_and_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "SAMPLE_BYTES_MIN", 1)
 
     async def work(service: Service, home: Home) -> None:
@@ -187,7 +187,7 @@ def test_what_is_saved_is_restored_and_continued(tmp_path: Path, monkeypatch: py
     in_service(tmp_path, work)
 
 
-def test_cancel_tells_how_a_request_ended(tmp_path: Path) -> None:
+def test_cancel_returns_result_of_ended_request(tmp_path: Path) -> None:
     async def work(service: Service, home: Home) -> None:
         settled, _ = await generated(service, "early")
         assert await service.cancel("early") == settled
@@ -197,7 +197,7 @@ def test_cancel_tells_how_a_request_ended(tmp_path: Path) -> None:
     in_service(tmp_path, work)
 
 
-def test_exact_mode_names_its_grid_and_restores_nothing_off_it(tmp_path: Path) -> None:
+def test_exact_mode_reports_grid_and_refuses_restore_off_grid(tmp_path: Path) -> None:
     async def work(service: Service, home: Home) -> None:
         layout = service.read_status().layout
         assert layout is not None and (layout.grid, layout.dtype) == (64, "float32")
@@ -228,6 +228,6 @@ def test_fast_mode_has_no_grid(tmp_path: Path) -> None:
     in_service(tmp_path, work, "--kv-bits", "8", "--kv-group-size", "32")
 
 
-def test_exact_mode_needs_chunks_of_two_tokens() -> None:
+def test_exact_mode_needs_steps_of_two_tokens() -> None:
     with pytest.raises(BackendConfigError, match="expected at least 2 with --reuse exact"):
         parse_config(["--home", "h", "--model", "m", "--reuse", "exact", "--prefill-step-size", "1"])

@@ -36,7 +36,7 @@ def drained(backend: Live, timeout_s: float, hurry: asyncio.Event) -> "asyncio.T
     return asyncio.ensure_future(drain(backend.service, timeout_s, hurry))
 
 
-def test_what_runs_ends_by_itself_and_nothing_new_begins(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_drain_lets_running_requests_end_and_refuses_new_ones(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: Live) -> None:
         later = await backend.prompt()
         async with backend.generation("a", await backend.prompt(FEW)) as response:
@@ -62,7 +62,7 @@ def test_what_runs_ends_by_itself_and_nothing_new_begins(tiny_folder: FolderOf, 
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_what_is_in_the_background_is_not_waited_for(
+def test_drain_cancels_background_requests(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draining, "SAVES_WAIT_S", 0.01)  # nobody saves what the other one leaves
@@ -85,7 +85,7 @@ def test_what_is_in_the_background_is_not_waited_for(
 
 
 @pytest.mark.parametrize("ending", ["the time is over", "in a hurry"])
-def test_what_does_not_end_is_cancelled_and_kept(
+def test_drain_timeout_cancels_and_keeps_kv(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
     monkeypatch.setattr(draining, "SAVES_WAIT_S", 0.01)  # nobody saves it
@@ -107,7 +107,7 @@ def test_what_does_not_end_is_cancelled_and_kept(
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_an_engine_that_does_not_let_go_is_not_waited_for(
+def test_drain_does_not_wait_for_hanging_engine(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draining, "CANCEL_WAIT_S", 0.01)
@@ -124,12 +124,12 @@ def test_an_engine_that_does_not_let_go_is_not_waited_for(
 
 
 @pytest.mark.parametrize("seconds", ["-1", "nan", "inf"])
-def test_a_drain_timeout_is_a_number_of_seconds(seconds: str) -> None:
+def test_drain_timeout_flag_is_validated(seconds: str) -> None:
     with pytest.raises(BackendConfigError, match=r"--drain-timeout-s .*: expected a number of seconds, 0 or more"):
         parse_config(["--home", "h", "--model", "m", "--drain-timeout-s", seconds])
 
 
-def test_the_same_signal_again_is_a_hurry() -> None:
+def test_same_signal_twice_stops_at_once() -> None:
     async def run() -> None:
         signals = draining.StopSignals()
         os.kill(os.getpid(), signal.SIGINT)
@@ -224,7 +224,7 @@ def read_until(response: HTTPResponse, word: bytes) -> None:
     raise AssertionError(f"the stream ended without {word!r}")
 
 
-def test_a_process_that_is_told_to_stop_twice_ends_at_once_and_well(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_second_sigterm_ends_process_at_once_with_0(tiny_folder: FolderOf, tmp_path: Path) -> None:
     backend = Backend(tiny_folder("llama"), tmp_path, ["-m", "warmline_backend"], "--drain-timeout-s", "1000")
     with backend.running as running, backend.stream({**ENDLESS, "stream": True}) as response:
         read_until(response, b'"content":"')
@@ -239,7 +239,7 @@ def test_a_process_that_is_told_to_stop_twice_ends_at_once_and_well(tiny_folder:
         assert not backend.home.pid_file("backend").exists()
 
 
-def test_a_process_whose_device_is_broken_says_so_and_ends_with_1(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_broken_device_ends_process_with_1(tiny_folder: FolderOf, tmp_path: Path) -> None:
     order = tmp_path / "order"
     backend = Backend(tiny_folder("llama"), tmp_path, ["-c", BREAKING], str(order))
     with backend.running as running, backend.stream({**ENDLESS, "stream": True}) as response:
@@ -251,7 +251,7 @@ def test_a_process_whose_device_is_broken_says_so_and_ends_with_1(tiny_folder: F
         assert backend.code() == 1
 
 
-def test_a_process_does_not_wait_for_a_disk_that_does_not_answer(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_hanging_disk_does_not_delay_exit(tiny_folder: FolderOf, tmp_path: Path) -> None:
     backend = Backend(tiny_folder("llama"), tmp_path, ["-c", HANGING], says="the disk does not answer")
     with backend.running as running:
         backend.signal(signal.SIGTERM)
@@ -260,7 +260,7 @@ def test_a_process_does_not_wait_for_a_disk_that_does_not_answer(tiny_folder: Fo
         assert not backend.home.pid_file("backend").exists()
 
 
-def test_a_clean_stop_stays_one_whatever_libraries_do_at_the_end(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_abort_at_exit_does_not_change_exit_code(tiny_folder: FolderOf, tmp_path: Path) -> None:
     backend = Backend(tiny_folder("llama"), tmp_path, ["-c", ABORTING])
     with backend.running as running:
         backend.signal(signal.SIGTERM)
@@ -268,9 +268,7 @@ def test_a_clean_stop_stays_one_whatever_libraries_do_at_the_end(tiny_folder: Fo
         assert not any("at work" in line for line in running.seen)
 
 
-def test_a_second_backend_on_a_home_is_refused_before_it_touches_anything(
-    tiny_folder: FolderOf, tmp_path: Path
-) -> None:
+def test_second_backend_on_home_is_refused_before_writing(tiny_folder: FolderOf, tmp_path: Path) -> None:
     """It would sweep the first one's drafts, and write what that one's name stands in."""
     model = tiny_folder("llama")
     first = Backend(model, tmp_path, ["-m", "warmline_backend"])

@@ -12,7 +12,7 @@ from warmline_common.protocol.tokens import TOKEN_BYTES, pack_tokens
 FolderOf = Callable[..., Path]
 
 
-def test_tokens_become_the_text_that_they_say(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_detokenize_returns_texts(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: Live) -> None:
         prompt = await backend.prompt({"messages": [{"role": "user", "content": "Grüße, 世界 "}]})
         second_half = 1 + len(b"user\nGr") + 1  # one token opens the message, then a token is a byte
@@ -26,7 +26,7 @@ def test_tokens_become_the_text_that_they_say(tiny_folder: FolderOf, tmp_path: P
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_what_is_no_text_is_refused(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_invalid_sequences_are_refused(tiny_folder: FolderOf, tmp_path: Path) -> None:
     many = pack_tokens([1]) * (loaded.TEXTS_TOKENS_MAX + 1)
 
     async def work(backend: Live) -> None:

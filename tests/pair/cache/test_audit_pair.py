@@ -78,7 +78,7 @@ def falsify(path: Path) -> None:
     write_segment_file(path, header.meta, tensors, read_tokens(path) if header.meta.kind == "segment" else b"")
 
 
-def test_what_is_whole_agrees_with_a_cold_run(pair: Pair, mode: str) -> None:
+def test_audit_of_intact_files_agrees(pair: Pair, mode: str) -> None:
     talk = Talk(pair, mode, "whole")
     talk.turn()
     in_memory = talk.turn()
@@ -93,7 +93,7 @@ def test_what_is_whole_agrees_with_a_cold_run(pair: Pair, mode: str) -> None:
     assert not pair.cachectl("inspect")["quarantined"]
 
 
-def test_an_audit_catches_a_file_that_lies(pair: Pair, mode: str) -> None:
+def test_audit_detects_false_file(pair: Pair, mode: str) -> None:
     talk = Talk(pair, mode, "lies")
     talk.turn()
     talk.falsify()
@@ -111,7 +111,7 @@ def test_an_audit_catches_a_file_that_lies(pair: Pair, mode: str) -> None:
     assert not pair.cachectl("verify", "--deep")["findings"]
 
 
-def test_what_it_shares_with_others_stays(pair: Pair, mode: str) -> None:
+def test_shared_segments_survive_quarantine(pair: Pair, mode: str) -> None:
     one, other = Talk(pair, mode, "one"), Talk(pair, mode, "other")
     shared = one.turn().prompt_tokens
     other.messages = list(one.messages)
@@ -131,7 +131,7 @@ def test_what_it_shares_with_others_stays(pair: Pair, mode: str) -> None:
     assert not pair.cachectl("verify", "--deep")["findings"]
 
 
-def test_a_replay_catches_a_file_that_lies(pair: Pair, mode: str) -> None:
+def test_replay_detects_false_file(pair: Pair, mode: str) -> None:
     talk = Talk(pair, mode, "replayed")
     talk.turn()
     talk.falsify()

@@ -32,9 +32,7 @@ def last_place(tokens: int) -> int:
 
 
 @pytest.mark.parametrize("family", ["glm_moe_dsa", "qwen3_5", "gemma3"])
-def test_every_turn_is_warm_and_its_numbers_are_those_of_a_cold_one(
-    family: str, tiny_folder: FolderOf, tmp_path: Path
-) -> None:
+def test_warm_logprobs_equal_cold_in_exact_mode(family: str, tiny_folder: FolderOf, tmp_path: Path) -> None:
     flags = ("--reuse", "exact", "--prefill-step-size", str(GRID))
     with Pair(tmp_path, tiny_folder(family), *flags) as pair:
         if openblas.is_openblas_needed() and openblas.find_library():

@@ -48,7 +48,7 @@ def files(pair: Pair) -> list[Path]:
     return sorted(pair.home.segments.rglob("*.safetensors"))
 
 
-def test_what_is_shared_is_stored_once(pair: Pair) -> None:
+def test_shared_prefix_is_stored_once(pair: Pair) -> None:
     first = ask(pair, user("Tell me about the sea, please."))
     assert stored(pair)["tokens"] == len(first) // TOKEN_BYTES
     second = ask(pair, user("What do you know of mountains?"))
@@ -59,7 +59,7 @@ def test_what_is_shared_is_stored_once(pair: Pair) -> None:
     check_files(pair)
 
 
-def test_a_branch_stores_its_own_tail_alone(pair: Pair) -> None:
+def test_diverging_conversation_stores_only_its_tail(pair: Pair) -> None:
     opening = user("Count the ships.")
     answer: Message = {"role": "assistant", "content": pair.chat(opening, max_tokens=TOKENS).text}
     trunk = ask(pair, [*opening, answer, {"role": "user", "content": "And the red ones among them?"}])
@@ -71,7 +71,7 @@ def test_a_branch_stores_its_own_tail_alone(pair: Pair) -> None:
     check_files(pair)
 
 
-def test_a_repeat_stores_nothing(pair: Pair) -> None:
+def test_repeated_conversation_stores_nothing(pair: Pair) -> None:
     ask(pair, user("Say it again."))
     before, paths = stored(pair), files(pair)
     ask(pair, user("Say it again."))
