@@ -195,7 +195,7 @@ class KvTransfer:
                 states = [await self._save_checkpoint(request, ref, job) for ref in request.checkpoints]
         except BaseException:  # also a cancelled caller: no caller will name these files
             ids = [*(spec.id for spec in request.segments), *(ref.id for ref in request.checkpoints)]
-        for file_id in ids:  # all: one may be written and not reported yet
+            for file_id in ids:  # all: one may be written and not reported yet
                 disk.delete(self._home.segment_file(file_id))
             raise
         seconds = time.monotonic() - began

@@ -1,5 +1,4 @@
-"""Exact mode: whatever a request starts from and whoever runs beside it, each row of its log-probabilities is a cold
-run's, bit for bit.
+"""Exact mode: warm or batched, each row of a request's log-probabilities equals a cold run's bit for bit.
 
 Run by test_exact.py, in a process that has OpenBLAS: with the reference BLAS most of this would hold by luck.
 """
@@ -16,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from support.backend.cold_runs import cold_logprobs
-from support.backend.engine_driver import Drive, Heard, cut_chain, loader, save
+from support.backend.engine_driver import Drive, EventLog, cut_chain, loader, save
 from support.backend.families import FAMILIES, prompt_of, served
 from warmline_backend.generation.events import GenerationEvent
 from warmline_backend.generation.sequence import Sequence
@@ -40,13 +39,13 @@ def drive_of(family: str, root: Path, step: int = GRID) -> Drive:
 
 
 def noting(note: Callable[[list[GenerationEvent], NDArray[np.float32]], object]) -> Callable[[DecodeGroup], Told]:
-    """A step of a decode group that shows each of its sequences' rows."""
+    """A step of a decode group that also records each sequence's row."""
     step = DecodeGroup.step
 
     def noted(group: DecodeGroup) -> Told:
         told = step(group)
         for sequence, _, row in told:
-            events: Any = sequence.request.listener  # the bound `append` of what a Heard has heard
+            events: Any = sequence.request.listener  # the bound `append` of what a EventLog has heard
             note(events.__self__, np.array(row.astype(mx.float32)))
         return told
 
@@ -62,7 +61,7 @@ class Recorder:
     def note(self, events: list[GenerationEvent], row: NDArray[np.float32]) -> None:
         self._told.append((events, row))
 
-    def of(self, heard: Heard) -> Rows:
+    def of(self, heard: EventLog) -> Rows:
         return [row for events, row in self._told if events is heard.events]
 
 
@@ -75,7 +74,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 @cache
 def cold(model: str, root: Path, step: int, prompt: tuple[int, ...], tokens: int) -> Rows:
-    """A cold answer, by an engine that reuses nothing, alone."""
+    """A cold answer, computed alone by an engine without reuse."""
     rows: Rows = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DecodeGroup, "step", noting(lambda _, row: rows.append(row)))
@@ -84,7 +83,7 @@ def cold(model: str, root: Path, step: int, prompt: tuple[int, ...], tokens: int
 
 
 def assert_cold(found: Rows, drive: Drive, root: Path, prompt: list[int]) -> None:
-    """These are the rows of a cold run, all their bits."""
+    """Assert that these rows equal a cold run's in all bits."""
     step = drive.scheduler.settings.prefill_step_size
     assert_same(found, cold(drive.served.name, root, step, tuple(prompt), len(found)))
 
@@ -119,23 +118,23 @@ def test_cold_run_equals_mlx_lm_in_grid_chunks(family: str, root: Path, recorder
 def test_residents_end_on_grid(family: str, root: Path) -> None:
     drive = drive_of(family, root)
     for length, answer, left in ((LENGTH, 2, 192), (193, 4, 192), (192, 2, 144), (49, 2, 48), (48, 4, 0)):
-        settled = drive.run(prompt_of(length), answer).settled
-        assert (settled.prefilled_until, settled.generated) == (left, b"")
-        assert bool(settled.resident) == bool(left)
-        assert settled.checkpoints == ([left] if left and drive.served.layout.has_states else [])
-        assert not settled.positions or settled.positions[-1] == left
+        result = drive.run(prompt_of(length), answer).result
+        assert (result.prefilled_until, result.generated) == (left, b"")
+        assert bool(result.resident) == bool(left)
+        assert result.checkpoints == ([left] if left and drive.served.layout.has_states else [])
+        assert not result.positions or result.positions[-1] == left
 
 
 def test_checkpoints_off_grid_cut_no_chunk(root: Path) -> None:
     heard = drive_of("qwen3_5", root).run(prompt_of(LENGTH), 2, checkpoints=(30, 96, 100, 200))
-    assert heard.chunks == [48, 96, 144, 192, 204] and heard.settled.checkpoints == [96, 192]
+    assert heard.chunks == [48, 96, 144, 192, 204] and heard.result.checkpoints == [96, 192]
     plain = Drive(served("qwen3_5", root), step=GRID, keeps=False).run(prompt_of(LENGTH), 2, checkpoints=(30, 96))
     assert plain.chunks == heard.chunks
 
 
 def test_residents_are_not_continued_off_grid(root: Path) -> None:
     drive = drive_of("llama", root)
-    resident = drive.run(prompt_of(LENGTH), 4).settled.resident
+    resident = drive.run(prompt_of(LENGTH), 4).result.resident
     for position in (100, 191, 193):
         with pytest.raises(ResidentMismatchError, match=f"can't be continued at {position}"):
             drive.submit(prompt_of(LENGTH), resident=resident, reuse=position, keep=True)
@@ -149,15 +148,15 @@ def test_residents_are_not_continued_off_grid(root: Path) -> None:
     ("family", "step"), [*((family, GRID) for family in ALL), ("gemma3", 24), ("baichuan_m1", 24), ("gemma3", 7)]
 )
 def test_consecutive_turns(family: str, step: int, root: Path, recorder: Recorder) -> None:
-    """What was decoded is prefilled again; the window has wrapped by then."""
+    """Decoded tokens are prefilled again; the window has wrapped by then."""
     drive, prompt = drive_of(family, root, step), prompt_of(100)
     heard = drive.run(prompt, 40)  # past the next place of the grid
     for turn in range(2):
-        settled = heard.settled
-        assert settled.prefilled_until == (len(prompt) - 1) // step * step
+        result = heard.result
+        assert result.prefilled_until == (len(prompt) - 1) // step * step
         prompt = [*prompt, *(int(row.argmax()) for row in recorder.of(heard)), *prompt_of(31 + turn, turn + 3)]
-        heard = drive.run(prompt, ANSWER, resident=settled.resident, reuse=settled.prefilled_until)
-        assert heard.reused == settled.prefilled_until
+        heard = drive.run(prompt, ANSWER, resident=result.resident, reuse=result.prefilled_until)
+        assert heard.reused == result.prefilled_until
         assert_cold(recorder.of(heard), drive, root, prompt)
 
 
@@ -166,9 +165,9 @@ def test_prompt_ends_right_after_grid(family: str, length: int, root: Path, reco
     """The first decode step, or a chunk of one token, continues the grid itself."""
     drive, prompt = drive_of(family, root), prompt_of(length)
     first = drive.run(prompt, ANSWER)
-    again = drive.run(prompt, ANSWER, resident=first.settled.resident, reuse=192)
-    onward = drive.run(other_end(210, length), ANSWER, resident=again.settled.resident, reuse=192)
-    assert again.chunks == [193][: length - 193] and again.settled.prefilled_until == 192
+    again = drive.run(prompt, ANSWER, resident=first.result.resident, reuse=192)
+    onward = drive.run(other_end(210, length), ANSWER, resident=again.result.resident, reuse=192)
+    assert again.chunks == [193][: length - 193] and again.result.prefilled_until == 192
     assert_same(recorder.of(again), recorder.of(first))
     assert_cold(recorder.of(first), drive, root, prompt)
     assert_cold(recorder.of(onward), drive, root, other_end(210, length))
@@ -176,15 +175,15 @@ def test_prompt_ends_right_after_grid(family: str, length: int, root: Path, reco
 
 @pytest.mark.parametrize("family", ALL)
 def test_copy_and_original_resident(family: str, root: Path, recorder: Recorder) -> None:
-    """Both go on at once."""
+    """Both continue at once."""
     drive = drive_of(family, root)
     trunk = drive.run(prompt_of(LENGTH), ANSWER, checkpoints=(96,))
-    resident, places = trunk.settled.resident, trunk.settled.positions
+    resident, places = trunk.result.resident, trunk.result.positions
     at = 96 if not places or 96 in places else 192
     prompts = (other_end(250, at), other_end(220, 192, 4))
     branch = drive.submit(prompts[0], ANSWER, resident=resident, reuse=at, keep=True)[1]
     onward = drive.submit(prompts[1], ANSWER, resident=resident, reuse=192)[1]
-    drive.until(lambda: branch.over and onward.over)
+    drive.until(lambda: branch.is_ended and onward.is_ended)
     assert (branch.reused, onward.reused) == (at, 192)
     assert_cold(recorder.of(branch), drive, root, prompts[0])
     assert_cold(recorder.of(onward), drive, root, prompts[1])
@@ -193,7 +192,7 @@ def test_copy_and_original_resident(family: str, root: Path, recorder: Recorder)
 @pytest.mark.parametrize("family", ALL)
 def test_restored_from_disk(family: str, root: Path, recorder: Recorder, tmp_path: Path) -> None:
     drive, fresh = drive_of(family, root), drive_of(family, root)
-    resident = drive.run(prompt_of(LENGTH), ANSWER, checkpoints=(48, 96)).settled.resident
+    resident = drive.run(prompt_of(LENGTH), ANSWER, checkpoints=(48, 96)).result.resident
     chain, checkpoints = save(drive.scheduler.save_source.find_kv(192, resident_id=resident), tmp_path, [64, 130, 192])
     for position in (48, 96, 192):
         prompt = other_end(LENGTH, position)
@@ -214,9 +213,9 @@ def test_resumed_after_cancel_in_prefill(family: str, root: Path, recorder: Reco
         name, cut = drive.submit(prompt, ANSWER)
         while len(cut.chunks) < chunks:
             next(drive.scheduler.step())
-        settled = drive.scheduler.cancel(name)
-        assert settled is not None and settled.prefilled_until == left
-        again = drive.run(prompt, ANSWER, resident=settled.resident, reuse=left)
+        result = drive.scheduler.cancel(name)
+        assert result is not None and result.prefilled_until == left
+        again = drive.run(prompt, ANSWER, resident=result.resident, reuse=left)
         assert_cold(recorder.of(again), drive, root, prompt)
 
 
@@ -226,8 +225,8 @@ def test_detached_prefill_ends_with_last_savable_token(family: str, root: Path) 
     name, alone = drive.submit(prompt_of(LENGTH), ANSWER)
     drive.until(lambda: alone.chunks == [48])
     assert drive.scheduler.detach(name)
-    drive.until(lambda: alone.over)
-    assert alone.chunks == [48, 96, 144, 192] and alone.settled.prefilled_until == 192
+    drive.until(lambda: alone.is_ended)
+    assert alone.chunks == [48, 96, 144, 192] and alone.result.prefilled_until == 192
     name, alone = drive.submit(prompt_of(LENGTH), ANSWER)
     drive.until(lambda: alone.chunks[-1:] == [192])
     assert not drive.scheduler.detach(name), "nothing is left to be done that would be kept"
@@ -235,20 +234,20 @@ def test_detached_prefill_ends_with_last_savable_token(family: str, root: Path) 
 
 @pytest.mark.parametrize("family", ALL)
 def test_resumed_after_cancel_in_decode(family: str, root: Path, recorder: Recorder) -> None:
-    """Past the next place of the grid: what was decoded there is given up too."""
+    """Past the next multiple of the grid, decoded rows there are dropped too."""
     drive, prompt = drive_of(family, root), prompt_of(140)
     name, cut = drive.submit(prompt, 500)
     drive.until(lambda: len(recorder.of(cut)) > GRID)
-    settled = drive.scheduler.cancel(name)
-    assert settled is not None and settled.prefilled_until == 96
-    again = drive.run(prompt, ANSWER, resident=settled.resident, reuse=96)
+    result = drive.scheduler.cancel(name)
+    assert result is not None and result.prefilled_until == 96
+    again = drive.run(prompt, ANSWER, resident=result.resident, reuse=96)
     assert_cold(recorder.of(again), drive, root, prompt)
     assert_same(recorder.of(again), recorder.of(cut)[:ANSWER])
 
 
 @pytest.mark.parametrize("family", ALL)
 def test_follower(family: str, root: Path, recorder: Recorder) -> None:
-    """At the leader's last place on the grid before the wanted one; also when it has long gone on."""
+    """From the leader's last grid position before the requested one, also long after the leader has passed it."""
     drive = drive_of(family, root)
     name, leader = drive.submit(prompt_of(LENGTH), 30)
     prompts = [other_end(230, shared, shared) for shared in (130, 200, 203)]
@@ -258,12 +257,12 @@ def test_follower(family: str, root: Path, recorder: Recorder) -> None:
     ]
     drive.until(lambda: len(recorder.of(leader)) > 10)
     followers.append(drive.submit(prompts[2], ANSWER, follow=name, reuse=203)[1])
-    drive.until(lambda: leader.over and all(each.over for each in followers))
+    drive.until(lambda: leader.is_ended and all(each.is_ended for each in followers))
     assert [each.reused for each in followers] == [96, 192, 192]
     for prompt, heard in zip(prompts, followers, strict=True):
         assert_cold(recorder.of(heard), drive, root, prompt)
     assert_cold(recorder.of(leader)[:ANSWER], drive, root, prompt_of(LENGTH))
-    assert leader.settled.prefilled_until == 192
+    assert leader.result.prefilled_until == 192
 
 
 def test_follower_off_grid_is_refused(root: Path) -> None:
@@ -281,7 +280,7 @@ def test_concurrent_requests(family: str, others: int, root: Path, recorder: Rec
     drive.until(lambda: all(len(recorder.of(heard)) > 1 for _, heard in beside))
     assert [len(group.sequences) for group in drive.scheduler._queues.groups] == [1] * others
     first = drive.run(prompt_of(LENGTH), ANSWER)
-    again = drive.run(prompt_of(LENGTH), ANSWER, resident=first.settled.resident, reuse=192)
+    again = drive.run(prompt_of(LENGTH), ANSWER, resident=first.result.resident, reuse=192)
     for name, _ in beside:
         drive.scheduler.cancel(name)
     for heard in (first, again):
@@ -294,7 +293,7 @@ def test_concurrent_requests(family: str, others: int, root: Path, recorder: Rec
 def test_seeded_sampling(family: str, root: Path, recorder: Recorder) -> None:
     drive, options = drive_of(family, root), {"temperature": 1.0, "top_p": 0.9, "seed": 5}
     first = drive.run(prompt_of(LENGTH), 30, **options)
-    warm = drive.run(prompt_of(LENGTH), 30, resident=first.settled.resident, reuse=192, **options)
+    warm = drive.run(prompt_of(LENGTH), 30, resident=first.result.resident, reuse=192, **options)
     assert warm.text == first.text
     assert_same(recorder.of(warm), recorder.of(first))
 
@@ -317,14 +316,14 @@ def test_nothing_past_grid_is_saved(family: str, root: Path) -> None:
     assert all(end <= 192 for _, end, _ in kv.journal) and all(at <= 192 for at in kv.checkpoints)
     drive.scheduler.save_source.mark_saved("", name, 192)
     drive.scheduler.cancel(name)
-    assert drive.run(prompt_of(LENGTH), 4, resident=running.settled.resident, reuse=192).reused == 192
+    assert drive.run(prompt_of(LENGTH), 4, resident=running.result.resident, reuse=192).reused == 192
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("gemma3", "qwen3_5")])
 def test_long_answer_leaves_small_buffers(family: str, root: Path, recorder: Recorder) -> None:
-    """What is kept of it is a part: memory for the rest would push others out."""
+    """Only a part of it is kept: memory for the rest would evict others."""
     drive = drive_of(family, root)
-    resident = drive.run(prompt_of(100), 200).settled.resident  # its room ends at 512
+    resident = drive.run(prompt_of(100), 200).result.resident  # its room ends at 512
     kv = drive.scheduler.residents.find_kv(resident)
     assert kv is not None and kv.buffer_rows == kv.length == 96
     assert drive.scheduler.residents.bytes_held < 1.1 * drive.served.kv_bytes(96) + drive.served.state_bytes
@@ -343,8 +342,8 @@ def test_rollback_point_is_counted_and_released(family: str, root: Path) -> None
     with_it, kv.rollback_window = drive.scheduler.running_bytes, (0, {})
     assert with_it - drive.scheduler.running_bytes == kept
     drive.scheduler.cancel(name)
-    assert heard.settled.resident == "", "without it there is no way back"
-    left = drive.run(prompt_of(LENGTH), 60).settled.resident
+    assert heard.result.resident == "", "without it there is no way back"
+    left = drive.run(prompt_of(LENGTH), 60).result.resident
     resident = drive.scheduler.residents.find_kv(left)
     assert resident is not None and resident.rollback_window == (0, {})
 
@@ -354,10 +353,10 @@ def test_rollback_point_is_counted_and_released(family: str, root: Path) -> None
 
 @pytest.mark.parametrize("family", ALL)
 def test_fast_mode_differs_from_cold_run(family: str, root: Path, recorder: Recorder) -> None:
-    """A BLAS that rounds alike whatever it is given would let all of the above pass."""
+    """Control: a BLAS that rounds alike for all shapes would pass all other cases."""
     drive = Drive(served(family, root), step=GRID)
     first = drive.run(prompt_of(LENGTH), 30)
     prompt = prompt_of(LENGTH) + first.generated + prompt_of(5, 4)
-    warm = drive.run(prompt, ANSWER, resident=first.settled.resident, reuse=len(prompt) - 5)
+    warm = drive.run(prompt, ANSWER, resident=first.result.resident, reuse=len(prompt) - 5)
     with pytest.raises(pytest.fail.Exception, match="rows differ"):
         assert_cold(recorder.of(warm), drive, root, prompt)

@@ -1,4 +1,4 @@
-"""`--prefill-step-size auto`: which step is chosen, how far measuring goes, and that it is remembered."""
+"""`--prefill-step-size auto`: the choice, the extent of measuring, and that it is remembered."""
 
 import asyncio
 import json
@@ -66,7 +66,7 @@ def test_smallest_step_near_best_is_chosen(speeds: dict[int, float], step: int) 
 
 
 def test_steps_are_compared_over_same_tokens() -> None:
-    """Attention makes later tokens dearer, which is no reason against longer steps: each chunk costs 0.1 s beside it.
+    """Attention makes later tokens slower, which is no reason against longer steps: each chunk costs 0.1 s beside it.
 
     By tokens/s from an empty context, 1,024 would seem to be best.
     """

@@ -1,4 +1,4 @@
-"""The engine thread: it answers whoever asks, and its end is noticed by all who wait."""
+"""The engine thread: commands, heartbeat, snapshot, and its end."""
 
 from concurrent.futures import Future
 from dataclasses import replace
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.backend.engine_driver import Drive, Heard
+from support.backend.engine_driver import Drive, EventLog
 from support.backend.families import prompt_of, served
 from warmline_backend.engine.engine import Engine, EngineStoppedError
 from warmline_backend.generation.events import EndedEvent, GenerationEvent, PrefillProgress, TokenEvent
@@ -26,8 +26,8 @@ def started(root: Path) -> Engine:
     return engine
 
 
-def generation(name: str, ended: "Future[Heard]", max_tokens: int = 5) -> GenerationRequest:
-    heard = Heard()
+def generation(name: str, ended: "Future[EventLog]", max_tokens: int = 5) -> GenerationRequest:
+    heard = EventLog()
 
     def listen(event: GenerationEvent) -> None:
         heard.events.append(event)
@@ -38,11 +38,11 @@ def generation(name: str, ended: "Future[Heard]", max_tokens: int = 5) -> Genera
 
 
 def test_snapshot_shows_resident_at_end(root: Path) -> None:
-    engine, ended = started(root), Future[Heard]()
+    engine, ended = started(root), Future[EventLog]()
     engine.submit(lambda scheduler: scheduler.submit(generation("a", ended))).result(WAIT_S)
     heard = ended.result(WAIT_S)
-    assert [resident.id for resident in engine.snapshot.residents] == [heard.settled.resident]
-    assert engine.submit(lambda scheduler: scheduler.residents.delete(heard.settled.resident)).result(WAIT_S)
+    assert [resident.id for resident in engine.snapshot.residents] == [heard.result.resident]
+    assert engine.submit(lambda scheduler: scheduler.residents.delete(heard.result.resident)).result(WAIT_S)
     assert engine.snapshot.residents == []
     engine.stop()
     engine.ended.result(WAIT_S)
@@ -54,11 +54,11 @@ def test_snapshot_shows_resident_at_end(root: Path) -> None:
 def test_cancel_takes_effect_after_present_step(
     root: Path, moment: type[GenerationEvent], prefilled_until: int
 ) -> None:
-    """Asked for in the middle of a turn, which would go on for eight tokens."""
+    """Cancelled in the middle of a turn, which would go on for eight tokens."""
     engine = Engine(lambda: Drive(served.__wrapped__("llama", root), step=16).scheduler)
     engine.start()
     engine.loaded.result(WAIT_S)
-    ended, cancelled = Future[Heard](), list[Future[GenerationResult | None]]()
+    ended, cancelled = Future[EventLog](), list[Future[GenerationResult | None]]()
     wanted = generation("a", ended, 1000)
 
     def listen(event: GenerationEvent) -> None:
@@ -68,15 +68,15 @@ def test_cancel_takes_effect_after_present_step(
 
     engine.submit(lambda scheduler: scheduler.submit(replace(wanted, listener=listen))).result(WAIT_S)
     heard = ended.result(WAIT_S)
-    assert cancelled[0].result(WAIT_S) == heard.settled
-    assert (heard.settled.finish, heard.settled.prefilled_until) == ("cancelled", prefilled_until)
+    assert cancelled[0].result(WAIT_S) == heard.result
+    assert (heard.result.finish, heard.result.prefilled_until) == ("cancelled", prefilled_until)
     assert sum(isinstance(event, moment) and bool(getattr(event, "done", 1)) for event in heard.events) == 1
     engine.stop()
     engine.ended.result(WAIT_S)
 
 
 def test_stop_takes_effect_after_present_step(root: Path) -> None:
-    engine, ended = started(root), Future[Heard]()
+    engine, ended = started(root), Future[EventLog]()
     wanted = generation("a", ended, 1000)
     pieces: list[GenerationEvent] = []
 

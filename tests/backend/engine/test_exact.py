@@ -1,7 +1,7 @@
-"""Runs exact_cases.py where it proves something: in a process of its own, with OpenBLAS in place of the reference BLAS.
+"""Runs exact_cases.py in a process of its own, with OpenBLAS in place of the reference BLAS.
 
-A BLAS can only be chosen before a process starts.  Where there is no OpenBLAS to choose (on macOS, with CUDA), what mlx
-computes with rounds differently from shape to shape anyway, and the cases' own control says so.
+A BLAS can only be chosen before a process starts.  Where there is no OpenBLAS to choose (on macOS, with CUDA), mlx's
+results differ from shape to shape anyway, as the cases' own control checks.
 """
 
 import os

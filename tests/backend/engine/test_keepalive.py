@@ -1,4 +1,4 @@
-"""An idle engine is kept awake: a token for nobody whenever it has had nothing to compute for a while."""
+"""Keepalive of an idle engine: one dropped token after each idle period."""
 
 import queue
 import threading
@@ -23,7 +23,7 @@ KEEPALIVE_S = 5.0
 
 
 class Mailbox:
-    """The engine's, in which a wait with a limit ends only when the test says that the time is up."""
+    """The engine's queue, in which a wait with a timeout ends only when the test says so."""
 
     def __init__(self) -> None:
         self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -45,7 +45,7 @@ TIME_IS_UP = object()
 
 
 class Kept:
-    """An engine with such a mailbox, and a clock that stands still but for `clock[0]`."""
+    """An engine with such a queue, and a clock that stands still but for `clock[0]`."""
 
     def __init__(
         self, root: Path, monkeypatch: pytest.MonkeyPatch, keepalive_s: float = KEEPALIVE_S, rest_s: float = 0.0
@@ -61,13 +61,13 @@ class Kept:
         self.engine.loaded.result(WAIT_S)
 
     def idle(self) -> float | None:
-        """Once it waits: for how long it is going to."""
+        """Timeout of the engine's wait, once it waits."""
         wait = self.mailbox.waits.get(timeout=WAIT_S)
         self._wait = wait or 0.0
         return wait
 
     def time_is_up(self) -> None:
-        """It has waited for so long."""
+        """Advance the clock by the timeout and end the wait."""
         self.clock[0] += self._wait
         self.mailbox.put(TIME_IS_UP)
 
@@ -164,7 +164,7 @@ def test_without_keepalive_engine_waits_without_limit(root: Path, monkeypatch: p
 
 
 def test_snapshot_at_rest_has_present_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last step computes one ahead, which may hold memory when everybody has gone."""
+    """The last step computes one ahead, which may hold memory after all requests have ended."""
     kept = Kept(root, monkeypatch, rest_s=1.0)
     ahead = [mx.zeros((1 << 18,))]
     mx.eval(ahead)

@@ -1,4 +1,4 @@
-"""What a step that fails costs: its batch, or less, and the process only where the device is gone."""
+"""Failed steps: the loss of a batch or less, and of the process only with the device."""
 
 import weakref
 from dataclasses import replace
@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from support.backend.engine_driver import Drive, Heard
+from support.backend.engine_driver import Drive, EventLog
 from support.backend.families import cold, prompt_of, served
 from warmline_backend.scheduler.decode_group import DecodeGroup
 from warmline_backend.scheduler.scheduler import FAILED_STEPS_MAX, DeviceBrokenError
@@ -44,10 +44,10 @@ def test_failed_step_discards_only_its_batch(root: Path) -> None:
     _, one = drive.submit(prompt_of(40), 30)
     _, mate = drive.submit(prompt_of(41, 2), 30)
     _, apart = drive.submit(prompt_of(400, 3), 30)
-    drive.until(lambda: one.over and mate.over and apart.over)
+    drive.until(lambda: one.is_ended and mate.is_ended and apart.is_ended)
     for heard in (one, mate):
-        assert (heard.settled.finish, heard.settled.resident) == ("discarded", "")
-        assert "a planted fault" in heard.settled.error
+        assert (heard.result.finish, heard.result.resident) == ("discarded", "")
+        assert "a planted fault" in heard.result.error
     assert apart.generated == cold(served("llama", root), "llama", prompt_of(400, 3), 30).tokens
     assert drive.run(prompt_of(40), 5).generated == cold(served("llama", root), "llama", prompt_of(40), 5).tokens
 
@@ -55,7 +55,7 @@ def test_failed_step_discards_only_its_batch(root: Path) -> None:
 def test_failed_prefill_is_reported_and_not_retried(root: Path) -> None:
     drive = failing(root, 1)
     heard = drive.run(prompt_of(40))
-    assert heard.settled.finish == "discarded" and drive.scheduler.is_idle
+    assert heard.result.finish == "discarded" and drive.scheduler.is_idle
     assert drive.run(prompt_of(40), 5).generated == cold(served("llama", root), "llama", prompt_of(40), 5).tokens
 
 
@@ -63,11 +63,11 @@ def test_too_many_failed_steps_end_process(root: Path) -> None:
     drive = failing(root, 0)
     for number in range(FAILED_STEPS_MAX - 1):
         drive.scheduler.finisher.discard([], Planted(number))
-        drive.turn()
-    assert drive.run(prompt_of(40), 5).settled.finish == "length"
+        drive.step()
+    assert drive.run(prompt_of(40), 5).result.finish == "length"
     drive.scheduler.finisher.discard([], Planted("the last"))
     with pytest.raises(DeviceBrokenError, match="steps have failed"):
-        drive.turn()
+        drive.step()
 
 
 def test_broken_device_ends_turn(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,14 +76,14 @@ def test_broken_device_ends_turn(root: Path, monkeypatch: pytest.MonkeyPatch) ->
     drive.until(lambda: len(heard.events) > 3)
     monkeypatch.setattr(FailsAt, "__call__", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(DeviceBrokenError, match="division by zero"):
-        drive.turn()
-    assert heard.settled.finish == "discarded"
+        drive.step()
+    assert heard.result.finish == "discarded"
     with pytest.raises(ZeroDivisionError):
         drive.scheduler.probe()
 
 
-def decoding_together(drive: Drive) -> tuple[str, Heard, Heard]:
-    """Two in one batch.  The first one's name, and both."""
+def decoding_together(drive: Drive) -> tuple[str, EventLog, EventLog]:
+    """Two requests in one batch: the first one's id, and both logs."""
     (name, one), (_, other) = (drive.submit(prompt_of(60, seed), 50) for seed in (1, 2))
     drive.until(lambda: len(drive.scheduler._queues.groups) == 1 and min(len(one.events), len(other.events)) > 5)
     return name, one, other
@@ -95,16 +95,16 @@ def can_not_be_left(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_failed_batch_removal_discards_the_rest(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would go on with the rows of the one that has left."""
+    """Otherwise it would go on with the rows of the removed one."""
     drive = Drive(served("llama", root))
     name, one, other = decoding_together(drive)
     can_not_be_left(drive, monkeypatch)
-    settled = drive.scheduler.cancel(name)
-    assert settled is not None and (settled.finish, settled.resident) == ("cancelled", "")
-    assert (other.settled.finish, other.settled.resident) == ("discarded", "")
+    result = drive.scheduler.cancel(name)
+    assert result is not None and (result.finish, result.resident) == ("cancelled", "")
+    assert (other.result.finish, other.result.resident) == ("discarded", "")
     assert cold(drive.served, "llama", prompt_of(60, 2), 50).tokens[: len(other.generated)] == other.generated
-    drive.turn()
-    assert one.over and drive.scheduler.is_idle
+    drive.step()
+    assert one.is_ended and drive.scheduler.is_idle
 
 
 def test_failed_command_at_rest_checks_device(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,11 +115,11 @@ def test_failed_command_at_rest_checks_device(root: Path, monkeypatch: pytest.Mo
     assert drive.scheduler.is_idle
     monkeypatch.setattr(drive.scheduler, "probe", lambda: 1 / 0)
     with pytest.raises(DeviceBrokenError):
-        drive.turn()
+        drive.step()
 
 
 def test_discarded_batch_is_freed_before_probe(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What filled the memory must not keep the token from being computed that shows whether the device still does."""
+    """The batch that filled the memory must not make the probe fail."""
     drive = Drive(served("llama", root))
     _, one, other = decoding_together(drive)
     (group,) = drive.scheduler._queues.groups
@@ -128,14 +128,14 @@ def test_discarded_batch_is_freed_before_probe(root: Path, monkeypatch: pytest.M
     at_probe: list[object] = []
     monkeypatch.setattr(drive.scheduler, "probe", lambda: at_probe.extend([each() for each in held]))
     monkeypatch.setattr(DecodeGroup, "step", lambda group: 1 / 0)
-    drive.until(lambda: one.over and other.over)
+    drive.until(lambda: one.is_ended and other.is_ended)
     assert at_probe == [None] * (2 + len(drive.served.layout.leaves))
 
 
 def test_end_event_is_sent_when_on_changed_fails(root: Path) -> None:
     drive = Drive(served("llama", root))
     drive.scheduler.finisher.on_changed = lambda: 1 / 0  # type: ignore[assignment, return-value]
-    assert drive.run(prompt_of(20), 3).settled.finish == "length"
+    assert drive.run(prompt_of(20), 3).result.finish == "length"
 
 
 def test_token_failure_ends_only_its_request(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,8 +145,8 @@ def test_token_failure_ends_only_its_request(root: Path, monkeypatch: pytest.Mon
     drive.until(lambda: len(bad.events) > 3)
     sequence = next(s for s in drive.scheduler._queues if s.request.prompt == prompt_of(50))
     monkeypatch.setattr(sequence.output_parser, "add", lambda token: 1 / 0)
-    drive.until(lambda: bad.over and good.over)
-    assert bad.settled.finish == "error" and "division" in bad.settled.error
+    drive.until(lambda: bad.is_ended and good.is_ended)
+    assert bad.result.finish == "error" and "division" in bad.result.error
     assert good.generated == cold(drive.served, "llama", prompt_of(50, 2), 30).tokens
 
 
@@ -160,6 +160,6 @@ def test_failed_finish_discards_only_its_batch(root: Path, monkeypatch: pytest.M
     group = next(group for group in drive.scheduler._queues.groups if sequence in group.sequences)
     monkeypatch.setattr(sequence.output_parser, "add", lambda token: 1 / 0)
     monkeypatch.setattr(group, "remove", lambda sequence: 1 / 0)
-    drive.until(lambda: bad.over and mate.over and apart.over)
-    assert (bad.settled.finish, mate.settled.finish, apart.settled.finish) == ("error", "discarded", "length")
+    drive.until(lambda: bad.is_ended and mate.is_ended and apart.is_ended)
+    assert (bad.result.finish, mate.result.finish, apart.result.finish) == ("error", "discarded", "length")
     assert drive.run(prompt_of(50), 5).generated == cold(drive.served, "llama", prompt_of(50), 5).tokens

@@ -1,4 +1,4 @@
-"""Rows of one tenant are nobody else's, whatever the proxy asks for: residents and requests say whose they are."""
+"""Tenants: residents and running requests are refused to other roots."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ MINE, THEIRS = b"m" * 16, b"t" * 16
 
 def test_resident_of_other_root_is_refused(root: Path) -> None:
     drive, prompt = Drive(served("llama", root)), prompt_of(70)
-    resident = drive.run(prompt, 2, root=MINE).settled.resident
+    resident = drive.run(prompt, 2, root=MINE).result.resident
     assert [each.root for each in drive.scheduler.residents.list_residents()] == [MINE]
     for other in (THEIRS, b""):
         for keep in (True, False):
@@ -28,5 +28,5 @@ def test_leader_of_other_root_is_refused(root: Path) -> None:
     with pytest.raises(ResidentMismatchError, match="another tenant"):
         drive.submit(prompt, 2, follow=name, reuse=64, root=THEIRS)
     _, follower = drive.submit(prompt, 2, follow=name, reuse=64, root=MINE)
-    drive.until(lambda: leader.over and follower.over)
+    drive.until(lambda: leader.is_ended and follower.is_ended)
     assert follower.reused == 64

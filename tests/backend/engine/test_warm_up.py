@@ -1,4 +1,4 @@
-"""What is computed for nobody at a start: what requests meet, as far as the time allows; and it leaves nothing."""
+"""Warm-up: all kinds of work, within the time limit, without side effects."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def settings(step: int = 32, *, exact: bool = False, budget: int = 1 << 30) -> S
 
 
 class Watched:
-    """What chunks, joined batches and steps came by."""
+    """Records chunks, merged batches and steps."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.chunks: list[tuple[int, int]] = []  # where it began, how long it was
@@ -85,7 +85,7 @@ def test_prompt_lengths_grow_to_full_chunk_and_selection(
 
 
 def test_warm_up_ends_at_time_limit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock on which a token takes a second: what would not be done in time is not begun."""
+    """With a clock of 1 s a token: jobs that would end too late are not begun."""
     clock, chunk = [0.0], Sequence.prefill_chunk
 
     def slow(sequence: Sequence, tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""The cold runs themselves: repeatable, the same in other chunks within a tolerance, and compared as they should be."""
+"""Cold runs: repeatable, equal in other chunks within a tolerance, and correctly compared."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What is remembered of how long steps take."""
+"""Measured rates of steps and transfers."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def test_slow_decode_step_counts_while_recent() -> None:
 
 
 def test_small_restores_do_not_distort_restore_rate() -> None:
-    """Else a conversation of a gigabyte would be prefilled again after some of a few kilobytes had been restored."""
+    """Otherwise a conversation of 1 GB would be prefilled again after a few restores of some kB."""
     rates = Rates()
     for _ in range(20):
         rates.record_restore(100_000, 0.02)

@@ -1,4 +1,4 @@
-"""Sampling: filters as mlx-lm's, randomness a sequence's own, faults its own too."""
+"""Sampling: mlx-lm's filters, random keys and faults per sequence."""
 
 import threading
 from typing import Any
@@ -192,7 +192,7 @@ def test_picked_logprobs_are_sorted() -> None:
 
 
 def decoded(model: Any, requests: list[GenerationParams], prompts: list[list[int]]) -> list[list[int]]:
-    """What mlx-lm's batch classes decode for these requests together."""
+    """Tokens that mlx-lm's batch classes decode for these requests together."""
     fault = SamplerFault()
     batch = PromptProcessingBatch(
         model,

@@ -1,4 +1,4 @@
-"""Rows and states through files and back: the continuation is the cold run's, whatever position is restored."""
+"""Rows and states through files and back: the continuation equals the cold run from any restored position."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,7 +32,7 @@ def positions(drive: Drive, tokens: int) -> list[int]:
 def test_any_position_restores(family: str, root: Path, tmp_path: Path) -> None:
     drive = Drive(served(family, root), step=50)
     turn = drive.run(PROMPT, 40, checkpoints=CHECKPOINTS)
-    kv = drive.scheduler.save_source.find_kv(1, resident_id=turn.settled.resident)
+    kv = drive.scheduler.save_source.find_kv(1, resident_id=turn.result.resident)
     tokens = list(kv.tokens)
     assert tokens == PROMPT + turn.generated and len(tokens) == 210
     chain, checkpoints = save(kv, tmp_path, [64, 100, 210])
@@ -48,14 +48,14 @@ def test_any_position_restores(family: str, root: Path, tmp_path: Path) -> None:
         warm = drive.run(prompt, 10, resident=restored, reuse=position)
         truth = cold(drive.served, family, prompt, 10)
         assert compare_greedy(truth.tokens, warm.generated, truth.margins, tolerance(family)), position
-        assert warm.settled.timings.prefilled == 20
+        assert warm.result.timings.prefilled == 20
     check_cut(drive, tmp_path, tokens, chain, checkpoints)
 
 
 def check_cut(
     drive: Drive, folder: Path, tokens: list[int], chain: list[SegmentRef], checkpoints: list[CheckpointRef]
 ) -> None:
-    """The same is read out of a last file that was cut where it is left, and no more can be."""
+    """A last file truncated at the restored position still restores it, and no more."""
     until, whole = CHECKPOINTS[-1], chain[-1]
     cut = SegmentRef(id="c" * 32, start=whole.start, end=until, upto=until)
     with (folder / f"{whole.id}.safetensors").open("rb") as file:
@@ -77,12 +77,10 @@ def check_cut(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_restored_conversation_saves_only_its_tail(family: str, root: Path, tmp_path: Path) -> None:
-    """Save, restore, go on, save only what is new, restore all of it: each file has its own rows and no more."""
+    """Save, restore, continue, save the new rows, restore all: each file has only its own rows."""
     drive = Drive(served(family, root), step=50)
     turn = drive.run(PROMPT, 40)
-    chain, checkpoints = save(
-        drive.scheduler.save_source.find_kv(1, resident_id=turn.settled.resident), tmp_path, [210]
-    )
+    chain, checkpoints = save(drive.scheduler.save_source.find_kv(1, resident_id=turn.result.resident), tmp_path, [210])
     tokens = PROMPT + turn.generated
     read = loader(drive.served, tmp_path, POOL).load(
         pack_tokens(tokens), chain, checkpoints[-1] if checkpoints else None, lambda: False
@@ -90,7 +88,7 @@ def test_restored_conversation_saves_only_its_tail(family: str, root: Path, tmp_
     resident = drive.scheduler.install_resident("", read.build(drive.served.layout))
     prompt = tokens + prompt_of(60, 3)
     more = drive.run(prompt, 45, resident=resident, reuse=210)
-    kv = drive.scheduler.save_source.find_kv(1, resident_id=more.settled.resident)
+    kv = drive.scheduler.save_source.find_kv(1, resident_id=more.result.resident)
     rows = kv.slice_rows(210, kv.length)
     assert {array.shape[2] for array in rows.values()} == {kv.length - 210}
     if drive.served.layout.window:
@@ -101,7 +99,7 @@ def test_restored_conversation_saves_only_its_tail(family: str, root: Path, tmp_
 def test_file_sizes_match_rows(root: Path, tmp_path: Path) -> None:
     for family in FAMILIES:
         drive = Drive(served(family, root))
-        kv = drive.scheduler.save_source.find_kv(1, resident_id=drive.run(PROMPT, 40).settled.resident)
+        kv = drive.scheduler.save_source.find_kv(1, resident_id=drive.run(PROMPT, 40).result.resident)
         folder = tmp_path / family
         folder.mkdir()
         chain, _ = save(kv, folder, [3, 64, 210])
@@ -112,7 +110,7 @@ def test_file_sizes_match_rows(root: Path, tmp_path: Path) -> None:
 
 def test_files_are_valid_safetensors(root: Path, tmp_path: Path) -> None:
     drive = Drive(served("deepseek_v32", root))
-    kv = drive.scheduler.save_source.find_kv(1, resident_id=drive.run(PROMPT, 4).settled.resident)
+    kv = drive.scheduler.save_source.find_kv(1, resident_id=drive.run(PROMPT, 4).result.resident)
     chain, _ = save(kv, tmp_path, [174])
     path = tmp_path / f"{chain[0].id}.safetensors"
     with safe_open(path, "numpy") as file:
@@ -125,7 +123,7 @@ def test_files_are_valid_safetensors(root: Path, tmp_path: Path) -> None:
 @pytest.fixture
 def stored(root: Path, tmp_path: Path) -> tuple[Drive, list, bytes, Path]:  # type: ignore[type-arg]
     drive = Drive(served("llama", root))
-    kv = drive.scheduler.save_source.find_kv(1, resident_id=drive.run(PROMPT, 30).settled.resident)
+    kv = drive.scheduler.save_source.find_kv(1, resident_id=drive.run(PROMPT, 30).result.resident)
     chain, _ = save(kv, tmp_path, [64, 128, 200])
     return drive, chain, pack_tokens(kv.tokens), tmp_path
 
@@ -186,7 +184,7 @@ def test_segment_after_other_tokens_is_foreign(root: Path, tmp_path: Path) -> No
     folders = [tmp_path / name for name in "ab"]
     for folder, prompt in zip(folders, (PROMPT, [*prompt_of(64, 5), *PROMPT[64:]]), strict=True):
         folder.mkdir()
-        kv = drive.scheduler.save_source.find_kv(1, resident_id=drive.run(prompt, 1).settled.resident)
+        kv = drive.scheduler.save_source.find_kv(1, resident_id=drive.run(prompt, 1).result.resident)
         chain, _ = save(kv, folder, [64, 128, 170])
     tokens, path = pack_tokens(PROMPT), folders[0] / f"{chain[1].id}.safetensors"
     path.write_bytes((folders[1] / path.name).read_bytes())
@@ -202,9 +200,7 @@ def test_checkpoint_after_other_tokens_is_foreign(root: Path, tmp_path: Path) ->
     folders = [tmp_path / name for name in "ab"]
     for folder, prompt in zip(folders, (PROMPT, prompt_of(170, 5)), strict=True):
         folder.mkdir()
-        kv = drive.scheduler.save_source.find_kv(
-            1, resident_id=drive.run(prompt, 1, checkpoints=(90,)).settled.resident
-        )
+        kv = drive.scheduler.save_source.find_kv(1, resident_id=drive.run(prompt, 1, checkpoints=(90,)).result.resident)
         chain, checkpoints = save(kv, folder, [90])
     (at,) = (ref for ref in checkpoints if ref.position == 90)
     path = folders[0] / f"{at.id}.safetensors"
@@ -244,7 +240,7 @@ def test_running_request_can_be_saved(root: Path, tmp_path: Path) -> None:
         tokens = list(kv.tokens)
         kv.capture_checkpoint()
         chain, checkpoints = save(kv, folder, [at])
-        drive.until(lambda heard=heard: heard.over)  # type: ignore[misc]
+        drive.until(lambda heard=heard: heard.is_ended)  # type: ignore[misc]
         last = checkpoints[-1] if checkpoints else None
         read = loader(drive.served, folder, POOL).load(pack_tokens(tokens), chain, last, lambda: False)
         restored = drive.scheduler.install_resident("", read.build(drive.served.layout))

@@ -1,4 +1,4 @@
-"""A prefill that goes on alone: it finishes when nobody else needs the engine, and gives way to whoever does."""
+"""Detached prefills: finished only on an idle engine, and ended first for memory and places."""
 
 from pathlib import Path
 
@@ -16,13 +16,13 @@ def test_detached_prefill_finishes_and_leaves_resident(family: str, root: Path) 
     name, heard = drive.submit(prompt_of(130), 8)
     drive.until(lambda: len(heard.chunks) == 1)
     assert drive.scheduler.detach(name)
-    drive.until(lambda: heard.over)
-    assert (heard.settled.finish, heard.settled.prefilled_until) == ("cancelled", 129)
+    drive.until(lambda: heard.is_ended)
+    assert (heard.result.finish, heard.result.prefilled_until) == ("cancelled", 129)
     assert not any(isinstance(event, TokenEvent) for event in heard.events) and drive.scheduler.is_idle
-    again = drive.run(prompt_of(130), 8, resident=heard.settled.resident, reuse=129)
+    again = drive.run(prompt_of(130), 8, resident=heard.result.resident, reuse=129)
     truth = cold(drive.served, family, prompt_of(130), 8)
     assert compare_greedy(truth.tokens, again.generated, truth.margins, tolerance(family))
-    assert again.settled.timings.prefilled == 1
+    assert again.result.timings.prefilled == 1
 
 
 def test_detached_prefill_computes_only_alone(root: Path) -> None:
@@ -33,8 +33,8 @@ def test_detached_prefill_computes_only_alone(root: Path) -> None:
     _, other = drive.submit(prompt_of(300, 2), 100)
     drive.until(lambda: other.chunks[-1:] == [299])
     assert len(alone.chunks) == 1, "though it was the shorter one, and passed over 15 times"
-    drive.until(lambda: alone.over)
-    assert alone.settled.prefilled_until == 99 and not other.over, "but not behind answers"
+    drive.until(lambda: alone.is_ended)
+    assert alone.result.prefilled_until == 99 and not other.is_ended, "but not behind answers"
 
 
 def test_follower_makes_detached_prefill_attended(root: Path) -> None:
@@ -44,10 +44,10 @@ def test_follower_makes_detached_prefill_attended(root: Path) -> None:
     assert drive.scheduler.detach(name)
     _, follower = drive.submit(prompt_of(100), 8, follow=name, reuse=99)
     _, other = drive.submit(prompt_of(300, 2), 1)
-    drive.until(lambda: follower.over)
-    assert leader.settled.finish == "cancelled" and not other.over
+    drive.until(lambda: follower.is_ended)
+    assert leader.result.finish == "cancelled" and not other.is_ended
     assert follower.generated == cold(drive.served, "llama", prompt_of(100), 8).tokens
-    assert leader.settled.resident in drive.scheduler.residents
+    assert leader.result.resident in drive.scheduler.residents
 
 
 def test_detach_without_prefill_is_refused(root: Path) -> None:
@@ -58,8 +58,8 @@ def test_detach_without_prefill_is_refused(root: Path) -> None:
     for name in (decoding, queued, "nobody"):
         assert not drive.scheduler.detach(name)
     drive.scheduler.cancel(queued)
-    drive.until(lambda: stream.over)
-    assert stream.settled.finish == "length"
+    drive.until(lambda: stream.is_ended)
+    assert stream.result.finish == "length"
     keeps_nothing = Drive(served("llama", root), step=20, keeps=False)
     name, heard = keeps_nothing.submit(prompt_of(60), 4)
     keeps_nothing.until(lambda: bool(heard.chunks))
@@ -73,12 +73,12 @@ def test_waiting_detached_request_needs_follower(root: Path) -> None:
     name, leader = drive.submit(prompt_of(60), 4)
     second, follower = drive.submit(prompt_of(60), 4, follow=name, reuse=59)
     assert drive.scheduler.detach(name)
-    drive.turn()
-    assert not leader.over
+    drive.step()
+    assert not leader.is_ended
     drive.scheduler.cancel(second)
-    drive.turn()
-    assert leader.settled.finish == follower.settled.finish == "cancelled" and not running.over
-    drive.until(lambda: running.over)
+    drive.step()
+    assert leader.result.finish == follower.result.finish == "cancelled" and not running.is_ended
+    drive.until(lambda: running.is_ended)
 
 
 def test_detached_prefill_yields_memory(root: Path) -> None:
@@ -87,11 +87,11 @@ def test_detached_prefill_yields_memory(root: Path) -> None:
     drive.until(lambda: len(alone.chunks) == 2)
     assert drive.scheduler.detach(name)
     _, other = drive.submit(prompt_of(400, 2), 5)
-    drive.turn()
-    assert (alone.settled.finish, alone.settled.prefilled_until) == ("cancelled", 100)
-    drive.until(lambda: other.over)
+    drive.step()
+    assert (alone.result.finish, alone.result.prefilled_until) == ("cancelled", 100)
+    drive.until(lambda: other.is_ended)
     assert other.generated == cold(drive.served, "llama", prompt_of(400, 2), 5).tokens
-    assert alone.settled.resident in drive.scheduler.residents
+    assert alone.result.resident in drive.scheduler.residents
 
 
 def test_detached_prefill_is_kept_when_its_end_frees_too_little(root: Path) -> None:
@@ -103,22 +103,22 @@ def test_detached_prefill_is_kept_when_its_end_frees_too_little(root: Path) -> N
     drive.until(lambda: len(alone.chunks) == 2)
     assert drive.scheduler.detach(name)
     _, other = drive.submit(prompt_of(2200, 3), 4)  # has no room before the answer that runs has ended
-    drive.until(lambda: alone.over)
-    assert alone.settled.prefilled_until == 599 and not other.events and not running.over
+    drive.until(lambda: alone.is_ended)
+    assert alone.result.prefilled_until == 599 and not other.events and not running.is_ended
 
 
 def test_kv_to_save_counts_as_not_freed(root: Path) -> None:
-    """It has to be saved first, so that its end would free nothing."""
+    """Its KV has to be saved first, so its end would free nothing."""
     model = served("llama", root)
     drive = Drive(model, step=50, budget=model.kv_bytes(1500))
     name, alone = drive.submit(prompt_of(800), 8)
     drive.until(lambda: alone.chunks[-1:] == [750])
     assert drive.scheduler.detach(name)
     _, other = drive.submit(prompt_of(700, 2), 5)
-    drive.until(lambda: alone.over)
-    assert alone.settled.prefilled_until == 799 and not other.events
-    drive.saved(alone)
-    drive.until(lambda: other.over)
+    drive.until(lambda: alone.is_ended)
+    assert alone.result.prefilled_until == 799 and not other.events
+    drive.mark_saved(alone)
+    drive.until(lambda: other.is_ended)
 
 
 def test_detached_prefill_yields_to_restore(root: Path) -> None:
@@ -129,8 +129,8 @@ def test_detached_prefill_yields_to_restore(root: Path) -> None:
     drive.scheduler.admission.reserve("restore", 300_000, lambda: granted.append("restore"))
     assert not granted
     assert drive.scheduler.detach(name)
-    drive.turn()
-    assert alone.settled.finish == "cancelled" and granted
+    drive.step()
+    assert alone.result.finish == "cancelled" and granted
 
 
 def test_detached_prefill_yields_its_place(root: Path) -> None:
@@ -138,8 +138,8 @@ def test_detached_prefill_yields_its_place(root: Path) -> None:
     name, alone = drive.submit(prompt_of(600), 8)
     drive.until(lambda: len(alone.chunks) == 2)
     _, other = drive.submit(prompt_of(40, 2), 5)
-    drive.turn()
+    drive.step()
     assert not other.events
     assert drive.scheduler.detach(name)
-    drive.until(lambda: other.over)
-    assert alone.settled.prefilled_until == 150
+    drive.until(lambda: other.is_ended)
+    assert alone.result.prefilled_until == 150

@@ -1,4 +1,4 @@
-"""Who computes when: nobody's stream stands still for long, and no prompt waits for ever."""
+"""Fairness: running streams go on beside prefills, and no prompt starves."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_stream_continues_during_long_prefill(root: Path) -> None:
 
 
 class Clock:
-    """In place of the scheduler's: a chunk takes 8 s, a decode step a tenth of one."""
+    """Replaces the scheduler's clock: a chunk takes 8 s, a decode step 0.1 s."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -78,16 +78,16 @@ def test_new_prompt_precedes_owed_decode_steps(root: Path, monkeypatch: pytest.M
 
 
 def test_small_request_ends_between_two_long_chunks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of what decoding is owed is the newcomer's, too: it does not wait for another chunk in its midst."""
+    """Owed decode steps are also the new request's: it does not wait for another chunk in between."""
     Clock(monkeypatch)
     drive = Drive(served("llama", root), step=16)
     drive.submit(prompt_of(10), 2000)
     _, long = drive.submit(prompt_of(400), 2)
     drive.until(lambda: len(long.chunks) == 2)
     _, small = drive.submit(prompt_of(12), 20)
-    while not small.over:
+    while not small.is_ended:
         for _ in drive.scheduler.step():
-            if small.over:
+            if small.is_ended:
                 break
     assert len(long.chunks) == 2
 
@@ -97,9 +97,9 @@ def test_shortest_prompt_first_without_starvation(root: Path) -> None:
     _, long = drive.submit(prompt_of(400), 1)
     drive.until(lambda: len(long.chunks) == 2)
     _, short = drive.submit(prompt_of(12), 1)
-    drive.until(lambda: short.over)
+    drive.until(lambda: short.is_ended)
     assert len(long.chunks) <= 3
     seen = len(long.chunks)
     shorts = [drive.submit(prompt_of(12, seed), 1)[1] for seed in range(2, 2 + 3 * (CHUNKS_SKIPPED_MAX + 1))]
-    drive.until(lambda: all(one.over for one in shorts))
+    drive.until(lambda: all(one.is_ended for one in shorts))
     assert len(long.chunks) >= seen + 2

@@ -1,11 +1,11 @@
-"""The step loop: what it computes is what mlx-lm computes, whoever else is running, whatever is cancelled or fails."""
+"""The step loop: answers equal mlx-lm's, whatever else runs, is cancelled or fails."""
 
 from pathlib import Path
 
 import pytest
 
 from support.backend.cold_runs import compare_greedy
-from support.backend.engine_driver import Drive, Heard
+from support.backend.engine_driver import Drive, EventLog
 from support.backend.families import FAMILIES, cold, prompt_of, served, tolerance
 from warmline_backend.generation.events import PrefillProgress, TokenEvent
 from warmline_backend.generation.sequence import GenerationRequest, find_chunk_end
@@ -19,12 +19,12 @@ def test_concurrent_requests_equal_cold_runs(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=24)
     prompts = [prompt_of(length, seed) for seed, length in enumerate((20, 90, 61, 64, 33, 70), start=1)]
     heard = [drive.submit(prompt, 16)[1] for prompt in prompts]
-    drive.until(lambda: all(one.over for one in heard))
+    drive.until(lambda: all(one.is_ended for one in heard))
     for prompt, one in zip(prompts, heard, strict=True):
         truth = cold(drive.served, family, prompt, 16)
         assert compare_greedy(truth.tokens, one.generated, truth.margins, tolerance(family)), prompt
-        assert one.settled.prefilled_until == len(prompt) + 16
-        assert one.settled.timings.prefilled == len(prompt)
+        assert one.result.prefilled_until == len(prompt) + 16
+        assert one.result.timings.prefilled == len(prompt)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -32,11 +32,11 @@ def test_next_turn_prefills_only_new_tokens(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=50)
     first = drive.run(prompt_of(80), 12)
     prompt = prompt_of(80) + first.generated + prompt_of(30, 5)
-    second = drive.run(prompt, 12, resident=first.settled.resident, reuse=92)
+    second = drive.run(prompt, 12, resident=first.result.resident, reuse=92)
     truth = cold(drive.served, family, prompt, 12)
     assert compare_greedy(truth.tokens, second.generated, truth.margins, tolerance(family))
-    assert second.settled.timings.prefilled == 30
-    assert first.settled.resident not in drive.scheduler.residents, "its only continuation took it over"
+    assert second.result.timings.prefilled == 30
+    assert first.result.resident not in drive.scheduler.residents, "its only continuation took it over"
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gemma3"])
@@ -46,38 +46,38 @@ def test_copied_resident_is_unchanged(family: str, root: Path) -> None:
     first[:70] = shared
     trunk = drive.run(first, 4, checkpoints=(70,))
     branch = shared + prompt_of(40, 9)
-    other = drive.run(branch, 10, resident=trunk.settled.resident, reuse=70, keep=True)
+    other = drive.run(branch, 10, resident=trunk.result.resident, reuse=70, keep=True)
     truth = cold(drive.served, family, branch, 10)
     assert compare_greedy(truth.tokens, other.generated, truth.margins, tolerance(family))
-    assert other.settled.timings.prefilled == 40
+    assert other.result.timings.prefilled == 40
     onward = first + trunk.generated + prompt_of(5, 3)
-    again = drive.run(onward, 10, resident=trunk.settled.resident, reuse=404)
+    again = drive.run(onward, 10, resident=trunk.result.resident, reuse=404)
     truth = cold(drive.served, family, onward, 10)
     assert compare_greedy(truth.tokens, again.generated, truth.margins, tolerance(family))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_copy_and_original_do_not_interfere(family: str, root: Path) -> None:
-    """A copy and its original go on at once, each in its own way, in one batch where they can share one."""
+    """A copy and its original continue at once with different tokens, in one batch where possible."""
     drive = Drive(served(family, root))
     trunk = drive.run(prompt_of(60), 10)
     held = prompt_of(60) + trunk.generated
     prompts = [held + prompt_of(20, seed) for seed in (3, 4)]
-    resident = trunk.settled.resident
+    resident = trunk.result.resident
     both = [
         drive.submit(prompt, 20, resident=resident, reuse=70, keep=keep)[1]
         for prompt, keep in zip(prompts, (True, False), strict=True)
     ]
-    drive.until(lambda: all(one.over for one in both))
+    drive.until(lambda: all(one.is_ended for one in both))
     for prompt, one in zip(prompts, both, strict=True):
         truth = cold(drive.served, family, prompt, 20)
         assert compare_greedy(truth.tokens, one.generated, truth.margins, tolerance(family))
-        assert one.settled.timings.prefilled == 20
+        assert one.result.timings.prefilled == 20
 
 
 def test_mismatching_residents_are_refused(root: Path) -> None:
     drive = Drive(served("gemma3", root))
-    held = drive.run(prompt_of(60), 4).settled.resident
+    held = drive.run(prompt_of(60), 4).result.resident
     with pytest.raises(ResidentNotFoundError):
         drive.submit(prompt_of(80), resident="nobody", reuse=10)
     with pytest.raises(ResidentMismatchError, match="other tokens"):
@@ -92,11 +92,11 @@ def test_mismatching_residents_are_refused(root: Path) -> None:
 def test_state_without_its_window_is_unusable(root: Path) -> None:
     drive = Drive(served("baichuan_m1", root), step=50)
     first = drive.run(prompt_of(200), 8, checkpoints=(20, 100))
-    assert (first.settled.checkpoints, first.settled.positions) == ([20, 100, 208], [208])
+    assert (first.result.checkpoints, first.result.positions) == ([20, 100, 208], [208])
     with pytest.raises(ResidentMismatchError, match="can't be continued at 100"):
-        drive.submit(prompt_of(100) + prompt_of(10, 4), resident=first.settled.resident, reuse=100)
+        drive.submit(prompt_of(100) + prompt_of(10, 4), resident=first.result.resident, reuse=100)
     onward = prompt_of(200) + first.generated + prompt_of(10, 4)
-    more = drive.run(onward, 12, resident=first.settled.resident, reuse=208)
+    more = drive.run(onward, 12, resident=first.result.resident, reuse=208)
     truth = cold(drive.served, "baichuan_m1", onward, 12)
     assert compare_greedy(truth.tokens, more.generated, truth.margins, tolerance("baichuan_m1"))
 
@@ -104,9 +104,9 @@ def test_state_without_its_window_is_unusable(root: Path) -> None:
 def test_state_within_window_is_usable(root: Path) -> None:
     drive = Drive(served("baichuan_m1", root), step=50)
     first = drive.run(prompt_of(25), 2, checkpoints=(20,))
-    assert first.settled.positions == [20, 27]
+    assert first.result.positions == [20, 27]
     branch = prompt_of(20) + prompt_of(40, 4)
-    more = drive.run(branch, 12, resident=first.settled.resident, reuse=20)
+    more = drive.run(branch, 12, resident=first.result.resident, reuse=20)
     truth = cold(drive.served, "baichuan_m1", branch, 12)
     assert compare_greedy(truth.tokens, more.generated, truth.margins, tolerance("baichuan_m1"))
 
@@ -125,13 +125,13 @@ def test_cancelled_prefill_is_kept_and_resumed(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=20)
     name, cut = drive.submit(prompt_of(150), 8)
     drive.until(lambda: len(cut.chunks) == 3)
-    settled = drive.scheduler.cancel(name)
-    assert settled is not None and settled == cut.settled
-    assert (settled.finish, settled.prefilled_until, settled.generated) == ("cancelled", 60, b"")
-    again = drive.run(prompt_of(150), 8, resident=settled.resident, reuse=60)
+    result = drive.scheduler.cancel(name)
+    assert result is not None and result == cut.result
+    assert (result.finish, result.prefilled_until, result.generated) == ("cancelled", 60, b"")
+    again = drive.run(prompt_of(150), 8, resident=result.resident, reuse=60)
     truth = cold(drive.served, family, prompt_of(150), 8)
     assert compare_greedy(truth.tokens, again.generated, truth.margins, tolerance(family))
-    assert again.settled.timings.prefilled == 90
+    assert again.result.timings.prefilled == 90
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -141,7 +141,7 @@ def test_cancel_in_shared_batch_affects_no_other(family: str, root: Path) -> Non
     running = [drive.submit(prompt, 40) for prompt in prompts]
     drive.until(lambda: all(len(heard.events) > 10 for _, heard in running))
     gone = drive.scheduler.cancel(running[1][0])
-    drive.until(lambda: all(heard.over for _, heard in running))
+    drive.until(lambda: all(heard.is_ended for _, heard in running))
     assert gone is not None and gone.finish == "cancelled"
     for n, (_, heard) in enumerate(running):
         truth = cold(drive.served, family, prompts[n], 40)
@@ -161,11 +161,11 @@ def test_cancel_takes_effect_after_present_step(root: Path) -> None:
     for name, heard in running:
         work = drive.scheduler.step()
         next(work)
-        before, settled = len(heard.events), drive.scheduler.cancel(name)
+        before, result = len(heard.events), drive.scheduler.cancel(name)
         for _ in work:
             pass
-        assert settled is not None and settled.finish == "cancelled"
-        assert heard.over and len(heard.events) == before + 1, "not another token, not another chunk"
+        assert result is not None and result.finish == "cancelled"
+        assert heard.is_ended and len(heard.events) == before + 1, "not another token, not another chunk"
     assert drive.scheduler.is_idle
 
 
@@ -176,21 +176,21 @@ def test_commands_between_steps_may_end_all(root: Path) -> None:
     for _ in drive.scheduler.step():
         for name, _ in running:
             drive.scheduler.cancel(name)
-    assert all(heard.settled.finish == "cancelled" for _, heard in running) and drive.scheduler.is_idle
+    assert all(heard.result.finish == "cancelled" for _, heard in running) and drive.scheduler.is_idle
 
 
 def test_cancel_of_unknown_request_returns_none(root: Path) -> None:
     drive = Drive(served("llama", root))
     assert drive.scheduler.cancel("nobody") is None
     name, heard = drive.submit(prompt_of(30), 5)
-    settled = drive.scheduler.cancel(name)  # still queued
-    assert settled is not None and settled.prefilled_until == 0 and heard.over and drive.scheduler.is_idle
+    result = drive.scheduler.cancel(name)  # still queued
+    assert result is not None and result.prefilled_until == 0 and heard.is_ended and drive.scheduler.is_idle
 
 
 def test_reuse_off_leaves_no_resident(root: Path) -> None:
     drive = Drive(served("gemma3", root), keeps=False)
     heard = drive.run(prompt_of(100), 5)
-    assert heard.settled.resident == "" and len(drive.scheduler.residents) == 0
+    assert heard.result.resident == "" and len(drive.scheduler.residents) == 0
 
 
 def test_stop_words_eos_and_length_end_answers(root: Path) -> None:
@@ -198,8 +198,8 @@ def test_stop_words_eos_and_length_end_answers(root: Path) -> None:
     plain = drive.run(prompt_of(50), 20)
     word = plain.text[5:7]
     stopped = drive.run(prompt_of(50), 20, stop=(word,))
-    assert stopped.settled.finish == "stop" and stopped.text == plain.text[: plain.text.index(word)]
-    assert plain.settled.finish == "length" and len(plain.generated) == 20
+    assert stopped.result.finish == "stop" and stopped.text == plain.text[: plain.text.index(word)]
+    assert plain.result.finish == "length" and len(plain.generated) == 20
 
 
 def test_seed_gives_same_text_alone_and_batched(root: Path) -> None:
@@ -209,7 +209,7 @@ def test_seed_gives_same_text_alone_and_batched(root: Path) -> None:
     together = [
         drive.submit(prompt_of(50 + n), 20, **(wanted if n == 0 else {"temperature": 1.0}))[1] for n in range(3)
     ]
-    drive.until(lambda: all(one.over for one in together))
+    drive.until(lambda: all(one.is_ended for one in together))
     assert together[0].text == alone.text
     assert drive.run(prompt_of(50), 20, temperature=1.0, seed=12).text != alone.text
 
@@ -246,7 +246,7 @@ def test_chunks_end_at_checkpoints(start: int, end: int, checkpoints: tuple[int,
 def test_save_after_takeover_excludes_new_owners_tokens(root: Path) -> None:
     drive = Drive(served("llama", root))
     first = drive.run(prompt_of(80), 20)
-    resident = first.settled.resident
+    resident = first.result.resident
     name, _ = drive.submit(prompt_of(90) + prompt_of(200, 7), 5, resident=resident, reuse=80)  # leaves its tail behind
     drive.until(lambda: bool(drive.scheduler._queues.groups))
     assert drive.scheduler.save_source.find_kv(80, resident_id=resident).tokens[:80] == prompt_of(80)
@@ -257,10 +257,10 @@ def test_save_after_takeover_excludes_new_owners_tokens(root: Path) -> None:
 
 def test_request_without_resident_leaves_none(root: Path) -> None:
     drive = Drive(served("llama", root))
-    heard = Heard()
+    heard = EventLog()
     params = GenerationParams(max_tokens=3, ignore_eos=True)
     drive.scheduler.submit(
         GenerationRequest("direct", prompt_of(30), params, heard.events.append, leaves_resident=False)
     )
-    drive.until(lambda: heard.over)
-    assert heard.settled.resident == "" and len(drive.scheduler.residents) == 0
+    drive.until(lambda: heard.is_ended)
+    assert heard.result.resident == "" and len(drive.scheduler.residents) == 0

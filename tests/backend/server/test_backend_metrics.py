@@ -1,4 +1,4 @@
-"""What the backend tells Prometheus: of a real engine, through its own door."""
+"""Prometheus metrics of a real engine, through GET /metrics."""
 
 import asyncio
 import threading
@@ -10,7 +10,7 @@ import pytest
 
 from support.backend.engine_driver import Drive
 from support.backend.families import prompt_of, served
-from support.backend.live_backend import BODY, SECRET, WAIT_S, Live, live, settled, with_backend
+from support.backend.live_backend import BODY, SECRET, WAIT_S, LiveBackend, live, read_result, with_backend
 from support.metrics_text import Scraped
 from warmline_backend.engine import kv_transfer as storage
 from warmline_backend.generation.sequence import Sequence
@@ -28,7 +28,7 @@ ID = "a" * 32
 P = "warmline_backend_"
 
 
-async def scrape(backend: Live, **headers: str) -> Scraped:
+async def scrape(backend: LiveBackend, **headers: str) -> Scraped:
     async with backend.session.get("/metrics", headers=headers) as response:  # without a secret
         assert response.status == 200
         return Scraped(await response.text(), openmetrics="openmetrics" in response.content_type)
@@ -51,15 +51,15 @@ def test_step_stats_match_request_events(root: Path) -> None:
     drive = Drive(served("llama", root), step=16)
     _, one = drive.submit(prompt_of(40), 60)
     _, two = drive.submit(prompt_of(40, 2), 60)
-    drive.until(lambda: one.over and two.over)
-    tally, timings = drive.scheduler.step_stats, [each.settled.timings for each in (one, two)]
+    drive.until(lambda: one.is_ended and two.is_ended)
+    tally, timings = drive.scheduler.step_stats, [each.result.timings for each in (one, two)]
     assert tally.prefilled_tokens == sum(each.prefilled for each in timings) == 80
     assert tally.decoded_tokens == sum(each.decoded for each in timings) == 120
     assert tally.batch_sizes.sum == 120, "a token for each sequence of each step"
     assert tally.batch_sizes.count == tally.decode_seconds.count < 120, "two shared some steps"
     assert tally.chunk_seconds.count == 6, "39 tokens, 16 at a time, twice"
     assert {finish: count for finish, count in tally.finish_counts.items() if count} == {"length": 2}
-    drive.turn()
+    drive.step()
     assert tally.copy() is not tally and tally.copy().finish_counts == tally.finish_counts
 
 
@@ -96,11 +96,11 @@ def test_failure_reasons_are_single_words(error: BaseException, reason: str) -> 
 
 
 def test_exposition_has_all_metrics(tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work(backend: Live) -> None:
+    async def work(backend: LiveBackend) -> None:
         prompt = await backend.prompt()
         tokens = len(prompt.tokens) // 4
         async with backend.generation("a", prompt) as response:
-            ended = await settled(response)
+            ended = await read_result(response)
         kept = ended.prefilled_until
         save = SaveRequest(request_id="s", resident=ended.resident, segments=[SegmentSpec(id=ID, start=0, end=kept)])
         with monkeypatch.context() as planted:
@@ -174,7 +174,7 @@ def test_metrics_need_no_secret_on_loopback_while_loading(tiny_folder: FolderOf,
     asyncio.run(run())
 
 
-async def status_of(backend: Live, headers: dict[str, str]) -> int:
+async def status_of(backend: LiveBackend, headers: dict[str, str]) -> int:
     async with backend.session.get("/metrics", headers=headers) as response:
         assert isinstance(response, aiohttp.ClientResponse)
         return response.status

@@ -1,4 +1,4 @@
-"""What watchers are told: of an engine that loads, computes, hangs, waits or has ended."""
+"""Health and readiness of an engine that loads, computes, hangs, waits or has ended."""
 
 import asyncio
 import gc
@@ -9,7 +9,17 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from support.backend.live_backend import ENDLESS, WAIT_S, Chunks, Hold, Live, live, settled, until, with_backend
+from support.backend.live_backend import (
+    ENDLESS,
+    WAIT_S,
+    ChunkGate,
+    EngineHold,
+    LiveBackend,
+    live,
+    read_result,
+    read_until,
+    with_backend,
+)
 from warmline_backend.scheduler.scheduler import Scheduler
 from warmline_backend.server import health
 from warmline_common.protocol.messages import BackendStatus, HealthReply, decode
@@ -17,27 +27,27 @@ from warmline_common.protocol.messages import BackendStatus, HealthReply, decode
 FolderOf = Callable[..., Path]
 
 
-async def pulse(backend: Live) -> HealthReply:
+async def pulse(backend: LiveBackend) -> HealthReply:
     async with backend.session.get("/health") as response:  # without a secret
         assert response.status == 200
         return decode(await response.read(), HealthReply)
 
 
-async def at_rest(backend: Live) -> HealthReply:
-    """The engine has done all that it had to."""
+async def at_rest(backend: LiveBackend) -> HealthReply:
+    """Wait until the engine has nothing left to do."""
     async with asyncio.timeout(WAIT_S):
         while (told := await pulse(backend)).busy:
             pass
     return told
 
 
-async def ready(backend: Live) -> tuple[int, str]:
+async def ready(backend: LiveBackend) -> tuple[int, str]:
     status, reply = await backend.json("GET", "/ready")
     assert reply["ready"] == (status == 200)
     return status, reply["reason"]
 
 
-async def ready_at_rest(backend: Live) -> tuple[int, str]:
+async def ready_at_rest(backend: LiveBackend) -> tuple[int, str]:
     await at_rest(backend)
     return await ready(backend)
 
@@ -64,12 +74,12 @@ def test_health_while_model_loads(tiny_folder: FolderOf, tmp_path: Path) -> None
 
 
 def test_health_counts_steps_and_shows_hanging_step(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    async def work(backend: Live) -> None:
+    async def work(backend: LiveBackend) -> None:
         async with backend.generation("a", await backend.prompt()) as response:
-            assert (await settled(response)).finish == "length"
+            assert (await read_result(response)).finish == "length"
         idle = await at_rest(backend)
         assert idle.steps >= 7 and idle.step_age_s == 0.0  # a chunk and six tokens
-        async with Hold(backend.engine):
+        async with EngineHold(backend.engine):
             first, second = await pulse(backend), await pulse(backend)
             assert first.busy and first.ready and first.steps == second.steps
             assert 0 < first.step_age_s < second.step_age_s
@@ -79,16 +89,16 @@ def test_health_counts_steps_and_shows_hanging_step(tiny_folder: FolderOf, tmp_p
 
 
 def test_waiting_calls_get_engine_end(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    async def work(backend: Live) -> None:
+    async def work(backend: LiveBackend) -> None:
         async with backend.generation("a", await backend.prompt(ENDLESS)) as response:
-            await until(response, b'"content":"')
+            await read_until(response, b'"content":"')
 
             def break_it(scheduler: Scheduler) -> None:
                 scheduler._decode_group = lambda group: 1 / 0  # type: ignore[assignment, method-assign, return-value]
 
-            await backend.ask(break_it)
-            error = await until(response, b'"error"')
-            end = await settled(response)
+            await backend.run_on_engine(break_it)
+            error = await read_until(response, b'"error"')
+            end = await read_result(response)
         assert b"the engine has ended: division by zero" in error and b"[DONE]" not in error
         assert (end.finish, end.resident, end.error) == ("discarded", "", "the engine has ended: division by zero")
         told = await pulse(backend)
@@ -106,7 +116,7 @@ def test_idle_engine_is_ready_after_probe(
     probes: list[str] = []
     complaints: list[dict[str, object]] = []
 
-    async def work(backend: Live) -> None:
+    async def work(backend: LiveBackend) -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, complaint: complaints.append(complaint))
         scheduler = backend.engine.scheduler
         real = scheduler.probe
@@ -132,7 +142,7 @@ def test_idle_engine_is_ready_after_probe(
 
 
 def test_hanging_probe_is_not_ready(tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work(backend: Live) -> None:
+    async def work(backend: LiveBackend) -> None:
         begun, go_on = threading.Event(), threading.Event()
 
         def hang() -> None:
@@ -155,27 +165,27 @@ def test_hanging_probe_is_not_ready(tiny_folder: FolderOf, tmp_path: Path, monke
 def test_busy_engine_is_ready_while_step_is_young(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long a prefill takes: its chunks come."""
-    chunks = Chunks(monkeypatch)
+    """A long prefill keeps it ready as long as its chunks end."""
+    chunks = ChunkGate(monkeypatch)
 
-    async def work(backend: Live) -> None:
+    async def work(backend: LiveBackend) -> None:
         monkeypatch.setattr(backend.engine.scheduler, "probe", lambda: 1 / 0)
         async with backend.generation("a", await backend.prompt()):
-            await chunks.begun()
+            await chunks.wait_begun()
             assert await ready(backend) == (200, "")
             monkeypatch.setattr(health, "STEP_AGE_MAX_S", 0.0)
             status, reason = await ready(backend)
             assert status == 503 and reason.startswith("the engine's present step has been going on for ")
-            chunks.let_all_pass()
+            chunks.open_all()
 
     with_backend(tiny_folder("llama"), tmp_path, work, step=16)
 
 
 def test_shutting_down_process_is_not_ready(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    async def work(backend: Live) -> None:
+    async def work(backend: LiveBackend) -> None:
         backend.service.shut_down()
         assert await ready(backend) == (503, "shutting down")
-        async with Hold(backend.engine):
+        async with EngineHold(backend.engine):
             told = await pulse(backend)
             assert (told.ready, told.failure) == (False, "shutting down")
             assert told.busy and told.step_age_s > 0, "its engine is alive, and watched"
@@ -184,19 +194,21 @@ def test_shutting_down_process_is_not_ready(tiny_folder: FolderOf, tmp_path: Pat
 
 
 def test_memory_and_tasks_are_stable_over_requests(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    async def work(backend: Live) -> None:
+    async def work(backend: LiveBackend) -> None:
         async def told() -> BackendStatus:
-            """Once the step that decoding computes ahead is over: it ends after its request has, and holds memory."""
-            await backend.ask(lambda _: mx.synchronize())
+            """Process stats after the step that decoding computes ahead: it ends after its request, and holds
+            memory.
+            """
+            await backend.run_on_engine(lambda _: mx.synchronize())
             async with backend.call("GET", "/kv/status") as response:
                 return decode(await response.read(), BackendStatus)
 
         async def leave(name: str) -> None:
             async with backend.generation(name, await backend.prompt(ENDLESS)) as response:
-                await until(response, b'"content":"')
+                await read_until(response, b'"content":"')
                 status, _ = await backend.json("DELETE", f"/requests/{name}")
                 assert status == 200
-                resident = (await settled(response)).resident
+                resident = (await read_result(response)).resident
             assert await backend.service.delete_resident(resident)
 
         gc.collect()  # what other tests left in this process must not go while this one weighs

@@ -1,4 +1,4 @@
-"""How a process ends that was told to stop, or whose engine has ended."""
+"""Shutdown: drains, signals, and exits of a process whose engine has ended."""
 
 import asyncio
 import json
@@ -12,7 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from support.backend.live_backend import BODY, ENDLESS, WAIT_S, Hold, Live, settled, until, when, with_backend
+from support.backend.live_backend import (
+    BODY,
+    ENDLESS,
+    WAIT_S,
+    EngineHold,
+    LiveBackend,
+    read_result,
+    read_until,
+    wait_until,
+    with_backend,
+)
 from support.processes import Running, free_port
 from warmline_backend.config import BackendConfigError, parse_config
 from warmline_backend.server import shutdown as draining
@@ -32,15 +42,15 @@ FolderOf = Callable[..., Path]
 FEW = {**BODY, "max_tokens": 300}
 
 
-def drained(backend: Live, timeout_s: float, hurry: asyncio.Event) -> "asyncio.Task[None]":
+def drained(backend: LiveBackend, timeout_s: float, hurry: asyncio.Event) -> "asyncio.Task[None]":
     return asyncio.ensure_future(drain(backend.service, timeout_s, hurry))
 
 
 def test_drain_lets_running_requests_end_and_refuses_new_ones(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    async def work(backend: Live) -> None:
+    async def work(backend: LiveBackend) -> None:
         later = await backend.prompt()
         async with backend.generation("a", await backend.prompt(FEW)) as response:
-            await until(response, b'"content":"')
+            await read_until(response, b'"content":"')
             task = drained(backend, WAIT_S, asyncio.Event())
             await asyncio.sleep(0)
             new = [
@@ -51,7 +61,7 @@ def test_drain_lets_running_requests_end_and_refuses_new_ones(tiny_folder: Folde
             async with backend.generation("b", later) as refused:
                 new.append((refused.status, await refused.json()))
             assert [(status, reply["error"]["message"]) for status, reply in new] == [(503, "shutting down")] * 4
-            end = await settled(response)
+            end = await read_result(response)
             assert (end.finish, len(end.generated) // 4) == ("length", 300)
         assert not task.done(), "what it has left is not saved yet"
         spec = SegmentSpec(id="a" * 32, start=0, end=end.prefilled_until)
@@ -67,18 +77,18 @@ def test_drain_cancels_background_requests(
 ) -> None:
     monkeypatch.setattr(draining, "SAVES_WAIT_S", 0.01)  # nobody saves what the other one leaves
 
-    async def work(backend: Live) -> None:
+    async def work(backend: LiveBackend) -> None:
         audited = await backend.prompt({**BODY, "max_tokens": 1})
         async with backend.generation("a", await backend.prompt(ENDLESS)) as response:
-            await until(response, b'"content":"')
+            await read_until(response, b'"content":"')
             headers = {HEADER_REQUEST: "b", HEADER_PROMPT: audited.prompt_id, HEADER_BACKGROUND: "1"}
             async with backend.call("POST", "/v1/chat/completions", **headers) as background:
                 hurry = asyncio.Event()
                 task = drained(backend, WAIT_S, hurry)
-                assert (await settled(background)).finish == "cancelled"
+                assert (await read_result(background)).finish == "cancelled"
                 assert backend.service.inflight.request_ids == ["a"]
                 hurry.set()
-            assert (await settled(response)).finish == "cancelled"
+            assert (await read_result(response)).finish == "cancelled"
         await asyncio.wait_for(task, WAIT_S)
 
     with_backend(tiny_folder("llama"), tmp_path, work)
@@ -90,16 +100,16 @@ def test_drain_timeout_cancels_and_keeps_kv(
 ) -> None:
     monkeypatch.setattr(draining, "SAVES_WAIT_S", 0.01)  # nobody saves it
 
-    async def work(backend: Live) -> None:
+    async def work(backend: LiveBackend) -> None:
         async with backend.generation("a", await backend.prompt(ENDLESS)) as response:
-            await until(response, b'"content":"')
+            await read_until(response, b'"content":"')
             hurry = asyncio.Event()
             task = drained(backend, 0.01 if ending == "the time is over" else WAIT_S, hurry)
             if ending == "in a hurry":
                 await asyncio.sleep(0)
                 assert not task.done()
                 hurry.set()
-            end = await settled(response)
+            end = await read_result(response)
             assert end.finish == "cancelled" and end.resident
         await asyncio.wait_for(task, WAIT_S)
         assert backend.service.inflight.request_ids == []
@@ -112,13 +122,13 @@ def test_drain_does_not_wait_for_hanging_engine(
 ) -> None:
     monkeypatch.setattr(draining, "CANCEL_WAIT_S", 0.01)
 
-    async def work(backend: Live) -> None:
+    async def work(backend: LiveBackend) -> None:
         async with backend.generation("a", await backend.prompt(ENDLESS)) as response:
-            await until(response, b'"content":"')
-            async with Hold(backend.engine):
+            await read_until(response, b'"content":"')
+            async with EngineHold(backend.engine):
                 await asyncio.wait_for(drained(backend, 0.01, asyncio.Event()), WAIT_S)
                 assert backend.service.inflight.request_ids == ["a"]
-            assert (await settled(response)).finish == "cancelled"
+            assert (await read_result(response)).finish == "cancelled"
 
     with_backend(tiny_folder("llama"), tmp_path, work)
 
@@ -133,12 +143,12 @@ def test_same_signal_twice_stops_at_once() -> None:
     async def run() -> None:
         signals = draining.StopSignals()
         os.kill(os.getpid(), signal.SIGINT)
-        await when(signals.stop.is_set)
+        await wait_until(signals.stop.is_set)
         os.kill(os.getpid(), signal.SIGTERM)  # passed on by whoever got the other one too
-        await when(lambda: len(signals._received) == 2)
+        await wait_until(lambda: len(signals._received) == 2)
         assert not signals.stop_now.is_set()
         os.kill(os.getpid(), signal.SIGTERM)
-        await when(signals.stop_now.is_set)
+        await wait_until(signals.stop_now.is_set)
 
     asyncio.run(run())
 
@@ -217,7 +227,7 @@ class Backend:
         return self.running.process.wait(WAIT_S)
 
 
-def read_until(response: HTTPResponse, word: bytes) -> None:
+def read_lines_until(response: HTTPResponse, word: bytes) -> None:
     for line in response:
         if word in line:
             return
@@ -227,10 +237,10 @@ def read_until(response: HTTPResponse, word: bytes) -> None:
 def test_second_sigterm_ends_process_at_once_with_0(tiny_folder: FolderOf, tmp_path: Path) -> None:
     backend = Backend(tiny_folder("llama"), tmp_path, ["-m", "warmline_backend"], "--drain-timeout-s", "1000")
     with backend.running as running, backend.stream({**ENDLESS, "stream": True}) as response:
-        read_until(response, b'"content":"')
+        read_lines_until(response, b'"content":"')
         backend.signal(signal.SIGTERM)
         running.wait_for("shutting down: 1 requests have 1000 s to end")
-        read_until(response, b'"content":"')  # it goes on
+        read_lines_until(response, b'"content":"')  # it goes on
         backend.signal(signal.SIGTERM)
         rest = response.read()
         assert b'"code":"cancelled"' in rest and b"[DONE]" not in rest
@@ -243,7 +253,7 @@ def test_broken_device_ends_process_with_1(tiny_folder: FolderOf, tmp_path: Path
     order = tmp_path / "order"
     backend = Backend(tiny_folder("llama"), tmp_path, ["-c", BREAKING], str(order))
     with backend.running as running, backend.stream({**ENDLESS, "stream": True}) as response:
-        read_until(response, b'"content":"')
+        read_lines_until(response, b'"content":"')
         order.touch()
         rest = response.read()
         assert b"the engine has ended: the device is gone" in rest and b'"finish":"discarded"' in rest
@@ -269,7 +279,7 @@ def test_abort_at_exit_does_not_change_exit_code(tiny_folder: FolderOf, tmp_path
 
 
 def test_second_backend_on_home_is_refused_before_writing(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    """It would sweep the first one's drafts, and write what that one's name stands in."""
+    """Otherwise it would delete the first one's drafts, and overwrite its pid file."""
     model = tiny_folder("llama")
     first = Backend(model, tmp_path, ["-m", "warmline_backend"])
     with first.running:

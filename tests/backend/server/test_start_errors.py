@@ -1,4 +1,4 @@
-"""What a start says that comes to nothing."""
+"""Messages of a failed start."""
 
 import pytest
 

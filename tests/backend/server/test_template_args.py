@@ -1,4 +1,4 @@
-"""Arguments for a model's chat template: the server's are defaults, a request's own go first, key by key."""
+"""Arguments for a model's chat template: the server's are defaults, a request's own override them by key."""
 
 import asyncio
 import inspect
@@ -47,7 +47,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
 
 
 def tail(renderer: TemplateRenderer, **body: Any) -> str:
-    """What the prompt ends in, after the assistant's header."""
+    """End of the prompt, after the assistant's header."""
     tokens = renderer.render("chat", {"messages": [USER], **body}).tokens
     return str(renderer._wrapper.decode(tokens)).rpartition("assistant\n")[2]
 
@@ -156,7 +156,7 @@ def test_reserved_names_are_refused(given: str, message: str) -> None:
 
 
 def test_rendering_parameters_are_reserved() -> None:
-    """Whatever transformers calls it in the version that is here."""
+    """All parameter names of the installed version of transformers."""
     parameters = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     own = {name for name, parameter in parameters.items() if parameter.kind is not inspect.Parameter.VAR_KEYWORD}
     assert own - {"self"} <= RESERVED_KWARGS

@@ -1,4 +1,4 @@
-"""A client changes one thing in its prompt, for each reason there is, and `explain` names it with token and message."""
+"""`explain` names each kind of client change with token and message."""
 
 import json
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def body(system: str = SYSTEM, tools: list[Any] | None = None, **changes: str) -
 
 
 def asked(pair: Pair, sent: Body, **headers: str) -> Any:
-    """What `explain` says of it."""
+    """The reply of `explain`."""
     reply = pair.post("/v1/chat/completions", sent, **headers)
     assert reply.status == 200, reply.raw
     pair.settle()

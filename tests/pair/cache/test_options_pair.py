@@ -1,4 +1,4 @@
-"""What users of a model set at its start, over one real pair: template arguments, sampling, code that comes with it."""
+"""Model settings at the start, over one real pair: template arguments, sampling, code of the model."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ KEEPALIVE_S = 0.05
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama by another name, whose code comes with it."""
+    """A llama by another name, with code of its own."""
     folder = tiny_models.build("llama", tmp_path_factory.mktemp("options") / "model")
     (folder / "own_llama.py").write_text(CODE)
     for name, changes in {
@@ -98,7 +98,7 @@ def rendered(pair: Pair, messages: list[Message], **kwargs: Any) -> bytes:
 
 
 def test_changed_template_arguments_reuse_common_prefix(pair: Pair) -> None:
-    """Down to the token, whatever was set for the turn before; and the answer is a cold one's."""
+    """Exactly the common prefix is reused after a change, and the answer equals a cold one."""
     messages: list[Message] = [{"role": "user", "content": LONG}]
     off, on, low = {}, {"enable_thinking": True}, {"enable_thinking": True, "effort": "low"}
     prompts = [rendered(pair, messages, **kwargs) for kwargs in (off, on, low)]

@@ -1,4 +1,4 @@
-"""`--reuse off`: neither memory nor disk is used, whatever is there."""
+"""`--reuse off`: neither memory nor disk is used."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from support.pair.pair import FolderOf, Message, Pair
 
 
 def turns(pair: Pair) -> list[tuple[int, str]]:
-    """What three requests of one conversation report as cached, and where they started."""
+    """Cached tokens and start of three requests of one conversation."""
     messages: list[Message] = [{"role": "user", "content": "Say something, please."}]
     seen = []
     for words in (None, "And more?", "And more?"):

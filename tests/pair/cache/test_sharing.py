@@ -1,4 +1,4 @@
-"""What two conversations have in common is stored once, and a stored row takes its own bytes."""
+"""Sharing: common prefixes are stored once, and a stored row takes only its own bytes."""
 
 import math
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def user(text: str) -> list[Message]:
 
 
 def ask(pair: Pair, messages: list[Message]) -> bytes:
-    """The packed tokens that have KV after this turn; they are on disk."""
+    """Run a turn until its save; the packed tokens that have KV."""
     reply = pair.chat(messages, max_tokens=TOKENS)
     pair.settle()
     answer: Message = {"role": "assistant", "content": reply.text}
@@ -83,7 +83,7 @@ def test_repeated_conversation_stores_nothing(pair: Pair) -> None:
 
 
 def check_files(pair: Pair) -> None:
-    """Every file weighs its rows or its state; all of them together are what cachectl counts."""
+    """Check each file's size against its rows or state, and their sum against cachectl's."""
     layout, view = pair.status().layout, stored(pair)
     assert layout is not None
     paths = files(pair)

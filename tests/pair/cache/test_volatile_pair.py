@@ -1,4 +1,4 @@
-"""A clock at the top of each prompt: the miss says so, and a rule makes it harmless."""
+"""A clock at the top of each prompt: the miss names it, and a stabilize rule neutralizes it."""
 
 from collections.abc import Iterator
 
