@@ -202,12 +202,7 @@ class StateCodec(Codec):
 ROWS, QUANTIZED, WINDOW, STATE = RowsCodec(), QuantizedRowsCodec(), WindowCodec(), StateCodec()
 
 # By exact class: a subclass may keep more than its parent does.
-_CODECS: dict[type, Codec] = {
-    KVCache: ROWS,
-    QuantizedKVCache: QUANTIZED,
-    RotatingKVCache: WINDOW,
-    ArraysCache: STATE,
-}
+_CODECS: dict[type, Codec] = {KVCache: ROWS, QuantizedKVCache: QUANTIZED, RotatingKVCache: WINDOW, ArraysCache: STATE}
 
 
 def flatten(layers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
