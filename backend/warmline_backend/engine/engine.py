@@ -105,8 +105,12 @@ class Engine(threading.Thread):
         """Run `work` on the engine thread between two steps.  Fails with EngineStoppedError once it has ended."""
         answer: Future[T] = Future()
 
-        def run() -> None:
+        def command(ended: bool) -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
             try:
+                if ended:
+                    raise EngineStoppedError(self.failure)
                 result = work(self.scheduler)
                 self._take_snapshot()  # first, so that it is true once the answer is there
             except Exception as error:  # noqa: BLE001  it belongs to the caller
@@ -114,14 +118,6 @@ class Engine(threading.Thread):
                 answer.set_exception(error)
             else:
                 answer.set_result(result)
-
-        def command(ended: bool) -> None:
-            if not answer.set_running_or_notify_cancel():
-                return
-            if ended:
-                answer.set_exception(EngineStoppedError(self.failure))
-            else:
-                run()
 
         with self._close_lock:
             if self._closed:
@@ -257,9 +253,9 @@ class Engine(threading.Thread):
             memory_budget_bytes=residents.budget_bytes,
             generation=residents.generation,
             prefill_rates=rates.prefill_rates,
-            decode_tokens_per_s=rates.decode_tokens_per_s,
-            restore_bytes_per_s=rates.restore_bytes_per_s,
-            save_bytes_per_s=rates.save_bytes_per_s,
+            decode_tokens_per_s=rates.decode.per_second,
+            restore_bytes_per_s=rates.restore.per_second,
+            save_bytes_per_s=rates.save.per_second,
             slowest_recent_step_s=rates.slowest_recent_step_s,
             weight_bytes=weights,
             memory_active_bytes=active,

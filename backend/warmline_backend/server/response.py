@@ -57,13 +57,15 @@ class GenerationResponse:
         return fold.result()
 
     def _encode_event(self, event: GenerationEvent, closing_event: bool) -> bytes:
-        if isinstance(event, StartedEvent):
-            return encode_comment("started")
-        if isinstance(event, PrefillProgress):
-            return encode_comment(f"prefill {event.done}/{event.total}")
-        if isinstance(event, TokenEvent):
-            return self._encode_opening() + self._encode_token(event)
-        return self._encode_end(event, closing_event)
+        match event:
+            case StartedEvent():
+                return encode_comment("started")
+            case PrefillProgress():
+                return encode_comment(f"prefill {event.done}/{event.total}")
+            case TokenEvent():
+                return self._encode_opening() + self._encode_token(event)
+            case EndedEvent():
+                return self._encode_end(event, closing_event)
 
     def _encode_opening(self) -> bytes:
         if self._is_open:

@@ -25,6 +25,7 @@ from aiohttp import web
 
 from warmline_backend.engine.engine import EngineStoppedError
 from warmline_backend.engine.inflight import InflightGeneration, UnknownGenerationError
+from warmline_backend.generation.sequence import GenerationOptions
 from warmline_backend.kv_cache.kv import RowsUnavailableError
 from warmline_backend.kv_cache.residents import ResidentMismatchError, ResidentNotFoundError
 from warmline_backend.kv_cache.segment_io import BadChainError, DamagedFileError, OperationCancelledError
@@ -32,7 +33,7 @@ from warmline_backend.request.params import BadRequestError
 from warmline_backend.scheduler.capacity import KvTooLargeError
 from warmline_backend.server.prompt_store import UnknownPromptError
 from warmline_backend.server.response import GenerationResponse
-from warmline_backend.server.service import GenerationOptions, NotReadyError, Service
+from warmline_backend.server.service import NotReadyError, Service
 from warmline_common.logging import request_context
 from warmline_common.process.loopback import DOCKER_HOST, is_local
 from warmline_common.process.redaction import quote_text, redact_path

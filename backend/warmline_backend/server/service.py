@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from warmline_backend.engine.engine import Engine, EngineSnapshot, EngineStopped
 from warmline_backend.engine.inflight import InflightGeneration, InflightGenerations
 from warmline_backend.engine.kv_transfer import KvTransfer
 from warmline_backend.generation.events import EndedEvent
-from warmline_backend.generation.sequence import GenerationRequest
+from warmline_backend.generation.sequence import GenerationOptions, GenerationRequest
 from warmline_backend.kv_cache.segment_io import BadChainError, delete_drafts
 from warmline_backend.model.model import get_device_name
 from warmline_backend.output.dialect import detect_dialect
@@ -73,20 +73,6 @@ _SNAPSHOT_FIELDS = tuple(
 
 class NotReadyError(Exception):
     """The process takes no such request now; the text has the reason."""
-
-
-@dataclass(frozen=True)
-class GenerationOptions:
-    """Fields of a GenerationRequest that the inflight's headers set."""
-
-    resident_id: str = ""
-    leader_id: str = ""
-    reuse_tokens: int = 0
-    copy_resident: bool = False
-    leaves_resident: bool = True
-    background: bool = False
-    root: bytes = b""
-    checkpoints: tuple[int, ...] = ()
 
 
 COLD_OPTIONS = GenerationOptions()

@@ -25,7 +25,8 @@ from warmline_backend.scheduler.decode_group import DecodeGroup
 from warmline_common.protocol.tokens import pack_tokens
 
 Rows = list[NDArray[np.float32]]
-Told = list[tuple[Sequence, int, mx.array]]
+Sampled = list[tuple[Sequence, int, mx.array]]
+Note = Callable[[list[GenerationEvent], NDArray[np.float32]], object]
 
 ALL = [*FAMILIES, "baichuan_m1", "mamba2"]
 GRID = 48  # more than the windows of 32; with 24, two chunks fill one
@@ -38,37 +39,37 @@ def drive_of(family: str, root: Path, step: int = GRID) -> Drive:
     return Drive(served(family, root), step=step, exact=True)
 
 
-def noting(note: Callable[[list[GenerationEvent], NDArray[np.float32]], object]) -> Callable[[DecodeGroup], Told]:
+def record_rows(note: Note) -> Callable[[DecodeGroup], Sampled]:
     """A step of a decode group that also records each sequence's row."""
     step = DecodeGroup.step
 
-    def noted(group: DecodeGroup) -> Told:
-        told = step(group)
-        for sequence, _, row in told:
+    def recorded(group: DecodeGroup) -> Sampled:
+        sampled = step(group)
+        for sequence, _, row in sampled:
             events: Any = sequence.request.listener  # the bound `append` of what a EventLog has heard
             note(events.__self__, np.array(row.astype(mx.float32)))
-        return told
+        return sampled
 
-    return noted
+    return recorded
 
 
 class Recorder:
     """All log-probabilities that each request's tokens were chosen from."""
 
     def __init__(self) -> None:
-        self._told: list[tuple[list[GenerationEvent], NDArray[np.float32]]] = []
+        self._rows: list[tuple[list[GenerationEvent], NDArray[np.float32]]] = []
 
     def note(self, events: list[GenerationEvent], row: NDArray[np.float32]) -> None:
-        self._told.append((events, row))
+        self._rows.append((events, row))
 
     def of(self, heard: EventLog) -> Rows:
-        return [row for events, row in self._told if events is heard.events]
+        return [row for events, row in self._rows if events is heard.events]
 
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
-    monkeypatch.setattr(DecodeGroup, "step", noting(recorder.note))
+    monkeypatch.setattr(DecodeGroup, "step", record_rows(recorder.note))
     return recorder
 
 
@@ -77,7 +78,7 @@ def cold(model: str, root: Path, step: int, prompt: tuple[int, ...], tokens: int
     """A cold answer, computed alone by an engine without reuse."""
     rows: Rows = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DecodeGroup, "step", noting(lambda _, row: rows.append(row)))
+        patch.setattr(DecodeGroup, "step", record_rows(lambda _, row: rows.append(row)))
         Drive(served(model, root), step=step, keeps=False).run(list(prompt), tokens)
     return rows
 

@@ -13,7 +13,7 @@ from warmline_backend.generation.events import TokenEvent
 from warmline_common.protocol.messages import FirstLogits
 
 
-def told(first: FirstLogits | None) -> tuple[list[int], "np.ndarray[tuple[int], np.dtype[np.float32]]"]:
+def unpack_first_logits(first: FirstLogits | None) -> tuple[list[int], "np.ndarray[tuple[int], np.dtype[np.float32]]"]:
     assert first is not None
     return np.frombuffer(first.ids, "<u4").tolist(), np.frombuffer(first.logprobs, "<f4")
 
@@ -22,7 +22,7 @@ def told(first: FirstLogits | None) -> tuple[list[int], "np.ndarray[tuple[int], 
 def test_first_logits_are_the_models_own(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=50)
     plain = drive.run(prompt_of(70), 3).result.first
-    ids, logprobs = told(plain)
+    ids, logprobs = unpack_first_logits(plain)
     assert len(ids) == 32 and list(logprobs) == sorted(logprobs, reverse=True)
     processed = drive.run(prompt_of(70), 3, logit_bias={ids[0]: -100.0}, repetition_penalty=1.5, presence_penalty=1.0)
     assert processed.generated[0] != ids[0], "its processors were at work"
@@ -33,17 +33,17 @@ def test_first_logits_digest_covers_whole_row(root: Path) -> None:
     served_model = served("llama", root)
     row = np.array(cold_logprobs(served_model.model, prompt_of(70), 50, 1).logprobs[0], dtype="<f4")
     first = Drive(served_model, step=50).run(prompt_of(70), 1).result.first
-    ids, logprobs = told(first)
+    ids, logprobs = unpack_first_logits(first)
     assert first is not None and first.digest == xxhash.xxh3_128_hexdigest(row.tobytes())
     assert ids == np.argsort(-row, kind="stable")[:32].tolist() and np.array_equal(logprobs, row[ids])
 
 
 def test_no_first_logits_without_token(root: Path) -> None:
     drive = Drive(served("llama", root), step=20)
-    name, heard = drive.submit(prompt_of(100), 3)
-    drive.until(lambda: len(heard.chunks) == 1)
+    name, log = drive.submit(prompt_of(100), 3)
+    drive.until(lambda: len(log.chunks) == 1)
     drive.scheduler.cancel(name)
-    assert heard.result.first is None
+    assert log.result.first is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -119,7 +119,7 @@ def test_warm_background_request_equals_cold(family: str, root: Path) -> None:
     warm = drive.run(prompt, 1, background=True, resident=resident, reuse=len(prompt) - 3, keep=True)
     cold = drive.run(prompt, 1, background=True)
     assert warm.reused == len(prompt) - 3 and resident in drive.scheduler.residents
-    (mine, values), (theirs, others) = told(warm.result.first), told(cold.result.first)
+    (mine, values), (theirs, others) = unpack_first_logits(warm.result.first), unpack_first_logits(cold.result.first)
     common = dict(zip(theirs, others, strict=True))
     assert mine[0] == theirs[0] and abs(values[0] - common[mine[0]]) <= tolerance(family)
 

@@ -12,7 +12,7 @@ from support import tiny_models
 from support.backend.families import served
 from warmline_backend.__main__ import _make_scheduler
 from warmline_backend.config import BackendConfigError, parse_config
-from warmline_backend.engine import chunk_size as prefill_step
+from warmline_backend.engine import chunk_size
 from warmline_backend.engine.chunk_size import (
     CHUNK_S_MAX,
     STEPS,
@@ -127,27 +127,27 @@ def test_measuring_ends_when_longer_is_not_faster() -> None:
 def test_real_model_is_measured_once_and_remembered(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(prefill_step, "STEPS", (32, 64))
+    monkeypatch.setattr(chunk_size, "STEPS", (32, 64))
     caplog.set_level("INFO")
     model = served("llama", root)
     step = resolve_step_size(model, "f" * 64, BUDGET, tmp_path)
     assert step in (32, 64) and "tokens/s by step: 32: " in caplog.text
-    monkeypatch.setattr(prefill_step, "time_chunks", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(chunk_size, "time_chunks", lambda *_: pytest.fail("measured again"))
     assert resolve_step_size(model, "f" * 64, BUDGET, tmp_path) == step
-    assert stat.S_IMODE((tmp_path / prefill_step.FILE).stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / chunk_size.FILE).stat().st_mode) == 0o600
 
 
 def test_rotating_recurrent_and_sparse_models_are_measured(root: Path) -> None:
     for family in ("gemma3", "qwen3_5", "deepseek_v32"):
         model = served(family, root)
-        assert prefill_step.time_chunks(model, [40, 8]).seconds > 0
-        assert prefill_step.compute_limits(model, BUDGET).tokens_max == model.context_tokens_max
+        assert chunk_size.time_chunks(model, [40, 8]).seconds > 0
+        assert chunk_size.compute_limits(model, BUDGET).tokens_max == model.context_tokens_max
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine(lambda tokens: 0.1 + tokens / 2000)
-    monkeypatch.setattr(prefill_step, "time_chunks", lambda _, lengths: machine(lengths))
+    monkeypatch.setattr(chunk_size, "time_chunks", lambda _, lengths: machine(lengths))
     return machine
 
 
@@ -157,7 +157,7 @@ def test_other_model_device_or_mlx_is_measured_anew(
     model, counts = served("llama", root), []
     for fingerprint, device in (("a", "x"), ("a", "x"), ("b", "x"), ("b", "y"), ("a", "x"), ("b", "y")):
         measured.asked.clear()
-        monkeypatch.setattr(prefill_step, "describe_device", lambda device=device: device)
+        monkeypatch.setattr(chunk_size, "describe_device", lambda device=device: device)
         assert resolve_step_size(model, fingerprint, BUDGET, tmp_path) == 4096
         counts.append(bool(measured.asked))
     assert counts == [True, False, True, True, False, False]
@@ -178,10 +178,10 @@ def test_other_model_device_or_mlx_is_measured_anew(
     ],
 )
 def test_damaged_file_is_replaced(root: Path, tmp_path: Path, measured: Machine, damage: bytes) -> None:
-    key = f"a {prefill_step.describe_device()}"
-    (tmp_path / prefill_step.FILE).write_bytes(damage.replace(b"KEY", key.encode()))
+    key = f"a {chunk_size.describe_device()}"
+    (tmp_path / chunk_size.FILE).write_bytes(damage.replace(b"KEY", key.encode()))
     assert resolve_step_size(served("llama", root), "a", BUDGET, tmp_path) == 4096
-    assert json.loads((tmp_path / prefill_step.FILE).read_text()) == {key: 4096}
+    assert json.loads((tmp_path / chunk_size.FILE).read_text()) == {key: 4096}
 
 
 def test_read_only_home_only_loses_the_memory(
@@ -198,7 +198,7 @@ def test_read_only_home_only_loses_the_memory(
 def test_drafts_are_deleted_and_oldest_models_dropped(
     root: Path, tmp_path: Path, measured: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill_step, "MODELS_MAX", 2)
+    monkeypatch.setattr(chunk_size, "MODELS_MAX", 2)
     (tmp_path / ".prefill_steps.0123.tmp").write_text("half")
     for fingerprint in ("a", "b", "c"):
         resolve_step_size(served("llama", root), fingerprint, BUDGET, tmp_path)
@@ -210,7 +210,7 @@ def test_device_failure_message_has_remedy(root: Path, tmp_path: Path, monkeypat
     def fail(*_: object) -> ChunkTiming:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(prefill_step, "time_chunks", fail)
+    monkeypatch.setattr(chunk_size, "time_chunks", fail)
     with pytest.raises(ModelError, match="measuring the prefill step failed: out of memory; give one"):
         resolve_step_size(served("llama", root), "a", BUDGET, tmp_path)
 

@@ -1,5 +1,8 @@
 """The engine thread: commands, heartbeat, snapshot, and its end."""
 
+import asyncio
+import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +11,7 @@ import pytest
 
 from support.backend.engine_driver import Drive, EventLog
 from support.backend.families import prompt_of, served
+from support.backend.live_backend import BODY, LiveBackend, with_backend
 from warmline_backend.engine.engine import Engine, EngineStoppedError
 from warmline_backend.generation.events import EndedEvent, GenerationEvent, PrefillProgress, TokenEvent
 from warmline_backend.generation.sequence import GenerationRequest
@@ -15,6 +19,7 @@ from warmline_backend.request.params import GenerationParams
 from warmline_backend.scheduler.scheduler import Scheduler
 from warmline_common.protocol.messages import GenerationResult
 
+FolderOf = Callable[..., Path]
 WAIT_S = 20
 
 
@@ -27,12 +32,12 @@ def started(root: Path) -> Engine:
 
 
 def generation(name: str, ended: "Future[EventLog]", max_tokens: int = 5) -> GenerationRequest:
-    heard = EventLog()
+    log = EventLog()
 
     def listen(event: GenerationEvent) -> None:
-        heard.events.append(event)
+        log.events.append(event)
         if isinstance(event, EndedEvent):
-            ended.set_result(heard)
+            ended.set_result(log)
 
     return GenerationRequest(name, prompt_of(40), GenerationParams(max_tokens=max_tokens, ignore_eos=True), listen)
 
@@ -40,9 +45,9 @@ def generation(name: str, ended: "Future[EventLog]", max_tokens: int = 5) -> Gen
 def test_snapshot_shows_resident_at_end(root: Path) -> None:
     engine, ended = started(root), Future[EventLog]()
     engine.submit(lambda scheduler: scheduler.submit(generation("a", ended))).result(WAIT_S)
-    heard = ended.result(WAIT_S)
-    assert [resident.id for resident in engine.snapshot.residents] == [heard.result.resident]
-    assert engine.submit(lambda scheduler: scheduler.residents.delete(heard.result.resident)).result(WAIT_S)
+    log = ended.result(WAIT_S)
+    assert [resident.id for resident in engine.snapshot.residents] == [log.result.resident]
+    assert engine.submit(lambda scheduler: scheduler.residents.delete(log.result.resident)).result(WAIT_S)
     assert engine.snapshot.residents == []
     engine.stop()
     engine.ended.result(WAIT_S)
@@ -67,10 +72,10 @@ def test_cancel_takes_effect_after_present_step(
             cancelled.append(engine.submit(lambda scheduler: scheduler.cancel("a")))
 
     engine.submit(lambda scheduler: scheduler.submit(replace(wanted, listener=listen))).result(WAIT_S)
-    heard = ended.result(WAIT_S)
-    assert cancelled[0].result(WAIT_S) == heard.result
-    assert (heard.result.finish, heard.result.prefilled_until) == ("cancelled", prefilled_until)
-    assert sum(isinstance(event, moment) and bool(getattr(event, "done", 1)) for event in heard.events) == 1
+    log = ended.result(WAIT_S)
+    assert cancelled[0].result(WAIT_S) == log.result
+    assert (log.result.finish, log.result.prefilled_until) == ("cancelled", prefilled_until)
+    assert sum(isinstance(event, moment) and bool(getattr(event, "done", 1)) for event in log.events) == 1
     engine.stop()
     engine.ended.result(WAIT_S)
 
@@ -121,3 +126,23 @@ def test_load_failure_is_reported() -> None:
     with pytest.raises(FileNotFoundError, match="no such folder"):
         engine.loaded.result(WAIT_S)
     engine.ended.result(WAIT_S)
+
+
+def test_slow_event_loop_does_not_block_engine(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    async def work(backend: LiveBackend) -> None:
+        prompt = await backend.service.render_prompt("chat", {**BODY, "max_tokens": 200}, 10)
+        ended = threading.Event()
+        with backend.service.accept("a") as call:
+            listener = backend.service.inflight.make_listener(call)
+
+            def listen(event: object) -> None:
+                listener(event)  # type: ignore[arg-type]
+                if isinstance(event, EndedEvent):
+                    ended.set()
+
+            await backend.service.inflight.submit(call, GenerationRequest("a", prompt.tokens, prompt.params, listen))
+            assert ended.wait(WAIT_S), "computed to its end, while this loop does nothing"
+            await asyncio.wait_for(backend.service.inflight.wait_until_empty(), WAIT_S)
+            assert call.events.qsize() > 200
+
+    with_backend(tiny_folder("llama"), tmp_path, work)

@@ -13,8 +13,8 @@ from warmline_backend.kv_cache.residents import RESIDENT_BY_REQUEST_MAX, Residen
 @pytest.mark.parametrize("family", FAMILIES)
 def test_save_continues_after_request_is_cancelled(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=50)
-    name, heard = drive.submit(prompt_of(200), 8)
-    drive.until(lambda: heard.chunks == [50, 100])
+    name, log = drive.submit(prompt_of(200), 8)
+    drive.until(lambda: log.chunks == [50, 100])
     scheduler = drive.scheduler
     first = scheduler.save_source.find_kv(50, running_id=name).slice_rows(0, 50)
     result = scheduler.cancel(name)
@@ -31,8 +31,8 @@ def test_save_continues_after_request_is_cancelled(family: str, root: Path) -> N
 
 def test_partly_saved_resident_keeps_lease(root: Path) -> None:
     drive = Drive(served("gemma3", root), step=50)
-    name, heard = drive.submit(prompt_of(200), 8)
-    drive.until(lambda: heard.chunks == [50, 100, 150])
+    name, log = drive.submit(prompt_of(200), 8)
+    drive.until(lambda: log.chunks == [50, 100, 150])
     result = drive.scheduler.cancel(name)
     assert result is not None
     before = drive.scheduler.residents.bytes_held
@@ -49,8 +49,8 @@ def test_partly_saved_resident_keeps_lease(root: Path) -> None:
 def test_states_stay_until_all_is_saved(root: Path) -> None:
     drive = Drive(served("qwen3_5", root), step=50)
     marks = (10, 20, 30, 40, 60, 70, 80)
-    name, heard = drive.submit(prompt_of(200), 8, checkpoints=marks)
-    drive.until(lambda: bool(heard.chunks) and heard.chunks[-1] == 80)
+    name, log = drive.submit(prompt_of(200), 8, checkpoints=marks)
+    drive.until(lambda: bool(log.chunks) and log.chunks[-1] == 80)
     drive.scheduler.save_source.mark_saved("", name, 80)
     assert sorted(drive.scheduler.save_source.find_kv(80, running_id=name).checkpoints) == list(marks), "it goes on"
     result = drive.scheduler.cancel(name)
@@ -63,10 +63,10 @@ def test_states_stay_until_all_is_saved(root: Path) -> None:
 
 def test_taken_over_resident_is_found_by_first_request(root: Path) -> None:
     drive = Drive(served("llama", root), step=50)
-    name, heard = drive.submit(prompt_of(90), 10)
-    drive.until(lambda: heard.is_ended)
-    onward = prompt_of(90) + heard.generated + prompt_of(300, 3)
-    _, more = drive.submit(onward, 5, resident=heard.result.resident, reuse=100)
+    name, log = drive.submit(prompt_of(90), 10)
+    drive.until(lambda: log.is_ended)
+    onward = prompt_of(90) + log.generated + prompt_of(300, 3)
+    _, more = drive.submit(onward, 5, resident=log.result.resident, reuse=100)
     drive.until(lambda: len(more.chunks) == 2)
     assert drive.scheduler.save_source.find_kv(100, running_id=name).tokens[:100] == onward[:100]
     with pytest.raises(RowsUnavailableError):

@@ -45,17 +45,17 @@ def test_failed_step_discards_only_its_batch(root: Path) -> None:
     _, mate = drive.submit(prompt_of(41, 2), 30)
     _, apart = drive.submit(prompt_of(400, 3), 30)
     drive.until(lambda: one.is_ended and mate.is_ended and apart.is_ended)
-    for heard in (one, mate):
-        assert (heard.result.finish, heard.result.resident) == ("discarded", "")
-        assert "a planted fault" in heard.result.error
+    for log in (one, mate):
+        assert (log.result.finish, log.result.resident) == ("discarded", "")
+        assert "a planted fault" in log.result.error
     assert apart.generated == cold(served("llama", root), "llama", prompt_of(400, 3), 30).tokens
     assert drive.run(prompt_of(40), 5).generated == cold(served("llama", root), "llama", prompt_of(40), 5).tokens
 
 
 def test_failed_prefill_is_reported_and_not_retried(root: Path) -> None:
     drive = failing(root, 1)
-    heard = drive.run(prompt_of(40))
-    assert heard.result.finish == "discarded" and drive.scheduler.is_idle
+    log = drive.run(prompt_of(40))
+    assert log.result.finish == "discarded" and drive.scheduler.is_idle
     assert drive.run(prompt_of(40), 5).generated == cold(served("llama", root), "llama", prompt_of(40), 5).tokens
 
 
@@ -72,12 +72,12 @@ def test_too_many_failed_steps_end_process(root: Path) -> None:
 
 def test_broken_device_ends_turn(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drive = failing(root, 0)
-    _, heard = drive.submit(prompt_of(40), 30)
-    drive.until(lambda: len(heard.events) > 3)
+    _, log = drive.submit(prompt_of(40), 30)
+    drive.until(lambda: len(log.events) > 3)
     monkeypatch.setattr(FailsAt, "__call__", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(DeviceBrokenError, match="division by zero"):
         drive.step()
-    assert heard.result.finish == "discarded"
+    assert log.result.finish == "discarded"
     with pytest.raises(ZeroDivisionError):
         drive.scheduler.probe()
 

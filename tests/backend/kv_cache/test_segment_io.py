@@ -232,15 +232,15 @@ def test_running_request_can_be_saved(root: Path, tmp_path: Path) -> None:
         drive = Drive(served(family, root), step=40)
         folder = tmp_path / family
         folder.mkdir()
-        name, heard = drive.submit(PROMPT, 60)
+        name, log = drive.submit(PROMPT, 60)
         drive.submit(prompt_of(160, 4), 60)  # a batch mate, where the family can have one
-        drive.until(lambda heard=heard: len(heard.events) > 30)  # type: ignore[misc]
+        drive.until(lambda log=log: len(log.events) > 30)  # type: ignore[misc]
         kv = drive.scheduler.save_source.find_kv(1, running_id=name)
         at = kv.length
         tokens = list(kv.tokens)
         kv.capture_checkpoint()
         chain, checkpoints = save(kv, folder, [at])
-        drive.until(lambda heard=heard: heard.is_ended)  # type: ignore[misc]
+        drive.until(lambda log=log: log.is_ended)  # type: ignore[misc]
         last = checkpoints[-1] if checkpoints else None
         read = loader(drive.served, folder, POOL).load(pack_tokens(tokens), chain, last, lambda: False)
         restored = drive.scheduler.install_resident("", read.build(drive.served.layout))

@@ -13,13 +13,13 @@ from warmline_backend.generation.events import TokenEvent
 @pytest.mark.parametrize("family", FAMILIES)
 def test_detached_prefill_finishes_and_leaves_resident(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=50)
-    name, heard = drive.submit(prompt_of(130), 8)
-    drive.until(lambda: len(heard.chunks) == 1)
+    name, log = drive.submit(prompt_of(130), 8)
+    drive.until(lambda: len(log.chunks) == 1)
     assert drive.scheduler.detach(name)
-    drive.until(lambda: heard.is_ended)
-    assert (heard.result.finish, heard.result.prefilled_until) == ("cancelled", 129)
-    assert not any(isinstance(event, TokenEvent) for event in heard.events) and drive.scheduler.is_idle
-    again = drive.run(prompt_of(130), 8, resident=heard.result.resident, reuse=129)
+    drive.until(lambda: log.is_ended)
+    assert (log.result.finish, log.result.prefilled_until) == ("cancelled", 129)
+    assert not any(isinstance(event, TokenEvent) for event in log.events) and drive.scheduler.is_idle
+    again = drive.run(prompt_of(130), 8, resident=log.result.resident, reuse=129)
     truth = cold(drive.served, family, prompt_of(130), 8)
     assert compare_greedy(truth.tokens, again.generated, truth.margins, tolerance(family))
     assert again.result.timings.prefilled == 1
@@ -61,8 +61,8 @@ def test_detach_without_prefill_is_refused(root: Path) -> None:
     drive.until(lambda: stream.is_ended)
     assert stream.result.finish == "length"
     keeps_nothing = Drive(served("llama", root), step=20, keeps=False)
-    name, heard = keeps_nothing.submit(prompt_of(60), 4)
-    keeps_nothing.until(lambda: bool(heard.chunks))
+    name, log = keeps_nothing.submit(prompt_of(60), 4)
+    keeps_nothing.until(lambda: bool(log.chunks))
     assert not keeps_nothing.scheduler.detach(name)
 
 

@@ -51,14 +51,14 @@ def test_request_waits_for_memory(root: Path) -> None:
 def test_saved_states_are_released(root: Path) -> None:
     drive = Drive(served("qwen3_5", root))
     tokens = prompt_of(30)
-    heard = drive.run(tokens, 5, checkpoints=(10, 20))
+    log = drive.run(tokens, 5, checkpoints=(10, 20))
     for turn in range(6):
-        resident, length = heard.result.resident, heard.result.prefilled_until
+        resident, length = log.result.resident, log.result.prefilled_until
         drive.scheduler.save_source.mark_saved(resident, "", length)
         kept = drive.scheduler.save_source.find_kv(length, resident_id=resident).checkpoints
         assert 10 in kept and length in kept and len(kept) <= 4
-        tokens = tokens[: length - 5] + heard.generated + prompt_of(20, turn)
-        heard = drive.run(tokens, 5, resident=resident, reuse=length, checkpoints=(length + 10,))
+        tokens = tokens[: length - 5] + log.generated + prompt_of(20, turn)
+        log = drive.run(tokens, 5, resident=resident, reuse=length, checkpoints=(length + 10,))
 
 
 def test_failed_make_room_evicts_nothing(root: Path) -> None:
@@ -83,13 +83,13 @@ def test_reservation_holds_until_installed(root: Path) -> None:
     reserve("a", 400_000)
     reserve("b", 400_000)
     assert granted == ["a"], "the second waits for the first"
-    _, heard = drive.submit(prompt_of(400), 5)
+    _, log = drive.submit(prompt_of(400), 5)
     drive.step()
     assert drive.scheduler.queued_count == 1, "a prompt waits behind what was asked before it"
     drive.scheduler.admission.release("b")
     drive.scheduler.admission.release("a")
-    drive.until(lambda: heard.is_ended)
-    drive.mark_saved(heard)
+    drive.until(lambda: log.is_ended)
+    drive.mark_saved(log)
     reserve("c", 400_000)
     assert granted == ["a", "c"], "residents make way"
     with pytest.raises(KvTooLargeError):
@@ -141,8 +141,8 @@ def test_growing_answers_evict_residents_then_youngest_request(root: Path) -> No
 
 
 def test_answer_ends_at_budget(root: Path) -> None:
-    heard = Drive(served("llama", root), budget=300_000).run(prompt_of(200), 5000)
-    assert heard.result.finish == "length" and heard.result.prefilled_until == 512, "two buffers' worth of rows"
+    log = Drive(served("llama", root), budget=300_000).run(prompt_of(200), 5000)
+    assert log.result.finish == "length" and log.result.prefilled_until == 512, "two buffers' worth of rows"
 
 
 def test_granted_memory_is_not_granted_twice(root: Path) -> None:
@@ -206,17 +206,17 @@ def test_pending_states_are_counted(root: Path) -> None:
         seed += 1
         drive.mark_saved(drive.run(prompt_of(60, seed), 1, checkpoints=(20, 30, 40, 50)))
     marks = tuple(range(8, 400, 8))
-    _, heard = drive.submit(prompt_of(400), 4, checkpoints=marks)
+    _, log = drive.submit(prompt_of(400), 4, checkpoints=marks)
     held: list[int] = []
 
     def is_ended() -> bool:
         held.append(scheduler.residents.bytes_held + scheduler.running_bytes)
-        return heard.is_ended
+        return log.is_ended
 
     drive.until(is_ended)
     assert max(held[1:-1]) <= budget, "while only prompts are prefilled, too"
     at_admission = model.kv_bytes(512) + len(marks) * model.state_bytes
-    assert set(heard.result.checkpoints) > set(marks) and min(held[1:-1]) >= at_admission
+    assert set(log.result.checkpoints) > set(marks) and min(held[1:-1]) >= at_admission
 
 
 def test_residents_are_evicted_for_fork_states(root: Path) -> None:
@@ -255,11 +255,11 @@ def test_batches_merge_only_with_room_to_copy(root: Path) -> None:
     for budget, sizes in ((6 * one, [2]), (2 * one, [1, 1])):  # two rows each, and two layers of both for joining
         drive = Drive(model, budget=budget)
         running = [drive.submit(prompt_of(400, seed), 50)[1] for seed in (1, 2)]
-        drive.until(lambda running=running: all(len(heard.events) > 4 for heard in running))  # type: ignore[misc]
+        drive.until(lambda running=running: all(len(log.events) > 4 for log in running))  # type: ignore[misc]
         assert sorted(len(group.sequences) for group in drive.scheduler._queues.groups) == sizes
-        drive.until(lambda running=running: all(heard.is_ended for heard in running))  # type: ignore[misc]
-        for seed, heard in zip((1, 2), running, strict=True):
-            assert heard.generated == cold(model, "llama", prompt_of(400, seed), 50).tokens
+        drive.until(lambda running=running: all(log.is_ended for log in running))  # type: ignore[misc]
+        for seed, log in zip((1, 2), running, strict=True):
+            assert log.generated == cold(model, "llama", prompt_of(400, seed), 50).tokens
 
 
 @contextmanager
@@ -312,15 +312,15 @@ def test_peak_memory_stays_within_budget_and_chunk_memory(root: Path, tmp_path: 
         drive.until(lambda: running[3].is_ended)
         restore.ask()
         saved: set[int] = set()
-        while not all(heard.is_ended for heard in running):
+        while not all(log.is_ended for log in running):
             drive.step()
             if restore.granted and len(running) == 6:
                 running.append(restore.go_on())
-            for n, heard in enumerate(running):
-                if heard.is_ended and n not in saved:
+            for n, log in enumerate(running):
+                if log.is_ended and n not in saved:
                     saved.add(n)
-                    drive.mark_saved(heard)
-        assert len(running) == 7 and {heard.result.finish for heard in running} == {"length"}
+                    drive.mark_saved(log)
+        assert len(running) == 7 and {log.result.finish for log in running} == {"length"}
         assert 0.9 * budget < peak() <= budget + workspace
 
 
@@ -328,7 +328,7 @@ def test_state_keeps_no_chunk_alive(root: Path) -> None:
     drive = Drive(served("falcon_h1", root), step=256)
     gc.collect()
     base = mx.get_active_memory()
-    name, heard = drive.submit(prompt_of(600), 4)
-    drive.until(lambda: heard.chunks == [256])
+    name, log = drive.submit(prompt_of(600), 4)
+    drive.until(lambda: log.chunks == [256])
     held = drive.scheduler.save_source.find_kv(256, running_id=name).nbytes
     assert mx.get_active_memory() - base < held + 60_000, "a view into 256 tokens' activations would hold 200 kB"

@@ -17,9 +17,9 @@ WITH_STATES = ["qwen3_5", "falcon_h1"]
 EACH_KIND = ["llama", "qwen3_5", "gemma3"]  # rows alone, with states, with windows
 
 
-def assert_as_alone(drive: Drive, family: str, prompt: list[int], heard: EventLog) -> None:
-    truth = cold(drive.served, family, prompt, len(heard.generated))
-    assert compare_greedy(truth.tokens, heard.generated, truth.margins, tolerance(family))
+def assert_as_alone(drive: Drive, family: str, prompt: list[int], log: EventLog) -> None:
+    truth = cold(drive.served, family, prompt, len(log.generated))
+    assert compare_greedy(truth.tokens, log.generated, truth.margins, tolerance(family))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -93,15 +93,15 @@ def test_leader_past_position_is_copied_there(family: str, root: Path) -> None:
     """Also out of a shared batch."""
     drive = Drive(served(family, root), step=50)
     running = [drive.submit(prompt_of(60 + n, n + 1), 40) for n in range(3)]
-    drive.until(lambda: all(len(heard.events) > 8 for _, heard in running))
+    drive.until(lambda: all(len(log.events) > 8 for _, log in running))
     branch = prompt_of(61, 2)[:45] + prompt_of(40, 9)
     _, follower = drive.submit(branch, 12, follow=running[1][0], reuse=45)
     assert follower.events == [StartedEvent()]
-    drive.until(lambda: follower.is_ended and all(heard.is_ended for _, heard in running))
+    drive.until(lambda: follower.is_ended and all(log.is_ended for _, log in running))
     assert follower.reused == 45
     assert_as_alone(drive, family, branch, follower)
-    for n, (_, heard) in enumerate(running):
-        assert_as_alone(drive, family, prompt_of(60 + n, n + 1), heard)
+    for n, (_, log) in enumerate(running):
+        assert_as_alone(drive, family, prompt_of(60 + n, n + 1), log)
 
 
 @pytest.mark.parametrize("family", WITH_STATES)

@@ -18,9 +18,9 @@ from warmline_backend.request.params import GenerationParams
 def test_concurrent_requests_equal_cold_runs(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=24)
     prompts = [prompt_of(length, seed) for seed, length in enumerate((20, 90, 61, 64, 33, 70), start=1)]
-    heard = [drive.submit(prompt, 16)[1] for prompt in prompts]
-    drive.until(lambda: all(one.is_ended for one in heard))
-    for prompt, one in zip(prompts, heard, strict=True):
+    log = [drive.submit(prompt, 16)[1] for prompt in prompts]
+    drive.until(lambda: all(one.is_ended for one in log))
+    for prompt, one in zip(prompts, log, strict=True):
         truth = cold(drive.served, family, prompt, 16)
         assert compare_greedy(truth.tokens, one.generated, truth.margins, tolerance(family)), prompt
         assert one.result.prefilled_until == len(prompt) + 16
@@ -139,14 +139,14 @@ def test_cancel_in_shared_batch_affects_no_other(family: str, root: Path) -> Non
     drive = Drive(served(family, root))
     prompts = [prompt_of(40 + n, n + 1) for n in range(4)]
     running = [drive.submit(prompt, 40) for prompt in prompts]
-    drive.until(lambda: all(len(heard.events) > 10 for _, heard in running))
+    drive.until(lambda: all(len(log.events) > 10 for _, log in running))
     gone = drive.scheduler.cancel(running[1][0])
-    drive.until(lambda: all(heard.is_ended for _, heard in running))
+    drive.until(lambda: all(log.is_ended for _, log in running))
     assert gone is not None and gone.finish == "cancelled"
-    for n, (_, heard) in enumerate(running):
+    for n, (_, log) in enumerate(running):
         truth = cold(drive.served, family, prompts[n], 40)
-        tokens = truth.tokens[: len(heard.generated)] if n == 1 else truth.tokens
-        assert compare_greedy(tokens, heard.generated, truth.margins, tolerance(family)), n
+        tokens = truth.tokens[: len(log.generated)] if n == 1 else truth.tokens
+        assert compare_greedy(tokens, log.generated, truth.margins, tolerance(family)), n
     held = prompts[1] + running[1][1].generated
     onward = held + prompt_of(9, 9)
     more = drive.run(onward, 6, resident=gone.resident, reuse=len(held))
@@ -157,15 +157,15 @@ def test_cancel_in_shared_batch_affects_no_other(family: str, root: Path) -> Non
 def test_cancel_takes_effect_after_present_step(root: Path) -> None:
     drive = Drive(served("llama", root), step=16)
     running = [drive.submit(prompt_of(length), 500) for length in (20, 400, 300)]
-    drive.until(lambda: all(heard.chunks for _, heard in running))
-    for name, heard in running:
+    drive.until(lambda: all(log.chunks for _, log in running))
+    for name, log in running:
         work = drive.scheduler.step()
         next(work)
-        before, result = len(heard.events), drive.scheduler.cancel(name)
+        before, result = len(log.events), drive.scheduler.cancel(name)
         for _ in work:
             pass
         assert result is not None and result.finish == "cancelled"
-        assert heard.is_ended and len(heard.events) == before + 1, "not another token, not another chunk"
+        assert log.is_ended and len(log.events) == before + 1, "not another token, not another chunk"
     assert drive.scheduler.is_idle
 
 
@@ -176,21 +176,21 @@ def test_commands_between_steps_may_end_all(root: Path) -> None:
     for _ in drive.scheduler.step():
         for name, _ in running:
             drive.scheduler.cancel(name)
-    assert all(heard.result.finish == "cancelled" for _, heard in running) and drive.scheduler.is_idle
+    assert all(log.result.finish == "cancelled" for _, log in running) and drive.scheduler.is_idle
 
 
 def test_cancel_of_unknown_request_returns_none(root: Path) -> None:
     drive = Drive(served("llama", root))
     assert drive.scheduler.cancel("nobody") is None
-    name, heard = drive.submit(prompt_of(30), 5)
+    name, log = drive.submit(prompt_of(30), 5)
     result = drive.scheduler.cancel(name)  # still queued
-    assert result is not None and result.prefilled_until == 0 and heard.is_ended and drive.scheduler.is_idle
+    assert result is not None and result.prefilled_until == 0 and log.is_ended and drive.scheduler.is_idle
 
 
 def test_reuse_off_leaves_no_resident(root: Path) -> None:
     drive = Drive(served("gemma3", root), keeps=False)
-    heard = drive.run(prompt_of(100), 5)
-    assert heard.result.resident == "" and len(drive.scheduler.residents) == 0
+    log = drive.run(prompt_of(100), 5)
+    assert log.result.resident == "" and len(drive.scheduler.residents) == 0
 
 
 def test_stop_words_eos_and_length_end_answers(root: Path) -> None:
@@ -216,17 +216,17 @@ def test_seed_gives_same_text_alone_and_batched(root: Path) -> None:
 
 def test_logprobs_equal_cold_run(root: Path) -> None:
     drive = Drive(served("llama", root))
-    heard = drive.run(prompt_of(50), 6, logprobs=True, top_logprobs=3)
+    log = drive.run(prompt_of(50), 6, logprobs=True, top_logprobs=3)
     truth = cold(drive.served, "llama", prompt_of(50), 6)
     expected = [float(row[token]) for row, token in zip(truth.logprobs, truth.tokens, strict=True)]
-    assert heard.logprobs == pytest.approx(expected, abs=1e-4)
-    pieces = [event for event in heard.events if isinstance(event, TokenEvent) and event.logprobs]
+    assert log.logprobs == pytest.approx(expected, abs=1e-4)
+    pieces = [event for event in log.events if isinstance(event, TokenEvent) and event.logprobs]
     assert all(piece.logprobs and piece.logprobs.top[0][0] == piece.logprobs.token for piece in pieces)
 
 
 def test_progress_is_sent_per_chunk(root: Path) -> None:
-    heard = Drive(served("llama", root), step=32).run(prompt_of(100), 1)
-    assert [(e.done, e.total) for e in heard.events if isinstance(e, PrefillProgress)] == [
+    log = Drive(served("llama", root), step=32).run(prompt_of(100), 1)
+    assert [(e.done, e.total) for e in log.events if isinstance(e, PrefillProgress)] == [
         (0, 100),
         (32, 100),
         (64, 100),
@@ -257,10 +257,8 @@ def test_save_after_takeover_excludes_new_owners_tokens(root: Path) -> None:
 
 def test_request_without_resident_leaves_none(root: Path) -> None:
     drive = Drive(served("llama", root))
-    heard = EventLog()
+    log = EventLog()
     params = GenerationParams(max_tokens=3, ignore_eos=True)
-    drive.scheduler.submit(
-        GenerationRequest("direct", prompt_of(30), params, heard.events.append, leaves_resident=False)
-    )
-    drive.until(lambda: heard.is_ended)
-    assert heard.result.resident == "" and len(drive.scheduler.residents) == 0
+    drive.scheduler.submit(GenerationRequest("direct", prompt_of(30), params, log.events.append, leaves_resident=False))
+    drive.until(lambda: log.is_ended)
+    assert log.result.resident == "" and len(drive.scheduler.residents) == 0

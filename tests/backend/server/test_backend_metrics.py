@@ -12,7 +12,7 @@ from support.backend.engine_driver import Drive
 from support.backend.families import prompt_of, served
 from support.backend.live_backend import BODY, SECRET, WAIT_S, LiveBackend, live, read_result, with_backend
 from support.metrics_text import Scraped
-from warmline_backend.engine import kv_transfer as storage
+from warmline_backend.engine import kv_transfer
 from warmline_backend.generation.sequence import Sequence
 from warmline_backend.generation.step_stats import StepHistogram
 from warmline_backend.kv_cache.kv import RowsUnavailableError
@@ -52,15 +52,15 @@ def test_step_stats_match_request_events(root: Path) -> None:
     _, one = drive.submit(prompt_of(40), 60)
     _, two = drive.submit(prompt_of(40, 2), 60)
     drive.until(lambda: one.is_ended and two.is_ended)
-    tally, timings = drive.scheduler.step_stats, [each.result.timings for each in (one, two)]
-    assert tally.prefilled_tokens == sum(each.prefilled for each in timings) == 80
-    assert tally.decoded_tokens == sum(each.decoded for each in timings) == 120
-    assert tally.batch_sizes.sum == 120, "a token for each sequence of each step"
-    assert tally.batch_sizes.count == tally.decode_seconds.count < 120, "two shared some steps"
-    assert tally.chunk_seconds.count == 6, "39 tokens, 16 at a time, twice"
-    assert {finish: count for finish, count in tally.finish_counts.items() if count} == {"length": 2}
+    stats, timings = drive.scheduler.step_stats, [each.result.timings for each in (one, two)]
+    assert stats.prefilled_tokens == sum(each.prefilled for each in timings) == 80
+    assert stats.decoded_tokens == sum(each.decoded for each in timings) == 120
+    assert stats.batch_sizes.sum == 120, "a token for each sequence of each step"
+    assert stats.batch_sizes.count == stats.decode_seconds.count < 120, "two shared some steps"
+    assert stats.chunk_seconds.count == 6, "39 tokens, 16 at a time, twice"
+    assert {finish: count for finish, count in stats.finish_counts.items() if count} == {"length": 2}
     drive.step()
-    assert tally.copy() is not tally and tally.copy().finish_counts == tally.finish_counts
+    assert stats.copy() is not stats and stats.copy().finish_counts == stats.finish_counts
 
 
 def test_failed_step_counts_discarded_requests(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_exposition_has_all_metrics(tiny_folder: FolderOf, tmp_path: Path, monke
         kept = ended.prefilled_until
         save = SaveRequest(request_id="s", resident=ended.resident, segments=[SegmentSpec(id=ID, start=0, end=kept)])
         with monkeypatch.context() as planted:
-            planted.setattr(storage, "write_segment_file", no_space)
+            planted.setattr(kv_transfer, "write_segment_file", no_space)
             assert (await backend.json("POST", "/kv/save", save))[0] == 507
         assert (await backend.json("POST", "/kv/save", save))[0] == 200
         chain = [SegmentRef(id=ID, start=0, end=kept, upto=kept)]

@@ -27,7 +27,7 @@ from warmline_common.protocol.messages import BackendStatus, HealthReply, decode
 FolderOf = Callable[..., Path]
 
 
-async def pulse(backend: LiveBackend) -> HealthReply:
+async def read_health(backend: LiveBackend) -> HealthReply:
     async with backend.session.get("/health") as response:  # without a secret
         assert response.status == 200
         return decode(await response.read(), HealthReply)
@@ -36,9 +36,9 @@ async def pulse(backend: LiveBackend) -> HealthReply:
 async def at_rest(backend: LiveBackend) -> HealthReply:
     """Wait until the engine has nothing left to do."""
     async with asyncio.timeout(WAIT_S):
-        while (told := await pulse(backend)).busy:
+        while (health := await read_health(backend)).busy:
             pass
-    return told
+    return health
 
 
 async def ready(backend: LiveBackend) -> tuple[int, str]:
@@ -61,14 +61,14 @@ def test_health_while_model_loads(tiny_folder: FolderOf, tmp_path: Path) -> None
 
     async def run() -> None:
         async with live(tiny_folder("llama"), tmp_path, make=make) as backend:
-            told = await pulse(backend)
-            assert (told.ready, told.busy, told.steps, told.step_age_s) == (False, False, 0, 0.0)
-            assert told.failure == "the model is still loading"
+            health = await read_health(backend)
+            assert (health.ready, health.busy, health.steps, health.step_age_s) == (False, False, 0, 0.0)
+            assert health.failure == "the model is still loading"
             assert await ready(backend) == (503, "the model is still loading")
             load_now.set()
             await backend.service.wait_until_loaded()
-            told = await pulse(backend)
-            assert told.ready and told.failure == "" and told.boot == "boot"
+            health = await read_health(backend)
+            assert health.ready and health.failure == "" and health.boot == "boot"
 
     asyncio.run(run())
 
@@ -80,7 +80,7 @@ def test_health_counts_steps_and_shows_hanging_step(tiny_folder: FolderOf, tmp_p
         idle = await at_rest(backend)
         assert idle.steps >= 7 and idle.step_age_s == 0.0  # a chunk and six tokens
         async with EngineHold(backend.engine):
-            first, second = await pulse(backend), await pulse(backend)
+            first, second = await read_health(backend), await read_health(backend)
             assert first.busy and first.ready and first.steps == second.steps
             assert 0 < first.step_age_s < second.step_age_s
         assert (await at_rest(backend)).steps > second.steps
@@ -101,11 +101,11 @@ def test_waiting_calls_get_engine_end(tiny_folder: FolderOf, tmp_path: Path) -> 
             end = await read_result(response)
         assert b"the engine has ended: division by zero" in error and b"[DONE]" not in error
         assert (end.finish, end.resident, end.error) == ("discarded", "", "the engine has ended: division by zero")
-        told = await pulse(backend)
-        assert not told.ready and not told.busy and told.failure == "the engine has ended: division by zero"
-        assert await ready(backend) == (503, told.failure)
+        health = await read_health(backend)
+        assert not health.ready and not health.busy and health.failure == "the engine has ended: division by zero"
+        assert await ready(backend) == (503, health.failure)
         status, reply = await backend.json("DELETE", "/requests/a")
-        assert (status, reply["error"]["message"]) == (503, told.failure)
+        assert (status, reply["error"]["message"]) == (503, health.failure)
 
     with_backend(tiny_folder("llama"), tmp_path, work)
 
@@ -186,16 +186,16 @@ def test_shutting_down_process_is_not_ready(tiny_folder: FolderOf, tmp_path: Pat
         backend.service.shut_down()
         assert await ready(backend) == (503, "shutting down")
         async with EngineHold(backend.engine):
-            told = await pulse(backend)
-            assert (told.ready, told.failure) == (False, "shutting down")
-            assert told.busy and told.step_age_s > 0, "its engine is alive, and watched"
+            health = await read_health(backend)
+            assert (health.ready, health.failure) == (False, "shutting down")
+            assert health.busy and health.step_age_s > 0, "its engine is alive, and watched"
 
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
 def test_memory_and_tasks_are_stable_over_requests(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: LiveBackend) -> None:
-        async def told() -> BackendStatus:
+        async def read_settled_status() -> BackendStatus:
             """Process stats after the step that decoding computes ahead: it ends after its request, and holds
             memory.
             """
@@ -213,12 +213,12 @@ def test_memory_and_tasks_are_stable_over_requests(tiny_folder: FolderOf, tmp_pa
 
         gc.collect()  # what other tests left in this process must not go while this one weighs
         await leave("warm up")
-        before = await told()
+        before = await read_settled_status()
         assert before.vitals.tasks > 0 and before.vitals.threads > 1 and before.vitals.descriptors > 3
         assert before.vitals.bytes_unaccounted >= 0
         for turn in range(3):
             await leave(str(turn))
-            after = await told()
+            after = await read_settled_status()
             assert after.vitals == before.vitals and after.resident_bytes == after.running_bytes == 0
 
     with_backend(tiny_folder("llama"), tmp_path, work)

@@ -22,8 +22,7 @@ from support.backend.live_backend import (
 from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.request.params import GenerationParams
 from warmline_backend.scheduler.capacity import KvTooLargeError
-from warmline_backend.server import prompt_store
-from warmline_backend.server import routes as server
+from warmline_backend.server import prompt_store, routes
 from warmline_common.protocol.messages import (
     HEADER_FOLLOW,
     HEADER_PROMPT,
@@ -131,7 +130,7 @@ def test_leader_and_resident_together_return_400(tiny_folder: FolderOf, tmp_path
 def test_reader_that_takes_nothing_is_disconnected(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "SEND_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(routes, "SEND_TIMEOUT_S", 0.05)
 
     async def work(backend: LiveBackend) -> None:
         prompt = await backend.prompt(ENDLESS)

@@ -25,7 +25,7 @@ from support.backend.live_backend import (
 )
 from support.processes import Running, free_port
 from warmline_backend.config import BackendConfigError, parse_config
-from warmline_backend.server import shutdown as draining
+from warmline_backend.server import shutdown
 from warmline_backend.server.shutdown import drain
 from warmline_common.protocol.messages import (
     HEADER_BACKGROUND,
@@ -75,7 +75,7 @@ def test_drain_lets_running_requests_end_and_refuses_new_ones(tiny_folder: Folde
 def test_drain_cancels_background_requests(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draining, "SAVES_WAIT_S", 0.01)  # nobody saves what the other one leaves
+    monkeypatch.setattr(shutdown, "SAVES_WAIT_S", 0.01)  # nobody saves what the other one leaves
 
     async def work(backend: LiveBackend) -> None:
         audited = await backend.prompt({**BODY, "max_tokens": 1})
@@ -98,7 +98,7 @@ def test_drain_cancels_background_requests(
 def test_drain_timeout_cancels_and_keeps_kv(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
-    monkeypatch.setattr(draining, "SAVES_WAIT_S", 0.01)  # nobody saves it
+    monkeypatch.setattr(shutdown, "SAVES_WAIT_S", 0.01)  # nobody saves it
 
     async def work(backend: LiveBackend) -> None:
         async with backend.generation("a", await backend.prompt(ENDLESS)) as response:
@@ -120,7 +120,7 @@ def test_drain_timeout_cancels_and_keeps_kv(
 def test_drain_does_not_wait_for_hanging_engine(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draining, "CANCEL_WAIT_S", 0.01)
+    monkeypatch.setattr(shutdown, "CANCEL_WAIT_S", 0.01)
 
     async def work(backend: LiveBackend) -> None:
         async with backend.generation("a", await backend.prompt(ENDLESS)) as response:
@@ -141,7 +141,7 @@ def test_drain_timeout_flag_is_validated(seconds: str) -> None:
 
 def test_same_signal_twice_stops_at_once() -> None:
     async def run() -> None:
-        signals = draining.StopSignals()
+        signals = shutdown.StopSignals()
         os.kill(os.getpid(), signal.SIGINT)
         await wait_until(signals.stop.is_set)
         os.kill(os.getpid(), signal.SIGTERM)  # passed on by whoever got the other one too

@@ -74,11 +74,13 @@ def test_request_arguments_override_settings_by_key(
 
 
 def test_null_is_passed_as_value(tmp_path: Path) -> None:
-    told = byte_level(tmp_path, CHATML + "{{ 'undefined' if depth is not defined else depth is none }}")
+    tokenizer = byte_level(tmp_path, CHATML + "{{ 'undefined' if depth is not defined else depth is none }}")
+    body = {"messages": [USER]}
     rendered = {
-        name: told.decode(TemplateRenderer(told, template_args=args).render("chat", {"messages": [USER]}).tokens)
+        name: tokenizer.decode(TemplateRenderer(tokenizer, template_args=args).render("chat", body).tokens)
         for name, args in {"none": {}, "null": {"depth": None}}.items()
     }
+
     assert rendered["none"].endswith("undefined") and rendered["null"].endswith("True")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from support.backend.live_backend import LiveBackend, with_backend
 from support.tiny_models import EOS, VOCABULARY
-from warmline_backend.server import runtime as loaded
+from warmline_backend.server import runtime
 from warmline_common.protocol.messages import DetokenizeRequest
 from warmline_common.protocol.tokens import TOKEN_BYTES, pack_tokens
 
@@ -27,7 +27,7 @@ def test_detokenize_returns_texts(tiny_folder: FolderOf, tmp_path: Path) -> None
 
 
 def test_invalid_sequences_are_refused(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    many = pack_tokens([1]) * (loaded.TEXTS_TOKENS_MAX + 1)
+    many = pack_tokens([1]) * (runtime.TEXTS_TOKENS_MAX + 1)
 
     async def work(backend: LiveBackend) -> None:
         for sequence, why in ((b"abc", "3 bytes"), (pack_tokens([VOCABULARY]), "none of this model's"), (many, "more")):
