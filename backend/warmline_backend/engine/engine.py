@@ -51,9 +51,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class EngineSnapshot:
-    """State of the engine after its last turn or once at rest; any thread reads it at once, even during a long
-    chunk.
-    """
+    """State of the engine after its last turn or once at rest; read by any thread without waiting."""
 
     running: int = 0
     queued: int = 0

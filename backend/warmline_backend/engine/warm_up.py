@@ -109,14 +109,13 @@ class _WarmUpRunner:
 
     def _prefill(self, prompt_tokens: int, *, sampled: bool) -> Sequence:
         prompt = [1 + n % (self._served.vocabulary_size - 1) for n in range(prompt_tokens + 1)]
-        params = GenerationParams(max_tokens=DECODE_STEPS, ignore_eos=True)
-        if sampled:
-            params = GenerationParams(max_tokens=DECODE_STEPS, ignore_eos=True, temperature=1.0, top_p=0.9, seed=0)
+        sampling = {"temperature": 1.0, "top_p": 0.9, "seed": 0} if sampled else {}
+        params = GenerationParams(max_tokens=DECODE_STEPS, ignore_eos=True, **sampling)  # type: ignore[arg-type]
+        request = GenerationRequest("warm-up", prompt, params, lambda _: None, leaves_resident=False)
         settings = self._settings
         kv = self._served.make_kv(journals=settings.keeps_residents, grid=settings.grid)
-        sequence = Sequence(
-            GenerationRequest("warm-up", prompt, params, lambda _: None, leaves_resident=False), kv, self._served
-        )
+        sequence = Sequence(request, kv, self._served)
+
         while sequence.prefill_tokens_left > 0:
             sequence.prefill_chunk(settings.prefill_step_size)
         return sequence

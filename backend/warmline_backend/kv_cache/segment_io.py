@@ -244,7 +244,7 @@ class ChainLoader:
         return loaded
 
     def _read_segment_header(self, segment_ref: SegmentRef) -> SegmentHeader:
-        """Read the header of a segment, and check that it is of this model and info."""
+        """Read the header of a segment, and check that it is of this model and position."""
         with _translate_file_errors(segment_ref.id, segment_ref.start):
             header = read_header(self.segment_file(segment_ref.id))
             meta = header.meta
@@ -258,16 +258,15 @@ class ChainLoader:
         return header
 
     def _allocate_targets(self, position: int, header: SegmentHeader) -> dict[str, _RowTarget]:
-        """Allocate buffers for [0, position) of every tensor with rows; for rotating layers, of their window.  Engine
-        thread.
-        """
-        buffer_rows, targets = round_up_to_buffer(position), {}
+        """Allocate buffers for the rows [0, position), or those in a window, of each tensor.  Engine thread."""
+        targets = {}
         for leaf in self.layout.leaves:
             if leaf.codec.kind is CodecKind.STATE:
                 continue
-            windowed = leaf.codec.kind is CodecKind.WINDOW
-            first = max(0, position - leaf.template.max_size) if windowed else 0
-            rows = position - first if windowed else buffer_rows
+            first, rows = 0, round_up_to_buffer(position)
+            if leaf.codec.kind is CodecKind.WINDOW:
+                first = max(0, position - leaf.template.max_size)
+                rows = position - first
             for name, info in select_fields(header.tensors, leaf.name).items():
                 one, heads, _, width = info.shape
                 buffer = _ByteBuffer.allocate(info.dtype, (one, heads, rows, width))

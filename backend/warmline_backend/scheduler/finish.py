@@ -55,7 +55,7 @@ class Finisher:
         """End all sequences of a batch whose step raised `error`; no KV of them is kept."""
         batch = list(sequences)
         ids = ", ".join(sequence.request.id for sequence in batch)
-        log.error("a step failed and its batch is discarded: %s", ids or "no request", exc_info=error)
+        log.error("a step failed and its batch is discarded: %s", ids or "none", exc_info=error)
         self.is_device_suspect = True
         self.failed_steps += 1
         self._step_stats.failed_steps += 1

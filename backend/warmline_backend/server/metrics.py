@@ -91,9 +91,7 @@ class BackendMetrics:
         registry.register(_EngineCollector(engine, read_status))
 
     def render_exposition(self, accept: str = "") -> tuple[bytes, str]:
-        """Body and Content-Type of GET /metrics: OpenMetrics where `accept` asks for it, else text.  Event loop
-        thread.
-        """
+        """Body and Content-Type of GET /metrics: OpenMetrics if `accept` asks for it, else text."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 

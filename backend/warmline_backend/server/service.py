@@ -117,7 +117,7 @@ class Service:
 
     @property
     def _grid(self) -> int:
-        """Grid of the scheduler, which exists once the model is runtime."""
+        """Grid of the scheduler, which exists once the model is loaded."""
         return self._engine.scheduler.settings.grid
 
     @property

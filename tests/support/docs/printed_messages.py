@@ -21,6 +21,7 @@ SAID = {
     "run_checked",
     "_run_systemctl",
     "_notify_end",
+    "finish_sequence",
     "error_body",
     "_error",
 }
