@@ -1,7 +1,7 @@
 """`python -m warmline_backend`: one model behind loopback HTTP.
 
-Exit codes: 0 after a clean stop, 2 where the configuration or the model is at fault (starting again would not help),
-1 otherwise.  Who keeps us running may be told another one: see `warmline_common.process.exit_codes`.
+Exit codes: 0 after a clean stop, 2 for a fault of the configuration or the model (a restart would not help), else 1.
+A supervisor may get other codes: see `warmline_common.process.exit_codes`.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from typing import NoReturn
 from aiohttp import web
 
 from warmline_backend.config import BackendConfig, BackendConfigError, parse_config
-from warmline_backend.engine import chunk_size as prefill_step
+from warmline_backend.engine.chunk_size import resolve_step_size
 from warmline_backend.engine.engine import Engine
 from warmline_backend.engine.warm_up import warm_up
 from warmline_backend.model.loader import ModelError
@@ -31,7 +31,7 @@ from warmline_backend.server.runtime import fingerprint_served_model
 from warmline_backend.server.service import Service
 from warmline_backend.server.shutdown import StopSignals, drain, run_until_event
 from warmline_common.logging import log_loop_error, start_logging
-from warmline_common.process import exit_codes as kept
+from warmline_common.process import exit_codes
 from warmline_common.process.console import write_line
 from warmline_common.process.file_limits import raise_descriptor_limit
 from warmline_common.process.parent_watch import watch_parent
@@ -44,11 +44,11 @@ log = logging.getLogger("warmline_backend")  # run as a module, it would be call
 
 LOCK_WAIT_S = 10.0  # for a predecessor that is ending
 THREAD_SWITCH_INTERVAL_S = 0.0005
-DESCRIPTOR_LIMIT = 8_192  # a connection is one
-GRACE_AFTER_DRAIN_S = 15.0  # before serve, or the lifeline, ends this process; the waits below are within it
-THREADS_WAIT_S = 4.0  # what threads get to end their present work
+DESCRIPTOR_LIMIT = 8_192  # one per connection
+GRACE_AFTER_DRAIN_S = 15.0  # before the supervisor or the parent watch kills the process; includes the waits below
+THREADS_WAIT_S = 4.0  # for threads to end their present work
 POLL_S = 0.02
-SHUTDOWN_S = 1.0  # what the last bytes of streams get to be taken; aiohttp waits it twice
+SHUTDOWN_S = 1.0  # for the last bytes of streams; aiohttp waits it twice
 
 
 def main(arguments: list[str]) -> int:
@@ -73,11 +73,11 @@ def main(arguments: list[str]) -> int:
             return asyncio.run(_serve(config, home, secret))
     except LockedError as error:
         write_line(f"warmline backend: {home.root} is {error}, another backend; use another --home")
-        return kept.locked_home_exit_code()
+        return exit_codes.locked_home_exit_code()
 
 
 async def _serve(config: BackendConfig, home: Home, secret: str) -> int:
-    at_rest = set(threading.enumerate())
+    initial_threads = set(threading.enumerate())
     helpers = ThreadPoolExecutor(thread_name_prefix="helper")
     asyncio.get_running_loop().set_default_executor(helpers)
     asyncio.get_running_loop().set_exception_handler(log_loop_error)
@@ -95,7 +95,7 @@ async def _serve(config: BackendConfig, home: Home, secret: str) -> int:
         write_line(f"warmline backend: can't listen on {where}: {error}; end what listens there, or use another port")
         return 2
     engine.start()
-    told = _write_process_files(config, home)
+    process_files = _write_process_files(config, home)
     code = 1
     try:
         code = await _run_until_stopped(config, service, engine, signals)
@@ -106,44 +106,45 @@ async def _serve(config: BackendConfig, home: Home, secret: str) -> int:
         service.close()
         engine.stop()
         helpers.shutdown(wait=False, cancel_futures=True)
-        await _wait_for_threads(at_rest)
+        await _wait_for_threads(initial_threads)
         with suppress(OSError):
-            for path in told:
+            for path in process_files:
                 disk.delete(path)
-        if busy := _list_other_threads(at_rest):  # in a step, or at a disk, that may never answer
+        if busy := _list_other_threads(initial_threads):  # in a step or a disk access that may hang
             log.warning("%s: still at work; the process ends without waiting", ", ".join(busy))
-        _exit_now(kept.map_exit_code(code))
+        _exit_now(exit_codes.map_exit_code(code))
 
 
 def _exit_now(code: int) -> NoReturn:
-    """Python would wait for threads; and while it takes itself apart, mlx's own end the process with a signal where
-    the engine has used a GPU (seen with CUDA): whoever keeps us running would take a clean stop for a crash.
+    """End the process without Python's finalization: Python would wait for threads, and mlx's may then end the process
+    with a
+    signal once a GPU was used (seen with CUDA), which the supervisor would take for a crash.
     """
     logging.shutdown()
     os._exit(code)
 
 
 def _write_process_files(config: BackendConfig, home: Home) -> list[Path]:
-    """The files that say which process we are, and on which port."""
+    """Write the files with this process's id and port, and return their paths."""
     port = {"pid": os.getpid(), "port": config.port}
     texts = {home.run / "backend.json": json.dumps(port), home.pid_file("backend"): f"{os.getpid()}\n"}
     try:
         for path, text in texts.items():
             disk.replace_file(path, text)
-    except OSError as error:  # who asks for our health hears it, too
+    except OSError as error:  # GET /health has it, too
         log.warning("our process id could not be written down: %s", error)
     return list(texts)
 
 
 async def _wait_for_threads(excluded: set[threading.Thread]) -> None:
-    """At most THREADS_END_S."""
+    """Wait for at most THREADS_WAIT_S."""
     until = time.monotonic() + THREADS_WAIT_S
-    while _list_other_threads(excluded) and time.monotonic() < until:  # noqa: ASYNC110  a thread's end tells nobody
+    while _list_other_threads(excluded) and time.monotonic() < until:  # noqa: ASYNC110  a thread's end sends no event
         await asyncio.sleep(POLL_S)
 
 
 def _list_other_threads(excluded: set[threading.Thread]) -> list[str]:
-    """Names of all threads but these."""
+    """Names of all threads but the `excluded` ones."""
     return [thread.name for thread in threading.enumerate() if thread not in excluded]
 
 
@@ -163,12 +164,12 @@ async def _run_until_stopped(config: BackendConfig, service: Service, engine: En
 
 
 def format_load_failure(model: str, reason: str) -> str:
-    """Names the model once: most reasons do so themselves."""
+    """Message that names the model once: most reasons do so themselves."""
     return f"can't serve: {reason}" if model in reason else f"can't serve {model}: {reason}"
 
 
 def _make_scheduler(config: BackendConfig, home: Home, boot: str) -> Scheduler:
-    """Engine thread: everything that mlx touches is made where it will be used."""
+    """Load the model and make its scheduler on the engine thread, where all mlx arrays have to be made."""
     served = load_served_model(
         config.model,
         config.served_name,
@@ -178,14 +179,12 @@ def _make_scheduler(config: BackendConfig, home: Home, boot: str) -> Scheduler:
         trust_remote_code=config.trust_remote_code,
     )
     budget_bytes = config.memory_budget_bytes or compute_memory_budget(served.weight_bytes)
-    step = config.prefill_step_size
+    if not (step := config.prefill_step_size):
+        step = resolve_step_size(served, fingerprint_served_model(served, config, home), budget_bytes, home.models)
     settings = SchedulerSettings(
         boot=boot,
         memory_budget_bytes=budget_bytes,
-        prefill_step_size=step
-        or prefill_step.resolve_step_size(
-            served, fingerprint_served_model(served, config, home), budget_bytes, home.models
-        ),
+        prefill_step_size=step,
         running_count_max=config.running_count_max,
         keeps_residents=config.reuse != "off",
         exact=config.reuse == "exact",
@@ -196,4 +195,4 @@ def _make_scheduler(config: BackendConfig, home: Home, boot: str) -> Scheduler:
 
 if __name__ == "__main__":
     set_private_umask()
-    kept.run_main(lambda: main(sys.argv[1:]))
+    exit_codes.run_main(lambda: main(sys.argv[1:]))

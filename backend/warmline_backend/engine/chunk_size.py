@@ -1,8 +1,8 @@
-"""``--prefill-step-size auto``: how many tokens prefill computes at a time, measured once a model and remembered.
+"""`--prefill-step-size auto`: tokens per prefill step, measured once a model and remembered.
 
-A longer step is faster up to a point, and then only keeps everybody waiting: who cancels waits for a step, and so do
-streams that run.  So the smallest step is chosen that is nearly as fast as the best.  Remembered, since in exact mode
-the step is the grid, on which all that was ever stored depends.
+Longer steps are faster up to a point, and then only delay others: cancels and running streams wait for a step.  So the
+smallest step is chosen that is nearly as fast as the best.  It is remembered, since in exact mode the step is the grid
+of all stored KV.
 """
 
 import json
@@ -17,8 +17,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from warmline_backend.generation import sequence as sequences
 from warmline_backend.generation.sequence import GenerationRequest
-from warmline_backend.generation.sequence import Sequence as Request
 from warmline_backend.model.loader import ModelError
 from warmline_backend.model.model import MEMORY_SHARE, ServedModel, compute_memory_budget
 from warmline_backend.request.params import GenerationParams
@@ -30,33 +30,31 @@ log = logging.getLogger(__name__)
 STEPS = (256, 512, 1024, 2048, 4096, 8192)  # each twice the one before
 NEAR_BEST = 0.97  # of the best speed
 CHUNK_S_MAX = 10.0  # from an empty context; later chunks take longer
-TRIAL_TOKENS = 64  # is this machine fast enough to measure anything?
+TRIAL_TOKENS = 64  # first trial, in case that the machine is too slow to measure more
 RUNS = 2  # of which the faster counts: the first may compile kernels and page weights in
 FILE = "prefill_steps.json"
-MODELS_MAX = 256  # models; the oldest are forgotten first
+MODELS_MAX = 256  # remembered; the oldest are dropped first
 
 
 @dataclass(frozen=True)
 class ChunkTiming:
     seconds: float
-    working_bytes: int  # what it took at its peak, beyond what was there before
+    working_bytes: int  # peak memory beyond what was active before
 
 
 @dataclass(frozen=True)
 class ChunkLimits:
-    tokens_max: int  # what the context and the memory for KV have room for
-    working_bytes_max: int  # what a chunk may take while it is computed
+    tokens_max: int  # by the context and the memory for KV
+    working_bytes_max: int  # of a chunk while it is computed
 
 
-TimeChunks = Callable[
-    [Sequence[int]], ChunkTiming
-]  # of chunks of these lengths, one after the other, from the beginning
+TimeChunks = Callable[[Sequence[int]], ChunkTiming]  # argument: lengths of consecutive chunks from the start
 
 
 def resolve_step_size(served: ServedModel, fingerprint: str, memory_budget_bytes: int, folder: Path) -> int:
-    """The step for this model here: the remembered one, or one measured now.  Engine thread.  Raises ModelProblem.
+    """The step for this model on this machine, remembered or measured now.  Engine thread.  Raises ModelError.
 
-    `fingerprint` is the model's without a grid, `folder` where the step is remembered.
+    `fingerprint` is the model's without a grid; the step is remembered in `folder`.
     """
     key = f"{fingerprint} {describe_device()}"
     steps = _load_step_sizes(folder / FILE)
@@ -65,17 +63,13 @@ def resolve_step_size(served: ServedModel, fingerprint: str, memory_budget_bytes
         return known
     log.info("measuring which prefill step is fastest; this is remembered")
     try:
-        speeds = measure_speeds(
-            lambda lengths: time_chunks(served, lengths), compute_limits(served, memory_budget_bytes)
-        )
+        limits = compute_limits(served, memory_budget_bytes)
+        speeds = measure_speeds(lambda lengths: time_chunks(served, lengths), limits)
     except RuntimeError as error:  # mlx's, such as memory that ran out
         raise ModelError(f"measuring the prefill step failed: {error}; give one, --prefill-step-size 1024") from error
     step = choose_step_size(speeds)
-    log.info(
-        "prefill step %d; tokens/s by step: %s",
-        step,
-        format_speeds(speeds) or "this machine is too slow to measure more",
-    )
+    by_step = format_speeds(speeds) or "this machine is too slow to measure more"
+    log.info("prefill step %d; tokens/s by step: %s", step, by_step)
     _save_step_size(folder / FILE, steps, key, step)
     return step
 
@@ -84,7 +78,7 @@ def resolve_step_size(served: ServedModel, fingerprint: str, memory_budget_bytes
 
 
 def choose_step_size(speeds: Mapping[int, float]) -> int:
-    """The smallest step that is nearly as fast as the best; the smallest of all where nothing was measured."""
+    """The smallest step that is nearly as fast as the best; the smallest of all without measurements."""
     best = max(speeds.values(), default=0.0)
     return min((step for step, speed in speeds.items() if speed >= NEAR_BEST * best), default=STEPS[0])
 
@@ -94,10 +88,9 @@ def format_speeds(speeds: Mapping[int, float]) -> str:
 
 
 def measure_speeds(time_chunks: TimeChunks, limits: ChunkLimits) -> dict[int, float]:
-    """Tokens/s by step, as long as longer steps are faster and stay within the limits and `CHUNK_S_MAX`.
+    """Tokens/s by step, as long as longer steps are faster and stay within the limits and CHUNK_S_MAX.
 
-    A later token takes longer than an early one, so steps are compared over the same tokens: one chunk against two of
-    half its length.
+    Later tokens take longer, so steps are compared over the same tokens: one chunk against two of half its length.
     """
     step = STEPS[0]
     if limits.tokens_max < step:
@@ -121,7 +114,7 @@ def measure_speeds(time_chunks: TimeChunks, limits: ChunkLimits) -> dict[int, fl
 
 
 def _is_within_limits(limits: ChunkLimits, last: ChunkTiming, times: int) -> bool:
-    """Whether a chunk so many times longer should stay within the limits; attention's scores grow with the square."""
+    """Whether a chunk `times` longer should stay within the limits; attention's scores grow with the square."""
     return last.seconds * times <= CHUNK_S_MAX and last.working_bytes * times**2 <= limits.working_bytes_max
 
 
@@ -142,16 +135,15 @@ def time_chunks(served: ServedModel, lengths: Sequence[int]) -> ChunkTiming:
 
 
 def _time_once(served: ServedModel, lengths: Sequence[int]) -> ChunkTiming:
-    prompt = [n * 7919 % served.vocabulary_size for n in range(sum(lengths) + 1)]  # varied, for experts' sake
-    generation = GenerationRequest(
-        "prefill step", prompt, GenerationParams(max_tokens=1), lambda _: None, leaves_resident=False
-    )
-    request = Request(generation, served.make_kv(journals=False), served)
+    prompt = [n * 7919 % served.vocabulary_size for n in range(sum(lengths) + 1)]  # varied tokens, for all experts
+    params = GenerationParams(max_tokens=1)
+    request = GenerationRequest("prefill step", prompt, params, lambda _: None, leaves_resident=False)
+    sequence = sequences.Sequence(request, served.make_kv(journals=False), served)
     mx.clear_cache()
     mx.reset_peak_memory()
     before, began = mx.get_active_memory(), time.monotonic()
     for length in lengths:
-        request.prefill_chunk(length)
+        sequence.prefill_chunk(length)
     return ChunkTiming(max(time.monotonic() - began, 1e-9), mx.get_peak_memory() - before)
 
 
@@ -159,14 +151,14 @@ def _time_once(served: ServedModel, lengths: Sequence[int]) -> ChunkTiming:
 
 
 def describe_device() -> str:
-    """What decides, besides the model, which step is fastest."""
+    """Device and mlx version, by which the fastest step is remembered."""
     info = mx.device_info()
     names = [str(info[key]) for key in ("device_name", "architecture") if info.get(key)]
     return " ".join([*(names or [str(mx.default_device())]), f"mlx {metadata.version('mlx')}"])
 
 
 def _load_step_sizes(path: Path) -> dict[str, int]:
-    """Nothing where the file can't be read, or is damaged."""
+    """Remembered steps by key; none where the file can't be read or is damaged."""
     try:
         known: Any = json.loads(path.read_text())
     except FileNotFoundError:
@@ -184,7 +176,7 @@ def _save_step_size(path: Path, steps: Mapping[str, int], key: str, step: int) -
     newest = [(known, size) for known, size in steps.items() if known != key][1 - MODELS_MAX :]
     try:
         with suppress(OSError):
-            for draft in path.parent.glob(f".{path.stem}.*{disk.DRAFT_SUFFIX}"):  # of who was killed
+            for draft in path.parent.glob(f".{path.stem}.*{disk.DRAFT_SUFFIX}"):  # of killed processes
                 disk.delete(draft)
         disk.write_durable(path, [json.dumps(dict([*newest, (key, step)]), indent=1).encode()])
     except OSError as error:

@@ -1,4 +1,6 @@
-"""The engine thread: the only one that computes with mlx.  Others send it work, and read its beat and last snapshot."""
+"""The engine thread, the only one that computes with mlx.  Other threads submit commands, and read heartbeat and
+snapshot.
+"""
 
 import logging
 import queue
@@ -22,21 +24,21 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-BLOCKED_WAIT_S = 0.1  # a lease may end without anybody saying so
-REST_S = 1.0  # after the last step: what mlx had computed ahead is over by then, and what it took is free again
-Command = Callable[[bool], None]  # told whether the engine has ended
+BLOCKED_WAIT_S = 0.1  # leases end without an event
+REST_S = 1.0  # after the last step, until mlx's work ahead is over and its memory is free
+Command = Callable[[bool], None]  # argument: whether the engine has ended
 
 
 class EngineStoppedError(Exception):
-    """The engine has ended (or never came up); the reason is in the text."""
+    """The engine has ended, or never came up; the text has the reason."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Where the engine is.  Replaced whole, so that any thread reads one that was true a moment ago."""
+    """Progress of the engine.  Replaced as a whole, so any thread reads a consistent one."""
 
     steps: int = 0  # chunks, decode steps and commands done
-    step_started_at: float = 0.0  # time.monotonic() at which the present one did; 0.0 while there is none
+    step_started_at: float = 0.0  # time.monotonic() of the present one's start; 0.0 while there is none
 
     @property
     def is_busy(self) -> bool:
@@ -49,9 +51,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class EngineSnapshot:
-    """What the engine was like after its last turn, or once at rest; read by anybody, at once, even while a chunk takes
-    a minute.
-    """
+    """State of the engine after its last turn or once at rest; read by any thread without waiting."""
 
     running: int = 0
     queued: int = 0
@@ -75,10 +75,11 @@ class EngineSnapshot:
 
 
 class Engine(threading.Thread):
-    """Runs a scheduler until it is stopped.  `start()` loads the model first; `loaded` and `ended` tell how it went.
+    """Thread that runs a scheduler until it is stopped.  Loads the model first; `loaded` and `ended` have the outcome.
 
-    `failure` says why it can't be asked now, "" while it can.  Each time that it has had nothing to compute for
-    `keepalive_s`, it computes a token for nobody; 0: never.
+    `failure` says why it takes no commands, "" while it does.  After each `keepalive_s` without work it computes one
+    token
+    and drops it; 0: never.
     """
 
     def __init__(self, make_scheduler: Callable[[], Scheduler], keepalive_s: float = 0.0) -> None:
@@ -90,35 +91,31 @@ class Engine(threading.Thread):
         self._close_lock, self._closed = threading.Lock(), False
         self._scheduler: Scheduler | None = None
         self.loaded: Future[ServedModel] = Future()
-        self.ended: Future[None] = Future()  # however it did
+        self.ended: Future[None] = Future()
         for future in (self.loaded, self.ended):
-            future.set_running_or_notify_cancel()  # whoever gives up waiting must not cancel them for the others
+            future.set_running_or_notify_cancel()  # one waiter's cancellation must not reach the others
         self.snapshot, self.heartbeat = EngineSnapshot(), Heartbeat()
         self.failure = LOADING
 
     # ---- any thread
 
     def submit(self, work: Callable[[Scheduler], T]) -> "Future[T]":
-        """Have `work` done on the engine thread between two steps.  Fails with EngineStopped once it is over."""
+        """Run `work` on the engine thread between two steps.  Fails with EngineStoppedError once it has ended."""
         answer: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                result = work(self.scheduler)
-                self._take_snapshot()  # first, so that whoever hears the answer finds it true
-            except Exception as error:  # noqa: BLE001  it belongs to whoever asked
-                traceback.clear_frames(error.__traceback__)  # which may hold a KV until somebody collects garbage
-                answer.set_exception(error)
-            else:
-                answer.set_result(result)
 
         def command(ended: bool) -> None:
             if not answer.set_running_or_notify_cancel():
                 return
-            if ended:
-                answer.set_exception(EngineStoppedError(self.failure))
+            try:
+                if ended:
+                    raise EngineStoppedError(self.failure)
+                result = work(self.scheduler)
+                self._take_snapshot()  # first, so that it is true once the answer is there
+            except Exception as error:  # noqa: BLE001  it belongs to the caller
+                traceback.clear_frames(error.__traceback__)  # which may hold a KV until a garbage collection
+                answer.set_exception(error)
             else:
-                run()
+                answer.set_result(result)
 
         with self._close_lock:
             if self._closed:
@@ -134,7 +131,7 @@ class Engine(threading.Thread):
         return self._scheduler
 
     def stop_keepalive(self) -> None:
-        """Compute no more tokens for nobody."""
+        """Compute no more keepalive tokens."""
         self._keepalive_s = 0.0
 
     def stop(self) -> None:
@@ -151,7 +148,7 @@ class Engine(threading.Thread):
         try:
             self._scheduler = self._make_scheduler()
             self._scheduler.finisher.on_changed = self._take_snapshot
-        except Exception as error:  # noqa: BLE001  whoever waits for the model must hear of it
+        except Exception as error:  # noqa: BLE001  it belongs to those that wait for the model
             self.failure = f"the model could not be loaded: {error}"
             self.loaded.set_exception(error)
         else:
@@ -181,7 +178,7 @@ class Engine(threading.Thread):
             self.heartbeat = Heartbeat(self.heartbeat.steps)
 
     def _run_step(self) -> None:
-        """One turn of the scheduler; what is asked meanwhile is done between two of its steps."""
+        """Run one turn of the scheduler, and commands between its steps."""
         for _ in self.scheduler.step():
             self._count_step()
             self._last_step_at = time.monotonic()
@@ -191,7 +188,7 @@ class Engine(threading.Thread):
         self._take_snapshot()
 
     def _wait_for_work(self) -> None:
-        """Where nothing can be computed, wait for something to be asked; an idle device is kept awake meanwhile."""
+        """Wait for a command where nothing can be computed; keep an idle device awake meanwhile."""
         blocked = self.scheduler.is_blocked
         if self._stopping or not (blocked or self.scheduler.is_idle):
             return
@@ -211,7 +208,7 @@ class Engine(threading.Thread):
             self._last_step_at = time.monotonic()
 
     def _idle_wait_s(self) -> float | None:
-        """How long an idle engine waits to be asked for something; None: until it is."""
+        """Time until an idle engine has something to do by itself; None: never."""
         waits = (self._keepalive_wait_s(), self._rest_wait_s())
         return min((wait for wait in waits if wait is not None), default=None)
 
@@ -219,12 +216,12 @@ class Engine(threading.Thread):
         return max(0.0, self._last_step_at + self._keepalive_s - time.monotonic()) if self._keepalive_s else None
 
     def _rest_wait_s(self) -> float | None:
-        """Until a snapshot shows the engine at rest; None where the last one does."""
+        """Time until a snapshot shows the engine at rest; None where the last one does."""
         rest = self._last_step_at + REST_S
         return max(0.0, rest - time.monotonic()) if self._snapshot_at < rest else None
 
     def _run_commands(self) -> None:
-        """Do what has been asked so far; what is asked meanwhile waits for the next step, so that there is one."""
+        """Run the commands queued so far; later ones wait for the next step, so that there is one."""
         for _ in range(self._commands.qsize()):
             self._commands.get()(False)
             self._count_command()
@@ -234,7 +231,7 @@ class Engine(threading.Thread):
         self._count_step()
 
     def _count_step(self) -> None:
-        """A step or command is done, and the next begins."""
+        """Count a finished step or command; the next one begins."""
         self.heartbeat = Heartbeat(self.heartbeat.steps + 1, time.monotonic())
 
     def _refuse_pending(self) -> None:
@@ -244,26 +241,26 @@ class Engine(threading.Thread):
     def _take_snapshot(self) -> None:
         self._snapshot_at = time.monotonic()
         scheduler = self.scheduler
-        rates, running, kept = scheduler.rates, scheduler.running_bytes, scheduler.residents.bytes_held
-        active, weights = mx.get_active_memory(), scheduler.served.weight_bytes
+        rates, residents, weights = scheduler.rates, scheduler.residents, scheduler.served.weight_bytes
+        running, resident_bytes, active = scheduler.running_bytes, residents.bytes_held, mx.get_active_memory()
         self.snapshot = EngineSnapshot(
             running=scheduler.running_count,
             queued=scheduler.queued_count,
             running_bytes=running,
-            resident_bytes=kept,
-            memory_budget_bytes=scheduler.residents.budget_bytes,
-            generation=scheduler.residents.generation,
+            resident_bytes=resident_bytes,
+            memory_budget_bytes=residents.budget_bytes,
+            generation=residents.generation,
             prefill_rates=rates.prefill_rates,
-            decode_tokens_per_s=rates.decode_tokens_per_s,
-            restore_bytes_per_s=rates.restore_bytes_per_s,
-            save_bytes_per_s=rates.save_bytes_per_s,
+            decode_tokens_per_s=rates.decode.per_second,
+            restore_bytes_per_s=rates.restore.per_second,
+            save_bytes_per_s=rates.save.per_second,
             slowest_recent_step_s=rates.slowest_recent_step_s,
             weight_bytes=weights,
             memory_active_bytes=active,
             memory_cache_bytes=mx.get_cache_memory(),
             memory_peak_bytes=mx.get_peak_memory(),
-            bytes_unaccounted=active - weights - kept - running,
+            bytes_unaccounted=active - weights - resident_bytes - running,
             step_stats=scheduler.step_stats.copy(),
             keepalive_steps=scheduler.keepalive_steps,
-            residents=scheduler.residents.list_residents(),
+            residents=residents.list_residents(),
         )

@@ -1,8 +1,8 @@
-"""Generations under way, from the moment their call is accepted to the last event.  Event loop thread.
+"""Generations in flight, from the acceptance of their call to the last event.  Event loop thread.
 
-    UnknownRequest    none of that id is, or lately was, under way
+    UnknownGenerationError    no generation of that id is, or was lately, in flight
 
-What the engine raises (ResidentGone, ResidentMismatch, TooLarge, EngineStopped) passes through.
+Errors of the engine (ResidentNotFoundError, ResidentMismatchError, KvTooLargeError, EngineStoppedError) pass through.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 
 import msgspec
 
@@ -31,24 +32,31 @@ class UnknownGenerationError(Exception):
     pass
 
 
+class Stage(Enum):
+    """Stage of a generation in flight; CANCELLED means before it was submitted."""
+
+    ACCEPTED = auto()
+    CANCELLED = auto()
+    SUBMITTED = auto()
+    DONE = auto()
+
+
 @dataclass(eq=False)
 class InflightGeneration:
-    """One generation as its handler has it.  `events` ends with `Ended`, which comes once and always."""
+    """One generation as its handler has it.  `events` ends with one EndedEvent, always."""
 
     id: str
     events: "asyncio.Queue[GenerationEvent]" = field(default_factory=asyncio.Queue)
+    stage: Stage = Stage.ACCEPTED
     background: bool = False
-    submitted: bool = False  # the engine has it, or is about to
-    cancelled: bool = False  # before that
     detached: bool = False  # it goes on without a client
-    abandoned: bool = False  # nobody reads its events any more
-    overflowed: bool = False  # too many of them wait
-    cancel_sent: bool = False  # the engine was asked to end it
-    done: bool = False
+    abandoned: bool = False  # its events are read no more
+    overflowed: bool = False  # too many events are queued
+    cancel_sent: bool = False  # the engine was asked to cancel it
 
 
 class InflightGenerations:
-    """All calls under way, by request id, and how the last ones settled."""
+    """All generations in flight by request id, and the results of the last ones."""
 
     def __init__(self, engine: Engine, boot: str) -> None:
         self._engine, self._boot = engine, boot
@@ -66,31 +74,31 @@ class InflightGenerations:
 
     @contextmanager
     def accept(self, request_id: str) -> Iterator[InflightGeneration]:
-        """From here on it can be cancelled; whoever leaves the block before its end lets go of it."""
+        """Make a generation cancellable; leaving the block before its end cancels it."""
         if (earlier := self._by_id.get(request_id)) is not None:
-            self._cancel_nowait(earlier)  # first, so that it is not the new one which that ends
-        call = self._by_id[request_id] = InflightGeneration(request_id)
+            self._cancel_nowait(earlier)  # first, so that the cancel does not hit the new one
+        inflight = self._by_id[request_id] = InflightGeneration(request_id)
         self._results.pop(request_id, None)
         self._empty.clear()
         try:
-            yield call
+            yield inflight
         finally:
-            self._abandon(call)
+            self._abandon(inflight)
 
     def clear_results(self) -> None:
-        """How the last ones ended, with what they generated."""
+        """Drop the results of the last generations, with their tokens."""
         self._results.clear()
 
     def make_listener(self, inflight: InflightGeneration) -> EventListener:
-        """What the engine is to tell of this call; never blocks it, however far this loop lags."""
+        """Make a listener that queues events on this loop without blocking the engine."""
         loop = asyncio.get_running_loop()
         return lambda event: _call_soon(loop, lambda: self._handle_event(inflight, event))
 
     async def submit(self, inflight: InflightGeneration, request: GenerationRequest) -> None:
-        """Hand a generation to the engine.  Raises Cancelled where that was asked for meanwhile."""
-        if inflight.cancelled:
+        """Submit a generation to the engine.  Raises OperationCancelledError if it was cancelled meanwhile."""
+        if inflight.stage is Stage.CANCELLED:
             raise OperationCancelledError
-        inflight.submitted, inflight.background = True, request.background
+        inflight.stage, inflight.background = Stage.SUBMITTED, request.background
         try:
             await asyncio.wrap_future(self._engine.submit(lambda scheduler: scheduler.submit(request)))
         except Exception:
@@ -98,53 +106,47 @@ class InflightGenerations:
             raise
 
     async def cancel(self, request_id: str) -> GenerationResult:
-        """End one, and answer when the engine has let go; one that has just ended is answered with how it did."""
-        call = self._by_id.get(request_id)
-        if call is not None and not call.submitted:
-            call.cancelled = True
+        """End a generation and return its result once it has ended, also where it ended by itself just before."""
+        inflight = self._by_id.get(request_id)
+        if inflight is not None and inflight.stage is not Stage.SUBMITTED:
+            inflight.stage = Stage.CANCELLED
             return self.make_empty_result(request_id, "cancelled")
-        settled = await asyncio.wrap_future(self._engine.submit(lambda scheduler: scheduler.cancel(request_id)))
-        settled = settled or self._results.get(request_id)
-        if settled is None:
+        result = await asyncio.wrap_future(self._engine.submit(lambda scheduler: scheduler.cancel(request_id)))
+        if (result := result or self._results.get(request_id)) is None:
             raise UnknownGenerationError(request_id)
-        return settled
+        return result
 
     async def finish_prefill(self, request_id: str) -> GenerationResult | None:
-        """Nobody waits for its answer any more: let it end with its prefill.  None: it goes on, alone.
+        """Let a generation whose client has left end with its prefill.  None: it goes on, alone.
 
-        One that has no prefill worth finishing is cancelled, as `cancel` does.
+        Without a prefill worth finishing it is cancelled, as by `cancel`.
         """
-        call = self._by_id.get(request_id)
-        if call is None or not call.submitted:
+        inflight = self._by_id.get(request_id)
+        if inflight is None or inflight.stage is not Stage.SUBMITTED:
             return await self.cancel(request_id)
-        call.detached = True  # before the engine answers: the stream may be closed at any moment
+        inflight.detached = True  # before the engine answers: the stream may be closed at any moment
         detached = False
         try:
             detached = await asyncio.wrap_future(self._engine.submit(lambda scheduler: scheduler.detach(request_id)))
             return None if detached else await self.cancel(request_id)
-        finally:  # also where whoever asked has left before the engine has heard
-            call.detached = detached
-            if call.abandoned:
-                self._abandon(call)
+        finally:  # also where the caller was cancelled before the engine's answer
+            inflight.detached = detached
+            if inflight.abandoned:
+                self._abandon(inflight)
 
-    def cancel_all(self) -> None:
-        """Cancel all, without waiting."""
-        for call in list(self._by_id.values()):
-            self._cancel_nowait(call)
-
-    def cancel_background(self) -> None:
-        """Cancel what nobody waits for, without waiting."""
-        for call in list(self._by_id.values()):
-            if call.background:
-                self._cancel_nowait(call)
+    def cancel_all(self, *, only_background: bool = False) -> None:
+        """Cancel all generations, or the background ones, without waiting."""
+        for inflight in list(self._by_id.values()):
+            if inflight.background or not only_background:
+                self._cancel_nowait(inflight)
 
     def end_all(self, reason: str) -> None:
-        """The engine has ended: whoever still listens hears of it."""
-        for call in list(self._by_id.values()):
-            self._handle_event(call, EndedEvent(self.make_empty_result(call.id, "discarded", reason), 0))
+        """Send an end event to all, after the engine has ended."""
+        for inflight in list(self._by_id.values()):
+            self._handle_event(inflight, EndedEvent(self.make_empty_result(inflight.id, "discarded", reason), 0))
 
     def make_empty_result(self, request_id: str, finish: str, error: str = "") -> GenerationResult:
-        """How something settles of which the engine holds nothing."""
+        """Make the result of a generation of which the engine holds nothing."""
         return GenerationResult(
             boot=self._boot,
             generation=self._engine.snapshot.generation,
@@ -160,14 +162,14 @@ class InflightGenerations:
         )
 
     def _handle_event(self, inflight: InflightGeneration, event: GenerationEvent) -> None:
-        if inflight.done:
+        if inflight.stage is Stage.DONE:
             return
         if isinstance(event, EndedEvent):
             self._record_result(event.result)
             self._remove(inflight)
             if inflight.overflowed:
-                settled = msgspec.structs.replace(event.result, finish="error", error=EVENTS_OVERFLOW)
-                event = replace(event, result=settled)
+                result = msgspec.structs.replace(event.result, finish="error", error=EVENTS_OVERFLOW)
+                event = replace(event, result=result)
         elif inflight.abandoned or inflight.overflowed:
             return
         elif inflight.events.qsize() >= EVENTS_QUEUED_MAX:
@@ -179,28 +181,27 @@ class InflightGenerations:
 
     def _abandon(self, inflight: InflightGeneration) -> None:
         inflight.abandoned = True
-        if not inflight.submitted:
+        if inflight.stage is not Stage.SUBMITTED:
             self._remove(inflight)
-        elif not (inflight.done or inflight.detached):
+        elif not inflight.detached:
             self._cancel_on_engine(inflight)
 
     def _cancel_nowait(self, inflight: InflightGeneration) -> None:
-        """Cancel without waiting, however far it has come."""
-        if inflight.submitted:
+        if inflight.stage is Stage.SUBMITTED:
             self._cancel_on_engine(inflight)
         else:
-            inflight.cancelled = True
+            inflight.stage = Stage.CANCELLED
 
     def _cancel_on_engine(self, inflight: InflightGeneration) -> None:
-        """Have the engine cancel it, without waiting; it may never have got it, and then there is no end to hear of."""
+        """Have the engine cancel it, without waiting; if the engine never got it, no end event will come."""
         if inflight.cancel_sent:
             return
         inflight.cancel_sent, loop = True, asyncio.get_running_loop()
-        letting_go = self._engine.submit(lambda scheduler: scheduler.cancel(inflight.id))
-        letting_go.add_done_callback(lambda _: _call_soon(loop, lambda: self._remove(inflight)))
+        cancelling = self._engine.submit(lambda scheduler: scheduler.cancel(inflight.id))
+        cancelling.add_done_callback(lambda _: _call_soon(loop, lambda: self._remove(inflight)))
 
     def _remove(self, inflight: InflightGeneration) -> None:
-        inflight.done = True
+        inflight.stage = Stage.DONE
         if self._by_id.get(inflight.id) is inflight:
             del self._by_id[inflight.id]
         if not self._by_id:
@@ -216,4 +217,4 @@ def _call_soon(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> Non
     try:
         loop.call_soon_threadsafe(work)
     except RuntimeError:
-        log.debug("the event loop has ended, nobody hears what the engine says")
+        log.debug("the event loop has ended, events of the engine are dropped")

@@ -1,4 +1,4 @@
-"""Restores and saves: KV from files to residents and back, while everything else goes on.  Event loop thread.
+"""Restores and saves: KV from files to residents and back, while requests run.  Event loop thread.
 
 The engine thread makes and copies arrays; loader, reader and writer threads only fill and drain their bytes.
 """
@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
+
 from warmline_backend.engine.engine import Engine
-from warmline_backend.kv_cache.kv import RowsUnavailableError
+from warmline_backend.kv_cache.kv import KV, NamedArrays, RowsUnavailableError
 from warmline_backend.kv_cache.segment_io import (
     ChainLoader,
     OperationCancelledError,
@@ -38,14 +41,14 @@ LOADER_THREADS = 4
 
 @dataclass(frozen=True)
 class _FileContent:
-    """What a file is made of, copied on the engine thread."""
+    """Content of a file, copied on the engine thread."""
 
     tensors: dict[str, RawTensor]
-    tokens: list[int]  # all up to where it ends: its place is named by those before
+    tokens: list[int]  # all up to its end: earlier ones give its prefix digest
 
 
 class _TransferJob:
-    """A restore or save under way."""
+    """A restore or save in progress."""
 
     def __init__(self, request_id: str, is_save: bool) -> None:
         self.request_id, self.is_save = request_id, is_save
@@ -54,15 +57,15 @@ class _TransferJob:
         self._pending: Future[Any] | None = None
 
     def cancel(self) -> None:
-        """No longer wanted; `over` when nothing of it goes on."""
+        """Cancel the job; `done` is set once no work of it goes on."""
         self.cancelled.set()
         if self._pending is not None:
             self._pending.cancel()
 
     async def wait_for(self, work: "Future[T]") -> T:
-        """What another thread makes of `work`.  Giving up withdraws what has not begun, and waits for what has.
+        """Wait for another thread's result.  Cancelling withdraws work not begun, and waits for the rest.
 
-        Raises Cancelled.
+        Raises OperationCancelledError.
         """
         self._pending = work
         if self.cancelled.is_set():
@@ -75,7 +78,7 @@ class _TransferJob:
             raise
 
     def call_when_idle(self, work: Callable[[], object]) -> None:
-        """Call `work` once, when no other thread is at anything for this job any more; on whatever thread that is."""
+        """Call `work` once no other thread works for this job any more, on any thread."""
         if self._pending is None:
             work()
         else:
@@ -83,7 +86,7 @@ class _TransferJob:
 
 
 class KvTransfer:
-    """Owns the jobs and the threads that read and write segment files."""
+    """Restore and save jobs, and the threads that read and write segment files."""
 
     def __init__(self, home: Home, engine: Engine, served: ServedModel, fingerprint: str) -> None:
         self._home, self._engine, self._served, self._fingerprint = home, engine, served, fingerprint
@@ -96,7 +99,7 @@ class KvTransfer:
         )
 
     def close(self) -> None:
-        """Give up what is under way; its threads end with what they are at."""
+        """Cancel all jobs; threads end after their present work."""
         for job in self._jobs:
             job.cancel()
         for pool in (self._loader_pool, self._reader_pool, self._writer_pool):
@@ -107,13 +110,13 @@ class KvTransfer:
         return any(job.is_save for job in self._jobs)
 
     def cancel_restores(self) -> None:
-        """Without waiting."""
+        """Cancel all restores, without waiting."""
         for job in self._jobs:
             if not job.is_save:
                 job.cancel()
 
     async def cancel(self, request_id: str) -> bool:
-        """End a restore or save, and answer when nothing of it goes on; False where none has that name."""
+        """Cancel the jobs of a request and wait for their end; False where there are none."""
         jobs = [job for job in self._jobs if job.request_id == request_id]
         for job in jobs:
             job.cancel()
@@ -124,49 +127,43 @@ class KvTransfer:
     # ---- restore
 
     async def restore(self, request: RestoreRequest) -> tuple[str, int, float]:
-        """(resident, bytes read, seconds).  Raises segments.Damaged, Cancelled, BadChain, TooLarge."""
-        name = f"{request.request_id} {secrets.token_hex(4)}"  # whoever asks again must not lose its memory to this one
+        """Restore a resident: (id, bytes read, seconds).
+
+        Raises DamagedFileError, OperationCancelledError, BadChainError, KvTooLargeError.
+        """
+        name = f"{request.request_id} {secrets.token_hex(4)}"  # unique: a retry has a reservation of its own
         with self._track_job(request.request_id, is_save=False) as job:
             try:
                 await self._reserve_memory(name, job, self._served.kv_bytes(len(request.tokens) // TOKEN_BYTES))
                 return await self._load_resident(name, request, job)
-            finally:  # not before the last reader has stopped: until then the memory is in use
+            finally:  # after the last reader has stopped: until then the memory is in use
                 job.call_when_idle(lambda: self._engine.submit(lambda scheduler: scheduler.admission.release(name)))
 
     async def _reserve_memory(self, reservation_id: str, job: _TransferJob, bytes_needed: int) -> None:
-        """Wait until running requests leave room: a prefill would want as much, and take longer."""
-        room: Future[None] = Future()
+        """Wait until running requests leave room: a prefill would need as much, and take longer."""
+        granted: Future[None] = Future()
 
-        def granted() -> None:
-            if room.set_running_or_notify_cancel():
-                room.set_result(None)
+        def on_granted() -> None:
+            if granted.set_running_or_notify_cancel():
+                granted.set_result(None)
 
         await job.wait_for(
-            self._engine.submit(lambda scheduler: scheduler.admission.reserve(reservation_id, bytes_needed, granted))
+            self._engine.submit(lambda scheduler: scheduler.admission.reserve(reservation_id, bytes_needed, on_granted))
         )
-        await job.wait_for(room)
+        await job.wait_for(granted)
 
     async def _load_resident(
         self, reservation_id: str, request: RestoreRequest, job: _TransferJob
     ) -> tuple[str, int, float]:
         began = time.monotonic()
-        read = await job.wait_for(
-            self._loader_pool.submit(
-                self._loader.load,
-                request.tokens,
-                request.chain,
-                request.checkpoint,
-                job.cancelled.is_set,
-                request.root,
-            )
-        )
-
-        read_s = time.monotonic() - began  # what comes next waits for the engine's present step, as a prefill would
+        load = partial(self._loader.load, request.tokens, request.chain, request.checkpoint)
+        loaded = await job.wait_for(self._loader_pool.submit(load, job.cancelled.is_set, request.root))
+        load_s = time.monotonic() - began  # without the wait for the engine's present step, which a prefill would share
 
         def install(scheduler: Scheduler) -> tuple[str, int, float]:
-            resident = scheduler.install_resident(reservation_id, read.build(self._served.layout), request.root)
-            scheduler.rates.record_restore(read.bytes_read, read_s)
-            return resident, read.bytes_read, time.monotonic() - began
+            resident = scheduler.install_resident(reservation_id, loaded.build(self._served.layout), request.root)
+            scheduler.rates.record_restore(loaded.bytes_read, load_s)
+            return resident, loaded.bytes_read, time.monotonic() - began
 
         installed = self._engine.submit(install)
         try:
@@ -179,7 +176,7 @@ class KvTransfer:
             raise
 
     def _delete_installed(self, installed: "Future[tuple[str, int, float]]") -> None:
-        """Nobody will ever name this resident."""
+        """Delete a resident whose id no caller will get."""
         if not installed.cancelled() and installed.exception() is None:
             resident = installed.result()[0]
             self._engine.submit(lambda scheduler: scheduler.residents.delete(resident))
@@ -187,100 +184,79 @@ class KvTransfer:
     # ---- save
 
     async def save(self, request: SaveRequest) -> tuple[list[SavedFile], list[SavedFile], float]:
-        """(segments, checkpoints, seconds), written one after the other while decoding goes on.
+        """Write (segments, checkpoints, seconds), one file after the other while decoding goes on.
 
-        All or nothing.  Raises ResidentGone, RowsGone, Cancelled, OSError.
+        All or nothing.  Raises ResidentNotFoundError, RowsUnavailableError, OperationCancelledError, OSError.
         """
         began = time.monotonic()
         try:
             with self._track_job(request.request_id, is_save=True) as job:
-                written = [await self._save_segment(request, spec, job) for spec in request.segments]
+                segments = [await self._save_segment(request, spec, job) for spec in request.segments]
                 states = [await self._save_checkpoint(request, ref, job) for ref in request.checkpoints]
-        except BaseException:  # whatever ended it, its caller too: nobody will ever name these files
+        except BaseException:  # also a cancelled caller: no caller will name these files
             ids = [*(spec.id for spec in request.segments), *(ref.id for ref in request.checkpoints)]
-            for file_id in ids:  # all of them: one may be written and not told yet
+            for file_id in ids:  # all: one may be written and not reported yet
                 disk.delete(self._home.segment_file(file_id))
             raise
         seconds = time.monotonic() - began
-        bytes_written = sum(file.bytes_written for file in (*written, *states))
-        until = max((spec.end for spec in request.segments), default=0)
+        bytes_written = sum(file.bytes_written for file in (*segments, *states))
+        end = max((spec.end for spec in request.segments), default=0)
 
-        def settle(scheduler: Scheduler) -> None:
+        def mark_saved(scheduler: Scheduler) -> None:
             scheduler.rates.record_save(bytes_written, seconds)
-            scheduler.save_source.mark_saved(request.resident, request.running, until)
+            scheduler.save_source.mark_saved(request.resident, request.running, end)
 
-        self._engine.submit(settle)  # not waited for: from here on the files are their caller's
-        return written, states, seconds
+        self._engine.submit(mark_saved)  # not waited for: the files are their caller's from here on
+        return segments, states, seconds
 
     async def _save_segment(self, request: SaveRequest, spec: SegmentSpec, job: _TransferJob) -> SavedFile:
-        def copy_rows(scheduler: Scheduler) -> _FileContent:
-            held = scheduler.save_source.find_kv(spec.end, resident_id=request.resident, running_id=request.running)
-            return _FileContent(expose_bytes(held.slice_rows(spec.start, spec.end)), held.tokens[: spec.end])
-
-        content = await job.wait_for(self._engine.submit(copy_rows))
-
-        def write() -> SavedFile:
-            tokens = pack_tokens(content.tokens)
-            before, own = tokens[: spec.start * TOKEN_BYTES], tokens[spec.start * TOKEN_BYTES :]
-            meta = FileMeta(
-                kind="segment",
-                id=spec.id,
-                fingerprint=self._fingerprint,
-                root=request.root.hex(),
-                prefix=prefix_digest(request.root, before),
-                start=spec.start,
-                end=spec.end,
-                parent=spec.parent,
-                model=self._served.name,
-            )
-            return write_segment_file(self._home.segment_file(spec.id), meta, content.tensors, own)
-
-        return await self._write_file(spec.id, write, job)
+        meta = self._make_meta(request, kind="segment", id=spec.id, start=spec.start, end=spec.end, parent=spec.parent)
+        return await self._save_file(request, meta, spec.end, job, lambda kv: kv.slice_rows(spec.start, spec.end))
 
     async def _save_checkpoint(self, request: SaveRequest, ref: CheckpointRef, job: _TransferJob) -> SavedFile:
-        def copy_state(scheduler: Scheduler) -> _FileContent:
-            held = scheduler.save_source.find_kv(ref.position, resident_id=request.resident, running_id=request.running)
-            if ref.position not in held.checkpoints:
+        def read_state(kv: KV) -> NamedArrays:
+            if ref.position not in kv.checkpoints:
                 raise RowsUnavailableError(f"no state at {ref.position}")
-            return _FileContent(expose_bytes(held.checkpoints[ref.position]), held.tokens[: ref.position])
+            return kv.checkpoints[ref.position]
 
-        content = await job.wait_for(self._engine.submit(copy_state))
+        meta = self._make_meta(request, kind="checkpoint", id=ref.id, start=0, end=0, position=ref.position)
+        return await self._save_file(request, meta, ref.position, job, read_state)
 
-        def write() -> SavedFile:
-            meta = FileMeta(
-                kind="checkpoint",
-                id=ref.id,
-                fingerprint=self._fingerprint,
-                root=request.root.hex(),
-                prefix=prefix_digest(request.root, pack_tokens(content.tokens)),
-                start=0,
-                end=0,
-                position=ref.position,
-                model=self._served.name,
-            )
-            return write_segment_file(self._home.segment_file(ref.id), meta, content.tensors)
+    def _make_meta(self, request: SaveRequest, **fields: Any) -> FileMeta:
+        """Make a file's metadata; its prefix digest is set once its tokens are known."""
+        model, root = self._served.name, request.root.hex()
+        return FileMeta(fingerprint=self._fingerprint, root=root, prefix="", model=model, **fields)
 
-        return await self._write_file(ref.id, write, job)
+    async def _save_file(
+        self, request: SaveRequest, meta: FileMeta, end: int, job: _TransferJob, read: Callable[[KV], NamedArrays]
+    ) -> SavedFile:
+        """Copy arrays and the first `end` tokens on the engine thread, and have the writer thread write the file."""
 
-    async def _write_file(self, file_id: str, write: Callable[[], SavedFile], job: _TransferJob) -> SavedFile:
-        """Have the writer thread write one file, unless the job is given up."""
+        def copy_content(scheduler: Scheduler) -> _FileContent:
+            kv = scheduler.save_source.find_kv(end, resident_id=request.resident, running_id=request.running)
+            return _FileContent(expose_bytes(read(kv)), kv.tokens[:end])
 
-        def write_unless_given_up() -> SavedFile:
+        content = await job.wait_for(self._engine.submit(copy_content))
+        path = self._home.segment_file(meta.id)
+
+        def write_unless_cancelled() -> SavedFile:
             if job.cancelled.is_set():
                 raise OperationCancelledError
-            saved = write()
-            if job.cancelled.is_set():  # meanwhile: the handler has gone and won't hear of this file
-                disk.delete(self._home.segment_file(file_id))
+            tokens, first = pack_tokens(content.tokens), (meta.start if meta.kind == "segment" else end) * TOKEN_BYTES
+            placed = msgspec.structs.replace(meta, prefix=prefix_digest(request.root, tokens[:first]))
+            saved = write_segment_file(path, placed, content.tensors, tokens[first:])
+            if job.cancelled.is_set():  # meanwhile: the handler has gone and won't learn of this file
+                disk.delete(path)
                 raise OperationCancelledError
             return saved
 
-        return await job.wait_for(self._writer_pool.submit(write_unless_given_up))
+        return await job.wait_for(self._writer_pool.submit(write_unless_cancelled))
 
     # ---- shared
 
     @contextmanager
     def _track_job(self, request_id: str, *, is_save: bool) -> Iterator[_TransferJob]:
-        """A job that `give_up(request_id)`, or the end of its handler, ends."""
+        """A job that `cancel(request_id)`, or the end of its handler, ends."""
         job = _TransferJob(request_id, is_save)
         self._jobs.add(job)
         try:
@@ -291,5 +267,5 @@ class KvTransfer:
             self._jobs.discard(job)
 
     def _run_on_engine(self, work: Callable[[], T]) -> T:
-        """Have a loader thread's arrays made where mlx computes; waits for the present step."""
+        """Run a loader thread's work on the engine thread; waits for the present step."""
         return self._engine.submit(lambda _: work()).result()

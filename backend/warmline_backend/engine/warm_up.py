@@ -1,8 +1,8 @@
-"""Computing for nobody before the first request comes, so that it finds kernels compiled.  Engine thread.
+"""Warm-up: run all kinds of work once, so that kernels are compiled before the first request.  Engine thread.
 
-What a request meets: chunks, up to a full one; decode steps, alone and two in a batch; sampling; and, where attention
-is sparse, a chunk and steps past the place where it begins to select.  From few tokens to many, and no further than the
-time allows, as far as the last work tells how long the next one takes.
+The jobs: chunks, up to a full one; decode steps, alone and two in a batch; sampling; and, for sparse attention, a chunk
+and steps past the length where selection begins.  From few tokens to many, as far as the time allows, judged by the
+duration of the last job.
 """
 
 import logging
@@ -21,20 +21,20 @@ from warmline_backend.scheduler.scheduler import SchedulerSettings
 
 log = logging.getLogger(__name__)
 
-GPU_S_MAX = 60.0  # a full chunk of a very large model takes twenty
+GPU_S_MAX = 60.0  # a full chunk of a very large model takes 20
 CPU_S_MAX = 0.2  # there is little to compile
 SHORT_PROMPT_TOKENS = 4
 GROWTH = 4  # each prompt is so many times longer than the one before
-DECODE_STEPS = 2  # of decoding, in each work
-SPARSE_MARGIN_TOKENS = 64  # what a sparse model computes past the place where it begins to select
+DECODE_STEPS = 2  # per job
+SPARSE_MARGIN_TOKENS = 64  # computed past the length where a sparse model's selection begins
 
-WarmUpJob = tuple[int, Callable[[], None]]  # how many tokens it computes, and does so
+WarmUpJob = tuple[int, Callable[[], None]]  # tokens to compute, and the work
 
 
 def warm_up(served: ServedModel, settings: SchedulerSettings, seconds_max: float | None = None) -> int:
-    """Returns how many tokens were computed.  Raises ModelProblem where the device can't.
+    """Run the jobs and return the tokens computed.  Raises ModelError where the device fails.
 
-    May take longer than `seconds_max` (by default what the device deserves) by one token, and by kernels that compile.
+    May exceed `seconds_max` (default: by device) by one token, and by kernels that compile.
     """
     began = time.monotonic()
     until = began + (_seconds_max() if seconds_max is None else seconds_max)
@@ -57,8 +57,9 @@ def warm_up(served: ServedModel, settings: SchedulerSettings, seconds_max: float
 
 
 def prompt_lengths(step: int, index_topk: int, tokens_max: int) -> list[int]:
-    """Of the prompts to warm up with, ascending: the last one has a full chunk, and goes beyond `index_topk` (0: the
-    model's attention is not sparse).  None is longer than `tokens_max`.
+    """Ascending lengths of the warm-up prompts, at most `tokens_max`: the last has a full chunk, and exceeds
+    `index_topk` (0:
+    attention is not sparse).
     """
     longest = min(max(step, index_topk + SPARSE_MARGIN_TOKENS if index_topk else 0), tokens_max)
     lengths, length = [], SHORT_PROMPT_TOKENS * GROWTH
@@ -73,27 +74,24 @@ def _seconds_max() -> float:
 
 
 def _make_jobs(served: ServedModel, settings: SchedulerSettings) -> Iterator[WarmUpJob]:
-    warming = _WarmUpRunner(served, settings)
-    yield (
-        1,
-        lambda: mx.eval(served.model(mx.array([[1]]), cache=served.layout.make_empty_cache())),
-    )  # how fast is it at all?
-    yield SHORT_PROMPT_TOKENS + DECODE_STEPS, lambda: warming.run_prompt(SHORT_PROMPT_TOKENS)
+    runner = _WarmUpRunner(served, settings)
+    yield 1, lambda: mx.eval(served.model(mx.array([[1]]), cache=served.layout.make_empty_cache()))
+    yield SHORT_PROMPT_TOKENS + DECODE_STEPS, lambda: runner.run_prompt(SHORT_PROMPT_TOKENS)
     if served.layout.is_batchable and not settings.exact:
-        yield 2 * (SHORT_PROMPT_TOKENS + DECODE_STEPS), warming.run_batch_of_two
-    for length in prompt_lengths(settings.prefill_step_size, served.index_topk, warming.prompt_tokens_max):
-        yield length + DECODE_STEPS, lambda length=length: warming.run_prompt(length)  # type: ignore[misc]
+        yield 2 * (SHORT_PROMPT_TOKENS + DECODE_STEPS), runner.run_batch_of_two
+    for length in prompt_lengths(settings.prefill_step_size, served.index_topk, runner.prompt_tokens_max):
+        yield length + DECODE_STEPS, lambda length=length: runner.run_prompt(length)  # type: ignore[misc]
 
 
 class _WarmUpRunner:
-    """Requests as the scheduler runs them, but nobody's, and nothing is measured or kept of them."""
+    """Runs sequences as the scheduler does, without measurements and residents."""
 
     def __init__(self, served: ServedModel, settings: SchedulerSettings) -> None:
         self._served, self._settings = served, settings
 
     @property
     def prompt_tokens_max(self) -> int:
-        """How long a prompt may be that leaves room for its answer in the context and the memory budget."""
+        """Longest prompt that leaves room for its answer in the context and the memory budget."""
         room = sequence_tokens_max(self._served, self._settings.memory_budget_bytes)
         return min(room, self._served.context_tokens_max or room) - DECODE_STEPS - 1
 
@@ -101,7 +99,7 @@ class _WarmUpRunner:
         self._decode(self._prefill(prompt_tokens, sampled=True))
 
     def run_batch_of_two(self) -> None:
-        """In one batch; then one leaves it."""
+        """Decode two sequences in one batch; then one leaves it."""
         first, second = (self._prefill(SHORT_PROMPT_TOKENS, sampled=sampled) for sampled in (True, False))
         group, other = DecodeGroup.from_sequence(first), DecodeGroup.from_sequence(second)
         group.merge(other)
@@ -111,14 +109,13 @@ class _WarmUpRunner:
 
     def _prefill(self, prompt_tokens: int, *, sampled: bool) -> Sequence:
         prompt = [1 + n % (self._served.vocabulary_size - 1) for n in range(prompt_tokens + 1)]
-        params = GenerationParams(max_tokens=DECODE_STEPS, ignore_eos=True)
-        if sampled:
-            params = GenerationParams(max_tokens=DECODE_STEPS, ignore_eos=True, temperature=1.0, top_p=0.9, seed=0)
+        sampling = {"temperature": 1.0, "top_p": 0.9, "seed": 0} if sampled else {}
+        params = GenerationParams(max_tokens=DECODE_STEPS, ignore_eos=True, **sampling)  # type: ignore[arg-type]
+        request = GenerationRequest("warm-up", prompt, params, lambda _: None, leaves_resident=False)
         settings = self._settings
         kv = self._served.make_kv(journals=settings.keeps_residents, grid=settings.grid)
-        sequence = Sequence(
-            GenerationRequest("warm-up", prompt, params, lambda _: None, leaves_resident=False), kv, self._served
-        )
+        sequence = Sequence(request, kv, self._served)
+
         while sequence.prefill_tokens_left > 0:
             sequence.prefill_chunk(settings.prefill_step_size)
         return sequence

@@ -38,7 +38,7 @@ class Rates:
 
     def __init__(self) -> None:
         self._prefill: dict[int, SmoothedRate] = {}
-        self._decode, self._restore, self._save = SmoothedRate(), SmoothedRate(), SmoothedRate()
+        self.decode, self.restore, self.save = SmoothedRate(), SmoothedRate(), SmoothedRate()
         self._chunks_s: deque[float] = deque(maxlen=RECENT_CHUNKS)
         self._decode_steps_s: deque[float] = deque(maxlen=RECENT_DECODE_STEPS)
 
@@ -49,33 +49,20 @@ class Rates:
 
     def record_decode(self, tokens: int, seconds: float) -> None:
         self._decode_steps_s.append(seconds)
-        self._decode.add(tokens, seconds)
+        self.decode.add(tokens, seconds)
 
     def record_restore(self, bytes_read: int, seconds: float) -> None:
         if bytes_read >= SAMPLE_BYTES_MIN:
-            self._restore.add(bytes_read, seconds)
+            self.restore.add(bytes_read, seconds)
 
     def record_save(self, bytes_written: int, seconds: float) -> None:
         if bytes_written >= SAMPLE_BYTES_MIN:
-            self._save.add(bytes_written, seconds)
+            self.save.add(bytes_written, seconds)
 
     @property
     def prefill_rates(self) -> list[PrefillRate]:
-        return [
-            PrefillRate(tokens=length, tokens_per_s=rate.per_second) for length, rate in sorted(self._prefill.items())
-        ]
-
-    @property
-    def decode_tokens_per_s(self) -> float:
-        return self._decode.per_second
-
-    @property
-    def restore_bytes_per_s(self) -> float:
-        return self._restore.per_second
-
-    @property
-    def save_bytes_per_s(self) -> float:
-        return self._save.per_second
+        rates = sorted(self._prefill.items())
+        return [PrefillRate(tokens=length, tokens_per_s=rate.per_second) for length, rate in rates]
 
     @property
     def slowest_recent_step_s(self) -> float:

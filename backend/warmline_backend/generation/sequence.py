@@ -35,15 +35,10 @@ FORK_DISTANCE_TOKENS_MIN = 64
 UNBOUNDED = 1 << 30  # disables mlx-lm's own limits: the scheduler finds ends
 
 
-@dataclass(frozen=True)
-class GenerationRequest:
-    """A validated request to the engine."""
+@dataclass(frozen=True, kw_only=True)
+class GenerationOptions:
+    """Start, residents and priority of a generation."""
 
-    id: str
-    prompt: list[int]
-    params: GenerationParams
-    listener: EventListener
-    matcher: Matcher | None = None  # grammar of the answer, with the state of this run
     resident_id: str = ""
     leader_id: str = ""  # request that computes the prompt's first `reuse_tokens` tokens; excludes a resident
     reuse_tokens: int = 0
@@ -52,6 +47,17 @@ class GenerationRequest:
     root: bytes = b""  # namespace of fingerprint and tenant: rows of other roots are never reused
     background: bool = False  # computed only on an idle engine; its memory is taken first
     checkpoints: tuple[int, ...] = ()  # ascending positions in the prompt at which to keep recurrent state
+
+
+@dataclass(frozen=True)
+class GenerationRequest(GenerationOptions):
+    """A validated request to the engine."""
+
+    id: str
+    prompt: list[int]
+    params: GenerationParams
+    listener: EventListener
+    matcher: Matcher | None = None  # grammar of the answer, with the state of this run
     expected_output: ExpectedOutput = ExpectedOutput()  # noqa: RUF009  frozen
 
 

@@ -91,10 +91,9 @@ class RowsCodec(Codec):
         leaf.trim(count)
 
 
-class QuantizedRowsCodec(Codec):
+class QuantizedRowsCodec(RowsCodec):
     """QuantizedKVCache: packed data, scales and biases, a row a token.  Has no batched form of its own."""
 
-    kind = CodecKind.ROWS
     is_batchable = False
     _tensor_names = ("data", "scales", "biases")
 
@@ -102,11 +101,10 @@ class QuantizedRowsCodec(Codec):
         return single
 
     def rows(self, leaf: QuantizedKVCache, i: int, length: int, start: int, end: int) -> Fields:
-        halves = (("keys", leaf.keys), ("values", leaf.values))
         return {
             f"{half}_{part}": array[:, :, start:end]
-            for half, arrays in halves
-            for part, array in zip(self._tensor_names, arrays, strict=True)
+            for half in ("keys", "values")
+            for part, array in zip(self._tensor_names, getattr(leaf, half), strict=True)
         }
 
     def build(self, fields: Fields, position: int, template: QuantizedKVCache) -> QuantizedKVCache:
@@ -119,9 +117,6 @@ class QuantizedRowsCodec(Codec):
 
     def count_buffer_rows(self, leaf: QuantizedKVCache) -> int:
         return 0 if leaf.keys is None else int(leaf.keys[0].shape[2])
-
-    def truncate(self, leaf: QuantizedKVCache, count: int) -> None:
-        leaf.trim(count)
 
 
 class WindowCodec(Codec):
@@ -202,12 +197,7 @@ class StateCodec(Codec):
 ROWS, QUANTIZED, WINDOW, STATE = RowsCodec(), QuantizedRowsCodec(), WindowCodec(), StateCodec()
 
 # By exact class: a subclass may keep more than its parent does.
-_CODECS: dict[type, Codec] = {
-    KVCache: ROWS,
-    QuantizedKVCache: QUANTIZED,
-    RotatingKVCache: WINDOW,
-    ArraysCache: STATE,
-}
+_CODECS: dict[type, Codec] = {KVCache: ROWS, QuantizedKVCache: QUANTIZED, RotatingKVCache: WINDOW, ArraysCache: STATE}
 
 
 def flatten(layers: Sequence[Any]) -> Iterator[tuple[str, Any]]:

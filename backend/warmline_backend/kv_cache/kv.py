@@ -167,9 +167,7 @@ class KV:
     # ---- continuing
 
     def positions(self) -> list[int]:
-        """Ascending positions where this KV, at rest, can be continued; empty means anywhere on the grid, if there is
-        one.
-        """
+        """Ascending positions where this KV, at rest, can be continued; empty: anywhere on the grid."""
         return self._find_positions() or []
 
     def can_continue_at(self, position: int) -> bool:

@@ -135,18 +135,12 @@ class Residents:
         return self._entries.pop(resident_id, None) is not None
 
     def delete_all(self, except_ids: Collection[str] = ()) -> None:
-        """Delete all residents, leased ones too, except those in `except_ids` (ids of residents, or of requests that
-        left one).
-        """
-        kept_ids = {
-            *except_ids,
-            *(name for left_by, name in self._resident_by_request.items() if left_by in except_ids),
-        }
+        """Delete all residents, also leased ones; `except_ids` are ids of residents, or of requests that left one."""
+        by_request = self._resident_by_request
+        kept_ids = {*except_ids, *(name for left_by, name in by_request.items() if left_by in except_ids)}
         self._entries = {name: entry for name, entry in self._entries.items() if name in kept_ids}
         self._rank.clear()
-        self._resident_by_request = OrderedDict(
-            (left_by, name) for left_by, name in self._resident_by_request.items() if name in kept_ids
-        )
+        self._resident_by_request = OrderedDict(item for item in by_request.items() if item[1] in kept_ids)
         self._listing = None
 
     def set_eviction_order(self, evict_first: list[str]) -> None:
@@ -172,7 +166,7 @@ class Residents:
         return True
 
     def can_make_room(self, bytes_needed: int, *, except_id: str = "", only_ranked: bool = False) -> bool:
-        """Whether `make_room` would succeed, or would by evicting only those of the eviction order; nothing is evicted."""
+        """Whether `make_room` would succeed, or would by evicting only ranked ones; nothing is evicted."""
         ids = [each for each in self._list_evictable(except_id) if not only_ranked or each in self._rank]
         evictable = sum(self._entries[resident_id].bytes_held for resident_id in ids)
         return self.bytes_held - evictable <= self.budget_bytes - bytes_needed

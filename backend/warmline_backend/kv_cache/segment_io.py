@@ -1,13 +1,13 @@
 """Segment and checkpoint files: evaluated arrays out to disk, verified bytes back into arrays.
 
-Only `as_bytes` and `Loaded.build` run on the engine thread.  Writers read memory that the engine has evaluated and
-touches no more; loaders fill arrays that they make and evaluate themselves, for the engine to take over.  The frame of
-a file is `warmline_common.storage.segment_file`.
+Only `expose_bytes` and `LoadedChain.build` run on the engine thread.  Writers read memory that the engine has evaluated
+and no longer changes; loaders fill arrays made for them on the engine thread.  The file format is
+`warmline_common.storage.segment_file`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -36,52 +36,40 @@ from warmline_common.storage.segment_file import (
 
 T = TypeVar("T")
 
-DTYPES = {
-    "BOOL": mx.bool_,
-    "U8": mx.uint8,
-    "I8": mx.int8,
-    "U16": mx.uint16,
-    "I16": mx.int16,
-    "U32": mx.uint32,
-    "I32": mx.int32,
-    "U64": mx.uint64,
-    "I64": mx.int64,
-    "F16": mx.float16,
-    "BF16": mx.bfloat16,
-    "F32": mx.float32,
-    "C64": mx.complex64,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Python's buffer protocol has no bfloat16, so bytes are always reached through an unsigned type of the same width.
 UNSIGNED_DTYPES = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+DTYPES = {"BOOL": mx.bool_, "F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "C64": mx.complex64}
+DTYPES |= {f"U{8 * width}": dtype for width, dtype in UNSIGNED_DTYPES.items()}
+DTYPES |= {"I8": mx.int8, "I16": mx.int16, "I32": mx.int32, "I64": mx.int64}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 READ_BYTES_MAX = 64 << 20  # one read call; some systems refuse 2 GiB and more
 
 
 class BadChainError(Exception):
-    """The request makes no sense: a gap, a position that is not the chain's, a checkpoint that is not there."""
+    """The requested chain is invalid: a gap, a wrong end, or a missing checkpoint."""
 
 
 class OperationCancelledError(Exception):
-    """The save or restore was given up by its caller."""
+    """The save or restore was cancelled by its caller."""
 
 
 @dataclass(frozen=True)
 class RawTensor:
-    """An evaluated array as its raw bytes; `keeps` holds the memory that `data` looks into."""
+    """An evaluated array as raw bytes; `owner` keeps the memory of `data` alive."""
 
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
-    keeps: object = None
+    owner: object = None
 
 
 def expose_bytes(arrays: NamedArrays) -> dict[str, RawTensor]:
     """Evaluate arrays and expose their bytes.  Engine thread."""
-    carried = {name: array.view(UNSIGNED_DTYPES[array.dtype.size]) for name, array in arrays.items()}
-    mx.eval(carried)
+    unsigned = {name: array.view(UNSIGNED_DTYPES[array.dtype.size]) for name, array in arrays.items()}
+    mx.eval(unsigned)
     return {
         name: RawTensor(DTYPE_NAMES[arrays[name].dtype], arrays[name].shape, _view_bytes(array), array)
-        for name, array in carried.items()
+        for name, array in unsigned.items()
     }
 
 
@@ -94,7 +82,7 @@ def _view_bytes(array: mx.array) -> memoryview:
 
 
 def write_segment_file(path: Path, meta: FileMeta, tensors: dict[str, RawTensor], tokens: bytes = b"") -> SavedFile:
-    """Write, fsync and rename one file; when this returns it is durable.  Raises OSError, and leaves nothing then."""
+    """Write, fsync and rename one file; durable on return.  Raises OSError, and leaves no file then."""
     if meta.kind == "segment":
         tensors = {**tensors, TOKENS_TENSOR: RawTensor("U32", (len(tokens) // TOKEN_BYTES,), memoryview(tokens))}
     names = sorted(tensors)
@@ -108,24 +96,36 @@ def write_segment_file(path: Path, meta: FileMeta, tensors: dict[str, RawTensor]
 
 
 def delete_drafts(folder: Path) -> int:
-    """Delete what a process that died in the midst of a save has left.  Returns how many; before any save."""
-    swept = 0
+    """Delete drafts of saves that a killed process has left, and return their number.  Call before any save."""
+    deleted = 0
     for draft in list(folder.glob(f"*/.*{disk.DRAFT_SUFFIX}")):
-        with suppress(OSError):  # the disk is read-only, or worse: who saves will say so
+        with suppress(OSError):  # a read-only disk, or worse, is reported by the first save
             disk.delete(draft)
-            swept += 1
-    return swept
+            deleted += 1
+    return deleted
 
 
 # ---- reading
 
 
 class DamagedFileError(Exception):
-    """A file of the chain can't be used: `bad` names it, tokens below `good_prefix` come from files that can."""
+    """A file of the chain is unusable; tokens below `good_prefix` come from intact files."""
 
     def __init__(self, file_id: str, good_prefix: int, reason: str, detail: str) -> None:
         super().__init__(f"{file_id}: {reason}: {detail}")
         self.file_id, self.good_prefix, self.reason, self.detail = file_id, good_prefix, reason, detail
+
+
+@contextmanager
+def _translate_file_errors(file_id: str, good_prefix: int) -> Iterator[None]:
+    """Translate SegmentFileError and OSError of one file into DamagedFileError."""
+    try:
+        yield
+    except SegmentFileError as error:
+        raise DamagedFileError(file_id, good_prefix, error.reason, error.detail) from error
+    except OSError as error:
+        reason = "missing" if isinstance(error, FileNotFoundError) else "io"
+        raise DamagedFileError(file_id, good_prefix, reason, str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -144,20 +144,20 @@ class _ByteBuffer:
         return cls(dtype, shape, array, _view_bytes(array))
 
     def view_typed(self) -> mx.array:
-        """What was read, under its own type; shares the memory."""
+        """The array under its own type; shares the memory."""
         return self.array.view(DTYPES[self.dtype])
 
 
 @dataclass(frozen=True)
 class _RowTarget:
-    """Where the rows of one tensor go: positions [first, position) of every head."""
+    """Destination of one tensor's rows: positions [first, position) of every head."""
 
-    buffer: _ByteBuffer  # (1, heads, rows of room, width)
+    buffer: _ByteBuffer  # (1, heads, buffer rows, width)
     first: int
 
     @property
     def row_bytes(self) -> int:
-        """One row of one head."""
+        """Bytes of one row of one head."""
         return self.buffer.shape[3] * self.buffer.array.dtype.size
 
 
@@ -172,8 +172,8 @@ class LoadedChain:
     state: dict[str, _ByteBuffer] = field(default_factory=dict)
 
     def build(self, layout: CacheLayout) -> KV:
-        """The KV that these bytes are.  Engine thread."""
-        state = {name: carrier.view_typed() for name, carrier in self.state.items()}
+        """Make a KV of the loaded buffers.  Engine thread."""
+        state = {name: buffer.view_typed() for name, buffer in self.state.items()}
         arrays = state | {name: target.buffer.view_typed() for name, target in self.rows.items()}
         built = (
             leaf.codec.build(select_fields(arrays, leaf.name), self.position, leaf.template) for leaf in layout.leaves
@@ -186,16 +186,16 @@ class LoadedChain:
 
 
 class EngineRunner(Protocol):
-    """Runs `work` on the engine thread and waits for what it returns."""
+    """Runs `work` on the engine thread and waits for its result."""
 
     def __call__(self, work: Callable[[], T]) -> T: ...
 
 
 @dataclass(frozen=True)
 class ChainLoader:
-    """Reads chains of one model.  `segment_file` maps an id to its path; `pool` reads segments side by side.
+    """Reads chains of one model.  `segment_file` maps an id to its path; `reader_pool` reads segments side by side.
 
-    `on_engine` has work done on the engine thread: arrays are made there, and nowhere else.
+    `run_on_engine` makes arrays on the engine thread, the only one where that is possible.
     """
 
     layout: CacheLayout
@@ -213,19 +213,22 @@ class ChainLoader:
         is_cancelled: Callable[[], bool],
         root: bytes = b"",
     ) -> LoadedChain:
-        """Read and verify all that continuing after `tokens` takes.  Raises Damaged, Cancelled, BadChain.
+        """Read and verify the rows and state of `tokens`.  Raises DamagedFileError, OperationCancelledError,
+        BadChainError.
 
-        `root`: whose chain it is; what was saved under another one is foreign.
+        Files saved under another `root` are foreign.
         """
         loaded = LoadedChain(len(tokens) // TOKEN_BYTES, tokens)
         _check_chain(chain, checkpoint, loaded.position, self.layout)
-        prefixes = prefix_digests(root, tokens, [*(link.start for link in chain), loaded.position])
-        headers = [self._read_segment_header(link) for link in chain]
+        prefixes = prefix_digests(root, tokens, [*(segment_ref.start for segment_ref in chain), loaded.position])
+        headers = [self._read_segment_header(segment_ref) for segment_ref in chain]
         if headers:
             loaded.rows = self.run_on_engine(lambda: self._allocate_targets(loaded.position, headers[0]))
         jobs = [
-            self.reader_pool.submit(self._read_segment, link, header, prefixes[link.start], loaded, is_cancelled)
-            for link, header in zip(chain, headers, strict=True)
+            self.reader_pool.submit(
+                self._read_segment, segment_ref, header, prefixes[segment_ref.start], loaded, is_cancelled
+            )
+            for segment_ref, header in zip(chain, headers, strict=True)
         ]
         try:
             for job in jobs:  # in order, so that the first damage found is the shallowest
@@ -233,7 +236,7 @@ class ChainLoader:
         finally:
             for job in jobs:
                 job.cancel()
-            for job in jobs:  # none may write into memory that nobody holds any more
+            for job in jobs:  # no reader may write into freed memory
                 if not job.cancelled():
                     job.exception()
         if checkpoint is not None:
@@ -241,42 +244,33 @@ class ChainLoader:
         return loaded
 
     def _read_segment_header(self, segment_ref: SegmentRef) -> SegmentHeader:
-        """The header of a link that is what the index says it is, of this model, in this place."""
-        try:
+        """Read the header of a segment, and check that it is of this model and position."""
+        with _translate_file_errors(segment_ref.id, segment_ref.start):
             header = read_header(self.segment_file(segment_ref.id))
-        except SegmentFileError as error:
-            raise DamagedFileError(segment_ref.id, segment_ref.start, error.reason, error.detail) from error
-        meta = header.meta
-        if meta.fingerprint != self.fingerprint:
-            raise DamagedFileError(
-                segment_ref.id, segment_ref.start, "foreign", f"made by another model ({meta.fingerprint[:12]})"
-            )
-        if header.select_kv_tensors().keys() != self.row_names:
-            raise DamagedFileError(segment_ref.id, segment_ref.start, "foreign", "its tensors are not this model's")
-        if (meta.kind, meta.id, meta.start, meta.end) != (
-            "segment",
-            segment_ref.id,
-            segment_ref.start,
-            segment_ref.end,
-        ):
-            raise DamagedFileError(
-                segment_ref.id, segment_ref.start, "foreign", f"{meta.kind} {meta.id} of [{meta.start}, {meta.end})"
-            )
+            meta = header.meta
+            if meta.fingerprint != self.fingerprint:
+                raise SegmentFileError("foreign", f"made by another model ({meta.fingerprint[:12]})")
+            if header.select_kv_tensors().keys() != self.row_names:
+                raise SegmentFileError("foreign", "its tensors are not this model's")
+            expected = ("segment", segment_ref.id, segment_ref.start, segment_ref.end)
+            if (meta.kind, meta.id, meta.start, meta.end) != expected:
+                raise SegmentFileError("foreign", f"{meta.kind} {meta.id} of [{meta.start}, {meta.end})")
         return header
 
     def _allocate_targets(self, position: int, header: SegmentHeader) -> dict[str, _RowTarget]:
-        """Room for [0, position) of every tensor with rows; for rotating layers, of their window.  Engine thread."""
-        room, targets = round_up_to_buffer(position), {}
+        """Allocate buffers for the rows [0, position), or those in a window, of each tensor.  Engine thread."""
+        targets = {}
         for leaf in self.layout.leaves:
             if leaf.codec.kind is CodecKind.STATE:
                 continue
-            windowed = leaf.codec.kind is CodecKind.WINDOW
-            first = max(0, position - leaf.template.max_size) if windowed else 0
-            rows = position - first if windowed else room
-            for name, place in select_fields(header.tensors, leaf.name).items():
-                one, heads, _, width = place.shape
-                carrier = _ByteBuffer.allocate(place.dtype, (one, heads, rows, width))
-                targets[f"{leaf.name}.{name}"] = _RowTarget(carrier, first)
+            first, rows = 0, round_up_to_buffer(position)
+            if leaf.codec.kind is CodecKind.WINDOW:
+                first = max(0, position - leaf.template.max_size)
+                rows = position - first
+            for name, info in select_fields(header.tensors, leaf.name).items():
+                one, heads, _, width = info.shape
+                buffer = _ByteBuffer.allocate(info.dtype, (one, heads, rows, width))
+                targets[f"{leaf.name}.{name}"] = _RowTarget(buffer, first)
         return targets
 
     def _read_segment(
@@ -287,7 +281,7 @@ class ChainLoader:
         loaded_chain: LoadedChain,
         is_cancelled: Callable[[], bool],
     ) -> int:
-        try:
+        with _translate_file_errors(segment_ref.id, segment_ref.start):
             _check_prefix(header.meta, prefix)
             with disk.open_to_read(self.segment_file(segment_ref.id)) as file:
                 reader = _TensorReader(file, header)
@@ -298,13 +292,9 @@ class ChainLoader:
                     if segment_ref.upto > target.first:
                         reader.read_rows(name, target, segment_ref.upto)
                 return reader.bytes_read
-        except SegmentFileError as error:
-            raise DamagedFileError(segment_ref.id, segment_ref.start, error.reason, error.detail) from error
-        except OSError as error:
-            raise DamagedFileError(segment_ref.id, segment_ref.start, _classify_os_error(error), str(error)) from error
 
     def _check_tokens(self, segment_ref: SegmentRef, reader: "_TensorReader", loaded_chain: LoadedChain) -> None:
-        """Equality decides, here too: the file's own tokens against those of the prompt."""
+        """Compare the file's tokens with the prompt's: equality decides, not the hash."""
         wanted = loaded_chain.tokens[segment_ref.start * TOKEN_BYTES : segment_ref.upto * TOKEN_BYTES]
         stored = reader.read_tensor(TOKENS_TENSOR)
         equal = count_common_tokens(stored, wanted)
@@ -312,53 +302,38 @@ class ChainLoader:
             raise SegmentFileError("tokens", f"differs at token {segment_ref.start + equal}")
 
     def _read_state(self, checkpoint: CheckpointRef, prefix: str, loaded_chain: LoadedChain) -> None:
-        try:
+        with _translate_file_errors(checkpoint.id, loaded_chain.position):
             path = self.segment_file(checkpoint.id)
             header = read_header(path)
             meta = header.meta
-            wanted = ("checkpoint", checkpoint.id, loaded_chain.position, self.fingerprint)
-            if (meta.kind, meta.id, meta.position, meta.fingerprint) != wanted:
+            expected = ("checkpoint", checkpoint.id, loaded_chain.position, self.fingerprint)
+            if (meta.kind, meta.id, meta.position, meta.fingerprint) != expected:
                 raise SegmentFileError("foreign", f"{meta.kind} {meta.id} at {meta.position}")
             _check_prefix(meta, prefix)
+            tensors = header.select_kv_tensors().items()
             loaded_chain.state = self.run_on_engine(
-                lambda: {
-                    name: _ByteBuffer.allocate(place.dtype, place.shape)
-                    for name, place in header.select_kv_tensors().items()
-                }
+                lambda: {name: _ByteBuffer.allocate(info.dtype, info.shape) for name, info in tensors}
             )
             with disk.open_to_read(path) as file:
                 reader = _TensorReader(file, header)
-                for name, carrier in loaded_chain.state.items():
-                    reader.read_into(name, carrier.data)
+                for name, buffer in loaded_chain.state.items():
+                    reader.read_into(name, buffer.data)
                 loaded_chain.bytes_read += reader.bytes_read
-        except SegmentFileError as error:
-            raise DamagedFileError(checkpoint.id, loaded_chain.position, error.reason, error.detail) from error
-        except OSError as error:
-            raise DamagedFileError(
-                checkpoint.id, loaded_chain.position, _classify_os_error(error), str(error)
-            ) from error
-
-
-def _classify_os_error(error: OSError) -> str:
-    """Whether a file is gone, or can't be read now."""
-    return "missing" if isinstance(error, FileNotFoundError) else "io"
 
 
 def _check_prefix(meta: FileMeta, prefix: str) -> None:
-    """What a file holds is true only after the tokens that it was computed after."""
+    """Raise SegmentFileError unless the file was computed after the same tokens."""
     if meta.prefix != prefix:
         raise SegmentFileError("foreign", f"{meta.kind} {meta.id} was computed after other tokens")
 
 
 def _check_chain(chain: list[SegmentRef], checkpoint: CheckpointRef | None, position: int, layout: CacheLayout) -> None:
-    """Raises BadChain where a chain is not what a restore of `position` tokens takes."""
+    """Raise BadChainError where a chain does not restore exactly `position` tokens."""
     reached = 0
-    for link in chain:
-        if link.start != reached or not link.start < link.upto <= link.end:
-            raise BadChainError(
-                f"segment {link.id}: [{link.start}, {link.upto}) of end {link.end} after {reached} tokens"
-            )
-        reached = link.upto
+    for ref in chain:
+        if ref.start != reached or not ref.start < ref.upto <= ref.end:
+            raise BadChainError(f"segment {ref.id}: [{ref.start}, {ref.upto}) of end {ref.end} after {reached} tokens")
+        reached = ref.upto
     if reached != position or position == 0:
         raise BadChainError(f"the chain holds {reached} tokens, the request names {position}")
     if layout.has_states and (checkpoint is None or checkpoint.position != position):
@@ -366,15 +341,15 @@ def _check_chain(chain: list[SegmentRef], checkpoint: CheckpointRef | None, posi
 
 
 class _TensorReader:
-    """Reads tensors of one open file, each compared with its checksum.  Raises SegmentFileError, OSError."""
+    """Reader of one open file; verifies each tensor's checksum.  Raises SegmentFileError, OSError."""
 
     def __init__(self, file: FileIO, header: SegmentHeader) -> None:
         self._file = file
         self._header = header
         self.bytes_read = 0
-        place = header.tensors[CHECKSUMS_TENSOR]
-        packed = bytearray(place.bytes_count)
-        self._fill(memoryview(packed), place.offset)
+        info = header.tensors[CHECKSUMS_TENSOR]
+        packed = bytearray(info.bytes_count)
+        self._fill(memoryview(packed), info.offset)
         checksums = [int.from_bytes(packed[at : at + 8], "little") for at in range(0, len(packed), 8)]
         header.verify(checksums)
         self._expected_checksums = dict(zip(header.list_checksummed_names(), checksums[:-1], strict=True))
@@ -389,27 +364,27 @@ class _TensorReader:
         self._verify_checksum(name, [data])
 
     def read_rows(self, name: str, target: _RowTarget, upto: int) -> None:
-        """Rows [max(start, target.first), upto) of every head, straight into place.
+        """Read rows [max(start, target.first), upto) of every head into info.
 
-        What else the tensor holds is read for its checksum alone.
+        Other rows of the tensor are read for its checksum only.
         """
-        place, meta = self._header.tensors.get(name), self._header.meta
-        carrier = target.buffer
-        if place is None or place.dtype != carrier.dtype or place.shape[1::2] != carrier.shape[1::2]:
-            raise SegmentFileError("foreign", f"{name} is {place and (place.dtype, place.shape)}")
-        if place.shape[2] != meta.end - meta.start:
-            raise SegmentFileError("rows", f"{name} has {place.shape[2]} rows for [{meta.start}, {meta.end})")
-        self._verify_checksum(name, self._read_strips(place, target, upto))
+        info, meta = self._header.tensors.get(name), self._header.meta
+        buffer = target.buffer
+        if info is None or info.dtype != buffer.dtype or info.shape[1::2] != buffer.shape[1::2]:
+            raise SegmentFileError("foreign", f"{name} is {info and (info.dtype, info.shape)}")
+        if info.shape[2] != meta.end - meta.start:
+            raise SegmentFileError("rows", f"{name} has {info.shape[2]} rows for [{meta.start}, {meta.end})")
+        self._verify_checksum(name, self._read_strips(info, target, upto))
 
-    def _read_strips(self, place: TensorInfo, target: _RowTarget, upto: int) -> Iterator[memoryview]:
-        """Head by head: the rows before the wanted ones, the wanted ones in their place, those behind them."""
+    def _read_strips(self, info: TensorInfo, target: _RowTarget, upto: int) -> Iterator[memoryview]:
+        """Yield each head's rows: those before, the needed ones in their info, those behind them."""
         start, end = self._header.meta.start, self._header.meta.end
-        row, room = target.row_bytes, target.buffer.shape[2]
+        row, buffer_rows = target.row_bytes, target.buffer.shape[2]
         first = max(start, target.first)
         before, after = memoryview(bytearray((first - start) * row)), memoryview(bytearray((end - upto) * row))
-        offset = place.offset
-        for head in range(place.shape[1]):
-            into = (head * room + first - target.first) * row
+        offset = info.offset
+        for head in range(info.shape[1]):
+            into = (head * buffer_rows + first - target.first) * row
             for strip in (before, target.buffer.data[into : into + (upto - first) * row], after):
                 self._fill(strip, offset)
                 offset += strip.nbytes

@@ -145,9 +145,7 @@ class SequenceAdmission:
         self._finisher.finish_sequence(max(sequences, key=lambda sequence: sequence.arrival_time), "cancelled")
 
     def enforce_budget(self) -> None:
-        """Make room for grown answers: evict, then end expendable requests, then the youngest, so that the others can
-        end.
-        """
+        """Make room for grown answers: evict, then end expendable requests, then the youngest one."""
         if self.reclaim_memory():
             return
         while self._queues.bytes_held > self._budget_bytes and self._cancel_expendable():

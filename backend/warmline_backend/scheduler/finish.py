@@ -42,7 +42,8 @@ class Finisher:
             sequence.timings.decode_s = time.monotonic() - sequence.decode_started_at
         resident = ""
         try:
-            self._remove(sequence)
+            self._residents.make_room(self._queues.bytes_held + self._queues.bytes_to_remove(sequence))
+            self._queues.remove(sequence)
             if not error and self.leaves_resident(sequence):
                 resident = self._add_resident(sequence)
         except Exception as fault:  # noqa: BLE001  half taken out: the rest of its batch can't be trusted
@@ -54,7 +55,7 @@ class Finisher:
         """End all sequences of a batch whose step raised `error`; no KV of them is kept."""
         batch = list(sequences)
         ids = ", ".join(sequence.request.id for sequence in batch)
-        log.error("a step failed and its batch is discarded: %s", ids or "nobody's", exc_info=error)
+        log.error("a step failed and its batch is discarded: %s", ids or "none", exc_info=error)
         self.is_device_suspect = True
         self.failed_steps += 1
         self._step_stats.failed_steps += 1
@@ -64,10 +65,6 @@ class Finisher:
     def leaves_resident(self, sequence: Sequence) -> bool:
         """Whether its KV is to become a resident."""
         return self._keeps_residents and sequence.request.leaves_resident
-
-    def _remove(self, sequence: Sequence) -> None:
-        self._residents.make_room(self._queues.bytes_held + self._queues.bytes_to_remove(sequence))
-        self._queues.remove(sequence)
 
     def _add_resident(self, sequence: Sequence) -> str:
         kv = sequence.kv
@@ -90,14 +87,11 @@ class Finisher:
         result = sequence.make_result(finish, boot=self._boot, generation=generation, resident=resident, error=error)
         orphaned = self._queues.followers.pop_followers(sequence)
         self._step_stats.finish_counts[finish] += 1
-        self._notify_changed()
+        try:
+            self.on_changed()
+        except Exception:  # the listener must get its event all the same
+            log.exception("taking the engine's snapshot failed")
         sequence.request.listener(EndedEvent(result, sequence.reused_tokens))
         for follower in orphaned:
             self._notify_end(follower, "leaderless", "", LEADERLESS)
         return result
-
-    def _notify_changed(self) -> None:
-        try:
-            self.on_changed()
-        except Exception:  # the listener must get its event all the same
-            log.exception("what has changed could not be told")

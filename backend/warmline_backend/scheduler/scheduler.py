@@ -368,7 +368,7 @@ class Scheduler:
 
 
 def choose_prefill(prefilling: list[Sequence], step: int) -> Sequence:
-    """Return the shortest remaining prompt, or one that was skipped too often; counts skipped chunks of `step` tokens."""
+    """Return the shortest remaining prompt, or one skipped too often; counts skipped chunks of `step` tokens."""
     starved = [sequence for sequence in prefilling if sequence.chunks_skipped >= CHUNKS_SKIPPED_MAX]
     chosen = starved[0] if starved else min(prefilling, key=lambda sequence: sequence.prefill_tokens_left)
     chunks = max(min(chosen.prefill_tokens_left, step) / step, CHUNK_COUNTED_MIN)

@@ -27,14 +27,14 @@ class TokenDispatcher:
         except Exception as error:  # the text or its log-probabilities: the fault of this sequence
             with request_context(sequence.request.id):
                 log.error("request %s failed", sequence.request.id, exc_info=error)
-            self._fail(sequence, "the answer could not be told", error)
+            self._fail(sequence, f"the answer could not be encoded: {describe_error(error)}")
 
     def _process_token(self, sequence: Sequence, token: int, logprobs: mx.array) -> None:
         sequence.generated_count += 1
         sequence.timings.decoded += 1
         self._step_stats.decoded_tokens += 1
         if sequence.sampler_fault.error is not None:
-            self._fail(sequence, "sampling failed", sequence.sampler_fault.error)
+            self._fail(sequence, f"sampling failed: {describe_error(sequence.sampler_fault.error)}")
             return
         parser, ends = sequence.output_parser, sequence.is_end(token)
         parts = () if ends else parser.add(token)
@@ -48,8 +48,8 @@ class TokenDispatcher:
         if ends or parser.is_stopped or full:
             self._finisher.finish_sequence(sequence, "stop" if ends or parser.is_stopped else "length")
 
-    def _fail(self, sequence: Sequence, problem: str, error: Exception) -> None:
-        self._finisher.finish_sequence(sequence, "error", error=f"{problem}: {describe_error(error)}")
+    def _fail(self, sequence: Sequence, error: str) -> None:
+        self._finisher.finish_sequence(sequence, "error", error=error)
 
 
 def _make_sampled_logprobs(sequence: Sequence, token: int, logprobs: mx.array) -> SampledLogprobs | None:

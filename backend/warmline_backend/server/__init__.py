@@ -1,0 +1,1 @@
+"""HTTP routes and their operations.  Imports engine and all below.  Event loop thread."""

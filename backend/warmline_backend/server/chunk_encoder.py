@@ -1,8 +1,8 @@
-"""OpenAI's stream, chunk by chunk, as SSE bytes.
+"""Encoder of OpenAI's stream chunks as SSE bytes.
 
     role  ->  reasoning, text and calls  ->  finish  ->  usage  ->  warmline_common.protocol.sse.DONE
 
-A client that wants no stream gets the same chunks folded (`warmline_common.protocol.sse.ChunkFold`).
+Without streaming, a client gets the same chunks folded (`warmline_common.protocol.sse.ChunkAggregator`).
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from warmline_common.protocol.sse import encode_event
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """One token's log-probability, with the likeliest alternatives; `raw` is its exact bytes."""
+    """A token's log-probability, with the likeliest alternatives; `raw` is its exact bytes."""
 
     token: str
     raw: bytes
@@ -26,16 +26,17 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class TokenDecoder:
-    """What a token reads as, alone: text for people, bytes for exactness (a token may be half a character)."""
+    """Decoder of single tokens: text for people, bytes for exactness (a token may be half a character)."""
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         self._tokenizer = tokenizer
         self._byte_of = _byte_alphabet() if isinstance(tokenizer.detokenizer, BPEStreamingDetokenizer) else {}
 
     def decode_logprob(self, token: int, logprob: float, top: Sequence[tuple[int, float]] = ()) -> TokenLogprob:
+        """Decode a token; its log-probability is at least OpenAI's LOGPROB_MIN, since JSON has no infinity."""
         raw = self._decode_bytes(token)
         others = tuple(self.decode_logprob(other, value) for other, value in top)
-        return TokenLogprob(raw.decode("utf-8", "replace"), raw, logprob, others)
+        return TokenLogprob(raw.decode("utf-8", "replace"), raw, max(logprob, LOGPROB_MIN), others)
 
     def _decode_bytes(self, token: int) -> bytes:
         text = str(self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -57,7 +58,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 class ChunkEncoder:
-    """Writes one answer.  Chunks must be asked for in order: the older endpoint's log-probabilities carry offsets."""
+    """Encoder of one answer, called in the answer's order: the older endpoint's log-probabilities carry offsets."""
 
     def __init__(self, endpoint: str, request_id: str, model: str, created: int) -> None:
         self._is_chat = endpoint == "chat"
@@ -70,38 +71,35 @@ class ChunkEncoder:
         self._text_offset = 0
 
     def encode_role(self) -> bytes:
-        """The opening chunk of a chat, before it is known whether there will be content; nothing for a completion."""
-        return self._encode_choice({"role": "assistant"}, None, None) if self._is_chat else b""
+        """The opening chunk of a chat, before any content; empty for a completion."""
+        return self._encode_choice({"role": "assistant"}) if self._is_chat else b""
 
     def encode_text(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
-        """New text, with the log-probabilities of the tokens that were added since the last chunk."""
-        return self._encode_choice({"content": text} if self._is_chat else text, self._format_logprobs(logprobs), None)
+        """New text, with the log-probabilities of the tokens since the last chunk."""
+        return self._encode_choice({"content": text} if self._is_chat else text, logprobs)
 
     def encode_reasoning(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
         """New reasoning, under both names that clients look for."""
-        return self._encode_choice(
-            {"reasoning_content": text, "reasoning": text}, self._format_logprobs(logprobs), None
-        )
+        return self._encode_choice({"reasoning_content": text, "reasoning": text}, logprobs)
 
     def encode_tool_call(
         self, index: int, call_id: str, name: str, arguments: str, logprobs: Sequence[TokenLogprob] = ()
     ) -> bytes:
         """A whole call; `arguments` is JSON, `index` counts an answer's calls from 0."""
         call = {"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-        return self._encode_choice({"tool_calls": [call]}, self._format_logprobs(logprobs), None)
+        return self._encode_choice({"tool_calls": [call]}, logprobs)
 
     def encode_logprobs(self, logprobs: Sequence[TokenLogprob]) -> bytes:
-        """Of the last tokens, which had no text that is told."""
-        return self._encode_choice({} if self._is_chat else "", self._format_logprobs(logprobs), None)
+        """Log-probabilities of last tokens that have no text."""
+        return self._encode_choice({} if self._is_chat else "", logprobs)
 
     def encode_finish(self, reason: str, stop_word: str = "", *, empty: bool = False) -> bytes:
-        """`reason` is OpenAI's: "stop", "length" or "tool_calls"; `stop_reason` names the stop word that ended it.
+        """The finish chunk; `reason` is OpenAI's: "stop", "length" or "tool_calls", `stop_word` the one that was met.
 
-        `empty`: neither content nor a call was told; the content is "" then, while that beside calls is null.
+        `empty`: no content and no call was sent; the content is "" then, while beside calls it is null.
         """
-        word = {"stop_reason": stop_word} if stop_word else {}
         delta = {"content": ""} if empty else {}
-        return self._encode_choice(delta if self._is_chat else "", None, reason, **word)
+        return self._encode_choice(delta if self._is_chat else "", finish=reason, stop_word=stop_word)
 
     def encode_usage(
         self, prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int = 0
@@ -116,52 +114,40 @@ class ChunkEncoder:
         return encode_event(msgspec.json.encode({**self._common_fields, "choices": [], "usage": usage}))
 
     def encode_error(self, message: str, kind: str = "server_error", code: str | None = None) -> bytes:
-        """What ends a stream that failed after it began; no [DONE] may follow."""
+        """The end of a stream that failed after it began; no [DONE] may follow."""
         return encode_event(encode(ErrorReply(error=ErrorBody(message=message, type=kind, code=code))))
 
     def _encode_choice(
-        self, content: object, logprobs: dict[str, Any] | None, finish: str | None, **extra_fields: str
+        self, content: object, logprobs: Sequence[TokenLogprob] = (), finish: str | None = None, stop_word: str = ""
     ) -> bytes:
         choice = {
             "index": 0,
             "delta" if self._is_chat else "text": content,
-            "logprobs": logprobs,
+            "logprobs": self._format_logprobs(logprobs) if logprobs else None,
             "finish_reason": finish,
-            **extra_fields,
+            **({"stop_reason": stop_word} if stop_word else {}),
         }
         return encode_event(msgspec.json.encode({**self._common_fields, "choices": [choice]}))
 
-    def _format_logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        if not logprobs:
-            return None
-        return _format_chat_logprobs(logprobs) if self._is_chat else self._format_legacy_logprobs(logprobs)
-
-    def _format_legacy_logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def _format_logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        if self._is_chat:
+            return {
+                "content": [
+                    {**_format_logprob(entry), "top_logprobs": [_format_logprob(other) for other in entry.top]}
+                    for entry in logprobs
+                ]
+            }
         offsets = []
         for entry in logprobs:
             offsets.append(self._text_offset)
             self._text_offset += len(entry.token)
         return {
             "tokens": [entry.token for entry in logprobs],
-            "token_logprobs": [_clamp_logprob(entry.logprob) for entry in logprobs],
-            "top_logprobs": [{other.token: _clamp_logprob(other.logprob) for other in entry.top} for entry in logprobs],
+            "token_logprobs": [entry.logprob for entry in logprobs],
+            "top_logprobs": [{other.token: other.logprob for other in entry.top} for entry in logprobs],
             "text_offset": offsets,
         }
 
 
-def _format_chat_logprobs(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-    return {
-        "content": [
-            {**_format_logprob(entry), "top_logprobs": [_format_logprob(other) for other in entry.top]}
-            for entry in logprobs
-        ]
-    }
-
-
 def _format_logprob(entry: TokenLogprob) -> dict[str, Any]:
-    return {"token": entry.token, "logprob": _clamp_logprob(entry.logprob), "bytes": list(entry.raw)}
-
-
-def _clamp_logprob(logprob: float) -> float:
-    """JSON has no infinity; OpenAI writes -9999 for a token that could not be drawn."""
-    return max(logprob, LOGPROB_MIN)
+    return {"token": entry.token, "logprob": entry.logprob, "bytes": list(entry.raw)}

@@ -1,6 +1,6 @@
-"""What watchers are told: the pulse, and whether it is ready.  Event loop thread.
+"""Health and readiness, for monitors.  Event loop thread.
 
-All but a probe is answered from what the engine last said of itself, whatever it is busy with.
+Everything but a probe is answered from the engine's heartbeat and snapshot, whatever it computes.
 """
 
 import asyncio
@@ -11,31 +11,30 @@ from concurrent.futures import Future
 from warmline_backend.engine.engine import Engine
 from warmline_common.protocol.messages import HealthReply
 
-STEP_AGE_MAX_S = 120.0  # or SLOWEST_STEPS times the slowest recent one
+STEP_AGE_MAX_S = 120.0  # or SLOWEST_STEP_FACTOR times the slowest recent one
 SLOWEST_STEP_FACTOR = 5
 PROBE_INTERVAL_S = 5.0
 PROBE_TIMEOUT_S = 10.0
 
 
 def read_health(engine: Engine, boot: str, failure: str) -> HealthReply:
-    beat = engine.heartbeat
+    heartbeat = engine.heartbeat
     return HealthReply(
         boot=boot,
         pid=os.getpid(),
         ready=not failure,
-        busy=beat.is_busy,
-        steps=beat.steps,
-        step_age_s=beat.step_age_s,
+        busy=heartbeat.is_busy,
+        steps=heartbeat.steps,
+        step_age_s=heartbeat.step_age_s,
         slowest_recent_step_s=engine.snapshot.slowest_recent_step_s,
         failure=failure,
     )
 
 
 class EngineReadiness:
-    """Whether the engine computes.  A busy one's present step tells; an idle one is asked for a token.
+    """Readiness of the engine: by the age of a busy one's step; an idle one is probed for a token.
 
-    A probe that hangs makes it unready until it is over.  At most one every `PROBE_EVERY_S`; in between its result
-    holds.
+    A hanging probe makes it unready until its end.  A probe's result holds for PROBE_INTERVAL_S.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -44,7 +43,7 @@ class EngineReadiness:
         self._probed_at = 0.0  # time.monotonic()
 
     async def find_problem(self) -> str:
-        """ "" where it is ready; else the reason."""
+        """The reason why it is not ready, or ""."""
         probing = self._probe is not None and self._probe.running()
         if self._engine.heartbeat.is_busy and not probing:
             return self._find_step_problem()
@@ -63,7 +62,7 @@ class EngineReadiness:
             await _wait_for_probe(probe, wait_s)
         if not probe.done():
             hangs = f"the engine has not computed a token in {PROBE_TIMEOUT_S:g} s"
-            return hangs if probe.running() else self._find_step_problem()  # else it waits behind somebody's chunk
+            return hangs if probe.running() else self._find_step_problem()  # else it waits behind a chunk
         error = probe.exception()
         return "" if error is None else f"the engine could not compute a token: {error or type(error).__name__}"
 
@@ -75,7 +74,7 @@ class EngineReadiness:
 
 
 async def _wait_for_probe(probe: "Future[None]", timeout_s: float) -> None:
-    """Until it is over, however it ends, or the time is."""
+    """Wait for the end of a probe, or for the timeout."""
     over = asyncio.wrap_future(probe)
-    over.add_done_callback(lambda over: over.cancelled() or over.exception())  # which `probe` tells: nobody asks here
+    over.add_done_callback(lambda over: over.cancelled() or over.exception())  # mark its exception as retrieved
     await asyncio.wait({over}, timeout=timeout_s)

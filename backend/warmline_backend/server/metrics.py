@@ -1,14 +1,13 @@
-"""What the backend tells Prometheus.  Names and labels are a promise to whoever scrapes them: docs/metrics.md has all.
+"""Prometheus metrics of the backend.  Names and labels are stable and listed in docs/metrics.md.
 
-The engine's thread takes no lock for it: what it has counted is in its last snapshot.  Labels are words of ours, and
-the served model's name.
+The engine thread takes no lock for them: its counts are in its last snapshot.  Label values are fixed words, and the
+served model's name.
 """
 
 import errno
-import time
 from asyncio import CancelledError
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -26,13 +25,19 @@ from warmline_common.process.version import version
 from warmline_common.protocol.messages import BackendStatus
 
 PREFIX = "warmline_backend_"
-# Half a gigabyte a second is a good disk, and a conversation may weigh a hundred gigabytes.
+# 0.5 GB/s is a good disk, and a conversation may have 100 GB.
 TRANSFER_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 RENDER_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+FAILURE_REASONS: tuple[tuple[tuple[type[BaseException], ...], str], ...] = (
+    ((OperationCancelledError, CancelledError), "cancelled"),
+    ((ResidentNotFoundError, RowsUnavailableError), "gone"),
+    ((KvTooLargeError,), "too_large"),
+    ((BadChainError,), "bad_chain"),
+)
 
 
 class TransferMetrics:
-    """Restores, or saves: how long they took, what they moved, why they failed.  Any thread."""
+    """Durations, bytes and failures of restores, or of saves.  Any thread."""
 
     def __init__(self, name: str, about: str, registry: CollectorRegistry) -> None:
         self._seconds = Histogram(
@@ -49,7 +54,7 @@ class TransferMetrics:
 
     @contextmanager
     def count_failures(self) -> Iterator[None]:
-        """Around one: counts how it fails."""
+        """Count the block's failure by its reason."""
         try:
             yield
         except BaseException as error:
@@ -58,24 +63,16 @@ class TransferMetrics:
 
 
 def classify_failure(error: BaseException) -> str:
-    """Why a restore or a save has failed, in a word."""
+    """The reason label of a failed restore or save."""
     if isinstance(error, DamagedFileError):
         return error.reason
-    if isinstance(error, (OperationCancelledError, CancelledError)):
-        return "cancelled"
-    if isinstance(error, (ResidentNotFoundError, RowsUnavailableError)):
-        return "gone"
-    if isinstance(error, KvTooLargeError):
-        return "too_large"
-    if isinstance(error, BadChainError):
-        return "bad_chain"
     if isinstance(error, OSError):
         return errno.errorcode.get(error.errno or 0, "EIO")
-    return "other"
+    return next((reason for kinds, reason in FAILURE_REASONS if isinstance(error, kinds)), "other")
 
 
 class BackendMetrics:
-    """Counted where it happens, on any thread but the engine's; at a scrape, also what the engine last said."""
+    """Metrics recorded at events, on any thread but the engine's; a scrape adds the engine's last snapshot."""
 
     def __init__(self, engine: Engine, read_status: Callable[[], BackendStatus]) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # each would be a metric of its own in plain text
@@ -84,41 +81,31 @@ class BackendMetrics:
         Info(f"{PREFIX}build", "Which Warmline this is.", registry=registry).info({"version": version()})
         self.restores = TransferMetrics("restore", "Restores from disk", registry)
         self.saves = TransferMetrics("save", "Saves to disk", registry)
-        self._render_seconds = Histogram(
-            f"{PREFIX}render_seconds",
-            "Checking, rendering and tokenizing a body.",
-            buckets=RENDER_SECONDS,
-            registry=registry,
-        )
-        self._compile_seconds = Histogram(
-            f"{PREFIX}grammar_compile_seconds",
-            "Compiling a grammar that was not at hand.",
-            buckets=RENDER_SECONDS,
-            registry=registry,
+        self._render_seconds, self._compile_seconds = (
+            Histogram(PREFIX + name, about, buckets=RENDER_SECONDS, registry=registry)
+            for name, about in (
+                ("render_seconds", "Checking, rendering and tokenizing a body."),
+                ("grammar_compile_seconds", "Compiling a grammar that was not at hand."),
+            )
         )
         registry.register(_EngineCollector(engine, read_status))
 
     def render_exposition(self, accept: str = "") -> tuple[bytes, str]:
-        """What GET /metrics answers with, and its Content-Type: OpenMetrics where `accept` asks for it, or text.
-
-        Event loop thread.
-        """
+        """Body and Content-Type of GET /metrics: OpenMetrics if `accept` asks for it, else text."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
-    @contextmanager
-    def time_render(self) -> Iterator[None]:
-        """Around the rendering of one prompt, refused or not."""
-        with _observe_duration(self._render_seconds):
-            yield
+    def time_render(self) -> AbstractContextManager[object]:
+        """Time the rendering of one prompt, refused or not."""
+        return self._render_seconds.time()
 
     def observe_compile(self, seconds: float) -> None:
-        """A grammar was."""
+        """Record the compilation of a grammar."""
         self._compile_seconds.observe(seconds)
 
 
 class _EngineCollector(Collector):
-    """What the engine and the process are like, read at a scrape."""
+    """Metrics of the engine and the process, read at a scrape."""
 
     def __init__(self, engine: Engine, read_status: Callable[[], BackendStatus]) -> None:
         self._engine, self._read_status = engine, read_status
@@ -151,26 +138,22 @@ class _EngineCollector(Collector):
     def _work(self, status: BackendStatus) -> Iterable[Metric]:
         yield _gauge("generations_running", "Generations that prefill or decode.", status.running)
         yield _gauge("generations_queued", "Generations that wait for their turn.", status.queued)
-        yield _labelled_counter(
-            "generations",
-            "Generations that have ended.",
-            "finish",
-            dict(self._engine.snapshot.step_stats.finish_counts),
-        )
+        counts = self._engine.snapshot.step_stats.finish_counts
+        yield _labelled_counter("generations", "Generations that have ended.", "finish", dict(counts))
         yield _gauge("residents", "KV in memory between two requests.", status.residents)
         yield _counter("residents_dropped", "Residents given up for want of memory.", self._engine.snapshot.generation)
 
     def _steps(self) -> Iterable[Metric]:
-        beat, snapshot = self._engine.heartbeat, self._engine.snapshot
-        tally = snapshot.step_stats
-        kinds = {"prefill": tally.chunk_seconds, "decode": tally.decode_seconds, "other": tally.command_seconds}
+        heartbeat, snapshot = self._engine.heartbeat, self._engine.snapshot
+        stats = snapshot.step_stats
+        kinds = {"prefill": stats.chunk_seconds, "decode": stats.decode_seconds, "other": stats.command_seconds}
         yield _histograms("step_seconds", "Steps of the engine.", "kind", kinds)
-        yield _histograms("decode_batch_sequences", "Sequences in a decode step.", "", {"": tally.batch_sizes})
-        yield _counter("prefilled_tokens", "Tokens of prompts that were computed.", tally.prefilled_tokens)
-        yield _counter("decoded_tokens", "Tokens that were generated.", tally.decoded_tokens)
-        yield _counter("failed_steps", "Steps that failed, with all in their batch.", tally.failed_steps)
+        yield _histograms("decode_batch_sequences", "Sequences in a decode step.", "", {"": stats.batch_sizes})
+        yield _counter("prefilled_tokens", "Tokens of prompts that were computed.", stats.prefilled_tokens)
+        yield _counter("decoded_tokens", "Tokens that were generated.", stats.decoded_tokens)
+        yield _counter("failed_steps", "Steps that failed, with all in their batch.", stats.failed_steps)
         yield _counter("keepalive_steps", "Tokens computed for nobody.", snapshot.keepalive_steps)
-        yield _gauge("step_age_seconds", "How long the present step has been going on.", beat.step_age_s)
+        yield _gauge("step_age_seconds", "How long the present step has been going on.", heartbeat.step_age_s)
         yield _gauge("slowest_recent_step_seconds", "The slowest step of late.", snapshot.slowest_recent_step_s)
 
     def _memory(self, status: BackendStatus) -> Iterable[Metric]:
@@ -194,15 +177,6 @@ class _EngineCollector(Collector):
         yield _gauge("save_bytes_per_second", "Saves as last measured.", status.save_bytes_per_s)
 
 
-@contextmanager
-def _observe_duration(seconds: Histogram) -> Iterator[None]:
-    began = time.monotonic()
-    try:
-        yield
-    finally:
-        seconds.observe(time.monotonic() - began)
-
-
 def _gauge(name: str, about: str, value: float) -> Metric:
     return GaugeMetricFamily(PREFIX + name, about, value=value)
 
@@ -219,7 +193,7 @@ def _labelled_counter(name: str, about: str, label: str, values: Mapping[str, fl
 
 
 def _histograms(name: str, about: str, label: str, histograms: Mapping[str, StepHistogram]) -> Metric:
-    """Without a label where that is ""."""
+    """A histogram family; unlabelled where `label` is ""."""
     family = HistogramMetricFamily(PREFIX + name, about, labels=[label] if label else [])
     for word, spread in histograms.items():
         family.add_metric([word] if label else [], spread.buckets(), spread.sum)

@@ -1,4 +1,4 @@
-"""Prompts that were rendered ahead and wait to be generated from.  Event loop thread."""
+"""Prompts rendered ahead of their generation.  Event loop thread."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from warmline_common.protocol.messages import MessageEnd
 
 PROMPTS_MAX = 4096
 PROMPT_TOKENS_MAX = 8_000_000
-CHARS_PER_TOKEN = 4  # of a grammar, to weigh it
+CHARS_PER_TOKEN = 4  # to weigh grammars
 
 
 class UnknownPromptError(Exception):
-    """Forgotten, or never there."""
+    """The prompt was evicted, or never stored."""
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,18 @@ class StoredPrompt:
     boundaries: list[int]
     turn_end: int
     messages: list[MessageEnd]
-    echo: str = ""  # what the answer begins with
-    constraint: Constraint | None = None  # what its answer must be
+    echo: str = ""  # start of the answer
+    constraint: Constraint | None = None  # grammar of the answer
     expected_output: ExpectedOutput = ExpectedOutput()  # noqa: RUF009  frozen
 
     @property
     def weight_tokens(self) -> int:
-        """In tokens: a constraint's grammar may be longer than its prompt."""
+        """Weight in tokens: a constraint's grammar may be longer than its prompt."""
         return len(self.tokens) + (len(self.constraint.grammar) // CHARS_PER_TOKEN if self.constraint else 0)
 
 
 class PromptStore:
-    """The latest prompts; the oldest are forgotten beyond either limit, never the latest one."""
+    """The latest prompts; the oldest are evicted beyond either limit, never the latest one."""
 
     def __init__(self) -> None:
         self._prompts: OrderedDict[str, StoredPrompt] = OrderedDict()
@@ -50,12 +50,12 @@ class PromptStore:
             self.tokens_stored -= self._prompts.popitem(last=False)[1].weight_tokens
 
     def clear(self) -> None:
-        """Who waits to be generated from is told that its prompt is gone, and renders it again."""
+        """Drop all prompts; their generations are refused as gone, and the proxy renders them again."""
         self._prompts.clear()
         self.tokens_stored = 0
 
     def get(self, prompt_id: str) -> StoredPrompt:
-        """Raises UnknownPrompt."""
+        """Raises UnknownPromptError."""
         if (prompt := self._prompts.get(prompt_id)) is None:
             raise UnknownPromptError(f"no prompt {prompt_id}: it is too old, or this backend was restarted")
         return prompt

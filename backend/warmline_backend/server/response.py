@@ -1,4 +1,4 @@
-"""One generation's events as the bytes of its answer: a stream of server-sent events, or one JSON folded from it."""
+"""A generation's events as the bytes of its answer: server-sent events, or one JSON folded from them."""
 
 import asyncio
 import secrets
@@ -15,12 +15,12 @@ from warmline_common.protocol.messages import RESULT_EVENT, SampledTurn, encode
 from warmline_common.protocol.sse import DONE, ChunkAggregator, SseParser, encode_comment, encode_event
 from warmline_common.protocol.tokens import pack_tokens
 
-SUCCESSFUL_FINISHES = ("stop", "length")  # every other finish is an error to whoever asked
-SILENT_TOKENS_PER_COMMENT = 16  # a call is told once it is whole; until then, so often, that the engine moves
+SUCCESSFUL_FINISHES = ("stop", "length")  # all others are errors to the client
+SILENT_TOKENS_PER_COMMENT = 16  # while a tool call is held back until it is complete
 
 
 class GenerationResponse:
-    """`finish` and `error` say how it ended once it has."""
+    """The answer's encoder; `finish` and `error` are set at its end."""
 
     def __init__(
         self, prompt: StoredPrompt, request_id: str, model: str, token_decoder: TokenDecoder, with_usage: bool
@@ -29,17 +29,17 @@ class GenerationResponse:
         self._encoder = ChunkEncoder(prompt.endpoint, request_id, model, int(time.time()))
         self._pending_logprobs: list[TokenLogprob] = []  # of tokens whose text is held back
         self._is_open = False
-        self._silent_tokens = 0  # tokens since the last that was told of
+        self._silent_tokens = 0  # since the last chunk
         self._sampled_tokens: list[int] = []
-        self._reasoning_tokens = 0  # tokens
+        self._reasoning_tokens = 0
         self._stop_word = ""
-        self._tool_calls: dict[str, ToolCall] = {}  # by id, as told
-        self._has_content = bool(prompt.echo)  # there is content
+        self._tool_calls: dict[str, ToolCall] = {}  # by id
+        self._has_content = bool(prompt.echo)
         self.finish = ""
         self.error = ""
 
     async def stream(self, events: "asyncio.Queue[GenerationEvent]", *, closing_event: bool) -> AsyncIterator[bytes]:
-        """What is there at once goes out at once, in one piece."""
+        """Yield the bytes of all queued events in one piece."""
         while not self.finish:
             parts = [self._encode_event(await events.get(), closing_event)]
             while not events.empty():
@@ -48,7 +48,7 @@ class GenerationResponse:
                 yield data
 
     async def fold(self, events: "asyncio.Queue[GenerationEvent]") -> object:
-        """The folded answer; of no use where there is an `error`."""
+        """The folded answer; invalid where there is an `error`."""
         fold, parser = ChunkAggregator(), SseParser()
         async for data in self.stream(events, closing_event=False):
             for event in parser.feed(data):
@@ -57,21 +57,22 @@ class GenerationResponse:
         return fold.result()
 
     def _encode_event(self, event: GenerationEvent, closing_event: bool) -> bytes:
-        if isinstance(event, StartedEvent):
-            return encode_comment("started")
-        if isinstance(event, PrefillProgress):
-            return encode_comment(f"prefill {event.done}/{event.total}")
-        if isinstance(event, TokenEvent):
-            return self._encode_opening() + self._encode_token(event)
-        return self._encode_end(event, closing_event)
+        match event:
+            case StartedEvent():
+                return encode_comment("started")
+            case PrefillProgress():
+                return encode_comment(f"prefill {event.done}/{event.total}")
+            case TokenEvent():
+                return self._encode_opening() + self._encode_token(event)
+            case EndedEvent():
+                return self._encode_end(event, closing_event)
 
     def _encode_opening(self) -> bytes:
         if self._is_open:
             return b""
         self._is_open = True
-        return self._encoder.encode_role() + (
-            self._encoder.encode_text(self._prompt.echo) if self._prompt.echo else b""
-        )
+        echo = self._prompt.echo
+        return self._encoder.encode_role() + (self._encoder.encode_text(echo) if echo else b"")
 
     def _encode_token(self, piece: TokenEvent) -> bytes:
         self._sampled_tokens.append(piece.token)
@@ -98,35 +99,26 @@ class GenerationResponse:
         return self._encoder.encode_tool_call(index, call_id, part.name, part.arguments, logprobs)
 
     def _make_sampled_turn(self) -> SampledTurn | None:
-        """What is to stand in later prompts where the client sends these calls back."""
-        if not self._tool_calls:
+        """The sampled tokens of the calls, for later prompts in which the client sends them back."""
+        last = next(reversed(self._tool_calls.values()), None)
+        if last is None or last.start < 0:
             return None
-        last = list(self._tool_calls.values())[-1]
-        if last.start < 0:
-            return None
-        return SampledTurn(
-            calls=list(self._tool_calls), tokens=pack_tokens(self._sampled_tokens[last.start : last.end])
-        )
+        tokens = pack_tokens(self._sampled_tokens[last.start : last.end])
+        return SampledTurn(calls=list(self._tool_calls), tokens=tokens)
 
     def _encode_end(self, ended: EndedEvent, closing_event: bool) -> bytes:
-        settled = msgspec.structs.replace(ended.result, turn=self._make_sampled_turn())
-        self.finish = settled.finish
-        closing = encode_event(encode(settled), RESULT_EVENT) if closing_event else b""
-        if settled.finish not in SUCCESSFUL_FINISHES:
-            self.error = settled.error or f"the request was {settled.finish}"
-            return self._encoder.encode_error(self.error, code=settled.finish) + closing
+        result, encoder = msgspec.structs.replace(ended.result, turn=self._make_sampled_turn()), self._encoder
+        self.finish = result.finish
+        closing = encode_event(encode(result), RESULT_EVENT) if closing_event else b""
+        if result.finish not in SUCCESSFUL_FINISHES:
+            self.error = result.error or f"the request was {result.finish}"
+            return encoder.encode_error(self.error, code=result.finish) + closing
         parts = [self._encode_opening()]
         if self._pending_logprobs:
-            parts.append(self._encoder.encode_logprobs(self._pending_logprobs))
-        reason = "tool_calls" if self._tool_calls and settled.finish == "stop" else settled.finish
-        parts.append(
-            self._encoder.encode_finish(reason, self._stop_word, empty=not (self._has_content or self._tool_calls))
-        )
+            parts.append(encoder.encode_logprobs(self._pending_logprobs))
+        reason = "tool_calls" if self._tool_calls and result.finish == "stop" else result.finish
+        parts.append(encoder.encode_finish(reason, self._stop_word, empty=not (self._has_content or self._tool_calls)))
         if self._with_usage:
-            decoded = settled.timings.decoded
-            parts.append(
-                self._encoder.encode_usage(
-                    len(self._prompt.tokens), decoded, ended.reused_tokens, self._reasoning_tokens
-                )
-            )
+            prompt_tokens, decoded = len(self._prompt.tokens), result.timings.decoded
+            parts.append(encoder.encode_usage(prompt_tokens, decoded, ended.reused_tokens, self._reasoning_tokens))
         return b"".join(parts) + DONE + closing

@@ -1,10 +1,12 @@
-"""The backend's HTTP routes: the contract of warmline_common.protocol.messages, and OpenAI's endpoints.
+"""HTTP routes of the backend: the contract of warmline_common.protocol.messages, and OpenAI's endpoints.
 
-Errors are translated here, once, into OpenAI's error object with a status that the proxy goes by:
+Errors are translated here, once, into OpenAI's error object with a status that the proxy acts on:
 
-    BadRequest 400 (or its own)   TooLarge, BadChain, DecodeError 400   Damaged 409   ResidentMismatch 409
-    ResidentGone, RowsGone, UnknownPrompt 410    UnknownRequest 404    Cancelled, ConnectionResetError 499
-    NotReady, EngineStopped 503   OSError 507
+    BadRequestError 400 (or its own)    KvTooLargeError, BadChainError, DecodeError 400
+    UnknownGenerationError 404          ResidentMismatchError, DamagedFileError 409
+    ResidentNotFoundError, RowsUnavailableError, UnknownPromptError 410
+    OperationCancelledError, ConnectionResetError 499
+    NotReadyError, EngineStoppedError 503       OSError 507
 """
 
 import asyncio
@@ -15,6 +17,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,6 +25,7 @@ from aiohttp import web
 
 from warmline_backend.engine.engine import EngineStoppedError
 from warmline_backend.engine.inflight import InflightGeneration, UnknownGenerationError
+from warmline_backend.generation.sequence import GenerationOptions
 from warmline_backend.kv_cache.kv import RowsUnavailableError
 from warmline_backend.kv_cache.residents import ResidentMismatchError, ResidentNotFoundError
 from warmline_backend.kv_cache.segment_io import BadChainError, DamagedFileError, OperationCancelledError
@@ -63,22 +67,19 @@ T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 BODY_BYTES_MAX = 512 << 20
-STATUS_CLIENT_GONE = 499  # nginx's word for it
+STATUS_CLIENT_GONE = 499  # nginx's
 RETRY_AFTER_S = "2"
 SEND_TIMEOUT_S = 300.0  # for the next piece of a stream to be taken
-POLLED_PATHS = ("/health", "/metrics", "/kv/status")  # too often to be told of
-_REQUEST_ID = re.compile(
-    r"[A-Za-z0-9._-]{1,80}"
-)  # the proxy gives a name that is taken an ending, and so it does each choice
-# Of an answer that is no stream; else 500.
+POLLED_PATHS = ("/health", "/metrics", "/kv/status")  # too frequent to log
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,80}")  # the proxy may append suffixes to a client's id
+# Without streaming; other finishes are 500.
 STATUS_BY_FINISH = {"cancelled": STATUS_CLIENT_GONE, "discarded": 503, "leaderless": 503}
 
 
 def make_app(service: Service, secret: str) -> web.Application:
-    """The whole application; `secret` is what every call but /health, and /metrics from this machine, must bear."""
-    app = web.Application(
-        client_max_size=BODY_BYTES_MAX, middlewares=[_bind_request_id, _translate_errors, _authenticate(secret)]
-    )
+    """Make the application; all calls must bear `secret`, except /health, and /metrics from this machine."""
+    middlewares = [_bind_request_id, _translate_errors, _authenticate(secret)]
+    app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=middlewares)
     routes = _Routes(service)
     app.add_routes(
         [
@@ -87,8 +88,8 @@ def make_app(service: Service, secret: str) -> web.Application:
             web.get("/metrics", routes.metrics),
             web.get("/v1/models", routes.models),
             web.get("/v1/models/{model:.+}", routes.model),
-            web.post("/v1/chat/completions", routes.chat),
-            web.post("/v1/completions", routes.completion),
+            web.post("/v1/chat/completions", partial(routes.generate, endpoint="chat")),
+            web.post("/v1/completions", partial(routes.generate, endpoint="completion")),
             web.post("/kv/prompts", routes.prompts),
             web.post("/kv/texts", routes.texts),
             web.post("/kv/restore", routes.restore),
@@ -106,9 +107,9 @@ def make_app(service: Service, secret: str) -> web.Application:
 
 @web.middleware
 async def _bind_request_id(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Outermost: what is logged meanwhile is about the request that the proxy's call is for."""
-    named, began = request.headers.get(HEADER_REQUEST, ""), time.monotonic()
-    with request_context(named if _REQUEST_ID.fullmatch(named) else ""):
+    """Outermost: bind log records to the request id of the proxy's call."""
+    request_id, began = request.headers.get(HEADER_REQUEST, ""), time.monotonic()
+    with request_context(request_id if _REQUEST_ID.fullmatch(request_id) else ""):
         response = await handler(request)
         if request.path not in POLLED_PATHS:
             path, seconds = redact_path(request.path), time.monotonic() - began
@@ -130,7 +131,7 @@ def _authenticate(secret: str) -> Any:
 
 
 def _is_public(request: web.Request) -> bool:
-    """Whether no secret is wanted: it moves, and how much, is no secret on this machine."""
+    """Whether no secret is required: on this machine, load figures are not confidential."""
     if request.path == "/metrics":
         return is_local(request.remote or "", request.headers.getall("Host", []), (DOCKER_HOST,))
     return request.path == "/health"
@@ -209,7 +210,7 @@ class _Routes:
         return _json(self._describe_model(request.match_info["model"]))
 
     def _describe_model(self, name: str) -> dict[str, object]:
-        """Whatever it is called, one model answers."""
+        """Model object; every name is answered by the one model."""
         root, created = self._service.served_name, self._service.read_status().model_created
         return {"id": name, "object": "model", "created": created, "owned_by": "warmline", "root": root}
 
@@ -220,8 +221,8 @@ class _Routes:
         return _json(await self._service.create_prompt(decode(raw, PromptRequest), len(raw)))
 
     async def texts(self, request: web.Request) -> web.Response:
-        wanted = await _read_body(request, DetokenizeRequest)
-        return _json(DetokenizeReply(texts=await self._service.decode_texts(wanted.sequences)))
+        body = await _read_body(request, DetokenizeRequest)
+        return _json(DetokenizeReply(texts=await self._service.decode_texts(body.sequences)))
 
     async def restore(self, request: web.Request) -> web.Response:
         try:
@@ -249,8 +250,8 @@ class _Routes:
         return _json({"dropped": dropped}, 200 if dropped else 410)
 
     async def clear_cache(self, request: web.Request) -> web.Response:
-        wanted = await _read_body(request, ClearCacheRequest) if request.can_read_body else ClearCacheRequest()
-        await self._service.clear_cache(wanted.keep)
+        body = await _read_body(request, ClearCacheRequest) if request.can_read_body else ClearCacheRequest()
+        await self._service.clear_cache(body.keep)
         return _json({})
 
     async def set_eviction_order(self, request: web.Request) -> web.Response:
@@ -263,62 +264,43 @@ class _Routes:
             return _json(await self._service.cancel(request_id))
         if finish != "prefill":
             raise BadRequestError(f"finish={finish}: expected prefill, or no finish at all to cancel at once", "finish")
-        settled = await self._service.finish_prefill(request_id)
-        return _json(settled) if settled else _json({}, 202)
+        result = await self._service.finish_prefill(request_id)
+        return _json(result) if result else _json({}, 202)
 
     # ---- generations
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, "chat")
-
-    async def completion(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, "completion")
-
-    async def _generate(self, request: web.Request, endpoint: str) -> web.StreamResponse:
-        """A prompt that was rendered ahead is the proxy's: it always wants a stream and usage, and sends no body."""
+    async def generate(self, request: web.Request, endpoint: str) -> web.StreamResponse:
+        """Generate from a prompt rendered ahead for the proxy (no body; always streamed with usage), or from a body."""
         service, headers = self._service, request.headers
         if HEADER_FOLLOW in headers and HEADER_RESIDENT in headers:
             raise BadRequestError(f"a request starts from {HEADER_FOLLOW} or from {HEADER_RESIDENT}, not from both")
-        background = headers.get(HEADER_BACKGROUND) == "1"
-        with service.accept(headers.get(HEADER_REQUEST) or secrets.token_hex(8)) as call:
+        with service.accept(headers.get(HEADER_REQUEST) or secrets.token_hex(8)) as inflight:
             if prompt_id := headers.get(HEADER_PROMPT):
                 prompt = service.prompts.get(prompt_id)
             else:
                 raw = await request.read()
                 prompt = await service.render_prompt(endpoint, decode(raw, dict[str, Any]), len(raw))
-            if background and prompt.params.max_tokens != 1:
+            options = _parse_options(headers)
+            if options.background and prompt.params.max_tokens != 1:
                 raise BadRequestError(
                     f"with {HEADER_BACKGROUND} one token is computed: send max_tokens 1", "max_tokens"
                 )
-            await service.generate(
-                call,
-                prompt,
-                resident_id=headers.get(HEADER_RESIDENT, ""),
-                leader_id=headers.get(HEADER_FOLLOW, ""),
-                reuse_tokens=_parse_token_count(headers, HEADER_REUSE),
-                copy_resident=headers.get(HEADER_KEEP) == "1",
-                # Whoever gives no name to its request has no use for a resident.
-                leaves_resident=HEADER_REQUEST in headers and not background,
-                background=background,
-                root=_parse_root(headers),
-                checkpoints=_parse_checkpoints(headers),
-            )
+            await service.generate(inflight, prompt, options)
             streamed = bool(prompt_id) or prompt.params.stream
             with_usage = bool(prompt_id) or prompt.params.include_usage or not streamed
-            answer = GenerationResponse(prompt, call.id, service.served_name, service.runtime.token_decoder, with_usage)
-            return await (
-                self._respond_streamed(request, answer, call) if streamed else self._respond_folded(answer, call)
-            )
+            decoder = service.runtime.token_decoder
+            answer = GenerationResponse(prompt, inflight.id, service.served_name, decoder, with_usage)
+            if streamed:
+                return await self._respond_streamed(request, answer, inflight)
+            return await self._respond_folded(answer, inflight)
 
     async def _respond_streamed(
-        self, request: web.Request, generation_response: GenerationResponse, inflight: InflightGeneration
+        self, request: web.Request, answer: GenerationResponse, inflight: InflightGeneration
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         try:
-            async for data in generation_response.stream(
-                inflight.events, closing_event=HEADER_REQUEST in request.headers
-            ):
+            async for data in answer.stream(inflight.events, closing_event=HEADER_REQUEST in request.headers):
                 async with asyncio.timeout(SEND_TIMEOUT_S):
                     await response.write(data)
             await response.write_eof()
@@ -330,22 +312,30 @@ class _Routes:
                 request.transport.abort()
         return response
 
-    async def _respond_folded(
-        self, generation_response: GenerationResponse, inflight: InflightGeneration
-    ) -> web.Response:
-        folded = await generation_response.fold(inflight.events)
-        if generation_response.error:
-            return _error(
-                STATUS_BY_FINISH.get(generation_response.finish, 500),
-                generation_response.error,
-                "server_error",
-                code=generation_response.finish,
-            )
+    async def _respond_folded(self, answer: GenerationResponse, inflight: InflightGeneration) -> web.Response:
+        folded = await answer.fold(inflight.events)
+        if answer.error:
+            status = STATUS_BY_FINISH.get(answer.finish, 500)
+            return _error(status, answer.error, "server_error", code=answer.finish)
         return _json(folded)
 
 
 async def _read_body(request: web.Request, kind: type[T]) -> T:
     return decode(await request.read(), kind)
+
+
+def _parse_options(headers: Any) -> GenerationOptions:
+    background = headers.get(HEADER_BACKGROUND) == "1"
+    return GenerationOptions(
+        resident_id=headers.get(HEADER_RESIDENT, ""),
+        leader_id=headers.get(HEADER_FOLLOW, ""),
+        reuse_tokens=_parse_token_count(headers, HEADER_REUSE),
+        copy_resident=headers.get(HEADER_KEEP) == "1",
+        leaves_resident=HEADER_REQUEST in headers and not background,  # a resident is found by its request's id
+        background=background,
+        root=_parse_root(headers),
+        checkpoints=_parse_checkpoints(headers),
+    )
 
 
 def _parse_token_count(headers: Any, name: str) -> int:

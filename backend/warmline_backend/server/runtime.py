@@ -1,4 +1,4 @@
-"""What there is once the model is loaded, and what becomes of a body then."""
+"""The runtime: all objects that exist once the model is loaded, and prompts made with them."""
 
 import secrets
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ from warmline_common.protocol.messages import SampledTurn
 from warmline_common.protocol.tokens import TOKEN_BYTES, unpack_tokens
 from warmline_common.storage.home import Home
 
-TEXTS_TOKENS_MAX = 65_536  # that are read for one question
+TEXTS_TOKENS_MAX = 65_536  # per request
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """All that exists once the model does.  Any thread, but for `storage`, which is the event loop's."""
+    """All objects that need the model.  Any thread, but for `kv_transfer`: event loop thread."""
 
     served: ServedModel
     fingerprint: str
@@ -35,11 +35,11 @@ class Runtime:
     grammar_compiler: GrammarCompiler
     token_decoder: TokenDecoder
     kv_transfer: KvTransfer
-    model_created: int  # when the model's config was last written, in Unix seconds
-    device: str  # that computes it, for people
+    model_created: int  # modification time of the model's config, in Unix seconds
+    device: str  # name of the computing device, for people
 
     def decode_texts(self, sequences: Sequence[bytes]) -> list[str]:
-        """What packed token sequences say.  Raises BadRequest."""
+        """Texts of packed token sequences.  Raises BadRequestError."""
         if sum(map(len, sequences)) > TEXTS_TOKENS_MAX * TOKEN_BYTES:
             raise BadRequestError(
                 f"the sequences have more than {TEXTS_TOKENS_MAX} tokens in all; send fewer", "sequences"
@@ -63,7 +63,7 @@ class Runtime:
         config: BackendConfig,
         budget_bytes: int,
     ) -> StoredPrompt:
-        """A body checked, rendered and tokenized, with all that its answer needs.  Raises BadRequest, TooLarge."""
+        """Check, render and tokenize a body, and prepare its answer.  Raises BadRequestError, KvTooLargeError."""
         served = self.served
         rendered = self.renderer.render(endpoint, body, turns)
         expected = make_expected_output(endpoint, body, rendered, served.tokenizer)
@@ -93,7 +93,7 @@ class Runtime:
 
 
 def fingerprint_served_model(served: ServedModel, config: BackendConfig, home: Home, grid: int = 0) -> str:
-    """The fingerprint of what is served.  Raises OSError, ValueError; may read all weights."""
+    """Fingerprint of the served model.  Raises OSError, ValueError; may read all weights."""
     return compute_fingerprint(
         served.path,
         Path(config.adapter_path) if config.adapter_path else None,

@@ -1,9 +1,10 @@
-"""What the HTTP routes call: prompts rendered, generations submitted, KV restored and saved.  Event loop thread.
+"""The backend's operations behind its routes: prompts, generations, restores and saves.  Event loop thread.
 
-    NotReady    the model is still loading, the engine has ended, or this process is shutting down
+    NotReadyError    the model is still loading, the engine has ended, or the process is shutting down
 
-What prompts, generations and storage raise (UnknownPrompt, UnknownRequest, BadRequest, Cancelled ...) passes through,
-and what the engine does (ResidentGone, ResidentMismatch, TooLarge).
+Errors of prompts, generations, transfers (UnknownPromptError, UnknownGenerationError, BadRequestError,
+OperationCancelledError ...) and of the engine (ResidentNotFoundError, ResidentMismatchError, KvTooLargeError) pass
+through.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
+from dataclasses import fields
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,11 +21,11 @@ import mlx.core as mx
 import msgspec
 
 from warmline_backend.config import BackendConfig
-from warmline_backend.engine.engine import Engine, EngineStoppedError
+from warmline_backend.engine.engine import Engine, EngineSnapshot, EngineStoppedError
 from warmline_backend.engine.inflight import InflightGeneration, InflightGenerations
 from warmline_backend.engine.kv_transfer import KvTransfer
 from warmline_backend.generation.events import EndedEvent
-from warmline_backend.generation.sequence import GenerationRequest
+from warmline_backend.generation.sequence import GenerationOptions, GenerationRequest
 from warmline_backend.kv_cache.segment_io import BadChainError, delete_drafts
 from warmline_backend.model.model import get_device_name
 from warmline_backend.output.dialect import detect_dialect
@@ -64,14 +66,20 @@ T = TypeVar("T")
 RENDER_THREADS = 2
 INLINE_RENDER_BYTES_MAX = 8192
 SHUTTING_DOWN = "shutting down"
+_SNAPSHOT_FIELDS = tuple(
+    {*BackendStatus.__struct_fields__} & {field.name for field in fields(EngineSnapshot)} - {"residents"}
+)
 
 
 class NotReadyError(Exception):
-    pass
+    """The process takes no such request now; the text has the reason."""
+
+
+COLD_OPTIONS = GenerationOptions()
 
 
 class Service:
-    """One backend process.  Everything here belongs to the event loop; what computes is asked of the engine."""
+    """Operations of one backend process.  Owned by the event loop; computation is submitted to the engine."""
 
     def __init__(self, config: BackendConfig, home: Home, engine: Engine, boot: str) -> None:
         self._config, self._home, self._engine, self.boot = config, home, engine, boot
@@ -87,24 +95,20 @@ class Service:
     # ---- start and state
 
     async def wait_until_loaded(self) -> None:
-        """Raises what loading the model raised."""
-        if swept := await asyncio.to_thread(delete_drafts, self._home.segments):
-            log.info("%d drafts of saves that did not end are deleted", swept)
+        """Build the runtime once the model is runtime.  Raises what loading the model raised."""
+        if deleted := await asyncio.to_thread(delete_drafts, self._home.segments):
+            log.info("%d drafts of saves that did not end are deleted", deleted)
         served = await asyncio.wrap_future(self._engine.loaded)
-        await asyncio.to_thread(
-            detect_dialect, served.tokenizer
-        )  # a large vocabulary takes a while, here and only here
-        config = self._config
-        mark = await asyncio.to_thread(fingerprint_served_model, served, config, self._home, self._grid)
+        tokenizer, vocabulary_size, config = served.tokenizer, served.vocabulary_size, self._config
+        await asyncio.to_thread(detect_dialect, tokenizer)  # cached: slow for a large vocabulary
+        fingerprint = await asyncio.to_thread(fingerprint_served_model, served, config, self._home, self._grid)
         self._runtime = Runtime(
             served,
-            mark,
-            TemplateRenderer(
-                served.tokenizer, served.vocabulary_size, config.template_args, make_turn_parser(served.tokenizer)
-            ),
-            GrammarCompiler(served.tokenizer, served.vocabulary_size, self.metrics.observe_compile),
-            TokenDecoder(served.tokenizer),
-            KvTransfer(self._home, self._engine, served, mark),
+            fingerprint,
+            TemplateRenderer(tokenizer, vocabulary_size, config.template_args, make_turn_parser(tokenizer)),
+            GrammarCompiler(tokenizer, vocabulary_size, self.metrics.observe_compile),
+            TokenDecoder(tokenizer),
+            KvTransfer(self._home, self._engine, served, fingerprint),
             int((served.path / "config.json").stat().st_mtime),
             get_device_name(),
         )
@@ -113,30 +117,30 @@ class Service:
 
     @property
     def _grid(self) -> int:
-        """Once the model is loaded, for the scheduler decides."""
+        """Grid of the scheduler, which exists once the model is loaded."""
         return self._engine.scheduler.settings.grid
 
     @property
     def _prefill_step_size(self) -> int:
-        """0 while it is to be measured."""
+        """Prefill step; 0 until it is measured."""
         if self._runtime is None:
             return self._config.prefill_step_size
         return self._engine.scheduler.settings.prefill_step_size
 
     def shut_down(self) -> None:
-        """Refuse what is new; what runs goes on, unless it is in the background."""
+        """Refuse new requests and cancel background ones; others go on."""
         self._shutting_down = True
         self._engine.stop_keepalive()
-        self.inflight.cancel_background()
+        self.inflight.cancel_all(only_background=True)
 
     def cancel_all(self) -> None:
-        """Cancel what is under way but saves; without waiting."""
+        """Cancel all generations and restores, without waiting; saves go on."""
         self.inflight.cancel_all()
         if self._runtime is not None:
             self._runtime.kv_transfer.cancel_restores()
 
     async def has_pending_saves(self) -> bool:
-        """Whether something is being saved, or was left a moment ago by a request, for somebody to save it."""
+        """Whether a save is running, or a resident was left a moment ago and may still be saved."""
         try:
             return self.runtime.kv_transfer.is_saving or await self._run_on_engine(
                 lambda scheduler: scheduler.residents.has_leased
@@ -145,7 +149,7 @@ class Service:
             return False
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel all transfers and rendering."""
         self._render_pool.shutdown(wait=False, cancel_futures=True)
         if self._runtime is not None:
             self._runtime.kv_transfer.close()
@@ -156,23 +160,23 @@ class Service:
 
     @property
     def failure(self) -> str:
-        """Why nothing can be asked of this process; "" where it can."""
+        """Why the process can do nothing; "" where it can."""
         return self._engine.failure or ("" if self._runtime else LOADING)
 
     @property
     def runtime(self) -> Runtime:
-        """Raises NotReady."""
+        """Raises NotReadyError."""
         if self._runtime is None or self.failure:
             raise NotReadyError(self.failure)
         return self._runtime
 
     @property
     def refusal(self) -> str:
-        """Why nothing new may be asked of this process, though what is under way may go on; "" where it may."""
+        """Why new requests are refused, though running ones may go on; "" where they are not."""
         return SHUTTING_DOWN if self._shutting_down else self.failure
 
     def check_accepting(self) -> None:
-        """Raises NotReady."""
+        """Raises NotReadyError."""
         if self.refusal:
             raise NotReadyError(self.refusal)
 
@@ -180,38 +184,28 @@ class Service:
         return read_health(self._engine, self.boot, self.refusal)
 
     async def find_readiness_problem(self) -> str:
-        """ "" where a request would be computed now; asks an idle engine for a token."""
+        """The reason why a request would not be computed now, or ""; probes an idle engine."""
         return self.refusal or await self._readiness.find_problem()
 
     def read_status(self) -> BackendStatus:
-        """At once, whatever the engine is busy with."""
-        loaded, snapshot, failure = self._runtime, self._engine.snapshot, self.refusal
+        """Status from the engine's last snapshot, without waiting for the engine."""
+        runtime, snapshot, failure = self._runtime, self._engine.snapshot, self.refusal
+        shared = {name: getattr(snapshot, name) for name in _SNAPSHOT_FIELDS}
         return BackendStatus(
             boot=self.boot,
-            generation=snapshot.generation,
             ready=not failure,
             model=self.served_name,
             model_path=self._config.model,
-            device=loaded.device if loaded else "",
-            fingerprint=loaded.fingerprint if loaded else "",
-            layout=loaded.served.describe_layout(self._grid) if loaded else None,
-            context_tokens_max=loaded.served.context_tokens_max if loaded else 0,
-            memory_budget_bytes=snapshot.memory_budget_bytes,
-            resident_bytes=snapshot.resident_bytes,
-            running_bytes=snapshot.running_bytes,
+            device=runtime.device if runtime else "",
+            fingerprint=runtime.fingerprint if runtime else "",
+            layout=runtime.served.describe_layout(self._grid) if runtime else None,
+            context_tokens_max=runtime.served.context_tokens_max if runtime else 0,
             residents=len(snapshot.residents),
-            running=snapshot.running,
-            queued=snapshot.queued,
-            prefill_rates=snapshot.prefill_rates,
-            decode_tokens_per_s=snapshot.decode_tokens_per_s,
-            restore_bytes_per_s=snapshot.restore_bytes_per_s,
-            save_bytes_per_s=snapshot.save_bytes_per_s,
-            slowest_recent_step_s=snapshot.slowest_recent_step_s,
             prefill_step_size=self._prefill_step_size,
-            keepalive_steps=snapshot.keepalive_steps,
             failure=failure,
-            model_created=loaded.model_created if loaded else 0,
+            model_created=runtime.model_created if runtime else 0,
             vitals=read_process_stats(snapshot.bytes_unaccounted),
+            **shared,
         )
 
     # ---- prompts and generations
@@ -231,16 +225,17 @@ class Service:
         )
 
     async def decode_texts(self, sequences: Sequence[bytes]) -> list[str]:
-        """What packed tokens say.  Raises BadRequest, NotReady."""
-        loaded = self.runtime
-        return await asyncio.get_running_loop().run_in_executor(self._render_pool, loaded.decode_texts, sequences)
+        """Texts of packed token sequences.  Raises BadRequestError, NotReadyError."""
+        runtime = self.runtime
+        return await asyncio.get_running_loop().run_in_executor(self._render_pool, runtime.decode_texts, sequences)
 
     async def render_prompt(
         self, endpoint: str, body: dict[str, Any], body_bytes: int, turns: Sequence[SampledTurn] = ()
     ) -> StoredPrompt:
-        """Check, render and tokenize a body, and remember it.  Raises BadRequest, TooLarge, NotReady.
+        """Check, render, tokenize and store a body.  Raises BadRequestError, KvTooLargeError, NotReadyError.
 
-        A large one on a thread of its own; for a small one the way there would take longer than the work.
+        Large bodies are rendered on a thread of the pool; small ones here, since the switch would take longer than the
+        work.
         """
         self.check_accepting()
         self._typo_notices.log_typos(body)
@@ -256,67 +251,50 @@ class Service:
 
     @contextmanager
     def accept(self, request_id: str) -> Iterator[InflightGeneration]:
-        """A generation's call, for as long as its client is there.  Raises NotReady."""
+        """Register a generation for as long as its client is connected.  Raises NotReadyError."""
         self.check_accepting()
-        with self.inflight.accept(request_id) as call:
-            yield call
+        with self.inflight.accept(request_id) as inflight:
+            yield inflight
 
     async def generate(
-        self,
-        inflight: InflightGeneration,
-        prompt: StoredPrompt,
-        *,
-        resident_id: str = "",
-        leader_id: str = "",
-        reuse_tokens: int = 0,
-        copy_resident: bool = False,
-        leaves_resident: bool = True,
-        background: bool = False,
-        root: bytes = b"",
-        checkpoints: tuple[int, ...] = (),
+        self, inflight: InflightGeneration, prompt: StoredPrompt, options: GenerationOptions = COLD_OPTIONS
     ) -> None:
-        """Submit a generation; what it says arrives in the call's events.  One of no tokens is over at once."""
+        """Submit a generation; its events arrive in `inflight.events`.  One of 0 tokens ends at once."""
         if not prompt.params.max_tokens:
             inflight.events.put_nowait(EndedEvent(self.inflight.make_empty_result(inflight.id, "length"), 0))
             return
-        generation = GenerationRequest(
+        request = GenerationRequest(
             id=inflight.id,
             prompt=prompt.tokens,
             params=prompt.params,
             matcher=await self._make_matcher(prompt),
             listener=self.inflight.make_listener(inflight),
-            resident_id=resident_id,
-            leader_id=leader_id,
-            reuse_tokens=reuse_tokens,
-            copy_resident=copy_resident,
-            leaves_resident=leaves_resident,
-            background=background,
-            root=root,
-            checkpoints=checkpoints,
             expected_output=prompt.expected_output,
+            **vars(options),
         )
-        log.debug("computes %d tokens after %d that are there already", len(prompt.tokens) - reuse_tokens, reuse_tokens)
-        await self.inflight.submit(inflight, generation)
+        reused = options.reuse_tokens
+        log.debug("computes %d tokens after %d that are there already", len(prompt.tokens) - reused, reused)
+        await self.inflight.submit(inflight, request)
 
     async def _make_matcher(self, prompt: StoredPrompt) -> Matcher | None:
-        """For this run of its answer.  Not on the loop: a grammar may have to be compiled again."""
+        """Make a matcher for one run of the answer, off the loop: its grammar may have to be compiled again."""
         if (constraint := prompt.constraint) is None:
             return None
         grammars, loop = self.runtime.grammar_compiler, asyncio.get_running_loop()
         return await loop.run_in_executor(self._render_pool, grammars.create_matcher, constraint)
 
     async def cancel(self, request_id: str) -> GenerationResult:
-        """End a generation, and answer when the engine has let go; a restore or a save is given up.
+        """End a generation, or a restore or save, and return once it has ended.
 
-        One that has just ended by itself is answered with how it did.  Raises UnknownRequest.
+        A generation that has just ended returns its own result.  Raises UnknownGenerationError.
         """
-        given_up = await self.runtime.kv_transfer.cancel(request_id)
-        if given_up and request_id not in self.inflight.request_ids:
+        was_transfer = await self.runtime.kv_transfer.cancel(request_id)
+        if was_transfer and request_id not in self.inflight.request_ids:
             return self.inflight.make_empty_result(request_id, "cancelled")
         return await self.inflight.cancel(request_id)
 
     async def finish_prefill(self, request_id: str) -> GenerationResult | None:
-        """As Generations.finish_prefill; a restore or a save, and what is not running, as `cancel`."""
+        """As InflightGenerations.finish_prefill; restores, saves and unknown requests as `cancel`."""
         if request_id in self.inflight.request_ids:
             return await self.inflight.finish_prefill(request_id)
         return await self.cancel(request_id)
@@ -334,9 +312,9 @@ class Service:
         return await self._run_on_engine(lambda scheduler: scheduler.residents.delete(resident_id))
 
     async def clear_cache(self, keep_ids: Collection[str]) -> None:
-        """Let go of all that is held of conversations, but of these residents or requests, and of what is computed.
+        """Drop prompts, results, grammars and residents, except these residents or those of these requests.
 
-        Raises NotReady.
+        Raises NotReadyError.
         """
         self.prompts.clear()
         self.inflight.clear_results()
@@ -349,7 +327,7 @@ class Service:
     # ---- restore and save
 
     async def restore(self, request: RestoreRequest) -> RestoreReply:
-        """Raises segments.Damaged, Cancelled, BadChain, TooLarge, NotReady."""
+        """Raises DamagedFileError, OperationCancelledError, BadChainError, KvTooLargeError, NotReadyError."""
         self.check_accepting()
         tokens = len(request.tokens) // TOKEN_BYTES
         if self._grid and tokens % self._grid:
@@ -361,13 +339,13 @@ class Service:
             boot=self.boot,
             generation=self._engine.snapshot.generation,
             resident=resident,
-            position=len(request.tokens) // TOKEN_BYTES,
+            position=tokens,
             bytes_read=bytes_read,
             seconds=seconds,
         )
 
     async def save(self, request: SaveRequest) -> SaveReply:
-        """Raises ResidentGone, RowsGone, Cancelled, OSError."""
+        """Raises ResidentNotFoundError, RowsUnavailableError, OperationCancelledError, OSError."""
         with self.metrics.saves.count_failures():
             written, states, seconds = await self.runtime.kv_transfer.save(request)
         self.metrics.saves.observe(sum(file.bytes_written for file in (*written, *states)), seconds)
@@ -380,7 +358,7 @@ class Service:
         )
 
     async def _run_on_engine(self, work: Callable[[Scheduler], T]) -> T:
-        """Raises NotReady where there is no engine to answer."""
+        """Raises NotReadyError where the engine takes no commands."""
         if self.failure:
             raise NotReadyError(self.failure)
         return await asyncio.wrap_future(self._engine.submit(work))

@@ -1,4 +1,4 @@
-"""The end of a process that was told to stop: what runs may end by itself, what it leaves may still be saved."""
+"""Shutdown: signals, draining of running requests, and time for their saves.  Event loop thread."""
 
 import asyncio
 import contextlib
@@ -10,15 +10,15 @@ from warmline_backend.server.service import Service
 
 log = logging.getLogger(__name__)
 
-CANCEL_WAIT_S = 3.0  # for the engine to let go, which it does after its present step
+CANCEL_WAIT_S = 3.0  # for the engine's present step to end
 SAVES_WAIT_S = 5.0
 POLL_S = 0.02
 
 
 class StopSignals:
-    """`stop` is set by the first SIGTERM or SIGINT, `hurry` by the same one again.
+    """`stop` is set by the first SIGTERM or SIGINT, `stop_now` by the same one again.
 
-    Not by the other one: Ctrl-C reaches the whole foreground group, and whoever started this process passes it on.
+    Not by the other one: Ctrl-C reaches the whole foreground group, and the parent process passes it on.
     """
 
     def __init__(self) -> None:
@@ -35,9 +35,9 @@ class StopSignals:
 
 
 async def drain(service: Service, timeout_s: float, stop_now: asyncio.Event) -> None:
-    """Refuse what is new; wait for what runs, then cancel it; wait for what it left to be saved.
+    """Refuse new requests; wait for running ones, then cancel them; wait for their saves.
 
-    Takes at most `timeout_s` + CANCEL_WAIT_S + SAVES_WAIT_S, and at most CANCEL_WAIT_S once `hurry` is set.
+    Takes at most `timeout_s` + CANCEL_WAIT_S + SAVES_WAIT_S, and at most CANCEL_WAIT_S once `stop_now` is set.
     """
     service.shut_down()
     if count := len(service.inflight.request_ids):
@@ -49,13 +49,13 @@ async def drain(service: Service, timeout_s: float, stop_now: asyncio.Event) -> 
     if count:
         await _wait_within(CANCEL_WAIT_S, asyncio.Event(), service.inflight.wait_until_empty())
     if service.inflight.request_ids:
-        log.warning("the engine does not let go of them")  # so it would not hand over anything to be saved either
+        log.warning("the engine does not let go of them")  # and it would not copy anything for a save either
         return
     await _wait_within(SAVES_WAIT_S, stop_now, _wait_for_saves(service))
 
 
 async def _wait_for_saves(service: Service) -> None:
-    while await service.has_pending_saves():  # noqa: ASYNC110  a lease may end without anybody saying so
+    while await service.has_pending_saves():  # noqa: ASYNC110  leases end without an event
         await asyncio.sleep(POLL_S)
 
 
@@ -66,7 +66,7 @@ async def _wait_within(timeout_s: float, stop_now: asyncio.Event, work: Awaitabl
 
 
 async def run_until_event(event: asyncio.Event, work: Awaitable[None]) -> None:
-    """Await `work`, or leave it when `event` is set."""
+    """Await `work`, or cancel it when `event` is set."""
     waiting, task = asyncio.ensure_future(event.wait()), asyncio.ensure_future(work)
     try:
         await asyncio.wait({waiting, task}, return_when=asyncio.FIRST_COMPLETED)

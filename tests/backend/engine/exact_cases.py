@@ -1,5 +1,4 @@
-"""Exact mode: whatever a request starts from and whoever runs beside it, each row of its log-probabilities is a cold
-run's, bit for bit.
+"""Exact mode: warm or batched, each row of a request's log-probabilities equals a cold run's bit for bit.
 
 Run by test_exact.py, in a process that has OpenBLAS: with the reference BLAS most of this would hold by luck.
 """
@@ -16,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from support.backend.cold_runs import cold_logprobs
-from support.backend.engine_driver import Drive, Heard, cut_chain, loader, save
+from support.backend.engine_driver import Drive, EventLog, cut_chain, loader, save
 from support.backend.families import FAMILIES, prompt_of, served
 from warmline_backend.generation.events import GenerationEvent
 from warmline_backend.generation.sequence import Sequence
@@ -26,7 +25,8 @@ from warmline_backend.scheduler.decode_group import DecodeGroup
 from warmline_common.protocol.tokens import pack_tokens
 
 Rows = list[NDArray[np.float32]]
-Told = list[tuple[Sequence, int, mx.array]]
+Sampled = list[tuple[Sequence, int, mx.array]]
+Note = Callable[[list[GenerationEvent], NDArray[np.float32]], object]
 
 ALL = [*FAMILIES, "baichuan_m1", "mamba2"]
 GRID = 48  # more than the windows of 32; with 24, two chunks fill one
@@ -39,52 +39,52 @@ def drive_of(family: str, root: Path, step: int = GRID) -> Drive:
     return Drive(served(family, root), step=step, exact=True)
 
 
-def noting(note: Callable[[list[GenerationEvent], NDArray[np.float32]], object]) -> Callable[[DecodeGroup], Told]:
-    """A step of a decode group that shows each of its sequences' rows."""
+def record_rows(note: Note) -> Callable[[DecodeGroup], Sampled]:
+    """A step of a decode group that also records each sequence's row."""
     step = DecodeGroup.step
 
-    def noted(group: DecodeGroup) -> Told:
-        told = step(group)
-        for sequence, _, row in told:
-            events: Any = sequence.request.listener  # the bound `append` of what a Heard has heard
+    def recorded(group: DecodeGroup) -> Sampled:
+        sampled = step(group)
+        for sequence, _, row in sampled:
+            events: Any = sequence.request.listener  # the bound `append` of what a EventLog has heard
             note(events.__self__, np.array(row.astype(mx.float32)))
-        return told
+        return sampled
 
-    return noted
+    return recorded
 
 
 class Recorder:
     """All log-probabilities that each request's tokens were chosen from."""
 
     def __init__(self) -> None:
-        self._told: list[tuple[list[GenerationEvent], NDArray[np.float32]]] = []
+        self._rows: list[tuple[list[GenerationEvent], NDArray[np.float32]]] = []
 
     def note(self, events: list[GenerationEvent], row: NDArray[np.float32]) -> None:
-        self._told.append((events, row))
+        self._rows.append((events, row))
 
-    def of(self, heard: Heard) -> Rows:
-        return [row for events, row in self._told if events is heard.events]
+    def of(self, heard: EventLog) -> Rows:
+        return [row for events, row in self._rows if events is heard.events]
 
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
-    monkeypatch.setattr(DecodeGroup, "step", noting(recorder.note))
+    monkeypatch.setattr(DecodeGroup, "step", record_rows(recorder.note))
     return recorder
 
 
 @cache
 def cold(model: str, root: Path, step: int, prompt: tuple[int, ...], tokens: int) -> Rows:
-    """A cold answer, by an engine that reuses nothing, alone."""
+    """A cold answer, computed alone by an engine without reuse."""
     rows: Rows = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DecodeGroup, "step", noting(lambda _, row: rows.append(row)))
+        patch.setattr(DecodeGroup, "step", record_rows(lambda _, row: rows.append(row)))
         Drive(served(model, root), step=step, keeps=False).run(list(prompt), tokens)
     return rows
 
 
 def assert_cold(found: Rows, drive: Drive, root: Path, prompt: list[int]) -> None:
-    """These are the rows of a cold run, all their bits."""
+    """Assert that these rows equal a cold run's in all bits."""
     step = drive.scheduler.settings.prefill_step_size
     assert_same(found, cold(drive.served.name, root, step, tuple(prompt), len(found)))
 
@@ -106,7 +106,7 @@ def other_end(length: int, shared: int, seed: int = 9) -> list[int]:
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_a_cold_run_is_mlx_lms_own_in_chunks_on_the_grid(family: str, root: Path, recorder: Recorder) -> None:
+def test_cold_run_equals_mlx_lm_in_grid_chunks(family: str, root: Path, recorder: Recorder) -> None:
     drive, prompt = drive_of(family, root), prompt_of(LENGTH)
     heard = drive.run(prompt, ANSWER)
     caches = drive.served.layout.make_empty_cache() if family == "quantized" else None
@@ -116,26 +116,26 @@ def test_a_cold_run_is_mlx_lms_own_in_chunks_on_the_grid(family: str, root: Path
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_what_is_left_ends_on_the_grid(family: str, root: Path) -> None:
+def test_residents_end_on_grid(family: str, root: Path) -> None:
     drive = drive_of(family, root)
     for length, answer, left in ((LENGTH, 2, 192), (193, 4, 192), (192, 2, 144), (49, 2, 48), (48, 4, 0)):
-        settled = drive.run(prompt_of(length), answer).settled
-        assert (settled.prefilled_until, settled.generated) == (left, b"")
-        assert bool(settled.resident) == bool(left)
-        assert settled.checkpoints == ([left] if left and drive.served.layout.has_states else [])
-        assert not settled.positions or settled.positions[-1] == left
+        result = drive.run(prompt_of(length), answer).result
+        assert (result.prefilled_until, result.generated) == (left, b"")
+        assert bool(result.resident) == bool(left)
+        assert result.checkpoints == ([left] if left and drive.served.layout.has_states else [])
+        assert not result.positions or result.positions[-1] == left
 
 
-def test_positions_off_the_grid_cut_nothing(root: Path) -> None:
+def test_checkpoints_off_grid_cut_no_chunk(root: Path) -> None:
     heard = drive_of("qwen3_5", root).run(prompt_of(LENGTH), 2, checkpoints=(30, 96, 100, 200))
-    assert heard.chunks == [48, 96, 144, 192, 204] and heard.settled.checkpoints == [96, 192]
+    assert heard.chunks == [48, 96, 144, 192, 204] and heard.result.checkpoints == [96, 192]
     plain = Drive(served("qwen3_5", root), step=GRID, keeps=False).run(prompt_of(LENGTH), 2, checkpoints=(30, 96))
     assert plain.chunks == heard.chunks
 
 
-def test_residents_are_not_continued_off_the_grid(root: Path) -> None:
+def test_residents_are_not_continued_off_grid(root: Path) -> None:
     drive = drive_of("llama", root)
-    resident = drive.run(prompt_of(LENGTH), 4).settled.resident
+    resident = drive.run(prompt_of(LENGTH), 4).result.resident
     for position in (100, 191, 193):
         with pytest.raises(ResidentMismatchError, match=f"can't be continued at {position}"):
             drive.submit(prompt_of(LENGTH), resident=resident, reuse=position, keep=True)
@@ -148,52 +148,52 @@ def test_residents_are_not_continued_off_the_grid(root: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "step"), [*((family, GRID) for family in ALL), ("gemma3", 24), ("baichuan_m1", 24), ("gemma3", 7)]
 )
-def test_turn_after_turn(family: str, step: int, root: Path, recorder: Recorder) -> None:
-    """What was decoded is prefilled again; the window has wrapped by then."""
+def test_consecutive_turns(family: str, step: int, root: Path, recorder: Recorder) -> None:
+    """Decoded tokens are prefilled again; the window has wrapped by then."""
     drive, prompt = drive_of(family, root, step), prompt_of(100)
     heard = drive.run(prompt, 40)  # past the next place of the grid
     for turn in range(2):
-        settled = heard.settled
-        assert settled.prefilled_until == (len(prompt) - 1) // step * step
+        result = heard.result
+        assert result.prefilled_until == (len(prompt) - 1) // step * step
         prompt = [*prompt, *(int(row.argmax()) for row in recorder.of(heard)), *prompt_of(31 + turn, turn + 3)]
-        heard = drive.run(prompt, ANSWER, resident=settled.resident, reuse=settled.prefilled_until)
-        assert heard.reused == settled.prefilled_until
+        heard = drive.run(prompt, ANSWER, resident=result.resident, reuse=result.prefilled_until)
+        assert heard.reused == result.prefilled_until
         assert_cold(recorder.of(heard), drive, root, prompt)
 
 
 @pytest.mark.parametrize(("family", "length"), [*((family, 193) for family in ALL), ("gemma3", 194), ("qwen3_5", 194)])
-def test_a_prompt_that_ends_right_after_the_grid(family: str, length: int, root: Path, recorder: Recorder) -> None:
+def test_prompt_ends_right_after_grid(family: str, length: int, root: Path, recorder: Recorder) -> None:
     """The first decode step, or a chunk of one token, continues the grid itself."""
     drive, prompt = drive_of(family, root), prompt_of(length)
     first = drive.run(prompt, ANSWER)
-    again = drive.run(prompt, ANSWER, resident=first.settled.resident, reuse=192)
-    onward = drive.run(other_end(210, length), ANSWER, resident=again.settled.resident, reuse=192)
-    assert again.chunks == [193][: length - 193] and again.settled.prefilled_until == 192
+    again = drive.run(prompt, ANSWER, resident=first.result.resident, reuse=192)
+    onward = drive.run(other_end(210, length), ANSWER, resident=again.result.resident, reuse=192)
+    assert again.chunks == [193][: length - 193] and again.result.prefilled_until == 192
     assert_same(recorder.of(again), recorder.of(first))
     assert_cold(recorder.of(first), drive, root, prompt)
     assert_cold(recorder.of(onward), drive, root, other_end(210, length))
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_a_branch_and_its_trunk(family: str, root: Path, recorder: Recorder) -> None:
-    """Both go on at once."""
+def test_copy_and_original_resident(family: str, root: Path, recorder: Recorder) -> None:
+    """Both continue at once."""
     drive = drive_of(family, root)
     trunk = drive.run(prompt_of(LENGTH), ANSWER, checkpoints=(96,))
-    resident, places = trunk.settled.resident, trunk.settled.positions
+    resident, places = trunk.result.resident, trunk.result.positions
     at = 96 if not places or 96 in places else 192
     prompts = (other_end(250, at), other_end(220, 192, 4))
     branch = drive.submit(prompts[0], ANSWER, resident=resident, reuse=at, keep=True)[1]
     onward = drive.submit(prompts[1], ANSWER, resident=resident, reuse=192)[1]
-    drive.until(lambda: branch.over and onward.over)
+    drive.until(lambda: branch.is_ended and onward.is_ended)
     assert (branch.reused, onward.reused) == (at, 192)
     assert_cold(recorder.of(branch), drive, root, prompts[0])
     assert_cold(recorder.of(onward), drive, root, prompts[1])
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_from_disk(family: str, root: Path, recorder: Recorder, tmp_path: Path) -> None:
+def test_restored_from_disk(family: str, root: Path, recorder: Recorder, tmp_path: Path) -> None:
     drive, fresh = drive_of(family, root), drive_of(family, root)
-    resident = drive.run(prompt_of(LENGTH), ANSWER, checkpoints=(48, 96)).settled.resident
+    resident = drive.run(prompt_of(LENGTH), ANSWER, checkpoints=(48, 96)).result.resident
     chain, checkpoints = save(drive.scheduler.save_source.find_kv(192, resident_id=resident), tmp_path, [64, 130, 192])
     for position in (48, 96, 192):
         prompt = other_end(LENGTH, position)
@@ -207,48 +207,48 @@ def test_from_disk(family: str, root: Path, recorder: Recorder, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_after_a_cancel_in_prefill(family: str, root: Path, recorder: Recorder) -> None:
+def test_resumed_after_cancel_in_prefill(family: str, root: Path, recorder: Recorder) -> None:
     """Between two whole chunks, and after the partial one."""
     drive, prompt = drive_of(family, root), prompt_of(LENGTH)
     for chunks, left in ((2, 96), (5, 192)):
         name, cut = drive.submit(prompt, ANSWER)
         while len(cut.chunks) < chunks:
             next(drive.scheduler.step())
-        settled = drive.scheduler.cancel(name)
-        assert settled is not None and settled.prefilled_until == left
-        again = drive.run(prompt, ANSWER, resident=settled.resident, reuse=left)
+        result = drive.scheduler.cancel(name)
+        assert result is not None and result.prefilled_until == left
+        again = drive.run(prompt, ANSWER, resident=result.resident, reuse=left)
         assert_cold(recorder.of(again), drive, root, prompt)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
-def test_a_prefill_that_goes_on_alone_ends_with_what_is_kept(family: str, root: Path) -> None:
+def test_detached_prefill_ends_with_last_savable_token(family: str, root: Path) -> None:
     drive = drive_of(family, root)
     name, alone = drive.submit(prompt_of(LENGTH), ANSWER)
     drive.until(lambda: alone.chunks == [48])
     assert drive.scheduler.detach(name)
-    drive.until(lambda: alone.over)
-    assert alone.chunks == [48, 96, 144, 192] and alone.settled.prefilled_until == 192
+    drive.until(lambda: alone.is_ended)
+    assert alone.chunks == [48, 96, 144, 192] and alone.result.prefilled_until == 192
     name, alone = drive.submit(prompt_of(LENGTH), ANSWER)
     drive.until(lambda: alone.chunks[-1:] == [192])
     assert not drive.scheduler.detach(name), "nothing is left to be done that would be kept"
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_after_a_cancel_while_decoding(family: str, root: Path, recorder: Recorder) -> None:
-    """Past the next place of the grid: what was decoded there is given up too."""
+def test_resumed_after_cancel_in_decode(family: str, root: Path, recorder: Recorder) -> None:
+    """Past the next multiple of the grid, decoded rows there are dropped too."""
     drive, prompt = drive_of(family, root), prompt_of(140)
     name, cut = drive.submit(prompt, 500)
     drive.until(lambda: len(recorder.of(cut)) > GRID)
-    settled = drive.scheduler.cancel(name)
-    assert settled is not None and settled.prefilled_until == 96
-    again = drive.run(prompt, ANSWER, resident=settled.resident, reuse=96)
+    result = drive.scheduler.cancel(name)
+    assert result is not None and result.prefilled_until == 96
+    again = drive.run(prompt, ANSWER, resident=result.resident, reuse=96)
     assert_cold(recorder.of(again), drive, root, prompt)
     assert_same(recorder.of(again), recorder.of(cut)[:ANSWER])
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_following(family: str, root: Path, recorder: Recorder) -> None:
-    """At the leader's last place on the grid before the wanted one; also when it has long gone on."""
+def test_follower(family: str, root: Path, recorder: Recorder) -> None:
+    """From the leader's last grid position before the requested one, also long after the leader has passed it."""
     drive = drive_of(family, root)
     name, leader = drive.submit(prompt_of(LENGTH), 30)
     prompts = [other_end(230, shared, shared) for shared in (130, 200, 203)]
@@ -258,15 +258,15 @@ def test_following(family: str, root: Path, recorder: Recorder) -> None:
     ]
     drive.until(lambda: len(recorder.of(leader)) > 10)
     followers.append(drive.submit(prompts[2], ANSWER, follow=name, reuse=203)[1])
-    drive.until(lambda: leader.over and all(each.over for each in followers))
+    drive.until(lambda: leader.is_ended and all(each.is_ended for each in followers))
     assert [each.reused for each in followers] == [96, 192, 192]
     for prompt, heard in zip(prompts, followers, strict=True):
         assert_cold(recorder.of(heard), drive, root, prompt)
     assert_cold(recorder.of(leader)[:ANSWER], drive, root, prompt_of(LENGTH))
-    assert leader.settled.prefilled_until == 192
+    assert leader.result.prefilled_until == 192
 
 
-def test_who_can_be_followed_only_off_the_grid_is_not(root: Path) -> None:
+def test_follower_off_grid_is_refused(root: Path) -> None:
     drive = drive_of("llama", root)
     name, _ = drive.submit(prompt_of(LENGTH), 4)
     with pytest.raises(ResidentMismatchError, match="can't be copied at 0 tokens"):
@@ -274,14 +274,14 @@ def test_who_can_be_followed_only_off_the_grid_is_not(root: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "others"), [*((family, 2) for family in ALL), ("llama", 1), ("llama", 7)])
-def test_beside_others(family: str, others: int, root: Path, recorder: Recorder) -> None:
+def test_concurrent_requests(family: str, others: int, root: Path, recorder: Recorder) -> None:
     """All of one length, which would share a batch in fast mode."""
     drive, prompts = drive_of(family, root), [prompt_of(100, n + 2) for n in range(others)]
     beside = [drive.submit(prompt, 5_000) for prompt in prompts]
     drive.until(lambda: all(len(recorder.of(heard)) > 1 for _, heard in beside))
     assert [len(group.sequences) for group in drive.scheduler._queues.groups] == [1] * others
     first = drive.run(prompt_of(LENGTH), ANSWER)
-    again = drive.run(prompt_of(LENGTH), ANSWER, resident=first.settled.resident, reuse=192)
+    again = drive.run(prompt_of(LENGTH), ANSWER, resident=first.result.resident, reuse=192)
     for name, _ in beside:
         drive.scheduler.cancel(name)
     for heard in (first, again):
@@ -294,7 +294,7 @@ def test_beside_others(family: str, others: int, root: Path, recorder: Recorder)
 def test_seeded_sampling(family: str, root: Path, recorder: Recorder) -> None:
     drive, options = drive_of(family, root), {"temperature": 1.0, "top_p": 0.9, "seed": 5}
     first = drive.run(prompt_of(LENGTH), 30, **options)
-    warm = drive.run(prompt_of(LENGTH), 30, resident=first.settled.resident, reuse=192, **options)
+    warm = drive.run(prompt_of(LENGTH), 30, resident=first.result.resident, reuse=192, **options)
     assert warm.text == first.text
     assert_same(recorder.of(warm), recorder.of(first))
 
@@ -303,7 +303,7 @@ def test_seeded_sampling(family: str, root: Path, recorder: Recorder) -> None:
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_nothing_past_the_grid_is_saved(family: str, root: Path) -> None:
+def test_nothing_past_grid_is_saved(family: str, root: Path) -> None:
     drive = drive_of(family, root)
     name, running = drive.submit(prompt_of(LENGTH), 300)
     drive.until(lambda: running.chunks[-1:] == [144])
@@ -317,14 +317,14 @@ def test_nothing_past_the_grid_is_saved(family: str, root: Path) -> None:
     assert all(end <= 192 for _, end, _ in kv.journal) and all(at <= 192 for at in kv.checkpoints)
     drive.scheduler.save_source.mark_saved("", name, 192)
     drive.scheduler.cancel(name)
-    assert drive.run(prompt_of(LENGTH), 4, resident=running.settled.resident, reuse=192).reused == 192
+    assert drive.run(prompt_of(LENGTH), 4, resident=running.result.resident, reuse=192).reused == 192
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("gemma3", "qwen3_5")])
-def test_a_long_answer_leaves_no_room_behind(family: str, root: Path, recorder: Recorder) -> None:
-    """What is kept of it is a part: memory for the rest would push others out."""
+def test_long_answer_leaves_small_buffers(family: str, root: Path, recorder: Recorder) -> None:
+    """Only a part of it is kept: memory for the rest would evict others."""
     drive = drive_of(family, root)
-    resident = drive.run(prompt_of(100), 200).settled.resident  # its room ends at 512
+    resident = drive.run(prompt_of(100), 200).result.resident  # its room ends at 512
     kv = drive.scheduler.residents.find_kv(resident)
     assert kv is not None and kv.buffer_rows == kv.length == 96
     assert drive.scheduler.residents.bytes_held < 1.1 * drive.served.kv_bytes(96) + drive.served.state_bytes
@@ -333,7 +333,7 @@ def test_a_long_answer_leaves_no_room_behind(family: str, root: Path, recorder: 
 
 
 @pytest.mark.parametrize("family", ["gemma3", "baichuan_m1"])
-def test_the_place_to_come_back_to_is_counted_and_given_up(family: str, root: Path) -> None:
+def test_rollback_point_is_counted_and_released(family: str, root: Path) -> None:
     drive = drive_of(family, root)
     name, heard = drive.submit(prompt_of(LENGTH), 60)
     drive.until(lambda: len(drive.scheduler._queues.groups) == 1)
@@ -343,8 +343,8 @@ def test_the_place_to_come_back_to_is_counted_and_given_up(family: str, root: Pa
     with_it, kv.rollback_window = drive.scheduler.running_bytes, (0, {})
     assert with_it - drive.scheduler.running_bytes == kept
     drive.scheduler.cancel(name)
-    assert heard.settled.resident == "", "without it there is no way back"
-    left = drive.run(prompt_of(LENGTH), 60).settled.resident
+    assert heard.result.resident == "", "without it there is no way back"
+    left = drive.run(prompt_of(LENGTH), 60).result.resident
     resident = drive.scheduler.residents.find_kv(left)
     assert resident is not None and resident.rollback_window == (0, {})
 
@@ -353,11 +353,11 @@ def test_the_place_to_come_back_to_is_counted_and_given_up(family: str, root: Pa
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_fast_mode_is_told_from_a_cold_run(family: str, root: Path, recorder: Recorder) -> None:
-    """A BLAS that rounds alike whatever it is given would let all of the above pass."""
+def test_fast_mode_differs_from_cold_run(family: str, root: Path, recorder: Recorder) -> None:
+    """Control: a BLAS that rounds alike for all shapes would pass all other cases."""
     drive = Drive(served(family, root), step=GRID)
     first = drive.run(prompt_of(LENGTH), 30)
     prompt = prompt_of(LENGTH) + first.generated + prompt_of(5, 4)
-    warm = drive.run(prompt, ANSWER, resident=first.settled.resident, reuse=len(prompt) - 5)
+    warm = drive.run(prompt, ANSWER, resident=first.result.resident, reuse=len(prompt) - 5)
     with pytest.raises(pytest.fail.Exception, match="rows differ"):
         assert_cold(recorder.of(warm), drive, root, prompt)

@@ -1,4 +1,4 @@
-"""`--prefill-step-size auto`: which step is chosen, how far measuring goes, and that it is remembered."""
+"""`--prefill-step-size auto`: the choice, the extent of measuring, and that it is remembered."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from support import tiny_models
 from support.backend.families import served
 from warmline_backend.__main__ import _make_scheduler
 from warmline_backend.config import BackendConfigError, parse_config
-from warmline_backend.engine import chunk_size as prefill_step
+from warmline_backend.engine import chunk_size
 from warmline_backend.engine.chunk_size import (
     CHUNK_S_MAX,
     STEPS,
@@ -61,12 +61,12 @@ class Machine:
         ({}, 256),
     ],
 )
-def test_the_smallest_step_that_is_nearly_as_fast_as_the_best(speeds: dict[int, float], step: int) -> None:
+def test_smallest_step_near_best_is_chosen(speeds: dict[int, float], step: int) -> None:
     assert choose_step_size(speeds) == step
 
 
-def test_steps_are_compared_over_the_same_tokens() -> None:
-    """Attention makes later tokens dearer, which is no reason against longer steps: each chunk costs 0.1 s beside it.
+def test_steps_are_compared_over_same_tokens() -> None:
+    """Attention makes later tokens slower, which is no reason against longer steps: each chunk costs 0.1 s beside it.
 
     By tokens/s from an empty context, 1,024 would seem to be best.
     """
@@ -80,7 +80,7 @@ def test_steps_are_compared_over_the_same_tokens() -> None:
     assert list(speeds) == list(STEPS) and choose_step_size(speeds) == 4096
 
 
-def test_each_step_of_a_plain_machine_has_the_speed_that_it_has() -> None:
+def test_linear_machine_has_constant_speed() -> None:
     speeds = measure_speeds(Machine(lambda tokens: 0.1 + tokens / 2000), ROOMY)
     assert speeds == pytest.approx({step: step / (0.1 + step / 2000) for step in STEPS if step / 2000 + 0.1 < 10})
 
@@ -88,7 +88,7 @@ def test_each_step_of_a_plain_machine_has_the_speed_that_it_has() -> None:
 # ---- how far it goes
 
 
-def test_no_step_takes_longer_than_the_bound() -> None:
+def test_no_step_exceeds_time_limit() -> None:
     slow = Machine(lambda tokens: 1 + tokens / 150)  # a very large model: 1,024 tokens take eight seconds
     assert list(measure_speeds(slow, ROOMY)) == [256, 512, 1024]
     assert slow.longest == 1024
@@ -98,24 +98,24 @@ def test_no_step_takes_longer_than_the_bound() -> None:
     assert sudden.longest == 1024
 
 
-def test_a_machine_that_is_too_slow_is_asked_for_little() -> None:
+def test_slow_machine_measures_little() -> None:
     snail = Machine(lambda tokens: tokens / 7)
     assert measure_speeds(snail, ROOMY) == {} and snail.asked == [[64]]
 
 
 @pytest.mark.parametrize(("tokens_max", "longest"), [(100_000, 8192), (8191, 4096), (600, 512), (256, 256)])
-def test_no_step_is_longer_than_context_and_memory(tokens_max: int, longest: int) -> None:
+def test_no_step_exceeds_context_and_memory(tokens_max: int, longest: int) -> None:
     machine = Machine(lambda _: 0.1)
     assert max(measure_speeds(machine, ChunkLimits(tokens_max, 1 << 40))) == machine.longest == longest
     assert measure_speeds(machine, ChunkLimits(255, 1 << 40)) == {}
 
 
-def test_no_step_is_tried_whose_scores_may_not_fit() -> None:
+def test_no_step_exceeds_working_memory() -> None:
     machine = Machine(lambda _: 0.1, bytes_=1000)
     assert list(measure_speeds(machine, ChunkLimits(1 << 20, 2_500_000))) == [256, 512, 1024]
 
 
-def test_measuring_ends_where_longer_is_not_faster() -> None:
+def test_measuring_ends_when_longer_is_not_faster() -> None:
     machine = Machine(lambda tokens: tokens / 1000 if tokens <= 512 else tokens / 900)
     speeds = measure_speeds(machine, ROOMY)
     assert choose_step_size(speeds) == 256 and machine.longest == 512
@@ -124,40 +124,40 @@ def test_measuring_ends_where_longer_is_not_faster() -> None:
 # ---- with a model
 
 
-def test_a_real_model_is_measured_once_and_remembered(
+def test_real_model_is_measured_once_and_remembered(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(prefill_step, "STEPS", (32, 64))
+    monkeypatch.setattr(chunk_size, "STEPS", (32, 64))
     caplog.set_level("INFO")
     model = served("llama", root)
     step = resolve_step_size(model, "f" * 64, BUDGET, tmp_path)
     assert step in (32, 64) and "tokens/s by step: 32: " in caplog.text
-    monkeypatch.setattr(prefill_step, "time_chunks", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(chunk_size, "time_chunks", lambda *_: pytest.fail("measured again"))
     assert resolve_step_size(model, "f" * 64, BUDGET, tmp_path) == step
-    assert stat.S_IMODE((tmp_path / prefill_step.FILE).stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / chunk_size.FILE).stat().st_mode) == 0o600
 
 
-def test_rotating_recurrent_and_sparse_models_can_be_measured(root: Path) -> None:
+def test_rotating_recurrent_and_sparse_models_are_measured(root: Path) -> None:
     for family in ("gemma3", "qwen3_5", "deepseek_v32"):
         model = served(family, root)
-        assert prefill_step.time_chunks(model, [40, 8]).seconds > 0
-        assert prefill_step.compute_limits(model, BUDGET).tokens_max == model.context_tokens_max
+        assert chunk_size.time_chunks(model, [40, 8]).seconds > 0
+        assert chunk_size.compute_limits(model, BUDGET).tokens_max == model.context_tokens_max
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine(lambda tokens: 0.1 + tokens / 2000)
-    monkeypatch.setattr(prefill_step, "time_chunks", lambda _, lengths: machine(lengths))
+    monkeypatch.setattr(chunk_size, "time_chunks", lambda _, lengths: machine(lengths))
     return machine
 
 
-def test_another_model_device_or_mlx_is_measured_anew(
+def test_other_model_device_or_mlx_is_measured_anew(
     root: Path, tmp_path: Path, measured: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, counts = served("llama", root), []
     for fingerprint, device in (("a", "x"), ("a", "x"), ("b", "x"), ("b", "y"), ("a", "x"), ("b", "y")):
         measured.asked.clear()
-        monkeypatch.setattr(prefill_step, "describe_device", lambda device=device: device)
+        monkeypatch.setattr(chunk_size, "describe_device", lambda device=device: device)
         assert resolve_step_size(model, fingerprint, BUDGET, tmp_path) == 4096
         counts.append(bool(measured.asked))
     assert counts == [True, False, True, True, False, False]
@@ -177,16 +177,14 @@ def test_another_model_device_or_mlx_is_measured_anew(
         b"[" * 100_000,
     ],
 )
-def test_a_damaged_file_is_measured_again_and_mended(
-    root: Path, tmp_path: Path, measured: Machine, damage: bytes
-) -> None:
-    key = f"a {prefill_step.describe_device()}"
-    (tmp_path / prefill_step.FILE).write_bytes(damage.replace(b"KEY", key.encode()))
+def test_damaged_file_is_replaced(root: Path, tmp_path: Path, measured: Machine, damage: bytes) -> None:
+    key = f"a {chunk_size.describe_device()}"
+    (tmp_path / chunk_size.FILE).write_bytes(damage.replace(b"KEY", key.encode()))
     assert resolve_step_size(served("llama", root), "a", BUDGET, tmp_path) == 4096
-    assert json.loads((tmp_path / prefill_step.FILE).read_text()) == {key: 4096}
+    assert json.loads((tmp_path / chunk_size.FILE).read_text()) == {key: 4096}
 
 
-def test_a_home_that_cannot_be_written_costs_the_memory_of_it_alone(
+def test_read_only_home_only_loses_the_memory(
     root: Path, tmp_path: Path, measured: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: object) -> int:
@@ -197,10 +195,10 @@ def test_a_home_that_cannot_be_written_costs_the_memory_of_it_alone(
     assert "will be measured again at the next start" in caplog.text
 
 
-def test_what_a_kill_left_is_swept_and_the_oldest_are_forgotten(
+def test_drafts_are_deleted_and_oldest_models_dropped(
     root: Path, tmp_path: Path, measured: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill_step, "MODELS_MAX", 2)
+    monkeypatch.setattr(chunk_size, "MODELS_MAX", 2)
     (tmp_path / ".prefill_steps.0123.tmp").write_text("half")
     for fingerprint in ("a", "b", "c"):
         resolve_step_size(served("llama", root), fingerprint, BUDGET, tmp_path)
@@ -208,13 +206,11 @@ def test_what_a_kill_left_is_swept_and_the_oldest_are_forgotten(
     assert [key[0] for key in json.loads(left.read_text())] == ["b", "c"]
 
 
-def test_a_device_that_fails_is_told_with_what_to_do(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_failure_message_has_remedy(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> ChunkTiming:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(prefill_step, "time_chunks", fail)
+    monkeypatch.setattr(chunk_size, "time_chunks", fail)
     with pytest.raises(ModelError, match="measuring the prefill step failed: out of memory; give one"):
         resolve_step_size(served("llama", root), "a", BUDGET, tmp_path)
 
@@ -236,7 +232,7 @@ def test_prefill_step_size_takes_auto_or_a_number() -> None:
 
 
 @pytest.mark.parametrize("reuse", ["fast", "exact"])
-def test_the_process_takes_the_step_and_tells_it(reuse: str, root: Path, tmp_path: Path, measured: Machine) -> None:
+def test_process_uses_and_reports_step(reuse: str, root: Path, tmp_path: Path, measured: Machine) -> None:
     folder = tiny_models.build("llama", root / "llama")
     home = Home(tmp_path)
     home.prepare()

@@ -1,13 +1,17 @@
-"""The engine thread: it answers whoever asks, and its end is noticed by all who wait."""
+"""The engine thread: commands, heartbeat, snapshot, and its end."""
 
+import asyncio
+import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from support.backend.engine_driver import Drive, Heard
+from support.backend.engine_driver import Drive, EventLog
 from support.backend.families import prompt_of, served
+from support.backend.live_backend import BODY, LiveBackend, with_backend
 from warmline_backend.engine.engine import Engine, EngineStoppedError
 from warmline_backend.generation.events import EndedEvent, GenerationEvent, PrefillProgress, TokenEvent
 from warmline_backend.generation.sequence import GenerationRequest
@@ -15,6 +19,7 @@ from warmline_backend.request.params import GenerationParams
 from warmline_backend.scheduler.scheduler import Scheduler
 from warmline_common.protocol.messages import GenerationResult
 
+FolderOf = Callable[..., Path]
 WAIT_S = 20
 
 
@@ -26,23 +31,23 @@ def started(root: Path) -> Engine:
     return engine
 
 
-def generation(name: str, ended: "Future[Heard]", max_tokens: int = 5) -> GenerationRequest:
-    heard = Heard()
+def generation(name: str, ended: "Future[EventLog]", max_tokens: int = 5) -> GenerationRequest:
+    log = EventLog()
 
     def listen(event: GenerationEvent) -> None:
-        heard.events.append(event)
+        log.events.append(event)
         if isinstance(event, EndedEvent):
-            ended.set_result(heard)
+            ended.set_result(log)
 
     return GenerationRequest(name, prompt_of(40), GenerationParams(max_tokens=max_tokens, ignore_eos=True), listen)
 
 
-def test_a_request_runs_and_what_it_leaves_is_seen_at_once(root: Path) -> None:
-    engine, ended = started(root), Future[Heard]()
+def test_snapshot_shows_resident_at_end(root: Path) -> None:
+    engine, ended = started(root), Future[EventLog]()
     engine.submit(lambda scheduler: scheduler.submit(generation("a", ended))).result(WAIT_S)
-    heard = ended.result(WAIT_S)
-    assert [resident.id for resident in engine.snapshot.residents] == [heard.settled.resident]
-    assert engine.submit(lambda scheduler: scheduler.residents.delete(heard.settled.resident)).result(WAIT_S)
+    log = ended.result(WAIT_S)
+    assert [resident.id for resident in engine.snapshot.residents] == [log.result.resident]
+    assert engine.submit(lambda scheduler: scheduler.residents.delete(log.result.resident)).result(WAIT_S)
     assert engine.snapshot.residents == []
     engine.stop()
     engine.ended.result(WAIT_S)
@@ -51,14 +56,14 @@ def test_a_request_runs_and_what_it_leaves_is_seen_at_once(root: Path) -> None:
 @pytest.mark.parametrize(
     ("moment", "prefilled_until"), [(PrefillProgress, 16), (TokenEvent, 41)], ids=["a chunk", "a token"]
 )
-def test_a_cancel_is_obeyed_after_the_present_step(
+def test_cancel_takes_effect_after_present_step(
     root: Path, moment: type[GenerationEvent], prefilled_until: int
 ) -> None:
-    """Asked for in the middle of a turn, which would go on for eight tokens."""
+    """Cancelled in the middle of a turn, which would go on for eight tokens."""
     engine = Engine(lambda: Drive(served.__wrapped__("llama", root), step=16).scheduler)
     engine.start()
     engine.loaded.result(WAIT_S)
-    ended, cancelled = Future[Heard](), list[Future[GenerationResult | None]]()
+    ended, cancelled = Future[EventLog](), list[Future[GenerationResult | None]]()
     wanted = generation("a", ended, 1000)
 
     def listen(event: GenerationEvent) -> None:
@@ -67,16 +72,16 @@ def test_a_cancel_is_obeyed_after_the_present_step(
             cancelled.append(engine.submit(lambda scheduler: scheduler.cancel("a")))
 
     engine.submit(lambda scheduler: scheduler.submit(replace(wanted, listener=listen))).result(WAIT_S)
-    heard = ended.result(WAIT_S)
-    assert cancelled[0].result(WAIT_S) == heard.settled
-    assert (heard.settled.finish, heard.settled.prefilled_until) == ("cancelled", prefilled_until)
-    assert sum(isinstance(event, moment) and bool(getattr(event, "done", 1)) for event in heard.events) == 1
+    log = ended.result(WAIT_S)
+    assert cancelled[0].result(WAIT_S) == log.result
+    assert (log.result.finish, log.result.prefilled_until) == ("cancelled", prefilled_until)
+    assert sum(isinstance(event, moment) and bool(getattr(event, "done", 1)) for event in log.events) == 1
     engine.stop()
     engine.ended.result(WAIT_S)
 
 
-def test_the_engine_stops_after_the_present_step(root: Path) -> None:
-    engine, ended = started(root), Future[Heard]()
+def test_stop_takes_effect_after_present_step(root: Path) -> None:
+    engine, ended = started(root), Future[EventLog]()
     wanted = generation("a", ended, 1000)
     pieces: list[GenerationEvent] = []
 
@@ -91,7 +96,7 @@ def test_the_engine_stops_after_the_present_step(root: Path) -> None:
     assert engine.failure == "the engine has ended"
 
 
-def test_what_is_asked_fails_alone(root: Path) -> None:
+def test_failing_command_fails_alone(root: Path) -> None:
     engine = started(root)
     with pytest.raises(ZeroDivisionError):
         engine.submit(lambda scheduler: 1 / 0).result(WAIT_S)
@@ -102,7 +107,7 @@ def test_what_is_asked_fails_alone(root: Path) -> None:
         engine.submit(lambda scheduler: scheduler.is_idle).result(WAIT_S)
 
 
-def test_a_failure_outside_of_any_request_ends_the_engine_and_is_told(root: Path) -> None:
+def test_failure_outside_requests_ends_engine(root: Path) -> None:
     engine = started(root)
 
     def break_it(scheduler: Scheduler) -> None:
@@ -115,9 +120,29 @@ def test_a_failure_outside_of_any_request_ends_the_engine_and_is_told(root: Path
         engine.submit(lambda scheduler: scheduler.is_idle).result(WAIT_S)
 
 
-def test_a_model_that_does_not_load_is_told() -> None:
+def test_load_failure_is_reported() -> None:
     engine = Engine(lambda: (_ for _ in ()).throw(FileNotFoundError("no such folder")))  # type: ignore[arg-type]
     engine.start()
     with pytest.raises(FileNotFoundError, match="no such folder"):
         engine.loaded.result(WAIT_S)
     engine.ended.result(WAIT_S)
+
+
+def test_slow_event_loop_does_not_block_engine(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    async def work(backend: LiveBackend) -> None:
+        prompt = await backend.service.render_prompt("chat", {**BODY, "max_tokens": 200}, 10)
+        ended = threading.Event()
+        with backend.service.accept("a") as call:
+            listener = backend.service.inflight.make_listener(call)
+
+            def listen(event: object) -> None:
+                listener(event)  # type: ignore[arg-type]
+                if isinstance(event, EndedEvent):
+                    ended.set()
+
+            await backend.service.inflight.submit(call, GenerationRequest("a", prompt.tokens, prompt.params, listen))
+            assert ended.wait(WAIT_S), "computed to its end, while this loop does nothing"
+            await asyncio.wait_for(backend.service.inflight.wait_until_empty(), WAIT_S)
+            assert call.events.qsize() > 200
+
+    with_backend(tiny_folder("llama"), tmp_path, work)

@@ -1,7 +1,7 @@
-"""Runs exact_cases.py where it proves something: in a process of its own, with OpenBLAS in place of the reference BLAS.
+"""Runs exact_cases.py in a process of its own, with OpenBLAS in place of the reference BLAS.
 
-A BLAS can only be chosen before a process starts.  Where there is no OpenBLAS to choose (on macOS, with CUDA), what mlx
-computes with rounds differently from shape to shape anyway, and the cases' own control says so.
+A BLAS can only be chosen before a process starts.  Where there is no OpenBLAS to choose (on macOS, with CUDA), mlx's
+results differ from shape to shape anyway, as the cases' own control checks.
 """
 
 import os
@@ -14,7 +14,7 @@ from warmline_run.openblas import choose_preload
 CASES = Path(__file__).with_name("exact_cases.py")
 
 
-def test_warm_is_cold_bit_for_bit() -> None:
+def test_warm_equals_cold_bit_for_bit() -> None:
     libraries, advice = choose_preload(os.environ.get("LD_PRELOAD", ""))
     assert not advice, advice
     command = [

@@ -1,4 +1,4 @@
-"""An idle engine is kept awake: a token for nobody whenever it has had nothing to compute for a while."""
+"""Keepalive of an idle engine: one dropped token after each idle period."""
 
 import queue
 import threading
@@ -23,7 +23,7 @@ KEEPALIVE_S = 5.0
 
 
 class Mailbox:
-    """The engine's, in which a wait with a limit ends only when the test says that the time is up."""
+    """The engine's queue, in which a wait with a timeout ends only when the test says so."""
 
     def __init__(self) -> None:
         self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -45,7 +45,7 @@ TIME_IS_UP = object()
 
 
 class Kept:
-    """An engine with such a mailbox, and a clock that stands still but for `clock[0]`."""
+    """An engine with such a queue, and a clock that stands still but for `clock[0]`."""
 
     def __init__(
         self, root: Path, monkeypatch: pytest.MonkeyPatch, keepalive_s: float = KEEPALIVE_S, rest_s: float = 0.0
@@ -61,13 +61,13 @@ class Kept:
         self.engine.loaded.result(WAIT_S)
 
     def idle(self) -> float | None:
-        """Once it waits: for how long it is going to."""
+        """Timeout of the engine's wait, once it waits."""
         wait = self.mailbox.waits.get(timeout=WAIT_S)
         self._wait = wait or 0.0
         return wait
 
     def time_is_up(self) -> None:
-        """It has waited for so long."""
+        """Advance the clock by the timeout and end the wait."""
         self.clock[0] += self._wait
         self.mailbox.put(TIME_IS_UP)
 
@@ -97,7 +97,7 @@ def generation(ended: "Future[None]", first: "Future[None]") -> GenerationReques
     return GenerationRequest("a", prompt_of(20), GenerationParams(max_tokens=4, ignore_eos=True), listen)
 
 
-def test_a_token_each_time_that_it_was_idle_for_so_long(kept: Kept) -> None:
+def test_keepalive_computes_token_after_each_idle_period(kept: Kept) -> None:
     for steps in range(3):
         assert kept.idle() == KEEPALIVE_S
         assert kept.steps == steps and not kept.engine.heartbeat.is_busy
@@ -106,7 +106,7 @@ def test_a_token_each_time_that_it_was_idle_for_so_long(kept: Kept) -> None:
     assert kept.engine.snapshot.running_bytes == kept.engine.snapshot.resident_bytes == 0
 
 
-def test_what_computes_nothing_does_not_put_it_off(kept: Kept) -> None:
+def test_commands_do_not_postpone_keepalive(kept: Kept) -> None:
     assert kept.idle() == KEEPALIVE_S
     kept.clock[0] += 3.0
     kept.engine.submit(lambda scheduler: scheduler.residents.set_eviction_order([])).result(WAIT_S)
@@ -118,7 +118,7 @@ def test_what_computes_nothing_does_not_put_it_off(kept: Kept) -> None:
     assert kept.idle() == KEEPALIVE_S and kept.steps == 1
 
 
-def test_a_request_puts_it_off_and_is_not_kept_waiting(kept: Kept) -> None:
+def test_requests_postpone_keepalive_and_do_not_wait_for_it(kept: Kept) -> None:
     assert kept.idle() == KEEPALIVE_S
     kept.clock[0] += KEEPALIVE_S - 1.0
     ended, first = Future[None](), Future[None]()
@@ -127,7 +127,7 @@ def test_a_request_puts_it_off_and_is_not_kept_waiting(kept: Kept) -> None:
     assert kept.idle() == KEEPALIVE_S and kept.steps == 0
 
 
-def test_what_is_asked_during_the_step_is_done_right_after_it(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_during_keepalive_run_right_after_it(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept.idle() == KEEPALIVE_S
     begun, go_on = threading.Event(), threading.Event()
     probe = kept.engine.scheduler.probe
@@ -149,22 +149,22 @@ def test_what_is_asked_during_the_step_is_done_right_after_it(kept: Kept, monkey
     assert kept.idle() == KEEPALIVE_S and kept.steps == 1
 
 
-def test_a_shutdown_ends_it(kept: Kept) -> None:
+def test_shutdown_ends_keepalive(kept: Kept) -> None:
     assert kept.idle() == KEEPALIVE_S
     kept.engine.stop_keepalive()
     kept.time_is_up()  # the wait that had begun
     assert kept.idle() is None and kept.steps == 0
 
 
-def test_without_the_setting_it_waits_without_end(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_keepalive_engine_waits_without_limit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Kept(root, monkeypatch, keepalive_s=0.0)
     assert kept.idle() is None
     kept.end()
     assert kept.steps == 0
 
 
-def test_an_engine_at_rest_says_what_is_in_memory_then(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last step computes one ahead, which may hold memory when everybody has gone."""
+def test_snapshot_at_rest_has_present_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last step computes one ahead, which may hold memory after all requests have ended."""
     kept = Kept(root, monkeypatch, rest_s=1.0)
     ahead = [mx.zeros((1 << 18,))]
     mx.eval(ahead)
@@ -186,9 +186,7 @@ def test_an_engine_at_rest_says_what_is_in_memory_then(root: Path, monkeypatch: 
     kept.end()
 
 
-def test_a_token_that_fails_is_tried_again_and_a_broken_device_ends_the_engine(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_keepalive_is_retried_and_broken_device_ends_engine(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Kept(root, monkeypatch)
     assert kept.idle() == KEEPALIVE_S
     real, left = kept.engine.scheduler.probe, [1]
@@ -209,6 +207,6 @@ def test_a_token_that_fails_is_tried_again_and_a_broken_device_ends_the_engine(
 
 
 @pytest.mark.parametrize("given", ["-1", "nan", "inf", "1e12"])
-def test_what_is_no_time_is_refused(given: str) -> None:
+def test_invalid_keepalive_seconds_are_refused(given: str) -> None:
     with pytest.raises(BackendConfigError, match=r"--gpu-keepalive .*expected a number of seconds, 0 or more"):
         parse_config(["--home", "h", "--model", "m", f"--gpu-keepalive={given}"])

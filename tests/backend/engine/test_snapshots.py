@@ -1,4 +1,4 @@
-"""A save finds its rows wherever they have gone meanwhile, and lets go only of what is on disk."""
+"""Save sources: a save finds its rows after takeovers and ends, and releases only saved ones."""
 
 from pathlib import Path
 
@@ -11,16 +11,16 @@ from warmline_backend.kv_cache.residents import RESIDENT_BY_REQUEST_MAX, Residen
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_save_under_way_goes_on_from_what_a_cancelled_request_left(family: str, root: Path) -> None:
+def test_save_continues_after_request_is_cancelled(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=50)
-    name, heard = drive.submit(prompt_of(200), 8)
-    drive.until(lambda: heard.chunks == [50, 100])
+    name, log = drive.submit(prompt_of(200), 8)
+    drive.until(lambda: log.chunks == [50, 100])
     scheduler = drive.scheduler
     first = scheduler.save_source.find_kv(50, running_id=name).slice_rows(0, 50)
-    settled = scheduler.cancel(name)
-    assert settled is not None and settled.prefilled_until == 100
+    result = scheduler.cancel(name)
+    assert result is not None and result.prefilled_until == 100
     held = scheduler.save_source.find_kv(100, running_id=name)
-    assert held is scheduler.residents.find_kv(settled.resident)
+    assert held is scheduler.residents.find_kv(result.resident)
     assert first.keys() == held.slice_rows(50, 100).keys() == drive.served.row_names
     with pytest.raises(RowsUnavailableError):
         scheduler.save_source.find_kv(101, running_id=name)
@@ -29,51 +29,51 @@ def test_a_save_under_way_goes_on_from_what_a_cancelled_request_left(family: str
     assert not scheduler.residents.has_leased, "all of it is on disk"
 
 
-def test_a_part_that_is_saved_does_not_make_the_whole_droppable(root: Path) -> None:
+def test_partly_saved_resident_keeps_lease(root: Path) -> None:
     drive = Drive(served("gemma3", root), step=50)
-    name, heard = drive.submit(prompt_of(200), 8)
-    drive.until(lambda: heard.chunks == [50, 100, 150])
-    settled = drive.scheduler.cancel(name)
-    assert settled is not None
+    name, log = drive.submit(prompt_of(200), 8)
+    drive.until(lambda: log.chunks == [50, 100, 150])
+    result = drive.scheduler.cancel(name)
+    assert result is not None
     before = drive.scheduler.residents.bytes_held
     drive.scheduler.save_source.mark_saved("", name, 100)
-    held = drive.scheduler.save_source.find_kv(150, resident_id=settled.resident)
+    held = drive.scheduler.save_source.find_kv(150, resident_id=result.resident)
     assert drive.scheduler.residents.has_leased and drive.scheduler.residents.bytes_held < before
     assert held.slice_rows(100, 150).keys() == drive.served.row_names
     with pytest.raises(RowsUnavailableError):
         held.slice_rows(50, 100)
-    drive.scheduler.save_source.mark_saved(settled.resident, "", 150)
+    drive.scheduler.save_source.mark_saved(result.resident, "", 150)
     assert not drive.scheduler.residents.has_leased
 
 
 def test_states_stay_until_all_is_saved(root: Path) -> None:
     drive = Drive(served("qwen3_5", root), step=50)
     marks = (10, 20, 30, 40, 60, 70, 80)
-    name, heard = drive.submit(prompt_of(200), 8, checkpoints=marks)
-    drive.until(lambda: bool(heard.chunks) and heard.chunks[-1] == 80)
+    name, log = drive.submit(prompt_of(200), 8, checkpoints=marks)
+    drive.until(lambda: bool(log.chunks) and log.chunks[-1] == 80)
     drive.scheduler.save_source.mark_saved("", name, 80)
     assert sorted(drive.scheduler.save_source.find_kv(80, running_id=name).checkpoints) == list(marks), "it goes on"
-    settled = drive.scheduler.cancel(name)
-    assert settled is not None and settled.checkpoints == list(marks)
-    drive.scheduler.save_source.mark_saved(settled.resident, "", 70)
+    result = drive.scheduler.cancel(name)
+    assert result is not None and result.checkpoints == list(marks)
+    drive.scheduler.save_source.mark_saved(result.resident, "", 70)
     assert drive.scheduler.residents.has_leased
-    drive.scheduler.save_source.mark_saved(settled.resident, "", 80)
-    assert sorted(drive.scheduler.save_source.find_kv(80, resident_id=settled.resident).checkpoints) == [10, 60, 70, 80]
+    drive.scheduler.save_source.mark_saved(result.resident, "", 80)
+    assert sorted(drive.scheduler.save_source.find_kv(80, resident_id=result.resident).checkpoints) == [10, 60, 70, 80]
 
 
-def test_what_another_request_took_over_is_found_by_who_left_it(root: Path) -> None:
+def test_taken_over_resident_is_found_by_first_request(root: Path) -> None:
     drive = Drive(served("llama", root), step=50)
-    name, heard = drive.submit(prompt_of(90), 10)
-    drive.until(lambda: heard.over)
-    onward = prompt_of(90) + heard.generated + prompt_of(300, 3)
-    _, more = drive.submit(onward, 5, resident=heard.settled.resident, reuse=100)
+    name, log = drive.submit(prompt_of(90), 10)
+    drive.until(lambda: log.is_ended)
+    onward = prompt_of(90) + log.generated + prompt_of(300, 3)
+    _, more = drive.submit(onward, 5, resident=log.result.resident, reuse=100)
     drive.until(lambda: len(more.chunks) == 2)
     assert drive.scheduler.save_source.find_kv(100, running_id=name).tokens[:100] == onward[:100]
     with pytest.raises(RowsUnavailableError):
         drive.scheduler.save_source.find_kv(101, running_id=name)
 
 
-def test_only_of_the_last_requests_it_is_known_what_they_left(root: Path) -> None:
+def test_only_last_requests_residents_are_remembered(root: Path) -> None:
     drive = Drive(served("llama", root))
     residents = drive.scheduler.residents
     drive.run(prompt_of(20), 1)

@@ -1,4 +1,4 @@
-"""What a step that fails costs: its batch, or less, and the process only where the device is gone."""
+"""Failed steps: the loss of a batch or less, and of the process only with the device."""
 
 import weakref
 from dataclasses import replace
@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from support.backend.engine_driver import Drive, Heard
+from support.backend.engine_driver import Drive, EventLog
 from support.backend.families import cold, prompt_of, served
 from warmline_backend.scheduler.decode_group import DecodeGroup
 from warmline_backend.scheduler.scheduler import FAILED_STEPS_MAX, DeviceBrokenError
@@ -39,51 +39,51 @@ def failing(root: Path, calls: int, batch: int = 0) -> Drive:
     return Drive(replace(model, model=FailsAt(model.model, calls, batch)), step=1000)
 
 
-def test_a_failed_step_discards_its_batch_and_no_other(root: Path) -> None:
+def test_failed_step_discards_only_its_batch(root: Path) -> None:
     drive = failing(root, 5, batch=2)
     _, one = drive.submit(prompt_of(40), 30)
     _, mate = drive.submit(prompt_of(41, 2), 30)
     _, apart = drive.submit(prompt_of(400, 3), 30)
-    drive.until(lambda: one.over and mate.over and apart.over)
-    for heard in (one, mate):
-        assert (heard.settled.finish, heard.settled.resident) == ("discarded", "")
-        assert "a planted fault" in heard.settled.error
+    drive.until(lambda: one.is_ended and mate.is_ended and apart.is_ended)
+    for log in (one, mate):
+        assert (log.result.finish, log.result.resident) == ("discarded", "")
+        assert "a planted fault" in log.result.error
     assert apart.generated == cold(served("llama", root), "llama", prompt_of(400, 3), 30).tokens
     assert drive.run(prompt_of(40), 5).generated == cold(served("llama", root), "llama", prompt_of(40), 5).tokens
 
 
-def test_a_fault_in_prefill_is_told_and_not_tried_again(root: Path) -> None:
+def test_failed_prefill_is_reported_and_not_retried(root: Path) -> None:
     drive = failing(root, 1)
-    heard = drive.run(prompt_of(40))
-    assert heard.settled.finish == "discarded" and drive.scheduler.is_idle
+    log = drive.run(prompt_of(40))
+    assert log.result.finish == "discarded" and drive.scheduler.is_idle
     assert drive.run(prompt_of(40), 5).generated == cold(served("llama", root), "llama", prompt_of(40), 5).tokens
 
 
-def test_a_process_with_many_failed_steps_is_left(root: Path) -> None:
+def test_too_many_failed_steps_end_process(root: Path) -> None:
     drive = failing(root, 0)
     for number in range(FAILED_STEPS_MAX - 1):
         drive.scheduler.finisher.discard([], Planted(number))
-        drive.turn()
-    assert drive.run(prompt_of(40), 5).settled.finish == "length"
+        drive.step()
+    assert drive.run(prompt_of(40), 5).result.finish == "length"
     drive.scheduler.finisher.discard([], Planted("the last"))
     with pytest.raises(DeviceBrokenError, match="steps have failed"):
-        drive.turn()
+        drive.step()
 
 
-def test_a_device_that_computes_nothing_any_more_ends_the_turn(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_device_ends_turn(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drive = failing(root, 0)
-    _, heard = drive.submit(prompt_of(40), 30)
-    drive.until(lambda: len(heard.events) > 3)
+    _, log = drive.submit(prompt_of(40), 30)
+    drive.until(lambda: len(log.events) > 3)
     monkeypatch.setattr(FailsAt, "__call__", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(DeviceBrokenError, match="division by zero"):
-        drive.turn()
-    assert heard.settled.finish == "discarded"
+        drive.step()
+    assert log.result.finish == "discarded"
     with pytest.raises(ZeroDivisionError):
         drive.scheduler.probe()
 
 
-def decoding_together(drive: Drive) -> tuple[str, Heard, Heard]:
-    """Two in one batch.  The first one's name, and both."""
+def decoding_together(drive: Drive) -> tuple[str, EventLog, EventLog]:
+    """Two requests in one batch: the first one's id, and both logs."""
     (name, one), (_, other) = (drive.submit(prompt_of(60, seed), 50) for seed in (1, 2))
     drive.until(lambda: len(drive.scheduler._queues.groups) == 1 and min(len(one.events), len(other.events)) > 5)
     return name, one, other
@@ -94,20 +94,20 @@ def can_not_be_left(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group.batch.prompt_cache[0], "filter", lambda keep: 1 / 0)
 
 
-def test_who_stays_in_a_batch_that_could_not_be_left_is_discarded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would go on with the rows of the one that has left."""
+def test_failed_batch_removal_discards_the_rest(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would go on with the rows of the removed one."""
     drive = Drive(served("llama", root))
     name, one, other = decoding_together(drive)
     can_not_be_left(drive, monkeypatch)
-    settled = drive.scheduler.cancel(name)
-    assert settled is not None and (settled.finish, settled.resident) == ("cancelled", "")
-    assert (other.settled.finish, other.settled.resident) == ("discarded", "")
+    result = drive.scheduler.cancel(name)
+    assert result is not None and (result.finish, result.resident) == ("cancelled", "")
+    assert (other.result.finish, other.result.resident) == ("discarded", "")
     assert cold(drive.served, "llama", prompt_of(60, 2), 50).tokens[: len(other.generated)] == other.generated
-    drive.turn()
-    assert one.over and drive.scheduler.is_idle
+    drive.step()
+    assert one.is_ended and drive.scheduler.is_idle
 
 
-def test_a_fault_of_what_was_asked_at_rest_is_looked_into_too(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_command_at_rest_checks_device(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Drive(served("llama", root))
     name, _, _ = decoding_together(drive)
     can_not_be_left(drive, monkeypatch)
@@ -115,11 +115,11 @@ def test_a_fault_of_what_was_asked_at_rest_is_looked_into_too(root: Path, monkey
     assert drive.scheduler.is_idle
     monkeypatch.setattr(drive.scheduler, "probe", lambda: 1 / 0)
     with pytest.raises(DeviceBrokenError):
-        drive.turn()
+        drive.step()
 
 
-def test_a_discarded_batch_is_gone_before_the_device_is_probed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What filled the memory must not keep the token from being computed that shows whether the device still does."""
+def test_discarded_batch_is_freed_before_probe(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch that filled the memory must not make the probe fail."""
     drive = Drive(served("llama", root))
     _, one, other = decoding_together(drive)
     (group,) = drive.scheduler._queues.groups
@@ -128,31 +128,29 @@ def test_a_discarded_batch_is_gone_before_the_device_is_probed(root: Path, monke
     at_probe: list[object] = []
     monkeypatch.setattr(drive.scheduler, "probe", lambda: at_probe.extend([each() for each in held]))
     monkeypatch.setattr(DecodeGroup, "step", lambda group: 1 / 0)
-    drive.until(lambda: one.over and other.over)
+    drive.until(lambda: one.is_ended and other.is_ended)
     assert at_probe == [None] * (2 + len(drive.served.layout.leaves))
 
 
-def test_an_end_is_told_though_what_has_changed_can_not_be(root: Path) -> None:
+def test_end_event_is_sent_when_on_changed_fails(root: Path) -> None:
     drive = Drive(served("llama", root))
     drive.scheduler.finisher.on_changed = lambda: 1 / 0  # type: ignore[assignment, return-value]
-    assert drive.run(prompt_of(20), 3).settled.finish == "length"
+    assert drive.run(prompt_of(20), 3).result.finish == "length"
 
 
-def test_one_answers_fault_is_its_own(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_failure_ends_only_its_request(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Drive(served("llama", root))
     _, bad = drive.submit(prompt_of(50), 30)
     _, good = drive.submit(prompt_of(50, 2), 30)
     drive.until(lambda: len(bad.events) > 3)
     sequence = next(s for s in drive.scheduler._queues if s.request.prompt == prompt_of(50))
     monkeypatch.setattr(sequence.output_parser, "add", lambda token: 1 / 0)
-    drive.until(lambda: bad.over and good.over)
-    assert bad.settled.finish == "error" and "division" in bad.settled.error
+    drive.until(lambda: bad.is_ended and good.is_ended)
+    assert bad.result.finish == "error" and "division" in bad.result.error
     assert good.generated == cold(drive.served, "llama", prompt_of(50, 2), 30).tokens
 
 
-def test_a_request_that_can_not_even_be_ended_takes_only_its_batch_along(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_finish_discards_only_its_batch(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Drive(served("llama", root))
     _, bad = drive.submit(prompt_of(50), 30)
     _, mate = drive.submit(prompt_of(50, 2), 30)
@@ -162,6 +160,6 @@ def test_a_request_that_can_not_even_be_ended_takes_only_its_batch_along(
     group = next(group for group in drive.scheduler._queues.groups if sequence in group.sequences)
     monkeypatch.setattr(sequence.output_parser, "add", lambda token: 1 / 0)
     monkeypatch.setattr(group, "remove", lambda sequence: 1 / 0)
-    drive.until(lambda: bad.over and mate.over and apart.over)
-    assert (bad.settled.finish, mate.settled.finish, apart.settled.finish) == ("error", "discarded", "length")
+    drive.until(lambda: bad.is_ended and mate.is_ended and apart.is_ended)
+    assert (bad.result.finish, mate.result.finish, apart.result.finish) == ("error", "discarded", "length")
     assert drive.run(prompt_of(50), 5).generated == cold(drive.served, "llama", prompt_of(50), 5).tokens

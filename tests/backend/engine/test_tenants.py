@@ -1,4 +1,4 @@
-"""Rows of one tenant are nobody else's, whatever the proxy asks for: residents and requests say whose they are."""
+"""Tenants: residents and running requests are refused to other roots."""
 
 from pathlib import Path
 
@@ -11,9 +11,9 @@ from warmline_backend.kv_cache.residents import ResidentMismatchError
 MINE, THEIRS = b"m" * 16, b"t" * 16
 
 
-def test_a_resident_is_taken_by_its_own_tenant_alone(root: Path) -> None:
+def test_resident_of_other_root_is_refused(root: Path) -> None:
     drive, prompt = Drive(served("llama", root)), prompt_of(70)
-    resident = drive.run(prompt, 2, root=MINE).settled.resident
+    resident = drive.run(prompt, 2, root=MINE).result.resident
     assert [each.root for each in drive.scheduler.residents.list_residents()] == [MINE]
     for other in (THEIRS, b""):
         for keep in (True, False):
@@ -22,11 +22,11 @@ def test_a_resident_is_taken_by_its_own_tenant_alone(root: Path) -> None:
     assert drive.run(prompt, 2, resident=resident, reuse=64, root=MINE).reused == 64
 
 
-def test_a_running_request_is_followed_by_its_own_tenant_alone(root: Path) -> None:
+def test_leader_of_other_root_is_refused(root: Path) -> None:
     drive, prompt = Drive(served("llama", root), step=16), prompt_of(70)
     name, leader = drive.submit(prompt, 2, root=MINE)
     with pytest.raises(ResidentMismatchError, match="another tenant"):
         drive.submit(prompt, 2, follow=name, reuse=64, root=THEIRS)
     _, follower = drive.submit(prompt, 2, follow=name, reuse=64, root=MINE)
-    drive.until(lambda: leader.over and follower.over)
+    drive.until(lambda: leader.is_ended and follower.is_ended)
     assert follower.reused == 64

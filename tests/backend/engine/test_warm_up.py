@@ -1,4 +1,4 @@
-"""What is computed for nobody at a start: what requests meet, as far as the time allows; and it leaves nothing."""
+"""Warm-up: all kinds of work, within the time limit, without side effects."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def settings(step: int = 32, *, exact: bool = False, budget: int = 1 << 30) -> S
 
 
 class Watched:
-    """What chunks, joined batches and steps came by."""
+    """Records chunks, merged batches and steps."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.chunks: list[tuple[int, int]] = []  # where it began, how long it was
@@ -44,7 +44,9 @@ class Watched:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_full_chunk_steps_alone_and_two_in_a_batch(family: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_runs_full_chunk_single_and_batched_decode(
+    family: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, watched = served(family, root), Watched(monkeypatch)
     warm_up(model, settings(), LONG_S)
     assert (0, 32) in watched.chunks
@@ -52,15 +54,13 @@ def test_a_full_chunk_steps_alone_and_two_in_a_batch(family: str, root: Path, mo
     assert (2 in watched.batches) == model.layout.is_batchable
 
 
-def test_a_sparse_model_computes_past_the_place_where_it_begins_to_select(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_warm_up_of_sparse_model_passes_selection_start(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
     warm_up(served("deepseek_v32", root), settings(), LONG_S)  # selects from 16 tokens on
     assert {(0, 32), (32, 32), (64, 16)} <= set(watched.chunks)
 
 
-def test_in_exact_mode_nobody_shares_a_batch(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_in_exact_mode_shares_no_batch(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
     warm_up(served("llama", root), settings(exact=True), LONG_S)
     assert (0, 32) in watched.chunks and set(watched.batches) == {1}
@@ -78,14 +78,14 @@ def test_in_exact_mode_nobody_shares_a_batch(root: Path, monkeypatch: pytest.Mon
         (1, 0, 100_000, []),
     ],
 )
-def test_prompts_grow_to_a_full_chunk_and_past_the_selection(
+def test_prompt_lengths_grow_to_full_chunk_and_selection(
     step: int, index_topk: int, tokens_max: int, lengths: list[int]
 ) -> None:
     assert prompt_lengths(step, index_topk, tokens_max) == lengths
 
 
-def test_it_ends_where_the_time_does(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock on which a token takes a second: what would not be done in time is not begun."""
+def test_warm_up_ends_at_time_limit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock of 1 s a token: jobs that would end too late are not begun."""
     clock, chunk = [0.0], Sequence.prefill_chunk
 
     def slow(sequence: Sequence, tokens: int) -> int:
@@ -102,7 +102,7 @@ def test_it_ends_where_the_time_does(root: Path, monkeypatch: pytest.MonkeyPatch
         assert clock[0] - began == seconds, seconds_max
 
 
-def test_no_more_is_computed_than_memory_and_context_have_room_for(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_stays_within_memory_and_context(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, watched = served("llama", root), Watched(monkeypatch)
     warm_up(model, settings(2048, budget=300 * model.row_bytes), LONG_S)  # 256 rows, in whole buffers
     assert max(tokens for _, tokens in watched.chunks) == 253
@@ -111,7 +111,7 @@ def test_no_more_is_computed_than_memory_and_context_have_room_for(root: Path, m
     assert max(tokens for _, tokens in watched.chunks) == 4
 
 
-def test_a_device_that_cannot_is_told_of_at_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_device_is_reported_at_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(sequence: Sequence, tokens: int) -> int:
         raise RuntimeError("[metal::malloc] no memory")
 
@@ -120,7 +120,7 @@ def test_a_device_that_cannot_is_told_of_at_once(root: Path, monkeypatch: pytest
         warm_up(served("llama", root), settings(), LONG_S)
 
 
-def test_it_leaves_no_memory_and_no_other_answers(root: Path) -> None:
+def test_warm_up_leaves_no_memory_and_same_answers(root: Path) -> None:
     model = served("llama", root)
     before = Drive(model).run(prompt_of(40), temperature=1.0, seed=5).generated
     warm_up(model, settings(), LONG_S)
@@ -130,12 +130,12 @@ def test_it_leaves_no_memory_and_no_other_answers(root: Path) -> None:
     assert Drive(model).run(prompt_of(40), temperature=1.0, seed=5).generated == before
 
 
-def test_on_a_cpu_it_takes_a_moment() -> None:
+def test_warm_up_on_cpu_is_short() -> None:
     expected = module.CPU_S_MAX if mx.default_device().type == mx.DeviceType.cpu else module.GPU_S_MAX
     assert module._seconds_max() == expected
 
 
-def test_a_very_slow_machine_is_asked_for_one_token(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_machine_computes_one_token(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, model, watched = [0.0], served("llama", root), Watched(monkeypatch)
     compute = mx.eval
 

@@ -1,4 +1,4 @@
-"""The cold runs themselves: repeatable, the same in other chunks within a tolerance, and compared as they should be."""
+"""Cold runs: repeatable, equal in other chunks within a tolerance, and correctly compared."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ PROMPT = [(7 * i + i * i) % 256 for i in range(70)]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "gemma3", "deepseek_v32"])
-def test_chunks_do_not_change_the_answer(tiny_folder: object, family: str) -> None:
+def test_chunks_do_not_change_cold_answer(tiny_folder: object, family: str) -> None:
     model, *_ = load(str(tiny_folder(family)))  # type: ignore[operator]
     one, other = cold_logprobs(model, PROMPT, 16, 12), cold_logprobs(model, PROMPT, 33, 12)
     assert len(one.tokens) == len(one.margins) == len(one.logprobs) == 12
@@ -25,14 +25,14 @@ def test_chunks_do_not_change_the_answer(tiny_folder: object, family: str) -> No
     )
 
 
-def test_the_plain_run_agrees_with_the_batch_classes(tiny_folder: object) -> None:
+def test_plain_run_agrees_with_batch_classes(tiny_folder: object) -> None:
     model, *_ = load(str(Path(tiny_folder("llama"))))  # type: ignore[operator]
     one = cold_logprobs(model, PROMPT, 16, 12)
     plain = cold_logprobs(model, PROMPT, 16, 12, make_prompt_cache(model))
     assert compare_greedy(one.tokens, plain.tokens, one.margins, 1e-3)
 
 
-def test_only_a_near_tie_excuses_a_difference() -> None:
+def test_only_near_tie_excuses_difference() -> None:
     assert compare_greedy([1, 2, 3], [1, 2, 3], [1.0, 1.0, 1.0], 0.1).equal
     tie = compare_greedy([1, 2, 3], [1, 5, 9], [1.0, 0.05, 1.0], 0.1)
     assert tie and not tie.equal and (tie.at, tie.margin) == (1, 0.05)

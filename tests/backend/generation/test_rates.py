@@ -1,11 +1,11 @@
-"""What is remembered of how long steps take."""
+"""Measured rates of steps and transfers."""
 
 import pytest
 
 from warmline_backend.generation.rates import RECENT_CHUNKS, RECENT_DECODE_STEPS, SAMPLE_BYTES_MIN, Rates
 
 
-def test_many_decode_steps_do_not_hide_how_long_a_chunk_takes() -> None:
+def test_decode_steps_do_not_hide_slow_chunk() -> None:
     rates = Rates()
     assert rates.slowest_recent_step_s == 0.0
     rates.record_prefill(2048, 2048, 30.0)
@@ -17,7 +17,7 @@ def test_many_decode_steps_do_not_hide_how_long_a_chunk_takes() -> None:
     assert rates.slowest_recent_step_s == 2.0
 
 
-def test_a_short_chunk_does_not_spoil_the_rate_of_long_ones() -> None:
+def test_short_chunk_does_not_distort_prefill_rate() -> None:
     rates = Rates()
     for tokens, seconds in ((2048, 2.0), (2048, 2.0), (1, 0.1), (2048, 2.0)):
         rates.record_prefill(4096, tokens, seconds)
@@ -29,7 +29,7 @@ def test_a_short_chunk_does_not_spoil_the_rate_of_long_ones() -> None:
     assert rates.prefill_rates[1].tokens_per_s == pytest.approx(2048, rel=0.01), "the newest count most"
 
 
-def test_a_slow_decode_step_counts_until_it_is_long_ago() -> None:
+def test_slow_decode_step_counts_while_recent() -> None:
     rates = Rates()
     rates.record_prefill(64, 64, 1.0)
     rates.record_decode(4, 7.0)
@@ -39,14 +39,14 @@ def test_a_slow_decode_step_counts_until_it_is_long_ago() -> None:
     assert rates.slowest_recent_step_s == 1.0
 
 
-def test_small_restores_do_not_make_a_large_one_look_slow() -> None:
-    """Else a conversation of a gigabyte would be prefilled again after some of a few kilobytes had been restored."""
+def test_small_restores_do_not_distort_restore_rate() -> None:
+    """Otherwise a conversation of 1 GB would be prefilled again after a few restores of some kB."""
     rates = Rates()
     for _ in range(20):
         rates.record_restore(100_000, 0.02)
         rates.record_save(100_000, 0.02)
-    assert rates.restore_bytes_per_s == 0 and rates.save_bytes_per_s == 0
+    assert rates.restore.per_second == 0 and rates.save.per_second == 0
     rates.record_restore(2_000_000_000, 1.0)
     rates.record_save(SAMPLE_BYTES_MIN, 0.1)
     rates.record_restore(SAMPLE_BYTES_MIN - 1, 10.0)
-    assert rates.restore_bytes_per_s == 2e9 and rates.save_bytes_per_s == SAMPLE_BYTES_MIN / 0.1
+    assert rates.restore.per_second == 2e9 and rates.save.per_second == SAMPLE_BYTES_MIN / 0.1

@@ -1,4 +1,4 @@
-"""Sampling: filters as mlx-lm's, randomness a sequence's own, faults its own too."""
+"""Sampling: mlx-lm's filters, random keys and faults per sequence."""
 
 import threading
 from typing import Any
@@ -38,26 +38,26 @@ def random_state() -> list[Any]:
     return [np.array(state).tolist() for state in mx.random.state]
 
 
-def test_greedy_requests_share_mlx_lms_object_so_that_a_batch_samples_in_one_call() -> None:
+def test_greedy_requests_share_mlx_lm_sampler() -> None:
     assert sampler(temperature=0.0) is greedy_sampler
     assert sampler(top_k=1) is greedy_sampler
 
 
-def test_a_seed_repeats_and_another_differs() -> None:
+def test_seed_repeats_draws() -> None:
     assert draws(sampler(seed=7)) == draws(sampler(seed=7))
     assert draws(sampler(seed=7)) != draws(sampler(seed=8))
     assert draws(sampler()) != draws(sampler())
     assert draws(sampler(seed=-1)) == draws(sampler(seed=-1))
 
 
-def test_interleaved_sequences_draw_what_each_draws_alone() -> None:
+def test_interleaved_sequences_draw_as_alone() -> None:
     lone = [draws(sampler(seed=1)), draws(sampler(seed=2, top_p=0.9))]
     one, other = sampler(seed=1), sampler(seed=2, top_p=0.9)
     together = [(int(one(logprobs_of(step)).item()), int(other(logprobs_of(step)).item())) for step in range(40)]
     assert [list(pair) for pair in zip(*together, strict=True)] == lone
 
 
-def test_the_global_random_state_is_neither_read_nor_moved() -> None:
+def test_global_random_state_is_unused() -> None:
     mx.random.seed(1)
     before = random_state()
     first = draws(sampler(seed=3, top_p=0.9, min_p=0.01, top_k=20))
@@ -66,7 +66,7 @@ def test_the_global_random_state_is_neither_read_nor_moved() -> None:
     assert draws(sampler(seed=3, top_p=0.9, min_p=0.01, top_k=20)) == first
 
 
-def test_a_sampler_made_on_one_thread_works_on_another() -> None:
+def test_sampler_works_on_another_thread() -> None:
     sample, result = sampler(seed=5, top_p=0.8), []
     processors = make_processors(params(logit_bias={3: 100.0}, presence_penalty=1.0), 0, SamplerFault())
     expected = draws(sampler(seed=5, top_p=0.8))
@@ -89,7 +89,7 @@ def counts(sample: Sampler, logprobs: mx.array, steps: int = 300) -> dict[int, i
     return {token: tokens.count(token) for token in set(tokens)}
 
 
-def test_filters_leave_only_what_they_say() -> None:
+def test_filters_select_expected_tokens() -> None:
     logprobs = mx.log(mx.array([[0.4, 0.3, 0.2, 0.06, 0.04]]))
     assert set(counts(sampler(seed=1), logprobs)) == {0, 1, 2, 3, 4}
     assert set(counts(sampler(seed=1, top_k=2), logprobs)) == {0, 1}
@@ -98,13 +98,13 @@ def test_filters_leave_only_what_they_say() -> None:
 
 
 @pytest.mark.parametrize("top_k", [5, 6, 10**9])
-def test_top_k_of_the_whole_vocabulary_or_more_is_no_limit(top_k: int) -> None:
+def test_top_k_of_vocabulary_or_more_is_no_limit(top_k: int) -> None:
     logprobs, fault = mx.log(mx.array([[0.2] * 5])), SamplerFault()
     assert set(counts(sampler(fault, seed=1, top_k=top_k), logprobs)) == {0, 1, 2, 3, 4}
     assert fault.error is None
 
 
-def test_temperature_flattens_and_sharpens() -> None:
+def test_temperature_scales_distribution() -> None:
     logprobs = mx.log(mx.array([[0.6, 0.4]]))
     assert counts(sampler(seed=1, temperature=0.05), logprobs) == {0: 300}
     assert abs(counts(sampler(seed=1, temperature=1.0), logprobs)[0] - 180) < 40
@@ -118,7 +118,7 @@ def processed(tokens: list[int], prompt_tokens: int, **fields: Any) -> list[floa
     return [round(value, 4) for value in np.array(logits)[0].tolist()]
 
 
-def test_presence_and_frequency_count_all_that_was_generated_and_nothing_of_the_prompt() -> None:
+def test_presence_and_frequency_count_generated_tokens_only() -> None:
     tokens = [5, 5, *[1, 1, 1, 2], *[3] * 30]
     assert processed(tokens, 2, presence_penalty=0.5) == [1, 0.5, 0.5, 0.5, 1, 1]
     assert processed(tokens, 2, frequency_penalty=0.5) == [1, -0.5, 0.5, -14, 1, 1]
@@ -128,7 +128,7 @@ def test_presence_and_frequency_count_all_that_was_generated_and_nothing_of_the_
 LEAST = round(float(mx.finfo(mx.float32).min), 4)
 
 
-def test_ends_are_the_last_choice_until_there_are_enough_tokens() -> None:
+def test_min_tokens_makes_ends_last_choice() -> None:
     def held(tokens: int, **fields: Any) -> list[float]:
         asked, logits = params(min_tokens=3, **fields), mx.ones((1, 4))
         for processor in make_processors(asked, 2, SamplerFault(), {3}):
@@ -141,29 +141,29 @@ def test_ends_are_the_last_choice_until_there_are_enough_tokens() -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_an_end_comes_early_where_nothing_else_may(dtype: mx.Dtype) -> None:
+def test_min_tokens_allows_end_where_nothing_else_is(dtype: mx.Dtype) -> None:
     (hold,) = make_processors(params(min_tokens=3), 0, SamplerFault(), {3})
     logits = mx.where(mx.array([False, False, False, True]), hold(mx.array([0]), mx.ones((1, 4), dtype)), -mx.inf)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     assert int(sampler(seed=1)(logprobs).item()) == int(mx.argmax(logprobs).item()) == 3
 
 
-def test_only_what_is_allowed_is_sampled() -> None:
+def test_allowed_token_ids_restrict_sampling() -> None:
     assert processed([5], 1, allowed_token_ids=(4, 1)) == [-np.inf, 1, -np.inf, -np.inf, 1, -np.inf]
     assert processed([5], 1, allowed_token_ids=(4,), logit_bias={2: 100.0})[2] == -np.inf
 
 
-def test_repetition_counts_the_last_tokens_of_prompt_and_answer() -> None:
+def test_repetition_counts_last_prompt_and_answer_tokens() -> None:
     assert processed([0, 1, 2], 3, repetition_penalty=2.0) == [0.5, 0.5, 0.5, 1, 1, 1]
     assert processed([0, 1, 2], 3, repetition_penalty=2.0, repetition_context_size=2) == [1, 0.5, 0.5, 1, 1, 1]
 
 
-def test_bias_is_added_and_nothing_is_made_without_need() -> None:
+def test_bias_is_added_and_defaults_need_no_processor() -> None:
     assert processed([0], 1, logit_bias={2: -100.0, 3: 5.0}) == [1, 1, -99, 6, 1, 1]
     assert make_processors(params(), 5, SamplerFault()) == []
 
 
-def test_a_fault_is_recorded_and_the_sequence_goes_on_greedily() -> None:
+def test_fault_is_recorded_and_decoding_continues_greedily() -> None:
     def broken(logprobs: mx.array) -> mx.array:
         raise ValueError("broken")
 
@@ -181,7 +181,7 @@ def test_a_fault_is_recorded_and_the_sequence_goes_on_greedily() -> None:
     assert isinstance(other.error, IndexError)
 
 
-def test_picked_logprobs_are_the_likeliest_first() -> None:
+def test_picked_logprobs_are_sorted() -> None:
     row = mx.log(mx.array([0.1, 0.5, 0.15, 0.25]))
     chosen, top = pick_logprobs(row, 2, 2)
     assert chosen == pytest.approx(np.log(0.15), abs=1e-6)
@@ -192,7 +192,7 @@ def test_picked_logprobs_are_the_likeliest_first() -> None:
 
 
 def decoded(model: Any, requests: list[GenerationParams], prompts: list[list[int]]) -> list[list[int]]:
-    """What mlx-lm's batch classes decode for these requests together."""
+    """Tokens that mlx-lm's batch classes decode for these requests together."""
     fault = SamplerFault()
     batch = PromptProcessingBatch(
         model,
@@ -209,7 +209,7 @@ def decoded(model: Any, requests: list[GenerationParams], prompts: list[list[int
     return [list(tokens) for tokens in zip(*steps, strict=True)]
 
 
-def test_seeded_requests_give_the_same_tokens_in_a_batch_as_alone(tiny_folder: Any) -> None:
+def test_seeded_requests_equal_alone_and_batched(tiny_folder: Any) -> None:
     model, *_ = load(str(tiny_folder("llama")))
     requests = [
         params(temperature=1.0, seed=1),

@@ -1,4 +1,4 @@
-"""Rows and states through files and back: the continuation is the cold run's, whatever position is restored."""
+"""Rows and states through files and back: the continuation equals the cold run from any restored position."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,7 +32,7 @@ def positions(drive: Drive, tokens: int) -> list[int]:
 def test_any_position_restores(family: str, root: Path, tmp_path: Path) -> None:
     drive = Drive(served(family, root), step=50)
     turn = drive.run(PROMPT, 40, checkpoints=CHECKPOINTS)
-    kv = drive.scheduler.save_source.find_kv(1, resident_id=turn.settled.resident)
+    kv = drive.scheduler.save_source.find_kv(1, resident_id=turn.result.resident)
     tokens = list(kv.tokens)
     assert tokens == PROMPT + turn.generated and len(tokens) == 210
     chain, checkpoints = save(kv, tmp_path, [64, 100, 210])
@@ -48,14 +48,14 @@ def test_any_position_restores(family: str, root: Path, tmp_path: Path) -> None:
         warm = drive.run(prompt, 10, resident=restored, reuse=position)
         truth = cold(drive.served, family, prompt, 10)
         assert compare_greedy(truth.tokens, warm.generated, truth.margins, tolerance(family)), position
-        assert warm.settled.timings.prefilled == 20
+        assert warm.result.timings.prefilled == 20
     check_cut(drive, tmp_path, tokens, chain, checkpoints)
 
 
 def check_cut(
     drive: Drive, folder: Path, tokens: list[int], chain: list[SegmentRef], checkpoints: list[CheckpointRef]
 ) -> None:
-    """The same is read out of a last file that was cut where it is left, and no more can be."""
+    """A last file truncated at the restored position still restores it, and no more."""
     until, whole = CHECKPOINTS[-1], chain[-1]
     cut = SegmentRef(id="c" * 32, start=whole.start, end=until, upto=until)
     with (folder / f"{whole.id}.safetensors").open("rb") as file:
@@ -76,13 +76,11 @@ def check_cut(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_restored_conversation_saves_its_new_tail(family: str, root: Path, tmp_path: Path) -> None:
-    """Save, restore, go on, save only what is new, restore all of it: each file has its own rows and no more."""
+def test_restored_conversation_saves_only_its_tail(family: str, root: Path, tmp_path: Path) -> None:
+    """Save, restore, continue, save the new rows, restore all: each file has only its own rows."""
     drive = Drive(served(family, root), step=50)
     turn = drive.run(PROMPT, 40)
-    chain, checkpoints = save(
-        drive.scheduler.save_source.find_kv(1, resident_id=turn.settled.resident), tmp_path, [210]
-    )
+    chain, checkpoints = save(drive.scheduler.save_source.find_kv(1, resident_id=turn.result.resident), tmp_path, [210])
     tokens = PROMPT + turn.generated
     read = loader(drive.served, tmp_path, POOL).load(
         pack_tokens(tokens), chain, checkpoints[-1] if checkpoints else None, lambda: False
@@ -90,7 +88,7 @@ def test_a_restored_conversation_saves_its_new_tail(family: str, root: Path, tmp
     resident = drive.scheduler.install_resident("", read.build(drive.served.layout))
     prompt = tokens + prompt_of(60, 3)
     more = drive.run(prompt, 45, resident=resident, reuse=210)
-    kv = drive.scheduler.save_source.find_kv(1, resident_id=more.settled.resident)
+    kv = drive.scheduler.save_source.find_kv(1, resident_id=more.result.resident)
     rows = kv.slice_rows(210, kv.length)
     assert {array.shape[2] for array in rows.values()} == {kv.length - 210}
     if drive.served.layout.window:
@@ -98,10 +96,10 @@ def test_a_restored_conversation_saves_its_new_tail(family: str, root: Path, tmp
             kv.slice_rows(100, kv.length)  # those of before the restore are on disk alone
 
 
-def test_files_weigh_what_their_rows_do(root: Path, tmp_path: Path) -> None:
+def test_file_sizes_match_rows(root: Path, tmp_path: Path) -> None:
     for family in FAMILIES:
         drive = Drive(served(family, root))
-        kv = drive.scheduler.save_source.find_kv(1, resident_id=drive.run(PROMPT, 40).settled.resident)
+        kv = drive.scheduler.save_source.find_kv(1, resident_id=drive.run(PROMPT, 40).result.resident)
         folder = tmp_path / family
         folder.mkdir()
         chain, _ = save(kv, folder, [3, 64, 210])
@@ -110,9 +108,9 @@ def test_files_weigh_what_their_rows_do(root: Path, tmp_path: Path) -> None:
             assert size <= 1.03 * (link.end - link.start) * drive.served.row_bytes + 4096, (family, link)
 
 
-def test_files_are_safetensors_for_everybody(root: Path, tmp_path: Path) -> None:
+def test_files_are_valid_safetensors(root: Path, tmp_path: Path) -> None:
     drive = Drive(served("deepseek_v32", root))
-    kv = drive.scheduler.save_source.find_kv(1, resident_id=drive.run(PROMPT, 4).settled.resident)
+    kv = drive.scheduler.save_source.find_kv(1, resident_id=drive.run(PROMPT, 4).result.resident)
     chain, _ = save(kv, tmp_path, [174])
     path = tmp_path / f"{chain[0].id}.safetensors"
     with safe_open(path, "numpy") as file:
@@ -125,7 +123,7 @@ def test_files_are_safetensors_for_everybody(root: Path, tmp_path: Path) -> None
 @pytest.fixture
 def stored(root: Path, tmp_path: Path) -> tuple[Drive, list, bytes, Path]:  # type: ignore[type-arg]
     drive = Drive(served("llama", root))
-    kv = drive.scheduler.save_source.find_kv(1, resident_id=drive.run(PROMPT, 30).settled.resident)
+    kv = drive.scheduler.save_source.find_kv(1, resident_id=drive.run(PROMPT, 30).result.resident)
     chain, _ = save(kv, tmp_path, [64, 128, 200])
     return drive, chain, pack_tokens(kv.tokens), tmp_path
 
@@ -137,7 +135,7 @@ def flip(path: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "foreign", "empty"])
-def test_damage_is_named_and_the_prefix_before_it_is_good(stored, damage: str) -> None:  # type: ignore[no-untyped-def]
+def test_damage_names_file_and_intact_prefix(stored, damage: str) -> None:  # type: ignore[no-untyped-def]
     drive, chain, tokens, folder = stored
     path = folder / f"{chain[1].id}.safetensors"
     wanted = loader(drive.served, folder, POOL)
@@ -162,7 +160,7 @@ def test_damage_is_named_and_the_prefix_before_it_is_good(stored, damage: str) -
     assert read.build(drive.served.layout).length == 64
 
 
-def test_every_flipped_byte_is_noticed(stored) -> None:  # type: ignore[no-untyped-def]
+def test_any_flipped_byte_is_detected(stored) -> None:  # type: ignore[no-untyped-def]
     drive, chain, tokens, folder = stored
     path = folder / f"{chain[0].id}.safetensors"
     sound = path.read_bytes()
@@ -173,22 +171,20 @@ def test_every_flipped_byte_is_noticed(stored) -> None:  # type: ignore[no-untyp
         path.write_bytes(sound)
 
 
-def test_other_tokens_than_the_files_are_refused(stored) -> None:  # type: ignore[no-untyped-def]
+def test_differing_tokens_are_refused(stored) -> None:  # type: ignore[no-untyped-def]
     drive, chain, tokens, folder = stored
     other = tokens[: 70 * 4] + b"\x05" + tokens[70 * 4 + 1 :]
     with pytest.raises(DamagedFileError, match="differs at token 70"):
         loader(drive.served, folder, POOL).load(other, chain, None, lambda: False)
 
 
-def test_a_segment_of_another_conversation_is_refused_though_its_own_tokens_are_right(
-    root: Path, tmp_path: Path
-) -> None:
+def test_segment_after_other_tokens_is_foreign(root: Path, tmp_path: Path) -> None:
     """Rows depend on all tokens before them: the same words after other ones have other rows."""
     drive = Drive(served("llama", root))
     folders = [tmp_path / name for name in "ab"]
     for folder, prompt in zip(folders, (PROMPT, [*prompt_of(64, 5), *PROMPT[64:]]), strict=True):
         folder.mkdir()
-        kv = drive.scheduler.save_source.find_kv(1, resident_id=drive.run(prompt, 1).settled.resident)
+        kv = drive.scheduler.save_source.find_kv(1, resident_id=drive.run(prompt, 1).result.resident)
         chain, _ = save(kv, folder, [64, 128, 170])
     tokens, path = pack_tokens(PROMPT), folders[0] / f"{chain[1].id}.safetensors"
     path.write_bytes((folders[1] / path.name).read_bytes())
@@ -199,14 +195,12 @@ def test_a_segment_of_another_conversation_is_refused_though_its_own_tokens_are_
     assert (caught.value.file_id, caught.value.good_prefix) == (chain[1].id, 64)
 
 
-def test_a_checkpoint_of_another_conversation_is_refused(root: Path, tmp_path: Path) -> None:
+def test_checkpoint_after_other_tokens_is_foreign(root: Path, tmp_path: Path) -> None:
     drive = Drive(served("qwen3_5", root))
     folders = [tmp_path / name for name in "ab"]
     for folder, prompt in zip(folders, (PROMPT, prompt_of(170, 5)), strict=True):
         folder.mkdir()
-        kv = drive.scheduler.save_source.find_kv(
-            1, resident_id=drive.run(prompt, 1, checkpoints=(90,)).settled.resident
-        )
+        kv = drive.scheduler.save_source.find_kv(1, resident_id=drive.run(prompt, 1, checkpoints=(90,)).result.resident)
         chain, checkpoints = save(kv, folder, [90])
     (at,) = (ref for ref in checkpoints if ref.position == 90)
     path = folders[0] / f"{at.id}.safetensors"
@@ -217,14 +211,14 @@ def test_a_checkpoint_of_another_conversation_is_refused(root: Path, tmp_path: P
     assert (caught.value.file_id, caught.value.good_prefix) == (at.id, 90)
 
 
-def test_another_tenants_files_are_foreign(stored) -> None:  # type: ignore[no-untyped-def]
+def test_files_of_other_root_are_foreign(stored) -> None:  # type: ignore[no-untyped-def]
     drive, chain, tokens, folder = stored
     with pytest.raises(DamagedFileError, match="foreign") as caught:
         loader(drive.served, folder, POOL).load(tokens, chain, None, lambda: False, b"r" * 16)
     assert (caught.value.file_id, caught.value.good_prefix) == (chain[0].id, 0)
 
 
-def test_chains_that_make_no_sense_are_refused(stored) -> None:  # type: ignore[no-untyped-def]
+def test_invalid_chains_are_refused(stored) -> None:  # type: ignore[no-untyped-def]
     drive, chain, tokens, folder = stored
     for links, ids in (([chain[1]], tokens), (chain[:2], tokens), (chain[::2], tokens), ([], b"")):
         with pytest.raises(BadChainError):
@@ -233,20 +227,20 @@ def test_chains_that_make_no_sense_are_refused(stored) -> None:  # type: ignore[
         loader(drive.served, folder, POOL).load(tokens, chain, None, lambda: True)
 
 
-def test_a_running_request_can_be_saved(root: Path, tmp_path: Path) -> None:
+def test_running_request_can_be_saved(root: Path, tmp_path: Path) -> None:
     for family in FAMILIES:
         drive = Drive(served(family, root), step=40)
         folder = tmp_path / family
         folder.mkdir()
-        name, heard = drive.submit(PROMPT, 60)
+        name, log = drive.submit(PROMPT, 60)
         drive.submit(prompt_of(160, 4), 60)  # a batch mate, where the family can have one
-        drive.until(lambda heard=heard: len(heard.events) > 30)  # type: ignore[misc]
+        drive.until(lambda log=log: len(log.events) > 30)  # type: ignore[misc]
         kv = drive.scheduler.save_source.find_kv(1, running_id=name)
         at = kv.length
         tokens = list(kv.tokens)
         kv.capture_checkpoint()
         chain, checkpoints = save(kv, folder, [at])
-        drive.until(lambda heard=heard: heard.over)  # type: ignore[misc]
+        drive.until(lambda log=log: log.is_ended)  # type: ignore[misc]
         last = checkpoints[-1] if checkpoints else None
         read = loader(drive.served, folder, POOL).load(pack_tokens(tokens), chain, last, lambda: False)
         restored = drive.scheduler.install_resident("", read.build(drive.served.layout))
@@ -255,7 +249,7 @@ def test_a_running_request_can_be_saved(root: Path, tmp_path: Path) -> None:
         assert compare_greedy(truth.tokens, warm.generated, truth.margins, tolerance(family)), family
 
 
-def test_drafts_of_a_process_that_died_are_swept(tmp_path: Path) -> None:
+def test_drafts_of_killed_process_are_deleted(tmp_path: Path) -> None:
     folder = tmp_path / "ab"
     folder.mkdir()
     whole, draft = folder / ("ab" * 16 + ".safetensors"), folder / f".{'ab' * 16}.01234567.tmp"

@@ -1,4 +1,4 @@
-"""Who computes when: nobody's stream stands still for long, and no prompt waits for ever."""
+"""Fairness: running streams go on beside prefills, and no prompt starves."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ from warmline_backend.scheduler.scheduler import (
 )
 
 
-def test_a_running_stream_goes_on_during_a_long_prefill(root: Path) -> None:
+def test_stream_continues_during_long_prefill(root: Path) -> None:
     drive = Drive(served("llama", root), step=16)
     _, stream = drive.submit(prompt_of(10), 200)
     drive.until(lambda: len(stream.events) > 2)
@@ -29,7 +29,7 @@ def test_a_running_stream_goes_on_during_a_long_prefill(root: Path) -> None:
 
 
 class Clock:
-    """In place of the scheduler's: a chunk takes 8 s, a decode step a tenth of one."""
+    """Replaces the scheduler's clock: a chunk takes 8 s, a decode step 0.1 s."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -49,7 +49,7 @@ class Clock:
         return take
 
 
-def test_decoding_has_its_share_of_the_time_beside_long_chunks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_gets_its_share_beside_long_chunks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Clock(monkeypatch)
     drive = Drive(served("llama", root), step=16)
     _, stream = drive.submit(prompt_of(10), 2000)
@@ -62,7 +62,7 @@ def test_decoding_has_its_share_of_the_time_beside_long_chunks(root: Path, monke
     assert abs((len(stream.events) - before) * 0.1 - owed) < 2.0
 
 
-def test_a_newcomer_does_not_wait_for_what_decoding_is_owed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_prompt_precedes_owed_decode_steps(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Clock(monkeypatch)
     drive = Drive(served("llama", root), step=16)
     _, stream = drive.submit(prompt_of(10), 2000)
@@ -77,29 +77,29 @@ def test_a_newcomer_does_not_wait_for_what_decoding_is_owed(root: Path, monkeypa
     assert len(stream.events) - before <= DECODE_STEPS_PER_CHUNK and small.chunks == [11] and len(long.chunks) == 2
 
 
-def test_a_small_request_is_answered_between_two_long_chunks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of what decoding is owed is the newcomer's, too: it does not wait for another chunk in its midst."""
+def test_small_request_ends_between_two_long_chunks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Owed decode steps are also the new request's: it does not wait for another chunk in between."""
     Clock(monkeypatch)
     drive = Drive(served("llama", root), step=16)
     drive.submit(prompt_of(10), 2000)
     _, long = drive.submit(prompt_of(400), 2)
     drive.until(lambda: len(long.chunks) == 2)
     _, small = drive.submit(prompt_of(12), 20)
-    while not small.over:
+    while not small.is_ended:
         for _ in drive.scheduler.step():
-            if small.over:
+            if small.is_ended:
                 break
     assert len(long.chunks) == 2
 
 
-def test_short_prompts_go_first_and_long_ones_are_not_starved(root: Path) -> None:
+def test_shortest_prompt_first_without_starvation(root: Path) -> None:
     drive = Drive(served("llama", root), step=16)
     _, long = drive.submit(prompt_of(400), 1)
     drive.until(lambda: len(long.chunks) == 2)
     _, short = drive.submit(prompt_of(12), 1)
-    drive.until(lambda: short.over)
+    drive.until(lambda: short.is_ended)
     assert len(long.chunks) <= 3
     seen = len(long.chunks)
     shorts = [drive.submit(prompt_of(12, seed), 1)[1] for seed in range(2, 2 + 3 * (CHUNKS_SKIPPED_MAX + 1))]
-    drive.until(lambda: all(one.over for one in shorts))
+    drive.until(lambda: all(one.is_ended for one in shorts))
     assert len(long.chunks) >= seen + 2

@@ -1,4 +1,4 @@
-"""The memory budget: who makes way for whom, who waits, and what is kept until it is saved."""
+"""The memory budget: evictions, waits, reservations, and leases until a save."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -9,17 +9,17 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from support.backend.engine_driver import Drive, Heard, loader, save
+from support.backend.engine_driver import Drive, EventLog, loader, save
 from support.backend.families import cold, prompt_of, served
 from warmline_backend.scheduler.capacity import KvTooLargeError
 from warmline_common.protocol.tokens import pack_tokens
 
 
-def test_residents_stay_within_the_budget(root: Path) -> None:
+def test_residents_stay_within_budget(root: Path) -> None:
     model = served("llama", root)
     one = 512 * 256 + 16  # a cache grows by 256 rows
     drive = Drive(model, budget=4 * one)
-    ids = [drive.saved(drive.run(prompt_of(60, seed), 4)) for seed in range(1, 9)]
+    ids = [drive.mark_saved(drive.run(prompt_of(60, seed), 4)) for seed in range(1, 9)]
     held = [resident for resident in ids if resident in drive.scheduler.residents]
     assert held == ids[-len(held) :] and len(held) >= 2, "the oldest go first"
     assert drive.scheduler.residents.bytes_held <= 4 * one
@@ -29,41 +29,41 @@ def test_residents_stay_within_the_budget(root: Path) -> None:
     assert held[-1] not in drive.scheduler.residents, "the proxy's order comes before age"
 
 
-def test_a_prompt_that_can_never_fit_is_refused_with_the_figures(root: Path) -> None:
+def test_prompt_over_budget_is_refused_with_figures(root: Path) -> None:
     drive = Drive(served("llama", root), budget=1_000_000)
     with pytest.raises(KvTooLargeError, match=r"3000 prompt tokens .* 1\.0 MB"):
         drive.submit(prompt_of(3000))
     assert drive.scheduler.is_idle
 
 
-def test_a_request_waits_for_memory_and_then_runs(root: Path) -> None:
+def test_request_waits_for_memory(root: Path) -> None:
     drive = Drive(served("llama", root), budget=500_000)
     _, first = drive.submit(prompt_of(500), 100)
     _, second = drive.submit(prompt_of(500, 2), 5)
     drive.until(lambda: len(first.events) > 20)
     assert drive.scheduler.queued_count == 1 and not second.events
-    drive.until(lambda: first.over)
-    drive.saved(first)
-    drive.until(lambda: second.over)
+    drive.until(lambda: first.is_ended)
+    drive.mark_saved(first)
+    drive.until(lambda: second.is_ended)
     assert second.generated == cold(drive.served, "llama", prompt_of(500, 2), 5).tokens
 
 
-def test_states_do_not_pile_up_once_they_are_saved(root: Path) -> None:
+def test_saved_states_are_released(root: Path) -> None:
     drive = Drive(served("qwen3_5", root))
     tokens = prompt_of(30)
-    heard = drive.run(tokens, 5, checkpoints=(10, 20))
+    log = drive.run(tokens, 5, checkpoints=(10, 20))
     for turn in range(6):
-        resident, length = heard.settled.resident, heard.settled.prefilled_until
+        resident, length = log.result.resident, log.result.prefilled_until
         drive.scheduler.save_source.mark_saved(resident, "", length)
         kept = drive.scheduler.save_source.find_kv(length, resident_id=resident).checkpoints
         assert 10 in kept and length in kept and len(kept) <= 4
-        tokens = tokens[: length - 5] + heard.generated + prompt_of(20, turn)
-        heard = drive.run(tokens, 5, resident=resident, reuse=length, checkpoints=(length + 10,))
+        tokens = tokens[: length - 5] + log.generated + prompt_of(20, turn)
+        log = drive.run(tokens, 5, resident=resident, reuse=length, checkpoints=(length + 10,))
 
 
-def test_room_that_can_not_be_made_costs_nobody_its_place(root: Path) -> None:
+def test_failed_make_room_evicts_nothing(root: Path) -> None:
     drive = Drive(served("llama", root), budget=500_000)
-    held = drive.saved(drive.run(prompt_of(60), 4))
+    held = drive.mark_saved(drive.run(prompt_of(60), 4))
     _, long = drive.submit(prompt_of(400), 100)
     drive.until(lambda: len(long.events) > 3)
     granted: list[str] = []
@@ -73,7 +73,7 @@ def test_room_that_can_not_be_made_costs_nobody_its_place(root: Path) -> None:
     assert not granted and held in drive.scheduler.residents and drive.scheduler.residents.generation == 0
 
 
-def test_memory_is_reserved_for_a_restore_until_it_is_there(root: Path) -> None:
+def test_reservation_holds_until_installed(root: Path) -> None:
     drive = Drive(served("llama", root), budget=500_000)
     granted: list[str] = []
 
@@ -83,20 +83,20 @@ def test_memory_is_reserved_for_a_restore_until_it_is_there(root: Path) -> None:
     reserve("a", 400_000)
     reserve("b", 400_000)
     assert granted == ["a"], "the second waits for the first"
-    _, heard = drive.submit(prompt_of(400), 5)
-    drive.turn()
+    _, log = drive.submit(prompt_of(400), 5)
+    drive.step()
     assert drive.scheduler.queued_count == 1, "a prompt waits behind what was asked before it"
     drive.scheduler.admission.release("b")
     drive.scheduler.admission.release("a")
-    drive.until(lambda: heard.over)
-    drive.saved(heard)
+    drive.until(lambda: log.is_ended)
+    drive.mark_saved(log)
     reserve("c", 400_000)
     assert granted == ["a", "c"], "residents make way"
     with pytest.raises(KvTooLargeError):
         reserve("d", 500_001)
 
 
-def test_restores_are_granted_in_order_as_requests_end(root: Path) -> None:
+def test_reservations_are_granted_in_order(root: Path) -> None:
     drive = Drive(served("llama", root), budget=500_000)
     granted: list[str] = []
     _, running = drive.submit(prompt_of(500), 40)
@@ -105,50 +105,50 @@ def test_restores_are_granted_in_order_as_requests_end(root: Path) -> None:
         drive.scheduler.admission.reserve(name, 110_000, lambda name=name: granted.append(name))  # type: ignore[misc]
     _, later = drive.submit(prompt_of(30, 2), 2)
     assert granted == []
-    drive.until(lambda: running.over)
-    drive.saved(running)
-    drive.turn()
+    drive.until(lambda: running.is_ended)
+    drive.mark_saved(running)
+    drive.step()
     assert granted == ["first", "second"]
     drive.scheduler.admission.release("first")
-    drive.until(lambda: later.over)
+    drive.until(lambda: later.is_ended)
 
 
-def test_what_is_not_saved_yet_is_not_given_up_for_a_waiting_prompt(root: Path) -> None:
-    """Else each of several large conversations would push the last one out before its save, and all stay cold."""
+def test_unsaved_resident_is_not_evicted_for_waiting_prompt(root: Path) -> None:
+    """Otherwise several large conversations would evict each other before their saves, and all stay cold."""
     drive = Drive(served("llama", root), budget=600_000)
     first = drive.run(prompt_of(500), 5)
     _, second = drive.submit(prompt_of(700, 2), 5)
     for _ in range(5):
-        drive.turn()
-    assert drive.scheduler.is_blocked and first.settled.resident in drive.scheduler.residents
-    drive.saved(first)
-    drive.until(lambda: second.over)
-    assert first.settled.resident not in drive.scheduler.residents
+        drive.step()
+    assert drive.scheduler.is_blocked and first.result.resident in drive.scheduler.residents
+    drive.mark_saved(first)
+    drive.until(lambda: second.is_ended)
+    assert first.result.resident not in drive.scheduler.residents
     assert second.generated == cold(drive.served, "llama", prompt_of(700, 2), 5).tokens
 
 
-def test_growing_answers_push_out_residents_and_then_the_youngest_request(root: Path) -> None:
+def test_growing_answers_evict_residents_then_youngest_request(root: Path) -> None:
     drive = Drive(served("llama", root), budget=700_000)
-    old = drive.saved(drive.run(prompt_of(300), 2))
+    old = drive.mark_saved(drive.run(prompt_of(300), 2))
     _, first = drive.submit(prompt_of(200), 1000)
     _, second = drive.submit(prompt_of(210, 2), 1000)
-    drive.until(lambda: second.over)
+    drive.until(lambda: second.is_ended)
     assert old not in drive.scheduler.residents
-    assert second.settled.finish == "discarded" and "memory budget" in second.settled.error
+    assert second.result.finish == "discarded" and "memory budget" in second.result.error
     assert drive.scheduler.running_bytes <= 700_000
-    drive.until(lambda: first.over)
-    assert first.settled.finish == "length" and len(first.generated) == 1000
+    drive.until(lambda: first.is_ended)
+    assert first.result.finish == "length" and len(first.generated) == 1000
 
 
-def test_an_answer_ends_where_the_memory_budget_does(root: Path) -> None:
-    heard = Drive(served("llama", root), budget=300_000).run(prompt_of(200), 5000)
-    assert heard.settled.finish == "length" and heard.settled.prefilled_until == 512, "two buffers' worth of rows"
+def test_answer_ends_at_budget(root: Path) -> None:
+    log = Drive(served("llama", root), budget=300_000).run(prompt_of(200), 5000)
+    assert log.result.finish == "length" and log.result.prefilled_until == 512, "two buffers' worth of rows"
 
 
-def test_what_a_restore_has_taken_is_not_granted_to_the_next(root: Path) -> None:
+def test_granted_memory_is_not_granted_twice(root: Path) -> None:
     model = served("llama", root)
     trunk = Drive(model)
-    kv = trunk.scheduler.residents.find_kv(trunk.run(prompt_of(700), 1).settled.resident)
+    kv = trunk.scheduler.residents.find_kv(trunk.run(prompt_of(700), 1).result.resident)
     assert kv is not None
     drive = Drive(model, budget=model.kv_bytes(1280))
     granted: list[str] = []
@@ -157,16 +157,16 @@ def test_what_a_restore_has_taken_is_not_granted_to_the_next(root: Path) -> None
     resident = drive.scheduler.install_resident("a", kv.fork(600, detached=True))
     assert granted == ["a"]
     assert drive.scheduler.residents.delete(resident)
-    drive.turn()
+    drive.step()
     assert granted == ["a", "b"]
 
 
-def test_a_copy_that_waits_holds_no_more_than_it_is_counted_for(root: Path) -> None:
+def test_waiting_copy_holds_only_counted_bytes(root: Path) -> None:
     model = served("llama", root)
     drive = Drive(model, places=1)
-    long = drive.run(prompt_of(4000), 1).settled.resident
+    long = drive.run(prompt_of(4000), 1).result.resident
     drive.submit(prompt_of(20, 2), 400)
-    drive.turn()
+    drive.step()
 
     def unaccounted() -> int:
         mx.clear_cache()
@@ -176,27 +176,27 @@ def test_a_copy_that_waits_holds_no_more_than_it_is_counted_for(root: Path) -> N
     before = unaccounted()
     drive.scheduler.residents.delete(long)
     assert unaccounted() - before < model.kv_bytes(500)
-    drive.until(lambda: waiting.over)
+    drive.until(lambda: waiting.is_ended)
     assert waiting.generated == cold(model, "llama", prompt_of(300), 4).tokens
 
 
-def test_where_there_is_no_room_for_a_copy_it_shares_its_residents_memory(root: Path) -> None:
+def test_copy_without_room_shares_residents_memory(root: Path) -> None:
     model = served("llama", root)
     drive = Drive(model, places=1, budget=model.kv_bytes(1280))
-    resident = drive.run(prompt_of(600), 1).settled.resident  # not saved yet: it stays
+    resident = drive.run(prompt_of(600), 1).result.resident  # not saved yet: it stays
     _, running = drive.submit(prompt_of(20, 2), 200)
-    drive.turn()
+    drive.step()
     _, waiting = drive.submit(prompt_of(620), 4, resident=resident, reuse=600, keep=True)
     assert resident in drive.scheduler.residents
-    drive.until(lambda: running.over)
-    drive.saved(running)
+    drive.until(lambda: running.is_ended)
+    drive.mark_saved(running)
     drive.scheduler.save_source.mark_saved(resident, "", 601)
-    drive.until(lambda: waiting.over)
+    drive.until(lambda: waiting.is_ended)
     assert waiting.generated == cold(model, "llama", prompt_of(620), 4).tokens
-    assert waiting.settled.timings.prefilled == 20
+    assert waiting.result.timings.prefilled == 20
 
 
-def test_states_to_come_are_counted_before_they_are_there(root: Path) -> None:
+def test_pending_states_are_counted(root: Path) -> None:
     model = served("qwen3_5", root)
     budget = model.kv_bytes(1024) + 60 * model.state_bytes
     drive = Drive(model, step=50, budget=budget)
@@ -204,62 +204,62 @@ def test_states_to_come_are_counted_before_they_are_there(root: Path) -> None:
     seed = 0
     while scheduler.residents.bytes_held < 40 * model.state_bytes:
         seed += 1
-        drive.saved(drive.run(prompt_of(60, seed), 1, checkpoints=(20, 30, 40, 50)))
+        drive.mark_saved(drive.run(prompt_of(60, seed), 1, checkpoints=(20, 30, 40, 50)))
     marks = tuple(range(8, 400, 8))
-    _, heard = drive.submit(prompt_of(400), 4, checkpoints=marks)
+    _, log = drive.submit(prompt_of(400), 4, checkpoints=marks)
     held: list[int] = []
 
-    def over() -> bool:
+    def is_ended() -> bool:
         held.append(scheduler.residents.bytes_held + scheduler.running_bytes)
-        return heard.over
+        return log.is_ended
 
-    drive.until(over)
+    drive.until(is_ended)
     assert max(held[1:-1]) <= budget, "while only prompts are prefilled, too"
     at_admission = model.kv_bytes(512) + len(marks) * model.state_bytes
-    assert set(heard.settled.checkpoints) > set(marks) and min(held[1:-1]) >= at_admission
+    assert set(log.result.checkpoints) > set(marks) and min(held[1:-1]) >= at_admission
 
 
-def test_residents_make_way_for_states_that_followers_want(root: Path) -> None:
+def test_residents_are_evicted_for_fork_states(root: Path) -> None:
     model = served("qwen3_5", root)
     drive = Drive(model, step=50, budget=model.kv_bytes(512) + 12 * model.state_bytes)
     name, leader = drive.submit(prompt_of(400), 4)
-    drive.turn()
+    drive.step()
     old = drive.scheduler.residents.add(model.make_kv(journals=True), lease_s=0.0)
     drive.scheduler.residents._entries[old].bytes_held = 10 * model.state_bytes
     for at in (100, 200, 300):
         drive.submit(prompt_of(at) + prompt_of(5, 2), 1, follow=name, reuse=at)
     assert old in drive.scheduler.residents
-    drive.turn()
-    assert old not in drive.scheduler.residents and not leader.over
+    drive.step()
+    assert old not in drive.scheduler.residents and not leader.is_ended
 
 
-def test_who_holds_memory_goes_on_before_a_restore_that_waits_for_it(root: Path) -> None:
+def test_request_with_memory_precedes_waiting_restore(root: Path) -> None:
     drive = Drive(served("llama", root), budget=500_000)
     first = drive.run(prompt_of(500), 5)
     granted: list[str] = []
     drive.scheduler.admission.reserve("restore", 300_000, lambda: granted.append("restore"))
     _, fresh = drive.submit(prompt_of(100, 2), 5)
     onward = prompt_of(500) + first.generated + prompt_of(5, 3)
-    _, second = drive.submit(onward, 5, resident=first.settled.resident, reuse=505)
-    drive.until(lambda: second.over)
+    _, second = drive.submit(onward, 5, resident=first.result.resident, reuse=505)
+    drive.until(lambda: second.is_ended)
     assert granted == [] and not fresh.events
-    drive.saved(second)
+    drive.mark_saved(second)
     drive.until(lambda: bool(granted))
     drive.scheduler.admission.release("restore")
-    drive.until(lambda: fresh.over)
+    drive.until(lambda: fresh.is_ended)
 
 
-def test_answers_share_a_batch_only_where_there_is_room_to_copy(root: Path) -> None:
+def test_batches_merge_only_with_room_to_copy(root: Path) -> None:
     model = served("llama", root)
     one = model.kv_bytes(512)
     for budget, sizes in ((6 * one, [2]), (2 * one, [1, 1])):  # two rows each, and two layers of both for joining
         drive = Drive(model, budget=budget)
         running = [drive.submit(prompt_of(400, seed), 50)[1] for seed in (1, 2)]
-        drive.until(lambda running=running: all(len(heard.events) > 4 for heard in running))  # type: ignore[misc]
+        drive.until(lambda running=running: all(len(log.events) > 4 for log in running))  # type: ignore[misc]
         assert sorted(len(group.sequences) for group in drive.scheduler._queues.groups) == sizes
-        drive.until(lambda running=running: all(heard.over for heard in running))  # type: ignore[misc]
-        for seed, heard in zip((1, 2), running, strict=True):
-            assert heard.generated == cold(model, "llama", prompt_of(400, seed), 50).tokens
+        drive.until(lambda running=running: all(log.is_ended for log in running))  # type: ignore[misc]
+        for seed, log in zip((1, 2), running, strict=True):
+            assert log.generated == cold(model, "llama", prompt_of(400, seed), 50).tokens
 
 
 @contextmanager
@@ -270,13 +270,13 @@ def peak_above(base: int) -> Iterator[Callable[[], int]]:
 
 
 class Restore:
-    """A restore of a saved prompt's first 700 tokens once memory is granted, and a request that goes on from it."""
+    """A restore of a saved prompt's first 700 tokens once memory is granted, and a request that continues it."""
 
     def __init__(self, drive: Drive, folder: Path) -> None:
         self._drive, self._folder = drive, folder
         self.granted = False
         trunk = Drive(drive.served, step=16)
-        kv = trunk.scheduler.residents.find_kv(trunk.run(prompt_of(705, 9), 1, checkpoints=(700,)).settled.resident)
+        kv = trunk.scheduler.residents.find_kv(trunk.run(prompt_of(705, 9), 1, checkpoints=(700,)).result.resident)
         assert kv
         self._chain, checkpoints = save(kv, folder, [300, 700])
         self._checkpoint = next((ref for ref in checkpoints if ref.position == 700), None)
@@ -287,7 +287,7 @@ class Restore:
     def _grant(self) -> None:
         self.granted = True
 
-    def go_on(self) -> Heard:
+    def go_on(self) -> EventLog:
         drive = self._drive
         with ThreadPoolExecutor(2) as pool:
             tokens = pack_tokens(prompt_of(700, 9))
@@ -296,7 +296,7 @@ class Restore:
         return drive.submit(prompt_of(700, 9) + prompt_of(30, 3), 10, resident=resident, reuse=700)[1]
 
 
-def test_the_peak_stays_within_the_budget_and_what_a_chunk_works_with(root: Path, tmp_path: Path) -> None:
+def test_peak_memory_stays_within_budget_and_chunk_memory(root: Path, tmp_path: Path) -> None:
     model = served("llama", root)
     budget = 6 * model.kv_bytes(768)
     drive = Drive(model, step=16, budget=budget)
@@ -309,26 +309,26 @@ def test_the_peak_stays_within_the_budget_and_what_a_chunk_works_with(root: Path
     del alone
     with peak_above(base) as peak:
         running = [drive.submit(prompt_of(length, length), 40)[1] for length in (700, 710, 690, 400, 720, 680)]
-        drive.until(lambda: running[3].over)
+        drive.until(lambda: running[3].is_ended)
         restore.ask()
         saved: set[int] = set()
-        while not all(heard.over for heard in running):
-            drive.turn()
+        while not all(log.is_ended for log in running):
+            drive.step()
             if restore.granted and len(running) == 6:
                 running.append(restore.go_on())
-            for n, heard in enumerate(running):
-                if heard.over and n not in saved:
+            for n, log in enumerate(running):
+                if log.is_ended and n not in saved:
                     saved.add(n)
-                    drive.saved(heard)
-        assert len(running) == 7 and {heard.settled.finish for heard in running} == {"length"}
+                    drive.mark_saved(log)
+        assert len(running) == 7 and {log.result.finish for log in running} == {"length"}
         assert 0.9 * budget < peak() <= budget + workspace
 
 
-def test_a_state_keeps_nothing_of_the_chunk_that_made_it(root: Path) -> None:
+def test_state_keeps_no_chunk_alive(root: Path) -> None:
     drive = Drive(served("falcon_h1", root), step=256)
     gc.collect()
     base = mx.get_active_memory()
-    name, heard = drive.submit(prompt_of(600), 4)
-    drive.until(lambda: heard.chunks == [256])
+    name, log = drive.submit(prompt_of(600), 4)
+    drive.until(lambda: log.chunks == [256])
     held = drive.scheduler.save_source.find_kv(256, running_id=name).nbytes
     assert mx.get_active_memory() - base < held + 60_000, "a view into 256 tokens' activations would hold 200 kB"

@@ -1,4 +1,4 @@
-"""Requests that wait for another one's prefill: computed once, answered as alone, and never left waiting."""
+"""Followers: common prefixes are computed once, with the answers of cold runs, and no follower waits forever."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from support.backend.cold_runs import compare_greedy
-from support.backend.engine_driver import Drive, Heard
+from support.backend.engine_driver import Drive, EventLog
 from support.backend.families import FAMILIES, cold, prompt_of, served, tolerance
 from warmline_backend.generation.events import PrefillProgress, StartedEvent, TokenEvent
 from warmline_backend.generation.sequence import FORK_DISTANCE_TOKENS_MIN
@@ -17,108 +17,108 @@ WITH_STATES = ["qwen3_5", "falcon_h1"]
 EACH_KIND = ["llama", "qwen3_5", "gemma3"]  # rows alone, with states, with windows
 
 
-def assert_as_alone(drive: Drive, family: str, prompt: list[int], heard: Heard) -> None:
-    truth = cold(drive.served, family, prompt, len(heard.generated))
-    assert compare_greedy(truth.tokens, heard.generated, truth.margins, tolerance(family))
+def assert_as_alone(drive: Drive, family: str, prompt: list[int], log: EventLog) -> None:
+    truth = cold(drive.served, family, prompt, len(log.generated))
+    assert compare_greedy(truth.tokens, log.generated, truth.margins, tolerance(family))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_identical_prompts_at_once_share_one_prefill(family: str, root: Path) -> None:
+def test_identical_prompts_share_one_prefill(family: str, root: Path) -> None:
     drive, prompt = Drive(served(family, root), step=50), prompt_of(130)
     name, leader = drive.submit(prompt, 12)
     followers = [drive.submit(prompt, 12, follow=name, reuse=129)[1] for _ in range(2)]
-    drive.turn()
+    drive.step()
     assert (drive.scheduler.running_count, drive.scheduler.queued_count) == (1, 2)
-    drive.until(lambda: all(one.over for one in (leader, *followers)))
-    assert leader.settled.timings.prefilled == 130
-    assert [(one.settled.timings.prefilled, one.reused) for one in followers] == [(1, 129)] * 2
+    drive.until(lambda: all(one.is_ended for one in (leader, *followers)))
+    assert leader.result.timings.prefilled == 130
+    assert [(one.result.timings.prefilled, one.reused) for one in followers] == [(1, 129)] * 2
     for one in (leader, *followers):
         assert_as_alone(drive, family, prompt, one)
-        assert one.settled.prefilled_until == 142 and one.settled.resident in drive.scheduler.residents
+        assert one.result.prefilled_until == 142 and one.result.resident in drive.scheduler.residents
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompt_that_parts_ways_starts_where_it_does(family: str, root: Path) -> None:
+def test_diverging_prompt_starts_at_divergence(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=50)
     trunk, branch = prompt_of(200), prompt_of(70) + prompt_of(60, 7)
     name, leader = drive.submit(trunk, 12)
     _, follower = drive.submit(branch, 12, follow=name, reuse=70)
-    drive.until(lambda: leader.over and follower.over)
+    drive.until(lambda: leader.is_ended and follower.is_ended)
     cuts = [50, 100, 150, 199] if family in ANYWHERE else [50, 70, 120, 170, 199]
     assert leader.chunks == cuts, "rows are never split at a boundary"
-    assert (follower.reused, follower.settled.timings.prefilled) == (70, 60)
+    assert (follower.reused, follower.result.timings.prefilled) == (70, 60)
     assert_as_alone(drive, family, trunk, leader)
     assert_as_alone(drive, family, branch, follower)
 
 
 @pytest.mark.parametrize("family", EACH_KIND)
-def test_what_a_follower_leaves_can_be_continued(family: str, root: Path) -> None:
+def test_followers_resident_can_be_continued(family: str, root: Path) -> None:
     drive, prompt = Drive(served(family, root), step=50), prompt_of(130)
     name, leader = drive.submit(prompt, 4)
     _, follower = drive.submit(prompt, 4, follow=name, reuse=129)
-    drive.until(lambda: leader.over and follower.over)
-    held = drive.scheduler.save_source.find_kv(134, resident_id=follower.settled.resident)
+    drive.until(lambda: leader.is_ended and follower.is_ended)
+    held = drive.scheduler.save_source.find_kv(134, resident_id=follower.result.resident)
     assert held.slice_rows(0, 134).keys() == drive.served.row_names, "all of it can be saved, windows too"
     onward = prompt + follower.generated + prompt_of(20, 5)
-    more = drive.run(onward, 8, resident=follower.settled.resident, reuse=134)
+    more = drive.run(onward, 8, resident=follower.result.resident, reuse=134)
     assert_as_alone(drive, family, onward, more)
 
 
 @pytest.mark.parametrize("family", EACH_KIND)
-def test_a_longer_prompt_follows_to_the_end_of_a_shorter_one(family: str, root: Path) -> None:
+def test_longer_prompt_follows_to_end_of_shorter(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=50)
     short = prompt_of(90)
     name, leader = drive.submit(short, 12)
     longer = short + prompt_of(30, 3)
     _, follower = drive.submit(longer, 12, follow=name, reuse=90)
-    drive.until(lambda: leader.over and follower.over)
-    assert (follower.reused, follower.settled.timings.prefilled) == (90, 30)
+    drive.until(lambda: leader.is_ended and follower.is_ended)
+    assert (follower.reused, follower.result.timings.prefilled) == (90, 30)
     assert_as_alone(drive, family, longer, follower)
 
 
 @pytest.mark.parametrize("family", EACH_KIND)
-def test_who_comes_exactly_after_the_chunk_still_follows(family: str, root: Path) -> None:
+def test_follower_after_exact_chunk_end_is_copied(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=50)
     name, leader = drive.submit(prompt_of(200), 4)
     drive.until(lambda: leader.chunks == [50, 100])
     branch = prompt_of(100) + prompt_of(9, 4)
     _, follower = drive.submit(branch, 8, follow=name, reuse=100)
-    drive.until(lambda: leader.over and follower.over)
+    drive.until(lambda: leader.is_ended and follower.is_ended)
     assert follower.reused == 100
     assert_as_alone(drive, family, branch, follower)
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v32"])
-def test_a_leader_that_has_passed_the_place_is_copied_there(family: str, root: Path) -> None:
-    """Out of a batch that it shares, too."""
+def test_leader_past_position_is_copied_there(family: str, root: Path) -> None:
+    """Also out of a shared batch."""
     drive = Drive(served(family, root), step=50)
     running = [drive.submit(prompt_of(60 + n, n + 1), 40) for n in range(3)]
-    drive.until(lambda: all(len(heard.events) > 8 for _, heard in running))
+    drive.until(lambda: all(len(log.events) > 8 for _, log in running))
     branch = prompt_of(61, 2)[:45] + prompt_of(40, 9)
     _, follower = drive.submit(branch, 12, follow=running[1][0], reuse=45)
     assert follower.events == [StartedEvent()]
-    drive.until(lambda: follower.over and all(heard.over for _, heard in running))
+    drive.until(lambda: follower.is_ended and all(log.is_ended for _, log in running))
     assert follower.reused == 45
     assert_as_alone(drive, family, branch, follower)
-    for n, (_, heard) in enumerate(running):
-        assert_as_alone(drive, family, prompt_of(60 + n, n + 1), heard)
+    for n, (_, log) in enumerate(running):
+        assert_as_alone(drive, family, prompt_of(60 + n, n + 1), log)
 
 
 @pytest.mark.parametrize("family", WITH_STATES)
-def test_past_the_place_the_last_checkpoint_before_it_is_used(family: str, root: Path) -> None:
+def test_leader_past_position_uses_earlier_checkpoint(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=50)
     name, leader = drive.submit(prompt_of(200), 30, checkpoints=(30, 60))
     drive.until(lambda: any(isinstance(event, TokenEvent) for event in leader.events))
     branch = prompt_of(75) + prompt_of(20, 4)
     _, follower = drive.submit(branch, 8, follow=name, reuse=75)
-    drive.until(lambda: follower.over)
-    assert (follower.reused, follower.settled.timings.prefilled) == (60, 35)
+    drive.until(lambda: follower.is_ended)
+    assert (follower.reused, follower.result.timings.prefilled) == (60, 35)
     assert_as_alone(drive, family, branch, follower)
     with pytest.raises(ResidentMismatchError, match="can't be copied at 20"):
         drive.submit(prompt_of(20) + prompt_of(20, 4), follow=name, reuse=20)
 
 
-def test_a_window_that_has_passed_the_place_can_not_be_followed(root: Path) -> None:
+def test_window_past_position_refuses_follower(root: Path) -> None:
     drive = Drive(served("gemma3", root), step=50)
     name, leader = drive.submit(prompt_of(200), 4)
     drive.until(lambda: leader.chunks == [50, 100])
@@ -126,21 +126,21 @@ def test_a_window_that_has_passed_the_place_can_not_be_followed(root: Path) -> N
         drive.submit(prompt_of(70) + prompt_of(20, 4), follow=name, reuse=70)
 
 
-def test_states_and_windows_in_one_model_can_be_followed_until_the_place_is_passed(root: Path) -> None:
+def test_hybrid_model_is_followed_until_position_is_passed(root: Path) -> None:
     drive = Drive(served("baichuan_m1", root), step=50)
     name, leader = drive.submit(prompt_of(200), 30, checkpoints=(20, 70))
     branch = prompt_of(110) + prompt_of(10, 4)
     _, follower = drive.submit(branch, 12, follow=name, reuse=110)
-    drive.until(lambda: follower.over)
+    drive.until(lambda: follower.is_ended)
     assert follower.reused == 70, "near enough, and there is a state anyway"
     assert_as_alone(drive, "baichuan_m1", branch, follower)
-    assert not leader.over
+    assert not leader.is_ended
     for place in (70, 110):
         with pytest.raises(ResidentMismatchError, match=f"can't be copied at {place}"):
             drive.submit(prompt_of(place) + prompt_of(20, 4), follow=name, reuse=place)
 
 
-def test_states_for_those_who_follow_are_few_and_soon_gone(root: Path) -> None:
+def test_fork_states_are_few_and_released(root: Path) -> None:
     drive = Drive(served("qwen3_5", root), step=500)
     prompt, named = prompt_of(1000), (300, 310)
     name, leader = drive.submit(prompt, 800, checkpoints=named)
@@ -153,16 +153,16 @@ def test_states_for_those_who_follow_are_few_and_soon_gone(root: Path) -> None:
     gaps = [after - cut for cut, after in pairwise(cuts[1:])]
     assert min(gaps) >= FORK_DISTANCE_TOKENS_MIN and len(cuts) > 8
     assert drive.scheduler.running_bytes - before == (len(sequence.chunk_ends) - 2) * drive.served.state_bytes
-    drive.until(lambda: all(one.over for one in followers))
-    assert not leader.over and sorted(sequence.kv.checkpoints) == list(named)
+    drive.until(lambda: all(one.is_ended for one in followers))
+    assert not leader.is_ended and sorted(sequence.kv.checkpoints) == list(named)
     late = [at - one.reused for at, one in zip(wanted, followers, strict=True)]
     assert max(late) < 2 * FORK_DISTANCE_TOKENS_MIN
     for at, one in list(zip(wanted, followers, strict=True))[::10]:
-        assert one.settled.checkpoints[:2] == list(named) and one.reused not in one.settled.checkpoints
+        assert one.result.checkpoints[:2] == list(named) and one.reused not in one.result.checkpoints
         assert_as_alone(drive, "qwen3_5", prompt_of(at) + prompt_of(5, 2), one)
 
 
-def test_a_state_for_a_follower_that_is_cancelled_is_not_kept(root: Path) -> None:
+def test_cancelled_followers_fork_state_is_dropped(root: Path) -> None:
     drive = Drive(served("qwen3_5", root), step=50)
     name, leader = drive.submit(prompt_of(200), 4)
     followers = [drive.submit(prompt_of(200), 4, follow=name, reuse=120)[0] for _ in range(2)]
@@ -171,11 +171,11 @@ def test_a_state_for_a_follower_that_is_cancelled_is_not_kept(root: Path) -> Non
     assert sequence.chunk_ends == [120], "the other one still wants it"
     drive.scheduler.cancel(followers[1])
     assert sequence.chunk_ends == []
-    drive.until(lambda: leader.over)
-    assert leader.chunks == [50, 100, 150, 199] and leader.settled.checkpoints == [204]
+    drive.until(lambda: leader.is_ended)
+    assert leader.chunks == [50, 100, 150, 199] and leader.result.checkpoints == [204]
 
 
-def test_only_what_is_the_same_can_be_followed(root: Path) -> None:
+def test_different_prefix_refuses_follower(root: Path) -> None:
     drive = Drive(served("llama", root))
     name, _ = drive.submit(prompt_of(60))
     with pytest.raises(ResidentNotFoundError, match="nobody"):
@@ -187,32 +187,32 @@ def test_only_what_is_the_same_can_be_followed(root: Path) -> None:
 
 
 @pytest.mark.parametrize("family", EACH_KIND)
-def test_a_follower_is_followed_in_turn(family: str, root: Path) -> None:
+def test_follower_can_lead(family: str, root: Path) -> None:
     drive, prompt = Drive(served(family, root), step=50), prompt_of(130)
     first, leader = drive.submit(prompt_of(80) + prompt_of(100, 3), 8)
     second, middle = drive.submit(prompt, 8, follow=first, reuse=80)
     _, last = drive.submit(prompt, 8, follow=second, reuse=129)
-    drive.until(lambda: leader.over and middle.over and last.over)
-    assert [one.settled.timings.prefilled for one in (leader, middle, last)] == [180, 50, 1]
+    drive.until(lambda: leader.is_ended and middle.is_ended and last.is_ended)
+    assert [one.result.timings.prefilled for one in (leader, middle, last)] == [180, 50, 1]
     for one in (middle, last):
         assert_as_alone(drive, family, prompt, one)
 
 
 @pytest.mark.parametrize("family", EACH_KIND)
-def test_what_a_follower_will_have_from_its_leader_is_the_leaders_to_give(family: str, root: Path) -> None:
+def test_follower_of_shared_rows_follows_first_leader(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=50)
     first, leader = drive.submit(prompt_of(180), 8)
     second, middle = drive.submit(prompt_of(150) + prompt_of(10, 3), 8, follow=first, reuse=150)
     branch = prompt_of(70) + prompt_of(20, 4)
     _, last = drive.submit(branch, 8, follow=second, reuse=70)
     drive.scheduler.cancel(second)
-    assert middle.over and not last.over
-    drive.until(lambda: leader.over and last.over)
-    assert (last.reused, last.settled.timings.prefilled) == (70, 20)
+    assert middle.is_ended and not last.is_ended
+    drive.until(lambda: leader.is_ended and last.is_ended)
+    assert (last.reused, last.result.timings.prefilled) == (70, 20)
     assert_as_alone(drive, family, branch, last)
 
 
-def test_who_waits_hears_how_far_its_leader_has_come(root: Path) -> None:
+def test_followers_get_leaders_progress(root: Path) -> None:
     drive = Drive(served("llama", root), step=40)
     first, _ = drive.submit(prompt_of(200), 4)
     second, middle = drive.submit(prompt_of(100) + prompt_of(50, 3), 4, follow=first, reuse=100)
@@ -229,92 +229,92 @@ def test_who_waits_hears_how_far_its_leader_has_come(root: Path) -> None:
         (80, 110),
     ]
     assert not any(isinstance(event, StartedEvent) for event in (*middle.events, *last.events))
-    drive.until(lambda: middle.over and last.over)
+    drive.until(lambda: middle.is_ended and last.is_ended)
     assert middle.events[4] == StartedEvent() and (middle.reused, last.reused) == (100, 90)
 
 
-def test_waiting_costs_no_memory_and_no_place(root: Path) -> None:
+def test_waiting_follower_costs_no_memory_and_place(root: Path) -> None:
     drive = Drive(served("llama", root), step=40, places=2)
     name, leader = drive.submit(prompt_of(200), 4)
-    drive.turn()
+    drive.step()
     alone = drive.scheduler.running_bytes
     for _ in range(5):
         drive.submit(prompt_of(200), 4, follow=name, reuse=199)
     _, other = drive.submit(prompt_of(30, 2), 2)
-    drive.turn()
+    drive.step()
     assert drive.scheduler.queued_count == 5 and other.events[0] == StartedEvent()
-    drive.until(lambda: other.over)
-    assert drive.scheduler.running_bytes == alone and not leader.over
+    drive.until(lambda: other.is_ended)
+    assert drive.scheduler.running_bytes == alone and not leader.is_ended
 
 
-def test_a_leader_that_ends_too_soon_sends_all_behind_it_back(root: Path) -> None:
+def test_ended_leader_ends_followers_as_leaderless(root: Path) -> None:
     drive = Drive(served("qwen3_5", root), step=40)
     name, leader = drive.submit(prompt_of(200), 4)
     second, middle = drive.submit(prompt_of(200), 4, follow=name, reuse=199)
     _, last = drive.submit(prompt_of(200), 4, follow=second, reuse=150)
     drive.until(lambda: len(leader.chunks) == 2)
-    settled = drive.scheduler.cancel(name)
-    assert settled is not None and settled.prefilled_until == 80
+    result = drive.scheduler.cancel(name)
+    assert result is not None and result.prefilled_until == 80
     for one in (middle, last):
-        assert (one.settled.finish, one.settled.resident, one.settled.prefilled_until) == ("leaderless", "", 0)
-        assert "ended" in one.settled.error
+        assert (one.result.finish, one.result.resident, one.result.prefilled_until) == ("leaderless", "", 0)
+        assert "ended" in one.result.error
     assert drive.scheduler.is_idle
-    again = drive.run(prompt_of(200), 4, resident=settled.resident, reuse=80)
+    again = drive.run(prompt_of(200), 4, resident=result.resident, reuse=80)
     assert_as_alone(drive, "qwen3_5", prompt_of(200), again)
 
 
-def test_a_leader_that_never_started_leaves_nobody_waiting(root: Path) -> None:
+def test_unstarted_leader_ends_followers(root: Path) -> None:
     drive = Drive(served("llama", root), places=1)
     _, running = drive.submit(prompt_of(20), 50)
     name, leader = drive.submit(prompt_of(60), 4)
     _, follower = drive.submit(prompt_of(60), 4, follow=name, reuse=59)
-    drive.turn()
+    drive.step()
     drive.scheduler.cancel(name)
-    assert (leader.settled.finish, follower.settled.finish) == ("cancelled", "leaderless")
-    drive.until(lambda: running.over)
+    assert (leader.result.finish, follower.result.finish) == ("cancelled", "leaderless")
+    drive.until(lambda: running.is_ended)
 
 
-def test_a_follower_that_is_cancelled_leaves_its_leader_alone(root: Path) -> None:
+def test_cancelled_follower_does_not_affect_leader(root: Path) -> None:
     drive = Drive(served("gemma3", root), step=40)
     name, leader = drive.submit(prompt_of(100), 6)
     second, follower = drive.submit(prompt_of(100), 6, follow=name, reuse=99)
-    drive.turn()
+    drive.step()
     drive.scheduler.cancel(second)
-    assert (follower.settled.finish, follower.settled.resident) == ("cancelled", "")
-    drive.until(lambda: leader.over)
+    assert (follower.result.finish, follower.result.resident) == ("cancelled", "")
+    drive.until(lambda: leader.is_ended)
     assert_as_alone(drive, "gemma3", prompt_of(100), leader)
 
 
-def test_without_memory_rows_wait_until_their_leader_ends(root: Path) -> None:
+def test_followers_wait_for_memory_until_leader_ends(root: Path) -> None:
     drive = Drive(served("llama", root), step=100, budget=500_000)
     name, leader = drive.submit(prompt_of(500), 20)
     _, follower = drive.submit(prompt_of(500), 20, follow=name, reuse=499)
     drive.until(lambda: any(isinstance(event, TokenEvent) for event in leader.events))
     assert drive.scheduler.queued_count == 1
-    drive.until(lambda: leader.over)
-    assert follower.settled.finish == "leaderless" and leader.settled.resident in drive.scheduler.residents
-    again = drive.run(prompt_of(500), 20, resident=leader.settled.resident, reuse=499)
+    drive.until(lambda: leader.is_ended)
+    assert follower.result.finish == "leaderless" and leader.result.resident in drive.scheduler.residents
+    again = drive.run(prompt_of(500), 20, resident=leader.result.resident, reuse=499)
     assert_as_alone(drive, "llama", prompt_of(500), again)
 
 
-def test_without_memory_a_window_goes_on_without_its_follower(root: Path) -> None:
+def test_window_is_lost_without_memory_for_copy(root: Path) -> None:
     model = served("gemma3", root)
     drive = Drive(model, step=100, budget=model.kv_bytes(800))
     name, leader = drive.submit(prompt_of(500), 4)
     _, follower = drive.submit(prompt_of(500), 4, follow=name, reuse=300)
-    drive.until(lambda: follower.over)
-    assert follower.settled.finish == "leaderless" and leader.chunks == [100, 200, 300, 400]
-    drive.until(lambda: leader.over)
+    drive.until(lambda: follower.is_ended)
+    assert follower.result.finish == "leaderless" and leader.chunks == [100, 200, 300, 400]
+    drive.until(lambda: leader.is_ended)
     assert_as_alone(drive, "gemma3", prompt_of(500), leader)
 
 
-def test_a_copy_that_fails_costs_only_its_follower(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_copy_ends_only_its_follower(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Drive(served("llama", root), step=40)
     name, leader = drive.submit(prompt_of(100), 6)
     _, follower = drive.submit(prompt_of(100), 6, follow=name, reuse=99)
-    drive.turn()
+    drive.step()
     sequence = next(each for each in drive.scheduler._queues if each.request.id == name)
     monkeypatch.setattr(sequence.kv, "fork", lambda *args, **kwargs: 1 / 0)
-    drive.until(lambda: leader.over and follower.over)
-    assert follower.settled.finish == "discarded" and "division" in follower.settled.error
+    drive.until(lambda: leader.is_ended and follower.is_ended)
+    assert follower.result.finish == "discarded" and "division" in follower.result.error
     assert_as_alone(drive, "llama", prompt_of(100), leader)

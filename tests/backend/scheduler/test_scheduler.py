@@ -1,11 +1,11 @@
-"""The step loop: what it computes is what mlx-lm computes, whoever else is running, whatever is cancelled or fails."""
+"""The step loop: answers equal mlx-lm's, whatever else runs, is cancelled or fails."""
 
 from pathlib import Path
 
 import pytest
 
 from support.backend.cold_runs import compare_greedy
-from support.backend.engine_driver import Drive, Heard
+from support.backend.engine_driver import Drive, EventLog
 from support.backend.families import FAMILIES, cold, prompt_of, served, tolerance
 from warmline_backend.generation.events import PrefillProgress, TokenEvent
 from warmline_backend.generation.sequence import GenerationRequest, find_chunk_end
@@ -15,69 +15,69 @@ from warmline_backend.request.params import GenerationParams
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_concurrent_requests_answer_as_each_would_alone(family: str, root: Path) -> None:
+def test_concurrent_requests_equal_cold_runs(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=24)
     prompts = [prompt_of(length, seed) for seed, length in enumerate((20, 90, 61, 64, 33, 70), start=1)]
-    heard = [drive.submit(prompt, 16)[1] for prompt in prompts]
-    drive.until(lambda: all(one.over for one in heard))
-    for prompt, one in zip(prompts, heard, strict=True):
+    log = [drive.submit(prompt, 16)[1] for prompt in prompts]
+    drive.until(lambda: all(one.is_ended for one in log))
+    for prompt, one in zip(prompts, log, strict=True):
         truth = cold(drive.served, family, prompt, 16)
         assert compare_greedy(truth.tokens, one.generated, truth.margins, tolerance(family)), prompt
-        assert one.settled.prefilled_until == len(prompt) + 16
-        assert one.settled.timings.prefilled == len(prompt)
+        assert one.result.prefilled_until == len(prompt) + 16
+        assert one.result.timings.prefilled == len(prompt)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_next_turn_computes_only_its_own_tokens(family: str, root: Path) -> None:
+def test_next_turn_prefills_only_new_tokens(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=50)
     first = drive.run(prompt_of(80), 12)
     prompt = prompt_of(80) + first.generated + prompt_of(30, 5)
-    second = drive.run(prompt, 12, resident=first.settled.resident, reuse=92)
+    second = drive.run(prompt, 12, resident=first.result.resident, reuse=92)
     truth = cold(drive.served, family, prompt, 12)
     assert compare_greedy(truth.tokens, second.generated, truth.margins, tolerance(family))
-    assert second.settled.timings.prefilled == 30
-    assert first.settled.resident not in drive.scheduler.residents, "its only continuation took it over"
+    assert second.result.timings.prefilled == 30
+    assert first.result.resident not in drive.scheduler.residents, "its only continuation took it over"
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gemma3"])
-def test_a_branch_leaves_its_resident_as_it_was(family: str, root: Path) -> None:
+def test_copied_resident_is_unchanged(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=64)
     shared, first = prompt_of(70), prompt_of(400)
     first[:70] = shared
     trunk = drive.run(first, 4, checkpoints=(70,))
     branch = shared + prompt_of(40, 9)
-    other = drive.run(branch, 10, resident=trunk.settled.resident, reuse=70, keep=True)
+    other = drive.run(branch, 10, resident=trunk.result.resident, reuse=70, keep=True)
     truth = cold(drive.served, family, branch, 10)
     assert compare_greedy(truth.tokens, other.generated, truth.margins, tolerance(family))
-    assert other.settled.timings.prefilled == 40
+    assert other.result.timings.prefilled == 40
     onward = first + trunk.generated + prompt_of(5, 3)
-    again = drive.run(onward, 10, resident=trunk.settled.resident, reuse=404)
+    again = drive.run(onward, 10, resident=trunk.result.resident, reuse=404)
     truth = cold(drive.served, family, onward, 10)
     assert compare_greedy(truth.tokens, again.generated, truth.margins, tolerance(family))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_conversations_on_one_resident_do_not_disturb_each_other(family: str, root: Path) -> None:
-    """A copy and its original go on at once, each in its own way, in one batch where they can share one."""
+def test_copy_and_original_do_not_interfere(family: str, root: Path) -> None:
+    """A copy and its original continue at once with different tokens, in one batch where possible."""
     drive = Drive(served(family, root))
     trunk = drive.run(prompt_of(60), 10)
     held = prompt_of(60) + trunk.generated
     prompts = [held + prompt_of(20, seed) for seed in (3, 4)]
-    resident = trunk.settled.resident
+    resident = trunk.result.resident
     both = [
         drive.submit(prompt, 20, resident=resident, reuse=70, keep=keep)[1]
         for prompt, keep in zip(prompts, (True, False), strict=True)
     ]
-    drive.until(lambda: all(one.over for one in both))
+    drive.until(lambda: all(one.is_ended for one in both))
     for prompt, one in zip(prompts, both, strict=True):
         truth = cold(drive.served, family, prompt, 20)
         assert compare_greedy(truth.tokens, one.generated, truth.margins, tolerance(family))
-        assert one.settled.timings.prefilled == 20
+        assert one.result.timings.prefilled == 20
 
 
-def test_residents_refuse_what_they_are_not(root: Path) -> None:
+def test_mismatching_residents_are_refused(root: Path) -> None:
     drive = Drive(served("gemma3", root))
-    held = drive.run(prompt_of(60), 4).settled.resident
+    held = drive.run(prompt_of(60), 4).result.resident
     with pytest.raises(ResidentNotFoundError):
         drive.submit(prompt_of(80), resident="nobody", reuse=10)
     with pytest.raises(ResidentMismatchError, match="other tokens"):
@@ -89,29 +89,29 @@ def test_residents_refuse_what_they_are_not(root: Path) -> None:
     assert held in drive.scheduler.residents and drive.scheduler.is_idle
 
 
-def test_a_state_is_of_no_use_without_the_window_that_belongs_to_it(root: Path) -> None:
+def test_state_without_its_window_is_unusable(root: Path) -> None:
     drive = Drive(served("baichuan_m1", root), step=50)
     first = drive.run(prompt_of(200), 8, checkpoints=(20, 100))
-    assert (first.settled.checkpoints, first.settled.positions) == ([20, 100, 208], [208])
+    assert (first.result.checkpoints, first.result.positions) == ([20, 100, 208], [208])
     with pytest.raises(ResidentMismatchError, match="can't be continued at 100"):
-        drive.submit(prompt_of(100) + prompt_of(10, 4), resident=first.settled.resident, reuse=100)
+        drive.submit(prompt_of(100) + prompt_of(10, 4), resident=first.result.resident, reuse=100)
     onward = prompt_of(200) + first.generated + prompt_of(10, 4)
-    more = drive.run(onward, 12, resident=first.settled.resident, reuse=208)
+    more = drive.run(onward, 12, resident=first.result.resident, reuse=208)
     truth = cold(drive.served, "baichuan_m1", onward, 12)
     assert compare_greedy(truth.tokens, more.generated, truth.margins, tolerance("baichuan_m1"))
 
 
-def test_within_the_window_a_state_is_enough(root: Path) -> None:
+def test_state_within_window_is_usable(root: Path) -> None:
     drive = Drive(served("baichuan_m1", root), step=50)
     first = drive.run(prompt_of(25), 2, checkpoints=(20,))
-    assert first.settled.positions == [20, 27]
+    assert first.result.positions == [20, 27]
     branch = prompt_of(20) + prompt_of(40, 4)
-    more = drive.run(branch, 12, resident=first.settled.resident, reuse=20)
+    more = drive.run(branch, 12, resident=first.result.resident, reuse=20)
     truth = cold(drive.served, "baichuan_m1", branch, 12)
     assert compare_greedy(truth.tokens, more.generated, truth.margins, tolerance("baichuan_m1"))
 
 
-def test_padding_keeps_unlike_lengths_in_batches_of_their_own(root: Path) -> None:
+def test_unlike_lengths_decode_in_separate_batches(root: Path) -> None:
     drive = Drive(served("llama", root))
     lone = [drive.submit(prompt_of(length), 100)[1] for length in (600, 20, 22, 24)]
     drive.until(lambda: all(any(isinstance(event, TokenEvent) for event in one.events) for one in lone))
@@ -121,32 +121,32 @@ def test_padding_keeps_unlike_lengths_in_batches_of_their_own(root: Path) -> Non
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_cancelled_prefill_is_kept_and_resumed(family: str, root: Path) -> None:
+def test_cancelled_prefill_is_kept_and_resumed(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=20)
     name, cut = drive.submit(prompt_of(150), 8)
     drive.until(lambda: len(cut.chunks) == 3)
-    settled = drive.scheduler.cancel(name)
-    assert settled is not None and settled == cut.settled
-    assert (settled.finish, settled.prefilled_until, settled.generated) == ("cancelled", 60, b"")
-    again = drive.run(prompt_of(150), 8, resident=settled.resident, reuse=60)
+    result = drive.scheduler.cancel(name)
+    assert result is not None and result == cut.result
+    assert (result.finish, result.prefilled_until, result.generated) == ("cancelled", 60, b"")
+    again = drive.run(prompt_of(150), 8, resident=result.resident, reuse=60)
     truth = cold(drive.served, family, prompt_of(150), 8)
     assert compare_greedy(truth.tokens, again.generated, truth.margins, tolerance(family))
-    assert again.settled.timings.prefilled == 90
+    assert again.result.timings.prefilled == 90
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_cancel_in_a_shared_batch_disturbs_nobody(family: str, root: Path) -> None:
+def test_cancel_in_shared_batch_affects_no_other(family: str, root: Path) -> None:
     drive = Drive(served(family, root))
     prompts = [prompt_of(40 + n, n + 1) for n in range(4)]
     running = [drive.submit(prompt, 40) for prompt in prompts]
-    drive.until(lambda: all(len(heard.events) > 10 for _, heard in running))
+    drive.until(lambda: all(len(log.events) > 10 for _, log in running))
     gone = drive.scheduler.cancel(running[1][0])
-    drive.until(lambda: all(heard.over for _, heard in running))
+    drive.until(lambda: all(log.is_ended for _, log in running))
     assert gone is not None and gone.finish == "cancelled"
-    for n, (_, heard) in enumerate(running):
+    for n, (_, log) in enumerate(running):
         truth = cold(drive.served, family, prompts[n], 40)
-        tokens = truth.tokens[: len(heard.generated)] if n == 1 else truth.tokens
-        assert compare_greedy(tokens, heard.generated, truth.margins, tolerance(family)), n
+        tokens = truth.tokens[: len(log.generated)] if n == 1 else truth.tokens
+        assert compare_greedy(tokens, log.generated, truth.margins, tolerance(family)), n
     held = prompts[1] + running[1][1].generated
     onward = held + prompt_of(9, 9)
     more = drive.run(onward, 6, resident=gone.resident, reuse=len(held))
@@ -154,79 +154,79 @@ def test_a_cancel_in_a_shared_batch_disturbs_nobody(family: str, root: Path) -> 
     assert compare_greedy(truth.tokens, more.generated, truth.margins, tolerance(family))
 
 
-def test_a_cancel_takes_effect_after_the_present_step(root: Path) -> None:
+def test_cancel_takes_effect_after_present_step(root: Path) -> None:
     drive = Drive(served("llama", root), step=16)
     running = [drive.submit(prompt_of(length), 500) for length in (20, 400, 300)]
-    drive.until(lambda: all(heard.chunks for _, heard in running))
-    for name, heard in running:
+    drive.until(lambda: all(log.chunks for _, log in running))
+    for name, log in running:
         work = drive.scheduler.step()
         next(work)
-        before, settled = len(heard.events), drive.scheduler.cancel(name)
+        before, result = len(log.events), drive.scheduler.cancel(name)
         for _ in work:
             pass
-        assert settled is not None and settled.finish == "cancelled"
-        assert heard.over and len(heard.events) == before + 1, "not another token, not another chunk"
+        assert result is not None and result.finish == "cancelled"
+        assert log.is_ended and len(log.events) == before + 1, "not another token, not another chunk"
     assert drive.scheduler.is_idle
 
 
-def test_what_is_asked_between_steps_may_end_everything(root: Path) -> None:
+def test_commands_between_steps_may_end_all(root: Path) -> None:
     drive = Drive(served("llama", root), step=16)
     running = [drive.submit(prompt_of(length), 50) for length in (20, 22, 300, 200)]
     drive.until(lambda: len(running[1][1].events) > 5 and bool(running[2][1].chunks))
     for _ in drive.scheduler.step():
         for name, _ in running:
             drive.scheduler.cancel(name)
-    assert all(heard.settled.finish == "cancelled" for _, heard in running) and drive.scheduler.is_idle
+    assert all(log.result.finish == "cancelled" for _, log in running) and drive.scheduler.is_idle
 
 
-def test_cancel_of_what_is_not_running_says_so(root: Path) -> None:
+def test_cancel_of_unknown_request_returns_none(root: Path) -> None:
     drive = Drive(served("llama", root))
     assert drive.scheduler.cancel("nobody") is None
-    name, heard = drive.submit(prompt_of(30), 5)
-    settled = drive.scheduler.cancel(name)  # still queued
-    assert settled is not None and settled.prefilled_until == 0 and heard.over and drive.scheduler.is_idle
+    name, log = drive.submit(prompt_of(30), 5)
+    result = drive.scheduler.cancel(name)  # still queued
+    assert result is not None and result.prefilled_until == 0 and log.is_ended and drive.scheduler.is_idle
 
 
-def test_reuse_off_keeps_nothing(root: Path) -> None:
+def test_reuse_off_leaves_no_resident(root: Path) -> None:
     drive = Drive(served("gemma3", root), keeps=False)
-    heard = drive.run(prompt_of(100), 5)
-    assert heard.settled.resident == "" and len(drive.scheduler.residents) == 0
+    log = drive.run(prompt_of(100), 5)
+    assert log.result.resident == "" and len(drive.scheduler.residents) == 0
 
 
-def test_stop_words_end_of_sequence_and_length(root: Path) -> None:
+def test_stop_words_eos_and_length_end_answers(root: Path) -> None:
     drive = Drive(served("llama", root))
     plain = drive.run(prompt_of(50), 20)
     word = plain.text[5:7]
     stopped = drive.run(prompt_of(50), 20, stop=(word,))
-    assert stopped.settled.finish == "stop" and stopped.text == plain.text[: plain.text.index(word)]
-    assert plain.settled.finish == "length" and len(plain.generated) == 20
+    assert stopped.result.finish == "stop" and stopped.text == plain.text[: plain.text.index(word)]
+    assert plain.result.finish == "length" and len(plain.generated) == 20
 
 
-def test_seeds_give_the_same_text_alone_and_in_a_batch(root: Path) -> None:
+def test_seed_gives_same_text_alone_and_batched(root: Path) -> None:
     drive = Drive(served("llama", root))
     wanted = {"temperature": 1.0, "seed": 11}
     alone = drive.run(prompt_of(50), 20, **wanted)
     together = [
         drive.submit(prompt_of(50 + n), 20, **(wanted if n == 0 else {"temperature": 1.0}))[1] for n in range(3)
     ]
-    drive.until(lambda: all(one.over for one in together))
+    drive.until(lambda: all(one.is_ended for one in together))
     assert together[0].text == alone.text
     assert drive.run(prompt_of(50), 20, temperature=1.0, seed=12).text != alone.text
 
 
-def test_logprobs_are_those_of_the_cold_run(root: Path) -> None:
+def test_logprobs_equal_cold_run(root: Path) -> None:
     drive = Drive(served("llama", root))
-    heard = drive.run(prompt_of(50), 6, logprobs=True, top_logprobs=3)
+    log = drive.run(prompt_of(50), 6, logprobs=True, top_logprobs=3)
     truth = cold(drive.served, "llama", prompt_of(50), 6)
     expected = [float(row[token]) for row, token in zip(truth.logprobs, truth.tokens, strict=True)]
-    assert heard.logprobs == pytest.approx(expected, abs=1e-4)
-    pieces = [event for event in heard.events if isinstance(event, TokenEvent) and event.logprobs]
+    assert log.logprobs == pytest.approx(expected, abs=1e-4)
+    pieces = [event for event in log.events if isinstance(event, TokenEvent) and event.logprobs]
     assert all(piece.logprobs and piece.logprobs.top[0][0] == piece.logprobs.token for piece in pieces)
 
 
-def test_progress_is_told_chunk_by_chunk(root: Path) -> None:
-    heard = Drive(served("llama", root), step=32).run(prompt_of(100), 1)
-    assert [(e.done, e.total) for e in heard.events if isinstance(e, PrefillProgress)] == [
+def test_progress_is_sent_per_chunk(root: Path) -> None:
+    log = Drive(served("llama", root), step=32).run(prompt_of(100), 1)
+    assert [(e.done, e.total) for e in log.events if isinstance(e, PrefillProgress)] == [
         (0, 100),
         (32, 100),
         (64, 100),
@@ -243,10 +243,10 @@ def test_chunks_end_at_checkpoints(start: int, end: int, checkpoints: tuple[int,
     assert find_chunk_end(start, end, 32, checkpoints) == cut
 
 
-def test_a_save_after_a_takeover_never_writes_the_new_owners_tokens(root: Path) -> None:
+def test_save_after_takeover_excludes_new_owners_tokens(root: Path) -> None:
     drive = Drive(served("llama", root))
     first = drive.run(prompt_of(80), 20)
-    resident = first.settled.resident
+    resident = first.result.resident
     name, _ = drive.submit(prompt_of(90) + prompt_of(200, 7), 5, resident=resident, reuse=80)  # leaves its tail behind
     drive.until(lambda: bool(drive.scheduler._queues.groups))
     assert drive.scheduler.save_source.find_kv(80, resident_id=resident).tokens[:80] == prompt_of(80)
@@ -255,12 +255,10 @@ def test_a_save_after_a_takeover_never_writes_the_new_owners_tokens(root: Path) 
     assert drive.scheduler.save_source.find_kv(280, running_id=name).length > 280
 
 
-def test_a_request_that_asks_for_no_resident_leaves_none(root: Path) -> None:
+def test_request_without_resident_leaves_none(root: Path) -> None:
     drive = Drive(served("llama", root))
-    heard = Heard()
+    log = EventLog()
     params = GenerationParams(max_tokens=3, ignore_eos=True)
-    drive.scheduler.submit(
-        GenerationRequest("direct", prompt_of(30), params, heard.events.append, leaves_resident=False)
-    )
-    drive.until(lambda: heard.over)
-    assert heard.settled.resident == "" and len(drive.scheduler.residents) == 0
+    drive.scheduler.submit(GenerationRequest("direct", prompt_of(30), params, log.events.append, leaves_resident=False))
+    drive.until(lambda: log.is_ended)
+    assert log.result.resident == "" and len(drive.scheduler.residents) == 0

@@ -1,4 +1,4 @@
-"""What the backend tells Prometheus: of a real engine, through its own door."""
+"""Prometheus metrics of a real engine, through GET /metrics."""
 
 import asyncio
 import threading
@@ -10,9 +10,9 @@ import pytest
 
 from support.backend.engine_driver import Drive
 from support.backend.families import prompt_of, served
-from support.backend.live_backend import BODY, SECRET, WAIT_S, Live, live, settled, with_backend
+from support.backend.live_backend import BODY, SECRET, WAIT_S, LiveBackend, live, read_result, with_backend
 from support.metrics_text import Scraped
-from warmline_backend.engine import kv_transfer as storage
+from warmline_backend.engine import kv_transfer
 from warmline_backend.generation.sequence import Sequence
 from warmline_backend.generation.step_stats import StepHistogram
 from warmline_backend.kv_cache.kv import RowsUnavailableError
@@ -28,7 +28,7 @@ ID = "a" * 32
 P = "warmline_backend_"
 
 
-async def scrape(backend: Live, **headers: str) -> Scraped:
+async def scrape(backend: LiveBackend, **headers: str) -> Scraped:
     async with backend.session.get("/metrics", headers=headers) as response:  # without a secret
         assert response.status == 200
         return Scraped(await response.text(), openmetrics="openmetrics" in response.content_type)
@@ -37,7 +37,7 @@ async def scrape(backend: Live, **headers: str) -> Scraped:
 # ---- what is counted
 
 
-def test_values_are_spread_over_buckets() -> None:
+def test_histogram_buckets_are_cumulative() -> None:
     spread = StepHistogram((1.0, 2.5))
     for value in (0.5, 1.0, 2.0, 9.0):
         spread.add(value)
@@ -47,23 +47,23 @@ def test_values_are_spread_over_buckets() -> None:
     assert (copied.count, copied.sum, spread.count) == (4, 12.5, 5)
 
 
-def test_the_tally_has_what_requests_were_told(root: Path) -> None:
+def test_step_stats_match_request_events(root: Path) -> None:
     drive = Drive(served("llama", root), step=16)
     _, one = drive.submit(prompt_of(40), 60)
     _, two = drive.submit(prompt_of(40, 2), 60)
-    drive.until(lambda: one.over and two.over)
-    tally, timings = drive.scheduler.step_stats, [each.settled.timings for each in (one, two)]
-    assert tally.prefilled_tokens == sum(each.prefilled for each in timings) == 80
-    assert tally.decoded_tokens == sum(each.decoded for each in timings) == 120
-    assert tally.batch_sizes.sum == 120, "a token for each sequence of each step"
-    assert tally.batch_sizes.count == tally.decode_seconds.count < 120, "two shared some steps"
-    assert tally.chunk_seconds.count == 6, "39 tokens, 16 at a time, twice"
-    assert {finish: count for finish, count in tally.finish_counts.items() if count} == {"length": 2}
-    drive.turn()
-    assert tally.copy() is not tally and tally.copy().finish_counts == tally.finish_counts
+    drive.until(lambda: one.is_ended and two.is_ended)
+    stats, timings = drive.scheduler.step_stats, [each.result.timings for each in (one, two)]
+    assert stats.prefilled_tokens == sum(each.prefilled for each in timings) == 80
+    assert stats.decoded_tokens == sum(each.decoded for each in timings) == 120
+    assert stats.batch_sizes.sum == 120, "a token for each sequence of each step"
+    assert stats.batch_sizes.count == stats.decode_seconds.count < 120, "two shared some steps"
+    assert stats.chunk_seconds.count == 6, "39 tokens, 16 at a time, twice"
+    assert {finish: count for finish, count in stats.finish_counts.items() if count} == {"length": 2}
+    drive.step()
+    assert stats.copy() is not stats and stats.copy().finish_counts == stats.finish_counts
 
 
-def test_a_failed_step_is_counted_with_what_it_took_along(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_step_counts_discarded_requests(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Drive(served("llama", root))
 
     def fail(sequence: Sequence, step: int) -> int:
@@ -88,23 +88,23 @@ def test_a_failed_step_is_counted_with_what_it_took_along(root: Path, monkeypatc
         (ValueError("whose text says a secret"), "other"),
     ],
 )
-def test_reasons_are_single_words(error: BaseException, reason: str) -> None:
+def test_failure_reasons_are_single_words(error: BaseException, reason: str) -> None:
     assert classify_failure(error) == reason
 
 
 # ---- through its door
 
 
-def test_what_a_backend_tells(tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work(backend: Live) -> None:
+def test_exposition_has_all_metrics(tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(backend: LiveBackend) -> None:
         prompt = await backend.prompt()
         tokens = len(prompt.tokens) // 4
         async with backend.generation("a", prompt) as response:
-            ended = await settled(response)
+            ended = await read_result(response)
         kept = ended.prefilled_until
         save = SaveRequest(request_id="s", resident=ended.resident, segments=[SegmentSpec(id=ID, start=0, end=kept)])
         with monkeypatch.context() as planted:
-            planted.setattr(storage, "write_segment_file", no_space)
+            planted.setattr(kv_transfer, "write_segment_file", no_space)
             assert (await backend.json("POST", "/kv/save", save))[0] == 507
         assert (await backend.json("POST", "/kv/save", save))[0] == 200
         chain = [SegmentRef(id=ID, start=0, end=kept, upto=kept)]
@@ -149,9 +149,7 @@ def no_space(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_it_tells_while_the_model_loads_and_without_a_secret_on_this_machine_alone(
-    tiny_folder: FolderOf, tmp_path: Path
-) -> None:
+def test_metrics_need_no_secret_on_loopback_while_loading(tiny_folder: FolderOf, tmp_path: Path) -> None:
     load_now = threading.Event()
 
     def make(build: Callable[[], Scheduler]) -> Scheduler:
@@ -176,7 +174,7 @@ def test_it_tells_while_the_model_loads_and_without_a_secret_on_this_machine_alo
     asyncio.run(run())
 
 
-async def status_of(backend: Live, headers: dict[str, str]) -> int:
+async def status_of(backend: LiveBackend, headers: dict[str, str]) -> int:
     async with backend.session.get("/metrics", headers=headers) as response:
         assert isinstance(response, aiohttp.ClientResponse)
         return response.status

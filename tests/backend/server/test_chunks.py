@@ -35,7 +35,7 @@ def first_id(tokenizer: TokenizerWrapper, text: str) -> int:
     return int(tokenizer.encode(text, add_special_tokens=False)[0])
 
 
-def test_a_chat_stream_is_what_the_sdk_expects() -> None:
+def test_chat_stream_parses_with_openai_sdk() -> None:
     writer = ChunkEncoder("chat", "r1", "smol", 1234)
     stream = [
         writer.encode_role(),
@@ -59,7 +59,7 @@ def test_a_chat_stream_is_what_the_sdk_expects() -> None:
     assert usage.prompt_tokens_details.cached_tokens == 8
 
 
-def test_a_completion_stream_is_what_the_sdk_expects() -> None:
+def test_completion_stream_parses_with_openai_sdk() -> None:
     writer = ChunkEncoder("completion", "r1", "smol", 1234)
     assert writer.encode_role() == b""
     chunks = payloads(
@@ -76,7 +76,7 @@ def test_a_completion_stream_is_what_the_sdk_expects() -> None:
     assert answer.choices[0].to_dict()["stop_reason"] == "END"
 
 
-def test_chat_logprobs_have_openais_shape(bpe: TokenizerWrapper) -> None:
+def test_chat_logprobs_have_openai_shape(bpe: TokenizerWrapper) -> None:
     names, writer = TokenDecoder(bpe), ChunkEncoder("chat", "r", "m", 1)
     a, b = first_id(bpe, "a"), first_id(bpe, "b")
     entry = names.decode_logprob(a, -0.25, [(a, -0.25), (b, -float("inf"))])
@@ -90,7 +90,7 @@ def test_chat_logprobs_have_openais_shape(bpe: TokenizerWrapper) -> None:
     assert [(top.token, top.logprob) for top in first.top_logprobs] == [("a", -0.25), ("b", -9999.0)]
 
 
-def test_the_older_endpoints_logprobs_carry_offsets(bpe: TokenizerWrapper) -> None:
+def test_completion_logprobs_carry_text_offsets(bpe: TokenizerWrapper) -> None:
     names, writer = TokenDecoder(bpe), ChunkEncoder("completion", "r", "m", 1)
     entries = [
         names.decode_logprob(first_id(bpe, text), -1.0, [(first_id(bpe, "x"), -2.0)]) for text in ("a", "b", "c")
@@ -105,19 +105,19 @@ def test_the_older_endpoints_logprobs_carry_offsets(bpe: TokenizerWrapper) -> No
     assert logprobs.token_logprobs == [-1.0] * 3 and logprobs.top_logprobs == [{"x": -2.0}] * 3
 
 
-def test_a_token_that_is_half_a_character_has_its_exact_bytes(bpe: TokenizerWrapper) -> None:
+def test_half_character_token_has_exact_bytes(bpe: TokenizerWrapper) -> None:
     ids = bpe.encode("é😀 \n", add_special_tokens=False)
     entries = [TokenDecoder(bpe).decode_logprob(token, -1.0) for token in ids]
     assert b"".join(entry.raw for entry in entries) == "é😀 \n".encode()
     assert entries[0].token == "\ufffd"
 
 
-def test_byte_fallback_tokens_have_their_exact_bytes(tmp_path: Path) -> None:
+def test_byte_fallback_tokens_have_exact_bytes(tmp_path: Path) -> None:
     tokenizer = sentence_piece(tmp_path)
     ids = tokenizer.encode("é", add_special_tokens=False)[-2:]
     assert b"".join(TokenDecoder(tokenizer).decode_logprob(token, -1.0).raw for token in ids) == "é".encode()
 
 
-def test_an_error_event_has_openais_error_object() -> None:
+def test_error_event_has_openai_error_object() -> None:
     (error,) = payloads(ChunkEncoder("chat", "r", "m", 1).encode_error("it broke", code="x"))
     assert error == {"error": {"message": "it broke", "type": "server_error", "param": None, "code": "x"}}

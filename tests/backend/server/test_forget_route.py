@@ -1,11 +1,11 @@
-"""POST /kv/forget: what a purge wants gone from memory is no longer held by anything of ours."""
+"""POST /kv/forget: no product object holds a deleted prompt's text or tokens."""
 
 import gc
 import types
 from collections.abc import Callable
 from pathlib import Path
 
-from support.backend.live_backend import BODY, Live, settled, with_backend
+from support.backend.live_backend import BODY, LiveBackend, read_result, with_backend
 from warmline_common.protocol.messages import ClearCacheRequest
 from warmline_common.protocol.tokens import pack_tokens, unpack_tokens
 
@@ -15,12 +15,12 @@ SAID = {**BODY, "messages": [{"role": "user", "content": f"{CANARY} is what I sa
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "title": CANARY}}}
 
 
-def test_nothing_holds_what_was_said(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    async def work(backend: Live) -> None:
+def test_forget_releases_all_prompt_text_and_tokens(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    async def work(backend: LiveBackend) -> None:
         prompt = await backend.prompt(SAID)
         waiting = await backend.prompt({**SAID, "response_format": FORM})
         async with backend.generation("a", prompt) as response:
-            assert (await settled(response)).resident
+            assert (await read_result(response)).resident
         tokens = unpack_tokens(prompt.tokens)[20:60]
         assert len(holding(CANARY, tokens)) >= 2
         (resident,) = backend.service.list_residents(with_ids=False).residents
@@ -40,7 +40,7 @@ def test_nothing_holds_what_was_said(tiny_folder: FolderOf, tmp_path: Path) -> N
 
 
 def holding(text: str, tokens: list[int]) -> list[str]:
-    """What of the process has an attribute or an element with the text or the tokens, but for this test."""
+    """Objects of the process with an attribute or element that contains the text or the tokens, except this test's."""
     gc.collect()
     packed, found = pack_tokens(tokens), []
     for holder in gc.get_objects():

@@ -1,4 +1,4 @@
-"""What watchers are told: of an engine that loads, computes, hangs, waits or has ended."""
+"""Health and readiness of an engine that loads, computes, hangs, waits or has ended."""
 
 import asyncio
 import gc
@@ -9,7 +9,17 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from support.backend.live_backend import ENDLESS, WAIT_S, Chunks, Hold, Live, live, settled, until, with_backend
+from support.backend.live_backend import (
+    ENDLESS,
+    WAIT_S,
+    ChunkGate,
+    EngineHold,
+    LiveBackend,
+    live,
+    read_result,
+    read_until,
+    with_backend,
+)
 from warmline_backend.scheduler.scheduler import Scheduler
 from warmline_backend.server import health
 from warmline_common.protocol.messages import BackendStatus, HealthReply, decode
@@ -17,32 +27,32 @@ from warmline_common.protocol.messages import BackendStatus, HealthReply, decode
 FolderOf = Callable[..., Path]
 
 
-async def pulse(backend: Live) -> HealthReply:
+async def read_health(backend: LiveBackend) -> HealthReply:
     async with backend.session.get("/health") as response:  # without a secret
         assert response.status == 200
         return decode(await response.read(), HealthReply)
 
 
-async def at_rest(backend: Live) -> HealthReply:
-    """The engine has done all that it had to."""
+async def at_rest(backend: LiveBackend) -> HealthReply:
+    """Wait until the engine has nothing left to do."""
     async with asyncio.timeout(WAIT_S):
-        while (told := await pulse(backend)).busy:
+        while (health := await read_health(backend)).busy:
             pass
-    return told
+    return health
 
 
-async def ready(backend: Live) -> tuple[int, str]:
+async def ready(backend: LiveBackend) -> tuple[int, str]:
     status, reply = await backend.json("GET", "/ready")
     assert reply["ready"] == (status == 200)
     return status, reply["reason"]
 
 
-async def ready_at_rest(backend: Live) -> tuple[int, str]:
+async def ready_at_rest(backend: LiveBackend) -> tuple[int, str]:
     await at_rest(backend)
     return await ready(backend)
 
 
-def test_the_pulse_of_a_model_that_loads(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_health_while_model_loads(tiny_folder: FolderOf, tmp_path: Path) -> None:
     load_now = threading.Event()
 
     def make(build: Callable[[], Scheduler]) -> Scheduler:
@@ -51,26 +61,26 @@ def test_the_pulse_of_a_model_that_loads(tiny_folder: FolderOf, tmp_path: Path) 
 
     async def run() -> None:
         async with live(tiny_folder("llama"), tmp_path, make=make) as backend:
-            told = await pulse(backend)
-            assert (told.ready, told.busy, told.steps, told.step_age_s) == (False, False, 0, 0.0)
-            assert told.failure == "the model is still loading"
+            health = await read_health(backend)
+            assert (health.ready, health.busy, health.steps, health.step_age_s) == (False, False, 0, 0.0)
+            assert health.failure == "the model is still loading"
             assert await ready(backend) == (503, "the model is still loading")
             load_now.set()
             await backend.service.wait_until_loaded()
-            told = await pulse(backend)
-            assert told.ready and told.failure == "" and told.boot == "boot"
+            health = await read_health(backend)
+            assert health.ready and health.failure == "" and health.boot == "boot"
 
     asyncio.run(run())
 
 
-def test_the_pulse_beats_with_each_step_and_stops_with_one_that_hangs(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    async def work(backend: Live) -> None:
+def test_health_counts_steps_and_shows_hanging_step(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    async def work(backend: LiveBackend) -> None:
         async with backend.generation("a", await backend.prompt()) as response:
-            assert (await settled(response)).finish == "length"
+            assert (await read_result(response)).finish == "length"
         idle = await at_rest(backend)
         assert idle.steps >= 7 and idle.step_age_s == 0.0  # a chunk and six tokens
-        async with Hold(backend.engine):
-            first, second = await pulse(backend), await pulse(backend)
+        async with EngineHold(backend.engine):
+            first, second = await read_health(backend), await read_health(backend)
             assert first.busy and first.ready and first.steps == second.steps
             assert 0 < first.step_age_s < second.step_age_s
         assert (await at_rest(backend)).steps > second.steps
@@ -78,35 +88,35 @@ def test_the_pulse_beats_with_each_step_and_stops_with_one_that_hangs(tiny_folde
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_whoever_listens_hears_of_the_engines_end(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    async def work(backend: Live) -> None:
+def test_waiting_calls_get_engine_end(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    async def work(backend: LiveBackend) -> None:
         async with backend.generation("a", await backend.prompt(ENDLESS)) as response:
-            await until(response, b'"content":"')
+            await read_until(response, b'"content":"')
 
             def break_it(scheduler: Scheduler) -> None:
                 scheduler._decode_group = lambda group: 1 / 0  # type: ignore[assignment, method-assign, return-value]
 
-            await backend.ask(break_it)
-            error = await until(response, b'"error"')
-            end = await settled(response)
+            await backend.run_on_engine(break_it)
+            error = await read_until(response, b'"error"')
+            end = await read_result(response)
         assert b"the engine has ended: division by zero" in error and b"[DONE]" not in error
         assert (end.finish, end.resident, end.error) == ("discarded", "", "the engine has ended: division by zero")
-        told = await pulse(backend)
-        assert not told.ready and not told.busy and told.failure == "the engine has ended: division by zero"
-        assert await ready(backend) == (503, told.failure)
+        health = await read_health(backend)
+        assert not health.ready and not health.busy and health.failure == "the engine has ended: division by zero"
+        assert await ready(backend) == (503, health.failure)
         status, reply = await backend.json("DELETE", "/requests/a")
-        assert (status, reply["error"]["message"]) == (503, told.failure)
+        assert (status, reply["error"]["message"]) == (503, health.failure)
 
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_an_idle_engine_is_ready_when_it_computes_a_token(
+def test_idle_engine_is_ready_after_probe(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     probes: list[str] = []
     complaints: list[dict[str, object]] = []
 
-    async def work(backend: Live) -> None:
+    async def work(backend: LiveBackend) -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, complaint: complaints.append(complaint))
         scheduler = backend.engine.scheduler
         real = scheduler.probe
@@ -131,10 +141,8 @@ def test_an_idle_engine_is_ready_when_it_computes_a_token(
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_a_token_that_does_not_come_is_not_ready(
-    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def work(backend: Live) -> None:
+def test_hanging_probe_is_not_ready(tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(backend: LiveBackend) -> None:
         begun, go_on = threading.Event(), threading.Event()
 
         def hang() -> None:
@@ -154,61 +162,63 @@ def test_a_token_that_does_not_come_is_not_ready(
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_a_busy_engine_is_ready_while_its_present_step_is_young(
+def test_busy_engine_is_ready_while_step_is_young(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long a prefill takes: its chunks come."""
-    chunks = Chunks(monkeypatch)
+    """A long prefill keeps it ready as long as its chunks end."""
+    chunks = ChunkGate(monkeypatch)
 
-    async def work(backend: Live) -> None:
+    async def work(backend: LiveBackend) -> None:
         monkeypatch.setattr(backend.engine.scheduler, "probe", lambda: 1 / 0)
         async with backend.generation("a", await backend.prompt()):
-            await chunks.begun()
+            await chunks.wait_begun()
             assert await ready(backend) == (200, "")
             monkeypatch.setattr(health, "STEP_AGE_MAX_S", 0.0)
             status, reason = await ready(backend)
             assert status == 503 and reason.startswith("the engine's present step has been going on for ")
-            chunks.let_all_pass()
+            chunks.open_all()
 
     with_backend(tiny_folder("llama"), tmp_path, work, step=16)
 
 
-def test_a_process_that_shuts_down_is_not_ready(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    async def work(backend: Live) -> None:
+def test_shutting_down_process_is_not_ready(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    async def work(backend: LiveBackend) -> None:
         backend.service.shut_down()
         assert await ready(backend) == (503, "shutting down")
-        async with Hold(backend.engine):
-            told = await pulse(backend)
-            assert (told.ready, told.failure) == (False, "shutting down")
-            assert told.busy and told.step_age_s > 0, "its engine is alive, and watched"
+        async with EngineHold(backend.engine):
+            health = await read_health(backend)
+            assert (health.ready, health.failure) == (False, "shutting down")
+            assert health.busy and health.step_age_s > 0, "its engine is alive, and watched"
 
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_vitals_are_the_same_after_each_request_that_leaves_nothing(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    async def work(backend: Live) -> None:
-        async def told() -> BackendStatus:
-            """Once the step that decoding computes ahead is over: it ends after its request has, and holds memory."""
-            await backend.ask(lambda _: mx.synchronize())
+def test_memory_and_tasks_are_stable_over_requests(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    async def work(backend: LiveBackend) -> None:
+        async def read_settled_status() -> BackendStatus:
+            """Process stats after the step that decoding computes ahead: it ends after its request, and holds
+            memory.
+            """
+            await backend.run_on_engine(lambda _: mx.synchronize())
             async with backend.call("GET", "/kv/status") as response:
                 return decode(await response.read(), BackendStatus)
 
         async def leave(name: str) -> None:
             async with backend.generation(name, await backend.prompt(ENDLESS)) as response:
-                await until(response, b'"content":"')
+                await read_until(response, b'"content":"')
                 status, _ = await backend.json("DELETE", f"/requests/{name}")
                 assert status == 200
-                resident = (await settled(response)).resident
+                resident = (await read_result(response)).resident
             assert await backend.service.delete_resident(resident)
 
         gc.collect()  # what other tests left in this process must not go while this one weighs
         await leave("warm up")
-        before = await told()
+        before = await read_settled_status()
         assert before.vitals.tasks > 0 and before.vitals.threads > 1 and before.vitals.descriptors > 3
         assert before.vitals.bytes_unaccounted >= 0
         for turn in range(3):
             await leave(str(turn))
-            after = await told()
+            after = await read_settled_status()
             assert after.vitals == before.vitals and after.resident_bytes == after.running_bytes == 0
 
     with_backend(tiny_folder("llama"), tmp_path, work)

@@ -7,12 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from support.backend.live_backend import BODY, ENDLESS, SECRET, WAIT_S, Chunks, Live, settled, until, when, with_backend
+from support.backend.live_backend import (
+    BODY,
+    ENDLESS,
+    SECRET,
+    WAIT_S,
+    ChunkGate,
+    LiveBackend,
+    read_result,
+    read_until,
+    wait_until,
+    with_backend,
+)
 from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.request.params import GenerationParams
 from warmline_backend.scheduler.capacity import KvTooLargeError
-from warmline_backend.server import prompt_store
-from warmline_backend.server import routes as server
+from warmline_backend.server import prompt_store, routes
 from warmline_common.protocol.messages import (
     HEADER_FOLLOW,
     HEADER_PROMPT,
@@ -25,23 +35,21 @@ from warmline_common.protocol.messages import (
 FolderOf = Callable[..., Path]
 
 
-def test_a_prompt_that_is_forgotten_is_gone(
-    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evicted_prompt_returns_410(tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_store, "PROMPTS_MAX", 1)
 
-    async def work(backend: Live) -> None:
+    async def work(backend: LiveBackend) -> None:
         first, second = await backend.prompt(), await backend.prompt()
         async with backend.generation("a", first) as response:
             assert response.status == 410 and "it is too old" in await response.text()
         async with backend.generation("a", second) as response:
-            assert (await settled(response)).finish == "length"
+            assert (await read_result(response)).finish == "length"
 
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_a_prompt_that_can_never_fit_is_refused_at_once(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    async def work(backend: Live) -> None:
+def test_prompt_over_capacity_returns_400(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    async def work(backend: LiveBackend) -> None:
         wanted = PromptRequest(request_id="p", endpoint="chat", body=ENDLESS)
         for path, body in (("/kv/prompts", wanted), ("/v1/chat/completions", ENDLESS)):
             status, reply = await backend.json("POST", path, body)
@@ -52,18 +60,18 @@ def test_a_prompt_that_can_never_fit_is_refused_at_once(tiny_folder: FolderOf, t
         assert (await backend.json("POST", "/v1/chat/completions", BODY))[0] == 200
         same = GenerationRequest("a", [1] * 199, GenerationParams(max_tokens=50_000), listener=print)
         with pytest.raises(KvTooLargeError) as refused:
-            await backend.ask(lambda scheduler: scheduler.submit(same))
+            await backend.run_on_engine(lambda scheduler: scheduler.submit(same))
         assert str(refused.value) == error["message"], "the engine would have said the same"
 
     with_backend(tiny_folder("llama"), tmp_path, work, budget=180_000)
 
 
-def test_a_request_follows_another_ones_prefill(
+def test_follower_reuses_leaders_prefill(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chunks = Chunks(monkeypatch)
+    chunks = ChunkGate(monkeypatch)
 
-    async def work(backend: Live) -> None:
+    async def work(backend: LiveBackend) -> None:
         prompt = await backend.prompt()
         headers = {HEADER_PROMPT: prompt.prompt_id, HEADER_REUSE: "198"}
 
@@ -76,11 +84,11 @@ def test_a_request_follows_another_ones_prefill(
             return asyncio.ensure_future(ask())
 
         async with backend.generation("leader", prompt) as response:
-            await chunks.begun()
+            await chunks.wait_begun()
             following = follower("follower", "leader")
-            await when(lambda: not backend.engine._commands.empty())
-            chunks.let_all_pass()
-            assert (await settled(response)).finish == "length"
+            await wait_until(lambda: not backend.engine._commands.empty())
+            chunks.open_all()
+            assert (await read_result(response)).finish == "length"
         status, said = await following
         assert status == 200 and b'"cached_tokens":198' in said
         assert said.index(b": prefill 198/199") < said.index(b": started"), "it hears of its leader while it waits"
@@ -89,20 +97,20 @@ def test_a_request_follows_another_ones_prefill(
     with_backend(tiny_folder("llama"), tmp_path, work, step=64)
 
 
-def test_whoever_has_lost_its_leader_may_ask_again(
+def test_orphaned_follower_returns_503_leaderless(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chunks = Chunks(monkeypatch)
+    chunks = ChunkGate(monkeypatch)
 
-    async def work(backend: Live) -> None:
+    async def work(backend: LiveBackend) -> None:
         async with backend.generation("leader", await backend.prompt()):
-            await chunks.begun()
+            await chunks.wait_begun()
             headers = {HEADER_FOLLOW: "leader", HEADER_REUSE: "198"}
             asking = asyncio.ensure_future(backend.json("POST", "/v1/chat/completions", BODY, **headers))
-            await when(lambda: not backend.engine._commands.empty())
+            await wait_until(lambda: not backend.engine._commands.empty())
             cancelling = asyncio.ensure_future(backend.json("DELETE", "/requests/leader"))
-            await when(lambda: backend.engine._commands.qsize() == 2)
-            chunks.let_all_pass()
+            await wait_until(lambda: backend.engine._commands.qsize() == 2)
+            chunks.open_all()
             assert (await cancelling)[0] == 200
         status, reply = await asking
         assert (status, reply["error"]["code"]) == (503, "leaderless")
@@ -110,8 +118,8 @@ def test_whoever_has_lost_its_leader_may_ask_again(
     with_backend(tiny_folder("llama"), tmp_path, work, step=64)
 
 
-def test_nobody_starts_from_two_places(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    async def work(backend: Live) -> None:
+def test_leader_and_resident_together_return_400(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    async def work(backend: LiveBackend) -> None:
         headers = {HEADER_FOLLOW: "leader", HEADER_RESIDENT: "resident", HEADER_REUSE: "10"}
         status, reply = await backend.json("POST", "/v1/chat/completions", BODY, **headers)
         assert status == 400 and "not from both" in reply["error"]["message"]
@@ -119,12 +127,12 @@ def test_nobody_starts_from_two_places(tiny_folder: FolderOf, tmp_path: Path) ->
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_a_reader_that_takes_nothing_is_cut_off(
+def test_reader_that_takes_nothing_is_disconnected(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "SEND_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(routes, "SEND_TIMEOUT_S", 0.05)
 
-    async def work(backend: Live) -> None:
+    async def work(backend: LiveBackend) -> None:
         prompt = await backend.prompt(ENDLESS)
         loop, reader = asyncio.get_running_loop(), socket.socket()
         backend.listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the connection's, too
@@ -134,10 +142,10 @@ def test_a_reader_that_takes_nothing_is_cut_off(
         head = {"Host": "x", "Authorization": f"Bearer {SECRET}", HEADER_PROMPT: prompt.prompt_id, HEADER_REQUEST: "a"}
         lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
         await loop.sock_sendall(reader, f"POST /v1/chat/completions HTTP/1.1\r\n{lines}\r\n".encode())
-        await when(lambda: backend.service.inflight.request_ids == ["a"])
+        await wait_until(lambda: backend.service.inflight.request_ids == ["a"])
         async with asyncio.timeout(WAIT_S):
             await backend.service.inflight.wait_until_empty()
-            while await backend.ask(lambda scheduler: scheduler.running_count):
+            while await backend.run_on_engine(lambda scheduler: scheduler.running_count):
                 pass
         reader.close()
         assert backend.service.list_residents(with_ids=False).residents[0].tokens < 50_000
@@ -145,10 +153,10 @@ def test_a_reader_that_takes_nothing_is_cut_off(
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_what_has_started_says_so_first(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    async def work(backend: Live) -> None:
+def test_started_comment_comes_first(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    async def work(backend: LiveBackend) -> None:
         async with backend.generation("a", await backend.prompt()) as response:
-            assert await until(response, b":") == b": started\n"
-            assert (await settled(response)).finish == "length"
+            assert await read_until(response, b":") == b": started\n"
+            assert (await read_result(response)).finish == "length"
 
     with_backend(tiny_folder("llama"), tmp_path, work)

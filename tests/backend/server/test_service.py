@@ -1,4 +1,4 @@
-"""What the routes call, over a real engine: saves that are given up leave no file, cancels tell how it ended."""
+"""Service operations over a real engine: cancelled saves leave no file, cancels return results."""
 
 import asyncio
 import threading
@@ -12,7 +12,7 @@ import pytest
 
 from support import tiny_models
 from warmline_backend.config import BackendConfigError, parse_config
-from warmline_backend.engine import kv_transfer as storage
+from warmline_backend.engine import kv_transfer
 from warmline_backend.engine.engine import Engine
 from warmline_backend.engine.inflight import UnknownGenerationError
 from warmline_backend.generation import rates
@@ -65,7 +65,7 @@ def in_service(tmp_path: Path, work: Callable[[Service, Home], Awaitable[None]],
 
 
 async def generated(service: Service, name: str = "r") -> tuple[GenerationResult, bytes]:
-    """A generation, run to its end, and its packed prompt."""
+    """Run a generation to its end; its result and packed prompt."""
     prompt = await service.render_prompt("chat", BODY, 10)
     with service.accept(name) as call:
         await service.generate(call, prompt)
@@ -74,13 +74,13 @@ async def generated(service: Service, name: str = "r") -> tuple[GenerationResult
     return event.result, bytes(service.list_residents(with_ids=True).residents[-1].ids or b"")
 
 
-def save_request(settled: GenerationResult) -> SaveRequest:
-    specs = [SegmentSpec(id=IDS[0], start=0, end=64), SegmentSpec(id=IDS[1], start=64, end=settled.prefilled_until)]
-    return SaveRequest(request_id="save", resident=settled.resident, segments=specs)
+def save_request(result: GenerationResult) -> SaveRequest:
+    specs = [SegmentSpec(id=IDS[0], start=0, end=64), SegmentSpec(id=IDS[1], start=64, end=result.prefilled_until)]
+    return SaveRequest(request_id="save", resident=result.resident, segments=specs)
 
 
 def behind(service: Service) -> "Future[None]":
-    """Done once the writer has done all that it was given."""
+    """Done once the writer thread has done its queued work."""
     return service.runtime.kv_transfer._writer_pool.submit(lambda: None)
 
 
@@ -88,9 +88,9 @@ def stored(home: Home) -> list[str]:
     return sorted(path.stem for path in home.segments.rglob("*.safetensors"))
 
 
-def test_a_save_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_deletes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(service: Service, home: Home) -> None:
-        settled, _ = await generated(service)
+        result, _ = await generated(service)
 
         def disk_full(path: Path, *rest: object) -> object:
             if path.stem == IDS[1]:
@@ -98,20 +98,20 @@ def test_a_save_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             return write_segment_file(path, *rest)  # type: ignore[arg-type]
 
         with monkeypatch.context() as planted:
-            planted.setattr(storage, "write_segment_file", disk_full)
+            planted.setattr(kv_transfer, "write_segment_file", disk_full)
             with pytest.raises(OSError, match="No space left"):
-                await service.save(save_request(settled))
+                await service.save(save_request(result))
         assert stored(home) == []
-        await service.save(save_request(settled))
+        await service.save(save_request(result))
         assert stored(home) == IDS
 
     in_service(tmp_path, work)
 
 
 @pytest.mark.parametrize("leaving", ["the caller is gone", "gone once it is written", "cancelled by id"])
-def test_a_save_that_is_given_up_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaving: str) -> None:
+def test_cancelled_save_deletes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaving: str) -> None:
     async def work(service: Service, home: Home) -> None:
-        settled, _ = await generated(service)
+        result, _ = await generated(service)
         writing, go_on, written = threading.Event(), threading.Event(), threading.Event()
 
         def slow(path: Path, *rest: object) -> object:
@@ -122,8 +122,8 @@ def test_a_save_that_is_given_up_leaves_no_file(tmp_path: Path, monkeypatch: pyt
             finally:
                 written.set()
 
-        monkeypatch.setattr(storage, "write_segment_file", slow)
-        saving = asyncio.ensure_future(service.save(save_request(settled)))
+        monkeypatch.setattr(kv_transfer, "write_segment_file", slow)
+        saving = asyncio.ensure_future(service.save(save_request(result)))
         await asyncio.to_thread(writing.wait, 10)
         if leaving == "cancelled by id":
             cancelling = asyncio.ensure_future(service.cancel("save"))
@@ -151,7 +151,7 @@ def test_a_save_that_is_given_up_leaves_no_file(tmp_path: Path, monkeypatch: pyt
     in_service(tmp_path, work)
 
 
-def test_prompts_are_kept_within_their_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_store_evicts_beyond_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(service: Service, home: Home) -> None:
         first, *_, last = [await service.render_prompt("chat", BODY, 10) for _ in range(4)]
         assert service.prompts.get(first.id) and service.prompts.tokens_stored == 4 * len(last.tokens)
@@ -170,14 +170,14 @@ def test_prompts_are_kept_within_their_limits(tmp_path: Path, monkeypatch: pytes
     in_service(tmp_path, work)
 
 
-def test_what_is_saved_is_restored_and_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_kv_is_restored_and_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "SAMPLE_BYTES_MIN", 1)
 
     async def work(service: Service, home: Home) -> None:
-        settled, tokens = await generated(service)
-        await service.save(save_request(settled))
-        assert await service.delete_resident(settled.resident)
-        end = settled.prefilled_until
+        result, tokens = await generated(service)
+        await service.save(save_request(result))
+        assert await service.delete_resident(result.resident)
+        end = result.prefilled_until
         chain = [SegmentRef(id=IDS[0], start=0, end=64, upto=64), SegmentRef(id=IDS[1], start=64, end=end, upto=end)]
         reply = await service.restore(RestoreRequest(request_id="x", tokens=tokens, chain=chain))
         assert reply.position == end
@@ -187,24 +187,24 @@ def test_what_is_saved_is_restored_and_continued(tmp_path: Path, monkeypatch: py
     in_service(tmp_path, work)
 
 
-def test_cancel_tells_how_a_request_ended(tmp_path: Path) -> None:
+def test_cancel_returns_result_of_ended_request(tmp_path: Path) -> None:
     async def work(service: Service, home: Home) -> None:
-        settled, _ = await generated(service, "early")
-        assert await service.cancel("early") == settled
+        result, _ = await generated(service, "early")
+        assert await service.cancel("early") == result
         with pytest.raises(UnknownGenerationError):
             await service.cancel("nobody")
 
     in_service(tmp_path, work)
 
 
-def test_exact_mode_names_its_grid_and_restores_nothing_off_it(tmp_path: Path) -> None:
+def test_exact_mode_reports_grid_and_refuses_restore_off_grid(tmp_path: Path) -> None:
     async def work(service: Service, home: Home) -> None:
         layout = service.read_status().layout
         assert layout is not None and (layout.grid, layout.dtype) == (64, "float32")
-        settled, tokens = await generated(service)
-        end = settled.prefilled_until
+        result, tokens = await generated(service)
+        end = result.prefilled_until
         assert end == 192 and len(tokens) == 4 * end
-        await service.save(save_request(settled))
+        await service.save(save_request(result))
         for position in (100, 128):
             chain = [
                 SegmentRef(id=IDS[0], start=0, end=64, upto=64),
@@ -228,6 +228,6 @@ def test_fast_mode_has_no_grid(tmp_path: Path) -> None:
     in_service(tmp_path, work, "--kv-bits", "8", "--kv-group-size", "32")
 
 
-def test_exact_mode_needs_chunks_of_two_tokens() -> None:
+def test_exact_mode_needs_steps_of_two_tokens() -> None:
     with pytest.raises(BackendConfigError, match="expected at least 2 with --reuse exact"):
         parse_config(["--home", "h", "--model", "m", "--reuse", "exact", "--prefill-step-size", "1"])

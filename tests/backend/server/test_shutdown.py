@@ -1,4 +1,4 @@
-"""How a process ends that was told to stop, or whose engine has ended."""
+"""Shutdown: drains, signals, and exits of a process whose engine has ended."""
 
 import asyncio
 import json
@@ -12,10 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from support.backend.live_backend import BODY, ENDLESS, WAIT_S, Hold, Live, settled, until, when, with_backend
+from support.backend.live_backend import (
+    BODY,
+    ENDLESS,
+    WAIT_S,
+    EngineHold,
+    LiveBackend,
+    read_result,
+    read_until,
+    wait_until,
+    with_backend,
+)
 from support.processes import Running, free_port
 from warmline_backend.config import BackendConfigError, parse_config
-from warmline_backend.server import shutdown as draining
+from warmline_backend.server import shutdown
 from warmline_backend.server.shutdown import drain
 from warmline_common.protocol.messages import (
     HEADER_BACKGROUND,
@@ -32,15 +42,15 @@ FolderOf = Callable[..., Path]
 FEW = {**BODY, "max_tokens": 300}
 
 
-def drained(backend: Live, timeout_s: float, hurry: asyncio.Event) -> "asyncio.Task[None]":
+def drained(backend: LiveBackend, timeout_s: float, hurry: asyncio.Event) -> "asyncio.Task[None]":
     return asyncio.ensure_future(drain(backend.service, timeout_s, hurry))
 
 
-def test_what_runs_ends_by_itself_and_nothing_new_begins(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    async def work(backend: Live) -> None:
+def test_drain_lets_running_requests_end_and_refuses_new_ones(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    async def work(backend: LiveBackend) -> None:
         later = await backend.prompt()
         async with backend.generation("a", await backend.prompt(FEW)) as response:
-            await until(response, b'"content":"')
+            await read_until(response, b'"content":"')
             task = drained(backend, WAIT_S, asyncio.Event())
             await asyncio.sleep(0)
             new = [
@@ -51,7 +61,7 @@ def test_what_runs_ends_by_itself_and_nothing_new_begins(tiny_folder: FolderOf, 
             async with backend.generation("b", later) as refused:
                 new.append((refused.status, await refused.json()))
             assert [(status, reply["error"]["message"]) for status, reply in new] == [(503, "shutting down")] * 4
-            end = await settled(response)
+            end = await read_result(response)
             assert (end.finish, len(end.generated) // 4) == ("length", 300)
         assert not task.done(), "what it has left is not saved yet"
         spec = SegmentSpec(id="a" * 32, start=0, end=end.prefilled_until)
@@ -62,44 +72,44 @@ def test_what_runs_ends_by_itself_and_nothing_new_begins(tiny_folder: FolderOf, 
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_what_is_in_the_background_is_not_waited_for(
+def test_drain_cancels_background_requests(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draining, "SAVES_WAIT_S", 0.01)  # nobody saves what the other one leaves
+    monkeypatch.setattr(shutdown, "SAVES_WAIT_S", 0.01)  # nobody saves what the other one leaves
 
-    async def work(backend: Live) -> None:
+    async def work(backend: LiveBackend) -> None:
         audited = await backend.prompt({**BODY, "max_tokens": 1})
         async with backend.generation("a", await backend.prompt(ENDLESS)) as response:
-            await until(response, b'"content":"')
+            await read_until(response, b'"content":"')
             headers = {HEADER_REQUEST: "b", HEADER_PROMPT: audited.prompt_id, HEADER_BACKGROUND: "1"}
             async with backend.call("POST", "/v1/chat/completions", **headers) as background:
                 hurry = asyncio.Event()
                 task = drained(backend, WAIT_S, hurry)
-                assert (await settled(background)).finish == "cancelled"
+                assert (await read_result(background)).finish == "cancelled"
                 assert backend.service.inflight.request_ids == ["a"]
                 hurry.set()
-            assert (await settled(response)).finish == "cancelled"
+            assert (await read_result(response)).finish == "cancelled"
         await asyncio.wait_for(task, WAIT_S)
 
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
 @pytest.mark.parametrize("ending", ["the time is over", "in a hurry"])
-def test_what_does_not_end_is_cancelled_and_kept(
+def test_drain_timeout_cancels_and_keeps_kv(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
-    monkeypatch.setattr(draining, "SAVES_WAIT_S", 0.01)  # nobody saves it
+    monkeypatch.setattr(shutdown, "SAVES_WAIT_S", 0.01)  # nobody saves it
 
-    async def work(backend: Live) -> None:
+    async def work(backend: LiveBackend) -> None:
         async with backend.generation("a", await backend.prompt(ENDLESS)) as response:
-            await until(response, b'"content":"')
+            await read_until(response, b'"content":"')
             hurry = asyncio.Event()
             task = drained(backend, 0.01 if ending == "the time is over" else WAIT_S, hurry)
             if ending == "in a hurry":
                 await asyncio.sleep(0)
                 assert not task.done()
                 hurry.set()
-            end = await settled(response)
+            end = await read_result(response)
             assert end.finish == "cancelled" and end.resident
         await asyncio.wait_for(task, WAIT_S)
         assert backend.service.inflight.request_ids == []
@@ -107,38 +117,38 @@ def test_what_does_not_end_is_cancelled_and_kept(
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def test_an_engine_that_does_not_let_go_is_not_waited_for(
+def test_drain_does_not_wait_for_hanging_engine(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draining, "CANCEL_WAIT_S", 0.01)
+    monkeypatch.setattr(shutdown, "CANCEL_WAIT_S", 0.01)
 
-    async def work(backend: Live) -> None:
+    async def work(backend: LiveBackend) -> None:
         async with backend.generation("a", await backend.prompt(ENDLESS)) as response:
-            await until(response, b'"content":"')
-            async with Hold(backend.engine):
+            await read_until(response, b'"content":"')
+            async with EngineHold(backend.engine):
                 await asyncio.wait_for(drained(backend, 0.01, asyncio.Event()), WAIT_S)
                 assert backend.service.inflight.request_ids == ["a"]
-            assert (await settled(response)).finish == "cancelled"
+            assert (await read_result(response)).finish == "cancelled"
 
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
 @pytest.mark.parametrize("seconds", ["-1", "nan", "inf"])
-def test_a_drain_timeout_is_a_number_of_seconds(seconds: str) -> None:
+def test_drain_timeout_flag_is_validated(seconds: str) -> None:
     with pytest.raises(BackendConfigError, match=r"--drain-timeout-s .*: expected a number of seconds, 0 or more"):
         parse_config(["--home", "h", "--model", "m", "--drain-timeout-s", seconds])
 
 
-def test_the_same_signal_again_is_a_hurry() -> None:
+def test_same_signal_twice_stops_at_once() -> None:
     async def run() -> None:
-        signals = draining.StopSignals()
+        signals = shutdown.StopSignals()
         os.kill(os.getpid(), signal.SIGINT)
-        await when(signals.stop.is_set)
+        await wait_until(signals.stop.is_set)
         os.kill(os.getpid(), signal.SIGTERM)  # passed on by whoever got the other one too
-        await when(lambda: len(signals._received) == 2)
+        await wait_until(lambda: len(signals._received) == 2)
         assert not signals.stop_now.is_set()
         os.kill(os.getpid(), signal.SIGTERM)
-        await when(signals.stop_now.is_set)
+        await wait_until(signals.stop_now.is_set)
 
     asyncio.run(run())
 
@@ -217,20 +227,20 @@ class Backend:
         return self.running.process.wait(WAIT_S)
 
 
-def read_until(response: HTTPResponse, word: bytes) -> None:
+def read_lines_until(response: HTTPResponse, word: bytes) -> None:
     for line in response:
         if word in line:
             return
     raise AssertionError(f"the stream ended without {word!r}")
 
 
-def test_a_process_that_is_told_to_stop_twice_ends_at_once_and_well(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_second_sigterm_ends_process_at_once_with_0(tiny_folder: FolderOf, tmp_path: Path) -> None:
     backend = Backend(tiny_folder("llama"), tmp_path, ["-m", "warmline_backend"], "--drain-timeout-s", "1000")
     with backend.running as running, backend.stream({**ENDLESS, "stream": True}) as response:
-        read_until(response, b'"content":"')
+        read_lines_until(response, b'"content":"')
         backend.signal(signal.SIGTERM)
         running.wait_for("shutting down: 1 requests have 1000 s to end")
-        read_until(response, b'"content":"')  # it goes on
+        read_lines_until(response, b'"content":"')  # it goes on
         backend.signal(signal.SIGTERM)
         rest = response.read()
         assert b'"code":"cancelled"' in rest and b"[DONE]" not in rest
@@ -239,11 +249,11 @@ def test_a_process_that_is_told_to_stop_twice_ends_at_once_and_well(tiny_folder:
         assert not backend.home.pid_file("backend").exists()
 
 
-def test_a_process_whose_device_is_broken_says_so_and_ends_with_1(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_broken_device_ends_process_with_1(tiny_folder: FolderOf, tmp_path: Path) -> None:
     order = tmp_path / "order"
     backend = Backend(tiny_folder("llama"), tmp_path, ["-c", BREAKING], str(order))
     with backend.running as running, backend.stream({**ENDLESS, "stream": True}) as response:
-        read_until(response, b'"content":"')
+        read_lines_until(response, b'"content":"')
         order.touch()
         rest = response.read()
         assert b"the engine has ended: the device is gone" in rest and b'"finish":"discarded"' in rest
@@ -251,7 +261,7 @@ def test_a_process_whose_device_is_broken_says_so_and_ends_with_1(tiny_folder: F
         assert backend.code() == 1
 
 
-def test_a_process_does_not_wait_for_a_disk_that_does_not_answer(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_hanging_disk_does_not_delay_exit(tiny_folder: FolderOf, tmp_path: Path) -> None:
     backend = Backend(tiny_folder("llama"), tmp_path, ["-c", HANGING], says="the disk does not answer")
     with backend.running as running:
         backend.signal(signal.SIGTERM)
@@ -260,7 +270,7 @@ def test_a_process_does_not_wait_for_a_disk_that_does_not_answer(tiny_folder: Fo
         assert not backend.home.pid_file("backend").exists()
 
 
-def test_a_clean_stop_stays_one_whatever_libraries_do_at_the_end(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_abort_at_exit_does_not_change_exit_code(tiny_folder: FolderOf, tmp_path: Path) -> None:
     backend = Backend(tiny_folder("llama"), tmp_path, ["-c", ABORTING])
     with backend.running as running:
         backend.signal(signal.SIGTERM)
@@ -268,10 +278,8 @@ def test_a_clean_stop_stays_one_whatever_libraries_do_at_the_end(tiny_folder: Fo
         assert not any("at work" in line for line in running.seen)
 
 
-def test_a_second_backend_on_a_home_is_refused_before_it_touches_anything(
-    tiny_folder: FolderOf, tmp_path: Path
-) -> None:
-    """It would sweep the first one's drafts, and write what that one's name stands in."""
+def test_second_backend_on_home_is_refused_before_writing(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    """Otherwise it would delete the first one's drafts, and overwrite its pid file."""
     model = tiny_folder("llama")
     first = Backend(model, tmp_path, ["-m", "warmline_backend"])
     with first.running:

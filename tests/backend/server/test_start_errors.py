@@ -1,4 +1,4 @@
-"""What a start says that comes to nothing."""
+"""Messages of a failed start."""
 
 import pytest
 
@@ -12,5 +12,5 @@ from warmline_backend.__main__ import format_load_failure
         ("the tokenizer can't be loaded", "can't serve /nowhere: the tokenizer can't be loaded"),
     ],
 )
-def test_a_model_that_cannot_be_served_is_named_once(why: str, said: str) -> None:
+def test_load_failure_names_model_once(why: str, said: str) -> None:
     assert format_load_failure("/nowhere", why) == said

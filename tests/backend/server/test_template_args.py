@@ -1,4 +1,4 @@
-"""Arguments for a model's chat template: the server's are defaults, a request's own go first, key by key."""
+"""Arguments for a model's chat template: the server's are defaults, a request's own override them by key."""
 
 import asyncio
 import inspect
@@ -46,7 +46,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
 
 
 def tail(renderer: TemplateRenderer, **body: Any) -> str:
-    """What the prompt ends in, after the assistant's header."""
+    """End of the prompt, after the assistant's header."""
     tokens = renderer.render("chat", {"messages": [USER], **body}).tokens
     return str(renderer._wrapper.decode(tokens)).rpartition("assistant\n")[2]
 
@@ -66,22 +66,24 @@ def tail(renderer: TemplateRenderer, **body: Any) -> str:
         ({"enable_thinking": False, "effort": None}, None, "<think></think>"),
     ],
 )
-def test_a_requests_arguments_go_before_the_settings_key_by_key(
+def test_request_arguments_override_settings_by_key(
     tokenizer: TokenizerWrapper, settings: dict[str, Any], request_kwargs: dict[str, Any] | None, expected: str
 ) -> None:
     assert tail(TemplateRenderer(tokenizer, template_args=settings), chat_template_kwargs=request_kwargs) == expected
 
 
-def test_null_is_passed_as_a_value(tmp_path: Path) -> None:
-    told = byte_level(tmp_path, CHATML + "{{ 'undefined' if depth is not defined else depth is none }}")
+def test_null_is_passed_as_value(tmp_path: Path) -> None:
+    tokenizer = byte_level(tmp_path, CHATML + "{{ 'undefined' if depth is not defined else depth is none }}")
+    body = {"messages": [USER]}
     rendered = {
-        name: told.decode(TemplateRenderer(told, template_args=args).render("chat", {"messages": [USER]}).tokens)
+        name: tokenizer.decode(TemplateRenderer(tokenizer, template_args=args).render("chat", body).tokens)
         for name, args in {"none": {}, "null": {"depth": None}}.items()
     }
+
     assert rendered["none"].endswith("undefined") and rendered["null"].endswith("True")
 
 
-def test_thinking_or_not_are_other_tokens(tokenizer: TokenizerWrapper) -> None:
+def test_enable_thinking_changes_tokens(tokenizer: TokenizerWrapper) -> None:
     body = {"messages": [USER]}
     thinks, does_not = (
         TemplateRenderer(tokenizer, template_args={"enable_thinking": on}).render("chat", body).tokens
@@ -90,7 +92,7 @@ def test_thinking_or_not_are_other_tokens(tokenizer: TokenizerWrapper) -> None:
     assert thinks != does_not and does_not[: len(thinks)] == thinks
 
 
-def test_what_the_template_refuses_in_a_request_is_a_400_with_its_reason(tokenizer: TokenizerWrapper) -> None:
+def test_template_error_by_request_arguments_returns_400(tokenizer: TokenizerWrapper) -> None:
     renderer = TemplateRenderer(tokenizer, template_args={"effort": "high"})
     with pytest.raises(BadRequestError, match=r'\{"effort": "mid"\}: effort must be low or high') as caught:
         tail(renderer, chat_template_kwargs={"effort": "mid"})
@@ -98,24 +100,24 @@ def test_what_the_template_refuses_in_a_request_is_a_400_with_its_reason(tokeniz
     assert tail(renderer) == "[high]<think>", "whoever comes next is served"
 
 
-def test_what_the_template_refuses_in_the_settings_is_told_at_the_start(tokenizer: TokenizerWrapper) -> None:
+def test_template_error_by_settings_is_reported_at_start(tokenizer: TokenizerWrapper) -> None:
     with pytest.raises(ValueError, match=r'--chat-template-args \{"effort": "mid"\}: .*effort must be low or high'):
         TemplateRenderer(tokenizer, template_args={"effort": "mid"})
 
 
-def test_a_template_that_refuses_a_mere_greeting_does_not_blame_the_arguments(tmp_path: Path) -> None:
+def test_template_error_without_arguments_does_not_blame_them(tmp_path: Path) -> None:
     strict = "{% if messages|length < 2 %}{{ raise_exception('more, please') }}{% endif %}" + CHATML
     renderer = TemplateRenderer(byte_level(tmp_path, strict), template_args={"enable_thinking": False})
     assert renderer.render("chat", {"messages": [USER, ANSWER, USER]}).tokens
 
 
-def test_a_model_without_a_template_is_served_and_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_template_is_reported_and_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     renderer = TemplateRenderer(byte_level(tmp_path, None), template_args={"enable_thinking": False})
     assert "has no effect, this model has no chat template" in caplog.text
     assert renderer.render("completion", {"prompt": "hello"}).tokens
 
 
-def test_the_process_does_not_start_with_arguments_that_the_template_refuses(tmp_path: Path) -> None:
+def test_process_refuses_settings_that_template_refuses(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     flags = ["--home", str(tmp_path / "home"), "--model", str(folder), "--chat-template-args", '{"effort": "mid"}']
     config = parse_config(flags)
@@ -149,13 +151,13 @@ def test_the_process_does_not_start_with_arguments_that_the_template_refuses(tmp
         ('{"tools": 1, "chat_template": "x"}', "--chat-template-args may not set chat_template, tools"),
     ],
 )
-def test_reserved_names_stay_reserved(given: str, message: str) -> None:
+def test_reserved_names_are_refused(given: str, message: str) -> None:
     with pytest.raises(BackendConfigError, match=message):
         parse_config(["--home", "h", "--model", "m", "--chat-template-args", given])
 
 
-def test_what_rendering_itself_is_told_is_reserved() -> None:
-    """Whatever transformers calls it in the version that is here."""
+def test_rendering_parameters_are_reserved() -> None:
+    """All parameter names of the installed version of transformers."""
     parameters = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     own = {name for name, parameter in parameters.items() if parameter.kind is not inspect.Parameter.VAR_KEYWORD}
     assert own - {"self"} <= RESERVED_TEMPLATE_ARGS
@@ -184,12 +186,12 @@ def test_template_args_nested_without_end_are_refused_in_a_short_line() -> None:
         ("memory_budget_gb", 10**400),
     ],
 )
-def test_what_no_command_can_be_given_is_refused_before(name: str, given: object) -> None:
+def test_argument_too_long_for_commands_is_refused(name: str, given: object) -> None:
     with pytest.raises(ValueError):
         SETTINGS[name].parse(given)
 
 
-def test_the_flag_says_what_the_setting_said() -> None:
+def test_flag_has_same_rules_as_setting() -> None:
     args = {"enable_thinking": False, "reasoning_effort": None, "greeting": "grüß Gott"}
     config = parse_config(["--home", "h", "--model", "m", "--chat-template-args", json.dumps(args)])
     assert config.template_args == args

@@ -1,4 +1,4 @@
-"""Real audits: what is whole agrees with a cold run, and files that lie under valid checksums are put aside."""
+"""Audits over a real pair: intact files agree with a cold run, false files with valid checksums are quarantined."""
 
 import time
 from collections.abc import Iterator
@@ -31,9 +31,7 @@ def pair(mode: str, tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFact
 
 
 class Talk:
-    """One conversation; each turn is answered, saved and forgotten by the backend's memory, so that the next one
-    starts from disk.
-    """
+    """One conversation; each turn is answered, saved and evicted, so that the next one starts from disk."""
 
     def __init__(self, pair: Pair, mode: str, name: str) -> None:
         self.pair, self.name, self._words = pair, name, WORDS * REPEATED[mode]
@@ -47,7 +45,7 @@ class Talk:
         return reply
 
     def audit(self, reply: Reply) -> str:
-        """What it came to."""
+        """The audit's verdict."""
         limit, name = time.monotonic() + SETTLE_TIMEOUT_S, reply.headers["X-Warmline-Request"]
         while not (found := "".join(each["audit"] for each in self.pair.requests() if each["id"] == name)):
             assert time.monotonic() < limit, "no audit"
@@ -59,14 +57,14 @@ class Talk:
         return next(row["id"] for row in self.pair.cachectl("inspect")["sessions"] if row["client"] == self.name)
 
     def falsify(self) -> None:
-        """Have its last segment, or where there are states its last checkpoint, lie: other values under true sums."""
+        """Change the values of its last segment (or checkpoint, for models with states) under valid checksums."""
         last = self.pair.cachectl("inspect", self.session)["path"][-1]
         falsify(self.pair.home.segment_file([last, *last["checkpoints"]][-1]["id"]))
         self.pair.forget_residents()
 
 
 def falsify(path: Path) -> None:
-    """Every number gets the other sign."""
+    """Negate every number."""
     header = read_header(path)
     data = path.read_bytes()
     tensors = {}
@@ -78,7 +76,7 @@ def falsify(path: Path) -> None:
     write_segment_file(path, header.meta, tensors, read_tokens(path) if header.meta.kind == "segment" else b"")
 
 
-def test_what_is_whole_agrees_with_a_cold_run(pair: Pair, mode: str) -> None:
+def test_audit_of_intact_files_agrees(pair: Pair, mode: str) -> None:
     talk = Talk(pair, mode, "whole")
     talk.turn()
     in_memory = talk.turn()
@@ -93,7 +91,7 @@ def test_what_is_whole_agrees_with_a_cold_run(pair: Pair, mode: str) -> None:
     assert not pair.cachectl("inspect")["quarantined"]
 
 
-def test_an_audit_catches_a_file_that_lies(pair: Pair, mode: str) -> None:
+def test_audit_detects_false_file(pair: Pair, mode: str) -> None:
     talk = Talk(pair, mode, "lies")
     talk.turn()
     talk.falsify()
@@ -111,7 +109,7 @@ def test_an_audit_catches_a_file_that_lies(pair: Pair, mode: str) -> None:
     assert not pair.cachectl("verify", "--deep")["findings"]
 
 
-def test_what_it_shares_with_others_stays(pair: Pair, mode: str) -> None:
+def test_shared_segments_survive_quarantine(pair: Pair, mode: str) -> None:
     one, other = Talk(pair, mode, "one"), Talk(pair, mode, "other")
     shared = one.turn().prompt_tokens
     other.messages = list(one.messages)
@@ -131,7 +129,7 @@ def test_what_it_shares_with_others_stays(pair: Pair, mode: str) -> None:
     assert not pair.cachectl("verify", "--deep")["findings"]
 
 
-def test_a_replay_catches_a_file_that_lies(pair: Pair, mode: str) -> None:
+def test_replay_detects_false_file(pair: Pair, mode: str) -> None:
     talk = Talk(pair, mode, "replayed")
     talk.turn()
     talk.falsify()

@@ -1,7 +1,7 @@
-"""`--reuse exact`: a warm answer's log-probabilities are those of a cold one, to the last bit.
+"""`--reuse exact`: a warm answer's log-probabilities equal a cold one's to the last bit.
 
-The backend asked directly computes cold, by the rules of exact mode.  `warmline serve` preloads OpenBLAS, under which
-other chunks, or KV computed while decoding, would show: the reference BLAS gives the same bits whatever one does.
+The backend without the proxy computes cold, by the rules of exact mode.  `warmline serve` preloads OpenBLAS, under
+which other chunks, or KV computed while decoding, would show: the reference BLAS gives the same bits for any shape.
 """
 
 from pathlib import Path
@@ -21,20 +21,18 @@ WORDS = "Go on from there, and say what became of them in the end, once the stor
 
 
 def told(pair: Pair, messages: list[Message]) -> tuple[Any, str]:
-    """What the backend computes cold: all numbers, and the text."""
+    """Cold numbers and text of the backend."""
     reply = pair.direct(messages, **ALL)
     return reply.json["choices"][0]["logprobs"], reply.text
 
 
 def last_place(tokens: int) -> int:
-    """Where what a prompt of so many tokens leaves ends."""
+    """End of the KV that a prompt of so many tokens leaves."""
     return (tokens - 1) // GRID * GRID
 
 
 @pytest.mark.parametrize("family", ["glm_moe_dsa", "qwen3_5", "gemma3"])
-def test_every_turn_is_warm_and_its_numbers_are_those_of_a_cold_one(
-    family: str, tiny_folder: FolderOf, tmp_path: Path
-) -> None:
+def test_warm_logprobs_equal_cold_in_exact_mode(family: str, tiny_folder: FolderOf, tmp_path: Path) -> None:
     flags = ("--reuse", "exact", "--prefill-step-size", str(GRID))
     with Pair(tmp_path, tiny_folder(family), *flags) as pair:
         if openblas.is_openblas_needed() and openblas.find_library():

@@ -1,4 +1,4 @@
-"""A client changes one thing in its prompt, for each reason there is, and `explain` names it with token and message."""
+"""`explain` names each kind of client change with token and message."""
 
 import json
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def body(system: str = SYSTEM, tools: list[Any] | None = None, **changes: str) -
 
 
 def asked(pair: Pair, sent: Body, **headers: str) -> Any:
-    """What `explain` says of it."""
+    """The reply of `explain`."""
     reply = pair.post("/v1/chat/completions", sent, **headers)
     assert reply.status == 200, reply.raw
     pair.settle()
@@ -81,7 +81,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("cause", CHANGES)
-def test_what_a_client_changes_is_named(pair: Pair, cause: str) -> None:
+def test_explain_names_each_client_change(pair: Pair, cause: str) -> None:
     before, after, (message, role) = CHANGES[cause]
     asked(pair, before)
     told = asked(pair, after)
@@ -94,7 +94,7 @@ def test_what_a_client_changes_is_named(pair: Pair, cause: str) -> None:
     assert told["now"]["branch"] and told["now"]["tokens"] > where["token"]
 
 
-def test_a_client_that_leaves_messages_out_is_seen(pair: Pair) -> None:
+def test_explain_names_removed_messages(pair: Pair) -> None:
     before, after = body("E."), body("E.")
     del after["messages"][1:3]
     asked(pair, before)
@@ -111,13 +111,13 @@ def with_a_call(system: str, **answer: str) -> Body:
     return talk
 
 
-def test_reasoning_that_does_not_come_back_is_missed(pair: Pair) -> None:
+def test_explain_names_missing_reasoning(pair: Pair) -> None:
     asked(pair, with_a_call("F.", reasoning_content="Bergen is where she is from."))
     told = asked(pair, with_a_call("F."))
     assert (told["verdict"]["cause"], told["where"]["message"]) == ("reasoning-dropped", 3)
 
 
-def test_a_template_that_leaves_reasoning_out_is_named(pair: Pair) -> None:
+def test_explain_names_template_that_drops_reasoning(pair: Pair) -> None:
     talk = with_a_call("G.", reasoning_content="Bergen is where she is from.")
     asked(pair, talk)
     talk["messages"] += [{"role": "assistant", "content": "It is."}, {"role": "user", "content": "Good."}]
@@ -125,7 +125,7 @@ def test_a_template_that_leaves_reasoning_out_is_named(pair: Pair) -> None:
     assert (told["verdict"]["cause"], told["where"]["message"]) == ("reasoning-left-out", 3)
 
 
-def test_cachectl_shows_both_texts_with_the_proxy_and_without(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cachectl_shows_both_texts_with_and_without_proxy(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     asked(pair, body(clock("14:30:00")))
     told = asked(pair, body(clock("15:00:00")))
     first = told["request"]["id"]
@@ -138,7 +138,7 @@ def test_cachectl_shows_both_texts_with_the_proxy_and_without(pair: Pair, monkey
     assert "timestamp: A time in the prompt" in text and "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}15" in text
 
 
-def test_that_later_ones_were_warm_is_said(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_reports_later_warm_requests(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     cold = asked(pair, body("I came first."))["request"]["id"]
     warm = [asked(pair, body("I came first."))["request"]["id"] for _ in range(2)]
     by_proxy = pair.cachectl("explain")
@@ -151,7 +151,7 @@ def test_that_later_ones_were_warm_is_said(pair: Pair, monkeypatch: pytest.Monke
     assert text.startswith(f"The last one that was not warm; 2 requests since then were, the last of them {warm[-1]} (")
 
 
-def test_two_conversations_are_compared_in_their_words(pair: Pair) -> None:
+def test_explain_compares_two_conversations(pair: Pair) -> None:
     before, after = asked(pair, body("H.")), asked(pair, body("H.", m4="Where is it now?"))
     sessions = [each["now"]["session"] for each in (before, after)]
     found = pair.cachectl("diff", *sessions)
@@ -160,7 +160,7 @@ def test_two_conversations_are_compared_in_their_words(pair: Pair) -> None:
     assert pair.cachectl("diff", sessions[0], sessions[0])["where"] is None
 
 
-def test_a_purge_forgets_what_prompts_said(pair: Pair) -> None:
+def test_purge_deletes_prompt_texts(pair: Pair) -> None:
     asked(pair, body(clock("16:22:33 SECRET")))
     told = asked(pair, body(clock("16:25:01 SECRET")))
     assert "SECRET" in told["prompt"]["text"]
@@ -171,7 +171,7 @@ def test_a_purge_forgets_what_prompts_said(pair: Pair) -> None:
     assert "SECRET" not in json.dumps(records)
 
 
-def test_a_prompt_that_another_key_has_stored_is_named(pair: Pair) -> None:
+def test_explain_names_prompt_of_another_key(pair: Pair) -> None:
     """The last test: from here on the pair wants a key."""
     keys = {name: keys_file.add_key(pair.home, name).key for name in (KEY, OTHER_KEY)}
     asked(pair, body(), Authorization=f"Bearer {keys[KEY]}")

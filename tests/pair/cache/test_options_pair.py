@@ -1,4 +1,4 @@
-"""What users of a model set at its start, over one real pair: template arguments, sampling, code that comes with it."""
+"""Model settings at the start, over one real pair: template arguments, sampling, code of the model."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ KEEPALIVE_S = 0.05
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama by another name, whose code comes with it."""
+    """A llama by another name, with code of its own."""
     folder = tiny_models.build("llama", tmp_path_factory.mktemp("options") / "model")
     (folder / "own_llama.py").write_text(CODE)
     for name, changes in {
@@ -58,7 +58,7 @@ def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
         yield pair
 
 
-def test_code_of_a_model_runs_only_when_it_is_trusted(model: Path, pair: Pair, tmp_path: Path) -> None:
+def test_model_code_runs_only_with_trust_remote_code(model: Path, pair: Pair, tmp_path: Path) -> None:
     assert pair.chat([{"role": "user", "content": "hello"}]).text
     command = [WARMLINE, "backend", "--home", str(tmp_path), "--model", str(model), "--backend-port", str(free_port())]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -67,7 +67,7 @@ def test_code_of_a_model_runs_only_when_it_is_trusted(model: Path, pair: Pair, t
     assert "Traceback" not in refused.stderr
 
 
-def test_settings_are_what_a_request_gets_that_says_nothing(pair: Pair) -> None:
+def test_settings_are_request_defaults(pair: Pair) -> None:
     def ask(**options: Any) -> Reply:
         return pair.chat([{"role": "user", "content": "Count."}], ignore_eos=True, seed=11, **options)
 
@@ -79,13 +79,13 @@ def test_settings_are_what_a_request_gets_that_says_nothing(pair: Pair) -> None:
     assert ask(temperature=0).text != plain.text
 
 
-def test_the_step_was_measured_and_is_remembered(pair: Pair) -> None:
+def test_prefill_step_is_measured_and_remembered(pair: Pair) -> None:
     remembered = json.loads((pair.home.models / "prefill_steps.json").read_text())
     assert list(remembered.values()) == [pair.status().prefill_step_size]
     assert pair.status().prefill_step_size >= 256
 
 
-def test_an_idle_engine_computes_now_and_then(pair: Pair) -> None:
+def test_keepalive_counts_tokens(pair: Pair) -> None:
     before = pair.status().keepalive_steps
     pair.chat([{"role": "user", "content": "hello"}])
     while pair.status().keepalive_steps < before + 2:
@@ -97,8 +97,8 @@ def rendered(pair: Pair, messages: list[Message], **kwargs: Any) -> bytes:
     return pair.rendered(messages, chat_template_kwargs=kwargs).tokens
 
 
-def test_switching_between_turns_reuses_what_is_the_same_and_no_more(pair: Pair) -> None:
-    """Down to the token, whatever was set for the turn before; and the answer is a cold one's."""
+def test_changed_template_arguments_reuse_common_prefix(pair: Pair) -> None:
+    """Exactly the common prefix is reused after a change, and the answer equals a cold one."""
     messages: list[Message] = [{"role": "user", "content": LONG}]
     off, on, low = {}, {"enable_thinking": True}, {"enable_thinking": True, "effort": "low"}
     prompts = [rendered(pair, messages, **kwargs) for kwargs in (off, on, low)]
@@ -121,7 +121,7 @@ def test_switching_between_turns_reuses_what_is_the_same_and_no_more(pair: Pair)
     assert cached[2] > cached[1] > len(LONG) > cached[3], "what is said before all else leaves nothing to reuse"
 
 
-def test_what_the_template_refuses_is_a_400_for_that_request(pair: Pair) -> None:
+def test_template_error_returns_400_for_its_request(pair: Pair) -> None:
     body = {"messages": [{"role": "user", "content": "hello"}], "chat_template_kwargs": {"effort": "mid"}}
     refused = pair.post("/v1/chat/completions", body)
     assert refused.status == 400 and "effort must be low or high" in refused.json["error"]["message"]

@@ -1,4 +1,4 @@
-"""`--reuse off`: neither memory nor disk is used, whatever is there."""
+"""`--reuse off`: neither memory nor disk is used."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from support.pair.pair import FolderOf, Message, Pair
 
 
 def turns(pair: Pair) -> list[tuple[int, str]]:
-    """What three requests of one conversation report as cached, and where they started."""
+    """Cached tokens and start of three requests of one conversation."""
     messages: list[Message] = [{"role": "user", "content": "Say something, please."}]
     seen = []
     for words in (None, "And more?", "And more?"):
@@ -23,7 +23,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_nothing_is_reused_and_nothing_written(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_reuse_off_reads_and_writes_no_kv(tiny_folder: FolderOf, tmp_path: Path) -> None:
     model = tiny_folder("llama")
     with Pair(tmp_path, model) as warm:
         assert turns(warm)[1][0] > 0

@@ -1,4 +1,4 @@
-"""What two conversations have in common is stored once, and a stored row takes its own bytes."""
+"""Sharing: common prefixes are stored once, and a stored row takes only its own bytes."""
 
 import math
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def user(text: str) -> list[Message]:
 
 
 def ask(pair: Pair, messages: list[Message]) -> bytes:
-    """The packed tokens that have KV after this turn; they are on disk."""
+    """Run a turn until its save; the packed tokens that have KV."""
     reply = pair.chat(messages, max_tokens=TOKENS)
     pair.settle()
     answer: Message = {"role": "assistant", "content": reply.text}
@@ -48,7 +48,7 @@ def files(pair: Pair) -> list[Path]:
     return sorted(pair.home.segments.rglob("*.safetensors"))
 
 
-def test_what_is_shared_is_stored_once(pair: Pair) -> None:
+def test_shared_prefix_is_stored_once(pair: Pair) -> None:
     first = ask(pair, user("Tell me about the sea, please."))
     assert stored(pair)["tokens"] == len(first) // TOKEN_BYTES
     second = ask(pair, user("What do you know of mountains?"))
@@ -59,7 +59,7 @@ def test_what_is_shared_is_stored_once(pair: Pair) -> None:
     check_files(pair)
 
 
-def test_a_branch_stores_its_own_tail_alone(pair: Pair) -> None:
+def test_diverging_conversation_stores_only_its_tail(pair: Pair) -> None:
     opening = user("Count the ships.")
     answer: Message = {"role": "assistant", "content": pair.chat(opening, max_tokens=TOKENS).text}
     trunk = ask(pair, [*opening, answer, {"role": "user", "content": "And the red ones among them?"}])
@@ -71,7 +71,7 @@ def test_a_branch_stores_its_own_tail_alone(pair: Pair) -> None:
     check_files(pair)
 
 
-def test_a_repeat_stores_nothing(pair: Pair) -> None:
+def test_repeated_conversation_stores_nothing(pair: Pair) -> None:
     ask(pair, user("Say it again."))
     before, paths = stored(pair), files(pair)
     ask(pair, user("Say it again."))
@@ -83,7 +83,7 @@ def test_a_repeat_stores_nothing(pair: Pair) -> None:
 
 
 def check_files(pair: Pair) -> None:
-    """Every file weighs its rows or its state; all of them together are what cachectl counts."""
+    """Check each file's size against its rows or state, and their sum against cachectl's."""
     layout, view = pair.status().layout, stored(pair)
     assert layout is not None
     paths = files(pair)

@@ -1,4 +1,4 @@
-"""A clock at the top of each prompt: the miss says so, and a rule makes it harmless."""
+"""A clock at the top of each prompt: the miss names it, and a stabilize rule neutralizes it."""
 
 from collections.abc import Iterator
 
@@ -25,14 +25,14 @@ def steady_pair(tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory)
         yield pair
 
 
-def test_a_miss_names_the_clock_that_made_it(warm_pair: Pair) -> None:
+def test_miss_names_the_clock_line(warm_pair: Pair) -> None:
     warm_pair.chat(asking("14:22:33"), max_tokens=4)
     cold = warm_pair.chat(asking("14:25:01"), max_tokens=4)
     cause = "in message 1 (system): a time of day in line 2 of the system text is new"
     assert cause in warm_pair.perf_line(cold)
 
 
-def test_a_rule_keeps_the_next_turn_warm(steady_pair: Pair) -> None:
+def test_stabilize_rule_keeps_next_turn_warm(steady_pair: Pair) -> None:
     first = steady_pair.chat(asking("14:22:33"), max_tokens=4, tools=TOOLS)
     more = asking("14:25:01", first.text, "And after that?")
     second = steady_pair.chat(more, max_tokens=4, tools=TOOLS[::-1])
@@ -42,7 +42,7 @@ def test_a_rule_keeps_the_next_turn_warm(steady_pair: Pair) -> None:
     assert steady_pair.logged(f"{second.headers['X-Warmline-Request']}: evened out at the top of its prompt: times=1")
 
 
-def test_a_rule_leaves_what_users_say_alone(steady_pair: Pair) -> None:
+def test_stabilize_rule_leaves_user_messages_unchanged(steady_pair: Pair) -> None:
     sent = [{"role": "user", "content": "It is 14:22:33, what now?"}]
     reply = steady_pair.chat(sent, max_tokens=1)
     assert "X-Warmline-Stabilized" not in reply.headers

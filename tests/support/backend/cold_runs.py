@@ -1,4 +1,4 @@
-"""What a cold run answers, through mlx-lm's own batch classes and none of our engine: the truth for warm runs."""
+"""Cold runs by mlx-lm's own batch classes, without the product's engine: the reference for warm runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ def _margin(row: NDArray[np.float32]) -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`equal`, or where two greedy runs part, and whether a near tie may have done it."""
+    """`equal`, or the first difference of two greedy runs, and whether a near tie may explain it."""
 
     equal: bool
     at: int = -1
@@ -72,7 +72,7 @@ class Verdict:
     near_tie: bool = False
 
     def __bool__(self) -> bool:
-        """Whether nothing speaks against the two runs having computed the same."""
+        """Whether the runs are equal or differ by a near tie."""
         return self.equal or self.near_tie
 
 

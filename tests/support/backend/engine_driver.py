@@ -1,4 +1,4 @@
-"""Drives a scheduler by hand, turn after turn, on the test's own thread: no threads, no clocks, no sockets."""
+"""Drives a scheduler turn by turn on the test's own thread: no threads, clocks or sockets."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,19 +21,19 @@ TURNS_MAX = 5000
 
 
 @dataclass
-class Heard:
-    """All that one request's listener was told."""
+class EventLog:
+    """All events of one request."""
 
     events: list[GenerationEvent] = field(default_factory=list)
 
     @property
-    def settled(self) -> GenerationResult:
+    def result(self) -> GenerationResult:
         ended = self.events[-1]
         assert isinstance(ended, EndedEvent), self.events[-3:]
         return ended.result
 
     @property
-    def over(self) -> bool:
+    def is_ended(self) -> bool:
         return bool(self.events) and isinstance(self.events[-1], EndedEvent)
 
     @property
@@ -44,7 +44,7 @@ class Heard:
 
     @property
     def generated(self) -> list[int]:
-        return unpack_tokens(self.settled.generated)
+        return unpack_tokens(self.result.generated)
 
     @property
     def text(self) -> str:
@@ -56,12 +56,17 @@ class Heard:
 
     @property
     def chunks(self) -> list[int]:
-        """Where each ended; the word that the first one began is left out."""
+        """Ends of its prefill chunks."""
         return [event.done for event in self.events if isinstance(event, PrefillProgress) and event.done]
+
+    settled, over = result, is_ended  # former names
+
+
+Heard = EventLog  # former name
 
 
 class Drive:
-    """One scheduler with short ways to ask it."""
+    """A scheduler with shortcuts for tests."""
 
     def __init__(
         self,
@@ -97,9 +102,9 @@ class Drive:
         root: bytes = b"",
         checkpoints: tuple[int, ...] = (),
         **params: object,
-    ) -> tuple[str, Heard]:
+    ) -> tuple[str, EventLog]:
         self._count += 1
-        name, heard = f"r{self._count}", Heard()
+        name, heard = f"r{self._count}", EventLog()
         wanted = GenerationParams(max_tokens=max_tokens, **{"ignore_eos": True, **params})
         generation = GenerationRequest(
             name,
@@ -118,8 +123,8 @@ class Drive:
         self.scheduler.submit(generation)
         return name, heard
 
-    def turn(self) -> None:
-        """One whole turn."""
+    def step(self) -> None:
+        """Run one whole turn."""
         for _ in self.scheduler.step():
             pass
 
@@ -127,19 +132,21 @@ class Drive:
         for _ in range(TURNS_MAX):
             if done():
                 return
-            self.turn()
+            self.step()
         raise AssertionError("the scheduler did not get there")
 
-    def saved(self, heard: Heard) -> str:
-        """As if the proxy had saved what this request left.  Its resident."""
-        settled = heard.settled
-        self.scheduler.save_source.mark_saved(settled.resident, "", settled.prefilled_until)
-        return settled.resident
+    def mark_saved(self, heard: EventLog) -> str:
+        """Mark a request's resident as saved, as after the proxy's save; returns its id."""
+        result = heard.result
+        self.scheduler.save_source.mark_saved(result.resident, "", result.prefilled_until)
+        return result.resident
 
-    def run(self, prompt: list[int], max_tokens: int = 8, **options: object) -> Heard:
-        """Alone, to its end."""
+    saved = mark_saved  # former name
+
+    def run(self, prompt: list[int], max_tokens: int = 8, **options: object) -> EventLog:
+        """Run one request alone, to its end."""
         _, heard = self.submit(prompt, max_tokens, **options)
-        self.until(lambda: heard.over)
+        self.until(lambda: heard.is_ended)
         return heard
 
 
@@ -192,7 +199,7 @@ def loader(served: ServedModel, folder: Path, pool: ThreadPoolExecutor) -> Chain
 
 
 def cut_chain(chain: list[SegmentRef], position: int) -> list[SegmentRef]:
-    """The links up to `position`, the last one used in part."""
+    """The segments up to `position`, the last one used in part."""
     return [
         SegmentRef(id=link.id, start=link.start, end=link.end, upto=min(link.end, position))
         for link in chain

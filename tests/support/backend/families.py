@@ -1,4 +1,4 @@
-"""The configurations that a cache test runs over, loaded once a session."""
+"""Model configurations for cache tests, loaded once a session."""
 
 from functools import cache
 from pathlib import Path
@@ -29,7 +29,7 @@ def served(family: str, root: Path) -> ServedModel:
 
 
 def cold(model: ServedModel, family: str, prompt: list[int], max_tokens: int) -> Run:
-    """The truth, without our engine."""
+    """The reference answer, without the product's engine."""
     caches = None
     if family == "quantized":
         caches = [QuantizedKVCache(group_size=32, bits=8) for _ in model.model.layers]

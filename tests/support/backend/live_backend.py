@@ -1,4 +1,4 @@
-"""A backend in this process, over a real engine, a tiny model and, where that matters, a real socket."""
+"""A backend in this process: a real engine, a tiny model and a real socket."""
 
 import asyncio
 import socket
@@ -40,7 +40,7 @@ BODY = {"messages": [{"role": "user", "content": "hello " * 30}], "max_tokens": 
 ENDLESS = {**BODY, "max_tokens": 50_000}
 
 
-class Live:
+class LiveBackend:
     """Engine, service, and an application on a socket."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Live:
     ) -> None:
         self.service, self.engine, self.home, self.session, self.listening = service, engine, home, session, listening
 
-    async def ask(self, work: Callable[[Scheduler], Any]) -> Any:
+    async def run_on_engine(self, work: Callable[[Scheduler], Any]) -> Any:
         return await asyncio.wrap_future(self.engine.submit(work))
 
     def call(
@@ -72,8 +72,11 @@ class Live:
         headers = {HEADER_REQUEST: request_id, HEADER_PROMPT: prompt.prompt_id}
         return self.call("POST", "/v1/chat/completions", **headers)
 
-    def in_engine(self, request_id: str) -> Awaitable[bool]:
-        return self.ask(lambda scheduler: scheduler._queues.find(request_id) is not None)
+    def is_in_engine(self, request_id: str) -> Awaitable[bool]:
+        return self.run_on_engine(lambda scheduler: scheduler._queues.find(request_id) is not None)
+
+
+Live = LiveBackend  # former name
 
 
 @asynccontextmanager
@@ -84,8 +87,8 @@ async def live(
     step: int = 2048,
     budget: int = 1 << 30,
     make: Callable[[Callable[[], Scheduler]], Scheduler] = lambda build: build(),
-) -> AsyncIterator[Live]:
-    """`make` may do something before or after the scheduler is built, on the engine thread."""
+) -> AsyncIterator[LiveBackend]:
+    """Start a backend; `make` may act before or after the scheduler is built, on the engine thread."""
     config = parse_config(["--home", str(folder / "home"), "--model", str(model)])
     home = Home(config.home)
     home.prepare()
@@ -111,7 +114,7 @@ async def live(
     timeout = aiohttp.ClientTimeout(WAIT_S)
     async with aiohttp.ClientSession(url, timeout=timeout) as session:
         try:
-            yield Live(service, engine, home, session, listening)
+            yield LiveBackend(service, engine, home, session, listening)
         finally:
             await runner.cleanup()
             service.close()
@@ -119,7 +122,7 @@ async def live(
             await asyncio.wrap_future(engine.ended)
 
 
-def with_backend(model: Path, folder: Path, work: Callable[[Live], Awaitable[None]], **options: Any) -> None:
+def with_backend(model: Path, folder: Path, work: Callable[[LiveBackend], Awaitable[None]], **options: Any) -> None:
     """Run `work` over a backend whose model is loaded."""
 
     async def run() -> None:
@@ -130,14 +133,14 @@ def with_backend(model: Path, folder: Path, work: Callable[[Live], Awaitable[Non
     asyncio.run(run())
 
 
-async def when(true: Callable[[], bool]) -> None:
-    """Let the loop run until something has come about on it."""
+async def wait_until(true: Callable[[], bool]) -> None:
+    """Let the loop run until the condition holds."""
     async with asyncio.timeout(WAIT_S):
         while not true():  # noqa: ASYNC110  what it waits for tells nobody
             await asyncio.sleep(0)
 
 
-async def until(response: aiohttp.ClientResponse, word: bytes) -> bytes:
+async def read_until(response: aiohttp.ClientResponse, word: bytes) -> bytes:
     """Read a stream up to a line with `word`."""
     async for line in response.content:
         if word in line:
@@ -145,7 +148,7 @@ async def until(response: aiohttp.ClientResponse, word: bytes) -> bytes:
     raise AssertionError(f"the stream ended without {word!r}")
 
 
-async def settled(response: aiohttp.ClientResponse) -> GenerationResult:
+async def read_result(response: aiohttp.ClientResponse) -> GenerationResult:
     """Read a stream to its closing event."""
     parser, found = SseParser(), None
     async for data in response.content.iter_any():
@@ -156,15 +159,15 @@ async def settled(response: aiohttp.ClientResponse) -> GenerationResult:
     return found
 
 
-async def heard(call: InflightGeneration, kind: type[GenerationEvent]) -> GenerationEvent:
+async def next_event(call: InflightGeneration, kind: type[GenerationEvent]) -> GenerationEvent:
     """The next event of this kind."""
     while not isinstance(event := await asyncio.wait_for(call.events.get(), WAIT_S), kind):
         assert not isinstance(event, EndedEvent), event
     return event
 
 
-class Hold:
-    """Holds the engine in a command, as a step that takes long would."""
+class EngineHold:
+    """Holds the engine in a command, like a long step."""
 
     def __init__(self, engine: Engine) -> None:
         self._begun, self._go_on = threading.Event(), threading.Event()
@@ -185,8 +188,8 @@ class Hold:
         await asyncio.wrap_future(self._held)
 
 
-class Chunks:
-    """Each prefill chunk waits to be let pass."""
+class ChunkGate:
+    """Holds each prefill chunk until it is released."""
 
     def __init__(self, planted: pytest.MonkeyPatch) -> None:
         self._begun, self._pass, self.open = threading.Semaphore(0), threading.Semaphore(0), False
@@ -200,12 +203,12 @@ class Chunks:
 
         planted.setattr(Sequence, "prefill_chunk", gated)
 
-    async def begun(self) -> None:
+    async def wait_begun(self) -> None:
         assert await asyncio.to_thread(self._begun.acquire, True, WAIT_S)
 
-    def let_pass(self) -> None:
+    def release(self) -> None:
         self._pass.release()
 
-    def let_all_pass(self) -> None:
+    def open_all(self) -> None:
         self.open = True
         self._pass.release()
