@@ -133,12 +133,7 @@ UNSUPPORTED_FIELDS_BY_ENDPOINT: Mapping[str, Mapping[str, UnsupportedField]] = {
         "add_special_tokens": UnsupportedField("leave it out, or send the prompt as token ids", _off_unless(False)),
     },
 }
-_UNSUPPORTED_NAMES = (
-    UNSUPPORTED_FIELDS.keys()
-    | UNSUPPORTED_FIELDS_BY_ENDPOINT["chat"].keys()
-    | UNSUPPORTED_FIELDS_BY_ENDPOINT["completion"].keys()
-)
-_KNOWN_NAMES = SUPPORTED_FIELDS | IGNORED_FIELDS | _UNSUPPORTED_NAMES
+_KNOWN_NAMES = (SUPPORTED_FIELDS | IGNORED_FIELDS).union(UNSUPPORTED_FIELDS, *UNSUPPORTED_FIELDS_BY_ENDPOINT.values())
 
 
 def find_unsupported_field(endpoint: str, body: Mapping[str, object]) -> tuple[str, str] | None:

@@ -53,10 +53,11 @@ class ResponseFormat:
     @property
     def is_unconstrained(self) -> bool:
         """True for any format of the answer."""
-        free = (
-            self.tool_choice == "auto" and not self.has_restricted_tools and not any(tool.strict for tool in self.tools)
-        )
-        return self.text_format is None and (free or (self.tool_choice == "none" and not self.tools))
+        if self.text_format is not None:
+            return False
+        if self.tool_choice == "none":
+            return not self.tools
+        return self.tool_choice == "auto" and not (self.has_restricted_tools or any(tool.strict for tool in self.tools))
 
 
 def has_format_fields(body: Mapping[str, Any]) -> bool:
@@ -128,11 +129,8 @@ def _parse_function_name(choice: object, field: str) -> str:
 
 
 def parse_text_format(body: Mapping[str, Any]) -> TextFormat | None:
-    forms = [
-        form
-        for form in (_parse_format_field(body), *_parse_structured_outputs(body), *_parse_legacy_fields(body))
-        if form is not None
-    ]
+    given = (_parse_format_field(body), *_parse_structured_outputs(body), *_parse_legacy_fields(body))
+    forms = [form for form in given if form is not None]
     if len(forms) > 1:
         fields = " and ".join(f"'{form.field}'" for form in forms[:2])
         raise BadRequestError(f"{fields} both say what the answer must be; send one of them", forms[1].field)

@@ -73,12 +73,12 @@ class GrammarCompiler:
 
         The first constraint takes up to a second or two, for the tokenizer.
         """
-        asked = parse_response_format(endpoint, body, tools)
-        if asked.is_unconstrained:
+        response_format = parse_response_format(endpoint, body, tools)
+        if response_format.is_unconstrained:
             return None
-        _check_no_continuation(asked, body)
+        _check_no_continuation(response_format, body)
         try:
-            made = build_constraint(asked, tail, self._load_tokenizer()[1], self.find_problem)
+            made = build_constraint(response_format, tail, self._load_tokenizer()[1], self.find_problem)
         except UnicodeEncodeError as error:
             raise BadRequestError("a schema, a grammar or a tool has a lone surrogate; it is no valid text") from error
         _check_no_allowed_tokens(made, body)
@@ -147,9 +147,8 @@ def _put_bounded(kept: OrderedDict[K, V], key: K, value: V, count_max: int) -> N
 
 
 def _check_no_continuation(response_format: ResponseFormat, body: Mapping[str, Any]) -> None:
-    if body.get("continue_final_message") and (
-        response_format.text_format is not None or response_format.tool_choice == "required"
-    ):
+    is_whole = response_format.text_format is not None or response_format.tool_choice == "required"
+    if is_whole and body.get("continue_final_message"):
         raise BadRequestError(
             "'continue_final_message' can't be combined with a form that the whole answer must have",
             "continue_final_message",

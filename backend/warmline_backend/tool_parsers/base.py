@@ -46,7 +46,12 @@ def parse_json_calls(text: str, cut: bool) -> ParsedItems:
         at += len(text[at:]) - len(text[at:].lstrip(" \t\r\n,;"))
         if not text[at:].strip("}] \n"):
             break
-    if not items:
+    return require_calls(items)
+
+
+def require_calls(items: ParsedItems) -> ParsedItems:
+    """Return `items`.  Raises ToolCallParseError where there is no call among them."""
+    if not any(isinstance(item, RawToolCall) for item in items):
         raise ToolCallParseError("no call")
     return items
 

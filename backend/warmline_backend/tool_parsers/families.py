@@ -11,6 +11,7 @@ from warmline_backend.tool_parsers.base import (
     parse_arguments,
     parse_json_calls,
     parse_value,
+    require_calls,
 )
 from warmline_backend.tool_parsers.lenient_json import ToolCallParseError, parse_lenient_json
 
@@ -37,9 +38,7 @@ def parse_mistral(text: str, cut: bool) -> ParsedItems:
     while head := _MISTRAL_HEAD.match(text, at):
         arguments, at = parse_value(text, head.end(), cut)
         items.append(RawToolCall(normalize_name(head["name"]), arguments))
-    if not items:
-        raise ToolCallParseError("no call")
-    return [*items, *_list_text(text[at:])]
+    return [*require_calls(items), *_list_text(text[at:])]
 
 
 def _list_text(text: str) -> ParsedItems:
@@ -57,9 +56,8 @@ def parse_deepseek(text: str, cut: bool) -> ParsedItems:
 
 
 def _parse_sections(text: str, begin: str, separator: str, end: str) -> ParsedItems:
-    items: ParsedItems = []
     between, *calls = text.split(begin)
-    items += _list_text(between)
+    items = _list_text(between)
     for call in calls:
         try:
             items += _parse_section(call, separator, end)
@@ -67,9 +65,7 @@ def _parse_sections(text: str, begin: str, separator: str, end: str) -> ParsedIt
             if error.cut:
                 raise
             items.append(begin + call)
-    if not any(isinstance(item, RawToolCall) for item in items):
-        raise ToolCallParseError("no call")
-    return items
+    return require_calls(items)
 
 
 def _parse_section(call: str, separator: str, end: str) -> ParsedItems:
@@ -107,9 +103,7 @@ def parse_pythonic(text: str, cut: bool) -> ParsedItems:
         items: ParsedItems = [_parse_python_call(call) for call in calls]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return _parse_lenient_python(text)
-    if not items:
-        raise ToolCallParseError("no call")
-    return items
+    return require_calls(items)
 
 
 def _parse_python_call(node: ast.expr) -> RawToolCall:
@@ -200,9 +194,7 @@ def parse_llama3(text: str, cut: bool) -> ParsedItems:
             break
         items += parse_json_calls(text[at:after], cut)
         at = _BETWEEN_CALLS.match(text, after).end()  # type: ignore[union-attr]
-    if not items:
-        raise ToolCallParseError("no call")
-    return [*items, *_list_text(text[at:])]
+    return [*require_calls(items), *_list_text(text[at:])]
 
 
 def parse_python_tag(text: str, cut: bool) -> ParsedItems:

@@ -11,6 +11,7 @@ from warmline_backend.tool_parsers.base import (
     normalize_name,
     parse_arguments,
     parse_json_calls,
+    require_calls,
 )
 from warmline_backend.tool_parsers.lenient_json import ToolCallParseError, parse_lenient_json
 
@@ -48,7 +49,7 @@ def parse_tagged(tags: TagFormat, text: str, cut: bool) -> ParsedItems:
         if broken > BROKEN_MAX:
             raise ToolCallParseError("broken calls")
     _append_text(text[at:], items)
-    return _require_calls(items)
+    return require_calls(items)
 
 
 def _parse_tagged_call(tags: TagFormat, text: str, opening: re.Match[str]) -> tuple[RawToolCall | str, int]:
@@ -86,12 +87,6 @@ def _skip_space(text: str, position: int) -> int:
 def _append_text(text: str, items: ParsedItems) -> None:
     if text.strip():
         items.append(text)
-
-
-def _require_calls(items: ParsedItems) -> ParsedItems:
-    if not any(isinstance(item, RawToolCall) for item in items):
-        raise ToolCallParseError("no call")
-    return items
 
 
 def _find_call_end(tags: TagFormat, text: str, position: int) -> int:
@@ -246,7 +241,7 @@ def parse_kimi_k3(text: str, cut: bool) -> ParsedItems:
         at = _find_call_end(_KIMI_TAGS, text, at)
         items.append(RawToolCall(normalize_name(_unescape(name["name"])), arguments))
     _append_text(text[at:], items)
-    return _require_calls(items)
+    return require_calls(items)
 
 
 def _parse_kimi_arguments(text: str, position: int) -> tuple[dict[str, Any], int]:
