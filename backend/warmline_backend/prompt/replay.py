@@ -14,6 +14,7 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -29,12 +30,12 @@ from warmline_common.protocol.tokens import pack_tokens, unpack_tokens
 
 Tools = list[dict[str, Any]] | None
 ParsedTurn = tuple[str, list[tuple[str, str]]]  # content, and the calls' names and arguments as JSON
-TurnParser = Callable[[Sequence[int], Tools], ParsedTurn]  # tokens as an answer of a model that was told of these tools
+TurnParser = Callable[[Sequence[int], Tools], ParsedTurn]  # tokens of an answer, and the prompt's tools
 TokenizedText = tuple[list[int], Callable[[int], int]]  # ids, and how many of them lie wholly before a character
 
 SHAPES_MAX = 1024
-PARSED_TURNS_MAX = 4096  # turns that were read, remembered,
-PARSED_TURNS_BYTES_MAX = 1 << 26  # and what they and their tokens may weigh
+PARSED_TURNS_MAX = 4096  # cached
+PARSED_TURNS_BYTES_MAX = 1 << 26  # of them, with their tokens
 HEADER_TOKENS_MAX = 16  # as many as the header of an assistant's message may have
 
 _PARSE_ERRORS = (ValueError, LookupError, TypeError, RecursionError, OverflowError)
@@ -71,7 +72,7 @@ class ToolCallReplayer:
         self._parsed_turns_bytes = 0
         self._lock = threading.Lock()
 
-    # ---- which
+    # ---- marking
 
     def mark_conversation(self, conversation: ChatConversation, turns: Iterable[SampledTurn]) -> MarkedConversation:
         """Mark every message whose turn is among these and still has the same content and calls."""
@@ -89,9 +90,8 @@ class ToolCallReplayer:
         self, marked: MarkedConversation, original: ChatConversation, doubtful_messages: set[int]
     ) -> MarkedConversation:
         """Unmark the doubtful messages."""
-        return self._insert_placeholders(
-            original, {at: tokens for at, tokens in marked.sampled_tokens.items() if at not in doubtful_messages}
-        )
+        clear = {at: tokens for at, tokens in marked.sampled_tokens.items() if at not in doubtful_messages}
+        return self._insert_placeholders(original, clear)
 
     def _strip_eos(self, tokens: list[int]) -> list[int]:
         """Strip the end-of-sequence token: the template writes it."""
@@ -101,11 +101,9 @@ class ToolCallReplayer:
         if (read := self._parse_cached(sampled, tools, tools_key)) is None:
             return False
         content, calls = read
-        if content.strip() != self._strip_reasoning(original.content).strip() or [name for name, _ in calls] != list(
-            original.call_names
-        ):
+        if content.strip() != self._strip_reasoning(original.content).strip():
             return False
-        return all(
+        return [name for name, _ in calls] == list(original.call_names) and all(
             _is_same_json(_parse_value(text), given)
             for (_, text), given in zip(calls, original.call_arguments, strict=True)
         )
@@ -136,7 +134,7 @@ class ToolCallReplayer:
             while len(self._parsed_turns) > PARSED_TURNS_MAX or self._parsed_turns_bytes > PARSED_TURNS_BYTES_MAX:
                 self._parsed_turns_bytes -= _count_parsed_bytes(*self._parsed_turns.popitem(last=False))
 
-    # ---- where
+    # ---- places
 
     def _insert_placeholders(
         self, conversation: ChatConversation, sampled_tokens: dict[int, list[int]]
@@ -197,13 +195,11 @@ class ToolCallReplayer:
         header, _, _ = tail.partition(str(self._tokenizer.think_start)) if self._think_end else (tail, "", "")
         head = self._decode(tokens[:HEADER_TOKENS_MAX])
         if (own := header.strip()) and head.startswith(own) and text.endswith(own, previous_end, begins):
-            return SampledSpan(
-                message_index=at, start=begins - len(own), end=end, tokens=tokens
-            )  # it began a message of its own
-        start, thought = self._find_start(text, previous_end, begins, header, tail)
-        return SampledSpan(
-            message_index=at, start=start, end=end, tokens=tokens if thought else self._strip_leading_space(tokens)
-        )
+            start = begins - len(own)  # it began a message of its own
+        else:
+            start, keeps_space = self._find_start(text, previous_end, begins, header, tail)
+            tokens = tokens if keeps_space else self._strip_leading_space(tokens)
+        return SampledSpan(message_index=at, start=start, end=end, tokens=tokens)
 
     def _find_start(self, text: str, previous_end: int, content_start: int, header: str, tail: str) -> tuple[int, bool]:
         """Start of the text sampled after the reasoning, and whether its leading space belongs there."""
@@ -226,12 +222,8 @@ class ToolCallReplayer:
         return str(self._tokenizer.decode(tokens))
 
     def _find_call_start(self, text: str, previous_end: int, name_start: int, tail: str) -> int | None:
-        at = (
-            text.rfind(self._tool_format.start, previous_end, name_start)
-            if self._tool_format and self._tool_format.start
-            else -1
-        )
-        if at >= 0:
+        marker = self._tool_format.start if self._tool_format else ""
+        if marker and (at := text.rfind(marker, previous_end, name_start)) >= 0:
             return at
         header = tail.partition(str(self._tokenizer.think_start))[0] if self._think_end else tail
         at = text.rfind(header, previous_end, name_start) if header else -1
@@ -325,9 +317,7 @@ def splice_tokens(
     parts: list[Callable[[int], int]] = []
 
     def add_text(start: int, end: int) -> None:
-        piece = _RestoredText(
-            text[start:end], marked.placeholder_pattern, lambda match: _resolve_placeholder(marked, match)
-        )
+        piece = _RestoredText(text[start:end], marked.placeholder_pattern, partial(_resolve_placeholder, marked))
         tokens, token_at = tokenize(piece.text) if piece.text else ([], lambda _: 0)
         base = len(ids)
         starts.append(start)
@@ -348,8 +338,8 @@ def splice_tokens(
 
 def _resolve_placeholder(marked: MarkedConversation, placeholder: re.Match[str]) -> str:
     """Original text of a placeholder that the template shows outside of its message."""
-    said = marked.conversation.items[int(placeholder[2])].original
-    return said.call_names[int(placeholder[3])] if placeholder[1] == "n" else said.content
+    original = marked.conversation.items[int(placeholder[2])].original
+    return original.call_names[int(placeholder[3])] if placeholder[1] == "n" else original.content
 
 
 class _RestoredText:
@@ -359,10 +349,10 @@ class _RestoredText:
         self._edges, self._shifts = [0], [0]
         pieces, at, shift = [], 0, 0
         for match in pattern.finditer(marked_text):
-            told = resolve(match)
-            pieces += [marked_text[at : match.start()], told]
+            restored = resolve(match)
+            pieces += [marked_text[at : match.start()], restored]
             at = match.end()
-            shift += len(told) - (match.end() - match.start())
+            shift += len(restored) - (match.end() - match.start())
             self._edges.append(at)
             self._shifts.append(shift)
         self.text = "".join([*pieces, marked_text[at:]]) if pieces else marked_text

@@ -15,8 +15,8 @@ from jinja2 import Environment, TemplateError, meta
 Message = dict[str, Any]
 RenderFunction = Callable[[list[Message], list[dict[str, Any]] | None], str]  # "" where the template refuses
 
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # what templates and clients call it
-SHORT_ID_CHARS = 9  # what Mistral's templates want of a call's id
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names in templates and clients
+SHORT_ID_CHARS = 9  # of a call's id in Mistral's templates
 
 # Words that no template contains, in the order in which they must be shown.
 TALK_WORDS = ONE, TWO, _, _ = ("warmlineone", "warmlinetwo", "warmlinethree", "warmlinefour")

@@ -137,7 +137,7 @@ def list_required_names(schema: Schema) -> list[str]:
     return [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
 
 
-# ---- whether it ends
+# ---- infinite schemas
 
 
 def _can_end(schema: Schema) -> bool:

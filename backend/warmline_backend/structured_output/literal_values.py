@@ -47,7 +47,7 @@ def join_arguments(arguments: Iterator[ToolArgument], write_argument: Callable[[
     return " ".join(part if argument.required else optional(part) for argument, part in parts)
 
 
-# ---- what may stand for an argument
+# ---- allowed values
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def build_text_pattern(schema: Schema) -> str:
     return f"(?s:.{{{low},{high}}})"
 
 
-# ---- writing it
+# ---- expressions
 
 
 def write_tagged_value(
@@ -163,11 +163,9 @@ def write_string_value(lark: LarkBuilder, allowed: AllowedValues, end: str, excl
     """Write the allowed strings and the tag after them; "" for none."""
     if allowed.patterns:
         return lark.text_until(end, excluded=excluded, pattern=allowed.string_pattern)
-    return (
-        f"{lark.one_of(map(lark.literal, allowed.string_constants))} {lark.literal(end)}"
-        if allowed.string_constants
-        else ""
-    )
+    if not allowed.string_constants:
+        return ""
+    return f"{lark.one_of(map(lark.literal, allowed.string_constants))} {lark.literal(end)}"
 
 
 def write_json_values(lark: LarkBuilder, allowed: AllowedValues, parameters: Schema, lenient: bool) -> list[str]:
@@ -181,8 +179,6 @@ def write_json_value(lark: LarkBuilder, schema: Schema, parameters: Schema, leni
     if all(reference.startswith(_DEFINITION_PREFIXES) for reference in collect_references(parameters)):
         shared = {key: parameters[key] for key in _DEFINITION_KEYS if key in parameters}
     else:
-        schema, shared = (
-            rebase_references(schema, _WHOLE_SCHEMA_REFERENCE),
-            {"$defs": {"whole": rebase_references(parameters, _WHOLE_SCHEMA_REFERENCE)}},
-        )
+        schema = rebase_references(schema, _WHOLE_SCHEMA_REFERENCE)
+        shared = {"$defs": {"whole": rebase_references(parameters, _WHOLE_SCHEMA_REFERENCE)}}
     return lark.json({**schema, **shared}, lenient=lenient)

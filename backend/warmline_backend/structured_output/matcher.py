@@ -131,7 +131,7 @@ class Matcher:
     def _has_suffix(self, tokens: tuple[int, ...]) -> bool:
         return bool(tokens) and tuple(self._recent_tokens)[-len(tokens) :] == tokens
 
-    # ---- what may come next
+    # ---- masks
 
     def compute_allowed(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Mask [vocabulary] of the allowed next tokens.  Raises GrammarDeadEndError for none."""

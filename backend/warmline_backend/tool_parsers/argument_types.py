@@ -120,19 +120,19 @@ class _SchemaTypes:
         return known
 
     def _compute_allowed(self, schema: Schema, depth: int) -> _AllowedTypes:
-        said = []
-        if isinstance(stated := schema.get("type"), str | list):
-            named = {str(kind).lower() for kind in ([stated] if isinstance(stated, str) else stated)}
-            said.append(_AllowedTypes(frozenset(named | ({"integer"} if "number" in named else set()))))
+        stated = []
+        if isinstance(kinds := schema.get("type"), str | list):
+            names = {str(kind).lower() for kind in ([kinds] if isinstance(kinds, str) else kinds)}
+            stated.append(_AllowedTypes(frozenset(names | ({"integer"} if "number" in names else set()))))
         if isinstance(choices := schema.get("enum"), list):
-            said.append(_allow_values(choices))
+            stated.append(_allow_values(choices))
         if "const" in schema:
-            said.append(_allow_values([schema["const"]]))
+            stated.append(_allow_values([schema["const"]]))
         for key in ("anyOf", "oneOf", "allOf"):
             if isinstance(branches := schema.get(key), list) and branches and depth < DEPTH_MAX:
                 each = [self.find_allowed(self._resolve(branch), depth + 1) for branch in branches]
-                said += each if key == "allOf" else [_unite(each)]
-        allowed = reduce(_intersect, said, _ALLOW_ANY)
+                stated += each if key == "allOf" else [_unite(each)]
+        allowed = reduce(_intersect, stated, _ALLOW_ANY)
         return allowed if allowed.types else _ALLOW_ANY
 
     def _find_branch(self, schema: Schema, kind: str) -> Schema:
