@@ -1,4 +1,4 @@
-"""Fields of other servers: refused with what to send instead, unless they are off; misspelt ones are told of once."""
+"""Fields of other servers: refused with a hint, unless they are off; misspelt ones are logged once."""
 
 import logging
 
@@ -25,7 +25,7 @@ ELSEWHERE = {"prompt", "messages", "tools", "echo", "top_logprobs"}  # served by
 
 
 @pytest.mark.parametrize(("endpoint", "name"), CASES)
-def test_what_would_change_an_answer_is_refused_with_what_to_send(endpoint: str, name: str) -> None:
+def test_unsupported_fields_are_refused_with_hint(endpoint: str, name: str) -> None:
     on = ON.get(name, 5)
     on = endpoint == "chat" if on is None else on
     refused = find_unsupported_field(endpoint, {"temperature": 1, name: on})
@@ -49,23 +49,23 @@ FALSY = [None, False, 0, 0.0]
 
 
 @pytest.mark.parametrize(("endpoint", "name"), CASES)
-def test_what_is_off_changes_nothing(endpoint: str, name: str) -> None:
+def test_unsupported_fields_that_are_off_are_accepted(endpoint: str, name: str) -> None:
     for value in OFF.get(name, FALSY):
         assert find_unsupported_field(endpoint, {name: value}) is None, value
 
 
 @pytest.mark.parametrize("name", ["options", "extra_body", "suffix", "bad_words", "lora", "functions"])
 @pytest.mark.parametrize("empty", ["", [], {}])
-def test_what_is_empty_changes_nothing(name: str, empty: object) -> None:
+def test_empty_unsupported_fields_are_accepted(name: str, empty: object) -> None:
     assert find_unsupported_field("chat", {name: empty}) is None
 
 
-def test_a_switch_is_no_one() -> None:
+def test_true_is_not_one() -> None:
     assert find_unsupported_field("chat", {"best_of": True}) is not None
     assert find_unsupported_field("chat", {"best_of": 2}) == ("best_of", UNSUPPORTED_FIELDS["best_of"].hint)
 
 
-def test_a_name_is_of_one_kind() -> None:
+def test_field_tables_are_disjoint() -> None:
     foreign = (
         UNSUPPORTED_FIELDS.keys()
         | UNSUPPORTED_FIELDS_BY_ENDPOINT["chat"].keys()
@@ -98,11 +98,11 @@ def test_a_name_is_of_one_kind() -> None:
         ("тemperature", None),
     ],
 )
-def test_near_misses(name: str, meant: str | None) -> None:
+def test_similar_names_are_suggested(name: str, meant: str | None) -> None:
     assert suggest_field(name) == meant
 
 
-def test_a_slip_is_told_of_once_and_without_its_value(caplog: pytest.LogCaptureFixture) -> None:
+def test_typo_is_logged_once_without_value(caplog: pytest.LogCaptureFixture) -> None:
     slips = TypoNotices()
     with caplog.at_level(logging.WARNING, field_names.__name__):
         for _ in range(2):
@@ -113,7 +113,7 @@ def test_a_slip_is_told_of_once_and_without_its_value(caplog: pytest.LogCaptureF
     ]
 
 
-def test_names_are_remembered_within_bounds(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_typo_names_are_bounded(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(field_names, "NAMES_MAX", 3)
     slips = TypoNotices()
     with caplog.at_level(logging.WARNING, field_names.__name__):
