@@ -12,7 +12,7 @@ from warmline_backend.output.detokenizer import Detokenizer, StopWordFilter
 from warmline_backend.output.dialect import Dialect, detect_dialect, is_reasoning_open
 from warmline_backend.output.events import Part, Reasoning, Text, ToolCall
 from warmline_backend.output.expected import ExpectedOutput
-from warmline_backend.output.harmony import HeaderSplitter
+from warmline_backend.output.header_splitter import HeaderSplitter
 from warmline_backend.output.splitter import MarkerSplitter, Splitter
 
 

@@ -1,6 +1,6 @@
 """Parameters of a generation: read from an OpenAI body, checked, and bounded before the engine sees them.
 
-A null field means absent.  Unknown fields are ignored; the unsupported ones of `request.fields` are refused.
+A null field means absent.  Unknown fields are ignored; the unsupported ones of `request.field_names` are refused.
 Defaults are mlx_lm.server's (greedy unless a temperature is given), not OpenAI's, unless settings say otherwise.
 """
 
@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 import msgspec
 
-from warmline_backend.request.fields import find_unsupported_field
+from warmline_backend.request.field_names import find_unsupported_field
 from warmline_common.protocol.messages import ErrorBody, ErrorReply, encode
 
 STOP_WORDS_MAX = 16
