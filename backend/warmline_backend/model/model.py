@@ -22,7 +22,7 @@ from warmline_common.protocol.messages import KvLayout
 
 log = logging.getLogger(__name__)
 
-PROBE_CHUNK_TOKENS = 8  # of the few that a model is tried with
+PROBE_CHUNK_TOKENS = 8  # of the probe
 CONTEXT_KEYS = ("max_position_embeddings", "model_max_length", "max_sequence_length", "seq_length", "n_positions")
 FLOATS_COARSEST_FIRST = ("bfloat16", "float16", "float32")
 DETAIL_CHARS_MAX = 300  # of another library's error
@@ -49,7 +49,7 @@ class ServedModel(KvSizes):
     path: Path
     name: str
     layout: CacheLayout
-    context_tokens_max: int  # 0: the model doesn't say
+    context_tokens_max: int  # 0: unknown
     vocabulary_size: int
     weight_bytes: int
     index_topk: int  # how many tokens sparse attention selects; 0 where it isn't sparse

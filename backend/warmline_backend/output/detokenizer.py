@@ -39,7 +39,7 @@ class StopWordFilter:
         """Add text; returns what can't begin a stop word."""
         if self.is_stopped:
             return ""
-        read = self._state[3] + text  # what was held back comes first
+        read = self._state[3] + text  # held text comes first
         self._state, segments = TextStateMachine.split(self._state, text)
         self.is_stopped = self._state[0] is None
         emitted = "".join(part for state, part in segments if state == _TEXT)

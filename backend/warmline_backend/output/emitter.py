@@ -115,7 +115,7 @@ def _encode_arguments(arguments: dict[str, Any]) -> str:
     try:
         text = json.dumps(arguments, ensure_ascii=False)
         text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which only an escape can say
+    except UnicodeEncodeError:  # half a surrogate pair needs an escape
         return json.dumps(arguments)
     except RecursionError as error:
         raise ToolCallParseError("nested too deeply") from error

@@ -91,7 +91,7 @@ class TemplateRenderer:
         self._known_roles: dict[str, bool] = {}
         self._replayer = ToolCallReplayer(tokenizer, parse_turn) if parse_turn else None
         self._added_tokens = tuple(self._tokenizer.get_added_vocab())
-        # Some put a space before whatever they are given, so that a piece by itself is not what it is in a text.
+        # Some put a space before any text, so that a piece by itself has other tokens than within a text.
         self._can_split_anywhere = self._tokenizer.convert_ids_to_tokens(self._encode("x")) == ["x"]
         if self._template_args:
             self._check_template_args()

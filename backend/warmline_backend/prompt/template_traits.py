@@ -35,18 +35,18 @@ PROBE_TOOLS = [
 class TemplateTraits(msgspec.Struct, frozen=True, kw_only=True):
     """Traits; the defaults are those of a template that accepts everything."""
 
-    variable_names: frozenset[str] = frozenset()  # names that it reads besides the conversation
-    reasoning_fields: tuple[str, ...] = ()  # under which it reads an assistant's reasoning
-    has_exclusive_reasoning: bool = False  # beside calls it takes either reasoning or content
+    variable_names: frozenset[str] = frozenset()  # read besides the conversation
+    reasoning_fields: tuple[str, ...] = ()  # fields of an assistant's reasoning
+    has_exclusive_reasoning: bool = False  # beside calls either reasoning or content is accepted
     supports_developer_role: bool = True
     system_messages: Literal["none", "one", "any"] = "any"  # system messages at the beginning
     supports_late_system: bool = True  # and later ones, where they stand
-    requires_alternation: bool = False  # insists that user and assistant take turns
-    supports_tools: bool = True  # shows what tools there are
-    supports_tool_calls: bool = True  # shows what an assistant called
-    supports_tool_results: bool = True  # shows what a tool said
-    supports_user_after_results: bool = True  # takes a user's message right after what a tool said
-    requires_json_arguments: bool = False  # wants the arguments of calls as JSON in a string
+    requires_alternation: bool = False  # requires that user and assistant alternate
+    supports_tools: bool = True  # shows the tools
+    supports_tool_calls: bool = True  # shows calls
+    supports_tool_results: bool = True  # shows results
+    supports_user_after_results: bool = True  # accepts a user's message right after a result
+    requires_json_arguments: bool = False  # requires arguments of calls as JSON in a string
     call_id_format: Literal["any", "short", "named"] = "any"  # "named": functions.NAME:NUMBER, shown for the name
 
 

@@ -19,8 +19,8 @@ import msgspec
 from warmline_backend.request.params import Fields
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-EFFORTS_USUAL = ("low", "medium", "high")  # what a template that knows efforts at all was written for
-THINKING_ARGUMENTS = ("enable_thinking", "thinking")  # what templates call it
+EFFORTS_USUAL = ("low", "medium", "high")  # of any template that knows efforts
+THINKING_ARGUMENTS = ("enable_thinking", "thinking")  # names in templates
 EFFORT_ARGUMENT = "reasoning_effort"
 _THINKING_TYPES = {"enabled": True, "disabled": False, "adaptive": None}
 

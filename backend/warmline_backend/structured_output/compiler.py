@@ -135,7 +135,7 @@ class GrammarCompiler:
         tokenizer, began = self._load_tokenizer()[0], time.monotonic()
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=create_parser_limits())
         if not matcher.is_error() and not np.frombuffer(matcher.compute_bitmask(), np.uint8).any():
-            matcher.consume_token(0)  # it takes none, and now says so
+            matcher.consume_token(0)  # no token fits: sets its error
         self._on_compiled(time.monotonic() - began)
         return matcher
 
@@ -173,9 +173,8 @@ def _convert_tokenizer(tokenizer: TokenizerWrapper) -> tuple[LLTokenizer, Tokeni
     backend.no_truncation()
     described = json.loads(backend.to_str())
     markers = _hide_markers(described)
-    family = read_tokenizer_traits(tokenizer, markers)
     made = LLTokenizer(json.dumps(described), n_vocab=len(inner), eos_token=sorted(tokenizer.eos_token_ids))
-    return made, family
+    return made, read_tokenizer_traits(tokenizer, markers)
 
 
 def _hide_markers(described: dict[str, Any]) -> dict[str, int]:

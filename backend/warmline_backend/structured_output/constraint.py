@@ -183,8 +183,8 @@ class _GrammarWriter:
         start, several = self._traits.call_start, self._response_format.parallel
         if self._traits.wrapper_markers:
             begin, end, *ends = (self._lark.literal(marker) for marker in self._traits.wrapper_markers)
-            said = f"({begin} {self._lark.text()} {end})? ({self._write_calls(several)})? ({' '.join(ends)})?"
-            return self._check_calls(self._lark.render(said))
+            text = f"({begin} {self._lark.text()} {end})? ({self._write_calls(several)})? ({' '.join(ends)})?"
+            return self._check_calls(self._lark.render(text))
         if not start:  # only an answer that begins so is a call
             other = self._lark.text("([^{](?s:.*))?")
             return self._check_calls(self._lark.render(f"{self._write_calls(several)} | {other}"))
@@ -229,8 +229,8 @@ class _GrammarWriter:
         kinds = '"analysis"' if self._response_format.text_format else '("analysis" | "commentary")'
         thought = f"{lark.literal('<|channel|>')} {kinds} {lark.literal('<|message|>')}"
         thinks = f"({thought} {lark.text()} {lark.literal('<|end|><|start|>assistant')})*"
-        said = f'{lark.literal("<|channel|>final")} (" "? {lark.literal("<|constrain|>json")})?'
-        final = f"{said} {lark.literal('<|message|>')} {text}" if text else ""
+        channel = f'{lark.literal("<|channel|>final")} (" "? {lark.literal("<|constrain|>json")})?'
+        final = f"{channel} {lark.literal('<|message|>')} {text}" if text else ""
         return f"{thinks} ({' | '.join(part for part in (final, calls) if part)})"
 
     # ---- calls

@@ -100,7 +100,7 @@ def optional(expression: str) -> str:
 
 def join_optional_items(lark: LarkBuilder, items: Sequence[tuple[bool, str]], separator: str) -> str:
     """Join required and optional items in their order, with separators only between those present."""
-    first, later = '""', '""'  # what may follow when nothing, or something, has been written
+    first, later = '""', '""'  # the rest behind nothing, and behind an item
     for required, item in reversed(items):
         begun, going_on = f"{item} {later}", f"{quote_literal(separator)} {item} {later}"
         first = lark.add_rule(begun if required else f"{begun} | {first}")

@@ -118,11 +118,11 @@ def _iter_branches(schema: Any, parameters: Schema) -> Iterator[Schema]:
 
 def _find_union_branches(schema: Schema) -> list[Any]:
     """Branches of a schema that is a union and nothing else."""
-    said = [key for key in schema if key not in _ANNOTATION_KEYWORDS]
-    branches = schema[said[0]] if len(said) == 1 else None
+    keywords = [key for key in schema if key not in _ANNOTATION_KEYWORDS]
+    branches = schema[keywords[0]] if len(keywords) == 1 else None
     if not isinstance(branches, list):
         return []
-    return branches if said[0] in ("anyOf", "oneOf") or (said[0] == "allOf" and len(branches) == 1) else []
+    return branches if keywords[0] in ("anyOf", "oneOf") or (keywords[0] == "allOf" and len(branches) == 1) else []
 
 
 def _can_be_text(schema: Schema, parameters: Schema) -> bool:

@@ -115,7 +115,7 @@ class _SchemaTypes:
     def find_allowed(self, schema: Schema, depth: int) -> _AllowedTypes:
         """Allowed types; anything where the schema names none."""
         if (known := self._allowed_cache.get(id(schema))) is None:
-            self._allowed_cache[id(schema)] = _ALLOW_ANY  # what refers to itself says nothing
+            self._allowed_cache[id(schema)] = _ALLOW_ANY  # a self-reference allows anything
             known = self._allowed_cache[id(schema)] = self._compute_allowed(schema, depth)
         return known
 

@@ -31,7 +31,7 @@ class RawToolCall:
     arguments: dict[str, Any]
 
 
-ParsedItems = list[RawToolCall | str]  # text that belongs to no call stays where it stood
+ParsedItems = list[RawToolCall | str]  # text between calls stays in its place
 CallParser = Callable[[str, bool], ParsedItems]
 
 

@@ -18,8 +18,6 @@ from warmline_backend.tool_parsers.lenient_json import ToolCallParseError, parse
 PYTHON_CHARS_MAX = 65_536  # a parser's tree weighs many times its text
 
 _MISTRAL_HEAD = re.compile(r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
-_KIMI_BEGIN, _KIMI_ARGUMENTS, _KIMI_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
-_DEEPSEEK_BEGIN, _DEEPSEEK_SEP, _DEEPSEEK_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
 _GEMMA_HEAD = re.compile(r"\s*(?:call:\s*)?(?P<name>[\w.-]+)\s*(?=\{)")
 _PYTHON_HEAD = re.compile(r"\s*(?P<name>[A-Za-z_][\w.]*)\s*\(")
 _PYTHON_KEY = re.compile(r"\s*(?P<key>[A-Za-z_]\w*)\s*=\s*")
@@ -45,17 +43,12 @@ def _list_text(text: str) -> ParsedItems:
     return [text] if text.strip() else []
 
 
-def parse_kimi_k2(text: str, cut: bool) -> ParsedItems:
-    """Parse functions.NAME:NUMBER, a marker and an object, each call between markers of its own."""
-    return _parse_sections(text, _KIMI_BEGIN, _KIMI_ARGUMENTS, _KIMI_END)
+def parse_sections(tokens: tuple[str, str, str], text: str, cut: bool) -> ParsedItems:
+    """Parse calls of a name and an object, with `tokens` before, between and after them.
 
-
-def parse_deepseek(text: str, cut: bool) -> ParsedItems:
-    """Parse the name, a marker and an object; older ones write the kind first, and the object in a code fence."""
-    return _parse_sections(text, _DEEPSEEK_BEGIN, _DEEPSEEK_SEP, _DEEPSEEK_END)
-
-
-def _parse_sections(text: str, begin: str, separator: str, end: str) -> ParsedItems:
+    Kimi writes functions.NAME:NUMBER.  Older DeepSeek models write the kind first, and the object in a code fence.
+    """
+    begin, separator, end = tokens
     between, *calls = text.split(begin)
     items = _list_text(between)
     for call in calls:
@@ -164,7 +157,7 @@ def _parse_lenient_arguments(text: str, position: int) -> tuple[dict[str, Any], 
     return arguments, len(text) - len(rest) + rest.startswith(")")
 
 
-# ---- answers that are calls without any marker
+# ---- calls without markers
 
 _FIRST_KEYS = ("type", "name", "parameters", "arguments", "function", "id")
 _FIRST_KEY = re.compile(r"\s*\{\s*(?:\"(?P<key>\w*)(?P<end>\")?)?")

@@ -26,7 +26,7 @@ class TagFormat:
 
     call_start: re.Pattern[str]  # of a call; group "name"
     call_end: str  # of a call; "" where only the format's end marker closes it: one call between two markers
-    argument_start: re.Pattern[str]  # what stands before a value; groups "key" and, in some, "kind"
+    argument_start: re.Pattern[str]  # before a value; groups "key" and, in some, "kind"
     argument_end: str
     has_multiline_values: bool = False  # each value stands on lines of its own, whose breaks are not part of it
     accepts_json: bool = False  # some models of the family write JSON instead
