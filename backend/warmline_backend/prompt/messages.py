@@ -80,7 +80,9 @@ def parse_conversation(
             "continue_final_message",
         )
     offered = _parse_tools(body)
-    items, tools = fit_conversation([_parse_item(message, at) for at, message in enumerate(messages)], offered, traits)
+    items, tools = fit_conversation(
+        [_parse_item(message, index) for index, message in enumerate(messages)], offered, traits
+    )
     asked = make_template_arguments(parse_reasoning_options(fields), traits.variable_names, source)
     return ChatConversation(
         items=items,
@@ -186,8 +188,8 @@ def _parse_tools(body: dict[str, Any]) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRequestError("'tools' must be a list of objects", "tools")
-    for at, tool in enumerate(tools):
-        _check_tool(tool, f"tools[{at}]")
+    for index, tool in enumerate(tools):
+        _check_tool(tool, f"tools[{index}]")
     return tools
 
 

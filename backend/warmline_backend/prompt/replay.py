@@ -90,7 +90,7 @@ class ToolCallReplayer:
         self, marked: MarkedConversation, original: ChatConversation, doubtful_messages: set[int]
     ) -> MarkedConversation:
         """Unmark the doubtful messages."""
-        clear = {at: tokens for at, tokens in marked.sampled_tokens.items() if at not in doubtful_messages}
+        clear = {index: tokens for index, tokens in marked.sampled_tokens.items() if index not in doubtful_messages}
         return self._insert_placeholders(original, clear)
 
     def _strip_eos(self, tokens: list[int]) -> list[int]:
@@ -141,8 +141,8 @@ class ToolCallReplayer:
     ) -> MarkedConversation:
         word = f"w{secrets.token_hex(8)}"
         items = [
-            self._mark_item(item, at, word) if at in sampled_tokens else item
-            for at, item in enumerate(conversation.items)
+            self._mark_item(item, index, word) if index in sampled_tokens else item
+            for index, item in enumerate(conversation.items)
         ]
         return MarkedConversation(
             conversation=msgspec.structs.replace(conversation, items=items) if sampled_tokens else conversation,
@@ -173,13 +173,13 @@ class ToolCallReplayer:
             found.setdefault(int(match[2]), []).append(match)
         places: list[SampledSpan] = []
         doubtful: set[int] = set()
-        for at, tokens in sorted(marked.sampled_tokens.items()):
+        for index, tokens in sorted(marked.sampled_tokens.items()):
             after = places[-1].end if places else 0
-            calls = len(marked.conversation.items[at].message.get("tool_calls", ()))
-            words = _order_placeholders(found.get(at, []), calls)
+            calls = len(marked.conversation.items[index].message.get("tool_calls", ()))
+            words = _order_placeholders(found.get(index, []), calls)
             place = self._find_span(text, after, words, tail, tokens) if words else None
             if place is None or not self._is_exact_region(text[place.start : place.end], words, marked):
-                doubtful.add(at)
+                doubtful.add(index)
             else:
                 places.append(place)
         return places, doubtful
@@ -187,7 +187,7 @@ class ToolCallReplayer:
     def _find_span(
         self, text: str, previous_end: int, placeholders: list[re.Match[str]], tail: str, tokens: list[int]
     ) -> SampledSpan | None:
-        at, first, last = int(placeholders[0][2]), placeholders[0], placeholders[-1]
+        index, first, last = int(placeholders[0][2]), placeholders[0], placeholders[-1]
         end = self._find_end(text, last)
         begins = first.start() if first[1] == "c" else self._find_call_start(text, previous_end, first.start(), tail)
         if end is None or begins is None or begins < previous_end:
@@ -199,7 +199,7 @@ class ToolCallReplayer:
         else:
             start, keeps_space = self._find_start(text, previous_end, begins, header, tail)
             tokens = tokens if keeps_space else self._strip_leading_space(tokens)
-        return SampledSpan(message_index=at, start=start, end=end, tokens=tokens)
+        return SampledSpan(message_index=index, start=start, end=end, tokens=tokens)
 
     def _find_start(self, text: str, previous_end: int, content_start: int, header: str, tail: str) -> tuple[int, bool]:
         """Start of the text sampled after the reasoning, and whether its leading space belongs there."""
@@ -215,27 +215,27 @@ class ToolCallReplayer:
 
     def _strip_leading_space(self, tokens: list[int]) -> list[int]:
         """Strip the space between a reasoning that is not there and the answer."""
-        at = next((at for at, token in enumerate(tokens) if self._decode([token]).strip()), 0)
-        return tokens[at:]
+        position = next((position for position, token in enumerate(tokens) if self._decode([token]).strip()), 0)
+        return tokens[position:]
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens))
 
     def _find_call_start(self, text: str, previous_end: int, name_start: int, tail: str) -> int | None:
         marker = self._tool_format.start if self._tool_format else ""
-        if marker and (at := text.rfind(marker, previous_end, name_start)) >= 0:
-            return at
+        if marker and (position := text.rfind(marker, previous_end, name_start)) >= 0:
+            return position
         header = tail.partition(str(self._tokenizer.think_start))[0] if self._think_end else tail
-        at = text.rfind(header, previous_end, name_start) if header else -1
-        return at + len(header) if at >= 0 else None
+        position = text.rfind(header, previous_end, name_start) if header else -1
+        return position + len(header) if position >= 0 else None
 
     def _find_end(self, text: str, last_placeholder: re.Match[str]) -> int | None:
         if last_placeholder[1] == "c":
             return last_placeholder.end()
         over = match.start() if (match := self._eos_pattern.search(text, last_placeholder.end())) else None
         if (marker := self._tool_format.end if self._tool_format else "") and marker not in self._eos_texts:
-            at = text.find(marker, last_placeholder.end(), over)
-            return at + len(marker) if at >= 0 else over
+            position = text.find(marker, last_placeholder.end(), over)
+            return position + len(marker) if position >= 0 else over
         return over
 
     def _is_exact_region(self, region: str, placeholders: list[re.Match[str]], marked: MarkedConversation) -> bool:
@@ -324,15 +324,15 @@ def splice_tokens(
         parts.append(lambda offset: base + token_at(piece.map_offset(offset - start)))
         ids.extend(tokens)
 
-    at = 0
+    position = 0
     for place in spans:
-        add_text(at, place.start)
+        add_text(position, place.start)
         base = len(ids)
         starts.append(place.start)
         parts.append(lambda _, base=base: base)  # type: ignore[misc]
         ids.extend(place.tokens)
-        at = place.end
-    add_text(at, len(text))
+        position = place.end
+    add_text(position, len(text))
     return ids, lambda offset: parts[bisect_right(starts, offset) - 1](offset)
 
 
@@ -347,15 +347,15 @@ class _RestoredText:
 
     def __init__(self, marked_text: str, pattern: re.Pattern[str], resolve: Callable[[re.Match[str]], str]) -> None:
         self._edges, self._shifts = [0], [0]
-        pieces, at, shift = [], 0, 0
+        pieces, position, shift = [], 0, 0
         for match in pattern.finditer(marked_text):
             restored = resolve(match)
-            pieces += [marked_text[at : match.start()], restored]
-            at = match.end()
+            pieces += [marked_text[position : match.start()], restored]
+            position = match.end()
             shift += len(restored) - (match.end() - match.start())
-            self._edges.append(at)
+            self._edges.append(position)
             self._shifts.append(shift)
-        self.text = "".join([*pieces, marked_text[at:]]) if pieces else marked_text
+        self.text = "".join([*pieces, marked_text[position:]]) if pieces else marked_text
 
     def map_offset(self, offset: int) -> int:
         return max(0, offset + self._shifts[bisect_right(self._edges, offset) - 1])

@@ -106,10 +106,10 @@ def _add_result_names(items: Iterable[ConversationItem]) -> list[ConversationIte
 
 
 def _insert_tools_message(items: list[ConversationItem], tools: list[dict[str, Any]]) -> list[ConversationItem]:
-    at = _count_leading_instructions(items)
+    index = _count_leading_instructions(items)
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    described = ConversationItem(message={"role": "system", "content": TOOLS_TEXT.format(lines)}, number=at)
-    return [*items[:at], described, *items[at:]]
+    described = ConversationItem(message={"role": "system", "content": TOOLS_TEXT.format(lines)}, number=index)
+    return [*items[:index], described, *items[index:]]
 
 
 def _render_calls(item: ConversationItem) -> ConversationItem:
@@ -137,12 +137,12 @@ def _render_result(item: ConversationItem) -> ConversationItem:
 
 
 def _count_leading_instructions(items: list[ConversationItem]) -> int:
-    return next((at for at, item in enumerate(items) if not item.is_instruction), len(items))
+    return next((index for index, item in enumerate(items) if not item.is_instruction), len(items))
 
 
 def _fit_instructions(items: list[ConversationItem], traits: TemplateTraits) -> list[ConversationItem]:
-    at = _count_leading_instructions(items)
-    first, later = items[:at], items[at:]
+    index = _count_leading_instructions(items)
+    first, later = items[:index], items[index:]
     if not traits.supports_late_system:
         later = [_render_late_instruction(item) if item.is_instruction else item for item in later]
     if traits.system_messages != "any":

@@ -83,10 +83,10 @@ class _TemplateProbe:
 
     def is_shown(self, messages: list[Message], *words: str, tools: list[dict[str, Any]] | None = None) -> bool:
         """True where the words are rendered, in this order."""
-        text, at = self._render(messages, tools), 0
+        text, position = self._render(messages, tools), 0
         for word in words:
-            at = text.find(word, at) + len(word)
-            if at < len(word):
+            position = text.find(word, position) + len(word)
+            if position < len(word):
                 return False
         return True
 

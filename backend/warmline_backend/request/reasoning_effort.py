@@ -62,8 +62,8 @@ def make_template_arguments(options: ReasoningOptions, variable_names: frozenset
 def _find_nearest_effort(effort: str, source: str) -> str:
     """Nearest effort among those that the template spells out, or that all templates know."""
     known = [name for name in EFFORTS if name in EFFORTS_USUAL or re.search(rf"""['"]{name}['"]""", source)]
-    at = EFFORTS.index(effort)
-    return min(known, key=lambda name: abs(EFFORTS.index(name) - at))
+    index = EFFORTS.index(effort)
+    return min(known, key=lambda name: abs(EFFORTS.index(name) - index))
 
 
 def _find_first(values: Sequence[Any]) -> Any:

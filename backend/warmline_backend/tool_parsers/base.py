@@ -39,12 +39,12 @@ def parse_json_calls(text: str, cut: bool) -> ParsedItems:
     """Parse one object, several, or a list of them."""
     text = strip_code_fence(text).strip()
     items: ParsedItems = []
-    at = 0
-    while at < len(text):
-        value, at = parse_value(text, at, cut)
+    position = 0
+    while position < len(text):
+        value, position = parse_value(text, position, cut)
         items += [_parse_call_object(one) for one in (value if isinstance(value, list) else [value])]
-        at += len(text[at:]) - len(text[at:].lstrip(" \t\r\n,;"))
-        if not text[at:].strip("}] \n"):
+        position += len(text[position:]) - len(text[position:].lstrip(" \t\r\n,;"))
+        if not text[position:].strip("}] \n"):
             break
     return require_calls(items)
 

@@ -32,11 +32,11 @@ def parse_mistral(text: str, cut: bool) -> ParsedItems:
         _, end = parse_value(stripped, 0, cut)
         items = parse_json_calls(stripped[:end], cut)
         return [*items, *_list_text(stripped[end:])]
-    items, at = [], 0
-    while head := _MISTRAL_HEAD.match(text, at):
-        arguments, at = parse_value(text, head.end(), cut)
+    items, position = [], 0
+    while head := _MISTRAL_HEAD.match(text, position):
+        arguments, position = parse_value(text, head.end(), cut)
         items.append(RawToolCall(normalize_name(head["name"]), arguments))
-    return [*require_calls(items), *_list_text(text[at:])]
+    return [*require_calls(items), *_list_text(text[position:])]
 
 
 def _list_text(text: str) -> ParsedItems:
@@ -76,11 +76,11 @@ def _parse_section(call: str, separator: str, end: str) -> ParsedItems:
 def parse_gemma(quote: str, text: str, cut: bool) -> ParsedItems:
     """Parse call:NAME{key:value}, with bare keys, and strings between `quote`s."""
     items: ParsedItems = []
-    at = 0
-    while head := _GEMMA_HEAD.match(text, at):
-        arguments, at = parse_lenient_json(text, head.end(), quote=quote)
+    position = 0
+    while head := _GEMMA_HEAD.match(text, position):
+        arguments, position = parse_lenient_json(text, head.end(), quote=quote)
         items.append(RawToolCall(normalize_name(head["name"]), arguments))
-    if not items or text[at:].strip("} \n"):
+    if not items or text[position:].strip("} \n"):
         raise ToolCallParseError("no call")
     return items
 
@@ -133,12 +133,12 @@ def _convert_python_value(value: Any) -> Any:
 def _parse_lenient_python(text: str) -> ParsedItems:
     """Parse invalid Python: strings over several lines, a missing bracket at the end."""
     items: ParsedItems = []
-    at = 1 if text.startswith("[") else 0
-    while head := _PYTHON_HEAD.match(text, at):
-        arguments, at = _parse_lenient_arguments(text, head.end())
+    position = 1 if text.startswith("[") else 0
+    while head := _PYTHON_HEAD.match(text, position):
+        arguments, position = _parse_lenient_arguments(text, head.end())
         items.append(RawToolCall(normalize_name(head["name"]), arguments))
-        at = len(text) - len(text[at:].lstrip(" ,\n"))
-    if not items or text[at:].strip("] \n"):
+        position = len(text) - len(text[position:].lstrip(" ,\n"))
+    if not items or text[position:].strip("] \n"):
         raise ToolCallParseError("no call")
     return items
 
@@ -180,14 +180,14 @@ def can_be_bare_call(text: str) -> bool | None:
 def parse_llama3(text: str, cut: bool) -> ParsedItems:
     """Parse {"name": ..., "parameters": ...}, one or several; the rest is text."""
     items: ParsedItems = []
-    at = 0
-    while text[at:].lstrip().startswith("{"):
-        value, after = parse_value(text, at, cut)
+    position = 0
+    while text[position:].lstrip().startswith("{"):
+        value, after = parse_value(text, position, cut)
         if not isinstance(value, dict) or set(value) - {*_FIRST_KEYS} or not {"parameters", "arguments"} & set(value):
             break
-        items += parse_json_calls(text[at:after], cut)
-        at = _BETWEEN_CALLS.match(text, after).end()  # type: ignore[union-attr]
-    return [*require_calls(items), *_list_text(text[at:])]
+        items += parse_json_calls(text[position:after], cut)
+        position = _BETWEEN_CALLS.match(text, after).end()  # type: ignore[union-attr]
+    return [*require_calls(items), *_list_text(text[position:])]
 
 
 def parse_python_tag(text: str, cut: bool) -> ParsedItems:
@@ -197,7 +197,7 @@ def parse_python_tag(text: str, cut: bool) -> ParsedItems:
     head = _BUILT_IN.match(text)
     if head is None:
         raise ToolCallParseError("no call")
-    arguments, at = _parse_lenient_arguments(text, head.end())
-    if not arguments or text[at:].strip():
+    arguments, position = _parse_lenient_arguments(text, head.end())
+    if not arguments or text[position:].strip():
         raise ToolCallParseError("no call")
     return [RawToolCall(normalize_name(head["name"]), arguments)]

@@ -34,29 +34,29 @@ class TagFormat:
 
 def parse_tagged(tags: TagFormat, text: str, cut: bool) -> ParsedItems:
     """Parse every call in `text`.  Raises ToolCallParseError for none, or for too many broken ones."""
-    at = _skip_space(text, 0)
-    if tags.accepts_json and text[at : at + 1] in ("{", "["):
+    position = _skip_space(text, 0)
+    if tags.accepts_json and text[position : position + 1] in ("{", "["):
         return parse_json_calls(text, cut)
     if not tags.call_end:
-        return [_parse_single_call(tags, text, at)]
+        return [_parse_single_call(tags, text, position)]
     items: ParsedItems = []
-    at = broken = 0
-    while opening := tags.call_start.search(text, at):
-        _append_text(text[at : opening.start()], items)
-        item, at = _parse_tagged_call(tags, text, opening)
+    position = broken = 0
+    while opening := tags.call_start.search(text, position):
+        _append_text(text[position : opening.start()], items)
+        item, position = _parse_tagged_call(tags, text, opening)
         items.append(item)
         broken += isinstance(item, str)
         if broken > BROKEN_MAX:
             raise ToolCallParseError("broken calls")
-    _append_text(text[at:], items)
+    _append_text(text[position:], items)
     return require_calls(items)
 
 
 def _parse_tagged_call(tags: TagFormat, text: str, opening: re.Match[str]) -> tuple[RawToolCall | str, int]:
     """Parse one call, or return its text where it is broken, and the position of the next one."""
     try:
-        arguments, at = _parse_tagged_arguments(tags, text, opening.end())
-        return RawToolCall(normalize_name(opening["name"]), arguments), _find_call_end(tags, text, at)
+        arguments, position = _parse_tagged_arguments(tags, text, opening.end())
+        return RawToolCall(normalize_name(opening["name"]), arguments), _find_call_end(tags, text, position)
     except ToolCallParseError as error:
         if error.cut:
             raise
@@ -231,16 +231,16 @@ _KIMI_TAGS = TagFormat(
 
 def parse_kimi_k3(text: str, cut: bool) -> ParsedItems:
     items: ParsedItems = []
-    at = 0
-    while opening := _KIMI_CALL.search(text, at):
-        _append_text(text[at : opening.start()], items)
+    position = 0
+    while opening := _KIMI_CALL.search(text, position):
+        _append_text(text[position : opening.start()], items)
         name = _KIMI_TOOL.search(opening["attributes"])
         if name is None:
             raise ToolCallParseError("a call without a name")
-        arguments, at = _parse_kimi_arguments(text, opening.end())
-        at = _find_call_end(_KIMI_TAGS, text, at)
+        arguments, position = _parse_kimi_arguments(text, opening.end())
+        position = _find_call_end(_KIMI_TAGS, text, position)
         items.append(RawToolCall(normalize_name(_unescape(name["name"])), arguments))
-    _append_text(text[at:], items)
+    _append_text(text[position:], items)
     return require_calls(items)
 
 
