@@ -131,7 +131,7 @@ def _make_exchange(call_id: str, as_json: bool) -> list[Message]:
 
 
 def _make_talk(*roles: str) -> list[Message]:
-    """One message of each role, with a word of TALK_WORDS each."""
+    """Make a message of each role, with a word of TALK_WORDS each."""
     return [{"role": role, "content": word} for role, word in zip(roles, TALK_WORDS, strict=False)]
 
 

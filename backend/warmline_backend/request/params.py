@@ -34,7 +34,7 @@ class BadRequestError(Exception):
 
 
 class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
-    """One request's checked parameters."""
+    """Checked parameters of a request."""
 
     max_tokens: int  # prompt + max_tokens fits the context; 0 only with echo, where nothing is to be generated
     temperature: float = 0.0  # 0: greedy

@@ -19,7 +19,7 @@ class GrammarTooLongError(Exception):
 
 
 class LarkBuilder:
-    """One grammar.  Methods return an expression for a rule; they raise GrammarTooLongError.
+    """Grammar under construction.  Methods return an expression for a rule; they raise GrammarTooLongError.
 
     `markers`: ids of tokens that no text is tokenized to, by their text.  `consumed_prefix`: a beginning of literals
     that is in the answer already; they go on from there.

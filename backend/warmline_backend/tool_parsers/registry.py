@@ -57,7 +57,7 @@ class CallMarkers:
 
 @dataclass(frozen=True)
 class ToolFormat(CallMarkers):
-    """One family.  Markers are "" in the table where the tokenizer names them."""
+    """Format of one family.  Markers are "" in the table where the tokenizer names them."""
 
     name: str  # as mlx-lm names its parser, or one of ours
     syntax: CallSyntax | None = None  # None: no grammar can be written
@@ -105,7 +105,7 @@ def _make_invoke_syntax(prefix: str, section: str) -> CallSyntax:
 
 
 def _make_list_syntax(start: str, end: str, variant: tuple[str, CallSyntax] | None = None) -> CallSyntax:
-    """One JSON list of all calls."""
+    """Syntax of one JSON list of all calls."""
     call = '{"name": %q, "arguments": %a}'
     return CallSyntax(call, separator=", ", start=f"{start}%s[", end=f"]{end}", variant=variant)
 

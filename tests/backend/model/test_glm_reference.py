@@ -45,7 +45,7 @@ def test_chunks_ending_near_topk_match_reference(size: int) -> None:
 
 @pytest.mark.parametrize("position", AROUND)
 def test_truncated_cache_matches_reference(position: int) -> None:
-    """As in a restored or branched conversation, continued by one token or by a chunk."""
+    """The cache is cut as in a restored or branched conversation, continued by one token or by a chunk."""
     case = "shared_as_listed"
     made, prompt = model(case), tokens_of(case)
     for count in (1, TOKENS - position):

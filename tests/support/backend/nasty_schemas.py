@@ -27,7 +27,7 @@ CONSTANTS: list[Any] = [None, True, 0, -1, 3.5, 1e21, [], {}, [1, [2]], {"a": {"
 
 
 class Builder:
-    """One schema's parts; `defs` are the targets of its references."""
+    """Parts of one schema; `defs` are the targets of its references."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
