@@ -69,6 +69,7 @@ FAMILIES = (
     Family(f"{BACKEND}/*", REFUSALS, "told to the proxy, which plans again"),
     Family(f"{BACKEND}/output/*", (), "caught: the call is passed on as text"),
     Family(f"{BACKEND}/tool_parsers/*", (), "caught: the call is passed on as text"),
+    Family(f"{BACKEND}/output/*", ("ToolCallParseError", "ValueError"), "caught: the call is passed on as text"),
     Family(f"{PROXY}/*", ("ConnectionResetError",), "ends the handling of a client that is gone"),
     Family(f"{RUN}/services/*d.py", ("ValueError",), "caught: `status` says that the file is not ours"),
     Family(f"{RUN}/settings/reference.py", (), "told to who changes the settings' table"),

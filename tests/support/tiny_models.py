@@ -228,7 +228,7 @@ def output_scale(stops: bool) -> mx.array:
 
 
 def _byte_alphabet() -> list[str]:
-    """One character a byte; the graphic ASCII bytes stand for themselves.  The position is the token id."""
+    """Alphabet of one character a byte; the graphic ASCII bytes stand for themselves.  The position is the token id."""
     return sorted(pre_tokenizers.ByteLevel.alphabet())
 
 

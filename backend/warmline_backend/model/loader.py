@@ -7,7 +7,7 @@ for plain ones: mlx reads 8-bit floats as integers.
 
 import glob
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,16 +44,8 @@ class ParameterMismatchError(ModelError):
         parts = [
             *_format_section("missing", "that the model needs and the files lack", missing),
             *_format_section("unexpected", "in the files that the model does not have", unexpected),
-            *_format_section("of another shape", "than the model needs", [name for name, *_ in wrong_shape]),
-            *(
-                f"  {kind}: needed {needed}, found {found}"
-                for kind, (needed, found) in group_mismatches(wrong_shape).items()
-            ),
-            *_format_section("of another type", "than the model computes with", [name for name, *_ in wrong_type]),
-            *(
-                f"  {kind}: needed {needed}, found {found}"
-                for kind, (needed, found) in group_mismatches(wrong_type).items()
-            ),
+            *_format_mismatches("of another shape", "than the model needs", wrong_shape),
+            *_format_mismatches("of another type", "than the model computes with", wrong_type),
         ]
         super().__init__(
             "its weights don't fit its config.json, and with any of them left out its answers would be wrong; "
@@ -61,11 +53,15 @@ class ParameterMismatchError(ModelError):
         )
 
 
-def _format_section(title: str, reason: str, names: Iterable[str]) -> list[str]:
-    names = list(names)
-    if not names:
-        return []
-    return [f"{len(names)} {title} ({reason}):", *(f"  {line}" for line in format_by_kind(names))]
+def _format_section(title: str, reason: str, names: Sequence[str]) -> list[str]:
+    lines = [f"  {line}" for line in format_by_kind(names)]
+    return [f"{len(names)} {title} ({reason}):", *lines] if names else []
+
+
+def _format_mismatches(title: str, reason: str, parameters: Sequence[tuple[str, T, T]]) -> list[str]:
+    kinds = group_mismatches(parameters).items()
+    lines = [f"  {kind}: needed {needed}, found {found}" for kind, (needed, found) in kinds]
+    return [*_format_section(title, reason, [name for name, *_ in parameters]), *lines]
 
 
 def mask_layer_number(name: str) -> str:
@@ -140,8 +136,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 def load_lazy_model(folder: Path, *, trust_remote_code: bool) -> tuple[nn.Module, dict[str, Any]]:
     """Load the model with its weights, and its config; lazily: only headers of the files are read.
 
-    Raises ParameterMismatchError; ModelError for untrusted code and for errors of an architecture on these files; ValueError
-    for an unknown architecture or a contradictory config; OSError, FileNotFoundError for the files.
+    Raises ParameterMismatchError; ModelError for untrusted code and for errors of an architecture on these files;
+    ValueError for an unknown architecture or a contradictory config; OSError, FileNotFoundError for the files.
     """
     config = read_config(folder)
     if glob.escape(str(folder)) != str(folder):  # mlx-lm would take the path for a pattern, and find nothing, or others
@@ -193,15 +189,12 @@ def check_parameters(model: nn.Module, weights: Mapping[str, mx.array]) -> None:
     needed = dict(tree_flatten(model.parameters()))
     missing = tuple(sorted(needed.keys() - weights.keys()))
     unexpected = tuple(sorted(weights.keys() - needed.keys()))
-    wrong = tuple(
-        (name, tuple(needed[name].shape), tuple(weights[name].shape))
-        for name in sorted(needed.keys() & weights.keys())
-        if needed[name].shape != weights[name].shape
-    )
+    both = [(name, needed[name], weights[name]) for name in sorted(needed.keys() & weights.keys())]
+    wrong = tuple((name, tuple(a.shape), tuple(b.shape)) for name, a, b in both if a.shape != b.shape)
     types = tuple(
-        (name, format_dtype(needed[name]), format_dtype(weights[name]))
-        for name in sorted(needed.keys() & weights.keys())
-        if mx.issubdtype(needed[name].dtype, mx.floating) and not mx.issubdtype(weights[name].dtype, mx.floating)
+        (name, format_dtype(a), format_dtype(b))
+        for name, a, b in both
+        if mx.issubdtype(a.dtype, mx.floating) and not mx.issubdtype(b.dtype, mx.floating)
     )
     if missing or unexpected or wrong or types:
         raise ParameterMismatchError(missing, unexpected, wrong, types)

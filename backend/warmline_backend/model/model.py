@@ -22,7 +22,7 @@ from warmline_common.protocol.messages import KvLayout
 
 log = logging.getLogger(__name__)
 
-PROBE_CHUNK_TOKENS = 8  # of the few that a model is tried with
+PROBE_CHUNK_TOKENS = 8  # of the probe
 CONTEXT_KEYS = ("max_position_embeddings", "model_max_length", "max_sequence_length", "seq_length", "n_positions")
 FLOATS_COARSEST_FIRST = ("bfloat16", "float16", "float32")
 DETAIL_CHARS_MAX = 300  # of another library's error
@@ -30,19 +30,27 @@ MEMORY_SHARE = 0.7  # of what weights leave free, when no budget is set
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class KvSizes:
+    """Sizes of a sequence's KV."""
+
+    row_names: frozenset[str]  # "layer.component.field" of every tensor of a segment
+    row_bytes: int  # one token's rows over all leaves
+    state_bytes: int  # one checkpoint
+    window_bytes: int  # the rows of all rotating layers in their full windows
+    dtype: str  # of floating values, such as "mlx.core.bfloat16", joined by commas; part of the fingerprint
+
+
+@dataclass(frozen=True)
+class ServedModel(KvSizes):
+    """A loaded model with its tokenizer and the sizes of its KV."""
+
     model: nn.Module
     tokenizer: TokenizerWrapper
     path: Path
     name: str
     layout: CacheLayout
-    row_names: frozenset[str]  # "layer.component.field" of every tensor of a segment
-    row_bytes: int  # one token's rows over all leaves
-    state_bytes: int  # one checkpoint
-    window_bytes: int  # the rows of all rotating layers in their full windows
-    context_tokens_max: int  # 0: the model doesn't say
+    context_tokens_max: int  # 0: unknown
     vocabulary_size: int
-    dtype: str  # of the KV's floating values; part of the fingerprint
     weight_bytes: int
     index_topk: int  # how many tokens sparse attention selects; 0 where it isn't sparse
 
@@ -97,26 +105,20 @@ def load_served_model(
         logits, layers = run_probe(model, layout)
         mx.eval(logits)
     except (RuntimeError, ValueError) as error:  # such as a quantized product that mlx has no kernel for on this device
-        todo = (
-            "; leave --kv-bits out, or choose a --kv-group-size that divides the width of the heads" if kv_bits else ""
-        )
-        raise ModelError(f"this device can't compute the model as configured: {error}{todo}") from error
-    weight = measure_kv(layout, layers)
+        remedy = "; leave --kv-bits out, or choose a --kv-group-size that divides the width of the heads"
+        problem = f"this device can't compute the model as configured: {error}{remedy if kv_bits else ''}"
+        raise ModelError(problem) from error
     if layout.problem:
         log.warning("%s is served without persistence: %s", name, layout.problem)
     return ServedModel(
+        **vars(measure_kv(layout, layers)),
         model=model,
         tokenizer=tokenizer,
         path=folder,
         name=name,
         layout=layout,
-        row_names=weight.row_names,
-        row_bytes=weight.row_bytes,
-        state_bytes=weight.state_bytes,
-        window_bytes=weight.window_bytes,
         context_tokens_max=find_context_tokens_max(config),
         vocabulary_size=find_vocabulary_size(config, tokenizer),
-        dtype=weight.dtype,
         weight_bytes=tree_reduce(lambda held, weight: held + weight.nbytes, model.parameters(), 0),
         index_topk=config.get("index_topk") or 0,
     )
@@ -200,17 +202,6 @@ def make_cache_factory(model: nn.Module, kv_bits: int, kv_group_size: int) -> Ca
     return lambda: [QuantizedKVCache(group_size=kv_group_size, bits=kv_bits) for _ in range(count)]
 
 
-@dataclass(frozen=True)
-class KvSizes:
-    """Sizes of a sequence's KV."""
-
-    row_names: frozenset[str]  # "layer.component.field" of every tensor of a segment
-    row_bytes: int  # one token's rows over all leaves
-    state_bytes: int  # one checkpoint
-    window_bytes: int  # the rows of all rotating layers in their full windows
-    dtype: str  # of its floating values, such as "mlx.core.bfloat16"; several are joined by commas
-
-
 def run_probe(model: nn.Module, layout: CacheLayout) -> tuple[list[mx.array], list[Any]]:
     """Logits of a chunk and of a step after it, and the cache that they fill; lazy: no weight is read."""
     layers = layout.make_empty_cache()
@@ -251,18 +242,14 @@ def _find_coarsest_dtype(dtypes: str) -> str:
 
 def find_context_tokens_max(config: dict[str, Any]) -> int:
     """Context length of a config; 0 where it names none."""
-    for part in (config, config.get("text_config") or {}):
-        for key in CONTEXT_KEYS:
-            if isinstance(value := part.get(key), int) and value > 0:
-                return value
-    return 0
+    parts = (config, config.get("text_config") or {})
+    values = (part.get(key) for part in parts for key in CONTEXT_KEYS)
+    return next((value for value in values if isinstance(value, int) and value > 0), 0)
 
 
 def find_vocabulary_size(config: dict[str, Any], tokenizer: TokenizerWrapper) -> int:
-    for part in (config, config.get("text_config") or {}):
-        if isinstance(value := part.get("vocab_size"), int):
-            return value
-    return len(tokenizer.get_vocab())
+    values = (part.get("vocab_size") for part in (config, config.get("text_config") or {}))
+    return next((value for value in values if isinstance(value, int)), len(tokenizer.get_vocab()))
 
 
 def compute_memory_budget(weight_bytes: int) -> int:

@@ -11,7 +11,7 @@ from importlib import metadata
 import mlx.core as mx
 from threadpoolctl import threadpool_info
 
-LIBRARIES = ("mlx", "nvidia-")  # mlx, mlx-lm, mlx's back ends, and what these take from NVIDIA
+LIBRARIES = ("mlx", "nvidia-")  # mlx, mlx-lm, mlx's back ends and their NVIDIA libraries
 DEVICE_KEYS = ("device_name", "architecture", "compute_capability_major", "compute_capability_minor")
 BLAS_KEYS = ("internal_api", "version", "threading_layer", "architecture", "num_threads")
 OTHER_BLAS_PATHS = ("numpy.libs", "scipy.libs")  # these bring a BLAS of their own

@@ -39,13 +39,13 @@ class StopWordFilter:
         """Add text; returns what can't begin a stop word."""
         if self.is_stopped:
             return ""
-        read = self._state[3] + text  # what was held back comes first
+        read = self._state[3] + text  # held text comes first
         self._state, segments = TextStateMachine.split(self._state, text)
         self.is_stopped = self._state[0] is None
-        told = "".join(part for state, part in segments if state == _TEXT)
+        emitted = "".join(part for state, part in segments if state == _TEXT)
         if self.is_stopped:
-            self.stop_word = read[len(told) : len(read) - len(self._state[3])]
-        return told
+            self.stop_word = read[len(emitted) : len(read) - len(self._state[3])]
+        return emitted
 
     def flush(self) -> str:
         """Return held text, once it can't become a stop word any more."""

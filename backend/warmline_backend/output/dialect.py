@@ -23,8 +23,8 @@ class Dialect:
     think_start: str  # "" where the model has no reasoning, or none between markers
     think_end: str
     tool_format: ToolFormat | None
-    ignored_markers: tuple[str, ...]  # markers that say nothing
-    header_format: HeaderFormat | None  # where an answer is messages, each with a header that says what it is
+    ignored_markers: tuple[str, ...]  # markers without meaning here
+    header_format: HeaderFormat | None  # for answers that are messages with headers
     hidden_tokens: frozenset[int]  # special tokens that mark nothing here: no text of an answer
 
     @property

@@ -19,12 +19,12 @@ class PartEmitter:
     def __init__(self, tools: list[dict[str, Any]] | None, parallel: bool) -> None:
         self._tools, self._parallel = tools, parallel
         self._parts: list[Part] = []
-        self._pending_space = ""  # of content, told only once something follows
+        self._pending_space = ""  # of content, emitted only once something follows
         self._pending_breaks = ""  # of reasoning, likewise
         self.after_marker = False
         self.has_content = False
         self.has_calls = False
-        self.is_after_call = False  # and nothing was said since
+        self.is_after_call = False  # and no content came since
         self.reasoning_end = 0  # where the last reasoning ended; -1 within one
 
     @property
@@ -54,10 +54,10 @@ class PartEmitter:
         if not (text := self._strip_breaks(text)):
             return
         text = self._pending_breaks + text
-        told = text.rstrip("\n")
-        self._pending_breaks = text[len(told) :]
-        if told:
-            self._parts.append(Reasoning(told))
+        emitted = text.rstrip("\n")
+        self._pending_breaks = text[len(emitted) :]
+        if emitted:
+            self._parts.append(Reasoning(emitted))
 
     def _strip_breaks(self, text: str) -> str:
         if self.after_marker:
@@ -77,11 +77,11 @@ class PartEmitter:
             self._parts.append(Text(text))
             return
         text = self._pending_space + text
-        told = text.rstrip()
-        self._pending_space = text[len(told) :]
-        if told:
+        emitted = text.rstrip()
+        self._pending_space = text[len(emitted) :]
+        if emitted:
             self.has_content, self.is_after_call = True, False
-            self._parts.append(Text(told))
+            self._parts.append(Text(emitted))
 
     def emit_items(self, items: ParsedItems, offset: int) -> None:
         """Emit calls that end at `offset`, and the text between them.  On ToolCallParseError nothing is emitted."""
@@ -115,7 +115,7 @@ def _encode_arguments(arguments: dict[str, Any]) -> str:
     try:
         text = json.dumps(arguments, ensure_ascii=False)
         text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which only an escape can say
+    except UnicodeEncodeError:  # half a surrogate pair needs an escape
         return json.dumps(arguments)
     except RecursionError as error:
         raise ToolCallParseError("nested too deeply") from error

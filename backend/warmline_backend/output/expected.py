@@ -8,18 +8,18 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from warmline_backend.prompt.renderer import RenderedPrompt
 from warmline_backend.request.response_format import parse_text_format
 
-_TAIL_TOKENS = 8  # of a prompt whose tail is not known: as many as the longest marker and what follows it have
+_TAIL_TOKENS = 8  # of a prompt with an unknown tail: as many as the longest marker and its line breaks have
 
 
 @dataclass(frozen=True)
 class ExpectedOutput:
     """Expected parts.  `tools` may be called; None: nothing is parsed as a call."""
 
-    has_parts: bool = False  # reasoning and calls are told apart; else all of it is content, as for completions
+    has_parts: bool = False  # reasoning and calls are parsed; else everything is content, as for completions
     tail: str = ""  # the prompt's end, which may have opened the reasoning
     tools: list[dict[str, Any]] | None = None
-    parallel: bool = True  # more than one call may be told
-    is_constrained: bool = False  # its content is held to a form, in which markers are text like any other
+    parallel: bool = True  # several calls may be emitted
+    is_constrained: bool = False  # content has a required format, in which markers are plain text
 
 
 def make_expected_output(

@@ -13,7 +13,7 @@ _HEADER_CHARS_MAX = 256
 @dataclass(frozen=True)
 class HeaderFormat:
     end_markers: tuple[str, ...]  # of a message
-    field_prefixes: tuple[str, ...]  # of a header: what may follow the role
+    field_prefixes: tuple[str, ...]  # of a header, behind the role
     content_recipients: tuple[str, ...]  # recipients of content
     reasoning_recipient: str  # the recipient of reasoning, "" where a channel tells
     has_json_calls: bool  # a call's message is its arguments; else it holds calls between markers

@@ -12,7 +12,7 @@ from warmline_backend.output.detokenizer import Detokenizer, StopWordFilter
 from warmline_backend.output.dialect import Dialect, detect_dialect, is_reasoning_open
 from warmline_backend.output.events import Part, Reasoning, Text, ToolCall
 from warmline_backend.output.expected import ExpectedOutput
-from warmline_backend.output.harmony import HeaderSplitter
+from warmline_backend.output.header_splitter import HeaderSplitter
 from warmline_backend.output.splitter import MarkerSplitter, Splitter
 
 
@@ -101,16 +101,16 @@ class OutputParser:
 
     def _filter_parts(self, parts: list[Part]) -> Sequence[Part]:
         """Apply stop words, which count in content alone, and convert offsets of characters to tokens."""
-        told: list[Part] = []
+        filtered: list[Part] = []
         for part in parts:
             if isinstance(part, Text):
-                told += self._filter_content(part.text)
+                filtered += self._filter_content(part.text)
                 if self._stop_filter and self._stop_filter.is_stopped:
                     break
             else:
-                told += self._flush_content()
-                told.append(self._convert_offsets(part) if isinstance(part, ToolCall) else part)
-        return told
+                filtered += self._flush_content()
+                filtered.append(self._convert_offsets(part) if isinstance(part, ToolCall) else part)
+        return filtered
 
     def _convert_offsets(self, call: ToolCall) -> ToolCall:
         start = bisect_left(self._char_ends, call.start) if call.start >= 0 else -1

@@ -13,7 +13,7 @@ from warmline_backend.tool_parsers.registry import CallMarkers
 
 Tools = list[dict[str, Any]] | None
 
-TRIALS_MAX = 32  # so many times, reasoning is looked at for calls that end it
+TRIALS_MAX = 32  # of calls at the end of reasoning
 ENDS_HELD_MAX = 64  # so many end markers may stand in a call's text
 
 
@@ -93,7 +93,7 @@ class MarkerSplitter(Splitter):
         self._call_markers: CallMarkers | None = None  # of the call
         self._call_scanner = MarkerScanner(())
         self._end_markers_held = 0  # end markers in `_held`, taken for text of the call
-        self._trial: MarkerSplitter | None = None  # reads what may be calls amid the reasoning
+        self._trial: MarkerSplitter | None = None  # parses possible calls within reasoning
         self._trial_calls: list[ToolCall] = []
         self._trial_marker, self._trial_start, self._trials = "", 0, 0
         if in_reasoning:
@@ -127,7 +127,7 @@ class MarkerSplitter(Splitter):
             self._emitter.emit_text(self._take_all())
         return False
 
-    # ---- states: each consumes up to the next marker, and says whether another may go on
+    # ---- states: each consumes up to the next marker, and returns true while there may be another
 
     def _read_start(self) -> bool:
         """Read the beginning of an answer that may be a call without a marker."""
@@ -240,7 +240,7 @@ class MarkerSplitter(Splitter):
         self._buffer = text[first:] + self._buffer
         self._offset -= len(text) - first
 
-    # ---- what may be calls amid the reasoning: they count where nothing but the end follows them
+    # ---- trials: possible calls within reasoning count where nothing but the end follows them
 
     def _read_trial(self) -> bool:
         assert self._trial

@@ -13,7 +13,7 @@ from warmline_backend.request.params import BadRequestError, Fields, format_json
 from warmline_backend.request.reasoning_effort import make_template_arguments, parse_reasoning_options
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# What SDKs send back of an answer, and no template reads; reasoning goes on under the names that the template knows.
+# Fields of an answer that SDKs send back and no template reads; reasoning is passed on in the template's fields.
 _IGNORED_FIELDS = frozenset({"annotations", "audio", "function_call", "refusal", *REASONING_FIELDS})
 
 
@@ -21,10 +21,8 @@ class ChatConversation(msgspec.Struct, frozen=True, kw_only=True):
     """Input of a template."""
 
     items: list[ConversationItem]
-    tools: list[dict[str, Any]] | None  # that the template is given
-    offered_tools: list[dict[str, Any]] | None = (
-        None  # that the model is told of, by the template or in a system message
-    )
+    tools: list[dict[str, Any]] | None  # for the template
+    offered_tools: list[dict[str, Any]] | None = None  # in the prompt, by the template or in a system message
     kwargs: dict[str, Any]
     generation_prompt: bool  # end with the assistant's header
     continue_final: bool  # leave the last message open, for the model to go on with
@@ -76,7 +74,9 @@ def parse_conversation(
             "continue_final_message",
         )
     offered = _parse_tools(body)
-    items, tools = fit_conversation([_parse_item(message, at) for at, message in enumerate(messages)], offered, traits)
+    items, tools = fit_conversation(
+        [_parse_item(message, index) for index, message in enumerate(messages)], offered, traits
+    )
     asked = make_template_arguments(parse_reasoning_options(fields), traits.variable_names, source)
     return ChatConversation(
         items=items,
@@ -101,22 +101,21 @@ def _parse_item(message: object, index: int) -> ConversationItem:
     if content is None and role in ROLES and role != "assistant":
         raise BadRequestError(f"'{where}.content' must be a string or a list of text parts", f"{where}.content")
     given = {key: value for key, value in message.items() if value is not None and key not in _IGNORED_FIELDS}
-    given["content"] = _parse_content(
-        refused if content is None and isinstance(refused, str) else content, f"{where}.content"
-    )
+    spoken = refused if content is None and isinstance(refused, str) else content
+    given["content"] = _parse_content(spoken, f"{where}.content")
     if reasoning := find_reasoning(message):
         given["reasoning_content"] = reasoning
     calls = _parse_tool_calls(given.pop("tool_calls", []), f"{where}.tool_calls")
     if calls:
         given["tool_calls"] = calls
     functions = [call["function"] for call in calls]
-    said = OriginalMessage(
+    original = OriginalMessage(
         content=given["content"],
         call_ids=tuple(str(call.get("id", "")) for call in calls),
         call_names=tuple(function["name"] for function in functions),
         call_arguments=tuple(function["arguments"] for function in functions),
     )
-    return ConversationItem(message=given, number=index + 1, original=said)
+    return ConversationItem(message=given, number=index + 1, original=original)
 
 
 def _refuse_function_messages(role: str, message: dict[str, Any], where: str) -> None:
@@ -183,8 +182,8 @@ def _parse_tools(body: dict[str, Any]) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRequestError("'tools' must be a list of objects", "tools")
-    for at, tool in enumerate(tools):
-        _check_tool(tool, f"tools[{at}]")
+    for index, tool in enumerate(tools):
+        _check_tool(tool, f"tools[{index}]")
     return tools
 
 

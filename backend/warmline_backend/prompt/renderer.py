@@ -30,12 +30,12 @@ from warmline_common.protocol.messages import MessageEnd, SampledTurn
 
 log = logging.getLogger(__name__)
 
-REPLAY_ATTEMPTS_MAX = 3  # each without the messages of which the last one was in doubt
+REPLAY_ATTEMPTS_MAX = 3  # each without the doubtful messages of the last one
 ROLES_CACHED_MAX = 64  # that clients invented
-ROLE_CHARS_MAX = 16  # a client may call itself anything; this much is told of it
+ROLE_CHARS_MAX = 16  # shown of a role, which may be any text
 _ERROR_CHARS_MAX = 500
 _VALUE_CHARS_MAX = 40  # of a value, or of a name, in an error message
-_TEMPLATE_TEXT_CHARS_MIN = 8  # of what a template says by itself, to mean something
+_TEMPLATE_TEXT_CHARS_MIN = 8  # of a template's own words, to mean something
 _QUOTED = re.compile(r"""['"]([^'"]*)['"]""")
 _TYPE_NAMES = frozenset({"NoneType", "str", "int", "float", "bool", "list", "dict", "dict object", "list object"})
 # What a template can raise on a client's data; RecursionError comes from nested tool schemas.
@@ -54,8 +54,8 @@ class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     boundaries: list[int]
     turn_end: int
     messages: list[MessageEnd] = []
-    tail: str = ""  # the text from `turn_end` on: the assistant's header, and what the template opens its answer with
-    tools: list[dict[str, Any]] | None = None  # that the model was told of
+    tail: str = ""  # text from `turn_end` on: the assistant's header, and the template's beginning of the answer
+    tools: list[dict[str, Any]] | None = None  # in the prompt
 
 
 class TemplateRenderer:
@@ -85,15 +85,13 @@ class TemplateRenderer:
         self._tokenize("a", add_special_tokens=False)
         self._template_args = dict(template_args or {})
         self._template_source = _find_template_source(tokenizer)
-        self.traits = (
-            probe_template(self._template_source, self._render_probe)
-            if tokenizer.has_chat_template
-            else TemplateTraits()
-        )
+        self.traits = TemplateTraits()
+        if tokenizer.has_chat_template:
+            self.traits = probe_template(self._template_source, self._render_probe)
         self._known_roles: dict[str, bool] = {}
         self._replayer = ToolCallReplayer(tokenizer, parse_turn) if parse_turn else None
         self._added_tokens = tuple(self._tokenizer.get_added_vocab())
-        # Some put a space before whatever they are given, so that a piece by itself is not what it is in a text.
+        # Some put a space before any text, so that a piece by itself has other tokens than within a text.
         self._can_split_anywhere = self._tokenizer.convert_ids_to_tokens(self._encode("x")) == ["x"]
         if self._template_args:
             self._check_template_args()
@@ -137,8 +135,8 @@ class TemplateRenderer:
     def _is_known_role(self, role: str) -> bool:
         if (shown := self._known_roles.get(role)) is None:
             marker = "warmlinerole"
-            told = [{"role": "user", "content": "a"}, {"role": role, "content": marker}]
-            shown = is_quoted(role, self._template_source) and marker in self._render_probe(told, None)
+            probe = [{"role": "user", "content": "a"}, {"role": role, "content": marker}]
+            shown = is_quoted(role, self._template_source) and marker in self._render_probe(probe, None)
             if len(self._known_roles) < ROLES_CACHED_MAX:
                 self._known_roles[role] = shown
         return shown
@@ -195,9 +193,7 @@ class TemplateRenderer:
             tokens=tokens,
             boundaries=sorted(boundaries - {0}),
             turn_end=token_at(turn_end),
-            messages=[
-                message for message in self._list_message_ends(conversation, text, ends, token_at) if message.end
-            ],
+            messages=[item for item in self._list_message_ends(conversation, text, ends, token_at) if item.end],
             tail=text[turn_end:] if turn_end else "",
             tools=conversation.offered_tools,
         )
@@ -253,11 +249,8 @@ class TemplateRenderer:
         generation_prompt: bool,
     ) -> str:
         with self._lock:
-            return str(
-                self._wrapper.apply_chat_template(
-                    messages, tools=tools, add_generation_prompt=generation_prompt, tokenize=False, **kwargs
-                )
-            )
+            options = {"tools": tools, "add_generation_prompt": generation_prompt, "tokenize": False, **kwargs}
+            return str(self._wrapper.apply_chat_template(messages, **options))
 
     def _render_prefix(self, conversation: ChatConversation, messages: list[Message]) -> str:
         """Render these messages alone; "" where the template refuses a conversation that ends there."""
@@ -278,11 +271,9 @@ class TemplateRenderer:
             message: Message = item.message if item else {"role": "tools"}
             start = ends.get(count - 1, -1 if count > 1 else 0)
             note = self._explain_omission(conversation, message, text[start:end]) if start >= 0 else ""
-            number = item.number if item else 0
             role = message["role"][:ROLE_CHARS_MAX]
-            yield MessageEnd(
-                end=token_at(end), number=number, role=role if is_field_name(role) else PLACEHOLDER, note=note
-            )
+            role = role if is_field_name(role) else PLACEHOLDER
+            yield MessageEnd(end=token_at(end), number=item.number if item else 0, role=role, note=note)
 
     def _explain_omission(self, conversation: ChatConversation, message: Message, rendered: str) -> str:
         if message["role"] != "assistant" or not self._wrapper.has_thinking:
@@ -328,13 +319,13 @@ def _find_template_source(tokenizer: TokenizerWrapper) -> str:
 
 def _format_template_error(error: Exception, source: str) -> str:
     """Format a template's error, as far as the words are its own: others may be a message's."""
-    told = str(error)[:_ERROR_CHARS_MAX]
-    own = told[: bisect_left(range(1, len(told) + 1), True, key=lambda length: told[:length] not in source)]
-    if own and own == told:
-        return told
+    detail = str(error)[:_ERROR_CHARS_MAX]
+    own = detail[: bisect_left(range(1, len(detail) + 1), True, key=lambda length: detail[:length] not in source)]
+    if own and own == detail:
+        return detail
     if isinstance(error, UndefinedError | TypeError):  # Jinja's and Python's words, about names and types
         return _QUOTED.sub(
-            lambda quoted: quoted[0] if quoted[1] in source or quoted[1] in _TYPE_NAMES else PLACEHOLDER, told
+            lambda quoted: quoted[0] if quoted[1] in source or quoted[1] in _TYPE_NAMES else PLACEHOLDER, detail
         )
     return f"{own.rstrip()} {PLACEHOLDER}" if len(own) >= _TEMPLATE_TEXT_CHARS_MIN else type(error).__name__
 

@@ -14,6 +14,7 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -29,12 +30,12 @@ from warmline_common.protocol.tokens import pack_tokens, unpack_tokens
 
 Tools = list[dict[str, Any]] | None
 ParsedTurn = tuple[str, list[tuple[str, str]]]  # content, and the calls' names and arguments as JSON
-TurnParser = Callable[[Sequence[int], Tools], ParsedTurn]  # tokens as an answer of a model that was told of these tools
+TurnParser = Callable[[Sequence[int], Tools], ParsedTurn]  # tokens of an answer, and the prompt's tools
 TokenizedText = tuple[list[int], Callable[[int], int]]  # ids, and how many of them lie wholly before a character
 
 SHAPES_MAX = 1024
-PARSED_TURNS_MAX = 4096  # turns that were read, remembered,
-PARSED_TURNS_BYTES_MAX = 1 << 26  # and what they and their tokens may weigh
+PARSED_TURNS_MAX = 4096  # cached
+PARSED_TURNS_BYTES_MAX = 1 << 26  # of them, with their tokens
 HEADER_TOKENS_MAX = 16  # as many as the header of an assistant's message may have
 
 _PARSE_ERRORS = (ValueError, LookupError, TypeError, RecursionError, OverflowError)
@@ -71,7 +72,7 @@ class ToolCallReplayer:
         self._parsed_turns_bytes = 0
         self._lock = threading.Lock()
 
-    # ---- which
+    # ---- marking
 
     def mark_conversation(self, conversation: ChatConversation, turns: Iterable[SampledTurn]) -> MarkedConversation:
         """Mark every message whose turn is among these and still has the same content and calls."""
@@ -89,9 +90,8 @@ class ToolCallReplayer:
         self, marked: MarkedConversation, original: ChatConversation, doubtful_messages: set[int]
     ) -> MarkedConversation:
         """Unmark the doubtful messages."""
-        return self._insert_placeholders(
-            original, {at: tokens for at, tokens in marked.sampled_tokens.items() if at not in doubtful_messages}
-        )
+        clear = {index: tokens for index, tokens in marked.sampled_tokens.items() if index not in doubtful_messages}
+        return self._insert_placeholders(original, clear)
 
     def _strip_eos(self, tokens: list[int]) -> list[int]:
         """Strip the end-of-sequence token: the template writes it."""
@@ -101,11 +101,9 @@ class ToolCallReplayer:
         if (read := self._parse_cached(sampled, tools, tools_key)) is None:
             return False
         content, calls = read
-        if content.strip() != self._strip_reasoning(original.content).strip() or [name for name, _ in calls] != list(
-            original.call_names
-        ):
+        if content.strip() != self._strip_reasoning(original.content).strip():
             return False
-        return all(
+        return [name for name, _ in calls] == list(original.call_names) and all(
             _is_same_json(_parse_value(text), given)
             for (_, text), given in zip(calls, original.call_arguments, strict=True)
         )
@@ -136,15 +134,15 @@ class ToolCallReplayer:
             while len(self._parsed_turns) > PARSED_TURNS_MAX or self._parsed_turns_bytes > PARSED_TURNS_BYTES_MAX:
                 self._parsed_turns_bytes -= _count_parsed_bytes(*self._parsed_turns.popitem(last=False))
 
-    # ---- where
+    # ---- places
 
     def _insert_placeholders(
         self, conversation: ChatConversation, sampled_tokens: dict[int, list[int]]
     ) -> MarkedConversation:
         word = f"w{secrets.token_hex(8)}"
         items = [
-            self._mark_item(item, at, word) if at in sampled_tokens else item
-            for at, item in enumerate(conversation.items)
+            self._mark_item(item, index, word) if index in sampled_tokens else item
+            for index, item in enumerate(conversation.items)
         ]
         return MarkedConversation(
             conversation=msgspec.structs.replace(conversation, items=items) if sampled_tokens else conversation,
@@ -175,13 +173,13 @@ class ToolCallReplayer:
             found.setdefault(int(match[2]), []).append(match)
         places: list[SampledSpan] = []
         doubtful: set[int] = set()
-        for at, tokens in sorted(marked.sampled_tokens.items()):
+        for index, tokens in sorted(marked.sampled_tokens.items()):
             after = places[-1].end if places else 0
-            calls = len(marked.conversation.items[at].message.get("tool_calls", ()))
-            words = _order_placeholders(found.get(at, []), calls)
+            calls = len(marked.conversation.items[index].message.get("tool_calls", ()))
+            words = _order_placeholders(found.get(index, []), calls)
             place = self._find_span(text, after, words, tail, tokens) if words else None
             if place is None or not self._is_exact_region(text[place.start : place.end], words, marked):
-                doubtful.add(at)
+                doubtful.add(index)
             else:
                 places.append(place)
         return places, doubtful
@@ -189,7 +187,7 @@ class ToolCallReplayer:
     def _find_span(
         self, text: str, previous_end: int, placeholders: list[re.Match[str]], tail: str, tokens: list[int]
     ) -> SampledSpan | None:
-        at, first, last = int(placeholders[0][2]), placeholders[0], placeholders[-1]
+        index, first, last = int(placeholders[0][2]), placeholders[0], placeholders[-1]
         end = self._find_end(text, last)
         begins = first.start() if first[1] == "c" else self._find_call_start(text, previous_end, first.start(), tail)
         if end is None or begins is None or begins < previous_end:
@@ -197,13 +195,11 @@ class ToolCallReplayer:
         header, _, _ = tail.partition(str(self._tokenizer.think_start)) if self._think_end else (tail, "", "")
         head = self._decode(tokens[:HEADER_TOKENS_MAX])
         if (own := header.strip()) and head.startswith(own) and text.endswith(own, previous_end, begins):
-            return SampledSpan(
-                message_index=at, start=begins - len(own), end=end, tokens=tokens
-            )  # it began a message of its own
-        start, thought = self._find_start(text, previous_end, begins, header, tail)
-        return SampledSpan(
-            message_index=at, start=start, end=end, tokens=tokens if thought else self._strip_leading_space(tokens)
-        )
+            start = begins - len(own)  # it began a message of its own
+        else:
+            start, keeps_space = self._find_start(text, previous_end, begins, header, tail)
+            tokens = tokens if keeps_space else self._strip_leading_space(tokens)
+        return SampledSpan(message_index=index, start=start, end=end, tokens=tokens)
 
     def _find_start(self, text: str, previous_end: int, content_start: int, header: str, tail: str) -> tuple[int, bool]:
         """Start of the text sampled after the reasoning, and whether its leading space belongs there."""
@@ -219,31 +215,27 @@ class ToolCallReplayer:
 
     def _strip_leading_space(self, tokens: list[int]) -> list[int]:
         """Strip the space between a reasoning that is not there and the answer."""
-        at = next((at for at, token in enumerate(tokens) if self._decode([token]).strip()), 0)
-        return tokens[at:]
+        position = next((position for position, token in enumerate(tokens) if self._decode([token]).strip()), 0)
+        return tokens[position:]
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens))
 
     def _find_call_start(self, text: str, previous_end: int, name_start: int, tail: str) -> int | None:
-        at = (
-            text.rfind(self._tool_format.start, previous_end, name_start)
-            if self._tool_format and self._tool_format.start
-            else -1
-        )
-        if at >= 0:
-            return at
+        marker = self._tool_format.start if self._tool_format else ""
+        if marker and (position := text.rfind(marker, previous_end, name_start)) >= 0:
+            return position
         header = tail.partition(str(self._tokenizer.think_start))[0] if self._think_end else tail
-        at = text.rfind(header, previous_end, name_start) if header else -1
-        return at + len(header) if at >= 0 else None
+        position = text.rfind(header, previous_end, name_start) if header else -1
+        return position + len(header) if position >= 0 else None
 
     def _find_end(self, text: str, last_placeholder: re.Match[str]) -> int | None:
         if last_placeholder[1] == "c":
             return last_placeholder.end()
         over = match.start() if (match := self._eos_pattern.search(text, last_placeholder.end())) else None
         if (marker := self._tool_format.end if self._tool_format else "") and marker not in self._eos_texts:
-            at = text.find(marker, last_placeholder.end(), over)
-            return at + len(marker) if at >= 0 else over
+            position = text.find(marker, last_placeholder.end(), over)
+            return position + len(marker) if position >= 0 else over
         return over
 
     def _is_exact_region(self, region: str, placeholders: list[re.Match[str]], marked: MarkedConversation) -> bool:
@@ -325,31 +317,29 @@ def splice_tokens(
     parts: list[Callable[[int], int]] = []
 
     def add_text(start: int, end: int) -> None:
-        piece = _RestoredText(
-            text[start:end], marked.placeholder_pattern, lambda match: _resolve_placeholder(marked, match)
-        )
+        piece = _RestoredText(text[start:end], marked.placeholder_pattern, partial(_resolve_placeholder, marked))
         tokens, token_at = tokenize(piece.text) if piece.text else ([], lambda _: 0)
         base = len(ids)
         starts.append(start)
         parts.append(lambda offset: base + token_at(piece.map_offset(offset - start)))
         ids.extend(tokens)
 
-    at = 0
+    position = 0
     for place in spans:
-        add_text(at, place.start)
+        add_text(position, place.start)
         base = len(ids)
         starts.append(place.start)
         parts.append(lambda _, base=base: base)  # type: ignore[misc]
         ids.extend(place.tokens)
-        at = place.end
-    add_text(at, len(text))
+        position = place.end
+    add_text(position, len(text))
     return ids, lambda offset: parts[bisect_right(starts, offset) - 1](offset)
 
 
 def _resolve_placeholder(marked: MarkedConversation, placeholder: re.Match[str]) -> str:
     """Original text of a placeholder that the template shows outside of its message."""
-    said = marked.conversation.items[int(placeholder[2])].original
-    return said.call_names[int(placeholder[3])] if placeholder[1] == "n" else said.content
+    original = marked.conversation.items[int(placeholder[2])].original
+    return original.call_names[int(placeholder[3])] if placeholder[1] == "n" else original.content
 
 
 class _RestoredText:
@@ -357,15 +347,15 @@ class _RestoredText:
 
     def __init__(self, marked_text: str, pattern: re.Pattern[str], resolve: Callable[[re.Match[str]], str]) -> None:
         self._edges, self._shifts = [0], [0]
-        pieces, at, shift = [], 0, 0
+        pieces, position, shift = [], 0, 0
         for match in pattern.finditer(marked_text):
-            told = resolve(match)
-            pieces += [marked_text[at : match.start()], told]
-            at = match.end()
-            shift += len(told) - (match.end() - match.start())
-            self._edges.append(at)
+            restored = resolve(match)
+            pieces += [marked_text[position : match.start()], restored]
+            position = match.end()
+            shift += len(restored) - (match.end() - match.start())
+            self._edges.append(position)
             self._shifts.append(shift)
-        self.text = "".join([*pieces, marked_text[at:]]) if pieces else marked_text
+        self.text = "".join([*pieces, marked_text[position:]]) if pieces else marked_text
 
     def map_offset(self, offset: int) -> int:
         return max(0, offset + self._shifts[bisect_right(self._edges, offset) - 1])

@@ -13,8 +13,8 @@ import msgspec
 from warmline_backend.prompt.template_traits import REASONING_FIELDS, SHORT_ID_CHARS, Message, TemplateTraits
 
 INSTRUCTION_ROLES = ("system", "developer")
-LATE_SYSTEM_TEXT = "<system-reminder>\n{}\n</system-reminder>"  # what instructs in a user's name
-CALL_TEXT = "<tool_call>\n{}\n</tool_call>"  # in templates that know of no calls, as most models have seen them
+LATE_SYSTEM_TEXT = "<system-reminder>\n{}\n</system-reminder>"  # an instruction in a user's name
+CALL_TEXT = "<tool_call>\n{}\n</tool_call>"  # in templates without calls, as most models have seen them
 RESULT_TEXT = "<tool_response>\n{}\n</tool_response>"
 TOOLS_TEXT = """# Tools
 
@@ -41,7 +41,7 @@ class ConversationItem(msgspec.Struct, frozen=True, kw_only=True):
     """A message for the template."""
 
     message: Message
-    number: int  # of the client's message that ends here, from 1; 0 for what the client did not send
+    number: int  # of the client's message that ends here, from 1; 0 for messages that are added
     original: OriginalMessage = OriginalMessage()
 
     @property
@@ -102,14 +102,14 @@ def _add_result_names(items: Iterable[ConversationItem]) -> list[ConversationIte
     return named
 
 
-# ---- templates that know of no tools
+# ---- templates without tools
 
 
 def _insert_tools_message(items: list[ConversationItem], tools: list[dict[str, Any]]) -> list[ConversationItem]:
-    at = _count_leading_instructions(items)
+    index = _count_leading_instructions(items)
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    told = ConversationItem(message={"role": "system", "content": TOOLS_TEXT.format(lines)}, number=at)
-    return [*items[:at], told, *items[at:]]
+    described = ConversationItem(message={"role": "system", "content": TOOLS_TEXT.format(lines)}, number=index)
+    return [*items[:index], described, *items[index:]]
 
 
 def _render_calls(item: ConversationItem) -> ConversationItem:
@@ -133,23 +133,23 @@ def _render_result(item: ConversationItem) -> ConversationItem:
     return item.replace(role="user", content=RESULT_TEXT.format(item.message["content"]))
 
 
-# ---- what instructs
+# ---- instructions
 
 
 def _count_leading_instructions(items: list[ConversationItem]) -> int:
-    return next((at for at, item in enumerate(items) if not item.is_instruction), len(items))
+    return next((index for index, item in enumerate(items) if not item.is_instruction), len(items))
 
 
 def _fit_instructions(items: list[ConversationItem], traits: TemplateTraits) -> list[ConversationItem]:
-    at = _count_leading_instructions(items)
-    first, later = items[:at], items[at:]
+    index = _count_leading_instructions(items)
+    first, later = items[:index], items[index:]
     if not traits.supports_late_system:
         later = [_render_late_instruction(item) if item.is_instruction else item for item in later]
     if traits.system_messages != "any":
         first = _merge_runs(first, lambda run, item: True)
     if traits.system_messages == "none" and first:
-        told = first[0].replace(role="user")
-        return [_merge_run([told, later[0]]), *later[1:]] if later and later[0].role == "user" else [told, *later]
+        spoken = first[0].replace(role="user")
+        return [_merge_run([spoken, later[0]]), *later[1:]] if later and later[0].role == "user" else [spoken, *later]
     return [*first, *later]
 
 

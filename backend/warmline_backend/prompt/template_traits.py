@@ -15,11 +15,11 @@ from jinja2 import Environment, TemplateError, meta
 Message = dict[str, Any]
 RenderFunction = Callable[[list[Message], list[dict[str, Any]] | None], str]  # "" where the template refuses
 
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # what templates and clients call it
-SHORT_ID_CHARS = 9  # what Mistral's templates want of a call's id
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names in templates and clients
+SHORT_ID_CHARS = 9  # of a call's id in Mistral's templates
 
-# Words that no template says by itself, in the order in which they must be shown.
-ONE, TWO, THREE, FOUR = "warmlineone", "warmlinetwo", "warmlinethree", "warmlinefour"
+# Words that no template contains, in the order in which they must be shown.
+TALK_WORDS = ONE, TWO, _, _ = ("warmlineone", "warmlinetwo", "warmlinethree", "warmlinefour")
 CALL_NAME, TOOL_NAME, ARGUMENT, RESULT = "warmlinecalled", "warmlineoffered", "warmlineargument", "warmlineresult"
 LONG_ID = "call_0123456789abcdef01234567"
 SHORT_ID = LONG_ID[-SHORT_ID_CHARS:]
@@ -35,27 +35,24 @@ PROBE_TOOLS = [
 class TemplateTraits(msgspec.Struct, frozen=True, kw_only=True):
     """Traits; the defaults are those of a template that accepts everything."""
 
-    variable_names: frozenset[str] = frozenset()  # names that it reads besides the conversation
-    reasoning_fields: tuple[str, ...] = ()  # under which it reads an assistant's reasoning
-    has_exclusive_reasoning: bool = False  # beside calls it takes either reasoning or content
+    variable_names: frozenset[str] = frozenset()  # read besides the conversation
+    reasoning_fields: tuple[str, ...] = ()  # fields of an assistant's reasoning
+    has_exclusive_reasoning: bool = False  # beside calls either reasoning or content is accepted
     supports_developer_role: bool = True
     system_messages: Literal["none", "one", "any"] = "any"  # system messages at the beginning
     supports_late_system: bool = True  # and later ones, where they stand
-    requires_alternation: bool = False  # insists that user and assistant take turns
-    supports_tools: bool = True  # shows what tools there are
-    supports_tool_calls: bool = True  # shows what an assistant called
-    supports_tool_results: bool = True  # shows what a tool said
-    supports_user_after_results: bool = True  # takes a user's message right after what a tool said
-    requires_json_arguments: bool = False  # wants the arguments of calls as JSON in a string
-    call_id_format: Literal["any", "short", "named"] = (
-        "any"  # of calls: "named" is functions.NAME:NUMBER, shown for the name
-    )
+    requires_alternation: bool = False  # requires that user and assistant alternate
+    supports_tools: bool = True  # shows the tools
+    supports_tool_calls: bool = True  # shows calls
+    supports_tool_results: bool = True  # shows results
+    supports_user_after_results: bool = True  # accepts a user's message right after a result
+    requires_json_arguments: bool = False  # requires arguments of calls as JSON in a string
+    call_id_format: Literal["any", "short", "named"] = "any"  # "named": functions.NAME:NUMBER, shown for the name
 
 
 def probe_template(source: str, render: RenderFunction) -> TemplateTraits:
     """Probe a template; `source` is its text, or its code."""
     probe = _TemplateProbe(render)
-    ids = probe.probe_call_ids()
     exchange = probe.exchange
     return TemplateTraits(
         variable_names=_find_variables(source),
@@ -63,26 +60,15 @@ def probe_template(source: str, render: RenderFunction) -> TemplateTraits:
         has_exclusive_reasoning=probe.probe_exclusive_reasoning(),
         supports_developer_role="developer" in source,
         system_messages=probe.probe_system_messages(),
-        supports_late_system=probe.is_shown(
-            [
-                _make_user_message(ONE),
-                _make_assistant_message(TWO),
-                _make_system_message(THREE),
-                _make_user_message(FOUR),
-            ],
-            ONE,
-            TWO,
-            THREE,
-            FOUR,
-        ),
+        supports_late_system=probe.shows_talk("user", "assistant", "system", "user"),
         requires_alternation=probe.probe_alternation(),
-        supports_tools=probe.is_shown([_make_user_message(ONE)], TOOL_NAME, tools=PROBE_TOOLS),
+        supports_tools=probe.is_shown(_make_talk("user"), TOOL_NAME, tools=PROBE_TOOLS),
         supports_tool_calls=probe.is_shown(exchange, ARGUMENT, tools=PROBE_TOOLS),
         supports_tool_results=probe.is_shown(exchange, RESULT, tools=PROBE_TOOLS),
         supports_user_after_results=not probe.is_accepted(*exchange)
-        or probe.is_accepted(*exchange, _make_user_message(TWO)),
+        or probe.is_accepted(*exchange, *_make_talk("user")),
         requires_json_arguments=probe.requires_json_arguments,
-        call_id_format=ids,
+        call_id_format=probe.probe_call_ids(),
     )
 
 
@@ -97,27 +83,27 @@ class _TemplateProbe:
 
     def is_shown(self, messages: list[Message], *words: str, tools: list[dict[str, Any]] | None = None) -> bool:
         """True where the words are rendered, in this order."""
-        text, at = self._render(messages, tools), 0
+        text, position = self._render(messages, tools), 0
         for word in words:
-            at = text.find(word, at) + len(word)
-            if at < len(word):
+            position = text.find(word, position) + len(word)
+            if position < len(word):
                 return False
         return True
+
+    def shows_talk(self, *roles: str) -> bool:
+        return self.is_shown(_make_talk(*roles), *TALK_WORDS[: len(roles)])
 
     def is_accepted(self, *messages: Message) -> bool:
         return bool(self._render(list(messages), PROBE_TOOLS))
 
     def probe_system_messages(self) -> Literal["none", "one", "any"]:
-        if self.is_shown(
-            [_make_system_message(ONE), _make_system_message(TWO), _make_user_message(THREE)], ONE, TWO, THREE
-        ):
+        if self.shows_talk("system", "system", "user"):
             return "any"
-        return "one" if self.is_shown([_make_system_message(ONE), _make_user_message(TWO)], ONE, TWO) else "none"
+        return "one" if self.shows_talk("system", "user") else "none"
 
     def probe_alternation(self) -> bool:
-        return not self.is_accepted(_make_user_message(ONE), _make_user_message(TWO)) and self.is_accepted(
-            _make_user_message(ONE), _make_assistant_message(TWO), _make_user_message(THREE)
-        )
+        alternating = _make_talk("user", "assistant", "user")
+        return not self.is_accepted(*_make_talk("user", "user")) and self.is_accepted(*alternating)
 
     def probe_call_ids(self) -> Literal["any", "short", "named"]:
         text = self._render(self.exchange, PROBE_TOOLS)
@@ -138,22 +124,15 @@ def _make_exchange(call_id: str, as_json: bool) -> list[Message]:
     function = {"name": CALL_NAME, "arguments": json.dumps(arguments) if as_json else arguments}
     calls = [{"id": call_id, "type": "function", "function": function}]
     return [
-        _make_user_message(ONE),
-        {**_make_assistant_message(""), "tool_calls": calls},
+        *_make_talk("user"),
+        {"role": "assistant", "content": "", "tool_calls": calls},
         {"role": "tool", "tool_call_id": call_id, "name": CALL_NAME, "content": RESULT},
     ]
 
 
-def _make_system_message(text: str) -> Message:
-    return {"role": "system", "content": text}
-
-
-def _make_user_message(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def _make_assistant_message(text: str) -> Message:
-    return {"role": "assistant", "content": text}
+def _make_talk(*roles: str) -> list[Message]:
+    """Make a message of each role, with a word of TALK_WORDS each."""
+    return [{"role": role, "content": word} for role, word in zip(roles, TALK_WORDS, strict=False)]
 
 
 def _find_variables(source: str) -> frozenset[str]:

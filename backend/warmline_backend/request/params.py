@@ -1,6 +1,6 @@
 """Parameters of a generation: read from an OpenAI body, checked, and bounded before the engine sees them.
 
-A null field means absent.  Unknown fields are ignored; the unsupported ones of `request.fields` are refused.
+A null field means absent.  Unknown fields are ignored; the unsupported ones of `request.field_names` are refused.
 Defaults are mlx_lm.server's (greedy unless a temperature is given), not OpenAI's, unless settings say otherwise.
 """
 
@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 import msgspec
 
-from warmline_backend.request.fields import find_unsupported_field
+from warmline_backend.request.field_names import find_unsupported_field
 from warmline_common.protocol.messages import ErrorBody, ErrorReply, encode
 
 STOP_WORDS_MAX = 16
@@ -34,7 +34,7 @@ class BadRequestError(Exception):
 
 
 class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
-    """One request's checked parameters."""
+    """Checked parameters of a request."""
 
     max_tokens: int  # prompt + max_tokens fits the context; 0 only with echo, where nothing is to be generated
     temperature: float = 0.0  # 0: greedy
@@ -57,7 +57,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool = False
     ignore_eos: bool = False
     echo: bool = False  # the prompt comes before the answer
-    tool_choice: str = "auto"  # or "none", or "required": which tools, and how they are called, is the grammar's to say
+    tool_choice: str = "auto"  # or "none", or "required"; the grammar decides on the tools
     parallel_tool_calls: bool = True  # one answer may have several calls
 
     @property
@@ -126,9 +126,8 @@ class Fields:
         return self.body.get(name)
 
     def make_error(self, name: str, expected: str, value: object) -> BadRequestError:
-        return BadRequestError(
-            f"'{self._prefix}{name}' must be {expected}, not {format_value(value)}", self._prefix + name
-        )
+        field = self._prefix + name
+        return BadRequestError(f"'{field}' must be {expected}, not {format_value(value)}", field)
 
     def get_optional_boolean(self, name: str) -> bool | None:
         value = self.get(name)
@@ -192,7 +191,7 @@ def _find_limit_field(fields: Fields) -> str:
 
 
 def _parse_max_tokens(fields: Fields, context_tokens_max: int, prompt_tokens: int, default: int, low: int) -> int:
-    asked = fields.get_optional_integer(_find_limit_field(fields), low=low)
+    requested = fields.get_optional_integer(_find_limit_field(fields), low=low)
     room = context_tokens_max - prompt_tokens if context_tokens_max else TOKENS_UNBOUNDED
     if room < 1:
         raise BadRequestError(
@@ -201,16 +200,15 @@ def _parse_max_tokens(fields: Fields, context_tokens_max: int, prompt_tokens: in
             param="messages" if fields.get("messages") is not None else "prompt",
             code="context_length_exceeded",
         )
-    return min(default or room if asked is None else asked, room)
+    return min(default or room if requested is None else requested, room)
 
 
 def _parse_min_tokens(fields: Fields) -> int:
     """Parse min_tokens; it may exceed a limit that the context has cut, but not one that was asked for."""
     least, most = fields.get_integer("min_tokens", 0, low=0), fields.get(_find_limit_field(fields))
     if most is not None and least > most:
-        raise BadRequestError(
-            f"'min_tokens' is {least}, which is more than '{_find_limit_field(fields)}', {most}", "min_tokens"
-        )
+        limit = _find_limit_field(fields)
+        raise BadRequestError(f"'min_tokens' is {least}, which is more than '{limit}', {most}", "min_tokens")
     return least
 
 
@@ -230,11 +228,8 @@ def _parse_stop(fields: Fields) -> tuple[str, ...]:
     words = [value] if isinstance(value, str) else value
     if words is None:
         return ()
-    if (
-        not isinstance(words, list)
-        or len(words) > STOP_WORDS_MAX
-        or not all(isinstance(word, str) and word for word in words)
-    ):
+    is_list = isinstance(words, list) and len(words) <= STOP_WORDS_MAX
+    if not is_list or not all(isinstance(word, str) and word for word in words):
         raise fields.make_error("stop", f"a string or a list of up to {STOP_WORDS_MAX} strings, none empty", value)
     return tuple(words)
 
@@ -283,11 +278,11 @@ def _parse_logprobs(endpoint: str, fields: Fields) -> tuple[bool, int]:
     if endpoint == "completion":
         count = fields.get_optional_integer("logprobs", low=0, high=TOP_LOGPROBS_MAX)
         return count is not None, count or 0
-    wanted = fields.get_boolean("logprobs")
+    enabled = fields.get_boolean("logprobs")
     count = fields.get_integer("top_logprobs", 0, low=0, high=TOP_LOGPROBS_MAX)
-    if count and not wanted:
+    if count and not enabled:
         raise BadRequestError("'top_logprobs' needs 'logprobs' to be true", "top_logprobs")
-    return wanted, count
+    return enabled, count
 
 
 def _parse_echo(fields: Fields, logprobs: bool) -> bool:
@@ -311,8 +306,8 @@ def _refuse_unsupported(endpoint: str, fields: Fields) -> None:
             f"'n' is {fields.get('n')}; the backend computes one choice a request: ask the proxy", "n"
         )
     if refused := find_unsupported_field(endpoint, fields.body):
-        name, instead = refused
-        raise BadRequestError(f"'{name}' is not supported here: {instead}", name)
+        name, hint = refused
+        raise BadRequestError(f"'{name}' is not supported here: {hint}", name)
 
 
 def parse_tool_choice(fields: Fields) -> str:

@@ -11,6 +11,7 @@ argument of any template, and ignored.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -18,8 +19,8 @@ import msgspec
 from warmline_backend.request.params import Fields
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-EFFORTS_USUAL = ("low", "medium", "high")  # what a template that knows efforts at all was written for
-THINKING_ARGUMENTS = ("enable_thinking", "thinking")  # what templates call it
+EFFORTS_USUAL = ("low", "medium", "high")  # of any template that knows efforts
+THINKING_ARGUMENTS = ("enable_thinking", "thinking")  # names in templates
 EFFORT_ARGUMENT = "reasoning_effort"
 _THINKING_TYPES = {"enabled": True, "disabled": False, "adaptive": None}
 
@@ -38,15 +39,10 @@ class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
 def parse_reasoning_options(fields: Fields) -> ReasoningOptions:
     """Parse the options of a body.  Raises BadRequestError for an unknown value."""
     reasoning = Fields({} if (given := fields.get("reasoning")) is None else given, "reasoning")
-    on = (
-        _parse_thinking(fields),
-        fields.get_optional_boolean("enable_thinking"),
-        reasoning.get_optional_boolean("enabled"),
-    )
-    return ReasoningOptions(
-        enabled=_find_first(on),
-        effort=_find_first((_parse_effort(fields, EFFORT_ARGUMENT), _parse_effort(reasoning, "effort"))),
-    )
+    enabled = [_parse_thinking(fields), fields.get_optional_boolean("enable_thinking")]
+    enabled.append(reasoning.get_optional_boolean("enabled"))
+    efforts = [_parse_effort(fields, EFFORT_ARGUMENT), _parse_effort(reasoning, "effort")]
+    return ReasoningOptions(enabled=_find_first(enabled), effort=_find_first(efforts))
 
 
 def make_template_arguments(options: ReasoningOptions, variable_names: frozenset[str], source: str) -> dict[str, Any]:
@@ -55,12 +51,10 @@ def make_template_arguments(options: ReasoningOptions, variable_names: frozenset
     A template that knows efforts alone can't be switched off: it is given the least.
     """
     reasons = options.is_reasoning
-    arguments: dict[str, Any] = {
-        name: reasons for name in THINKING_ARGUMENTS if name in variable_names and reasons is not None
-    }
-    if EFFORT_ARGUMENT in variable_names and (
-        effort := options.effort if reasons is not False else None if arguments else "none"
-    ):
+    names = [name for name in THINKING_ARGUMENTS if name in variable_names and reasons is not None]
+    arguments: dict[str, Any] = dict.fromkeys(names, reasons)
+    effort = options.effort if reasons is not False else "" if arguments else "none"
+    if effort and EFFORT_ARGUMENT in variable_names:
         arguments[EFFORT_ARGUMENT] = _find_nearest_effort(effort, source)
     return arguments
 
@@ -68,11 +62,11 @@ def make_template_arguments(options: ReasoningOptions, variable_names: frozenset
 def _find_nearest_effort(effort: str, source: str) -> str:
     """Nearest effort among those that the template spells out, or that all templates know."""
     known = [name for name in EFFORTS if name in EFFORTS_USUAL or re.search(rf"""['"]{name}['"]""", source)]
-    at = EFFORTS.index(effort)
-    return min(known, key=lambda name: abs(EFFORTS.index(name) - at))
+    index = EFFORTS.index(effort)
+    return min(known, key=lambda name: abs(EFFORTS.index(name) - index))
 
 
-def _find_first(values: tuple[Any, ...]) -> Any:
+def _find_first(values: Sequence[Any]) -> Any:
     return next((value for value in values if value is not None), None)
 
 

@@ -19,7 +19,7 @@ from warmline_backend.request.params import (
 CHOICES_MAX = 1000
 FORMAT_BYTES_MAX = 1 << 18  # of a schema, a regular expression, a grammar
 STRUCTURED_KINDS = ("json", "regex", "choice", "grammar")
-# What says it by itself: vLLM's older fields, and llama.cpp's, of which an empty grammar is none.
+# vLLM's older fields, and llama.cpp's, of which an empty grammar is none.
 LEGACY_FIELDS = {f"guided_{kind}": kind for kind in STRUCTURED_KINDS} | {"grammar": "grammar", "json_schema": "json"}
 
 
@@ -48,15 +48,16 @@ class ResponseFormat:
     tool_choice: str = "auto"  # or "none", or "required"
     tools: tuple[CallableTool, ...] = ()  # that may be called
     parallel: bool = True  # calls in one answer
-    has_restricted_tools: bool = False  # the model was told of more tools than may be called
+    has_restricted_tools: bool = False  # the prompt has more tools than may be called
 
     @property
     def is_unconstrained(self) -> bool:
         """True for any format of the answer."""
-        free = (
-            self.tool_choice == "auto" and not self.has_restricted_tools and not any(tool.strict for tool in self.tools)
-        )
-        return self.text_format is None and (free or (self.tool_choice == "none" and not self.tools))
+        if self.text_format is not None:
+            return False
+        if self.tool_choice == "none":
+            return not self.tools
+        return self.tool_choice == "auto" and not (self.has_restricted_tools or any(tool.strict for tool in self.tools))
 
 
 def has_format_fields(body: Mapping[str, Any]) -> bool:
@@ -74,14 +75,14 @@ def parse_response_format(
         return ResponseFormat(text_format=form)
     fields = Fields(body)
     choice = parse_tool_choice(fields)
-    told = tuple(_parse_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools or ()))
-    if choice == "required" and not told:
+    offered = tuple(_parse_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools or ()))
+    if choice == "required" and not offered:
         raise BadRequestError(
             "'tool_choice' asks for a call, but there are no 'tools' to call; send some", "tool_choice"
         )
-    allowed = _filter_allowed_tools(body.get("tool_choice"), told)
+    allowed = _filter_allowed_tools(body.get("tool_choice"), offered)
     return ResponseFormat(
-        form, choice, allowed, parse_parallel_tool_calls(fields), has_restricted_tools=len(allowed) < len(told)
+        form, choice, allowed, parse_parallel_tool_calls(fields), has_restricted_tools=len(allowed) < len(offered)
     )
 
 
@@ -103,12 +104,11 @@ def _filter_allowed_tools(choice: object, tools: tuple[CallableTool, ...]) -> tu
     if choice.get("type") == "function":
         names = {_parse_function_name(choice, "tool_choice")}
     else:
-        named = Fields(choice.get("allowed_tools"), "tool_choice.allowed_tools").get("tools")
-        if not isinstance(named, list) or not named:
+        allowed = Fields(choice.get("allowed_tools"), "tool_choice.allowed_tools").get("tools")
+        if not isinstance(allowed, list) or not allowed:
             raise BadRequestError("'tool_choice.allowed_tools.tools' must be a list of functions", "tool_choice")
-        names = {
-            _parse_function_name(tool, f"tool_choice.allowed_tools.tools[{place}]") for place, tool in enumerate(named)
-        }
+        field = "tool_choice.allowed_tools.tools"
+        names = {_parse_function_name(tool, f"{field}[{i}]") for i, tool in enumerate(allowed)}
     if missing := sorted(names - {tool.name for tool in tools}):
         raise BadRequestError(
             f"'tool_choice' names {format_value(missing[0])}, which is not among 'tools'", "tool_choice"
@@ -124,15 +124,12 @@ def _parse_function_name(choice: object, field: str) -> str:
     return name
 
 
-# ---- forms
+# ---- text formats
 
 
 def parse_text_format(body: Mapping[str, Any]) -> TextFormat | None:
-    forms = [
-        form
-        for form in (_parse_format_field(body), *_parse_structured_outputs(body), *_parse_legacy_fields(body))
-        if form is not None
-    ]
+    given = (_parse_format_field(body), *_parse_structured_outputs(body), *_parse_legacy_fields(body))
+    forms = [form for form in given if form is not None]
     if len(forms) > 1:
         fields = " and ".join(f"'{form.field}'" for form in forms[:2])
         raise BadRequestError(f"{fields} both say what the answer must be; send one of them", forms[1].field)
@@ -140,9 +137,9 @@ def parse_text_format(body: Mapping[str, Any]) -> TextFormat | None:
 
 
 def _parse_format_field(body: Mapping[str, Any]) -> TextFormat | None:
-    if (asked := body.get("response_format")) is None:
+    if (value := body.get("response_format")) is None:
         return None
-    fields = Fields(asked, "response_format")
+    fields = Fields(value, "response_format")
     kind = fields.get("type")
     if kind == "text":
         return None
@@ -166,9 +163,9 @@ def _parse_json_schema(fields: Fields) -> TextFormat:
 
 
 def _parse_structured_outputs(body: Mapping[str, Any]) -> list[TextFormat | None]:
-    if (asked := body.get("structured_outputs")) is None:
+    if (value := body.get("structured_outputs")) is None:
         return []
-    fields = Fields(asked, "structured_outputs")
+    fields = Fields(value, "structured_outputs")
     forms = [_make_text_format(kind, fields.get(kind), f"structured_outputs.{kind}") for kind in STRUCTURED_KINDS]
     if fields.get_boolean("json_object"):
         forms.append(_make_json_format({"type": "object"}, "structured_outputs.json_object"))
@@ -184,9 +181,9 @@ def _parse_structured_outputs(body: Mapping[str, Any]) -> list[TextFormat | None
 
 
 def _parse_legacy_fields(body: Mapping[str, Any]) -> list[TextFormat | None]:
-    asked = {field: body.get(field) for field in LEGACY_FIELDS}
-    asked["grammar"] = asked["grammar"] or None
-    return [_make_text_format(LEGACY_FIELDS[field], value, field) for field, value in asked.items()]
+    values = {field: body.get(field) for field in LEGACY_FIELDS}
+    values["grammar"] = values["grammar"] or None
+    return [_make_text_format(LEGACY_FIELDS[field], value, field) for field, value in values.items()]
 
 
 def _make_text_format(kind: str, value: object, field: str) -> TextFormat | None:

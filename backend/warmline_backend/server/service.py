@@ -31,7 +31,7 @@ from warmline_backend.model.model import get_device_name
 from warmline_backend.output.dialect import detect_dialect
 from warmline_backend.output.parser import make_turn_parser
 from warmline_backend.prompt.renderer import TemplateRenderer
-from warmline_backend.request.fields import TypoNotices
+from warmline_backend.request.field_names import TypoNotices
 from warmline_backend.request.response_format import has_format_fields
 from warmline_backend.scheduler.scheduler import Scheduler
 from warmline_backend.server.chunk_encoder import TokenDecoder

@@ -73,12 +73,12 @@ class GrammarCompiler:
 
         The first constraint takes up to a second or two, for the tokenizer.
         """
-        asked = parse_response_format(endpoint, body, tools)
-        if asked.is_unconstrained:
+        response_format = parse_response_format(endpoint, body, tools)
+        if response_format.is_unconstrained:
             return None
-        _check_no_continuation(asked, body)
+        _check_no_continuation(response_format, body)
         try:
-            made = build_constraint(asked, tail, self._load_tokenizer()[1], self.find_problem)
+            made = build_constraint(response_format, tail, self._load_tokenizer()[1], self.find_problem)
         except UnicodeEncodeError as error:
             raise BadRequestError("a schema, a grammar or a tool has a lone surrogate; it is no valid text") from error
         _check_no_allowed_tokens(made, body)
@@ -135,7 +135,7 @@ class GrammarCompiler:
         tokenizer, began = self._load_tokenizer()[0], time.monotonic()
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=create_parser_limits())
         if not matcher.is_error() and not np.frombuffer(matcher.compute_bitmask(), np.uint8).any():
-            matcher.consume_token(0)  # it takes none, and now says so
+            matcher.consume_token(0)  # no token fits: sets its error
         self._on_compiled(time.monotonic() - began)
         return matcher
 
@@ -147,9 +147,8 @@ def _put_bounded(kept: OrderedDict[K, V], key: K, value: V, count_max: int) -> N
 
 
 def _check_no_continuation(response_format: ResponseFormat, body: Mapping[str, Any]) -> None:
-    if body.get("continue_final_message") and (
-        response_format.text_format is not None or response_format.tool_choice == "required"
-    ):
+    is_whole = response_format.text_format is not None or response_format.tool_choice == "required"
+    if is_whole and body.get("continue_final_message"):
         raise BadRequestError(
             "'continue_final_message' can't be combined with a form that the whole answer must have",
             "continue_final_message",
@@ -174,9 +173,8 @@ def _convert_tokenizer(tokenizer: TokenizerWrapper) -> tuple[LLTokenizer, Tokeni
     backend.no_truncation()
     described = json.loads(backend.to_str())
     markers = _hide_markers(described)
-    family = read_tokenizer_traits(tokenizer, markers)
     made = LLTokenizer(json.dumps(described), n_vocab=len(inner), eos_token=sorted(tokenizer.eos_token_ids))
-    return made, family
+    return made, read_tokenizer_traits(tokenizer, markers)
 
 
 def _hide_markers(described: dict[str, Any]) -> dict[str, int]:

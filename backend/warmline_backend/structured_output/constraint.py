@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from llguidance import LLMatcher
@@ -71,7 +71,7 @@ class Constraint:
     forbidden_tokens: tuple[int, ...] = ()
     think_start: tuple[int, ...] = ()
     think_end: tuple[int, ...] = ()
-    line_breaks: frozenset[int] = field(default_factory=frozenset)
+    line_breaks: frozenset[int] = frozenset()
 
 
 def read_tokenizer_traits(tokenizer: TokenizerWrapper, markers: Mapping[str, int]) -> TokenizerTraits:
@@ -115,23 +115,20 @@ def build_constraint(
         think_end=traits.think_end,
         line_breaks=traits.line_breaks,
     )
+    writer = _GrammarWriter(traits, response_format, check_grammar)
     if response_format.tool_choice == "required":
-        return replace(base, grammar=_GrammarWriter(traits, response_format, check_grammar).write_required_calls())
+        return replace(base, grammar=writer.write_required_calls())
     if response_format.text_format is not None:
-        return replace(base, grammar=_GrammarWriter(traits, response_format, check_grammar).write_answer())
+        return replace(base, grammar=writer.write_answer())
     if response_format.tool_choice == "none":
         return _forbid_tool_calls(traits)
-    return _build_lazy_constraint(base, response_format, traits, check_grammar)
+    return _build_lazy_constraint(base, response_format, traits, writer)
 
 
 def _find_field_name(response_format: ResponseFormat) -> str:
-    return (
-        response_format.text_format.field
-        if response_format.text_format
-        else "tool_choice"
-        if response_format.tool_choice == "required"
-        else "tools"
-    )
+    if response_format.text_format:
+        return response_format.text_format.field
+    return "tool_choice" if response_format.tool_choice == "required" else "tools"
 
 
 def _forbid_tool_calls(traits: TokenizerTraits) -> Constraint | None:
@@ -142,10 +139,9 @@ def _forbid_tool_calls(traits: TokenizerTraits) -> Constraint | None:
 
 
 def _build_lazy_constraint(
-    base: Constraint, response_format: ResponseFormat, traits: TokenizerTraits, check_grammar: GrammarCheck
-) -> Constraint | None:
+    base: Constraint, response_format: ResponseFormat, traits: TokenizerTraits, writer: "_GrammarWriter"
+) -> Constraint:
     """Constrain calls of strict tools within free text."""
-    writer = _GrammarWriter(traits, response_format, check_grammar)
     if traits.call_syntax is None:
         strict = next((tool.field for tool in response_format.tools if tool.strict), "")
         what = "leave 'strict' out" if strict else "send 'tool_choice' \"auto\""
@@ -187,8 +183,8 @@ class _GrammarWriter:
         start, several = self._traits.call_start, self._response_format.parallel
         if self._traits.wrapper_markers:
             begin, end, *ends = (self._lark.literal(marker) for marker in self._traits.wrapper_markers)
-            said = f"({begin} {self._lark.text()} {end})? ({self._write_calls(several)})? ({' '.join(ends)})?"
-            return self._check_calls(self._lark.render(said))
+            text = f"({begin} {self._lark.text()} {end})? ({self._write_calls(several)})? ({' '.join(ends)})?"
+            return self._check_calls(self._lark.render(text))
         if not start:  # only an answer that begins so is a call
             other = self._lark.text("([^{](?s:.*))?")
             return self._check_calls(self._lark.render(f"{self._write_calls(several)} | {other}"))
@@ -200,15 +196,15 @@ class _GrammarWriter:
 
     def write_answer(self) -> str:
         """Write the text format; or calls, where tools may be called."""
-        asked, form = self._response_format, self._response_format.text_format
+        requested, form = self._response_format, self._response_format.text_format
         assert form is not None
         answer = _encode_form(form)
         if problem := self._check_grammar(_encode_grammars([answer])):
             raise BadRequestError(f"'{form.field}' can't be used: \"{problem}\"", form.field)
-        may_call = asked.tool_choice == "auto" and asked.tools and self._traits.call_syntax
+        may_call = requested.tool_choice == "auto" and requested.tools and self._traits.call_syntax
         if not (may_call or self._traits.wrapper_markers or self._traits.has_channels):
             return _encode_grammars([answer])
-        calls = self._write_calls(asked.parallel) if may_call else ""
+        calls = self._write_calls(requested.parallel) if may_call else ""
         if self._traits.has_channels:
             start = self._write_channels(calls, "@answer")
         else:
@@ -219,7 +215,7 @@ class _GrammarWriter:
             raise BadRequestError(f"'{form.field}' and these tools can't be used together: \"{problem}\"", form.field)
         return written
 
-    # ---- what stands around
+    # ---- surroundings
 
     def _wrap_in_markers(self, inner: str) -> str:
         if not self._traits.wrapper_markers:
@@ -233,8 +229,8 @@ class _GrammarWriter:
         kinds = '"analysis"' if self._response_format.text_format else '("analysis" | "commentary")'
         thought = f"{lark.literal('<|channel|>')} {kinds} {lark.literal('<|message|>')}"
         thinks = f"({thought} {lark.text()} {lark.literal('<|end|><|start|>assistant')})*"
-        said = f'{lark.literal("<|channel|>final")} (" "? {lark.literal("<|constrain|>json")})?'
-        final = f"{said} {lark.literal('<|message|>')} {text}" if text else ""
+        channel = f'{lark.literal("<|channel|>final")} (" "? {lark.literal("<|constrain|>json")})?'
+        final = f"{channel} {lark.literal('<|message|>')} {text}" if text else ""
         return f"{thinks} ({' | '.join(part for part in (final, calls) if part)})"
 
     # ---- calls
@@ -248,9 +244,8 @@ class _GrammarWriter:
         except UnsupportedToolError as problem:
             raise BadRequestError(f"this model can't be held to calling these tools: {problem}", "tools") from problem
         except GrammarTooLongError as problem:
-            raise BadRequestError(
-                "these tools are too large to be held to their schemas; send fewer", "tools"
-            ) from problem
+            too_large = "these tools are too large to be held to their schemas; send fewer"
+            raise BadRequestError(too_large, "tools") from problem
         if self._traits.has_channels and self._response_format.tool_choice == "required":
             return self._write_channels(calls, "")
         return calls
@@ -259,10 +254,8 @@ class _GrammarWriter:
         """Adapt a tool's schema; an unusable one of a tool that is not strict is reduced to its arguments' names."""
         try:
             parameters: Schema = adapt_schema(_close_parameters(tool), tool.field)
-            problem = self._check_grammar(
-                _encode_grammars([{"json_schema": add_guidance_options(parameters, lenient=not tool.strict)}])
-            )
-            if problem:
+            schema = add_guidance_options(parameters, lenient=not tool.strict)
+            if problem := self._check_grammar(_encode_grammars([{"json_schema": schema}])):
                 raise BadRequestError(f"'{tool.field}' can't be used: \"{problem}\"", tool.field)
         except BadRequestError:
             if tool.strict:

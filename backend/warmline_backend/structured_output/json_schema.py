@@ -15,7 +15,7 @@ SCHEMA_BYTES_MAX = 1 << 18
 SCHEMA_NODES_MAX = 10_000
 SCHEMA_DEPTH_MAX = 100  # of its JSON; llguidance's own reader ends at 128
 
-# A canonical spacing: what models write most in one line, and nothing to run on with.
+# The spacing that models write most in one line; free spacing would let a model write spaces without end.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 _FORMATS = frozenset(
@@ -24,7 +24,7 @@ _FORMATS = frozenset(
 _MAP_KEYWORDS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 _LIST_KEYWORDS = frozenset(("anyOf", "oneOf", "allOf", "prefixItems"))
 _SCHEMA_KEYWORDS = frozenset(("items", "additionalProperties", "not", "contains", "propertyNames", "additionalItems"))
-_REFERENCE_SAFE_CHARS = "#/~%!$&'()*+,;=:@?-._"  # what stands in one as it is; llguidance wants the rest encoded
+_REFERENCE_SAFE_CHARS = "#/~%!$&'()*+,;=:@?-._"  # unencoded in a reference; llguidance needs the rest encoded
 _ROUNDS_MAX = 50
 JSON_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 
@@ -137,7 +137,7 @@ def list_required_names(schema: Schema) -> list[str]:
     return [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
 
 
-# ---- whether it ends
+# ---- infinite schemas
 
 
 def _can_end(schema: Schema) -> bool:

@@ -19,7 +19,7 @@ class GrammarTooLongError(Exception):
 
 
 class LarkBuilder:
-    """One grammar.  Methods return an expression for a rule; they raise GrammarTooLongError.
+    """Grammar under construction.  Methods return an expression for a rule; they raise GrammarTooLongError.
 
     `markers`: ids of tokens that no text is tokenized to, by their text.  `consumed_prefix`: a beginning of literals
     that is in the answer already; they go on from there.
@@ -100,7 +100,7 @@ def optional(expression: str) -> str:
 
 def join_optional_items(lark: LarkBuilder, items: Sequence[tuple[bool, str]], separator: str) -> str:
     """Join required and optional items in their order, with separators only between those present."""
-    first, later = '""', '""'  # what may follow when nothing, or something, has been written
+    first, later = '""', '""'  # the rest behind nothing, and behind an item
     for required, item in reversed(items):
         begun, going_on = f"{item} {later}", f"{quote_literal(separator)} {item} {later}"
         first = lark.add_rule(begun if required else f"{begun} | {first}")

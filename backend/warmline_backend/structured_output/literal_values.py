@@ -47,7 +47,7 @@ def join_arguments(arguments: Iterator[ToolArgument], write_argument: Callable[[
     return " ".join(part if argument.required else optional(part) for argument, part in parts)
 
 
-# ---- what may stand for an argument
+# ---- allowed values
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,11 @@ def _iter_branches(schema: Any, parameters: Schema) -> Iterator[Schema]:
 
 def _find_union_branches(schema: Schema) -> list[Any]:
     """Branches of a schema that is a union and nothing else."""
-    said = [key for key in schema if key not in _ANNOTATION_KEYWORDS]
-    branches = schema[said[0]] if len(said) == 1 else None
+    keywords = [key for key in schema if key not in _ANNOTATION_KEYWORDS]
+    branches = schema[keywords[0]] if len(keywords) == 1 else None
     if not isinstance(branches, list):
         return []
-    return branches if said[0] in ("anyOf", "oneOf") or (said[0] == "allOf" and len(branches) == 1) else []
+    return branches if keywords[0] in ("anyOf", "oneOf") or (keywords[0] == "allOf" and len(branches) == 1) else []
 
 
 def _can_be_text(schema: Schema, parameters: Schema) -> bool:
@@ -145,7 +145,7 @@ def build_text_pattern(schema: Schema) -> str:
     return f"(?s:.{{{low},{high}}})"
 
 
-# ---- writing it
+# ---- expressions
 
 
 def write_tagged_value(
@@ -163,11 +163,9 @@ def write_string_value(lark: LarkBuilder, allowed: AllowedValues, end: str, excl
     """Write the allowed strings and the tag after them; "" for none."""
     if allowed.patterns:
         return lark.text_until(end, excluded=excluded, pattern=allowed.string_pattern)
-    return (
-        f"{lark.one_of(map(lark.literal, allowed.string_constants))} {lark.literal(end)}"
-        if allowed.string_constants
-        else ""
-    )
+    if not allowed.string_constants:
+        return ""
+    return f"{lark.one_of(map(lark.literal, allowed.string_constants))} {lark.literal(end)}"
 
 
 def write_json_values(lark: LarkBuilder, allowed: AllowedValues, parameters: Schema, lenient: bool) -> list[str]:
@@ -181,8 +179,6 @@ def write_json_value(lark: LarkBuilder, schema: Schema, parameters: Schema, leni
     if all(reference.startswith(_DEFINITION_PREFIXES) for reference in collect_references(parameters)):
         shared = {key: parameters[key] for key in _DEFINITION_KEYS if key in parameters}
     else:
-        schema, shared = (
-            rebase_references(schema, _WHOLE_SCHEMA_REFERENCE),
-            {"$defs": {"whole": rebase_references(parameters, _WHOLE_SCHEMA_REFERENCE)}},
-        )
+        schema = rebase_references(schema, _WHOLE_SCHEMA_REFERENCE)
+        shared = {"$defs": {"whole": rebase_references(parameters, _WHOLE_SCHEMA_REFERENCE)}}
     return lark.json({**schema, **shared}, lenient=lenient)

@@ -12,22 +12,22 @@ from warmline_backend.structured_output.literal_values import build_text_pattern
 
 _NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _ITEM_COUNT_MAX = 1000
-_ESCAPES = '"\\bfnrtu'  # that mean the same in Python as in JSON
+_ESCAPES = '"\\bfnrtu'  # of the same meaning in Python and JSON
 
 
 @dataclass(frozen=True)
 class LiteralNotation:
     """Notation of values."""
 
-    true: str
-    false: str
-    null: str
     comma: str
     colon: str
-    format_key: Callable[[str], str]  # a name -> how it is written
-    key_pattern: str  # a pattern
-    format_string: Callable[[str], str]  # a string -> how it is written
+    format_key: Callable[[str], str]
+    key_pattern: str
+    format_string: Callable[[str], str]
     write_string: Callable[[LarkBuilder, Schema], str]  # -> an expression
+    true: str = "true"
+    false: str = "false"
+    null: str = "null"
 
 
 def create_gemma_notation(quote: str, excluded: tuple[str, ...] = ()) -> LiteralNotation:
@@ -37,9 +37,6 @@ def create_gemma_notation(quote: str, excluded: tuple[str, ...] = ()) -> Literal
         return f"{lark.literal(quote)} {lark.text_until(quote, excluded=excluded, pattern=build_text_pattern(schema))}"
 
     return LiteralNotation(
-        true="true",
-        false="false",
-        null="null",
         comma=",",
         colon=":",
         format_key=lambda name: name,
@@ -134,15 +131,15 @@ class LiteralWriter:
 
     def _merge_all_of(self, schema: Schema, parts: Sequence[Any]) -> Schema:
         """Merge the parts of an allOf; of two values for one keyword the last counts."""
-        said = [
+        merged = [
             resolve_references(part, self._root) or {}
             for part in (*parts, {k: v for k, v in schema.items() if k != "allOf"})
         ]
-        whole: dict[str, Any] = {key: value for one in said for key, value in one.items() if key != "allOf"}
-        named = [one["properties"] for one in said if isinstance(one.get("properties"), Mapping)]
-        if named:
-            whole["properties"] = {name: inner for properties in named for name, inner in properties.items()}
-            whole["required"] = [name for one in said for name in list_required_names(one)]
+        whole: dict[str, Any] = {key: value for one in merged for key, value in one.items() if key != "allOf"}
+        objects = [one["properties"] for one in merged if isinstance(one.get("properties"), Mapping)]
+        if objects:
+            whole["properties"] = {name: inner for properties in objects for name, inner in properties.items()}
+            whole["required"] = [name for one in merged for name in list_required_names(one)]
         return whole
 
     def _write_constant(self, word: Any) -> str:

@@ -32,7 +32,7 @@ class Matcher:
         self._ll_matcher = ll_matcher.deep_copy() if ll_matcher is not None else None
         self._recent_tokens: deque[int] = deque(maxlen=max(len(constraint.think_start), len(constraint.think_end), 1))
         self._opening_count = 0  # how many of the tokens that open reasoning are there
-        self._is_matching = True  # the grammar takes what there is of the answer
+        self._is_matching = True  # the grammar accepts the answer so far
         self._sampled: tuple[mx.array, int] | None = None  # all sequences' last tokens, and which is this one's
         self._has_started = self._has_reasoned = False
         self._masks: dict[str, mx.array] = {}
@@ -131,7 +131,7 @@ class Matcher:
     def _has_suffix(self, tokens: tuple[int, ...]) -> bool:
         return bool(tokens) and tuple(self._recent_tokens)[-len(tokens) :] == tokens
 
-    # ---- what may come next
+    # ---- masks
 
     def compute_allowed(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Mask [vocabulary] of the allowed next tokens.  Raises GrammarDeadEndError for none."""

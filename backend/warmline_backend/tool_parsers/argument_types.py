@@ -7,23 +7,17 @@ stand means 5.  Values that fit their schema, and ambiguous ones, are left as th
 import json
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 from warmline_backend.request.json_refs import Schema, resolve_references
-from warmline_backend.tool_parsers.lenient_json import ToolCallParseError, parse_lenient_json
+from warmline_backend.tool_parsers.lenient_json import CONSTANTS, ToolCallParseError, parse_lenient_json
+
+K = TypeVar("K", dict[str, Any], list[Any])
 
 DEPTH_MAX = 32
-_PYTHON_TYPES: dict[type, str] = {
-    str: "string",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    list: "array",
-    dict: "object",
-    type(None): "null",
-}
+_PYTHON_TYPES: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number"}
+_PYTHON_TYPES |= {list: "array", dict: "object", type(None): "null"}
 _ALL_TYPES = frozenset({*_PYTHON_TYPES.values()})
-_LITERALS: dict[str, Any] = {"true": True, "false": False, "True": True, "False": False, "None": None, "null": None}
 _MISSING = object()
 _ANY_SCHEMA: Schema = {}
 
@@ -107,15 +101,11 @@ class _SchemaTypes:
         return value
 
     def _convert_object(self, value: dict[str, Any], schema: Schema, depth: int) -> dict[str, Any]:
-        known = schema.get("properties")
-        known = known if isinstance(known, dict) else {}
-        others = schema.get("additionalProperties")
+        known, others = _get_typed(schema, "properties", dict), schema.get("additionalProperties")
         return {key: self.convert_value(item, known.get(key, others), depth + 1) for key, item in value.items()}
 
     def _convert_array(self, value: list[Any], schema: Schema, depth: int) -> list[Any]:
-        first = schema.get("prefixItems")
-        first = first if isinstance(first, list) else []
-        others = schema.get("items")
+        first, others = _get_typed(schema, "prefixItems", list), schema.get("items")
         schemas = [first[i] if i < len(first) else others for i in range(len(value))]
         return [self.convert_value(item, of, depth + 1) for item, of in zip(value, schemas, strict=True)]
 
@@ -125,24 +115,24 @@ class _SchemaTypes:
     def find_allowed(self, schema: Schema, depth: int) -> _AllowedTypes:
         """Allowed types; anything where the schema names none."""
         if (known := self._allowed_cache.get(id(schema))) is None:
-            self._allowed_cache[id(schema)] = _ALLOW_ANY  # what refers to itself says nothing
+            self._allowed_cache[id(schema)] = _ALLOW_ANY  # a self-reference allows anything
             known = self._allowed_cache[id(schema)] = self._compute_allowed(schema, depth)
         return known
 
     def _compute_allowed(self, schema: Schema, depth: int) -> _AllowedTypes:
-        said = []
-        if isinstance(stated := schema.get("type"), str | list):
-            named = {str(kind).lower() for kind in ([stated] if isinstance(stated, str) else stated)}
-            said.append(_AllowedTypes(frozenset(named | ({"integer"} if "number" in named else set()))))
+        stated = []
+        if isinstance(kinds := schema.get("type"), str | list):
+            names = {str(kind).lower() for kind in ([kinds] if isinstance(kinds, str) else kinds)}
+            stated.append(_AllowedTypes(frozenset(names | ({"integer"} if "number" in names else set()))))
         if isinstance(choices := schema.get("enum"), list):
-            said.append(_allow_values(choices))
+            stated.append(_allow_values(choices))
         if "const" in schema:
-            said.append(_allow_values([schema["const"]]))
+            stated.append(_allow_values([schema["const"]]))
         for key in ("anyOf", "oneOf", "allOf"):
             if isinstance(branches := schema.get(key), list) and branches and depth < DEPTH_MAX:
                 each = [self.find_allowed(self._resolve(branch), depth + 1) for branch in branches]
-                said += each if key == "allOf" else [_unite(each)]
-        allowed = reduce(_intersect, said, _ALLOW_ANY)
+                stated += each if key == "allOf" else [_unite(each)]
+        allowed = reduce(_intersect, stated, _ALLOW_ANY)
         return allowed if allowed.types else _ALLOW_ANY
 
     def _find_branch(self, schema: Schema, kind: str) -> Schema:
@@ -157,6 +147,11 @@ class _SchemaTypes:
                 fitting = [b for b in map(self._resolve, branches) if kind in self.find_allowed(b, 0).types]
                 return fitting[0] if len(fitting) == 1 else _ANY_SCHEMA
         return schema
+
+
+def _get_typed(schema: Schema, key: str, kind: type[K]) -> K:
+    value = schema.get(key)
+    return value if isinstance(value, kind) else kind()
 
 
 def _interpret_bare(text: str, allowed: _AllowedTypes) -> Any:
@@ -186,8 +181,8 @@ def _parse_as(text: str, types: frozenset[str], default: Any = _MISSING) -> Any:
 
 
 def _parse_literal(text: str) -> Any:
-    if text in _LITERALS:
-        return _LITERALS[text]
+    if text in CONSTANTS:
+        return CONSTANTS[text]
     if text[:1] not in ("{", "[", "-") and not text[:1].isdecimal():
         return _MISSING
     try:

@@ -31,7 +31,7 @@ class RawToolCall:
     arguments: dict[str, Any]
 
 
-ParsedItems = list[RawToolCall | str]  # text that belongs to no call stays where it stood
+ParsedItems = list[RawToolCall | str]  # text between calls stays in its place
 CallParser = Callable[[str, bool], ParsedItems]
 
 
@@ -39,14 +39,19 @@ def parse_json_calls(text: str, cut: bool) -> ParsedItems:
     """Parse one object, several, or a list of them."""
     text = strip_code_fence(text).strip()
     items: ParsedItems = []
-    at = 0
-    while at < len(text):
-        value, at = parse_value(text, at, cut)
+    position = 0
+    while position < len(text):
+        value, position = parse_value(text, position, cut)
         items += [_parse_call_object(one) for one in (value if isinstance(value, list) else [value])]
-        at += len(text[at:]) - len(text[at:].lstrip(" \t\r\n,;"))
-        if not text[at:].strip("}] \n"):
+        position += len(text[position:]) - len(text[position:].lstrip(" \t\r\n,;"))
+        if not text[position:].strip("}] \n"):
             break
-    if not items:
+    return require_calls(items)
+
+
+def require_calls(items: ParsedItems) -> ParsedItems:
+    """Return `items`.  Raises ToolCallParseError where there is no call among them."""
+    if not any(isinstance(item, RawToolCall) for item in items):
         raise ToolCallParseError("no call")
     return items
 

@@ -11,14 +11,13 @@ from warmline_backend.tool_parsers.base import (
     parse_arguments,
     parse_json_calls,
     parse_value,
+    require_calls,
 )
 from warmline_backend.tool_parsers.lenient_json import ToolCallParseError, parse_lenient_json
 
 PYTHON_CHARS_MAX = 65_536  # a parser's tree weighs many times its text
 
 _MISTRAL_HEAD = re.compile(r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
-_KIMI_BEGIN, _KIMI_ARGUMENTS, _KIMI_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
-_DEEPSEEK_BEGIN, _DEEPSEEK_SEP, _DEEPSEEK_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
 _GEMMA_HEAD = re.compile(r"\s*(?:call:\s*)?(?P<name>[\w.-]+)\s*(?=\{)")
 _PYTHON_HEAD = re.compile(r"\s*(?P<name>[A-Za-z_][\w.]*)\s*\(")
 _PYTHON_KEY = re.compile(r"\s*(?P<key>[A-Za-z_]\w*)\s*=\s*")
@@ -33,33 +32,25 @@ def parse_mistral(text: str, cut: bool) -> ParsedItems:
         _, end = parse_value(stripped, 0, cut)
         items = parse_json_calls(stripped[:end], cut)
         return [*items, *_list_text(stripped[end:])]
-    items, at = [], 0
-    while head := _MISTRAL_HEAD.match(text, at):
-        arguments, at = parse_value(text, head.end(), cut)
+    items, position = [], 0
+    while head := _MISTRAL_HEAD.match(text, position):
+        arguments, position = parse_value(text, head.end(), cut)
         items.append(RawToolCall(normalize_name(head["name"]), arguments))
-    if not items:
-        raise ToolCallParseError("no call")
-    return [*items, *_list_text(text[at:])]
+    return [*require_calls(items), *_list_text(text[position:])]
 
 
 def _list_text(text: str) -> ParsedItems:
     return [text] if text.strip() else []
 
 
-def parse_kimi_k2(text: str, cut: bool) -> ParsedItems:
-    """Parse functions.NAME:NUMBER, a marker and an object, each call between markers of its own."""
-    return _parse_sections(text, _KIMI_BEGIN, _KIMI_ARGUMENTS, _KIMI_END)
+def parse_sections(tokens: tuple[str, str, str], text: str, cut: bool) -> ParsedItems:
+    """Parse calls of a name and an object, with `tokens` before, between and after them.
 
-
-def parse_deepseek(text: str, cut: bool) -> ParsedItems:
-    """Parse the name, a marker and an object; older ones write the kind first, and the object in a code fence."""
-    return _parse_sections(text, _DEEPSEEK_BEGIN, _DEEPSEEK_SEP, _DEEPSEEK_END)
-
-
-def _parse_sections(text: str, begin: str, separator: str, end: str) -> ParsedItems:
-    items: ParsedItems = []
+    Kimi writes functions.NAME:NUMBER.  Older DeepSeek models write the kind first, and the object in a code fence.
+    """
+    begin, separator, end = tokens
     between, *calls = text.split(begin)
-    items += _list_text(between)
+    items = _list_text(between)
     for call in calls:
         try:
             items += _parse_section(call, separator, end)
@@ -67,9 +58,7 @@ def _parse_sections(text: str, begin: str, separator: str, end: str) -> ParsedIt
             if error.cut:
                 raise
             items.append(begin + call)
-    if not any(isinstance(item, RawToolCall) for item in items):
-        raise ToolCallParseError("no call")
-    return items
+    return require_calls(items)
 
 
 def _parse_section(call: str, separator: str, end: str) -> ParsedItems:
@@ -87,11 +76,11 @@ def _parse_section(call: str, separator: str, end: str) -> ParsedItems:
 def parse_gemma(quote: str, text: str, cut: bool) -> ParsedItems:
     """Parse call:NAME{key:value}, with bare keys, and strings between `quote`s."""
     items: ParsedItems = []
-    at = 0
-    while head := _GEMMA_HEAD.match(text, at):
-        arguments, at = parse_lenient_json(text, head.end(), quote=quote)
+    position = 0
+    while head := _GEMMA_HEAD.match(text, position):
+        arguments, position = parse_lenient_json(text, head.end(), quote=quote)
         items.append(RawToolCall(normalize_name(head["name"]), arguments))
-    if not items or text[at:].strip("} \n"):
+    if not items or text[position:].strip("} \n"):
         raise ToolCallParseError("no call")
     return items
 
@@ -107,9 +96,7 @@ def parse_pythonic(text: str, cut: bool) -> ParsedItems:
         items: ParsedItems = [_parse_python_call(call) for call in calls]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return _parse_lenient_python(text)
-    if not items:
-        raise ToolCallParseError("no call")
-    return items
+    return require_calls(items)
 
 
 def _parse_python_call(node: ast.expr) -> RawToolCall:
@@ -146,12 +133,12 @@ def _convert_python_value(value: Any) -> Any:
 def _parse_lenient_python(text: str) -> ParsedItems:
     """Parse invalid Python: strings over several lines, a missing bracket at the end."""
     items: ParsedItems = []
-    at = 1 if text.startswith("[") else 0
-    while head := _PYTHON_HEAD.match(text, at):
-        arguments, at = _parse_lenient_arguments(text, head.end())
+    position = 1 if text.startswith("[") else 0
+    while head := _PYTHON_HEAD.match(text, position):
+        arguments, position = _parse_lenient_arguments(text, head.end())
         items.append(RawToolCall(normalize_name(head["name"]), arguments))
-        at = len(text) - len(text[at:].lstrip(" ,\n"))
-    if not items or text[at:].strip("] \n"):
+        position = len(text) - len(text[position:].lstrip(" ,\n"))
+    if not items or text[position:].strip("] \n"):
         raise ToolCallParseError("no call")
     return items
 
@@ -170,7 +157,7 @@ def _parse_lenient_arguments(text: str, position: int) -> tuple[dict[str, Any], 
     return arguments, len(text) - len(rest) + rest.startswith(")")
 
 
-# ---- answers that are calls without any marker
+# ---- calls without markers
 
 _FIRST_KEYS = ("type", "name", "parameters", "arguments", "function", "id")
 _FIRST_KEY = re.compile(r"\s*\{\s*(?:\"(?P<key>\w*)(?P<end>\")?)?")
@@ -193,16 +180,14 @@ def can_be_bare_call(text: str) -> bool | None:
 def parse_llama3(text: str, cut: bool) -> ParsedItems:
     """Parse {"name": ..., "parameters": ...}, one or several; the rest is text."""
     items: ParsedItems = []
-    at = 0
-    while text[at:].lstrip().startswith("{"):
-        value, after = parse_value(text, at, cut)
+    position = 0
+    while text[position:].lstrip().startswith("{"):
+        value, after = parse_value(text, position, cut)
         if not isinstance(value, dict) or set(value) - {*_FIRST_KEYS} or not {"parameters", "arguments"} & set(value):
             break
-        items += parse_json_calls(text[at:after], cut)
-        at = _BETWEEN_CALLS.match(text, after).end()  # type: ignore[union-attr]
-    if not items:
-        raise ToolCallParseError("no call")
-    return [*items, *_list_text(text[at:])]
+        items += parse_json_calls(text[position:after], cut)
+        position = _BETWEEN_CALLS.match(text, after).end()  # type: ignore[union-attr]
+    return [*require_calls(items), *_list_text(text[position:])]
 
 
 def parse_python_tag(text: str, cut: bool) -> ParsedItems:
@@ -212,7 +197,7 @@ def parse_python_tag(text: str, cut: bool) -> ParsedItems:
     head = _BUILT_IN.match(text)
     if head is None:
         raise ToolCallParseError("no call")
-    arguments, at = _parse_lenient_arguments(text, head.end())
-    if not arguments or text[at:].strip():
+    arguments, position = _parse_lenient_arguments(text, head.end())
+    if not arguments or text[position:].strip():
         raise ToolCallParseError("no call")
     return [RawToolCall(normalize_name(head["name"]), arguments)]

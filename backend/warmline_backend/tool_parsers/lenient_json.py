@@ -16,11 +16,10 @@ _CONSTANT = re.compile(r"(?:true|false|null|True|False|None)\b")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w.])")
 _BARE_KEY = re.compile(r"[A-Za-z_$][\w$.-]*(?=\s*:)")
 _PLAIN = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
-_CONSTANTS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
+CONSTANTS: dict[str, Any] = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "/": "/", "\\": "\\", '"': '"', "'": "'"}
-_UNICODE_ESCAPE = re.compile(
-    r"[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|[0-9a-fA-F]{4}"
-)  # of one character
+# Of one character.
+_UNICODE_ESCAPE = re.compile(r"[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|[0-9a-fA-F]{4}")
 
 
 class ToolCallParseError(ValueError):
@@ -187,7 +186,7 @@ class _LenientParser:
     def _parse_scalar(self) -> Any:
         if match := _CONSTANT.match(self._text, self.position):
             self.position = match.end()
-            return _CONSTANTS[match.group()]
+            return CONSTANTS[match.group()]
         if match := _NUMBER.match(self._text, self.position):
             value, self.position = parse_strict_json(self._text, self.position)
             return value

@@ -50,14 +50,14 @@ class CallSyntax:
 class CallMarkers:
     """Markers around calls, and the parser of the text between them."""
 
-    start: str  # "" where nothing marks it
+    start: str  # "" for none
     end: str  # "" where the end of the answer is the call's, or the next one's start
     parse: CallParser
 
 
 @dataclass(frozen=True)
 class ToolFormat(CallMarkers):
-    """One family.  Markers are "" in the table where the tokenizer names them."""
+    """Format of one family.  Markers are "" in the table where the tokenizer names them."""
 
     name: str  # as mlx-lm names its parser, or one of ours
     syntax: CallSyntax | None = None  # None: no grammar can be written
@@ -105,7 +105,7 @@ def _make_invoke_syntax(prefix: str, section: str) -> CallSyntax:
 
 
 def _make_list_syntax(start: str, end: str, variant: tuple[str, CallSyntax] | None = None) -> CallSyntax:
-    """One JSON list of all calls."""
+    """Syntax of one JSON list of all calls."""
     call = '{"name": %q, "arguments": %a}'
     return CallSyntax(call, separator=", ", start=f"{start}%s[", end=f"]{end}", variant=variant)
 
@@ -113,6 +113,7 @@ def _make_list_syntax(start: str, end: str, variant: tuple[str, CallSyntax] | No
 _DSML = "｜DSML｜"  # noqa: RUF001
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")  # noqa: RUF001
 _DEEPSEEK_TOKENS = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")  # noqa: RUF001
+_KIMI_TOKENS = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
 _GLM_TOKENS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
 _QWEN3_CODER = _make_format(
@@ -153,7 +154,7 @@ _LLAMA3 = _make_format(
     alternatives=(CallMarkers("<|python_tag|>", "", families.parse_python_tag),),
     can_be_bare=families.can_be_bare_call,
 )
-# All families.  Of those with a `template_word` the first one whose word is in the template counts.
+# All families.  Of those with a `template_word` the first one with its word in the template counts.
 _FORMATS = (
     _QWEN3_CODER,
     _GLM,
@@ -201,13 +202,13 @@ _FORMATS = (
     ),
     _make_format(
         "kimi_k2",
-        families.parse_kimi_k2,
+        partial(families.parse_sections, _KIMI_TOKENS),
         CallSyntax(
-            "<|tool_call_begin|>functions.%n:%d<|tool_call_argument_begin|>%a<|tool_call_end|>",
+            "{}functions.%n:%d{}%a{}".format(*_KIMI_TOKENS),
             start="<|tool_calls_section_begin|>",
             end="<|tool_calls_section_end|>",
         ),
-        special_tokens=("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        special_tokens=_KIMI_TOKENS,
     ),
     _make_format(
         "mistral",
@@ -258,7 +259,7 @@ _FORMATS = (
     ),
     _make_format(
         "deepseek_v3",
-        families.parse_deepseek,
+        partial(families.parse_sections, _DEEPSEEK_TOKENS),
         start=_DEEPSEEK[0],
         end=_DEEPSEEK[1],
         syntax=CallSyntax("{}%n{}%a{}".format(*_DEEPSEEK_TOKENS), start=_DEEPSEEK[0], end=_DEEPSEEK[1]),
@@ -318,7 +319,7 @@ def detect_tool_format(tokenizer: TokenizerWrapper) -> ToolFormat | None:
     vocabulary = tokenizer.get_vocab()
     if is_harmony(vocabulary):
         return _HARMONY
-    # Jinja, or what stands for a template that is a program.
+    # Jinja, or the word for a template that is a program.
     is_program = tokenizer.init_kwargs.get("chat_template_type") == "deepseek_v32"
     template = _DSML if is_program else str(tokenizer.chat_template or "")
     if "<|python_tag|>" in vocabulary and '"parameters"' in template:
@@ -328,6 +329,7 @@ def detect_tool_format(tokenizer: TokenizerWrapper) -> ToolFormat | None:
 
 
 def is_harmony(vocabulary: dict[str, int]) -> bool:
+    """True for a vocabulary with the markers of gpt-oss."""
     return {"<|start|>", "<|channel|>", "<|message|>"} <= vocabulary.keys()
 
 

@@ -11,6 +11,7 @@ from warmline_backend.tool_parsers.base import (
     normalize_name,
     parse_arguments,
     parse_json_calls,
+    require_calls,
 )
 from warmline_backend.tool_parsers.lenient_json import ToolCallParseError, parse_lenient_json
 
@@ -25,7 +26,7 @@ class TagFormat:
 
     call_start: re.Pattern[str]  # of a call; group "name"
     call_end: str  # of a call; "" where only the format's end marker closes it: one call between two markers
-    argument_start: re.Pattern[str]  # what stands before a value; groups "key" and, in some, "kind"
+    argument_start: re.Pattern[str]  # before a value; groups "key" and, in some, "kind"
     argument_end: str
     has_multiline_values: bool = False  # each value stands on lines of its own, whose breaks are not part of it
     accepts_json: bool = False  # some models of the family write JSON instead
@@ -33,29 +34,29 @@ class TagFormat:
 
 def parse_tagged(tags: TagFormat, text: str, cut: bool) -> ParsedItems:
     """Parse every call in `text`.  Raises ToolCallParseError for none, or for too many broken ones."""
-    at = _skip_space(text, 0)
-    if tags.accepts_json and text[at : at + 1] in ("{", "["):
+    position = _skip_space(text, 0)
+    if tags.accepts_json and text[position : position + 1] in ("{", "["):
         return parse_json_calls(text, cut)
     if not tags.call_end:
-        return [_parse_single_call(tags, text, at)]
+        return [_parse_single_call(tags, text, position)]
     items: ParsedItems = []
-    at = broken = 0
-    while opening := tags.call_start.search(text, at):
-        _append_text(text[at : opening.start()], items)
-        item, at = _parse_tagged_call(tags, text, opening)
+    position = broken = 0
+    while opening := tags.call_start.search(text, position):
+        _append_text(text[position : opening.start()], items)
+        item, position = _parse_tagged_call(tags, text, opening)
         items.append(item)
         broken += isinstance(item, str)
         if broken > BROKEN_MAX:
             raise ToolCallParseError("broken calls")
-    _append_text(text[at:], items)
-    return _require_calls(items)
+    _append_text(text[position:], items)
+    return require_calls(items)
 
 
 def _parse_tagged_call(tags: TagFormat, text: str, opening: re.Match[str]) -> tuple[RawToolCall | str, int]:
     """Parse one call, or return its text where it is broken, and the position of the next one."""
     try:
-        arguments, at = _parse_tagged_arguments(tags, text, opening.end())
-        return RawToolCall(normalize_name(opening["name"]), arguments), _find_call_end(tags, text, at)
+        arguments, position = _parse_tagged_arguments(tags, text, opening.end())
+        return RawToolCall(normalize_name(opening["name"]), arguments), _find_call_end(tags, text, position)
     except ToolCallParseError as error:
         if error.cut:
             raise
@@ -86,12 +87,6 @@ def _skip_space(text: str, position: int) -> int:
 def _append_text(text: str, items: ParsedItems) -> None:
     if text.strip():
         items.append(text)
-
-
-def _require_calls(items: ParsedItems) -> ParsedItems:
-    if not any(isinstance(item, RawToolCall) for item in items):
-        raise ToolCallParseError("no call")
-    return items
 
 
 def _find_call_end(tags: TagFormat, text: str, position: int) -> int:
@@ -236,17 +231,17 @@ _KIMI_TAGS = TagFormat(
 
 def parse_kimi_k3(text: str, cut: bool) -> ParsedItems:
     items: ParsedItems = []
-    at = 0
-    while opening := _KIMI_CALL.search(text, at):
-        _append_text(text[at : opening.start()], items)
+    position = 0
+    while opening := _KIMI_CALL.search(text, position):
+        _append_text(text[position : opening.start()], items)
         name = _KIMI_TOOL.search(opening["attributes"])
         if name is None:
             raise ToolCallParseError("a call without a name")
-        arguments, at = _parse_kimi_arguments(text, opening.end())
-        at = _find_call_end(_KIMI_TAGS, text, at)
+        arguments, position = _parse_kimi_arguments(text, opening.end())
+        position = _find_call_end(_KIMI_TAGS, text, position)
         items.append(RawToolCall(normalize_name(_unescape(name["name"])), arguments))
-    _append_text(text[at:], items)
-    return _require_calls(items)
+    _append_text(text[position:], items)
+    return require_calls(items)
 
 
 def _parse_kimi_arguments(text: str, position: int) -> tuple[dict[str, Any], int]:

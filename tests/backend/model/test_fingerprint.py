@@ -1,4 +1,4 @@
-"""What changes a fingerprint and what doesn't; weights are read once."""
+"""Fingerprint: what changes it and what does not; weights are read once."""
 
 import ast
 import hashlib
@@ -42,7 +42,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def of(model: Path, home: Path, **changes: object) -> str:
+def fingerprint_of(model: Path, home: Path, **changes: object) -> str:
     settings = {"adapter_path": None, "kv_bits": None, "kv_group_size": 64, "dtype": "float32"} | changes
     return compute_fingerprint(model, home_models_dir=home, **settings)  # type: ignore[arg-type]
 
@@ -53,63 +53,63 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-def test_the_same_twice_and_read_once(model: Path, home: Path, reads: list[str]) -> None:
-    first = of(model, home)
+def test_fingerprint_is_stable_and_reads_weights_once(model: Path, home: Path, reads: list[str]) -> None:
+    first = fingerprint_of(model, home)
     assert len(first) == 64 and int(first, 16) > 0
-    assert of(model, home) == first
+    assert fingerprint_of(model, home) == first
     assert reads == ["model.safetensors"]
 
 
-def test_digests_are_private_and_a_damaged_file_is_begun_again(model: Path, home: Path, reads: list[str]) -> None:
-    first = of(model, home)
+def test_digest_cache_is_private_and_rebuilt_when_damaged(model: Path, home: Path, reads: list[str]) -> None:
+    first = fingerprint_of(model, home)
     path = home / "digests.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and list(home.iterdir()) == [path]
     for damage in ("{", "[]", '{"a": 5}', "[" * 100_000):
         path.write_text(damage)
-        assert of(model, home) == first
+        assert fingerprint_of(model, home) == first
     assert len(reads) == 5
 
 
-def test_a_touched_file_is_read_again(model: Path, home: Path, reads: list[str]) -> None:
-    first = of(model, home)
+def test_changed_modification_time_rereads_weights(model: Path, home: Path, reads: list[str]) -> None:
+    first = fingerprint_of(model, home)
     os.utime(model / "model.safetensors", ns=(1, 1))
-    assert of(model, home) == first and len(reads) == 2
+    assert fingerprint_of(model, home) == first and len(reads) == 2
 
 
-def test_a_changed_byte_changes_it(model: Path, home: Path) -> None:
-    first, weights = of(model, home), model / "model.safetensors"
+def test_changed_byte_changes_fingerprint(model: Path, home: Path) -> None:
+    first, weights = fingerprint_of(model, home), model / "model.safetensors"
     before = weights.stat()
     flip(weights, -1)
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))  # as a copy that keeps dates does
-    assert of(model, home) != first
+    assert fingerprint_of(model, home) != first
 
 
-def test_a_renamed_folder_keeps_it_without_reading(model: Path, home: Path, reads: list[str]) -> None:
-    first = of(model, home)
-    assert of(model.rename(model.with_name("other")), home) == first and len(reads) == 1
+def test_renamed_folder_keeps_fingerprint_without_reading(model: Path, home: Path, reads: list[str]) -> None:
+    first = fingerprint_of(model, home)
+    assert fingerprint_of(model.rename(model.with_name("other")), home) == first and len(reads) == 1
 
 
-def test_a_copy_keeps_it(model: Path, home: Path) -> None:
-    assert of(Path(shutil.copytree(model, model.with_name("copy"))), home) == of(model, home)
+def test_copied_folder_keeps_fingerprint(model: Path, home: Path) -> None:
+    assert fingerprint_of(Path(shutil.copytree(model, model.with_name("copy"))), home) == fingerprint_of(model, home)
 
 
-def test_tokenizer_and_template_do_not_matter(model: Path, home: Path) -> None:
-    first = of(model, home)
+def test_tokenizer_and_template_leave_fingerprint(model: Path, home: Path) -> None:
+    first = fingerprint_of(model, home)
     (model / "tokenizer_config.json").write_text("{}")
     flip(model / "tokenizer.json", 5)
-    assert of(model, home) == first
+    assert fingerprint_of(model, home) == first
 
 
-def test_config_matters_but_not_its_spelling(model: Path, home: Path) -> None:
-    first = of(model, home)
+def test_config_values_change_fingerprint_but_not_their_order(model: Path, home: Path) -> None:
+    first = fingerprint_of(model, home)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(dict(reversed(config.items())), indent=4))
-    assert of(model, home) == first
+    assert fingerprint_of(model, home) == first
     (model / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
-    assert of(model, home) != first
+    assert fingerprint_of(model, home) != first
 
 
-def test_each_setting_matters(model: Path, home: Path) -> None:
+def test_each_setting_changes_fingerprint(model: Path, home: Path) -> None:
     settings: list[dict[str, object]] = [
         {},
         {"kv_bits": 8},
@@ -120,17 +120,19 @@ def test_each_setting_matters(model: Path, home: Path) -> None:
         {"grid": 2048},
         {"grid": 512},
     ]
-    assert len({of(model, home, **setting) for setting in settings}) == len(settings)
-    assert of(model, home, kv_group_size=32) == of(model, home), "without quantization its group size means nothing"
+    assert len({fingerprint_of(model, home, **setting) for setting in settings}) == len(settings)
+    assert fingerprint_of(model, home, kv_group_size=32) == fingerprint_of(model, home), (
+        "without quantization its group size means nothing"
+    )
 
 
-def test_what_rounds_the_numbers_matters_in_exact_mode_alone(
+def test_numerics_change_fingerprint_in_exact_mode_only(
     model: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fast, exact = of(model, home), {of(model, home, grid=2048)}
+    fast, exact = fingerprint_of(model, home), {fingerprint_of(model, home, grid=2048)}
     real = json.dumps(numerics.describe_numerics())
     assert all(json.dumps([name, metadata.version(name)]) in real for name in ("mlx", "mlx-lm"))
-    assert of(model, home, grid=2048) in exact
+    assert fingerprint_of(model, home, grid=2048) in exact
     blas = {"user_api": "blas", "filepath": "/usr/lib/libopenblas.so", "internal_api": "openblas", "version": "0.3.21"}
     machines: list[list[dict[str, object]]] = [
         [blas],
@@ -141,38 +143,38 @@ def test_what_rounds_the_numbers_matters_in_exact_mode_alone(
     ]
     for libraries in machines:
         monkeypatch.setattr(numerics, "threadpool_info", lambda libraries=libraries: libraries)
-        exact.add(of(model, home, grid=2048))
+        exact.add(fingerprint_of(model, home, grid=2048))
     monkeypatch.setattr(numerics.mx, "device_info", lambda: {"device_name": "another", "free_memory": 1})
-    exact.add(of(model, home, grid=2048))
+    exact.add(fingerprint_of(model, home, grid=2048))
     monkeypatch.setenv("MLX_ENABLE_TF32", "0")
-    exact.add(of(model, home, grid=2048))
-    assert len(exact) == 8 and of(model, home) == fast
+    exact.add(fingerprint_of(model, home, grid=2048))
+    assert len(exact) == 8 and fingerprint_of(model, home) == fast
 
 
-def test_numpys_own_blas_does_not_matter(model: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blas_of_numpy_leaves_fingerprint(model: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numpys = {"user_api": "blas", "filepath": "/site-packages/numpy.libs/libscipy_openblas.so", "version": "1"}
     monkeypatch.setattr(numerics, "threadpool_info", list)
-    without = of(model, home, grid=2048)
+    without = fingerprint_of(model, home, grid=2048)
     monkeypatch.setattr(numerics, "threadpool_info", lambda: [numpys, {"user_api": "openmp", "filepath": ""}])
-    assert of(model, home, grid=2048) == without
+    assert fingerprint_of(model, home, grid=2048) == without
 
 
-def test_the_code_of_the_architecture_and_what_it_builds_on_matters(
+def test_code_of_architecture_and_its_dependencies_changes_fingerprint(
     tiny_folder: object, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     qwen = tiny_folder("qwen3_5")  # type: ignore[operator]
     seen = {name for name, _ in module._hash_sources(qwen)}
     used = ["qwen3_5", "qwen3_next", "gated_delta", "rope_utils", "switch_layers", "base", "cache"]
     assert seen >= {f"mlx_lm.models.{name}" for name in used} and "mlx_lm.models.llama" not in seen
-    first = of(qwen, home)
+    first = fingerprint_of(qwen, home)
     source = module.inspect.getsource
     monkeypatch.setattr(
         module.inspect, "getsource", lambda m: source(m) + ("#" if m.__name__.endswith("gated_delta") else "")
     )
-    assert of(qwen, home) != first
+    assert fingerprint_of(qwen, home) != first
 
 
-def test_our_own_architectures_matter_as_mlx_lms_do(tiny_folder: object) -> None:
+def test_own_architectures_are_part_of_fingerprint(tiny_folder: object) -> None:
     seen = {name for name, _ in module._hash_sources(tiny_folder("glm_moe_dsa"))}  # type: ignore[operator]
     used = ["mlx_lm.models.deepseek_v32", "mlx_lm.models.mla", "mlx_lm.models.cache", "mlx_lm.models.switch_layers"]
     ours = {name for name, _ in architectures.KV_REVISIONS.values()}
@@ -221,33 +223,33 @@ def test_changed_code_of_an_own_architecture_needs_a_new_kv_revision() -> None:
     )
 
 
-def test_an_adapter_matters(model: Path, home: Path, tmp_path: Path) -> None:
+def test_adapter_changes_fingerprint(model: Path, home: Path, tmp_path: Path) -> None:
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
     (adapter / "adapters.safetensors").write_bytes(b"a")
-    first = of(model, home, adapter_path=adapter)
-    assert first != of(model, home)
+    first = fingerprint_of(model, home, adapter_path=adapter)
+    assert first != fingerprint_of(model, home)
     (adapter / "adapters.safetensors").write_bytes(b"bb")
-    assert of(model, home, adapter_path=adapter) != first
+    assert fingerprint_of(model, home, adapter_path=adapter) != first
 
 
-def test_shards_are_told_apart(model: Path, home: Path, reads: list[str]) -> None:
-    first = of(model, home)
+def test_second_shard_changes_fingerprint(model: Path, home: Path, reads: list[str]) -> None:
+    first = fingerprint_of(model, home)
     shutil.copy(model / "model.safetensors", model / "model-2.safetensors")
-    assert of(model, home) != first
+    assert fingerprint_of(model, home) != first
     assert sorted(reads) == ["model-2.safetensors", "model.safetensors"]
 
 
-def test_a_folder_without_weights_is_an_error(model: Path, home: Path) -> None:
+def test_folder_without_weights_raises_file_not_found(model: Path, home: Path) -> None:
     (model / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="no model"):
-        of(model, home)
+        fingerprint_of(model, home)
 
 
-def test_only_the_newest_digests_are_remembered(model: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digest_cache_is_bounded(model: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "DIGESTS_MAX", 2)
     for i in range(4):
         (model / f"model-{i}.safetensors").write_bytes(bytes(i))
-    of(model, home)
+    fingerprint_of(model, home)
     assert len(json.loads((home / "digests.json").read_text())) == 2

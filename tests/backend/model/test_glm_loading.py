@@ -1,4 +1,4 @@
-"""Loading is strict: nothing that a checkpoint lacks is left at random, nothing that it has is dropped in silence."""
+"""Strict loading of GLM: no parameter is left random, none is dropped silently."""
 
 import ast
 import json
@@ -33,7 +33,7 @@ INDEXER = ("k_norm.bias", "k_norm.weight", "weights_proj.weight", "wk.weight", "
 
 
 def rewrite(folder: Path, **changes: Any) -> Path:
-    """Change what config.json says; None takes an entry away."""
+    """Change entries of config.json; None removes an entry."""
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
     return folder
@@ -50,8 +50,8 @@ def folder(tmp_path: Path) -> Path:
     return write(CONFIG, tmp_path / "glm")
 
 
-def test_every_parameter_has_the_value_that_the_files_hold(folder: Path) -> None:
-    """So none is what its module was made with: the model of the folder is that of the golden test, bit for bit."""
+def test_every_parameter_equals_checkpoint(folder: Path) -> None:
+    """The model of the folder is that of the golden test, bit for bit."""
     model, config = load_lazy_model(folder, trust_remote_code=False)
     assert config["model_type"] == "glm_moe_dsa"
     held = dict(tree_flatten(loaded(Model(arguments(CONFIG)), weights(CONFIG)).parameters()))
@@ -63,7 +63,7 @@ def test_every_parameter_has_the_value_that_the_files_hold(folder: Path) -> None
 
 
 def test_indexers_are_never_random(folder: Path) -> None:
-    """A loader that takes every layer for full finds no indexers for the shared ones; made up, they select garbage."""
+    """A loader that takes every layer for full would make up indexers of the shared ones, which select garbage."""
     error = mismatch(rewrite(folder, indexer_types=None))
     shared = [1, 2, 4]
     assert set(error.missing) == {f"model.layers.{n}.self_attn.indexer.{name}" for n in shared for name in INDEXER}
@@ -73,7 +73,7 @@ def test_indexers_are_never_random(folder: Path) -> None:
         assert f"\n  model.layers.*.self_attn.indexer.{name}: 3 layers (1-2, 4)" in str(error)
 
 
-def test_an_indexer_that_nobody_asks_is_unexpected(folder: Path) -> None:
+def test_indexer_of_shared_layer_is_unexpected(folder: Path) -> None:
     error = mismatch(rewrite(folder, indexer_types=["full", "shared", "shared", "shared", "shared"]))
     assert set(error.unexpected) == {f"model.layers.3.self_attn.indexer.{name}" for name in INDEXER}
     assert not error.missing and "model.layers.*.self_attn.indexer.wk.weight: 1 layer (3)" in str(error)
@@ -87,7 +87,7 @@ def test_an_indexer_that_nobody_asks_is_unexpected(folder: Path) -> None:
         (["full", "sahred", "shared", "full", "shared"], "indexer_types in config.json says sahred; expected full or"),
     ],
 )
-def test_indexer_types_that_cannot_be_meant_are_refused(folder: Path, types: list[str], said: str) -> None:
+def test_invalid_indexer_types_are_refused(folder: Path, types: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         load_lazy_model(rewrite(folder, indexer_types=types), trust_remote_code=False)
 
@@ -110,13 +110,13 @@ def test_indexer_types_that_cannot_be_meant_are_refused(folder: Path, types: lis
         ({"n_group": 3, "topk_group": 2}, "n_group in config.json is 3; expected a number of groups"),
     ],
 )
-def test_values_that_cannot_be_meant_are_refused(folder: Path, changes: dict[str, Any], said: str) -> None:
-    """Some would be computed with, and answer."""
+def test_invalid_config_values_are_refused(folder: Path, changes: dict[str, Any], said: str) -> None:
+    """Some of them would be computed with, and answer."""
     with pytest.raises(ValueError, match=said):
         load_lazy_model(rewrite(folder, **changes), trust_remote_code=False)
 
 
-def test_older_configurations_say_rope_in_another_way() -> None:
+def test_rope_settings_of_older_configs_are_read() -> None:
     theta = CONFIG["rope_parameters"]["rope_theta"]
     plain = {**CONFIG, "rope_parameters": None, "rope_theta": theta}
     assert arguments(plain).rope_parameters == arguments(CONFIG).rope_parameters
@@ -129,8 +129,8 @@ def test_older_configurations_say_rope_in_another_way() -> None:
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.self_attn.q_b_proj.weight"])
-def test_eight_bit_floats_are_not_taken_for_integers(folder: Path, name: str) -> None:
-    """mlx reads them so: without scales to decode them by, the model would compute with their bits."""
+def test_eight_bit_floats_are_refused(folder: Path, name: str) -> None:
+    """mlx reads them as integers: without scales the model would compute with their bits."""
     held = mx.load(str(folder / "model.safetensors"))
     held[name] = held[name].astype(mx.uint8)
     mx.save_safetensors(str(folder / "model.safetensors"), held)
@@ -138,13 +138,13 @@ def test_eight_bit_floats_are_not_taken_for_integers(folder: Path, name: str) ->
     assert error.wrong_type == ((name, "float32", "uint8"),) and "1 of another type" in str(error)
 
 
-def test_a_wrong_shape_is_told_with_both(folder: Path) -> None:
+def test_wrong_shape_reports_needed_and_found(folder: Path) -> None:
     error = mismatch(rewrite(folder, index_head_dim=64))
     kind = "model.layers.*.self_attn.indexer.wk.weight"
     assert f"{kind}: 2 layers (0, 3)" in str(error) and f"{kind}: needed (64, 64), found (32, 64)" in str(error)
 
 
-def test_only_the_layer_that_the_reference_ignores_is_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_layer_ignored_by_reference_is_skipped(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     held = mx.load(str(folder / "model.safetensors"))
     held |= {f"model.layers.5.{name}": mx.zeros((2, 2)) for name in ("eh_proj.weight", "enorm.weight")}
     mx.save_safetensors(str(folder / "model.safetensors"), held)
@@ -157,7 +157,7 @@ def test_only_the_layer_that_the_reference_ignores_is_left_out(folder: Path, cap
     assert mismatch(folder).unexpected == ("model.layers.6.enorm.weight", "model.rotary.weight")
 
 
-def test_other_architectures_are_held_to_the_same(tmp_path: Path) -> None:
+def test_parameters_of_mlx_lm_architectures_are_checked(tmp_path: Path) -> None:
     folder = tiny_models.build("llama", tmp_path / "llama")
     held = mx.load(str(folder / "model.safetensors"))
     del held["model.layers.1.mlp.up_proj.weight"]
@@ -182,8 +182,8 @@ def test_other_architectures_are_held_to_the_same(tmp_path: Path) -> None:
         lambda folder: rewrite(folder, num_hidden_layers=10**9),
     ],
 )
-def test_whatever_is_wrong_is_a_problem_of_the_model(spoil: Callable[[Path], object], tmp_path: Path) -> None:
-    """Not of the process, which would be started again and again."""
+def test_any_loading_failure_raises_model_error(spoil: Callable[[Path], object], tmp_path: Path) -> None:
+    """Not a failure of the process, which would be restarted again and again."""
     folder = tiny_models.build("llama", tmp_path / "llama")
     spoil(folder)
     with pytest.raises(ModelError, match=r"again|model_type"):
@@ -191,8 +191,8 @@ def test_whatever_is_wrong_is_a_problem_of_the_model(spoil: Callable[[Path], obj
 
 
 @pytest.mark.parametrize("name", ["llama[4bit]", "llam*", "llama?"])
-def test_a_path_that_mlx_lm_would_take_for_a_pattern(tmp_path: Path, name: str) -> None:
-    """And find the weights of other folders by."""
+def test_path_with_glob_characters_is_refused(tmp_path: Path, name: str) -> None:
+    """mlx-lm would find the weights of other folders by it."""
     tiny_models.build("llama", tmp_path / "llama1", seed=1)
     folder = tiny_models.build("llama", tmp_path / name)
     with pytest.raises(ModelError, match="in its path"):
@@ -202,7 +202,7 @@ def test_a_path_that_mlx_lm_would_take_for_a_pattern(tmp_path: Path, name: str) 
     load_lazy_model(link, trust_remote_code=False)
 
 
-def test_code_of_a_model_s_own_cannot_end_the_process(tmp_path: Path) -> None:
+def test_model_code_cannot_exit_process(tmp_path: Path) -> None:
     folder = rewrite(tiny_models.build("llama", tmp_path / "llama"), model_file="own.py")
     (folder / "own.py").write_text("raise SystemExit(0)")
     with pytest.raises(ModelError, match="SystemExit: 0"):
@@ -210,12 +210,12 @@ def test_code_of_a_model_s_own_cannot_end_the_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["a" * 5000, "~no_such_user_here/x"])
-def test_what_is_no_folder_s_name_is_told(path: str) -> None:
+def test_invalid_folder_name_raises_model_error(path: str) -> None:
     with pytest.raises(ModelError, match="no folder can be called so"):
         load_served_model(path, "m")
 
 
-def test_what_is_no_tokenizer_and_no_adapter(tmp_path: Path) -> None:
+def test_invalid_tokenizer_and_adapter_raise_model_error(tmp_path: Path) -> None:
     folder = tiny_models.build("llama", tmp_path / "llama")
     adapter = tmp_path / "adapter"
     adapter.mkdir()
@@ -231,19 +231,19 @@ def test_what_is_no_tokenizer_and_no_adapter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["base", "cache", "switch_layers"])
-def test_a_module_that_is_no_architecture_is_not_one(kind: str) -> None:
+def test_mlx_lm_module_without_architecture_is_unknown(kind: str) -> None:
     with pytest.raises(ValueError, match=f"Model type {kind} not supported"):
         find_model_classes({"model_type": kind})
 
 
-def test_kinds_say_which_layers_they_are_about() -> None:
+def test_format_by_kind_lists_layers() -> None:
     names = [f"model.layers.{n}.a.weight" for n in (3, 1, 2, 7)] + ["lm_head.weight"]
     assert format_by_kind(names) == ["lm_head.weight", "model.layers.*.a.weight: 4 layers (1-3, 7)"]
     many = format_by_kind(f"model.layers.{n}.a" for n in range(0, 60, 2))
     assert many == ["model.layers.*.a: 30 layers (0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, ...)"]
 
 
-def test_nothing_in_the_backend_loads_weights_without_checking() -> None:
+def test_backend_has_no_unchecked_load() -> None:
     sources = Path(load_lazy_model.__code__.co_filename).parent.rglob("*.py")
     calls = [node for path in sources for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     loads = [call for call in calls if "load" in ast.unparse(call.func)]
@@ -252,13 +252,13 @@ def test_nothing_in_the_backend_loads_weights_without_checking() -> None:
         assert not any(word.arg == "strict" and ast.unparse(word.value) == "False" for word in call.keywords)
 
 
-def test_code_that_comes_with_a_model_and_fails_is_named(folder: Path) -> None:
+def test_failing_model_code_is_named(folder: Path) -> None:
     (rewrite(folder, model_file="mine.py") / "mine.py").write_text("import no_such_package")
     with pytest.raises(ModelError, match=r"mine\.py, code that comes with the model, fails; .*no_such_package"):
         load_lazy_model(folder, trust_remote_code=True)
 
 
-def test_a_repository_that_cannot_be_had_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_repository_names_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*_: object, **__: object) -> None:
         raise ConnectionError("nobody\nanswers")
 
@@ -271,8 +271,8 @@ def test_a_repository_that_cannot_be_had_is_told_with_what_to_do(monkeypatch: py
 
 
 @pytest.mark.parametrize(("mode", "bits", "group_size"), [("affine", 4, 32), ("affine", 8, 32), ("mxfp4", 4, 32)])
-def test_quantized_weights_compute_what_they_stand_for(mode: str, bits: int, group_size: int, tmp_path: Path) -> None:
-    """As a converter writes them and our loader reads them: the logits are those of the same numbers as floats."""
+def test_quantized_weights_equal_dequantized_logits(mode: str, bits: int, group_size: int, tmp_path: Path) -> None:
+    """Weights as a converter writes them give the logits of the same numbers as floats."""
     model = loaded(Model(arguments(CONFIG)), weights(CONFIG))
     quantized, config = quantize_model(model, dict(CONFIG), group_size, bits, mode)
     save_model(tmp_path, quantized)
@@ -305,8 +305,8 @@ def dequantized(names: dict[str, mx.array], mode: str, bits: int, group_size: in
 
 
 @pytest.mark.parametrize(("mode", "bits", "group_size"), [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)])
-def test_a_product_quantized_before_it_is_taken_apart(mode: str, bits: int, group_size: int) -> None:
-    """Keys and values of a head come out of one matrix in checkpoints; these modes have no biases."""
+def test_quantized_kv_projection_is_dequantized_before_split(mode: str, bits: int, group_size: int) -> None:
+    """Keys and values of a head share one matrix in checkpoints; these modes have no biases."""
     held = weights(CONFIG)
     rounded = dict(held)
     for layer in range(CONFIG["num_hidden_layers"]):

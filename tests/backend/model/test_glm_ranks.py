@@ -1,4 +1,4 @@
-"""GLM over two processes gives the reference's logits, its heads and experts shared out or its layers."""
+"""GLM over two processes, split by heads and experts or by layers, gives the reference's logits."""
 
 import json
 import os
@@ -21,7 +21,7 @@ CASE = "by_frequency_as_in_glm_5_2"
 
 
 @pytest.mark.parametrize("how", ["tensor", "pipeline"])
-def test_two_ranks_give_the_references_logits(how: str, tmp_path: Path) -> None:
+def test_two_ranks_match_reference_logits(how: str, tmp_path: Path) -> None:
     hosts = tmp_path / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{free_port()}"] for _ in range(2)]))
     ranks = [
@@ -56,7 +56,7 @@ def test_too_many_ranks_are_refused() -> None:
         split_at_full(["full", "shared", "full"], 3)
 
 
-def test_a_split_that_starts_a_rank_with_a_shared_layer_is_refused() -> None:
+def test_split_at_shared_layer_is_refused() -> None:
     class Group:
         rank, size = staticmethod(lambda: 0), staticmethod(lambda: 2)
 

@@ -1,4 +1,4 @@
-"""Our GLM against the reference's logits, at all positions up to four times what the indexer selects."""
+"""GLM against the reference's logits, at all positions up to four times the number that the indexer selects."""
 
 import mlx.core as mx
 import pytest
@@ -12,7 +12,7 @@ from warmline_backend.model.architectures import glm_moe_dsa
 each_case = pytest.mark.parametrize("case", CASES)
 
 
-def test_the_contexts_go_well_beyond_the_selection() -> None:
+def test_contexts_exceed_selection() -> None:
     assert TOKENS >= 4 * TOPK
     for case in CASES:
         assert golden(case, "logits").shape == (TOKENS, 64)
@@ -20,18 +20,18 @@ def test_the_contexts_go_well_beyond_the_selection() -> None:
 
 
 @each_case
-def test_layers_are_full_or_shared_as_in_the_reference(case: str) -> None:
+def test_indexer_types_match_reference(case: str) -> None:
     assert model(case).args.indexer_types == golden(case, "indexer_types").tolist()
 
 
 @each_case
-def test_in_one_go(case: str) -> None:
+def test_single_prefill_matches_reference(case: str) -> None:
     assert_as_reference(case, model(case)(mx.array([tokens_of(case)]))[0])
 
 
 @each_case
 @pytest.mark.parametrize("size", [20, 64])
-def test_in_chunks(case: str, size: int) -> None:
+def test_chunked_prefill_matches_reference(case: str, size: int) -> None:
     assert_as_reference(case, in_chunks(model(case), tokens_of(case), size))
 
 
@@ -39,13 +39,13 @@ AROUND = [each + more for each in (TOPK, 2 * TOPK) for more in (-1, 0, 1)]  # wh
 
 
 @pytest.mark.parametrize("size", AROUND)
-def test_in_chunks_that_end_around_the_selection(size: int) -> None:
+def test_chunks_ending_near_topk_match_reference(size: int) -> None:
     assert_as_reference("shared_as_listed", in_chunks(model("shared_as_listed"), tokens_of("shared_as_listed"), size))
 
 
 @pytest.mark.parametrize("position", AROUND)
-def test_cut_back_to_around_the_selection(position: int) -> None:
-    """As a restored or branched conversation is, and then gone on with, by one token or in a chunk."""
+def test_truncated_cache_matches_reference(position: int) -> None:
+    """The cache is cut as in a restored or branched conversation, continued by one token or by a chunk."""
     case = "shared_as_listed"
     made, prompt = model(case), tokens_of(case)
     for count in (1, TOKENS - position):
@@ -57,25 +57,27 @@ def test_cut_back_to_around_the_selection(position: int) -> None:
 
 
 @each_case
-def test_token_by_token(case: str) -> None:
+def test_single_steps_match_reference(case: str) -> None:
     assert_as_reference(case, in_chunks(model(case), tokens_of(case), 1))
 
 
 @each_case
-def test_in_blocks_of_queries(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_query_blocks_match_reference(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(glm_moe_dsa, "BLOCK_BYTES", 40_000)
     assert_as_reference(case, model(case)(mx.array([tokens_of(case)]))[0])
 
 
 @each_case
 @pytest.mark.parametrize("gathered_from", [1, 1000], ids=["gathered", "masked"])
-def test_either_way_of_attending_to_a_selection(case: str, gathered_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathered_and_masked_attention_match_reference(
+    case: str, gathered_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(glm_moe_dsa, "GATHERED_FROM", gathered_from)
     assert_as_reference(case, in_chunks(model(case), tokens_of(case), 20))
 
 
 @each_case
-def test_decoded_in_a_batch_where_the_shorter_is_padded(case: str) -> None:
+def test_padded_batch_matches_reference(case: str) -> None:
     made, prompt, lengths = model(case), tokens_of(case), (TOPK - 4, 3 * TOPK + 2)
     held = []
     for length in lengths:

@@ -1,4 +1,4 @@
-"""Parts of an answer as OpenAI's chunks, streamed and folded; what is remembered of its calls."""
+"""Parts of an answer as OpenAI's chunks, streamed and whole; the sampled turn of its calls."""
 
 import asyncio
 import json
@@ -42,10 +42,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
     return BY_NAME["json_tools"].tokenizer(tmp_path_factory.mktemp("answer"))
 
 
-def events_of(
+def make_events(
     tokenizer: TokenizerWrapper, text: str, finish: str = "stop", stop: tuple[str, ...] = ()
 ) -> list[GenerationEvent]:
-    """What an engine would tell of a model that says this."""
+    """Engine events of a model that generates this text."""
     stream, events = OutputParser(tokenizer, stop, PROMPT.expected_output), list[GenerationEvent]()
     tokens = tokenizer.encode(text, add_special_tokens=False)
     for token in tokens:
@@ -72,8 +72,8 @@ def events_of(
     return [*events, EndedEvent(settled, 0)]
 
 
-def answered(tokenizer: TokenizerWrapper, events: list[GenerationEvent]) -> tuple[list[Sent], dict[str, Any]]:
-    """What is streamed, and the JSON of whoever wants no stream; call ids are random."""
+def render_answers(tokenizer: TokenizerWrapper, events: list[GenerationEvent]) -> tuple[list[Sent], dict[str, Any]]:
+    """Streamed chunks, and the JSON of the whole answer; call ids are random."""
 
     async def run() -> tuple[bytes, object]:
         streamed = b"".join(
@@ -112,12 +112,12 @@ def without_ids(answer: dict[str, Any]) -> str:
     return re.sub(r"call_[0-9a-f]{24}", "call_", json.dumps(answer))
 
 
-def settled_in(sent: list[Sent]) -> GenerationResult:
+def find_result(sent: list[Sent]) -> GenerationResult:
     return decode(next(event.data for event in sent if event.name), GenerationResult)
 
 
-def test_streamed_and_whole_answers_are_the_same_to_the_sdk(tokenizer: TokenizerWrapper) -> None:
-    sent, whole = answered(tokenizer, events_of(tokenizer, f"Hm.\n</think>\n\nI look.\n{CALL}\n{CALL}"))
+def test_streamed_and_whole_answers_are_equal_to_sdk(tokenizer: TokenizerWrapper) -> None:
+    sent, whole = render_answers(tokenizer, make_events(tokenizer, f"Hm.\n</think>\n\nI look.\n{CALL}\n{CALL}"))
     for chunk in chunks_in(sent):
         ChatCompletionChunk.model_validate(chunk, strict=True)
     assert without_ids(folded(sent)) == without_ids(whole)
@@ -137,9 +137,9 @@ def test_streamed_and_whole_answers_are_the_same_to_the_sdk(tokenizer: Tokenizer
 @pytest.mark.parametrize(
     "text", ["Hm.", f"Hm.\n</think>\n\n{CALL}", f"Hm.\n</think>\n\nI look.\n{CALL}", "</think>Yes."]
 )
-def test_content_adds_up_by_the_sdks_rules(tokenizer: TokenizerWrapper, text: str) -> None:
-    """It is null beside calls and "" where nothing else was told, in a stream as well."""
-    sent, whole = answered(tokenizer, events_of(tokenizer, text))
+def test_content_deltas_add_up_by_sdk_rules(tokenizer: TokenizerWrapper, text: str) -> None:
+    """Content is null beside calls and "" without any other part, in a stream as well."""
+    sent, whole = render_answers(tokenizer, make_events(tokenizer, text))
     message: dict[object, object] = {}
     for chunk in chunks_in(sent):
         for choice in chunk["choices"]:
@@ -147,8 +147,8 @@ def test_content_adds_up_by_the_sdks_rules(tokenizer: TokenizerWrapper, text: st
     assert message.get("content") == whole["choices"][0]["message"]["content"]
 
 
-def test_calls_alone_have_null_for_content(tokenizer: TokenizerWrapper) -> None:
-    sent, whole = answered(tokenizer, events_of(tokenizer, f"Hm.\n</think>\n\n{CALL}"))
+def test_calls_without_text_have_null_content(tokenizer: TokenizerWrapper) -> None:
+    sent, whole = render_answers(tokenizer, make_events(tokenizer, f"Hm.\n</think>\n\n{CALL}"))
     assert whole["choices"][0]["message"]["content"] is None is folded(sent)["choices"][0]["message"]["content"]
 
 
@@ -163,18 +163,18 @@ def test_calls_alone_have_null_for_content(tokenizer: TokenizerWrapper) -> None:
         ("</think><tool_call>\nnothing\n</tool_call>", "stop", "stop"),
     ],
 )
-def test_the_finish_says_tool_calls_only_where_one_was_told(
+def test_finish_reason_is_tool_calls_only_with_a_call(
     tokenizer: TokenizerWrapper, text: str, finish: str, told: str
 ) -> None:
-    _, whole = answered(tokenizer, events_of(tokenizer, text, finish))
+    _, whole = render_answers(tokenizer, make_events(tokenizer, text, finish))
     (choice,) = whole["choices"]
     assert choice["finish_reason"] == told
     assert bool(choice["message"].get("tool_calls")) or choice["message"]["content"], "never nothing at all"
 
 
-def test_what_is_remembered_of_a_turn_reads_as_it_was_told(tokenizer: TokenizerWrapper) -> None:
-    sent, _ = answered(tokenizer, events_of(tokenizer, f"Hm.\n</think>\n\nI look.\n{CALL}\n{CALL}\n"))
-    turn, message = settled_in(sent).turn, folded(sent)["choices"][0]["message"]
+def test_sampled_turn_parses_to_emitted_parts(tokenizer: TokenizerWrapper) -> None:
+    sent, _ = render_answers(tokenizer, make_events(tokenizer, f"Hm.\n</think>\n\nI look.\n{CALL}\n{CALL}\n"))
+    turn, message = find_result(sent).turn, folded(sent)["choices"][0]["message"]
     assert turn is not None and turn.calls == [call["id"] for call in message["tool_calls"]]
     tokens = unpack_tokens(turn.tokens)
     assert tokenizer.decode(tokens) == f"\n\nI look.\n{CALL}\n{CALL}"
@@ -183,13 +183,13 @@ def test_what_is_remembered_of_a_turn_reads_as_it_was_told(tokenizer: TokenizerW
     assert calls == [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
 
 
-def test_nothing_is_remembered_of_an_answer_without_calls(tokenizer: TokenizerWrapper) -> None:
-    sent, _ = answered(tokenizer, events_of(tokenizer, "Hm.\n</think>\n\nNo."))
-    assert settled_in(sent).turn is None
+def test_answer_without_calls_has_no_sampled_turn(tokenizer: TokenizerWrapper) -> None:
+    sent, _ = render_answers(tokenizer, make_events(tokenizer, "Hm.\n</think>\n\nNo."))
+    assert find_result(sent).turn is None
 
 
 def test_reasoning_tokens_are_counted(tokenizer: TokenizerWrapper) -> None:
-    sent, whole = answered(tokenizer, events_of(tokenizer, "Hm.</think>Yes."))
+    sent, whole = render_answers(tokenizer, make_events(tokenizer, "Hm.</think>Yes."))
     assert (
         whole["usage"]["completion_tokens_details"]
         == {"reasoning_tokens": 4}
@@ -198,9 +198,9 @@ def test_reasoning_tokens_are_counted(tokenizer: TokenizerWrapper) -> None:
     assert whole["usage"]["completion_tokens"] == 8
 
 
-def test_every_tokens_logprobs_are_told_once_in_order(tokenizer: TokenizerWrapper) -> None:
+def test_logprobs_of_every_token_are_emitted_once_in_order(tokenizer: TokenizerWrapper) -> None:
     text = f"Hm.\n</think>\n\nI look.\n{CALL}\n"
-    sent, whole = answered(tokenizer, events_of(tokenizer, text))
+    sent, whole = render_answers(tokenizer, make_events(tokenizer, text))
     told = [bytes(entry["bytes"]) for entry in whole["choices"][0]["logprobs"]["content"]]
     assert (
         b"".join(told)
@@ -214,15 +214,15 @@ def test_every_tokens_logprobs_are_told_once_in_order(tokenizer: TokenizerWrappe
     )
 
 
-def test_a_long_call_shows_that_the_engine_moves(tokenizer: TokenizerWrapper) -> None:
-    sent, _ = answered(tokenizer, events_of(tokenizer, f"</think>{CALL}"))
+def test_long_call_emits_progress(tokenizer: TokenizerWrapper) -> None:
+    sent, _ = render_answers(tokenizer, make_events(tokenizer, f"</think>{CALL}"))
     signs = [event for event in sent if event.comment == b"held"]
     assert len(signs) == len(tokenizer.encode(CALL, add_special_tokens=False)) // SILENT_TOKENS_PER_COMMENT
 
 
-def test_stop_words_count_in_content_alone(tokenizer: TokenizerWrapper) -> None:
+def test_stop_words_apply_to_content_only(tokenizer: TokenizerWrapper) -> None:
     stop = ("São", "look", "Hm")
-    _, whole = answered(tokenizer, events_of(tokenizer, f"Hm.</think>{CALL}I look.", stop=stop))
+    _, whole = render_answers(tokenizer, make_events(tokenizer, f"Hm.</think>{CALL}I look.", stop=stop))
     message = whole["choices"][0]["message"]
     assert (message["reasoning"], message["content"], len(message["tool_calls"])) == ("Hm.", "I ", 1)
     assert whole["choices"][0]["stop_reason"] == "look"

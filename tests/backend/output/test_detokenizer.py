@@ -1,4 +1,4 @@
-"""Text as it streams: nothing is said that must be taken back, and all of it together is what the tokens mean."""
+"""Streamed text: nothing is emitted that must be taken back, and all of it is the text of the tokens."""
 
 from collections.abc import Sequence
 
@@ -30,8 +30,8 @@ def text(parts: Sequence[Part]) -> str:
     return "".join(part.text for part in parts if isinstance(part, Text))
 
 
-def said(stream: OutputParser, tokens: list[int]) -> list[str]:
-    """What is emitted a token, and at the end, up to a stop word."""
+def emit_tokens(stream: OutputParser, tokens: list[int]) -> list[str]:
+    """Text emitted for each token, and at the end, up to a stop word."""
     out = []
     for token in tokens:
         out.append(text(stream.add(token)))
@@ -41,18 +41,18 @@ def said(stream: OutputParser, tokens: list[int]) -> list[str]:
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
-def test_streamed_text_is_the_text(bpe: TokenizerWrapper, text: str) -> None:
-    assert "".join(said(OutputParser(bpe), ids(bpe, text))) == text
+def test_streamed_text_equals_text(bpe: TokenizerWrapper, text: str) -> None:
+    assert "".join(emit_tokens(OutputParser(bpe), ids(bpe, text))) == text
 
 
 @given(text=st.text("the lazy<x>é😀 ", max_size=30))
-def test_streamed_text_is_the_decoded_text_with_byte_fallback_too(spm: TokenizerWrapper, text: str) -> None:
+def test_streamed_text_equals_decoded_text_with_byte_fallback(spm: TokenizerWrapper, text: str) -> None:
     tokens = ids(spm, text)
-    assert "".join(said(OutputParser(spm), tokens)) == spm.decode(tokens)
+    assert "".join(emit_tokens(OutputParser(spm), tokens)) == spm.decode(tokens)
 
 
 @given(tokens=st.lists(st.integers(0, 255), max_size=60))
-def test_noise_is_never_held_for_long(bpe: TokenizerWrapper, tokens: list[int]) -> None:
+def test_invalid_utf8_is_held_for_few_tokens(bpe: TokenizerWrapper, tokens: list[int]) -> None:
     stream, silent = OutputParser(bpe), 0
     for token in tokens:
         silent = 0 if stream.add(token) else silent + 1
@@ -60,33 +60,33 @@ def test_noise_is_never_held_for_long(bpe: TokenizerWrapper, tokens: list[int]) 
     stream.finish()
 
 
-def test_the_leading_space_of_an_answer_is_kept(bpe: TokenizerWrapper) -> None:
+def test_leading_space_is_kept(bpe: TokenizerWrapper) -> None:
     """The client sends it back next turn; without it the text would become other tokens."""
-    assert "".join(said(OutputParser(bpe), ids(bpe, " Paris"))) == " Paris"
+    assert "".join(emit_tokens(OutputParser(bpe), ids(bpe, " Paris"))) == " Paris"
 
 
-def test_a_character_comes_whole(bpe: TokenizerWrapper) -> None:
+def test_multibyte_character_is_emitted_whole(bpe: TokenizerWrapper) -> None:
     stream = OutputParser(bpe)
     assert [text(stream.add(token)) for token in ids(bpe, "😀")] == ["", "", "", "😀"]
 
 
-def test_half_a_character_at_the_end_is_marked(bpe: TokenizerWrapper) -> None:
-    assert said(OutputParser(bpe), ids(bpe, "a😀")[:-1])[-1] == "\ufffd"
+def test_incomplete_character_at_end_is_replaced(bpe: TokenizerWrapper) -> None:
+    assert emit_tokens(OutputParser(bpe), ids(bpe, "a😀")[:-1])[-1] == "\ufffd"
 
 
-def test_special_tokens_that_are_added_are_text(bpe: TokenizerWrapper) -> None:
+def test_added_special_tokens_are_text(bpe: TokenizerWrapper) -> None:
     tokens = ids(bpe, "<think>a</think>b<|im_start|>")
-    assert "".join(said(OutputParser(bpe), tokens)) == "<think>a</think>b<|im_start|>"
+    assert "".join(emit_tokens(OutputParser(bpe), tokens)) == "<think>a</think>b<|im_start|>"
 
 
-def test_what_could_begin_a_stop_word_is_held_back(bpe: TokenizerWrapper) -> None:
+def test_possible_stop_word_is_held(bpe: TokenizerWrapper) -> None:
     letters = [ids(bpe, letter)[0] for letter in "xENxEND!"]
     stream = OutputParser(bpe, ["END"])
     assert [text(stream.add(token)) for token in letters] == ["x", "", "", "ENx", "", "", "", ""]
     assert stream.is_stopped and text(stream.finish()) == ""
 
 
-def test_held_text_comes_at_the_end(bpe: TokenizerWrapper) -> None:
+def test_held_text_is_emitted_at_finish(bpe: TokenizerWrapper) -> None:
     stream = OutputParser(bpe, ["END"])
     assert [text(stream.add(ids(bpe, letter)[0])) for letter in "aEN"] == ["a", "", ""]
     assert text(stream.finish()) == "EN" and not stream.is_stopped
@@ -96,31 +96,29 @@ def test_held_text_comes_at_the_end(bpe: TokenizerWrapper) -> None:
     text=st.text("ab", max_size=20),
     words=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
 )
-def test_text_ends_before_the_stop_word_that_is_complete_first(
-    bpe: TokenizerWrapper, text: str, words: list[str]
-) -> None:
+def test_text_ends_before_first_complete_stop_word(bpe: TokenizerWrapper, text: str, words: list[str]) -> None:
     stream = OutputParser(bpe, words)
-    emitted = "".join(said(stream, [ids(bpe, letter)[0] for letter in text]))
+    emitted = "".join(emit_tokens(stream, [ids(bpe, letter)[0] for letter in text]))
     hits = [(at + len(word), at) for word in words if (at := text.find(word)) >= 0]
     assert stream.is_stopped == bool(hits)
     assert emitted == (text[: min(hits)[1]] if hits else text)
     assert stream.stop_word == (text[min(hits)[1] : min(hits)[0]] if hits else "")
 
 
-def test_stop_words_count_only_from_the_least_tokens_on(bpe: TokenizerWrapper) -> None:
+def test_stop_words_apply_after_min_tokens(bpe: TokenizerWrapper) -> None:
     letters = [ids(bpe, letter)[0] for letter in "abcabcab"]
     for least, told in ((2, "a"), (3, "abca"), (5, "abca"), (6, "abcabca"), (8, "abcabca"), (9, "abcabcab")):
         stream = OutputParser(bpe, ["b"], min_tokens=least)
-        assert "".join(said(stream, letters)) == told and stream.is_stopped == (least < 9), least
+        assert "".join(emit_tokens(stream, letters)) == told and stream.is_stopped == (least < 9), least
 
 
-def test_a_stop_word_may_span_tokens_and_end_inside_one(bpe: TokenizerWrapper) -> None:
+def test_stop_word_may_span_tokens(bpe: TokenizerWrapper) -> None:
     tokens = ids(bpe, "the quick brown fox")
     assert len(tokens) < len("the quick brown fox")
     stream = OutputParser(bpe, ["ck bro"])
-    assert "".join(said(stream, tokens)) == "the qui" and stream.is_stopped and stream.stop_word == "ck bro"
+    assert "".join(emit_tokens(stream, tokens)) == "the qui" and stream.is_stopped and stream.stop_word == "ck bro"
 
 
-def test_a_stop_word_may_be_completed_by_the_rest(bpe: TokenizerWrapper) -> None:
+def test_stop_word_may_be_completed_at_finish(bpe: TokenizerWrapper) -> None:
     stream = OutputParser(bpe, ["a\ufffd"])
-    assert said(stream, ids(bpe, "xa😀")[:-1])[-1] == "" and stream.is_stopped
+    assert emit_tokens(stream, ids(bpe, "xa😀")[:-1])[-1] == "" and stream.is_stopped

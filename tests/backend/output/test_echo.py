@@ -1,4 +1,4 @@
-"""A completion that begins with its prompt: what may be asked for, and what is said."""
+"""Completions with `echo`: allowed parameters, and the echoed text."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ def parse(endpoint: str = "completion", **body: Any) -> GenerationParams:
     return parse_params(endpoint, body, context_tokens_max=100, prompt_tokens=10, vocabulary_size=300)
 
 
-def test_an_echo_alone_generates_nothing() -> None:
+def test_echo_with_zero_tokens_generates_nothing() -> None:
     assert (parse(echo=True, max_tokens=0).max_tokens, parse(echo=True).max_tokens) == (0, 90)
     assert parse(echo=True).echo and not parse(echo=False).echo and not parse(echo=None).echo
     assert not parse("chat", echo=False).echo
@@ -39,13 +39,13 @@ def test_an_echo_alone_generates_nothing() -> None:
         ("chat", {"audio": {}}, "audio"),
     ],
 )
-def test_what_is_refused(endpoint: str, body: dict[str, Any], param: str) -> None:
+def test_invalid_echo_is_refused(endpoint: str, body: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequestError) as refused:
         parse(endpoint, **body)
     assert refused.value.param == param and f"'{param}'" in refused.value.message
 
 
-def test_the_prompt_is_said_as_it_was_sent(tiny_folder: FolderOf) -> None:
+def test_echo_is_prompt_as_sent(tiny_folder: FolderOf) -> None:
     tokenizer = load_tokenizer(tiny_folder("llama"))
     text = "Two  spaces, “quotes” "
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -53,7 +53,7 @@ def test_the_prompt_is_said_as_it_was_sent(tiny_folder: FolderOf) -> None:
         assert render_echo({"prompt": prompt}, ids, tokenizer) == text
 
 
-def test_the_backend_says_it_without_its_engine(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_backend_echoes_without_engine(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: Live) -> None:
         body = {"prompt": "Say this", "echo": True, "max_tokens": 0}
         status, answer = await backend.json("POST", "/v1/completions", body)

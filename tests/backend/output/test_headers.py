@@ -44,31 +44,31 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
         ("Sunny.<|end|>", ("", "Sunny.", [])),
     ],
 )
-def test_each_message_is_what_its_header_says(
+def test_message_kind_follows_header(
     harmony: TokenizerWrapper, text: str, expected: tuple[str, str, list[object]]
 ) -> None:
     parts = parts_of(harmony, text, tail=TAIL)
     assert (reasoning(parts), content(parts), calls(parts)) == expected
 
 
-def test_a_call_that_is_cut_or_no_json_is_text(harmony: TokenizerWrapper) -> None:
+def test_cut_or_invalid_call_is_text(harmony: TokenizerWrapper) -> None:
     assert content(parts_of(harmony, CALL, tail=TAIL, natural=False)) == CALL
     broken = CALL.replace('"city"', "city is") + "<|call|>"
     assert content(parts_of(harmony, broken, tail=TAIL)) == broken
 
 
-def test_without_tools_a_call_is_its_text(harmony: TokenizerWrapper) -> None:
+def test_call_without_tools_is_text(harmony: TokenizerWrapper) -> None:
     parts = parts_of(harmony, CALL, tail=TAIL, tools=None)
     assert (content(parts), calls(parts)) == (WEATHER, [])
 
 
-def test_a_message_that_the_prompt_has_begun_goes_on(harmony: TokenizerWrapper) -> None:
+def test_message_begun_in_prompt_continues(harmony: TokenizerWrapper) -> None:
     begun = parts_of(harmony, " day.<|return|>", tail=f"{TAIL}<|channel|>final<|message|>A sunny")
     assert (reasoning(begun), content(begun)) == ("", " day.")
     assert reasoning(parts_of(harmony, " so.", tail=f"{TAIL}<|channel|>analysis<|message|>Hm,")) == " so."
 
 
-def test_a_turn_is_what_came_after_the_reasoning(harmony: TokenizerWrapper) -> None:
+def test_parse_turn_excludes_reasoning(harmony: TokenizerWrapper) -> None:
     text = f"{THOUGHT}<|start|>assistant<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{CALL}<|call|>"
     (call,) = (part for part in parts_of(harmony, text, tail=TAIL) if isinstance(part, ToolCall))
     tokens = ids(harmony, text)
@@ -77,7 +77,7 @@ def test_a_turn_is_what_came_after_the_reasoning(harmony: TokenizerWrapper) -> N
     assert (said, [name for name, _ in read]) == ("I look.", ["get_weather"])
 
 
-def test_muse_writes_calls_into_messages(tmp_path: Path) -> None:
+def test_muse_calls_within_messages_are_parsed(tmp_path: Path) -> None:
     markers = ["<|start|>", "<|message|>", "<|eom|>", "<|eot|>"]
     tokenizer = marked(tmp_path, markers, "<atem:function_calls>", chat_template_type="muse_spark")
     call = (

@@ -1,4 +1,4 @@
-"""However an answer falls into tokens: the same parts, and nothing lost."""
+"""Parts of an answer: independent of tokenization, with nothing lost."""
 
 import json
 from itertools import pairwise
@@ -45,7 +45,7 @@ def dialects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dialect]:
 
 
 def merged(parts: list[Part]) -> list[Part]:
-    """Text and reasoning in one piece where they are only told piece by piece."""
+    """Text and reasoning that come piece by piece, in one piece each."""
     out: list[Part] = []
     for part in parts:
         last = out[-1] if out else None
@@ -74,7 +74,7 @@ def names_and_texts(parts: list[Part]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("pieces", ["whole", "letters"])
-def test_a_form_may_spell_markers(dialects: dict[str, Dialect], pieces: str) -> None:
+def test_constrained_content_may_contain_markers(dialects: dict[str, Dialect], pieces: str) -> None:
     form = json.dumps({"why": "<think>no</think>", "then": CALL})
     for before, reasoning in (("", []), ("<think>\nHm.\n</think>\n\n", [("Reasoning", "Hm.")])):
         answer = list(before + form) if pieces == "letters" else [before + form]
@@ -98,7 +98,7 @@ def test_a_form_may_spell_markers(dialects: dict[str, Dialect], pieces: str) -> 
     natural=st.booleans(),
     parallel=st.booleans(),
 )
-def test_parts_do_not_depend_on_how_the_text_is_cut(
+def test_parts_are_independent_of_tokenization(
     dialects: dict[str, Dialect],
     family: tuple[str, list[str]],
     data: st.DataObject,
@@ -123,7 +123,7 @@ def letters(text: str) -> str:
 @given(
     words=st.lists(st.sampled_from(MARKED), max_size=12), tail=st.sampled_from(["", "<think>\n"]), natural=st.booleans()
 )
-def test_nothing_but_markers_and_what_calls_say_is_left_out(
+def test_only_markers_and_calls_are_removed_from_text(
     dialects: dict[str, Dialect], words: list[str], tail: str, natural: bool
 ) -> None:
     text = "".join(words)
@@ -142,7 +142,7 @@ def test_nothing_but_markers_and_what_calls_say_is_left_out(
 
 
 @given(text=st.text("the <think></>\n", max_size=40), stop=st.sampled_from([(), ("th",), ("\n",), ("<th", "k>")]))
-def test_a_stop_word_counts_in_content_alone(bpe: TokenizerWrapper, text: str, stop: tuple[str, ...]) -> None:
+def test_stop_word_applies_to_content_only(bpe: TokenizerWrapper, text: str, stop: tuple[str, ...]) -> None:
     stream = OutputParser(bpe, stop, ExpectedOutput(has_parts=True))
     parts = [part for token in bpe.encode(f"<think>{text}", add_special_tokens=False) for part in stream.add(token)]
     parts = parts if stream.is_stopped else [*parts, *stream.finish()]
@@ -160,14 +160,14 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
     return byte_level(tmp_path_factory.mktemp("bpe"))
 
 
-def test_a_call_is_told_as_soon_as_it_is_whole(dialects: dict[str, Dialect]) -> None:
+def test_call_is_emitted_once_complete(dialects: dict[str, Dialect]) -> None:
     splitter = make_splitter(dialects["json_tools"], ExpectedOutput(has_parts=True, tools=TOOLS))
     assert splitter.feed(CALL[:-1]) == []
     (call,) = splitter.feed(">")
     assert isinstance(call, ToolCall) and json.loads(call.arguments) == {"a": "b"}
 
 
-def test_text_is_told_at_once(dialects: dict[str, Dialect]) -> None:
+def test_text_is_emitted_at_once(dialects: dict[str, Dialect]) -> None:
     splitter = make_splitter(dialects["json_tools"], ExpectedOutput(has_parts=True, tools=TOOLS))
     assert [splitter.feed(text) for text in ("A ", "b <", "c", " <tool", "s>")] == [
         [Text("A")],

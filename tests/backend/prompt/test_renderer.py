@@ -1,4 +1,4 @@
-"""Prompts: the ids a template gives, and boundaries that another prompt can share."""
+"""Rendered prompts: ids by the template, and boundaries that another prompt can share."""
 
 import json
 import threading
@@ -49,7 +49,7 @@ def text_of(renderer: TemplateRenderer, tokens: list[int]) -> str:
     return str(renderer._wrapper.decode(tokens))
 
 
-def cuts(renderer: TemplateRenderer, rendered: RenderedPrompt) -> list[str]:
+def split_at_boundaries(renderer: TemplateRenderer, rendered: RenderedPrompt) -> list[str]:
     """The prompt's text, cut at its boundaries."""
     edges = [0, *rendered.boundaries, len(rendered.tokens)]
     return [text_of(renderer, rendered.tokens[a:b]) for a, b in pairwise(edges)]
@@ -66,16 +66,16 @@ def refusal(renderer: TemplateRenderer, endpoint: str = "chat", **body: Any) -> 
     return caught.value
 
 
-def test_a_chat_is_what_the_tokenizer_makes_of_the_template(make: Any) -> None:
+def test_chat_tokens_equal_tokenized_template(make: Any) -> None:
     renderer = make()
     expected = renderer._wrapper.apply_chat_template([SYSTEM, USER], add_generation_prompt=True)
     assert chat(renderer, SYSTEM, USER).tokens == expected
 
 
-def test_boundaries_are_the_end_of_the_system_and_of_each_message(make: Any) -> None:
+def test_boundaries_are_ends_of_system_and_messages(make: Any) -> None:
     renderer = make()
     rendered = chat(renderer, SYSTEM, USER, ANSWER, USER)
-    assert cuts(renderer, rendered) == [
+    assert split_at_boundaries(renderer, rendered) == [
         "<|im_start|>system\nbe brief<|im_end|>\n",
         "<|im_start|>user\nhello 😀<|im_end|>\n",
         "<|im_start|>assistant\nhi<|im_end|>\n",
@@ -85,49 +85,57 @@ def test_boundaries_are_the_end_of_the_system_and_of_each_message(make: Any) -> 
     assert rendered.turn_end == rendered.boundaries[-1]
 
 
-def test_without_a_system_message_the_first_boundary_is_a_message(make: Any) -> None:
+def test_first_boundary_without_system_is_a_message_end(make: Any) -> None:
     renderer = make()
-    assert cuts(renderer, chat(renderer, USER)) == ["<|im_start|>user\nhello 😀<|im_end|>\n", "<|im_start|>assistant\n"]
+    assert split_at_boundaries(renderer, chat(renderer, USER)) == [
+        "<|im_start|>user\nhello 😀<|im_end|>\n",
+        "<|im_start|>assistant\n",
+    ]
 
 
-def test_the_end_of_tools_is_found_where_there_is_no_system_message(make: Any) -> None:
+def test_end_of_tools_is_found_without_system_message(make: Any) -> None:
     renderer = make()
-    first, second, *_ = cuts(renderer, chat(renderer, USER, tools=[TOOL]))
+    first, second, *_ = split_at_boundaries(renderer, chat(renderer, USER, tools=[TOOL]))
     assert first.endswith("<|im_end|>\n<|im_start|>user\n") and '"look"' in first
     assert second == "hello 😀<|im_end|>\n"
 
 
-def test_a_template_that_wants_a_user_still_gives_the_end_of_the_system(make: Any) -> None:
+def test_system_end_is_found_where_template_requires_user(make: Any) -> None:
     renderer = make(STRICT)
-    assert cuts(renderer, chat(renderer, SYSTEM, USER, tools=[TOOL]))[0].endswith(
+    assert split_at_boundaries(renderer, chat(renderer, SYSTEM, USER, tools=[TOOL]))[0].endswith(
         "be brief<|im_end|>\n<|im_start|>user\n"
     )
 
 
-def test_a_template_that_moves_the_system_text_gives_where_users_part(make: Any) -> None:
+def test_system_end_is_found_where_template_moves_system_text(make: Any) -> None:
     renderer = make(MERGED)
-    assert cuts(renderer, chat(renderer, SYSTEM, USER, ANSWER, USER))[0] == "<|im_start|>user\nbe brief\n\n"
+    assert (
+        split_at_boundaries(renderer, chat(renderer, SYSTEM, USER, ANSWER, USER))[0] == "<|im_start|>user\nbe brief\n\n"
+    )
 
 
-def test_turn_end_is_before_a_think_tail(make: Any) -> None:
+def test_turn_end_precedes_think_tail(make: Any) -> None:
     renderer = make(THINKING)
     rendered = chat(renderer, USER)
     assert text_of(renderer, rendered.tokens[rendered.turn_end :]) == "<|im_start|>assistant\n<think>\n"
 
 
-def test_turn_end_is_found_where_the_template_closes_what_it_does_not_continue(make: Any) -> None:
+def test_turn_end_is_found_where_template_closes_last_message(make: Any) -> None:
     renderer = make(CLOSED)
     rendered = chat(renderer, USER)
     assert text_of(renderer, rendered.tokens[rendered.turn_end :]) == "<|im_start|>assistant\n"
 
 
-def test_rewritten_turns_give_fewer_boundaries_and_no_wrong_one(make: Any) -> None:
+def test_rewritten_turns_give_fewer_but_correct_boundaries(make: Any) -> None:
     renderer = make(FORGETFUL)
     rendered = chat(renderer, SYSTEM, USER, ANSWER, USER)
-    assert cuts(renderer, rendered)[2] == "<|im_start|>assistant\ni<|im_end|>\n<|im_start|>user\nhello 😀<|im_end|>\n"
+    assert (
+        split_at_boundaries(renderer, rendered)[2]
+        == "<|im_start|>assistant\ni<|im_end|>\n<|im_start|>user\nhello 😀<|im_end|>\n"
+    )
 
 
-def test_boundaries_of_a_conversation_are_shared_by_its_next_turn(make: Any) -> None:
+def test_next_turn_shares_boundaries(make: Any) -> None:
     renderer = make(THINKING)
     before, after = chat(renderer, SYSTEM, USER), chat(renderer, SYSTEM, USER, ANSWER, USER)
     assert before.turn_end in after.boundaries
@@ -149,8 +157,8 @@ MANNERS = pytest.mark.parametrize("manner", [{}, {"chat_template_kwargs": {"mann
 LEFT_OUT, WITHOUT = "the template leaves out its reasoning", "it came without reasoning"
 
 
-def told(renderer: TemplateRenderer, rendered: RenderedPrompt) -> list[tuple[int, str, str, str]]:
-    """Number, role, note and text of each message whose end is known."""
+def list_messages(renderer: TemplateRenderer, rendered: RenderedPrompt) -> list[tuple[int, str, str, str]]:
+    """Number, role, note and text of each message with a known end."""
     starts = [0, *(message.end for message in rendered.messages)]
     return [
         (message.number, message.role, message.note, text_of(renderer, rendered.tokens[start : message.end]))
@@ -159,9 +167,7 @@ def told(renderer: TemplateRenderer, rendered: RenderedPrompt) -> list[tuple[int
 
 
 @MANNERS
-def test_each_step_of_a_loop_of_tools_repeats_the_one_before_up_to_its_turn_end(
-    make: Any, manner: dict[str, Any]
-) -> None:
+def test_tool_loop_prompts_share_prefix_up_to_turn_end(make: Any, manner: dict[str, Any]) -> None:
     renderer, messages, before = make(TOOL_TEMPLATE), [USER], None
     for step in ([LOOKS, SEEN], [{**LOOKS, "reasoning_content": None}, SEEN], [SAYS, MORE], [LOOKS, SEEN, SEEN], []):
         rendered = chat(renderer, *messages, tools=[TOOL], **manner)
@@ -173,14 +179,14 @@ def test_each_step_of_a_loop_of_tools_repeats_the_one_before_up_to_its_turn_end(
 
 
 @MANNERS
-def test_messages_that_lost_their_reasoning_are_told_where_they_are(make: Any, manner: dict[str, Any]) -> None:
+def test_messages_without_their_reasoning_are_noted(make: Any, manner: dict[str, Any]) -> None:
     renderer = make(TOOL_TEMPLATE)
-    within = told(renderer, chat(renderer, USER, LOOKS, SEEN, SAYS, SEEN, **manner))
+    within = list_messages(renderer, chat(renderer, USER, LOOKS, SEEN, SAYS, SEEN, **manner))
     assert [(number, role, note) for number, role, note, _ in within] == [
         (1, "user", ""), (2, "assistant", ""), (3, "tool", ""), (4, "assistant", ""), (5, "tool", "")
     ]  # fmt: skip
     rendered = chat(renderer, USER, LOOKS, SEEN, {**SAYS, "content": "Two folders."}, MORE, **manner)
-    after = told(renderer, rendered)
+    after = list_messages(renderer, rendered)
     assert [(number, role, note) for number, role, note, _ in after] == [
         (1, "user", ""), (2, "assistant", LEFT_OUT), (3, "tool", ""), (4, "assistant", WITHOUT), (5, "user", "")
     ]  # fmt: skip
@@ -191,14 +197,14 @@ def test_messages_that_lost_their_reasoning_are_told_where_they_are(make: Any, m
     assert not later.intersection(rendered.boundaries), "of use for people only"
 
 
-def test_reasoning_that_nobody_wanted_is_not_missed(make: Any) -> None:
+def test_disabled_reasoning_is_not_noted(make: Any) -> None:
     renderer = make(TOOL_TEMPLATE)
     rendered = chat(renderer, USER, ANSWER, USER, chat_template_kwargs={"enable_thinking": False})
     assert [message.note for message in rendered.messages] == ["", "", ""]
 
 
-def test_where_a_long_loop_began_is_told(make: Any) -> None:
-    """That is where it differs once its reasoning is left out."""
+def test_start_of_long_tool_loop_is_listed(make: Any) -> None:
+    """There the prompt diverges once its reasoning is left out."""
     renderer = make(TOOL_TEMPLATE)
     rendered = chat(renderer, USER, *[LOOKS, SEEN] * 20, SAYS, MORE)
     numbers = [message.number for message in rendered.messages]
@@ -206,7 +212,7 @@ def test_where_a_long_loop_began_is_told(make: Any) -> None:
     assert rendered.messages[1].note == LEFT_OUT and rendered.messages[2].note == ""
 
 
-def test_a_token_that_straddles_a_boundary_is_not_counted(make: Any) -> None:
+def test_token_across_boundary_is_excluded(make: Any) -> None:
     """Here "the" ends one message and " quick" begins the next, without a special token between them."""
     renderer = make("{% for m in messages %}{{ m.content }}{% endfor %}")
     rendered = chat(renderer, {"role": "user", "content": "the qu"}, {"role": "user", "content": "ick"})
@@ -218,15 +224,15 @@ def test_a_token_that_straddles_a_boundary_is_not_counted(make: Any) -> None:
     )
 
 
-def test_a_long_conversation_looks_only_for_its_first_and_last_boundaries(make: Any) -> None:
+def test_long_conversation_finds_first_and_last_boundaries(make: Any) -> None:
     renderer = make()
     rendered = chat(renderer, SYSTEM, *[USER, ANSWER] * 20)
-    parts = cuts(renderer, rendered)
+    parts = split_at_boundaries(renderer, rendered)
     assert len(rendered.boundaries) == 10 and parts[0].startswith("<|im_start|>system")
     assert parts[1].count("<|im_end|>") == 32  # the middle, in one piece
 
 
-def test_a_long_transcript_costs_a_few_tokenizations_at_most(make: Any) -> None:
+def test_long_transcript_needs_few_tokenizations(make: Any) -> None:
     renderer = make()
     talk = {"role": "user", "content": "the quick brown fox jumps over the lazy dog " * 600}
     messages = [SYSTEM, *[talk, talk] * 20]
@@ -240,7 +246,7 @@ def test_a_long_transcript_costs_a_few_tokenizations_at_most(make: Any) -> None:
     assert time.thread_time() - started < 4 * once + 0.5
 
 
-def test_the_wire_form_of_content_does_not_matter(make: Any) -> None:
+def test_string_and_part_contents_render_alike(make: Any) -> None:
     renderer = make()
     parts = {
         "role": "user",
@@ -250,7 +256,7 @@ def test_the_wire_form_of_content_does_not_matter(make: Any) -> None:
     assert chat(renderer, SYSTEM, parts) == chat(renderer, SYSTEM, USER)
 
 
-def test_tool_calls_reach_the_template_as_objects(make: Any) -> None:
+def test_tool_call_arguments_are_objects_in_template(make: Any) -> None:
     template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% for k, v in c.function.arguments.items() %}"
     renderer = make(template + "{{ k }}={{ v }};{% endfor %}{% endfor %}|{{ m.content }}{% endfor %}")
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1, "b": "x"}'}}
@@ -261,39 +267,42 @@ def test_tool_calls_reach_the_template_as_objects(make: Any) -> None:
 
 
 @pytest.mark.parametrize("arguments", ["{broken", '{"a":' * 20_000], ids=["broken", "without end"])
-def test_arguments_that_do_not_parse_stay_a_string(make: Any, arguments: str) -> None:
+def test_invalid_arguments_stay_a_string(make: Any, arguments: str) -> None:
     calls = "{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}"
     renderer = make("{% for m in messages %}" + calls + "{% endfor %}")
     message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
     assert text_of(renderer, chat(renderer, message).tokens) == arguments
 
 
-def test_developer_is_system_unless_the_template_knows_it(make: Any) -> None:
+def test_developer_role_becomes_system(make: Any) -> None:
     developer = {"role": "developer", "content": "be brief"}
     renderer = make()
     assert chat(renderer, developer, USER) == chat(renderer, SYSTEM, USER)
     knowing = make(CHATML + "{# developer #}")
     rendered = chat(knowing, developer, USER)
-    assert cuts(knowing, rendered)[0] == "<|im_start|>developer\nbe brief<|im_end|>\n"
+    assert split_at_boundaries(knowing, rendered)[0] == "<|im_start|>developer\nbe brief<|im_end|>\n"
 
 
-def test_kwargs_reach_the_template_but_cannot_replace_it(make: Any) -> None:
+def test_template_kwargs_are_passed_except_reserved(make: Any) -> None:
     renderer = make("{{ mood }}{% for m in messages %}{{ m.content }}{% endfor %}")
     assert text_of(renderer, chat(renderer, USER, chat_template_kwargs={"mood": "gay"}).tokens) == "gayhello 😀"
     for name in ("chat_template", "tokenize", "messages", "add_generation_prompt"):
         assert name in refusal(renderer, messages=[USER], chat_template_kwargs={name: "x"}).message
 
 
-def test_the_last_message_can_be_continued(make: Any) -> None:
+def test_last_message_can_be_continued(make: Any) -> None:
     renderer = make()
     rendered = chat(renderer, USER, ANSWER, continue_final_message=True, add_generation_prompt=False)
-    assert cuts(renderer, rendered) == ["<|im_start|>user\nhello 😀<|im_end|>\n", "<|im_start|>assistant\nhi"]
+    assert split_at_boundaries(renderer, rendered) == [
+        "<|im_start|>user\nhello 😀<|im_end|>\n",
+        "<|im_start|>assistant\nhi",
+    ]
     assert rendered.turn_end == rendered.boundaries[-1]
     error = refusal(renderer, messages=[USER, ANSWER], continue_final_message=True)
     assert error.param == "continue_final_message"
 
 
-def test_without_a_generation_prompt_the_last_boundary_is_the_end(make: Any) -> None:
+def test_last_boundary_without_generation_prompt_is_prompt_end(make: Any) -> None:
     rendered = chat(make(), USER, add_generation_prompt=False)
     assert rendered.boundaries == [len(rendered.tokens)] and rendered.turn_end == len(rendered.tokens)
 
@@ -333,42 +342,42 @@ def test_without_a_generation_prompt_the_last_boundary_is_the_end(make: Any) -> 
         ({"messages": [USER], "add_generation_prompt": 1}, "add_generation_prompt"),
     ],
 )
-def test_malformed_chats_are_refused_by_name(make: Any, body: dict[str, Any], where: str) -> None:
+def test_malformed_chat_names_field(make: Any, body: dict[str, Any], where: str) -> None:
     error = refusal(make(), **body)
     assert error.param == where and f"'{where}'" in error.message
 
 
-def test_images_are_refused_in_words(make: Any) -> None:
+def test_images_are_refused(make: Any) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:..."}}
     error = refusal(make(), messages=[{"role": "user", "content": [image]}])
     assert "image_url" in error.message and "only text" in error.message
 
 
-def test_what_the_template_says_reaches_the_client(make: Any) -> None:
+def test_template_error_is_reported(make: Any) -> None:
     error = refusal(make(STRICT), messages=[SYSTEM])
     assert "No user query" in error.message and error.param == "messages"
     assert "chat template" in refusal(make("{{ messages[0].content + 1 }}"), messages=[USER]).message
 
 
-def test_a_model_without_a_template_says_so(make: Any) -> None:
+def test_chat_without_template_is_refused(make: Any) -> None:
     assert "no chat template" in refusal(make(None), messages=[USER]).message
 
 
-def test_half_a_surrogate_pair_is_no_text(make: Any) -> None:
+def test_lone_surrogate_is_refused(make: Any) -> None:
     renderer = make()
     assert "surrogate" in refusal(renderer, messages=[{"role": "user", "content": "\ud800"}]).message
     assert "surrogate" in refusal(renderer, "completion", prompt="\ud800").message
 
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3]]])
-def test_a_completion_takes_token_ids(make: Any, prompt: object) -> None:
+def test_completion_accepts_token_ids(make: Any, prompt: object) -> None:
     assert make().render("completion", {"prompt": prompt}) == RenderedPrompt(
         tokens=[1, 2, 3], boundaries=[], turn_end=0
     )
 
 
 @pytest.mark.parametrize("wrap", [False, True])
-def test_a_completion_takes_text(make: Any, wrap: bool) -> None:
+def test_completion_accepts_text(make: Any, wrap: bool) -> None:
     renderer = make()
     prompt = "the quick <|im_end|> fox"
     rendered = renderer.render("completion", {"prompt": [prompt] if wrap else prompt})
@@ -378,21 +387,21 @@ def test_a_completion_takes_text(make: Any, wrap: bool) -> None:
 @pytest.mark.parametrize(
     "prompt", [None, "", [], [""], [[]], ["a", "b"], [[1], [2]], 5, {}, [1, "a"], [True], [-1], [10**9], [1.0]]
 )
-def test_other_prompts_are_refused(make: Any, prompt: object) -> None:
+def test_invalid_prompts_are_refused(make: Any, prompt: object) -> None:
     assert refusal(make(), "completion", prompt=prompt).param == "prompt"
 
 
 @pytest.mark.parametrize("body", [None, [], "x"])
-def test_a_body_that_is_no_object_is_refused(make: Any, body: object) -> None:
+def test_body_must_be_object(make: Any, body: object) -> None:
     with pytest.raises(BadRequestError, match="JSON object"):
         make().render("chat", body)
 
 
-def test_a_prompt_without_tokens_is_refused(make: Any) -> None:
+def test_empty_prompt_is_refused(make: Any) -> None:
     assert "empty" in refusal(make("{# nothing #}"), messages=[USER]).message
 
 
-def test_many_threads_render_at_once(make: Any) -> None:
+def test_concurrent_rendering(make: Any) -> None:
     renderer, wrong = make(), []
     bodies = [[SYSTEM, {"role": "user", "content": f"the quick {i} " * 50}] for i in range(4)]
     expected = [chat(renderer, *messages) for messages in bodies]
@@ -408,7 +417,7 @@ def test_many_threads_render_at_once(make: Any) -> None:
     assert wrong == []
 
 
-def test_a_sentencepiece_tokenizer_gives_boundaries_too(tmp_path: Path) -> None:
+def test_boundaries_with_sentencepiece_tokenizer(tmp_path: Path) -> None:
     tokenizer: TokenizerWrapper = sentence_piece(tmp_path)
     renderer = TemplateRenderer(tokenizer)
     rendered = renderer.render("chat", {"messages": [SYSTEM, USER]})
@@ -417,7 +426,7 @@ def test_a_sentencepiece_tokenizer_gives_boundaries_too(tmp_path: Path) -> None:
     assert tokenizer.decode(rendered.tokens[: rendered.boundaries[0]]).endswith("be brief<|im_end|> \n")
 
 
-def test_settings_in_the_tokenizers_file_do_not_cut_the_prompt(tmp_path: Path) -> None:
+def test_truncation_in_tokenizer_file_is_ignored(tmp_path: Path) -> None:
     tokenizer = byte_level(tmp_path)
     tokenizer.backend_tokenizer.enable_truncation(max_length=8)
     rendered = TemplateRenderer(tokenizer).render(

@@ -1,4 +1,4 @@
-"""Sampled calls stand in the prompt as they were sampled, wherever they still say what the client sends."""
+"""Replay of sampled calls, wherever the client still sends the same ones."""
 
 import json
 from collections.abc import Callable
@@ -112,7 +112,7 @@ def text(renderer: TemplateRenderer, prompt: RenderedPrompt) -> str:
 
 
 def replays(renderer: TemplateRenderer, messages: list[Any], sampled: str, *ids: str, **body: Any) -> bool:
-    """Whether the very tokens are in the prompt; without them it must be what it is anyway."""
+    """True where the sampled tokens are in the prompt; else it must be the prompt without turns."""
     given = turn(renderer, sampled, *ids)
     prompt, plain = rendered(renderer, messages, given, **body), rendered(renderer, messages, **body)
     found = given.tokens in pack_tokens(prompt.tokens)
@@ -120,7 +120,7 @@ def replays(renderer: TemplateRenderer, messages: list[Any], sampled: str, *ids:
     return found
 
 
-def test_a_prompt_goes_on_where_the_model_stopped(make: Make) -> None:
+def test_replayed_prompt_continues_sampled_tokens(make: Make) -> None:
     renderer = make(ECHOING)
     first = rendered(renderer, talk()[:1])
     sampled = turn(renderer, "Let me look.\n" + SAMPLED)
@@ -131,7 +131,7 @@ def test_a_prompt_goes_on_where_the_model_stopped(make: Make) -> None:
 
 
 @pytest.mark.parametrize("manner", ["marked", "open"])
-def test_boundaries_are_where_they_were(make: Make, manner: str) -> None:
+def test_replay_keeps_boundaries(make: Make, manner: str) -> None:
     renderer = make(MARKED if manner == "marked" else TOOL_TEMPLATE)
     kwargs = {"chat_template_kwargs": {"manner": manner}}
     sampled = (
@@ -170,11 +170,11 @@ def test_boundaries_are_where_they_were(make: Make, manner: str) -> None:
         ("{broken", False),
     ],
 )
-def test_only_the_same_arguments_are_replayed(make: Make, arguments: str, same: bool) -> None:
+def test_changed_arguments_are_not_replayed(make: Make, arguments: str, same: bool) -> None:
     assert replays(make(ECHOING), talk(arguments), SAMPLED) is same
 
 
-def test_numbers_are_their_values(make: Make) -> None:
+def test_equal_numbers_are_replayed(make: Make) -> None:
     sampled = '<tool_call>{"name": "look", "arguments": {"depth": 1.0}}</tool_call>'
     assert replays(make(ECHOING), talk('{"depth":1}'), sampled)
 
@@ -188,13 +188,13 @@ def test_numbers_are_their_values(make: Make) -> None:
         ({"content": [{"type": "text", "text": "Hm."}]}, True),
     ],
 )
-def test_only_the_same_content_is_replayed(make: Make, changed: dict[str, Any], same: bool) -> None:
+def test_changed_content_is_not_replayed(make: Make, changed: dict[str, Any], same: bool) -> None:
     messages = talk()
     messages[1] |= changed
     assert replays(make(ECHOING), messages, "Hm.\n" + SAMPLED) is same
 
 
-def test_other_ids_names_and_numbers_of_calls_are_not_replayed(make: Make) -> None:
+def test_changed_ids_names_and_counts_are_not_replayed(make: Make) -> None:
     renderer = make(ECHOING)
     assert not replays(renderer, talk(), SAMPLED, OTHER_ID)
     assert not replays(renderer, talk(), SAMPLED + SAMPLED)
@@ -203,7 +203,7 @@ def test_other_ids_names_and_numbers_of_calls_are_not_replayed(make: Make) -> No
     assert not replays(renderer, talk(), SAMPLED, tools=None), "nothing is read as a call where no tools are"
 
 
-def test_several_calls_in_one_answer(make: Make) -> None:
+def test_several_calls_are_replayed(make: Make) -> None:
     renderer = make(ECHOING)
     messages = talk()
     second = {"id": OTHER_ID, "type": "function", "function": {"name": "look", "arguments": '{"depth": 2}'}}
@@ -213,7 +213,7 @@ def test_several_calls_in_one_answer(make: Make) -> None:
     assert not replays(renderer, messages, sampled, OTHER_ID, ID)
 
 
-def test_reasoning_stands_before_what_followed_it(make: Make) -> None:
+def test_reasoning_precedes_replayed_tokens(make: Make) -> None:
     renderer = make(MARKED)
     messages = talk(reasoning_content="I should look.")
     given = turn(renderer, "\n\n" + SAMPLED)
@@ -226,7 +226,7 @@ def test_reasoning_stands_before_what_followed_it(make: Make) -> None:
     assert f"</think>\n\n{SAMPLED}<|im_end|>" in text(renderer, rendered(renderer, within, given))
 
 
-def test_a_call_that_ends_with_its_answer(make: Make) -> None:
+def test_call_without_end_marker_is_replayed(make: Make) -> None:
     renderer = make(LISTED)
     sampled = '[TOOL_CALLS] [{"name":"look","arguments":{"path":"/" , "deep":true}}]'
     messages = talk(content="dropped by the template")
@@ -237,7 +237,7 @@ def test_a_call_that_ends_with_its_answer(make: Make) -> None:
 
 
 @pytest.mark.parametrize("opening", ["", "<|start|>assistant"])
-def test_a_call_in_a_message_of_its_own(make: Make, opening: str) -> None:
+def test_call_in_message_of_its_own_is_replayed(make: Make, opening: str) -> None:
     """After the reasoning the model begins another message; without any, the prompt has begun it."""
     renderer = make(HEADED)
     sampled = opening + '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"path" : "/"}'
@@ -247,18 +247,18 @@ def test_a_call_in_a_message_of_its_own(make: Make, opening: str) -> None:
     assert f"<|start|>assistant{begun}{sampled}<|im_end|><|start|>functions.look to=assistant" in prompt
 
 
-def test_a_call_of_a_model_whose_template_knows_none(make: Make) -> None:
+def test_call_is_replayed_where_template_has_no_calls(make: Make) -> None:
     renderer = make("{% for m in messages if m.role != 'tool' %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}")
     assert replays(renderer, talk(), SAMPLED)
 
 
-def test_a_call_whose_end_was_missing_stays_as_it_was(make: Make) -> None:
+def test_call_with_missing_end_is_replayed_unchanged(make: Make) -> None:
     cut = SAMPLED.removesuffix("\n</tool_call>")
     renderer = make(ECHOING)
     assert f"{cut}<|im_end|>" in text(renderer, rendered(renderer, talk(), turn(renderer, cut)))
 
 
-def test_a_transcript_full_of_markers_confuses_nobody(make: Make) -> None:
+def test_markers_in_arguments_are_replayed(make: Make) -> None:
     """An agent that edits chat templates has calls whose arguments look like calls."""
     renderer = make(ECHOING)
     path = json.dumps({"path": ANEW + "<|im_end|>\n<|im_start|>user\n</tool_call>"})
@@ -270,13 +270,13 @@ def test_a_transcript_full_of_markers_confuses_nobody(make: Make) -> None:
     assert second.tokens in prompt
 
 
-def test_tokens_of_another_tokenizer_are_left_alone(make: Make) -> None:
+def test_tokens_of_another_tokenizer_are_not_replayed(make: Make) -> None:
     renderer = make(ECHOING)
     foreign = SampledTurn(calls=[ID], tokens=pack_tokens([0, 5, 4_000_000_000, 7]))
     assert rendered(renderer, talk(), foreign) == rendered(renderer, talk())
 
 
-def test_what_was_read_is_remembered_within_its_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parsed_turn_cache_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     renderer = make(ECHOING)
     monkeypatch.setattr(replay, "PARSED_TURNS_BYTES_MAX", 1000)
     for depth in range(20):
@@ -286,7 +286,7 @@ def test_what_was_read_is_remembered_within_its_limit(make: Make, monkeypatch: p
     assert replayer and 0 < len(replayer._parsed_turns) < 20 and replayer._parsed_turns_bytes <= 1000
 
 
-def test_a_message_that_is_to_go_on_is_not_replayed(make: Make) -> None:
+def test_continued_message_is_not_replayed(make: Make) -> None:
     renderer = make(ECHOING)
     body = {"continue_final_message": True, "add_generation_prompt": False}
     given = turn(renderer, "Hm.\n" + SAMPLED)
@@ -294,8 +294,8 @@ def test_a_message_that_is_to_go_on_is_not_replayed(make: Make) -> None:
     assert rendered(renderer, messages, given, **body) == rendered(renderer, messages, **body)
 
 
-def test_a_tokenizer_that_puts_spaces_before_pieces(tmp_path: Path) -> None:
-    """What follows begins with a special token here, or the message stays as it is rendered."""
+def test_replay_with_tokenizer_that_adds_spaces(tmp_path: Path) -> None:
+    """Text that follows begins with a special token here, or the message stays as it is rendered."""
     tokenizer = sentence_piece(tmp_path, ECHOING.replace("<|im_start|>assistant\n", "<|im_start|>assistant"))
     renderer = TemplateRenderer(tokenizer, parse_turn=make_turn_parser(tokenizer))
     messages = talk('{"path": "the"}')
@@ -307,7 +307,7 @@ def test_a_tokenizer_that_puts_spaces_before_pieces(tmp_path: Path) -> None:
     assert unpack_tokens(after)[0] == tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
-def test_a_long_loop_costs_no_more_than_rendering_it(make: Make) -> None:
+def test_replay_of_long_loop_is_linear(make: Make) -> None:
     renderer, rounds = make(MARKED), 60
     messages, turns = [talk()[0]], []
     for number in range(rounds):

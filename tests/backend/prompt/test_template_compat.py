@@ -1,4 +1,4 @@
-"""Conversations of every shape, shown whole by templates of every kind; reasoning asked for in every client's words."""
+"""Conversations of every shape, rendered whole by templates of every kind; reasoning options of every client."""
 
 import json
 from pathlib import Path
@@ -119,11 +119,11 @@ def shown(renderer: TemplateRenderer, *messages: Any, **body: Any) -> str:
         ),
     ],
 )
-def test_every_message_is_shown_in_its_place(make: Any, template: str, messages: list[Any], expected: str) -> None:
+def test_every_message_is_rendered_in_order(make: Any, template: str, messages: list[Any], expected: str) -> None:
     assert shown(make(template), *messages) == expected
 
 
-def test_ids_are_shortened_alike_for_calls_and_results(make: Any) -> None:
+def test_call_ids_are_shortened_consistently(make: Any) -> None:
     template = STRICT.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_call_id }}")
     renderer = make(template)
     text = shown(renderer, USER, CALLING, RESULT)
@@ -134,27 +134,27 @@ def test_ids_are_shortened_alike_for_calls_and_results(make: Any) -> None:
     assert shown(renderer, USER, given, {**RESULT, "tool_call_id": "abc123XYZ"}).count("abc123XYZ") == 2
 
 
-def test_a_user_who_speaks_right_after_a_result_is_heard(make: Any) -> None:
+def test_user_after_tool_result_is_rendered(make: Any) -> None:
     assert shown(make(STRICT), USER, CALLING, RESULT, MORE).endswith("tool:bin\n\nand more;")
 
 
-def test_tools_that_the_template_leaves_out_are_told(make: Any) -> None:
+def test_omitted_tools_are_described_in_system_message(make: Any) -> None:
     text = shown(make(TOOLLESS), SYSTEM, USER, tools=[TOOL])
     assert text.startswith("system:be brief;system:# Tools\n") and json.dumps(TOOL["function"]) in text
     assert shown(make(PLAIN), USER, tools=[TOOL]).count("look") == 1
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
-def test_reasoning_goes_under_the_name_that_the_template_reads(make: Any, field: str) -> None:
+def test_reasoning_uses_field_of_template(make: Any, field: str) -> None:
     assert shown(make(THINKING), USER, {**ANSWER, field: "hm"}).endswith("assistant:(hm|hm)hi;")
 
 
-def test_where_either_is_taken_content_joins_the_reasoning(make: Any) -> None:
+def test_content_joins_reasoning_where_they_are_exclusive(make: Any) -> None:
     text = shown(make(ONE_THOUGHT), USER, {**CALLING, "content": "So.", "reasoning": "hm"}, RESULT)
     assert "assistant:(hm\n\nSo.)[" in text
 
 
-def test_what_sdks_send_back_of_an_answer_is_ignored(make: Any) -> None:
+def test_sdk_fields_of_answers_are_ignored(make: Any) -> None:
     extras = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
     assert shown(make(PLAIN), USER, {**ANSWER, **extras}) == shown(make(PLAIN), USER, ANSWER)
     assert shown(make(PLAIN), {"role": "assistant", "content": None, "refusal": "no"}) == "assistant:no;"
@@ -167,7 +167,7 @@ HIDING = TOOLLESS + "{# 'poet' #}"
 
 
 @pytest.mark.parametrize("template", [PLAIN, TOOLLESS, HIDING])
-def test_a_role_that_the_template_does_not_know_or_hides_is_refused(make: Any, template: str) -> None:
+def test_unknown_or_hidden_role_is_refused(make: Any, template: str) -> None:
     with pytest.raises(
         BadRequestError, match=r"'messages\[1\]\.role' is \"poet\".*system, developer, .* or tool"
     ) as refused:
@@ -175,17 +175,17 @@ def test_a_role_that_the_template_does_not_know_or_hides_is_refused(make: Any, t
     assert refused.value.param == "messages[1].role"
 
 
-def test_a_role_that_the_template_knows_is_taken(make: Any) -> None:
+def test_known_role_is_accepted(make: Any) -> None:
     assert shown(make(POETIC), USER, {"role": "poet", "content": "a rose"}) == "user:hello;~poet:a rose;"
     assert shown(make(POETIC), USER, {"role": "poet"}) == "user:hello;~poet:;"
 
 
-def test_an_assistant_may_say_nothing(make: Any) -> None:
+def test_empty_assistant_message_is_accepted(make: Any) -> None:
     assert shown(make(PLAIN), USER, {"role": "assistant"}) == "user:hello;assistant:;"
 
 
 @pytest.mark.parametrize("function", [None, "look", {}, {"name": 5}])
-def test_a_call_without_a_function_is_refused(make: Any, function: Any) -> None:
+def test_call_without_function_is_refused(make: Any, function: Any) -> None:
     with pytest.raises(BadRequestError, match=r"messages\[0\]\.tool_calls\[0\]\.function"):
         shown(make(PLAIN), {"role": "assistant", "tool_calls": [{"id": ID, "function": function}]})
 
@@ -234,7 +234,7 @@ EFFORTS = EFFORT + "{# 'max' #}{{ 'max' if false }}"
         ),
     ],
 )
-def test_reasoning_is_asked_for_in_every_clients_words(
+def test_reasoning_options_of_all_clients(
     make: Any, body: dict[str, Any], switch: str, other: str, effort: str, efforts: str
 ) -> None:
     for template, expected in ((SWITCH, switch), (OTHER_SWITCH, other), (EFFORT, effort), (EFFORTS, efforts)):
@@ -254,15 +254,13 @@ def test_reasoning_is_asked_for_in_every_clients_words(
         ({"reasoning": {"effort": "very"}}, "reasoning.effort", "one of"),
     ],
 )
-def test_unknown_switches_are_refused_with_what_was_expected(
-    make: Any, body: dict[str, Any], param: str, expected: str
-) -> None:
+def test_unknown_reasoning_options_are_refused(make: Any, body: dict[str, Any], param: str, expected: str) -> None:
     with pytest.raises(BadRequestError, match=expected) as refused:
         shown(make(SWITCH), USER, **body)
     assert refused.value.param == param
 
 
-def test_a_requests_words_go_before_the_servers_settings(tmp_path: Path) -> None:
+def test_request_kwargs_override_server_settings(tmp_path: Path) -> None:
     renderer = TemplateRenderer(byte_level(tmp_path, SWITCH), template_args={"enable_thinking": False})
     assert shown(renderer, USER).endswith("(off)")
     assert shown(renderer, USER, reasoning_effort="low").endswith("(on)")

@@ -1,4 +1,4 @@
-"""What a template says of a conversation is told as far as these are its own words."""
+"""Errors of templates are reported as far as the words are the template's own."""
 
 from pathlib import Path
 
@@ -25,14 +25,14 @@ REFUSES = "the model's chat template refuses these messages"
         ("{{ '%x' % messages[0].content }}", "%x format: an integer is required, not str"),
     ],
 )
-def test_a_messages_words_are_not_told(template: str, told: str, tmp_path: Path) -> None:
+def test_template_error_hides_message_text(template: str, told: str, tmp_path: Path) -> None:
     renderer = TemplateRenderer(byte_level(tmp_path, template))
     with pytest.raises(BadRequestError) as refused:
         renderer.render("chat", {"messages": [{"role": "user", "content": SAID}]})
     assert refused.value.message == f"{REFUSES}: {told}"
 
 
-def test_of_arguments_short_ones_are_told(tmp_path: Path) -> None:
+def test_template_error_shows_short_arguments_only(tmp_path: Path) -> None:
     renderer = TemplateRenderer(byte_level(tmp_path, "{{ raise_exception('it is no good') }}"))
     body = {
         "messages": [{"role": "user", "content": SAID}],

@@ -1,4 +1,4 @@
-"""Parameters: what is read, what it defaults to, and what is refused with which words."""
+"""Parameters: parsed values, defaults, and refusals with their messages."""
 
 import json
 from typing import Any
@@ -32,7 +32,7 @@ def refusal(endpoint: str = "chat", **body: Any) -> BadRequestError:
     return caught.value
 
 
-def test_an_empty_body_is_greedy_and_may_fill_the_context() -> None:
+def test_empty_body_is_greedy_up_to_context() -> None:
     assert parse() == GenerationParams(max_tokens=90)
     assert parse().is_greedy
 
@@ -54,7 +54,7 @@ def test_unknown_fields_are_ignored() -> None:
     assert parse(user="me", metadata={"a": 1}, reasoning_effort="high") == parse()
 
 
-def test_all_that_was_asked_for_is_kept() -> None:
+def test_all_fields_are_parsed() -> None:
     params = parse(
         temperature=1,
         top_p=0.5,
@@ -115,7 +115,7 @@ def test_max_tokens(body: dict[str, Any], expected: int) -> None:
     assert parse(**body).max_tokens == expected
 
 
-def test_the_least_tokens_can_not_be_more_than_the_most() -> None:
+def test_min_tokens_beyond_max_tokens_is_refused() -> None:
     assert parse(min_tokens=90).min_tokens == 90
     assert parse(min_tokens=500).min_tokens == 90, "what the context leaves"
     assert parse(min_tokens=5, max_tokens=5).min_tokens == 5
@@ -124,13 +124,13 @@ def test_the_least_tokens_can_not_be_more_than_the_most() -> None:
         assert error.param == "min_tokens" and f"more than '{name}', 5" in error.message
 
 
-def test_the_default_limit_holds_where_none_is_asked_for() -> None:
+def test_default_max_tokens() -> None:
     assert parse(default=20).max_tokens == 20
     assert parse(default=20, max_tokens=30).max_tokens == 30
     assert parse(default=20, prompt=95).max_tokens == 5
 
 
-def test_default_sampling_holds_where_none_is_asked_for() -> None:
+def test_default_sampling() -> None:
     def sampling(**body: Any) -> tuple[float, float]:
         params = parse_params(
             "chat",
@@ -151,7 +151,7 @@ def test_default_sampling_holds_where_none_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("prompt", [100, 101, 5000])
-def test_a_prompt_that_leaves_no_room_is_refused_with_the_figures(prompt: int) -> None:
+def test_context_overflow_names_token_counts(prompt: int) -> None:
     error = refusal(prompt=prompt, messages=[])
     assert error.code == "context_length_exceeded" and error.param == "messages"
     assert "maximum context length is 100 tokens" in error.message and f"{prompt} tokens" in error.message
@@ -197,7 +197,7 @@ def test_max_tokens_must_be_positive_integers(name: str, value: object) -> None:
         ("functions", [[{"name": "f"}]]),
     ],
 )
-def test_wrong_values_are_refused_by_name(name: str, wrong: list[object]) -> None:
+def test_wrong_values_name_field(name: str, wrong: list[object]) -> None:
     for value in wrong:
         error = refusal(**{name: value})
         assert error.param is not None and error.param.split(".")[0] == name, value
@@ -207,12 +207,12 @@ def test_wrong_values_are_refused_by_name(name: str, wrong: list[object]) -> Non
 
 @pytest.mark.parametrize("name", ["logprobs", "best_of", "echo", "suffix"])
 @pytest.mark.parametrize("value", ["x", -1])
-def test_the_older_endpoint_has_fields_of_its_own(name: str, value: object) -> None:
+def test_completion_fields(name: str, value: object) -> None:
     if (name, value) != ("suffix", -1):
         assert refusal("completion", **{name: value}).param == name
 
 
-def test_logprobs_of_the_older_endpoint_are_a_count() -> None:
+def test_completion_logprobs_are_a_count() -> None:
     asked = parse("completion", logprobs=3)
     assert (asked.logprobs, asked.top_logprobs) == (True, 3)
     assert (parse("completion", logprobs=0).logprobs, parse("completion").logprobs) == (True, False)
@@ -249,11 +249,11 @@ def test_logprobs_of_the_older_endpoint_are_a_count() -> None:
         {"logprobs": True},
     ],
 )
-def test_odd_but_right_values_are_no_errors(body: dict[str, Any]) -> None:
+def test_unusual_values_are_accepted(body: dict[str, Any]) -> None:
     assert parse(**body).max_tokens == 90
 
 
-def test_what_amounts_to_greedy_is_greedy() -> None:
+def test_greedy_settings() -> None:
     assert (
         parse(temperature=1, top_p=0).is_greedy
         and parse(temperature=1, top_k=1).is_greedy
@@ -263,12 +263,12 @@ def test_what_amounts_to_greedy_is_greedy() -> None:
 
 
 @pytest.mark.parametrize("body", [None, [], "x", 5, True])
-def test_a_body_that_is_no_object_is_refused(body: object) -> None:
+def test_body_must_be_object(body: object) -> None:
     with pytest.raises(BadRequestError, match="must be a JSON object"):
         parse_params("chat", body, context_tokens_max=0, prompt_tokens=1, vocabulary_size=5)
 
 
-def test_a_refusal_reads_as_openais_error_object() -> None:
+def test_refusal_is_openai_error_object() -> None:
     assert json.loads(refusal(stop=[5]).encode_reply()) == {
         "error": {
             "message": "'stop' must be a string or a list of up to 16 strings, none empty, not an array",
@@ -287,7 +287,7 @@ JSON = st.recursive(
 
 
 @given(st.sampled_from(["chat", "completion"]), st.dictionaries(st.sampled_from(NULLS), JSON))
-def test_any_json_is_read_or_refused(endpoint: str, body: dict[str, Any]) -> None:
+def test_any_json_is_parsed_or_refused(endpoint: str, body: dict[str, Any]) -> None:
     try:
         params = parse(endpoint, **body)
     except BadRequestError as error:

@@ -1,4 +1,4 @@
-"""What bodies ask of their answers' form, and what is refused with which words."""
+"""Formats that bodies ask for, and refusals with their messages."""
 
 from typing import Any
 
@@ -19,13 +19,13 @@ TOOLS = [
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
-def asked(tools: list[dict[str, Any]] | None = None, endpoint: str = "chat", **body: Any) -> ResponseFormat:
+def parse(tools: list[dict[str, Any]] | None = None, endpoint: str = "chat", **body: Any) -> ResponseFormat:
     return parse_response_format(endpoint, body, tools)
 
 
 def refusal(tools: list[dict[str, Any]] | None = None, **body: Any) -> BadRequestError:
     with pytest.raises(BadRequestError) as caught:
-        asked(tools, **body)
+        parse(tools, **body)
     assert len(caught.value.message) < 300
     return caught.value
 
@@ -34,11 +34,11 @@ def named(name: object) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
-def test_nothing_is_asked_of_most_answers() -> None:
+def test_most_bodies_are_unconstrained() -> None:
     nulls = dict.fromkeys(["response_format", "structured_outputs", "guided_json", "tool_choice", "tools"])
     for body in ({}, nulls, {"response_format": {"type": "text"}}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
-        assert asked(**body).is_unconstrained
-    assert asked(TOOLS[:1]).is_unconstrained and asked(TOOLS[:1], tool_choice="auto").is_unconstrained
+        assert parse(**body).is_unconstrained
+    assert parse(TOOLS[:1]).is_unconstrained and parse(TOOLS[:1], tool_choice="auto").is_unconstrained
     assert not has_format_fields(nulls)
 
 
@@ -82,8 +82,8 @@ def test_nothing_is_asked_of_most_answers() -> None:
     ],
 )
 @pytest.mark.parametrize("endpoint", ["chat", "completion"])
-def test_forms(endpoint: str, body: dict[str, Any], form: TextFormat) -> None:
-    assert asked(None, endpoint, **body).text_format == form
+def test_text_formats(endpoint: str, body: dict[str, Any], form: TextFormat) -> None:
+    assert parse(None, endpoint, **body).text_format == form
     assert has_format_fields(body)
 
 
@@ -136,24 +136,24 @@ def test_forms(endpoint: str, body: dict[str, Any], form: TextFormat) -> None:
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex", "both say"),
     ],
 )
-def test_wrong_forms_are_refused_by_name(body: dict[str, Any], param: str, words: str) -> None:
+def test_wrong_text_formats_name_field(body: dict[str, Any], param: str, words: str) -> None:
     error = refusal(**body)
     assert error.param == param and words in error.message, error.message
 
 
-def test_choices_of_tools() -> None:
-    assert [tool.name for tool in asked(TOOLS, tool_choice="required").tools] == ["f", "g"]
-    one = asked(TOOLS, tool_choice=named("g"), parallel_tool_calls=False)
+def test_tool_choices() -> None:
+    assert [tool.name for tool in parse(TOOLS, tool_choice="required").tools] == ["f", "g"]
+    one = parse(TOOLS, tool_choice=named("g"), parallel_tool_calls=False)
     assert (one.tool_choice, [tool.name for tool in one.tools], one.parallel) == ("required", ["g"], False)
     for mode in ("auto", "required"):
-        some = asked(
+        some = parse(
             TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named("f")]}}
         )
         assert (some.tool_choice, [tool.name for tool in some.tools]) == (mode, ["f"])
         assert some.has_restricted_tools and not some.is_unconstrained
-    assert not asked(TOOLS).is_unconstrained, "one of them is strict"
-    assert not asked(TOOLS, tool_choice="none").is_unconstrained
-    assert asked(TOOLS, "completion", tool_choice="required").is_unconstrained
+    assert not parse(TOOLS).is_unconstrained, "one of them is strict"
+    assert not parse(TOOLS, tool_choice="none").is_unconstrained
+    assert parse(TOOLS, "completion", tool_choice="required").is_unconstrained
 
 
 @pytest.mark.parametrize(
@@ -176,6 +176,6 @@ def test_choices_of_tools() -> None:
         ([{"function": {"name": "f", "strict": 1}}], "auto", "tools[0]", "true or false"),
     ],
 )
-def test_wrong_choices_of_tools_are_refused(tools: Any, choice: object, param: str, words: str) -> None:
+def test_wrong_tool_choices_are_refused(tools: Any, choice: object, param: str, words: str) -> None:
     error = refusal(tools, tool_choice=choice)
     assert error.param == param and words in error.message, error.message

@@ -1,4 +1,4 @@
-"""Whatever a body says, it is taken or refused in words."""
+"""Any body is accepted or refused with a message."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GrammarCompi
     return {name: grammars_of(family_tokenizer(name, root)) for name in FAMILIES}
 
 
-def taken_or_refused(grammars: GrammarCompiler, body: dict[str, Any]) -> None:
+def assert_accepted_or_refused(grammars: GrammarCompiler, body: dict[str, Any]) -> None:
     try:
         constraint = grammars.build_constraint("chat", body, body.get("tools"), "")
     except BadRequestError as error:
@@ -55,13 +55,13 @@ def taken_or_refused(grammars: GrammarCompiler, body: dict[str, Any]) -> None:
 
 @HOW_OFTEN
 @given(SCHEMAS)
-def test_any_schema(families: dict[str, GrammarCompiler], schema: Any) -> None:
-    taken_or_refused(families["json_tools"], {"structured_outputs": {"json": schema}})
+def test_any_schema_is_accepted_or_refused(families: dict[str, GrammarCompiler], schema: Any) -> None:
+    assert_accepted_or_refused(families["json_tools"], {"structured_outputs": {"json": schema}})
 
 
 @HOW_OFTEN
 @given(st.sampled_from(FAMILIES), SCHEMAS, ANYTHING, st.booleans(), st.sampled_from(["required", "auto"]))
-def test_any_tool(
+def test_any_tool_is_accepted_or_refused(
     families: dict[str, GrammarCompiler], family: str, parameters: Any, inner: Any, strict: bool, choice: str
 ) -> None:
     objects = {"type": "object", "properties": {"a": parameters, "b": inner}, "required": ["a"]}
@@ -69,7 +69,7 @@ def test_any_tool(
         {"type": "function", "function": {"name": "f", "parameters": each, "strict": strict}}
         for each in (parameters, objects)
     ]
-    taken_or_refused(families[family], {"tools": tools, "tool_choice": choice})
+    assert_accepted_or_refused(families[family], {"tools": tools, "tool_choice": choice})
 
 
 FIELDS = ["response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"]
@@ -95,5 +95,5 @@ LOOSE = st.recursive(
 
 @HOW_OFTEN
 @given(st.dictionaries(st.sampled_from([*FIELDS, "tool_choice", "parallel_tool_calls"]), LOOSE, max_size=3))
-def test_any_body(families: dict[str, GrammarCompiler], body: dict[str, Any]) -> None:
-    taken_or_refused(families["json_tools"], body)
+def test_any_body_is_accepted_or_refused(families: dict[str, GrammarCompiler], body: dict[str, Any]) -> None:
+    assert_accepted_or_refused(families["json_tools"], body)

@@ -1,4 +1,4 @@
-"""Guided sequences among others: batches, seeds, cuts, faults, warm starts, and the way through the service."""
+"""Constrained sequences among others: batches, seeds, cuts, faults, warm starts, and the way through the service."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def grammars(served: ServedModel) -> GrammarCompiler:
     return GrammarCompiler(served.tokenizer, served.vocabulary_size)
 
 
-def guide(grammars: GrammarCompiler, schema: dict[str, Any]) -> Matcher:
+def make_matcher(grammars: GrammarCompiler, schema: dict[str, Any]) -> Matcher:
     constraint = grammars.build_constraint("completion", {"structured_outputs": {"json": schema}}, None, "")
     assert constraint is not None
     return grammars.create_matcher(constraint)
@@ -57,7 +57,7 @@ def submit(drive: Drive, guided: Matcher | None, prompt: list[int] = PROMPT, **p
     return heard
 
 
-def alone(served: ServedModel, guided: Matcher | None, prompt: list[int] = PROMPT, **params: Any) -> Heard:
+def generate_alone(served: ServedModel, guided: Matcher | None, prompt: list[int] = PROMPT, **params: Any) -> Heard:
     drive = Drive(served)
     heard = submit(drive, guided, prompt, **params)
     drive.until(lambda: heard.over)
@@ -75,11 +75,9 @@ MIXED: list[tuple[dict[str, Any] | None, dict[str, Any]]] = [
 ]
 
 
-def test_guided_and_free_sequences_share_a_batch_and_do_not_change_each_other(
-    served: ServedModel, grammars: GrammarCompiler
-) -> None:
+def test_constrained_and_free_sequences_share_batch(served: ServedModel, grammars: GrammarCompiler) -> None:
     def guided(schema: dict[str, Any] | None) -> Matcher | None:
-        return None if schema is None else guide(grammars, schema)
+        return None if schema is None else make_matcher(grammars, schema)
 
     drive, prompts = Drive(served), [[*PROMPT[:-1], 90 + n] for n in range(len(MIXED))]
     heard = [
@@ -88,7 +86,7 @@ def test_guided_and_free_sequences_share_a_batch_and_do_not_change_each_other(
     drive.until(lambda: max((len(group.sequences) for group in drive.scheduler._queues.groups), default=0) > 4)
     drive.until(lambda: all(one.over for one in heard))
     for (schema, params), prompt, one in zip(MIXED, prompts, heard, strict=True):
-        by_itself = alone(served, guided(schema), prompt, **params)
+        by_itself = generate_alone(served, guided(schema), prompt, **params)
         assert (one.text, one.settled.finish) == (by_itself.text, by_itself.settled.finish)
         if schema is not None:
             assert one.settled.finish == "stop"
@@ -96,65 +94,63 @@ def test_guided_and_free_sequences_share_a_batch_and_do_not_change_each_other(
             assert read == FIXED["const"] if schema is FIXED else len(read) in (2, 3)
 
 
-def test_an_answer_that_is_cut_ends_with_length(served: ServedModel, grammars: GrammarCompiler) -> None:
-    whole = alone(served, guide(grammars, PEOPLE)).text
-    cut = alone(served, guide(grammars, PEOPLE), max_tokens=20)
+def test_cut_answer_finishes_with_length(served: ServedModel, grammars: GrammarCompiler) -> None:
+    whole = generate_alone(served, make_matcher(grammars, PEOPLE)).text
+    cut = generate_alone(served, make_matcher(grammars, PEOPLE), max_tokens=20)
     assert (cut.settled.finish, cut.text) == ("length", whole[:20])
-    endless = alone(served, guide(grammars, {"type": "string", "minLength": 500}), max_tokens=30)
+    endless = generate_alone(served, make_matcher(grammars, {"type": "string", "minLength": 500}), max_tokens=30)
     assert endless.settled.finish == "length" and endless.text.startswith('"') and '"' not in endless.text[1:]
 
 
-def test_a_finished_form_ends_the_answer_even_where_the_end_is_to_be_ignored(
-    served: ServedModel, grammars: GrammarCompiler
-) -> None:
-    ended = alone(served, guide(grammars, FIXED), ignore_eos=True)
+def test_complete_form_ends_answer_despite_ignore_eos(served: ServedModel, grammars: GrammarCompiler) -> None:
+    ended = generate_alone(served, make_matcher(grammars, FIXED), ignore_eos=True)
     assert ended.settled.finish == "stop" and json.loads(ended.text) == FIXED["const"]
 
 
-def test_a_finished_form_goes_before_the_least_tokens(served: ServedModel, grammars: GrammarCompiler) -> None:
-    ended = alone(served, guide(grammars, FIXED), min_tokens=150, stop_token_ids=(5,))
+def test_complete_form_ends_answer_before_min_tokens(served: ServedModel, grammars: GrammarCompiler) -> None:
+    ended = generate_alone(served, make_matcher(grammars, FIXED), min_tokens=150, stop_token_ids=(5,))
     assert ended.settled.finish == "stop" and json.loads(ended.text) == FIXED["const"]
 
 
-def test_nothing_ends_an_answer_before_the_least_tokens(served: ServedModel) -> None:
+def test_min_tokens_holds_without_form(served: ServedModel) -> None:
     eos = min(served.tokenizer.eos_token_ids)
     wants_to_end = {"logit_bias": {eos: 100.0}, "max_tokens": 20}
-    assert alone(served, None, **wants_to_end).generated == [eos]
+    assert generate_alone(served, None, **wants_to_end).generated == [eos]
     for sampling in ({}, {"temperature": 1.0, "seed": 4}):
-        held = alone(served, None, min_tokens=6, **wants_to_end, **sampling)
+        held = generate_alone(served, None, min_tokens=6, **wants_to_end, **sampling)
         assert held.settled.finish == "stop" and len(held.generated) == 7
         assert held.generated.index(eos) == 6
 
 
-def test_a_stop_token_ends_the_answer_and_is_not_told(served: ServedModel) -> None:
-    whole = alone(served, None, max_tokens=20, ignore_eos=True)
+def test_stop_token_ends_answer_without_text(served: ServedModel) -> None:
+    whole = generate_alone(served, None, max_tokens=20, ignore_eos=True)
     stop = whole.generated[4]
     at = whole.generated.index(stop)
-    cut = alone(served, None, max_tokens=20, ignore_eos=True, stop_token_ids=(stop,))
+    cut = generate_alone(served, None, max_tokens=20, ignore_eos=True, stop_token_ids=(stop,))
     assert (cut.settled.finish, cut.generated, cut.text) == ("stop", whole.generated[: at + 1], whole.text[:at])
-    late = alone(served, None, max_tokens=20, ignore_eos=True, stop_token_ids=(stop,), min_tokens=10)
+    late = generate_alone(served, None, max_tokens=20, ignore_eos=True, stop_token_ids=(stop,), min_tokens=10)
     assert stop not in late.generated[:10]
 
 
-def test_only_allowed_tokens_are_generated(served: ServedModel) -> None:
-    heard = alone(served, None, max_tokens=12, temperature=1.0, seed=1, allowed_token_ids=(65, 66))
+def test_allowed_token_ids_limit_sampling(served: ServedModel) -> None:
+    heard = generate_alone(served, None, max_tokens=12, temperature=1.0, seed=1, allowed_token_ids=(65, 66))
     assert set(heard.generated) == {65, 66} and heard.settled.finish == "length"
 
 
-def test_allowed_tokens_and_a_form_are_refused(grammars: GrammarCompiler) -> None:
+def test_allowed_token_ids_with_form_are_refused(grammars: GrammarCompiler) -> None:
     with pytest.raises(BadRequestError, match="can't be combined") as refused:
         grammars.build_constraint("completion", {"grammar": 'root ::= "a"', "allowed_token_ids": [65]}, None, "")
     assert refused.value.param == "allowed_token_ids"
 
 
-def test_llama_cpps_grammars_are_forms(served: ServedModel, grammars: GrammarCompiler) -> None:
+def test_gbnf_grammar_is_followed(served: ServedModel, grammars: GrammarCompiler) -> None:
     constraint = grammars.build_constraint("completion", {"grammar": 'root ::= "ab" [0-9] "c"'}, None, "")
     assert constraint is not None
-    assert re.fullmatch("ab[0-9]c", alone(served, grammars.create_matcher(constraint)).text)
+    assert re.fullmatch("ab[0-9]c", generate_alone(served, grammars.create_matcher(constraint)).text)
 
 
 def test_logprobs_have_no_infinity(served: ServedModel, grammars: GrammarCompiler) -> None:
-    heard = alone(served, guide(grammars, FIXED), logprobs=True, top_logprobs=5)
+    heard = generate_alone(served, make_matcher(grammars, FIXED), logprobs=True, top_logprobs=5)
     told = [event.logprobs for event in heard.events if isinstance(event, TokenEvent) and event.logprobs]
     assert len(told) == len(heard.text.encode())
     for one in told:
@@ -162,12 +158,15 @@ def test_logprobs_have_no_infinity(served: ServedModel, grammars: GrammarCompile
         assert [value for _, value in one.top[1:]] == [LOGPROB_MIN] * 4
 
 
-def test_what_the_first_token_was_chosen_from_is_the_models_own(served: ServedModel, grammars: GrammarCompiler) -> None:
-    free, guided = alone(served, None, max_tokens=2), alone(served, guide(grammars, FIXED), max_tokens=2)
+def test_first_logits_are_unmasked(served: ServedModel, grammars: GrammarCompiler) -> None:
+    free, guided = (
+        generate_alone(served, None, max_tokens=2),
+        generate_alone(served, make_matcher(grammars, FIXED), max_tokens=2),
+    )
     assert free.settled.first == guided.settled.first is not None
 
 
-def test_a_warm_start_gives_the_cold_answer(served: ServedModel, grammars: GrammarCompiler) -> None:
+def test_warm_start_equals_cold_answer(served: ServedModel, grammars: GrammarCompiler) -> None:
     drive = Drive(served)
     first = drive.run(PROMPT, 4)
     resident = drive.saved(first)
@@ -179,25 +178,25 @@ def test_a_warm_start_gives_the_cold_answer(served: ServedModel, grammars: Gramm
             prompt,
             wanted,
             heard.events.append,
-            matcher=guide(grammars, PEOPLE),
+            matcher=make_matcher(grammars, PEOPLE),
             resident_id=resident,
             reuse_tokens=len(PROMPT),
         )
     )
     drive.until(lambda: heard.over)
     assert heard.reused == len(PROMPT)
-    assert heard.text == alone(served, guide(grammars, PEOPLE), prompt, temperature=1.0, seed=3).text
+    assert heard.text == generate_alone(served, make_matcher(grammars, PEOPLE), prompt, temperature=1.0, seed=3).text
 
 
-def test_a_guide_that_fails_ends_its_own_request_alone(
+def test_failing_matcher_ends_its_request_only(
     served: ServedModel, grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(token: int) -> None:
         raise GrammarDeadEndError("a limit was met")
 
-    drive, broken = Drive(served), guide(grammars, PEOPLE)
+    drive, broken = Drive(served), make_matcher(grammars, PEOPLE)
     monkeypatch.setattr(broken, "advance", fails)
-    failed, other = submit(drive, broken), submit(drive, guide(grammars, FIXED))
+    failed, other = submit(drive, broken), submit(drive, make_matcher(grammars, FIXED))
     drive.until(lambda: failed.over and other.over)
     assert failed.settled.finish == "error" and "a limit was met" in failed.settled.error
     assert other.settled.finish == "stop" and json.loads(other.text) == FIXED["const"]
@@ -224,7 +223,7 @@ ASKS = {
 }
 
 
-def test_forms_and_required_calls_through_the_service(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_service_follows_forms_and_required_calls(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_models.build("llama", tmp_path / "model", stops=True, tools=True)
 
     async def work(live: Live) -> None:

@@ -1,4 +1,4 @@
-"""Schemas made fit for grammars: what is rewritten, and what is refused before anything is compiled."""
+"""Schemas adapted to grammars: rewritten keywords, and refusals before anything is compiled."""
 
 import functools
 from typing import Any
@@ -22,7 +22,7 @@ def branch(tag: object, **more: Any) -> dict[str, Any]:
         [{"$ref": "#/$defs/a"}, branch("b")],
     ],
 )
-def test_one_of_becomes_any_of_where_branches_exclude_each_other(branches: list[Any]) -> None:
+def test_exclusive_one_of_becomes_any_of(branches: list[Any]) -> None:
     made = adapt_schema({"oneOf": branches, "$defs": {"a": branch("a")}}, "x")
     assert made["anyOf"] == branches and "oneOf" not in made
 
@@ -38,11 +38,11 @@ def test_one_of_becomes_any_of_where_branches_exclude_each_other(branches: list[
         [{"type": "string"}, True],
     ],
 )
-def test_one_of_stays_where_they_may_not(branches: list[Any]) -> None:
+def test_inclusive_one_of_stays(branches: list[Any]) -> None:
     assert adapt_schema({"oneOf": branches}, "x")["oneOf"] == branches
 
 
-def test_what_nobody_checks_is_left_out_and_names_are_no_keywords() -> None:
+def test_unchecked_formats_are_removed_but_not_property_names() -> None:
     schema = {
         "type": "object",
         "properties": {
@@ -80,7 +80,7 @@ def nested(levels: int) -> dict[str, Any]:
         ({"anyOf": [{"$ref": "#"}, {"allOf": [{"$ref": "#"}]}]}, "requires itself"),
     ],
 )
-def test_what_is_too_large_or_never_ends_is_refused(schema: dict[str, Any], words: str) -> None:
+def test_too_large_or_infinite_schema_is_refused(schema: dict[str, Any], words: str) -> None:
     with pytest.raises(BadRequestError, match=words) as caught:
         adapt_schema(schema, "here.it.is")
     assert caught.value.param == "here.it.is"
@@ -98,7 +98,7 @@ def test_what_is_too_large_or_never_ends_is_refused(schema: dict[str, Any], word
         {"$ref": "#/$defs/0", "$defs": {str(n): {"$ref": f"#/$defs/{n + 1}"} for n in range(40)} | {"40": {}}},
     ],
 )
-def test_what_may_end_is_taken(schema: dict[str, Any]) -> None:
+def test_recursive_schema_that_can_end_is_accepted(schema: dict[str, Any]) -> None:
     assert adapt_schema(schema, "x") == schema
 
 
@@ -109,7 +109,7 @@ def test_references_are_encoded() -> None:
     assert made == {"anyOf": [{"$ref": "#/$defs/Gr%C3%B6%C3%9Fe"}, {"$ref": "#/$defs/a%20b"}], "$defs": defs}
 
 
-def test_a_schema_that_doubles_at_each_reference_is_looked_at_once() -> None:
+def test_doubling_references_are_visited_once() -> None:
     def pair(n: int) -> dict[str, Any]:
         inner = {"$ref": f"#/$defs/{n + 1}"}
         return {"type": "object", "properties": {"x": inner, "y": inner}, "required": ["x", "y"]}
@@ -118,8 +118,8 @@ def test_a_schema_that_doubles_at_each_reference_is_looked_at_once() -> None:
     assert adapt_schema(schema, "x") == schema
 
 
-def test_branches_are_compared_no_further_than_they_are_alike() -> None:
-    """All names of the first branch with all branches would be millions of looks."""
+def test_comparison_of_many_branches_is_bounded() -> None:
+    """All names of the first branch with all branches would be millions of comparisons."""
     names = [f"n{n}" for n in range(SCHEMA_NODES_MAX // 4)]
     open_branches = [{"type": "object"} for _ in range(SCHEMA_NODES_MAX // 4)]
     schema = {"oneOf": [{"type": "object", "required": names}, *open_branches]}

@@ -1,4 +1,4 @@
-"""A guide's states: reasoning, the line break after it, markers of several tokens, padding, limits."""
+"""States of a matcher: reasoning, the line break after it, markers of several tokens, padding, limits."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ def thinking(folder: Path) -> tuple[TokenizerWrapper, GrammarCompiler]:
     return tokenizer, grammars_of(tokenizer)
 
 
-def guide_of(grammars: GrammarCompiler, tail: str = "", **body: Any) -> Matcher:
+def make_matcher(grammars: GrammarCompiler, tail: str = "", **body: Any) -> Matcher:
     constraint = grammars.build_constraint("chat", body or YES_OR_NO, None, tail)
     assert constraint is not None
     return grammars.create_matcher(constraint)
@@ -59,9 +59,9 @@ def allowed(tokenizer: TokenizerWrapper, guide: Matcher) -> set[str]:
         ("", "yes<think>", False),
     ],
 )
-def test_the_form_begins_where_reasoning_ends(thinking: Any, tail: str, answer: str, fits: bool) -> None:
+def test_form_begins_after_reasoning(thinking: Any, tail: str, answer: str, fits: bool) -> None:
     tokenizer, grammars = thinking
-    guide = guide_of(grammars, tail)
+    guide = make_matcher(grammars, tail)
     assert takes(guide, ids(tokenizer, answer)) == fits
     assert guide.is_complete == (fits and answer.endswith(EOS))
 
@@ -72,7 +72,7 @@ def test_completions_have_no_reasoning(thinking: Any) -> None:
     assert not takes(grammars.create_matcher(constraint), ids(tokenizer, THINKS[0]))
 
 
-def test_reasoning_may_begin_with_several_tokens_that_the_form_begins_with_too(folder: Path) -> None:
+def test_think_start_may_share_tokens_with_form(folder: Path) -> None:
     markers = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
     tokenizer = tokenizer_with(folder / "xtml", markers)
     grammars = grammars_of(tokenizer)
@@ -85,10 +85,10 @@ def test_reasoning_may_begin_with_several_tokens_that_the_form_begins_with_too(f
         ("<|open|>tools", False),
         ("<|open|>response<|sep|>maybe", False),
     ):
-        assert takes(guide_of(grammars), ids(tokenizer, answer)) == fits, answer
+        assert takes(make_matcher(grammars), ids(tokenizer, answer)) == fits, answer
 
 
-def test_channels_are_part_of_the_form(folder: Path) -> None:
+def test_channels_are_part_of_grammar(folder: Path) -> None:
     tokenizer = tokenizer_with(
         folder / "channels", ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>")
     )
@@ -100,30 +100,30 @@ def test_channels_are_part_of_the_form(folder: Path) -> None:
         (thought + thought + "<|channel|>final<|message|>maybe", False),
         ("yes", False),
     ):
-        assert takes(guide_of(grammars, "<|start|>assistant"), ids(tokenizer, answer)) == fits, answer
+        assert takes(make_matcher(grammars, "<|start|>assistant"), ids(tokenizer, answer)) == fits, answer
 
 
-def test_words_that_read_like_markers_are_text(thinking: Any) -> None:
+def test_text_like_markers_is_not_a_marker(thinking: Any) -> None:
     tokenizer, grammars = thinking
-    guide = guide_of(grammars, "</think>", structured_outputs={"json": {"const": "a<think>" + EOS}})
+    guide = make_matcher(grammars, "</think>", structured_outputs={"json": {"const": "a<think>" + EOS}})
     tokens = walk(guide, 1)
     assert tokenizer.decode(tokens) == f'"a<think>{EOS}"'
     assert all(token < 256 for token in tokens)
 
 
-def test_logits_that_no_token_has_are_never_allowed(thinking: Any) -> None:
+def test_padding_logits_are_masked(thinking: Any) -> None:
     tokenizer, grammars = thinking
-    guide = guide_of(grammars, "</think>", guided_regex="(?s:.*)")
+    guide = make_matcher(grammars, "</think>", guided_regex="(?s:.*)")
     mask = guide.compute_allowed()
     assert mask.shape == (len(tokenizer) + PADDING,)
     assert mask[:256].any() and not mask[-PADDING:].any()
     assert {token for token in mask.nonzero()[0].tolist() if token >= 256} == {tokenizer.eos_token_id}
 
 
-def test_masks_and_steps_as_a_processor(thinking: Any) -> None:
+def test_matcher_masks_as_logits_processor(thinking: Any) -> None:
     tokenizer, grammars = thinking
     width = len(tokenizer) + PADDING
-    guide = guide_of(grammars, "<think>")
+    guide = make_matcher(grammars, "<think>")
     logits, prompt = mx.zeros((1, width), mx.bfloat16), [65] * 5
 
     def step(*answer: str) -> set[int]:
@@ -140,9 +140,9 @@ def test_masks_and_steps_as_a_processor(thinking: Any) -> None:
     assert step("x", "</think>", "y", "?") == {*ids(tokenizer, "s")}
 
 
-def test_nothing_but_the_end_may_follow_a_whole_answer(thinking: Any) -> None:
+def test_only_eos_follows_complete_answer(thinking: Any) -> None:
     tokenizer, grammars = thinking
-    guide = guide_of(grammars, "</think>")
+    guide = make_matcher(grammars, "</think>")
     assert takes(guide, ids(tokenizer, "yes"))
     assert guide.compute_allowed().nonzero()[0].tolist() == [tokenizer.eos_token_id]
     guide.advance(tokenizer.eos_token_id)
@@ -150,14 +150,14 @@ def test_nothing_but_the_end_may_follow_a_whole_answer(thinking: Any) -> None:
     assert guide.is_complete
 
 
-def test_a_token_that_does_not_fit_is_a_fault(thinking: Any) -> None:
+def test_token_outside_grammar_raises(thinking: Any) -> None:
     tokenizer, grammars = thinking
-    guide = guide_of(grammars, "</think>")
+    guide = make_matcher(grammars, "</think>")
     with pytest.raises(GrammarDeadEndError, match="can't go on in the form asked for"):
         guide.advance(ids(tokenizer, "?")[0])
 
 
-def test_guides_of_one_constraint_know_nothing_of_each_other(thinking: Any) -> None:
+def test_matchers_of_one_constraint_are_independent(thinking: Any) -> None:
     tokenizer, grammars = thinking
     constraint = grammars.build_constraint("chat", YES_OR_NO, None, "</think>")
     one, other = grammars.create_matcher(constraint), grammars.create_matcher(constraint)
@@ -165,15 +165,15 @@ def test_guides_of_one_constraint_know_nothing_of_each_other(thinking: Any) -> N
     assert allowed(tokenizer, one) == {"s"} and allowed(tokenizer, other) == {"y", "n"}
 
 
-def test_tokens_of_sentence_piece_are_read_as_the_bytes_that_they_are(tmp_path: Path) -> None:
+def test_sentencepiece_tokens_are_matched_as_bytes(tmp_path: Path) -> None:
     tokenizer = sentence_piece(tmp_path)
     grammars = grammars_of(tokenizer)
     for seed in range(3):
-        guide = guide_of(grammars, structured_outputs={"json": {"const": {"the": "hé"}}})
+        guide = make_matcher(grammars, structured_outputs={"json": {"const": {"the": "hé"}}})
         assert tokenizer.decode(walk(guide, seed)).strip() == '{"the": "hé"}'
 
 
-def test_a_tokenizer_without_a_fast_form_is_refused_in_words(thinking: Any) -> None:
+def test_slow_tokenizer_is_refused(thinking: Any) -> None:
     class Slow:
         _tokenizer = object()
         eos_token_ids = (1,)
@@ -206,16 +206,14 @@ def test_a_tokenizer_without_a_fast_form_is_refused_in_words(thinking: Any) -> N
         ({**YES_OR_NO, "continue_final_message": True}, "can't be combined"),
     ],
 )
-def test_what_cannot_be_followed_is_refused_when_the_prompt_is_rendered(
-    thinking: Any, body: dict[str, Any], words: str
-) -> None:
+def test_invalid_grammar_is_refused(thinking: Any, body: dict[str, Any], words: str) -> None:
     for _ in range(2):  # the second time from what is remembered
         with pytest.raises(BadRequestError, match=words) as caught:
             thinking[1].build_constraint("chat", body, None, "")
         assert len(caught.value.message) < 400
 
 
-def test_compiled_grammars_are_kept_within_bounds(thinking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_grammars_are_bounded(thinking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, grammars = thinking
     constraints = [
         grammars.build_constraint("chat", {"guided_choice": [word]}, None, "</think>") for word in ("ab", "cd", "ef")

@@ -1,4 +1,4 @@
-"""JSON that a random model writes under a schema is valid, whatever the schema: it never would be by luck."""
+"""JSON that a random model samples under a schema is valid, whatever the schema: it never would be by luck."""
 
 import json
 from typing import Any
@@ -36,7 +36,7 @@ def grammars(served: ServedModel) -> GrammarCompiler:
 def answers(
     served: ServedModel, grammars: GrammarCompiler, schemas: dict[int, dict[str, Any]], temperature: float
 ) -> dict[int, Heard]:
-    """All at once, in as many places as there are."""
+    """Sample all answers at once, one row each."""
     drive, heard = Drive(served, places=TOGETHER), {seed: Heard() for seed in schemas}
     for seed, schema in schemas.items():
         constraint = grammars.build_constraint("chat", {"structured_outputs": {"json": schema}}, None, THOUGHT)
@@ -63,14 +63,14 @@ def check(served: ServedModel, schema: dict[str, Any], heard: Heard) -> None:
 
 
 @pytest.mark.parametrize("level", range(LEVELS))
-def test_schemas_of_growing_nastiness_are_followed(level: int, served: ServedModel, grammars: GrammarCompiler) -> None:
+def test_sampled_answers_conform_to_schemas(level: int, served: ServedModel, grammars: GrammarCompiler) -> None:
     seeds = range(level * SCHEMAS // LEVELS, (level + 1) * SCHEMAS // LEVELS)
     schemas = {seed: nasty(seed, level) for seed in seeds}
     for seed, one in answers(served, grammars, schemas, temperature=1.0).items():
         check(served, schemas[seed], one)
 
 
-def test_the_likeliest_answers_are_valid_too(served: ServedModel, grammars: GrammarCompiler) -> None:
+def test_greedy_answers_conform_to_schemas(served: ServedModel, grammars: GrammarCompiler) -> None:
     schemas = {seed: nasty(seed, seed % 4) for seed in range(SCHEMAS, SCHEMAS + 32)}
     for seed, one in answers(served, grammars, schemas, temperature=0.0).items():
         check(served, schemas[seed], one)

@@ -1,4 +1,4 @@
-"""Calls that a grammar holds to their family's form are read back as such, with arguments that their schemas allow."""
+"""Calls sampled under a family's grammar parse as such, with arguments that their schemas allow."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ SCHEMAS = {"get_weather": WEATHER, "now": {"type": "object", "maxProperties": 0}
 
 
 def thought(family: str) -> str:
-    """A prompt's end after which nobody begins to reason."""
+    """End of a prompt after which no reasoning begins."""
     return "".join(BY_NAME[family].think) if family in BY_NAME else ""
 
 
@@ -71,7 +71,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokeni
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_required_calls_are_read_back_with_valid_arguments(family: str, families: dict[str, Any]) -> None:
+def test_required_calls_parse_with_valid_arguments(family: str, families: dict[str, Any]) -> None:
     tokenizer, grammars = families[family]
     tools = tools_for(family)
     body = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
@@ -88,7 +88,7 @@ def test_required_calls_are_read_back_with_valid_arguments(family: str, families
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_several_calls_may_follow_each_other_where_that_is_allowed(family: str, families: dict[str, Any]) -> None:
+def test_parallel_calls_are_allowed(family: str, families: dict[str, Any]) -> None:
     tokenizer, grammars = families[family]
     tools = tools_for(family)
     constraint = grammars.build_constraint("chat", {"tools": tools, "tool_choice": "required"}, tools, thought(family))
@@ -104,7 +104,7 @@ def test_several_calls_may_follow_each_other_where_that_is_allowed(family: str, 
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_a_named_tool_is_the_one_that_is_called(family: str, families: dict[str, Any]) -> None:
+def test_named_tool_is_called(family: str, families: dict[str, Any]) -> None:
     tokenizer, grammars = families[family]
     body = {"tools": FLAT, "tool_choice": {"type": "function", "function": {"name": "now"}}}
     constraint = grammars.build_constraint("chat", {**body, "parallel_tool_calls": False}, FLAT, thought(family))
@@ -139,7 +139,7 @@ AWKWARD = {
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_schemas_that_are_not_plain_are_followed_as_well(family: str, families: dict[str, Any]) -> None:
+def test_complex_schemas_are_followed(family: str, families: dict[str, Any]) -> None:
     tokenizer, grammars = families[family]
     for name, schema in AWKWARD.items():
         tools = [function("f", schema, strict=True)]
@@ -168,7 +168,7 @@ MINE = [function("get_weather", {**WEATHER, "additionalProperties": False}, stri
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_calls_may_be_written_as_the_family_writes_them(family: str, families: dict[str, Any]) -> None:
+def test_grammar_accepts_calls_of_family(family: str, families: dict[str, Any]) -> None:
     tokenizer, grammars = families[family]
     theirs = BY_NAME.get(family)
     written, tools = (WRITTEN[family], MINE) if theirs is None else (theirs.calls, STRICT)
@@ -183,7 +183,7 @@ def test_calls_may_be_written_as_the_family_writes_them(family: str, families: d
         assert read == CALLS
 
 
-def test_strict_tools_are_free_until_a_call_begins_and_free_again_after_it(families: dict[str, Any]) -> None:
+def test_strict_tools_constrain_calls_only(families: dict[str, Any]) -> None:
     tokenizer, grammars = families["json_tools"]
     strict = [function("get_weather", {**WEATHER, "additionalProperties": False}, strict=True)]
     constraint = grammars.build_constraint("chat", {"tools": strict}, strict, "")
@@ -200,7 +200,7 @@ def test_strict_tools_are_free_until_a_call_begins_and_free_again_after_it(famil
     assert takes(once, tokens("Well. " + call)) and np_count(once) == 1
 
 
-def test_only_tools_that_are_allowed_can_be_called(families: dict[str, Any]) -> None:
+def test_allowed_tools_limit_calls(families: dict[str, Any]) -> None:
     tokenizer, grammars = families["json_tools"]
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "now"}}]}
     body = {"tools": FLAT, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
@@ -215,7 +215,7 @@ def np_count(guide: Any) -> int:
     return int(guide.compute_allowed().sum())
 
 
-def test_channels_hold_reasoning_and_one_call(tmp_path: Path) -> None:
+def test_harmony_allows_reasoning_and_one_call(tmp_path: Path) -> None:
     tokenizer = HARMONY.tokenizer(tmp_path)
     grammars = grammars_of(tokenizer)
     thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
@@ -239,7 +239,7 @@ def test_channels_hold_reasoning_and_one_call(tmp_path: Path) -> None:
     assert parse_turn(tokens, tokenizer, FLAT)[1] == [("get_weather", '{"city": "köln", "days": 2}')]
 
 
-def test_a_family_without_a_grammar_refuses_what_it_cannot_promise(tmp_path: Path) -> None:
+def test_family_without_syntax_refuses_constraints(tmp_path: Path) -> None:
     grammars = grammars_of(tokenizer_with(tmp_path, ()))
     strict = [function("f", {"type": "object", "properties": {}}, strict=True)]
     with pytest.raises(BadRequestError, match="way of calling tools has no grammar") as caught:
@@ -251,7 +251,7 @@ def test_a_family_without_a_grammar_refuses_what_it_cannot_promise(tmp_path: Pat
     assert grammars.build_constraint("chat", {"tools": FLAT, "tool_choice": "none"}, FLAT, "") is None
 
 
-def test_without_calls_their_first_marker_is_never_sampled(families: dict[str, Any]) -> None:
+def test_tool_choice_none_forbids_call_marker(families: dict[str, Any]) -> None:
     tokenizer, grammars = families["glm47"]
     constraint = grammars.build_constraint("chat", {"tools": FLAT, "tool_choice": "none"}, FLAT, "")
     assert constraint.forbidden_tokens == tuple(tokenizer.encode("<tool_call>", add_special_tokens=False))
@@ -259,14 +259,14 @@ def test_without_calls_their_first_marker_is_never_sampled(families: dict[str, A
 
 
 @pytest.mark.parametrize("family", ["pythonic", "gemma4"])
-def test_names_that_a_family_cannot_write_are_refused(family: str, families: dict[str, Any]) -> None:
+def test_unwritable_names_are_refused(family: str, families: dict[str, Any]) -> None:
     _, grammars = families[family]
     tools = [function("f", {"type": "object", "properties": {"a-b": {}}, "required": ["a-b"]})]
     with pytest.raises(BadRequestError, match=r"can't name the argument \"a-b\""):
         grammars.build_constraint("chat", {"tools": tools, "tool_choice": "required"}, tools, "")
 
 
-def test_a_schema_that_cannot_be_used_frees_the_arguments_unless_it_is_strict(families: dict[str, Any]) -> None:
+def test_unusable_schema_is_refused_only_for_strict_tools(families: dict[str, Any]) -> None:
     tokenizer, grammars = families["json_tools"]
     odd = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y"}}, "required": ["a"]}
     tools = [function("f", odd)]
@@ -280,7 +280,7 @@ def test_a_schema_that_cannot_be_used_frees_the_arguments_unless_it_is_strict(fa
     assert caught.value.param == "tools[0].function.parameters"
 
 
-def test_where_calls_and_a_form_may_come_either_does(families: dict[str, Any]) -> None:
+def test_calls_and_form_are_alternatives(families: dict[str, Any]) -> None:
     tokenizer, grammars = families["json_tools"]
     form = {"response_format": {"type": "json_object", "schema": {"const": {"a": 1}}}}
     either = grammars.build_constraint("chat", {**form, "tools": FLAT}, FLAT, "")

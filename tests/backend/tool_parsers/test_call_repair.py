@@ -1,4 +1,4 @@
-"""Calls that are not quite as they should be: repaired where they can mean one thing only, else text."""
+"""Faulty calls: repaired where they are unambiguous, else text."""
 
 import json
 from contextlib import suppress
@@ -64,37 +64,37 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("text", REPAIRED.values(), ids=REPAIRED)
-def test_what_can_mean_one_thing_only_is_repaired(hermes: TokenizerWrapper, text: str) -> None:
+def test_unambiguous_calls_are_repaired(hermes: TokenizerWrapper, text: str) -> None:
     parts = parts_of(hermes, f"<tool_call>\n{text}\n</tool_call>", tools=[F])
     assert (calls(parts), content(parts)) == ([("f", {"a": "x"})], "")
 
 
 @pytest.mark.parametrize("text", UNREADABLE.values(), ids=UNREADABLE)
 @pytest.mark.parametrize("natural", [True, False])
-def test_what_cannot_is_told_as_it_was_written(hermes: TokenizerWrapper, text: str, natural: bool) -> None:
+def test_ambiguous_calls_stay_text(hermes: TokenizerWrapper, text: str, natural: bool) -> None:
     written = f"So:\n<tool_call>\n{text}\n</tool_call>"
     parts = parts_of(hermes, written, tools=[F], natural=natural)
     assert (calls(parts), content(parts)) == ([], written)
 
 
-def test_a_missing_end_marker_counts_where_the_model_ended_itself(hermes: TokenizerWrapper) -> None:
+def test_missing_end_marker_is_accepted_at_natural_end(hermes: TokenizerWrapper) -> None:
     text = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}'
     assert calls(parts_of(hermes, text, tools=[F])) == [("f", {"a": "x"})]
     assert content(parts_of(hermes, text, tools=[F], natural=False)) == text
 
 
-def test_a_value_that_is_cut_is_never_completed(hermes: TokenizerWrapper) -> None:
+def test_cut_value_is_never_completed(hermes: TokenizerWrapper) -> None:
     for text in ('{"name": "f", "arguments": {"a": "x', '{"name": "f", "arguments": {"a":', '{"name": "f", "argum'):
         assert content(parts_of(hermes, "<tool_call>" + text, tools=[F])) == "<tool_call>" + text
 
 
-def test_markers_within_a_string_are_text_of_the_string(hermes: TokenizerWrapper) -> None:
+def test_markers_within_strings_are_text(hermes: TokenizerWrapper) -> None:
     inner = "<tool_call>{}</tool_call> <think>"
     text = f'<tool_call>{{"name": "f", "arguments": {{"a": "{inner}"}}}}</tool_call>'
     assert calls(parts_of(hermes, text, tools=[F])) == [("f", {"a": inner})]
 
 
-def test_a_string_that_never_ends_does_not_swallow_the_next_call(hermes: TokenizerWrapper) -> None:
+def test_unterminated_string_leaves_next_call(hermes: TokenizerWrapper) -> None:
     broken, good = (
         '<tool_call>{"name": "f", "arguments": {"a": "x}}</tool_call>',
         '<tool_call>{"name": "f"}</tool_call>',
@@ -103,12 +103,12 @@ def test_a_string_that_never_ends_does_not_swallow_the_next_call(hermes: Tokeniz
     assert (calls(parts), content(parts).strip()) == ([("f", {})], broken)
 
 
-def test_a_call_of_an_unknown_tool_is_passed_on(hermes: TokenizerWrapper) -> None:
+def test_call_of_unknown_tool_is_passed_on(hermes: TokenizerWrapper) -> None:
     text = '<tool_call>{"name": "g", "arguments": {"a": 5}}</tool_call>'
     assert calls(parts_of(hermes, text, tools=[F])) == [("g", {"a": 5})]
 
 
-def test_half_a_surrogate_pair_stays_an_escape(hermes: TokenizerWrapper) -> None:
+def test_lone_surrogate_stays_escaped(hermes: TokenizerWrapper) -> None:
     text = r'<tool_call>{"name": "f", "arguments": {"a": "\ud83d"}}</tool_call>'
     (call,) = parts_of(hermes, text, tools=[F])
     assert getattr(call, "arguments", "").encode() and calls([call]) == [("f", {"a": "\ud83d"})]
@@ -120,37 +120,37 @@ def test_half_a_surrogate_pair_stays_an_escape(hermes: TokenizerWrapper) -> None
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
 
 
-def test_text_before_between_and_after_calls_keeps_its_place(hermes: TokenizerWrapper) -> None:
+def test_text_around_calls_keeps_its_place(hermes: TokenizerWrapper) -> None:
     parts = parts_of(hermes, f"One.\n{CALL}\nTwo.\n{CALL}\nThree.\n", tools=[F])
     assert (content(parts), len(calls(parts))) == ("One.\n\nTwo.\n\nThree.", 2)
     kinds = [type(part).__name__ for part in parts]
     assert kinds.index("ToolCall") == len("One.") and len(kinds) - 1 - kinds[::-1].index("ToolCall") < len(kinds) - 5
 
 
-def test_space_around_calls_is_no_content(hermes: TokenizerWrapper) -> None:
+def test_white_space_around_calls_is_dropped(hermes: TokenizerWrapper) -> None:
     parts = parts_of(hermes, f"<think>\nHm.\n</think>\n\n{CALL}\n\n{CALL}\n", tools=[F])
     assert (content(parts), len(calls(parts))) == ("", 2)
 
 
-def test_space_at_the_end_of_text_is_kept_where_nothing_was_called(hermes: TokenizerWrapper) -> None:
+def test_trailing_white_space_without_calls_is_kept(hermes: TokenizerWrapper) -> None:
     assert content(parts_of(hermes, " Yes. \n", tools=[F])) == " Yes. \n"
 
 
-def test_a_call_in_reasoning_that_goes_on_is_reasoning(hermes: TokenizerWrapper) -> None:
+def test_call_within_reasoning_is_reasoning(hermes: TokenizerWrapper) -> None:
     parts = parts_of(hermes, f"I could write {CALL}, or not.\n</think>\n\nNo.", tools=[F], tail="<think>\n")
     assert (calls(parts), content(parts)) == ([], "No.")
     parts = parts_of(hermes, f"I could write {CALL}\n</think>\n\nNo.", tools=[F], tail="<think>\n")
     assert (calls(parts), content(parts)) == ([], "No.")
 
 
-def test_a_call_that_ends_an_open_reasoning_is_a_call(hermes: TokenizerWrapper) -> None:
+def test_call_ends_open_reasoning(hermes: TokenizerWrapper) -> None:
     parts = parts_of(hermes, f"I call.\n{CALL}\n{CALL}", tools=[F], tail="<think>\n")
     assert (len(calls(parts)), content(parts)) == (2, "")
     cut = parts_of(hermes, f"I call.\n{CALL}\n{CALL}", tools=[F], tail="<think>\n", natural=False)
     assert not calls(cut)
 
 
-def test_stray_ends_leak_no_marker(hermes: TokenizerWrapper) -> None:
+def test_stray_end_markers_are_dropped(hermes: TokenizerWrapper) -> None:
     assert content(parts_of(hermes, "Hm.\n</think>\n\nYes.", tools=[F])) == "Hm.\nYes."
     assert content(parts_of(hermes, f"{CALL}\n</tool_call>\nYes.", tools=[F])) == "Yes."
 
@@ -158,14 +158,14 @@ def test_stray_ends_leak_no_marker(hermes: TokenizerWrapper) -> None:
 # ---- other families' ways to go wrong
 
 
-def test_qwen_may_leave_out_the_marker_before_a_call(folder: Path) -> None:
+def test_qwen_call_without_start_marker(folder: Path) -> None:
     tokenizer = BY_NAME["qwen3_coder"].tokenizer(folder)
     text = "Look:\n<function=run>\n<parameter=command>\nls\n</parameter>\n</function>\n</tool_call>"
     parts = parts_of(tokenizer, text)
     assert (calls(parts), content(parts)) == ([("run", {"command": "ls"})], "Look:")
 
 
-def test_qwen_may_leave_out_closing_tags(folder: Path) -> None:
+def test_qwen_call_without_closing_tags(folder: Path) -> None:
     tokenizer = BY_NAME["qwen3_coder"].tokenizer(folder)
     text = "<tool_call>\n<function=run>\n<parameter=command>\nls\n<parameter=dry>\nTrue\n</parameter>\n</tool_call>"
     assert calls(parts_of(tokenizer, text)) == [("run", {"command": "ls", "dry": True})]
@@ -173,20 +173,20 @@ def test_qwen_may_leave_out_closing_tags(folder: Path) -> None:
     assert content(parts_of(tokenizer, cut)) == cut, "who knows what would have followed"
 
 
-def test_a_value_may_hold_its_own_closing_tag(folder: Path) -> None:
+def test_value_may_contain_its_closing_tag(folder: Path) -> None:
     tokenizer = BY_NAME["qwen3_coder"].tokenizer(folder)
     command = "echo '<parameter=x>1</parameter>' </tool_call>"
     text = f"<tool_call>\n<function=run>\n<parameter=command>\n{command}\n</parameter>\n</function>\n</tool_call>"
     assert calls(parts_of(tokenizer, text)) == [("run", {"command": command})]
 
 
-def test_tagged_families_may_write_json(folder: Path) -> None:
+def test_tagged_families_accept_json(folder: Path) -> None:
     for family in ("glm47", "qwen3_coder"):
         text = '<tool_call>\n{"name": "get_weather", "arguments": {"days": 2}}\n</tool_call>'
         assert calls(parts_of(BY_NAME[family].tokenizer(folder), text)) == [("get_weather", {"days": 2})]
 
 
-def test_a_call_may_have_no_arguments(folder: Path) -> None:
+def test_call_without_arguments(folder: Path) -> None:
     for family, text in {
         "glm47": "<tool_call>now\n</tool_call>",
         "qwen3_coder": "<tool_call>\n<function=now>\n</function>\n</tool_call>",
@@ -199,7 +199,7 @@ def test_a_call_may_have_no_arguments(folder: Path) -> None:
         assert calls(parts_of(BY_NAME[family].tokenizer(folder), text)) == [("now", {})], family
 
 
-def test_a_broken_call_beside_a_good_one_is_text(folder: Path) -> None:
+def test_broken_call_beside_valid_one_is_text(folder: Path) -> None:
     tokenizer = BY_NAME["minimax_m2"].tokenizer(folder)
     text = '<minimax:tool_call>\nHm.\n<invoke name="now">\n</invoke>\n</minimax:tool_call>'
     parts = parts_of(tokenizer, text)
@@ -213,7 +213,7 @@ def test_a_broken_call_beside_a_good_one_is_text(folder: Path) -> None:
         ("kimi_k2", "<|tool_call_begin|>functions.run:0<|tool_call_argument_begin|>ls<|tool_call_end|>"),
     ],
 )
-def test_a_broken_call_in_a_section_leaves_the_others_whole(folder: Path, family: str, broken: str) -> None:
+def test_broken_call_in_section_leaves_others(folder: Path, family: str, broken: str) -> None:
     known = BY_NAME[family]
     tokenizer = known.tokenizer(folder)
     start = tokenizer.tool_call_start
@@ -222,7 +222,7 @@ def test_a_broken_call_in_a_section_leaves_the_others_whole(folder: Path, family
     assert (calls(parts), content(parts).strip()) == (CALLS, broken)
 
 
-def test_names_may_have_spaces_and_lack_their_last_quote(folder: Path) -> None:
+def test_names_with_spaces_or_missing_quote(folder: Path) -> None:
     tokenizer = BY_NAME["minimax_m2"].tokenizer(folder)
     spaced = tool("f", **{"a b": {"type": "integer"}})
     for name in ('"a b"', "'a b'", '"a b'):
@@ -231,13 +231,13 @@ def test_names_may_have_spaces_and_lack_their_last_quote(folder: Path) -> None:
         assert calls(parts) == [("f", {"a b": 1})]
 
 
-def test_older_mistrals_write_a_list_and_may_go_on(folder: Path) -> None:
+def test_mistral_list_followed_by_text(folder: Path) -> None:
     text = '[TOOL_CALLS] [{"name": "now", "arguments": {}}] Done.'
     parts = parts_of(BY_NAME["mistral"].tokenizer(folder), text)
     assert (calls(parts), content(parts).strip()) == ([("now", {})], "Done.")
 
 
-def test_older_deepseeks_fence_their_arguments(folder: Path) -> None:
+def test_deepseek_arguments_in_code_fence(folder: Path) -> None:
     begin, end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001
     call = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>run\n```json\n{"command": "ls"}\n```<｜tool▁call▁end｜>'  # noqa: RUF001
     text = begin + call + end
@@ -258,7 +258,7 @@ def test_older_deepseeks_fence_their_arguments(folder: Path) -> None:
         ("Look: {}", []),
     ],
 )
-def test_llamas_answer_is_a_call_or_text(folder: Path, text: str, expected: list[Any]) -> None:
+def test_llama_answer_is_call_or_text(folder: Path, text: str, expected: list[Any]) -> None:
     parts = parts_of(BY_NAME["llama3"].tokenizer(folder), text, natural=bool(expected))
     assert (calls(parts), content(parts)) == (expected, "" if expected else text)
 
@@ -327,12 +327,12 @@ def schema(**properties: Any) -> dict[str, Any]:
         ({}, BareText("words"), "words"),
     ],
 )
-def test_arguments_have_the_types_that_the_schema_asks_for(kind: Any, given: Any, expected: Any) -> None:
+def test_arguments_are_converted_to_schema_types(kind: Any, given: Any, expected: Any) -> None:
     got = convert_arguments({"x": given}, schema(x=kind))
     assert (got, type(got["x"]).__name__) == ({"x": expected}, type(expected).__name__)
 
 
-def test_schemas_that_refer_to_themselves_end() -> None:
+def test_recursive_schemas_terminate() -> None:
     loop = {"$ref": "#/properties/x"}
     assert convert_arguments({"x": {"x": "1"}}, schema(x=loop)) == {"x": {"x": "1"}}
     tree = {"type": "object", "properties": {"n": {"type": "integer"}, "next": {"$ref": "#"}}}
@@ -340,8 +340,8 @@ def test_schemas_that_refer_to_themselves_end() -> None:
     assert convert_arguments({"x": "1"}, schema(x={"$ref": "#an-anchor"})) == {"x": "1"}
 
 
-def test_unions_that_double_at_each_reference_are_looked_at_once() -> None:
-    """The engine waits meanwhile: gone through branch by branch, these would take it years."""
+def test_doubling_unions_are_visited_once() -> None:
+    """The engine waits meanwhile: branch by branch, these would take years."""
     defs = {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 2} for n in range(30)} | {"30": {"type": "integer"}}
     circle = {"anyOf": [{"$ref": "#/$defs/circle"}] * 2}
     parameters = {"properties": {"x": {"$ref": "#/$defs/0"}, "y": circle}, "$defs": {**defs, "circle": circle}}
@@ -349,7 +349,7 @@ def test_unions_that_double_at_each_reference_are_looked_at_once() -> None:
 
 
 @pytest.mark.parametrize("value", [{"a": [1, 2.5, None, True, "é\n"]}, [], "x", {"k": {}}])
-def test_json_is_read_as_json(value: Any) -> None:
+def test_valid_json_is_parsed(value: Any) -> None:
     assert parse_lenient_json(json.dumps(value)) == (value, len(json.dumps(value)))
 
 
@@ -368,7 +368,7 @@ def test_json_is_read_as_json(value: Any) -> None:
         ("'", None),
     ],
 )
-def test_json_of_a_kind_is_read_or_refused(text: str, expected: Any) -> None:
+def test_lenient_json_is_parsed_or_refused(text: str, expected: Any) -> None:
     if expected is None:
         with pytest.raises(ToolCallParseError):
             parse_lenient_json(text)
@@ -377,8 +377,8 @@ def test_json_of_a_kind_is_read_or_refused(text: str, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_no_text_takes_time_that_grows_with_its_square(family: Family, folder: Path) -> None:
-    """The engine waits meanwhile.  Whoever goes over these again and again is not done within this test's time."""
+def test_parsing_takes_linear_time(family: Family, folder: Path) -> None:
+    """The engine waits meanwhile.  A quadratic parser is not done within this test's time."""
     calls_of = detect_dialect(family.tokenizer(folder)).tool_format
     assert calls_of
     for piece in (
@@ -396,7 +396,7 @@ def test_no_text_takes_time_that_grows_with_its_square(family: Family, folder: P
                 calls_of.parse(before + piece * 20_000, True)
 
 
-def test_of_many_broken_calls_none_is_looked_for(folder: Path) -> None:
+def test_many_broken_calls_are_not_parsed(folder: Path) -> None:
     read = detect_dialect(BY_NAME["qwen3_coder"].tokenizer(folder)).tool_format
     broken, good = "<function=a><parameter=x>v</parameter>junk", "<function=a><parameter=x>v</parameter></function>"
     assert read and len(read.parse(broken * BROKEN_MAX + good, False)) == BROKEN_MAX + 1

@@ -1,4 +1,4 @@
-"""Every family's calls, read as they stream: names and arguments are those that were written, in the schema's types."""
+"""Calls of every family, parsed as they stream: names and arguments as written, in the schema's types."""
 
 import json
 from pathlib import Path
@@ -22,14 +22,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @EVERY_FAMILY
-def test_its_format_is_known_by_its_template(family: Family, folder: Path) -> None:
+def test_format_is_detected_by_template(family: Family, folder: Path) -> None:
     known = detect_dialect(family.tokenizer(folder))
     assert known.tool_format is not None and known.tool_format.name == family.name
     assert (known.think_start, known.think_end) == family.think
 
 
 @EVERY_FAMILY
-def test_calls_are_read_in_the_types_that_their_schemas_ask_for(family: Family, folder: Path) -> None:
+def test_calls_are_parsed_with_schema_types(family: Family, folder: Path) -> None:
     parts = parts_of(family.tokenizer(folder), family.calls)
     assert calls(parts) == CALLS and not content(parts)
     assert [list(json.loads(part.arguments)) for part in parts if isinstance(part, ToolCall)] == [
@@ -39,7 +39,7 @@ def test_calls_are_read_in_the_types_that_their_schemas_ask_for(family: Family, 
 
 
 @WITH_REASONING
-def test_reasoning_and_text_stand_beside_calls(family: Family, folder: Path) -> None:
+def test_reasoning_and_text_beside_calls(family: Family, folder: Path) -> None:
     start, end = family.think
     text = f"{start}\nHm, 1 < 2.\n{end}\n\nLet me look.\n{family.calls}"
     parts = parts_of(family.tokenizer(folder), text)
@@ -48,7 +48,7 @@ def test_reasoning_and_text_stand_beside_calls(family: Family, folder: Path) -> 
 
 
 @WITH_REASONING
-def test_reasoning_that_the_prompt_has_opened_needs_no_start(family: Family, folder: Path) -> None:
+def test_reasoning_opened_by_prompt(family: Family, folder: Path) -> None:
     tokenizer, (start, end) = family.tokenizer(folder), family.think
     assert reasoning(parts_of(tokenizer, f"Hm.\n{end}\n\nYes.", tail=f"<|im_start|>assistant\n{start}\n")) == "Hm."
     assert content(parts_of(tokenizer, "Yes.", tail=f"<|im_start|>assistant\n{start}\n\n{end}\n\n")) == "Yes."
@@ -57,14 +57,14 @@ def test_reasoning_that_the_prompt_has_opened_needs_no_start(family: Family, fol
 
 
 @EVERY_FAMILY
-def test_without_tools_text_stays_text(family: Family, folder: Path) -> None:
+def test_calls_without_tools_stay_text(family: Family, folder: Path) -> None:
     parts = parts_of(family.tokenizer(folder), family.calls, tools=None)
     assert not calls(parts) and len(content(parts)) > len("get_weather run São Paulo")
 
 
 @EVERY_FAMILY
-def test_a_cut_call_is_text_as_the_model_wrote_it(family: Family, folder: Path) -> None:
-    """Many beginnings of the answer: whole calls are told, the rest is content, and no character is lost."""
+def test_cut_call_is_text(family: Family, folder: Path) -> None:
+    """Many beginnings of the answer: whole calls are emitted, the rest is content, and no character is lost."""
     tokenizer = family.tokenizer(folder)
     text = "So: " + family.calls if family.name != "llama3" else family.calls
     for length in range(1, len(text), 19):
@@ -76,12 +76,12 @@ def test_a_cut_call_is_text_as_the_model_wrote_it(family: Family, folder: Path) 
 
 
 @EVERY_FAMILY
-def test_one_call_where_one_is_wanted(family: Family, folder: Path) -> None:
+def test_single_call_without_parallel_calls(family: Family, folder: Path) -> None:
     assert calls(parts_of(family.tokenizer(folder), family.calls + "\n\nDone.", parallel=False)) == CALLS[:1]
 
 
 @EVERY_FAMILY
-def test_a_turn_reads_as_it_was_told(family: Family, folder: Path) -> None:
+def test_parse_turn_returns_emitted_parts(family: Family, folder: Path) -> None:
     tokenizer, (start, end) = family.tokenizer(folder), family.think
     text = (f"{start}\nHm.\n{end}\n\nLet me look.\n" if start else "") + family.calls
     last = next(part for part in reversed(parts_of(tokenizer, text)) if isinstance(part, ToolCall))
@@ -92,13 +92,13 @@ def test_a_turn_reads_as_it_was_told(family: Family, folder: Path) -> None:
 
 
 @EVERY_FAMILY
-def test_special_tokens_that_mark_nothing_are_no_text(family: Family, folder: Path) -> None:
+def test_unknown_special_tokens_are_no_text(family: Family, folder: Path) -> None:
     assert content(parts_of(family.tokenizer(folder), "a<|im_start|>b<|im_end|>", tools=None)) == "ab"
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family.name not in OURS], ids=str)
-def test_mlx_lms_own_parser_reads_the_same(family: Family, folder: Path) -> None:
-    """So what is read here is what this family writes."""
+def test_mlx_lm_parser_gives_same_calls(family: Family, folder: Path) -> None:
+    """So these texts are what this family writes."""
     tokenizer = family.tokenizer(folder)
     pieces = family.calls.split(tokenizer.tool_call_start)[1:]
     texts = [piece.split(tokenizer.tool_call_end)[0] if tokenizer.tool_call_end else piece for piece in pieces]
@@ -108,7 +108,7 @@ def test_mlx_lms_own_parser_reads_the_same(family: Family, folder: Path) -> None
     assert flat[0]["arguments"] == CALLS[0][1]
 
 
-def test_a_family_that_only_mlx_lm_knows_is_read_by_its_parser(folder: Path) -> None:
+def test_unknown_family_uses_mlx_lm_parser(folder: Path) -> None:
     tokenizer = BY_NAME["json_tools"].tokenizer(folder / "new")
     tokenizer.init_kwargs["tool_parser_type"] = "of_tomorrow"
     known = detect_dialect(tokenizer)

@@ -1,4 +1,4 @@
-"""Byte-level tokenizers that carry one family's markers each, and walks through grammars."""
+"""Byte-level tokenizers with one family's markers each, and random walks through grammars."""
 
 import json
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ MARKERS: dict[str, tuple[str, ...]] = {
 def tokenizer_with(
     folder: Path, markers: Iterable[str], parser: str = "", *, template: str = "", thinks: bool = False
 ) -> TokenizerWrapper:
-    """A token a byte, and one a marker."""
+    """Tokenizer with a token a byte, and one a marker."""
     if not (folder / "tokenizer.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -57,7 +57,7 @@ def grammars_of(tokenizer: TokenizerWrapper) -> GrammarCompiler:
 
 
 def walk(guide: Matcher, seed: int, steps_max: int = 600) -> list[int]:
-    """Tokens that the guide allows, drawn at random up to the end of the answer, which is left out."""
+    """Draw allowed tokens at random up to the end of the answer, which is left out."""
     draw, tokens = np.random.default_rng(seed), list[int]()
     for _ in range(steps_max):
         token = int(draw.choice(np.flatnonzero(guide.compute_allowed())))
@@ -69,7 +69,7 @@ def walk(guide: Matcher, seed: int, steps_max: int = 600) -> list[int]:
 
 
 def takes(guide: Matcher, tokens: Iterable[int]) -> bool:
-    """Whether the guide lets these tokens be sampled, one by one."""
+    """True where the matcher lets these tokens be sampled, one by one."""
     for token in tokens:
         if guide.state not in ("free", "reasoning") and not guide.compute_allowed()[token]:
             return False

@@ -1,5 +1,5 @@
-"""JSON schemas of growing nastiness, made from a seed.  All of what they allow is bounded: a model with random weights
-writes on for as long as it may.
+"""JSON schemas of growing nastiness, made from a seed.  All values are bounded: a model with random weights writes on
+for as long as it may.
 """
 
 import random
@@ -27,14 +27,14 @@ CONSTANTS: list[Any] = [None, True, 0, -1, 3.5, 1e21, [], {}, [1, [2]], {"a": {"
 
 
 class Builder:
-    """One schema's parts; `defs` are what it refers to."""
+    """Parts of one schema; `defs` are the targets of its references."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
         self.defs: dict[str, Schema] = {}
 
     def schema(self, level: int) -> Schema:
-        """Nested up to `level` deep."""
+        """Make a schema nested up to `level` deep."""
         leaves = [self.constant, self.choice, self.whole, self.text, self.shaped, self.small]
         inner = [self.object, self.object, self.array, self.tuple, self.any_of, self.one_of, self.all_of, self.refer]
         if level <= 0 or self._draw.random() < 0.1:
@@ -110,7 +110,7 @@ class Builder:
         return {"anyOf": [self.schema(level), self.schema(0), self.schema(0)]}
 
     def one_of(self, level: int) -> Schema:
-        """Branches that exclude each other by a tag, or by their types."""
+        """Make branches that exclude each other by a tag, or by their types."""
         if self._draw.random() < 0.3:
             return {"oneOf": [{"type": "boolean"}, self.text(), self.array(level)]}
         tags = self._draw.sample(WORDS, 3)
@@ -131,7 +131,7 @@ class Builder:
         }
 
     def refer(self, level: int) -> Schema:
-        """A list refers to itself, and may end at each node; the others are used more than once at most."""
+        """Make a reference.  A list refers to itself, and may end at each node; others are used at most once more."""
         name = self._draw.choice(["node", "a/b", "m~n", "ü"])
         if name not in self.defs:
             made = self._list_of(name) if name == "node" else self.schema(level - 1)
@@ -151,5 +151,5 @@ def nasty(seed: int, level: int) -> Schema:
 
 
 def is_endless(schema: Schema) -> bool:
-    """Whether some JSON without end begins as its own do: what is likeliest may go on for ever."""
+    """True where the likeliest answer may go on for ever."""
     return "node" in schema.get("$defs", {})

@@ -1,4 +1,4 @@
-"""Real tokenizers in miniature: a byte-level BPE with merges, as most models have, and one like SentencePiece's."""
+"""Small real tokenizers: a byte-level BPE with merges, as most models have, and one like SentencePiece's."""
 
 import json
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def byte_level(folder: Path, template: str | None = CHATML) -> TokenizerWrapper:
 
 
 def marked(folder: Path, markers: Sequence[str], template: str, **defaults: str) -> TokenizerWrapper:
-    """Bytes, and special tokens of its own beside ChatML's end; `defaults` are those of its model."""
+    """Byte tokenizer with special tokens of its own beside ChatML's end; `defaults` are those of its model."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -56,7 +56,7 @@ def sentence_piece(folder: Path, template: str | None = CHATML) -> TokenizerWrap
 
 
 def _saved(tokenizer: Tokenizer, folder: Path, template: str | None, eos: str, **defaults: str) -> TokenizerWrapper:
-    """Through files, as a model's tokenizer comes."""
+    """Save and load, as a model's tokenizer comes from files."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "clean_up_tokenization_spaces": False}

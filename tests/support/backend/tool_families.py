@@ -1,4 +1,4 @@
-"""Each family's way to call tools: a tokenizer with its markers, and two calls as it would write them."""
+"""Tool calls of each family: a tokenizer with its markers, and two calls as it writes them."""
 
 from dataclasses import dataclass
 from functools import cache

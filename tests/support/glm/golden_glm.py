@@ -20,13 +20,13 @@ GOLDEN = Path(__file__).with_name("glm_moe_dsa.npz")
 
 @cache
 def golden(case: str, what: str) -> Any:
-    """ "logits" (positions, vocabulary), "tokens", or "indexer_types" as the reference derived them."""
+    """Golden "logits" (positions, vocabulary), "tokens", or "indexer_types" as the reference derived them."""
     with np.load(GOLDEN) as arrays:
         return arrays[f"{case}.{what}"]
 
 
 def assert_as_reference(case: str, logits: mx.array, at: Any = slice(None)) -> None:
-    """At all positions, or at those that `at` picks."""
+    """Compare at all positions, or at those that `at` picks."""
     np.testing.assert_allclose(np.array(logits), golden(case, "logits")[at], rtol=0, atol=TOLERANCE)
 
 
@@ -36,7 +36,7 @@ def arguments(config: dict[str, Any]) -> ModelArgs:
 
 
 def weights(config: dict[str, Any]) -> dict[str, mx.array]:
-    """The checkpoint as published: our loader has yet to rename and join."""
+    """The checkpoint as published, before renaming and joining."""
     args = arguments(config)
     assert args.indexer_types is not None and args.mlp_layer_types is not None
     made = checkpoint(config, args.indexer_types, args.mlp_layer_types)
@@ -56,7 +56,7 @@ def loaded(made: Model, held: dict[str, mx.array]) -> Model:
 
 
 def write(config: dict[str, Any], folder: Path) -> Path:
-    """A folder as one downloads it, but without a tokenizer."""
+    """Write a folder as one downloads it, but without a tokenizer."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     mx.save_safetensors(str(folder / "model.safetensors"), weights(config), {"format": "mlx"})

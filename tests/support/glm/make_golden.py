@@ -49,7 +49,7 @@ def join_experts(weights: dict[str, torch.Tensor], prefix: str, count: int) -> N
 
 
 class Margins:
-    """While open, notes how close any selection was."""
+    """Context that records how close any selection was."""
 
     def __init__(self) -> None:
         self.smallest = float("inf")

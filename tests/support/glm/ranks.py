@@ -1,4 +1,4 @@
-"""One rank of a golden case over several processes: `python ranks.py tensor|pipeline CASE OUT`; rank 0 writes OUT.npy.
+"""Rank of a golden case over several processes: `python ranks.py tensor|pipeline CASE OUT`; rank 0 writes OUT.npy.
 
 MLX_RANK and MLX_HOSTFILE name the ranks, as `mlx.launch` sets them.
 """

@@ -1,4 +1,4 @@
-"""What the golden tests of GLM compute, for us and for the reference alike: configurations, weights, inputs.
+"""Configurations, weights and inputs of the golden tests of GLM, for us and for the reference alike.
 
 Weights are made from their names, so that none need to be kept.  Only numpy is used here: `make_golden.py` runs this
 beside PyTorch and transformers, the tests run it beside mlx.

@@ -32,7 +32,7 @@ IGNORED_FIELDS = frozenset(
     | {"reasoning_format", "include_reasoning", "separate_reasoning", "stream_reasoning", "thinking_budget", "provider"}
 )
 NAME_CHARS_MAX = 40  # no slip of a name that is served is longer
-NAMES_MAX = 1000  # that are remembered; beyond, nothing more is said
+NAMES_MAX = 1000  # remembered; beyond, nothing more is logged
 SIMILARITY_MIN = 0.8  # of two names, as difflib counts it
 
 
@@ -40,7 +40,7 @@ SIMILARITY_MIN = 0.8  # of two names, as difflib counts it
 class UnsupportedField:
     """A field of other servers."""
 
-    hint: str  # what to do instead
+    hint: str  # the remedy
     is_off: Callable[[object], bool] = lambda value: not value  # whether this value changes nothing
 
 
@@ -64,7 +64,7 @@ _TOKEN_IDS_OUTPUT = UnsupportedField("tokens are told as text; leave it out")
 _SYSTEM_PROMPT = UnsupportedField("send a message of the role system")
 
 UNSUPPORTED_FIELDS: Mapping[str, UnsupportedField] = {
-    # another name, or another place, of what is served
+    # other names or places of supported fields
     **dict.fromkeys(
         ("n_predict", "num_predict", "max_new_tokens", "max_length", "max_tokens_to_sample"), _MAX_TOKENS_ALIAS
     ),
@@ -100,7 +100,7 @@ UNSUPPORTED_FIELDS: Mapping[str, UnsupportedField] = {
     "truncate_prompt_tokens": UnsupportedField("prompts are not cut; leave it out, and shorten the prompt", _off_if()),
     "prompt_embeds": UnsupportedField("send 'prompt' as text or token ids"),
     **dict.fromkeys(("lora", "lora_path", "adapters", "adapter_id"), _ADAPTER),
-    # more, or something else, than answers have here
+    # answers of other kinds
     "suffix": UnsupportedField("leave it out; nothing is filled in between two texts"),
     "prompt_logprobs": UnsupportedField("a prompt's own log-probabilities are not computed; leave it out", _off_if()),
     "return_tokens_as_token_ids": _TOKEN_IDS_OUTPUT,
@@ -133,12 +133,7 @@ UNSUPPORTED_FIELDS_BY_ENDPOINT: Mapping[str, Mapping[str, UnsupportedField]] = {
         "add_special_tokens": UnsupportedField("leave it out, or send the prompt as token ids", _off_unless(False)),
     },
 }
-_UNSUPPORTED_NAMES = (
-    UNSUPPORTED_FIELDS.keys()
-    | UNSUPPORTED_FIELDS_BY_ENDPOINT["chat"].keys()
-    | UNSUPPORTED_FIELDS_BY_ENDPOINT["completion"].keys()
-)
-_KNOWN_NAMES = SUPPORTED_FIELDS | IGNORED_FIELDS | _UNSUPPORTED_NAMES
+_KNOWN_NAMES = (SUPPORTED_FIELDS | IGNORED_FIELDS).union(UNSUPPORTED_FIELDS, *UNSUPPORTED_FIELDS_BY_ENDPOINT.values())
 
 
 def find_unsupported_field(endpoint: str, body: Mapping[str, object]) -> tuple[str, str] | None:
