@@ -246,7 +246,7 @@ def build_app(config: ProxyConfig, secret: str, index: Index) -> web.Application
     auditor = Auditor(
         config=config,
         index=index,
-        first_token_probe=first_token_probe,
+        probe=first_token_probe,
         quarantine=quarantine,
         idle_check=IdleCheck(admission, registry, watchdog),
         metrics=metrics,
