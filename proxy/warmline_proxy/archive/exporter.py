@@ -15,12 +15,7 @@ from warmline_common.process.file_limits import raise_descriptor_limit
 from warmline_common.protocol.tokens import TOKEN_BYTES, namespace, prefix_digests
 from warmline_common.storage import disk
 from warmline_common.storage.segment_copy import SegmentCopy
-from warmline_common.storage.segment_file import (
-    SegmentFileError,
-    SegmentHeader,
-    read_header_from,
-    read_tokens_from,
-)
+from warmline_common.storage.segment_file import SegmentFileError, SegmentHeader, read_header_from, read_tokens_from
 from warmline_proxy.archive import tar
 from warmline_proxy.archive.manifest import (
     MANIFEST,
@@ -200,8 +195,7 @@ def _build_manifest(conversation: ConversationSnapshot, copies: list[SegmentCopy
         ],
         checkpoints=[CheckpointEntry(position=copy.meta.position, bytes_count=copy.bytes_count) for copy in states],
         session=msgspec.structs.replace(
-            msgspec.convert(session, SessionEntry, from_attributes=True),
-            turn_end=min(session.turn_end, session.tokens),
+            msgspec.convert(session, SessionEntry, from_attributes=True), turn_end=min(session.turn_end, session.tokens)
         ),
         turns=[msgspec.convert(turn, TurnEntry, from_attributes=True) for turn in conversation.turns],
     )

@@ -50,11 +50,7 @@ class SessionReplayer:
     async def _replay_session(self, row: SessionRow) -> ReplayResult:
         try:
             result = await self._compare_session(row)
-        except (
-            _ReplaySkippedError,
-            ModelChangedError,
-            UpstreamStatusError,
-        ) as error:
+        except (_ReplaySkippedError, ModelChangedError, UpstreamStatusError) as error:
             result = ReplayResult(session=row.id, tokens=row.tokens, outcome=SKIPPED, detail=str(error))
         self.metrics.audits.labels(why=REPLAY, outcome=result.outcome).inc()
         return result

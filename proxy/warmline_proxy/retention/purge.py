@@ -177,15 +177,12 @@ def _select_older_than(snapshot: IndexSnapshot, before: float) -> PurgeSelection
     old = {row.id for row in snapshot.sessions.values() if row.last_used < before}
     selection = _select_sessions(snapshot, old)
     kept = set(find_needed_segments(snapshot, snapshot.sessions.keys() - old))
-    young = {row.id for row in snapshot.segments.values() if _last_used(snapshot, row.id) >= before}
+    usage = snapshot.usage
+    young = {row.id for row in snapshot.segments.values() if max(row.created, usage[row.id].last_used) >= before}
     kept |= {link.id for segment_id in young - selection.segments for link in snapshot.segment_path(segment_id)}
     quarantined = {row.id for row in snapshot.quarantined.values() if row.at < before}
     segments = selection.segments | (snapshot.segments.keys() - kept)
     return _make_selection(snapshot, old, segments, quarantined, selection.cuts)
-
-
-def _last_used(snapshot: IndexSnapshot, segment_id: str) -> float:
-    return max(snapshot.segments[segment_id].created, snapshot.usage[segment_id].last_used)
 
 
 def _select_sessions(snapshot: IndexSnapshot, sessions: set[str]) -> PurgeSelection:
