@@ -125,7 +125,7 @@ class Components:
         self.auditor = Auditor(
             config=self.config,
             index=self.index,
-            first_token_probe=self.first_token_probe,
+            probe=self.first_token_probe,
             quarantine=self.quarantine,
             idle_check=IdleCheck(self.admission, self.registry, self.watchdog),
             metrics=self.metrics,

@@ -1,6 +1,6 @@
-"""The test of the test: bugs that caches have had are planted in the real processes, and the oracle sees each.
+"""Planted bugs: bugs of caches, put into the real processes, must be seen by the oracle.
 
-Every script first passes without its bug, or it would prove nothing.
+Every script first passes without its bug, which shows that the bug is the cause of the failure.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,9 +15,9 @@ from support.oracle.steps import AGAIN, APPEND, BEGIN, Any, Ask, Forget, Fresh, 
 from support.oracle.verdict import Difference
 from support.planted.site import planted_bugs as bugs
 
-DuelOf = Callable[[str, str], Duel]
+MakeDuel = Callable[[str, str], Duel]
 
-# A conversation that is restored from disk for its second turn, besides others that part from it after eight tokens.
+# A conversation that is restored from disk for its second turn, with others that diverge from it after eight tokens.
 RESTORED = (
     Ask(BEGIN, at=3, words=40, dice=1, tokens=20),
     Ask(BEGIN, at=2, words=400, dice=2, tokens=20),
@@ -25,18 +25,18 @@ RESTORED = (
     Forget(),
     Ask(APPEND, talk=2, words=40, dice=4, tokens=20),
 )
-# One that goes on from memory, where its last answer ended.
+# A conversation that continues from memory, at the end of its last answer.
 CONTINUED = (
     Ask(BEGIN, at=3, words=150, dice=1, tokens=20),
     Ask(APPEND, talk=0, words=40, dice=2, tokens=20),
     Ask(APPEND, talk=0, words=40, dice=3, tokens=20),
 )
-# Of different lengths: a row's bits change where it is padded.
+# Prompts of different lengths: padding changes a row's bits.
 BESIDE_OTHERS = (
     Together(tuple(Ask(BEGIN, at=3, words=20 + 23 * dice, dice=dice, tokens=90) for dice in range(4))),
     Together(tuple(Ask(AGAIN, talk=talk, tokens=90) for talk in range(4))),
 )
-# Whose client has heard some, so that it is not sent again.
+# A failure after content was sent, so that the request is not dispatched again.
 AFTER_A_FAILURE = (
     Ask(BEGIN, at=3, words=150, dice=1, tokens=20, stream=True, fault="decode"),
     Ask(AGAIN, talk=0, tokens=20),
@@ -55,7 +55,7 @@ PLANTED: list[tuple[str, str, str, tuple[Any, ...]]] = [
 
 
 @pytest.fixture(scope="module")
-def duel_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DuelOf]:
+def make_duel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeDuel]:
     root = tmp_path_factory.mktemp("oracle")
     with ExitStack() as stack:
 
@@ -65,16 +65,18 @@ def duel_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DuelOf]:
 
         @cache
         def duel(family: str, mode: str) -> Duel:
-            one = Duel(reference(family), mode, {"PLANTED_BUGS": "1"})
-            stack.callback(one.abandon)
-            return stack.enter_context(one)
+            new_duel = Duel(reference(family), mode, {"PLANTED_BUGS": "1"})
+            stack.callback(new_duel.abandon)
+            return stack.enter_context(new_duel)
 
         yield duel
 
 
 @pytest.mark.parametrize(("bug", "family", "mode", "script"), PLANTED, ids=[bug for bug, *_ in PLANTED])
-def test_a_planted_bug_is_seen(bug: str, family: str, mode: str, script: tuple[Any, ...], duel_of: DuelOf) -> None:
-    duel = duel_of(family, mode)
+def test_oracle_sees_planted_bug(
+    bug: str, family: str, mode: str, script: tuple[Any, ...], make_duel: MakeDuel
+) -> None:
+    duel = make_duel(family, mode)
     play(duel, script)
     duel.empty()
     with duel.planted.bug(bug), pytest.raises(Difference, match="cold"):

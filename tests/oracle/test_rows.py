@@ -1,4 +1,4 @@
-"""Models whose cache is rows alone: warm is cold, whatever happened before."""
+"""Oracle for models with KV rows alone: warm answers equal cold ones."""
 
 from pathlib import Path
 
@@ -8,5 +8,5 @@ from support.oracle.bounded import check
 
 
 @pytest.mark.parametrize(("family", "modes"), [("llama", ("fast",)), ("glm_moe_dsa", ("fast", "exact"))])
-def test_no_answer_differs(family: str, modes: tuple[str, ...], tmp_path: Path) -> None:
+def test_warm_answers_equal_cold_ones(family: str, modes: tuple[str, ...], tmp_path: Path) -> None:
     check(family, modes, tmp_path)

@@ -1,4 +1,4 @@
-"""Windows, quantized rows, and all kinds in one model: warm is cold, whatever happened before."""
+"""Oracle for windows, quantized rows, and all kinds in one model: warm answers equal cold ones."""
 
 from pathlib import Path
 
@@ -8,5 +8,5 @@ from support.oracle.bounded import check
 
 
 @pytest.mark.parametrize(("family", "modes"), [("gemma3", ("exact",)), ("quantized", ("fast",))])
-def test_no_answer_differs(family: str, modes: tuple[str, ...], tmp_path: Path) -> None:
+def test_warm_answers_equal_cold_ones(family: str, modes: tuple[str, ...], tmp_path: Path) -> None:
     check(family, modes, tmp_path)

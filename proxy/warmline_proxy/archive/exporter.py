@@ -15,12 +15,7 @@ from warmline_common.process.file_limits import raise_descriptor_limit
 from warmline_common.protocol.tokens import TOKEN_BYTES, namespace, prefix_digests
 from warmline_common.storage import disk
 from warmline_common.storage.segment_copy import SegmentCopy
-from warmline_common.storage.segment_file import (
-    SegmentFileError,
-    SegmentHeader,
-    read_header_from,
-    read_tokens_from,
-)
+from warmline_common.storage.segment_file import SegmentFileError, SegmentHeader, read_header_from, read_tokens_from
 from warmline_proxy.archive import tar
 from warmline_proxy.archive.manifest import (
     MANIFEST,
@@ -44,7 +39,7 @@ REPAIR_HINT = "cachectl verify --deep finds what is wrong, --repair mends it"
 
 
 class ExportResult(msgspec.Struct, kw_only=True):
-    """What `cachectl export --json` prints."""
+    """Result of an export, printed by `cachectl export --json`."""
 
     session: str
     model: str
@@ -199,16 +194,10 @@ def _build_manifest(conversation: ConversationSnapshot, copies: list[SegmentCopy
             for row, end, copy in zip(conversation.segments, conversation.segment_ends, segments, strict=True)
         ],
         checkpoints=[CheckpointEntry(position=copy.meta.position, bytes_count=copy.bytes_count) for copy in states],
-        session=SessionEntry(
-            id=session.id,
-            client=session.client,
-            turn_end=min(session.turn_end, session.tokens),
-            created=session.created,
-            last_used=session.last_used,
-            requests=session.requests,
-            hits=session.hits,
+        session=msgspec.structs.replace(
+            msgspec.convert(session, SessionEntry, from_attributes=True), turn_end=min(session.turn_end, session.tokens)
         ),
-        turns=[TurnEntry(calls=turn.calls, tokens=turn.tokens, at=turn.at) for turn in conversation.turns],
+        turns=[msgspec.convert(turn, TurnEntry, from_attributes=True) for turn in conversation.turns],
     )
 
 

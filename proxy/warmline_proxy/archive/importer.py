@@ -240,12 +240,7 @@ def _record_turns(index: Index, manifest: Manifest, root: bytes, reply: ImportRe
     new = [turn for turn in manifest.turns if not known.intersection(turn.calls)]
     for turn in new:
         row = TurnRow(
-            root=root,
-            model=manifest.model,
-            session=reply.session,
-            calls=turn.calls,
-            tokens=turn.tokens,
-            at=time.time(),
+            root=root, model=manifest.model, session=reply.session, calls=turn.calls, tokens=turn.tokens, at=time.time()
         )
         index.record_turn(row)
     index.flush()

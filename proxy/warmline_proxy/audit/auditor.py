@@ -9,7 +9,7 @@ import logging
 import random
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from warmline_common.logging import request_context
 from warmline_common.protocol.messages import FirstLogits, KvLayout
@@ -74,35 +74,29 @@ class IdleCheck:
         return self.watchdog.is_up and not (is_busy or any(request.is_computing for request in self.registry))
 
 
+@dataclass(kw_only=True, eq=False)
 class Auditor:
     """Queue of audits and the task that runs them, from `start` to `stop`.  Event loop thread."""
 
-    def __init__(
-        self,
-        *,
-        config: ProxyConfig,
-        index: Index,
-        first_token_probe: FirstTokenProbe,
-        quarantine: Quarantine,
-        idle_check: IdleCheck,
-        metrics: ProxyMetrics,
-        rng: random.Random,
-    ) -> None:
-        self._fraction, self._tolerance = config.audit_fraction, config.audit_tolerance
-        self._index, self._probe, self._quarantine = index, first_token_probe, quarantine
-        self._idle_check, self._metrics, self._rng = idle_check, metrics, rng
-        self._waiting: deque[AuditCase] = deque()
-        self._has_waiting = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+    config: ProxyConfig
+    index: Index
+    probe: FirstTokenProbe
+    quarantine: Quarantine
+    idle_check: IdleCheck
+    metrics: ProxyMetrics
+    rng: random.Random
+    _waiting: deque[AuditCase] = field(default_factory=deque, init=False)
+    _has_waiting: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _task: asyncio.Task[None] | None = field(default=None, init=False)
 
     def consider_request(self, request: Request) -> None:
         """Queue a saved and recorded request for an audit, if its answer collapsed or chance has chosen it."""
         request_log, collapse = request.log, request.log.collapse
         if not (request_log.plan and request_log.plan.reuse):
             if collapse:  # nothing was reused, so the cache is not at fault
-                self._index.record_audit(request_log.id, "", f"{MODEL}: {collapse}")
+                self.index.record_audit(request_log.id, "", f"{MODEL}: {collapse}")
             return
-        by_chance = request_log.outcome == OK and self._rng.random() < self._fraction
+        by_chance = request_log.outcome == OK and self.rng.random() < self.config.audit_fraction
         if (collapse or by_chance) and (case := _make_case(request)):
             self._enqueue(case)
 
@@ -114,7 +108,7 @@ class Auditor:
             self._waiting.append(case)
         while len(self._waiting) > 1 and self._is_queue_full:
             self._record_result(self._waiting.pop(), DROPPED)
-        self._metrics.audits_waiting.set(len(self._waiting))
+        self.metrics.audits_waiting.set(len(self._waiting))
         self._has_waiting.set()
 
     @property
@@ -136,7 +130,7 @@ class Auditor:
             self._record_result(case, DROPPED)
         self._waiting.clear()
         self._has_waiting.clear()
-        self._metrics.audits_waiting.set(0)
+        self.metrics.audits_waiting.set(0)
 
     async def _run(self) -> None:
         try:
@@ -144,7 +138,7 @@ class Auditor:
                 await self._has_waiting.wait()
                 await self._wait_until_idle()
                 case = self._waiting.popleft()
-                self._metrics.audits_waiting.set(len(self._waiting))
+                self.metrics.audits_waiting.set(len(self._waiting))
                 if not self._waiting:
                     self._has_waiting.clear()
                 with request_context(case.request_id):
@@ -166,11 +160,11 @@ class Auditor:
             self._record_result(case, verdict.outcome if verdict else ABANDONED, verdict)
 
     async def _judge_case(self, case: AuditCase, cold: FirstLogits) -> Verdict:
-        verdict = compare(case.first_logits, cold, case.layout, self._tolerance)
+        verdict = compare(case.first_logits, cold, case.layout, self.config.audit_tolerance)
         if verdict.agrees:
             return verdict
         again = await self._recompute(case, chunk_end=case.reuse)  # without a second cold run the first one decides
-        return judge(case.first_logits, cold, again, case.layout, self._tolerance) if again else verdict
+        return judge(case.first_logits, cold, again, case.layout, self.config.audit_tolerance) if again else verdict
 
     async def _quarantine_case(self, case: AuditCase, cold: FirstLogits, verdict: Verdict) -> None:
         log.error(
@@ -183,14 +177,14 @@ class Auditor:
         mismatch = AuditMismatch(
             case.root, case.tokens, case.reuse, cold, case.layout, verdict.tolerance, case.started_at
         )
-        await self._quarantine.quarantine(mismatch, f"request={case.request_id}")
+        await self.quarantine.quarantine(mismatch, f"request={case.request_id}")
 
     async def _recompute(self, case: AuditCase, *, chunk_end: int = 0) -> FirstLogits | None:
         """Logits of a cold run while the engine is idle; None where TRIES_MAX runs were lost or the model changed."""
         for _ in range(TRIES_MAX):
             await self._wait_until_idle()
             try:
-                if first := await self._probe.compute_cold(case.root, case.tokens, chunk_end=chunk_end):
+                if first := await self.probe.compute_cold(case.root, case.tokens, chunk_end=chunk_end):
                     return first
             except ModelChangedError as error:
                 log.info("the audit of request %s is given up: %s", case.request_id, error)
@@ -200,15 +194,15 @@ class Auditor:
         return None
 
     async def _wait_until_idle(self) -> None:
-        while not self._idle_check.is_idle:  # noqa: ASYNC110  three owners of state, none of which has an event
+        while not self.idle_check.is_idle:  # noqa: ASYNC110  three owners of state, none of which has an event
             await asyncio.sleep(IDLE_POLL_INTERVAL_S)
 
     def _record_result(self, case: AuditCase, outcome: str, verdict: Verdict | None = None) -> None:
         agrees = verdict is not None and verdict.agrees
         label = MODEL if case.trigger == GUARD and agrees else outcome
-        self._metrics.audits.labels(why=case.trigger, outcome=label).inc()
+        self.metrics.audits.labels(why=case.trigger, outcome=label).inc()
         audit = ABANDONED if outcome == DROPPED else outcome
-        self._index.record_audit(case.request_id, audit, case.describe_guard(verdict))
+        self.index.record_audit(case.request_id, audit, case.describe_guard(verdict))
         if verdict and outcome != DIFFERS:  # a difference is logged already
             level = logging.INFO if agrees else logging.ERROR
             log.log(level, "AUDIT request=%s %s: %s", case.request_id, label, verdict.describe())

@@ -5,7 +5,7 @@ Results are None where the backend gave the run up because other requests need i
 
 import secrets
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -31,14 +31,14 @@ class ModelChangedError(Exception):
     """The backend serves another model than the tokens were computed with."""
 
 
+@dataclass(frozen=True)
 class FirstTokenProbe:
     """Background generations of one token.  Methods raise UpstreamError and ModelChangedError; event loop thread."""
 
-    def __init__(
-        self, upstream: Upstream, index: Index, resident_view: ResidentView, tenants: Callable[[], Iterable[str]]
-    ) -> None:
-        """`tenants`: all known ones, to derive the namespaces of the served model."""
-        self._upstream, self._index, self._resident_view, self._tenants = upstream, index, resident_view, tenants
+    upstream: Upstream
+    index: Index
+    resident_view: ResidentView
+    tenants: Callable[[], Iterable[str]]  # all known ones, to derive the namespaces of the served model
 
     async def compute_cold(self, root: bytes, tokens: bytes, *, chunk_end: int = 0) -> FirstLogits | None:
         """Prefill packed tokens under the namespace `root`; a `chunk_end` within them makes the run round otherwise."""
@@ -56,26 +56,26 @@ class FirstTokenProbe:
             checkpoint=plan.checkpoint,
             root=root,
         )
-        self._index.lease(plan.file_ids)
+        self.index.lease(plan.file_ids)
         try:
-            resident = (await self._upstream.restore(request)).resident
+            resident = (await self.upstream.restore(request)).resident
         finally:
-            self._index.release(plan.file_ids)
-        self._resident_view.exclude(resident)  # it may be the damaged one: no request may start from it
+            self.index.release(plan.file_ids)
+        self.resident_view.exclude(resident)  # it may be the damaged one: no request may start from it
         try:
             return await self._compute(root, tokens, replace(plan, resident=resident), request_id)
         finally:
-            await self._upstream.delete_resident(resident)  # still there if the generation did not take it over
+            await self.upstream.delete_resident(resident)  # still there if the generation did not take it over
 
     async def _compute(self, root: bytes, tokens: bytes, plan: RequestPlan, request_id: str) -> FirstLogits | None:
         body = {"prompt": unpack_tokens(tokens), "max_tokens": 1}
         request = PromptRequest(request_id=request_id, endpoint="completion", body=body)
-        prompt = await self._upstream.render_prompt(request)
-        if root not in {namespace(prompt.fingerprint, tenant) for tenant in self._tenants()}:
+        prompt = await self.upstream.render_prompt(request)
+        if root not in {namespace(prompt.fingerprint, tenant) for tenant in self.tenants()}:
             raise ModelChangedError(
                 "the backend serves another model, or serves it otherwise; or the client's key is gone"
             )
-        stream = await self._upstream.generate(
+        stream = await self.upstream.generate(
             "completion", request_id, prompt.prompt_id, plan, root=root, background=True
         )
         result = await _read_result(stream)

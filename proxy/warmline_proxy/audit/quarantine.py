@@ -5,6 +5,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from warmline_common.protocol.tokens import TOKEN_BYTES, count_common_tokens
 from warmline_proxy.audit.bisect import AuditMismatch, Bisector
@@ -23,6 +24,7 @@ RETRY_INTERVAL_S = 5.0
 PAST_SUSPICIONS_MAX = 32
 
 
+@dataclass(eq=False)
 class Quarantine:
     """Removal of a suspect prefix from use.  Event loop thread.
 
@@ -30,21 +32,18 @@ class Quarantine:
     and residents beyond these are removed with their descendants: they can be computed again.
     """
 
-    def __init__(
-        self,
-        index: Index,
-        upstream: Upstream,
-        backend_state: BackendState,
-        registry: RequestRegistry,
-        saver: Saver,
-        bisector: Bisector,
-        metrics: ProxyMetrics,
-        background: BackgroundTasks,
-    ) -> None:
-        self._index, self._upstream, self._backend_state, self._registry = index, upstream, backend_state, registry
-        self._saver, self._bisector, self._metrics, self._background = saver, bisector, metrics, background
-        # (time.monotonic() when found, prefix)
-        self._past_suspicions: deque[tuple[float, SuspectPrefix]] = deque(maxlen=PAST_SUSPICIONS_MAX)
+    index: Index
+    upstream: Upstream
+    backend_state: BackendState
+    registry: RequestRegistry
+    saver: Saver
+    bisector: Bisector
+    metrics: ProxyMetrics
+    background: BackgroundTasks
+    # (time.monotonic() when found, prefix)
+    _past_suspicions: deque[tuple[float, SuspectPrefix]] = field(
+        default_factory=lambda: deque(maxlen=PAST_SUSPICIONS_MAX), init=False
+    )
 
     async def quarantine(self, case: AuditMismatch, name: str) -> int:
         """Take the wrong tokens of a mismatch out of use, log that under `name`, and return the number of files.
@@ -62,15 +61,15 @@ class Quarantine:
         return count
 
     async def _quarantine(self, case: AuditMismatch) -> tuple[SuspectPrefix, list[str]]:
-        found_at, suspicion = time.monotonic(), self._backend_state.add_suspect(case.root, case.tokens)
-        residents = self._backend_state.resident_view.candidates(case.root, case.tokens)  # later ones are computed anew
+        found_at, suspicion = time.monotonic(), self.backend_state.add_suspect(case.root, case.tokens)
+        residents = self.backend_state.resident_view.candidates(case.root, case.tokens)  # later ones are computed anew
         self._mark_suspect_requests(case.root, case.tokens)
         try:
-            await self._bisector.narrow_suspicion(case, suspicion)
+            await self.bisector.narrow_suspicion(case, suspicion)
         finally:
             self._past_suspicions.append((found_at, suspicion))
             wrong = [each.resident for each in residents if each.common_tokens > suspicion.trusted_tokens]
-            removal = self._background.spawn(self._remove_from_use(suspicion, wrong), "quarantine")
+            removal = self.background.spawn(self._remove_from_use(suspicion, wrong), "quarantine")
             files = await asyncio.shield(removal)
         return suspicion, files
 
@@ -83,7 +82,7 @@ class Quarantine:
         return next((each for each in later if each.matches(case.root, case.tokens)), None)
 
     def _mark_suspect_requests(self, root: bytes, tokens: bytes) -> None:
-        for request in self._registry:
+        for request in self.registry:
             is_warm = request.restore_task or (request.log.plan and request.log.plan.reuse)
             if is_warm and request.prompt and request.root == root:
                 request.suspect |= count_common_tokens(request.prompt.tokens, tokens) > 0
@@ -91,20 +90,20 @@ class Quarantine:
     async def _remove_from_use(self, suspicion: SuspectPrefix, residents: Iterable[str]) -> list[str]:
         """Drop the residents and quarantine the files; ids of the files."""
         for resident in residents:  # first: a resident might be saved again after its files are gone
-            self._backend_state.resident_view.exclude(resident)
+            self.backend_state.resident_view.exclude(resident)
             await self._drop_resident(resident)
         try:
             return await self._quarantine_stored(suspicion)
         except IndexStoreError as error:
             log.error("what is suspect is not used, and can't be quarantined yet: %s", error)
-            self._background.spawn(self._retry_quarantine(suspicion), "quarantine")
+            self.background.spawn(self._retry_quarantine(suspicion), "quarantine")
             return []
 
     async def _quarantine_stored(self, suspicion: SuspectPrefix) -> list[str]:
         """Quarantine files, including those of a save under way; ids of them.  Raises IndexStoreError."""
         files = await asyncio.to_thread(self._quarantine_segments, suspicion)
-        files += await self._saver.run_between_saves(lambda: self._quarantine_segments(suspicion))
-        self._backend_state.remove_suspect(suspicion)
+        files += await self.saver.run_between_saves(lambda: self._quarantine_segments(suspicion))
+        self.backend_state.remove_suspect(suspicion)
         return files
 
     async def _retry_quarantine(self, suspicion: SuspectPrefix) -> None:
@@ -120,16 +119,16 @@ class Quarantine:
     def _quarantine_segments(self, suspicion: SuspectPrefix) -> list[str]:
         """Quarantine the first segment with an untrusted token and its descendants.  On a worker thread."""
         tokens = suspicion.tokens
-        chain = self._index.match_prefix(suspicion.root, tokens, len(tokens) // TOKEN_BYTES).chain
+        chain = self.index.match_prefix(suspicion.root, tokens, len(tokens) // TOKEN_BYTES).chain
         first = next((link for link in chain if link.upto > suspicion.trusted_tokens), None)
         if first is None:
             return []
-        files = self._index.quarantine(first.id, SUSPECT)
-        self._metrics.quarantined.labels(reason=SUSPECT).inc()
+        files = self.index.quarantine(first.id, SUSPECT)
+        self.metrics.quarantined.labels(reason=SUSPECT).inc()
         return files
 
     async def _drop_resident(self, resident: str) -> None:
         try:
-            await self._upstream.delete_resident(resident)
+            await self.upstream.delete_resident(resident)
         except UpstreamError as error:
             log.warning("resident %s is suspect and not used, but may still be in memory: %s", resident, error)

@@ -3,10 +3,10 @@
 import asyncio
 import logging
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from warmline_common.process.redaction import quote_text
-from warmline_common.protocol.messages import FirstLogits
+from warmline_common.protocol.messages import FirstLogits, RestoreRefusal
 from warmline_common.protocol.tokens import TOKEN_BYTES
 from warmline_proxy.audit.bisect import AuditMismatch
 from warmline_proxy.audit.comparison import DIFFERS, compare, judge
@@ -22,28 +22,23 @@ from warmline_proxy.upstream.client import RestoreFailedError, UpstreamStatusErr
 log = logging.getLogger(__name__)
 
 REPLAY, DAMAGED, SKIPPED = "replay", "damaged", "skipped"
-NO_MEMORY = "others needed the backend's memory"
 
 
+@dataclass(eq=False)
 class SessionReplayer:
     """Replayer of sessions, one at a time.  Raises UpstreamError and IndexStoreError; event loop thread."""
 
-    def __init__(
-        self,
-        index: Index,
-        backend_state: BackendState,
-        first_token_probe: FirstTokenProbe,
-        quarantine: Quarantine,
-        metrics: ProxyMetrics,
-        tolerance: float,
-    ) -> None:
-        self._index, self._backend_state, self._probe = index, backend_state, first_token_probe
-        self._quarantine, self._metrics, self._tolerance = quarantine, metrics, tolerance
-        self._lock = asyncio.Lock()
+    index: Index
+    backend_state: BackendState
+    probe: FirstTokenProbe
+    quarantine: Quarantine
+    metrics: ProxyMetrics
+    tolerance: float
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def replay(self, request: ReplayRequest) -> ReplayReply:
         """Replay the named session, or the last `count`.  Raises ValueError where there is no such session."""
-        rows = await asyncio.to_thread(self._index.sessions)
+        rows = await asyncio.to_thread(self.index.sessions)
         if request.session:
             rows = [row for row in rows if row.id == request.session]
             if not rows:
@@ -52,76 +47,55 @@ class SessionReplayer:
             return ReplayReply(replays=[await self._replay_session(row) for row in rows[: max(1, request.count)]])
 
     async def _replay_session(self, row: SessionRow) -> ReplayResult:
+        result = ReplayResult(session=row.id, tokens=row.tokens, outcome=SKIPPED)
         try:
-            result = await self._compare_session(row)
-        except (
-            _ReplaySkippedError,
-            ModelChangedError,
-            UpstreamStatusError,
-        ) as error:
-            result = ReplayResult(session=row.id, tokens=row.tokens, outcome=SKIPPED, detail=str(error))
-        self._metrics.audits.labels(why=REPLAY, outcome=result.outcome).inc()
+            await self._compare_session(row, result)
+        except (ModelChangedError, UpstreamStatusError) as error:
+            result.detail = str(error)
+        self.metrics.audits.labels(why=REPLAY, outcome=result.outcome).inc()
         return result
 
-    async def _compare_session(self, row: SessionRow) -> ReplayResult:
-        started, layout = time.monotonic(), (await self._backend_state.status()).layout
-        stored = (await asyncio.to_thread(self._index.path_tokens, row.leaf))[: row.tokens * TOKEN_BYTES]
+    async def _compare_session(self, row: SessionRow, result: ReplayResult) -> None:
+        started, layout = time.monotonic(), (await self.backend_state.status()).layout
+        stored = (await asyncio.to_thread(self.index.path_tokens, row.leaf))[: row.tokens * TOKEN_BYTES]
         tokens = stored + stored[-TOKEN_BYTES:]  # any one more token to compute, so that all stored ones are used
         count = len(tokens) // TOKEN_BYTES
-        match = await asyncio.to_thread(self._index.match_prefix, row.root, stored, count - 1)
+        match = await asyncio.to_thread(self.index.match_prefix, row.root, stored, count - 1)
         plan = plan_restore(count, match, layout)
         if layout is None or plan is None:
-            raise _ReplaySkippedError("nothing of it can be started from")
+            result.detail = "nothing of it can be started from"
+            return
         # The cold run is first: it checks that this model is served at all.
-        if (cold := await self._probe.compute_cold(row.root, tokens)) is None:
-            raise _ReplaySkippedError(NO_MEMORY)
+        cold = await self.probe.compute_cold(row.root, tokens)
         try:
-            warm = await self._probe.compute_restored(row.root, tokens, plan)
+            warm = await self.probe.compute_restored(row.root, tokens, plan) if cold else None
         except RestoreFailedError as error:
-            return await self._quarantine_damaged(row, plan, error)
-        if warm is None:
-            raise _ReplaySkippedError(NO_MEMORY)
-        return await self._judge_session(
-            row, warm, AuditMismatch(row.root, tokens, plan.reuse, cold, layout, self._tolerance, started)
-        )
+            result.reused = plan.reuse
+            return await self._quarantine_damaged(plan, error.reply, result)
+        if cold is None or warm is None:
+            result.detail = "others needed the backend's memory"
+            return
+        case = AuditMismatch(row.root, tokens, plan.reuse, cold, layout, self.tolerance, started)
+        await self._judge_session(warm, case, result)
 
-    async def _judge_session(self, row: SessionRow, warm: FirstLogits, case: AuditMismatch) -> ReplayResult:
-        verdict, quarantined = compare(warm, case.cold, case.layout, self._tolerance), 0
+    async def _judge_session(self, warm: FirstLogits, case: AuditMismatch, result: ReplayResult) -> None:
+        verdict = compare(warm, case.cold, case.layout, self.tolerance)
         if not verdict.agrees:
-            again = await self._probe.compute_cold(case.root, case.tokens, chunk_end=case.reuse)
-            verdict = judge(warm, case.cold, again, case.layout, self._tolerance) if again else verdict
+            again = await self.probe.compute_cold(case.root, case.tokens, chunk_end=case.reuse)
+            verdict = judge(warm, case.cold, again, case.layout, self.tolerance) if again else verdict
         if not verdict.agrees:
-            log.error("AUDIT session=%s %s: %s", row.id, verdict.outcome, verdict.describe())
+            log.error("AUDIT session=%s %s: %s", result.session, verdict.outcome, verdict.describe())
         if verdict.outcome == DIFFERS:
             mismatch = replace(case, tolerance=verdict.tolerance)
-            quarantined = await self._quarantine.quarantine(mismatch, f"session={row.id}")
-        return ReplayResult(
-            session=row.id,
-            tokens=row.tokens,
-            outcome=verdict.outcome,
-            reused=case.reuse,
-            difference=verdict.difference,
-            tolerance=verdict.tolerance,
-            quarantined=quarantined,
-        )
+            result.quarantined = await self.quarantine.quarantine(mismatch, f"session={result.session}")
+        result.outcome, result.reused = verdict.outcome, case.reuse
+        result.difference, result.tolerance = verdict.difference, verdict.tolerance
 
-    async def _quarantine_damaged(self, row: SessionRow, plan: RequestPlan, error: RestoreFailedError) -> ReplayResult:
+    async def _quarantine_damaged(self, plan: RequestPlan, reply: RestoreRefusal, result: ReplayResult) -> None:
         """Quarantine a file that can't be restored, as for a request; not an unreadable one: disk faults may pass."""
-        reply, quarantined = error.reply, list[str]()
         if reply.reason != "io" and reply.bad in plan.file_ids:
-            quarantined = await asyncio.to_thread(self._index.quarantine, reply.bad, reply.reason)
-            self._metrics.quarantined.labels(reason=reply.reason).inc()
-        detail = f"{reply.reason} in {reply.bad}: {reply.detail}"
-        log.error("AUDIT session=%s damaged: %s", row.id, detail)
-        return ReplayResult(
-            session=row.id,
-            tokens=row.tokens,
-            reused=plan.reuse,
-            outcome=DAMAGED,
-            quarantined=len(quarantined),
-            detail=detail,
-        )
-
-
-class _ReplaySkippedError(Exception):
-    """The session can't be compared now."""
+            files = await asyncio.to_thread(self.index.quarantine, reply.bad, reply.reason)
+            result.quarantined = len(files)
+            self.metrics.quarantined.labels(reason=reply.reason).inc()
+        result.outcome, result.detail = DAMAGED, f"{reply.reason} in {reply.bad}: {reply.detail}"
+        log.error("AUDIT session=%s damaged: %s", result.session, result.detail)

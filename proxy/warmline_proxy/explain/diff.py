@@ -20,7 +20,7 @@ class StoredConversation(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Comparison(msgspec.Struct, kw_only=True):
-    """What `cachectl diff --json` prints."""
+    """Result of a comparison, printed by `cachectl diff --json`."""
 
     a: str
     b: str

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from weakref import WeakSet
 
 import msgspec
@@ -29,15 +30,16 @@ SEARCH_TOKENS_MAX = 262_144
 ANALYSIS_WAIT_S = 1.0  # between a request's end and its record
 
 
+@dataclass(eq=False)
 class DivergenceRecorder:
     """Recorder of divergences in requests.  Event loop thread."""
 
-    def __init__(
-        self, upstream: Upstream, index: Index, resident_view: ResidentView, background: BackgroundTasks
-    ) -> None:
-        self._upstream, self._index, self._resident_view, self._background = upstream, index, resident_view, background
-        self._recorded_requests = WeakSet[Request]()
-        self._pause_count = 0
+    upstream: Upstream
+    index: Index
+    resident_view: ResidentView
+    background: BackgroundTasks
+    _recorded_requests: WeakSet[Request] = field(default_factory=WeakSet, init=False)
+    _pause_count: int = field(default=0, init=False)
 
     def record(self, request: Request, plan: RequestPlan, match: PrefixMatch) -> None:
         """Record the tokens on both sides of the plan's divergence, if it has one; takes microseconds."""
@@ -45,7 +47,7 @@ class DivergenceRecorder:
         self.clear(request)
         if self._pause_count or (at := plan.diverges_at) is None:
             return
-        resident = self._resident_view.get(plan.diverges_from) if plan.diverges_from else None
+        resident = self.resident_view.get(plan.diverges_from) if plan.diverges_from else None
         search_range = slice(at * TOKEN_BYTES, (at + SEARCH_TOKENS_MAX) * TOKEN_BYTES)
         if not (tokens := resident.tokens[search_range] if resident else match.divergent_tokens):
             return
@@ -73,7 +75,7 @@ class DivergenceRecorder:
     def start_analysis(self, request: Request) -> None:
         """Start the task that fetches the texts and finds the cause."""
         if request.log.divergence is not None:
-            request.divergence_task = self._background.spawn(
+            request.divergence_task = self.background.spawn(
                 self._analyze(request, request.log.divergence), f"parting of {request.log.id}"
             )
 
@@ -96,7 +98,7 @@ class DivergenceRecorder:
 
     async def _fetch_texts(self, divergence: Divergence) -> tuple[str, str]:
         try:
-            stored, prompt = await self._upstream.detokenize([divergence.stored, divergence.prompt])
+            stored, prompt = await self.upstream.detokenize([divergence.stored, divergence.prompt])
         except UpstreamError as error:
             log.debug("what stands where a prompt differs is not known as text: %s", error)
             return "", ""
@@ -106,7 +108,7 @@ class DivergenceRecorder:
         """Say whether the prompt goes on with later tokens of the other side.  On a worker thread."""
         try:
             if not tokens and divergence.segment:
-                tokens = self._index.tokens_from(divergence.segment, divergence.at, SEARCH_TOKENS_MAX)
+                tokens = self.index.tokens_from(divergence.segment, divergence.at, SEARCH_TOKENS_MAX)
         except IndexStoreError:
             return False
         return has_tokens(divergence.prompt[(divergence.at - divergence.begins) * TOKEN_BYTES :], tokens)

@@ -231,9 +231,9 @@ def _is_branch_stored(reader: IndexReader, record: RequestRecord, session: Sessi
     head = reader.path_tokens(session.leaf)[: divergence.at * TOKEN_BYTES] if session else b""
     if len(head) < divergence.at * TOKEN_BYTES:
         return False
-    known = head + divergence.stored[(divergence.at - divergence.begins) * TOKEN_BYTES :]
-    count = len(known) // TOKEN_BYTES
-    return reader.match_prefix(record.root, known, count).tokens == count
+    branch = head + divergence.stored[(divergence.at - divergence.begins) * TOKEN_BYTES :]
+    count = len(branch) // TOKEN_BYTES
+    return reader.match_prefix(record.root, branch, count).tokens == count
 
 
 def _find_elsewhere(reader: IndexReader, record: RequestRecord, owner_labels: OwnerLabels) -> tuple[str, str]:

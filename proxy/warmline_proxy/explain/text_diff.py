@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from difflib import SequenceMatcher
+from itertools import accumulate
 
 from warmline_common.protocol.tokens import count_common_chars
 
@@ -21,7 +22,7 @@ def diff_texts(old: str, new: str) -> tuple[Ranges, Ranges]:
     matcher = SequenceMatcher(None, words[0], words[1])  # with its junk heuristic: else it takes minutes
     if _similarity(matcher, words) < SIMILARITY_MIN:
         return [(at, len(old))] * (len(old) > at), [(at, len(new))] * (len(new) > at)
-    offsets = [_offsets(each, at) for each in words]
+    offsets = [list(accumulate(map(len, each), initial=at)) for each in words]
     ranges: tuple[Ranges, Ranges] = ([], [])
     for tag, old_from, old_to, new_from, new_to in _drop_tail(matcher.get_opcodes()):
         if tag != "equal":
@@ -48,13 +49,6 @@ def _similarity(matcher: SequenceMatcher[str], words: list[list[str]]) -> float:
 
 def _count_letters(words: list[str]) -> int:
     return sum(len(word) for word in words if word[0].isalnum())
-
-
-def _offsets(words: list[str], start: int) -> list[int]:
-    offsets = [start]
-    for word in words:
-        offsets.append(offsets[-1] + len(word))
-    return offsets
 
 
 def _drop_tail(codes: Sequence[tuple[str, int, int, int, int]]) -> Sequence[tuple[str, int, int, int, int]]:

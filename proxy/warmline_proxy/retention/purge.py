@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Set
+from dataclasses import dataclass
 from math import inf
 
 import msgspec
@@ -160,40 +161,7 @@ def _select_and_remove(tables: Tables, request: PurgeRequest, truncator: Truncat
     selection = select_purge(snapshot, request, now)
     if not truncator.is_ready(tables, selection.cuts):
         return None
-    kept, roots = snapshot.sessions.keys() - selection.sessions, parse_roots(request)
-    tables.mark_purged()
-    _remove_selected(tables, selection)
-    _clear_session_labels(tables, snapshot, selection)
-    cuts = truncator.apply(tables, selection.cuts, owner=next(iter(selection.sessions), ""))
-    unpin_orphaned_segments(tables)
-    _remove_records(tables, snapshot, selection, request, now)
-    for plan in tables.save_plans():
-        if request.everything or request.model == plan.model != "" or plan.root in roots:
-            abort_save(tables, plan)
-    _remove_turns(tables, lambda row: _is_turn_purged(row, kept, selection, request, roots, now))
-    return _make_reply(selection, cuts, dry_run=False)
-
-
-def _is_turn_purged(
-    turn: TurnRow,
-    remaining_sessions: Collection[str],
-    selection: PurgeSelection,
-    request: PurgeRequest,
-    roots: Set[bytes],
-    now: float,
-) -> bool:
-    """Say whether a sampled turn is removed: with its session, or as an old one of a session that is gone.
-
-    A turn without a session yet may belong to the purged session.
-    """
-    if request.older_than_s is not None and turn.at < now - request.older_than_s:
-        return turn.session not in remaining_sessions
-    of_session = turn.session in selection.sessions or (bool(request.session) and not turn.session)
-    return request.everything or of_session or request.model == turn.model != "" or turn.root in roots
-
-
-def _remove_turns(tables: Tables, is_purged: Callable[[TurnRow], bool]) -> None:
-    remove_turns(tables, ((key, row) for key, row in list_turns(tables) if is_purged(row)))
+    return _make_reply(selection, _Removal(tables, snapshot, selection, request, now).run(truncator), dry_run=False)
 
 
 def _select_where(
@@ -209,15 +177,12 @@ def _select_older_than(snapshot: IndexSnapshot, before: float) -> PurgeSelection
     old = {row.id for row in snapshot.sessions.values() if row.last_used < before}
     selection = _select_sessions(snapshot, old)
     kept = set(find_needed_segments(snapshot, snapshot.sessions.keys() - old))
-    young = {row.id for row in snapshot.segments.values() if _last_used(snapshot, row.id) >= before}
+    usage = snapshot.usage
+    young = {row.id for row in snapshot.segments.values() if max(row.created, usage[row.id].last_used) >= before}
     kept |= {link.id for segment_id in young - selection.segments for link in snapshot.segment_path(segment_id)}
     quarantined = {row.id for row in snapshot.quarantined.values() if row.at < before}
     segments = selection.segments | (snapshot.segments.keys() - kept)
     return _make_selection(snapshot, old, segments, quarantined, selection.cuts)
-
-
-def _last_used(snapshot: IndexSnapshot, segment_id: str) -> float:
-    return max(snapshot.segments[segment_id].created, snapshot.usage[segment_id].last_used)
 
 
 def _select_sessions(snapshot: IndexSnapshot, sessions: set[str]) -> PurgeSelection:
@@ -274,37 +239,76 @@ def _add_descendants(snapshot: IndexSnapshot, segments: Set[str]) -> set[str]:
     return gone
 
 
-def _remove_selected(tables: Tables, selection: PurgeSelection) -> None:
-    for session in selection.sessions:
-        tables.remove_session(session)
-    for file_id in (*selection.segments, *selection.checkpoints):
-        delete_subtree(tables, file_id, "")
-    for row in tables.quarantined():
-        if row.id in selection.quarantined:
-            tables.remove_quarantined(row)
-            tables.mark_deleted(row.id, row.bytes_on_disk)
-    for key, _ in list(tables.items("gone")):
-        tables.delete("gone", key)  # each has a token of a prompt
+def _remove_turns(tables: Tables, is_purged: Callable[[TurnRow], bool]) -> None:
+    remove_turns(tables, ((key, row) for key, row in list_turns(tables) if is_purged(row)))
 
 
-def _clear_session_labels(tables: Tables, snapshot: IndexSnapshot, selection: PurgeSelection) -> None:
-    """Clear the purged sessions' ids in the segments that stay."""
-    for row in snapshot.segments.values():
-        if row.session in selection.sessions and row.id not in selection.segments:
-            tables.update_segment(msgspec.structs.replace(row, session=""))
+@dataclass(frozen=True)
+class _Removal:
+    """Removal of the selected rows, in one transaction, with records, save plans and sampled turns."""
 
+    tables: Tables
+    snapshot: IndexSnapshot
+    selection: PurgeSelection
+    request: PurgeRequest
+    now: float
 
-def _remove_records(
-    tables: Tables, snapshot: IndexSnapshot, selection: PurgeSelection, request: PurgeRequest, now: float
-) -> None:
-    """Delete the records of purged requests, stored or not."""
-    rows: list[SegmentRow | SessionRow] = [*snapshot.segments.values(), *snapshot.sessions.values()]
-    roots = {row.root for row in rows if row.model == request.model != ""} | parse_roots(request)
-    kept = snapshot.sessions.keys() - selection.sessions
-    before = -inf if request.older_than_s is None else now - request.older_than_s
-    for key, record in tables.requests():
-        of_it = record.session in selection.sessions or record.root in roots
-        if request.everything or of_it or (record.at < before and record.session not in kept):
-            tables.delete("requests", key)
-        elif record.parting is not None:  # it has text of other prompts
-            tables.put_request(key, msgspec.structs.replace(record, parting=None))
+    def run(self, truncator: Truncator) -> list[Truncation]:
+        self.tables.mark_purged()
+        self._remove_rows()
+        cuts = truncator.apply(self.tables, self.selection.cuts, owner=next(iter(self.selection.sessions), ""))
+        unpin_orphaned_segments(self.tables)
+        self._remove_records()
+        for plan in self.tables.save_plans():
+            if self._is_in_scope(plan.model, plan.root):
+                abort_save(self.tables, plan)
+        _remove_turns(self.tables, self._is_turn_purged)
+        return cuts
+
+    @property
+    def _before(self) -> float:
+        return -inf if self.request.older_than_s is None else self.now - self.request.older_than_s
+
+    def _remains(self, session: str) -> bool:
+        return session in self.snapshot.sessions and session not in self.selection.sessions
+
+    def _is_in_scope(self, model: str, root: bytes) -> bool:
+        """Say whether everything of this model, or under this root, is purged."""
+        return self.request.everything or self.request.model == model != "" or root in parse_roots(self.request)
+
+    def _remove_rows(self) -> None:
+        tables, selection = self.tables, self.selection
+        for session in selection.sessions:
+            tables.remove_session(session)
+        for file_id in (*selection.segments, *selection.checkpoints):
+            delete_subtree(tables, file_id, "")
+        for row in tables.quarantined():
+            if row.id in selection.quarantined:
+                tables.remove_quarantined(row)
+                tables.mark_deleted(row.id, row.bytes_on_disk)
+        for key, _ in list(tables.items("gone")):
+            tables.delete("gone", key)  # each has a token of a prompt
+        for segment in self.snapshot.segments.values():  # segments that stay don't name a purged session
+            if segment.session in selection.sessions and segment.id not in selection.segments:
+                tables.update_segment(msgspec.structs.replace(segment, session=""))
+
+    def _remove_records(self) -> None:
+        """Delete the records of purged requests, stored or not."""
+        rows: list[SegmentRow | SessionRow] = [*self.snapshot.segments.values(), *self.snapshot.sessions.values()]
+        roots = {row.root for row in rows if self._is_in_scope(row.model, row.root)} | parse_roots(self.request)
+        for key, record in self.tables.requests():
+            is_old = record.at < self._before and not self._remains(record.session)
+            if self.request.everything or record.session in self.selection.sessions or record.root in roots or is_old:
+                self.tables.delete("requests", key)
+            elif record.parting is not None:  # it has text of other prompts
+                self.tables.put_request(key, msgspec.structs.replace(record, parting=None))
+
+    def _is_turn_purged(self, turn: TurnRow) -> bool:
+        """Say whether a sampled turn is removed: with its session, or as an old one of a session that is gone.
+
+        A turn without a session yet may belong to the purged session.
+        """
+        if turn.at < self._before:
+            return not self._remains(turn.session)
+        of_session = turn.session in self.selection.sessions or (bool(self.request.session) and not turn.session)
+        return of_session or self._is_in_scope(turn.model, turn.root)

@@ -17,12 +17,7 @@ from warmline_common.protocol.tokens import BLOCK_TOKENS, TOKEN_BYTES
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
 from warmline_common.storage.segment_copy import SegmentCopy, write_copy
-from warmline_common.storage.segment_file import (
-    SegmentFileError,
-    file_checksum,
-    read_checksums_from,
-    read_header_from,
-)
+from warmline_common.storage.segment_file import SegmentFileError, file_checksum, read_checksums_from, read_header_from
 from warmline_proxy.index.index import Index, IndexStoreError
 from warmline_proxy.index.save import abort_save, find_base_segments
 from warmline_proxy.index.tree import new_id, replace_segment

@@ -143,12 +143,9 @@ class Watchdog:
             except Exception:  # without a watchdog, no request would be served any more
                 log.exception("looking at the backend failed")
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._interval_s):
+                interval_s = POLL_INTERVAL_S if self.is_up else POLL_INTERVAL_DOWN_S
+                async with asyncio.timeout(min(interval_s, self._wedge_timeout_s / 4)):
                     await self._poll_event.wait()
-
-    @property
-    def _interval_s(self) -> float:
-        return min(POLL_INTERVAL_S if self.is_up else POLL_INTERVAL_DOWN_S, self._wedge_timeout_s / 4)
 
     async def _poll(self) -> None:
         try:

@@ -15,7 +15,7 @@ from warmline_proxy.metrics import ProxyMetrics
 def make_auditor(folder: Path, fraction: float, recorded: list[Any]) -> Any:
     """Make an auditor whose task does not run."""
     config = ProxyConfig(home=Home(folder), audit_fraction=fraction)
-    rest: dict[str, Any] = dict.fromkeys(["first_token_probe", "quarantine", "idle_check"])
+    rest: dict[str, Any] = dict.fromkeys(["probe", "quarantine", "idle_check"])
     rest |= {"index": SimpleNamespace(record_audit=lambda *row: recorded.append(row)), "metrics": ProxyMetrics()}
     return Auditor(config=config, rng=random.Random(7), **rest)
 
@@ -76,7 +76,7 @@ def test_full_queue_drops_newest_and_keeps_collapsed_first(tmp_path: Path) -> No
     assert waiting_ids(auditor)[:3] == ["collapsed", "collapsed too", "0"]
     assert len(waiting_ids(auditor)) == WAITING_MAX
     assert [request_id for request_id, *_ in recorded] == ["late", str(WAITING_MAX - 1), str(WAITING_MAX - 2)]
-    assert f"warmline_audits_waiting {WAITING_MAX}" in auditor._metrics.render_exposition()[0].decode()
+    assert f"warmline_audits_waiting {WAITING_MAX}" in auditor.metrics.render_exposition()[0].decode()
 
 
 def test_queue_is_bounded_in_bytes(tmp_path: Path) -> None:

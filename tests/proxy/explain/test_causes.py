@@ -21,94 +21,94 @@ def make_divergence(old: str = "", new: str = "", **fields: object) -> Divergenc
     return Divergence(**values, stored_text=old, prompt_text=new)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("why", "cause"),
-    [
-        ("", "warm"),
-        ("reuse is off", "reuse-off"),
-        ("nothing is to be computed", "nothing-asked"),
-        ("the client asked for no reuse", "client-asked"),
-        ("what it was to start from was gone, twice", "gone"),
-        ("another request computes the first 128 tokens", "shared"),
-        ("restoring 128 tokens would take longer", "slower"),
-        ("not persistent: MambaCache has no codec", "memory"),
-        ("nothing stored", "first-request"),
-        ("stored up to token 812", "new-text"),
-        ("in memory up to token 812", "new-text"),
-        ("all of it is stored; no checkpoint after token 512", "no-checkpoint"),
-        ("exact mode keeps and reuses multiples of 128 tokens", "exact-grid"),
-        ("evicted after token 64", "evicted"),
-        ("missing after token 64", "missing"),
-        ("quarantined (checksum) after token 64", "damaged"),
-        ("checksum in 7a7a7a7a: 21.0.keys of segment; differs from what is stored at token 40", "damaged"),
-        ("missing in the chain: no such file; nothing stored", "damaged"),
-        ("what is stored after token 64 is suspect", "suspect"),
-        ("what was restored is suspect; stored up to token 64", "suspect"),
-        ("restore failed: 500: boom; nothing stored", "restore-failed"),
-        ("restoring took more than 30 s; nothing stored", "restore-failed"),
-        (DIFFERS, "differs"),
-        ("a sentence of another version", "unknown"),
-    ],
-)
-def test_planner_reasons_have_causes(why: str, cause: str) -> None:
-    assert find_cause(why, None) == cause
+PLANNER_REASONS = [
+    ("", "warm"),
+    ("reuse is off", "reuse-off"),
+    ("nothing is to be computed", "nothing-asked"),
+    ("the client asked for no reuse", "client-asked"),
+    ("what it was to start from was gone, twice", "gone"),
+    ("another request computes the first 128 tokens", "shared"),
+    ("restoring 128 tokens would take longer", "slower"),
+    ("not persistent: MambaCache has no codec", "memory"),
+    ("nothing stored", "first-request"),
+    ("stored up to token 812", "new-text"),
+    ("in memory up to token 812", "new-text"),
+    ("all of it is stored; no checkpoint after token 512", "no-checkpoint"),
+    ("exact mode keeps and reuses multiples of 128 tokens", "exact-grid"),
+    ("evicted after token 64", "evicted"),
+    ("missing after token 64", "missing"),
+    ("quarantined (checksum) after token 64", "damaged"),
+    ("checksum in 7a7a7a7a: 21.0.keys of segment; differs from what is stored at token 40", "damaged"),
+    ("missing in the chain: no such file; nothing stored", "damaged"),
+    ("what is stored after token 64 is suspect", "suspect"),
+    ("what was restored is suspect; stored up to token 64", "suspect"),
+    ("restore failed: 500: boom; nothing stored", "restore-failed"),
+    ("restoring took more than 30 s; nothing stored", "restore-failed"),
+    (DIFFERS, "differs"),
+    ("a sentence of another version", "unknown"),
+]
 
 
-@pytest.mark.parametrize(
-    ("addition", "cause"),
-    [
-        (", in message 3 (assistant): the template leaves out its reasoning", "reasoning-left-out"),
-        (", in message 1 (system): a time of day in line 2 of the system text is new", "timestamp"),
-        (", in message 1 (system): a Unix time in line 2 of the system text is new", "timestamp"),
-        (", in message 1 (system): a date in line 9 of the system text is new", "date"),
-        (", in message 1 (system): a hash or random id in line 9 of the system text is new", "random-id"),
-        (", in message 1 (system): a billing header in line 1 of the system text is new", "billing-header"),
-        (", in the tools: the tools come in another order", "tool-order"),
-        (", in the tools: tools: look changed; walk new", "tools-changed"),
-    ],
-)
-def test_named_place_decides_before_texts(addition: str, cause: str) -> None:
-    assert find_cause(DIFFERS + addition, make_divergence("one thing", "another", **USER)) == cause
+def test_planner_reasons_have_causes() -> None:
+    for why, cause in PLANNER_REASONS:
+        assert find_cause(why, None) == cause, why
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "place", "cause"),
-    [
-        ("Current time: 2026-11-28T14:22:33Z. You", "Current time: 2026-11-28T14:25:01Z. You", SYSTEM, "timestamp"),
-        ("It is 9:15 PM here", "It is 9:20 PM here", USER, "timestamp"),
-        ("now 1764340953 s", "now 1764341010 s", SYSTEM, "timestamp"),
-        ("Today's date: 2026-11-28", "Today's date: 2026-11-29", USER, "date"),
-        ("Date: Nov 28, 2026\nYou", "Date: Nov 29, 2026\nYou", SYSTEM, "date"),
-        (
-            "session 0b5e3c1e-9f3a-4c55-8a94-2b8f7b8b5a10",
-            "session 1b5e3c1e-9f3a-4c55-8a94-2b8f7b8b5a11",
-            SYSTEM,
-            "random-id",
-        ),
-        ("x-anthropic-billing-header: a1\nYou", "x-anthropic-billing-header: b2\nYou", SYSTEM, "billing-header"),
-        ("Tokens left: 180,000. Go", "Tokens left: 179,200. Go", USER, "number"),
-        ("list the files.  Then stop, please.", "list the files.\nThen stop, please.", USER, "whitespace"),
-        ('{"name": "look", "description": "Looks."}', '{"name": "look", "description": "Sees."}', {"role": "tools"},
-         "tools-changed"),
-        ('Tools: {"parameters": {"a": 1}}', 'Tools: {"parameters": {"b": 1}}', SYSTEM, "tools-changed"),
-        ("You are a careful engineer.", "You are a careful pilot.", SYSTEM, "system-edited"),
-        ("fix the test in a.py", "fix the test in b.py", USER, "message-edited"),
-        ("fix the test in a.py", "write a poem instead", {**USER, "message": 4, "message_last": 4}, "other-message"),
-        ("<think>\nHm, files.\n</think>\n\nDone", "Done<|im_end|>", ANSWER, "reasoning-dropped"),
-        ("I have listed the files.", "The files are listed.", ANSWER, "answer-changed"),
-        ("first, read the code", "second, run the tests", {**USER, "comes_later": True}, "truncated"),
-        (
-            "user\nfix the test",
-            "user\nThis session is being continued from a previous conversation",
-            USER,
-            "compacted",
-        ),
-        ("assistant\n<think>\n", "assistant\n<think>\n\n</think>\n\n", {}, "template"),
-        ("once upon a time", "once more", {"messages": 0}, "differs"),
-    ],
-)  # fmt: skip
-def test_texts_of_both_sides_decide(old: str, new: str, place: dict[str, object], cause: str) -> None:
-    assert find_cause(DIFFERS, make_divergence(old, new, **place)) == cause
+NAMED_PLACES = [
+    (", in message 3 (assistant): the template leaves out its reasoning", "reasoning-left-out"),
+    (", in message 1 (system): a time of day in line 2 of the system text is new", "timestamp"),
+    (", in message 1 (system): a Unix time in line 2 of the system text is new", "timestamp"),
+    (", in message 1 (system): a date in line 9 of the system text is new", "date"),
+    (", in message 1 (system): a hash or random id in line 9 of the system text is new", "random-id"),
+    (", in message 1 (system): a billing header in line 1 of the system text is new", "billing-header"),
+    (", in the tools: the tools come in another order", "tool-order"),
+    (", in the tools: tools: look changed; walk new", "tools-changed"),
+]
+
+
+def test_named_place_decides_before_texts() -> None:
+    for addition, cause in NAMED_PLACES:
+        assert find_cause(DIFFERS + addition, make_divergence("one thing", "another", **USER)) == cause, addition
+
+
+TEXTS: list[tuple[str, str, dict[str, object], str]] = [
+    ("Current time: 2026-11-28T14:22:33Z. You", "Current time: 2026-11-28T14:25:01Z. You", SYSTEM, "timestamp"),
+    ("It is 9:15 PM here", "It is 9:20 PM here", USER, "timestamp"),
+    ("now 1764340953 s", "now 1764341010 s", SYSTEM, "timestamp"),
+    ("Today's date: 2026-11-28", "Today's date: 2026-11-29", USER, "date"),
+    ("Date: Nov 28, 2026\nYou", "Date: Nov 29, 2026\nYou", SYSTEM, "date"),
+    (
+        "session 0b5e3c1e-9f3a-4c55-8a94-2b8f7b8b5a10",
+        "session 1b5e3c1e-9f3a-4c55-8a94-2b8f7b8b5a11",
+        SYSTEM,
+        "random-id",
+    ),
+    ("x-anthropic-billing-header: a1\nYou", "x-anthropic-billing-header: b2\nYou", SYSTEM, "billing-header"),
+    ("Tokens left: 180,000. Go", "Tokens left: 179,200. Go", USER, "number"),
+    ("list the files.  Then stop, please.", "list the files.\nThen stop, please.", USER, "whitespace"),
+    ('{"name": "look", "description": "Looks."}', '{"name": "look", "description": "Sees."}', {"role": "tools"},
+     "tools-changed"),
+    ('Tools: {"parameters": {"a": 1}}', 'Tools: {"parameters": {"b": 1}}', SYSTEM, "tools-changed"),
+    ("You are a careful engineer.", "You are a careful pilot.", SYSTEM, "system-edited"),
+    ("fix the test in a.py", "fix the test in b.py", USER, "message-edited"),
+    ("fix the test in a.py", "write a poem instead", {**USER, "message": 4, "message_last": 4}, "other-message"),
+    ("<think>\nHm, files.\n</think>\n\nDone", "Done<|im_end|>", ANSWER, "reasoning-dropped"),
+    ("I have listed the files.", "The files are listed.", ANSWER, "answer-changed"),
+    ("first, read the code", "second, run the tests", {**USER, "comes_later": True}, "truncated"),
+    (
+        "user\nfix the test",
+        "user\nThis session is being continued from a previous conversation",
+        USER,
+        "compacted",
+    ),
+    ("assistant\n<think>\n", "assistant\n<think>\n\n</think>\n\n", {}, "template"),
+    ("once upon a time", "once more", {"messages": 0}, "differs"),
+]  # fmt: skip
+
+
+def test_texts_of_both_sides_decide() -> None:
+    for old, new, place, cause in TEXTS:
+        assert find_cause(DIFFERS, make_divergence(old, new, **place)) == cause, new
 
 
 @pytest.mark.parametrize("client", ["claude-code", "codex"])

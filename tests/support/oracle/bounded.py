@@ -1,7 +1,7 @@
-"""As much of the oracle as fits into every run of the tests: kept scripts, and a few steps in any order.
+"""Bounded oracle for the test suite: kept scripts, and a few random steps.
 
-A script in scripts/ is played by every family and mode that its name begins with: `all.tour.jsonl` has each kind of
-step once; `FAMILY-MODE.WHAT.jsonl` is what a soak has found, made short.  `make soak` is the long run.
+Each family and mode plays the scripts in scripts/ whose names begin with it: `all.tour.jsonl` has each kind of step
+once; `FAMILY-MODE.WHAT.jsonl` is a shortened finding of a soak.  `make soak` is the long run.
 """
 
 from pathlib import Path
@@ -9,23 +9,23 @@ from pathlib import Path
 from support.oracle import machine
 from support.oracle.duel import Duel
 from support.oracle.reference import FAMILIES, Reference
-from support.oracle.steps import read
+from support.oracle.steps import read_script
 
 SCRIPTS = Path(__file__).with_name("scripts")
 SEED = 20261128
-EXAMPLES = 2  # hypothesis makes the first one of the simplest choices alone
-STEPS, RESTART_INTERVAL = 10, 1_000  # no restarts, each of which takes seconds: the tour has them
+EXAMPLES = 2  # hypothesis makes the first example of the simplest choices
+STEPS, RESTART_INTERVAL = 10, 1_000  # no restarts, which take seconds each: the tour has them
 
 
 def check(name: str, modes: tuple[str, ...], root: Path) -> None:
-    """Nothing differs, much was compared, and much of it was warm, after a restart too."""
+    """Check that no answer differs, and that enough answers were compared, warm and restored."""
     family = FAMILIES[name]
     with Reference(family, family.folder(root)) as reference:
         for mode in modes:
             with Duel(reference, mode) as duel:
                 machine.run(duel, SEED, EXAMPLES, STEPS, RESTART_INTERVAL)
-                for path in scripts_of(name, mode):
-                    for step in read(path):
+                for path in find_scripts(name, mode):
+                    for step in read_script(path):
                         duel.do(step)
                 duel.close()
             counts = duel.tally.counts
@@ -36,5 +36,5 @@ def check(name: str, modes: tuple[str, ...], root: Path) -> None:
             assert counts["restored"] and counts["resident"]
 
 
-def scripts_of(name: str, mode: str) -> list[Path]:
+def find_scripts(name: str, mode: str) -> list[Path]:
     return [path for path in sorted(SCRIPTS.glob("*.jsonl")) if path.name.split(".")[0] in ("all", f"{name}-{mode}")]

@@ -1,4 +1,4 @@
-"""The conversations of a script: what each step asks, word by word."""
+"""Conversations of a script: the bodies of its requests, derived from steps and answers."""
 
 import random
 from dataclasses import dataclass, field
@@ -8,14 +8,18 @@ from support.pair.pair import Message
 
 LETTERS = "abcdefgh ijklmnop qrstuvw xyz "
 SYSTEM_LENGTHS = (0, 30, 170, 333)
-TALK_LENGTH_MAX = 900  # characters, about; a longer one is begun anew
-GRAPHIC = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "<")  # what the tiny models say
+TALK_LENGTH_MAX = 900  # characters, about; after a longer one a new conversation begins
+GRAPHIC = "".join(
+    chr(code) for code in range(0x21, 0x7F) if chr(code) != "<"
+)  # characters that the tiny models generate
 STOP_WORDS = 4
 TOOL_NAMES = ((), ("look",), ("look", "write"), ("write",))
 
 
 @dataclass
-class Talk:
+class Conversation:
+    """Messages and number of the tools of a conversation."""
+
     messages: list[Message]
     tools: int = 0
 
@@ -26,7 +30,7 @@ class Talk:
 
 @dataclass(frozen=True)
 class Question:
-    """A body as clients send it, and the conversation that it makes of an answer."""
+    """Body of a request, and the conversation that it continues."""
 
     ask: Ask
     talk: int
@@ -40,60 +44,62 @@ class Question:
 
 
 @dataclass
-class Talks:
-    """A pure function of the steps and the answers."""
+class Conversations:
+    """Conversations as a pure function of steps and answers."""
 
     salt: int = 0
-    all: list[Talk] = field(default_factory=list)
+    all: list[Conversation] = field(default_factory=list)
 
     def question(self, ask: Ask) -> Question:
         at = ask.talk % len(self.all) if self.all else 0
         if not self.all or ask.how == BEGIN or (ask.how != AGAIN and self.all[at].length > TALK_LENGTH_MAX):
-            at, talk = len(self.all), self._begun(ask)
+            at, talk = len(self.all), self._begin(ask)
         elif ask.how == BRANCH:
-            at, talk = len(self.all), self._changed(ask, self.all[at])
+            at, talk = len(self.all), self._change(ask, self.all[at])
         else:
-            talk = self._changed(ask, self.all[at])
+            talk = self._change(ask, self.all[at])
         return Question(ask, at, talk.messages, talk.tools, self._options(ask, talk))
 
-    def answered(self, question: Question, text: str | None) -> None:
-        """None: its client heard no answer, or left before its end."""
+    def record_answer(self, question: Question, text: str | None) -> None:
+        """Add an answer; None: its client got none, or left before its end."""
         answer: list[Message] = [] if text is None else [{"role": "assistant", "content": text}]
-        talk = Talk([*question.messages, *answer], question.tools)
+        talk = Conversation([*question.messages, *answer], question.tools)
         if question.talk < len(self.all):
             self.all[question.talk] = talk
         else:
             self.all.append(talk)
 
-    def _begun(self, ask: Ask) -> Talk:
+    def _begin(self, ask: Ask) -> Conversation:
         length = SYSTEM_LENGTHS[ask.at % len(SYSTEM_LENGTHS)]
-        system: list[Message] = [{"role": "system", "content": self._words(f"system {length}", length)}]
-        return Talk([*(system if length else []), self._said(ask)])
+        system: list[Message] = [{"role": "system", "content": self._make_text(f"system {length}", length)}]
+        return Conversation([*(system if length else []), self._make_message(ask)])
 
-    def _changed(self, ask: Ask, talk: Talk) -> Talk:
+    def _change(self, ask: Ask, talk: Conversation) -> Conversation:
         messages, tools = list(talk.messages), talk.tools
         if ask.how == EDIT:
             at = ask.at % len(messages)
-            messages[at] = {**messages[at], "content": self._said(ask)["content"]}
+            messages[at] = {**messages[at], "content": self._make_message(ask)["content"]}
         elif ask.how == BRANCH:
             ends = [end for end, message in enumerate(messages, 1) if message["role"] == "assistant"]
             messages = messages[: ends[ask.at % len(ends)]] if ends else []
         elif ask.how == TOOLS:
             tools = (tools + 1 + ask.at) % len(TOOL_NAMES)
         if messages and messages[-1]["role"] == "assistant":
-            messages = messages[:-1] if ask.how in (AGAIN, TOOLS, EDIT) else [*messages, self._said(ask)]
-        return Talk(messages if messages and messages[-1]["role"] == "user" else [*messages, self._said(ask)], tools)
+            messages = messages[:-1] if ask.how in (AGAIN, TOOLS, EDIT) else [*messages, self._make_message(ask)]
+        return Conversation(
+            messages if messages and messages[-1]["role"] == "user" else [*messages, self._make_message(ask)], tools
+        )
 
-    def _said(self, ask: Ask) -> Message:
-        return {"role": "user", "content": self._words(f"words {ask.dice}", max(1, ask.words))}
+    def _make_message(self, ask: Ask) -> Message:
+        return {"role": "user", "content": self._make_text(f"words {ask.dice}", max(1, ask.words))}
 
-    def _words(self, what: str, length: int) -> str:
-        return "".join(random.Random(f"{self.salt} {what}").choices(LETTERS, k=length))
+    def _make_text(self, seed: str, length: int) -> str:
+        return "".join(random.Random(f"{self.salt} {seed}").choices(LETTERS, k=length))
 
-    def _options(self, ask: Ask, talk: Talk) -> dict[str, object]:
+    def _options(self, ask: Ask, talk: Conversation) -> dict[str, object]:
         options: dict[str, object] = {"max_tokens": ask.tokens, "logprobs": True, "top_logprobs": 20}
         if talk.tools:
-            options["tools"] = [tool(name) for name in TOOL_NAMES[talk.tools]]
+            options["tools"] = [make_tool(name) for name in TOOL_NAMES[talk.tools]]
         if ask.end == WORD:
             options["stop"] = random.Random(f"stop {ask.dice}").sample(GRAPHIC, STOP_WORDS)
         if ask.sampled:
@@ -101,6 +107,6 @@ class Talks:
         return options
 
 
-def tool(name: str) -> dict[str, object]:
+def make_tool(name: str) -> dict[str, object]:
     parameters = {"type": "object", "properties": {"what": {"type": "string", "description": f"what to {name}"}}}
     return {"type": "function", "function": {"name": name, "description": f"To {name}.", "parameters": parameters}}

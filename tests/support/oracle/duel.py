@@ -1,4 +1,4 @@
-"""A pair that reuses whatever it can against one that reuses nothing: after every step their answers are compared."""
+"""Duel of a pair that reuses all it can with a reference that reuses nothing: all answers are compared."""
 
 import contextlib
 import http.client
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from support.oracle import steps
-from support.oracle.conversations import Question, Talks
+from support.oracle.conversations import Conversations, Question
 from support.oracle.reference import STEP_TOKENS, Reference
 from support.oracle.steps import LEAVE_IN_DECODE, LEAVE_IN_PREFILL, Ask, Forget, Fresh, Kill, Purge, Restart, Together
 from support.oracle.verdict import Difference, Verdict, compare
@@ -25,18 +25,18 @@ from support.pair.pair import START_TIMEOUT_S, Pair, Reply, ask
 from support.planted.faults import Gate, Planted
 
 NAME, CACHE = "X-Warmline-Request", "x-warmline-cache"
-LEAVING = {LEAVE_IN_PREFILL: ("prefill", "first"), LEAVE_IN_DECODE: ("decode",)}
+LEAVE_PHASES = {LEAVE_IN_PREFILL: ("prefill", "first"), LEAVE_IN_DECODE: ("decode",)}
 FLAGS = (
     *("--prefill-step-size", str(STEP_TOKENS), "--partial-save-tokens", "128"),
     *("--audit-fraction", "0", "--drain-timeout-s", "5", "--queue-count-max", "64"),
 )
 SMALL_DISK = ("--disk-budget-gb", "0.003")
 SMALL_MEMORY = ("--memory-budget-gb", "0.004")
-FAULTS_MAX = 2  # in one process: after one more it is left (scheduler.FAILURES_MAX)
+FAULTS_MAX = 2  # in one process, which ends after one more (scheduler.FAILURES_MAX)
 OUT_OF_MEMORY = "the memory budget is used up"
 RESTART_DELAY_S = 0.1
-NOISE_FACTOR = 2.0  # as much further from a cold run than others are a warm one may be, in families with steps
-AWAY = (OSError, http.client.HTTPException)
+NOISE_FACTOR = 2.0  # a warm run's largest difference in those between cold runs, in families with steps
+UNREACHABLE_ERRORS = (OSError, http.client.HTTPException)
 POLL_S = 0.01
 
 
@@ -45,7 +45,7 @@ MODES = ("fast", "exact")
 
 @dataclass
 class Tally:
-    """What was done and found, for the table."""
+    """Counts of steps and findings, for the table."""
 
     steps: int = 0
     counts: Counter[str] = field(default_factory=Counter)
@@ -58,12 +58,12 @@ class Tally:
         self.counts["differences"] += bool(verdict.difference)
         self.counts["prompt tokens"] += warm.prompt_tokens
         self.counts["cached tokens"] += warm.cached
-        self.counts[start_of(warm).split()[0]] += 1
+        self.counts[find_start(warm).split()[0]] += 1
         self.largest = max(self.largest, verdict.largest)
 
 
 class Duel:
-    """`do` has a step happen to the tested pair and raises Difference where the reference would not have said so."""
+    """Tested pair and reference: `do` makes a step and raises Difference where an answer differs."""
 
     def __init__(self, reference: Reference, mode: str, environment: Mapping[str, str] | None = None) -> None:
         self.family, self.mode, self.tally = reference.family, mode, Tally()
@@ -72,7 +72,7 @@ class Duel:
         self._reference, self._extra = reference, environment or {}
         self._tolerance = self.family.tolerance if mode == "fast" else 0.0
         self._folder = Path(tempfile.mkdtemp(prefix="oracle-"))
-        self._homes, self._talks, self._requests = 0, Talks(), 0
+        self._homes, self._talks, self._requests = 0, Conversations(), 0
         self._faults, self._small_memory = 0, False
         self._pair: Pair | None = None
         self.planted = Planted(RESTART_DELAY_S)
@@ -87,21 +87,21 @@ class Duel:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def renew(self) -> None:
-        """Another home, in which nothing is stored."""
+        """Start again with an empty home."""
         self.close()
         shutil.rmtree(self._folder / str(self._homes), ignore_errors=True)
         self._homes += 1
-        self.script, self._talks, self.failure = [], Talks(), None
+        self.script, self._talks, self.failure = [], Conversations(), None
         self._start()
 
     def empty(self) -> None:
-        """Nothing is stored or in memory any more."""
+        """Delete everything on disk and in memory."""
         self.pair.settle()
         self.pair.cachectl("purge", "--all", "--yes")
         self.pair.forget_residents()
 
     def close(self) -> None:
-        """The home must be whole."""
+        """Stop the pair, after checking its home."""
         if self._pair is not None:
             pair, self._pair = self._pair, None
             try:
@@ -110,7 +110,7 @@ class Duel:
                 pair.stop()
 
     def abandon(self) -> list[str]:
-        """Whatever has become of the home.  Returns what the pair has printed since its last start."""
+        """Stop the pair without checking its home; return the lines printed since its last start."""
         pair, self._pair = self._pair, None
         if pair is None:
             return []
@@ -126,7 +126,7 @@ class Duel:
         return self._pair
 
     def do(self, step: steps.Any) -> None:
-        """After a failure it is raised again, whatever else is asked: what follows would say nothing."""
+        """Make a step; after a failure raise that again, since later steps would prove nothing."""
         if self.failure is not None:
             raise self.failure
         try:
@@ -142,7 +142,7 @@ class Duel:
         self.tally.counts[type(step).__name__] += 1
         match step:
             case Fresh():
-                self._talks = Talks(step.salt)
+                self._talks = Conversations(step.salt)
             case Ask():
                 self._ask(pair, [step])
             case Together():
@@ -158,64 +158,64 @@ class Duel:
                 self._kill(pair, step)
 
     def check(self) -> None:
-        """`cachectl verify --deep` finds nothing."""
+        """Check that `cachectl verify --deep` finds nothing."""
         self._check(self.pair)
 
-    # ---- asking
+    # ---- requests
 
     def _ask(self, pair: Pair, asks: list[Ask]) -> None:
         questions = [self._talks.question(each) for each in asks]
-        replies = self._replies(pair, questions)
+        replies = self._ask_all(pair, questions)
         for question, reply in zip(questions, replies, strict=True):
             if reply is None:
-                self.tally.counts["left" if question.ask.end in LEAVING else "failed"] += 1
-                self._talks.answered(question, None)
+                self.tally.counts["left" if question.ask.end in LEAVE_PHASES else "failed"] += 1
+                self._talks.record_answer(question, None)
             else:
                 self._compare(question, reply)
-                self._talks.answered(question, reply.text)
+                self._talks.record_answer(question, reply.text)
 
-    def _replies(self, pair: Pair, questions: list[Question]) -> list[Reply | None]:
+    def _ask_all(self, pair: Pair, questions: list[Question]) -> list[Reply | None]:
         if len(questions) == 1:
-            return [self._reply(pair, questions[0])]
+            return [self._ask_one(pair, questions[0])]
         with ThreadPoolExecutor(len(questions)) as threads:
-            return list(threads.map(lambda question: self._whole(pair, question), questions))
+            return list(threads.map(lambda question: self._ask_to_end(pair, question), questions))
 
-    def _reply(self, pair: Pair, question: Question) -> Reply | None:
-        if question.ask.end in LEAVING:
-            return self._left(pair, question)
+    def _ask_one(self, pair: Pair, question: Question) -> Reply | None:
+        if question.ask.end in LEAVE_PHASES:
+            return self._ask_and_leave(pair, question)
         if not question.ask.fault or self._faults == FAULTS_MAX:
-            return self._whole(pair, question)
+            return self._ask_to_end(pair, question)
         self._faults += 1
         self.planted.order("raise", question.ask.fault)
         try:
-            return self._whole(pair, question)
+            return self._ask_to_end(pair, question)
         finally:
             self.planted.withdraw()
 
-    def _whole(self, pair: Pair, question: Question) -> Reply | None:
+    def _ask_to_end(self, pair: Pair, question: Question) -> Reply | None:
         if question.ask.stream:
-            return self._ended(
+            return self._check_end(
                 Asked(pair, question.messages, stream=True, **question.options).wait_until_over(), question
             )
         reply = pair.post("/v1/chat/completions", question.body)
         if reply.status == 200:
             return reply
-        return self._refused(question, reply.raw.decode())
+        return self._check_refusal(question, reply.raw.decode())
 
-    def _ended(self, asked: Asked, question: Question) -> Reply | None:
+    def _check_end(self, asked: Asked, question: Question) -> Reply | None:
         if asked.done and not asked.error:
             return asked.reply
-        return self._refused(question, asked.told)
+        return self._check_refusal(question, asked.told)
 
-    def _refused(self, question: Question, told: str) -> None:
-        """What fails after its client has heard some may; and, with little memory, what others grow too large for."""
+    def _check_refusal(self, question: Question, told: str) -> None:
+        """Raise Difference unless the request may fail: after content was sent, or with little memory."""
         if question.ask.fault != "decode" and not (self._small_memory and OUT_OF_MEMORY in told):
             raise Difference(f"{question.ask} was not answered: {told}")
 
-    def _left(self, pair: Pair, question: Question) -> Reply | None:
-        """Its client leaves inside the given step; the engine lets go after it."""
+    def _ask_and_leave(self, pair: Pair, question: Question) -> Reply | None:
+        """Ask, and leave during the given step of the engine; None, or the answer if it ended before."""
         self._requests += 1
-        name, phases = f"oracle-{self._homes}-{self._requests}", LEAVING[question.ask.end]
+        name, phases = f"oracle-{self._homes}-{self._requests}", LEAVE_PHASES[question.ask.end]
         with self.planted.gate() as gate:
             asked = Asked(pair, question.messages, headers={NAME: name}, stream=question.ask.stream, **question.options)
             steps_left = question.ask.after
@@ -226,24 +226,24 @@ class Duel:
                     return None
                 steps_left -= name in step.requests and step.phase in phases
                 step.let_pass()
-        return self._ended(asked.wait_until_over(), question)
+        return self._check_end(asked.wait_until_over(), question)
 
     def _compare(self, question: Question, warm: Reply) -> None:
-        verdict = compare(self._reference.cold(question.body), warm, self._tolerance)
+        verdict = compare(self._reference.compute_cold(question.body), warm, self._tolerance)
         if verdict.difference and self.mode == "fast" and self.family.steps:
-            verdict = self._among_cold_runs(question, warm)
+            verdict = self._compare_with_cold_runs(question, warm)
         self.tally.add(verdict, warm)
         if verdict.difference:
-            start = f"{start_of(warm)} of {warm.prompt_tokens}"
+            start = f"{find_start(warm)} of {warm.prompt_tokens}"
             raise Difference(f"{verdict.difference}\nwarm start: {start}; {question.ask}")
         if not 0 <= warm.cached < warm.prompt_tokens:
             raise Difference(f"{warm.cached} tokens cached of a prompt of {warm.prompt_tokens}")
         if self.mode == "exact" and warm.cached % STEP_TOKENS:
             raise Difference(f"{warm.cached} tokens cached in exact mode, which is no multiple of {STEP_TOKENS}")
 
-    def _among_cold_runs(self, question: Question, warm: Reply) -> Verdict:
-        """Cold runs in other chunks tell by how much this very answer may differ; to be like one of them is enough."""
-        cold, *others = self._reference.cold_runs(question.body, warm.cached)
+    def _compare_with_cold_runs(self, question: Question, warm: Reply) -> Verdict:
+        """Compare with cold runs in other chunks, whose differences bound the noise; one that agrees is enough."""
+        cold, *others = self._reference.compute_cold_runs(question.body, warm.cached)
         noise = max(compare(cold, other, math.inf).largest for other in others)
         verdicts = [compare(other, warm, self._tolerance) for other in others]
         verdicts.append(compare(cold, warm, max(self._tolerance, NOISE_FACTOR * noise)))
@@ -251,7 +251,7 @@ class Duel:
         self.tally.counts["explained by noise"] += not verdict.difference
         return verdict
 
-    # ---- what else happens
+    # ---- other steps
 
     def _purge(self, pair: Pair, step: Purge) -> None:
         sessions = pair.cachectl("inspect")["sessions"]
@@ -271,20 +271,20 @@ class Duel:
             kill(pair, step.how.removeprefix("-9 "))
 
     def _kill(self, pair: Pair, step: Kill) -> None:
-        """Between the request and the end of its save; one that has fewer steps of the disk kills nobody."""
+        """Kill a process at a disk operation between a request and the end of its save, if it makes as many."""
         question, planted, pid = self._talks.question(step.ask), self.planted, pair.pid(step.process)
         planted.kill_at(step.process, step.nth, step.when)
         asked = Asked(pair, question.messages, **question.options).wait_until_over()
-        until(lambda: planted.killed(step.process) or is_settled(pair), "neither killed nor settled")
+        wait_until(lambda: planted.killed(step.process) or is_settled(pair), "neither killed nor settled")
         planted.mend_disk(step.process)
         if planted.killed(step.process):
             self.tally.counts["killed at the disk"] += 1
-            until_another(pair, step.process, pid)
+            wait_for_new_process(pair, step.process, pid)
         if asked.done:
             self._compare(question, asked.reply)
         elif not planted.killed(step.process):
             raise Difference(f"{step} was not answered: {asked.told}")
-        self._talks.answered(question, asked.text if asked.done else None)
+        self._talks.record_answer(question, asked.text if asked.done else None)
 
     def _start(self, step: Restart | None = None) -> None:
         flags = [*FLAGS, "--reuse", self.mode, *self.family.flags]
@@ -306,32 +306,32 @@ class Duel:
             raise Difference(f"drafts are left: {drafts}")
 
 
-def start_of(reply: Reply) -> str:
-    """As "restored 812"; a client that heard signs of life before the plan was made is not told."""
+def find_start(reply: Reply) -> str:
+    """Find the cache header, such as "restored 812"; unknown where heartbeats were sent before planning."""
     return next((value for name, value in reply.headers.items() if name.lower() == CACHE), "unknown")
 
 
 def leave(asked: Asked, gate: Gate) -> None:
-    """Returns when the engine has been told, in its mailbox."""
+    """Leave, and return when the cancel is in the engine's mailbox."""
     gate.forget_commands()
     asked.leave()
     gate.wait_for_command("cancel")
 
 
 def kill(pair: Pair, process: str) -> None:
-    """-9; returns when another has taken its place and is ready."""
+    """Kill with SIGKILL, and return when a new process is ready."""
     pid = pair.pid(process)
     os.kill(pid, signal.SIGKILL)
-    until_another(pair, process, pid)
+    wait_for_new_process(pair, process, pid)
 
 
-def until_another(pair: Pair, process: str, pid: int) -> None:
-    until(lambda: running_pid(pair, process) not in (0, pid), f"no other {process}")
-    until(lambda: is_ready(pair), f"the pair is not ready after its {process} was killed")
+def wait_for_new_process(pair: Pair, process: str, pid: int) -> None:
+    wait_until(lambda: running_pid(pair, process) not in (0, pid), f"no other {process}")
+    wait_until(lambda: is_ready(pair), f"the pair is not ready after its {process} was killed")
 
 
 def is_settled(pair: Pair) -> bool:
-    with contextlib.suppress(*AWAY, KeyError):
+    with contextlib.suppress(*UNREACHABLE_ERRORS, KeyError):
         return not pair.proxy_status()["settling"]
     return False
 
@@ -343,14 +343,14 @@ def running_pid(pair: Pair, process: str) -> int:
 
 
 def is_ready(pair: Pair) -> bool:
-    with contextlib.suppress(*AWAY):
+    with contextlib.suppress(*UNREACHABLE_ERRORS):
         return ask(f"{pair.url}/ready", None, {}, "GET", timeout_s=5).status == 200
     return False
 
 
-def until(true: Callable[[], bool], what: str) -> None:
+def wait_until(condition: Callable[[], bool], problem: str) -> None:
     limit = time.monotonic() + START_TIMEOUT_S
-    while not true():
+    while not condition():
         if time.monotonic() > limit:
-            raise Difference(what)
+            raise Difference(problem)
         time.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""The oracle as a hypothesis state machine: any order of steps on one duel."""
+"""Oracle as a hypothesis state machine: steps on one duel, in any order."""
 
 from typing import Any
 
@@ -27,8 +27,8 @@ from support.oracle.steps import (
     Together,
 )
 
-MANY = st.integers(0, 1 << 16)
-DICE = st.integers(0, 1 << 32)
+ANY_NUMBER = st.integers(0, 1 << 16)
+SEEDS = st.integers(0, 1 << 32)
 WORDS = st.sampled_from([1, 9, 40, 64, 150, 400])
 ASKS_MAX, TOKENS_TOGETHER = 8, 60
 
@@ -36,10 +36,10 @@ ASKS_MAX, TOKENS_TOGETHER = 8, 60
 def asks(exact: bool, **fixed: Any) -> st.SearchStrategy[Ask]:
     drawn: dict[str, Any] = {
         "how": st.sampled_from([BEGIN, APPEND, APPEND, BRANCH, EDIT, AGAIN]),
-        "talk": MANY,
-        "at": MANY,
+        "talk": ANY_NUMBER,
+        "at": ANY_NUMBER,
         "words": WORDS,
-        "dice": DICE,
+        "dice": SEEDS,
         "tokens": st.integers(1, 24),
         "end": st.sampled_from([LENGTH, LENGTH, WORD]),
         "stream": st.booleans(),
@@ -55,11 +55,11 @@ RESTARTS = st.builds(
     small_disk=st.booleans(),
     small_memory=st.booleans(),
 )
-DROP_INTERVAL = 6  # steps between two that take something away; else little would be warm
+DROP_INTERVAL = 6  # steps between two that delete something; else few answers would be warm
 
 
 class Machine(RuleBasedStateMachine):
-    """Its state is the duel's; subclasses name it.  Restarts come seldom, since each takes seconds."""
+    """Rules over the duel that a subclass sets.  Restarts are rare, since each takes seconds."""
 
     duel: Duel
     exact: bool
@@ -69,7 +69,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self._since_restart = self._since_drop = 0
 
-    @initialize(salt=DICE, restart=RESTARTS)
+    @initialize(salt=SEEDS, restart=RESTARTS)
     def begin(self, salt: int, restart: Restart) -> None:
         if len(self.duel.script) > self.restart_interval:
             self._do(restart)
@@ -92,8 +92,8 @@ class Machine(RuleBasedStateMachine):
         self._ask(data, how=APPEND)
 
     @rule(data=st.data())
-    def go_on(self, data: st.DataObject) -> None:
-        """With the conversation that came last, as an agent does."""
+    def continue_last(self, data: st.DataObject) -> None:
+        """Continue the latest conversation, as an agent does."""
         self._ask(data, how=APPEND, talk=-1)
 
     @rule(data=st.data())
@@ -130,7 +130,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def together(self, data: st.DataObject) -> None:
-        """With longer answers, or they would not meet."""
+        """Ask several at once, with answers long enough to overlap."""
         each = asks(self.exact, tokens=TOKENS_TOGETHER)
         self._do(Together(tuple(data.draw(st.lists(each, min_size=2, max_size=ASKS_MAX)))))
 
@@ -140,7 +140,7 @@ class Machine(RuleBasedStateMachine):
         self._do(Forget())
 
     @precondition(lambda self: self._since_drop >= DROP_INTERVAL)
-    @rule(which=MANY)
+    @rule(which=ANY_NUMBER)
     def purge(self, which: int) -> None:
         self._do(Purge(which))
 
@@ -161,7 +161,7 @@ class Machine(RuleBasedStateMachine):
 
 
 def run(duel: Duel, seed_number: int, examples: int, steps: int, restart_interval: int) -> None:
-    """Nothing is made shorter here: what is stored outlives an example, and a script says more than one does."""
+    """Run the machine without shrinking: the home outlives an example, so only the whole script is a proof."""
 
     class Bound(Machine):
         pass

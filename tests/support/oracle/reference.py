@@ -1,4 +1,4 @@
-"""Cold runs: what the answer is.  Backends that live long and reuse nothing, of a tiny model of each cache family."""
+"""Reference answers: cold runs of long-lived backends that reuse nothing, of a tiny model of each cache family."""
 
 import json
 import tempfile
@@ -22,10 +22,10 @@ OTHER_STEPS_TOKENS = (37, 23, 11, 50, 29)
 
 @dataclass(frozen=True)
 class Family:
-    """A model, what it is served with, and how far its warm log-probabilities may be from its cold ones.
+    """Model, its flags, and the tolerance between warm and cold log-probabilities.
 
-    `steps`: it quantizes, or chooses tokens or experts by their scores.  Where that is nearly tied, rounding decides,
-    and what follows differs by a step: between cold runs in other chunks, too.
+    `steps`: it quantizes, or selects tokens or experts by scores.  Rounding decides near ties, and later values differ
+    by a step, also between cold runs in other chunks.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Family:
     steps: bool = False
 
     def folder(self, root: Path) -> Path:
-        """Its model, whose answers may end by themselves; made once, and not to be written to."""
+        """Build the model, once, with stop tokens; read-only."""
         return tiny_models.build(self.architecture, root / self.architecture, stops=True)
 
 
@@ -50,7 +50,7 @@ FAMILIES = {
 
 
 class Reference:
-    """Answers one family's requests, cold; a backend for each length of chunks that is asked for, and no proxy."""
+    """Cold answers of one family: one backend, without a proxy, for each chunk length."""
 
     def __init__(self, family: Family, model: Path) -> None:
         self.family, self.model = family, model
@@ -64,24 +64,24 @@ class Reference:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stack.close()
 
-    def cold(self, body: Mapping[str, Any]) -> Reply:
-        return self._backend(STEP_TOKENS).cold(body)
+    def compute_cold(self, body: Mapping[str, Any]) -> Reply:
+        return self._backend(STEP_TOKENS).compute_cold(body)
 
-    def cold_runs(self, body: Mapping[str, Any], cut: int) -> list[Reply]:
-        """The same in chunks of other lengths, after it; the last in chunks of `cut` tokens, where a warm run began."""
-        runs = [self._backend(each).cold(body) for each in (STEP_TOKENS, *OTHER_STEPS_TOKENS)]
+    def compute_cold_runs(self, body: Mapping[str, Any], cut: int) -> list[Reply]:
+        """Cold runs in the usual chunks, in others, and in chunks of `cut` tokens, where a warm run began."""
+        runs = [self._backend(each).compute_cold(body) for each in (STEP_TOKENS, *OTHER_STEPS_TOKENS)]
         if cut:
-            with self._started(cut) as backend:
-                runs.append(backend.cold(body))
+            with self._run_backend(cut) as backend:
+                runs.append(backend.compute_cold(body))
         return runs
 
     def _backend(self, step_tokens: int) -> "Backend":
         if step_tokens not in self._backends:
-            self._backends[step_tokens] = self._stack.enter_context(self._started(step_tokens))
+            self._backends[step_tokens] = self._stack.enter_context(self._run_backend(step_tokens))
         return self._backends[step_tokens]
 
     @contextmanager
-    def _started(self, step_tokens: int) -> Iterator["Backend"]:
+    def _run_backend(self, step_tokens: int) -> Iterator["Backend"]:
         port = free_port()
         own = ("--model", str(self.model), "--backend-port", str(port), *self.family.flags)
         with tempfile.TemporaryDirectory(prefix="reference-") as folder:
@@ -93,12 +93,12 @@ class Reference:
 
 @dataclass(frozen=True)
 class Backend:
-    """One that reuses nothing, asked directly."""
+    """Backend that reuses nothing, without a proxy."""
 
     url: str
     secret: str
 
-    def cold(self, body: Mapping[str, Any]) -> Reply:
+    def compute_cold(self, body: Mapping[str, Any]) -> Reply:
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.secret}"}
         reply = ask(f"{self.url}/v1/chat/completions", json.dumps(body).encode(), headers)
         if reply.status != 200 or reply.cached:

@@ -1,10 +1,10 @@
-"""The oracle for as long as you like: `make soak STEPS=2000 FAMILIES=llama,gemma3 MODES=fast,exact SEED=7`.
+"""Soak: the oracle for many steps: `make soak STEPS=2000 FAMILIES=llama,gemma3 MODES=fast,exact SEED=7`.
 
     python tests/support/oracle/soak.py --steps 2000 --families llama --modes fast
     python tests/support/oracle/soak.py --replay SCRIPT --families llama --modes fast
 
-Steps are for each family and mode.  Where an answer differs, the script is written to a file, to be replayed, made
-shorter, and kept in tests/support/oracle/scripts.
+Steps are for each family and mode.  Where an answer differs, the script is written to a file, to be replayed, shortened
+and kept in tests/support/oracle/scripts.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from pathlib import Path
 from support.oracle import machine
 from support.oracle.duel import MODES, Duel
 from support.oracle.reference import FAMILIES, Reference
-from support.oracle.steps import Any, read, written
+from support.oracle.steps import Any, encode_script, read_script
 from support.oracle.verdict import Difference
 
 STEPS_AN_EXAMPLE, STEPS_A_HOME = 30, 240
 RESTART_INTERVAL = 15
-# Of the table: what is counted, under the names that `Tally` counts it by.
+# Columns of the table, with their names in `Tally.counts`.
 COLUMNS = {
     "answers": ["answers compared"],
     "numbers": ["numbers"],
@@ -43,7 +43,7 @@ COLUMNS = {
 
 
 def soak(duel: Duel, steps: int, seed: int) -> str:
-    """What was found; "" for nothing."""
+    """Make random steps; describe the first problem, "" for none."""
     number = 0
     while duel.tally.steps < steps:
         duel.renew()
@@ -51,31 +51,31 @@ def soak(duel: Duel, steps: int, seed: int) -> str:
         try:
             machine.run(duel, seed + number, STEPS_A_HOME // STEPS_AN_EXAMPLE, STEPS_AN_EXAMPLE, RESTART_INTERVAL)
             duel.check()
-        except Exception as error:  # noqa: BLE001  whatever ends it, the script is wanted
-            return told(duel.failure or error)
+        except Exception as error:  # noqa: BLE001  any failure is reported with its script
+            return format_problem(duel.failure or error)
     return ""
 
 
-def told(error: Exception) -> str:
+def format_problem(error: Exception) -> str:
     if isinstance(error, Difference):
         return str(error)
     return "".join(traceback.format_exception(error))
 
 
 def replay(duel: Duel, script: Sequence[Any]) -> str:
-    """As on a new home; what was found."""
+    """Play a script on a new home; describe the problem, "" for none."""
     try:
         duel.renew()
         for step in script:
             duel.do(step)
         duel.close()
     except Exception as error:  # noqa: BLE001
-        return told(error)
+        return format_problem(error)
     return ""
 
 
 def shorten(duel: Duel, script: Sequence[Any]) -> list[Any]:
-    """Leave out whatever can be left out while it still finds something."""
+    """Remove steps while the script still finds a problem."""
     script, size = list(script), max(1, len(script) // 2)
     while size:
         at = 0
@@ -91,7 +91,7 @@ def shorten(duel: Duel, script: Sequence[Any]) -> list[Any]:
 
 
 @contextmanager
-def duel_of(name: str, mode: str, models: Path) -> Iterator[Duel]:
+def make_duel(name: str, mode: str, models: Path) -> Iterator[Duel]:
     family = FAMILIES[name]
     with Reference(family, family.folder(models)) as reference, Duel(reference, mode) as duel:
         yield duel
@@ -104,9 +104,17 @@ def heading() -> str:
 
 def row(name: str, mode: str, duel: Duel, seconds: float) -> str:
     counts = duel.tally.counts
-    told = [f"{sum(counts[each] for each in names):,}" for names in COLUMNS.values()]
+    format_problem = [f"{sum(counts[each] for each in names):,}" for names in COLUMNS.values()]
     share = counts["cached tokens"] / max(1, counts["prompt tokens"])
-    cells = [name, mode, f"{duel.tally.steps:,}", *told, f"{share:.0%}", f"{duel.tally.largest:.1e}", f"{seconds:.0f}"]
+    cells = [
+        name,
+        mode,
+        f"{duel.tally.steps:,}",
+        *format_problem,
+        f"{share:.0%}",
+        f"{duel.tally.largest:.1e}",
+        f"{seconds:.0f}",
+    ]
     return f"| {' | '.join(cells)} |"
 
 
@@ -125,21 +133,21 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="soak-models-") as models:
         for name in given.families.split(","):
             for mode in given.modes.split(","):
-                with duel_of(name, mode, Path(models)) as duel:
-                    found |= one(duel, given)
+                with make_duel(name, mode, Path(models)) as duel:
+                    found |= run_duel(duel, given)
     return 1 if found else 0
 
 
-def one(duel: Duel, given: argparse.Namespace) -> bool:
+def run_duel(duel: Duel, given: argparse.Namespace) -> bool:
     began, name, mode = time.monotonic(), duel.family.name, duel.mode
-    script = read(given.replay) if given.replay else []
+    script = read_script(given.replay) if given.replay else []
     if given.replay and given.shorten:
-        print(written(shorten(duel, script)))
+        print(encode_script(shorten(duel, script)))
         return False
     problem = replay(duel, script) if given.replay else soak(duel, given.steps, given.seed)
     if problem:
         path = given.out / f"oracle-{name}-{mode}-{given.seed}.jsonl"
-        path.write_text(written(duel.script))
+        path.write_text(encode_script(duel.script))
         path.with_suffix(".log").write_text("\n".join(duel.abandon()))
         print(f"FAILED {name} {mode} after {len(duel.script)} steps, see {path} and .log\n{problem}", flush=True)
     print(row(name, mode, duel, time.monotonic() - began), flush=True)

@@ -1,7 +1,7 @@
-"""What may happen to a pair, as values: a script is a list of steps, printed and read as JSON lines.
+"""Steps of a script, as values: a script is a list of steps, printed and read as JSON lines.
 
-Numbers that choose (`talk`, `at`, `which`) are taken modulo what there is, so any part of a script is a script again:
-that is how one that found something is made short.
+Numbers that choose (`talk`, `at`, `which`) are taken modulo the choices, so that any part of a script is a script
+again, which lets a failing one be shortened.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,54 +15,54 @@ LENGTH, WORD, LEAVE_IN_PREFILL, LEAVE_IN_DECODE = "length", "word", "leave in pr
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """One thing that happens."""
+    """Step of a script."""
 
 
 class Fresh(Step, frozen=True):
-    """Other conversations from here on, made of other words; what is stored stays."""
+    """New conversations of other words from here on; stored ones stay."""
 
     salt: int = 0
 
 
 class Ask(Step, frozen=True):
-    """One request, and its answer compared.
+    """Request whose answer is compared.
 
-    `how`: a new conversation; another turn (or, where the last got no answer, the same again); another turn after an
-    earlier answer, as a conversation of its own; an earlier message changed, all after it kept; the last answer thrown
-    away; other tools, at the top of everything.
+    `how`: a new conversation; another turn (or, after a request without an answer, the same again); another turn after
+    an earlier answer, as a conversation of its own; an earlier message changed, all after it kept; the last answer
+    generated again; other tools.
     """
 
     how: Literal["begin", "append", "branch", "edit", "again", "tools"] = "begin"
     talk: int = 0
-    at: int = 0  # which message
-    words: int = 40  # how long the new one is, in characters, which are tokens
-    dice: int = 0  # what it says
-    tokens: int = 8  # how long the answer may be
+    at: int = 0  # number of the message
+    words: int = 40  # length of the new message, in characters, which are tokens
+    dice: int = 0  # seed of its text
+    tokens: int = 8  # limit of the answer
     end: Literal["length", "word", "leave in prefill", "leave in decode"] = "length"
     after: int = 0  # steps of the engine until its client leaves
     stream: bool = False
     sampled: bool = False
-    fault: Literal["", "prefill", "first", "decode"] = ""  # a step of this phase that fails
+    fault: Literal["", "prefill", "first", "decode"] = ""  # phase of the step that fails
 
 
 class Together(Step, frozen=True):
-    """Several at once."""
+    """Several requests at once."""
 
     asks: tuple[Ask, ...] = ()
 
 
 class Forget(Step, frozen=True):
-    """Once all is saved, all KV in memory is dropped behind the proxy's back."""
+    """Drop all KV in memory, without the proxy, after all is saved."""
 
 
 class Purge(Step, frozen=True):
-    """A stored session is removed."""
+    """Purge of a stored session."""
 
     which: int = 0
 
 
 class Restart(Step, frozen=True):
-    """Softly or with -9, at once or once everything is saved, with other budgets if they are given."""
+    """Restart, softly or by SIGKILL, at once or after all is saved, with the given budgets."""
 
     how: Literal["softly", "-9", "-9 backend", "-9 proxy"] = "softly"
     settled: bool = True
@@ -71,7 +71,7 @@ class Restart(Step, frozen=True):
 
 
 class Kill(Step, frozen=True):
-    """A process dies at a step of the disk: its `nth` from when this request is sent on, before, after or in it."""
+    """SIGKILL of a process before, after or in its `nth` disk operation since this request was sent."""
 
     process: Literal["proxy", "backend"] = "backend"
     nth: int = 1
@@ -83,9 +83,9 @@ Any = Fresh | Ask | Together | Forget | Purge | Restart | Kill
 Script = Sequence[Any]
 
 
-def written(script: Iterable[Any]) -> str:
+def encode_script(script: Iterable[Any]) -> str:
     return "".join(msgspec.json.encode(step).decode() + "\n" for step in script)
 
 
-def read(path: Path) -> list[Any]:
+def read_script(path: Path) -> list[Any]:
     return [msgspec.json.decode(line, type=Any) for line in path.read_text().splitlines() if line.startswith("{")]

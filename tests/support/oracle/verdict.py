@@ -1,4 +1,4 @@
-"""Whether a warm answer is the cold one, number by number."""
+"""Comparison of a warm answer with the cold one, number by number."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,12 +7,12 @@ from support.pair.pair import Reply
 
 
 class Difference(AssertionError):
-    """A warm answer that is not the cold one, or a home that is not as it should be."""
+    """Warm answer that differs from the cold one, or inconsistent home."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`difference` is "" where nothing speaks against both having computed the same."""
+    """Result of a comparison; `difference` is "" for equal answers."""
 
     difference: str = ""
     near_tie: bool = False
@@ -21,17 +21,17 @@ class Verdict:
 
 
 def compare(cold: Reply, warm: Reply, tolerance: float) -> Verdict:
-    """`tolerance` 0: every bit.  Else up to the first token that differs: after it they answer different prompts."""
+    """Compare two answers; `tolerance` 0: every bit.  Else up to the first token that differs at a near tie."""
     one, other = (reply.json["choices"][0] for reply in (cold, warm))
     mine, theirs = ((choice["logprobs"] or {"content": []})["content"] for choice in (one, other))
     numbers, largest = 0, 0.0
     for place, (a, b) in enumerate(zip(mine, theirs, strict=False)):
-        found = differences(a, b)
+        found = find_differences(a, b)
         numbers, largest = numbers + len(found), max(largest, *found)
         if max(found) > tolerance:
             return Verdict(f"token {place}: log-probabilities differ by {max(found):.2e}: {a} cold, {b} warm")
         if a["bytes"] != b["bytes"]:
-            if nearly_tied(a, b, tolerance):
+            if is_near_tie(a, b, tolerance):
                 return Verdict(near_tie=True, numbers=numbers, largest=largest)
             return Verdict(f"token {place}: {a['token']!r} cold, {b['token']!r} warm, and no tie: {a} cold, {b} warm")
     for what, x, y in (
@@ -45,25 +45,22 @@ def compare(cold: Reply, warm: Reply, tolerance: float) -> Verdict:
     return Verdict(numbers=numbers, largest=largest)
 
 
-def differences(a: Any, b: Any) -> list[float]:
-    """Of the tokens that are among the likeliest in both; one that is in one list alone is as far from it as it says.
-
-    What is not listed is at most as likely as the last that is.
-    """
-    mine, theirs = listed(a), listed(b)
+def find_differences(a: Any, b: Any) -> list[float]:
+    """Differences of log-probabilities; a token that a list lacks counts as its last one, if that is less likely."""
+    mine, theirs = top_logprobs(a), top_logprobs(b)
     found = [abs(mine[token] - theirs[token]) for token in mine.keys() & theirs.keys()]
     found += [max(0.0, mine[token] - min(theirs.values())) for token in mine.keys() - theirs.keys()]
     found += [max(0.0, theirs[token] - min(mine.values())) for token in theirs.keys() - mine.keys()]
     return found or [float("inf")]
 
 
-def listed(entry: Any) -> dict[bytes, float]:
+def top_logprobs(entry: Any) -> dict[bytes, float]:
     return {bytes(each["bytes"]): each["logprob"] for each in entry["top_logprobs"]}
 
 
-def nearly_tied(a: Any, b: Any, tolerance: float) -> bool:
-    """Each finds the other's token as likely as its own, within the tolerance."""
+def is_near_tie(a: Any, b: Any, tolerance: float) -> bool:
+    """Say whether each run finds the other's token as likely as its own, within the tolerance."""
     return tolerance > 0 and all(
-        abs(entry["logprob"] - listed(entry).get(bytes(other["bytes"]), float("-inf"))) <= tolerance
+        abs(entry["logprob"] - top_logprobs(entry).get(bytes(other["bytes"]), float("-inf"))) <= tolerance
         for entry, other in ((a, b), (b, a))
     )

@@ -1,4 +1,4 @@
-"""Orders for the faults that `site/sitecustomize.py` plants in a pair, and the gate that the engine's steps wait at."""
+"""Control of the faults that `site/sitecustomize.py` plants in a pair, and the gate at which engine steps wait."""
 
 import contextlib
 import itertools
@@ -20,14 +20,14 @@ SITE = str(Path(__file__).with_name("site"))
 LIMIT_S = 60.0
 POLL_S = 0.005
 
-# In whatever step comes next: an exception, a step that never ends (with the other threads alive or not), the process
-# gone by a signal, the device broken until the process is another.
+# Faults of a step: an exception, a step that never ends (with the other threads alive or not), the end of the process
+# by a signal, a device that is broken until the process is restarted.
 FAULTS = ("raise", "hang", "freeze", "segv", "abort", "oom", "device")
-WEDGES = ("hang", "freeze")  # which only a deadline ends
+WEDGES = ("hang", "freeze")  # which only a time limit ends
 
 
 class Planted:
-    """The control folder of one pair, which is started with `environment`."""
+    """Control folder of one pair, which is started with `environment`."""
 
     def __init__(
         self, restart_delay_s: float | None = None, map_bytes: int | None = None, retry_interval_s: float | None = None
@@ -45,24 +45,24 @@ class Planted:
         self._numbers = itertools.count()
 
     def order(self, fault: str, phase: str = "any") -> None:
-        """Have the fault inside the next step of this phase: "prefill", "first", "decode" or "any"."""
+        """Plant the fault in the next step of this phase: "prefill", "first", "decode" or "any"."""
         (self.folder / "taken").unlink(missing_ok=True)
         draft = self.folder / "draft"
         draft.write_text(fault)
         draft.rename(self.folder / f"order-{phase}")
 
     def withdraw(self) -> None:
-        """Forget an order that no step has met."""
+        """Withdraw an order that no step has met."""
         for order in self.folder.glob("order-*"):
             order.unlink(missing_ok=True)
 
     @property
     def taken(self) -> bool:
-        """Whether a step with the fault of the last order has begun."""
+        """State of the last order: whether a step with its fault has begun."""
         return (self.folder / "taken").exists()
 
     def wait_until_taken(self) -> None:
-        """The step with the fault has begun."""
+        """Wait until a step with the fault has begun."""
         limit = time.monotonic() + LIMIT_S
         while not self.taken:
             assert time.monotonic() < limit, "no step met the fault"
@@ -71,38 +71,38 @@ class Planted:
     # ---- the disk
 
     def kill_at(self, process: str, nth: int, when: str = "before", steps: Sequence[str] = ()) -> None:
-        """Kill the "proxy" or "backend" with SIGKILL at its `nth` step of the disk from now on, 1 the first.
+        """Kill the "proxy" or "backend" with SIGKILL at its `nth` disk operation from now on, 1 the first.
 
-        `when`: "before" it, "after" it, or in its "middle": half of the data is written (other steps: before it).
-        `steps`: count these alone, by their names in `warmline_common.storage.disk`.
+        `when`: "before" it, "after" it, or in its "middle": half of the data is written (other operations: before it).
+        `steps`: names in `warmline_common.storage.disk`, to count these operations alone.
         """
         self._order_disk(process, {"kill": nth, "when": when, "steps": list(steps)})
 
     def killed(self, process: str) -> bool:
-        """Whether the last `kill_at` was carried out."""
+        """State of the last `kill_at`: whether the process was killed."""
         return (self.folder / f"disk-{process}-taken").exists()
 
     def fail_disk(self, process: str, error: str, steps: Sequence[str], under: str = "", times: int = 0) -> None:
-        """Have these steps raise OSError, until `mend_disk` or, where given, so many times.
+        """Let these disk operations raise OSError, until `mend_disk`, or a number of `times`.
 
-        `error`: its name ("ENOSPC").  `steps`: names in `warmline_common.storage.disk`; of "open_to_read" it is the
-        reading that fails.  `under`: only at paths with this in them.
+        `error`: its name ("ENOSPC").  `steps`: names in `warmline_common.storage.disk`; with "open_to_read" it is the
+        reading that fails.  `under`: only at paths that contain this.
         """
         self._order_disk(process, {"error": error, "steps": list(steps), "under": under, "times": times})
 
     def lose_file(self, process: str, nth: int) -> None:
-        """Delete the file that is opened for reading as the `nth` from now on, just before."""
+        """Delete the `nth` file that is opened for reading, just before that."""
         self._order_disk(process, {"lose": nth, "steps": ["open_to_read"]})
 
     def mend_disk(self, process: str) -> None:
-        """Withdraw the order for this process's disk, whichever it was."""
+        """Withdraw any order for this process's disk."""
         (self.folder / f"disk-{process}").unlink(missing_ok=True)
 
     # ---- bugs
 
     @contextlib.contextmanager
     def bug(self, name: str) -> Iterator[None]:
-        """One of `planted_bugs` is on; in processes that were started with PLANTED_BUGS in their environment."""
+        """Switch one of `planted_bugs` on, in processes that were started with PLANTED_BUGS in their environment."""
         path = self.folder / "bug"
         path.write_text(name)
         try:
@@ -128,7 +128,7 @@ class Planted:
 
 @dataclass(frozen=True)
 class Step:
-    """A step that has begun, and computes nothing before it is let pass."""
+    """Step that waits at the gate before it computes."""
 
     process: int
     phase: str
@@ -136,7 +136,7 @@ class Step:
     connection: socket.socket
 
     def let_pass(self) -> bool:
-        """Wait until it is over; whether it ended well."""
+        """Let the step compute and wait for its end; whether it succeeded."""
         self.start()
         return self.wait_for_end()
 
@@ -146,13 +146,13 @@ class Step:
 
     def wait_for_end(self) -> bool:
         with self.connection:
-            return _line(self.connection).get("phase") == "ended"
+            return _read_message(self.connection).get("phase") == "ended"
 
 
 class Gate:
-    """While it stands, each step of the engine waits to be let pass.  For the `with` statement, after which all pass.
+    """Gate at which each engine step waits; a context manager, after which all steps pass.
 
-    Put up while the engine computes, the step under way is not held.
+    A step that is under way when the gate is made does not wait.
     """
 
     def __init__(self, path: Path) -> None:
@@ -162,14 +162,14 @@ class Gate:
         self._asked: queue.Queue[str] = queue.Queue()
         self._held: list[socket.socket] = []
         self._accepting = threading.Thread(target=self._accept, daemon=True)
-        self.begun = 0  # steps that have come to the gate
+        self.begun = 0  # steps that have arrived at the gate
 
     def next_step(self) -> Step:
-        """The step that waits, or the next one to come."""
+        """Return the waiting step, or wait for the next one."""
         return self._steps.get(timeout=LIMIT_S)
 
     def next_step_unless(self, over: Callable[[], bool]) -> Step | None:
-        """The next step; None once it is over and nothing waits."""
+        """Return the next step; None once `over()` and none waits."""
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._steps.get(timeout=POLL_S)
@@ -177,7 +177,7 @@ class Gate:
                 return None
 
     def steps(self, phase: str, request: str = "") -> Iterator[Step]:
-        """Steps of this phase (and request) as they come; all others are let pass."""
+        """Yield steps of this phase (and request) as they arrive; let all others pass."""
         while True:
             step = self.next_step()
             if step.phase == phase and (not request or request in step.requests):
@@ -186,11 +186,11 @@ class Gate:
                 step.let_pass()
 
     def wait_for(self, phase: str, request: str = "") -> Step:
-        """The first step of this phase (and request); those before it are let pass."""
+        """Return the first step of this phase (and request); let those before it pass."""
         return next(self.steps(phase, request))
 
     def wait_for_command(self, word: str) -> None:
-        """Until code that uses the name `word` is in the engine's mailbox."""
+        """Wait until code that uses the name `word` is in the engine's mailbox."""
         while word not in self._asked.get(timeout=LIMIT_S).split():
             pass
 
@@ -209,22 +209,22 @@ class Gate:
         self.open()
 
     def open(self) -> None:
-        """Everything passes from here on."""
+        """Let all steps pass from now on."""
         self._path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # as it is already
+        with contextlib.suppress(OSError):  # it is shut down already
             self._listener.shutdown(socket.SHUT_RDWR)
-        self._accepting.join()  # so that none is held that comes in this moment
+        self._accepting.join()  # so that no step that arrives now waits
         self._listener.close()
         for connection in self._held:
             connection.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # the gate is taken down
+        with contextlib.suppress(OSError):  # the gate is closed
             while True:
                 self._receive(self._listener.accept()[0])
 
     def _receive(self, connection: socket.socket) -> None:
-        message = _line(connection)
+        message = _read_message(connection)
         if "asked" in message:
             self._asked.put(message["asked"])
             connection.close()
@@ -234,8 +234,8 @@ class Gate:
             self._steps.put(Step(message["process"], message["phase"], message["requests"], connection))
 
 
-def _line(connection: socket.socket) -> dict[str, Any]:
-    """The next message; empty where the other side is gone."""
+def _read_message(connection: socket.socket) -> dict[str, Any]:
+    """Read the next message; empty where the other side is gone."""
     data = b""
     while not data.endswith(b"\n"):
         try:

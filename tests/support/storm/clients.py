@@ -1,4 +1,4 @@
-"""The clients of a storm: good ones, impatient ones, and the network's worst.  Each function is one encounter."""
+"""Clients of a storm: regular, impatient and hostile ones.  Each method of `Client` is one encounter."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from support.pair.pair import Pair, ask
 from support.storm.log import Log
 from support.storm.prompts import Question, Questions
 
-PATIENCE_S = 60.0  # without a byte; whoever waits longer hangs
+SILENCE_MAX_S = 60.0  # without a byte; a request that waits longer hangs
 LEAVE_AFTER_MAX_S = 3.0
 CLIENT_TIMEOUT_MAX_S = 4.0
 TRIES_MAX = 4
@@ -21,70 +21,70 @@ HOLD_MAX_S = 8.0
 RAW_TIMEOUT_S = 5.0
 LOOPS = 40
 SMALL_BUFFER_BYTES = 2048
-GLANCE_S = 0.01
+POLL_S = 0.01
 RETRY_COUNT = "X-Stainless-Retry-Count"
 SESSION = "session_id"
 NAME = "X-Warmline-Request"
 
 
 class Client:
-    """One thread's clients, one after the other."""
+    """Clients of one thread, one after the other."""
 
-    def __init__(self, pair: Pair, questions: Questions, log: Log, dice: random.Random) -> None:
-        self.pair, self.questions, self.log, self.dice = pair, questions, log, dice
+    def __init__(self, pair: Pair, questions: Questions, log: Log, rng: random.Random) -> None:
+        self.pair, self.questions, self.log, self.rng = pair, questions, log, rng
 
-    # ---- good ones
+    # ---- regular clients
 
     def plain(self) -> None:
-        self._whole(self.questions.any_of(self.dice))
+        self._ask_to_end(self.questions.choose(self.rng))
 
     def long(self) -> None:
-        self._whole(self.dice.choice(self.questions.long))
+        self._ask_to_end(self.rng.choice(self.questions.long))
 
     def converse(self) -> None:
-        session = f"talk-{self.dice.random()}"
-        for turn in self.dice.choice(self.questions.conversations):
-            if not self._whole(turn, session=session):
+        session = f"talk-{self.rng.random()}"
+        for turn in self.rng.choice(self.questions.conversations):
+            if not self._ask_to_end(turn, session=session):
                 return
 
     def slow_reader(self) -> None:
-        self._whole(self.dice.choice(self.questions.talkative), stream=True, read_pause_s=0.05)
+        self._ask_to_end(self.rng.choice(self.questions.talkative), stream=True, read_pause_s=0.05)
 
     def slow_sender(self) -> None:
-        question = self.questions.any_of(self.dice)
-        with self._asking(question, stream=self.dice.random() < 0.5, send_pause_s=0.01) as asked:
+        question = self.questions.choose(self.rng)
+        with self._ask(question, stream=self.rng.random() < 0.5, send_pause_s=0.01) as asked:
             self._wait(asked, question)
 
-    # ---- impatient ones
+    # ---- impatient clients
 
     def leaver(self) -> None:
-        question = self.questions.any_of(self.dice)
-        with self._asking(question, stream=self.dice.random() < 0.5) as asked:
-            if not self._over_within(asked, self.dice.uniform(0, LEAVE_AFTER_MAX_S)):
-                asked.leave(self.dice.choice(["fin", "rst"]))
+        question = self.questions.choose(self.rng)
+        with self._ask(question, stream=self.rng.random() < 0.5) as asked:
+            if not self._ends_within(asked, self.rng.uniform(0, LEAVE_AFTER_MAX_S)):
+                asked.leave(self.rng.choice(["fin", "rst"]))
                 self.log.count("left")
                 return
             self._wait(asked, question)
 
     def retrier(self) -> None:
-        """Gives up after its own time limit and asks the same again, as SDKs do; now and then on a dead connection."""
-        question, session = self.questions.any_of(self.dice), f"retry-{self.dice.random()}"
-        limit_s = self.dice.uniform(CLIENT_TIMEOUT_MAX_S / 4, CLIENT_TIMEOUT_MAX_S)
+        """Retry after a time limit, as SDKs do, sometimes without closing the first connection."""
+        question, session = self.questions.choose(self.rng), f"retry-{self.rng.random()}"
+        limit_s = self.rng.uniform(CLIENT_TIMEOUT_MAX_S / 4, CLIENT_TIMEOUT_MAX_S)
         with contextlib.ExitStack() as stack:
             for attempt in range(TRIES_MAX):
                 more = {"headers": {RETRY_COUNT: str(attempt)}, SESSION: session}
-                asked = stack.enter_context(self._asking(question, stream=self.dice.random() < 0.5, **more))
-                if attempt == TRIES_MAX - 1 or self._over_within(asked, limit_s):
+                asked = stack.enter_context(self._ask(question, stream=self.rng.random() < 0.5, **more))
+                if attempt == TRIES_MAX - 1 or self._ends_within(asked, limit_s):
                     self._wait(asked, question)
                     return
                 self.log.count("left")
-                if self.dice.random() < 0.8:
-                    asked.leave(self.dice.choice(["fin", "rst"]))
+                if self.rng.random() < 0.8:
+                    asked.leave(self.rng.choice(["fin", "rst"]))
 
     def deleter(self) -> None:
-        question, name = self.questions.any_of(self.dice), f"storm-{self.dice.getrandbits(64):x}"
-        with self._asking(question, stream=self.dice.random() < 0.5, headers={NAME: name}) as asked:
-            if self._over_within(asked, self.dice.uniform(0, LEAVE_AFTER_MAX_S)):
+        question, name = self.questions.choose(self.rng), f"storm-{self.rng.getrandbits(64):x}"
+        with self._ask(question, stream=self.rng.random() < 0.5, headers={NAME: name}) as asked:
+            if self._ends_within(asked, self.rng.uniform(0, LEAVE_AFTER_MAX_S)):
                 self._wait(asked, question)
                 return
             with contextlib.suppress(OSError):
@@ -92,11 +92,11 @@ class Client:
                 self.log.count(f"DELETE {reply.status}")
             self._wait(asked, question)
 
-    # ---- the worst
+    # ---- hostile clients
 
     def stuck(self) -> None:
-        """Asks, and never reads."""
-        question = self.dice.choice(self.questions.talkative)
+        """Ask, and never read."""
+        question = self.rng.choice(self.questions.talkative)
         with self._raw() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER_BYTES)
             body = json.dumps({"messages": question.messages, "stream": True, **question.options}).encode()
@@ -107,7 +107,7 @@ class Client:
         body = b'{"messages": [{"role": "user", "content": "'
         whole = head("/v1/chat/completions", body * 2, {}) + body
         with self._raw() as connection:
-            connection.sendall(whole[: self.dice.randrange(len(whole))])
+            connection.sendall(whole[: self.rng.randrange(len(whole))])
             self._hold()
 
     def idle(self) -> None:
@@ -116,13 +116,13 @@ class Client:
 
     def garbage(self) -> None:
         with self._raw() as connection:
-            connection.sendall(self.dice.randbytes(self.dice.randrange(1, 5000)))
-            self._read_out(connection)
+            connection.sendall(self.rng.randbytes(self.rng.randrange(1, 5000)))
+            self._read_to_end(connection)
 
     def huge_head(self) -> None:
         with self._raw() as connection:
             connection.sendall(head("/v1/chat/completions", b"", {"X-Much": "y" * 200_000}))
-            self._read_out(connection)
+            self._read_to_end(connection)
 
     def huge_body(self) -> None:
         with self._raw() as connection:
@@ -135,16 +135,16 @@ class Client:
             with self._raw():
                 pass
 
-    # ---- how
+    # ---- helpers
 
-    def _whole(self, question: Question, *, session: str = "", **options: object) -> bool:
+    def _ask_to_end(self, question: Question, *, session: str = "", **options: object) -> bool:
         more = {SESSION: session} if session else {}
-        with self._asking(question, **{"stream": self.dice.random() < 0.5, **options, **more}) as asked:
+        with self._ask(question, **{"stream": self.rng.random() < 0.5, **options, **more}) as asked:
             return self._wait(asked, question)
 
     @contextmanager
-    def _asking(self, question: Question, **options: object) -> Iterator[Asked]:
-        """A request that the log hears of, whatever becomes of it."""
+    def _ask(self, question: Question, **options: object) -> Iterator[Asked]:
+        """Send a request that the log watches until its end."""
         asked = Asked(self.pair, question.messages, **{**question.options, **options})
         self.log.watch(asked)
         try:
@@ -154,35 +154,35 @@ class Client:
             self.log.forget(asked)
 
     def _wait(self, asked: Asked, question: Question) -> bool:
-        """Until its end, or until it hangs.  Whether it was answered."""
-        while not asked.over and time.monotonic() - asked.moved < PATIENCE_S:
-            time.sleep(GLANCE_S)
+        """Wait for the end, or until the request hangs; whether it was answered."""
+        while not asked.over and time.monotonic() - asked.moved < SILENCE_MAX_S:
+            time.sleep(POLL_S)
         return self.log.ended(asked, question)
 
-    def _over_within(self, asked: Asked, seconds: float) -> bool:
+    def _ends_within(self, asked: Asked, seconds: float) -> bool:
         limit = time.monotonic() + seconds
         while not asked.over and time.monotonic() < limit:
-            time.sleep(GLANCE_S)
+            time.sleep(POLL_S)
         return asked.over
 
     @contextmanager
     def _raw(self) -> Iterator[socket.socket]:
-        """A connection for what no client library would do; the other side may end it at any moment."""
+        """Open a connection that the other side may close at any moment."""
         connection = socket.create_connection(("127.0.0.1", self.pair.port), RAW_TIMEOUT_S)
         with connection, contextlib.suppress(OSError):
             yield connection
 
     def _hold(self) -> None:
-        self.log.released.wait(self.dice.uniform(0, HOLD_MAX_S))
+        self.log.released.wait(self.rng.uniform(0, HOLD_MAX_S))
 
-    def _read_out(self, connection: socket.socket) -> None:
+    def _read_to_end(self, connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_WR)
         while connection.recv(65_536):
             pass
 
 
-# How many threads do what, each choosing anew every time.
-CROWD: list[list[Callable[[Client], None]]] = [
+# Encounters of each thread, which chooses one of them every time.
+CLIENT_THREADS: list[list[Callable[[Client], None]]] = [
     [Client.plain],
     [Client.plain, Client.converse],
     [Client.converse],

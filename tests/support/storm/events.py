@@ -1,4 +1,4 @@
-"""What befalls the pair in a storm: kills, crashes, wedges and errors, each followed until all is well again."""
+"""Faults of a storm: kills, crashes, wedges and errors, each followed by a wait for recovery."""
 
 import contextlib
 import http.client
@@ -15,45 +15,45 @@ from warmline_common.protocol.messages import HealthReply, decode
 
 PAUSE_MIN_S, PAUSE_MAX_S = 0.5, 4.0
 RECOVERY_MAX_S = 60.0
-IDLE_MAX_S = 10.0  # a planted fault waits this long for a step
+IDLE_MAX_S = 10.0  # until a step meets a planted fault
 ANSWER_MAX_S = 5.0
 POLL_S = 0.05
-AWAY = (OSError, http.client.HTTPException)
+UNREACHABLE_ERRORS = (OSError, http.client.HTTPException)
 PLANTED = ("raise", "hang", "freeze", "segv", "abort", "oom", "device")
-ENDS = {
+SIGNALS = {
     "kill -9 backend": ("backend", signal.SIGKILL),
     "kill -9 proxy": ("proxy", signal.SIGKILL),
     "SIGTERM proxy": ("proxy", signal.SIGTERM),
 }
-PURGES_SHARE = 0.5  # of the pauses: else soon nothing would be prefilled any more
+PURGES_SHARE = 0.5  # of the pauses: without purges soon nothing would be prefilled
 PHASES = ("any", "prefill", "decode")
 
 
-class Fate:
-    """Chooses by its dice; every kind comes once before any comes again."""
+class FaultInjector:
+    """Random choice of faults, each kind once before any is repeated."""
 
-    def __init__(self, pair: Pair, planted: Planted, log: Log, dice: random.Random) -> None:
-        self._pair, self._planted, self._log, self._dice = pair, planted, log, dice
-        self._bag: list[str] = []
+    def __init__(self, pair: Pair, planted: Planted, log: Log, rng: random.Random) -> None:
+        self._pair, self._planted, self._log, self._rng = pair, planted, log, rng
+        self._remaining: list[str] = []
 
-    def strike(self) -> None:
-        """Pause, have one thing happen, and wait until the pair is ready again."""
-        if self._log.released.wait(self._dice.uniform(PAUSE_MIN_S, PAUSE_MAX_S)):
+    def inject(self) -> None:
+        """Pause, inject one fault, and wait until the pair is ready again."""
+        if self._log.released.wait(self._rng.uniform(PAUSE_MIN_S, PAUSE_MAX_S)):
             return
-        if self._dice.random() < PURGES_SHARE:
+        if self._rng.random() < PURGES_SHARE:
             self._purge()
-        if not self._bag:
-            self._bag = [*PLANTED, *ENDS]
-            self._dice.shuffle(self._bag)
-        fault = self._bag.pop()
+        if not self._remaining:
+            self._remaining = [*PLANTED, *SIGNALS]
+            self._rng.shuffle(self._remaining)
+        fault = self._remaining.pop()
         if fault in PLANTED:
             self._plant(fault)
         else:
-            self._end(*ENDS[fault], fault)
+            self._send_signal(*SIGNALS[fault], fault)
 
     def _plant(self, fault: str) -> None:
-        before = self._boot()
-        self._planted.order(fault, self._dice.choice(PHASES))
+        boot_before = self._boot()
+        self._planted.order(fault, self._rng.choice(PHASES))
         limit = time.monotonic() + IDLE_MAX_S
         while not self._planted.taken:
             if time.monotonic() > limit or self._log.released.is_set():
@@ -62,10 +62,10 @@ class Fate:
             time.sleep(POLL_S)
         with self._log.disturbance(fault):
             if fault != "raise":
-                self._until(lambda: self._boot() not in ("", before), f"no other backend after {fault}")
+                self._until(lambda: self._boot() not in ("", boot_before), f"no other backend after {fault}")
             self._until_ready(fault)
 
-    def _end(self, process: str, number: signal.Signals, fault: str) -> None:
+    def _send_signal(self, process: str, number: signal.Signals, fault: str) -> None:
         pid = self._pair.pid(process)
         with self._log.disturbance(fault):
             os.kill(pid, number)
@@ -73,28 +73,28 @@ class Fate:
             self._until_ready(fault)
 
     def _purge(self) -> None:
-        with contextlib.suppress(*AWAY):
+        with contextlib.suppress(*UNREACHABLE_ERRORS):
             self._pair.as_owner("POST", f"{self._pair.url}/warmline/purge", b'{"everything": true}')
             self._log.faults["purge"] += 1
 
     def _until_ready(self, fault: str) -> None:
         self._until(lambda: self._status("/ready") == 200, f"not ready after {fault}")
 
-    def _until(self, true: Callable[[], bool], problem: str) -> None:
+    def _until(self, condition: Callable[[], bool], problem: str) -> None:
         limit = time.monotonic() + RECOVERY_MAX_S
-        while not true():
+        while not condition():
             if time.monotonic() > limit:
                 self._log.problem(problem)
                 return
             time.sleep(POLL_S)
 
     def _status(self, path: str) -> int:
-        with contextlib.suppress(*AWAY):
+        with contextlib.suppress(*UNREACHABLE_ERRORS):
             return ask(self._pair.url + path, None, {}, "GET", ANSWER_MAX_S).status
         return 0
 
     def _boot(self) -> str:
-        with contextlib.suppress(*AWAY):
+        with contextlib.suppress(*UNREACHABLE_ERRORS):
             return decode(ask(f"{self._pair.backend_url}/health", None, {}, "GET", ANSWER_MAX_S).raw, HealthReply).boot
         return ""
 

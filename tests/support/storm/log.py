@@ -1,4 +1,4 @@
-"""What happened in a storm, put down by its threads, and the table that is made of it."""
+"""Log of a storm, written by its threads, and its evaluation."""
 
 import re
 import threading
@@ -17,7 +17,7 @@ LONG_PROMPT_TOKENS = 1000
 
 @dataclass(frozen=True)
 class Latency:
-    """Of one small request, and what the engine was at meanwhile."""
+    """Latency of one small request, and the concurrent work of the engine."""
 
     seconds: float
     beside: str  # "a prefill", "none", "a recovery"
@@ -25,14 +25,14 @@ class Latency:
 
 @dataclass
 class Log:
-    """Any thread writes."""
+    """Counts, answers and problems.  Any thread."""
 
     counts: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     replies: list[tuple[Question, Reply]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)  # what must not happen
+    problems: list[str] = field(default_factory=list)  # violations
     latencies: list[Latency] = field(default_factory=list)
-    released: threading.Event = field(default_factory=threading.Event)  # the storm is over: let go of everything
+    released: threading.Event = field(default_factory=threading.Event)  # set at the end of the storm: threads stop
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _watched: list[Asked] = field(default_factory=list)
     _disturbances: list[list[float]] = field(default_factory=list)  # [from, until], time.monotonic()
@@ -54,7 +54,7 @@ class Log:
             self._watched.remove(asked)
 
     def ended(self, asked: Asked, question: Question) -> bool:
-        """Put down how it ended.  Whether with an answer."""
+        """Record the end of a request; whether it was answered."""
         if not asked.over:
             self.count("hung")
             self.problem(f"hung, for {time.monotonic() - asked.moved:.0f} s: {asked.told}")
@@ -67,7 +67,7 @@ class Log:
         if 400 <= asked.status < 408:
             self.problem(f"a good request was refused: {asked.told}")
         if asked.error:
-            self.count(f"told {asked.status}" + (" after content" if asked.text else f": {in_short(asked.error)}"))
+            self.count(f"told {asked.status}" + (" after content" if asked.text else f": {shorten(asked.error)}"))
         elif self.disturbed_since(asked.began):
             self.count("cut off with the proxy")
         else:
@@ -77,7 +77,7 @@ class Log:
 
     @contextmanager
     def disturbance(self, fault: str) -> Iterator[None]:
-        """From the fault until all is well again."""
+        """Record the time from a fault to the recovery."""
         span = [time.monotonic(), float("inf")]
         with self._lock:
             self.faults[fault] += 1
@@ -90,7 +90,7 @@ class Log:
             return any(until >= since for _, until in self._disturbances)
 
     def prefilling(self) -> bool:
-        """Whether a long prompt is known to be prefilled just now."""
+        """Say whether a watched request has a long prompt in prefill."""
         with self._lock:
             watched = list(self._watched)
         return any(is_prefilling(asked) for asked in watched)
@@ -104,7 +104,7 @@ def is_prefilling(asked: Asked) -> bool:
     return total >= LONG_PROMPT_TOKENS and done < total - 1
 
 
-def in_short(message: str) -> str:
+def shorten(message: str) -> str:
     return re.sub(r"[0-9a-f]*[0-9][0-9a-f]*", "#", message)[:60]
 
 

@@ -1,4 +1,4 @@
-"""What a storm asks, and what the answers must be: each computed once, cold, by the backend asked directly."""
+"""Prompts of a storm and their expected answers, computed once, cold, by the backend without a proxy."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -16,60 +16,62 @@ CONVERSATIONS, TURNS = 2, 3
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """A prompt, the options that it is sent with, and the cold answer."""
+    """Prompt, options of its request, and its cold answer."""
 
     messages: list[Message]
     options: dict[str, Any]
     cold: Reply
 
-    def fault_of(self, reply: Reply) -> str:
-        """ "" where it is the cold answer, but for near ties."""
+    def find_difference(self, reply: Reply) -> str:
+        """Describe the difference to the cold answer; "" for none but near ties."""
         return explain_difference(self.cold, reply)
 
-    def nearly_tied(self, reply: Reply) -> bool:
-        return reply.text != self.cold.text and not self.fault_of(reply)
+    def is_near_tie(self, reply: Reply) -> bool:
+        return reply.text != self.cold.text and not self.find_difference(reply)
 
 
 @dataclass(frozen=True)
 class Questions:
+    """All questions of a storm, by kind."""
+
     small: list[Question]
     medium: list[Question]
     long: list[Question]
     talkative: list[Question]  # a short prompt and a long answer
-    conversations: list[list[Question]]  # each a turn more than the one before
+    conversations: list[list[Question]]  # one more turn in each question
 
-    def any_of(self, dice: random.Random) -> Question:
+    def choose(self, rng: random.Random) -> Question:
         kinds = [self.small, self.medium, self.medium, self.long, self.talkative, *self.conversations]
-        return dice.choice(dice.choice(kinds))
+        return rng.choice(rng.choice(kinds))
 
 
-def ask_cold(pair: Pair, dice: random.Random, long: Sequence[int]) -> Questions:
-    """Make up questions, and long ones of so many tokens, and have them answered, one after the other."""
+def ask_cold(pair: Pair, rng: random.Random, long: Sequence[int]) -> Questions:
+    """Make questions, with `long` prompts of these lengths in tokens, and compute their answers in turn."""
 
     def ask(messages: list[Message], tokens: int) -> Question:
         options = {"max_tokens": tokens, **WITH_LOGPROBS}
         return Question(messages, options, pair.direct(messages, **options))
 
     def single(length: int, tokens: int) -> Question:
-        return ask([{"role": "user", "content": words(length, dice)}], tokens)
+        return ask([{"role": "user", "content": make_text(length, rng)}], tokens)
 
     return Questions(
         small=[single(SMALL, 6) for _ in range(SMALL_COUNT)],
         medium=[single(MEDIUM, 24) for _ in range(MEDIUM_COUNT)],
         long=[single(length, 12) for length in long],
         talkative=[single(SMALL, 200)],
-        conversations=[list(converse(ask, dice)) for _ in range(CONVERSATIONS)],
+        conversations=[list(make_conversation(ask, rng)) for _ in range(CONVERSATIONS)],
     )
 
 
-def converse(ask: Any, dice: random.Random) -> Iterator[Question]:
-    messages: list[Message] = [{"role": "system", "content": words(MEDIUM, dice)}]
+def make_conversation(ask: Any, rng: random.Random) -> Iterator[Question]:
+    messages: list[Message] = [{"role": "system", "content": make_text(MEDIUM, rng)}]
     for _ in range(TURNS):
-        messages = [*messages, {"role": "user", "content": words(SMALL, dice)}]
+        messages = [*messages, {"role": "user", "content": make_text(SMALL, rng)}]
         question = ask(messages, 20)
         yield question
         messages = [*messages, {"role": "assistant", "content": question.cold.text}]
 
 
-def words(length: int, dice: random.Random) -> str:
-    return "".join(dice.choices(LETTERS, k=length)).strip()
+def make_text(length: int, rng: random.Random) -> str:
+    return "".join(rng.choices(LETTERS, k=length)).strip()

@@ -1,9 +1,9 @@
-"""A storm over the real pair: all kinds of clients at once, while processes are killed and faults planted.
+"""Storm over a real pair: all kinds of clients at once, while processes are killed and faults planted.
 
     python tests/support/storm/storm.py --seconds 600 --seed 7       (`make chaos`)
 
-The seed decides who asks what and what happens next, not how the machine interleaves it.  In the last quarter nothing
-is killed any more, so that what the processes then hold has had the time to leak.
+The seed decides requests and faults, not the order in which the machine runs them.  In the last quarter nothing is
+killed, so that leaks of the last processes have time to show.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from pathlib import Path
 from support.pair.clients import Asked
 from support.pair.pair import WARMLINE, Pair
 from support.planted.faults import Planted
-from support.storm.clients import CROWD, PATIENCE_S, Client
-from support.storm.events import Fate
+from support.storm.clients import CLIENT_THREADS, SILENCE_MAX_S, Client
+from support.storm.events import FaultInjector
 from support.storm.log import Latency, Log, quantile
 from support.storm.prompts import LONG, Questions, ask_cold
 from warmline_common.protocol.messages import ProcessStats
@@ -35,28 +35,30 @@ FLAGS = (
     *("--wedge-timeout-s", "3", "--stall-timeout-s", "30"),
     *("--receive-timeout-s", "3", "--send-timeout-s", "3", "--drain-timeout-s", "2"),
 )
-MEMORY_GB_PER_TOKEN = 0.08 / 3_500  # of the longest prompt: three of these in memory, so residents are dropped
+MEMORY_GB_PER_TOKEN = 0.08 / 3_500  # of the longest prompt: memory for three, so that residents are dropped
 RESTART_DELAY_S = 0.3
 DISTURBED_SHARE = 0.75
 PROBE_INTERVAL_S = 0.25
-REST_MAX_S = 0.3  # between two of one client's encounters
+REST_MAX_S = 0.3  # between two encounters of one client
 IDLE_MAX_S = 60.0
 POLL_S = 0.1
-# What may be more than at the start: threads of pools that grow as needed (the backend's: one that writes, 4 that read,
-# 4 that restore, 2 that render, helpers), connections kept for the next request.
+# Permitted growth: threads of pools (backend: 1 that writes, 4 that read, 4 that restore, 2 that render, helpers),
+# connections kept for the next request.
 SLACK = ProcessStats(tasks=0, threads=14, descriptors=4, bytes_unaccounted=1 << 20)
 
 
 @dataclass
 class Report:
+    """Findings of a storm."""
+
     seed: int
     seconds: float
     log: Log
     wrong: list[str] = field(default_factory=list)
     near_ties: int = 0
     leaks: Counter[str] = field(default_factory=Counter)  # beyond SLACK
-    unclean: list[str] = field(default_factory=list)  # what is wrong with the home
-    printed: list[str] = field(default_factory=list)  # by the pair
+    unclean: list[str] = field(default_factory=list)  # inconsistencies of the home
+    printed: list[str] = field(default_factory=list)  # lines of the pair
 
     @property
     def failures(self) -> list[str]:
@@ -98,9 +100,9 @@ class Report:
 
 
 def run(seconds: float, seed: int, home: Path, model: Path, long: Sequence[int] = LONG) -> Report:
-    """Start a pair over `home`, let the storm go over it for so long, and see what is left.  Takes a minute longer.
+    """Run a storm over a new pair, and check answers, leaks and the home; takes a minute longer than `seconds`.
 
-    `long`: tokens of its long prompts, about.
+    `long`: lengths of long prompts, about, in tokens.
     """
     report = Report(seed, seconds, Log())
     memory = ("--memory-budget-gb", f"{MEMORY_GB_PER_TOKEN * max(long):.4f}")
@@ -109,26 +111,26 @@ def run(seconds: float, seed: int, home: Path, model: Path, long: Sequence[int] 
         with pair:
             questions = ask_cold(pair, random.Random(seed), long)
             baseline = warm_up(pair, questions)
-            blow(pair, planted, questions, report)
+            run_threads(pair, planted, questions, report)
             planted.withdraw()
-            look_for_leaks(pair, baseline, report)
-            look_at_home(pair, report)
+            check_leaks(pair, baseline, report)
+            check_home(pair, report)
         report.printed = pair.last_words()
     compare(report)
     return report
 
 
 def warm_up(pair: Pair, questions: Questions) -> dict[str, ProcessStats]:
-    """Have everything done once, in peace.  What the processes hold then is what they may hold."""
-    calm = Log()
-    blow_once(pair, questions, calm)
-    calm.released.set()
+    """Run each encounter once, without faults; the processes' resources after it are the baseline."""
+    warm_up_log = Log()
+    run_each_once(pair, questions, warm_up_log)
+    warm_up_log.released.set()
     wait_until_idle(pair)
-    return vitals(pair)
+    return read_stats(pair)
 
 
-def blow_once(pair: Pair, questions: Questions, log: Log) -> None:
-    encounters = list(dict.fromkeys(encounter for kinds in CROWD for encounter in kinds))
+def run_each_once(pair: Pair, questions: Questions, log: Log) -> None:
+    encounters = list(dict.fromkeys(encounter for kinds in CLIENT_THREADS for encounter in kinds))
     clients = [Client(pair, questions, log, random.Random(number)) for number in range(len(encounters))]
     threads = [threading.Thread(target=one, args=(client,)) for one, client in zip(encounters, clients, strict=True)]
     for thread in threads:
@@ -137,44 +139,44 @@ def blow_once(pair: Pair, questions: Questions, log: Log) -> None:
         thread.join()
 
 
-def blow(pair: Pair, planted: Planted, questions: Questions, report: Report) -> None:
+def run_threads(pair: Pair, planted: Planted, questions: Questions, report: Report) -> None:
     log, end = report.log, time.monotonic() + report.seconds
     threads = [
-        threading.Thread(target=lived, args=(Client(pair, questions, log, dice_of(report.seed, number)), kinds))
-        for number, kinds in enumerate(CROWD)
+        threading.Thread(target=run_client, args=(Client(pair, questions, log, make_rng(report.seed, number)), kinds))
+        for number, kinds in enumerate(CLIENT_THREADS)
     ]
     threads.append(threading.Thread(target=probe, args=(pair, questions, log)))
     for thread in threads:
         thread.start()
-    fate = Fate(pair, planted, log, dice_of(report.seed, -1))
+    injector = FaultInjector(pair, planted, log, make_rng(report.seed, -1))
     while time.monotonic() < end - (1 - DISTURBED_SHARE) * report.seconds:
-        fate.strike()
+        injector.inject()
     log.released.wait(max(0.0, end - time.monotonic()))
     log.released.set()
     for thread in threads:
         thread.join()
 
 
-def dice_of(seed: int, number: int) -> random.Random:
+def make_rng(seed: int, number: int) -> random.Random:
     return random.Random(f"{seed} {number}")
 
 
-def lived(client: Client, kinds: list[Callable[[Client], None]]) -> None:
+def run_client(client: Client, kinds: list[Callable[[Client], None]]) -> None:
     while not client.log.released.is_set():
-        began, kind = time.monotonic(), client.dice.choice(kinds)
+        began, kind = time.monotonic(), client.rng.choice(kinds)
         try:
             kind(client)
         except OSError as error:
             client.log.count("no connection")
             if not client.log.disturbed_since(began):
                 client.log.problem(f"{kind.__name__}: {error!r}")
-        except Exception as error:  # noqa: BLE001  an answer that can't be read is a finding, too
+        except Exception as error:  # noqa: BLE001  an unreadable answer is a problem
             client.log.problem(f"{kind.__name__}: {error!r}")
-        client.log.released.wait(client.dice.uniform(0, REST_MAX_S))
+        client.log.released.wait(client.rng.uniform(0, REST_MAX_S))
 
 
 def probe(pair: Pair, questions: Questions, log: Log) -> None:
-    """A small request, again and again: how long it takes while others are served, and while a long prompt is read."""
+    """Measure the latency of a small request again and again, with and without a concurrent prefill."""
     question = questions.small[0]
     while not log.released.wait(PROBE_INTERVAL_S):
         began, prefilling = time.monotonic(), log.prefilling()
@@ -182,7 +184,7 @@ def probe(pair: Pair, questions: Questions, log: Log) -> None:
             asked = Asked(pair, question.messages, **question.options)
         except OSError:
             continue
-        while not asked.over and time.monotonic() - asked.moved < PATIENCE_S:
+        while not asked.over and time.monotonic() - asked.moved < SILENCE_MAX_S:
             time.sleep(0.001)
         seconds = time.monotonic() - began
         if log.ended(asked, question):
@@ -192,7 +194,7 @@ def probe(pair: Pair, questions: Questions, log: Log) -> None:
             log.latencies.append(Latency(seconds, "a recovery" if log.disturbed_since(began) else beside))
 
 
-# ---- afterwards
+# ---- checks at the end
 
 
 def wait_until_idle(pair: Pair) -> None:
@@ -210,12 +212,12 @@ def is_idle(pair: Pair) -> bool:
     return backend.ready and not (held + backend.running + backend.queued)
 
 
-def vitals(pair: Pair) -> dict[str, ProcessStats]:
+def read_stats(pair: Pair) -> dict[str, ProcessStats]:
     return {"proxy": ProcessStats(**pair.proxy_status()["vitals"]), "backend": pair.status().vitals}
 
 
-def look_for_leaks(pair: Pair, baseline: dict[str, ProcessStats], report: Report) -> None:
-    """Connections that were kept are given up after a while, so it waits until there is nothing left, or too long."""
+def check_leaks(pair: Pair, baseline: dict[str, ProcessStats], report: Report) -> None:
+    """Wait until no leak is left, since kept connections are closed after a while, or IDLE_MAX_S."""
     wait_until_idle(pair)
     limit = time.monotonic() + IDLE_MAX_S
     while True:
@@ -228,14 +230,14 @@ def look_for_leaks(pair: Pair, baseline: dict[str, ProcessStats], report: Report
 def leaks(pair: Pair, baseline: dict[str, ProcessStats]) -> "Counter[str]":
     found, proxy, backend = Counter[str](), pair.proxy_status(), pair.status()
     found["requests"] = proxy["lives"] + proxy["running"] + proxy["queued"] + backend.running + backend.queued
-    for process, now in vitals(pair).items():
+    for process, now in read_stats(pair).items():
         for name, what in (("tasks",) * 2, ("threads",) * 2, ("descriptors",) * 2, ("bytes_unaccounted", "bytes")):
             more = getattr(now, name) - getattr(baseline[process], name)
             found[f"{what} ({process})"] = max(0, more - getattr(SLACK, name))
     return found
 
 
-def look_at_home(pair: Pair, report: Report) -> None:
+def check_home(pair: Pair, report: Report) -> None:
     verify = [CACHECTL, "verify", "--deep", "--home", str(pair.home.root)]
     done = subprocess.run(verify, capture_output=True, text=True)
     if done.returncode:
@@ -245,9 +247,9 @@ def look_at_home(pair: Pair, report: Report) -> None:
 
 def compare(report: Report) -> None:
     for question, reply in report.log.replies:
-        if fault := question.fault_of(reply):
+        if fault := question.find_difference(reply):
             report.wrong.append(f"{fault}; {question.messages[0]['content'][:40]!r} gave {reply.text[:80]!r}")
-        report.near_ties += question.nearly_tied(reply)
+        report.near_ties += question.is_near_tie(reply)
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
-"""Bugs that a cache may have, each switched on while the file `bug` in the control folder names it.
+"""Bugs of caches, each switched on while the file `bug` in the control folder names it.
 
-They are what the oracle must be able to see: nothing here fails, computes slowly, or looks wrong.  Where a check of the
-product would catch one before an answer shows it, that check is switched off with it.
+The oracle must see them: none raises, is slow, or looks wrong by itself.  Checks of the product that would catch a bug
+before an answer shows it are switched off with it.
 """
 
 import functools
@@ -20,7 +20,7 @@ BATCH_OF_TWO = "a batch of two in exact mode"
 OFF_GRID = "off-grid reuse in exact mode"
 DECODED = "reuse of decoded KV in exact mode"
 
-Active = Callable[..., bool]  # whether one of these bugs is switched on
+Active = Callable[..., bool]  # says whether one of these bugs is switched on
 
 
 def active_in(folder: Path) -> Active:
@@ -33,8 +33,8 @@ def active_in(folder: Path) -> Active:
     return active
 
 
-def instead(owner: Any, name: str, bug: Callable[..., Any], active: Active, *bugs: str) -> None:
-    """Call `bug` with the real thing before its arguments while one of the bugs is on."""
+def replace_while_active(owner: Any, name: str, bug: Callable[..., Any], active: Active, *bugs: str) -> None:
+    """Call `bug` with the real function as its first argument while one of the bugs is on."""
     real = getattr(owner, name)
 
     @functools.wraps(real)
@@ -51,35 +51,35 @@ def plant_in_backend(active: Active) -> None:
     from warmline_backend.scheduler.finish import Finisher
     from warmline_backend.scheduler.scheduler import Scheduler
 
-    instead(KV, "slice_rows", rows_but_the_last, active, SHORT_SEGMENT)
-    instead(KV, "capture_checkpoint", capture_the_first_again, active, STALE_CHECKPOINT)
-    instead(segments._TensorReader, "read_rows", read_all_layers_but_one, active, SKIPPED_LAYER)
-    instead(segments.ChainLoader, "load", load_from_another, active, WRONG_PARENT)
-    instead(segments.ChainLoader, "_check_tokens", unchecked, active, WRONG_PARENT)
-    instead(segments, "_check_prefix", unchecked, active, WRONG_PARENT)
-    instead(DecodeGroup, "dissolve", leave_caches, active, KEPT_AFTER_EXCEPTION)
-    instead(Finisher, "discard", keep_all_the_same, active, KEPT_AFTER_EXCEPTION)
-    instead(Scheduler, "_can_merge", join_in_exact_mode, active, BATCH_OF_TWO)
-    instead(KV, "floor_to_grid", lambda real, self, position: position, active, OFF_GRID, DECODED)
+    replace_while_active(KV, "slice_rows", repeat_row_before_last, active, SHORT_SEGMENT)
+    replace_while_active(KV, "capture_checkpoint", capture_first_checkpoint_again, active, STALE_CHECKPOINT)
+    replace_while_active(segments._TensorReader, "read_rows", skip_first_layer, active, SKIPPED_LAYER)
+    replace_while_active(segments.ChainLoader, "load", load_other_parent, active, WRONG_PARENT)
+    replace_while_active(segments.ChainLoader, "_check_tokens", skip_check, active, WRONG_PARENT)
+    replace_while_active(segments, "_check_prefix", skip_check, active, WRONG_PARENT)
+    replace_while_active(DecodeGroup, "dissolve", leave_caches, active, KEPT_AFTER_EXCEPTION)
+    replace_while_active(Finisher, "discard", keep_after_failure, active, KEPT_AFTER_EXCEPTION)
+    replace_while_active(Scheduler, "_can_merge", merge_in_exact_mode, active, BATCH_OF_TWO)
+    replace_while_active(KV, "floor_to_grid", lambda real, self, position: position, active, OFF_GRID, DECODED)
     end = KV.savable_length.fget
     KV.savable_length = property(lambda self: self.length if active(DECODED) else end(self))  # type: ignore[assignment,method-assign,misc]
 
 
 def plant_in_proxy(active: Active) -> None:
-    from warmline_proxy import planner as plan
+    from warmline_proxy import planner
     from warmline_proxy.pipeline import generator
     from warmline_proxy.request import registry
 
-    for module in (plan, generator, registry):
-        instead(module, "align_to_grid", lambda real, position, grid: position, active, OFF_GRID, DECODED)
+    for module in (planner, generator, registry):
+        replace_while_active(module, "align_to_grid", lambda real, position, grid: position, active, OFF_GRID, DECODED)
 
 
-def unchecked(real: Any, *arguments: Any) -> None:
-    """Whatever it is."""
+def skip_check(real: Any, *arguments: Any) -> None:
+    """Check nothing."""
 
 
-def rows_but_the_last(real: Any, self: Any, start: int, end: int) -> Any:
-    """The last token's row is not there yet, so the one before it stands in its place."""
+def repeat_row_before_last(real: Any, self: Any, start: int, end: int) -> Any:
+    """Put the row before the last one in the place of the last."""
     import mlx.core as mx
 
     return {
@@ -88,8 +88,8 @@ def rows_but_the_last(real: Any, self: Any, start: int, end: int) -> Any:
     }
 
 
-def capture_the_first_again(real: Any, self: Any) -> None:
-    """The state of the first position that was kept stands for all that follow."""
+def capture_first_checkpoint_again(real: Any, self: Any) -> None:
+    """Capture the first checkpoint's state for all later positions."""
     first = min(self.checkpoints, default=0)
     if first:
         self.checkpoints[self.length] = self.checkpoints[first]
@@ -97,19 +97,19 @@ def capture_the_first_again(real: Any, self: Any) -> None:
         real(self)
 
 
-def read_all_layers_but_one(real: Any, self: Any, name: str, target: Any, upto: int) -> None:
-    """What is not read stays 0."""
+def skip_first_layer(real: Any, self: Any, name: str, target: Any, upto: int) -> None:
+    """Leave the rows of layer 0 at 0."""
     if not name.startswith("0."):
         real(self, name, target, upto)
 
 
-def load_from_another(real: Any, self: Any, tokens: bytes, chain: list[Any], *rest: Any, **options: Any) -> Any:
-    """One link of the chain is another conversation's, of the same place."""
-    return real(self, tokens, [another(self, link) for link in chain], *rest, **options)
+def load_other_parent(real: Any, self: Any, tokens: bytes, chain: list[Any], *rest: Any, **options: Any) -> Any:
+    """Load segments of another conversation with the same positions."""
+    return real(self, tokens, [find_other_segment(self, link) for link in chain], *rest, **options)
 
 
-def another(loader: Any, link: Any) -> Any:
-    """A segment that begins where this one does and reaches as far; the link itself where there is none."""
+def find_other_segment(loader: Any, link: Any) -> Any:
+    """Find another segment with the same start that is long enough; the link itself where there is none."""
     from warmline_common.protocol.messages import SegmentRef
     from warmline_common.storage.segment_file import read_header
 
@@ -121,17 +121,17 @@ def another(loader: Any, link: Any) -> Any:
 
 
 def leave_caches(real: Any, self: Any) -> Any:
-    """Whoever was alone in its batch keeps what the failed step has left."""
+    """Keep the caches that the failed step has left in the sequences."""
     for sequence in self.sequences:
         sequence.kv.layers = list(self.batch.prompt_cache)
     return real(self)
 
 
-def keep_all_the_same(real: Any, self: Any, sequences: Any, error: Exception) -> None:
+def keep_after_failure(real: Any, self: Any, sequences: Any, error: Exception) -> None:
     self.is_device_suspect = True
     for sequence in sequences:
         self._notify_end(sequence, "discarded", self._add_resident(sequence), f"the engine failed: {error}")
 
 
-def join_in_exact_mode(real: Any, self: Any, host: Any, newcomer: Any) -> bool:
+def merge_in_exact_mode(real: Any, self: Any, host: Any, newcomer: Any) -> bool:
     return host is not newcomer and bool(host.can_accept(newcomer.sequences[0]))

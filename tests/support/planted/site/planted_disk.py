@@ -1,4 +1,4 @@
-"""Steps of `warmline_common.storage.disk` that are counted, killed at, or made to fail."""
+"""Disk operations of `warmline_common.storage.disk`, counted, killed at, or made to fail."""
 
 import contextlib
 import errno
@@ -31,19 +31,19 @@ READS = "open_to_read"
 
 
 class Around(Protocol):
-    """Called in place of a step: with its name, the step itself, and what it was called with."""
+    """Replacement of a disk operation: called with its name, the real function, and its arguments."""
 
     def __call__(self, name: str, real: Callable[..., Any], *arguments: Any) -> Any: ...
 
 
 def wrap(disk: Any, around: Around) -> None:
-    """From here on `around` stands in for every step of the module."""
+    """Replace every operation of the module by `around`."""
     for name in (*CHANGES, READS):
         setattr(disk, name, functools.partial(around, name, getattr(disk, name)))
 
 
 def targets(arguments: tuple[Any, ...]) -> list[str]:
-    """The paths that a step is at; LMDB's word for what it does."""
+    """List the paths of an operation; of LMDB its description."""
     named = [each.name if isinstance(each, FileIO) else each for each in arguments]
     return [str(each) for each in named if isinstance(each, str | Path)]
 
@@ -53,7 +53,7 @@ def die() -> None:
 
 
 def die_at(when: str, real: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Before this step, after it, or in its middle."""
+    """Kill this process before, after or in the middle of an operation."""
     if when == "after":
         real(*arguments)
     elif when == "middle" and real.__name__ == "write":
@@ -63,7 +63,7 @@ def die_at(when: str, real: Callable[..., Any], arguments: tuple[Any, ...]) -> N
 
 
 class Orders:
-    """Does what the file `disk-PROCESS` says, as long as it is there.  Any thread."""
+    """Execution of the order in the file `disk-PROCESS`, while it exists.  Any thread."""
 
     def __init__(self, folder: Path, process: str) -> None:
         self._path = folder / f"disk-{process}"
@@ -72,7 +72,7 @@ class Orders:
         self._met = 0
 
     def __call__(self, name: str, real: Callable[..., Any], *arguments: Any) -> Any:
-        order = self._order()
+        order = self._read_order()
         if order and self._meets(order, name, arguments):
             with self._lock:
                 self._met = self._met + 1 if order["number"] == self._number else 1
@@ -86,7 +86,7 @@ class Orders:
                 return self._fail(order["error"], name, arguments)
         return real(*arguments)
 
-    def _order(self) -> Any:
+    def _read_order(self) -> Any:
         with contextlib.suppress(FileNotFoundError):
             return json.loads(self._path.read_text())
         return None
@@ -104,7 +104,7 @@ class Orders:
 
 
 class _Unreadable(FileIO):
-    """A file that is there and can't be read."""
+    """File that exists and can't be read."""
 
     def __init__(self, number: int, path: Path) -> None:
         super().__init__(path, "rb")

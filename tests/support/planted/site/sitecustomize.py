@@ -1,18 +1,18 @@
-"""Faults in a real pair's processes, and a gate in the backend's; `planted.faults` has the other side.
+"""Faults in a real pair's processes, and the gate in the backend's; `planted.faults` is the other side.
 
 With this folder on PYTHONPATH, Python runs this file at the start of every process.  In proxy and backend it wraps each
-step of `warmline_common.storage.disk`, in the backend's also what the engine does in a step: a chunk of prefill
+operation of `warmline_common.storage.disk`, in the backend also the parts of an engine step: a chunk of prefill
 ("prefill"), the decode step that ends a prefill ("first"), a decode step of a group ("decode").  Before each one it
 looks into the folder that PLANTED_FOLDER names:
 
-- a socket `gate`: the engine's step is told there as a line of JSON, waits for a byte and, when it is over, says
-  `ended`; commands for the engine are told there too, once they are in its mailbox.  A gate that is gone stops nothing.
-- a file `order-PHASE` or `order-any`: its content is the fault to be had inside this step; the file becomes `taken`.
-- a file `disk-proxy` or `disk-backend`: what is to happen at steps of that process's disk; see `planted_disk`.
-- with PLANTED_BUGS set, a file `bug`: it names the one of `planted_bugs` that is on.
+- a socket `gate`: the step is announced there as a line of JSON, waits for a byte and sends `ended` at its end; engine
+  commands are announced there too, once they are in the mailbox.  A closed gate stops nothing.
+- a file `order-PHASE` or `order-any`: its content is the fault of this step; the file is renamed to `taken`.
+- a file `disk-proxy` or `disk-backend`: the order for that process's disk operations; see `planted_disk`.
+- with PLANTED_BUGS set, a file `bug`: the name of the active bug of `planted_bugs`.
 
-PLANTED_MAP_BYTES is how large the proxy's map of its index is at first, PLANTED_RETRY_INTERVAL_S how soon it tries to
-save again.  PLANTED_RESTART_DELAY_S has `warmline serve` start again at once what died for the tenth time, too.
+PLANTED_MAP_BYTES is the initial size of the proxy's LMDB map, PLANTED_RETRY_INTERVAL_S the interval of its save
+retries, PLANTED_RESTART_DELAY_S the delay of all restarts by `warmline serve`.
 """
 
 import contextlib
@@ -32,26 +32,26 @@ from typing import Any, NoReturn
 FOLDER = Path(os.environ["PLANTED_FOLDER"])
 BUGS = os.environ.get("PLANTED_BUGS")
 RESTART_DELAY_S = os.environ.get("PLANTED_RESTART_DELAY_S")
-CONFIGURATION_FAULT = 2  # an exit code after which nothing is started again
+CONFIGURATION_FAULT = 2  # exit code after which the supervisor does not restart
 
 
-# ---- faults, each inside a step, after the caches have moved on and before there is a token
+# ---- faults, each within a step, after the caches were updated and before a token is sampled
 
 
 def fail() -> None:
-    """What mlx raises when a computation fails."""
+    """Raise what mlx raises when a computation fails."""
     import mlx.core as mx
 
     mx.eval(mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu))
 
 
 def hang() -> None:
-    """Never returns; the other threads run on."""
+    """Block this thread for good; the other threads run on."""
     threading.Event().wait()
 
 
 def freeze() -> NoReturn:
-    """Never returns and never gives the interpreter's lock away: nothing in this process runs any more."""
+    """Block for good with the interpreter's lock held: no thread of this process runs any more."""
     pause = ctypes.PyDLL(None).pause
     while True:
         pause()
@@ -62,7 +62,7 @@ def crash() -> None:
 
 
 def run_out_of_memory() -> None:
-    """As the kernel ends a process then."""
+    """End the process as the kernel does when memory is short."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -78,8 +78,8 @@ FAULTS: dict[str, Callable[[], object]] = {
 
 
 @contextlib.contextmanager
-def inside(model: Any, fault: str) -> Iterator[None]:
-    """Every call of the model has the fault, after its real work; of a broken device from now on."""
+def fault_in_calls(model: Any, fault: str) -> Iterator[None]:
+    """Add the fault to every call of the model, after its real work; a broken device keeps it."""
     kind = type(model)
     real = kind.__call__
 
@@ -107,7 +107,7 @@ def take_order(phase: str) -> str:
 # ---- the gate
 
 
-def gate() -> socket.socket | None:
+def connect_to_gate() -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(str(FOLDER / "gate"))
@@ -117,26 +117,26 @@ def gate() -> socket.socket | None:
     return connection
 
 
-def tell(connection: socket.socket, **message: object) -> None:
-    with contextlib.suppress(OSError):  # gone in this moment
+def send(connection: socket.socket, **message: object) -> None:
+    with contextlib.suppress(OSError):  # just closed
         connection.sendall(json.dumps({"process": os.getpid(), **message}).encode() + b"\n")
 
 
 @contextlib.contextmanager
-def passing(phase: str, requests: list[str]) -> Iterator[None]:
-    connection = gate()
+def wait_at_gate(phase: str, requests: list[str]) -> Iterator[None]:
+    connection = connect_to_gate()
     if connection is None:
         yield
         return
     with connection:
-        tell(connection, phase=phase, requests=requests)
+        send(connection, phase=phase, requests=requests)
         with contextlib.suppress(OSError):
             connection.recv(1)
         yield
-        tell(connection, phase="ended")
+        send(connection, phase="ended")
 
 
-# ---- what is wrapped
+# ---- wrapped functions
 
 
 def wrap_step(kind: type, name: str, phase: str, sequences: Callable[[Any], list[Any]]) -> None:
@@ -145,23 +145,23 @@ def wrap_step(kind: type, name: str, phase: str, sequences: Callable[[Any], list
     @functools.wraps(real)
     def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
         members = sequences(self)
-        with passing(phase, [member.request.id for member in members]), contextlib.ExitStack() as stack:
+        with wait_at_gate(phase, [member.request.id for member in members]), contextlib.ExitStack() as stack:
             if fault := take_order(phase):
-                stack.enter_context(inside(members[0].served.model, fault))
+                stack.enter_context(fault_in_calls(members[0].served.model, fault))
             return real(self, *arguments, **options)
 
     setattr(kind, name, wrapped)
 
 
-def wrap_ask(kind: type) -> None:
+def wrap_submit(kind: type) -> None:
     real = kind.submit  # type: ignore[attr-defined]
 
     @functools.wraps(real)
     def wrapped(self: Any, work: Callable[..., Any]) -> Any:
         answer = real(self, work)
-        if connection := gate():
+        if connection := connect_to_gate():
             with connection:
-                tell(connection, asked=" ".join(work.__code__.co_names))
+                send(connection, asked=" ".join(work.__code__.co_names))
         return answer
 
     kind.submit = wrapped  # type: ignore[attr-defined]
@@ -175,7 +175,7 @@ def plant_in_backend() -> None:
     wrap_step(Sequence, "prefill_chunk", "prefill", lambda one: [one])
     wrap_step(Sequence, "make_decode_batch", "first", lambda one: [one])
     wrap_step(DecodeGroup, "step", "decode", lambda group: list(group.sequences))
-    wrap_ask(Engine)
+    wrap_submit(Engine)
 
 
 def plant_in_proxy() -> None:
@@ -195,24 +195,25 @@ def set_default(kind: type, name: str, value: object) -> None:
 
 
 def plant_in_disk(process: str) -> None:
-    from support.planted.site.planted_disk import Orders, wrap
+    from planted_disk import Orders, wrap  # of this folder, which is on the path of a process with faults
+
     from warmline_common.storage import disk
 
     wrap(disk, Orders(FOLDER, process))
 
 
 def plant_bugs(process: str) -> None:
-    from support.planted.site import planted_bugs
+    import planted_bugs
 
     plant = {"backend": planted_bugs.plant_in_backend, "proxy": planted_bugs.plant_in_proxy}[process]
     plant(planted_bugs.active_in(FOLDER))
 
 
 def plant_in_serve(delay_s: float) -> None:
-    from warmline_run import supervisor as supervise
+    from warmline_run import supervisor
 
-    assert delay_s < supervise.RESTART_DELAY_MAX_S
-    supervise.RESTART_DELAY_FIRST_S = supervise.RESTART_DELAY_MAX_S = delay_s
+    assert delay_s < supervisor.RESTART_DELAY_MAX_S
+    supervisor.RESTART_DELAY_FIRST_S = supervisor.RESTART_DELAY_MAX_S = delay_s
 
 
 try:
@@ -228,6 +229,6 @@ try:
             plant_bugs("proxy")
     elif RESTART_DELAY_S and "serve" in sys.orig_argv:
         plant_in_serve(float(RESTART_DELAY_S))
-except Exception:  # noqa: BLE001  a test must not pass for want of its fault
+except Exception:  # noqa: BLE001  a test must not pass without its fault
     traceback.print_exc()
     os._exit(CONFIGURATION_FAULT)
