@@ -1,4 +1,4 @@
-"""What many tests share: pairs, for starting one takes seconds, and a library that is slow to import."""
+"""Fixtures of the pair tests: shared pairs (starting one takes seconds), and a library that is slow to import."""
 
 import os
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from support.pair.pair import FolderOf, Pair
 
 @pytest.fixture(scope="session")
 def warm_pair(tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """A llama; what one test asks, another may find cached: begin conversations with words of your own."""
+    """A llama; begin conversations with unique words, since other tests' prompts may be cached."""
     with Pair(tmp_path_factory.mktemp("warm"), tiny_folder("llama")) as pair:
         yield pair
 
@@ -27,7 +27,7 @@ def agent_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def agent_pair(agent_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """A pair that serves the trained model; begin conversations with words of your own, as with `warm_pair`."""
+    """A pair that serves the trained model; begin conversations with unique words, as with `warm_pair`."""
     with Pair(tmp_path_factory.mktemp("agents"), agent_folder, "--prefill-step-size", "512") as pair:
         yield pair
 
