@@ -12,10 +12,10 @@ from warmline_backend.request.params import BadRequestError, Fields, format_json
 from warmline_backend.request.reasoning_effort import make_template_arguments, parse_reasoning_options
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Fields of an answer that SDKs send back and no template reads; reasoning is passed on in the template's fields.
+# What SDKs send back of an answer, and no template reads; reasoning goes on under the names that the template knows.
 _IGNORED_FIELDS = frozenset({"annotations", "audio", "function_call", "refusal", *REASONING_FIELDS})
 
-# Arguments that the renderer sets itself: no client may replace the template or the conversation.
+# What the renderer itself passes to a template; nobody may replace the template or the conversation.
 RESERVED_KWARGS = frozenset(
     {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "messages"}
     | {"max_length", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors"}
