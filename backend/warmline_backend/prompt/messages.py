@@ -13,7 +13,7 @@ from warmline_backend.request.params import BadRequestError, Fields, format_json
 from warmline_backend.request.reasoning_effort import make_template_arguments, parse_reasoning_options
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Fields of an answer that SDKs send back and no template reads; reasoning is passed on in the template's fields.
+# What SDKs send back of an answer, and no template reads; reasoning goes on under the names that the template knows.
 _IGNORED_FIELDS = frozenset({"annotations", "audio", "function_call", "refusal", *REASONING_FIELDS})
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from support.backend.parsed_output import calls, content, ids, parts_of, reasoning
-from support.backend.small_tokenizers import marked
+from support.backend.parsed_output import encode_text, join_content, join_reasoning, list_calls, parse_output
+from support.backend.small_tokenizers import make_marked_tokenizer
 from support.backend.tool_families import CALLS, HARMONY, TOOLS
 from warmline_backend.output.events import ToolCall
 from warmline_backend.output.parser import parse_turn
@@ -47,31 +47,31 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
 def test_message_kind_follows_header(
     harmony: TokenizerWrapper, text: str, expected: tuple[str, str, list[object]]
 ) -> None:
-    parts = parts_of(harmony, text, tail=TAIL)
-    assert (reasoning(parts), content(parts), calls(parts)) == expected
+    parts = parse_output(harmony, text, tail=TAIL)
+    assert (join_reasoning(parts), join_content(parts), list_calls(parts)) == expected
 
 
 def test_cut_or_invalid_call_is_text(harmony: TokenizerWrapper) -> None:
-    assert content(parts_of(harmony, CALL, tail=TAIL, natural=False)) == CALL
+    assert join_content(parse_output(harmony, CALL, tail=TAIL, natural=False)) == CALL
     broken = CALL.replace('"city"', "city is") + "<|call|>"
-    assert content(parts_of(harmony, broken, tail=TAIL)) == broken
+    assert join_content(parse_output(harmony, broken, tail=TAIL)) == broken
 
 
 def test_call_without_tools_is_text(harmony: TokenizerWrapper) -> None:
-    parts = parts_of(harmony, CALL, tail=TAIL, tools=None)
-    assert (content(parts), calls(parts)) == (WEATHER, [])
+    parts = parse_output(harmony, CALL, tail=TAIL, tools=None)
+    assert (join_content(parts), list_calls(parts)) == (WEATHER, [])
 
 
 def test_message_begun_in_prompt_continues(harmony: TokenizerWrapper) -> None:
-    begun = parts_of(harmony, " day.<|return|>", tail=f"{TAIL}<|channel|>final<|message|>A sunny")
-    assert (reasoning(begun), content(begun)) == ("", " day.")
-    assert reasoning(parts_of(harmony, " so.", tail=f"{TAIL}<|channel|>analysis<|message|>Hm,")) == " so."
+    begun = parse_output(harmony, " day.<|return|>", tail=f"{TAIL}<|channel|>final<|message|>A sunny")
+    assert (join_reasoning(begun), join_content(begun)) == ("", " day.")
+    assert join_reasoning(parse_output(harmony, " so.", tail=f"{TAIL}<|channel|>analysis<|message|>Hm,")) == " so."
 
 
 def test_parse_turn_excludes_reasoning(harmony: TokenizerWrapper) -> None:
     text = f"{THOUGHT}<|start|>assistant<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{CALL}<|call|>"
-    (call,) = (part for part in parts_of(harmony, text, tail=TAIL) if isinstance(part, ToolCall))
-    tokens = ids(harmony, text)
+    (call,) = (part for part in parse_output(harmony, text, tail=TAIL) if isinstance(part, ToolCall))
+    tokens = encode_text(harmony, text)
     assert harmony.decode(tokens[: call.start]) == THOUGHT and harmony.decode(tokens[call.end :]) == "<|call|>"
     said, read = parse_turn(tokens[call.start : call.end], harmony, TOOLS)
     assert (said, [name for name, _ in read]) == ("I look.", ["get_weather"])
@@ -79,7 +79,7 @@ def test_parse_turn_excludes_reasoning(harmony: TokenizerWrapper) -> None:
 
 def test_muse_calls_within_messages_are_parsed(tmp_path: Path) -> None:
     markers = ["<|start|>", "<|message|>", "<|eom|>", "<|eot|>"]
-    tokenizer = marked(tmp_path, markers, "<atem:function_calls>", chat_template_type="muse_spark")
+    tokenizer = make_marked_tokenizer(tmp_path, markers, "<atem:function_calls>", chat_template_type="muse_spark")
     call = (
         '<atem:function_calls>\n<atem:invoke name="get_weather">\n'
         '<atem:parameter name="city">São Paulo</atem:parameter>\n'
@@ -89,7 +89,9 @@ def test_muse_calls_within_messages_are_parsed(tmp_path: Path) -> None:
         " to=self<|message|>Hm.<|eom|><|start|>assistant to=commentary<|message|>I look.<|eom|>"
         f"<|start|>assistant to=get_weather<|message|>{call}"
     )
-    parts = parts_of(tokenizer, text, tail="<|start|>assistant")
-    assert (reasoning(parts), content(parts)) == ("Hm.", "I look.")
-    assert calls(parts) == [("get_weather", {"city": "São Paulo", "days": 3})]
-    assert content(parts_of(tokenizer, " to=user<|message|>Sunny.<|eot|>", tail="<|start|>assistant")) == "Sunny."
+    parts = parse_output(tokenizer, text, tail="<|start|>assistant")
+    assert (join_reasoning(parts), join_content(parts)) == ("Hm.", "I look.")
+    assert list_calls(parts) == [("get_weather", {"city": "São Paulo", "days": 3})]
+    assert (
+        join_content(parse_output(tokenizer, " to=user<|message|>Sunny.<|eot|>", tail="<|start|>assistant")) == "Sunny."
+    )

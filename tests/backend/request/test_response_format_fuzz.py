@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.backend.grammar_cases import family_tokenizer, grammars_of
+from support.backend.grammar_cases import make_compiler, make_family_tokenizer
 from warmline_backend.request.params import BadRequestError
 from warmline_backend.structured_output.compiler import GrammarCompiler
 
@@ -38,7 +38,7 @@ HOW_OFTEN = settings(max_examples=40, deadline=None, suppress_health_check=[Heal
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GrammarCompiler]:
     root: Path = tmp_path_factory.mktemp("tokenizers")
-    return {name: grammars_of(family_tokenizer(name, root)) for name in FAMILIES}
+    return {name: make_compiler(make_family_tokenizer(name, root)) for name in FAMILIES}
 
 
 def assert_accepted_or_refused(grammars: GrammarCompiler, body: dict[str, Any]) -> None:

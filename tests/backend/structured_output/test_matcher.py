@@ -8,7 +8,15 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerFast
 
-from support.backend.grammar_cases import EOS, PADDING, THINKS, grammars_of, takes, tokenizer_with, walk
+from support.backend.grammar_cases import (
+    EOS,
+    PADDING,
+    THINKS,
+    accepts_tokens,
+    make_compiler,
+    make_tokenizer,
+    sample_tokens,
+)
 from support.backend.small_tokenizers import sentence_piece
 from warmline_backend.request.params import BadRequestError
 from warmline_backend.structured_output.compiler import SLOW_TOKENIZER_MESSAGE, GrammarCompiler
@@ -24,8 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def thinking(folder: Path) -> tuple[TokenizerWrapper, GrammarCompiler]:
-    tokenizer = tokenizer_with(folder / "thinking", (), thinks=True)
-    return tokenizer, grammars_of(tokenizer)
+    tokenizer = make_tokenizer(folder / "thinking", (), thinks=True)
+    return tokenizer, make_compiler(tokenizer)
 
 
 def make_matcher(grammars: GrammarCompiler, tail: str = "", **body: Any) -> Matcher:
@@ -62,20 +70,20 @@ def allowed(tokenizer: TokenizerWrapper, guide: Matcher) -> set[str]:
 def test_form_begins_after_reasoning(thinking: Any, tail: str, answer: str, fits: bool) -> None:
     tokenizer, grammars = thinking
     guide = make_matcher(grammars, tail)
-    assert takes(guide, ids(tokenizer, answer)) == fits
+    assert accepts_tokens(guide, ids(tokenizer, answer)) == fits
     assert guide.is_complete == (fits and answer.endswith(EOS))
 
 
 def test_completions_have_no_reasoning(thinking: Any) -> None:
     tokenizer, grammars = thinking
     constraint = grammars.build_constraint("completion", YES_OR_NO, None, "")
-    assert not takes(grammars.create_matcher(constraint), ids(tokenizer, THINKS[0]))
+    assert not accepts_tokens(grammars.create_matcher(constraint), ids(tokenizer, THINKS[0]))
 
 
 def test_think_start_may_share_tokens_with_form(folder: Path) -> None:
     markers = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
-    tokenizer = tokenizer_with(folder / "xtml", markers)
-    grammars = grammars_of(tokenizer)
+    tokenizer = make_tokenizer(folder / "xtml", markers)
+    grammars = make_compiler(tokenizer)
     for answer, fits in (
         ("<|open|>think<|sep|>hm<|close|>think<|sep|>yes" + EOS, True),
         ("<|open|>think<|sep|>hm<|close|>think<|sep|><|open|>response<|sep|>no<|close|>response<|sep|>", True),
@@ -85,14 +93,14 @@ def test_think_start_may_share_tokens_with_form(folder: Path) -> None:
         ("<|open|>tools", False),
         ("<|open|>response<|sep|>maybe", False),
     ):
-        assert takes(make_matcher(grammars), ids(tokenizer, answer)) == fits, answer
+        assert accepts_tokens(make_matcher(grammars), ids(tokenizer, answer)) == fits, answer
 
 
 def test_channels_are_part_of_grammar(folder: Path) -> None:
-    tokenizer = tokenizer_with(
+    tokenizer = make_tokenizer(
         folder / "channels", ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>")
     )
-    grammars = grammars_of(tokenizer)
+    grammars = make_compiler(tokenizer)
     thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
     for answer, fits in (
         ("<|channel|>final<|message|>yes" + EOS, True),
@@ -100,13 +108,13 @@ def test_channels_are_part_of_grammar(folder: Path) -> None:
         (thought + thought + "<|channel|>final<|message|>maybe", False),
         ("yes", False),
     ):
-        assert takes(make_matcher(grammars, "<|start|>assistant"), ids(tokenizer, answer)) == fits, answer
+        assert accepts_tokens(make_matcher(grammars, "<|start|>assistant"), ids(tokenizer, answer)) == fits, answer
 
 
 def test_text_like_markers_is_not_a_marker(thinking: Any) -> None:
     tokenizer, grammars = thinking
     guide = make_matcher(grammars, "</think>", structured_outputs={"json": {"const": "a<think>" + EOS}})
-    tokens = walk(guide, 1)
+    tokens = sample_tokens(guide, 1)
     assert tokenizer.decode(tokens) == f'"a<think>{EOS}"'
     assert all(token < 256 for token in tokens)
 
@@ -143,7 +151,7 @@ def test_matcher_masks_as_logits_processor(thinking: Any) -> None:
 def test_only_eos_follows_complete_answer(thinking: Any) -> None:
     tokenizer, grammars = thinking
     guide = make_matcher(grammars, "</think>")
-    assert takes(guide, ids(tokenizer, "yes"))
+    assert accepts_tokens(guide, ids(tokenizer, "yes"))
     assert guide.compute_allowed().nonzero()[0].tolist() == [tokenizer.eos_token_id]
     guide.advance(tokenizer.eos_token_id)
     guide.advance(tokenizer.eos_token_id)
@@ -161,16 +169,16 @@ def test_matchers_of_one_constraint_are_independent(thinking: Any) -> None:
     tokenizer, grammars = thinking
     constraint = grammars.build_constraint("chat", YES_OR_NO, None, "</think>")
     one, other = grammars.create_matcher(constraint), grammars.create_matcher(constraint)
-    assert takes(one, ids(tokenizer, "ye"))
+    assert accepts_tokens(one, ids(tokenizer, "ye"))
     assert allowed(tokenizer, one) == {"s"} and allowed(tokenizer, other) == {"y", "n"}
 
 
 def test_sentencepiece_tokens_are_matched_as_bytes(tmp_path: Path) -> None:
     tokenizer = sentence_piece(tmp_path)
-    grammars = grammars_of(tokenizer)
+    grammars = make_compiler(tokenizer)
     for seed in range(3):
         guide = make_matcher(grammars, structured_outputs={"json": {"const": {"the": "hé"}}})
-        assert tokenizer.decode(walk(guide, seed)).strip() == '{"the": "hé"}'
+        assert tokenizer.decode(sample_tokens(guide, seed)).strip() == '{"the": "hé"}'
 
 
 def test_slow_tokenizer_is_refused(thinking: Any) -> None:
@@ -220,5 +228,5 @@ def test_compiled_grammars_are_bounded(thinking: Any, monkeypatch: pytest.Monkey
     ]
     monkeypatch.setattr("warmline_backend.structured_output.compiler.MATCHER_COUNT_MAX", 2)
     for constraint, word in [*zip(constraints, ("ab", "cd", "ef"), strict=True)] * 2:
-        assert takes(grammars.create_matcher(constraint), ids(tokenizer, word + EOS))
+        assert accepts_tokens(grammars.create_matcher(constraint), ids(tokenizer, word + EOS))
     assert len(grammars._matchers) == 2

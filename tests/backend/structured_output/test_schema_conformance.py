@@ -8,7 +8,7 @@ import pytest
 
 from support import tiny_models
 from support.backend.engine_driver import Drive, Heard
-from support.backend.nasty_schemas import is_endless, nasty
+from support.backend.nasty_schemas import is_endless, make_schema
 from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.model.model import ServedModel, load_served_model
 from warmline_backend.request.params import GenerationParams
@@ -65,12 +65,12 @@ def check(served: ServedModel, schema: dict[str, Any], heard: Heard) -> None:
 @pytest.mark.parametrize("level", range(LEVELS))
 def test_sampled_answers_conform_to_schemas(level: int, served: ServedModel, grammars: GrammarCompiler) -> None:
     seeds = range(level * SCHEMAS // LEVELS, (level + 1) * SCHEMAS // LEVELS)
-    schemas = {seed: nasty(seed, level) for seed in seeds}
+    schemas = {seed: make_schema(seed, level) for seed in seeds}
     for seed, one in answers(served, grammars, schemas, temperature=1.0).items():
         check(served, schemas[seed], one)
 
 
 def test_greedy_answers_conform_to_schemas(served: ServedModel, grammars: GrammarCompiler) -> None:
-    schemas = {seed: nasty(seed, seed % 4) for seed in range(SCHEMAS, SCHEMAS + 32)}
+    schemas = {seed: make_schema(seed, seed % 4) for seed in range(SCHEMAS, SCHEMAS + 32)}
     for seed, one in answers(served, grammars, schemas, temperature=0.0).items():
         check(served, schemas[seed], one)

@@ -8,7 +8,15 @@ import jsonschema
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from support.backend.grammar_cases import EOS, MARKERS, family_tokenizer, grammars_of, takes, tokenizer_with, walk
+from support.backend.grammar_cases import (
+    EOS,
+    MARKERS,
+    accepts_tokens,
+    make_compiler,
+    make_family_tokenizer,
+    make_tokenizer,
+    sample_tokens,
+)
 from support.backend.tool_families import BY_NAME, CALLS, HARMONY
 from support.backend.tool_families import TOOLS as THEIRS
 from warmline_backend.output.parser import parse_turn
@@ -66,8 +74,8 @@ def tools_for(family: str) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[TokenizerWrapper, GrammarCompiler]]:
     root = tmp_path_factory.mktemp("tokenizers")
-    made = {name: family_tokenizer(name, root) for name in NAMES}
-    return {name: (tokenizer, grammars_of(tokenizer)) for name, tokenizer in made.items()}
+    made = {name: make_family_tokenizer(name, root) for name in NAMES}
+    return {name: (tokenizer, make_compiler(tokenizer)) for name, tokenizer in made.items()}
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -78,7 +86,7 @@ def test_required_calls_parse_with_valid_arguments(family: str, families: dict[s
     constraint = grammars.build_constraint("chat", body, tools, thought(family))
     called = set()
     for seed in range(12):
-        tokens = walk(grammars.create_matcher(constraint), seed)
+        tokens = sample_tokens(grammars.create_matcher(constraint), seed)
         content, calls = parse_turn(tokens, tokenizer, tools)
         assert not content.strip() and len(calls) == 1, tokenizer.decode(tokens)
         name, arguments = calls[0]
@@ -94,7 +102,7 @@ def test_parallel_calls_are_allowed(family: str, families: dict[str, Any]) -> No
     constraint = grammars.build_constraint("chat", {"tools": tools, "tool_choice": "required"}, tools, thought(family))
     counts = set()
     for seed in range(12):
-        tokens = walk(grammars.create_matcher(constraint), seed, 6000)
+        tokens = sample_tokens(grammars.create_matcher(constraint), seed, 6000)
         content, calls = parse_turn(tokens, tokenizer, tools)
         assert not content.strip(), tokenizer.decode(tokens)
         for name, arguments in calls:
@@ -108,7 +116,7 @@ def test_named_tool_is_called(family: str, families: dict[str, Any]) -> None:
     tokenizer, grammars = families[family]
     body = {"tools": FLAT, "tool_choice": {"type": "function", "function": {"name": "now"}}}
     constraint = grammars.build_constraint("chat", {**body, "parallel_tool_calls": False}, FLAT, thought(family))
-    answers = [walk(grammars.create_matcher(constraint), seed) for seed in range(3)]
+    answers = [sample_tokens(grammars.create_matcher(constraint), seed) for seed in range(3)]
     calls = {tuple(parse_turn(answer, tokenizer, FLAT)[1]) for answer in answers}
     assert calls == {(("now", "{}"),)}
 
@@ -146,7 +154,7 @@ def test_complex_schemas_are_followed(family: str, families: dict[str, Any]) -> 
         body = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
         constraint = grammars.build_constraint("chat", body, tools, thought(family))
         for seed in range(4):
-            tokens = walk(grammars.create_matcher(constraint), seed)
+            tokens = sample_tokens(grammars.create_matcher(constraint), seed)
             calls = parse_turn(tokens, tokenizer, tools)[1]
             assert [called for called, _ in calls] == ["f"], (name, tokenizer.decode(tokens))
             jsonschema.validate(json.loads(calls[0][1]), schema)
@@ -176,7 +184,7 @@ def test_grammar_accepts_calls_of_family(family: str, families: dict[str, Any]) 
     for choice in ("required", "auto"):
         constraint = grammars.build_constraint("chat", {"tools": tools, "tool_choice": choice}, tools, "")
         guide = grammars.create_matcher(constraint)
-        assert takes(guide, tokens), (choice, written)
+        assert accepts_tokens(guide, tokens), (choice, written)
         assert guide.is_complete or guide.state == "free"
     if theirs is not None:
         read = [(name, json.loads(arguments)) for name, arguments in parse_turn(tokens[:-1], tokenizer, tools)[1]]
@@ -192,12 +200,12 @@ def test_strict_tools_constrain_calls_only(families: dict[str, Any]) -> None:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     guide, call = grammars.create_matcher(constraint), WRITTEN["json_tools"]
-    assert takes(guide, tokens("Let me look. " + call + " and " + call)) and guide.state == "free"
-    assert not takes(grammars.create_matcher(constraint), tokens("Well: " + call.replace("city", "town")))
-    assert not takes(grammars.create_matcher(constraint), tokens(call.replace("2", "99")))
+    assert accepts_tokens(guide, tokens("Let me look. " + call + " and " + call)) and guide.state == "free"
+    assert not accepts_tokens(grammars.create_matcher(constraint), tokens("Well: " + call.replace("city", "town")))
+    assert not accepts_tokens(grammars.create_matcher(constraint), tokens(call.replace("2", "99")))
     single = {"tools": strict, "parallel_tool_calls": False}
     once = grammars.create_matcher(grammars.build_constraint("chat", single, strict, ""))
-    assert takes(once, tokens("Well. " + call)) and np_count(once) == 1
+    assert accepts_tokens(once, tokens("Well. " + call)) and np_count(once) == 1
 
 
 def test_allowed_tools_limit_calls(families: dict[str, Any]) -> None:
@@ -206,9 +214,12 @@ def test_allowed_tools_limit_calls(families: dict[str, Any]) -> None:
     body = {"tools": FLAT, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
     constraint = grammars.build_constraint("chat", body, FLAT, "")
     for written, fits in ((WRITTEN["json_tools"], False), (WRITTEN["json_tools"].replace("get_weather", "now"), False)):
-        assert takes(grammars.create_matcher(constraint), tokenizer.encode(written, add_special_tokens=False)) == fits
+        assert (
+            accepts_tokens(grammars.create_matcher(constraint), tokenizer.encode(written, add_special_tokens=False))
+            == fits
+        )
     now = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-    assert takes(grammars.create_matcher(constraint), tokenizer.encode("So: " + now, add_special_tokens=False))
+    assert accepts_tokens(grammars.create_matcher(constraint), tokenizer.encode("So: " + now, add_special_tokens=False))
 
 
 def np_count(guide: Any) -> int:
@@ -217,7 +228,7 @@ def np_count(guide: Any) -> int:
 
 def test_harmony_allows_reasoning_and_one_call(tmp_path: Path) -> None:
     tokenizer = HARMONY.tokenizer(tmp_path)
-    grammars = grammars_of(tokenizer)
+    grammars = make_compiler(tokenizer)
     thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
     call = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "köln", "days": 2}'
     final = "<|channel|>final<|message|>It rains."
@@ -234,13 +245,13 @@ def test_harmony_allows_reasoning_and_one_call(tmp_path: Path) -> None:
         ):
             guide = grammars.create_matcher(constraint)
             tokens = tokenizer.encode(written + EOS, add_special_tokens=False)
-            assert takes(guide, tokens) == guide.is_complete == fits, (choice, written)
+            assert accepts_tokens(guide, tokens) == guide.is_complete == fits, (choice, written)
     tokens = tokenizer.encode(call, add_special_tokens=False)
     assert parse_turn(tokens, tokenizer, FLAT)[1] == [("get_weather", '{"city": "köln", "days": 2}')]
 
 
 def test_family_without_syntax_refuses_constraints(tmp_path: Path) -> None:
-    grammars = grammars_of(tokenizer_with(tmp_path, ()))
+    grammars = make_compiler(make_tokenizer(tmp_path, ()))
     strict = [function("f", {"type": "object", "properties": {}}, strict=True)]
     with pytest.raises(BadRequestError, match="way of calling tools has no grammar") as caught:
         grammars.build_constraint("chat", {"tools": FLAT, "tool_choice": "required"}, FLAT, "")
@@ -273,7 +284,7 @@ def test_unusable_schema_is_refused_only_for_strict_tools(families: dict[str, An
     body = {"tools": tools, "tool_choice": "required"}
     written = '<tool_call>\n{"name": "f", "arguments": {"a": [1]}}\n</tool_call>' + EOS
     guide = grammars.create_matcher(grammars.build_constraint("chat", body, tools, ""))
-    assert takes(guide, tokenizer.encode(written, add_special_tokens=False)) and guide.is_complete
+    assert accepts_tokens(guide, tokenizer.encode(written, add_special_tokens=False)) and guide.is_complete
     strict = [function("f", odd, strict=True)]
     with pytest.raises(BadRequestError, match=r"'tools\[0\].function.parameters' can't be used") as caught:
         grammars.build_constraint("chat", {**body, "tools": strict}, strict, "")
@@ -289,4 +300,4 @@ def test_calls_and_form_are_alternatives(families: dict[str, Any]) -> None:
     for constraint, call_fits, form_fits in ((either, True, True), (calls, True, False), (text, False, True)):
         for written, fits in ((WRITTEN["json_tools"], call_fits), ('{"a": 1}', form_fits)):
             tokens = tokenizer.encode(written + EOS, add_special_tokens=False)
-            assert takes(grammars.create_matcher(constraint), tokens) == fits, (written, constraint.grammar)
+            assert accepts_tokens(grammars.create_matcher(constraint), tokens) == fits, (written, constraint.grammar)

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from support.backend.parsed_output import calls, content, parts_of
-from support.backend.tool_families import BY_NAME, CALLS, FAMILIES, Family, tool
+from support.backend.parsed_output import join_content, list_calls, parse_output
+from support.backend.tool_families import BY_NAME, CALLS, FAMILIES, Family, make_tool
 from warmline_backend.output.dialect import detect_dialect
 from warmline_backend.tool_parsers.argument_types import BareText, convert_arguments
 from warmline_backend.tool_parsers.lenient_json import ToolCallParseError, parse_lenient_json
 from warmline_backend.tool_parsers.xml_style import BROKEN_MAX
 
-F = tool("f", a={"type": "string"}, n={"type": "integer"})
+F = make_tool("f", a={"type": "string"}, n={"type": "integer"})
 
 
 @pytest.fixture(scope="module")
@@ -65,33 +65,33 @@ UNREADABLE = {
 
 @pytest.mark.parametrize("text", REPAIRED.values(), ids=REPAIRED)
 def test_unambiguous_calls_are_repaired(hermes: TokenizerWrapper, text: str) -> None:
-    parts = parts_of(hermes, f"<tool_call>\n{text}\n</tool_call>", tools=[F])
-    assert (calls(parts), content(parts)) == ([("f", {"a": "x"})], "")
+    parts = parse_output(hermes, f"<tool_call>\n{text}\n</tool_call>", tools=[F])
+    assert (list_calls(parts), join_content(parts)) == ([("f", {"a": "x"})], "")
 
 
 @pytest.mark.parametrize("text", UNREADABLE.values(), ids=UNREADABLE)
 @pytest.mark.parametrize("natural", [True, False])
 def test_ambiguous_calls_stay_text(hermes: TokenizerWrapper, text: str, natural: bool) -> None:
     written = f"So:\n<tool_call>\n{text}\n</tool_call>"
-    parts = parts_of(hermes, written, tools=[F], natural=natural)
-    assert (calls(parts), content(parts)) == ([], written)
+    parts = parse_output(hermes, written, tools=[F], natural=natural)
+    assert (list_calls(parts), join_content(parts)) == ([], written)
 
 
 def test_missing_end_marker_is_accepted_at_natural_end(hermes: TokenizerWrapper) -> None:
     text = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}'
-    assert calls(parts_of(hermes, text, tools=[F])) == [("f", {"a": "x"})]
-    assert content(parts_of(hermes, text, tools=[F], natural=False)) == text
+    assert list_calls(parse_output(hermes, text, tools=[F])) == [("f", {"a": "x"})]
+    assert join_content(parse_output(hermes, text, tools=[F], natural=False)) == text
 
 
 def test_cut_value_is_never_completed(hermes: TokenizerWrapper) -> None:
     for text in ('{"name": "f", "arguments": {"a": "x', '{"name": "f", "arguments": {"a":', '{"name": "f", "argum'):
-        assert content(parts_of(hermes, "<tool_call>" + text, tools=[F])) == "<tool_call>" + text
+        assert join_content(parse_output(hermes, "<tool_call>" + text, tools=[F])) == "<tool_call>" + text
 
 
 def test_markers_within_strings_are_text(hermes: TokenizerWrapper) -> None:
     inner = "<tool_call>{}</tool_call> <think>"
     text = f'<tool_call>{{"name": "f", "arguments": {{"a": "{inner}"}}}}</tool_call>'
-    assert calls(parts_of(hermes, text, tools=[F])) == [("f", {"a": inner})]
+    assert list_calls(parse_output(hermes, text, tools=[F])) == [("f", {"a": inner})]
 
 
 def test_unterminated_string_leaves_next_call(hermes: TokenizerWrapper) -> None:
@@ -99,19 +99,19 @@ def test_unterminated_string_leaves_next_call(hermes: TokenizerWrapper) -> None:
         '<tool_call>{"name": "f", "arguments": {"a": "x}}</tool_call>',
         '<tool_call>{"name": "f"}</tool_call>',
     )
-    parts = parts_of(hermes, f"{broken}\n{good}", tools=[F])
-    assert (calls(parts), content(parts).strip()) == ([("f", {})], broken)
+    parts = parse_output(hermes, f"{broken}\n{good}", tools=[F])
+    assert (list_calls(parts), join_content(parts).strip()) == ([("f", {})], broken)
 
 
 def test_call_of_unknown_tool_is_passed_on(hermes: TokenizerWrapper) -> None:
     text = '<tool_call>{"name": "g", "arguments": {"a": 5}}</tool_call>'
-    assert calls(parts_of(hermes, text, tools=[F])) == [("g", {"a": 5})]
+    assert list_calls(parse_output(hermes, text, tools=[F])) == [("g", {"a": 5})]
 
 
 def test_lone_surrogate_stays_escaped(hermes: TokenizerWrapper) -> None:
     text = r'<tool_call>{"name": "f", "arguments": {"a": "\ud83d"}}</tool_call>'
-    (call,) = parts_of(hermes, text, tools=[F])
-    assert getattr(call, "arguments", "").encode() and calls([call]) == [("f", {"a": "\ud83d"})]
+    (call,) = parse_output(hermes, text, tools=[F])
+    assert getattr(call, "arguments", "").encode() and list_calls([call]) == [("f", {"a": "\ud83d"})]
 
 
 # ---- where text, calls and reasoning meet
@@ -121,38 +121,38 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
 
 
 def test_text_around_calls_keeps_its_place(hermes: TokenizerWrapper) -> None:
-    parts = parts_of(hermes, f"One.\n{CALL}\nTwo.\n{CALL}\nThree.\n", tools=[F])
-    assert (content(parts), len(calls(parts))) == ("One.\n\nTwo.\n\nThree.", 2)
+    parts = parse_output(hermes, f"One.\n{CALL}\nTwo.\n{CALL}\nThree.\n", tools=[F])
+    assert (join_content(parts), len(list_calls(parts))) == ("One.\n\nTwo.\n\nThree.", 2)
     kinds = [type(part).__name__ for part in parts]
     assert kinds.index("ToolCall") == len("One.") and len(kinds) - 1 - kinds[::-1].index("ToolCall") < len(kinds) - 5
 
 
 def test_white_space_around_calls_is_dropped(hermes: TokenizerWrapper) -> None:
-    parts = parts_of(hermes, f"<think>\nHm.\n</think>\n\n{CALL}\n\n{CALL}\n", tools=[F])
-    assert (content(parts), len(calls(parts))) == ("", 2)
+    parts = parse_output(hermes, f"<think>\nHm.\n</think>\n\n{CALL}\n\n{CALL}\n", tools=[F])
+    assert (join_content(parts), len(list_calls(parts))) == ("", 2)
 
 
 def test_trailing_white_space_without_calls_is_kept(hermes: TokenizerWrapper) -> None:
-    assert content(parts_of(hermes, " Yes. \n", tools=[F])) == " Yes. \n"
+    assert join_content(parse_output(hermes, " Yes. \n", tools=[F])) == " Yes. \n"
 
 
 def test_call_within_reasoning_is_reasoning(hermes: TokenizerWrapper) -> None:
-    parts = parts_of(hermes, f"I could write {CALL}, or not.\n</think>\n\nNo.", tools=[F], tail="<think>\n")
-    assert (calls(parts), content(parts)) == ([], "No.")
-    parts = parts_of(hermes, f"I could write {CALL}\n</think>\n\nNo.", tools=[F], tail="<think>\n")
-    assert (calls(parts), content(parts)) == ([], "No.")
+    parts = parse_output(hermes, f"I could write {CALL}, or not.\n</think>\n\nNo.", tools=[F], tail="<think>\n")
+    assert (list_calls(parts), join_content(parts)) == ([], "No.")
+    parts = parse_output(hermes, f"I could write {CALL}\n</think>\n\nNo.", tools=[F], tail="<think>\n")
+    assert (list_calls(parts), join_content(parts)) == ([], "No.")
 
 
 def test_call_ends_open_reasoning(hermes: TokenizerWrapper) -> None:
-    parts = parts_of(hermes, f"I call.\n{CALL}\n{CALL}", tools=[F], tail="<think>\n")
-    assert (len(calls(parts)), content(parts)) == (2, "")
-    cut = parts_of(hermes, f"I call.\n{CALL}\n{CALL}", tools=[F], tail="<think>\n", natural=False)
-    assert not calls(cut)
+    parts = parse_output(hermes, f"I call.\n{CALL}\n{CALL}", tools=[F], tail="<think>\n")
+    assert (len(list_calls(parts)), join_content(parts)) == (2, "")
+    cut = parse_output(hermes, f"I call.\n{CALL}\n{CALL}", tools=[F], tail="<think>\n", natural=False)
+    assert not list_calls(cut)
 
 
 def test_stray_end_markers_are_dropped(hermes: TokenizerWrapper) -> None:
-    assert content(parts_of(hermes, "Hm.\n</think>\n\nYes.", tools=[F])) == "Hm.\nYes."
-    assert content(parts_of(hermes, f"{CALL}\n</tool_call>\nYes.", tools=[F])) == "Yes."
+    assert join_content(parse_output(hermes, "Hm.\n</think>\n\nYes.", tools=[F])) == "Hm.\nYes."
+    assert join_content(parse_output(hermes, f"{CALL}\n</tool_call>\nYes.", tools=[F])) == "Yes."
 
 
 # ---- other families' ways to go wrong
@@ -161,29 +161,29 @@ def test_stray_end_markers_are_dropped(hermes: TokenizerWrapper) -> None:
 def test_qwen_call_without_start_marker(folder: Path) -> None:
     tokenizer = BY_NAME["qwen3_coder"].tokenizer(folder)
     text = "Look:\n<function=run>\n<parameter=command>\nls\n</parameter>\n</function>\n</tool_call>"
-    parts = parts_of(tokenizer, text)
-    assert (calls(parts), content(parts)) == ([("run", {"command": "ls"})], "Look:")
+    parts = parse_output(tokenizer, text)
+    assert (list_calls(parts), join_content(parts)) == ([("run", {"command": "ls"})], "Look:")
 
 
 def test_qwen_call_without_closing_tags(folder: Path) -> None:
     tokenizer = BY_NAME["qwen3_coder"].tokenizer(folder)
     text = "<tool_call>\n<function=run>\n<parameter=command>\nls\n<parameter=dry>\nTrue\n</parameter>\n</tool_call>"
-    assert calls(parts_of(tokenizer, text)) == [("run", {"command": "ls", "dry": True})]
+    assert list_calls(parse_output(tokenizer, text)) == [("run", {"command": "ls", "dry": True})]
     cut = "<tool_call>\n<function=run>\n<parameter=command>\nrm -r build"
-    assert content(parts_of(tokenizer, cut)) == cut, "who knows what would have followed"
+    assert join_content(parse_output(tokenizer, cut)) == cut, "who knows what would have followed"
 
 
 def test_value_may_contain_its_closing_tag(folder: Path) -> None:
     tokenizer = BY_NAME["qwen3_coder"].tokenizer(folder)
     command = "echo '<parameter=x>1</parameter>' </tool_call>"
     text = f"<tool_call>\n<function=run>\n<parameter=command>\n{command}\n</parameter>\n</function>\n</tool_call>"
-    assert calls(parts_of(tokenizer, text)) == [("run", {"command": command})]
+    assert list_calls(parse_output(tokenizer, text)) == [("run", {"command": command})]
 
 
 def test_tagged_families_accept_json(folder: Path) -> None:
     for family in ("glm47", "qwen3_coder"):
         text = '<tool_call>\n{"name": "get_weather", "arguments": {"days": 2}}\n</tool_call>'
-        assert calls(parts_of(BY_NAME[family].tokenizer(folder), text)) == [("get_weather", {"days": 2})]
+        assert list_calls(parse_output(BY_NAME[family].tokenizer(folder), text)) == [("get_weather", {"days": 2})]
 
 
 def test_call_without_arguments(folder: Path) -> None:
@@ -196,14 +196,14 @@ def test_call_without_arguments(folder: Path) -> None:
         "mistral": "[TOOL_CALLS]now[ARGS]{}",
         "gemma4": "<|tool_call>call:now{}<tool_call|>",
     }.items():
-        assert calls(parts_of(BY_NAME[family].tokenizer(folder), text)) == [("now", {})], family
+        assert list_calls(parse_output(BY_NAME[family].tokenizer(folder), text)) == [("now", {})], family
 
 
 def test_broken_call_beside_valid_one_is_text(folder: Path) -> None:
     tokenizer = BY_NAME["minimax_m2"].tokenizer(folder)
     text = '<minimax:tool_call>\nHm.\n<invoke name="now">\n</invoke>\n</minimax:tool_call>'
-    parts = parts_of(tokenizer, text)
-    assert (calls(parts), content(parts).strip()) == ([("now", {})], "Hm.")
+    parts = parse_output(tokenizer, text)
+    assert (list_calls(parts), join_content(parts).strip()) == ([("now", {})], "Hm.")
 
 
 @pytest.mark.parametrize(
@@ -218,30 +218,30 @@ def test_broken_call_in_section_leaves_others(folder: Path, family: str, broken:
     tokenizer = known.tokenizer(folder)
     start = tokenizer.tool_call_start
     text = known.calls.replace(start, start + broken)
-    parts = parts_of(tokenizer, text)
-    assert (calls(parts), content(parts).strip()) == (CALLS, broken)
+    parts = parse_output(tokenizer, text)
+    assert (list_calls(parts), join_content(parts).strip()) == (CALLS, broken)
 
 
 def test_names_with_spaces_or_missing_quote(folder: Path) -> None:
     tokenizer = BY_NAME["minimax_m2"].tokenizer(folder)
-    spaced = tool("f", **{"a b": {"type": "integer"}})
+    spaced = make_tool("f", **{"a b": {"type": "integer"}})
     for name in ('"a b"', "'a b'", '"a b'):
         call = f'<invoke name="f"><parameter name={name}>1</parameter></invoke>'
-        parts = parts_of(tokenizer, f"<minimax:tool_call>{call}</minimax:tool_call>", tools=[spaced])
-        assert calls(parts) == [("f", {"a b": 1})]
+        parts = parse_output(tokenizer, f"<minimax:tool_call>{call}</minimax:tool_call>", tools=[spaced])
+        assert list_calls(parts) == [("f", {"a b": 1})]
 
 
 def test_mistral_list_followed_by_text(folder: Path) -> None:
     text = '[TOOL_CALLS] [{"name": "now", "arguments": {}}] Done.'
-    parts = parts_of(BY_NAME["mistral"].tokenizer(folder), text)
-    assert (calls(parts), content(parts).strip()) == ([("now", {})], "Done.")
+    parts = parse_output(BY_NAME["mistral"].tokenizer(folder), text)
+    assert (list_calls(parts), join_content(parts).strip()) == ([("now", {})], "Done.")
 
 
 def test_deepseek_arguments_in_code_fence(folder: Path) -> None:
     begin, end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001
     call = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>run\n```json\n{"command": "ls"}\n```<｜tool▁call▁end｜>'  # noqa: RUF001
     text = begin + call + end
-    assert calls(parts_of(BY_NAME["deepseek_v3"].tokenizer(folder), text)) == [("run", {"command": "ls"})]
+    assert list_calls(parse_output(BY_NAME["deepseek_v3"].tokenizer(folder), text)) == [("run", {"command": "ls"})]
 
 
 @pytest.mark.parametrize(
@@ -259,8 +259,8 @@ def test_deepseek_arguments_in_code_fence(folder: Path) -> None:
     ],
 )
 def test_llama_answer_is_call_or_text(folder: Path, text: str, expected: list[Any]) -> None:
-    parts = parts_of(BY_NAME["llama3"].tokenizer(folder), text, natural=bool(expected))
-    assert (calls(parts), content(parts)) == (expected, "" if expected else text)
+    parts = parse_output(BY_NAME["llama3"].tokenizer(folder), text, natural=bool(expected))
+    assert (list_calls(parts), join_content(parts)) == (expected, "" if expected else text)
 
 
 # ---- types

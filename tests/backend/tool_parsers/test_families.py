@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from support.backend.parsed_output import calls, content, ids, parts_of, reasoning
+from support.backend.parsed_output import encode_text, join_content, join_reasoning, list_calls, parse_output
 from support.backend.tool_families import BY_NAME, CALLS, FAMILIES, TOOLS, Family
 from warmline_backend.output.dialect import detect_dialect
 from warmline_backend.output.events import ToolCall
@@ -30,8 +30,8 @@ def test_format_is_detected_by_template(family: Family, folder: Path) -> None:
 
 @EVERY_FAMILY
 def test_calls_are_parsed_with_schema_types(family: Family, folder: Path) -> None:
-    parts = parts_of(family.tokenizer(folder), family.calls)
-    assert calls(parts) == CALLS and not content(parts)
+    parts = parse_output(family.tokenizer(folder), family.calls)
+    assert list_calls(parts) == CALLS and not join_content(parts)
     assert [list(json.loads(part.arguments)) for part in parts if isinstance(part, ToolCall)] == [
         list(arguments) for _, arguments in CALLS
     ], "the model's order"
@@ -42,24 +42,27 @@ def test_calls_are_parsed_with_schema_types(family: Family, folder: Path) -> Non
 def test_reasoning_and_text_beside_calls(family: Family, folder: Path) -> None:
     start, end = family.think
     text = f"{start}\nHm, 1 < 2.\n{end}\n\nLet me look.\n{family.calls}"
-    parts = parts_of(family.tokenizer(folder), text)
-    assert (reasoning(parts), content(parts), calls(parts)) == ("Hm, 1 < 2.", "Let me look.", CALLS)
+    parts = parse_output(family.tokenizer(folder), text)
+    assert (join_reasoning(parts), join_content(parts), list_calls(parts)) == ("Hm, 1 < 2.", "Let me look.", CALLS)
     assert [type(part) for part in parts if isinstance(part, ToolCall)] == [type(part) for part in parts[-2:]]
 
 
 @WITH_REASONING
 def test_reasoning_opened_by_prompt(family: Family, folder: Path) -> None:
     tokenizer, (start, end) = family.tokenizer(folder), family.think
-    assert reasoning(parts_of(tokenizer, f"Hm.\n{end}\n\nYes.", tail=f"<|im_start|>assistant\n{start}\n")) == "Hm."
-    assert content(parts_of(tokenizer, "Yes.", tail=f"<|im_start|>assistant\n{start}\n\n{end}\n\n")) == "Yes."
-    cut = parts_of(tokenizer, "Hm, I", tail=f"{start}\n", natural=False)
-    assert (reasoning(cut), content(cut)) == ("Hm, I", "")
+    assert (
+        join_reasoning(parse_output(tokenizer, f"Hm.\n{end}\n\nYes.", tail=f"<|im_start|>assistant\n{start}\n"))
+        == "Hm."
+    )
+    assert join_content(parse_output(tokenizer, "Yes.", tail=f"<|im_start|>assistant\n{start}\n\n{end}\n\n")) == "Yes."
+    cut = parse_output(tokenizer, "Hm, I", tail=f"{start}\n", natural=False)
+    assert (join_reasoning(cut), join_content(cut)) == ("Hm, I", "")
 
 
 @EVERY_FAMILY
 def test_calls_without_tools_stay_text(family: Family, folder: Path) -> None:
-    parts = parts_of(family.tokenizer(folder), family.calls, tools=None)
-    assert not calls(parts) and len(content(parts)) > len("get_weather run São Paulo")
+    parts = parse_output(family.tokenizer(folder), family.calls, tools=None)
+    assert not list_calls(parts) and len(join_content(parts)) > len("get_weather run São Paulo")
 
 
 @EVERY_FAMILY
@@ -68,24 +71,24 @@ def test_cut_call_is_text(family: Family, folder: Path) -> None:
     tokenizer = family.tokenizer(folder)
     text = "So: " + family.calls if family.name != "llama3" else family.calls
     for length in range(1, len(text), 19):
-        parts = parts_of(tokenizer, text[:length], natural=False)
-        told = calls(parts)
+        parts = parse_output(tokenizer, text[:length], natural=False)
+        told = list_calls(parts)
         assert told == CALLS[: len(told)]
         if not told:
-            assert content(parts) == text[:length]
+            assert join_content(parts) == text[:length]
 
 
 @EVERY_FAMILY
 def test_single_call_without_parallel_calls(family: Family, folder: Path) -> None:
-    assert calls(parts_of(family.tokenizer(folder), family.calls + "\n\nDone.", parallel=False)) == CALLS[:1]
+    assert list_calls(parse_output(family.tokenizer(folder), family.calls + "\n\nDone.", parallel=False)) == CALLS[:1]
 
 
 @EVERY_FAMILY
 def test_parse_turn_returns_emitted_parts(family: Family, folder: Path) -> None:
     tokenizer, (start, end) = family.tokenizer(folder), family.think
     text = (f"{start}\nHm.\n{end}\n\nLet me look.\n" if start else "") + family.calls
-    last = next(part for part in reversed(parts_of(tokenizer, text)) if isinstance(part, ToolCall))
-    turn = ids(tokenizer, text)[last.start : last.end]
+    last = next(part for part in reversed(parse_output(tokenizer, text)) if isinstance(part, ToolCall))
+    turn = encode_text(tokenizer, text)[last.start : last.end]
     said, read = parse_turn(turn, tokenizer, TOOLS)
     assert said.strip() == ("Let me look." if start else "")
     assert [(name, json.loads(arguments)) for name, arguments in read] == CALLS
@@ -93,7 +96,7 @@ def test_parse_turn_returns_emitted_parts(family: Family, folder: Path) -> None:
 
 @EVERY_FAMILY
 def test_unknown_special_tokens_are_no_text(family: Family, folder: Path) -> None:
-    assert content(parts_of(family.tokenizer(folder), "a<|im_start|>b<|im_end|>", tools=None)) == "ab"
+    assert join_content(parse_output(family.tokenizer(folder), "a<|im_start|>b<|im_end|>", tools=None)) == "ab"
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family.name not in OURS], ids=str)
@@ -113,6 +116,6 @@ def test_unknown_family_uses_mlx_lm_parser(folder: Path) -> None:
     tokenizer.init_kwargs["tool_parser_type"] = "of_tomorrow"
     known = detect_dialect(tokenizer)
     assert known.tool_format is not None and known.tool_format.special_tokens is None
-    assert calls(parts_of(tokenizer, BY_NAME["json_tools"].calls)) == CALLS
+    assert list_calls(parse_output(tokenizer, BY_NAME["json_tools"].calls)) == CALLS
     broken = "<tool_call>\nnothing\n</tool_call>"
-    assert content(parts_of(tokenizer, broken)) == broken
+    assert join_content(parse_output(tokenizer, broken)) == broken

@@ -26,7 +26,7 @@ MARKERS: dict[str, tuple[str, ...]] = {
 }
 
 
-def tokenizer_with(
+def make_tokenizer(
     folder: Path, markers: Iterable[str], parser: str = "", *, template: str = "", thinks: bool = False
 ) -> TokenizerWrapper:
     """Tokenizer with a token a byte, and one a marker."""
@@ -46,17 +46,17 @@ def tokenizer_with(
     return load(folder)
 
 
-def family_tokenizer(name: str, folder: Path) -> TokenizerWrapper:
+def make_family_tokenizer(name: str, folder: Path) -> TokenizerWrapper:
     if (family := tool_families.BY_NAME.get(name)) is not None:
         return family.tokenizer(folder)
-    return tokenizer_with(folder / name.replace(" ", "-"), MARKERS[name], name.partition(" ")[0])
+    return make_tokenizer(folder / name.replace(" ", "-"), MARKERS[name], name.partition(" ")[0])
 
 
-def grammars_of(tokenizer: TokenizerWrapper) -> GrammarCompiler:
+def make_compiler(tokenizer: TokenizerWrapper) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, len(tokenizer) + PADDING)
 
 
-def walk(guide: Matcher, seed: int, steps_max: int = 600) -> list[int]:
+def sample_tokens(guide: Matcher, seed: int, steps_max: int = 600) -> list[int]:
     """Draw allowed tokens at random up to the end of the answer, which is left out."""
     draw, tokens = np.random.default_rng(seed), list[int]()
     for _ in range(steps_max):
@@ -68,7 +68,7 @@ def walk(guide: Matcher, seed: int, steps_max: int = 600) -> list[int]:
     raise AssertionError(f"no end after {steps_max} tokens")
 
 
-def takes(guide: Matcher, tokens: Iterable[int]) -> bool:
+def accepts_tokens(guide: Matcher, tokens: Iterable[int]) -> bool:
     """True where the matcher lets these tokens be sampled, one by one."""
     for token in tokens:
         if guide.state not in ("free", "reasoning") and not guide.compute_allowed()[token]:

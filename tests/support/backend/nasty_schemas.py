@@ -144,7 +144,7 @@ class Builder:
         return {"type": "object", "properties": properties, "required": ["next"], "additionalProperties": False}
 
 
-def nasty(seed: int, level: int) -> Schema:
+def make_schema(seed: int, level: int) -> Schema:
     builder = Builder(seed)
     made = builder.schema(level)
     return {**made, "$defs": builder.defs} if builder.defs else made

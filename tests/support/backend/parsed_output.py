@@ -11,30 +11,30 @@ from warmline_backend.output.expected import ExpectedOutput
 from warmline_backend.output.parser import OutputParser
 
 
-def ids(tokenizer: TokenizerWrapper, text: str) -> list[int]:
+def encode_text(tokenizer: TokenizerWrapper, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def parts_of(
+def parse_output(
     tokenizer: TokenizerWrapper, text: str, *, natural: bool = True, tail: str = "", **fields: Any
 ) -> list[Part]:
     expected = ExpectedOutput(has_parts=True, tail=tail, tools=fields.pop("tools", TOOLS), **fields)
     stream = OutputParser(tokenizer, expected=expected)
     parts: list[Part] = []
-    for token in ids(tokenizer, text):
+    for token in encode_text(tokenizer, text):
         if stream.is_stopped:
             return parts
         parts += stream.add(token)
     return parts if stream.is_stopped else [*parts, *stream.finish(natural)]
 
 
-def content(parts: list[Part]) -> str:
+def join_content(parts: list[Part]) -> str:
     return "".join(part.text for part in parts if isinstance(part, Text))
 
 
-def reasoning(parts: list[Part]) -> str:
+def join_reasoning(parts: list[Part]) -> str:
     return "".join(part.text for part in parts if isinstance(part, Reasoning))
 
 
-def calls(parts: list[Part]) -> list[tuple[str, Any]]:
+def list_calls(parts: list[Part]) -> list[tuple[str, Any]]:
     return [(part.name, json.loads(part.arguments)) for part in parts if isinstance(part, ToolCall)]

@@ -26,10 +26,10 @@ def byte_level(folder: Path, template: str | None = CHATML) -> TokenizerWrapper:
         TEXT * 4, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     )
     tokenizer.add_special_tokens([AddedToken(text, special=text.startswith("<|")) for text in SPECIAL])
-    return _saved(tokenizer, folder, template, eos="<|im_end|>")
+    return _save_and_load(tokenizer, folder, template, eos="<|im_end|>")
 
 
-def marked(folder: Path, markers: Sequence[str], template: str, **defaults: str) -> TokenizerWrapper:
+def make_marked_tokenizer(folder: Path, markers: Sequence[str], template: str, **defaults: str) -> TokenizerWrapper:
     """Byte tokenizer with special tokens of its own beside ChatML's end; `defaults` are those of its model."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
@@ -37,7 +37,7 @@ def marked(folder: Path, markers: Sequence[str], template: str, **defaults: str)
     tokenizer.decoder = decoders.ByteLevel()
     single = [marker for marker in markers if marker]
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<|im_start|>", "<|im_end|>", *single)])
-    return _saved(tokenizer, folder, template, eos="<|im_end|>", **defaults)
+    return _save_and_load(tokenizer, folder, template, eos="<|im_end|>", **defaults)
 
 
 def sentence_piece(folder: Path, template: str | None = CHATML) -> TokenizerWrapper:
@@ -52,10 +52,12 @@ def sentence_piece(folder: Path, template: str | None = CHATML) -> TokenizerWrap
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    return _saved(tokenizer, folder, template, eos="</s>")
+    return _save_and_load(tokenizer, folder, template, eos="</s>")
 
 
-def _saved(tokenizer: Tokenizer, folder: Path, template: str | None, eos: str, **defaults: str) -> TokenizerWrapper:
+def _save_and_load(
+    tokenizer: Tokenizer, folder: Path, template: str | None, eos: str, **defaults: str
+) -> TokenizerWrapper:
     """Save and load, as a model's tokenizer comes from files."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -7,16 +7,16 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from support.backend.small_tokenizers import marked
+from support.backend.small_tokenizers import make_marked_tokenizer
 
 
-def tool(name: str, **properties: Any) -> dict[str, Any]:
+def make_tool(name: str, **properties: Any) -> dict[str, Any]:
     parameters = {"type": "object", "properties": properties}
     return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
 
 
-WEATHER = tool("get_weather", city={"type": "string"}, days={"type": "integer"}, zip={"type": "string"})
-RUN = tool(
+WEATHER = make_tool("get_weather", city={"type": "string"}, days={"type": "integer"}, zip={"type": "string"})
+RUN = make_tool(
     "run",
     command={"type": "string"},
     flags={"type": "array", "items": {"type": "string"}},
@@ -24,7 +24,7 @@ RUN = tool(
     dry={"type": "boolean"},
     limit={"type": ["number", "null"]},
 )
-NOW = tool("now")
+NOW = make_tool("now")
 TOOLS = [WEATHER, RUN, NOW]
 COMMAND = 'grep -c "<b>" a.txt &&\n  echo \'{"a": 1}\''
 CALLS: list[tuple[str, dict[str, Any]]] = [
@@ -46,16 +46,18 @@ class Family:
     one_call: str = ""  # where it writes no more than one: CALLS[1]
 
     def tokenizer(self, folder: Path) -> TokenizerWrapper:
-        return _made(self, folder)
+        return _make_tokenizer(self, folder)
 
     def __str__(self) -> str:
         return self.name
 
 
 @cache
-def _made(family: Family, folder: Path) -> TokenizerWrapper:
+def _make_tokenizer(family: Family, folder: Path) -> TokenizerWrapper:
     think = tuple(marker for marker in family.think if marker)
-    return marked(folder / family.name, [*family.markers, *think], "{% if tools %}" + family.template + "{% endif %}")
+    return make_marked_tokenizer(
+        folder / family.name, [*family.markers, *think], "{% if tools %}" + family.template + "{% endif %}"
+    )
 
 
 def _hermes(name: str, arguments: str) -> str:
