@@ -31,6 +31,7 @@ from warmline_proxy.archive.reader import read_archive
 from warmline_proxy.archive.tar import ArchiveError
 from warmline_proxy.index.index import DiskBudgetError, Index
 from warmline_proxy.index.recovery.startup import reconcile
+from warmline_proxy.index.recovery.verify import verify_index
 from warmline_proxy.retention.purge import purge
 from warmline_proxy.store.rows import PurgeRequest, SavePlan
 
@@ -260,7 +261,7 @@ def test_a_kill_in_the_midst_leaves_nothing_after_the_next_start(
         assert victim.segments() == [] and len(everything(home)) == 6
     with Index(home, BUDGET) as survivor:
         assert reconcile(survivor).saves_rolled_back == 1
-        assert everything(home) == {} and survivor.verify(deep=True) == []
+        assert everything(home) == {} and verify_index(survivor, deep=True) == []
 
 
 def test_another_save_in_its_place_wins_and_the_rest_is_tried_again(

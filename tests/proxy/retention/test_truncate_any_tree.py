@@ -16,6 +16,7 @@ from warmline_common.protocol.tokens import count_common_tokens, pack_tokens, un
 from warmline_proxy.index import save as index_save
 from warmline_proxy.index.index import Index
 from warmline_proxy.index.recovery.repair import repair
+from warmline_proxy.index.recovery.verify import verify_index
 from warmline_proxy.store.rows import SessionRow
 
 
@@ -70,7 +71,7 @@ def check_purge(index: Index, sessions: Sequence[SessionRow], which: int) -> Non
     assert len(gone) < said + 2 or holding(index.home, gone[said : said + 2]) == holding(index.home, gone[-2:]) == []
     for each in left:
         check_content(index, texts[each], checkpoints=before[each])
-    assert index.verify(deep=True) == []
+    assert verify_index(index, deep=True) == []
 
 
 def check_regrown(index: Index) -> None:
@@ -82,7 +83,7 @@ def check_regrown(index: Index) -> None:
     repair(index, deep=False, is_saving=False)
     for text, states in zip(texts, before, strict=True):
         check_content(index, text, checkpoints=states)
-    assert index.verify() == []
+    assert verify_index(index) == []
 
 
 def states_of(index: Index, ids: Sequence[int]) -> list[int]:
