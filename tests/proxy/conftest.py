@@ -6,6 +6,7 @@ import pytest
 from support.index.indexes import BUDGET, make_home
 from warmline_common.storage.home import Home
 from warmline_proxy.index.index import Index
+from warmline_proxy.index.recovery.verify import verify_index
 
 
 @pytest.fixture
@@ -18,7 +19,7 @@ def index(home: Home) -> Iterator[Index]:
     """Its invariants are checked after every test that uses it."""
     with Index(home, BUDGET) as index:
         yield index
-        assert index.verify(deep=True) == []
+        assert verify_index(index, deep=True) == []
 
 
 @pytest.fixture
@@ -26,4 +27,4 @@ def other(tmp_path: Path) -> Iterator[Index]:
     """Another home's index; its invariants are checked after every test."""
     with Index(make_home(tmp_path / "other"), BUDGET) as index:
         yield index
-        assert index.verify(deep=True) == []
+        assert verify_index(index, deep=True) == []

@@ -27,6 +27,7 @@ from warmline_cachectl.views import tables
 from warmline_cachectl.views import values as views
 from warmline_cachectl.views.output import show, show_progress, show_spinner
 from warmline_cachectl.views.tables import format_count
+from warmline_proxy.index.recovery.verify import verify_index
 from warmline_proxy.store.rows import IndexFinding, ReplayRequest
 
 app = typer.Typer()
@@ -72,7 +73,7 @@ def verify(
         client.check_readable(reader.home)
         totals = reader.totals()
         with show_progress("checking", totals.bytes_segments + totals.bytes_checkpoints, quiet or not deep) as progress:
-            found = reader.verify(deep, progress)
+            found = verify_index(reader, deep, progress)
     checked = f"{format_count(totals.segments, 'segment')} and {format_count(totals.checkpoints, 'checkpoint')} checked"
     summary = f"{checked}: {format_count(len(found), 'finding')}"
     view = {

@@ -21,6 +21,7 @@ from warmline_common.storage.file_lock import find_lock_holder, is_process_alive
 from warmline_common.storage.home import Home
 from warmline_proxy.auth import key_store as keys_file
 from warmline_proxy.index.index import IndexReader, IndexStoreError
+from warmline_proxy.index.recovery.verify import verify_index
 from warmline_proxy.store.crash_probe import is_readable
 from warmline_proxy.store.files import find_non_private
 from warmline_proxy.store.rows import IndexFinding, RequestRecord, Totals
@@ -207,7 +208,7 @@ def _read_index(home: Home) -> IndexFacts:
             for row in reader.segments():
                 roots.setdefault(row.model, set()).add(row.root)
             return IndexFacts(
-                findings=reader.verify(),
+                findings=verify_index(reader),
                 totals=reader.totals(),
                 records=reader.requests(),
                 roots={model: len(found) for model, found in roots.items()},

@@ -29,8 +29,8 @@ from warmline_proxy.archive.manifest import (
     encode_manifest,
 )
 from warmline_proxy.archive.tar import ArchiveError, Progress
-from warmline_proxy.index.gather import ConversationSnapshot
 from warmline_proxy.index.index import IndexReader
+from warmline_proxy.index.reader import ConversationSnapshot
 from warmline_proxy.store.rows import CheckpointRow, SegmentRow
 
 TRIES_MAX = 5  # to open all files before one of them is rewritten or evicted

@@ -1,19 +1,19 @@
 """The index for who looks: one transaction a question, no lock, in any process."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from warmline_common.protocol.tokens import TOKEN_BYTES
 from warmline_common.storage.home import Home
-from warmline_proxy.index import lookup as index_walk
-from warmline_proxy.index import turns as index_turns
-from warmline_proxy.index.gather import ConversationSnapshot, read_conversation
-from warmline_proxy.index.recovery import verify as index_verify
+from warmline_proxy.index import lookup
+from warmline_proxy.index import turns as sampled_turns
 from warmline_proxy.store.environment import LmdbEnvironment
 from warmline_proxy.store.rows import (
     CheckpointRow,
     FileUsage,
-    IndexFinding,
     IndexSnapshot,
     PrefixMatch,
     QuarantineRow,
@@ -23,6 +23,23 @@ from warmline_proxy.store.rows import (
     Totals,
     TurnRow,
 )
+from warmline_proxy.store.tables import Tables
+
+
+@dataclass(frozen=True)
+class ConversationSnapshot:
+    """`segments[i]` has its rows up to `ends[i]`, where the next one leaves it; what else it holds is of others."""
+
+    session: SessionRow
+    tokens: bytes  # packed
+    segments: list[SegmentRow]
+    segment_ends: list[int]
+    checkpoints: list[CheckpointRow]  # on its path, by position
+    turns: list[TurnRow]  # that were sampled in it, oldest first
+
+    @property
+    def file_ids(self) -> list[str]:
+        return [row.id for row in self.segments] + [row.id for row in self.checkpoints]
 
 
 class IndexReader:
@@ -35,10 +52,14 @@ class IndexReader:
         self.home = home
         self._environment = LmdbEnvironment(home.index, writable=False)
 
+    def read_transaction(self) -> AbstractContextManager[Tables]:
+        """Tables at one moment; no lock is taken."""
+        return self._environment.read_transaction()
+
     def match_prefix(self, root: bytes, tokens: bytes, limit: int) -> PrefixMatch:
         """The longest stored prefix of packed `tokens`, at most `limit` tokens; milliseconds even at 200k tokens."""
         with self._environment.read_transaction() as tables:
-            return index_walk.match_prefix(tables, root, tokens, limit)
+            return lookup.match_prefix(tables, root, tokens, limit)
 
     def totals(self) -> Totals:
         with self._environment.read_transaction() as tables:
@@ -69,17 +90,17 @@ class IndexReader:
     def path_tokens(self, segment_id: str) -> bytes:
         """Packed, from the root to this segment's end; b"" where it is not stored."""
         with self._environment.read_transaction() as tables:
-            return index_walk.path_tokens(tables, segment_id)
+            return lookup.path_tokens(tables, segment_id)
 
     def tokens_from(self, segment_id: str, at: int, count: int) -> bytes:
         """Packed: at most `count` that are stored from `at` in this segment on, along the youngest branch below it."""
         with self._environment.read_transaction() as tables:
-            return index_walk.tokens_from(tables, segment_id, at, count)
+            return lookup.tokens_from(tables, segment_id, at, count)
 
     def segment_path(self, segment_id: str) -> list[SegmentRow]:
         """From the root to this segment."""
         with self._environment.read_transaction() as tables:
-            return index_walk.segment_path(tables, segment_id)
+            return lookup.segment_path(tables, segment_id)
 
     def checkpoints(self, segment_id: str = "") -> list[CheckpointRow]:
         """Those of one segment by position, or all."""
@@ -103,23 +124,12 @@ class IndexReader:
     def turns(self, root: bytes, call_ids: Iterable[str]) -> list[TurnRow]:
         """The sampled turns with these calls, each once; those that are not known are left out."""
         with self._environment.read_transaction() as tables:
-            rows = (index_turns.find_turn(tables, root, call_id) for call_id in call_ids)
+            rows = (sampled_turns.find_turn(tables, root, call_id) for call_id in call_ids)
             return list({row.calls[0]: row for row in rows if row is not None}.values())
 
     def quarantined(self) -> list[QuarantineRow]:
         with self._environment.read_transaction() as tables:
             return tables.quarantined()
-
-    def verify(self, deep: bool = False, progress: Callable[[int], object] = lambda _: None) -> list[IndexFinding]:
-        """Every structural invariant, and every file's header, tokens and place; `deep` reads all their bytes.
-
-        `progress` hears each file's bytes once it was looked at.
-        """
-        listing = index_verify.DiskListing.from_home(self.home)
-        with self._environment.read_transaction() as tables:
-            findings = index_verify.verify(tables, self.home, listing, deep, progress)
-        with self._environment.read_transaction() as tables:
-            return index_verify.filter_stored(tables, findings)
 
     def close(self) -> None:
         self._environment.close()
@@ -131,3 +141,26 @@ class IndexReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def read_conversation(tables: Tables, session_id: str) -> ConversationSnapshot | None:
+    """None where nothing is stored under this id."""
+    session = tables.session(session_id)
+    rows = lookup.segment_path(tables, session.leaf) if session else []
+    if session is None or not rows:
+        return None
+    ends = [row.start for row in rows[1:]] + [session.tokens]
+    states = [
+        state
+        for row, end in zip(rows, ends, strict=True)
+        for state in tables.checkpoints(row.id)
+        if state.position <= end
+    ]
+    return ConversationSnapshot(
+        session=session,
+        tokens=lookup.path_tokens(tables, session.leaf)[: session.tokens * TOKEN_BYTES],
+        segments=rows,
+        segment_ends=ends,
+        checkpoints=states,
+        turns=[turn for _, turn in sampled_turns.list_turns(tables) if turn.session == session_id],
+    )

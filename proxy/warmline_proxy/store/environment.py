@@ -16,6 +16,7 @@ import lmdb
 import msgspec
 
 from warmline_common.storage import disk
+from warmline_proxy.store.environment_pool import EnvironmentGeneration, EnvironmentPool
 from warmline_proxy.store.errors import (
     REBUILD_HINT,
     IndexDamagedError,
@@ -26,7 +27,6 @@ from warmline_proxy.store.errors import (
     wrap_error,
 )
 from warmline_proxy.store.files import find_superseded
-from warmline_proxy.store.generations import EnvironmentGeneration, EnvironmentPool
 from warmline_proxy.store.tables import INCOMPLETE_KEY, PURGED_DATA_KEY, TABLES, TABLES_ADDED, Tables
 
 log = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ from warmline_common.storage.home import Home
 from warmline_proxy.home_lock import home_lock
 from warmline_proxy.index.index import Index
 from warmline_proxy.index.recovery.repair import repair
+from warmline_proxy.index.recovery.verify import verify_index
 from warmline_proxy.retention.purge import purge
 from warmline_proxy.store.rows import PurgeRequest, ReplayReply, ReplayRequest, ReplayResult
 
@@ -126,7 +127,7 @@ def test_purge_says_what_would_go_and_then_does_it(home: Home) -> None:
     assert again.returncode == 1 and "nothing stored" in again.stderr
     with Index(home, 1 << 30) as index:
         assert matched(index, [*A[:1500], 1, 1]) == 1502
-        assert index.verify(deep=True) == []
+        assert verify_index(index, deep=True) == []
     assert run(home, "purge", "--older-than", "7d", "--yes").returncode == 1
     assert run(home, "purge", "--model", "other", "--yes").returncode == 1
     assert len(done["quarantined"]) == 1, "which conversation it was of is not known, so it goes with any of its model"

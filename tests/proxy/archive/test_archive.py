@@ -31,6 +31,7 @@ from warmline_proxy.archive.reader import read_archive
 from warmline_proxy.archive.tar import ArchiveError
 from warmline_proxy.index.index import DiskBudgetError, Index
 from warmline_proxy.index.recovery.startup import reconcile
+from warmline_proxy.index.recovery.verify import verify_index
 from warmline_proxy.retention.purge import purge
 from warmline_proxy.store.rows import PurgeRequest, SavePlan
 
@@ -262,7 +263,7 @@ def test_next_start_rolls_back_killed_import(index: Index, tmp_path: Path, monke
         assert victim.segments() == [] and len(everything(home)) == 6
     with Index(home, BUDGET) as survivor:
         assert reconcile(survivor).saves_rolled_back == 1
-        assert everything(home) == {} and survivor.verify(deep=True) == []
+        assert everything(home) == {} and verify_index(survivor, deep=True) == []
 
 
 def test_import_retries_after_concurrent_save(index: Index, other: Index, monkeypatch: pytest.MonkeyPatch) -> None:

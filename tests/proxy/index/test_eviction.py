@@ -9,6 +9,7 @@ from warmline_common.protocol.tokens import pack_tokens
 from warmline_common.storage.home import Home
 from warmline_proxy.index.eviction import LOW_WATERMARK, EvictionCandidate, bytes_to_free, choose_evictions
 from warmline_proxy.index.index import DiskBudgetError, Index
+from warmline_proxy.index.recovery.verify import verify_index
 
 NOW = 1_000_000.0
 
@@ -72,7 +73,7 @@ def test_the_budget_holds_before_each_save_is_written(home: Home) -> None:
             assert files_on_disk(home) + plan.bytes_expected <= budget
             commit(index, plan)
             assert files_on_disk(home) + index.totals().bytes_index <= budget
-        assert index.verify() == []
+        assert verify_index(index) == []
         assert matched(index, [59, *range(4000)]) == 4001
         assert matched(index, [0, *range(4000)]) == 0
         assert index.match_prefix(ROOT, pack_tokens([0]), 1).end_reason == "evicted after token 0"
@@ -98,7 +99,7 @@ def test_leased_files_and_what_is_being_built_on_stay(home: Home) -> None:
         index.release([leased])
         index.make_room()
         assert index.totals().segments == 0
-        assert index.sessions() == [] and index.verify() == []
+        assert index.sessions() == [] and verify_index(index) == []
 
 
 def test_a_conversation_that_is_cut_short_keeps_its_id_when_it_comes_back(home: Home) -> None:
@@ -111,7 +112,7 @@ def test_a_conversation_that_is_cut_short_keeps_its_id_when_it_comes_back(home: 
         assert row is not None and (row.tokens, row.turn_segment) == (3000, "")
         index.budget_bytes = 1 << 30
         assert save(index, range(9100), turn_end=9050).session == session
-        assert index.verify() == []
+        assert verify_index(index) == []
 
 
 def test_quarantined_files_are_the_first_to_go(home: Home) -> None:

@@ -25,6 +25,7 @@ from warmline_proxy.index.index import (
     IndexSchemaError,
     IndexStoreError,
 )
+from warmline_proxy.index.recovery.verify import verify_index
 from warmline_proxy.store.rows import RequestRecord
 
 A = list(range(1000, 4000))
@@ -54,7 +55,7 @@ def test_bookkeeping_is_written_at_the_end(home: Home) -> None:
     with IndexReader(home) as reader:
         assert reader.usage(used).hits == 2 and reader.usage(used).last_used > 0
         assert len(reader.requests()) == 1
-        assert reader.verify(deep=True) == []
+        assert verify_index(reader, deep=True) == []
 
 
 def test_survives_a_reopen_and_is_private(home: Home) -> None:
@@ -62,7 +63,7 @@ def test_survives_a_reopen_and_is_private(home: Home) -> None:
         save(index, A[:3000], checkpoints=[100])
     with Index(home, 1 << 30) as index:
         assert matched(index, A) == 3000
-        assert index.verify() == []
+        assert verify_index(index) == []
     modes = {path.name: path.stat().st_mode & 0o777 for path in home.index.rglob("*")}
     assert modes == {"1": 0o700, "data.mdb": 0o600, "lock.mdb": 0o600}
 

@@ -14,6 +14,7 @@ from warmline_common.protocol.tokens import namespace, pack_tokens, unpack_token
 from warmline_proxy.index.index import Index
 from warmline_proxy.index.recovery.repair import repair
 from warmline_proxy.index.recovery.startup import reconcile
+from warmline_proxy.index.recovery.verify import verify_index
 from warmline_proxy.retention.purge import purge
 from warmline_proxy.store.rows import PurgeRequest, SavePlan, SessionRow
 
@@ -217,7 +218,7 @@ class IndexMachine(RuleBasedStateMachine):
     def is_sound(self) -> None:
         if not hasattr(self, "index"):
             return
-        assert self.index.verify() == []
+        assert verify_index(self.index) == []
         assert {row.id for row in self.index.segments()} == set(self.segments)
         assert all(self.home.segment_file(file_id).exists() for file_id in {*self.segments, *self.states})
 

@@ -10,6 +10,7 @@ from warmline_common.storage.home import Home
 from warmline_proxy.index import turns as index_turns
 from warmline_proxy.index.index import Index, IndexReader
 from warmline_proxy.index.recovery.repair import repair
+from warmline_proxy.index.recovery.verify import verify_index
 from warmline_proxy.pipeline.sampled_turns import SampledTurnCache
 from warmline_proxy.retention.purge import purge
 from warmline_proxy.store.rows import PurgeRequest, TurnRow
@@ -38,7 +39,7 @@ def test_a_turn_is_found_by_any_of_its_calls_and_once(index: Index) -> None:
     assert kept(index, 2) == [call_ids(1, 2)]
     assert kept(index, 1, 2, 9, 3) == [call_ids(1, 2), call_ids(3)]
     assert kept(index, 1, root=OTHER) == [], "another model's, or somebody else's"
-    assert index.verify() == []
+    assert verify_index(index) == []
 
 
 def test_a_turn_told_again_is_written_in_its_place(index: Index) -> None:
@@ -46,7 +47,7 @@ def test_a_turn_told_again_is_written_in_its_place(index: Index) -> None:
     note(index, turn(1, 2, session="abc"))
     assert [(row.calls, row.session) for row in rows(index)] == [(call_ids(1, 2), "abc"), (call_ids(3), "")]
     assert index.totals().turns == 2 and index.totals().bytes_turns == 12
-    assert index.verify() == []
+    assert verify_index(index) == []
 
 
 def rows(index: Index) -> list[TurnRow]:
@@ -59,7 +60,7 @@ def test_the_oldest_go_first(index: Index, monkeypatch: pytest.MonkeyPatch, limi
     note(index, turn(1, 2), turn(3, 4))
     note(index, turn(5, 6))
     assert kept(index, 1, 2) == [] and kept(index, 3, 5) == [call_ids(3, 4), call_ids(5, 6)]
-    assert index.verify() == []
+    assert verify_index(index) == []
 
 
 def test_turns_are_there_after_a_restart(home: Home) -> None:
@@ -83,7 +84,7 @@ def test_purged_turns_are_gone(index: Index, request_: PurgeRequest, left: list[
     note(index, turn(1), turn(2), turn(3, at=1e12), turn(5, model="other"))
     purge(index, request_)
     assert [row.calls[0] for row in rows(index)] == call_ids(*left)
-    assert index.verify(deep=True) == []
+    assert verify_index(index, deep=True) == []
 
 
 def test_an_old_turn_stays_with_its_conversation(index: Index) -> None:
@@ -127,9 +128,9 @@ def double_a_turn(tables: Tables) -> None:
 def test_damage_is_found_and_mended(index: Index, damage: object) -> None:
     note(index, turn(1, 2), turn(3))
     index.transact(damage)  # type: ignore[arg-type]
-    assert "turn" in {finding.what for finding in index.verify()}
+    assert "turn" in {finding.what for finding in verify_index(index)}
     assert repair(index, deep=True, is_saving=False).did
-    assert index.verify() == [] and kept(index, 3) == [call_ids(3)]
+    assert verify_index(index) == [] and kept(index, 3) == [call_ids(3)]
     assert kept(index, 1) == ([] if damage is lose_a_turn else [call_ids(1, 2)])
 
 
@@ -143,7 +144,7 @@ def test_an_index_of_an_older_version_can_be_read(home: Home) -> None:
             txn.drop(env.open_db(name.encode(), txn))
     env.close()
     with IndexReader(home) as reader:
-        assert reader.turns(ROOT, call_ids(1)) == [] and reader.verify() == []
+        assert reader.turns(ROOT, call_ids(1)) == [] and verify_index(reader) == []
     with Index(home, BUDGET) as index:
         note(index, turn(1))
         assert kept(index, 1) == [call_ids(1)]

@@ -10,6 +10,7 @@ import pytest
 from support.index.indexes import commit, make_home, matched, planned, save, turn, write_plan
 from warmline_proxy.index.index import Index
 from warmline_proxy.index.recovery import orphans
+from warmline_proxy.index.recovery.verify import verify_index
 from warmline_proxy.retention.gc import ORPHAN_AGE_MIN_S, RECORD_AGE_MAX_S, collect_garbage
 from warmline_proxy.retention.pin import pin_session
 from warmline_proxy.store.rows import GcRequest, PinRequest, RequestRecord
@@ -42,7 +43,7 @@ def test_gc_changes_nothing_in_clean_home(index: Index) -> None:
     reply = collect_garbage(index, GcRequest(), is_saving=False)
     assert (reply.evicted, reply.orphans, reply.drafts, reply.doomed, reply.records) == ([], 0, 0, 0, 0)
     assert 0 < reply.bytes_after <= reply.bytes_before and reply.bytes_wanted == 1 << 30
-    assert matched(index, A[:1500]) == 1500 and index.verify(deep=True) == []
+    assert matched(index, A[:1500]) == 1500 and verify_index(index, deep=True) == []
 
 
 @pytest.mark.parametrize("is_saving", [False, True])

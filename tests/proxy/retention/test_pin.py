@@ -7,6 +7,7 @@ import pytest
 
 from support.index.indexes import make_home, matched, save
 from warmline_proxy.index.index import Index
+from warmline_proxy.index.recovery.verify import verify_index
 from warmline_proxy.retention.gc import collect_garbage
 from warmline_proxy.retention.pin import PinLimitError, UnknownSessionError, count_bytes, pin_limit_bytes, pin_session
 from warmline_proxy.retention.purge import purge
@@ -44,7 +45,7 @@ def test_pinned_segments_are_not_evicted(index: Index) -> None:
     index.free_bytes(BUDGET)
     assert matched(index, [*A[:1500], 2, 2]) == 1502 and matched(index, [3] * 9) == 0
     assert len(index.checkpoints()) == 1, "nor is its checkpoint"
-    assert index.verify() == []
+    assert verify_index(index) == []
 
 
 def test_shared_segment_stays_pinned_until_last_unpin(index: Index) -> None:

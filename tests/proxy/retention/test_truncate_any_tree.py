@@ -16,6 +16,7 @@ from warmline_common.protocol.tokens import count_common_tokens, pack_tokens, un
 from warmline_proxy.index import save as save_module
 from warmline_proxy.index.index import Index
 from warmline_proxy.index.recovery.repair import repair
+from warmline_proxy.index.recovery.verify import verify_index
 from warmline_proxy.store.rows import SessionRow
 
 
@@ -81,7 +82,7 @@ def check_purge(index: Index, sessions: Sequence[SessionRow], number: int) -> No
     )
     for each in remaining:
         check_content(index, texts[each], checkpoints=before[each])
-    assert index.verify(deep=True) == []
+    assert verify_index(index, deep=True) == []
 
 
 def check_regrown(index: Index) -> None:
@@ -93,7 +94,7 @@ def check_regrown(index: Index) -> None:
     repair(index, deep=False, is_saving=False)
     for text, states in zip(texts, before, strict=True):
         check_content(index, text, checkpoints=states)
-    assert index.verify() == []
+    assert verify_index(index) == []
 
 
 def checkpoint_positions(index: Index, ids: Sequence[int]) -> list[int]:

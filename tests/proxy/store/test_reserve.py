@@ -39,7 +39,7 @@ def full(home: Home, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 @pytest.mark.parametrize(
     "work",
     [
-        lambda index: index.free(1),
+        lambda index: index.free_bytes(1),
         lambda index: purge(index, PurgeRequest(everything=True)),
         lambda index: collect_garbage(index, GcRequest(to_bytes=0), is_saving=True),
     ],

@@ -43,6 +43,7 @@ from warmline_common.storage.home import Home  # noqa: E402
 from warmline_common.storage.segment_file import read_header  # noqa: E402
 from warmline_proxy.index.index import Index  # noqa: E402
 from warmline_proxy.index.recovery.startup import ReconcileReport, reconcile  # noqa: E402
+from warmline_proxy.index.recovery.verify import verify_index  # noqa: E402
 from warmline_proxy.store.rows import SavePlan, SaveResult  # noqa: E402
 
 PROBE = list(range(9000, 9200))
@@ -155,7 +156,7 @@ def look_after(home: Home, at_once: bool, before: dict[str, int], after: dict[st
 
 
 def check_home(index: Index) -> None:
-    findings = index.verify(deep=True)
+    findings = verify_index(index, deep=True)
     assert not findings, findings
     snapshot = index.snapshot()
     known = {*snapshot.segments, *snapshot.checkpoints, *snapshot.quarantined}

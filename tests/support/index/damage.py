@@ -14,6 +14,7 @@ from warmline_common.protocol.tokens import namespace, pack_tokens, unpack_token
 from warmline_common.storage.home import Home
 from warmline_proxy.index.index import Index
 from warmline_proxy.index.recovery.repair import repair
+from warmline_proxy.index.recovery.verify import verify_index
 from warmline_proxy.store.rows import RepairReply, RequestRecord
 from warmline_proxy.store.tables import TABLES
 
@@ -24,7 +25,7 @@ OTHER = namespace("model-b")
 def mend(index: Index) -> RepairReply:
     """It is whole then."""
     reply = repair(index, deep=True, is_saving=False)
-    assert index.verify(deep=True) == []
+    assert verify_index(index, deep=True) == []
     return reply
 
 

@@ -10,6 +10,7 @@ import msgspec
 from warmline_common.protocol.tokens import TOKEN_BYTES, PrefixHash
 from warmline_common.storage.file_lock import find_lock_holder
 from warmline_common.storage.home import Home
+from warmline_proxy.index.reader import IndexReader
 from warmline_proxy.index.recovery.file_headers import FileInspection, inspect_file
 from warmline_proxy.index.turns import call_keys, list_turns
 from warmline_proxy.store import files as index_files
@@ -34,6 +35,20 @@ class DiskListing:
         return cls(
             list(index_files.list_stored(home)), list(index_files.list_quarantined(home)), list(home.index.iterdir())
         )
+
+
+def verify_index(
+    reader: IndexReader, deep: bool = False, progress: Callable[[int], object] = lambda _: None
+) -> list[IndexFinding]:
+    """Every structural invariant, and every file's header, tokens and place; `deep` reads all their bytes.
+
+    `progress` is called with each file's bytes after that file was checked.  Any thread; takes no lock.
+    """
+    listing = DiskListing.from_home(reader.home)
+    with reader.read_transaction() as tables:
+        findings = verify(tables, reader.home, listing, deep, progress)
+    with reader.read_transaction() as tables:
+        return filter_stored(tables, findings)
 
 
 def verify(

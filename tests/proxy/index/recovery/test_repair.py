@@ -32,6 +32,7 @@ from warmline_common.storage.segment_file import file_checksum, read_checksums, 
 from warmline_proxy.index.index import Index, IndexReader, IndexStoreError
 from warmline_proxy.index.recovery.repair import repair
 from warmline_proxy.index.recovery.startup import reconcile
+from warmline_proxy.index.recovery.verify import verify_index
 from warmline_proxy.retention.purge import purge
 from warmline_proxy.store.rows import PurgeRequest, RepairReply
 
@@ -91,7 +92,7 @@ def test_an_index_is_made_anew_from_the_files(home: Home) -> None:
             (leaf, row.end) for leaf in leaves if (row := index.segment(leaf))
         }
         assert {leaf for leaf, _ in sessions} <= leaves
-        assert index.verify(deep=True) == []
+        assert verify_index(index, deep=True) == []
         save(index, [*A[:400], *range(300)], turn_end=690)
         assert reconcile(index).mended == 0
 
@@ -105,7 +106,7 @@ def test_a_cut_index_is_made_anew(home: Home) -> None:
     os.truncate(data, 3 * data.stat().st_size // 4)
     with Index(home, BUDGET) as index:
         assert reconcile(index).mended
-        assert texts(index) == whole and index.verify(deep=True) == []
+        assert texts(index) == whole and verify_index(index, deep=True) == []
 
 
 def test_a_page_that_can_not_be_read_is_met_beyond_a_first_flaw(home: Home) -> None:
@@ -124,7 +125,7 @@ def test_a_page_that_can_not_be_read_is_met_beyond_a_first_flaw(home: Home) -> N
     data.write_bytes(pages)
     with Index(home, BUDGET) as index:
         assert reconcile(index).mended
-        assert texts(index) == whole and index.verify(deep=True) == []
+        assert texts(index) == whole and verify_index(index, deep=True) == []
 
 
 def test_pages_that_end_the_process_which_reads_them_are_left_behind(home: Home) -> None:
@@ -141,7 +142,7 @@ def test_pages_that_end_the_process_which_reads_them_are_left_behind(home: Home)
     starts = [subprocess.run([sys.executable, "-c", code], check=False, capture_output=True) for _ in range(2)]
     assert [start.returncode for start in starts] == [-signal.SIGABRT, 0], starts
     with Index(home, BUDGET) as index:
-        assert texts(index) == whole and index.verify(deep=True) == []
+        assert texts(index) == whole and verify_index(index, deep=True) == []
         assert reconcile(index).mended == 0
 
 
@@ -164,7 +165,7 @@ def test_a_lost_index_is_made_anew(home: Home) -> None:
     shutil.rmtree(home.index)
     with Index(home, BUDGET) as index:
         assert reconcile(index).mended
-        assert texts(index) == whole and index.verify(deep=True) == []
+        assert texts(index) == whole and verify_index(index, deep=True) == []
 
 
 def test_a_start_that_ends_before_it_has_looked_at_the_files_loses_none(home: Home) -> None:
@@ -204,7 +205,7 @@ def test_what_cannot_be_read_while_an_index_is_made_anew_is_not_deleted(
     with Index(home, BUDGET) as index:
         reconcile(index)
         assert {first, *rest} <= {row.id for row in index.quarantined() if row.reason.endswith("io")}
-        assert index.verify(deep=True) == []
+        assert verify_index(index, deep=True) == []
 
 
 def test_an_entry_that_cannot_be_read_is_told_and_mended(home: Home) -> None:
@@ -216,7 +217,7 @@ def test_an_entry_that_cannot_be_read_is_told_and_mended(home: Home) -> None:
             key, value = table(name).entries()[0]
             table(name).put(key, value[:-3])
     with IndexReader(home) as reader:
-        assert {finding.what for finding in reader.verify()} == {"entry"}
+        assert {finding.what for finding in verify_index(reader)} == {"entry"}
     with Index(home, BUDGET) as index:
         assert {"adopted", "entries"} <= done(mend(index))
         assert texts(index) == whole
@@ -231,7 +232,7 @@ def test_derived_tables_are_made_anew(home: Home) -> None:
             for key, _ in table(name).entries():
                 table(name).delete(key)
     with Index(home, BUDGET) as index:
-        assert index.verify()
+        assert verify_index(index)
         reply = mend(index)
         assert done(reply) == {"entries"} and index.snapshot() == before
         assert matched(index, A[:400]) == 400
@@ -282,7 +283,7 @@ def test_a_segment_on_a_wrong_parent_is_found_and_set_aside(index: Index) -> Non
     row.checksum, size = file_checksum(read_checksums(path)), path.stat().st_size
     assert row.bytes_on_disk == size
     index.transact(lambda tables: tables.update_segment(row))
-    assert {(f.what, f.id) for f in index.verify()} == {("place", mine)}
+    assert {(f.what, f.id) for f in verify_index(index)} == {("place", mine)}
     mend(index)
     assert {row.id: row.reason for row in index.quarantined()} == {mine: "foreign"}
     assert matched(index, [2, *A[1:]]) == 3000 and matched(index, [1, *A[1:]]) == 1500
@@ -293,6 +294,6 @@ def test_a_checkpoint_of_another_conversation_is_found_and_gives_way(index: Inde
     save(index, [2, *A[1:1500]], checkpoints=[700])
     one, two = index.checkpoints()
     rewrite(index.home.segment_file(one.id), prefix=read_header(index.home.segment_file(two.id)).meta.prefix)
-    assert {(f.what, f.id) for f in index.verify()} == {("file", one.id)}
+    assert {(f.what, f.id) for f in verify_index(index)} == {("file", one.id)}
     mend(index)
     assert [row.id for row in index.checkpoints()] == [two.id]

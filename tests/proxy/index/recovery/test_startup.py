@@ -18,6 +18,7 @@ from warmline_proxy.__main__ import reconcile_index
 from warmline_proxy.home_lock import HomeLockedError, home_lock
 from warmline_proxy.index.index import Index, IndexReader, IndexStoreError
 from warmline_proxy.index.recovery.startup import reconcile
+from warmline_proxy.index.recovery.verify import verify_index
 from warmline_proxy.retention.purge import purge, select_purge
 from warmline_proxy.store.rows import PurgeRequest
 
@@ -55,7 +56,7 @@ def test_killed_at_any_step_of_a_save_only_that_is_lost(home: Home, step: str) -
     assert child.returncode == -signal.SIGKILL
     with Index(home, 1 << 30) as index:
         counts = reconcile(index)
-        assert index.verify(deep=True) == []
+        assert verify_index(index, deep=True) == []
         assert matched(index, [*A, *range(3000)]) == {"committed": 6000, "evicted": 0}.get(step, 3000)
         if step in ("planned", "half written", "written"):
             assert counts.saves_rolled_back == 1
@@ -87,11 +88,11 @@ def test_files_and_rows_that_disagree(home: Home) -> None:
     (home.segments / "quarantine").mkdir(exist_ok=True)
     (home.segments / "quarantine" / f"{'cd' * 16}.safetensors").write_bytes(b"x")
     with Index(home, 1 << 30) as index:
-        assert {finding.what for finding in index.verify()} == {"missing", "truncated", "orphan", "mode"}
+        assert {finding.what for finding in verify_index(index)} == {"missing", "truncated", "orphan", "mode"}
         counts = reconcile(index)
         assert counts.rows_without_file == 2 and counts.rows_of_other_size == 1
         assert counts.files_temporary == 1 and counts.files_without_row == 2 and counts.modes_set > 0
-        assert index.verify(deep=True) == []
+        assert verify_index(index, deep=True) == []
         assert [matched(index, ids) for ids in (A, [1, *A], [2, *A])] == [1500, 0, 1501]
         assert [row.position for row in index.checkpoints()] == [1000]
         (aside,) = index.quarantined()
@@ -135,7 +136,7 @@ from warmline_proxy.index.index import IndexReader
 from warmline_common.storage.home import Home
 with IndexReader(Home(Path(sys.argv[1]))) as reader:
     for line in sys.stdin:
-        print(json.dumps([reader.totals().segments, len(reader.verify()), len(reader.sessions())]), flush=True)
+        print(json.dumps([reader.totals().segments, len(verify_index(reader)), len(reader.sessions())]), flush=True)
 """
     with (
         Index(home, 1 << 30) as index,
@@ -192,7 +193,7 @@ def test_purge_leaves_no_bytes(home: Home) -> None:
             assert needle(secret[at : at + 3]) not in left
         assert needle(kept[5:8]) in left
         assert session.encode() not in left
-        assert index.verify(deep=True) == []
+        assert verify_index(index, deep=True) == []
         save(index, secret)  # the new generation takes writes
         assert [path.name for path in home.index.iterdir()] == ["2"]
     with Index(home, 1 << 30) as index:
@@ -348,7 +349,7 @@ def test_a_start_that_can_put_nothing_in_order_serves_what_is_stored(
         assert index.reopen()
         assert reconcile(index).files_without_row == 1
         save(index, [1, *A])
-        assert index.verify(deep=True) == []
+        assert verify_index(index, deep=True) == []
 
 
 def full(*_: object) -> None:
@@ -379,6 +380,6 @@ def test_a_damaged_index_leaves_no_trace_but_what_its_files_tell(tmp_path: Path)
         IndexReader(home)
     with Index(home, 1 << 30) as index:
         reconcile(index)
-        assert matched(index, A) == len(A) and index.verify(deep=True) == []
+        assert matched(index, A) == len(A) and verify_index(index, deep=True) == []
         save(index, [*A, 1])
     assert b"garbage" not in b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())

@@ -13,6 +13,7 @@ from warmline_common.storage.segment_file import file_checksum, read_checksums
 from warmline_proxy.home_lock import home_lock
 from warmline_proxy.index.index import Index
 from warmline_proxy.index.recovery.repair import repair
+from warmline_proxy.index.recovery.verify import verify_index
 from warmline_proxy.store.rows import QuarantineRow, RequestRecord, SegmentRow, SessionRow
 from warmline_proxy.store.tables import INCOMPLETE_KEY, TABLES, Tables, encode_child_key
 
@@ -201,12 +202,12 @@ def name(index: Index) -> str:
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_it_is_found_and_mended(talk: Index, damage: str) -> None:
-    assert talk.verify(deep=True) == []
+    assert verify_index(talk, deep=True) == []
     what, do = DAMAGES[damage]
     do(talk)
-    assert what in {finding.what for finding in talk.verify(deep=True)}
+    assert what in {finding.what for finding in verify_index(talk, deep=True)}
     assert repair(talk, deep=True, is_saving=False).did
-    assert talk.verify(deep=True) == []
+    assert verify_index(talk, deep=True) == []
     assert matched(talk, WHOLE) in (1503, 1400)
 
 
@@ -217,18 +218,18 @@ def test_an_entry_that_cannot_be_read_is_found_in_every_table(talk: Index, table
         tables.put(table, entry, b"\xc1\xff\xff")
 
     talk.transact(change)
-    assert {(finding.what, finding.detail.split(":")[0]) for finding in talk.verify()} == {("entry", table)}
+    assert {(finding.what, finding.detail.split(":")[0]) for finding in verify_index(talk)} == {("entry", table)}
     assert repair(talk, deep=True, is_saving=False).did
-    assert talk.verify(deep=True) == [] and matched(talk, WHOLE) == 1503
+    assert verify_index(talk, deep=True) == [] and matched(talk, WHOLE) == 1503
 
 
 def test_what_a_compaction_has_under_way_is_nobodys_only_where_nobody_has_the_home(talk: Index) -> None:
     draft = talk.home.index / ".2.tmp"
     draft.mkdir(0o700)
     with home_lock(talk.home, 0.0):
-        assert talk.verify() == []
+        assert verify_index(talk) == []
         os.utime(draft, (1.0, 1.0))
-        assert [finding.what for finding in talk.verify()] == ["orphan"]
+        assert [finding.what for finding in verify_index(talk)] == ["orphan"]
     assert talk.delete_superseded() == [draft]
 
 
@@ -236,9 +237,9 @@ def test_numbers_that_make_no_sense_are_found(talk: Index) -> None:
     row = talk.sessions()[0]
     for changed in ({"created": float("nan")}, {"requests": -1}, {"last_used": float("inf")}):
         talk.transact(lambda tables, changed=changed: tables.put_session(msgspec.structs.replace(row, **changed)))
-        assert {finding.what for finding in talk.verify()} == {"entry"}
+        assert {finding.what for finding in verify_index(talk)} == {"entry"}
         repair(talk, deep=False, is_saving=False)
-        assert talk.verify() == []
+        assert verify_index(talk) == []
         talk.transact(lambda tables: tables.put_session(row))
 
 
