@@ -158,5 +158,5 @@ def files_on_disk(home: Home) -> int:
 @contextmanager
 def short_segments() -> Iterator[None]:
     """Cuts and swallowing happen within a few blocks."""
-    with mock.patch.multiple(index_save, SEGMENT_TOKENS_MAX=150, SMALL_TOKENS=70):
+    with mock.patch.multiple(index_save, SEGMENT_TOKENS_MAX=150, SMALL_SEGMENT_TOKENS=70):
         yield
