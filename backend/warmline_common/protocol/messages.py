@@ -331,15 +331,25 @@ def encode(message: object) -> bytes:
 
 def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
     """Strictly typed; raises msgspec.ValidationError or DecodeError.  Any thread."""
-    if kind not in _decoders:
-        with _decoders_lock:  # msgspec (0.22) crashes where two threads meet a struct for the first time at once
-            _decoders.setdefault(kind, msgspec.json.Decoder(kind).decode)
     try:
-        return cast(T, _decoders[kind](data))
+        return cast(T, _find_decoder(kind)(data))
     except UnicodeDecodeError as error:  # a kind of its own; what it quotes may be a text that was sent
         raise msgspec.DecodeError(f"it is not UTF-8 at byte {error.start}") from None
     except RecursionError:
         raise msgspec.DecodeError("it nests too deeply") from None
+
+
+def convert(value: object, kind: type[T], *, from_attributes: bool = False) -> T:
+    """Value of type `kind` from plain values or attributes.  Raises msgspec.ValidationError.  Any thread."""
+    _find_decoder(kind)
+    return msgspec.convert(value, kind, from_attributes=from_attributes)
+
+
+def _find_decoder(kind: Any) -> Callable[[Any], Any]:
+    if kind not in _decoders:
+        with _decoders_lock:  # msgspec (0.22) crashes where two threads meet a struct for the first time at once
+            _decoders.setdefault(kind, msgspec.json.Decoder(kind).decode)
+    return _decoders[kind]
 
 
 def parse_error_message(body: bytes) -> str:

@@ -12,6 +12,7 @@ from typing import BinaryIO
 import msgspec
 
 from warmline_common.process.file_limits import raise_descriptor_limit
+from warmline_common.protocol.messages import convert
 from warmline_common.protocol.tokens import TOKEN_BYTES, namespace, prefix_digests
 from warmline_common.storage import disk
 from warmline_common.storage.segment_copy import SegmentCopy
@@ -195,9 +196,9 @@ def _build_manifest(conversation: ConversationSnapshot, copies: list[SegmentCopy
         ],
         checkpoints=[CheckpointEntry(position=copy.meta.position, bytes_count=copy.bytes_count) for copy in states],
         session=msgspec.structs.replace(
-            msgspec.convert(session, SessionEntry, from_attributes=True), turn_end=min(session.turn_end, session.tokens)
+            convert(session, SessionEntry, from_attributes=True), turn_end=min(session.turn_end, session.tokens)
         ),
-        turns=[msgspec.convert(turn, TurnEntry, from_attributes=True) for turn in conversation.turns],
+        turns=[convert(turn, TurnEntry, from_attributes=True) for turn in conversation.turns],
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from warmline_common.protocol.messages import convert
 from warmline_proxy.admin.owners import OwnerResolver
 from warmline_proxy.admin.routes import RouteTable
 from warmline_proxy.auth.owners import OwnerLabels
@@ -251,7 +252,7 @@ def _parse_page(request: web.Request) -> tuple[int, int]:
 def _build_request_summary(
     record: RequestRecord, session: SessionRow | None, owner_labels: OwnerLabels
 ) -> RequestSummary:
-    line = msgspec.convert(record, RequestSummary, from_attributes=True)
+    line = convert(record, RequestSummary, from_attributes=True)
     if session:
         line.client, line.created = session.client, session.created
     line.key = owner_labels.format_key_name(record)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from warmline_common.process.redaction import is_field_name
+from warmline_common.protocol.messages import convert, decode
 from warmline_common.protocol.tokens import count_common_chars
 from warmline_proxy.explain.volatile import TEXT_CHARS_MAX, find_replaced_span
 
@@ -50,7 +51,7 @@ def decode_elements(value: Any) -> list[Any]:
 def decode_as(value: Any, kind: Any) -> Any:
     """Decode a value of that type; None where it has another type, or is no JSON."""
     try:
-        return msgspec.json.decode(value, type=kind) if isinstance(value, msgspec.Raw) else msgspec.convert(value, kind)
+        return decode(value, kind) if isinstance(value, msgspec.Raw) else convert(value, kind)
     except (msgspec.MsgspecError, RecursionError):
         return None
 
