@@ -1,0 +1,245 @@
+"""Answers: the JSON keys of all that a pair says, whole and streamed, to clients, to the owner and to its proxy."""
+
+import base64
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from surface_routes import AS_ADMIN, CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from surface_servers import Answer, ask, begun
+from surface_shapes import Shape, events, shape
+
+SETTLE_TIMEOUT_S = 60.0
+POLL_S = 0.02
+THINK_END = "259"  # of tiny_models' tokens; ends the reasoning at once, so that what is forced comes next
+BLOCK_TOKENS = 64
+LONG = "Words that fill some blocks of sixty-four tokens each, so that they are stored. " * 3
+PARAMETERS = {
+    "type": "object",
+    "properties": {"where": {"enum": ["a", "b"]}},
+    "required": ["where"],
+    "additionalProperties": False,
+}
+FORM = {"name": "side", "schema": {"enum": ["left", "right"]}}
+SEGMENT_ID = "0123456789abcdef" * 2  # of a segment that is saved for the backend's own answers
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Of a pair that runs, and what opens it."""
+
+    proxy: int
+    backend: int
+    secret: str
+
+    @property
+    def as_owner(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.secret}"}
+
+    def settle(self) -> None:
+        """Wait until nothing is under way and all is on disk."""
+        limit = time.monotonic() + SETTLE_TIMEOUT_S
+        while (status := ask(self.proxy, "GET", "/warmline/status").json)["lives"] or status["settling"]:
+            assert time.monotonic() < limit, status
+            time.sleep(POLL_S)
+
+
+def client_answers(ports: Ports) -> dict[str, Any]:
+    """By request: the shape of its answer, or of each kind of event of its stream."""
+    told: dict[str, Any] = {}
+    for name, (path, body) in _requests().items():
+        told[name] = shape(_fine(ask(ports.proxy, "POST", path, body)).json)
+        told[f"{name}, streamed"] = events(_fine(ask(ports.proxy, "POST", path, {**body, "stream": True})).body)
+    for name, (method, path, body, headers) in _others().items():
+        told[name] = shape(ask(ports.proxy, method, path, body, headers).json)
+    return told
+
+
+def _requests() -> dict[str, tuple[str, dict[str, Any]]]:
+    function = {"name": "look", "description": "Looks.", "parameters": PARAMETERS}
+    tool = {"type": "function", "function": function}
+    forced = {"tools": [tool], "tool_choice": "required", "logit_bias": {THINK_END: 100}}
+    formed = {"response_format": {"type": "json_schema", "json_schema": FORM}, "logit_bias": {THINK_END: 100}}
+    used = {"tools": [{"name": "look", "input_schema": PARAMETERS}], "tool_choice": {"type": "any"}}
+    input_forced = {**forced, "tools": [{"type": "function", **function}]}
+    input_formed = {"text": {"format": {"type": "json_schema", **FORM}}, "logit_bias": {THINK_END: 100}}
+    usage = {"stream_options": {"include_usage": True}}
+    return {
+        "chat": (CHAT, _chat()),
+        "chat, choices": (CHAT, _chat(n=2, logprobs=True, top_logprobs=2)),
+        "chat, tools": (CHAT, _chat(max_tokens=40, **forced)),
+        "chat, form": (CHAT, _chat(max_tokens=40, **formed)),
+        "chat, usage": (CHAT, _chat(**usage)),
+        "completion": (COMPLETIONS, {"model": "m", "prompt": "hi", "max_tokens": 4, "logprobs": 2}),
+        "messages": (MESSAGES, _chat(system="Be brief.")),
+        "messages, tools": (MESSAGES, _chat(max_tokens=40, logit_bias={THINK_END: 100}, **used)),
+        "responses": (RESPONSES, _input()),
+        "responses, tools": (RESPONSES, _input(max_output_tokens=40, **input_forced)),
+        "responses, form": (RESPONSES, _input(max_output_tokens=40, **input_formed)),
+    }
+
+
+def _chat(text: str = "hi", **options: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": text}], "max_tokens": 6, **options}
+
+
+def _input(**options: Any) -> dict[str, Any]:
+    return {"model": "m", "input": "hi", "max_output_tokens": 6, **options}
+
+
+def _others() -> dict[str, tuple[str, str, Any, Mapping[str, str]]]:
+    anthropic = {"anthropic-version": "2023-06-01"}
+    return {
+        "count_tokens": ("POST", f"{MESSAGES}/count_tokens", _chat(), {}),
+        "input_tokens": ("POST", f"{RESPONSES}/input_tokens", {"model": "m", "input": "hi"}, {}),
+        "models": ("GET", "/v1/models", None, {}),
+        "model": ("GET", "/v1/models/any/name", None, {}),
+        "models, Anthropic's": ("GET", "/v1/models", None, anthropic),
+        "model, Anthropic's": ("GET", "/v1/models/any/name", None, anthropic),
+        "health": ("GET", "/health", None, {}),
+        "ready": ("GET", "/ready", None, {}),
+        "error of chat": ("POST", CHAT, {}, {}),
+        "error of messages": ("POST", MESSAGES, {}, {}),
+        "error of responses": ("POST", RESPONSES, {}, {}),
+        "error of a path": ("GET", "/nosuch", None, {}),
+    }
+
+
+def _fine(answer: Answer) -> Answer:
+    assert answer.status == 200, answer
+    return answer
+
+
+# ---- requests that are stored, found again, and ended
+
+
+def stored_requests(ports: Ports) -> dict[str, Any]:
+    """Where each of these requests started from, as its header says; the shapes of what is ended and replaced."""
+    told: dict[str, Any] = {"cold": _source(ask(ports.proxy, "POST", CHAT, _chat(LONG)))}
+    told["resident"] = _source(ask(ports.proxy, "POST", CHAT, _chat(LONG)))
+    ask(ports.proxy, "POST", CHAT, _chat(f"{LONG} But another one."), {"X-Session-Id": "talk"})
+    ports.settle()
+    told["restored"] = _source(_restored(ports))
+    ask(ports.proxy, "POST", CHAT, _chat(LONG, cache_prompt=False))
+    for name, path, body in (("chat", CHAT, _chat("a")), ("responses", RESPONSES, _input(input="b"))):
+        told |= {f"{name}, {kind}": value for kind, value in _ended(ports, name, path, body).items()}
+    ports.settle()
+    return told
+
+
+def _source(answer: Answer) -> dict[str, Any]:
+    return {"X-Warmline-Cache": answer.header("X-Warmline-Cache").split(" ")[0], "usage": shape(answer.json["usage"])}
+
+
+def _restored(ports: Ports) -> Answer:
+    for resident in ask(ports.backend, "GET", "/kv/residents", None, ports.as_owner).json["residents"]:
+        ask(ports.backend, "DELETE", f"/kv/residents/{resident['id']}", None, ports.as_owner)
+    return ask(ports.proxy, "POST", CHAT, _chat(LONG))
+
+
+def _ended(ports: Ports, name: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """One that streams, is looked at meanwhile, and is ended by its client."""
+    length = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    with begun(ports.proxy, "POST", path, {**body, length: 50_000, "stream": True}) as response:
+        begin = response.readline()
+        status = ask(ports.proxy, "GET", "/warmline/status").json
+        request = response.headers["X-Warmline-Request"]
+        if path == RESPONSES:
+            ending = ask(ports.proxy, "POST", f"{RESPONSES}/resp_{request}/cancel")
+        else:
+            ending = ask(ports.proxy, "DELETE", f"/v1/requests/{request}")
+        stream = begin + response.read()
+    return {"live": shape(*status["live"]), "cancel": shape(ending.json), "events": events(stream)}
+
+
+# ---- the owner
+
+
+def owner_answers(ports: Ports, session: str, segment: str) -> dict[str, Shape]:
+    queries = {
+        "status": "",
+        "requests": "?count=1000",
+        "activity": "?count=200",
+        "sessions": "?count=200",
+        "sessions?q=": "?q=nosuch",
+        "tree": "",
+        "path": f"?session={session}",
+        "path?segment=": f"?segment={segment}",
+        "explain": "",
+        "whose": "",
+    }
+    bodies: dict[str, Any] = {
+        "texts": {"segment": segment, "sequences": [_tokens(b"hi")]},
+        "pin": {"session": session},
+        "purge": {"session": session, "dry_run": True},
+        "gc": {},
+        "repair": {},
+        "replay": {"session": session},
+    }
+    roots = ask(ports.proxy, "GET", "/warmline/tree").json["nodes"]
+    told = {f"GET {name}": _owner(ports, "GET", f"{name.split('?')[0]}{query}") for name, query in queries.items()}
+    told["GET tree?parent="] = _owner(ports, "GET", f"tree?parent={roots[0]['id']}")
+    told |= {f"POST {name}": _owner(ports, "POST", name, body) for name, body in bodies.items()}
+    _owner(ports, "POST", "pin", {"session": session, "off": True})
+    return told
+
+
+def _owner(ports: Ports, method: str, name: str, body: Any = None) -> Shape:
+    answer = ask(ports.proxy, method, f"/warmline/{name}", body, AS_ADMIN)
+    return shape(_fine(answer).json)
+
+
+def _tokens(text: bytes) -> str:
+    """Ids as u32le in base64; a byte is a token."""
+    return base64.b64encode(b"".join(byte.to_bytes(4, "little") for byte in text)).decode()
+
+
+# ---- the backend
+
+
+def backend_answers(ports: Ports) -> dict[str, Any]:
+    """What it says to whoever has the secret."""
+
+    def said(method: str, path: str, body: Any = None, **headers: str) -> Answer:
+        return ask(ports.backend, method, path, body, {**ports.as_owner, **headers})
+
+    told: dict[str, Any] = {
+        f"GET {path}": shape(said("GET", path).json)
+        for path in ("/health", "/ready", "/kv/status", "/kv/residents", "/v1/models", "/v1/models/any/name")
+    }
+    told["chat"] = shape(said("POST", CHAT, _chat()).json)
+    told["chat, streamed"] = events(said("POST", CHAT, _chat(stream=True)).body)
+    named = {"X-Warmline-Request": "surface-1"}
+    told["chat, settled"] = events(said("POST", CHAT, _chat(LONG, stream=True), **named).body)
+    prompt = said("POST", "/kv/prompts", {"request_id": "a", "endpoint": "chat", "body": _chat(LONG)})
+    told["prompts"] = shape(prompt.json)
+    told["texts"] = shape(said("POST", "/kv/texts", {"sequences": [_tokens(b"hi")]}).json)
+    told["forget"] = shape(said("POST", "/kv/forget", {}).json)
+    return told
+
+
+def transfers(ports: Ports) -> dict[str, Any]:
+    """A segment that is saved, restored, and not found: as the proxy has it done."""
+    headers = {**ports.as_owner, "X-Warmline-Request": "surface-2"}
+    events_of_save = ask(ports.backend, "POST", CHAT, _chat(LONG, stream=True), headers).body
+    settled = json.loads(events_of_save.split(b"event: warmline\ndata: ")[1].split(b"\n")[0])
+    ids = ask(ports.backend, "GET", "/kv/residents?ids=1", None, ports.as_owner).json["residents"]
+    tokens = next(each["ids"] for each in ids if each["id"] == settled["resident"])
+    segment = {"id": SEGMENT_ID, "start": 0, "end": BLOCK_TOKENS}
+    save = {"request_id": "surface-3", "resident": settled["resident"], "segments": [segment]}
+    first = base64.b64encode(base64.b64decode(tokens)[: 4 * BLOCK_TOKENS]).decode()
+    restore = {"request_id": "surface-4", "tokens": first, "chain": [{**segment, "upto": BLOCK_TOKENS}]}
+    missing = {**restore, "chain": [{**segment, "id": SEGMENT_ID[::-1], "upto": BLOCK_TOKENS}]}
+
+    def said(path: str, body: Any) -> dict[str, Any]:
+        answer = ask(ports.backend, "POST", path, body, ports.as_owner)
+        return {"status": answer.status, "keys": shape(answer.json)}
+
+    return {
+        "residents with ids": shape(ids),
+        "save": said("/kv/save", save),
+        "restore": said("/kv/restore", restore),
+        "restore of a missing file": {**said("/kv/restore", missing)},
+    }
