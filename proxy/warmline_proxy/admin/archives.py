@@ -1,4 +1,4 @@
-"""POST /warmline/import: an archive that the owner names becomes part of the home."""
+"""POST /warmline/import: adds an archive on this machine to the home."""
 
 import asyncio
 import threading
@@ -31,11 +31,11 @@ from warmline_proxy.upstream.client import UpstreamError
 
 
 class _ImportCancelledError(Exception):
-    """Nobody waits for it any more."""
+    """The importing client has disconnected."""
 
 
 class ArchiveRoutes:
-    """Its one handler.  Saves and restores go on meanwhile."""
+    """Import handler.  Saves and restores continue during an import."""
 
     def __init__(self, index: Index, backend_state: BackendState, config: ProxyConfig) -> None:
         self._index, self._backend_state, self._config = index, backend_state, config
@@ -45,7 +45,7 @@ class ArchiveRoutes:
         return {("POST", "/warmline/import"): self.import_archive}
 
     async def import_archive(self, request: web.Request) -> web.Response:
-        """Answers when all of it is stored.  A caller that leaves ends it, and nothing is left."""
+        """Import an archive and answer when all of it is stored.  A disconnect cancels it and removes its files."""
         try:
             import_request = decode(await read_body(request, self._config.receive_timeout_s), ImportRequest)
         except msgspec.DecodeError as error:
@@ -69,7 +69,7 @@ class ArchiveRoutes:
         return json_response(reply)
 
     async def _find_known_models(self) -> KnownModels:
-        """The served model; while none answers, those of which something is stored."""
+        """The served model; while the backend is down, all models with stored segments."""
         try:
             if (status := await self._backend_state.status()).fingerprint:
                 what = f"the model served here is {status.model}, {status.fingerprint[:FINGERPRINT_DIGITS]}"
@@ -81,7 +81,7 @@ class ArchiveRoutes:
     def _run_import(
         self, import_request: ImportRequest, known_models: KnownModels, cancel_event: threading.Event
     ) -> ImportReply:
-        """On a thread."""
+        """Run the import on a thread."""
 
         def progress(done: int, total: int) -> None:
             if cancel_event.is_set():

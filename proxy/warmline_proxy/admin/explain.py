@@ -1,4 +1,4 @@
-"""GET /warmline/explain: why a request was no warmer; POST /warmline/texts: what stored tokens say."""
+"""GET /warmline/explain: reason of a cache miss; POST /warmline/texts: texts of stored tokens."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class ExplainRoutes:
-    """Handlers.  The index is read on threads."""
+    """Handlers; they read the index on threads."""
 
     def __init__(
         self,
@@ -48,7 +48,8 @@ class ExplainRoutes:
         return {("GET", "/warmline/explain"): self.get_explanation, ("POST", "/warmline/texts"): self.get_texts}
 
     async def get_explanation(self, request: web.Request) -> web.Response:
-        """Of `?request=`, an id or its beginning, or an answer's id; of the last one that is worth it without."""
+        """Explain `?request=`: a request id, its prefix or a response id; by default the last request worth explaining.
+        """
         try:
             record, since = await asyncio.to_thread(self._find_record, request.query.get("request") or LAST)
         except RequestNotFoundError as error:
@@ -58,7 +59,7 @@ class ExplainRoutes:
         return json_response(await asyncio.to_thread(explain, self._index, record, since, owner_labels))
 
     async def get_texts(self, request: web.Request) -> web.Response:
-        """Of tokens that are stored in a segment, or before it."""
+        """Texts of token sequences that are stored in a segment or before it."""
         try:
             texts_request = decode(await read_body(request, self._receive_timeout_s), SegmentTextsRequest)
         except msgspec.DecodeError as error:
@@ -78,7 +79,7 @@ class ExplainRoutes:
         return find_record_with_since(self._index.requests(), request_id)
 
     async def _add_texts(self, record: RequestRecord) -> RequestRecord:
-        """Where they could not be asked for in time."""
+        """Add the diverging texts if the record lacks them and the backend can detokenize."""
         divergence = record.parting
         if divergence is None or divergence.stored_text or divergence.prompt_text:
             return record
@@ -90,6 +91,6 @@ class ExplainRoutes:
         return record
 
     async def _is_served_model(self, root: bytes) -> bool:
-        """Whether its tokens are the served model's.  Raises UpstreamError."""
+        """True if the root's tokens are the served model's.  Raises UpstreamError."""
         status = await self._backend_state.status()
         return await asyncio.to_thread(find_fingerprint, self._index, root) == status.fingerprint

@@ -1,4 +1,4 @@
-"""What the owner has done to what is stored: pin, gc, repair, replay.  Purges have a module of their own."""
+"""Owner's maintenance of the store: pin, gc, repair, replay."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class MaintenanceRoutes:
-    """Handlers for what cachectl and the dashboard ask to be done; one at a time is up to who asks."""
+    """Handlers of maintenance commands; callers serialize them."""
 
     def __init__(self, index: Index, replayer: SessionReplayer, receive_timeout_s: float) -> None:
         self._index, self._replayer, self._receive_timeout_s = index, replayer, receive_timeout_s
@@ -38,7 +38,7 @@ class MaintenanceRoutes:
         }
 
     async def pin(self, request: web.Request) -> web.Response:
-        """404 where no such conversation is stored; 409 where the budget has no room for it."""
+        """Pin or unpin a session.  404 for an unknown one, 409 above the budget."""
         try:
             pin_request = decode(await read_body(request, self._receive_timeout_s), PinRequest)
             return json_response(await asyncio.to_thread(pin_session, self._index, pin_request))
@@ -50,7 +50,7 @@ class MaintenanceRoutes:
             raise bad_request(f"Not a pin: {error}") from error
 
     async def gc(self, request: web.Request) -> web.Response:
-        """Saves and restores go on meanwhile; what they have under way is left alone."""
+        """Collect garbage while saves and restores continue; their files are left alone."""
         try:
             gc_request = decode(await read_body(request, self._receive_timeout_s), GcRequest)
             return json_response(await asyncio.to_thread(collect_garbage, self._index, gc_request, is_saving=True))
@@ -60,7 +60,7 @@ class MaintenanceRoutes:
             raise wrap_error("can't be tidied", error) from error
 
     async def repair(self, _: web.Request) -> web.Response:
-        """Saves and restores go on meanwhile; what they have under way is left alone."""
+        """Check and repair all files while saves and restores continue; their files are left alone."""
         if not await asyncio.to_thread(is_readable, self._index.home.index):
             raise IndexStoreError(f"it has pages that end the process which reads them; {REBUILD_HINT}")
         try:

@@ -25,7 +25,8 @@ TOTALS_INTERVAL_S = 2.0
 
 
 class GaugeCollector(Collector):
-    """Reads others' state.  What is stored is read on a thread, once in a while, and missing where it can't be."""
+    """Gauges over other components' state.  Stored totals are read on a thread, at intervals, and omitted on failure.
+    """
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class GaugeCollector(Collector):
         self._refresh_lock = asyncio.Lock()
 
     async def refresh(self) -> None:
-        """Read what is stored, unless that was done a moment ago; of several who ask at once, one does."""
+        """Read the stored totals if the last ones are old; concurrent scrapes share one read."""
         async with self._refresh_lock:
             if time.monotonic() - self._totals_at < TOTALS_INTERVAL_S:
                 return
@@ -132,13 +133,13 @@ def _build_counter(name: str, documentation: str, value: float) -> Metric:
 
 
 class MetricsRoutes:
-    """The handler of GET /metrics; who may call it was checked before."""
+    """Handler of GET /metrics; access was checked before."""
 
     def __init__(self, metrics: ProxyMetrics, gauges: GaugeCollector) -> None:
         self._metrics, self._gauges = metrics, gauges
 
     async def get_metrics(self, request: web.Request) -> web.Response:
-        """As text, or as OpenMetrics where that is asked for."""
+        """Metrics as text, or as OpenMetrics on request."""
         await self._gauges.refresh()
         body, content_type = self._metrics.render_exposition(request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": content_type})

@@ -1,4 +1,4 @@
-"""GET /warmline/whose: whose what is stored is, by the keys that there are at this moment."""
+"""GET /warmline/whose: owners of stored conversations, by the present keys."""
 
 import asyncio
 from collections.abc import Iterable
@@ -14,9 +14,8 @@ from warmline_proxy.upstream.backend_state import BackendState
 
 
 class OwnerResolver:
-    """Its one handler, and what others here ask.  What it keeps belongs to the event loop.
-
-    Of which model a root is holds for good, so a file is asked once for each; keys come and go.
+    """Owner labels of roots, with their handler.  Event loop thread.
+    A root's model never changes, so each root's files are read once; keys change.
     """
 
     def __init__(self, index: Index, keys: ClientKeys, backend_state: BackendState) -> None:
@@ -32,7 +31,8 @@ class OwnerResolver:
         return json_response(await self.resolve_owners())
 
     async def resolve_owners(self, running_roots: Iterable[bytes] = ()) -> OwnerLabels:
-        """Also of what is in memory alone; `running`: more roots of the served model.  Raises IndexFailure."""
+        """Labels of all stored and resident roots, plus `running_roots` of the served model.  Raises IndexStoreError.
+        """
         if (changes := self._index.change_count) != self._seen_change_count:
             self._fingerprint_by_root = await asyncio.to_thread(self._find_fingerprints, self._fingerprint_by_root)
             self._seen_change_count = changes

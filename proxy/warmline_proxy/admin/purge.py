@@ -1,7 +1,6 @@
-"""POST /warmline/purge: what goes from the disk leaves memory too, and what runs does not bring it back.
-
-What is in memory alone, and was not meant, stays there until it is saved: while the disk is full, which may be why
-somebody purges, that is all of it.
+"""POST /warmline/purge: removes conversations from disk and from memory, and keeps running requests from saving them.
+KV that is in memory alone and outside the purge stays there until it is saved; while the disk is full, that is all
+KV.
 """
 
 import asyncio
@@ -51,7 +50,7 @@ NOTIFY_INTERVAL_S = 5.0  # between tries to tell the backend
 
 
 class PurgeRoutes:
-    """Its one handler, and all that a purge reaches."""
+    """Purge handler, with the notification of the backend."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class PurgeRoutes:
         return {("POST", "/warmline/purge"): self.purge}
 
     async def purge(self, request: web.Request) -> web.Response:
-        """Answers when it is gone from disk and memory.  What was not meant is restored when it is needed."""
+        """Purge, and answer when disk and memory are clean.  Other residents are restored from disk on demand."""
         try:
             purge_request = decode(await read_body(request, self._receive_timeout_s), PurgeRequest)
             check_purge_request(purge_request)
@@ -89,7 +88,8 @@ class PurgeRoutes:
         return json_response(reply)
 
     async def _resolve_roots(self, purge_request: PurgeRequest) -> PurgeRequest:
-        """With roots for a key, also of what runs.  Raises ClientError 400 where nobody is called so."""
+        """The request with the roots of its key, running requests included.  Raises ClientError 400 for an unknown key.
+        """
         if not purge_request.key:
             return purge_request
         running_roots = {request.root for request in self._registry} - {b""}
@@ -99,10 +99,10 @@ class PurgeRoutes:
             raise bad_request(str(error), param="key") from error
 
     async def _run_purge(self, purge_request: PurgeRequest) -> PurgeReply:
-        """While nothing is being saved; who runs on what goes is marked before anything of it can be, and nobody starts
-        from what is in memory of it, though the backend may be told late.
-
-        Once rows are gone memory is emptied too, whatever the disk does.
+        """Purge while saving is paused: affected requests are marked before anything of them can be saved, and purged
+        residents
+        are excluded from reuse before the backend is notified.
+        Memory is cleared once rows are removed, even if the disk fails.
         """
         async with self._events.pause():
             purge_request = await self._resolve_roots(purge_request)
@@ -119,7 +119,7 @@ class PurgeRoutes:
         return reply
 
     def _find_arriving_requests(self, roots: Set[bytes]) -> list[Request]:
-        """Whose prompt is not known yet, and whose cache this is: its key may be one that is no more."""
+        """Requests without a prompt yet, whose namespace is purged: their key may have been removed."""
         served_fingerprint = self._backend_state.fingerprint
         return [
             request
@@ -128,7 +128,7 @@ class PurgeRoutes:
         ]
 
     async def _prepare_and_remove(self, purge_request: PurgeRequest) -> "RemovalResult":
-        """What takes long, writing what is left of files, is done before it is asked who runs."""
+        """Rewrite truncated files first, which is slow; only then list the running requests and remove rows."""
         truncator, resident_view = Truncator(self._index), self._backend_state.resident_view
         try:
             while True:
@@ -144,7 +144,7 @@ class PurgeRoutes:
             await asyncio.to_thread(truncator.close)
 
     async def _clear_memory(self) -> None:
-        """All but what is nowhere else: what is on disk is read again where it is needed."""
+        """Drop all residents that are on disk; they are read again on demand."""
         self._events.publish_removal()
         try:
             await self._notify_backend()
@@ -154,9 +154,8 @@ class PurgeRoutes:
                 self._notify_task = self._background.spawn(self._retry_notify_backend(), "word of a purge")
 
     async def _notify_backend(self) -> None:
-        """All goes from memory but what is nowhere else, and what who runs is to leave there meanwhile.
-
-        Raises UpstreamError.
+        """Have the backend drop its residents, except unsaved ones and those of running requests.  Raises
+        UpstreamError.
         """
         resident_view = self._backend_state.resident_view
         unsaved_ids = [resident for resident, _ in resident_view.non_durable_entries()]
@@ -174,7 +173,7 @@ class PurgeRoutes:
             log.warning("the next start has the backend forget what is in memory once more: %s", error)
 
     def close(self) -> None:
-        """Tell the backend no more: the next proxy does."""
+        """Stop notifying the backend: the next proxy does."""
         if self._notify_task:
             self._notify_task.cancel()
 
@@ -185,10 +184,8 @@ class PurgeRoutes:
                 await self.deliver_purge_notice()
 
     async def deliver_purge_notice(self) -> None:
-        """A purge was ended between what it removed from the disk and the backend's hearing of it: before anything that
-        the backend has is taken over, it is told.  Raises UpstreamError.
-
-        What an earlier proxy left goes, all of it: what is whose conversation's nobody knows any more.
+        """Notify the backend of a purge that was interrupted after its disk removal, before its residents are adopted.
+        All residents of an earlier proxy are dropped: their conversations are unknown.  Raises UpstreamError.
         """
         if not await self._has_purge_notice():
             return
@@ -199,7 +196,7 @@ class PurgeRoutes:
                 raise
 
     async def _has_purge_notice(self) -> bool:
-        """False where the index can't say."""
+        """False if the index fails."""
         try:
             return await asyncio.to_thread(self._index.has_purge_notice)
         except IndexStoreError as error:
@@ -207,7 +204,7 @@ class PurgeRoutes:
             return False
 
     async def _wait_until_deleted(self) -> None:
-        """What a restore was reading goes when that ends."""
+        """Wait for files that a restore still reads; they are deleted when it ends."""
         deadline = time.monotonic() + RELEASE_TIMEOUT_S
         while (await asyncio.to_thread(self._index.totals)).bytes_doomed and time.monotonic() < deadline:
             await asyncio.sleep(RELEASE_INTERVAL_S)
@@ -225,10 +222,9 @@ def remove_prepared(
     unsaved_residents: Sequence[tuple[str, ResidentEntry]],
     whole_model: bool,
 ) -> RemovalResult | None:
-    """On a thread: remove it, and say which of these requests go on from what is gone, or belong to it; and which of
-    these residents do (all where the `whole` of what is served goes).
-
-    None, and nothing is done, where it must be prepared again.
+    """Remove rows, on a thread: the reply, the requests that build on removed KV or belong to it, and the ids of such
+    residents (all of them for `whole_model`).
+    None, without effect, if the purge must be prepared again.
     """
     paths = [_find_request_path(index, request) for request in requests]
     unsaved_paths = {resident: _find_path_beyond_head(index, each) for resident, each in unsaved_residents}
@@ -262,7 +258,7 @@ def remove_prepared(
 
 
 def _list_sampled_turns(requests: Sequence[Request]) -> list[tuple[bytes, str]]:
-    """By namespace and first call, what they have sampled: maybe too late for the purge to see it in the index."""
+    """(namespace, first call id) of the turns that these requests have sampled: perhaps not in the index yet."""
     turns = [
         (request.root, request.log.generation_result.turn) for request in requests if request.log.generation_result
     ]
@@ -278,6 +274,6 @@ def _find_request_path(index: Index, request: Request) -> list[SegmentRef]:
 
 
 def _find_path_beyond_head(index: Index, held: ResidentEntry) -> list[SegmentRef]:
-    """The segments that hold what it says after its head: system texts and tools are many conversations' alike."""
+    """Segments that hold the tokens after the head: system texts and tools are common to many conversations."""
     chain = index.match_prefix(held.root, held.tokens, len(held)).chain
     return [link for link in chain if link.upto > (held.head_end or BLOCK_TOKENS)]

@@ -1,4 +1,4 @@
-"""What the pair is at: GET /warmline/status."""
+"""GET /warmline/status: state of the proxy and the backend."""
 
 import asyncio
 import time
@@ -26,7 +26,7 @@ BACKEND_TIMEOUT_S = 5.0  # whoever looks wants to know soon that the backend is 
 
 
 class LiveRequest(msgspec.Struct, kw_only=True):
-    """A request on its way."""
+    """A request in progress."""
 
     id: str
     endpoint: str
@@ -46,7 +46,7 @@ class LiveRequest(msgspec.Struct, kw_only=True):
 
 
 class ProxyStatus(msgspec.Struct, kw_only=True):
-    """The answer."""
+    """Reply of GET /warmline/status."""
 
     at: float  # Unix seconds
     uptime_s: float
