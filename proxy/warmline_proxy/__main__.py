@@ -36,9 +36,9 @@ DESCRIPTOR_COUNT_TARGET = 8_192  # a non-login macOS shell gives 256
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code: 0 after a signal, 2 for bad settings or a home that another proxy holds, 1 for other failures.
+    """Exit code: 0 after a signal, 2 for bad settings or a locked home, 1 for other failures.
 
-    Who keeps us running may be told another one: see `kept`.
+    For supervisors a locked home may have another code (`exit_codes.locked_home_exit_code`).
     """
     try:
         config = parse_config(arguments)
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(config: ProxyConfig, secret: str) -> None:
-    """Own the home, put the index in order, serve.  Raises HomeLocked, IndexFailure or OSError."""
+    """Lock the home, recover the index, serve.  Raises HomeLockedError, IndexStoreError or OSError."""
     descriptor_count_max = raise_descriptor_limit(DESCRIPTOR_COUNT_TARGET)
     with home_lock(config.home, LOCK_WAIT_S), Index(config.home, config.disk_budget_bytes) as index:
         reconcile_index(index)
@@ -79,7 +79,7 @@ def run(config: ProxyConfig, secret: str) -> None:
 
 
 def reconcile_index(index: Index) -> None:
-    """Where the disk does not let us, that is tried again while we serve."""
+    """Recover the index; after a disk error it stays read-only, and is retried while serving."""
     if not index.read_only:
         try:
             log.info("index: %s", reconcile(index))
@@ -103,7 +103,7 @@ async def serve(config: ProxyConfig, secret: str, index: Index, descriptor_count
 
 
 def format_stop_message(unanswered_count: int, drain_timeout_s: float) -> str:
-    """`count`: of the requests that clients still wait for."""
+    """Log message for the start of the drain; `unanswered_count`: requests that clients wait for."""
     if not unanswered_count:
         return "stopping"
     what = "1 request has" if unanswered_count == 1 else f"{unanswered_count} requests have"
@@ -111,7 +111,7 @@ def format_stop_message(unanswered_count: int, drain_timeout_s: float) -> str:
 
 
 class ShutdownSignals:
-    """The first SIGTERM or SIGINT asks to stop, the next one to hurry."""
+    """The first SIGTERM or SIGINT sets `stop`, the next one `stop_now`."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
@@ -124,7 +124,7 @@ class ShutdownSignals:
 
 
 async def run_until_event(event: asyncio.Event, coroutine: Coroutine[None, None, None]) -> None:
-    """Do it, or leave it where the event comes first."""
+    """Run the coroutine, and cancel it if the event comes first."""
     waiting, working = asyncio.create_task(event.wait()), asyncio.create_task(coroutine)
     try:
         await asyncio.wait([waiting, working], return_when=asyncio.FIRST_COMPLETED)
@@ -139,8 +139,7 @@ async def run_until_event(event: asyncio.Event, coroutine: Coroutine[None, None,
 async def publish_address(
     config: ProxyConfig, port: int, retry_interval_s: float = ADDRESS_RETRY_INTERVAL_S
 ) -> AsyncIterator[None]:
-    """While the proxy listens, its pid and address can be read from the run directory, as soon as that takes them; and
-    from then on, whose cache the settings' key has.
+    """Publish pid and URL while the proxy listens, as soon as the disk allows, and the settings key's tenant for good.
     """
     address = json.dumps({"pid": os.getpid(), "url": local_url(config.bind_host, port)})
     address_files = {config.home.run / "proxy.json": address, config.home.pid_file("proxy"): f"{os.getpid()}\n"}
@@ -170,7 +169,7 @@ def _write_files(texts: Mapping[Path, str], *, is_retry: bool = False) -> bool:
 
 
 async def _retry_write_files(texts: Mapping[Path, str], interval_s: float) -> None:
-    """A disk that is full, or read-only, may be mended while we serve."""
+    """Retry until written: a full or read-only disk may recover."""
     is_written = False
     while not is_written:
         await asyncio.sleep(interval_s)
@@ -178,7 +177,7 @@ async def _retry_write_files(texts: Mapping[Path, str], interval_s: float) -> No
 
 
 def local_url(host: str, port: int) -> str:
-    """Where a process on this machine reaches the proxy."""
+    """URL of the proxy for processes on this machine."""
     if host in ("", "0.0.0.0"):
         host = "127.0.0.1"
     elif host == "::":

@@ -170,7 +170,7 @@ class Components:
         return events
 
     async def adopt_residents(self) -> None:
-        """Save what an earlier proxy left in the backend's memory: it may be stored nowhere else."""
+        """Save the residents of an earlier proxy: they may be stored nowhere else."""
         await self.watchdog.wait_until_up()
         await self.backend_state.status()
         await self.saver.save_residents()
@@ -220,7 +220,7 @@ def build_app(config: ProxyConfig, secret: str, index: Index) -> web.Application
 
 
 def _build_client_table(parts: Components) -> RouteTable:
-    """Routes of clients' APIs."""
+    """Routes of the client APIs."""
     openai = OpenAIRoutes(parts.build_pipeline(), parts.backend_state, parts.registry, parts.completion)
     anthropic = AnthropicRoutes(MESSAGES, parts.config, parts.renderer, parts.backend_state)
     responses = ResponsesRoutes(RESPONSES, parts.config, parts.renderer, parts.registry, parts.completion)

@@ -1,7 +1,7 @@
-"""What the proxy counts, for Prometheus.  Any thread may count; each proxy has a registry of its own.
+"""Prometheus metrics of the proxy.  Any thread may count; each proxy has its own registry.
 
-Names and labels are a promise to whoever scrapes them, and stand in docs/metrics.md.  Labels are words of ours: nothing
-that a client has sent (a model's name, an id, a key) is ever one.  What can be read at any time is in `gauges`.
+Names and labels are stable and listed in docs/metrics.md.  Labels are fixed words: values sent by clients (model names,
+ids, keys) never become labels.  Gauges of the present state are in `admin.metrics`.
 """
 
 import re
@@ -49,7 +49,7 @@ CANCEL_SOURCE_BY_CODE = {
 
 
 class ProxyMetrics:
-    """Counters and histograms by what they are about."""
+    """Counters and histograms by subject."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # each would be a metric of its own in plain text
@@ -116,16 +116,16 @@ class ProxyMetrics:
         self.persistent.set(1)
 
     def register(self, collector: Collector) -> None:
-        """Have it collected at each scrape, too."""
+        """Add a collector to each scrape."""
         self._registry.register(collector)
 
     def render_exposition(self, accept: str = "") -> tuple[bytes, str]:
-        """What GET /metrics answers with, and its Content-Type: OpenMetrics where `accept` asks for it, or text."""
+        """Body of GET /metrics and its Content-Type: OpenMetrics if `accept` asks for it, or text."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
     def record_request(self, record: RequestRecord, status: str) -> None:
-        """A request that was let in has ended; `status`: the class of what its client was told, "none" for nothing."""
+        """Count an admitted request that has ended; `status`: class of its HTTP status, "none" without an answer."""
         source = record.source
         self._requests.labels(api=record.endpoint, outcome=record.outcome, source=source, status=status).inc()
         self._dispatched_again.inc(max(0, record.dispatches - 1))
@@ -137,7 +137,7 @@ class ProxyMetrics:
         self._record_generation(record)
 
     def _record_prompt(self, record: RequestRecord) -> None:
-        """Nothing of one of which nothing was computed: what it was to reuse came to nothing."""
+        """Count prompt tokens, unless nothing was computed: then nothing was reused."""
         if not record.prefilled_tokens:
             return
         self._prefill.observe(record.prefill_s)
@@ -157,11 +157,11 @@ class ProxyMetrics:
             self._estimate.labels(source=record.source).observe(actual_s / record.expected_ttft_s)
 
     def record_cancel(self, stage: str, cancel_source: str) -> None:
-        """A request was ended; `stage` as Life's, `by` as `ended_by` says."""
+        """Count an ended request; `stage` as in `Request.status`, `cancel_source` as by `find_cancel_source`."""
         self._cancels.labels(phase=PHASE_BY_STAGE.get(stage, stage), by=cancel_source).inc()
 
     def record_error(self, error: ClientError) -> None:
-        """A client was told of an error."""
+        """Count an error sent to a client."""
         body = decode_error_body(error)
         self._errors.labels(status=str(error.status), code=self._label_for_code(body.code or body.type)).inc()
 
@@ -175,7 +175,7 @@ class ProxyMetrics:
         self._evicted_bytes.labels(why=why).inc(bytes_count)
 
     def _label_for_code(self, code: str) -> str:
-        """The code as a label; there are never more of these than CODES_MAX."""
+        """The code as a label, or OTHER beyond ERROR_CODES_MAX."""
         if not _ERROR_CODE_PATTERN.fullmatch(code):
             return OTHER
         with self._lock:
@@ -189,5 +189,5 @@ METRICS = web.AppKey("metrics", ProxyMetrics)
 
 
 def find_cancel_source(error: ClientError) -> str:
-    """Who, or which limit, has ended a request for this reason."""
+    """Origin of a cancellation: a person, or the limit that the error's code names."""
     return error.cancel_source or CANCEL_SOURCE_BY_CODE.get(decode_error_body(error).code or "", OTHER)

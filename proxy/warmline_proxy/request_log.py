@@ -1,4 +1,4 @@
-"""What is learnt of one request on its way; in the end its record and its one PERF line."""
+"""Log of one request: its record and its PERF line."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def new_request_id() -> str:
 
 
 def parse_request_id(header: str | None) -> str:
-    """A client's own name for its request, or a new one.  Raises ClientError 400."""
+    """The client's id for its request, or a new one.  Raises ClientError 400."""
     if header is None:
         return new_request_id()
     if not _REQUEST_ID_PATTERN.fullmatch(header):
@@ -36,7 +36,7 @@ def parse_request_id(header: str | None) -> str:
 
 @dataclass
 class RequestLog:
-    """Filled by the hot path, read by settle; owned by the event loop."""
+    """Facts of a request in progress, read when it settles.  Event loop thread."""
 
     endpoint: str
     id: str = field(default_factory=new_request_id)
@@ -68,31 +68,31 @@ class RequestLog:
         return time.monotonic() - self.arrived_monotonic
 
     def record_first_token(self) -> None:
-        """The first token's text is on its way to the client."""
+        """Record the time to the first token."""
         self.ttft_s = self.ttft_s or self.elapsed_s()
 
     def record_success(self) -> None:
-        """The client has all of its answer; a failure in the midst of it stays one."""
+        """Record that the client has its whole answer; an earlier failure stays."""
         if not self.outcome:
             self.outcome, self.status = OK, "2xx"
 
     def record_failure(self, error: ClientError | UpstreamError) -> None:
-        """A 499 is nobody's failure: somebody wanted it ended."""
+        """Record an error; 499 is a cancellation."""
         is_cancel = isinstance(error, ClientError) and error.status == CLIENT_CLOSED
         self.outcome, self.error = CANCELLED if is_cancel else ERROR, str(error)
         self.status = f"{translate_upstream_error(error).status // 100}xx"
 
     def record_disconnect(self) -> None:
-        """The client went before its answer was whole; what failed before that stays a failure."""
+        """Record that the client left before its answer was complete; an earlier failure stays."""
         self.outcome = self.outcome or CANCELLED
 
     def format_cache_header(self) -> str:
-        """X-Warmline-Cache: where the start came from and how many tokens it saved."""
+        """X-Warmline-Cache: source of the start and reused tokens."""
         assert self.plan is not None
         return f"{self.plan.source} {self.plan.reuse}"
 
     def _reused_tokens(self) -> int:
-        """Less than planned where a request that is followed can no longer be copied at just that place."""
+        """Reused tokens; fewer than planned if a followed request could not be copied at the planned position."""
         planned = self.plan.reuse if self.plan else 0
         return (
             min(planned, self.prompt_tokens - self.generation_result.timings.prefilled)
@@ -141,7 +141,7 @@ SECONDS_DIGITS = 6
 
 
 def build_perf_fields(record: RequestRecord, session_hint: str = "") -> dict[str, object]:
-    """The same as keys, under the names that records have."""
+    """Fields of the PERF event for JSON logs, with the records' names."""
     values = {name: getattr(record, name) for name in record.__struct_fields__ if name not in UNLOGGED_FIELDS}
     fields = {
         name: round(value, SECONDS_DIGITS) if isinstance(value, float) else value for name, value in values.items()
@@ -150,7 +150,7 @@ def build_perf_fields(record: RequestRecord, session_hint: str = "") -> dict[str
 
 
 def format_perf_line(record: RequestRecord, session_hint: str = "") -> str:
-    """One line, `key=value`; texts that others chose are quoted."""
+    """PERF line, `key=value`; texts of others are quoted."""
     numbers = (
         f"queue={record.queue_s:.3f}s restore={record.restore_s:.3f}s prefill={record.prefill_s:.3f}s"
         f" ttft={record.ttft_s:.3f}s expected={record.expected_ttft_s:.3f}s total={record.total_s:.3f}s"

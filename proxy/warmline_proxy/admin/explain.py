@@ -48,8 +48,7 @@ class ExplainRoutes:
         return {("GET", "/warmline/explain"): self.get_explanation, ("POST", "/warmline/texts"): self.get_texts}
 
     async def get_explanation(self, request: web.Request) -> web.Response:
-        """Explain `?request=`: a request id, its prefix or a response id; by default the last request worth explaining.
-        """
+        """Explain `?request=`: a request id, its prefix or a response id; without it, the last notable request."""
         try:
             record, since = await asyncio.to_thread(self._find_record, request.query.get("request") or LAST)
         except RequestNotFoundError as error:

@@ -72,7 +72,7 @@ class MaintenanceRoutes:
         return json_response(reply)
 
     async def replay(self, request: web.Request) -> web.Response:
-        """Answers when all is computed, however long that takes; a caller that leaves ends it."""
+        """Replay a session's turns and answer when all are computed; a disconnect cancels it."""
         try:
             replay_request = decode(await read_body(request, self._receive_timeout_s), ReplayRequest)
             reply = await self._replayer.replay(replay_request)

@@ -1,4 +1,4 @@
-"""What is so at this moment, read when somebody scrapes.  Event loop."""
+"""Gauges of the present state, read at each scrape, and GET /metrics.  Event loop thread."""
 
 import asyncio
 import logging
@@ -25,8 +25,7 @@ TOTALS_INTERVAL_S = 2.0
 
 
 class GaugeCollector(Collector):
-    """Gauges over other components' state.  Stored totals are read on a thread, at intervals, and omitted on failure.
-    """
+    """Gauges over other components' state.  Stored totals are read on a thread, at intervals; omitted on failure."""
 
     def __init__(
         self,

@@ -1,6 +1,5 @@
 """POST /warmline/purge: removes conversations from disk and from memory, and keeps running requests from saving them.
-KV that is in memory alone and outside the purge stays there until it is saved; while the disk is full, that is all
-KV.
+KV that is in memory alone and outside the purge stays there until it is saved; while the disk is full, that is all KV.
 """
 
 import asyncio
@@ -88,8 +87,7 @@ class PurgeRoutes:
         return json_response(reply)
 
     async def _resolve_roots(self, purge_request: PurgeRequest) -> PurgeRequest:
-        """The request with the roots of its key, running requests included.  Raises ClientError 400 for an unknown key.
-        """
+        """The request with the roots of its key, running ones included.  Raises ClientError 400 for an unknown key."""
         if not purge_request.key:
             return purge_request
         running_roots = {request.root for request in self._registry} - {b""}
@@ -100,9 +98,8 @@ class PurgeRoutes:
 
     async def _run_purge(self, purge_request: PurgeRequest) -> PurgeReply:
         """Purge while saving is paused: affected requests are marked before anything of them can be saved, and purged
-        residents
-        are excluded from reuse before the backend is notified.
-        Memory is cleared once rows are removed, even if the disk fails.
+        residents are excluded from reuse before the backend is notified. Memory is cleared once rows are removed, even
+        if the disk fails.
         """
         async with self._events.pause():
             purge_request = await self._resolve_roots(purge_request)
@@ -154,9 +151,7 @@ class PurgeRoutes:
                 self._notify_task = self._background.spawn(self._retry_notify_backend(), "word of a purge")
 
     async def _notify_backend(self) -> None:
-        """Have the backend drop its residents, except unsaved ones and those of running requests.  Raises
-        UpstreamError.
-        """
+        """Have the backend drop residents that are neither unsaved nor running requests'.  Raises UpstreamError."""
         resident_view = self._backend_state.resident_view
         unsaved_ids = [resident for resident, _ in resident_view.non_durable_entries()]
         running_ids = [
@@ -222,9 +217,9 @@ def remove_prepared(
     unsaved_residents: Sequence[tuple[str, ResidentEntry]],
     whole_model: bool,
 ) -> RemovalResult | None:
-    """Remove rows, on a thread: the reply, the requests that build on removed KV or belong to it, and the ids of such
-    residents (all of them for `whole_model`).
-    None, without effect, if the purge must be prepared again.
+    """Remove rows, on a thread: the reply, the requests that lose KV or belong to it, and ids of such residents.
+
+    None, without effect, if the purge must be prepared again; `whole_model`: all residents are purged.
     """
     paths = [_find_request_path(index, request) for request in requests]
     unsaved_paths = {resident: _find_path_beyond_head(index, each) for resident, each in unsaved_residents}

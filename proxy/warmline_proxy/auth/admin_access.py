@@ -1,4 +1,5 @@
 """Access to a home's admin paths (pure).
+
 The owner presents the home's secret (as cachectl does) or the admin key, or connects from this machine.  The peer
 address counts only without a proxy in between: behind a reverse proxy on this machine every client looks local.
 
@@ -63,9 +64,10 @@ def extract_key(headers: Mapping[str, str]) -> str:
 
 
 def check_admin(access_request: AccessRequest, credential: str, needs_key: bool) -> None:
-    """Check access by `credential`: SECRET (never in a Basic header), ADMIN, WRONG or MISSING; `needs_key`: a local
-    peer needs
-    a key too.  Raises ClientError 401, 403.
+    """Check `credential`: SECRET (never by Basic authentication), ADMIN, WRONG or MISSING.  Raises ClientError 401,
+    403.
+
+    `needs_key`: a local peer needs a key too.
     """
     if credential == SECRET:
         return
@@ -79,10 +81,7 @@ def check_admin(access_request: AccessRequest, credential: str, needs_key: bool)
 
 
 def can_see_refusal_reason(access_request: AccessRequest, credential: str, needs_key: bool) -> bool:
-    """True if a refused client may learn that no client keys exist: the owner, and local users even with a wrong key.
-    Others
-    must not learn anything about keys.
-    """
+    """True if a refused client may learn that no client keys exist: the owner, and local users with any key."""
     if credential == SECRET:
         return True
     return not is_cross_site(access_request) and (

@@ -4,9 +4,9 @@
     └── KeyNotFoundError      no key of that name
         └── NoClientKeysError no client key at all
 
-Rewritten as a whole, under a lock, by `cachectl key` and by a proxy that opens to the network.  Keys are stored in
-plain
-text, since they are shown again: the file is as private as the home's secret.
+Rewritten as a whole, under a lock, by `cachectl key` and by a proxy that opens to the network.  Keys are stored as
+they
+are, since they are shown again: the file is as private as the home's secret.
 """
 
 import hashlib

@@ -40,9 +40,7 @@ class KeyTenants(msgspec.Struct, kw_only=True, frozen=True):
     is_shared: bool = False  # all use what requests without a key do
 
     def find_tenant(self, name: str) -> str:
-        """Tenant of the key `name`; "" names the only key, or no key if there is none.  Raises KeyNotFoundError if
-        ambiguous.
-        """
+        """Tenant of a key; "" names the only key, or no key if there is none.  Raises KeyNotFoundError if ambiguous."""
         if name and name not in self.tenants:
             raise KeyNotFoundError(_format_unknown_key(name, self.tenants))
         if self.is_shared or not self.tenants:
@@ -72,9 +70,7 @@ class OwnerLabels(msgspec.Struct, kw_only=True, frozen=True):
         return self.words.get(root.hex(), "")
 
     def find_roots(self, label: str) -> list[str]:
-        """Roots in hex with that label; "a removed key (PREFIX)" selects by the root's prefix.  Raises
-        KeyNotFoundError.
-        """
+        """Roots in hex by label; "a removed key (PREFIX)" selects by the root's prefix.  Raises KeyNotFoundError."""
         match = _REMOVED_LABEL_PATTERN.fullmatch(label)
         wanted_label, root_prefix = (REMOVED_LABEL, match[1]) if match else (label, "")
         found = [
@@ -110,8 +106,7 @@ def describe_owner(label: str) -> str:
 
 
 def load_key_tenants(home: Home, *, client_key: str, share_cache: bool) -> KeyTenants:
-    """Tenants of the home's keys.  Without `client_key`, the last proxy's settings key counts.  Raises KeyStoreError.
-    """
+    """Tenants of the home's keys.  Without `client_key`, the last settings key counts.  Raises KeyStoreError."""
     tenant = derive_tenant(client_key) or read_last_tenant(home)
     own = {ENVIRONMENT_NAME: tenant} if tenant else {}
     return KeyTenants(tenants=own | {each.name: each.tenant for each in read_client_keys(home)}, is_shared=share_cache)
@@ -139,6 +134,7 @@ def find_fingerprints(
     home: Home, rows: Iterable[SegmentRow], known_fingerprints: Mapping[bytes, str] | None = None
 ) -> dict[bytes, str]:
     """Model fingerprint by root, "" if no file is readable.
+
     Reads one header for each root without a known fingerprint, up to FILES_READ_MAX if they are damaged.
     """
     known_fingerprints = known_fingerprints or {}

@@ -1,4 +1,5 @@
 """Clients by the key that a request presents.  Event loop thread.
+
 Keys are those of HOME/keys.json, read again on change, and the settings' key.
 """
 
@@ -80,8 +81,8 @@ def prepare_keys(config: ProxyConfig) -> None:
 
 
 class ClientKeys:
-    """Digests of the present keys.  Raises KeyStoreError for an unusable file at the start; later the old keys stay.
-    So they do if the file disappears: an accident or an editor's rewrite must not open the proxy to everybody.
+    """Digests of the present keys.  Raises KeyStoreError for an unusable file at the start; later the old keys stay. So
+    they do if the file disappears: an accident or an editor's rewrite must not open the proxy to everybody.
     """
 
     def __init__(self, config: ProxyConfig) -> None:

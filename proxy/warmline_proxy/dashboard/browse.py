@@ -1,7 +1,6 @@
-"""What the dashboard asks of what is stored and what was answered, a page at a time however much there is.
+"""Paged queries of the dashboard over stored conversations and answered requests.
 
-The index is added up on a thread, once a change; bookkeeping alone (hits, times of use) is looked at again when it is a
-few seconds old.
+The index is summarized on a thread, once per change; after bookkeeping alone (hits, times), every few seconds.
 """
 
 import asyncio
@@ -31,7 +30,7 @@ BOOKKEEPING_AGE_S = 5.0
 
 
 class RequestSummary(msgspec.Struct, kw_only=True):
-    """A record without what is private or long: what was stored and sent is in the explanation."""
+    """A record without private or long fields, which only the explanation has."""
 
     id: str
     at: float
@@ -107,7 +106,7 @@ class NodeSession(msgspec.Struct, kw_only=True):
 
 
 class TreeNode(msgspec.Struct, kw_only=True):
-    """See census.Run."""
+    """A `SegmentRun` in JSON."""
 
     id: str
     root: str
@@ -140,7 +139,7 @@ class TreeReply(msgspec.Struct, kw_only=True):
 
 
 class PathReply(msgspec.Struct, kw_only=True):
-    """GET /warmline/path?session or ?segment: from the namespace to where it ends."""
+    """GET /warmline/path?session or ?segment: nodes from the namespace to its end."""
 
     nodes: list[TreeNode]
     tokens: int
@@ -161,7 +160,7 @@ SORT_CHOICES = (*SORT_KEYS, *(f"-{name}" for name in SORT_KEYS))
 
 
 class BrowseRoutes:
-    """Handlers.  What they keep belongs to the event loop."""
+    """Handlers and their cached summary.  Event loop thread."""
 
     def __init__(self, index: Index, owner_resolver: OwnerResolver) -> None:
         self._index, self._owner_resolver = index, owner_resolver
@@ -221,7 +220,7 @@ class BrowseRoutes:
         return json_response(PathReply(nodes=nodes, tokens=conversation.row.tokens if conversation else run.end))
 
     async def _load_summary(self) -> "_SummaryCache":
-        """What was last added up, where that still holds; one at a time."""
+        """The cached summary while it is fresh; else a new one, built once for concurrent callers."""
         async with self._build_lock:
             if self._cache is None or not self._cache.is_fresh(self._index):
                 self._cache = await asyncio.to_thread(_SummaryCache, self._index)
@@ -230,7 +229,7 @@ class BrowseRoutes:
 
 
 class _SummaryCache:
-    """A census, and of when it is.  Made on a thread."""
+    """Index summary with the index's counters at its start.  Built on a thread."""
 
     def __init__(self, index: Index) -> None:
         self.change_count, self.flush_count, self.built_at = index.change_count, index.flush_count, time.monotonic()
@@ -273,7 +272,7 @@ def _build_sessions_reply(cache: _SummaryCache, offset: int, count: int, sort: s
 
 
 def _matches_search(conversation: ConversationSummary, cache: _SummaryCache, search_text: str) -> bool:
-    """In its id, its names, or the name of its key."""
+    """True if the session's id, its names or its key's name contain the text."""
     names = (
         conversation.row.id,
         conversation.row.client,
@@ -349,7 +348,7 @@ class RequestsReply(msgspec.Struct, kw_only=True):
 
 
 class InspectRoutes:
-    """Handlers."""
+    """Handler of the request records."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -365,7 +364,7 @@ class InspectRoutes:
 
 
 def _strip_divergence_text(record: RequestRecord) -> RequestRecord:
-    """What stands where it parts is /warmline/explain's to tell."""
+    """Copy of a record without prompt text, which only /warmline/explain returns."""
     if record.parting is None:
         return record
     stripped = msgspec.structs.replace(record.parting, stored=b"", prompt=b"", stored_text="", prompt_text="")

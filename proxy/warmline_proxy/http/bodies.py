@@ -1,6 +1,6 @@
-"""Reading a client's body (sized, chunked or compressed, never larger than the limit) and writing what it gets.
+"""Reading of request bodies (sized, chunked or compressed, up to a limit) and writing of responses.
 
-Both may take as long as they like while they move: what is limited is how long nothing comes, and nothing is taken.
+Transfers may take long while they progress: timeouts apply to the time without a byte.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ SERVER_HEADERS = {"Server": "warmline"}  # aiohttp would tell its version, and P
 
 
 def json_response(value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    """`value` as JSON without spaces, which is how the backend and the streams write theirs."""
+    """JSON response without spaces, as the backend and the streams write it."""
     return web.Response(status=status, body=encode(value), content_type="application/json", headers=headers)
 
 
 async def read_body(request: web.Request, timeout_s: float) -> bytes:
-    """The whole body, decompressed.  Raises ClientError 400, 413, or 408 where nothing comes for `timeout_s`."""
+    """Read the whole body, decompressed.  Raises ClientError 400, 413, or 408 after `timeout_s` without a byte."""
     body = bytearray()
     if (request.content_length or 0) > BODY_BYTES_MAX:
         raise _body_too_large()
@@ -34,7 +34,7 @@ async def read_body(request: web.Request, timeout_s: float) -> bytes:
 
 
 async def _read_chunk(request: web.Request, timeout_s: float) -> bytes:
-    """b"" at the end."""
+    """Next bytes; b"" at the end."""
     try:
         async with asyncio.timeout(timeout_s):
             return await request.content.readany()
@@ -46,7 +46,7 @@ async def _read_chunk(request: web.Request, timeout_s: float) -> bytes:
 
 
 async def set_server_header(_: web.Request, response: web.StreamResponse) -> None:
-    """A signal's handler, for an answer's head that is about to be written."""
+    """Handler of aiohttp's on_response_prepare signal."""
     response.headers.update(SERVER_HEADERS)
 
 
@@ -55,9 +55,9 @@ def _body_too_large() -> ClientError:
 
 
 async def write_chunk(response: web.StreamResponse, data: bytes, timeout_s: float) -> None:
-    """Write on.  Raises ConnectionResetError where the client has left, or takes nothing for `timeout_s`.
+    """Write bytes.  Raises ConnectionResetError if the client disconnected or takes nothing for `timeout_s`.
 
-    The connection of an answer that was given up is aborted when its handler ends (`connections`).
+    The handler's end aborts the connection of an incomplete response (see `connections`).
     """
     try:
         async with asyncio.timeout(timeout_s):

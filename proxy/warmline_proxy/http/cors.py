@@ -1,7 +1,7 @@
-"""Which web pages may use what is served under /v1 (CORS): none, unless their origins are named.  Pure.
+"""CORS for paths under /v1: web pages of the named origins only.  Pure.
 
-A browser sends a page's requests for it, and shows it the answer only where that says so.  What it does not ask about
-first it sends all the same, a prompt too: where no key is asked for, `is_strange` tells such requests.
+Browsers send a page's requests and hide the responses without these headers.  Requests without a preflight arrive all
+the same: where no key is required, `is_untrusted_origin` identifies them.
 """
 
 import re
@@ -26,7 +26,7 @@ _ORIGIN_PATTERN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@*\s]+")
 
 
 def parse_origins(setting: str) -> frozenset[str]:
-    """Those in a list separated by commas.  Raises ValueError for what no browser sends as an origin."""
+    """Origins in a comma-separated list.  Raises ValueError for an invalid origin."""
     names = frozenset(filter(None, (name.strip().lower() for name in setting.split(","))))
     for name in names - {ANY_ORIGIN}:
         if not _ORIGIN_PATTERN.fullmatch(name):
@@ -37,16 +37,16 @@ def parse_origins(setting: str) -> frozenset[str]:
 
 
 def is_same_origin(origin: str, hosts: Sequence[str]) -> bool:
-    """Whether it is that of a page of ours; `hosts`: the Host headers of the request."""
+    """True for the proxy's own origin; `hosts`: the Host headers of the request."""
     url = _split_origin(origin)
     return url.scheme in WEB_SCHEMES and [url.netloc.lower()] == [host.lower() for host in hosts]
 
 
 def is_untrusted_origin(origin: str | None, hosts: Sequence[str], allowed_origins: Collection[str]) -> bool:
-    """Whether a page is behind a request that is neither named, nor ours, nor served on this machine.
+    """True for a page's request whose origin is neither named, nor the proxy's, nor on this machine.
 
-    A sandboxed page says "null", whosever it is.  Apps and extensions have other schemes: somebody installed them; so
-    have apps that are made of files ("file://"), where a browser says "null" of a page in a file.
+    Sandboxed pages send "null".  Apps and extensions, which users install, have other schemes, such as "file://" for
+    apps made of files; for a page in a file, browsers send "null".
     """
     if (
         not origin
@@ -60,7 +60,7 @@ def is_untrusted_origin(origin: str | None, hosts: Sequence[str], allowed_origin
 
 
 def _split_origin(origin: str) -> SplitResult:
-    """Empty ones where it is no URL."""
+    """Parts of the origin, empty if it is no URL."""
     try:
         return urlsplit(origin)
     except ValueError:
@@ -70,10 +70,7 @@ def _split_origin(origin: str) -> SplitResult:
 def build_cors_headers(
     allowed_origins: Collection[str], method: str, path: str, request_headers: Mapping[str, str]
 ) -> dict[str, str]:
-    """What an answer, a refusal too, says to the browser of a page; `asked`: the request's headers.
-
-    Nothing where no page is involved, or one that is not to read it.
-    """
+    """CORS headers of a response, refusals included; empty without a page, or if it may not read the response."""
     if not allowed_origins or not f"{path}/".startswith(CORS_PATH_PREFIX):
         return {}
     vary = (

@@ -39,6 +39,7 @@ class OpenAIRoutes:
 
     async def cancel_request(self, request: web.Request) -> web.StreamResponse:
         """Cancel a request by its own id or its response's id; answer when the engine has released it.
+
         Other clients' requests are 404.
         """
         name, client = trim_path(request).removeprefix(CANCEL_PATH), request[CLIENT]
