@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from warmline_common.logging import log_loop_error, start_logging
-from warmline_common.process import exit_codes as kept
+from warmline_common.process import exit_codes
 from warmline_common.process.console import write_line
 from warmline_common.process.file_limits import raise_descriptor_limit
 from warmline_common.process.parent_watch import watch_parent
@@ -29,9 +29,9 @@ from warmline_proxy.index.recovery.startup import reconcile
 
 log = logging.getLogger("warmline_proxy")
 
-STOP_MARGIN_S = 15.0  # beyond the drain: to let go of what runs, and to write what is kept
-LOCK_WAIT_S = 10.0  # a predecessor that is ending, or cachectl
-ADDRESS_RETRY_INTERVAL_S = 5.0  # between two tries to write our address down
+STOP_MARGIN_S = 15.0  # beyond the drain: to release requests and flush
+LOCK_WAIT_S = 10.0  # for an ending proxy, or cachectl
+ADDRESS_RETRY_INTERVAL_S = 5.0  # of writing the address files
 DESCRIPTOR_COUNT_TARGET = 8_192  # a non-login macOS shell gives 256
 
 
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         run(config, secret)
     except HomeLockedError as error:
         write_line(f"warmline proxy: {error}")
-        return kept.locked_home_exit_code()
+        return exit_codes.locked_home_exit_code()
     except (IndexStoreError, OSError) as error:
         write_line(f"warmline proxy: {error}")
         return 1
@@ -99,7 +99,8 @@ async def serve(config: ProxyConfig, secret: str, index: Index, descriptor_count
         log.info("at most %d connections, %d descriptors", listener.connections.count_max, descriptor_count_max)
         await signals.stop.wait()
         log.info(format_stop_message(app[REQUEST_REGISTRY].unanswered_count, config.drain_timeout_s))
-        await run_until_event(signals.stop_now, drain(app))  # while newcomers still reach us, to be told to come again
+        # New requests still connect, and get a 503 with Retry-After.
+        await run_until_event(signals.stop_now, drain(app))
 
 
 def format_stop_message(unanswered_count: int, drain_timeout_s: float) -> str:
@@ -139,8 +140,7 @@ async def run_until_event(event: asyncio.Event, coroutine: Coroutine[None, None,
 async def publish_address(
     config: ProxyConfig, port: int, retry_interval_s: float = ADDRESS_RETRY_INTERVAL_S
 ) -> AsyncIterator[None]:
-    """Publish pid and URL while the proxy listens, as soon as the disk allows, and the settings key's tenant for good.
-    """
+    """Publish pid and URL while the proxy listens, as soon as the disk allows, and the settings key's tenant for good."""
     address = json.dumps({"pid": os.getpid(), "url": local_url(config.bind_host, port)})
     address_files = {config.home.run / "proxy.json": address, config.home.pid_file("proxy"): f"{os.getpid()}\n"}
     if tenant := derive_tenant(config.client_key):
@@ -193,4 +193,4 @@ def delete_files(files: Sequence[Path]) -> None:
 
 if __name__ == "__main__":
     set_private_umask()
-    kept.run_main(lambda: main(sys.argv[1:]))
+    exit_codes.run_main(lambda: main(sys.argv[1:]))

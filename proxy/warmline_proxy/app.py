@@ -61,7 +61,7 @@ from warmline_proxy.upstream.backend_state import BackendState
 from warmline_proxy.upstream.client import Upstream
 from warmline_proxy.upstream.watchdog import Watchdog
 
-CLEANUP_TIMEOUT_S = 2.0  # for background work after the drain, or without one
+CLEANUP_TIMEOUT_S = 2.0  # of background tasks
 REQUEST_REGISTRY = web.AppKey("request_registry", RequestRegistry)
 
 

@@ -16,9 +16,9 @@ from warmline_common.protocol.messages import (
 )
 
 RETRY_AFTER_S = 2
-_CONTEXT_OVERFLOW_PATTERN = re.compile(r"maximum context length is (\d+) tokens\D+(\d+) tokens")  # the backend's words
-UNAUTHORIZED = 401  # no key, or a wrong one
-CLIENT_CLOSED = 499  # nginx's word for a request that was ended before its answer
+_CONTEXT_OVERFLOW_PATTERN = re.compile(r"maximum context length is (\d+) tokens\D+(\d+) tokens")  # of the backend
+UNAUTHORIZED = 401  # missing or wrong key
+CLIENT_CLOSED = 499  # nginx's status of a cancelled request
 
 
 class ClientError(Exception):
@@ -48,7 +48,7 @@ class ClientError(Exception):
         return response
 
 
-CLIENT_ERROR = web.ResponseKey("refusal", ClientError)  # what an answer tells
+CLIENT_ERROR = web.ResponseKey("refusal", ClientError)  # the error in a response
 
 
 def encode_error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:
@@ -74,10 +74,10 @@ def parse_context_overflow(error: ClientError) -> tuple[int, int] | None:
 def rename_error_param(error: ErrorBody, name_map: Mapping[str, str]) -> ErrorBody:
     """Error with its parameter renamed: `name_map` maps chat's names to another API's, longer names first."""
     param = error.param or ""
-    for name, theirs in name_map.items():
+    for name, renamed in name_map.items():
         if f"{param}.".startswith(f"{name}."):
-            message = error.message.replace(f"'{name}'", f"'{theirs}'").replace(f"'{name}.", f"'{theirs}.")
-            return msgspec.structs.replace(error, message=message, param=theirs + param.removeprefix(name))
+            message = error.message.replace(f"'{name}'", f"'{renamed}'").replace(f"'{name}.", f"'{renamed}.")
+            return msgspec.structs.replace(error, message=message, param=renamed + param.removeprefix(name))
     return error
 
 

@@ -24,7 +24,7 @@ from warmline_common.process.version import version
 from warmline_proxy.errors import ClientError, decode_error_body
 from warmline_proxy.store.rows import RequestRecord
 
-# A prefill may take hours, a warm answer's first token milliseconds.
+# From a warm first token (milliseconds) to a prefill (hours).
 SECONDS_BUCKETS = (
     *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
     *(60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0, 7200.0),
@@ -32,13 +32,13 @@ SECONDS_BUCKETS = (
 TOKEN_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 
-COMPUTED = "computed"  # of a prompt's tokens: neither resident nor restored nor shared
+COMPUTED = "computed"  # source of prompt tokens without reuse
 OTHER = "other"
-ERROR_CODES_MAX = 64  # that errors are told apart by; the backend's are among them
+ERROR_CODES_MAX = 64  # distinct labels, the backend's codes included
 _ERROR_CODE_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
 
-PHASE_BY_STAGE = {"prefilling": "prefill", "answering": "decode"}  # as the field calls what RequestStatus says
-# Who ends a request, by the code of what its client is told.
+PHASE_BY_STAGE = {"prefilling": "prefill", "answering": "decode"}  # label of Request.status
+# Limit that ended a request, by its error's code.
 CANCEL_SOURCE_BY_CODE = {
     "deadline_exceeded": "total_timeout",
     "queue_timeout": "queue_timeout",
@@ -52,11 +52,11 @@ class ProxyMetrics:
     """Counters and histograms by subject."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # each would be a metric of its own in plain text
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # extra metrics in plain text
         self._registry = registry = CollectorRegistry()
         self._error_codes: set[str] = set()
         self._lock = threading.Lock()
-        ProcessCollector(registry=registry)  # of Linux
+        ProcessCollector(registry=registry)  # Linux only
         Info("warmline_build", "Which Warmline this is.", registry=registry).info({"version": version()})
 
         def counter(name: str, about: str, *labels: str) -> Counter:
@@ -100,14 +100,14 @@ class ProxyMetrics:
         self.restores = counter("restores", "Restores that requests have asked for.", "outcome")
         self._evictions = counter("evictions", "Files that were evicted.", "why")
         self._evicted_bytes = counter("evicted_bytes", "Bytes of files that were evicted.", "why")
-        for family, words in (
+        for family, labels in (
             (self.unauthorized, ("client", "owner")),
             (self.restores, ("ok", "failed")),
             (self._evictions, ("budget", "disk_full")),
             (self._evicted_bytes, ("budget", "disk_full")),
         ):
-            for word in words:
-                family.labels(word)  # 0 is told, too
+            for label in labels:
+                family.labels(label)  # exported with value 0
         self.quarantined = counter("quarantined", "Files taken out of use, without those that build on them.", "reason")
         self.audits = counter("audits", "Warm requests that were computed again, cold.", "why", "outcome")
         self.audits_waiting = Gauge(

@@ -40,29 +40,29 @@ class RequestLog:
 
     endpoint: str
     id: str = field(default_factory=new_request_id)
-    client_request_id: str = ""  # as its client named it
-    key: str = ""  # name of the key that its client showed
+    client_request_id: str = ""  # given by the client
+    key: str = ""  # key name
     arrived_at: float = field(default_factory=time.time)
     arrived_monotonic: float = field(default_factory=time.monotonic)
     client_model: str = ""
     session_hint: str = ""
-    stabilization: str = ""  # "times=2, ids=1": what was evened out at the top of its prompt
+    stabilization: str = ""  # "times=2, ids=1": replacements in the prompt's head
     session: str = ""
     outcome: str = ""
-    status: str = "none"  # the class of HTTP statuses that what its client was told belongs to, as "2xx"
+    status: str = "none"  # class of the HTTP status, as "2xx"
     error: str = ""
-    dispatches: int = 0  # how often it was sent to a backend; more than once where that was lost
+    dispatches: int = 0  # to a backend; more than one after its loss
     plan: RequestPlan | None = None
     prompt_tokens: int = 0
     saved_tokens: int = 0
-    collapse: str = ""  # what the garbage guard saw of its answer
+    collapse: str = ""  # finding of the repetition guard
     queue_s: float = 0.0
     restore_s: float = 0.0
     ttft_s: float = 0.0
     total_s: float = 0.0
     generation_result: GenerationResult | None = None
-    root: bytes = b""  # namespace of its prompt
-    divergence: Divergence | None = None  # where that differs from what was known
+    root: bytes = b""  # the prompt's namespace
+    divergence: Divergence | None = None  # of the prompt from known prefixes
 
     def elapsed_s(self) -> float:
         return time.monotonic() - self.arrived_monotonic
@@ -135,7 +135,7 @@ class RequestLog:
         )
 
 
-# Of a record: where its prompt differs nobody is to read in a log; the others mean nothing there, or are not known yet.
+# Private (prompt text), meaningless in a log, or not known yet.
 UNLOGGED_FIELDS = ("parting", "root", "audit")
 SECONDS_DIGITS = 6
 

@@ -22,7 +22,7 @@ class OwnerResolver:
     def __init__(self, index: Index, keys: ClientKeys, backend_state: BackendState) -> None:
         self._index, self._keys, self._backend_state = index, keys, backend_state
         self._fingerprint_by_root: dict[bytes, str] = {}
-        self._seen_change_count = -1  # of the index, when it was looked at
+        self._seen_change_count = -1  # the index's at the last read
 
     @property
     def routes(self) -> RouteTable:
@@ -32,8 +32,7 @@ class OwnerResolver:
         return json_response(await self.resolve_owners())
 
     async def resolve_owners(self, running_roots: Iterable[bytes] = ()) -> OwnerLabels:
-        """Labels of all stored and resident roots, and of `running_roots` of the served model.  Raises IndexStoreError.
-        """
+        """Labels of all stored and resident roots, and of `running_roots` of the served model.  Raises IndexStoreError."""
         if (changes := self._index.change_count) != self._seen_change_count:
             self._fingerprint_by_root = await asyncio.to_thread(self._find_fingerprints, self._fingerprint_by_root)
             self._seen_change_count = changes

@@ -42,10 +42,10 @@ from warmline_proxy.upstream.resident_view import ResidentEntry
 
 log = logging.getLogger(__name__)
 
-RELEASE_TIMEOUT_S = 60.0  # of a restore that reads a file which was purged
+RELEASE_TIMEOUT_S = 60.0  # for a restore that reads a purged file
 RELEASE_INTERVAL_S = 0.1
-LOADING_STATUS = 503  # HTTP status of a backend that has no model yet, and nothing in memory
-NOTIFY_INTERVAL_S = 5.0  # between tries to tell the backend
+LOADING_STATUS = 503  # HTTP status of a backend without a model, so without residents
+NOTIFY_INTERVAL_S = 5.0  # between notifications of the backend
 
 
 class PurgeRoutes:
@@ -81,7 +81,7 @@ class PurgeRoutes:
         resolved = await self._resolve_roots(purge_request)
         if purge_request.dry_run:
             return json_response(await asyncio.to_thread(preview_purge, self._index, resolved))
-        # A caller that leaves meanwhile does not keep it from being finished.
+        # Shielded: a disconnect must not cancel the purge.
         reply = await asyncio.shield(self._background.spawn(self._run_purge(purge_request), "purge"))
         await self._wait_until_deleted()
         return json_response(reply)
@@ -148,7 +148,7 @@ class PurgeRoutes:
         except UpstreamError as error:
             log.warning("the backend may still hold in memory what was purged; it is told again: %s", error)
             if self._notify_task is None or self._notify_task.done():
-                self._notify_task = self._background.spawn(self._retry_notify_backend(), "word of a purge")
+                self._notify_task = self._background.spawn(self._retry_notify_backend(), "purge notice")
 
     async def _notify_backend(self) -> None:
         """Have the backend drop residents that are neither unsaved nor running requests'.  Raises UpstreamError."""

@@ -19,9 +19,9 @@ from warmline_proxy.http.cors import is_same_origin
 
 ADMIN_HEADER = "X-Warmline-Admin"
 BASIC_CHALLENGE = 'Basic realm="Warmline", charset="UTF-8"'
-SECRET, ADMIN, WRONG, MISSING = "secret", "admin", "wrong", "nothing"  # what was shown
+SECRET, ADMIN, WRONG, MISSING = "secret", "admin", "wrong", "nothing"  # presented credential
 
-# Sent by whoever passes on what others ask.
+# Headers added by proxies.
 FORWARDED_HEADERS = frozenset(
     {"forwarded", "via", "x-forwarded", "x-real-ip", "x-client-ip", "true-client-ip", "x-cluster-client-ip"}
 )
@@ -29,7 +29,7 @@ FORWARDED_HEADER_PREFIXES = (
     *("x-forwarded-", "x-original-", "cf-", "tailscale-", "ngrok-", "x-envoy-", "x-amzn-", "fly-", "fastly-"),
     *("x-azure-", "x-appengine-", "x-vercel-", "x-arr-", "proxy-"),
 )
-# Of HTTP, and spoken by nginx where nobody told it otherwise, which then adds no such header.
+# HTTP version of an unconfigured nginx, which adds no forwarding header.
 PROXY_HTTP_VERSION = (1, 0)
 SAFE_METHODS = ("GET", "HEAD")
 
@@ -39,11 +39,11 @@ class AccessRequest:
     """Properties of a request that decide on its access."""
 
     method: str
-    peer_address: str  # address
-    hosts: Sequence[str]  # its Host headers
-    headers: Mapping[str, str]  # by names in any case
-    is_page: bool = False  # for people: a browser is to ask for the key, and links to it may stand anywhere
-    version: tuple[int, int] = (1, 1)  # of HTTP
+    peer_address: str
+    hosts: Sequence[str]  # Host headers
+    headers: Mapping[str, str]  # case-insensitive names
+    is_page: bool = False  # a dashboard page: browsers may ask for the key, other sites may link to it
+    version: tuple[int, int] = (1, 1)  # HTTP version
 
 
 def is_basic_auth(headers: Mapping[str, str]) -> bool:

@@ -26,7 +26,7 @@ from warmline_proxy.metrics import ProxyMetrics
 log = logging.getLogger(__name__)
 
 LOG_INTERVAL_S = 1.0
-CLIENT_ACCESS, ADMIN_ACCESS = "client", "owner"  # what was not let in
+CLIENT_ACCESS, ADMIN_ACCESS = "client", "owner"  # label of refusals
 
 
 class Authenticator:

@@ -24,12 +24,12 @@ from warmline_common.storage.file_lock import LockedError, process_lock
 from warmline_common.storage.home import Home
 from warmline_common.storage.permissions import FILE_MODE, OTHERS_MASK
 
-CLIENT_KIND, ADMIN_KIND = "client", "admin"  # kinds
+CLIENT_KIND, ADMIN_KIND = "client", "admin"
 DEFAULT_NAME = "default"
-ENVIRONMENT_NAME = "environment"  # of the key that WARMLINE_CLIENT_KEY or `client_key` names
+ENVIRONMENT_NAME = "environment"  # of the key in WARMLINE_CLIENT_KEY or `client_key`
 RESERVED_NAMES = (ADMIN_KIND, ENVIRONMENT_NAME)
 KEYS_MAX = 1000
-KEY_BYTES = 32  # of randomness; 43 characters
+KEY_BYTES = 32  # random; 43 characters
 LOCK_WAIT_S = 5.0
 VERSION = 1
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
@@ -52,7 +52,7 @@ class KeyEntry(msgspec.Struct, kw_only=True, frozen=True):
 
     name: str
     key: str
-    kind: str = CLIENT_KIND  # or ADMIN, which opens the owner's paths and nothing else
+    kind: str = CLIENT_KIND  # or ADMIN_KIND, for admin paths only
     tenant: str
     created: float  # Unix seconds
 
@@ -83,7 +83,7 @@ def read_keys(home: Home) -> list[KeyEntry]:
         return []
     except OSError as error:
         raise KeyStoreError(f"{home.keys} can't be read: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError):  # without what it quotes: that may be a key
+    except (msgspec.DecodeError, UnicodeDecodeError):  # no cause: it may quote a key
         raise KeyStoreError(f"{home.keys} is damaged: restore it, or delete it and make new keys") from None
     if content.version != VERSION or not all(
         each.key and each.kind in (CLIENT_KIND, ADMIN_KIND) for each in content.keys
@@ -201,7 +201,7 @@ def _edit_keys(home: Home) -> Iterator[list[KeyEntry]]:
     try:
         disk.make_folders(home.run)
         with process_lock(home.keys_lock, LOCK_WAIT_S):
-            for draft in home.root.glob(f".{home.keys.stem}.*{disk.DRAFT_SUFFIX}"):  # of who was killed
+            for draft in home.root.glob(f".{home.keys.stem}.*{disk.DRAFT_SUFFIX}"):  # of killed processes
                 with suppress(OSError):
                     disk.delete(draft)
             before = read_keys(home)

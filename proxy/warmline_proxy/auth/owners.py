@@ -28,16 +28,16 @@ from warmline_proxy.auth.key_store import (
 from warmline_proxy.store.rows import RequestRecord, SegmentRow
 
 NO_KEY_LABEL, SHARED_LABEL, REMOVED_LABEL = "no key", "shared", "a removed key"
-SHARED_BY_ALL_LABEL = "shared by all keys"  # where a key is called `shared`
-FILES_READ_MAX = 3  # of a root, for its model, until one can be read
-_REMOVED_LABEL_PATTERN = re.compile(rf"{REMOVED_LABEL} \(?([0-9a-f]{{4,32}})\)?")  # with the beginning of its root
+SHARED_BY_ALL_LABEL = "shared by all keys"  # if a key has the name `shared`
+FILES_READ_MAX = 3  # per root, to find its model
+_REMOVED_LABEL_PATTERN = re.compile(rf"{REMOVED_LABEL} \(?([0-9a-f]{{4,32}})\)?")  # root prefix
 
 
 class KeyTenants(msgspec.Struct, kw_only=True, frozen=True):
     """Tenants of the present client keys."""
 
-    tenants: dict[str, str]  # by the key's name
-    is_shared: bool = False  # all use what requests without a key do
+    tenants: dict[str, str]  # by key name
+    is_shared: bool = False  # all keys use the tenant of requests without a key
 
     def find_tenant(self, name: str) -> str:
         """Tenant of a key; "" names the only key, or no key if there is none.  Raises KeyNotFoundError if ambiguous."""
@@ -62,8 +62,8 @@ class KeyTenants(msgspec.Struct, kw_only=True, frozen=True):
 class OwnerLabels(msgspec.Struct, kw_only=True, frozen=True):
     """Reply of GET /warmline/whose."""
 
-    keys: list[str] = []  # the names of the client keys that there are
-    words: dict[str, str] = {}  # by root in hex, whether or not anything is stored there; "" where there are no keys
+    keys: list[str] = []  # names of the present client keys
+    words: dict[str, str] = {}  # label by root in hex, stored or not; "" without keys
 
     def find_label(self, root: bytes) -> str:
         """Label of a root; "" if unknown because none of its files can be read."""

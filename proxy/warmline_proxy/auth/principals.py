@@ -35,9 +35,9 @@ NO_KEYS_MESSAGE = "This server has no client key, and lets in nobody without one
 class Client:
     """Holder of a key; without keys, everybody."""
 
-    name: str = ""  # of the key
-    tenant: str = ""  # whose KV its requests may meet, see `warmline_common.protocol.tokens.namespace`
-    key_tenant: str = ""  # who it is: names are given anew, and tenants shared
+    name: str = ""  # key name
+    tenant: str = ""  # of its reusable KV, see `warmline_common.protocol.tokens.namespace`
+    key_tenant: str = ""  # the key's own, unlike a shared tenant or a reused name
 
 
 ANONYMOUS = Client()
@@ -87,7 +87,7 @@ class ClientKeys:
 
     def __init__(self, config: ProxyConfig) -> None:
         self._home, self._is_shared = config.home, config.share_cache
-        self._is_closed = config.is_open_to_network  # also where all keys were removed
+        self._is_closed = config.is_open_to_network  # also after all keys were removed
         own = KeyEntry(
             name=ENVIRONMENT_NAME, key=config.client_key, tenant=derive_tenant(config.client_key), created=0.0
         )
@@ -133,7 +133,7 @@ class ClientKeys:
     def is_admin_key(self, presented: str) -> bool:
         self._reload_if_changed()
         presented_digest = hash_key(presented)
-        return sum(hmac.compare_digest(each, presented_digest) for each in self._admin_digests) > 0  # all are compared
+        return sum(hmac.compare_digest(each, presented_digest) for each in self._admin_digests) > 0  # constant time
 
     def _find_client(self, presented: str) -> Client | None:
         """Client of a key; all keys are compared, so that the time reveals nothing."""
@@ -165,5 +165,5 @@ class ClientKeys:
         self._tenants.update(client.tenant for _, client in self._clients)
 
     def _effective_tenant(self, entry: KeyEntry) -> str:
-        """"" for shared caches: the tenant of requests without a key."""
+        """ "" for shared caches: the tenant of requests without a key."""
         return "" if self._is_shared else entry.tenant

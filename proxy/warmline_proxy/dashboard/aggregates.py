@@ -15,7 +15,7 @@ from warmline_proxy.store.rows import IndexSnapshot, SegmentRow, SessionRow
 class SegmentRun:
     """Tree node: tokens [start, end) of one or more segments; without segments, a namespace."""
 
-    id: str  # of its first segment; of a namespace, the root in hex
+    id: str  # first segment's; of a namespace, the root in hex
     root: str  # hex
     model: str
     start: int = 0
@@ -24,13 +24,13 @@ class SegmentRun:
     segments: list[str] = field(default_factory=list)  # ids
     bytes_own: int = 0  # checkpoints included
     checkpoints: int = 0
-    hits: int = 0  # of the segment that was reused most
+    hits: int = 0  # maximum over segments
     last_used: float = 0.0
-    pinned: bool = False  # all of it
+    pinned: bool = False  # all segments
     sessions: list[SessionRow] = field(default_factory=list)  # conversations that end here, last used first
     children: list["SegmentRun"] = field(default_factory=list)  # the heaviest subtree first
     sibling_index: int = 0  # among its siblings
-    # of itself and all below
+    # Sums over the subtree:
     bytes_below: int = 0
     segments_below: int = 0
     sessions_below: int = 0
@@ -48,10 +48,10 @@ class ConversationSummary:
     """A session with the totals of its path."""
 
     row: SessionRow
-    bytes_path: int  # of all files on its path
-    bytes_alone: int  # of those that no other conversation stands on
+    bytes_path: int  # all files of its path
+    bytes_alone: int  # files of no other conversation
     segments: int
-    pinned: bool  # all of its path
+    pinned: bool  # all segmentss path
 
 
 @dataclass(eq=False)
@@ -162,7 +162,7 @@ def _summarize_conversations(
     snapshot: IndexSnapshot, run_by_segment: dict[str, SegmentRun], runs: Iterable[SegmentRun]
 ) -> dict[str, ConversationSummary]:
     """Summaries by session id.  A conversation ends at the end of a run, so sums over runs suffice."""
-    path: dict[str, tuple[int, int, bool]] = {}  # by run: bytes, segments and whether all is pinned, from the root on
+    path: dict[str, tuple[int, int, bool]] = {}  # bytes, segments, all pinned: from the root, by run id
     for run in runs:  # parents first
         size, count, pinned = path.get(run.parent.id, (0, 0, True)) if run.parent else (0, 0, True)
         path[run.id] = (size + run.bytes_own, count + len(run.segments), pinned and run.pinned)

@@ -25,7 +25,7 @@ from warmline_proxy.store.rows import RequestRecord, SessionRow
 PAGE_MAX = 200
 PAGE_DEFAULT = 50
 OFFSET_MAX = 100_000_000
-NODE_SESSIONS_MAX = 5  # conversations that a node names
+NODE_SESSIONS_MAX = 5  # per node
 BOOKKEEPING_AGE_S = 5.0
 
 
@@ -37,8 +37,8 @@ class RequestSummary(msgspec.Struct, kw_only=True):
     endpoint: str
     client_model: str
     session: str
-    client: str = ""  # what its client calls the conversation, while that is stored
-    created: float = 0.0  # when that was first stored, likewise
+    client: str = ""  # the client's name of the stored conversation
+    created: float = 0.0  # of the stored conversation
     key: str
     outcome: str
     source: str
@@ -59,7 +59,7 @@ class RequestSummary(msgspec.Struct, kw_only=True):
     dispatches: int
     audit: str
     guard: str
-    cause: str = ""  # of the miss: the likeliest one, where that is known
+    cause: str = ""  # likeliest cause of the miss, if known
 
 
 class ActivityReply(msgspec.Struct, kw_only=True):
@@ -73,19 +73,19 @@ class ActivityReply(msgspec.Struct, kw_only=True):
 
 class SessionSummary(msgspec.Struct, kw_only=True):
     id: str
-    client: str  # what its client calls it
+    client: str  # the client's name
     model: str
-    key: str  # whose it is, as `whose` says it
+    key: str  # owner label
     tokens: int
-    bytes: int  # of all files on its path
-    bytes_alone: int  # of those that no other conversation stands on
+    bytes: int  # all files of its path
+    bytes_alone: int  # files of no other conversation
     segments: int
     requests: int
     hits: int
     created: float
     last_used: float
     pinned: bool
-    pinned_all: bool  # what was stored of it since, too
+    pinned_all: bool  # segments stored since pinning included
 
 
 class SessionsReply(msgspec.Struct, kw_only=True):
@@ -120,9 +120,9 @@ class TreeNode(msgspec.Struct, kw_only=True):
     last_used: float
     pinned: bool
     checkpoints: int
-    ending: list[NodeSession]  # the last used ones
+    ending: list[NodeSession]  # last used first, at most NODE_SESSIONS_MAX
     sessions_ending: int
-    sessions_below: int  # those that end here or below
+    sessions_below: int  # ending in the subtree
     segments_below: int
     bytes_below: int
     children: int
@@ -234,7 +234,7 @@ class _SummaryCache:
     def __init__(self, index: Index) -> None:
         self.change_count, self.flush_count, self.built_at = index.change_count, index.flush_count, time.monotonic()
         self.summary: IndexSummary = summarize_index(index.snapshot())
-        self.owner_labels = OwnerLabels()  # at the last look
+        self.owner_labels = OwnerLabels()  # resolved at each use
 
     def is_fresh(self, index: Index) -> bool:
         if index.change_count != self.change_count:

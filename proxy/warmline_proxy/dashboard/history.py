@@ -21,7 +21,7 @@ class HistoryBucket(msgspec.Struct, kw_only=True):
 
     at: float  # Unix seconds
     requests: int = 0
-    hits: int = 0  # that reused a block or more: fewer tokens begin alike by chance
+    hits: int = 0  # reused a block or more: fewer tokens agree by chance
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
@@ -34,9 +34,9 @@ class RequestHistory(msgspec.Struct, kw_only=True):
     requests: int
     hits: int
     prompt_tokens: int
-    cached_tokens: int  # of the prompts: prefill that was saved
+    cached_tokens: int  # prefill saved
     generated_tokens: int
-    ttft_warm_s: float  # medians, of hits and of those that computed most of their prompt; 0.0 where there was none
+    ttft_warm_s: float  # median of hits; cold: of mostly computed prompts; 0.0 if none
     ttft_cold_s: float
 
 
@@ -70,7 +70,7 @@ def _choose_buckets(first: float, last: float) -> tuple[int, int, int]:
         begin, end = int(first) // width_s, int(last) // width_s
         if end - begin < BUCKETS_MAX:
             return width_s, begin * width_s, end - begin + 1
-    width_s = BUCKET_WIDTHS_S[-1]  # years: what is older stands in the first one
+    width_s = BUCKET_WIDTHS_S[-1]  # years: the first bucket has all older requests
     return width_s, (int(last) // width_s - BUCKETS_MAX + 1) * width_s, BUCKETS_MAX
 
 

@@ -24,7 +24,7 @@ SECURITY_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-OPENER_POLICY_HEADERS = {"Cross-Origin-Opener-Policy": "same-origin"}  # where it counts, see `_is_trusted`
+OPENER_POLICY_HEADERS = {"Cross-Origin-Opener-Policy": "same-origin"}  # in secure contexts only
 
 
 def is_dashboard_path(path: str) -> bool:

@@ -13,7 +13,7 @@ from warmline_common.protocol.messages import encode
 from warmline_proxy.errors import ClientError, bad_request
 
 BODY_BYTES_MAX = 64 * 1024 * 1024
-SERVER_HEADERS = {"Server": "warmline"}  # aiohttp would tell its version, and Python's
+SERVER_HEADERS = {"Server": "warmline"}  # aiohttp's own reveals versions
 
 
 def json_response(value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

@@ -13,11 +13,9 @@ SESSION_HEADERS = ("X-Session-ID", "X-Claude-Code-Session-Id", "X-Litellm-Sessio
 SESSION_FIELDS = ("session_id", "prompt_cache_key")
 RETRY_COUNT_HEADER = "X-Stainless-Retry-Count"
 SESSION_CHARS_MAX = 128
-MODEL_CHARS_MAX = 1024  # every chunk of an answer, and each record, has it again
+MODEL_CHARS_MAX = 1024  # repeated in every chunk of an answer and in each record
 
-NESTING_RESERVE_LEVELS = (
-    64  # levels that a body may be put below, by the prompt's request and by events that say it again
-)
+NESTING_RESERVE_LEVELS = 64  # levels around a body in requests to the backend and in events
 
 _NULL = b"null"
 _RETRY_COUNT_PATTERN = re.compile(r"[0-9]{1,6}")
@@ -52,7 +50,7 @@ def decode_field(fields: Mapping[str, Any], name: str) -> Any:
     value = fields.get(name)
     try:
         return msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
-    except msgspec.DecodeError as error:  # e.g. a lone surrogate, which skipping over a value doesn't see
+    except msgspec.DecodeError as error:  # e.g. a lone surrogate, which Raw fields do not check
         raise bad_request(f"We could not parse {name!r}: {error}", param=name) from None
 
 

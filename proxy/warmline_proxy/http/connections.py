@@ -32,22 +32,22 @@ from warmline_proxy.request_log import new_request_id
 
 log = logging.getLogger(__name__)
 
-IDLE_TIMEOUT_S = 75.0  # for a connection without a request
-LINGER_S = 10.0  # for a client to read its last answer; until then, what it still sends is not met with a reset
-SHUTDOWN_GRACE_S = 0.5  # for what still runs when the listener closes, after the drain; aiohttp waits it twice
-SWEEP_INTERVAL_MAX_S = 1.0  # how late a limit may be noticed; less where the limits are short
-BACKLOG_COUNT = 512  # connections that the kernel keeps until we come to accept them
-SEND_BUFFER_BYTES = 64 * 1024  # the kernel's, per connection: a slow reader is seen to read and pins no megabytes
-REFUSALS_COUNT_MAX = 64  # newcomers that are being told that there is no room
-DESCRIPTORS_RESERVED = 128  # for refusals, the index, the log, and what Python needs
-DESCRIPTORS_PER_CONNECTION = 2  # a client's connection and, while it is answered, one to the backend
+IDLE_TIMEOUT_S = 75.0  # between requests
+LINGER_S = 10.0  # for a client to read its last response before a reset
+SHUTDOWN_GRACE_S = 0.5  # for handlers after the drain; aiohttp waits it twice
+SWEEP_INTERVAL_MAX_S = 1.0  # shorter for short timeouts
+BACKLOG_COUNT = 512  # not yet accepted connections in the kernel
+SEND_BUFFER_BYTES = 64 * 1024  # small, so that a slow reader's progress shows
+REFUSALS_COUNT_MAX = 64  # refused connections with an answer under way
+DESCRIPTORS_RESERVED = 128  # for refusals, the index, the log and Python
+DESCRIPTORS_PER_CONNECTION = 2  # the client's and one to the backend
 REASON_CHARS_MAX = 120
-HEAD_LINE_BYTES_MAX = 8190  # of the request line and of each header
+HEAD_LINE_BYTES_MAX = 8190  # request line and each header
 HEADERS_COUNT_MAX = 128
 LOG_INTERVAL_S = 60.0
 NEVER_S = 365 * 86_400.0
-# A peer that vanished without a word is noticed after 30 + 6 x 10 seconds.  Not by TCP_USER_TIMEOUT: that also ends a
-# client which is there and reads nothing for a while, and how long it may do that is `send_timeout_s`.
+# A vanished peer is detected after 30 + 6 x 10 seconds.  TCP_USER_TIMEOUT would also end a client that reads nothing for
+# a while, for which `send_timeout_s` is the limit.
 KEEPALIVE_IDLE_S = 30
 KEEPALIVE_INTERVAL_S = 10
 KEEPALIVE_COUNT = 6
@@ -73,10 +73,10 @@ class Connection(web.RequestHandler):
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
-            access_log=None,  # type: ignore[arg-type]  # aiohttp's own way to say "none"
-            tcp_keepalive=False,  # `tune` sets it, with the intervals that make it useful
-            keepalive_timeout=NEVER_S,  # `check` knows when a connection is idle
-            lingering_time=0,  # `_part` lingers
+            access_log=None,  # type: ignore[arg-type]  # aiohttp's way to disable it
+            tcp_keepalive=False,  # `tune_socket` sets it, with shorter intervals
+            keepalive_timeout=NEVER_S,  # `check_limits` ends idle connections
+            lingering_time=0,  # `_close_gracefully` lingers
             max_line_size=HEAD_LINE_BYTES_MAX,
             max_field_size=HEAD_LINE_BYTES_MAX,
             max_headers=HEADERS_COUNT_MAX,
@@ -84,11 +84,11 @@ class Connection(web.RequestHandler):
         self.phase = ConnectionPhase.IDLE
         self._connections = connections
         self._transport: asyncio.Transport | None = None
-        self._request: web.BaseRequest | None = None  # the present one, or the last
+        self._request: web.BaseRequest | None = None  # present or last one
         self._phase_since = self._progress_at = self._loop.time()
         self._sent_bytes = 0
 
-    # What the event loop and aiohttp call.
+    # Called by the event loop and aiohttp.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -115,10 +115,10 @@ class Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        if request.writer.output_size and not resp.prepared:  # half an answer must not look whole, nor another follow
+        if request.writer.output_size and not resp.prepared:  # a partial response must not look complete
             self.abort()
             return resp, True
-        if not request.content.is_eof():  # what would come next on this connection is not a request
+        if not request.content.is_eof():  # the rest of the body is not a request
             resp.force_close()
         done = await super().finish_response(request, resp, start_time)
         if resp.keep_alive:
@@ -147,7 +147,7 @@ class Connection(web.RequestHandler):
                 log.error("%s %s failed", request.method[:16], redact_path(request.path), exc_info=exc)
             error = ClientError(status, encode_error_body("The proxy failed; its log says why.", "server_error"))
         self._connections.on_error(error)
-        # In words, since HTTP/1.0 is what garbage is taken for.
+        # Explicit, since garbage is parsed as HTTP/1.0.
         response = error.build_response(
             error.body, {"Connection": "close", **SERVER_HEADERS, **build_id_headers(get_request_id(request))}
         )
@@ -199,7 +199,7 @@ class Connection(web.RequestHandler):
         if self._transport and not self._transport.is_closing():
             self._transport.write_eof()
             self._transport.resume_reading()
-            await asyncio.sleep(LINGER_S)  # cancelled as soon as the client has closed its half
+            await asyncio.sleep(LINGER_S)  # cancelled when the client closes its half
 
     def _set_phase(self, phase: ConnectionPhase) -> None:
         self.phase, self._phase_since = phase, self._loop.time()
@@ -223,7 +223,7 @@ class RefusedConnection(asyncio.Protocol):
             asyncio.get_running_loop().call_later(LINGER_S, transport.abort)
 
     def data_received(self, data: bytes) -> None:
-        if self._transport and not self._is_answered:  # an answer before the question would confuse some clients
+        if self._transport and not self._is_answered:  # some clients fail on a response before their request
             self._is_answered = True
             self._connections.on_error(error := connections_full())
             self._transport.write(encode_error_response(error))
@@ -248,9 +248,9 @@ class Connections:
         self.count_max = count_max
         self.receive_timeout_s = receive_timeout_s
         self.send_timeout_s = send_timeout_s
-        # Weak, since a socket that fails before `connection_made` is never heard of again.
+        # Weak, since a socket that fails before `connection_made` gets no `connection_lost`.
         self._open: weakref.WeakSet[Connection] = weakref.WeakSet()
-        self._idle: dict[Connection, None] = {}  # of these, those without a request, the longest first
+        self._idle: dict[Connection, None] = {}  # open ones without a request, longest idle first
         self._refusals: set[RefusedConnection] = set()
         self._full_logged_at = float("-inf")
 
@@ -316,7 +316,7 @@ class Connections:
             log.warning("%d connections are open and none is idle: newcomers are refused", self.count)
 
 
-CONNECTIONS = web.AppKey("connections", Connections)  # how a handler finds them, for the status
+CONNECTIONS = web.AppKey("connections", Connections)  # for the status
 
 
 class HttpListener:
@@ -430,13 +430,13 @@ def tune_socket(transport: asyncio.Transport) -> None:
         (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S),
         (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_COUNT),
     ]
-    with suppress(OSError):  # it is gone already
+    with suppress(OSError):  # already closed
         for level, name, value in options:
             transport.get_extra_info("socket").setsockopt(level, name, value)
 
 
 def _unreadable_request(exc: BaseException | None, reason: str, status: int) -> ClientError:
-    if isinstance(exc, ContentEncodingError):  # raised by the head alone: a body that is damaged is found later
+    if isinstance(exc, ContentEncodingError):  # unknown encoding in the head; damaged bodies fail later
         message = "The body is compressed in a way that can't be undone here; send it with gzip or deflate, or plain."
         return bad_request(message, status=415)
     if isinstance(exc, LineTooLong) or (isinstance(exc, BadHttpMessage) and "Too many headers" in exc.message):

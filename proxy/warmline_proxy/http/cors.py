@@ -13,14 +13,14 @@ from warmline_common.process.loopback import is_loopback_name, parse_host
 ANY_ORIGIN = "*"
 CORS_PATH_PREFIX = "/v1/"
 ALLOWED_METHODS = "GET, HEAD, POST, DELETE"
-# What clients in a page send and a browser asks about first.  Some can't be listed, so what is asked for is echoed.
+# Headers of clients in a page.  Prefixes can't be listed, so the requested names are echoed.
 ALLOWED_HEADERS = frozenset(
     {"accept", "authorization", "content-type", "idempotency-key", "session-id", "user-agent", "x-api-key"}
     | {"x-claude-code-session-id", "x-litellm-session-id", "x-session-id"}
 )
 ALLOWED_HEADER_PREFIXES = ("anthropic-", "openai-", "x-stainless-", "x-warmline-")
 EXPOSED_HEADERS = "Request-Id, Retry-After, X-Request-Id, X-Warmline-Cache, X-Warmline-Request, X-Warmline-Stabilized"
-MAX_AGE_S = 3600  # for which a browser need not ask again
+MAX_AGE_S = 3600  # a browser's cache of the preflight
 WEB_SCHEMES = ("http", "https")
 _ORIGIN_PATTERN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@*\s]+")
 
@@ -73,9 +73,8 @@ def build_cors_headers(
     """CORS headers of a response, refusals included; empty without a page, or if it may not read the response."""
     if not allowed_origins or not f"{path}/".startswith(CORS_PATH_PREFIX):
         return {}
-    vary = (
-        {} if ANY_ORIGIN in allowed_origins else {"Vary": "Origin"}
-    )  # or a cache would give one page's answer to another
+    # For caches between several pages and the proxy.
+    vary = {} if ANY_ORIGIN in allowed_origins else {"Vary": "Origin"}
     origin = request_headers.get("Origin", "")
     if not origin or not (ANY_ORIGIN in allowed_origins or origin.lower() in allowed_origins):
         return vary
@@ -96,9 +95,7 @@ def _build_preflight_headers(request_headers: Mapping[str, str]) -> dict[str, st
         ),
         "Access-Control-Max-Age": str(MAX_AGE_S),
     }
-    if (
-        request_headers.get("Access-Control-Request-Private-Network") == "true"
-    ):  # a public page, and we are at a private address
+    if request_headers.get("Access-Control-Request-Private-Network") == "true":  # page of a public address
         response_headers["Access-Control-Allow-Private-Network"] = "true"
     return response_headers
 

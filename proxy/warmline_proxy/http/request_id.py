@@ -25,7 +25,7 @@ def get_request_id(request: web.BaseRequest) -> str:
     if (request_id := request.get(_REQUEST_ID_KEY)) is None:
         try:
             request_id = parse_request_id(request.headers.get(HEADER_REQUEST))
-        except ClientError:  # which is for whoever needs that name to say
+        except ClientError:  # `check_request_id` reports it
             request_id = new_request_id()
         request[_REQUEST_ID_KEY] = request_id
     return request_id
@@ -59,7 +59,7 @@ async def set_request_id_headers(request: web.Request, response: web.StreamRespo
 
 
 def _log_refusal(request: web.Request, error: ClientError, request_id: str) -> None:
-    if error.status == UNAUTHORIZED:  # `Doors` tells of them, so that whoever tries keys fills no log
+    if error.status == UNAUTHORIZED:  # logged by Authenticator, rate-limited
         return
     body = decode_error_body(error)
     with request_context(request_id):

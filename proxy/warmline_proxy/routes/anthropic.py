@@ -10,7 +10,7 @@ from warmline_proxy.pipeline.rendering import RemoteRenderer
 from warmline_proxy.routes.middlewares import CLIENT, trim_path
 from warmline_proxy.upstream.backend_state import BackendState
 
-VERSION_HEADER = "anthropic-version"  # by which its clients are known
+VERSION_HEADER = "anthropic-version"  # sent by all clients of the API
 
 
 class AnthropicRoutes:

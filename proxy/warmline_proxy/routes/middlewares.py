@@ -96,7 +96,7 @@ def _path_not_found(path: str) -> ClientError:
     message = f'Unknown path "{path[:200]}"; served are {", ".join(SERVED_PATHS)}.'
     if meant := [known for known in SERVED_PATHS if path.endswith(known.removeprefix("/v1"))]:
         message += f"  If {max(meant, key=len)} was meant: the base URL that the client was given doesn't lead there."
-    elif path.strip("/") in ("", "v1"):  # typed into a browser
+    elif path.strip("/") in ("", "v1"):  # a person in a browser
         message += "  The dashboard is at /admin."
     return bad_request(message, status=404, code="not_found")
 
@@ -109,7 +109,7 @@ async def handle_expect(request: web.Request) -> None:
         error = bad_request("The header Expect must be 100-continue, or not there.", status=417)
         raise web.HTTPExpectationFailed(text=error.body.decode(), content_type="application/json")
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    request.writer.output_size = 0  # nothing of the answer is out yet
+    request.writer.output_size = 0  # the interim response is not part of the answer
 
 
 def build_cors_handler(
