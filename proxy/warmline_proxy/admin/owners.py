@@ -32,7 +32,7 @@ class OwnerResolver:
         return json_response(await self.resolve_owners())
 
     async def resolve_owners(self, running_roots: Iterable[bytes] = ()) -> OwnerLabels:
-        """Labels of all stored and resident roots, and of `running_roots` of the served model.  Raises IndexStoreError."""
+        """Labels of all stored and resident roots, and of `running_roots`.  Raises IndexStoreError."""
         if (changes := self._index.change_count) != self._seen_change_count:
             self._fingerprint_by_root = await asyncio.to_thread(self._find_fingerprints, self._fingerprint_by_root)
             self._seen_change_count = changes

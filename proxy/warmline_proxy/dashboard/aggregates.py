@@ -51,7 +51,7 @@ class ConversationSummary:
     bytes_path: int  # all files of its path
     bytes_alone: int  # files of no other conversation
     segments: int
-    pinned: bool  # all segmentss path
+    pinned: bool  # the whole path
 
 
 @dataclass(eq=False)

@@ -46,8 +46,8 @@ HEAD_LINE_BYTES_MAX = 8190  # request line and each header
 HEADERS_COUNT_MAX = 128
 LOG_INTERVAL_S = 60.0
 NEVER_S = 365 * 86_400.0
-# A vanished peer is detected after 30 + 6 x 10 seconds.  TCP_USER_TIMEOUT would also end a client that reads nothing for
-# a while, for which `send_timeout_s` is the limit.
+# A vanished peer is detected after 30 + 6 x 10 seconds.  TCP_USER_TIMEOUT would also end slow readers, which
+# `send_timeout_s` limits.
 KEEPALIVE_IDLE_S = 30
 KEEPALIVE_INTERVAL_S = 10
 KEEPALIVE_COUNT = 6
