@@ -140,7 +140,7 @@ async def run_until_event(event: asyncio.Event, coroutine: Coroutine[None, None,
 async def publish_address(
     config: ProxyConfig, port: int, retry_interval_s: float = ADDRESS_RETRY_INTERVAL_S
 ) -> AsyncIterator[None]:
-    """Publish pid and URL while the proxy listens, as soon as the disk allows, and the settings key's tenant for good."""
+    """Publish pid and URL while the proxy listens, as soon as the disk allows, and the settings key's tenant."""
     address = json.dumps({"pid": os.getpid(), "url": local_url(config.bind_host, port)})
     address_files = {config.home.run / "proxy.json": address, config.home.pid_file("proxy"): f"{os.getpid()}\n"}
     if tenant := derive_tenant(config.client_key):

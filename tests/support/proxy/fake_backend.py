@@ -1,4 +1,4 @@
-"""Speaks the backend's contract over a real socket, with bytes for tokens and no model: for the proxy's logic alone."""
+"""Fake backend with the real protocol on a real socket: one byte per token, no model."""
 
 import asyncio
 import json
@@ -51,7 +51,7 @@ SERVED = "fake-model"
 
 
 def rendered(body: dict[str, Any]) -> tuple[bytes, list[int]]:
-    """The prompt's text and where its messages end."""
+    """(prompt text, ends of its messages)."""
     if isinstance(body.get("prompt"), list):
         return bytes(body["prompt"]), []
     text, ends = b"", []
@@ -62,7 +62,7 @@ def rendered(body: dict[str, Any]) -> tuple[bytes, list[int]]:
 
 
 def packed(text: bytes) -> bytes:
-    """A token a byte."""
+    """Packed tokens of a text, one per byte."""
     return pack_tokens(list(text))
 
 
@@ -80,7 +80,7 @@ def layout(**changes: Any) -> KvLayout:
 
 
 class FakeBackend:
-    """Its attributes script what it does; `calls` tells what it was asked."""
+    """Scripted by its attributes; `calls` lists the received calls by kind."""
 
     def __init__(self, home: Home) -> None:
         self.home = home
@@ -148,7 +148,7 @@ class FakeBackend:
         return app
 
     def restart(self) -> None:
-        """What a killed process leaves: nothing in memory."""
+        """Simulate a killed process: a new boot without residents."""
         self.held.clear()
         self.boot = f"boot-{int(self.boot[5:]) + 1}"
 
@@ -157,7 +157,7 @@ class FakeBackend:
         self._noted.set()
 
     async def called(self, kind: str, count: int = 1) -> None:
-        """Wait until there were so many calls of this kind."""
+        """Wait until there were `count` calls of this kind."""
         while len(self.calls[kind]) < count:
             self._noted.clear()
             await self._noted.wait()
@@ -335,7 +335,7 @@ class FakeBackend:
         return web.json_response({})
 
     async def _texts(self, _: web.Request) -> web.Response:
-        """It has no tokenizer."""
+        """404: the fake has no tokenizer."""
         self._note("texts", "")
         await self.texts_allowed.wait()
         return self._error(404, "no texts here")
@@ -462,7 +462,7 @@ class FakeBackend:
 
 
 def first_logits(logprob: float) -> FirstLogits:
-    """Of a model that knows one token."""
+    """First logits of a model with one token."""
     return FirstLogits(digest=str(logprob), ids=pack_tokens([0]), logprobs=struct.pack("<f", logprob))
 
 

@@ -1,4 +1,4 @@
-"""What the tests of purges share: conversations, requests that are held, a compaction that takes its time."""
+"""Helpers of purge tests: conversations, held requests, slow compaction."""
 
 import asyncio
 import threading
@@ -30,13 +30,13 @@ async def purged(proxy: Pair, **what: Any) -> Any:
 
 
 async def spoken(proxy: Pair, messages: list[dict[str, str]]) -> str:
-    """Its conversation's id, once it is stored."""
+    """Session id of a stored conversation."""
     await proxy.chat(messages=messages)
     return (await proxy.settled())[0].session
 
 
 async def held(proxy: Pair, messages: list[dict[str, str]], key: str = "") -> "asyncio.Task[Any]":
-    """A request that is being answered, until the backend is let go on."""
+    """Request that is being answered until the backend may continue."""
     proxy.backend.hold_after = 1
     proxy.backend.holding.clear()
     running = asyncio.create_task(proxy.chat(messages=messages, headers={"X-Api-Key": key} if key else None))
@@ -54,7 +54,7 @@ async def let_go(proxy: Pair, running: "asyncio.Task[Any]") -> None:
 async def purged_while_read(
     proxy: Pair, session: str, messages: list[dict[str, str]]
 ) -> "tuple[asyncio.Task[Any], asyncio.Task[Any]]":
-    """(the request with these messages, whose restore reads until the backend may go on; the purge meanwhile)."""
+    """(request with these messages, whose restore waits for the backend; concurrent purge of the session)."""
     proxy.backend.restart()
     proxy.backend.restoring_allowed.clear()
     running = asyncio.create_task(proxy.chat(messages=messages))
@@ -66,7 +66,7 @@ async def purged_while_read(
 
 @contextmanager
 def slow_compaction(proxy: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.Event]:
-    """Within this the index is compacted only at its end; tells when somebody waits for that."""
+    """Delay compaction until the block ends; the event is set when compaction begins."""
     began, may_go_on, loop, compact = asyncio.Event(), threading.Event(), asyncio.get_running_loop(), Index.compact
 
     def compacting() -> None:
