@@ -102,9 +102,7 @@ async def test_address_file_is_retried(
         assert not list((tmp_path / "run").iterdir())
         await asyncio.wait_for(written.wait(), START_TIMEOUT_S)
         assert json.loads((tmp_path / "run" / "proxy.json").read_text())["url"] == "http://127.0.0.1:8026"
-    assert list((tmp_path / "run").iterdir()) == [config.home.settings_tenant], (
-        "whose cache the settings' key has stays"
-    )
+    assert list((tmp_path / "run").iterdir()) == [config.home.settings_tenant], "the settings key's tenant file stays"
     assert read_last_tenant(config.home) == derive_tenant("wl-settings")
     assert caplog.text.count("could not be written down") == 1
 

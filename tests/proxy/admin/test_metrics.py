@@ -135,12 +135,12 @@ async def has_boots(proxy: Pair, count: int) -> bool:
     return (await scrape(proxy)).total("warmline_upstream_boots_total") == count
 
 
-# ---- what was planned
+# ---- plans
 
 
 @on_loop
 async def test_expected_ttft_recorded_and_compared(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:  # whose backend says that it computes a token a second
+    async with pair(tmp_path) as proxy:  # the fake backend reports one token per second
         for _ in range(2):
             await proxy.chat(LONG)
         warm, cold = await proxy.settled()
@@ -168,7 +168,7 @@ async def test_expected_ttft_without_reuse_is_full_prefill(tmp_path: Path) -> No
         assert only.expected_ttft_s == only.prompt_tokens
 
 
-# ---- what clients are told
+# ---- errors
 
 
 @on_loop
@@ -244,7 +244,7 @@ def test_error_code_labels_are_bounded() -> None:
     assert len(found) == ERROR_CODES_MAX + 1 and found[("other",)] == 8
 
 
-# ---- who may ask, and in which words
+# ---- access and formats
 
 
 @on_loop
@@ -277,7 +277,7 @@ async def test_text_and_openmetrics_formats(tmp_path: Path) -> None:
         assert not [name for name in plain.families if name.endswith("_created")]
 
 
-# ---- what is stored
+# ---- storage
 
 
 @on_loop

@@ -8,7 +8,17 @@ import pytest
 
 from support.proxy.fake_backend import packed, rendered
 from support.proxy.harness import on_loop, pair
-from support.proxy.purges import FIRST, NEXT, OTHER, ROOT, held, let_go, purged, slow_compaction, spoken
+from support.proxy.purges import (
+    FIRST,
+    NEXT,
+    OTHER,
+    ROOT,
+    hold_request,
+    release,
+    run_purge,
+    slow_compaction,
+    store_conversation,
+)
 from warmline_common.storage.home import Home
 from warmline_proxy.admin import purge as purge_module
 from warmline_proxy.app import REQUEST_REGISTRY
@@ -20,16 +30,16 @@ from warmline_proxy.upstream.client import Upstream, UpstreamUnreachableError
 @on_loop
 async def test_unsaved_resident_outside_purge_is_kept(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
-        session = await spoken(proxy, FIRST)
+        session = await store_conversation(proxy, FIRST)
         proxy.backend.saves_fail = [507] * 8
         await proxy.chat(messages=OTHER)
         await proxy.chat(messages=NEXT)
         assert [record.saved_tokens for record in await proxy.settled()][:2] == [0, 0]
         others = min(proxy.backend.held, key=lambda name: len(proxy.backend.held[name]))
-        await purged(proxy, session=session)
+        await run_purge(proxy, session=session)
         assert proxy.backend.calls["forget"] == [[others]] and list(proxy.backend.held) == [others]
         assert (await proxy.chat(messages=OTHER)).headers["X-Warmline-Cache"].startswith("resident ")
-        await purged(proxy, everything=True)
+        await run_purge(proxy, everything=True)
         assert proxy.backend.calls["forget"][1:] == [[]]
 
 
@@ -41,9 +51,9 @@ async def test_purged_resident_not_reused_when_backend_unreachable(
         raise UpstreamUnreachableError("nobody listens")
 
     async with pair(tmp_path) as proxy:
-        session = await spoken(proxy, FIRST)
+        session = await store_conversation(proxy, FIRST)
         monkeypatch.setattr(Upstream, "purge_memory", unreachable)
-        await purged(proxy, session=session)
+        await run_purge(proxy, session=session)
         proxy.backend.generation += 1  # something is pushed out, so all that it has is listed anew
         assert (await proxy.chat(messages=NEXT)).headers["X-Warmline-Cache"] == "cold 0"
         await proxy.settled()
@@ -62,7 +72,7 @@ async def test_purge_notification_is_retried(tmp_path: Path, monkeypatch: pytest
     async with pair(tmp_path) as proxy:
         monkeypatch.setattr(Upstream, "purge_memory", unreachable)
         monkeypatch.setattr(purge_module, "NOTIFY_INTERVAL_S", 0.0)
-        await purged(proxy, session=await spoken(proxy, FIRST))
+        await run_purge(proxy, session=await store_conversation(proxy, FIRST))
         await proxy.backend.called("forget")
         assert not proxy.backend.held
 
@@ -73,14 +83,14 @@ async def test_request_ending_during_notification_is_kept(tmp_path: Path, monkey
     forget = Upstream.purge_memory
 
     async def delayed(upstream: Upstream, keep: Sequence[str] = ()) -> None:
-        await let_go(proxy, running)
+        await release(proxy, running)
         await forget(upstream, keep)
 
     async with pair(tmp_path) as proxy:
-        session = await spoken(proxy, FIRST)
-        running = await held(proxy, OTHER)
+        session = await store_conversation(proxy, FIRST)
+        running = await hold_request(proxy, OTHER)
         monkeypatch.setattr(Upstream, "purge_memory", delayed)
-        await purged(proxy, session=session)
+        await run_purge(proxy, session=session)
         assert (await proxy.settled())[0].saved_tokens > 0
         (remaining,) = proxy.backend.held
         assert remaining in proxy.backend.left_by.values() and len(proxy.index.sessions()) == 1
@@ -89,9 +99,9 @@ async def test_request_ending_during_notification_is_kept(tmp_path: Path, monkey
 @on_loop
 async def test_purged_kv_not_reused_during_compaction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair(tmp_path) as proxy:
-        session = await spoken(proxy, FIRST)
+        session = await store_conversation(proxy, FIRST)
         with slow_compaction(proxy, monkeypatch) as began:
-            purge = asyncio.create_task(purged(proxy, session=session))
+            purge = asyncio.create_task(run_purge(proxy, session=session))
             await began.wait()
             assert (await proxy.chat(messages=NEXT)).headers["X-Warmline-Cache"] == "cold 0"
         await purge

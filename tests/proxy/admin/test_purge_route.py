@@ -15,12 +15,12 @@ from support.proxy.purges import (
     LONG,
     NEXT,
     OTHER,
-    held,
-    let_go,
-    purged,
-    purged_while_read,
+    hold_request,
+    purge_during_restore,
+    release,
+    run_purge,
     slow_compaction,
-    spoken,
+    store_conversation,
 )
 from warmline_common.protocol.messages import SampledTurn, encode
 from warmline_common.protocol.tokens import namespace, pack_tokens
@@ -33,29 +33,29 @@ from warmline_proxy.index.index import IndexFullError
 @on_loop
 async def test_running_request_on_purged_session_is_not_saved(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
-        session = await spoken(proxy, FIRST)
+        session = await store_conversation(proxy, FIRST)
         proxy.backend.turn = SampledTurn(calls=[CALL_ID], tokens=pack_tokens([1, 2, 3]))
-        running = await held(proxy, NEXT)
-        assert (await purged(proxy, session=session))["sessions"] == [session]
-        await let_go(proxy, running)
+        running = await hold_request(proxy, NEXT)
+        assert (await run_purge(proxy, session=session))["sessions"] == [session]
+        await release(proxy, running)
         record = (await proxy.settled())[0]
         assert (record.session, record.saved_tokens, record.outcome) == ("", 0, "ok")
         assert proxy.index.segments() == [] and proxy.index.sessions() == []
         assert not proxy.backend.held and not (await proxy.status())["residents"]
         assert proxy.index.turns(namespace("f" * 64), [CALL_ID]) == []
-        assert await spoken(proxy, NEXT), "later requests are saved again"
+        assert await store_conversation(proxy, NEXT), "later requests are saved again"
         assert proxy.index.segments() and proxy.index.turns(namespace("f" * 64), [CALL_ID])
 
 
 @on_loop
 async def test_unsaved_sampled_turn_is_purged(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
-        session = await spoken(proxy, FIRST)
+        session = await store_conversation(proxy, FIRST)
         proxy.backend.turn = SampledTurn(calls=[CALL_ID], tokens=pack_tokens([1, 2, 3]))
         proxy.backend.saving_allowed.clear()
         await proxy.chat(messages=NEXT)
         await proxy.backend.called("save", 2)
-        purge = asyncio.create_task(purged(proxy, session=session))
+        purge = asyncio.create_task(run_purge(proxy, session=session))
         proxy.backend.saving_allowed.set()
         await purge
         assert proxy.index.turns(namespace("f" * 64), [CALL_ID]) == [] and proxy.index.segments() == []
@@ -64,15 +64,15 @@ async def test_unsaved_sampled_turn_is_purged(tmp_path: Path) -> None:
 @on_loop
 async def test_request_started_during_purge_is_not_saved(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
-        await spoken(proxy, FIRST)
+        await store_conversation(proxy, FIRST)
         proxy.backend.saving_allowed.clear()
         await proxy.chat(messages=OTHER)
         await proxy.backend.called("save", 2)
-        purge = asyncio.create_task(purged(proxy, everything=True))
-        running = await held(proxy, NEXT)
+        purge = asyncio.create_task(run_purge(proxy, everything=True))
+        running = await hold_request(proxy, NEXT)
         proxy.backend.saving_allowed.set()
         assert len((await purge)["sessions"]) == 2
-        await let_go(proxy, running)
+        await release(proxy, running)
         assert (await proxy.settled())[0].saved_tokens == 0
         assert proxy.index.segments() == [] and not proxy.backend.held
 
@@ -80,7 +80,7 @@ async def test_request_started_during_purge_is_not_saved(tmp_path: Path) -> None
 @on_loop
 async def test_partial_save_queued_during_purge_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair(tmp_path, partial_save_tokens=16) as proxy:
-        session = await spoken(proxy, FIRST)
+        session = await store_conversation(proxy, FIRST)
         began, resume, loop, prepare = (
             asyncio.Event(),
             threading.Event(),
@@ -94,9 +94,9 @@ async def test_partial_save_queued_during_purge_is_dropped(tmp_path: Path, monke
             prepare(*arguments)
 
         monkeypatch.setattr(purging, "prepare_purge", preparing)
-        purge = asyncio.create_task(purged(proxy, session=session))
+        purge = asyncio.create_task(run_purge(proxy, session=session))
         await began.wait()
-        running = await held(proxy, NEXT)
+        running = await hold_request(proxy, NEXT)
         (request,) = proxy.app[REQUEST_REGISTRY]
         assert request.listener is not None
         request.listener.on_started()
@@ -104,7 +104,7 @@ async def test_partial_save_queued_during_purge_is_dropped(tmp_path: Path, monke
         await asyncio.sleep(0)
         resume.set()
         await purge
-        await let_go(proxy, running)
+        await release(proxy, running)
         await proxy.settled()
         assert [save.running for save in proxy.backend.calls["save"]] == [""] and proxy.index.segments() == []
 
@@ -112,9 +112,9 @@ async def test_partial_save_queued_during_purge_is_dropped(tmp_path: Path, monke
 @on_loop
 async def test_purge_completes_after_caller_disconnect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair(tmp_path) as proxy:
-        session = await spoken(proxy, FIRST)
+        session = await store_conversation(proxy, FIRST)
         with slow_compaction(proxy, monkeypatch) as began:
-            purge = asyncio.create_task(purged(proxy, session=session))
+            purge = asyncio.create_task(run_purge(proxy, session=session))
             await began.wait()
             purge.cancel()
             while (await proxy.status())["connections"] > 1:
@@ -126,8 +126,8 @@ async def test_purge_completes_after_caller_disconnect(tmp_path: Path, monkeypat
 @on_loop
 async def test_memory_cleared_when_compaction_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair(tmp_path) as proxy:
-        session = await spoken(proxy, FIRST)
-        running = await held(proxy, NEXT)
+        session = await store_conversation(proxy, FIRST)
+        running = await hold_request(proxy, NEXT)
 
         def full() -> None:
             raise IndexFullError("no space left")
@@ -137,7 +137,7 @@ async def test_memory_cleared_when_compaction_fails(tmp_path: Path, monkeypatch:
         url = f"{proxy.url}/warmline/purge"
         async with proxy.client.post(url, json={"session": session}, headers=owner) as response:
             assert response.status >= 500 and "no space left" in await response.text()
-        await let_go(proxy, running)
+        await release(proxy, running)
         assert (await proxy.settled())[0].saved_tokens == 0
         assert proxy.backend.calls["forget"] and proxy.index.segments() == []
 
@@ -145,10 +145,10 @@ async def test_memory_cleared_when_compaction_fails(tmp_path: Path, monkeypatch:
 @on_loop
 async def test_unrelated_running_request_is_saved(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
-        session = await spoken(proxy, FIRST)
-        running = await held(proxy, OTHER)
-        await purged(proxy, session=session)
-        await let_go(proxy, running)
+        session = await store_conversation(proxy, FIRST)
+        running = await hold_request(proxy, OTHER)
+        await run_purge(proxy, session=session)
+        await release(proxy, running)
         assert (await proxy.settled())[0].saved_tokens > 0
         assert len(proxy.index.sessions()) == 1 and len(proxy.backend.held) == 1
 
@@ -156,9 +156,9 @@ async def test_unrelated_running_request_is_saved(tmp_path: Path) -> None:
 @on_loop
 async def test_purge_everything_drops_running_request(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
-        running = await held(proxy, OTHER)
-        await purged(proxy, everything=True)
-        await let_go(proxy, running)
+        running = await hold_request(proxy, OTHER)
+        await run_purge(proxy, everything=True)
+        await release(proxy, running)
         await proxy.settled()
         assert proxy.index.segments() == [] and not proxy.backend.held
 
@@ -177,15 +177,15 @@ async def test_purge_by_key_keeps_other_keys(tmp_path: Path, is_removed: bool) -
             proxy.backend.saves_fail = [507] * 4
         (remaining,) = [row for row in proxy.index.sessions() if row.root == root_of["yours"]]
         proxy.backend.turn = SampledTurn(calls=[CALL_ID], tokens=pack_tokens([1, 2, 3]))
-        running = await held(proxy, LONG, mine.key)
+        running = await hold_request(proxy, LONG, mine.key)
         if is_removed:
             key_store.remove_key(proxy.home, "mine")
         query = {"key": "a removed key" if is_removed else "mine"}
-        assert len((await purged(proxy, **query, dry_run=True))["sessions"]) == 1
-        assert len((await purged(proxy, **query))["sessions"]) == 1
+        assert len((await run_purge(proxy, **query, dry_run=True))["sessions"]) == 1
+        assert len((await run_purge(proxy, **query))["sessions"]) == 1
         assert {proxy.backend.roots[name] for name in proxy.backend.held} == {root_of["yours"]}
         assert [each.key for each in proxy.index.requests()] == ["yours", "yours"]
-        await let_go(proxy, running)
+        await release(proxy, running)
         assert (await proxy.settled())[0].saved_tokens == 0
         assert proxy.index.sessions() == [remaining] and proxy.index.turns(root_of["mine"], [CALL_ID]) == []
         assert {row.root for row in proxy.index.segments()} == {root_of["yours"]}
@@ -210,7 +210,7 @@ async def test_request_arriving_for_purged_key_is_not_saved(tmp_path: Path) -> N
         while not (await proxy.status())["live"]:
             pass
         key_store.remove_key(proxy.home, "mine")
-        await purged(proxy, roots=[namespace("f" * 64, mine.tenant).hex()])
+        await run_purge(proxy, roots=[namespace("f" * 64, mine.tenant).hex()])
         rest.set()
         assert (await running).status == 200
         assert (await proxy.settled())[0].saved_tokens == 0 and proxy.index.sessions() == []
@@ -219,7 +219,7 @@ async def test_request_arriving_for_purged_key_is_not_saved(tmp_path: Path) -> N
 @on_loop
 async def test_purge_of_unknown_key_returns_400(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
-        await spoken(proxy, FIRST)
+        await store_conversation(proxy, FIRST)
         owner = {"Authorization": f"Bearer {proxy.home.load_secret()}"}
         for what, why in (
             ({"key": "mine"}, "there is no client key 'mine'; there is none"),
@@ -229,16 +229,16 @@ async def test_purge_of_unknown_key_returns_400(tmp_path: Path) -> None:
             url = f"{proxy.url}/warmline/purge"
             async with proxy.client.post(url, json=what, headers=owner) as response:
                 assert response.status == 400 and why in (await response.json())["error"]["message"]
-        assert (await purged(proxy, roots=["f" * 32]))["sessions"] == [] and len(proxy.index.sessions()) == 1
+        assert (await run_purge(proxy, roots=["f" * 32]))["sessions"] == [] and len(proxy.index.sessions()) == 1
 
 
 @on_loop
 async def test_dry_run_has_no_effect(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
-        session = await spoken(proxy, FIRST)
-        running = await held(proxy, NEXT)
-        assert (await purged(proxy, session=session, dry_run=True))["sessions"] == [session]
-        await let_go(proxy, running)
+        session = await store_conversation(proxy, FIRST)
+        running = await hold_request(proxy, NEXT)
+        assert (await run_purge(proxy, session=session, dry_run=True))["sessions"] == [session]
+        await release(proxy, running)
         assert (await proxy.settled())[0].saved_tokens > 0
         assert not proxy.backend.calls["forget"]
 
@@ -246,9 +246,9 @@ async def test_dry_run_has_no_effect(tmp_path: Path) -> None:
 @on_loop
 async def test_file_under_restore_is_deleted_before_reply(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
-        session = await spoken(proxy, FIRST)
+        session = await store_conversation(proxy, FIRST)
         (row,) = proxy.index.segments()
-        running, purge = await purged_while_read(proxy, session, NEXT)
+        running, purge = await purge_during_restore(proxy, session, NEXT)
         assert proxy.home.segment_file(row.id).exists() and not purge.done()
         proxy.backend.restoring_allowed.set()
         await purge
@@ -271,7 +271,7 @@ async def test_purge_everything_clears_proxy_memory(tmp_path: Path) -> None:
             await proxy.settled()
         needles = (canary, canary.encode(), pack_tokens(list(canary.encode())))
         assert find_places(proxy.app, needles), "the search finds the state before the purge"
-        await purged(proxy, everything=True)
+        await run_purge(proxy, everything=True)
         assert not find_places(proxy.app, needles)
         proxy.backend.background_allowed.set()
 
@@ -311,8 +311,8 @@ def _attributes(value: object) -> list[tuple[str, object]]:
 @on_loop
 async def test_restore_during_purge_starts_cold(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
-        session = await spoken(proxy, FIRST)
-        running, purge = await purged_while_read(proxy, session, NEXT)
+        session = await store_conversation(proxy, FIRST)
+        running, purge = await purge_during_restore(proxy, session, NEXT)
         proxy.backend.restoring_allowed.set()
         await purge
         assert (await running).headers["X-Warmline-Cache"] == "cold 0"

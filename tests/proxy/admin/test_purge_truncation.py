@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from support.proxy.harness import on_loop, pair
-from support.proxy.purges import ALIKE, LONG, LONGER, held, let_go, purged, purged_while_read, spoken
+from support.proxy.purges import (
+    ALIKE,
+    LONG,
+    LONGER,
+    hold_request,
+    purge_during_restore,
+    release,
+    run_purge,
+    store_conversation,
+)
 from warmline_common.protocol.messages import SavedFile
 from warmline_common.storage.home import Home
 from warmline_proxy.retention import truncate as index_cut
@@ -33,24 +42,24 @@ def fake_truncation(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_running_request_on_truncated_tail_is_not_saved(tmp_path: Path) -> None:
     """A request on the kept part of the same file is saved."""
     async with pair(tmp_path) as proxy:
-        session, other = await spoken(proxy, LONG), await spoken(proxy, ALIKE)
-        running = await held(proxy, LONGER)
-        (cut,) = (await purged(proxy, session=session))["cuts"]
+        session, other = await store_conversation(proxy, LONG), await store_conversation(proxy, ALIKE)
+        running = await hold_request(proxy, LONGER)
+        (cut,) = (await run_purge(proxy, session=session))["cuts"]
         assert cut["until"] < cut["end"] and not cut["why_not"]
-        await let_go(proxy, running)
+        await release(proxy, running)
         assert (await proxy.settled())[0].saved_tokens == 0
         assert [row.id for row in proxy.index.sessions()] == [other]
         assert proxy.index.segment(cut["became"])
-        running = await held(proxy, [*ALIKE, *LONGER[1:]])
-        await purged(proxy, session="0" * 12)
-        await let_go(proxy, running)
+        running = await hold_request(proxy, [*ALIKE, *LONGER[1:]])
+        await run_purge(proxy, session="0" * 12)
+        await release(proxy, running)
         assert (await proxy.settled())[0].saved_tokens > 0
 
 
 @on_loop
 async def test_request_started_during_truncation_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair(tmp_path) as proxy:
-        session, _ = await spoken(proxy, LONG), await spoken(proxy, ALIKE)
+        session, _ = await store_conversation(proxy, LONG), await store_conversation(proxy, ALIKE)
         began, resume, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
 
         def slow_rewrite(*arguments: Any) -> Any:
@@ -59,12 +68,12 @@ async def test_request_started_during_truncation_is_not_saved(tmp_path: Path, mo
             return fake_rewrite(*arguments)
 
         monkeypatch.setattr(index_cut, "_write_shortened", slow_rewrite)
-        purge = asyncio.create_task(purged(proxy, session=session))
+        purge = asyncio.create_task(run_purge(proxy, session=session))
         await began.wait()
-        running = await held(proxy, LONGER)
+        running = await hold_request(proxy, LONGER)
         resume.set()
         assert [cut["why_not"] for cut in (await purge)["cuts"]] == [""]
-        await let_go(proxy, running)
+        await release(proxy, running)
         assert (await proxy.settled())[0].saved_tokens == 0
         assert len(proxy.index.sessions()) == 1
 
@@ -73,9 +82,9 @@ async def test_request_started_during_truncation_is_not_saved(tmp_path: Path, mo
 @on_loop
 async def test_truncated_file_under_restore_is_deleted_before_reply(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
-        session, _ = await spoken(proxy, LONG), await spoken(proxy, ALIKE)
+        session, _ = await store_conversation(proxy, LONG), await store_conversation(proxy, ALIKE)
         (old,) = [row.id for row in proxy.index.segments() if not row.parent]
-        running, purge = await purged_while_read(proxy, session, ALIKE)
+        running, purge = await purge_during_restore(proxy, session, ALIKE)
         assert proxy.home.segment_file(old).exists() and not purge.done()
         proxy.backend.restoring_allowed.set()
         await purge

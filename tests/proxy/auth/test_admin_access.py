@@ -33,9 +33,9 @@ def status(
 ) -> int:
     """HTTP status of the refusal; 200 without one."""
     hosts = host.split("|") if host else []
-    asked = AccessRequest(method, peer, hosts, CIMultiDict({"Host": host, **(headers or {})}), page, version)
+    access_request = AccessRequest(method, peer, hosts, CIMultiDict({"Host": host, **(headers or {})}), page, version)
     try:
-        check_admin(asked, shown, needs_key)
+        check_admin(access_request, shown, needs_key)
     except ClientError as error:
         return error.status
     return 200
@@ -214,8 +214,8 @@ async def test_local_peer_is_not_owner_behind_proxy(
         assert (await send(proxy, "GET", "/warmline/status", {}))[0] == 401
         async with proxy.client.get(
             f"{proxy.url}/warmline/status", headers={"X-Api-Key": proxy.home.load_secret()}
-        ) as told:
-            assert told.status == 200 and told.headers["Cache-Control"] == "no-store"
+        ) as response:
+            assert response.status == 200 and response.headers["Cache-Control"] == "no-store"
     home = Home(tmp_path / "other")
     assert not ProxyConfig(home=home, lan=True, allowed_hosts="llm.example.org").is_admin_key_required
     assert ProxyConfig(home=home, lan=True, admin_needs_key=True).is_admin_key_required
@@ -230,7 +230,7 @@ async def test_browser_is_redirected_to_dashboard(tmp_path: Path) -> None:
     """Only with access to the dashboard; other clients' requests for "/" are answered and counted as before."""
     async with pair(tmp_path) as proxy:
 
-        async def asked(method: str, headers: dict[str, str], path: str = "/") -> tuple[int, str]:
+        async def visit(method: str, headers: dict[str, str], path: str = "/") -> tuple[int, str]:
             more = {"headers": headers, "allow_redirects": False}
             async with proxy.client.request(method, proxy.url + path, **more) as response:
                 if response.status == 303:
@@ -239,20 +239,20 @@ async def test_browser_is_redirected_to_dashboard(tmp_path: Path) -> None:
 
         for method in ("GET", "HEAD"):
             for headers in (BROWSER, {**BROWSER, **VISIT}):
-                assert await asked(method, headers, "/?x=1") == (303, "/admin")
+                assert await visit(method, headers, "/?x=1") == (303, "/admin")
             for headers in ({}, {"Accept": "text/html-not, */*"}, {**BROWSER, "Sec-Fetch-Site": "cross-site"}):
-                assert await asked(method, headers) == (404, "")
-            assert await asked(method, {**BROWSER, "X-Forwarded-For": "10.0.0.1"}) == (404, ""), "from elsewhere"
-            assert await asked(method, {**BROWSER, "Host": "stranger.example"}) == (403, "")
-        assert await asked("POST", BROWSER) == await asked("GET", BROWSER, "/v1") == (404, "")
+                assert await visit(method, headers) == (404, "")
+            assert await visit(method, {**BROWSER, "X-Forwarded-For": "10.0.0.1"}) == (404, ""), "from elsewhere"
+            assert await visit(method, {**BROWSER, "Host": "stranger.example"}) == (403, "")
+        assert await visit("POST", BROWSER) == await visit("GET", BROWSER, "/v1") == (404, "")
         client, admin = (
             keys_file.ensure_key(proxy.home, name).key for name in (keys_file.CLIENT_KIND, keys_file.ADMIN_KIND)
         )
         away = {**BROWSER, "Host": f"{LAN}:8026"}
-        assert await asked("GET", BROWSER) == (303, "/admin")
-        assert await asked("GET", away) == (401, "")
-        assert await asked("GET", {**away, "Authorization": f"Bearer {client}"}) == (404, "")
-        assert await asked("GET", {**away, "Authorization": basic(f":{admin}")}) == (303, "/admin")
+        assert await visit("GET", BROWSER) == (303, "/admin")
+        assert await visit("GET", away) == (401, "")
+        assert await visit("GET", {**away, "Authorization": f"Bearer {client}"}) == (404, "")
+        assert await visit("GET", {**away, "Authorization": basic(f":{admin}")}) == (303, "/admin")
         async with proxy.client.get(f"{proxy.url}/metrics", headers={"X-Api-Key": admin}) as response:
             assert 'warmline_unauthorized_total{door="owner"} 0.0' in await response.text()
 

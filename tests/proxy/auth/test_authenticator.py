@@ -128,14 +128,14 @@ async def test_models_list(tmp_path: Path) -> None:
 async def test_responses_are_compact_without_versions(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
-        asked = [
+        requests = [
             ("GET", "/health", None),
             ("GET", "/ready", None),
             ("GET", "/v1/models", None),
             ("GET", "/props", None),
         ]
-        asked += [("POST", "/v1/messages/count_tokens", body), ("POST", "/v1/chat/completions", body)]
-        for method, path, given in asked:
+        requests += [("POST", "/v1/messages/count_tokens", body), ("POST", "/v1/chat/completions", body)]
+        for method, path, given in requests:
             async with proxy.client.request(method, proxy.url + path, json=given) as response:
                 assert response.headers.getall("Server") == ["warmline"], path
                 text = await response.text()

@@ -173,8 +173,12 @@ async def test_activity(tmp_path: Path) -> None:
         assert (reply["total"], reply["history"]["requests"]) == (3, 3)
         assert [each["id"] for each in reply["requests"]] == [record.id for record in records[:2]]
         assert [each["client"] for each in reply["requests"]] == ["talk 2", "talk 1"]
-        kept = {each["id"]: each["created"] for each in (await get_json(served, "/warmline/sessions"))["sessions"]}
-        assert [each["created"] for each in reply["requests"]] == [kept[record.session] for record in records[:2]]
+        created_by_id = {
+            each["id"]: each["created"] for each in (await get_json(served, "/warmline/sessions"))["sessions"]
+        }
+        assert [each["created"] for each in reply["requests"]] == [
+            created_by_id[record.session] for record in records[:2]
+        ]
         assert "parting" not in reply["requests"][0] and "root" not in reply["requests"][0]
         assert (await get_json(served, "/warmline/activity", offset="2"))["requests"][0]["id"] == records[2].id
 

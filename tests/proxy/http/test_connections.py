@@ -97,12 +97,12 @@ class Server:
 
     async def socket(self, request: web.Request) -> web.Response:
         assert request.transport is not None
-        kept = request.transport.get_extra_info("socket")
+        sock = request.transport.get_extra_info("socket")
         options = {
-            "on": kept.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
-            "after_s": kept.getsockopt(socket.IPPROTO_TCP, KEEPALIVE_IDLE_OPTION),
-            "interval_s": kept.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL),
-            "count": kept.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT),
+            "on": sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+            "after_s": sock.getsockopt(socket.IPPROTO_TCP, KEEPALIVE_IDLE_OPTION),
+            "interval_s": sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL),
+            "count": sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT),
         }
         return web.json_response(options)
 
@@ -403,10 +403,10 @@ async def test_keepalive_options(tmp_path: Path) -> None:
 async def test_idle_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "IDLE_TIMEOUT_S", 0.1)
     async with serving(tmp_path, receive_timeout_s=0.4) as (server, connect):
-        silent, busy, kept = await connect(), await connect(), await connect()
+        silent, busy, used = await connect(), await connect(), await connect()
         busy.get("/hold")
-        assert (await kept.request("/echo"))[0] == 200
-        assert await silent.is_closed() and await kept.is_closed()
+        assert (await used.request("/echo"))[0] == 200
+        assert await silent.is_closed() and await used.is_closed()
         server.free.set()
         assert (await busy.answer())[2] == {"held": True}
 

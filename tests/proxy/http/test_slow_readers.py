@@ -36,13 +36,13 @@ class SlowClient:
 
     async def read_rest(self) -> bytes:
         """Read until the connection ends or is silent for a second."""
-        said = b""
+        received = b""
         try:
             while data := await asyncio.wait_for(self.reader.read(65536), 1.0):
-                said += data
+                received += data
         except (TimeoutError, ConnectionError):
             pass
-        return said
+        return received
 
 
 @on_loop
@@ -53,9 +53,9 @@ async def test_slow_read_of_complete_answer_is_no_stall(tmp_path: Path) -> None:
         while not (await proxy.status())["settling"]:
             pass  # until the engine is done
         await asyncio.sleep(0.8)
-        said = await slow.read_rest()
+        received = await slow.read_rest()
         slow.writer.close()
-        assert b"[DONE]" in said and b"stalled" not in said
+        assert b"[DONE]" in received and b"stalled" not in received
 
 
 @on_loop
@@ -91,7 +91,7 @@ async def test_no_error_after_end_of_stream(tmp_path: Path) -> None:
                     break
             async with proxy.client.delete(f"{proxy.url}/v1/requests/{name}"):
                 pass
-            said = await slow.read_rest()
+            received = await slow.read_rest()
             slow.writer.close()
-            end = said.find(b"\r\n0\r\n\r\n")
-            assert end < 0 or said[end + 7 :] == b"", f"{events}: {said[end:][:300]!r}"
+            end = received.find(b"\r\n0\r\n\r\n")
+            assert end < 0 or received[end + 7 :] == b"", f"{events}: {received[end:][:300]!r}"

@@ -16,10 +16,10 @@ COLLAPSED = ["!"] * 80
 
 def turn(number: int, backend: FakeBackend) -> dict[str, Any]:
     """Request body of a turn: 0 is cold, later ones continue the conversation."""
-    said = "".join(backend.answer)
+    answer = "".join(backend.answer)
     messages = [{"role": "user", "content": TEXT}]
     for question in QUESTIONS[:number]:
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": question}]
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]
     return {"messages": messages}
 
 

@@ -22,20 +22,20 @@ LONGER = [*LONG, *NEXT[1:]]
 OTHER = [{"role": "user", "content": "something else " * 10}]
 
 
-async def purged(proxy: Pair, **what: Any) -> Any:
+async def run_purge(proxy: Pair, **what: Any) -> Any:
     owner = {"Authorization": f"Bearer {proxy.home.load_secret()}"}
     async with proxy.client.post(f"{proxy.url}/warmline/purge", json=what, headers=owner) as response:
         assert response.status == 200, await response.text()
         return await response.json()
 
 
-async def spoken(proxy: Pair, messages: list[dict[str, str]]) -> str:
+async def store_conversation(proxy: Pair, messages: list[dict[str, str]]) -> str:
     """Session id of a stored conversation."""
     await proxy.chat(messages=messages)
     return (await proxy.settled())[0].session
 
 
-async def held(proxy: Pair, messages: list[dict[str, str]], key: str = "") -> "asyncio.Task[Any]":
+async def hold_request(proxy: Pair, messages: list[dict[str, str]], key: str = "") -> "asyncio.Task[Any]":
     """Request that is being answered until the backend may continue."""
     proxy.backend.hold_after = 1
     proxy.backend.holding.clear()
@@ -44,14 +44,14 @@ async def held(proxy: Pair, messages: list[dict[str, str]], key: str = "") -> "a
     return running
 
 
-async def let_go(proxy: Pair, running: "asyncio.Task[Any]") -> None:
+async def release(proxy: Pair, running: "asyncio.Task[Any]") -> None:
     proxy.backend.hold_after = None
     proxy.backend.let_go.set()
     assert (await running).status == 200
     proxy.backend.let_go.clear()
 
 
-async def purged_while_read(
+async def purge_during_restore(
     proxy: Pair, session: str, messages: list[dict[str, str]]
 ) -> "tuple[asyncio.Task[Any], asyncio.Task[Any]]":
     """(request with these messages, whose restore waits for the backend; concurrent purge of the session)."""
@@ -59,7 +59,7 @@ async def purged_while_read(
     proxy.backend.restoring_allowed.clear()
     running = asyncio.create_task(proxy.chat(messages=messages))
     await proxy.backend.called("restore")
-    purge = asyncio.create_task(purged(proxy, session=session))
+    purge = asyncio.create_task(run_purge(proxy, session=session))
     await proxy.backend.called("forget")
     return running, purge
 
