@@ -70,7 +70,7 @@ def test_record_request_counts_outcome_and_times() -> None:
         "warmline_prefill_seconds": (1, 2.0),
         "warmline_decode_seconds": (1, 5.0),
         "warmline_time_per_output_token_seconds": (1, 0.1),
-        "warmline_ttft_estimate_ratio": (1, 1.5),  # three seconds without waiting, where two were planned
+        "warmline_ttft_estimate_ratio": (1, 1.5),  # 3 s without the queue; 2 s planned
     }
 
 

@@ -54,7 +54,7 @@ async def test_purged_resident_not_reused_when_backend_unreachable(
         session = await store_conversation(proxy, FIRST)
         monkeypatch.setattr(Upstream, "purge_memory", unreachable)
         await run_purge(proxy, session=session)
-        proxy.backend.generation += 1  # something is pushed out, so all that it has is listed anew
+        proxy.backend.generation += 1  # forces a new listing of residents
         assert (await proxy.chat(messages=NEXT)).headers["X-Warmline-Cache"] == "cold 0"
         await proxy.settled()
         assert proxy.index.has_purge_notice()
@@ -105,7 +105,7 @@ async def test_purged_kv_not_reused_during_compaction(tmp_path: Path, monkeypatc
             await began.wait()
             assert (await proxy.chat(messages=NEXT)).headers["X-Warmline-Cache"] == "cold 0"
         await purge
-        assert (await proxy.settled())[0].saved_tokens > 0, "it came after the purge"
+        assert (await proxy.settled())[0].saved_tokens > 0, "the request came after the purge"
 
 
 @on_loop

@@ -100,7 +100,7 @@ async def test_partial_save_queued_during_purge_is_dropped(tmp_path: Path, monke
         (request,) = proxy.app[REQUEST_REGISTRY]
         assert request.listener is not None
         request.listener.on_started()
-        request.listener.on_prefilled(request.log.prompt_tokens)  # which waits for the purge to end
+        request.listener.on_prefilled(request.log.prompt_tokens)  # the save waits for the purge
         await asyncio.sleep(0)
         resume.set()
         await purge
@@ -316,4 +316,4 @@ async def test_restore_during_purge_starts_cold(tmp_path: Path) -> None:
         proxy.backend.restoring_allowed.set()
         await purge
         assert (await running).headers["X-Warmline-Cache"] == "cold 0"
-        assert len(proxy.backend.calls["drop"]) == 2, "what was read, and what was made of it"
+        assert len(proxy.backend.calls["drop"]) == 2, "the restored resident and the request's"

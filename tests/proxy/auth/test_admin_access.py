@@ -69,7 +69,7 @@ def test_local_peer_and_host_are_owner(peer: str, host: str, expected: int) -> N
     assert status(peer=peer, host=host) == expected
     assert status(ADMIN, peer=peer, host=host) == 200
     assert status(peer=peer, host=host, needs_key=True) == 401
-    assert status(WRONG, peer=peer, host=host) == 401, "who shows a wrong key means to show one"
+    assert status(WRONG, peer=peer, host=host) == 401, "a wrong key is refused even locally"
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ async def test_client_key_and_admin_key_are_separate(tmp_path: Path) -> None:
         for by_itself in (
             as_admin,
             {"Authorization": basic(f":{secret}")},
-        ):  # a browser goes on showing it
+        ):  # browsers repeat Basic credentials
             assert (await send(proxy, "POST", "/warmline/purge", by_itself, **purge))[0] == 403
             assert (await send(proxy, "GET", "/warmline/status", by_itself))[0] == 200
         assert (await send(proxy, "POST", "/warmline/purge", {**as_admin, **CHANGES}, **purge))[0] == 200

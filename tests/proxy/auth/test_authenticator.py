@@ -53,7 +53,7 @@ async def test_no_keys_message_only_for_owner(tmp_path: Path) -> None:
             refused = await proxy.chat(headers=headers)
             assert refused.status == 401 and words in await refused.text(), headers
         new = keys_file.add_key(proxy.home, "laptop").key
-        assert "it is no client key" in await (await proxy.chat(headers=old)).text(), "there is one"
+        assert "it is no client key" in await (await proxy.chat(headers=old)).text(), "a key exists"
         assert (await proxy.chat(headers={"X-Api-Key": new})).status == 200
 
 
@@ -170,7 +170,7 @@ async def test_unknown_paths_return_404_without_backend(tmp_path: Path) -> None:
                     error = (await response.json())["error"]
                 assert error["code"] == "not_found" and error["type"] == "invalid_request_error"
                 assert path in error["message"] and "/v1/chat/completions, /v1/completions" in error["message"]
-                assert ("The dashboard is at /admin" in error["message"]) == (path in ("/", "/v1")), "for who browses"
+                assert ("The dashboard is at /admin" in error["message"]) == (path in ("/", "/v1")), "hint for browsers"
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_rotated_key_keeps_tenant(home: Home) -> None:
     new = key_store.rotate_key(home, "")
     assert new.key != old.key and (new.name, new.tenant) == (old.name, old.tenant)
     assert key_store.remove_key(home, "me") == new and key_store.read_keys(home) == []
-    assert key_store.add_key(home, "me").tenant != old.tenant, "a namesake is somebody else"
+    assert key_store.add_key(home, "me").tenant != old.tenant, "a new key of the same name has another tenant"
 
 
 def test_find_key_without_name(home: Home) -> None:
@@ -124,7 +124,7 @@ def test_key_file_changes_apply_at_once(home: Home) -> None:
             keys.authenticate(bearer(wrong))
     good = home.keys.read_bytes()
     home.keys.write_bytes(b"{")
-    assert keys.authenticate(bearer(renewed.key)).name == "me", "what is damaged changes nothing"
+    assert keys.authenticate(bearer(renewed.key)).name == "me", "a damaged file changes nothing"
     home.keys.unlink()
     assert keys.authenticate(bearer(renewed.key)).name == "me", "a deleted file must not admit everybody"
     with pytest.raises(Exception, match="401"):
@@ -132,7 +132,7 @@ def test_key_file_changes_apply_at_once(home: Home) -> None:
     home.keys.write_bytes(good)
     home.keys.chmod(0o644)
     assert keys.authenticate(bearer(renewed.key)).name == "me"
-    assert stat.S_IMODE(home.keys.stat().st_mode) == 0o600, "whoever wrote it left it open"
+    assert stat.S_IMODE(home.keys.stat().st_mode) == 0o600, "permissions are restricted again"
     key_store.remove_key(home, "me")
     assert keys.authenticate(bearer(renewed.key)) == ANONYMOUS
     assert keys.known_tenants == {"", mine.tenant}
@@ -176,12 +176,12 @@ async def test_keys_do_not_share_cache(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         one, two = (key_store.add_key(proxy.home, name).key for name in ("one", "two"))
         assert await chat_source(proxy, one) == ("cold 0", 0)
-        assert await chat_source(proxy, two) == ("cold 0", 0), "what is in memory"
+        assert await chat_source(proxy, two) == ("cold 0", 0), "in memory"
         await proxy.settled()
         proxy.backend.restart()
         assert (await chat_source(proxy, one))[0].startswith("restored")
         three = key_store.add_key(proxy.home, "three").key
-        assert await chat_source(proxy, three) == ("cold 0", 0), "what is on disk"
+        assert await chat_source(proxy, three) == ("cold 0", 0), "on disk"
         records = await proxy.settled()
         assert [each.key for each in records] == ["three", "one", "two", "one"]
         assert len({each.root for each in records}) == 3
@@ -231,14 +231,14 @@ async def test_other_keys_requests_are_inaccessible(tmp_path: Path) -> None:
                 assert other.headers["X-Warmline-Cache"] == "cold 0"
                 await proxy.backend.holding.wait()
                 async with proxy.client.post(url, json=body, headers={**bearer(two), **name}) as taken:
-                    assert taken.status == 409, "its own is"
+                    assert taken.status == 409, "its own id is taken"
                 async with proxy.client.delete(f"{proxy.url}/v1/requests/mine", headers=bearer(two)) as ended:
                     assert ended.status == 200
             before = proxy.home.keys.read_bytes()
             key_store.remove_key(proxy.home, "one")
             namesake = key_store.add_key(proxy.home, "one").key
             async with proxy.client.delete(f"{proxy.url}/v1/requests/mine", headers=bearer(namesake)) as refused:
-                assert refused.status == 404, "a new key of the same name is somebody else's"
+                assert refused.status == 404, "a new key of the same name is another client"
             proxy.home.keys.write_bytes(before)
             async with proxy.client.delete(f"{proxy.url}/v1/requests/mine", headers=bearer(one)) as ended:
                 assert ended.status == 200

@@ -141,8 +141,8 @@ def test_history_reuse_and_ttft() -> None:
         record(NOW, 100, 0, ttft_s=4.0),
         record(NOW, 100, 80, ttft_s=0.1),
         record(NOW, 200, 160, ttft_s=0.3),
-        record(NOW, 100, 5, ttft_s=6.0),  # a template's first words
-        record(NOW, 40, 38, ttft_s=0.01),  # short, and warm: no hit, but not cold either
+        record(NOW, 100, 5, ttft_s=6.0),  # shares a template's first words only
+        record(NOW, 40, 38, ttft_s=0.01),  # short and reused: neither hit nor cold
     ]
     found = build_history(records, NOW)
     assert (found.hits, found.prompt_tokens, found.cached_tokens) == (2, 540, 283)

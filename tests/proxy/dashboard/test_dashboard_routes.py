@@ -40,7 +40,7 @@ async def test_sessions_pages(tmp_path: Path) -> None:
         assert len(ids) == len(set(ids)) == total == pages[0]["total"] == pages[0]["matching"]
         assert pages[-1]["sessions"] == [] or len(pages[-1]["sessions"]) < 7
         used = [each["last_used"] for page in pages for each in page["sessions"]]
-        assert used == sorted(used, reverse=True), "the last used first"
+        assert used == sorted(used, reverse=True), "last used first"
         found = await get_json(served, "/warmline/sessions", q="HALF-27")
         assert [each["client"] for each in found["sessions"]] == ["client-half-27"] and found["total"] == total
         (line,) = found["sessions"]
@@ -92,7 +92,7 @@ async def test_recreated_key_has_own_label(tmp_path: Path) -> None:
             served.index.record_request(record(number, namespace(MODEL, key.tenant)))
             assert (await list_key_labels(served))[-1] == "default"
             keys_file.remove_key(served.home, "default")
-            assert (await list_key_labels(served))[-1] == "a removed key", "the index is as it was, keys are not"
+            assert (await list_key_labels(served))[-1] == "a removed key", "only the keys have changed"
         key = keys_file.add_key(served.home, "default")
         store_session(served, key.tenant, 4)
         assert await list_key_labels(served) == ["no key", "a removed key", "a removed key", "default"]

@@ -45,9 +45,9 @@ class Server:
         self.config = config
         self.port = 0
         self.connections: Connections
-        self.held = asyncio.Event()  # a request is being held
-        self.free = asyncio.Event()  # holds none any more
-        self.over = asyncio.Event()  # a handler has ended before its time
+        self.held = asyncio.Event()  # set while a request is held
+        self.free = asyncio.Event()  # releases held requests
+        self.over = asyncio.Event()  # a handler was cancelled
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -304,7 +304,7 @@ async def test_oversized_body_refused_early(tmp_path: Path) -> None:
         client.say(f"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: {BODY_BYTES_MAX + 1}\r\n\r\n")
         status, headers, _ = await client.answer()
         assert (status, headers["connection"]) == (413, "close")
-        for _ in range(100):  # it goes on all the same, and is not met with a reset
+        for _ in range(100):  # more of the body causes no reset
             client.say(b"x" * 10_000)
         await client.writer.drain()
         assert await client.is_closed()

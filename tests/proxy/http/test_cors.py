@@ -45,7 +45,7 @@ def test_build_cors_headers(allowed: str, origin: str, answer: dict[str, str]) -
     ("origin", "strange"),
     [
         (None, False),
-        ("http://192.168.1.5:8026", False),  # a page of ours
+        ("http://192.168.1.5:8026", False),  # the proxy's own page
         (PAGE, False),
         ("http://localhost:3000", False),
         ("http://127.0.0.1", False),
@@ -53,7 +53,7 @@ def test_build_cors_headers(allowed: str, origin: str, answer: dict[str, str]) -
         ("app://obsidian.md", False),
         ("chrome-extension://abcdef", False),
         ("vscode-webview://abcdef", False),
-        ("file://", False),  # as Electron says of an app's window; browsers say "null" of a file
+        ("file://", False),  # an Electron app; browsers send "null" for files
         ("https://evil.example", True),
         ("http://192.168.1.66", True),
         ("http://localhost.evil.example", True),
@@ -102,7 +102,7 @@ async def test_all_responses_have_cors_headers(tmp_path: Path) -> None:
     async with pair(tmp_path, cors_origins=PAGE, client_key="sesame") as proxy:
         status, headers = await send(proxy, "OPTIONS", "/v1/chat/completions", **ASKED)
         assert status == 204 and headers[ALLOW] == PAGE
-        status, headers = await send(proxy, "GET", "/v1/models")  # without the key; a page is to see why
+        status, headers = await send(proxy, "GET", "/v1/models")  # without the key: the page may read the refusal
         assert status == 401 and headers[ALLOW] == PAGE
         status, headers = await send(proxy, "POST", "/v1/chat/completions", Authorization="Bearer sesame")
         assert (
@@ -126,7 +126,7 @@ async def test_no_cors_by_default_and_host_checked_first(tmp_path: Path) -> None
         body = '{"messages": [{"role": "user", "content": "hi"}]}'
         async with proxy.client.post(f"{proxy.url}/v1/chat/completions", data=body, headers=page) as refused:
             assert refused.status == 403 and (await refused.json())["error"]["code"] == "foreign_page"
-        assert not proxy.backend.calls["prompts"], "a browser asks nobody before it sends that"
+        assert not proxy.backend.calls["prompts"], "sent without a preflight"
     async with pair(tmp_path / "all", cors_origins="*") as proxy:
         for method in ("OPTIONS", "GET"):
             assert (await send(proxy, method, "/v1/models", Host="evil.example"))[0] == 403

@@ -48,7 +48,7 @@ def test_allowed_hosts(hosts: list[str], status: int) -> None:
 def test_single_host_header_required() -> None:
     assert refusal("localhost", "localhost") == refusal("localhost", "evil.example") == 400
     assert refusal() == 400
-    assert refusal(version=HTTP_1_0) == 0, "no browser speaks that"
+    assert refusal(version=HTTP_1_0) == 0, "browsers do not use HTTP/1.0"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_find_machine_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.getfqdn", lambda: "studio.example.org")
     monkeypatch.setattr("sys.platform", "linux")
     alone, reached = find_machine_names(with_domains=False), find_machine_names(with_domains=True)
-    assert alone == {"studio", "studio.local"}, "a network might name it as a stranger's page"
+    assert alone == {"studio", "studio.local"}, "the network could assign a foreign name"
     assert reached - alone == {"studio.home.arpa", "studio.example.org"}
     assert all(parse_host(name) == name for name in reached)
 

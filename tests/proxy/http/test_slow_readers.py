@@ -51,7 +51,7 @@ async def test_slow_read_of_complete_answer_is_no_stall(tmp_path: Path) -> None:
         proxy.backend.answer = ["x" * 10_000] * 100
         slow = await SlowClient.ask(proxy, {"X-Warmline-Stall-Timeout": "0.3", "Connection": "close"})
         while not (await proxy.status())["settling"]:
-            pass  # until the engine is done
+            pass  # until the engine has ended
         await asyncio.sleep(0.8)
         received = await slow.read_rest()
         slow.writer.close()

@@ -83,7 +83,7 @@ async def pair(folder: Path, **settings: Any) -> AsyncIterator[Pair]:
     backend = FakeBackend(home)
     below, backend_port = await serve(backend.app())
     budget_gb = settings.pop("disk_budget_bytes", GB) / GB
-    settings = {"disk_budget_gb": budget_gb, "port": 0, "audit_fraction": 0.0, **settings}  # no audits by chance
+    settings = {"disk_budget_gb": budget_gb, "port": 0, "audit_fraction": 0.0, **settings}  # no random audits
     config = ProxyConfig(home=home, backend_url=f"http://127.0.0.1:{backend_port}", **settings)
     with Index(home, config.disk_budget_bytes) as index:
         app = build_app(config, home.load_secret(), index)

@@ -12,7 +12,7 @@ from support.proxy.harness import Pair
 from warmline_common.protocol.tokens import namespace
 from warmline_proxy.index.index import Index
 
-ROOT = namespace("f" * 64)  # of who needs no key
+ROOT = namespace("f" * 64)  # of requests without a key
 CALL_ID = "call_00112233445566778899aabb"
 FIRST = [{"role": "user", "content": "a long first question " * 8}]
 NEXT = [*FIRST, {"role": "assistant", "content": "Paris."}, {"role": "user", "content": "and then?"}]
