@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.proxy.fake_backend import packed, rendered
+from support.proxy.fake_replies import packed, rendered
 from support.proxy.harness import on_loop, pair
 from support.proxy.purges import (
     FIRST,

@@ -1,175 +1,18 @@
 """Misbehaving clients on real sockets: many, slow, silent, broken; other clients are unaffected."""
 
 import asyncio
-import gc
-import json
-import socket
-import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from aiohttp import web
 
 from support.proxy.harness import on_loop
+from support.proxy.raw_connections import count_alive, serving, until
 from warmline_common.process.file_limits import count_open_descriptors, raise_descriptor_limit
-from warmline_common.storage.home import Home
-from warmline_proxy.config import ProxyConfig
-from warmline_proxy.errors import ClientError
 from warmline_proxy.http import connections
-from warmline_proxy.http.bodies import BODY_BYTES_MAX, read_body, write_chunk
-from warmline_proxy.http.connections import KEEPALIVE_IDLE_OPTION, Connections, compute_connections_max, listen
+from warmline_proxy.http.bodies import BODY_BYTES_MAX
+from warmline_proxy.http.connections import compute_connections_max
 
 MANY = 1_000
-Answer = tuple[int, dict[str, str], Any]
-
-
-async def until(is_true: Callable[[], bool]) -> None:
-    """Poll a condition without an event."""
-    while not is_true():  # noqa: ASYNC110
-        await asyncio.sleep(0.005)
-
-
-def count_alive() -> int:
-    """Number of connections that are still referenced."""
-    gc.collect()
-    return sum(isinstance(each, connections.Connection) for each in gc.get_objects())
-
-
-class Server:
-    """Application with one handler per failure."""
-
-    def __init__(self, config: ProxyConfig) -> None:
-        self.config = config
-        self.port = 0
-        self.connections: Connections
-        self.held = asyncio.Event()  # set while a request is held
-        self.free = asyncio.Event()  # releases held requests
-        self.over = asyncio.Event()  # a handler was cancelled
-
-    def app(self) -> web.Application:
-        app = web.Application()
-        for path in ("echo", "hold", "flood", "lump", "half", "fault", "socket"):
-            app.router.add_route("*", f"/{path}", getattr(self, path))
-        return app
-
-    async def echo(self, request: web.Request) -> web.Response:
-        try:
-            return web.json_response({"bytes": len(await read_body(request, self.config.receive_timeout_s))})
-        except ClientError as error:
-            return error.build_response(error.body)
-        except (asyncio.CancelledError, ConnectionResetError):
-            self.over.set()
-            raise
-
-    async def hold(self, request: web.Request) -> web.Response:
-        self.held.set()
-        await self.free.wait()
-        return web.json_response({"held": True})
-
-    async def flood(self, request: web.Request) -> web.StreamResponse:
-        """Stream the requested number of bytes in pieces."""
-        response = web.StreamResponse()
-        await response.prepare(request)
-        try:
-            for _ in range(int(request.query["bytes"]) // 10_000):
-                await write_chunk(response, b"x" * 10_000, self.config.send_timeout_s)
-        except (asyncio.CancelledError, ConnectionResetError):
-            self.over.set()
-            raise
-        await response.write_eof()
-        return response
-
-    async def send_once(self, request: web.Request) -> web.Response:
-        """Send the requested number of bytes at once."""
-        return web.Response(body=b"x" * int(request.query["bytes"]))
-
-    async def half(self, request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
-        await response.write(b"half of it")
-        raise ValueError("something unforeseen")
-
-    async def fault(self, request: web.Request) -> web.Response:
-        raise ValueError("something unforeseen")
-
-    async def socket(self, request: web.Request) -> web.Response:
-        assert request.transport is not None
-        sock = request.transport.get_extra_info("socket")
-        options = {
-            "on": sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
-            "after_s": sock.getsockopt(socket.IPPROTO_TCP, KEEPALIVE_IDLE_OPTION),
-            "interval_s": sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL),
-            "count": sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT),
-        }
-        return web.json_response(options)
-
-    async def wait_until_empty(self) -> None:
-        """Wait until no connection is left."""
-        await until(lambda: not self.connections.count)
-
-
-class Client:
-    """One raw connection."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-
-    def say(self, text: str | bytes) -> None:
-        self.writer.write(text.encode() if isinstance(text, str) else text)
-
-    def get(self, path: str, more: str = "") -> None:
-        self.say(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{more}\r\n")
-
-    async def answer(self) -> Answer:
-        """Read one response: (status, headers in lower case, JSON)."""
-        head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
-        body = await self.reader.readexactly(int(headers["content-length"]))
-        return int(head[0].split()[1]), headers, json.loads(body)
-
-    async def request(self, path: str, more: str = "") -> Answer:
-        self.get(path, more)
-        return await self.answer()
-
-    async def is_closed(self) -> bool:
-        """True if the server closes the connection; False if it sends data."""
-        try:
-            return not await self.reader.read(1)
-        except ConnectionResetError:
-            return True
-
-    def reset(self) -> None:
-        """Abort the connection with a reset."""
-        plug = self.writer.get_extra_info("socket")
-        plug.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.writer.transport.abort()
-
-
-@asynccontextmanager
-async def serving(folder: Path, **settings: Any) -> AsyncIterator[tuple[Server, Callable[..., Awaitable[Client]]]]:
-    """(listening application, function that connects to it)."""
-    server, clients = Server(ProxyConfig(home=Home(folder), port=0, **settings)), list[Client]()
-
-    async def connect(receive_buffer_bytes: int = 0) -> Client:
-        plug = socket.socket()
-        plug.setblocking(False)
-        if receive_buffer_bytes:
-            plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
-        await asyncio.get_running_loop().sock_connect(plug, ("127.0.0.1", server.port))
-        clients.append(Client(*await asyncio.open_connection(sock=plug, limit=4096)))
-        return clients[-1]
-
-    async with listen(server.app(), server.config) as listener:
-        server.port, server.connections = listener.port, listener.connections
-        try:
-            yield server, connect
-        finally:
-            server.free.set()
-            for client in clients:
-                client.writer.transport.abort()
 
 
 @on_loop
@@ -237,7 +80,7 @@ async def test_head_timeout_returns_408(tmp_path: Path) -> None:
     async with serving(tmp_path, receive_timeout_s=0.2) as (server, connect):
         for beginning in ("GET /echo HTTP/1.1\r\nHo", "\r\n"):
             client = await connect()
-            client.say(beginning)
+            client.send(beginning)
             status, headers, body = await client.answer()
             assert (status, headers["connection"], body["error"]["code"]) == (408, "close", "request_timeout")
             assert await client.is_closed()
@@ -249,10 +92,10 @@ async def test_slow_head_times_out(tmp_path: Path) -> None:
     async with serving(tmp_path, receive_timeout_s=0.3) as (_, connect):
         client = await connect()
         assert (await client.request("/echo"))[0] == 200
-        client.say("GET /echo HTTP/1.1\r\nHost: localhost\r\nX-Long: ")
+        client.send("GET /echo HTTP/1.1\r\nHost: localhost\r\nX-Long: ")
         answer = asyncio.ensure_future(client.answer())
         while not answer.done():
-            client.say("x")
+            client.send("x")
             await asyncio.sleep(0.02)
         assert (await answer)[0] == 408
 
@@ -262,7 +105,7 @@ async def test_stalled_body_returns_408(tmp_path: Path) -> None:
     async with serving(tmp_path, receive_timeout_s=0.2) as (server, connect):
         for length in ("Content-Length: 100\r\n", "Transfer-Encoding: chunked\r\n"):
             client = await connect()
-            client.say(f"POST /echo HTTP/1.1\r\nHost: localhost\r\n{length}\r\n5\r\nabcde")
+            client.send(f"POST /echo HTTP/1.1\r\nHost: localhost\r\n{length}\r\n5\r\nabcde")
             status, headers, body = await client.answer()
             assert (status, headers["connection"], body["error"]["code"]) == (408, "close", "request_timeout")
             assert await client.is_closed()
@@ -274,10 +117,10 @@ async def test_stalled_body_returns_408(tmp_path: Path) -> None:
 async def test_slow_body_is_read(tmp_path: Path) -> None:
     async with serving(tmp_path, receive_timeout_s=0.5) as (_, connect):
         client = await connect()
-        client.say("POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 15\r\n\r\n")
+        client.send("POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 15\r\n\r\n")
         for _ in range(15):
             await asyncio.sleep(0.05)
-            client.say("x")
+            client.send("x")
         status, headers, body = await client.answer()
         assert (status, body) == (200, {"bytes": 15}) and headers.get("connection") != "close"
 
@@ -287,7 +130,7 @@ async def test_reset_during_body_ends_handler(tmp_path: Path) -> None:
     async with serving(tmp_path) as (server, connect):
         client, neighbour = await connect(), await connect()
         neighbour.get("/hold")
-        client.say("POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nabc")
+        client.send("POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nabc")
         await server.held.wait()
         client.reset()
         await server.over.wait()
@@ -301,11 +144,11 @@ async def test_reset_during_body_ends_handler(tmp_path: Path) -> None:
 async def test_oversized_body_refused_early(tmp_path: Path) -> None:
     async with serving(tmp_path) as (server, connect):
         client = await connect()
-        client.say(f"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: {BODY_BYTES_MAX + 1}\r\n\r\n")
+        client.send(f"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: {BODY_BYTES_MAX + 1}\r\n\r\n")
         status, headers, _ = await client.answer()
         assert (status, headers["connection"]) == (413, "close")
         for _ in range(100):  # more of the body causes no reset
-            client.say(b"x" * 10_000)
+            client.send(b"x" * 10_000)
         await client.writer.drain()
         assert await client.is_closed()
         client.writer.close()
@@ -334,7 +177,7 @@ async def test_garbage_is_refused(tmp_path: Path, kind: str) -> None:
         neighbour.get("/hold")
         await server.held.wait()
         assert (await rude.request("/echo"))[0] == 200
-        rude.say(BAD_HEADS[kind])
+        rude.send(BAD_HEADS[kind])
         status, headers, body = await rude.answer()
         expected = 431 if kind in TOO_LARGE else 400
         assert (status, headers["connection"], body["error"]["type"]) == (expected, "close", "invalid_request_error")
@@ -353,7 +196,7 @@ async def test_garbage_is_refused(tmp_path: Path, kind: str) -> None:
 async def test_broken_chunk_returns_400(tmp_path: Path) -> None:
     async with serving(tmp_path) as (_, connect):
         client = await connect()
-        client.say("POST /echo HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\nzz\r\n")
+        client.send("POST /echo HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\nzz\r\n")
         assert (await client.answer())[0] == 400
         assert await client.is_closed()
 
@@ -363,7 +206,7 @@ async def test_pipelined_requests(tmp_path: Path) -> None:
     async with serving(tmp_path) as (_, connect):
         client = await connect()
         lengths = [3, 0, 70_000, 1]
-        client.say(
+        client.send(
             "".join(f"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: {n}\r\n\r\n{'x' * n}" for n in lengths)
         )
         assert [(await client.answer())[2]["bytes"] for _ in lengths] == lengths
@@ -378,7 +221,7 @@ async def test_no_leak_after_disconnects(tmp_path: Path) -> None:
         if number % 4 == 1:
             await client.request("/echo")
         elif number % 4 == 2:
-            client.say("POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nabc")
+            client.send("POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nabc")
         elif number % 4 == 3:
             client.get("/flood?bytes=1000000")
         client.reset() if number % 2 else client.writer.close()

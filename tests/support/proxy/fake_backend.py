@@ -2,12 +2,12 @@
 
 import asyncio
 import json
-import struct
 from collections import defaultdict
 from typing import Any
 
 from aiohttp import web
 
+from support.proxy.fake_replies import SERVED, chunk, first_logits, layout, packed, rendered, usage_chunk
 from warmline_common.protocol.messages import (
     HEADER_BACKGROUND,
     HEADER_CHECKPOINTS,
@@ -22,10 +22,8 @@ from warmline_common.protocol.messages import (
     ErrorBody,
     ErrorReply,
     EvictionOrder,
-    FirstLogits,
     GenerationResult,
     HealthReply,
-    KvLayout,
     PrefillRate,
     PromptReply,
     PromptRequest,
@@ -44,39 +42,7 @@ from warmline_common.protocol.messages import (
     encode,
 )
 from warmline_common.protocol.sse import DONE, encode_comment, encode_event
-from warmline_common.protocol.tokens import pack_tokens
 from warmline_common.storage.home import Home
-
-SERVED = "fake-model"
-
-
-def rendered(body: dict[str, Any]) -> tuple[bytes, list[int]]:
-    """(prompt text, ends of its messages)."""
-    if isinstance(body.get("prompt"), list):
-        return bytes(body["prompt"]), []
-    text, ends = b"", []
-    for message in body.get("messages", ()):
-        text += f"<{message['role']}>{message.get('content') or ''}\n".encode()
-        ends.append(len(text))
-    return (text + b"<assistant>", ends) if "messages" in body else (body["prompt"].encode(), [])
-
-
-def packed(text: bytes) -> bytes:
-    """Packed tokens of a text, one per byte."""
-    return pack_tokens(list(text))
-
-
-def layout(**changes: Any) -> KvLayout:
-    facts: dict[str, Any] = {
-        "row_bytes": 100,
-        "state_bytes": 0,
-        "has_rows": True,
-        "has_states": False,
-        "has_windows": False,
-        "persistent": True,
-        "families": ["KVCache"],
-    }
-    return KvLayout(**facts | changes)
 
 
 class FakeBackend:
@@ -459,27 +425,3 @@ class FakeBackend:
             first=first_logits(logprob) if generated else None,
             turn=self.turn,
         )
-
-
-def first_logits(logprob: float) -> FirstLogits:
-    """First logits of a model with one token."""
-    return FirstLogits(digest=str(logprob), ids=pack_tokens([0]), logprobs=struct.pack("<f", logprob))
-
-
-def chunk(body: dict[str, Any], text: str, finish: str | None = None) -> dict[str, Any]:
-    head = {"id": "c-1", "created": 1, "model": SERVED, "usage": None}
-    if "messages" in body:
-        choice = {"index": 0, "delta": {"content": text} if text else {}, "finish_reason": finish}
-        return {**head, "object": "chat.completion.chunk", "choices": [choice]}
-    return {**head, "object": "text_completion", "choices": [{"index": 0, "text": text, "finish_reason": finish}]}
-
-
-def usage_chunk(prompt: int, generated: int, cached: int) -> dict[str, Any]:
-    usage = {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-    head = {"id": "c-1", "created": 1, "model": SERVED, "object": "chat.completion.chunk"}
-    return {**head, "choices": [], "usage": usage}
