@@ -24,11 +24,8 @@ class HealthRoutes:
         admission: AdmissionQueue,
         save_health: SaveHealth,
     ) -> None:
-        self._upstream = upstream
-        self._watchdog = watchdog
-        self._backend_state = backend_state
-        self._admission = admission
-        self._save_health = save_health
+        self._upstream, self._watchdog, self._backend_state = upstream, watchdog, backend_state
+        self._admission, self._save_health = admission, save_health
 
     async def get_ready(self, _: web.Request) -> web.Response:
         """200 if a request would be served now; else 503 with the reason."""

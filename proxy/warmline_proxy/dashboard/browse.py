@@ -6,6 +6,7 @@ The index is summarized on a thread, once per change; after bookkeeping alone (h
 import asyncio
 import time
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ PAGE_DEFAULT = 50
 OFFSET_MAX = 100_000_000
 NODE_SESSIONS_MAX = 5  # per node
 BOOKKEEPING_AGE_S = 5.0
+RECORDS_MAX = 1000
 
 
 class RequestSummary(msgspec.Struct, kw_only=True):
@@ -69,6 +71,12 @@ class ActivityReply(msgspec.Struct, kw_only=True):
     requests: list[RequestSummary]  # newest first
     offset: int
     total: int
+
+
+class RequestsReply(msgspec.Struct, kw_only=True):
+    """GET /warmline/requests?count=N."""
+
+    requests: list[RequestRecord]  # newest first
 
 
 class SessionSummary(msgspec.Struct, kw_only=True):
@@ -145,16 +153,13 @@ class PathReply(msgspec.Struct, kw_only=True):
     tokens: int
 
 
+SESSION_ROW_FIELDS = ("id", "client", "model", "tokens", "requests", "hits", "created", "last_used", "pinned")
 SORT_KEYS: dict[str, Callable[[ConversationSummary], Any]] = {
     "client": lambda each: (each.row.client.casefold(), each.row.created),
     "model": lambda each: each.row.model.casefold(),
-    "tokens": lambda each: each.row.tokens,
-    "bytes": lambda each: each.bytes_path,
-    "bytes_alone": lambda each: each.bytes_alone,
-    "requests": lambda each: each.row.requests,
-    "hits": lambda each: each.row.hits,
-    "created": lambda each: each.row.created,
-    "last_used": lambda each: each.row.last_used,
+    "bytes": attrgetter("bytes_path"),
+    "bytes_alone": attrgetter("bytes_alone"),
+    **{name: attrgetter(f"row.{name}") for name in ("tokens", "requests", "hits", "created", "last_used")},
 }
 SORT_CHOICES = (*SORT_KEYS, *(f"-{name}" for name in SORT_KEYS))
 
@@ -170,11 +175,17 @@ class BrowseRoutes:
     @property
     def routes(self) -> RouteTable:
         return {
+            ("GET", "/warmline/requests"): self.get_requests,
             ("GET", "/warmline/activity"): self.get_activity,
             ("GET", "/warmline/sessions"): self.get_sessions,
             ("GET", "/warmline/tree"): self.get_tree,
             ("GET", "/warmline/path"): self.get_path,
         }
+
+    async def get_requests(self, request: web.Request) -> web.Response:
+        count = parse_number(request, "count", RECORDS_MAX, RECORDS_MAX)
+        records = await asyncio.to_thread(self._index.requests, count)
+        return json_response(RequestsReply(requests=[_strip_divergence_text(record) for record in records]))
 
     async def get_activity(self, request: web.Request) -> web.Response:
         offset, count = _parse_page(request)
@@ -285,19 +296,11 @@ def _matches_search(conversation: ConversationSummary, cache: _SummaryCache, sea
 def _build_session_summary(conversation: ConversationSummary, cache: _SummaryCache) -> SessionSummary:
     row = conversation.row
     return SessionSummary(
-        id=row.id,
-        client=row.client,
-        model=row.model,
+        **{name: getattr(row, name) for name in SESSION_ROW_FIELDS},
         key=cache.owner_labels.find_label(row.root),
-        tokens=row.tokens,
         bytes=conversation.bytes_path,
         bytes_alone=conversation.bytes_alone,
         segments=conversation.segments,
-        requests=row.requests,
-        hits=row.hits,
-        created=row.created,
-        last_used=row.last_used,
-        pinned=row.pinned,
         pinned_all=conversation.pinned,
     )
 
@@ -336,31 +339,6 @@ def _build_node(cache: _SummaryCache, run: SegmentRun) -> TreeNode:
         children=len(run.children),
         place=run.sibling_index,
     )
-
-
-RECORDS_MAX = 1000
-
-
-class RequestsReply(msgspec.Struct, kw_only=True):
-    """GET /warmline/requests?count=N."""
-
-    requests: list[RequestRecord]  # newest first
-
-
-class InspectRoutes:
-    """Handler of the request records."""
-
-    def __init__(self, index: Index) -> None:
-        self._index = index
-
-    @property
-    def routes(self) -> RouteTable:
-        return {("GET", "/warmline/requests"): self.get_requests}
-
-    async def get_requests(self, request: web.Request) -> web.Response:
-        count = parse_number(request, "count", RECORDS_MAX, RECORDS_MAX)
-        records = await asyncio.to_thread(self._index.requests, count)
-        return json_response(RequestsReply(requests=[_strip_divergence_text(record) for record in records]))
 
 
 def _strip_divergence_text(record: RequestRecord) -> RequestRecord:

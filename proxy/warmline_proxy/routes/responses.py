@@ -31,13 +31,8 @@ class ResponsesRoutes:
         registry: RequestRegistry,
         completion: Completion,
     ) -> None:
-        self._api, self._config, self._renderer, self._registry, self._completion = (
-            api,
-            config,
-            renderer,
-            registry,
-            completion,
-        )
+        self._api, self._config, self._renderer = api, config, renderer
+        self._registry, self._completion = registry, completion
 
     async def handle(self, http_request: web.Request) -> web.Response:
         """Handle a path below /v1/responses/.  Raises ClientError and UpstreamError."""
