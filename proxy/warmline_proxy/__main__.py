@@ -42,25 +42,13 @@ def main(arguments: Sequence[str]) -> int:
     """
     try:
         config = parse_config(arguments)
-    except ProxyConfigError as error:
-        write_line(f"warmline proxy: {error}")
-        return 2
-    start_logging("proxy", config.log_level, config.log_format, config.log_files, config.home)
-    watch_parent(config.drain_timeout_s + STOP_MARGIN_S)
-    try:
-        config.home.prepare()
-        secret = config.home.load_secret()
-        if tightened := str(tighten_permissions(config.home)):
-            log.warning("the home: %s", tightened)
-        prepare_keys(config)
-    except OSError as error:
-        write_line(f"warmline proxy: {describe_unusable_home(config.home, error)}")
-        return 2
-    except ProxyConfigError as error:
-        write_line(f"warmline proxy: {error}")
-        return 2
-    try:
+        start_logging("proxy", config.log_level, config.log_format, config.log_files, config.home)
+        watch_parent(config.drain_timeout_s + STOP_MARGIN_S)
+        secret = prepare_home(config)
         run(config, secret)
+    except ProxyConfigError as error:
+        write_line(f"warmline proxy: {error}")
+        return 2
     except HomeLockedError as error:
         write_line(f"warmline proxy: {error}")
         return exit_codes.locked_home_exit_code()
@@ -68,6 +56,19 @@ def main(arguments: Sequence[str]) -> int:
         write_line(f"warmline proxy: {error}")
         return 1
     return 0
+
+
+def prepare_home(config: ProxyConfig) -> str:
+    """Secret of the home, whose folders, permissions and keys are in order.  Raises ProxyConfigError."""
+    try:
+        config.home.prepare()
+        secret = config.home.load_secret()
+        if tightened := str(tighten_permissions(config.home)):
+            log.warning("the home: %s", tightened)
+        prepare_keys(config)
+    except OSError as error:
+        raise ProxyConfigError(describe_unusable_home(config.home, error)) from error
+    return secret
 
 
 def run(config: ProxyConfig, secret: str) -> None:

@@ -103,9 +103,8 @@ def too_many_requests(message: str, retry_after_s: int) -> ClientError:
 
 def gateway_timeout(reason: str, code: str) -> ClientError:
     """A deadline has passed; computed KV is kept, so a retry continues from it."""
-    return ClientError(
-        504, encode_error_body(f"The request was ended: {reason}.  What was computed is kept.", "timeout", code)
-    )
+    message = f"The request was ended: {reason}.  What was computed is kept."
+    return ClientError(504, encode_error_body(message, "timeout", code))
 
 
 def request_cancelled(message: str, cancel_source: str = "delete") -> ClientError:

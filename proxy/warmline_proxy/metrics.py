@@ -7,16 +7,9 @@ ids, keys) never become labels.  Gauges of the present state are in `admin.metri
 import re
 import threading
 
+import prometheus_client as prometheus
 from aiohttp import web
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    Info,
-    ProcessCollector,
-    disable_created_metrics,
-)
+from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
@@ -52,22 +45,24 @@ class ProxyMetrics:
     """Counters and histograms by subject."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # extra metrics in plain text
-        self._registry = registry = CollectorRegistry()
+        prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]  # extra metrics in plain text
+        self._registry = registry = prometheus.CollectorRegistry()
         self._error_codes: set[str] = set()
         self._lock = threading.Lock()
-        ProcessCollector(registry=registry)  # Linux only
-        Info("warmline_build", "Which Warmline this is.", registry=registry).info({"version": version()})
+        prometheus.ProcessCollector(registry=registry)  # Linux only
+        prometheus.Info("warmline_build", "Which Warmline this is.", registry=registry).info({"version": version()})
 
         def counter(name: str, about: str, *labels: str) -> Counter:
             return Counter(f"warmline_{name}", about, labels, registry=registry)
 
+        def gauge(name: str, about: str) -> Gauge:
+            return Gauge(f"warmline_{name}", about, registry=registry)
+
         def seconds(name: str, about: str, *labels: str, buckets: tuple[float, ...] = SECONDS_BUCKETS) -> Histogram:
             return Histogram(f"warmline_{name}_seconds", about, labels, buckets=buckets, registry=registry)
 
-        self._requests = counter(
-            "requests", "Requests that were let in, and have ended.", "api", "outcome", "source", "status"
-        )
+        labels = ("api", "outcome", "source", "status")
+        self._requests = counter("requests", "Requests that were let in, and have ended.", *labels)
         self._errors = counter("errors", "Errors that clients were told.", "status", "code")
         self.unauthorized = counter("unauthorized", "Requests without a key, or with a wrong one.", "door")
         self._cancels = counter("cancels", "Requests that were ended before their answer was whole.", "phase", "by")
@@ -80,39 +75,31 @@ class ProxyMetrics:
         self._prefill = seconds("prefill", "What computing the rest of prompts took.")
         self._decode = seconds("decode", "From the end of prefills to the last token of answers.")
         self._per_token = seconds("time_per_output_token", "Mean of an answer's tokens.", buckets=TOKEN_SECONDS_BUCKETS)
-        self._estimate = Histogram(
-            "warmline_ttft_estimate_ratio",
-            "Time to the first token without waiting, over what was planned.",
-            ["source"],
-            buckets=RATIO_BUCKETS,
-            registry=registry,
-        )
+        about = "Time to the first token without waiting, over what was planned."
+        name = "warmline_ttft_estimate_ratio"
+        self._estimate = Histogram(name, about, ["source"], buckets=RATIO_BUCKETS, registry=registry)
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts by where their KV came from.", "source")
         self._generated_tokens = counter("generated_tokens", "Tokens of answers.")
 
         self._saves = counter("saves", "Saves that are in the index.")
         self._saved_tokens = counter("saved_tokens", "Tokens whose KV was saved.")
         self._saved_bytes = counter("saved_bytes", "Bytes of the files that were saved.")
-        self.persistent = Gauge(
-            "warmline_persistent", "1 while what is computed can be saved, 0 while it can't.", registry=registry
-        )
+        self.persistent = gauge("persistent", "1 while what is computed can be saved, 0 while it can't.")
         self.save_failures = counter("save_failures", "Saves that failed.", "reason")
         self.restores = counter("restores", "Restores that requests have asked for.", "outcome")
         self._evictions = counter("evictions", "Files that were evicted.", "why")
         self._evicted_bytes = counter("evicted_bytes", "Bytes of files that were evicted.", "why")
-        for family, labels in (
+        for family, values in (
             (self.unauthorized, ("client", "owner")),
             (self.restores, ("ok", "failed")),
             (self._evictions, ("budget", "disk_full")),
             (self._evicted_bytes, ("budget", "disk_full")),
         ):
-            for label in labels:
-                family.labels(label)  # exported with value 0
+            for value in values:
+                family.labels(value)  # exported with value 0
         self.quarantined = counter("quarantined", "Files taken out of use, without those that build on them.", "reason")
         self.audits = counter("audits", "Warm requests that were computed again, cold.", "why", "outcome")
-        self.audits_waiting = Gauge(
-            "warmline_audits_waiting", "Warm requests that wait for a quiet moment to be audited.", registry=registry
-        )
+        self.audits_waiting = gauge("audits_waiting", "Warm requests that wait for a quiet moment to be audited.")
         self.persistent.set(1)
 
     def register(self, collector: Collector) -> None:

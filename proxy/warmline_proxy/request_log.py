@@ -15,8 +15,6 @@ from warmline_proxy.upstream.client import UpstreamError
 from warmline_proxy.upstream.errors import translate_upstream_error
 
 OK, ERROR, CANCELLED = "ok", "error", "cancelled"
-
-
 _REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -94,11 +92,8 @@ class RequestLog:
     def _reused_tokens(self) -> int:
         """Reused tokens; fewer than planned if a followed request could not be copied at the planned position."""
         planned = self.plan.reuse if self.plan else 0
-        return (
-            min(planned, self.prompt_tokens - self.generation_result.timings.prefilled)
-            if self.generation_result
-            else planned
-        )
+        result = self.generation_result
+        return min(planned, self.prompt_tokens - result.timings.prefilled) if result else planned
 
     def build_record(self) -> RequestRecord:
         plan, timings = self.plan, self.generation_result.timings if self.generation_result else None
@@ -143,9 +138,7 @@ SECONDS_DIGITS = 6
 def build_perf_fields(record: RequestRecord, session_hint: str = "") -> dict[str, object]:
     """Fields of the PERF event for JSON logs, with the records' names."""
     values = {name: getattr(record, name) for name in record.__struct_fields__ if name not in UNLOGGED_FIELDS}
-    fields = {
-        name: round(value, SECONDS_DIGITS) if isinstance(value, float) else value for name, value in values.items()
-    }
+    fields = {name: round(each, SECONDS_DIGITS) if isinstance(each, float) else each for name, each in values.items()}
     return {"event": "perf", "request": fields.pop("id"), **fields, "client_session": session_hint}
 
 
@@ -162,12 +155,9 @@ def format_perf_line(record: RequestRecord, session_hint: str = "") -> str:
         numbers += f" dispatches={record.dispatches}"
     session = record.session or "-"
     texts = f"miss={json.dumps(record.why_not_warmer)} model={json.dumps(record.client_model)}"
-    if session_hint:
-        texts += f" client_session={json.dumps(session_hint)}"
-    if record.guard:
-        texts += f" guard={json.dumps(record.guard)}"
-    if record.error:
-        texts += f" error={json.dumps(record.error)}"
+    for name, text in (("client_session", session_hint), ("guard", record.guard), ("error", record.error)):
+        if text:
+            texts += f" {name}={json.dumps(text)}"
     return (
         f"PERF request={record.id} session={session} endpoint={record.endpoint} outcome={record.outcome}"
         f" source={record.source} {numbers} {texts}"

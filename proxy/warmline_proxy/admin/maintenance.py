@@ -3,14 +3,12 @@
 import asyncio
 import logging
 
-import msgspec
 from aiohttp import web
 
-from warmline_common.protocol.messages import decode
 from warmline_proxy.admin.routes import RouteTable
 from warmline_proxy.audit.replay import SessionReplayer
 from warmline_proxy.errors import bad_request
-from warmline_proxy.http.bodies import json_response, read_body
+from warmline_proxy.http.bodies import json_response, read_message
 from warmline_proxy.index.index import Index
 from warmline_proxy.index.recovery.repair import repair
 from warmline_proxy.retention.gc import collect_garbage
@@ -39,22 +37,22 @@ class MaintenanceRoutes:
 
     async def pin(self, request: web.Request) -> web.Response:
         """Pin or unpin a session.  404 for an unknown one, 409 above the budget."""
+        pin_request = await read_message(request, PinRequest, "pin", self._receive_timeout_s)
         try:
-            pin_request = decode(await read_body(request, self._receive_timeout_s), PinRequest)
             return json_response(await asyncio.to_thread(pin_session, self._index, pin_request))
         except UnknownSessionError as error:
             raise bad_request(str(error), status=404, code="not_found") from error
         except PinLimitError as error:
             raise bad_request(str(error), status=409, code="too_much_pinned") from error
-        except (msgspec.DecodeError, ValueError) as error:
+        except ValueError as error:
             raise bad_request(f"Not a pin: {error}") from error
 
     async def gc(self, request: web.Request) -> web.Response:
         """Collect garbage while saves and restores continue; their files are left alone."""
+        gc_request = await read_message(request, GcRequest, "gc", self._receive_timeout_s)
         try:
-            gc_request = decode(await read_body(request, self._receive_timeout_s), GcRequest)
             return json_response(await asyncio.to_thread(collect_garbage, self._index, gc_request, is_saving=True))
-        except (msgspec.DecodeError, ValueError) as error:
+        except ValueError as error:
             raise bad_request(f"Not a gc: {error}") from error
         except OSError as error:
             raise wrap_error("can't be tidied", error) from error
@@ -73,9 +71,9 @@ class MaintenanceRoutes:
 
     async def replay(self, request: web.Request) -> web.Response:
         """Replay a session's turns and answer when all are computed; a disconnect cancels it."""
+        replay_request = await read_message(request, ReplayRequest, "replay", self._receive_timeout_s)
         try:
-            replay_request = decode(await read_body(request, self._receive_timeout_s), ReplayRequest)
             reply = await self._replayer.replay(replay_request)
-        except (msgspec.DecodeError, ValueError) as error:
+        except ValueError as error:
             raise bad_request(f"Not a replay: {error}") from error
         return json_response(reply)

@@ -9,30 +9,20 @@ from collections.abc import Sequence, Set
 from contextlib import suppress
 from math import inf
 
-import msgspec
 from aiohttp import web
 
-from warmline_common.protocol.messages import SegmentRef, decode
+from warmline_common.protocol.messages import SegmentRef
 from warmline_common.protocol.tokens import BLOCK_TOKENS, namespace
 from warmline_proxy.admin.owners import OwnerResolver
 from warmline_proxy.admin.routes import RouteTable
 from warmline_proxy.auth.key_store import KeyNotFoundError
 from warmline_proxy.errors import bad_request
-from warmline_proxy.http.bodies import json_response, read_body
+from warmline_proxy.http.bodies import json_response, read_message
 from warmline_proxy.index.index import Index, IndexStoreError
 from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.request.request import Request
+from warmline_proxy.retention import purge as purging
 from warmline_proxy.retention.events import PurgeEvents
-from warmline_proxy.retention.purge import (
-    check_purge_request,
-    erase_purged_files,
-    parse_roots,
-    prepare_purge,
-    preview_purge,
-    remove_purged_rows,
-    remove_sampled_turns,
-    resolve_key,
-)
 from warmline_proxy.retention.truncate import Truncator
 from warmline_proxy.store.rows import PurgeReply, PurgeRequest
 from warmline_proxy.tasks import BackgroundTasks
@@ -73,14 +63,14 @@ class PurgeRoutes:
 
     async def purge(self, request: web.Request) -> web.Response:
         """Purge, and answer when disk and memory are clean.  Other residents are restored from disk on demand."""
+        purge_request = await read_message(request, PurgeRequest, "purge", self._receive_timeout_s)
         try:
-            purge_request = decode(await read_body(request, self._receive_timeout_s), PurgeRequest)
-            check_purge_request(purge_request)
-        except (msgspec.DecodeError, ValueError) as error:
+            purging.check_purge_request(purge_request)
+        except ValueError as error:
             raise bad_request(f"Not a purge: {error}") from error
         resolved = await self._resolve_roots(purge_request)
         if purge_request.dry_run:
-            return json_response(await asyncio.to_thread(preview_purge, self._index, resolved))
+            return json_response(await asyncio.to_thread(purging.preview_purge, self._index, resolved))
         # Shielded: a disconnect must not cancel the purge.
         reply = await asyncio.shield(self._background.spawn(self._run_purge(purge_request), "purge"))
         await self._wait_until_deleted()
@@ -92,7 +82,7 @@ class PurgeRoutes:
             return purge_request
         running_roots = {request.root for request in self._registry} - {b""}
         try:
-            return resolve_key(purge_request, await self._owner_resolver.resolve_owners(running_roots))
+            return purging.resolve_key(purge_request, await self._owner_resolver.resolve_owners(running_roots))
         except KeyNotFoundError as error:
             raise bad_request(str(error), param="key") from error
 
@@ -104,13 +94,13 @@ class PurgeRoutes:
         async with self._events.pause():
             purge_request = await self._resolve_roots(purge_request)
             reply, affected, resident_ids = await self._prepare_and_remove(purge_request)
-            for request in [*affected, *self._find_arriving_requests(parse_roots(purge_request))]:
+            for request in [*affected, *self._find_arriving_requests(purging.parse_roots(purge_request))]:
                 request.purged = True
             for resident in resident_ids.union(self._backend_state.resident_view.durable_ids()):
                 self._backend_state.resident_view.exclude(resident)
             try:
-                await asyncio.to_thread(remove_sampled_turns, self._index, _list_sampled_turns(affected))
-                reply = await asyncio.to_thread(erase_purged_files, self._index, reply)
+                await asyncio.to_thread(purging.remove_sampled_turns, self._index, _list_sampled_turns(affected))
+                reply = await asyncio.to_thread(purging.erase_purged_files, self._index, reply)
             finally:
                 await self._clear_memory()
         return reply
@@ -129,7 +119,7 @@ class PurgeRoutes:
         truncator, resident_view = Truncator(self._index), self._backend_state.resident_view
         try:
             while True:
-                await asyncio.to_thread(prepare_purge, self._index, purge_request, truncator)
+                await asyncio.to_thread(purging.prepare_purge, self._index, purge_request, truncator)
                 requests, unsaved_residents = list(self._registry), resident_view.non_durable_entries()
                 whole_model = purge_request.everything or purge_request.model == self._backend_state.model != ""
                 removal = asyncio.to_thread(
@@ -223,9 +213,9 @@ def remove_prepared(
     """
     paths = [_find_request_path(index, request) for request in requests]
     unsaved_paths = {resident: _find_path_beyond_head(index, each) for resident, each in unsaved_residents}
-    if (reply := remove_purged_rows(index, purge_request, truncator)) is None:
+    if (reply := purging.remove_purged_rows(index, purge_request, truncator)) is None:
         return None
-    roots = parse_roots(purge_request)
+    roots = purging.parse_roots(purge_request)
     removed_from = dict.fromkeys(reply.segments, 0) | {cut.segment: cut.until for cut in reply.cuts}
 
     def is_affected(path: Sequence[SegmentRef]) -> bool:
@@ -244,28 +234,21 @@ def remove_prepared(
         for resident, each in unsaved_residents
         if whole_model or each.root in roots or is_affected(unsaved_paths[resident])
     }
-    return (
-        reply,
-        affected,
-        resident_ids
-        | {request.log.generation_result.resident for request in affected if request.log.generation_result},
-    )
+    results = (request.log.generation_result for request in affected)
+    return reply, affected, resident_ids | {result.resident for result in results if result}
 
 
 def _list_sampled_turns(requests: Sequence[Request]) -> list[tuple[bytes, str]]:
     """(namespace, first call id) of the turns that these requests have sampled: perhaps not in the index yet."""
-    turns = [
-        (request.root, request.log.generation_result.turn) for request in requests if request.log.generation_result
-    ]
+    turns = [(each.root, each.log.generation_result.turn) for each in requests if each.log.generation_result]
     return [(root, turn.calls[0]) for root, turn in turns if turn and turn.calls]
 
 
 def _find_request_path(index: Index, request: Request) -> list[SegmentRef]:
     if request.prompt is None or not request.root:
         return []
-    return _find_path_beyond_head(
-        index, ResidentEntry(request.root, request.prompt.tokens, head_end=next(iter(request.prompt.boundaries), 0))
-    )
+    head_end = next(iter(request.prompt.boundaries), 0)
+    return _find_path_beyond_head(index, ResidentEntry(request.root, request.prompt.tokens, head_end=head_end))
 
 
 def _find_path_beyond_head(index: Index, held: ResidentEntry) -> list[SegmentRef]:

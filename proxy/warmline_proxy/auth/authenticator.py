@@ -5,17 +5,8 @@ import time
 
 from aiohttp import hdrs, web
 
-from warmline_proxy.auth.admin_access import (
-    ADMIN,
-    MISSING,
-    SECRET,
-    WRONG,
-    AccessRequest,
-    can_see_refusal_reason,
-    check_admin,
-    extract_key,
-    is_basic_auth,
-)
+from warmline_proxy.auth import admin_access
+from warmline_proxy.auth.admin_access import ADMIN, MISSING, SECRET, WRONG, AccessRequest, extract_key, is_basic_auth
 from warmline_proxy.auth.principals import ANONYMOUS, NO_KEYS_MESSAGE, Client, ClientKeys, is_same_secret, unauthorized
 from warmline_proxy.config import ProxyConfig
 from warmline_proxy.errors import UNAUTHORIZED, ClientError, bad_request
@@ -76,7 +67,9 @@ class Authenticator:
         return True
 
     def _check_admin(self, request: web.Request, is_page: bool) -> None:
-        check_admin(_build_access_request(request, is_page), self._classify_key(request), self._is_admin_key_required)
+        admin_access.check_admin(
+            _build_access_request(request, is_page), self._classify_key(request), self._is_admin_key_required
+        )
 
     def check_client_or_admin(self, request: web.Request) -> None:
         """Check access to paths for clients and the owner."""
@@ -84,7 +77,7 @@ class Authenticator:
             self.authenticate_client(request)
 
     def _can_see_refusal_reason(self, request: web.Request) -> bool:
-        return can_see_refusal_reason(
+        return admin_access.can_see_refusal_reason(
             _build_access_request(request), self._classify_key(request), self._is_admin_key_required
         )
 

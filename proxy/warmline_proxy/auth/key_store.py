@@ -85,12 +85,13 @@ def read_keys(home: Home) -> list[KeyEntry]:
         raise KeyStoreError(f"{home.keys} can't be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError):  # no cause: it may quote a key
         raise KeyStoreError(f"{home.keys} is damaged: restore it, or delete it and make new keys") from None
-    if content.version != VERSION or not all(
-        each.key and each.kind in (CLIENT_KIND, ADMIN_KIND) for each in content.keys
-    ):
+    are_valid = all(each.key and each.kind in (CLIENT_KIND, ADMIN_KIND) for each in content.keys)
+    if content.version != VERSION or not are_valid:
         raise KeyStoreError(f"{home.keys} is of another version of Warmline, or has an empty key")
-    if twice := _find_ambiguous_name(content.keys):
-        raise KeyStoreError(f"{home.keys} has another key called {twice!r}: whose is what is stored?  Rename that key")
+    if twin := _find_ambiguous_name(content.keys):
+        raise KeyStoreError(
+            f"{home.keys} has another key called {twin!r}: whose is what is stored?  Rename that key"
+        )
     return content.keys
 
 
@@ -169,11 +170,11 @@ def remove_key(home: Home, name: str) -> KeyEntry:
 
 def ensure_key(home: Home, kind: str) -> KeyEntry:
     """The admin key, or any client key; created if missing.  Raises KeyStoreError."""
-    if known := next((each for each in read_keys(home) if each.kind == kind), None):
-        return known
+    if present := next((each for each in read_keys(home) if each.kind == kind), None):
+        return present
     with _edit_keys(home) as entries:
-        if known := next((each for each in entries if each.kind == kind), None):
-            return known
+        if present := next((each for each in entries if each.kind == kind), None):
+            return present
         entries.append(_create_entry(ADMIN_KIND if kind == ADMIN_KIND else DEFAULT_NAME, kind))
         return entries[-1]
 

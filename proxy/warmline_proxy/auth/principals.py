@@ -9,15 +9,8 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from warmline_proxy.auth import key_store as keys_file
-from warmline_proxy.auth.key_store import (
-    ADMIN_KIND,
-    CLIENT_KIND,
-    ENVIRONMENT_NAME,
-    KeyEntry,
-    KeyStoreError,
-    derive_tenant,
-)
+from warmline_proxy.auth import key_store
+from warmline_proxy.auth.key_store import ADMIN_KIND, CLIENT_KIND, KeyEntry, KeyStoreError, derive_tenant
 from warmline_proxy.auth.owners import KeyTenants
 from warmline_proxy.config import ProxyConfig, ProxyConfigError
 from warmline_proxy.errors import ClientError, encode_error_body
@@ -67,10 +60,10 @@ def prepare_keys(config: ProxyConfig) -> None:
     """Create the keys that an open proxy needs.  Raises ProxyConfigError if the proxy is open without a client key."""
     try:
         if config.lan:
-            keys_file.ensure_key(config.home, ADMIN_KIND)
+            key_store.ensure_key(config.home, ADMIN_KIND)
             if not config.client_key:
-                keys_file.ensure_key(config.home, CLIENT_KIND)
-        has_key = bool(config.client_key or keys_file.read_client_keys(config.home))
+                key_store.ensure_key(config.home, CLIENT_KIND)
+        has_key = bool(config.client_key or key_store.read_client_keys(config.home))
     except KeyStoreError as error:
         raise ProxyConfigError(str(error)) from error
     if config.is_open_to_network and not has_key:
@@ -89,12 +82,12 @@ class ClientKeys:
         self._home, self._is_shared = config.home, config.share_cache
         self._is_closed = config.is_open_to_network  # also after all keys were removed
         own = KeyEntry(
-            name=ENVIRONMENT_NAME, key=config.client_key, tenant=derive_tenant(config.client_key), created=0.0
+            name=key_store.ENVIRONMENT_NAME, key=config.client_key, tenant=derive_tenant(config.client_key), created=0.0
         )
         self._settings_keys = [own] if config.client_key else []
-        self._stamp = keys_file.read_stamp(self._home)
+        self._stamp = key_store.read_stamp(self._home)
         self._tenants = {""}
-        self._apply_entries(keys_file.read_keys(self._home))
+        self._apply_entries(key_store.read_keys(self._home))
 
     @property
     def is_required(self) -> bool:
@@ -144,13 +137,13 @@ class ClientKeys:
     def _reload_if_changed(self) -> None:
         """Read the keys again if the file's stamp changed."""
         try:
-            if (mark := keys_file.read_stamp(self._home)) == self._stamp:
+            if (mark := key_store.read_stamp(self._home)) == self._stamp:
                 return
             self._stamp = mark
-            if mark == keys_file.NO_FILE:
+            if mark == key_store.NO_FILE:
                 raise KeyStoreError(f"{self._home.keys} is gone: restore it, make new keys, or start the proxy anew")
-            self._apply_entries(keys_file.read_keys(self._home))
-            keys_file.restrict_permissions(self._home)
+            self._apply_entries(key_store.read_keys(self._home))
+            key_store.restrict_permissions(self._home)
         except (KeyStoreError, OSError) as error:
             log.error("the client keys stay as they were: %s", error)
         else:

@@ -5,12 +5,16 @@ Transfers may take long while they progress: timeouts apply to the time without 
 
 import asyncio
 from collections.abc import Mapping
+from typing import TypeVar
 
+import msgspec
 from aiohttp import web
 
 from warmline_common.process.redaction import redact
-from warmline_common.protocol.messages import encode
+from warmline_common.protocol.messages import decode, encode
 from warmline_proxy.errors import ClientError, bad_request
+
+T = TypeVar("T")
 
 BODY_BYTES_MAX = 64 * 1024 * 1024
 SERVER_HEADERS = {"Server": "warmline"}  # aiohttp's own reveals versions
@@ -31,6 +35,14 @@ async def read_body(request: web.Request, timeout_s: float) -> bytes:
         if len(body) > BODY_BYTES_MAX:
             raise _body_too_large()
     return bytes(body)
+
+
+async def read_message(request: web.Request, kind: type[T], name: str, timeout_s: float) -> T:
+    """Decoded body of an admin request.  Raises ClientError as `read_body`, and 400 for another body."""
+    try:
+        return decode(await read_body(request, timeout_s), kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise bad_request(f"Not a {name}: {error}") from error
 
 
 async def _read_chunk(request: web.Request, timeout_s: float) -> bytes:
