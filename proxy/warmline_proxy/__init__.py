@@ -1,0 +1,1 @@
+"""Caching reverse proxy in front of the backend; imports warmline_common; `app` wires its packages."""

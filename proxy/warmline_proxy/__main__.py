@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from warmline_common.logging import log_loop_error, start_logging
-from warmline_common.process import exit_codes as kept
+from warmline_common.process import exit_codes
 from warmline_common.process.console import write_line
 from warmline_common.process.file_limits import raise_descriptor_limit
 from warmline_common.process.parent_watch import watch_parent
@@ -29,24 +29,37 @@ from warmline_proxy.index.recovery.startup import reconcile
 
 log = logging.getLogger("warmline_proxy")
 
-STOP_MARGIN_S = 15.0  # beyond the drain: to let go of what runs, and to write what is kept
-LOCK_WAIT_S = 10.0  # a predecessor that is ending, or cachectl
-ADDRESS_RETRY_INTERVAL_S = 5.0  # between two tries to write our address down
+STOP_MARGIN_S = 15.0  # beyond the drain: to release requests and flush
+LOCK_WAIT_S = 10.0  # for an ending proxy, or cachectl
+ADDRESS_RETRY_INTERVAL_S = 5.0  # of writing the address files
 DESCRIPTOR_COUNT_TARGET = 8_192  # a non-login macOS shell gives 256
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code: 0 after a signal, 2 for bad settings or a home that another proxy holds, 1 for other failures.
+    """Exit code: 0 after a signal, 2 for bad settings or a locked home, 1 for other failures.
 
-    Who keeps us running may be told another one: see `kept`.
+    For supervisors a locked home may have another code (`exit_codes.locked_home_exit_code`).
     """
     try:
         config = parse_config(arguments)
+        start_logging("proxy", config.log_level, config.log_format, config.log_files, config.home)
+        watch_parent(config.drain_timeout_s + STOP_MARGIN_S)
+        secret = prepare_home(config)
+        run(config, secret)
     except ProxyConfigError as error:
         write_line(f"warmline proxy: {error}")
         return 2
-    start_logging("proxy", config.log_level, config.log_format, config.log_files, config.home)
-    watch_parent(config.drain_timeout_s + STOP_MARGIN_S)
+    except HomeLockedError as error:
+        write_line(f"warmline proxy: {error}")
+        return exit_codes.locked_home_exit_code()
+    except (IndexStoreError, OSError) as error:
+        write_line(f"warmline proxy: {error}")
+        return 1
+    return 0
+
+
+def prepare_home(config: ProxyConfig) -> str:
+    """Secret of the home, whose folders, permissions and keys are in order.  Raises ProxyConfigError."""
     try:
         config.home.prepare()
         secret = config.home.load_secret()
@@ -54,24 +67,12 @@ def main(arguments: Sequence[str]) -> int:
             log.warning("the home: %s", tightened)
         prepare_keys(config)
     except OSError as error:
-        write_line(f"warmline proxy: {describe_unusable_home(config.home, error)}")
-        return 2
-    except ProxyConfigError as error:
-        write_line(f"warmline proxy: {error}")
-        return 2
-    try:
-        run(config, secret)
-    except HomeLockedError as error:
-        write_line(f"warmline proxy: {error}")
-        return kept.locked_home_exit_code()
-    except (IndexStoreError, OSError) as error:
-        write_line(f"warmline proxy: {error}")
-        return 1
-    return 0
+        raise ProxyConfigError(describe_unusable_home(config.home, error)) from error
+    return secret
 
 
 def run(config: ProxyConfig, secret: str) -> None:
-    """Own the home, put the index in order, serve.  Raises HomeLocked, IndexFailure or OSError."""
+    """Lock the home, recover the index, serve.  Raises HomeLockedError, IndexStoreError or OSError."""
     descriptor_count_max = raise_descriptor_limit(DESCRIPTOR_COUNT_TARGET)
     with home_lock(config.home, LOCK_WAIT_S), Index(config.home, config.disk_budget_bytes) as index:
         reconcile_index(index)
@@ -79,7 +80,7 @@ def run(config: ProxyConfig, secret: str) -> None:
 
 
 def reconcile_index(index: Index) -> None:
-    """Where the disk does not let us, that is tried again while we serve."""
+    """Recover the index; after a disk error it stays read-only, and is retried while serving."""
     if not index.read_only:
         try:
             log.info("index: %s", reconcile(index))
@@ -99,11 +100,12 @@ async def serve(config: ProxyConfig, secret: str, index: Index, descriptor_count
         log.info("at most %d connections, %d descriptors", listener.connections.count_max, descriptor_count_max)
         await signals.stop.wait()
         log.info(format_stop_message(app[REQUEST_REGISTRY].unanswered_count, config.drain_timeout_s))
-        await run_until_event(signals.stop_now, drain(app))  # while newcomers still reach us, to be told to come again
+        # New requests still connect, and get a 503 with Retry-After.
+        await run_until_event(signals.stop_now, drain(app))
 
 
 def format_stop_message(unanswered_count: int, drain_timeout_s: float) -> str:
-    """`count`: of the requests that clients still wait for."""
+    """Log message for the start of the drain; `unanswered_count`: requests that clients wait for."""
     if not unanswered_count:
         return "stopping"
     what = "1 request has" if unanswered_count == 1 else f"{unanswered_count} requests have"
@@ -111,7 +113,7 @@ def format_stop_message(unanswered_count: int, drain_timeout_s: float) -> str:
 
 
 class ShutdownSignals:
-    """The first SIGTERM or SIGINT asks to stop, the next one to hurry."""
+    """The first SIGTERM or SIGINT sets `stop`, the next one `stop_now`."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
@@ -124,7 +126,7 @@ class ShutdownSignals:
 
 
 async def run_until_event(event: asyncio.Event, coroutine: Coroutine[None, None, None]) -> None:
-    """Do it, or leave it where the event comes first."""
+    """Run the coroutine, and cancel it if the event comes first."""
     waiting, working = asyncio.create_task(event.wait()), asyncio.create_task(coroutine)
     try:
         await asyncio.wait([waiting, working], return_when=asyncio.FIRST_COMPLETED)
@@ -139,9 +141,7 @@ async def run_until_event(event: asyncio.Event, coroutine: Coroutine[None, None,
 async def publish_address(
     config: ProxyConfig, port: int, retry_interval_s: float = ADDRESS_RETRY_INTERVAL_S
 ) -> AsyncIterator[None]:
-    """While the proxy listens, its pid and address can be read from the run directory, as soon as that takes them; and
-    from then on, whose cache the settings' key has.
-    """
+    """Publish pid and URL while the proxy listens, as soon as the disk allows, and the settings key's tenant."""
     address = json.dumps({"pid": os.getpid(), "url": local_url(config.bind_host, port)})
     address_files = {config.home.run / "proxy.json": address, config.home.pid_file("proxy"): f"{os.getpid()}\n"}
     if tenant := derive_tenant(config.client_key):
@@ -170,7 +170,7 @@ def _write_files(texts: Mapping[Path, str], *, is_retry: bool = False) -> bool:
 
 
 async def _retry_write_files(texts: Mapping[Path, str], interval_s: float) -> None:
-    """A disk that is full, or read-only, may be mended while we serve."""
+    """Retry until written: a full or read-only disk may recover."""
     is_written = False
     while not is_written:
         await asyncio.sleep(interval_s)
@@ -178,7 +178,7 @@ async def _retry_write_files(texts: Mapping[Path, str], interval_s: float) -> No
 
 
 def local_url(host: str, port: int) -> str:
-    """Where a process on this machine reaches the proxy."""
+    """URL of the proxy for processes on this machine."""
     if host in ("", "0.0.0.0"):
         host = "127.0.0.1"
     elif host == "::":
@@ -194,4 +194,4 @@ def delete_files(files: Sequence[Path]) -> None:
 
 if __name__ == "__main__":
     set_private_umask()
-    kept.run_main(lambda: main(sys.argv[1:]))
+    exit_codes.run_main(lambda: main(sys.argv[1:]))

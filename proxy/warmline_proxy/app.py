@@ -25,7 +25,7 @@ from warmline_proxy.audit.replay import SessionReplayer
 from warmline_proxy.auth.authenticator import Authenticator
 from warmline_proxy.auth.principals import ClientKeys
 from warmline_proxy.config import ProxyConfig
-from warmline_proxy.dashboard.browse import BrowseRoutes, InspectRoutes
+from warmline_proxy.dashboard.browse import BrowseRoutes
 from warmline_proxy.dashboard.pages import DASHBOARD_PATH, DashboardPages
 from warmline_proxy.explain.divergence import DivergenceRecorder
 from warmline_proxy.explain.prompt_head import PromptHeadCache
@@ -46,13 +46,8 @@ from warmline_proxy.pipeline.starter import Starter
 from warmline_proxy.request.admission import AdmissionQueue
 from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.retention.events import PurgeEvents
+from warmline_proxy.routes import middlewares
 from warmline_proxy.routes.anthropic import AnthropicRoutes, is_anthropic_request
-from warmline_proxy.routes.middlewares import (
-    METRICS_PATH,
-    build_access_middleware,
-    build_cors_handler,
-    error_middleware,
-)
 from warmline_proxy.routes.openai import CANCEL_PATH, OpenAIRoutes
 from warmline_proxy.routes.responses import ResponsesRoutes
 from warmline_proxy.routes.router import add_routes
@@ -61,7 +56,7 @@ from warmline_proxy.upstream.backend_state import BackendState
 from warmline_proxy.upstream.client import Upstream
 from warmline_proxy.upstream.watchdog import Watchdog
 
-CLEANUP_TIMEOUT_S = 2.0  # for background work after the drain, or without one
+CLEANUP_TIMEOUT_S = 2.0  # of background tasks
 REQUEST_REGISTRY = web.AppKey("request_registry", RequestRegistry)
 
 
@@ -69,108 +64,67 @@ class Components:
     """All parts of one proxy, built once; the caller owns `index`."""
 
     def __init__(self, config: ProxyConfig, secret: str, index: Index) -> None:
-        self.config, self.index = config, index
-        self.background, self.metrics = BackgroundTasks(), ProxyMetrics()
-        self.keys = ClientKeys(config)
-        self.upstream = Upstream(config.backend_url, secret)
-        self.watchdog = Watchdog(self.upstream, config.wedge_timeout_s, config.home.pid_file("backend"))
-        self.backend_state = BackendState(self.upstream)
-        self.registry = RequestRegistry(self.backend_state)
+        self.config, self.index, self.keys = config, index, ClientKeys(config)
+        background, metrics = BackgroundTasks(), ProxyMetrics()
+        upstream = Upstream(config.backend_url, secret)
+        watchdog = Watchdog(upstream, config.wedge_timeout_s, config.home.pid_file("backend"))
+        state = BackendState(upstream)
+        registry = RequestRegistry(state)
+        self.background, self.metrics, self.upstream, self.watchdog = background, metrics, upstream, watchdog
+        self.backend_state, self.registry, self.save_health = state, registry, SaveHealth(metrics)
         self.admission = AdmissionQueue(
-            config.running_count_max, config.queue_count_max, self.registry.estimate_retry_after_s
+            config.running_count_max, config.queue_count_max, registry.estimate_retry_after_s
         )
-        self.save_health = SaveHealth(self.metrics)
         self.save_health.watch_index(index)
-        self.sampled_turns, self.prompt_heads = SampledTurnCache(index), PromptHeadCache()
-        self.renderer = RemoteRenderer(config, self.upstream, self.backend_state, self.sampled_turns)
-        self.divergence_recorder = DivergenceRecorder(
-            self.upstream, index, self.backend_state.resident_view, self.background
+        turns, divergences = (
+            SampledTurnCache(index),
+            DivergenceRecorder(upstream, index, state.resident_view, background),
         )
-        self.saver = Saver(
-            index,
-            self.upstream,
-            self.backend_state,
-            self.metrics,
-            self.save_health,
-            self.sampled_turns,
-            self.divergence_recorder,
-            reuse=config.reuse != "off",
-        )
+        self.sampled_turns, self.divergence_recorder, self.prompt_heads = turns, divergences, PromptHeadCache()
+        self.renderer = RemoteRenderer(config, upstream, state, turns)
+        is_reusing, finishes_prefill = config.reuse != "off", config.on_disconnect == "finish-prefill"
+        self.saver = Saver(index, upstream, state, metrics, self.save_health, turns, divergences, reuse=is_reusing)
         self._build_audits()
-        self.completion = Completion(
-            self.registry,
-            self.upstream,
-            self.watchdog,
-            self.saver,
-            self.auditor.consider_request,
-            self.background,
-            config.on_disconnect == "finish-prefill",
-        )
-        self.deadline_monitor = DeadlineMonitor(self.registry, self.watchdog, self.background, config.heartbeat_after_s)
+        on_settled = self.auditor.consider_request
+        self.completion = Completion(registry, upstream, watchdog, self.saver, on_settled, background, finishes_prefill)
+        self.deadline_monitor = DeadlineMonitor(registry, watchdog, background, config.heartbeat_after_s)
 
     def _build_audits(self) -> None:
-        self.first_token_probe = FirstTokenProbe(
-            self.upstream, self.index, self.backend_state.resident_view, lambda: self.keys.known_tenants
-        )
-        self.quarantine = Quarantine(
-            self.index,
-            self.upstream,
-            self.backend_state,
-            self.registry,
-            self.saver,
-            Bisector(self.index, self.first_token_probe),
-            self.metrics,
-            self.background,
-        )
+        index, upstream, state, metrics = self.index, self.upstream, self.backend_state, self.metrics
+        probe = FirstTokenProbe(upstream, index, state.resident_view, lambda: self.keys.known_tenants)
+        bisector, registry = Bisector(index, probe), self.registry
+        quarantine = Quarantine(index, upstream, state, registry, self.saver, bisector, metrics, self.background)
+        self.first_token_probe, self.quarantine = probe, quarantine
         self.auditor = Auditor(
             config=self.config,
-            index=self.index,
-            probe=self.first_token_probe,
-            quarantine=self.quarantine,
-            idle_check=IdleCheck(self.admission, self.registry, self.watchdog),
-            metrics=self.metrics,
+            index=index,
+            probe=probe,
+            quarantine=quarantine,
+            idle_check=IdleCheck(self.admission, registry, self.watchdog),
+            metrics=metrics,
             rng=random.Random(),
         )
 
     def build_pipeline(self) -> Pipeline:
-        starter = Starter(
-            self.config,
-            self.upstream,
-            self.index,
-            self.backend_state,
-            self.watchdog,
-            self.metrics,
-            self.prompt_heads,
-            self.divergence_recorder,
-        )
-        generator = Generator(
-            self.config,
-            self.upstream,
-            self.backend_state,
-            self.saver,
-            self.sampled_turns,
-            self.prompt_heads,
-            self.divergence_recorder,
-            self.background,
-        )
+        config, upstream, state, metrics = self.config, self.upstream, self.backend_state, self.metrics
+        watchdog, heads, divergences = self.watchdog, self.prompt_heads, self.divergence_recorder
+        starter = Starter(config, upstream, self.index, state, watchdog, metrics, heads, divergences)
+        saver, turns, background = self.saver, self.sampled_turns, self.background
+        generator = Generator(config, upstream, state, saver, turns, heads, divergences, background)
         steps = PipelineSteps(self.admission, self.renderer, starter, generator, self.completion)
-        return Pipeline(self.config, self.registry, self.watchdog, self.metrics, steps)
+        return Pipeline(config, self.registry, watchdog, metrics, steps)
 
     def build_purge_events(self) -> PurgeEvents:
         events = PurgeEvents()
         events.add_pause(self.divergence_recorder.pause)
         events.add_pause(self.saver.pause)
-        for on_removed in (
-            self.sampled_turns.clear,
-            self.prompt_heads.clear,
-            self.auditor.drop_waiting,
-            self.quarantine.clear_history,
-        ):
-            events.subscribe(on_removed)
+        for clear in (self.sampled_turns.clear, self.prompt_heads.clear, self.quarantine.clear_history):
+            events.subscribe(clear)
+        events.subscribe(self.auditor.drop_waiting)
         return events
 
     async def adopt_residents(self) -> None:
-        """Save what an earlier proxy left in the backend's memory: it may be stored nowhere else."""
+        """Save the residents of an earlier proxy: they may be stored nowhere else."""
         await self.watchdog.wait_until_up()
         await self.backend_state.status()
         await self.saver.save_residents()
@@ -188,10 +142,11 @@ def build_app(config: ProxyConfig, secret: str, index: Index) -> web.Application
     """The whole proxy, wired together.  The caller owns `index`."""
     parts = Components(config, secret, index)
     authenticator = Authenticator(config, secret, parts.keys, parts.metrics)
-    middlewares = [request_id_middleware, error_middleware, build_access_middleware(authenticator)]
-    app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=middlewares)
+    access_middleware = middlewares.build_access_middleware(authenticator)
+    stack = [request_id_middleware, middlewares.error_middleware, access_middleware]
+    app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=stack)
     app.on_response_prepare.append(set_request_id_headers)
-    app.on_response_prepare.append(build_cors_handler(config.allowed_origins))
+    app.on_response_prepare.append(middlewares.build_cors_handler(config.allowed_origins))
     app[COMPONENTS], app[REQUEST_REGISTRY], app[METRICS] = parts, parts.registry, parts.metrics
 
     def count_connections() -> int:
@@ -199,17 +154,10 @@ def build_app(config: ProxyConfig, secret: str, index: Index) -> web.Application
 
     server = ServerInfo(config.reuse, config.bind_host, count_connections, lambda: parts.keys.is_required)
     owner_resolver = OwnerResolver(index, parts.keys, parts.backend_state)
-    purge_routes = PurgeRoutes(
-        index,
-        owner_resolver,
-        parts.upstream,
-        parts.backend_state,
-        parts.registry,
-        parts.build_purge_events(),
-        parts.background,
-        config.receive_timeout_s,
-    )
-    parts.backend_state.before_listing = purge_routes.deliver_purge_notice
+    upstream, state, registry, events = parts.upstream, parts.backend_state, parts.registry, parts.build_purge_events()
+    timeout_s = config.receive_timeout_s
+    purge_routes = PurgeRoutes(index, owner_resolver, upstream, state, registry, events, parts.background, timeout_s)
+    state.before_listing = purge_routes.deliver_purge_notice
     admin_table = _build_admin_table(parts, owner_resolver, purge_routes, server)
     app[ADMIN_PATHS] = [path for _, path in admin_table]
     add_routes(app, admin_table)
@@ -220,7 +168,7 @@ def build_app(config: ProxyConfig, secret: str, index: Index) -> web.Application
 
 
 def _build_client_table(parts: Components) -> RouteTable:
-    """Routes of clients' APIs."""
+    """Routes of the client APIs."""
     openai = OpenAIRoutes(parts.build_pipeline(), parts.backend_state, parts.registry, parts.completion)
     anthropic = AnthropicRoutes(MESSAGES, parts.config, parts.renderer, parts.backend_state)
     responses = ResponsesRoutes(RESPONSES, parts.config, parts.renderer, parts.registry, parts.completion)
@@ -255,7 +203,7 @@ def _build_service_table(parts: Components, count_connections: Callable[[], int]
     return {
         ("GET", "/health"): health.get_health,
         ("GET", "/ready"): health.get_ready,
-        ("GET", METRICS_PATH): MetricsRoutes(parts.metrics, gauges).get_metrics,
+        ("GET", middlewares.METRICS_PATH): MetricsRoutes(parts.metrics, gauges).get_metrics,
         ("*", DASHBOARD_PATH): pages.serve_file,
         ("*", f"{DASHBOARD_PATH}/{{file:.+}}"): pages.serve_file,
     }
@@ -265,30 +213,20 @@ def _build_admin_table(
     parts: Components, owner_resolver: OwnerResolver, purge_routes: PurgeRoutes, server: ServerInfo
 ) -> RouteTable:
     """Routes of the admin API."""
-    index, config = parts.index, parts.config
-    replayer = SessionReplayer(
-        index, parts.backend_state, parts.first_token_probe, parts.quarantine, parts.metrics, config.audit_tolerance
-    )
-    status = StatusRoutes(
-        index,
-        parts.upstream,
-        parts.watchdog,
-        parts.backend_state,
-        parts.admission,
-        parts.registry,
-        parts.save_health,
-        server,
-    )
-    explain = ExplainRoutes(index, parts.upstream, parts.backend_state, owner_resolver, config.receive_timeout_s)
+    index, config, upstream, state = parts.index, parts.config, parts.upstream, parts.backend_state
+    probe, quarantine, registry = parts.first_token_probe, parts.quarantine, parts.registry
+    replayer = SessionReplayer(index, state, probe, quarantine, parts.metrics, config.audit_tolerance)
+    admission, health = parts.admission, parts.save_health
+    status = StatusRoutes(index, upstream, parts.watchdog, state, admission, registry, health, server)
+    explain = ExplainRoutes(index, upstream, state, owner_resolver, config.receive_timeout_s)
     return join_tables(
         status.routes,
         purge_routes.routes,
         MaintenanceRoutes(index, replayer, config.receive_timeout_s).routes,
-        InspectRoutes(index).routes,
         explain.routes,
         owner_resolver.routes,
         BrowseRoutes(index, owner_resolver).routes,
-        ArchiveRoutes(index, parts.backend_state, config).routes,
+        ArchiveRoutes(index, state, config).routes,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a client is told when its request can't be answered: a status and OpenAI's error object."""
+"""Errors of requests: an HTTP status and OpenAI's error object."""
 
 import re
 from collections.abc import Mapping
@@ -16,14 +16,15 @@ from warmline_common.protocol.messages import (
 )
 
 RETRY_AFTER_S = 2
-_CONTEXT_OVERFLOW_PATTERN = re.compile(r"maximum context length is (\d+) tokens\D+(\d+) tokens")  # the backend's words
-UNAUTHORIZED = 401  # no key, or a wrong one
-CLIENT_CLOSED = 499  # nginx's word for a request that was ended before its answer
+_CONTEXT_OVERFLOW_PATTERN = re.compile(r"maximum context length is (\d+) tokens\D+(\d+) tokens")  # of the backend
+UNAUTHORIZED = 401  # missing or wrong key
+CLIENT_CLOSED = 499  # nginx's status of a cancelled request
 
 
 class ClientError(Exception):
-    """Ends a request.  `body` is OpenAI's error object as JSON; `retry_after_s` becomes a Retry-After header; `by` says
-    who wanted it ended, where its code doesn't; `challenge` how to show a key where one is missing.
+    """Ends a request: `body` is OpenAI's error object, `challenge` the scheme that a 401 asks for.
+
+    `cancel_source`: origin of a cancellation, unless the code implies it.
     """
 
     challenge = "Bearer"
@@ -36,7 +37,7 @@ class ClientError(Exception):
         self.cancel_source = cancel_source
 
     def build_response(self, body: bytes, headers: dict[str, str] | None = None) -> web.Response:
-        """`body` is what `apis.Api.refusal` makes of this one's."""
+        """Response with `body`, this error's body in the envelope of the client's API."""
         all_headers = dict(headers or {})
         if self.retry_after_s is not None:
             all_headers["Retry-After"] = str(self.retry_after_s)
@@ -47,7 +48,7 @@ class ClientError(Exception):
         return response
 
 
-CLIENT_ERROR = web.ResponseKey("refusal", ClientError)  # what an answer tells
+CLIENT_ERROR = web.ResponseKey("refusal", ClientError)  # the error in a response
 
 
 def encode_error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:
@@ -55,7 +56,7 @@ def encode_error_body(message: str, kind: str, code: str | None = None, param: s
 
 
 def decode_error_body(error: ClientError) -> ErrorBody:
-    """Its error object; where a backend has sent something else, that in one."""
+    """Error object of an error; a backend's other format becomes one."""
     try:
         return decode(error.body, ErrorReply).error
     except msgspec.DecodeError:
@@ -63,7 +64,7 @@ def decode_error_body(error: ClientError) -> ErrorBody:
 
 
 def parse_context_overflow(error: ClientError) -> tuple[int, int] | None:
-    """Of a prompt that is longer than the context: its tokens, and how many there may be.  None for other errors."""
+    """(prompt tokens, context tokens) of a context overflow; None for other errors."""
     body = decode_error_body(error)
     if body.code != "context_length_exceeded" or not (found := _CONTEXT_OVERFLOW_PATTERN.search(body.message)):
         return None
@@ -71,12 +72,12 @@ def parse_context_overflow(error: ClientError) -> tuple[int, int] | None:
 
 
 def rename_error_param(error: ErrorBody, name_map: Mapping[str, str]) -> ErrorBody:
-    """With its field called what the client called it: `names` has chat's names and another API's, the longer first."""
+    """Error with its parameter renamed: `name_map` maps chat's names to another API's, longer names first."""
     param = error.param or ""
-    for name, theirs in name_map.items():
+    for name, renamed in name_map.items():
         if f"{param}.".startswith(f"{name}."):
-            message = error.message.replace(f"'{name}'", f"'{theirs}'").replace(f"'{name}.", f"'{theirs}.")
-            return msgspec.structs.replace(error, message=message, param=theirs + param.removeprefix(name))
+            message = error.message.replace(f"'{name}'", f"'{renamed}'").replace(f"'{name}.", f"'{renamed}.")
+            return msgspec.structs.replace(error, message=message, param=renamed + param.removeprefix(name))
     return error
 
 
@@ -85,14 +86,14 @@ def method_not_allowed(method: str, allowed: str) -> ClientError:
 
 
 def bad_request(message: str, *, status: int = 400, code: str | None = None, param: str | None = None) -> ClientError:
-    """The client is at fault."""
+    """Error of the client."""
     return ClientError(status, encode_error_body(message, "invalid_request_error", code, param))
 
 
 def service_unavailable(
     message: str, code: str = "backend_unavailable", retry_after_s: int = RETRY_AFTER_S
 ) -> ClientError:
-    """Nobody's fault that the client could mend: try again soon."""
+    """Temporary error; the client may try again soon."""
     return ClientError(503, encode_error_body(message, "server_error", code), retry_after_s)
 
 
@@ -101,19 +102,18 @@ def too_many_requests(message: str, retry_after_s: int) -> ClientError:
 
 
 def gateway_timeout(reason: str, code: str) -> ClientError:
-    """A deadline has passed; what was computed is kept, so trying again goes on from there."""
-    return ClientError(
-        504, encode_error_body(f"The request was ended: {reason}.  What was computed is kept.", "timeout", code)
-    )
+    """A deadline has passed; computed KV is kept, so a retry continues from it."""
+    message = f"The request was ended: {reason}.  What was computed is kept."
+    return ClientError(504, encode_error_body(message, "timeout", code))
 
 
 def request_cancelled(message: str, cancel_source: str = "delete") -> ClientError:
-    """Somebody wanted it ended."""
+    """Deliberate cancellation."""
     return ClientError(CLIENT_CLOSED, encode_error_body(message, "cancelled", "cancelled"), cancel_source=cancel_source)
 
 
 def bad_gateway(message: str) -> ClientError:
-    """The backend broke off or answered nonsense."""
+    """The backend disconnected or answered nonsense."""
     return ClientError(502, encode_error_body(message, "server_error", "backend_failed"))
 
 

@@ -1,4 +1,4 @@
-"""One owner of a home at a time: the proxy, or whoever changes the index while no proxy runs."""
+"""Lock of a home: one owner at a time, the proxy or a command that changes the index."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ class HomeLockedError(Exception):
 
 @contextmanager
 def home_lock(home: Home, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold `home.lock`.  Raises HomeLocked, naming the holder, after `wait_s`."""
+    """Hold `home.lock`.  Raises HomeLockedError, with the holder, after `wait_s`."""
     try:
         with process_lock(home.lock, wait_s):
             yield

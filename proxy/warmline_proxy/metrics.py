@@ -1,22 +1,15 @@
-"""What the proxy counts, for Prometheus.  Any thread may count; each proxy has a registry of its own.
+"""Prometheus metrics of the proxy.  Any thread may count; each proxy has its own registry.
 
-Names and labels are a promise to whoever scrapes them, and stand in docs/metrics.md.  Labels are words of ours: nothing
-that a client has sent (a model's name, an id, a key) is ever one.  What can be read at any time is in `gauges`.
+Names and labels are stable and listed in docs/metrics.md.  Labels are fixed words: values sent by clients (model names,
+ids, keys) never become labels.  Gauges of the present state are in `admin.metrics`.
 """
 
 import re
 import threading
 
+import prometheus_client as prometheus
 from aiohttp import web
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    Info,
-    ProcessCollector,
-    disable_created_metrics,
-)
+from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
@@ -24,7 +17,7 @@ from warmline_common.process.version import version
 from warmline_proxy.errors import ClientError, decode_error_body
 from warmline_proxy.store.rows import RequestRecord
 
-# A prefill may take hours, a warm answer's first token milliseconds.
+# From a warm first token (milliseconds) to a prefill (hours).
 SECONDS_BUCKETS = (
     *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
     *(60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0, 7200.0),
@@ -32,13 +25,13 @@ SECONDS_BUCKETS = (
 TOKEN_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 
-COMPUTED = "computed"  # of a prompt's tokens: neither resident nor restored nor shared
+COMPUTED = "computed"  # source of prompt tokens without reuse
 OTHER = "other"
-ERROR_CODES_MAX = 64  # that errors are told apart by; the backend's are among them
+ERROR_CODES_MAX = 64  # distinct labels, the backend's codes included
 _ERROR_CODE_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
 
-PHASE_BY_STAGE = {"prefilling": "prefill", "answering": "decode"}  # as the field calls what RequestStatus says
-# Who ends a request, by the code of what its client is told.
+PHASE_BY_STAGE = {"prefilling": "prefill", "answering": "decode"}  # label of Request.status
+# Limit that ended a request, by its error's code.
 CANCEL_SOURCE_BY_CODE = {
     "deadline_exceeded": "total_timeout",
     "queue_timeout": "queue_timeout",
@@ -49,25 +42,27 @@ CANCEL_SOURCE_BY_CODE = {
 
 
 class ProxyMetrics:
-    """Counters and histograms by what they are about."""
+    """Counters and histograms by subject."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # each would be a metric of its own in plain text
-        self._registry = registry = CollectorRegistry()
+        prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]  # extra metrics in plain text
+        self._registry = registry = prometheus.CollectorRegistry()
         self._error_codes: set[str] = set()
         self._lock = threading.Lock()
-        ProcessCollector(registry=registry)  # of Linux
-        Info("warmline_build", "Which Warmline this is.", registry=registry).info({"version": version()})
+        prometheus.ProcessCollector(registry=registry)  # Linux only
+        prometheus.Info("warmline_build", "Which Warmline this is.", registry=registry).info({"version": version()})
 
         def counter(name: str, about: str, *labels: str) -> Counter:
             return Counter(f"warmline_{name}", about, labels, registry=registry)
 
+        def gauge(name: str, about: str) -> Gauge:
+            return Gauge(f"warmline_{name}", about, registry=registry)
+
         def seconds(name: str, about: str, *labels: str, buckets: tuple[float, ...] = SECONDS_BUCKETS) -> Histogram:
             return Histogram(f"warmline_{name}_seconds", about, labels, buckets=buckets, registry=registry)
 
-        self._requests = counter(
-            "requests", "Requests that were let in, and have ended.", "api", "outcome", "source", "status"
-        )
+        labels = ("api", "outcome", "source", "status")
+        self._requests = counter("requests", "Requests that were let in, and have ended.", *labels)
         self._errors = counter("errors", "Errors that clients were told.", "status", "code")
         self.unauthorized = counter("unauthorized", "Requests without a key, or with a wrong one.", "door")
         self._cancels = counter("cancels", "Requests that were ended before their answer was whole.", "phase", "by")
@@ -80,52 +75,44 @@ class ProxyMetrics:
         self._prefill = seconds("prefill", "What computing the rest of prompts took.")
         self._decode = seconds("decode", "From the end of prefills to the last token of answers.")
         self._per_token = seconds("time_per_output_token", "Mean of an answer's tokens.", buckets=TOKEN_SECONDS_BUCKETS)
-        self._estimate = Histogram(
-            "warmline_ttft_estimate_ratio",
-            "Time to the first token without waiting, over what was planned.",
-            ["source"],
-            buckets=RATIO_BUCKETS,
-            registry=registry,
-        )
+        about = "Time to the first token without waiting, over what was planned."
+        name = "warmline_ttft_estimate_ratio"
+        self._estimate = Histogram(name, about, ["source"], buckets=RATIO_BUCKETS, registry=registry)
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts by where their KV came from.", "source")
         self._generated_tokens = counter("generated_tokens", "Tokens of answers.")
 
         self._saves = counter("saves", "Saves that are in the index.")
         self._saved_tokens = counter("saved_tokens", "Tokens whose KV was saved.")
         self._saved_bytes = counter("saved_bytes", "Bytes of the files that were saved.")
-        self.persistent = Gauge(
-            "warmline_persistent", "1 while what is computed can be saved, 0 while it can't.", registry=registry
-        )
+        self.persistent = gauge("persistent", "1 while what is computed can be saved, 0 while it can't.")
         self.save_failures = counter("save_failures", "Saves that failed.", "reason")
         self.restores = counter("restores", "Restores that requests have asked for.", "outcome")
         self._evictions = counter("evictions", "Files that were evicted.", "why")
         self._evicted_bytes = counter("evicted_bytes", "Bytes of files that were evicted.", "why")
-        for family, words in (
+        for family, values in (
             (self.unauthorized, ("client", "owner")),
             (self.restores, ("ok", "failed")),
             (self._evictions, ("budget", "disk_full")),
             (self._evicted_bytes, ("budget", "disk_full")),
         ):
-            for word in words:
-                family.labels(word)  # 0 is told, too
+            for value in values:
+                family.labels(value)  # exported with value 0
         self.quarantined = counter("quarantined", "Files taken out of use, without those that build on them.", "reason")
         self.audits = counter("audits", "Warm requests that were computed again, cold.", "why", "outcome")
-        self.audits_waiting = Gauge(
-            "warmline_audits_waiting", "Warm requests that wait for a quiet moment to be audited.", registry=registry
-        )
+        self.audits_waiting = gauge("audits_waiting", "Warm requests that wait for a quiet moment to be audited.")
         self.persistent.set(1)
 
     def register(self, collector: Collector) -> None:
-        """Have it collected at each scrape, too."""
+        """Add a collector to each scrape."""
         self._registry.register(collector)
 
     def render_exposition(self, accept: str = "") -> tuple[bytes, str]:
-        """What GET /metrics answers with, and its Content-Type: OpenMetrics where `accept` asks for it, or text."""
+        """Body of GET /metrics and its Content-Type: OpenMetrics if `accept` asks for it, or text."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
     def record_request(self, record: RequestRecord, status: str) -> None:
-        """A request that was let in has ended; `status`: the class of what its client was told, "none" for nothing."""
+        """Count an admitted request that has ended; `status`: class of its HTTP status, "none" without an answer."""
         source = record.source
         self._requests.labels(api=record.endpoint, outcome=record.outcome, source=source, status=status).inc()
         self._dispatched_again.inc(max(0, record.dispatches - 1))
@@ -137,7 +124,7 @@ class ProxyMetrics:
         self._record_generation(record)
 
     def _record_prompt(self, record: RequestRecord) -> None:
-        """Nothing of one of which nothing was computed: what it was to reuse came to nothing."""
+        """Count prompt tokens, unless nothing was computed: then nothing was reused."""
         if not record.prefilled_tokens:
             return
         self._prefill.observe(record.prefill_s)
@@ -157,11 +144,11 @@ class ProxyMetrics:
             self._estimate.labels(source=record.source).observe(actual_s / record.expected_ttft_s)
 
     def record_cancel(self, stage: str, cancel_source: str) -> None:
-        """A request was ended; `stage` as Life's, `by` as `ended_by` says."""
+        """Count an ended request; `stage` as in `Request.status`, `cancel_source` as by `find_cancel_source`."""
         self._cancels.labels(phase=PHASE_BY_STAGE.get(stage, stage), by=cancel_source).inc()
 
     def record_error(self, error: ClientError) -> None:
-        """A client was told of an error."""
+        """Count an error sent to a client."""
         body = decode_error_body(error)
         self._errors.labels(status=str(error.status), code=self._label_for_code(body.code or body.type)).inc()
 
@@ -175,7 +162,7 @@ class ProxyMetrics:
         self._evicted_bytes.labels(why=why).inc(bytes_count)
 
     def _label_for_code(self, code: str) -> str:
-        """The code as a label; there are never more of these than CODES_MAX."""
+        """The code as a label, or OTHER beyond ERROR_CODES_MAX."""
         if not _ERROR_CODE_PATTERN.fullmatch(code):
             return OTHER
         with self._lock:
@@ -189,5 +176,5 @@ METRICS = web.AppKey("metrics", ProxyMetrics)
 
 
 def find_cancel_source(error: ClientError) -> str:
-    """Who, or which limit, has ended a request for this reason."""
+    """Origin of a cancellation: a person, or the limit that the error's code names."""
     return error.cancel_source or CANCEL_SOURCE_BY_CODE.get(decode_error_body(error).code or "", OTHER)

@@ -1,4 +1,4 @@
-"""What is learnt of one request on its way; in the end its record and its one PERF line."""
+"""Log of one request: its record and its PERF line."""
 
 import json
 import re
@@ -15,8 +15,6 @@ from warmline_proxy.upstream.client import UpstreamError
 from warmline_proxy.upstream.errors import translate_upstream_error
 
 OK, ERROR, CANCELLED = "ok", "error", "cancelled"
-
-
 _REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -25,7 +23,7 @@ def new_request_id() -> str:
 
 
 def parse_request_id(header: str | None) -> str:
-    """A client's own name for its request, or a new one.  Raises ClientError 400."""
+    """The client's id for its request, or a new one.  Raises ClientError 400."""
     if header is None:
         return new_request_id()
     if not _REQUEST_ID_PATTERN.fullmatch(header):
@@ -36,69 +34,66 @@ def parse_request_id(header: str | None) -> str:
 
 @dataclass
 class RequestLog:
-    """Filled by the hot path, read by settle; owned by the event loop."""
+    """Facts of a request in progress, read when it settles.  Event loop thread."""
 
     endpoint: str
     id: str = field(default_factory=new_request_id)
-    client_request_id: str = ""  # as its client named it
-    key: str = ""  # name of the key that its client showed
+    client_request_id: str = ""  # given by the client
+    key: str = ""  # key name
     arrived_at: float = field(default_factory=time.time)
     arrived_monotonic: float = field(default_factory=time.monotonic)
     client_model: str = ""
     session_hint: str = ""
-    stabilization: str = ""  # "times=2, ids=1": what was evened out at the top of its prompt
+    stabilization: str = ""  # "times=2, ids=1": replacements in the prompt's head
     session: str = ""
     outcome: str = ""
-    status: str = "none"  # the class of HTTP statuses that what its client was told belongs to, as "2xx"
+    status: str = "none"  # class of the HTTP status, as "2xx"
     error: str = ""
-    dispatches: int = 0  # how often it was sent to a backend; more than once where that was lost
+    dispatches: int = 0  # to a backend; more than one after its loss
     plan: RequestPlan | None = None
     prompt_tokens: int = 0
     saved_tokens: int = 0
-    collapse: str = ""  # what the garbage guard saw of its answer
+    collapse: str = ""  # finding of the repetition guard
     queue_s: float = 0.0
     restore_s: float = 0.0
     ttft_s: float = 0.0
     total_s: float = 0.0
     generation_result: GenerationResult | None = None
-    root: bytes = b""  # namespace of its prompt
-    divergence: Divergence | None = None  # where that differs from what was known
+    root: bytes = b""  # the prompt's namespace
+    divergence: Divergence | None = None  # of the prompt from known prefixes
 
     def elapsed_s(self) -> float:
         return time.monotonic() - self.arrived_monotonic
 
     def record_first_token(self) -> None:
-        """The first token's text is on its way to the client."""
+        """Record the time to the first token."""
         self.ttft_s = self.ttft_s or self.elapsed_s()
 
     def record_success(self) -> None:
-        """The client has all of its answer; a failure in the midst of it stays one."""
+        """Record that the client has its whole answer; an earlier failure stays."""
         if not self.outcome:
             self.outcome, self.status = OK, "2xx"
 
     def record_failure(self, error: ClientError | UpstreamError) -> None:
-        """A 499 is nobody's failure: somebody wanted it ended."""
+        """Record an error; 499 is a cancellation."""
         is_cancel = isinstance(error, ClientError) and error.status == CLIENT_CLOSED
         self.outcome, self.error = CANCELLED if is_cancel else ERROR, str(error)
         self.status = f"{translate_upstream_error(error).status // 100}xx"
 
     def record_disconnect(self) -> None:
-        """The client went before its answer was whole; what failed before that stays a failure."""
+        """Record that the client left before its answer was complete; an earlier failure stays."""
         self.outcome = self.outcome or CANCELLED
 
     def format_cache_header(self) -> str:
-        """X-Warmline-Cache: where the start came from and how many tokens it saved."""
+        """X-Warmline-Cache: source of the start and reused tokens."""
         assert self.plan is not None
         return f"{self.plan.source} {self.plan.reuse}"
 
     def _reused_tokens(self) -> int:
-        """Less than planned where a request that is followed can no longer be copied at just that place."""
+        """Reused tokens; fewer than planned if a followed request could not be copied at the planned position."""
         planned = self.plan.reuse if self.plan else 0
-        return (
-            min(planned, self.prompt_tokens - self.generation_result.timings.prefilled)
-            if self.generation_result
-            else planned
-        )
+        result = self.generation_result
+        return min(planned, self.prompt_tokens - result.timings.prefilled) if result else planned
 
     def build_record(self) -> RequestRecord:
         plan, timings = self.plan, self.generation_result.timings if self.generation_result else None
@@ -135,22 +130,20 @@ class RequestLog:
         )
 
 
-# Of a record: where its prompt differs nobody is to read in a log; the others mean nothing there, or are not known yet.
+# Private (prompt text), meaningless in a log, or not known yet.
 UNLOGGED_FIELDS = ("parting", "root", "audit")
 SECONDS_DIGITS = 6
 
 
 def build_perf_fields(record: RequestRecord, session_hint: str = "") -> dict[str, object]:
-    """The same as keys, under the names that records have."""
+    """Fields of the PERF event for JSON logs, with the records' names."""
     values = {name: getattr(record, name) for name in record.__struct_fields__ if name not in UNLOGGED_FIELDS}
-    fields = {
-        name: round(value, SECONDS_DIGITS) if isinstance(value, float) else value for name, value in values.items()
-    }
+    fields = {name: round(each, SECONDS_DIGITS) if isinstance(each, float) else each for name, each in values.items()}
     return {"event": "perf", "request": fields.pop("id"), **fields, "client_session": session_hint}
 
 
 def format_perf_line(record: RequestRecord, session_hint: str = "") -> str:
-    """One line, `key=value`; texts that others chose are quoted."""
+    """PERF line, `key=value`; texts of others are quoted."""
     numbers = (
         f"queue={record.queue_s:.3f}s restore={record.restore_s:.3f}s prefill={record.prefill_s:.3f}s"
         f" ttft={record.ttft_s:.3f}s expected={record.expected_ttft_s:.3f}s total={record.total_s:.3f}s"
@@ -162,12 +155,9 @@ def format_perf_line(record: RequestRecord, session_hint: str = "") -> str:
         numbers += f" dispatches={record.dispatches}"
     session = record.session or "-"
     texts = f"miss={json.dumps(record.why_not_warmer)} model={json.dumps(record.client_model)}"
-    if session_hint:
-        texts += f" client_session={json.dumps(session_hint)}"
-    if record.guard:
-        texts += f" guard={json.dumps(record.guard)}"
-    if record.error:
-        texts += f" error={json.dumps(record.error)}"
+    for name, text in (("client_session", session_hint), ("guard", record.guard), ("error", record.error)):
+        if text:
+            texts += f" {name}={json.dumps(text)}"
     return (
         f"PERF request={record.id} session={session} endpoint={record.endpoint} outcome={record.outcome}"
         f" source={record.source} {numbers} {texts}"

@@ -1,4 +1,4 @@
-"""Tasks that outlive the request that began them, so that none is lost or forgotten."""
+"""Background tasks that outlive the request that started them."""
 
 import asyncio
 import logging
@@ -9,7 +9,7 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundTasks:
-    """A set of running tasks; owned by the event loop."""
+    """Set of running tasks.  Event loop thread."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -21,7 +21,7 @@ class BackgroundTasks:
         return task
 
     async def drain(self, timeout_s: float) -> None:
-        """Wait for all, then cancel what is left."""
+        """Wait for all tasks, then cancel the rest."""
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=timeout_s)
         for task in set(self._tasks):
@@ -36,7 +36,7 @@ class BackgroundTasks:
 
 
 async def wait_for_events(events: Iterable[asyncio.Event], timeout_s: float) -> None:
-    """Until all are set, or the time is over."""
+    """Wait until all events are set, at most `timeout_s`."""
     waits = [asyncio.ensure_future(event.wait()) for event in events]
     try:
         if waits:

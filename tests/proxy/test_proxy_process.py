@@ -1,4 +1,4 @@
-"""The proxy as a process: it tells where it listens, owns its home alone, and ends cleanly."""
+"""Proxy as a process: address files, home lock, signals and clean exit."""
 
 import asyncio
 import errno
@@ -40,21 +40,21 @@ def start(home: Path, *flags: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
-def announced(home: Path, process: subprocess.Popen[str]) -> dict[str, str | int]:
+def wait_for_address(home: Path, process: subprocess.Popen[str]) -> dict[str, str | int]:
     deadline = time.monotonic() + START_TIMEOUT_S
     while not (home / "run" / "proxy.pid").exists():
         assert process.poll() is None and time.monotonic() < deadline, process.stderr and process.stderr.read()
         time.sleep(0.02)
-    told: dict[str, str | int] = json.loads((home / "run" / "proxy.json").read_text())
-    return told
+    address: dict[str, str | int] = json.loads((home / "run" / "proxy.json").read_text())
+    return address
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_tells_where_it_listens_and_ends_cleanly(tmp_path: Path, number: signal.Signals) -> None:
+def test_address_file_and_clean_exit(tmp_path: Path, number: signal.Signals) -> None:
     process = start(tmp_path, "--backend-url", "http://127.0.0.1:9")
-    told = announced(tmp_path, process)
-    assert told["pid"] == process.pid == int((tmp_path / "run" / "proxy.pid").read_text())
-    with urllib.request.urlopen(f"{told['url']}/health") as response:
+    address = wait_for_address(tmp_path, process)
+    assert address["pid"] == process.pid == int((tmp_path / "run" / "proxy.pid").read_text())
+    with urllib.request.urlopen(f"{address['url']}/health") as response:
         assert response.status == 200
     with pytest.raises(HomeLockedError), home_lock(Home(tmp_path)):
         pass
@@ -66,24 +66,24 @@ def test_it_tells_where_it_listens_and_ends_cleanly(tmp_path: Path, number: sign
     assert [line for line in errors.splitlines() if line.endswith(": stopping")] and "to finish" not in errors
 
 
-def test_a_killed_proxy_leaves_its_home_to_the_next(tmp_path: Path) -> None:
+def test_home_lock_released_after_kill(tmp_path: Path) -> None:
     first = start(tmp_path)
-    announced(tmp_path, first)
+    wait_for_address(tmp_path, first)
     first.kill()
     first.communicate()
     (tmp_path / "run" / "proxy.pid").unlink()
     second = start(tmp_path)
-    assert announced(tmp_path, second)["pid"] == second.pid
+    assert wait_for_address(tmp_path, second)["pid"] == second.pid
     second.terminate()
     second.communicate()
     assert second.returncode == 0
 
 
 @on_loop
-async def test_it_tells_where_it_listens_once_that_can_be_written(
+async def test_address_file_is_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A home that is full, or read-only, is mended while we serve; cachectl finds us from then on."""
+    """A full or read-only home recovers while serving; cachectl then finds the proxy."""
     monkeypatch.setenv("WARMLINE_CLIENT_KEY", "wl-settings")
     config, tries, written = parse_config(["--home", str(tmp_path)]), [0], asyncio.Event()
     config.home.prepare()
@@ -102,20 +102,18 @@ async def test_it_tells_where_it_listens_once_that_can_be_written(
         assert not list((tmp_path / "run").iterdir())
         await asyncio.wait_for(written.wait(), START_TIMEOUT_S)
         assert json.loads((tmp_path / "run" / "proxy.json").read_text())["url"] == "http://127.0.0.1:8026"
-    assert list((tmp_path / "run").iterdir()) == [config.home.settings_tenant], (
-        "whose cache the settings' key has stays"
-    )
+    assert list((tmp_path / "run").iterdir()) == [config.home.settings_tenant], "the settings key's tenant file stays"
     assert read_last_tenant(config.home) == derive_tenant("wl-settings")
     assert caplog.text.count("could not be written down") == 1
 
 
 @asynccontextmanager
 async def running(folder: Path, backend: FakeBackend, *flags: str) -> AsyncIterator[tuple[subprocess.Popen[str], str]]:
-    """(a proxy in front of `backend`, as a process; its URL)."""
+    """(proxy process in front of `backend`, its URL)."""
     below, port = await serve(backend.app())
     process = start(folder, "--backend-url", f"http://127.0.0.1:{port}", *flags)
     try:
-        yield process, str((await asyncio.to_thread(announced, folder, process))["url"])
+        yield process, str((await asyncio.to_thread(wait_for_address, folder, process))["url"])
     finally:
         process.kill()
         await asyncio.to_thread(process.communicate)
@@ -123,7 +121,7 @@ async def running(folder: Path, backend: FakeBackend, *flags: str) -> AsyncItera
 
 
 def chat(client: aiohttp.ClientSession, url: str) -> "asyncio.Task[tuple[int, Any, Any]]":
-    """(status, headers, JSON), later."""
+    """Start a chat request; the task returns (status, headers, JSON)."""
 
     async def ask() -> tuple[int, Any, Any]:
         body = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
@@ -134,7 +132,7 @@ def chat(client: aiohttp.ClientSession, url: str) -> "asyncio.Task[tuple[int, An
 
 
 @on_loop
-async def test_a_stop_lets_what_runs_finish_and_sends_newcomers_away(tmp_path: Path) -> None:
+async def test_drain_finishes_running_and_refuses_new(tmp_path: Path) -> None:
     backend = FakeBackend(Home(tmp_path))
     backend.hold_after = 1
     async with running(tmp_path, backend) as (process, url), aiohttp.ClientSession() as client:
@@ -151,7 +149,7 @@ async def test_a_stop_lets_what_runs_finish_and_sends_newcomers_away(tmp_path: P
 
 
 @on_loop
-async def test_a_second_signal_hurries(tmp_path: Path) -> None:
+async def test_second_signal_aborts_drain(tmp_path: Path) -> None:
     backend = FakeBackend(Home(tmp_path))
     backend.hold_after = 1
     flags = ("--drain-timeout-s", "600")
@@ -178,14 +176,14 @@ async def test_a_second_signal_hurries(tmp_path: Path) -> None:
         (["--port", "70000"], "70000"),
     ],
 )
-def test_bad_settings_are_one_line_and_exit_code_2(tmp_path: Path, flags: list[str], words: str) -> None:
+def test_bad_settings_exit_code_2(tmp_path: Path, flags: list[str], words: str) -> None:
     process = start(tmp_path, *flags)
     _, errors = process.communicate(timeout=START_TIMEOUT_S)
     assert process.returncode == 2
     assert words in errors and errors.count("\n") == 1
 
 
-def test_a_home_that_cannot_be_made_is_said_clearly(tmp_path: Path) -> None:
+def test_unusable_home_message(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     process = start(tmp_path / "file" / "home")
     _, errors = process.communicate(timeout=START_TIMEOUT_S)
@@ -194,7 +192,7 @@ def test_a_home_that_cannot_be_made_is_said_clearly(tmp_path: Path) -> None:
     assert "Traceback" not in errors
 
 
-def test_a_second_proxy_on_a_home_is_refused(tmp_path: Path) -> None:
+def test_second_proxy_on_home_is_refused(tmp_path: Path) -> None:
     with home_lock(Home(tmp_path)):
         second = subprocess.run(
             [sys.executable, "-c", WITHOUT_PATIENCE, str(tmp_path)], capture_output=True, text=True, check=False

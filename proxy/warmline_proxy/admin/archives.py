@@ -1,29 +1,20 @@
-"""POST /warmline/import: an archive that the owner names becomes part of the home."""
+"""POST /warmline/import: adds an archive on this machine to the home."""
 
 import asyncio
 import threading
 from pathlib import Path
 
-import msgspec
 from aiohttp import web
 
-from warmline_common.protocol.messages import decode
 from warmline_proxy.admin.routes import RouteTable
-from warmline_proxy.archive.importer import (
-    FINGERPRINT_DIGITS,
-    ImportReply,
-    ImportRequest,
-    KnownModels,
-    find_known_models,
-    import_archive,
-)
+from warmline_proxy.archive import importer
 from warmline_proxy.archive.reader import open_archive
 from warmline_proxy.archive.tar import ArchiveError
 from warmline_proxy.auth.key_store import KeyStoreError
 from warmline_proxy.auth.owners import load_key_tenants
 from warmline_proxy.config import ProxyConfig
 from warmline_proxy.errors import bad_request
-from warmline_proxy.http.bodies import json_response, read_body
+from warmline_proxy.http.bodies import json_response, read_message
 from warmline_proxy.index.index import DiskBudgetError, Index
 from warmline_proxy.store.errors import wrap_error
 from warmline_proxy.upstream.backend_state import BackendState
@@ -31,11 +22,11 @@ from warmline_proxy.upstream.client import UpstreamError
 
 
 class _ImportCancelledError(Exception):
-    """Nobody waits for it any more."""
+    """The importing client has disconnected."""
 
 
 class ArchiveRoutes:
-    """Its one handler.  Saves and restores go on meanwhile."""
+    """Import handler.  Saves and restores continue during an import."""
 
     def __init__(self, index: Index, backend_state: BackendState, config: ProxyConfig) -> None:
         self._index, self._backend_state, self._config = index, backend_state, config
@@ -45,11 +36,9 @@ class ArchiveRoutes:
         return {("POST", "/warmline/import"): self.import_archive}
 
     async def import_archive(self, request: web.Request) -> web.Response:
-        """Answers when all of it is stored.  A caller that leaves ends it, and nothing is left."""
-        try:
-            import_request = decode(await read_body(request, self._config.receive_timeout_s), ImportRequest)
-        except msgspec.DecodeError as error:
-            raise bad_request(f"Not an import: {error}") from error
+        """Import an archive and answer when all of it is stored.  A disconnect cancels it and removes its files."""
+        timeout_s = self._config.receive_timeout_s
+        import_request = await read_message(request, importer.ImportRequest, "valid import", timeout_s)
         if not Path(import_request.path).is_absolute():
             raise bad_request(f"path must be absolute, not {import_request.path[:200]!r}.", param="path")
         known_models, cancel_event = await self._find_known_models(), threading.Event()
@@ -68,20 +57,20 @@ class ArchiveRoutes:
             raise wrap_error("can't be written", error) from error
         return json_response(reply)
 
-    async def _find_known_models(self) -> KnownModels:
-        """The served model; while none answers, those of which something is stored."""
+    async def _find_known_models(self) -> importer.KnownModels:
+        """The served model; while the backend is down, all models with stored segments."""
         try:
             if (status := await self._backend_state.status()).fingerprint:
-                what = f"the model served here is {status.model}, {status.fingerprint[:FINGERPRINT_DIGITS]}"
-                return KnownModels(fingerprints=[status.fingerprint], description=what)
+                what = f"the model served here is {status.model}, {status.fingerprint[: importer.FINGERPRINT_DIGITS]}"
+                return importer.KnownModels(fingerprints=[status.fingerprint], description=what)
         except UpstreamError:
             pass
-        return await asyncio.to_thread(find_known_models, self._index)
+        return await asyncio.to_thread(importer.find_known_models, self._index)
 
     def _run_import(
-        self, import_request: ImportRequest, known_models: KnownModels, cancel_event: threading.Event
-    ) -> ImportReply:
-        """On a thread."""
+        self, import_request: importer.ImportRequest, known_models: importer.KnownModels, cancel_event: threading.Event
+    ) -> importer.ImportReply:
+        """Run the import on a thread."""
 
         def progress(done: int, total: int) -> None:
             if cancel_event.is_set():
@@ -91,6 +80,6 @@ class ArchiveRoutes:
         key_tenants = load_key_tenants(config.home, client_key=config.client_key, share_cache=config.share_cache)
         tenant = key_tenants.find_tenant(import_request.key)
         with open_archive(Path(import_request.path)) as archive:
-            return import_archive(
+            return importer.import_archive(
                 self._index, archive, tenant, known_models, anyway=import_request.anyway, progress=progress
             )

@@ -1,26 +1,18 @@
-"""GET /warmline/explain: why a request was no warmer; POST /warmline/texts: what stored tokens say."""
+"""GET /warmline/explain: reason of a cache miss; POST /warmline/texts: texts of stored tokens."""
 
 import asyncio
 import logging
 
-import msgspec
 from aiohttp import web
 
 from warmline_common.process.redaction import quote_text
-from warmline_common.protocol.messages import DetokenizeReply, decode
+from warmline_common.protocol.messages import DetokenizeReply
 from warmline_proxy.admin.owners import OwnerResolver
 from warmline_proxy.admin.routes import RouteTable
 from warmline_proxy.errors import bad_request
-from warmline_proxy.explain.explain import (
-    LAST,
-    RequestNotFoundError,
-    WarmSince,
-    add_texts,
-    explain,
-    find_fingerprint,
-    find_record_with_since,
-)
-from warmline_proxy.http.bodies import json_response, read_body
+from warmline_proxy.explain import explain as explanations
+from warmline_proxy.explain.explain import RequestNotFoundError, WarmSince, add_texts
+from warmline_proxy.http.bodies import json_response, read_message
 from warmline_proxy.index.index import Index
 from warmline_proxy.store.rows import RequestRecord, SegmentTextsRequest
 from warmline_proxy.upstream.backend_state import BackendState
@@ -30,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class ExplainRoutes:
-    """Handlers.  The index is read on threads."""
+    """Handlers; they read the index on threads."""
 
     def __init__(
         self,
@@ -48,21 +40,21 @@ class ExplainRoutes:
         return {("GET", "/warmline/explain"): self.get_explanation, ("POST", "/warmline/texts"): self.get_texts}
 
     async def get_explanation(self, request: web.Request) -> web.Response:
-        """Of `?request=`, an id or its beginning, or an answer's id; of the last one that is worth it without."""
+        """Explain `?request=`: a request id, its prefix or a response id; without it, the last notable request."""
         try:
-            record, since = await asyncio.to_thread(self._find_record, request.query.get("request") or LAST)
+            record, since = await asyncio.to_thread(
+                self._find_record, request.query.get("request") or explanations.LAST
+            )
         except RequestNotFoundError as error:
             raise bad_request(f"{error}.", status=404, code="unknown_request") from error
         record = await self._add_texts(record)
         owner_labels = await self._owner_resolver.resolve_owners()
-        return json_response(await asyncio.to_thread(explain, self._index, record, since, owner_labels))
+        return json_response(await asyncio.to_thread(explanations.explain, self._index, record, since, owner_labels))
 
     async def get_texts(self, request: web.Request) -> web.Response:
-        """Of tokens that are stored in a segment, or before it."""
-        try:
-            texts_request = decode(await read_body(request, self._receive_timeout_s), SegmentTextsRequest)
-        except msgspec.DecodeError as error:
-            raise bad_request(f"Not a question for texts: {error}") from error
+        """Texts of token sequences that are stored in a segment or before it."""
+        name = "question for texts"
+        texts_request = await read_message(request, SegmentTextsRequest, name, self._receive_timeout_s)
         row = await asyncio.to_thread(self._index.segment, texts_request.segment)
         if row is None:
             raise bad_request(
@@ -75,10 +67,10 @@ class ExplainRoutes:
 
     def _find_record(self, request_id: str) -> tuple[RequestRecord, WarmSince | None]:
         self._index.flush()
-        return find_record_with_since(self._index.requests(), request_id)
+        return explanations.find_record_with_since(self._index.requests(), request_id)
 
     async def _add_texts(self, record: RequestRecord) -> RequestRecord:
-        """Where they could not be asked for in time."""
+        """Add the diverging texts if the record lacks them and the backend can detokenize."""
         divergence = record.parting
         if divergence is None or divergence.stored_text or divergence.prompt_text:
             return record
@@ -90,6 +82,6 @@ class ExplainRoutes:
         return record
 
     async def _is_served_model(self, root: bytes) -> bool:
-        """Whether its tokens are the served model's.  Raises UpstreamError."""
+        """True if the root's tokens are the served model's.  Raises UpstreamError."""
         status = await self._backend_state.status()
-        return await asyncio.to_thread(find_fingerprint, self._index, root) == status.fingerprint
+        return await asyncio.to_thread(explanations.find_fingerprint, self._index, root) == status.fingerprint

@@ -1,4 +1,4 @@
-"""Whether requests would be served."""
+"""GET /health and GET /ready."""
 
 from aiohttp import web
 
@@ -14,7 +14,7 @@ READY_TIMEOUT_S = 1.0
 
 
 class HealthRoutes:
-    """Handlers that everybody may call."""
+    """Handlers without access checks."""
 
     def __init__(
         self,
@@ -24,14 +24,11 @@ class HealthRoutes:
         admission: AdmissionQueue,
         save_health: SaveHealth,
     ) -> None:
-        self._upstream = upstream
-        self._watchdog = watchdog
-        self._backend_state = backend_state
-        self._admission = admission
-        self._save_health = save_health
+        self._upstream, self._watchdog, self._backend_state = upstream, watchdog, backend_state
+        self._admission, self._save_health = admission, save_health
 
     async def get_ready(self, _: web.Request) -> web.Response:
-        """200 where a request would be served now; else 503 and why not."""
+        """200 if a request would be served now; else 503 with the reason."""
         if self._admission.closed_reason:
             return _build_not_ready_response(self._admission.closed_reason)
         try:
@@ -45,7 +42,7 @@ class HealthRoutes:
         return json_response({"ready": True, "model": status.model})
 
     async def get_health(self, _: web.Request) -> web.Response:
-        """200: we serve, also where nothing can be saved, and say so."""
+        """200 while the proxy serves, with the state of persistence."""
         return json_response({"status": "ok", "persistence": self._save_health.state})
 
 

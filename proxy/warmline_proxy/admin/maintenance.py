@@ -1,16 +1,14 @@
-"""What the owner has done to what is stored: pin, gc, repair, replay.  Purges have a module of their own."""
+"""Owner's maintenance of the store: pin, gc, repair, replay."""
 
 import asyncio
 import logging
 
-import msgspec
 from aiohttp import web
 
-from warmline_common.protocol.messages import decode
 from warmline_proxy.admin.routes import RouteTable
 from warmline_proxy.audit.replay import SessionReplayer
 from warmline_proxy.errors import bad_request
-from warmline_proxy.http.bodies import json_response, read_body
+from warmline_proxy.http.bodies import json_response, read_message
 from warmline_proxy.index.index import Index
 from warmline_proxy.index.recovery.repair import repair
 from warmline_proxy.retention.gc import collect_garbage
@@ -23,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class MaintenanceRoutes:
-    """Handlers for what cachectl and the dashboard ask to be done; one at a time is up to who asks."""
+    """Handlers of maintenance commands; callers serialize them."""
 
     def __init__(self, index: Index, replayer: SessionReplayer, receive_timeout_s: float) -> None:
         self._index, self._replayer, self._receive_timeout_s = index, replayer, receive_timeout_s
@@ -38,29 +36,29 @@ class MaintenanceRoutes:
         }
 
     async def pin(self, request: web.Request) -> web.Response:
-        """404 where no such conversation is stored; 409 where the budget has no room for it."""
+        """Pin or unpin a session.  404 for an unknown one, 409 above the budget."""
+        pin_request = await read_message(request, PinRequest, "pin", self._receive_timeout_s)
         try:
-            pin_request = decode(await read_body(request, self._receive_timeout_s), PinRequest)
             return json_response(await asyncio.to_thread(pin_session, self._index, pin_request))
         except UnknownSessionError as error:
             raise bad_request(str(error), status=404, code="not_found") from error
         except PinLimitError as error:
             raise bad_request(str(error), status=409, code="too_much_pinned") from error
-        except (msgspec.DecodeError, ValueError) as error:
+        except ValueError as error:
             raise bad_request(f"Not a pin: {error}") from error
 
     async def gc(self, request: web.Request) -> web.Response:
-        """Saves and restores go on meanwhile; what they have under way is left alone."""
+        """Collect garbage while saves and restores continue; their files are left alone."""
+        gc_request = await read_message(request, GcRequest, "gc", self._receive_timeout_s)
         try:
-            gc_request = decode(await read_body(request, self._receive_timeout_s), GcRequest)
             return json_response(await asyncio.to_thread(collect_garbage, self._index, gc_request, is_saving=True))
-        except (msgspec.DecodeError, ValueError) as error:
+        except ValueError as error:
             raise bad_request(f"Not a gc: {error}") from error
         except OSError as error:
             raise wrap_error("can't be tidied", error) from error
 
     async def repair(self, _: web.Request) -> web.Response:
-        """Saves and restores go on meanwhile; what they have under way is left alone."""
+        """Check and repair all files while saves and restores continue; their files are left alone."""
         if not await asyncio.to_thread(is_readable, self._index.home.index):
             raise IndexStoreError(f"it has pages that end the process which reads them; {REBUILD_HINT}")
         try:
@@ -72,10 +70,10 @@ class MaintenanceRoutes:
         return json_response(reply)
 
     async def replay(self, request: web.Request) -> web.Response:
-        """Answers when all is computed, however long that takes; a caller that leaves ends it."""
+        """Replay a session's turns and answer when all are computed; a disconnect cancels it."""
+        replay_request = await read_message(request, ReplayRequest, "replay", self._receive_timeout_s)
         try:
-            replay_request = decode(await read_body(request, self._receive_timeout_s), ReplayRequest)
             reply = await self._replayer.replay(replay_request)
-        except (msgspec.DecodeError, ValueError) as error:
+        except ValueError as error:
             raise bad_request(f"Not a replay: {error}") from error
         return json_response(reply)

@@ -1,4 +1,4 @@
-"""What is so at this moment, read when somebody scrapes.  Event loop."""
+"""Gauges of the present state, read at each scrape, and GET /metrics.  Event loop thread."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ TOTALS_INTERVAL_S = 2.0
 
 
 class GaugeCollector(Collector):
-    """Reads others' state.  What is stored is read on a thread, once in a while, and missing where it can't be."""
+    """Gauges over other components' state.  Stored totals are read on a thread, at intervals; omitted on failure."""
 
     def __init__(
         self,
@@ -37,18 +37,14 @@ class GaugeCollector(Collector):
         backend_state: BackendState,
         count_connections: Callable[[], int],
     ) -> None:
-        self._index = index
-        self._admission = admission
-        self._registry = registry
-        self._watchdog = watchdog
-        self._backend_state = backend_state
-        self._count_connections = count_connections
+        self._index, self._admission, self._registry = index, admission, registry
+        self._watchdog, self._backend_state, self._count_connections = watchdog, backend_state, count_connections
         self._totals: Totals | None = None
         self._totals_at = float("-inf")  # time.monotonic()
         self._refresh_lock = asyncio.Lock()
 
     async def refresh(self) -> None:
-        """Read what is stored, unless that was done a moment ago; of several who ask at once, one does."""
+        """Read the stored totals if the last ones are old; concurrent scrapes share one read."""
         async with self._refresh_lock:
             if time.monotonic() - self._totals_at < TOTALS_INTERVAL_S:
                 return
@@ -60,60 +56,36 @@ class GaugeCollector(Collector):
             self._totals_at = time.monotonic()
 
     def collect(self) -> Iterable[Metric]:
-        yield from self._collect_requests()
-        yield from self._collect_upstream()
-        yield from self._collect_storage()
-        vitals = read_process_stats()
-        yield _build_gauge("tasks", "Tasks of the event loop.", vitals.tasks)
-        yield _build_gauge("threads", "Threads of the process.", vitals.threads)
-        yield _build_gauge("descriptors", "Files and sockets that the process has open.", vitals.descriptors)
+        vitals, watchdog, residents = read_process_stats(), self._watchdog, self._backend_state.resident_view
+        yield _build_counter("upstream_boots", "Backend processes that were heard of.", watchdog.boots)
+        yield _build_counter("wedges", "Wedged backends that were killed.", watchdog.kills)
+        for name, documentation, value in (
+            ("requests_running", "Requests that have a place at the backend.", self._admission.running_count),
+            ("requests_queued", "Requests that wait for a place.", self._admission.queued_count),
+            ("requests_settling", "Requests that are computed, but not yet on disk.", self._registry.saving_count),
+            ("connections", "Clients' connections.", self._count_connections()),
+            ("upstream_up", "1 while the backend serves.", watchdog.is_up),
+            ("residents", "KV in the backend's memory that is known of.", len(residents.ids())),
+            ("residents_unsaved", "Of these, what is nowhere else.", len(residents.non_durable_entries())),
+            ("disk_budget_bytes", "What the stored bytes of all kinds may come to.", self._index.budget_bytes),
+            ("tasks", "Tasks of the event loop.", vitals.tasks),
+            ("threads", "Threads of the process.", vitals.threads),
+            ("descriptors", "Files and sockets that the process has open.", vitals.descriptors),
+        ):
+            yield _build_gauge(name, documentation, value)
+        if self._totals is not None:
+            yield from _collect_totals(self._totals)
 
-    def _collect_requests(self) -> Iterable[Metric]:
-        yield _build_gauge(
-            "requests_running", "Requests that have a place at the backend.", self._admission.running_count
-        )
-        yield _build_gauge("requests_queued", "Requests that wait for a place.", self._admission.queued_count)
-        yield _build_gauge(
-            "requests_settling", "Requests that are computed, but not yet on disk.", self._registry.saving_count
-        )
-        yield _build_gauge("connections", "Clients' connections.", self._count_connections())
 
-    def _collect_upstream(self) -> Iterable[Metric]:
-        yield _build_gauge("upstream_up", "1 while the backend serves.", self._watchdog.is_up)
-        yield _build_counter("upstream_boots", "Backend processes that were heard of.", self._watchdog.boots)
-        yield _build_counter("wedges", "Wedged backends that were killed.", self._watchdog.kills)
-        resident_view = self._backend_state.resident_view
-        yield _build_gauge("residents", "KV in the backend's memory that is known of.", len(resident_view.ids()))
-        yield _build_gauge(
-            "residents_unsaved", "Of these, what is nowhere else.", len(resident_view.non_durable_entries())
-        )
-
-    def _collect_storage(self) -> Iterable[Metric]:
-        yield _build_gauge(
-            "disk_budget_bytes", "What the stored bytes of all kinds may come to.", self._index.budget_bytes
-        )
-        if (totals := self._totals) is None:
-            return
-        yield _build_gauge_by_kind(
-            "stored_bytes",
-            "What counts against the disk budget.",
-            {
-                "segments": totals.bytes_segments,
-                "checkpoints": totals.bytes_checkpoints,
-                "quarantined": totals.bytes_quarantined,
-                "writing": totals.bytes_writing,
-                "doomed": totals.bytes_doomed,
-                "index": totals.bytes_index,
-            },
-        )
-        yield _build_gauge_by_kind(
-            "stored_files",
-            "Files on disk.",
-            {"segments": totals.segments, "checkpoints": totals.checkpoints, "quarantined": totals.quarantined},
-        )
-        yield _build_gauge("stored_tokens", "Tokens whose KV is on disk.", totals.tokens)
-        yield _build_gauge("stored_sessions", "Conversations on disk.", totals.sessions)
-        yield _build_gauge("stored_turns", "Sampled calls that are remembered.", totals.turns)
+def _collect_totals(totals: Totals) -> Iterable[Metric]:
+    kinds = ("segments", "checkpoints", "quarantined", "writing", "doomed", "index")
+    bytes_by_kind = {kind: getattr(totals, f"bytes_{kind}") for kind in kinds}
+    yield _build_gauge_by_kind("stored_bytes", "What counts against the disk budget.", bytes_by_kind)
+    files_by_kind = {kind: getattr(totals, kind) for kind in ("segments", "checkpoints", "quarantined")}
+    yield _build_gauge_by_kind("stored_files", "Files on disk.", files_by_kind)
+    yield _build_gauge("stored_tokens", "Tokens whose KV is on disk.", totals.tokens)
+    yield _build_gauge("stored_sessions", "Conversations on disk.", totals.sessions)
+    yield _build_gauge("stored_turns", "Sampled calls that are remembered.", totals.turns)
 
 
 def _build_gauge(name: str, documentation: str, value: float) -> Metric:
@@ -132,13 +104,13 @@ def _build_counter(name: str, documentation: str, value: float) -> Metric:
 
 
 class MetricsRoutes:
-    """The handler of GET /metrics; who may call it was checked before."""
+    """Handler of GET /metrics; access was checked before."""
 
     def __init__(self, metrics: ProxyMetrics, gauges: GaugeCollector) -> None:
         self._metrics, self._gauges = metrics, gauges
 
     async def get_metrics(self, request: web.Request) -> web.Response:
-        """As text, or as OpenMetrics where that is asked for."""
+        """Metrics as text, or as OpenMetrics on request."""
         await self._gauges.refresh()
         body, content_type = self._metrics.render_exposition(request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": content_type})

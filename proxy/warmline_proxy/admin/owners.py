@@ -1,4 +1,4 @@
-"""GET /warmline/whose: whose what is stored is, by the keys that there are at this moment."""
+"""GET /warmline/whose: owners of stored conversations, by the present keys."""
 
 import asyncio
 from collections.abc import Iterable
@@ -14,15 +14,15 @@ from warmline_proxy.upstream.backend_state import BackendState
 
 
 class OwnerResolver:
-    """Its one handler, and what others here ask.  What it keeps belongs to the event loop.
+    """Owner labels of roots, with their handler.  Event loop thread.
 
-    Of which model a root is holds for good, so a file is asked once for each; keys come and go.
+    A root's model never changes, so each root's files are read once; keys change.
     """
 
     def __init__(self, index: Index, keys: ClientKeys, backend_state: BackendState) -> None:
         self._index, self._keys, self._backend_state = index, keys, backend_state
         self._fingerprint_by_root: dict[bytes, str] = {}
-        self._seen_change_count = -1  # of the index, when it was looked at
+        self._seen_change_count = -1  # the index's at the last read
 
     @property
     def routes(self) -> RouteTable:
@@ -32,7 +32,7 @@ class OwnerResolver:
         return json_response(await self.resolve_owners())
 
     async def resolve_owners(self, running_roots: Iterable[bytes] = ()) -> OwnerLabels:
-        """Also of what is in memory alone; `running`: more roots of the served model.  Raises IndexFailure."""
+        """Labels of all stored and resident roots, and of `running_roots`.  Raises IndexStoreError."""
         if (changes := self._index.change_count) != self._seen_change_count:
             self._fingerprint_by_root = await asyncio.to_thread(self._find_fingerprints, self._fingerprint_by_root)
             self._seen_change_count = changes

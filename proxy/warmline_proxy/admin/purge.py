@@ -1,7 +1,5 @@
-"""POST /warmline/purge: what goes from the disk leaves memory too, and what runs does not bring it back.
-
-What is in memory alone, and was not meant, stays there until it is saved: while the disk is full, which may be why
-somebody purges, that is all of it.
+"""POST /warmline/purge: removes conversations from disk and from memory, and keeps running requests from saving them.
+KV that is in memory alone and outside the purge stays there until it is saved; while the disk is full, that is all KV.
 """
 
 import asyncio
@@ -11,30 +9,20 @@ from collections.abc import Sequence, Set
 from contextlib import suppress
 from math import inf
 
-import msgspec
 from aiohttp import web
 
-from warmline_common.protocol.messages import SegmentRef, decode
+from warmline_common.protocol.messages import SegmentRef
 from warmline_common.protocol.tokens import BLOCK_TOKENS, namespace
 from warmline_proxy.admin.owners import OwnerResolver
 from warmline_proxy.admin.routes import RouteTable
 from warmline_proxy.auth.key_store import KeyNotFoundError
 from warmline_proxy.errors import bad_request
-from warmline_proxy.http.bodies import json_response, read_body
+from warmline_proxy.http.bodies import json_response, read_message
 from warmline_proxy.index.index import Index, IndexStoreError
 from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.request.request import Request
+from warmline_proxy.retention import purge as purging
 from warmline_proxy.retention.events import PurgeEvents
-from warmline_proxy.retention.purge import (
-    check_purge_request,
-    erase_purged_files,
-    parse_roots,
-    prepare_purge,
-    preview_purge,
-    remove_purged_rows,
-    remove_sampled_turns,
-    resolve_key,
-)
 from warmline_proxy.retention.truncate import Truncator
 from warmline_proxy.store.rows import PurgeReply, PurgeRequest
 from warmline_proxy.tasks import BackgroundTasks
@@ -44,14 +32,14 @@ from warmline_proxy.upstream.resident_view import ResidentEntry
 
 log = logging.getLogger(__name__)
 
-RELEASE_TIMEOUT_S = 60.0  # of a restore that reads a file which was purged
+RELEASE_TIMEOUT_S = 60.0  # for a restore that reads a purged file
 RELEASE_INTERVAL_S = 0.1
-LOADING_STATUS = 503  # HTTP status of a backend that has no model yet, and nothing in memory
-NOTIFY_INTERVAL_S = 5.0  # between tries to tell the backend
+LOADING_STATUS = 503  # HTTP status of a backend without a model, so without residents
+NOTIFY_INTERVAL_S = 5.0  # between notifications of the backend
 
 
 class PurgeRoutes:
-    """Its one handler, and all that a purge reaches."""
+    """Purge handler, with the notification of the backend."""
 
     def __init__(
         self,
@@ -74,52 +62,51 @@ class PurgeRoutes:
         return {("POST", "/warmline/purge"): self.purge}
 
     async def purge(self, request: web.Request) -> web.Response:
-        """Answers when it is gone from disk and memory.  What was not meant is restored when it is needed."""
+        """Purge, and answer when disk and memory are clean.  Other residents are restored from disk on demand."""
+        purge_request = await read_message(request, PurgeRequest, "purge", self._receive_timeout_s)
         try:
-            purge_request = decode(await read_body(request, self._receive_timeout_s), PurgeRequest)
-            check_purge_request(purge_request)
-        except (msgspec.DecodeError, ValueError) as error:
+            purging.check_purge_request(purge_request)
+        except ValueError as error:
             raise bad_request(f"Not a purge: {error}") from error
         resolved = await self._resolve_roots(purge_request)
         if purge_request.dry_run:
-            return json_response(await asyncio.to_thread(preview_purge, self._index, resolved))
-        # A caller that leaves meanwhile does not keep it from being finished.
+            return json_response(await asyncio.to_thread(purging.preview_purge, self._index, resolved))
+        # Shielded: a disconnect must not cancel the purge.
         reply = await asyncio.shield(self._background.spawn(self._run_purge(purge_request), "purge"))
         await self._wait_until_deleted()
         return json_response(reply)
 
     async def _resolve_roots(self, purge_request: PurgeRequest) -> PurgeRequest:
-        """With roots for a key, also of what runs.  Raises ClientError 400 where nobody is called so."""
+        """The request with the roots of its key, running ones included.  Raises ClientError 400 for an unknown key."""
         if not purge_request.key:
             return purge_request
         running_roots = {request.root for request in self._registry} - {b""}
         try:
-            return resolve_key(purge_request, await self._owner_resolver.resolve_owners(running_roots))
+            return purging.resolve_key(purge_request, await self._owner_resolver.resolve_owners(running_roots))
         except KeyNotFoundError as error:
             raise bad_request(str(error), param="key") from error
 
     async def _run_purge(self, purge_request: PurgeRequest) -> PurgeReply:
-        """While nothing is being saved; who runs on what goes is marked before anything of it can be, and nobody starts
-        from what is in memory of it, though the backend may be told late.
-
-        Once rows are gone memory is emptied too, whatever the disk does.
+        """Purge while saving is paused: affected requests are marked before anything of them can be saved, and purged
+        residents are excluded from reuse before the backend is notified. Memory is cleared once rows are removed, even
+        if the disk fails.
         """
         async with self._events.pause():
             purge_request = await self._resolve_roots(purge_request)
             reply, affected, resident_ids = await self._prepare_and_remove(purge_request)
-            for request in [*affected, *self._find_arriving_requests(parse_roots(purge_request))]:
+            for request in [*affected, *self._find_arriving_requests(purging.parse_roots(purge_request))]:
                 request.purged = True
             for resident in resident_ids.union(self._backend_state.resident_view.durable_ids()):
                 self._backend_state.resident_view.exclude(resident)
             try:
-                await asyncio.to_thread(remove_sampled_turns, self._index, _list_sampled_turns(affected))
-                reply = await asyncio.to_thread(erase_purged_files, self._index, reply)
+                await asyncio.to_thread(purging.remove_sampled_turns, self._index, _list_sampled_turns(affected))
+                reply = await asyncio.to_thread(purging.erase_purged_files, self._index, reply)
             finally:
                 await self._clear_memory()
         return reply
 
     def _find_arriving_requests(self, roots: Set[bytes]) -> list[Request]:
-        """Whose prompt is not known yet, and whose cache this is: its key may be one that is no more."""
+        """Requests without a prompt yet, whose namespace is purged: their key may have been removed."""
         served_fingerprint = self._backend_state.fingerprint
         return [
             request
@@ -128,11 +115,11 @@ class PurgeRoutes:
         ]
 
     async def _prepare_and_remove(self, purge_request: PurgeRequest) -> "RemovalResult":
-        """What takes long, writing what is left of files, is done before it is asked who runs."""
+        """Rewrite truncated files first, which is slow; only then list the running requests and remove rows."""
         truncator, resident_view = Truncator(self._index), self._backend_state.resident_view
         try:
             while True:
-                await asyncio.to_thread(prepare_purge, self._index, purge_request, truncator)
+                await asyncio.to_thread(purging.prepare_purge, self._index, purge_request, truncator)
                 requests, unsaved_residents = list(self._registry), resident_view.non_durable_entries()
                 whole_model = purge_request.everything or purge_request.model == self._backend_state.model != ""
                 removal = asyncio.to_thread(
@@ -144,20 +131,17 @@ class PurgeRoutes:
             await asyncio.to_thread(truncator.close)
 
     async def _clear_memory(self) -> None:
-        """All but what is nowhere else: what is on disk is read again where it is needed."""
+        """Drop all residents that are on disk; they are read again on demand."""
         self._events.publish_removal()
         try:
             await self._notify_backend()
         except UpstreamError as error:
             log.warning("the backend may still hold in memory what was purged; it is told again: %s", error)
             if self._notify_task is None or self._notify_task.done():
-                self._notify_task = self._background.spawn(self._retry_notify_backend(), "word of a purge")
+                self._notify_task = self._background.spawn(self._retry_notify_backend(), "purge notice")
 
     async def _notify_backend(self) -> None:
-        """All goes from memory but what is nowhere else, and what who runs is to leave there meanwhile.
-
-        Raises UpstreamError.
-        """
+        """Have the backend drop residents that are neither unsaved nor running requests'.  Raises UpstreamError."""
         resident_view = self._backend_state.resident_view
         unsaved_ids = [resident for resident, _ in resident_view.non_durable_entries()]
         running_ids = [
@@ -174,7 +158,7 @@ class PurgeRoutes:
             log.warning("the next start has the backend forget what is in memory once more: %s", error)
 
     def close(self) -> None:
-        """Tell the backend no more: the next proxy does."""
+        """Stop notifying the backend: the next proxy does."""
         if self._notify_task:
             self._notify_task.cancel()
 
@@ -185,10 +169,8 @@ class PurgeRoutes:
                 await self.deliver_purge_notice()
 
     async def deliver_purge_notice(self) -> None:
-        """A purge was ended between what it removed from the disk and the backend's hearing of it: before anything that
-        the backend has is taken over, it is told.  Raises UpstreamError.
-
-        What an earlier proxy left goes, all of it: what is whose conversation's nobody knows any more.
+        """Notify the backend of a purge that was interrupted after its disk removal, before its residents are adopted.
+        All residents of an earlier proxy are dropped: their conversations are unknown.  Raises UpstreamError.
         """
         if not await self._has_purge_notice():
             return
@@ -199,7 +181,7 @@ class PurgeRoutes:
                 raise
 
     async def _has_purge_notice(self) -> bool:
-        """False where the index can't say."""
+        """False if the index fails."""
         try:
             return await asyncio.to_thread(self._index.has_purge_notice)
         except IndexStoreError as error:
@@ -207,7 +189,7 @@ class PurgeRoutes:
             return False
 
     async def _wait_until_deleted(self) -> None:
-        """What a restore was reading goes when that ends."""
+        """Wait for files that a restore still reads; they are deleted when it ends."""
         deadline = time.monotonic() + RELEASE_TIMEOUT_S
         while (await asyncio.to_thread(self._index.totals)).bytes_doomed and time.monotonic() < deadline:
             await asyncio.sleep(RELEASE_INTERVAL_S)
@@ -225,16 +207,15 @@ def remove_prepared(
     unsaved_residents: Sequence[tuple[str, ResidentEntry]],
     whole_model: bool,
 ) -> RemovalResult | None:
-    """On a thread: remove it, and say which of these requests go on from what is gone, or belong to it; and which of
-    these residents do (all where the `whole` of what is served goes).
+    """Remove rows, on a thread: the reply, the requests that lose KV or belong to it, and ids of such residents.
 
-    None, and nothing is done, where it must be prepared again.
+    None, without effect, if the purge must be prepared again; `whole_model`: all residents are purged.
     """
     paths = [_find_request_path(index, request) for request in requests]
     unsaved_paths = {resident: _find_path_beyond_head(index, each) for resident, each in unsaved_residents}
-    if (reply := remove_purged_rows(index, purge_request, truncator)) is None:
+    if (reply := purging.remove_purged_rows(index, purge_request, truncator)) is None:
         return None
-    roots = parse_roots(purge_request)
+    roots = purging.parse_roots(purge_request)
     removed_from = dict.fromkeys(reply.segments, 0) | {cut.segment: cut.until for cut in reply.cuts}
 
     def is_affected(path: Sequence[SegmentRef]) -> bool:
@@ -253,31 +234,24 @@ def remove_prepared(
         for resident, each in unsaved_residents
         if whole_model or each.root in roots or is_affected(unsaved_paths[resident])
     }
-    return (
-        reply,
-        affected,
-        resident_ids
-        | {request.log.generation_result.resident for request in affected if request.log.generation_result},
-    )
+    results = (request.log.generation_result for request in affected)
+    return reply, affected, resident_ids | {result.resident for result in results if result}
 
 
 def _list_sampled_turns(requests: Sequence[Request]) -> list[tuple[bytes, str]]:
-    """By namespace and first call, what they have sampled: maybe too late for the purge to see it in the index."""
-    turns = [
-        (request.root, request.log.generation_result.turn) for request in requests if request.log.generation_result
-    ]
+    """(namespace, first call id) of the turns that these requests have sampled: perhaps not in the index yet."""
+    turns = [(each.root, each.log.generation_result.turn) for each in requests if each.log.generation_result]
     return [(root, turn.calls[0]) for root, turn in turns if turn and turn.calls]
 
 
 def _find_request_path(index: Index, request: Request) -> list[SegmentRef]:
     if request.prompt is None or not request.root:
         return []
-    return _find_path_beyond_head(
-        index, ResidentEntry(request.root, request.prompt.tokens, head_end=next(iter(request.prompt.boundaries), 0))
-    )
+    head_end = next(iter(request.prompt.boundaries), 0)
+    return _find_path_beyond_head(index, ResidentEntry(request.root, request.prompt.tokens, head_end=head_end))
 
 
 def _find_path_beyond_head(index: Index, held: ResidentEntry) -> list[SegmentRef]:
-    """The segments that hold what it says after its head: system texts and tools are many conversations' alike."""
+    """Segments that hold the tokens after the head: system texts and tools are common to many conversations."""
     chain = index.match_prefix(held.root, held.tokens, len(held)).chain
     return [link for link in chain if link.upto > (held.head_end or BLOCK_TOKENS)]

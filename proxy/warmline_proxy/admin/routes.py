@@ -1,4 +1,4 @@
-"""Routes of the admin API under /warmline/: one table of all modules' handlers.  Access is checked before."""
+"""Route tables of the admin API under /warmline/.  Access is checked by a middleware."""
 
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -14,12 +14,12 @@ RouteTable = Mapping[tuple[str, str], RouteHandler]  # by method and path
 
 
 def join_tables(*tables: RouteTable) -> RouteTable:
-    """One table of all, whose responses are stored by no browser: they hold conversations."""
+    """One table of all, with caching disabled: responses contain conversations."""
     return {place: _disable_caching(handler) for table in tables for place, handler in table.items()}
 
 
 def describe_routing_error(request: web.Request, error: web.HTTPNotFound | web.HTTPMethodNotAllowed) -> ClientError:
-    """Refusal of an unknown admin path or method."""
+    """Error for an unknown admin path or method."""
     if isinstance(error, web.HTTPMethodNotAllowed):
         return method_not_allowed(request.method, " or a ".join(sorted(error.allowed_methods - {"HEAD"})))
     path, paths = request.path.rstrip("/"), request.app[ADMIN_PATHS]

@@ -1,4 +1,4 @@
-"""What the pair is at: GET /warmline/status."""
+"""GET /warmline/status: state of the proxy and the backend."""
 
 import asyncio
 import time
@@ -22,31 +22,31 @@ from warmline_proxy.upstream.backend_state import BackendState
 from warmline_proxy.upstream.client import Upstream, UpstreamError
 from warmline_proxy.upstream.watchdog import Watchdog
 
-BACKEND_TIMEOUT_S = 5.0  # whoever looks wants to know soon that the backend is stuck
+BACKEND_TIMEOUT_S = 5.0  # a stuck backend must not delay the status
 
 
 class LiveRequest(msgspec.Struct, kw_only=True):
-    """A request on its way."""
+    """A request in progress."""
 
     id: str
     endpoint: str
     client_model: str
-    client_session: str  # what its client calls its conversation
+    client_session: str  # the client's name of the conversation
     phase: str  # "arriving", "waiting", "restoring", "prefilling", "answering", "ending", "settling"
-    source: str  # "" until it is planned; else as in RequestRecord
+    source: str  # as in RequestRecord; "" until planned
     age_s: float
     queue_s: float
     restore_s: float
-    ttft_s: float  # 0.0 until its first token
+    ttft_s: float  # 0.0 until the first token
     prompt_tokens: int
     reused_tokens: int
-    prefilled_tokens: int  # prompt tokens that have rows, reused ones included
-    spoken: int  # pieces of its answer so far, about one a token
-    choices: int = 0  # that have begun, each a request of its own; 0 where it is one itself
+    prefilled_tokens: int  # prompt tokens with KV, reused ones included
+    spoken: int  # chunks of the answer, about one per token
+    choices: int = 0  # started requests of further choices
 
 
 class ProxyStatus(msgspec.Struct, kw_only=True):
-    """The answer."""
+    """Reply of GET /warmline/status."""
 
     at: float  # Unix seconds
     uptime_s: float
@@ -56,19 +56,19 @@ class ProxyStatus(msgspec.Struct, kw_only=True):
     residents: list[Resident]
     totals: Totals
     disk_budget_bytes: int
-    reuse: str  # the setting
+    reuse: str  # setting
     live: list[LiveRequest]  # oldest first
-    lives: int  # requests on their way: answered and saved ones no longer are
+    lives: int  # requests in progress, until saved
     connections: int
-    backend_kills: int  # of wedged backends, since the start
+    backend_kills: int  # since the start
     vitals: ProcessStats
-    backend: str = ""  # why the backend could not be asked; "" where it could
-    loading: bool = False  # the model
-    engine: BackendStatus | None = None  # what the backend last said of itself
-    persistence: str = "ok"  # or why what is computed can't be saved
-    unsaved: int = 0  # residents that are in memory alone
-    host: str = ""  # what is listened on, whoever said so
-    needs_key: bool = False  # of clients
+    backend: str = ""  # failure of the query; "" on success
+    loading: bool = False  # True while the model loads
+    engine: BackendStatus | None = None  # the backend's last status
+    persistence: str = "ok"  # or the reason why saving fails
+    unsaved: int = 0  # residents without files
+    host: str = ""  # bound address
+    needs_key: bool = False  # clients must present a key
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""Who may administer a home (pure).
+"""Access to a home's admin paths (pure).
 
-The owner shows the home's secret (as cachectl does) or the admin key, or is on this machine.  That one is told by its
-address only where nothing stands in between: a reverse proxy on this machine makes the whole world look local.
+The owner presents the home's secret (as cachectl does) or the admin key, or connects from this machine.  The peer
+address counts only without a proxy in between: behind a reverse proxy on this machine every client looks local.
 
-Browsers send what they know of their own accord, so pages of others must not be able to have them do it: a request
-without the secret that changes something needs a header which such pages can't send, and none may come from them.
+Browsers send credentials on their own, so other sites' pages must not be able to use them: a changing request without
+the secret needs a header that such pages can't send, and cross-site requests are refused.
 """
 
 import base64
@@ -19,9 +19,9 @@ from warmline_proxy.http.cors import is_same_origin
 
 ADMIN_HEADER = "X-Warmline-Admin"
 BASIC_CHALLENGE = 'Basic realm="Warmline", charset="UTF-8"'
-SECRET, ADMIN, WRONG, MISSING = "secret", "admin", "wrong", "nothing"  # what was shown
+SECRET, ADMIN, WRONG, MISSING = "secret", "admin", "wrong", "nothing"  # presented credential
 
-# Sent by whoever passes on what others ask.
+# Headers added by proxies.
 FORWARDED_HEADERS = frozenset(
     {"forwarded", "via", "x-forwarded", "x-real-ip", "x-client-ip", "true-client-ip", "x-cluster-client-ip"}
 )
@@ -29,30 +29,30 @@ FORWARDED_HEADER_PREFIXES = (
     *("x-forwarded-", "x-original-", "cf-", "tailscale-", "ngrok-", "x-envoy-", "x-amzn-", "fly-", "fastly-"),
     *("x-azure-", "x-appengine-", "x-vercel-", "x-arr-", "proxy-"),
 )
-# Of HTTP, and spoken by nginx where nobody told it otherwise, which then adds no such header.
+# HTTP version of an unconfigured nginx, which adds no forwarding header.
 PROXY_HTTP_VERSION = (1, 0)
 SAFE_METHODS = ("GET", "HEAD")
 
 
 @dataclass(frozen=True)
 class AccessRequest:
-    """What of a request decides."""
+    """Properties of a request that decide on its access."""
 
     method: str
-    peer_address: str  # address
-    hosts: Sequence[str]  # its Host headers
-    headers: Mapping[str, str]  # by names in any case
-    is_page: bool = False  # for people: a browser is to ask for the key, and links to it may stand anywhere
-    version: tuple[int, int] = (1, 1)  # of HTTP
+    peer_address: str
+    hosts: Sequence[str]  # Host headers
+    headers: Mapping[str, str]  # case-insensitive names
+    is_page: bool = False  # a dashboard page: browsers may ask for the key, other sites may link to it
+    version: tuple[int, int] = (1, 1)  # HTTP version
 
 
 def is_basic_auth(headers: Mapping[str, str]) -> bool:
-    """Whether the key is shown as browsers do it: they go on doing so of their own accord, whoever's page asks."""
+    """True for a key in a Basic header, which browsers repeat on their own for any site's page."""
     return headers.get("Authorization", "").partition(" ")[0].lower() == "basic"
 
 
 def extract_key(headers: Mapping[str, str]) -> str:
-    """As clients show theirs, or as the password by which a browser asks for it."""
+    """Key in the clients' headers, or the password of Basic authentication."""
     if not is_basic_auth(headers):
         return extract_client_key(headers)
     encoded = headers.get("Authorization", "").partition(" ")[2]
@@ -64,10 +64,10 @@ def extract_key(headers: Mapping[str, str]) -> str:
 
 
 def check_admin(access_request: AccessRequest, credential: str, needs_key: bool) -> None:
-    """`shown`: SECRET (never where a browser may show it by itself), ADMIN, WRONG, NOTHING; `needs_key`: being on this
-    machine is not enough.
+    """Check `credential`: SECRET (never by Basic authentication), ADMIN, WRONG or MISSING.  Raises ClientError 401,
+    403.
 
-    Raises ClientError 401, 403.
+    `needs_key`: a local peer needs a key too.
     """
     if credential == SECRET:
         return
@@ -81,9 +81,7 @@ def check_admin(access_request: AccessRequest, credential: str, needs_key: bool)
 
 
 def can_see_refusal_reason(access_request: AccessRequest, credential: str, needs_key: bool) -> bool:
-    """Whether a client that is refused may hear why nobody is let in: the owner, and whoever sits at this machine, also
-    with a key that opens nothing.  Nobody else is to learn what keys there are, or that there are none.
-    """
+    """True if a refused client may learn that no client keys exist: the owner, and local users with any key."""
     if credential == SECRET:
         return True
     return not is_cross_site(access_request) and (
@@ -92,7 +90,7 @@ def can_see_refusal_reason(access_request: AccessRequest, credential: str, needs
 
 
 def _is_from_this_machine(access_request: AccessRequest) -> bool:
-    """From this machine, to a name that means this machine, and passed on by nobody."""
+    """True for a local peer and a loopback host name, without a forwarding proxy."""
     if not is_local(access_request.peer_address, access_request.hosts):
         return False
     return access_request.version > PROXY_HTTP_VERSION and not any(
@@ -101,7 +99,7 @@ def _is_from_this_machine(access_request: AccessRequest) -> bool:
 
 
 def is_cross_site(access_request: AccessRequest) -> bool:
-    """Whether a browser says that another site's page is behind it."""
+    """True if the browser marks the request as another site's."""
     headers, site = access_request.headers, access_request.headers.get("Sec-Fetch-Site", "none")
     if (origin := headers.get("Origin")) is not None and not is_same_origin(origin, access_request.hosts):
         return True

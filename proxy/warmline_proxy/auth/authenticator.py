@@ -1,21 +1,12 @@
-"""Who comes in at all, and as whom: the first thing that is asked of each request.  Event loop thread."""
+"""Authentication of every request before its route runs.  Event loop thread."""
 
 import logging
 import time
 
 from aiohttp import hdrs, web
 
-from warmline_proxy.auth.admin_access import (
-    ADMIN,
-    MISSING,
-    SECRET,
-    WRONG,
-    AccessRequest,
-    can_see_refusal_reason,
-    check_admin,
-    extract_key,
-    is_basic_auth,
-)
+from warmline_proxy.auth import admin_access
+from warmline_proxy.auth.admin_access import ADMIN, MISSING, SECRET, WRONG, AccessRequest, extract_key, is_basic_auth
 from warmline_proxy.auth.principals import ANONYMOUS, NO_KEYS_MESSAGE, Client, ClientKeys, is_same_secret, unauthorized
 from warmline_proxy.config import ProxyConfig
 from warmline_proxy.errors import UNAUTHORIZED, ClientError, bad_request
@@ -26,11 +17,11 @@ from warmline_proxy.metrics import ProxyMetrics
 log = logging.getLogger(__name__)
 
 LOG_INTERVAL_S = 1.0
-CLIENT_ACCESS, ADMIN_ACCESS = "client", "owner"  # what was not let in
+CLIENT_ACCESS, ADMIN_ACCESS = "client", "owner"  # label of refusals
 
 
 class Authenticator:
-    """Each check raises ClientError where it does not let the request in."""
+    """Access checks; each raises ClientError on refusal."""
 
     def __init__(self, config: ProxyConfig, secret: str, keys: ClientKeys, metrics: ProxyMetrics) -> None:
         names = find_machine_names(with_domains=config.is_open_to_network) | config.allowed_host_names
@@ -41,11 +32,11 @@ class Authenticator:
         self._unlogged_count, self._logged_at = 0, float("-inf")
 
     def check_host(self, request: web.Request) -> None:
-        """Before anything else."""
+        """Check the Host header, before all else."""
         self._host_filter.check(request.headers.getall(hdrs.HOST, []), request.raw_path, _http_version(request))
 
     def authenticate_client(self, request: web.Request) -> Client:
-        """Whose request this is.  No page shows a key that it was not given; without keys no stranger's may ask."""
+        """Client of a request, by its key.  Without keys, pages of untrusted origins are refused."""
         try:
             client = self._keys.authenticate(request.headers)
         except ClientError as error:
@@ -60,7 +51,7 @@ class Authenticator:
         return client
 
     def check_admin(self, request: web.Request, *, is_page: bool = False) -> None:
-        """`page`: it is for people, whose browser is to ask them for the admin key."""
+        """Check admin access; `is_page`: browsers ask the user for the admin key."""
         try:
             self._check_admin(request, is_page)
         except ClientError as error:
@@ -68,7 +59,7 @@ class Authenticator:
             raise
 
     def can_see_pages(self, request: web.Request) -> bool:
-        """Of whoever asked for something else, and is refused nothing by this."""
+        """True if the request may see the dashboard; does not count as a refusal."""
         try:
             self._check_admin(request, is_page=True)
         except ClientError:
@@ -76,15 +67,17 @@ class Authenticator:
         return True
 
     def _check_admin(self, request: web.Request, is_page: bool) -> None:
-        check_admin(_build_access_request(request, is_page), self._classify_key(request), self._is_admin_key_required)
+        admin_access.check_admin(
+            _build_access_request(request, is_page), self._classify_key(request), self._is_admin_key_required
+        )
 
     def check_client_or_admin(self, request: web.Request) -> None:
-        """For what both may see."""
+        """Check access to paths for clients and the owner."""
         if self._classify_key(request) not in (SECRET, ADMIN):
             self.authenticate_client(request)
 
     def _can_see_refusal_reason(self, request: web.Request) -> bool:
-        return can_see_refusal_reason(
+        return admin_access.can_see_refusal_reason(
             _build_access_request(request), self._classify_key(request), self._is_admin_key_required
         )
 
@@ -97,10 +90,7 @@ class Authenticator:
         return ADMIN if is_secret or is_admin else WRONG
 
     def _record_refusal(self, access: str, request: web.Request, error: ClientError) -> None:
-        """Who shows a wrong key may be guessing.  No key is logged, and a flood of them fills no log.
-
-        Whoever was refused for something else is told of where all refusals are.
-        """
+        """Count a 401 and log it, rate-limited and without the key: wrong keys may be guesses."""
         if error.status != UNAUTHORIZED:
             return
         self._metrics.unauthorized.labels(door=access).inc()

@@ -1,11 +1,12 @@
-"""HOME/keys.json: the keys that clients show, whose cache each may meet, and the admin key.
+"""HOME/keys.json: client keys with their tenants, and the admin key.
 
-    KeysUnusable      the file can't be read or changed, or a name can't be used
-    └── NoSuchKey     no key of that name
-        └── NoKeys    no client's key at all
+    KeyStoreError             the file can't be read or changed, or a name is invalid
+    └── KeyNotFoundError      no key of that name
+        └── NoClientKeysError no client key at all
 
-Changed as a whole, under a lock, by `cachectl key` and by a proxy that opens to others.  Keys stand there as they are,
-since they are to be shown again: the file is as private as the home's secret.
+Rewritten as a whole, under a lock, by `cachectl key` and by a proxy that opens to the network.  Keys are stored as
+they
+are, since they are shown again: the file is as private as the home's secret.
 """
 
 import hashlib
@@ -23,35 +24,35 @@ from warmline_common.storage.file_lock import LockedError, process_lock
 from warmline_common.storage.home import Home
 from warmline_common.storage.permissions import FILE_MODE, OTHERS_MASK
 
-CLIENT_KIND, ADMIN_KIND = "client", "admin"  # kinds
+CLIENT_KIND, ADMIN_KIND = "client", "admin"
 DEFAULT_NAME = "default"
-ENVIRONMENT_NAME = "environment"  # of the key that WARMLINE_CLIENT_KEY or `client_key` names
+ENVIRONMENT_NAME = "environment"  # of the key in WARMLINE_CLIENT_KEY or `client_key`
 RESERVED_NAMES = (ADMIN_KIND, ENVIRONMENT_NAME)
 KEYS_MAX = 1000
-KEY_BYTES = 32  # of randomness; 43 characters
+KEY_BYTES = 32  # random; 43 characters
 LOCK_WAIT_S = 5.0
 VERSION = 1
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 
 class KeyStoreError(Exception):
-    """The message is one line for people."""
+    """Key file or key name unusable; the message is one line for users."""
 
 
 class KeyNotFoundError(KeyStoreError):
-    """None of that name."""
+    """No key has that name."""
 
 
 class NoClientKeysError(KeyNotFoundError):
-    """And no other either."""
+    """There is no client key."""
 
 
 class KeyEntry(msgspec.Struct, kw_only=True, frozen=True):
-    """One key.  `tenant` says whose stored conversations it meets; it outlives the key itself, see `rotated`."""
+    """One key.  `tenant` selects the stored conversations it may reuse; it survives `rotate_key`."""
 
     name: str
     key: str
-    kind: str = CLIENT_KIND  # or ADMIN, which opens the owner's paths and nothing else
+    kind: str = CLIENT_KIND  # or ADMIN_KIND, for admin paths only
     tenant: str
     created: float  # Unix seconds
 
@@ -66,7 +67,7 @@ NO_FILE: KeyFileStamp = (0, 0, 0)
 
 
 def read_stamp(home: Home) -> KeyFileStamp:
-    """Differs whenever the file was changed; costs a stat.  Raises OSError."""
+    """Stamp that differs after each change of the file; costs a stat.  Raises OSError."""
     try:
         stat = home.keys.stat()
     except FileNotFoundError:
@@ -75,43 +76,44 @@ def read_stamp(home: Home) -> KeyFileStamp:
 
 
 def read_keys(home: Home) -> list[KeyEntry]:
-    """In the order in which they were made; none where there is no file.  Raises KeysUnusable."""
+    """Keys by creation; none without a file.  Raises KeyStoreError."""
     try:
         content = decode(home.keys.read_bytes(), _KeyFile)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise KeyStoreError(f"{home.keys} can't be read: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError):  # without what it quotes: that may be a key
+    except (msgspec.DecodeError, UnicodeDecodeError):  # no cause: it may quote a key
         raise KeyStoreError(f"{home.keys} is damaged: restore it, or delete it and make new keys") from None
-    if content.version != VERSION or not all(
-        each.key and each.kind in (CLIENT_KIND, ADMIN_KIND) for each in content.keys
-    ):
+    are_valid = all(each.key and each.kind in (CLIENT_KIND, ADMIN_KIND) for each in content.keys)
+    if content.version != VERSION or not are_valid:
         raise KeyStoreError(f"{home.keys} is of another version of Warmline, or has an empty key")
-    if twice := _find_ambiguous_name(content.keys):
-        raise KeyStoreError(f"{home.keys} has another key called {twice!r}: whose is what is stored?  Rename that key")
+    if twin := _find_ambiguous_name(content.keys):
+        raise KeyStoreError(
+            f"{home.keys} has another key called {twin!r}: whose is what is stored?  Rename that key"
+        )
     return content.keys
 
 
 def _find_ambiguous_name(entries: Sequence[KeyEntry]) -> str:
-    """A name that two keys have, or that one of the settings may have; "" where there is none."""
+    """Name of two keys, or reserved for the settings' key; "" without one."""
     names = [each.name for each in entries]
     return next((name for at, name in enumerate(names) if name == ENVIRONMENT_NAME or name in names[:at]), "")
 
 
 def restrict_permissions(home: Home) -> None:
-    """What an editor or a copy has left open to others is its owner's alone again.  Raises OSError."""
+    """Make the file private again after an editor or a copy opened it to others.  Raises OSError."""
     if home.keys.stat().st_mode & OTHERS_MASK:
         disk.set_mode(home.keys, FILE_MODE)
 
 
 def read_client_keys(home: Home) -> list[KeyEntry]:
-    """Raises KeysUnusable."""
+    """Client keys by creation.  Raises KeyStoreError."""
     return [each for each in read_keys(home) if each.kind == CLIENT_KIND]
 
 
 def find_key(entries: Sequence[KeyEntry], name: str) -> KeyEntry:
-    """Without a name: the only client's key, or the one called `default`.  Raises NoSuchKey."""
+    """Key by name; without a name: the only client key, or `default`.  Raises KeyNotFoundError."""
     clients = [each for each in entries if each.kind == CLIENT_KIND]
     if not name and len(clients) == 1:
         return clients[0]
@@ -125,12 +127,12 @@ def find_key(entries: Sequence[KeyEntry], name: str) -> KeyEntry:
 
 
 def derive_tenant(client_key: str) -> str:
-    """Whose KV the holder of the settings' key may meet: a stable hash, never the key.  Without one, everybody's."""
+    """Tenant of the settings' key: a stable hash; "" without a key."""
     return hashlib.sha256(client_key.encode()).hexdigest()[:16] if client_key else ""
 
 
 def read_last_tenant(home: Home) -> str:
-    """Of the settings' key that the last proxy had; "" where it had none, or that is not known."""
+    """Tenant of the last proxy's settings key; "" if none or unknown."""
     try:
         return home.settings_tenant.read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -138,7 +140,7 @@ def read_last_tenant(home: Home) -> str:
 
 
 def add_key(home: Home, name: str) -> KeyEntry:
-    """A new client's key.  Raises KeysUnusable, also where the name is taken."""
+    """Create a client key.  Raises KeyStoreError, also for a taken name."""
     check_key_name(name)
     with _edit_keys(home) as entries:
         if any(each.name == name for each in entries):
@@ -150,7 +152,7 @@ def add_key(home: Home, name: str) -> KeyEntry:
 
 
 def rotate_key(home: Home, name: str) -> KeyEntry:
-    """Another value, the same tenant: what was stored for it is still its own.  Raises NoSuchKey, KeysUnusable."""
+    """Give a key another value and keep its tenant.  Raises KeyStoreError."""
     with _edit_keys(home) as entries:
         old = find_key(entries, name)
         new = msgspec.structs.replace(old, key=_generate_key(), created=time.time())
@@ -159,7 +161,7 @@ def rotate_key(home: Home, name: str) -> KeyEntry:
 
 
 def remove_key(home: Home, name: str) -> KeyEntry:
-    """What it was.  Raises NoSuchKey, KeysUnusable."""
+    """Remove and return a key.  Raises KeyStoreError."""
     with _edit_keys(home) as entries:
         old = find_key(entries, name)
         entries.remove(old)
@@ -167,18 +169,18 @@ def remove_key(home: Home, name: str) -> KeyEntry:
 
 
 def ensure_key(home: Home, kind: str) -> KeyEntry:
-    """The admin key, or any client's key; made where there is none.  Raises KeysUnusable."""
-    if known := next((each for each in read_keys(home) if each.kind == kind), None):
-        return known
+    """The admin key, or any client key; created if missing.  Raises KeyStoreError."""
+    if present := next((each for each in read_keys(home) if each.kind == kind), None):
+        return present
     with _edit_keys(home) as entries:
-        if known := next((each for each in entries if each.kind == kind), None):
-            return known
+        if present := next((each for each in entries if each.kind == kind), None):
+            return present
         entries.append(_create_entry(ADMIN_KIND if kind == ADMIN_KIND else DEFAULT_NAME, kind))
         return entries[-1]
 
 
 def check_key_name(name: str) -> None:
-    """Raises KeysUnusable."""
+    """Raise KeyStoreError for an invalid or reserved name."""
     if not _NAME_PATTERN.fullmatch(name):
         raise KeyStoreError(f"{name[:80]!r} is no name for a key: use 1 to 64 of A-Z a-z 0-9 . _ @ -")
     if name in RESERVED_NAMES:
@@ -196,11 +198,11 @@ def _generate_key() -> str:
 
 @contextmanager
 def _edit_keys(home: Home) -> Iterator[list[KeyEntry]]:
-    """What is in the list when the block ends is in the file; nothing changes where the block raises."""
+    """List of keys to edit in place, written when the block ends without an error."""
     try:
         disk.make_folders(home.run)
         with process_lock(home.keys_lock, LOCK_WAIT_S):
-            for draft in home.root.glob(f".{home.keys.stem}.*{disk.DRAFT_SUFFIX}"):  # of who was killed
+            for draft in home.root.glob(f".{home.keys.stem}.*{disk.DRAFT_SUFFIX}"):  # of killed processes
                 with suppress(OSError):
                     disk.delete(draft)
             before = read_keys(home)

@@ -1,12 +1,11 @@
-"""Whose what is stored is, in a word.  The proxy and cachectl both say it in these.
+"""Owner labels of stored conversations, for the proxy and cachectl.
 
-    laptop           the name of a client key that there is now
-    no key           what requests without a key have stored; nothing is said where there never was a key
+    laptop           the name of a present client key
+    no key           requests without a key; empty if there never was a key
     shared           the same, while `share_cache` has all keys use it
-    a removed key    what a key has stored that is no more, though another may be called as it was
+    a removed key    a key that was removed, though a new one may have its name
 
-All that is under one root is of one model and one tenant, and only a hash of both: so each model that a file names is
-tried with each tenant that is known.
+A root hashes one model and one tenant, so each known fingerprint is tried with each known tenant.
 """
 
 import itertools
@@ -29,22 +28,19 @@ from warmline_proxy.auth.key_store import (
 from warmline_proxy.store.rows import RequestRecord, SegmentRow
 
 NO_KEY_LABEL, SHARED_LABEL, REMOVED_LABEL = "no key", "shared", "a removed key"
-SHARED_BY_ALL_LABEL = "shared by all keys"  # where a key is called `shared`
-FILES_READ_MAX = 3  # of a root, for its model, until one can be read
-_REMOVED_LABEL_PATTERN = re.compile(rf"{REMOVED_LABEL} \(?([0-9a-f]{{4,32}})\)?")  # with the beginning of its root
+SHARED_BY_ALL_LABEL = "shared by all keys"  # if a key has the name `shared`
+FILES_READ_MAX = 3  # per root, to find its model
+_REMOVED_LABEL_PATTERN = re.compile(rf"{REMOVED_LABEL} \(?([0-9a-f]{{4,32}})\)?")  # root prefix
 
 
 class KeyTenants(msgspec.Struct, kw_only=True, frozen=True):
-    """The client keys that there are now."""
+    """Tenants of the present client keys."""
 
-    tenants: dict[str, str]  # by the key's name
-    is_shared: bool = False  # all use what requests without a key do
+    tenants: dict[str, str]  # by key name
+    is_shared: bool = False  # all keys use the tenant of requests without a key
 
     def find_tenant(self, name: str) -> str:
-        """Of the key called `name`; "" names the only one, or where there is none, everybody.
-
-        Raises NoSuchKey, also where several could be meant.
-        """
+        """Tenant of a key; "" names the only key, or no key if there is none.  Raises KeyNotFoundError if ambiguous."""
         if name and name not in self.tenants:
             raise KeyNotFoundError(_format_unknown_key(name, self.tenants))
         if self.is_shared or not self.tenants:
@@ -57,27 +53,24 @@ class KeyTenants(msgspec.Struct, kw_only=True, frozen=True):
         return self.tenants[name] if name else next(iter(self.tenants.values()))
 
     def build_labels(self) -> dict[str, str]:
-        """By tenant."""
+        """Labels by tenant."""
         label_shared_by_all = SHARED_BY_ALL_LABEL if SHARED_LABEL in self.tenants else SHARED_LABEL
         shared_label = label_shared_by_all if self.is_shared and self.tenants else NO_KEY_LABEL
         return {"": shared_label, **{tenant: name for name, tenant in self.tenants.items()}}
 
 
 class OwnerLabels(msgspec.Struct, kw_only=True, frozen=True):
-    """GET /warmline/whose of the proxy."""
+    """Reply of GET /warmline/whose."""
 
-    keys: list[str] = []  # the names of the client keys that there are
-    words: dict[str, str] = {}  # by root in hex, whether or not anything is stored there; "" where there are no keys
+    keys: list[str] = []  # names of the present client keys
+    words: dict[str, str] = {}  # label by root in hex, stored or not; "" without keys
 
     def find_label(self, root: bytes) -> str:
-        """ "" also where it can't be told: none of its files can be read."""
+        """Label of a root; "" if unknown because none of its files can be read."""
         return self.words.get(root.hex(), "")
 
     def find_roots(self, label: str) -> list[str]:
-        """In hex, of what is called so: by a word, of a removed key also by that and the beginning of its root.
-
-        Raises NoSuchKey.
-        """
+        """Roots in hex by label; "a removed key (PREFIX)" selects by the root's prefix.  Raises KeyNotFoundError."""
         match = _REMOVED_LABEL_PATTERN.fullmatch(label)
         wanted_label, root_prefix = (REMOVED_LABEL, match[1]) if match else (label, "")
         found = [
@@ -90,7 +83,7 @@ class OwnerLabels(msgspec.Struct, kw_only=True, frozen=True):
         return found
 
     def format_key_name(self, record: RequestRecord) -> str:
-        """The name of the key that a request showed, and that it is no more, where its root tells."""
+        """Name of a request's key, marked if it was removed."""
         is_gone = record.key and self.find_label(record.root) == REMOVED_LABEL
         return f"{record.key} (removed)" if is_gone else record.key
 
@@ -101,7 +94,7 @@ def _format_unknown_key(name: str, known_names: Iterable[str]) -> str:
 
 
 def describe_owner(label: str) -> str:
-    """Something is stored for ..."""
+    """Completion of "Something is stored for ..."."""
     phrases = {
         "": "another key, or for none",
         NO_KEY_LABEL: "requests without a key",
@@ -113,10 +106,7 @@ def describe_owner(label: str) -> str:
 
 
 def load_key_tenants(home: Home, *, client_key: str, share_cache: bool) -> KeyTenants:
-    """`client_key` is the settings' own, as far as they are known here: without one, a proxy may have been given one.
-
-    Raises KeysUnusable.
-    """
+    """Tenants of the home's keys.  Without `client_key`, the last settings key counts.  Raises KeyStoreError."""
     tenant = derive_tenant(client_key) or read_last_tenant(home)
     own = {ENVIRONMENT_NAME: tenant} if tenant else {}
     return KeyTenants(tenants=own | {each.name: each.tenant for each in read_client_keys(home)}, is_shared=share_cache)
@@ -125,7 +115,7 @@ def load_key_tenants(home: Home, *, client_key: str, share_cache: bool) -> KeyTe
 def build_owner_labels(
     key_tenants: KeyTenants, fingerprint_by_root: Mapping[bytes, str], served_fingerprint: str = ""
 ) -> OwnerLabels:
-    """`models`: by root, as `models_of` finds them; `served`: the fingerprint of the model that is served.  Pure."""
+    """Labels by root, from the fingerprints that `find_fingerprints` finds and that of the served model.  Pure."""
     fingerprints = dict.fromkeys(filter(None, (served_fingerprint, *fingerprint_by_root.values())))
     labels = {
         namespace(each, tenant).hex(): word
@@ -143,9 +133,9 @@ def build_owner_labels(
 def find_fingerprints(
     home: Home, rows: Iterable[SegmentRow], known_fingerprints: Mapping[bytes, str] | None = None
 ) -> dict[bytes, str]:
-    """By root, the fingerprint that its files name, "" where none can be read.
+    """Model fingerprint by root, "" if no file is readable.
 
-    Reads a header for each root that is not `known`, a few where they are damaged.
+    Reads one header for each root without a known fingerprint, up to FILES_READ_MAX if they are damaged.
     """
     known_fingerprints = known_fingerprints or {}
     by_root: defaultdict[bytes, list[SegmentRow]] = defaultdict(list)
@@ -156,7 +146,7 @@ def find_fingerprints(
 
 
 def read_fingerprint(home: Home, rows: Iterable[SegmentRow]) -> str:
-    """Of the model that wrote these, which have one root, as the first few files say; "" where none does."""
+    """Model fingerprint in the first readable file of these rows, which have one root; "" without one."""
     for row in itertools.islice(rows, FILES_READ_MAX):
         try:
             meta = read_header(home.segment_file(row.id)).meta

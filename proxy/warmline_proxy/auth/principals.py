@@ -1,6 +1,6 @@
-"""Who a request is from, by the key that it shows.  Event loop thread.
+"""Clients by the key that a request presents.  Event loop thread.
 
-The keys are those of HOME/keys.json, read again whenever that has changed, and the one that the settings name.
+Keys are those of HOME/keys.json, read again on change, and the settings' key.
 """
 
 import hashlib
@@ -9,15 +9,8 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from warmline_proxy.auth import key_store as keys_file
-from warmline_proxy.auth.key_store import (
-    ADMIN_KIND,
-    CLIENT_KIND,
-    ENVIRONMENT_NAME,
-    KeyEntry,
-    KeyStoreError,
-    derive_tenant,
-)
+from warmline_proxy.auth import key_store
+from warmline_proxy.auth.key_store import ADMIN_KIND, CLIENT_KIND, KeyEntry, KeyStoreError, derive_tenant
 from warmline_proxy.auth.owners import KeyTenants
 from warmline_proxy.config import ProxyConfig, ProxyConfigError
 from warmline_proxy.errors import ClientError, encode_error_body
@@ -33,18 +26,18 @@ NO_KEYS_MESSAGE = "This server has no client key, and lets in nobody without one
 
 @dataclass(frozen=True)
 class Client:
-    """A key's holder; where no key is asked for, everybody."""
+    """Holder of a key; without keys, everybody."""
 
-    name: str = ""  # of the key
-    tenant: str = ""  # whose KV its requests may meet, see `warmline_common.protocol.tokens.namespace`
-    key_tenant: str = ""  # who it is: names are given anew, and tenants shared
+    name: str = ""  # key name
+    tenant: str = ""  # of its reusable KV, see `warmline_common.protocol.tokens.namespace`
+    key_tenant: str = ""  # the key's own, unlike a shared tenant or a reused name
 
 
 ANONYMOUS = Client()
 
 
 def extract_client_key(headers: Mapping[str, str]) -> str:
-    """The key that a client shows, as OpenAI's or as Anthropic's clients send it; "" where there is none."""
+    """Key in the headers of OpenAI's or Anthropic's clients; "" without one."""
     scheme, _, key = headers.get("Authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else headers.get("X-Api-Key", "")
 
@@ -54,23 +47,23 @@ def unauthorized(message: str) -> ClientError:
 
 
 def hash_key(key: str) -> bytes:
-    """For comparisons that take the same time whatever is compared.  Bytes that are no UTF-8 arrive as surrogates."""
+    """SHA-256 digest for constant-time comparison.  Bytes that are not UTF-8 arrive as surrogates."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
 def is_same_secret(presented: str, expected: str) -> bool:
-    """In constant time; an empty `expected` equals nothing."""
+    """Constant-time comparison; an empty `expected` equals nothing."""
     return bool(expected) and hmac.compare_digest(hash_key(presented), hash_key(expected))
 
 
 def prepare_keys(config: ProxyConfig) -> None:
-    """Before a proxy listens: where others can reach it there is a client key.  Raises ConfigError."""
+    """Create the keys that an open proxy needs.  Raises ProxyConfigError if the proxy is open without a client key."""
     try:
         if config.lan:
-            keys_file.ensure_key(config.home, ADMIN_KIND)
+            key_store.ensure_key(config.home, ADMIN_KIND)
             if not config.client_key:
-                keys_file.ensure_key(config.home, CLIENT_KIND)
-        has_key = bool(config.client_key or keys_file.read_client_keys(config.home))
+                key_store.ensure_key(config.home, CLIENT_KIND)
+        has_key = bool(config.client_key or key_store.read_client_keys(config.home))
     except KeyStoreError as error:
         raise ProxyConfigError(str(error)) from error
     if config.is_open_to_network and not has_key:
@@ -81,49 +74,48 @@ def prepare_keys(config: ProxyConfig) -> None:
 
 
 class ClientKeys:
-    """Keeps digests, no keys.  Raises KeysUnusable where the file is; one that becomes so later changes nothing.
-
-    Nor does one that is gone: that may be an accident, or an editor's way to write, and would open the door to all.
+    """Digests of the present keys.  Raises KeyStoreError for an unusable file at the start; later the old keys stay. So
+    they do if the file disappears: an accident or an editor's rewrite must not open the proxy to everybody.
     """
 
     def __init__(self, config: ProxyConfig) -> None:
         self._home, self._is_shared = config.home, config.share_cache
-        self._is_closed = config.is_open_to_network  # also where all keys were removed
+        self._is_closed = config.is_open_to_network  # also after all keys were removed
         own = KeyEntry(
-            name=ENVIRONMENT_NAME, key=config.client_key, tenant=derive_tenant(config.client_key), created=0.0
+            name=key_store.ENVIRONMENT_NAME, key=config.client_key, tenant=derive_tenant(config.client_key), created=0.0
         )
         self._settings_keys = [own] if config.client_key else []
-        self._stamp = keys_file.read_stamp(self._home)
+        self._stamp = key_store.read_stamp(self._home)
         self._tenants = {""}
-        self._apply_entries(keys_file.read_keys(self._home))
+        self._apply_entries(key_store.read_keys(self._home))
 
     @property
     def is_required(self) -> bool:
-        """Whether a client has to show a key."""
+        """True if clients must present a key."""
         self._reload_if_changed()
         return bool(self._clients) or self._is_closed
 
     @property
     def is_closed_without_keys(self) -> bool:
-        """Whether a client has to show a key, and there is none."""
+        """True if clients must present a key and none exists."""
         self._reload_if_changed()
         return self._is_closed and not self._clients
 
     @property
     def known_tenants(self) -> frozenset[str]:
-        """All that there are or were, since the start."""
+        """Tenants of all keys since the start."""
         self._reload_if_changed()
         return frozenset(self._tenants)
 
     @property
     def key_tenants(self) -> KeyTenants:
-        """Those that there are now."""
+        """Tenants of the present keys."""
         self._reload_if_changed()
         tenants = {client.name: client.key_tenant for _, client in self._clients}
         return KeyTenants(tenants=tenants, is_shared=self._is_shared)
 
     def authenticate(self, headers: Mapping[str, str]) -> Client:
-        """Raises ClientError 401 where a key is asked for and another, or none, was shown."""
+        """Client of the presented key.  Raises ClientError 401 for a wrong or missing key, if keys are required."""
         if not self.is_required:
             return ANONYMOUS
         presented = extract_client_key(headers)
@@ -134,24 +126,24 @@ class ClientKeys:
     def is_admin_key(self, presented: str) -> bool:
         self._reload_if_changed()
         presented_digest = hash_key(presented)
-        return sum(hmac.compare_digest(each, presented_digest) for each in self._admin_digests) > 0  # all are compared
+        return sum(hmac.compare_digest(each, presented_digest) for each in self._admin_digests) > 0  # constant time
 
     def _find_client(self, presented: str) -> Client | None:
-        """All keys are compared, so that the time tells of none."""
+        """Client of a key; all keys are compared, so that the time reveals nothing."""
         presented_digest = hash_key(presented)
         found = [client for each, client in self._clients if hmac.compare_digest(each, presented_digest)]
         return found[0] if found else None
 
     def _reload_if_changed(self) -> None:
-        """Take over what has changed; a stat tells."""
+        """Read the keys again if the file's stamp changed."""
         try:
-            if (mark := keys_file.read_stamp(self._home)) == self._stamp:
+            if (mark := key_store.read_stamp(self._home)) == self._stamp:
                 return
             self._stamp = mark
-            if mark == keys_file.NO_FILE:
+            if mark == key_store.NO_FILE:
                 raise KeyStoreError(f"{self._home.keys} is gone: restore it, make new keys, or start the proxy anew")
-            self._apply_entries(keys_file.read_keys(self._home))
-            keys_file.restrict_permissions(self._home)
+            self._apply_entries(key_store.read_keys(self._home))
+            key_store.restrict_permissions(self._home)
         except (KeyStoreError, OSError) as error:
             log.error("the client keys stay as they were: %s", error)
         else:
@@ -166,5 +158,5 @@ class ClientKeys:
         self._tenants.update(client.tenant for _, client in self._clients)
 
     def _effective_tenant(self, entry: KeyEntry) -> str:
-        """Those who share are everybody, also to what was stored before there were keys."""
+        """ "" for shared caches: the tenant of requests without a key."""
         return "" if self._is_shared else entry.tenant

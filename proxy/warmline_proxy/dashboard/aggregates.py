@@ -1,7 +1,7 @@
-"""What is stored, added up for who browses it: the tree, its subtrees, its conversations.  Pure, over a snapshot.
+"""Aggregates of the stored index for the dashboard: tree, subtrees, conversations.  Pure, over a snapshot.
 
-The tree is shown by *runs*: segments that follow one another without a branch, and without a conversation that ends in
-between, are one.  So its depth is that of the branches, however long a conversation is.
+The tree consists of *runs*: consecutive segments without a branch and without a conversation that ends in between. So
+its depth is that of the branches, regardless of a conversation's length.
 """
 
 from collections import defaultdict
@@ -13,9 +13,9 @@ from warmline_proxy.store.rows import IndexSnapshot, SegmentRow, SessionRow
 
 @dataclass(eq=False)
 class SegmentRun:
-    """A node: tokens [start, end) of one or more segments; or, with no segments, all that a namespace holds."""
+    """Tree node: tokens [start, end) of one or more segments; without segments, a namespace."""
 
-    id: str  # of its first segment; of a namespace, the root in hex
+    id: str  # first segment's; of a namespace, the root in hex
     root: str  # hex
     model: str
     start: int = 0
@@ -24,19 +24,19 @@ class SegmentRun:
     segments: list[str] = field(default_factory=list)  # ids
     bytes_own: int = 0  # checkpoints included
     checkpoints: int = 0
-    hits: int = 0  # of the segment that was reused most
+    hits: int = 0  # maximum over segments
     last_used: float = 0.0
-    pinned: bool = False  # all of it
+    pinned: bool = False  # all segments
     sessions: list[SessionRow] = field(default_factory=list)  # conversations that end here, last used first
     children: list["SegmentRun"] = field(default_factory=list)  # the heaviest subtree first
     sibling_index: int = 0  # among its siblings
-    # of itself and all below
+    # Sums over the subtree:
     bytes_below: int = 0
     segments_below: int = 0
     sessions_below: int = 0
 
     def path_from_root(self) -> list["SegmentRun"]:
-        """From the namespace to this."""
+        """Runs from the namespace to this one."""
         steps = [self]
         while steps[-1].parent is not None:
             steps.append(steps[-1].parent)
@@ -45,13 +45,13 @@ class SegmentRun:
 
 @dataclass(eq=False)
 class ConversationSummary:
-    """A session and what it stands on."""
+    """A session with the totals of its path."""
 
     row: SessionRow
-    bytes_path: int  # of all files on its path
-    bytes_alone: int  # of those that no other conversation stands on
+    bytes_path: int  # all files of its path
+    bytes_alone: int  # files of no other conversation
     segments: int
-    pinned: bool  # all of its path
+    pinned: bool  # the whole path
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ class IndexSummary:
 
 
 def summarize_index(snapshot: IndexSnapshot) -> IndexSummary:
-    """Takes time proportional to what is stored: about 0.1 s for 10,000 segments."""
+    """Summarize a snapshot, in time proportional to its size: about 0.1 s for 10,000 segments."""
     roots: dict[str, SegmentRun] = {}
     run_by_segment: dict[str, SegmentRun] = {}
     maps = _SegmentMaps(snapshot)
@@ -90,7 +90,7 @@ def summarize_index(snapshot: IndexSnapshot) -> IndexSummary:
 
 
 class _SegmentMaps:
-    """What is looked up of each segment."""
+    """Lookups by segment."""
 
     def __init__(self, snapshot: IndexSnapshot) -> None:
         self.snapshot = snapshot
@@ -108,7 +108,7 @@ class _SegmentMaps:
                 self.bytes_by_segment[checkpoint.segment] += checkpoint.bytes_on_disk
 
     def is_same_run(self, parent: SegmentRow, row: SegmentRow) -> bool:
-        """Whether both are one run."""
+        """True if a segment continues its parent's run."""
         is_only_child = row.start == parent.end and len(self.children[parent.id]) == 1
         return is_only_child and parent.id not in self.sessions_by_leaf
 
@@ -144,7 +144,7 @@ def _add_segment(run: SegmentRun, row: SegmentRow, maps: _SegmentMaps) -> None:
 
 
 def _sum_subtree(run: SegmentRun) -> None:
-    """Its children are summed up already."""
+    """Sum a run whose children are summed already."""
     run.children = _order_siblings(run.children)
     run.bytes_below = run.bytes_own + sum(child.bytes_below for child in run.children)
     run.segments_below = len(run.segments) + sum(child.segments_below for child in run.children)
@@ -161,8 +161,8 @@ def _order_siblings(runs: Iterable[SegmentRun]) -> list[SegmentRun]:
 def _summarize_conversations(
     snapshot: IndexSnapshot, run_by_segment: dict[str, SegmentRun], runs: Iterable[SegmentRun]
 ) -> dict[str, ConversationSummary]:
-    """A conversation ends where a run does, so sums over runs are enough."""
-    path: dict[str, tuple[int, int, bool]] = {}  # by run: bytes, segments and whether all is pinned, from the root on
+    """Summaries by session id.  A conversation ends at the end of a run, so sums over runs suffice."""
+    path: dict[str, tuple[int, int, bool]] = {}  # bytes, segments, all pinned: from the root, by run id
     for run in runs:  # parents first
         size, count, pinned = path.get(run.parent.id, (0, 0, True)) if run.parent else (0, 0, True)
         path[run.id] = (size + run.bytes_own, count + len(run.segments), pinned and run.pinned)
@@ -175,7 +175,7 @@ def _summarize_conversations(
 
 
 def _sum_exclusive_bytes(run: SegmentRun | None) -> int:
-    """Bytes from this run up to where another conversation stands on the path too."""
+    """Bytes from this run up to the first one on another conversation's path."""
     size = 0
     while run is not None and run.sessions_below == 1:
         size += run.bytes_own

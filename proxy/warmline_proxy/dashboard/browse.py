@@ -1,12 +1,12 @@
-"""What the dashboard asks of what is stored and what was answered, a page at a time however much there is.
+"""Paged queries of the dashboard over stored conversations and answered requests.
 
-The index is added up on a thread, once a change; bookkeeping alone (hits, times of use) is looked at again when it is a
-few seconds old.
+The index is summarized on a thread, once per change; after bookkeeping alone (hits, times), every few seconds.
 """
 
 import asyncio
 import time
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -27,20 +27,21 @@ from warmline_proxy.store.rows import RequestRecord, SessionRow
 PAGE_MAX = 200
 PAGE_DEFAULT = 50
 OFFSET_MAX = 100_000_000
-NODE_SESSIONS_MAX = 5  # conversations that a node names
+NODE_SESSIONS_MAX = 5  # per node
 BOOKKEEPING_AGE_S = 5.0
+RECORDS_MAX = 1000
 
 
 class RequestSummary(msgspec.Struct, kw_only=True):
-    """A record without what is private or long: what was stored and sent is in the explanation."""
+    """A record without private or long fields, which only the explanation has."""
 
     id: str
     at: float
     endpoint: str
     client_model: str
     session: str
-    client: str = ""  # what its client calls the conversation, while that is stored
-    created: float = 0.0  # when that was first stored, likewise
+    client: str = ""  # the client's name of the stored conversation
+    created: float = 0.0  # of the stored conversation
     key: str
     outcome: str
     source: str
@@ -61,7 +62,7 @@ class RequestSummary(msgspec.Struct, kw_only=True):
     dispatches: int
     audit: str
     guard: str
-    cause: str = ""  # of the miss: the likeliest one, where that is known
+    cause: str = ""  # likeliest cause of the miss, if known
 
 
 class ActivityReply(msgspec.Struct, kw_only=True):
@@ -73,21 +74,27 @@ class ActivityReply(msgspec.Struct, kw_only=True):
     total: int
 
 
+class RequestsReply(msgspec.Struct, kw_only=True):
+    """GET /warmline/requests?count=N."""
+
+    requests: list[RequestRecord]  # newest first
+
+
 class SessionSummary(msgspec.Struct, kw_only=True):
     id: str
-    client: str  # what its client calls it
+    client: str  # the client's name
     model: str
-    key: str  # whose it is, as `whose` says it
+    key: str  # owner label
     tokens: int
-    bytes: int  # of all files on its path
-    bytes_alone: int  # of those that no other conversation stands on
+    bytes: int  # all files of its path
+    bytes_alone: int  # files of no other conversation
     segments: int
     requests: int
     hits: int
     created: float
     last_used: float
     pinned: bool
-    pinned_all: bool  # what was stored of it since, too
+    pinned_all: bool  # segments stored since pinning included
 
 
 class SessionsReply(msgspec.Struct, kw_only=True):
@@ -108,7 +115,7 @@ class NodeSession(msgspec.Struct, kw_only=True):
 
 
 class TreeNode(msgspec.Struct, kw_only=True):
-    """See census.Run."""
+    """A `SegmentRun` in JSON."""
 
     id: str
     root: str
@@ -122,9 +129,9 @@ class TreeNode(msgspec.Struct, kw_only=True):
     last_used: float
     pinned: bool
     checkpoints: int
-    ending: list[NodeSession]  # the last used ones
+    ending: list[NodeSession]  # last used first, at most NODE_SESSIONS_MAX
     sessions_ending: int
-    sessions_below: int  # those that end here or below
+    sessions_below: int  # ending in the subtree
     segments_below: int
     bytes_below: int
     children: int
@@ -141,28 +148,25 @@ class TreeReply(msgspec.Struct, kw_only=True):
 
 
 class PathReply(msgspec.Struct, kw_only=True):
-    """GET /warmline/path?session or ?segment: from the namespace to where it ends."""
+    """GET /warmline/path?session or ?segment: nodes from the namespace to its end."""
 
     nodes: list[TreeNode]
     tokens: int
 
 
+SESSION_ROW_FIELDS = ("id", "client", "model", "tokens", "requests", "hits", "created", "last_used", "pinned")
 SORT_KEYS: dict[str, Callable[[ConversationSummary], Any]] = {
     "client": lambda each: (each.row.client.casefold(), each.row.created),
     "model": lambda each: each.row.model.casefold(),
-    "tokens": lambda each: each.row.tokens,
-    "bytes": lambda each: each.bytes_path,
-    "bytes_alone": lambda each: each.bytes_alone,
-    "requests": lambda each: each.row.requests,
-    "hits": lambda each: each.row.hits,
-    "created": lambda each: each.row.created,
-    "last_used": lambda each: each.row.last_used,
+    "bytes": attrgetter("bytes_path"),
+    "bytes_alone": attrgetter("bytes_alone"),
+    **{name: attrgetter(f"row.{name}") for name in ("tokens", "requests", "hits", "created", "last_used")},
 }
 SORT_CHOICES = (*SORT_KEYS, *(f"-{name}" for name in SORT_KEYS))
 
 
 class BrowseRoutes:
-    """Handlers.  What they keep belongs to the event loop."""
+    """Handlers and their cached summary.  Event loop thread."""
 
     def __init__(self, index: Index, owner_resolver: OwnerResolver) -> None:
         self._index, self._owner_resolver = index, owner_resolver
@@ -172,11 +176,17 @@ class BrowseRoutes:
     @property
     def routes(self) -> RouteTable:
         return {
+            ("GET", "/warmline/requests"): self.get_requests,
             ("GET", "/warmline/activity"): self.get_activity,
             ("GET", "/warmline/sessions"): self.get_sessions,
             ("GET", "/warmline/tree"): self.get_tree,
             ("GET", "/warmline/path"): self.get_path,
         }
+
+    async def get_requests(self, request: web.Request) -> web.Response:
+        count = parse_number(request, "count", RECORDS_MAX, RECORDS_MAX)
+        records = await asyncio.to_thread(self._index.requests, count)
+        return json_response(RequestsReply(requests=[_strip_divergence_text(record) for record in records]))
 
     async def get_activity(self, request: web.Request) -> web.Response:
         offset, count = _parse_page(request)
@@ -222,7 +232,7 @@ class BrowseRoutes:
         return json_response(PathReply(nodes=nodes, tokens=conversation.row.tokens if conversation else run.end))
 
     async def _load_summary(self) -> "_SummaryCache":
-        """What was last added up, where that still holds; one at a time."""
+        """The cached summary while it is fresh; else a new one, built once for concurrent callers."""
         async with self._build_lock:
             if self._cache is None or not self._cache.is_fresh(self._index):
                 self._cache = await asyncio.to_thread(_SummaryCache, self._index)
@@ -231,12 +241,12 @@ class BrowseRoutes:
 
 
 class _SummaryCache:
-    """A census, and of when it is.  Made on a thread."""
+    """Index summary with the index's counters at its start.  Built on a thread."""
 
     def __init__(self, index: Index) -> None:
         self.change_count, self.flush_count, self.built_at = index.change_count, index.flush_count, time.monotonic()
         self.summary: IndexSummary = summarize_index(index.snapshot())
-        self.owner_labels = OwnerLabels()  # at the last look
+        self.owner_labels = OwnerLabels()  # resolved at each use
 
     def is_fresh(self, index: Index) -> bool:
         if index.change_count != self.change_count:
@@ -274,7 +284,7 @@ def _build_sessions_reply(cache: _SummaryCache, offset: int, count: int, sort: s
 
 
 def _matches_search(conversation: ConversationSummary, cache: _SummaryCache, search_text: str) -> bool:
-    """In its id, its names, or the name of its key."""
+    """True if the session's id, its names or its key's name contain the text."""
     names = (
         conversation.row.id,
         conversation.row.client,
@@ -287,19 +297,11 @@ def _matches_search(conversation: ConversationSummary, cache: _SummaryCache, sea
 def _build_session_summary(conversation: ConversationSummary, cache: _SummaryCache) -> SessionSummary:
     row = conversation.row
     return SessionSummary(
-        id=row.id,
-        client=row.client,
-        model=row.model,
+        **{name: getattr(row, name) for name in SESSION_ROW_FIELDS},
         key=cache.owner_labels.find_label(row.root),
-        tokens=row.tokens,
         bytes=conversation.bytes_path,
         bytes_alone=conversation.bytes_alone,
         segments=conversation.segments,
-        requests=row.requests,
-        hits=row.hits,
-        created=row.created,
-        last_used=row.last_used,
-        pinned=row.pinned,
         pinned_all=conversation.pinned,
     )
 
@@ -340,33 +342,8 @@ def _build_node(cache: _SummaryCache, run: SegmentRun) -> TreeNode:
     )
 
 
-RECORDS_MAX = 1000
-
-
-class RequestsReply(msgspec.Struct, kw_only=True):
-    """GET /warmline/requests?count=N."""
-
-    requests: list[RequestRecord]  # newest first
-
-
-class InspectRoutes:
-    """Handlers."""
-
-    def __init__(self, index: Index) -> None:
-        self._index = index
-
-    @property
-    def routes(self) -> RouteTable:
-        return {("GET", "/warmline/requests"): self.get_requests}
-
-    async def get_requests(self, request: web.Request) -> web.Response:
-        count = parse_number(request, "count", RECORDS_MAX, RECORDS_MAX)
-        records = await asyncio.to_thread(self._index.requests, count)
-        return json_response(RequestsReply(requests=[_strip_divergence_text(record) for record in records]))
-
-
 def _strip_divergence_text(record: RequestRecord) -> RequestRecord:
-    """What stands where it parts is /warmline/explain's to tell."""
+    """Copy of a record without prompt text, which only /warmline/explain returns."""
     if record.parting is None:
         return record
     stripped = msgspec.structs.replace(record.parting, stored=b"", prompt=b"", stored_text="", prompt_text="")

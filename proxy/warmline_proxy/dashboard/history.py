@@ -1,4 +1,4 @@
-"""The last requests, added up by time: how much of their prompts was reused, and what that saved.  Pure."""
+"""History of the last requests in time buckets: reused prompt tokens and times to the first token.  Pure."""
 
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -17,31 +17,31 @@ BUCKET_WIDTHS_S = (
 
 
 class HistoryBucket(msgspec.Struct, kw_only=True):
-    """The requests that began in [at, at + width_s)."""
+    """Requests that began in [at, at + width_s)."""
 
     at: float  # Unix seconds
     requests: int = 0
-    hits: int = 0  # that reused a block or more: fewer tokens begin alike by chance
+    hits: int = 0  # reused a block or more: fewer tokens agree by chance
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
 
 class RequestHistory(msgspec.Struct, kw_only=True):
-    """Of all records that are kept."""
+    """Totals of all kept records."""
 
     width_s: int
     buckets: list[HistoryBucket]  # oldest first, without gaps
     requests: int
     hits: int
     prompt_tokens: int
-    cached_tokens: int  # of the prompts: prefill that was saved
+    cached_tokens: int  # prefill saved
     generated_tokens: int
-    ttft_warm_s: float  # medians, of hits and of those that computed most of their prompt; 0.0 where there was none
+    ttft_warm_s: float  # median of hits; cold: of mostly computed prompts; 0.0 if none
     ttft_cold_s: float
 
 
 def build_history(records: Sequence[RequestRecord], now: float) -> RequestHistory:
-    """`records` in any order; those of other clocks' futures count as of now."""
+    """Aggregate records in any order; future times of a wrong clock count as `now`."""
     begins = [min(record.at, now) for record in records]
     width_s, first, count = _choose_buckets(min(begins, default=now), now)
     buckets = [HistoryBucket(at=float(first + number * width_s)) for number in range(count)]
@@ -65,12 +65,12 @@ def build_history(records: Sequence[RequestRecord], now: float) -> RequestHistor
 
 
 def _choose_buckets(first: float, last: float) -> tuple[int, int, int]:
-    """The narrowest width with few enough buckets; where the first begins, at a multiple of it; how many."""
+    """(width_s, first bucket's time, count), with the narrowest width that needs at most BUCKETS_MAX buckets."""
     for width_s in BUCKET_WIDTHS_S:
         begin, end = int(first) // width_s, int(last) // width_s
         if end - begin < BUCKETS_MAX:
             return width_s, begin * width_s, end - begin + 1
-    width_s = BUCKET_WIDTHS_S[-1]  # years: what is older stands in the first one
+    width_s = BUCKET_WIDTHS_S[-1]  # years: the first bucket has all older requests
     return width_s, (int(last) // width_s - BUCKETS_MAX + 1) * width_s, BUCKETS_MAX
 
 
@@ -84,5 +84,5 @@ def _is_hit(record: RequestRecord) -> bool:
 
 
 def _is_cold(record: RequestRecord) -> bool:
-    """A short prompt that was reused is no hit, but not cold either; one that shares a template's first words is."""
+    """True for prompts that were mostly computed: a short reused prompt is neither hit nor cold."""
     return not _is_hit(record) and 2 * record.cached_tokens < record.prompt_tokens

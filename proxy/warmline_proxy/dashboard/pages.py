@@ -1,6 +1,6 @@
-"""The dashboard's files under /admin, as they lie in static/.  They hold no data: the page asks the owner's paths.
+"""Static files of the dashboard under /admin.  They contain no data: the page calls the admin API.
 
-Nothing is built and nothing is fetched from elsewhere; the policy has the browser hold the page to that.
+Nothing is built or loaded from other hosts, which the content security policy enforces.
 """
 
 from importlib.resources import files
@@ -24,7 +24,7 @@ SECURITY_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-OPENER_POLICY_HEADERS = {"Cross-Origin-Opener-Policy": "same-origin"}  # where it counts, see `_is_trusted`
+OPENER_POLICY_HEADERS = {"Cross-Origin-Opener-Policy": "same-origin"}  # in secure contexts only
 
 
 def is_dashboard_path(path: str) -> bool:
@@ -32,18 +32,18 @@ def is_dashboard_path(path: str) -> bool:
 
 
 def is_browser_visit(request: web.Request, path: str) -> bool:
-    """Whether a person has typed our address alone into a browser, as far as that can be told."""
+    """True for a browser's navigation to "/", as far as the Accept header tells."""
     kinds = (kind.partition(";")[0].strip().lower() for kind in request.headers.get(hdrs.ACCEPT, "").split(","))
     return path == "/" and request.method in (hdrs.METH_GET, hdrs.METH_HEAD) and "text/html" in kinds
 
 
 def redirect_to_dashboard() -> web.Response:
-    """Kept by no browser: whoever asks next may be somebody else, or want something else."""
+    """Uncached redirect: the next request for "/" may be another client's."""
     return web.Response(status=303, headers={"Location": DASHBOARD_PATH, "Cache-Control": "no-store", "Vary": "Accept"})
 
 
 class DashboardPages:
-    """Read once; whether the owner asks was checked before."""
+    """Files read once at the start; admin access was checked before."""
 
     def __init__(self) -> None:
         folder = files(__package__) / "static"
@@ -68,9 +68,9 @@ class DashboardPages:
 
 
 def _is_secure_context(request: web.Request) -> bool:
-    """Whether the browser trusts the connection: HTTPS (which ends at a proxy before us), or this machine.
+    """True if the browser trusts the connection: HTTPS, terminated by a proxy in front, or loopback.
 
-    Elsewhere it takes no such policy and complains of it.  It sends Sec-Fetch headers only where it does trust.
+    Elsewhere it warns about the opener policy.  It sends Sec-Fetch headers in secure contexts only.
     """
     return "Sec-Fetch-Dest" in request.headers or is_loopback_name(parse_host(request.headers.get(hdrs.HOST, "")))
 

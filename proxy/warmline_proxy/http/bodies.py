@@ -1,28 +1,32 @@
-"""Reading a client's body (sized, chunked or compressed, never larger than the limit) and writing what it gets.
+"""Reading of request bodies (sized, chunked or compressed, up to a limit) and writing of responses.
 
-Both may take as long as they like while they move: what is limited is how long nothing comes, and nothing is taken.
+Transfers may take long while they progress: timeouts apply to the time without a byte.
 """
 
 import asyncio
 from collections.abc import Mapping
+from typing import TypeVar
 
+import msgspec
 from aiohttp import web
 
 from warmline_common.process.redaction import redact
-from warmline_common.protocol.messages import encode
+from warmline_common.protocol.messages import decode, encode
 from warmline_proxy.errors import ClientError, bad_request
 
+T = TypeVar("T")
+
 BODY_BYTES_MAX = 64 * 1024 * 1024
-SERVER_HEADERS = {"Server": "warmline"}  # aiohttp would tell its version, and Python's
+SERVER_HEADERS = {"Server": "warmline"}  # aiohttp's own reveals versions
 
 
 def json_response(value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    """`value` as JSON without spaces, which is how the backend and the streams write theirs."""
+    """JSON response without spaces, as the backend and the streams write it."""
     return web.Response(status=status, body=encode(value), content_type="application/json", headers=headers)
 
 
 async def read_body(request: web.Request, timeout_s: float) -> bytes:
-    """The whole body, decompressed.  Raises ClientError 400, 413, or 408 where nothing comes for `timeout_s`."""
+    """Read the whole body, decompressed.  Raises ClientError 400, 413, or 408 after `timeout_s` without a byte."""
     body = bytearray()
     if (request.content_length or 0) > BODY_BYTES_MAX:
         raise _body_too_large()
@@ -33,8 +37,16 @@ async def read_body(request: web.Request, timeout_s: float) -> bytes:
     return bytes(body)
 
 
+async def read_message(request: web.Request, kind: type[T], name: str, timeout_s: float) -> T:
+    """Decoded body of an admin request.  Raises ClientError as `read_body`, and 400 for another body."""
+    try:
+        return decode(await read_body(request, timeout_s), kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise bad_request(f"Not a {name}: {error}") from error
+
+
 async def _read_chunk(request: web.Request, timeout_s: float) -> bytes:
-    """b"" at the end."""
+    """Next bytes; b"" at the end."""
     try:
         async with asyncio.timeout(timeout_s):
             return await request.content.readany()
@@ -46,7 +58,7 @@ async def _read_chunk(request: web.Request, timeout_s: float) -> bytes:
 
 
 async def set_server_header(_: web.Request, response: web.StreamResponse) -> None:
-    """A signal's handler, for an answer's head that is about to be written."""
+    """Handler of aiohttp's on_response_prepare signal."""
     response.headers.update(SERVER_HEADERS)
 
 
@@ -55,9 +67,9 @@ def _body_too_large() -> ClientError:
 
 
 async def write_chunk(response: web.StreamResponse, data: bytes, timeout_s: float) -> None:
-    """Write on.  Raises ConnectionResetError where the client has left, or takes nothing for `timeout_s`.
+    """Write bytes.  Raises ConnectionResetError if the client disconnected or takes nothing for `timeout_s`.
 
-    The connection of an answer that was given up is aborted when its handler ends (`connections`).
+    The handler's end aborts the connection of an incomplete response (see `connections`).
     """
     try:
         async with asyncio.timeout(timeout_s):

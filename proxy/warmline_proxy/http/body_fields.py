@@ -1,4 +1,4 @@
-"""Reading clients' bodies and headers, for every API: null means absent, and a session's name is a hint, no more."""
+"""Parsing of clients' bodies and headers for every API: null means absent; session names are hints."""
 
 import re
 from collections.abc import Mapping
@@ -13,18 +13,16 @@ SESSION_HEADERS = ("X-Session-ID", "X-Claude-Code-Session-Id", "X-Litellm-Sessio
 SESSION_FIELDS = ("session_id", "prompt_cache_key")
 RETRY_COUNT_HEADER = "X-Stainless-Retry-Count"
 SESSION_CHARS_MAX = 128
-MODEL_CHARS_MAX = 1024  # every chunk of an answer, and each record, has it again
+MODEL_CHARS_MAX = 1024  # repeated in every chunk of an answer and in each record
 
-NESTING_RESERVE_LEVELS = (
-    64  # levels that a body may be put below, by the prompt's request and by events that say it again
-)
+NESTING_RESERVE_LEVELS = 64  # levels around a body in requests to the backend and in events
 
 _NULL = b"null"
 _RETRY_COUNT_PATTERN = re.compile(r"[0-9]{1,6}")
 
 
 def parse_object(body: bytes) -> dict[str, msgspec.Raw]:
-    """A JSON object's fields, without nulls.  Raises ClientError 400."""
+    """Fields of a JSON object, without nulls.  Raises ClientError 400."""
     if not body.strip():
         raise bad_request("The body is empty; it must be a JSON object.")
     try:
@@ -38,7 +36,7 @@ def parse_object(body: bytes) -> dict[str, msgspec.Raw]:
 
 
 def check_nesting(value: object) -> None:
-    """Raises ClientError 400 for what could be read, but not written again some levels deeper."""
+    """Raise ClientError 400 for a value that can be read, but not written some levels deeper."""
     for _ in range(NESTING_RESERVE_LEVELS):
         value = [value]
     try:
@@ -48,29 +46,29 @@ def check_nesting(value: object) -> None:
 
 
 def decode_field(fields: Mapping[str, Any], name: str) -> Any:
-    """A field's value, whether it was looked into before or not; None where absent.  Raises ClientError 400."""
+    """Value of a field, raw or decoded; None if absent.  Raises ClientError 400."""
     value = fields.get(name)
     try:
         return msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
-    except msgspec.DecodeError as error:  # e.g. a lone surrogate, which skipping over a value doesn't see
+    except msgspec.DecodeError as error:  # e.g. a lone surrogate, which Raw fields do not check
         raise bad_request(f"We could not parse {name!r}: {error}", param=name) from None
 
 
 def decode_optional_field(fields: Mapping[str, Any], name: str, kind: type) -> Any:
-    """The same where it has that type, else None."""
+    """Value of a field if it has that type, else None."""
     value = decode_field(fields, name)
     return value if isinstance(value, kind) else None
 
 
 def parse_model_name(value: object) -> str | None:
-    """What the client calls the model, None where it doesn't.  Raises ClientError 400."""
+    """Model name given by the client, or None.  Raises ClientError 400."""
     if value is None or (isinstance(value, str) and len(value) <= MODEL_CHARS_MAX):
         return value
     raise bad_request(f"'model' must be a string of at most {MODEL_CHARS_MAX} characters.", param="model")
 
 
 def parse_retry_count(headers: Mapping[str, str]) -> int:
-    """How often the client says that it has tried before."""
+    """Count of earlier tries that the client declares."""
     return int(count) if _RETRY_COUNT_PATTERN.fullmatch(count := headers.get(RETRY_COUNT_HEADER, "")) else 0
 
 
@@ -85,5 +83,5 @@ def find_session_hint(fields: Mapping[str, msgspec.Raw], headers: Mapping[str, s
 
 
 def strip_unprintable(text: str) -> str:
-    """Fit for a log line and for JSON."""
+    """Shortened text, fit for a log line and for JSON."""
     return "".join(letter for letter in text[:SESSION_CHARS_MAX] if letter.isprintable())

@@ -1,9 +1,9 @@
-"""The clients' connections: how many there may be, and how long each may take over what it sends and reads.
+"""Client connections: their number, and their timeouts for sending and reading.
 
-aiohttp parses and answers, but lets any number in, waits an hour for a head that comes byte by byte, and forever for a
-client that takes nothing.  Here each accepted socket is a `Connection`: aiohttp's own protocol that also knows what it
-is waiting for.  `Connections` has them all, lets newcomers in or not, and ends those that take too long.  Both belong
-to the event loop.  `listening` puts an application behind them.
+aiohttp parses and answers, but accepts any number of sockets, waits an hour for a head that comes byte by byte, and
+forever for a client that reads nothing.  Here each accepted socket is a `Connection`: aiohttp's protocol with a known
+phase.  `Connections` admits or refuses sockets and ends those that time out.  `listen` serves an application through
+them.  Event loop thread.
 """
 
 import asyncio
@@ -32,22 +32,22 @@ from warmline_proxy.request_log import new_request_id
 
 log = logging.getLogger(__name__)
 
-IDLE_TIMEOUT_S = 75.0  # for a connection without a request
-LINGER_S = 10.0  # for a client to read its last answer; until then, what it still sends is not met with a reset
-SHUTDOWN_GRACE_S = 0.5  # for what still runs when the listener closes, after the drain; aiohttp waits it twice
-SWEEP_INTERVAL_MAX_S = 1.0  # how late a limit may be noticed; less where the limits are short
-BACKLOG_COUNT = 512  # connections that the kernel keeps until we come to accept them
-SEND_BUFFER_BYTES = 64 * 1024  # the kernel's, per connection: a slow reader is seen to read and pins no megabytes
-REFUSALS_COUNT_MAX = 64  # newcomers that are being told that there is no room
-DESCRIPTORS_RESERVED = 128  # for refusals, the index, the log, and what Python needs
-DESCRIPTORS_PER_CONNECTION = 2  # a client's connection and, while it is answered, one to the backend
+IDLE_TIMEOUT_S = 75.0  # between requests
+LINGER_S = 10.0  # for a client to read its last response before a reset
+SHUTDOWN_GRACE_S = 0.5  # for handlers after the drain; aiohttp waits it twice
+SWEEP_INTERVAL_MAX_S = 1.0  # shorter for short timeouts
+BACKLOG_COUNT = 512  # not yet accepted connections in the kernel
+SEND_BUFFER_BYTES = 64 * 1024  # small, so that a slow reader's progress shows
+REFUSALS_COUNT_MAX = 64  # refused connections with an answer under way
+DESCRIPTORS_RESERVED = 128  # for refusals, the index, the log and Python
+DESCRIPTORS_PER_CONNECTION = 2  # the client's and one to the backend
 REASON_CHARS_MAX = 120
-HEAD_LINE_BYTES_MAX = 8190  # of the request line and of each header
+HEAD_LINE_BYTES_MAX = 8190  # request line and each header
 HEADERS_COUNT_MAX = 128
 LOG_INTERVAL_S = 60.0
 NEVER_S = 365 * 86_400.0
-# A peer that vanished without a word is noticed after 30 + 6 x 10 seconds.  Not by TCP_USER_TIMEOUT: that also ends a
-# client which is there and reads nothing for a while, and how long it may do that is `send_timeout_s`.
+# A vanished peer is detected after 30 + 6 x 10 seconds.  TCP_USER_TIMEOUT would also end slow readers, which
+# `send_timeout_s` limits.
 KEEPALIVE_IDLE_S = 30
 KEEPALIVE_INTERVAL_S = 10
 KEEPALIVE_COUNT = 6
@@ -58,7 +58,7 @@ else:
 
 
 class ConnectionPhase(Enum):
-    """What a connection is at."""
+    """Phase of a connection."""
 
     IDLE = "between requests"
     HEAD = "in a request's head"
@@ -67,16 +67,16 @@ class ConnectionPhase(Enum):
 
 
 class Connection(web.RequestHandler):
-    """One client's connection.  HTTP is aiohttp's part; limits are checked by `check`, called once in a while."""
+    """One client connection.  aiohttp handles HTTP; `check_limits`, called periodically, applies timeouts."""
 
     def __init__(self, connections: "Connections", server: web.Server) -> None:
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
-            access_log=None,  # type: ignore[arg-type]  # aiohttp's own way to say "none"
-            tcp_keepalive=False,  # `tune` sets it, with the intervals that make it useful
-            keepalive_timeout=NEVER_S,  # `check` knows when a connection is idle
-            lingering_time=0,  # `_part` lingers
+            access_log=None,  # type: ignore[arg-type]  # aiohttp's way to disable it
+            tcp_keepalive=False,  # `tune_socket` sets it, with shorter intervals
+            keepalive_timeout=NEVER_S,  # `check_limits` ends idle connections
+            lingering_time=0,  # `_close_gracefully` lingers
             max_line_size=HEAD_LINE_BYTES_MAX,
             max_field_size=HEAD_LINE_BYTES_MAX,
             max_headers=HEADERS_COUNT_MAX,
@@ -84,11 +84,11 @@ class Connection(web.RequestHandler):
         self.phase = ConnectionPhase.IDLE
         self._connections = connections
         self._transport: asyncio.Transport | None = None
-        self._request: web.BaseRequest | None = None  # the present one, or the last
+        self._request: web.BaseRequest | None = None  # present or last one
         self._phase_since = self._progress_at = self._loop.time()
         self._sent_bytes = 0
 
-    # What the event loop and aiohttp call.
+    # Called by the event loop and aiohttp.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -108,17 +108,17 @@ class Connection(web.RequestHandler):
         super().data_received(data)
 
     def begin_request(self, request: web.BaseRequest) -> None:
-        """A whole head has come, and is being handled."""
+        """Enter BUSY: a whole head has arrived and its handler runs."""
         self._request = request
         self._set_phase(ConnectionPhase.BUSY)
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        if request.writer.output_size and not resp.prepared:  # half an answer must not look whole, nor another follow
+        if request.writer.output_size and not resp.prepared:  # a partial response must not look complete
             self.abort()
             return resp, True
-        if not request.content.is_eof():  # what would come next on this connection is not a request
+        if not request.content.is_eof():  # the rest of the body is not a request
             resp.force_close()
         done = await super().finish_response(request, resp, start_time)
         if resp.keep_alive:
@@ -134,7 +134,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The answer to what is no HTTP, and to what no handler of ours expected."""
+        """Response to an unreadable request or an unexpected exception of a handler."""
         if request.writer.output_size:
             raise ConnectionResetError("an answer that has begun can't become an error")
         if status < 500:
@@ -147,7 +147,7 @@ class Connection(web.RequestHandler):
                 log.error("%s %s failed", request.method[:16], redact_path(request.path), exc_info=exc)
             error = ClientError(status, encode_error_body("The proxy failed; its log says why.", "server_error"))
         self._connections.on_error(error)
-        # In words, since HTTP/1.0 is what garbage is taken for.
+        # Explicit, since garbage is parsed as HTTP/1.0.
         response = error.build_response(
             error.body, {"Connection": "close", **SERVER_HEADERS, **build_id_headers(get_request_id(request))}
         )
@@ -157,7 +157,7 @@ class Connection(web.RequestHandler):
     # Limits.
 
     def check_limits(self, now: float) -> None:
-        """End it where it has taken too long."""
+        """Close the connection if it has timed out."""
         limits = self._connections
         if self._is_send_stalled(now, limits.send_timeout_s):
             log.info("a client took nothing for %g s", limits.send_timeout_s)
@@ -169,11 +169,11 @@ class Connection(web.RequestHandler):
 
     @property
     def unsent_bytes(self) -> int:
-        """Of answers, what the kernel didn't take yet."""
+        """Bytes of responses that the kernel has not taken."""
         return self._transport.get_write_buffer_size() if self._transport else 0
 
     def abort(self) -> None:
-        """Unsent bytes are dropped; the client sees a reset, or an end where more was announced."""
+        """Close at once and drop unsent bytes; the client sees a reset."""
         if self._transport:
             self._transport.abort()
 
@@ -185,7 +185,7 @@ class Connection(web.RequestHandler):
         return now - self._progress_at >= timeout_s
 
     def _send_error(self, error: ClientError) -> None:
-        """Answer where there is no request to answer, and end."""
+        """Write an error without a request to answer, and close."""
         self._set_phase(ConnectionPhase.CLOSING)
         if self._transport and not self._transport.is_closing():
             self._connections.on_error(error)
@@ -193,13 +193,13 @@ class Connection(web.RequestHandler):
         self.force_close()
 
     async def _close_gracefully(self) -> None:
-        """Close our half first: a reset, from closing over unread bytes, could destroy the answer on its way."""
+        """Close the sending half first: a reset, from closing over unread bytes, could destroy the response."""
         self._set_phase(ConnectionPhase.CLOSING)
         self.close()
         if self._transport and not self._transport.is_closing():
             self._transport.write_eof()
             self._transport.resume_reading()
-            await asyncio.sleep(LINGER_S)  # cancelled as soon as the client has closed its half
+            await asyncio.sleep(LINGER_S)  # cancelled when the client closes its half
 
     def _set_phase(self, phase: ConnectionPhase) -> None:
         self.phase, self._phase_since = phase, self._loop.time()
@@ -207,7 +207,7 @@ class Connection(web.RequestHandler):
 
 
 class RefusedConnection(asyncio.Protocol):
-    """A connection that there is no room for: told so once it asks, then closed."""
+    """Connection above the limit: its first request gets an error, then it is closed."""
 
     def __init__(self, connections: "Connections") -> None:
         self._connections = connections
@@ -223,7 +223,7 @@ class RefusedConnection(asyncio.Protocol):
             asyncio.get_running_loop().call_later(LINGER_S, transport.abort)
 
     def data_received(self, data: bytes) -> None:
-        if self._transport and not self._is_answered:  # an answer before the question would confuse some clients
+        if self._transport and not self._is_answered:  # some clients fail on a response before their request
             self._is_answered = True
             self._connections.on_error(error := connections_full())
             self._transport.write(encode_error_response(error))
@@ -243,14 +243,14 @@ class Connections:
         send_timeout_s: float,
         on_error: Callable[[ClientError], object] = str,
     ) -> None:
-        """`refused` hears of each error that a client is told where no handler is."""
+        """`on_error` is called with each error sent without a handler."""
         self.on_error = on_error
         self.count_max = count_max
         self.receive_timeout_s = receive_timeout_s
         self.send_timeout_s = send_timeout_s
-        # Weak, since a socket that fails before `connection_made` is never heard of again.
+        # Weak, since a socket that fails before `connection_made` gets no `connection_lost`.
         self._open: weakref.WeakSet[Connection] = weakref.WeakSet()
-        self._idle: dict[Connection, None] = {}  # of these, those without a request, the longest first
+        self._idle: dict[Connection, None] = {}  # open ones without a request, longest idle first
         self._refusals: set[RefusedConnection] = set()
         self._full_logged_at = float("-inf")
 
@@ -259,7 +259,7 @@ class Connections:
         return len(self._open)
 
     def admit(self, server: web.Server) -> asyncio.Protocol:
-        """What speaks on a socket that was just accepted."""
+        """Protocol for an accepted socket."""
         if self.count >= self.count_max and not self._close_longest_idle():
             self._log_full()
             return RefusedConnection(self)
@@ -268,7 +268,7 @@ class Connections:
         return connection
 
     def update_phase(self, connection: Connection) -> None:
-        """Its phase has changed.  That of one which is gone may, too: its handler ends later."""
+        """Register a changed phase, also that of a closed connection: its handler ends later."""
         self._idle.pop(connection, None)
         if connection in self._open and connection.phase in (ConnectionPhase.IDLE, ConnectionPhase.CLOSING):
             self._idle[connection] = None
@@ -278,7 +278,7 @@ class Connections:
         self._open.discard(connection)
 
     def add_refusal(self, refusal: RefusedConnection) -> bool:
-        """Whether there is time for words."""
+        """False if too many refusals are being written."""
         if len(self._refusals) >= REFUSALS_COUNT_MAX:
             return False
         self._refusals.add(refusal)
@@ -288,7 +288,7 @@ class Connections:
         self._refusals.discard(refusal)
 
     async def sweep(self) -> None:
-        """Check all, again and again, until cancelled."""
+        """Check all connections' limits periodically, until cancelled."""
         loop = asyncio.get_running_loop()
         interval_s = min(SWEEP_INTERVAL_MAX_S, self.receive_timeout_s / 4, self.send_timeout_s / 4)
         while True:
@@ -301,7 +301,7 @@ class Connections:
             connection.abort()
 
     def _close_longest_idle(self) -> bool:
-        """Close the connection that was idle for the longest time, if any is."""
+        """Close the longest idle connection, if any."""
         longest = next((connection for connection in self._idle if not connection.unsent_bytes), None)
         if longest is None:
             return False
@@ -316,11 +316,11 @@ class Connections:
             log.warning("%d connections are open and none is idle: newcomers are refused", self.count)
 
 
-CONNECTIONS = web.AppKey("connections", Connections)  # how a handler finds them, for the status
+CONNECTIONS = web.AppKey("connections", Connections)  # for the status
 
 
 class HttpListener:
-    """An application that listens.  `close` may be called again."""
+    """A listening application.  `close` is idempotent."""
 
     def __init__(self, runner: web.AppRunner, server: asyncio.Server, connections: Connections) -> None:
         self.port: int = server.sockets[0].getsockname()[1]
@@ -330,7 +330,7 @@ class HttpListener:
         self._sweep_task = asyncio.get_running_loop().create_task(connections.sweep(), name="limits of connections")
 
     async def close(self) -> None:
-        """Take nobody in any more, give answers under way a short grace, and run the application's own clean-up."""
+        """Stop accepting, give running handlers a short grace, and run the application's clean-up."""
         server, self._server = self._server, None
         if server is None:
             return
@@ -346,9 +346,9 @@ class HttpListener:
 async def listen(
     app: web.Application, config: ProxyConfig, descriptor_count_max: int = UNLIMITED
 ) -> AsyncIterator[HttpListener]:
-    """`app` behind `bind_host` and `port`, with no more connections than this process has descriptors for.
+    """Serve `app` at `bind_host` and `port`, with at most as many connections as there are descriptors for.
 
-    Raises OSError where it can't listen.
+    Raises OSError if it can't listen.
     """
     count_max = compute_connections_max(config.connections_max, descriptor_count_max)
     connections = app[CONNECTIONS] = Connections(
@@ -379,19 +379,19 @@ async def listen(
 
 @web.middleware
 async def connection_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Have the connection know that its request is being handled."""
+    """Tell the connection that its request is being handled."""
     if isinstance(request.protocol, Connection):
         request.protocol.begin_request(request)
     return await handler(request)
 
 
 def compute_connections_max(connections_max: int, descriptor_count_max: int) -> int:
-    """How many connections there may be at once, by the setting and by the descriptors that they need."""
+    """Maximum of connections by the setting and by the descriptors that they need."""
     return max(1, min(connections_max, (descriptor_count_max - DESCRIPTORS_RESERVED) // DESCRIPTORS_PER_CONNECTION))
 
 
 def shorten_parser_message(message: str) -> str:
-    """What a parser says, without what it quotes: that may be a prompt, which belongs in no log."""
+    """A parser's message without its quotes, which may contain a prompt."""
     words = " ".join(message.split()).partition(": b'")[0].partition(': b"')[0]
     return (redact(words, keep_names=False) if "'" in words or '"' in words else words)[:REASON_CHARS_MAX]
 
@@ -406,7 +406,7 @@ def connections_full() -> ClientError:
 
 
 def encode_error_response(error: ClientError) -> bytes:
-    """An error as HTTP, for where there is no request to answer."""
+    """HTTP bytes of an error that answers no request."""
     with request_context(request_id := new_request_id()):
         log.info("refused: %s", error)
     lines = [
@@ -422,7 +422,7 @@ def encode_error_response(error: ClientError) -> bytes:
 
 
 def tune_socket(transport: asyncio.Transport) -> None:
-    """Have the kernel notice peers that are gone, and keep little for those that don't read."""
+    """Enable keepalive with short intervals, and limit the send buffer for slow readers."""
     options = [
         (socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES),
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -430,13 +430,13 @@ def tune_socket(transport: asyncio.Transport) -> None:
         (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S),
         (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_COUNT),
     ]
-    with suppress(OSError):  # it is gone already
+    with suppress(OSError):  # already closed
         for level, name, value in options:
             transport.get_extra_info("socket").setsockopt(level, name, value)
 
 
 def _unreadable_request(exc: BaseException | None, reason: str, status: int) -> ClientError:
-    if isinstance(exc, ContentEncodingError):  # raised by the head alone: a body that is damaged is found later
+    if isinstance(exc, ContentEncodingError):  # unknown encoding in the head; damaged bodies fail later
         message = "The body is compressed in a way that can't be undone here; send it with gzip or deflate, or plain."
         return bad_request(message, status=415)
     if isinstance(exc, LineTooLong) or (isinstance(exc, BadHttpMessage) and "Too many headers" in exc.message):

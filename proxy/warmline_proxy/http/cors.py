@@ -1,7 +1,7 @@
-"""Which web pages may use what is served under /v1 (CORS): none, unless their origins are named.  Pure.
+"""CORS for paths under /v1: web pages of the named origins only.  Pure.
 
-A browser sends a page's requests for it, and shows it the answer only where that says so.  What it does not ask about
-first it sends all the same, a prompt too: where no key is asked for, `is_strange` tells such requests.
+Browsers send a page's requests and hide the responses without these headers.  Requests without a preflight arrive all
+the same: where no key is required, `is_untrusted_origin` identifies them.
 """
 
 import re
@@ -13,20 +13,20 @@ from warmline_common.process.loopback import is_loopback_name, parse_host
 ANY_ORIGIN = "*"
 CORS_PATH_PREFIX = "/v1/"
 ALLOWED_METHODS = "GET, HEAD, POST, DELETE"
-# What clients in a page send and a browser asks about first.  Some can't be listed, so what is asked for is echoed.
+# Headers of clients in a page.  Prefixes can't be listed, so the requested names are echoed.
 ALLOWED_HEADERS = frozenset(
     {"accept", "authorization", "content-type", "idempotency-key", "session-id", "user-agent", "x-api-key"}
     | {"x-claude-code-session-id", "x-litellm-session-id", "x-session-id"}
 )
 ALLOWED_HEADER_PREFIXES = ("anthropic-", "openai-", "x-stainless-", "x-warmline-")
 EXPOSED_HEADERS = "Request-Id, Retry-After, X-Request-Id, X-Warmline-Cache, X-Warmline-Request, X-Warmline-Stabilized"
-MAX_AGE_S = 3600  # for which a browser need not ask again
+MAX_AGE_S = 3600  # a browser's cache of the preflight
 WEB_SCHEMES = ("http", "https")
 _ORIGIN_PATTERN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@*\s]+")
 
 
 def parse_origins(setting: str) -> frozenset[str]:
-    """Those in a list separated by commas.  Raises ValueError for what no browser sends as an origin."""
+    """Origins in a comma-separated list.  Raises ValueError for an invalid origin."""
     names = frozenset(filter(None, (name.strip().lower() for name in setting.split(","))))
     for name in names - {ANY_ORIGIN}:
         if not _ORIGIN_PATTERN.fullmatch(name):
@@ -37,30 +37,25 @@ def parse_origins(setting: str) -> frozenset[str]:
 
 
 def is_same_origin(origin: str, hosts: Sequence[str]) -> bool:
-    """Whether it is that of a page of ours; `hosts`: the Host headers of the request."""
+    """True for the proxy's own origin; `hosts`: the Host headers of the request."""
     url = _split_origin(origin)
     return url.scheme in WEB_SCHEMES and [url.netloc.lower()] == [host.lower() for host in hosts]
 
 
 def is_untrusted_origin(origin: str | None, hosts: Sequence[str], allowed_origins: Collection[str]) -> bool:
-    """Whether a page is behind a request that is neither named, nor ours, nor served on this machine.
+    """True for a page's request whose origin is neither named, nor the proxy's, nor on this machine.
 
-    A sandboxed page says "null", whosever it is.  Apps and extensions have other schemes: somebody installed them; so
-    have apps that are made of files ("file://"), where a browser says "null" of a page in a file.
+    Sandboxed pages send "null".  Apps and extensions, which users install, have other schemes, such as "file://" for
+    apps made of files; for a page in a file, browsers send "null".
     """
-    if (
-        not origin
-        or ANY_ORIGIN in allowed_origins
-        or origin.lower() in allowed_origins
-        or is_same_origin(origin, hosts)
-    ):
+    if not origin or _is_named(origin, allowed_origins) or is_same_origin(origin, hosts):
         return False
     url = _split_origin(origin)
     return not url.scheme or (url.scheme in WEB_SCHEMES and not is_loopback_name(parse_host(url.netloc)))
 
 
 def _split_origin(origin: str) -> SplitResult:
-    """Empty ones where it is no URL."""
+    """Parts of the origin, empty if it is no URL."""
     try:
         return urlsplit(origin)
     except ValueError:
@@ -70,38 +65,31 @@ def _split_origin(origin: str) -> SplitResult:
 def build_cors_headers(
     allowed_origins: Collection[str], method: str, path: str, request_headers: Mapping[str, str]
 ) -> dict[str, str]:
-    """What an answer, a refusal too, says to the browser of a page; `asked`: the request's headers.
-
-    Nothing where no page is involved, or one that is not to read it.
-    """
+    """CORS headers of a response, refusals included; empty without a page, or if it may not read the response."""
     if not allowed_origins or not f"{path}/".startswith(CORS_PATH_PREFIX):
         return {}
-    vary = (
-        {} if ANY_ORIGIN in allowed_origins else {"Vary": "Origin"}
-    )  # or a cache would give one page's answer to another
+    # For caches between several pages and the proxy.
+    vary = {} if ANY_ORIGIN in allowed_origins else {"Vary": "Origin"}
     origin = request_headers.get("Origin", "")
-    if not origin or not (ANY_ORIGIN in allowed_origins or origin.lower() in allowed_origins):
+    if not origin or not _is_named(origin, allowed_origins):
         return vary
-    more = (
-        _build_preflight_headers(request_headers)
-        if method == "OPTIONS"
-        else {"Access-Control-Expose-Headers": EXPOSED_HEADERS}
-    )
+    exposed = {"Access-Control-Expose-Headers": EXPOSED_HEADERS}
+    more = _build_preflight_headers(request_headers) if method == "OPTIONS" else exposed
     return {"Access-Control-Allow-Origin": ANY_ORIGIN if ANY_ORIGIN in allowed_origins else origin, **vary, **more}
 
 
+def _is_named(origin: str, allowed_origins: Collection[str]) -> bool:
+    return ANY_ORIGIN in allowed_origins or origin.lower() in allowed_origins
+
+
 def _build_preflight_headers(request_headers: Mapping[str, str]) -> dict[str, str]:
-    requested_headers = [name.strip() for name in request_headers.get("Access-Control-Request-Headers", "").split(",")]
+    requested = (name.strip() for name in request_headers.get("Access-Control-Request-Headers", "").split(","))
     response_headers = {
         "Access-Control-Allow-Methods": ALLOWED_METHODS,
-        "Access-Control-Allow-Headers": ", ".join(
-            name for name in requested_headers if _is_allowed_header(name.lower())
-        ),
+        "Access-Control-Allow-Headers": ", ".join(name for name in requested if _is_allowed_header(name.lower())),
         "Access-Control-Max-Age": str(MAX_AGE_S),
     }
-    if (
-        request_headers.get("Access-Control-Request-Private-Network") == "true"
-    ):  # a public page, and we are at a private address
+    if request_headers.get("Access-Control-Request-Private-Network") == "true":  # page of a public address
         response_headers["Access-Control-Allow-Private-Network"] = "true"
     return response_headers
 

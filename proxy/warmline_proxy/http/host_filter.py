@@ -1,7 +1,7 @@
-"""Under which names clients may reach this machine.  Pure, but for `machine_names`.
+"""Host names by which clients may reach this machine.  Pure, except `find_machine_names`.
 
-A page in a browser can point its own domain at this machine (DNS rebinding), and is then, to the browser, of the same
-origin as we.  It can't forge Host: so each request must name a host that no stranger's domain can be.
+A web page can point its own domain at this machine (DNS rebinding) and then has the proxy's origin in the browser. It
+can't forge the Host header: each request must name a host that no foreign domain can be.
 """
 
 import re
@@ -22,7 +22,7 @@ _NAME_PATTERN = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 
 
 def parse_host_names(setting: str) -> frozenset[str]:
-    """Those in a list separated by commas.  Raises ValueError for what is no name."""
+    """Names in a comma-separated list.  Raises ValueError for an invalid name."""
     names = frozenset(filter(None, (name.strip().lower().removesuffix(".") for name in setting.split(","))))
     for name in names - {ANY_HOST}:
         if not (_NAME_PATTERN.fullmatch(name) or is_ip_address(name)):
@@ -33,15 +33,15 @@ def parse_host_names(setting: str) -> frozenset[str]:
 
 
 class HostFilter:
-    """Immutable.  IP addresses are always allowed: no page has one for its name without being served from there."""
+    """Immutable set of names.  IP addresses are always allowed: a page's origin is one only if it is served there."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = LOCAL_NAMES | frozenset(names)
 
     def check(self, hosts: Sequence[str], target: str, version: tuple[int, int]) -> None:
-        """`hosts`: all Host headers; `target`: what the request line asks for.  Raises ClientError 400 or 403.
+        """Check all Host headers and the request target.  Raises ClientError 400 or 403.
 
-        A target in absolute form names a host, too, which counts for some; both have to be allowed.
+        A target in absolute form names a host, which some servers prefer; both must be allowed.
         """
         if len(hosts) > 1 or (not hosts and version >= (1, 1)):
             raise bad_request(f"A request has one Host header; this one has {len(hosts)}.")
@@ -56,7 +56,7 @@ class HostFilter:
 
 
 def _target_hosts(target: str) -> list[str]:
-    """Of a target in absolute or authority form; the usual ones name none."""
+    """Host in a target of absolute or authority form; none in usual targets."""
     if target.startswith("/") or target == "*":
         return []
     return [urlsplit(target).netloc if "://" in target else target]
@@ -71,10 +71,9 @@ def _host_not_allowed(name: str) -> ClientError:
 
 
 def find_machine_names(*, with_domains: bool) -> frozenset[str]:
-    """How others call this machine: its host name, the same in .local, and (may take 2 s) its names with domains.
+    """This machine's host name, the same in .local, and (may take 2 s) its names with domains.
 
-    The network gives those, by DHCP or DNS, and a hostile one may give a stranger's.  So only where others
-    connect, which are asked for a key.
+    DHCP or DNS give those, and a hostile network may give a foreign name: for open proxies only, which require a key.
     """
     host = socket.gethostname().lower().removesuffix(".")
     short = host.partition(".")[0]
@@ -83,7 +82,7 @@ def find_machine_names(*, with_domains: bool) -> frozenset[str]:
 
 
 def _find_bonjour_names() -> set[str]:
-    """On a Mac, which may have another host name by DHCP."""
+    """Bonjour name of a Mac, whose host name may come from DHCP."""
     if sys.platform != "darwin":
         return set()
     try:
@@ -100,7 +99,7 @@ def _find_bonjour_names() -> set[str]:
 
 
 def _find_domain_names() -> set[str]:
-    """A resolver that does not answer is not waited for."""
+    """Fully qualified name, unless the resolver is slow."""
     found: set[str] = set()
     thread = threading.Thread(target=lambda: found.add(socket.getfqdn().lower().removesuffix(".")), daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""What a query asks for, checked."""
+"""Checked query parameters."""
 
 from collections.abc import Collection
 
@@ -10,7 +10,7 @@ NUMBER_DIGITS_MAX = 9
 
 
 def parse_number(request: web.Request, name: str, default: int, maximum: int) -> int:
-    """Raises ClientError 400."""
+    """Integer from 0 to `maximum`.  Raises ClientError 400."""
     text = request.query.get(name, str(default))
     if not (text.isascii() and text.isdecimal() and len(text) <= NUMBER_DIGITS_MAX and int(text) <= maximum):
         raise bad_request(f"{name} must be a whole number from 0 to {maximum}, not {text[:40]!r}.", param=name)
@@ -18,7 +18,7 @@ def parse_number(request: web.Request, name: str, default: int, maximum: int) ->
 
 
 def parse_choice(request: web.Request, name: str, default: str, choices: Collection[str]) -> str:
-    """Raises ClientError 400."""
+    """One of the choices.  Raises ClientError 400."""
     text = request.query.get(name, default)
     if text not in choices:
         raise bad_request(f"{name} must be one of {', '.join(choices)}, not {text[:40]!r}.", param=name)

@@ -1,6 +1,6 @@
-"""Each request's id: given by its client or made here, on every answer, and in every line of the log that is about it.
+"""Request ids: given by the client or made here; in every response and in every log line about the request.
 
-SDKs look for it under names of their own, OpenAI's under `x-request-id` and Anthropic's under `request-id`.
+SDKs read them from headers of their own: OpenAI's `x-request-id`, Anthropic's `request-id`.
 """
 
 import logging
@@ -21,31 +21,31 @@ _REQUEST_ID_KEY = web.RequestKey("id", str)
 
 
 def get_request_id(request: web.BaseRequest) -> str:
-    """The id of a request that `named` has seen, or that no handler will; always the same."""
+    """Id of a request, the same at each call, also for requests that reach no handler."""
     if (request_id := request.get(_REQUEST_ID_KEY)) is None:
         try:
             request_id = parse_request_id(request.headers.get(HEADER_REQUEST))
-        except ClientError:  # which is for whoever needs that name to say
+        except ClientError:  # `check_request_id` reports it
             request_id = new_request_id()
         request[_REQUEST_ID_KEY] = request_id
     return request_id
 
 
 def check_request_id(request: web.BaseRequest) -> str:
-    """The same.  Raises ClientError 400 where its client wants it called something that no request may be called."""
+    """Id of a request.  Raises ClientError 400 if the client gave an invalid one."""
     if (given := request.headers.get(HEADER_REQUEST)) is not None:
         parse_request_id(given)
     return get_request_id(request)
 
 
 def build_id_headers(request_id: str) -> dict[str, str]:
-    """What every answer has."""
+    """Headers of every response."""
     return dict.fromkeys((HEADER_REQUEST, *SDK_HEADERS), request_id)
 
 
 @web.middleware
 async def request_id_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Outermost.  What is logged while it is handled is about this request, and a refusal is logged."""
+    """Outermost middleware: sets the log context and logs refusals."""
     with request_context(get_request_id(request)):
         response = await handler(request)
         if (error := response.get(CLIENT_ERROR)) is not None:
@@ -54,12 +54,12 @@ async def request_id_middleware(request: web.Request, handler: Handler) -> web.S
 
 
 async def set_request_id_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """A signal's handler, for an answer's head that is about to be written."""
+    """Handler of aiohttp's on_response_prepare signal."""
     response.headers.update(build_id_headers(response.headers.get(HEADER_REQUEST) or get_request_id(request)))
 
 
 def _log_refusal(request: web.Request, error: ClientError, request_id: str) -> None:
-    if error.status == UNAUTHORIZED:  # `Doors` tells of them, so that whoever tries keys fills no log
+    if error.status == UNAUTHORIZED:  # logged by Authenticator, rate-limited
         return
     body = decode_error_body(error)
     with request_context(request_id):

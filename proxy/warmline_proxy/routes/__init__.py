@@ -1,0 +1,1 @@
+"""Client routes, middlewares and the route tables; imports every layer below app; event loop."""

@@ -1,4 +1,4 @@
-"""What Anthropic's clients ask besides messages: how long a prompt is, and what is served."""
+"""Routes of Anthropic's API besides messages: token counts and models.  Event loop thread."""
 
 from aiohttp import web
 
@@ -10,11 +10,11 @@ from warmline_proxy.pipeline.rendering import RemoteRenderer
 from warmline_proxy.routes.middlewares import CLIENT, trim_path
 from warmline_proxy.upstream.backend_state import BackendState
 
-VERSION_HEADER = "anthropic-version"  # by which its clients are known
+VERSION_HEADER = "anthropic-version"  # sent by all clients of the API
 
 
 class AnthropicRoutes:
-    """Takes no place in the queue and leaves nothing behind.  Event loop thread."""
+    """Handlers of Anthropic's paths; they take no place in the queue and store nothing."""
 
     def __init__(
         self, api: MessagesApi, config: ProxyConfig, renderer: RemoteRenderer, backend_state: BackendState
@@ -22,7 +22,7 @@ class AnthropicRoutes:
         self._api, self._config, self._renderer, self._backend_state = api, config, renderer, backend_state
 
     async def count_tokens(self, request: web.Request) -> web.Response:
-        """Raises ClientError and UpstreamError."""
+        """Count the tokens of a request's prompt.  Raises ClientError and UpstreamError."""
         body = await read_body(request, self._config.receive_timeout_s)
         tokens = await self._renderer.count_tokens(
             self._api.read_count_call(body, request.headers), request[CLIENT].tenant
@@ -37,5 +37,5 @@ class AnthropicRoutes:
 
 
 def is_anthropic_request(request: web.Request) -> bool:
-    """True where Anthropic's list of models is meant, whose path OpenAI's has too."""
+    """True for clients of Anthropic's API, whose models path is OpenAI's too."""
     return VERSION_HEADER in request.headers

@@ -37,7 +37,7 @@ def trim_path(request: web.Request) -> str:
 
 
 def build_access_middleware(authenticator: Authenticator) -> Middleware:
-    """Middleware that decides on each request before its route does, unknown paths included."""
+    """Middleware that checks access to every path, unknown ones included, before the route runs."""
 
     @web.middleware
     async def access_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -62,7 +62,7 @@ def build_access_middleware(authenticator: Authenticator) -> Middleware:
 
 @web.middleware
 async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Encode every refusal in the envelope of the client's API.  A client that has left gets none."""
+    """Encode every error in the envelope of the client's API.  Disconnected clients get no answer."""
     try:
         return await handler(request)
     except (ClientError, UpstreamError) as error:
@@ -92,30 +92,30 @@ def _translate_routing_error(request: web.Request, error: web.HTTPNotFound | web
 
 
 def _path_not_found(path: str) -> ClientError:
-    """Error 404, at once: clients probe for other servers' paths and wait for the answer."""
+    """Error 404 without a delay: clients probe for other servers' paths and wait for the answer."""
     message = f'Unknown path "{path[:200]}"; served are {", ".join(SERVED_PATHS)}.'
     if meant := [known for known in SERVED_PATHS if path.endswith(known.removeprefix("/v1"))]:
         message += f"  If {max(meant, key=len)} was meant: the base URL that the client was given doesn't lead there."
-    elif path.strip("/") in ("", "v1"):  # typed into a browser
+    elif path.strip("/") in ("", "v1"):  # a person in a browser
         message += "  The dashboard is at /admin."
     return bad_request(message, status=404, code="not_found")
 
 
 async def handle_expect(request: web.Request) -> None:
-    """Expect handler of all routes.  aiohttp's own repeats in its error what can't be encoded."""
+    """Expect handler of all routes.  aiohttp's own copies unencodable header text into its error."""
     if request.version < aiohttp.HttpVersion11:
         return
     if request.headers.get(hdrs.EXPECT, "").lower() != "100-continue":
         error = bad_request("The header Expect must be 100-continue, or not there.", status=417)
         raise web.HTTPExpectationFailed(text=error.body.decode(), content_type="application/json")
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    request.writer.output_size = 0  # nothing of the answer is out yet
+    request.writer.output_size = 0  # the interim response is not part of the answer
 
 
 def build_cors_handler(
     allowed_origins: Collection[str],
 ) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
-    """Handler of aiohttp's signal before a response's head is written: lets pages of these origins read it."""
+    """Handler of aiohttp's on_response_prepare signal: lets pages of these origins read responses."""
 
     async def set_cors_headers(request: web.Request, response: web.StreamResponse) -> None:
         response.headers.update(build_cors_headers(allowed_origins, request.method, request.path, request.headers))

@@ -38,9 +38,9 @@ class OpenAIRoutes:
         return json_response(build_models_reply(trim_path(request), await self._backend_state.status()))
 
     async def cancel_request(self, request: web.Request) -> web.StreamResponse:
-        """Answer when the engine has released the request.
+        """Cancel a request by its own id or its response's id; answer when the engine has released it.
 
-        The path names the request's id, or the id of its answer, which ends in it.  Other clients' requests are 404.
+        Other clients' requests are 404.
         """
         name, client = trim_path(request).removeprefix(CANCEL_PATH), request[CLIENT]
         found = self._registry.find(name, client) or self._registry.find(_strip_id_prefix(name), client)
@@ -51,7 +51,7 @@ class OpenAIRoutes:
 
 
 def _strip_id_prefix(name: str) -> str:
-    """Id of a request in the id of its answer."""
+    """Request id within a response id."""
     for prefix in RESPONSE_ID_PREFIXES:
         name = name.removeprefix(prefix)
     return name

@@ -1,4 +1,4 @@
-"""What OpenAI's clients ask of responses besides making them.  Nothing is stored, so most of it is not to be had."""
+"""Routes below /v1/responses.  Responses are not stored, so only those in progress can be named."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ RESPONSE_ID_PREFIX = "resp_"
 
 
 class ResponsesRoutes:
-    """POST input_tokens; DELETE {id} and POST {id}/cancel of a response that is on its way.  Event loop thread."""
+    """POST input_tokens; DELETE {id} and POST {id}/cancel of a response in progress.  Event loop thread."""
 
     def __init__(
         self,
@@ -31,13 +31,8 @@ class ResponsesRoutes:
         registry: RequestRegistry,
         completion: Completion,
     ) -> None:
-        self._api, self._config, self._renderer, self._registry, self._completion = (
-            api,
-            config,
-            renderer,
-            registry,
-            completion,
-        )
+        self._api, self._config, self._renderer = api, config, renderer
+        self._registry, self._completion = registry, completion
 
     async def handle(self, http_request: web.Request) -> web.Response:
         """Handle a path below /v1/responses/.  Raises ClientError and UpstreamError."""
@@ -61,7 +56,7 @@ class ResponsesRoutes:
         return json_response({"object": "response.input_tokens", "input_tokens": tokens})
 
     async def _cancel_response(self, name: str, client: Client) -> Request:
-        """Returns when the engine has let go."""
+        """Cancel a response and wait until the engine has released it.  Raises ClientError 404."""
         request = self._registry.find(name.removeprefix(RESPONSE_ID_PREFIX), client)
         if request is None or request.released.is_set():
             raise _response_not_found(name)
@@ -75,7 +70,7 @@ def _response_not_found(name: str) -> ClientError:
 
 
 def _render_cancelled(request: Request) -> dict[str, Any]:
-    """As much of a response as is known of one that nobody gets."""
+    """Response object of a cancelled request, without output."""
     return {
         "id": f"{RESPONSE_ID_PREFIX}{request.log.id}",
         "object": "response",

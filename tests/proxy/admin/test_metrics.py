@@ -1,4 +1,4 @@
-"""What the proxy tells Prometheus: each thing that can happen, counted where it happens."""
+"""Prometheus metrics of the proxy, counted by real requests."""
 
 import asyncio
 import socket
@@ -36,7 +36,7 @@ def record(**facts: Any) -> RequestRecord:
 # ---- requests
 
 
-def test_a_request_is_counted_by_what_it_came_to() -> None:
+def test_record_request_counts_outcome_and_times() -> None:
     metrics = ProxyMetrics()
     warm = record(
         source="restored",
@@ -70,7 +70,7 @@ def test_a_request_is_counted_by_what_it_came_to() -> None:
         "warmline_prefill_seconds": (1, 2.0),
         "warmline_decode_seconds": (1, 5.0),
         "warmline_time_per_output_token_seconds": (1, 0.1),
-        "warmline_ttft_estimate_ratio": (1, 1.5),  # three seconds without waiting, where two were planned
+        "warmline_ttft_estimate_ratio": (1, 1.5),  # 3 s without the queue; 2 s planned
     }
 
 
@@ -78,7 +78,7 @@ def histograms(found: Scraped) -> list[str]:
     return [name for name, family in found.families.items() if family.type == "histogram"]
 
 
-def test_what_was_sent_again_says_nothing_of_the_estimate() -> None:
+def test_redispatched_request_excluded_from_estimate() -> None:
     metrics = ProxyMetrics()
     metrics.record_request(record(ttft_s=4.0, expected_ttft_s=2.0, dispatches=3), "2xx")
     found = scraped(metrics)
@@ -86,14 +86,14 @@ def test_what_was_sent_again_says_nothing_of_the_estimate() -> None:
     assert found.total("warmline_ttft_estimate_ratio_count") == 0 and found.total("warmline_ttft_seconds_count") == 1
 
 
-def test_a_prefill_of_hours_still_has_a_bucket() -> None:
+def test_prefill_buckets_cover_hours() -> None:
     metrics = ProxyMetrics()
     metrics.record_request(record(prefilled_tokens=1, prefill_s=7000.0), "2xx")
     assert scraped(metrics).total("warmline_prefill_seconds_bucket", le="7200.0") == 1
     assert scraped(metrics).total("warmline_prefill_seconds_bucket", le="3600.0") == 0
 
 
-def test_another_proxy_counts_from_nothing() -> None:
+def test_each_proxy_has_its_own_registry() -> None:
     metrics = ProxyMetrics()
     metrics.record_request(record(), "2xx")
     assert scraped(metrics).total("warmline_requests_total") == 1
@@ -101,14 +101,14 @@ def test_another_proxy_counts_from_nothing() -> None:
 
 
 @on_loop
-async def test_the_sources_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cold start, one in memory, one from disk; chat and completion."""
+async def test_prompt_tokens_by_source_sum_to_total(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One cold, one resident and one restored chat request, and a completion."""
     monkeypatch.setattr(gauges, "TOTALS_INTERVAL_S", 0.0)
     async with pair(tmp_path) as proxy:
         answers = [await proxy.chat(LONG), await proxy.chat(LONG)]
         await proxy.settled()
         proxy.backend.restart()
-        await until(lambda: boots(proxy, 2))
+        await until(lambda: has_boots(proxy, 2))
         answers.append(await proxy.chat(LONG))
         body = {"prompt": "Another one"}
         async with proxy.client.post(f"{proxy.url}/v1/completions", json=body) as answer:
@@ -131,16 +131,16 @@ async def test_the_sources_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert found.total("warmline_saved_bytes_total") == 4 * found.total("warmline_stored_files", kind="segments")
 
 
-async def boots(proxy: Pair, count: int) -> bool:
+async def has_boots(proxy: Pair, count: int) -> bool:
     return (await scrape(proxy)).total("warmline_upstream_boots_total") == count
 
 
-# ---- what was planned
+# ---- plans
 
 
 @on_loop
-async def test_what_is_planned_is_recorded_and_compared(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:  # whose backend says that it computes a token a second
+async def test_expected_ttft_recorded_and_compared(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:  # the fake backend reports one token per second
         for _ in range(2):
             await proxy.chat(LONG)
         warm, cold = await proxy.settled()
@@ -151,7 +151,7 @@ async def test_what_is_planned_is_recorded_and_compared(tmp_path: Path) -> None:
         assert 0 < found.total("warmline_ttft_estimate_ratio_sum", source="cold") < 1
 
 
-def test_who_follows_expects_what_its_leader_has_left() -> None:
+def test_follower_expects_rest_of_leader_prefill() -> None:
     costs = Costs(prefill=[PrefillRate(tokens=1000, tokens_per_s=10.0)])
     leader = RunningRequest(request_id="leader", common_tokens=800, tokens=900, prefilled=300, started=True)
     plan = plan_request(PromptShape(1000), [], NOTHING, None, costs, running=[leader])
@@ -161,18 +161,18 @@ def test_who_follows_expects_what_its_leader_has_left() -> None:
 
 
 @on_loop
-async def test_without_reuse_everything_is_expected_to_be_computed(tmp_path: Path) -> None:
+async def test_expected_ttft_without_reuse_is_full_prefill(tmp_path: Path) -> None:
     async with pair(tmp_path, reuse="off") as proxy:
         await proxy.chat(LONG)
         (only,) = await proxy.settled()
         assert only.expected_ttft_s == only.prompt_tokens
 
 
-# ---- what clients are told
+# ---- errors
 
 
 @on_loop
-async def test_refusals_by_status_and_code(tmp_path: Path) -> None:
+async def test_errors_by_status_and_code(tmp_path: Path) -> None:
     async with pair(tmp_path, running_count_max=1, queue_count_max=0) as proxy:
         proxy.backend.hold_after = 1
         first = asyncio.create_task(proxy.chat())
@@ -188,7 +188,7 @@ async def test_refusals_by_status_and_code(tmp_path: Path) -> None:
             headers = {"Authorization": f"Bearer {proxy.home.load_secret()}"}
             async with proxy.client.get(proxy.url + path, headers=headers) as response:
                 statuses.append(response.status)
-        await garbage(proxy)
+        await send_garbage(proxy)
         assert statuses == [429, 400, 400, 404, 404]
         found = await scrape(proxy)
         assert found.by("warmline_errors_total", "status", "code") == {
@@ -199,8 +199,8 @@ async def test_refusals_by_status_and_code(tmp_path: Path) -> None:
         assert await ended(proxy) == {}
 
 
-async def garbage(proxy: Pair) -> None:
-    """No HTTP at all."""
+async def send_garbage(proxy: Pair) -> None:
+    """Send bytes that are not HTTP."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rpartition(":")[2]))
     writer.write(b"\x16\x03\x01 garbage\r\n\r\n")
     assert b" 400 " in await reader.readline()
@@ -208,7 +208,7 @@ async def garbage(proxy: Pair) -> None:
 
 
 @on_loop
-async def test_an_error_in_the_midst_of_a_stream_is_told_and_counted(tmp_path: Path) -> None:
+async def test_error_in_stream_is_counted(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.mishaps = ["cut after content"]
         answer = await proxy.chat(stream=True)
@@ -220,7 +220,7 @@ async def test_an_error_in_the_midst_of_a_stream_is_told_and_counted(tmp_path: P
 
 
 @on_loop
-async def test_no_room_for_a_connection(tmp_path: Path) -> None:
+async def test_refused_connection_is_counted(tmp_path: Path) -> None:
     async with pair(tmp_path, connections_max=1) as proxy:
         port = int(proxy.url.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as busy:
@@ -234,7 +234,7 @@ async def test_no_room_for_a_connection(tmp_path: Path) -> None:
         assert (await scrape(proxy)).by("warmline_errors_total", "status", "code") == {("503", "connections_full"): 1}
 
 
-def test_codes_are_bounded() -> None:
+def test_error_code_labels_are_bounded() -> None:
     metrics = ProxyMetrics()
     for number in range(ERROR_CODES_MAX + 5):
         metrics.record_error(bad_request("no", code=f"code_{number}"))
@@ -244,11 +244,11 @@ def test_codes_are_bounded() -> None:
     assert len(found) == ERROR_CODES_MAX + 1 and found[("other",)] == 8
 
 
-# ---- who may ask, and in which words
+# ---- access and formats
 
 
 @on_loop
-async def test_whoever_may_ask_for_answers_may_count_them_and_so_may_the_owner(tmp_path: Path) -> None:
+async def test_metrics_access_for_clients_and_owner(tmp_path: Path) -> None:
     async with pair(tmp_path, client_key="sesame") as proxy:
         for key, status in (("sesame", 200), (proxy.home.load_secret(), 200), ("wrong", 401), ("", 401)):
             headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -262,12 +262,12 @@ async def test_whoever_may_ask_for_answers_may_count_them_and_so_may_the_owner(t
 
 
 @on_loop
-async def test_both_formats(tmp_path: Path) -> None:
+async def test_text_and_openmetrics_formats(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         await proxy.chat()
         await proxy.settled()
-        asked = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
-        async with proxy.client.get(f"{proxy.url}/metrics", headers=asked) as response:
+        headers = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
+        async with proxy.client.get(f"{proxy.url}/metrics", headers=headers) as response:
             assert response.content_type == "application/openmetrics-text"
             found = Scraped(await response.text(), openmetrics=True)
         async with proxy.client.get(f"{proxy.url}/metrics") as response:
@@ -277,11 +277,11 @@ async def test_both_formats(tmp_path: Path) -> None:
         assert not [name for name in plain.families if name.endswith("_created")]
 
 
-# ---- what is stored
+# ---- storage
 
 
 @on_loop
-async def test_what_is_stored_and_what_was_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_storage_gauges_and_evictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gauges, "TOTALS_INTERVAL_S", 0.0)
     async with pair(tmp_path) as proxy:
         for text in (LONG, "Another one. " * 20):
@@ -295,13 +295,13 @@ async def test_what_is_stored_and_what_was_evicted(tmp_path: Path, monkeypatch: 
         assert found.total("warmline_stored_sessions") == totals.sessions == 2
         assert found.total("warmline_disk_budget_bytes") == proxy.index.budget_bytes
         assert found.total("warmline_residents") == 2 and found.total("warmline_residents_unsaved") == 0
-        gone = await asyncio.to_thread(proxy.index.free_bytes, 1)
+        evicted = await asyncio.to_thread(proxy.index.free_bytes, 1)
         proxy.index.budget_bytes = 1
-        gone += (rest := await asyncio.to_thread(proxy.index.make_room))
+        evicted += (rest := await asyncio.to_thread(proxy.index.make_room))
         found = await scrape(proxy)
-        assert len(gone) == totals.segments and rest
+        assert len(evicted) == totals.segments and rest
         assert found.by("warmline_evictions_total", "why") == {
-            ("disk_full",): len(gone) - len(rest),
+            ("disk_full",): len(evicted) - len(rest),
             ("budget",): len(rest),
         }
         assert found.total("warmline_evicted_bytes_total") == totals.bytes_segments
@@ -309,7 +309,7 @@ async def test_what_is_stored_and_what_was_evicted(tmp_path: Path, monkeypatch: 
 
 
 @on_loop
-async def test_a_restore_that_fails(tmp_path: Path) -> None:
+async def test_failed_restore_is_counted(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         await proxy.chat(LONG)
         await proxy.settled()
@@ -322,9 +322,7 @@ async def test_a_restore_that_fails(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_an_index_that_can_not_be_read_costs_its_figures_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_unreadable_index_omits_storage_gauges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gauges, "TOTALS_INTERVAL_S", 0.0)
     async with pair(tmp_path) as proxy:
         assert "warmline_stored_bytes" in (await scrape(proxy)).families
@@ -338,9 +336,7 @@ async def test_an_index_that_can_not_be_read_costs_its_figures_and_nothing_else(
 
 
 @on_loop
-async def test_who_scrapes_while_another_does_has_all_figures_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_concurrent_scrapes_share_one_refresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair(tmp_path) as proxy:
         reads, read = list[int](), proxy.index.totals
 
@@ -355,9 +351,9 @@ async def test_who_scrapes_while_another_does_has_all_figures_too(
 
 
 @on_loop
-async def test_what_is_under_way_and_what_holds_it(tmp_path: Path) -> None:
+async def test_gauges_of_running_requests(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy, aiohttp.ClientSession() as other:
-        await until(lambda: boots(proxy, 1))
+        await until(lambda: has_boots(proxy, 1))
         proxy.backend.saving_allowed.clear()
         assert (await proxy.chat()).status == 200
         await proxy.backend.called("save")

@@ -1,4 +1,4 @@
-"""What ends requests before their answers are whole, counted by how far they had come and by who ended them."""
+"""Metrics of requests that end early: phase and cancel source."""
 
 import asyncio
 from pathlib import Path
@@ -14,7 +14,7 @@ from warmline_proxy.errors import ClientError, gateway_timeout, request_cancelle
 from warmline_proxy.metrics import find_cancel_source
 
 LONG = "A long question. " * 20
-NAMED = {HEADER_REQUEST: "mine-1"}
+WITH_ID = {HEADER_REQUEST: "mine-1"}
 
 
 async def delete(proxy: Pair) -> None:
@@ -23,13 +23,13 @@ async def delete(proxy: Pair) -> None:
 
 
 @on_loop
-async def test_cancelled_in_the_queue(tmp_path: Path) -> None:
+async def test_cancel_while_queued(tmp_path: Path) -> None:
     async with pair(tmp_path, running_count_max=1) as proxy:
         proxy.backend.hold_after = 1
         first = asyncio.create_task(proxy.chat("The first"))
         await proxy.backend.holding.wait()
-        second = asyncio.create_task(proxy.chat(headers=NAMED))
-        await until(lambda: queued(proxy))
+        second = asyncio.create_task(proxy.chat(headers=WITH_ID))
+        await until(lambda: is_queued(proxy))
         await delete(proxy)
         proxy.backend.let_go.set()
         assert [(await each).status for each in (first, second)] == [200, 499]
@@ -39,34 +39,34 @@ async def test_cancelled_in_the_queue(tmp_path: Path) -> None:
         assert found.by("warmline_errors_total", "status", "code") == {("499", "cancelled"): 1}
 
 
-async def queued(proxy: Pair) -> bool:
+async def is_queued(proxy: Pair) -> bool:
     found = await scrape(proxy)
     return found.total("warmline_requests_queued") == 1 == found.total("warmline_requests_running")
 
 
 @on_loop
-async def test_cancelled_while_it_restores(tmp_path: Path) -> None:
+async def test_cancel_while_restoring(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         await proxy.chat(LONG)
         await proxy.settled()
         proxy.backend.restart()
         proxy.backend.restoring_allowed.clear()
-        asking = asyncio.create_task(proxy.chat(LONG, headers=NAMED))
+        running = asyncio.create_task(proxy.chat(LONG, headers=WITH_ID))
         await proxy.backend.called("restore")
         await delete(proxy)
-        assert (await asking).status == 499
+        assert (await running).status == 499
         assert await ended(proxy) == {("restoring", "delete"): 1}
 
 
 @pytest.mark.parametrize(("after", "phase"), [(0, "prefill"), (1, "decode")])
 @on_loop
-async def test_a_client_that_leaves(tmp_path: Path, after: int, phase: str) -> None:
+async def test_client_disconnect_by_phase(tmp_path: Path, after: int, phase: str) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after, proxy.backend.says_started = after, True
-        asking = asyncio.create_task(proxy.chat())
+        running = asyncio.create_task(proxy.chat())
         await proxy.backend.holding.wait()
-        await until(lambda: is_at(proxy, phase))
-        asking.cancel()
+        await until(lambda: has_phase(proxy, phase))
+        running.cancel()
         await proxy.backend.called("cancel")
         assert await ended(proxy) == {(phase, "client"): 1}
         found = await scrape(proxy)
@@ -74,14 +74,14 @@ async def test_a_client_that_leaves(tmp_path: Path, after: int, phase: str) -> N
         assert found.total("warmline_errors_total") == 0
 
 
-async def is_at(proxy: Pair, phase: str) -> bool:
+async def has_phase(proxy: Pair, phase: str) -> bool:
     await asyncio.sleep(0)
-    (life,) = proxy.app[REQUEST_REGISTRY]
-    return life.status == {"prefill": "prefilling", "decode": "answering"}[phase]
+    (request,) = proxy.app[REQUEST_REGISTRY]
+    return request.status == {"prefill": "prefilling", "decode": "answering"}[phase]
 
 
 @on_loop
-async def test_a_client_that_leaves_before_all_of_its_body_came(tmp_path: Path) -> None:
+async def test_client_disconnect_during_body(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         host, port = "127.0.0.1", int(proxy.url.rpartition(":")[2])
         _, writer = await asyncio.open_connection(host, port)
@@ -99,9 +99,7 @@ async def test_a_client_that_leaves_before_all_of_its_body_came(tmp_path: Path) 
     ],
 )
 @on_loop
-async def test_a_deadline_that_passes(
-    tmp_path: Path, settings: dict[str, Any], headers: dict[str, str], by: str
-) -> None:
+async def test_deadline_exceeded(tmp_path: Path, settings: dict[str, Any], headers: dict[str, str], by: str) -> None:
     async with pair(tmp_path, **settings) as proxy:
         proxy.backend.hold_after = 1
         assert (await proxy.chat(headers=headers)).status == 504
@@ -110,7 +108,7 @@ async def test_a_deadline_that_passes(
 
 
 @on_loop
-async def test_who_waits_too_long(tmp_path: Path) -> None:
+async def test_queue_timeout(tmp_path: Path) -> None:
     async with pair(tmp_path, running_count_max=1) as proxy:
         proxy.backend.hold_after = 1
         first = asyncio.create_task(proxy.chat())
@@ -122,7 +120,7 @@ async def test_who_waits_too_long(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_a_client_that_tries_again(tmp_path: Path) -> None:
+async def test_retry_supersedes_running_request(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 1
         session = {"X-Session-ID": "s-1"}
@@ -135,13 +133,13 @@ async def test_a_client_that_tries_again(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_a_proxy_that_stops(tmp_path: Path) -> None:
+async def test_shutdown_ends_running_request(tmp_path: Path) -> None:
     async with pair(tmp_path, drain_timeout_s=0.0) as proxy:
         proxy.backend.hold_after = 1
-        asking = asyncio.create_task(proxy.chat())
+        running = asyncio.create_task(proxy.chat())
         await proxy.backend.holding.wait()
         await drain(proxy.app)
-        assert (await asking).status == 503
+        assert (await running).status == 503
         assert await ended(proxy) == {("decode", "shutdown"): 1}
 
 
@@ -156,22 +154,22 @@ async def test_a_proxy_that_stops(tmp_path: Path) -> None:
         (ClientError(500, b"no JSON"), "other"),
     ],
 )
-def test_who_has_ended_it(reason: ClientError, by: str) -> None:
+def test_find_cancel_source(reason: ClientError, by: str) -> None:
     assert find_cancel_source(reason) == by
 
 
 @on_loop
-async def test_several_choices_end_each_for_itself(tmp_path: Path) -> None:
+async def test_choices_are_counted_separately(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 1
-        asking = asyncio.create_task(proxy.chat(headers=NAMED, n=2))
+        running = asyncio.create_task(proxy.chat(headers=WITH_ID, n=2))
         await proxy.backend.called("generate", 2)
-        await when(lambda: [life.status for life in proxy.app[REQUEST_REGISTRY]].count("answering") == 3)
-        told = [(each["phase"], each["choices"]) for each in (await proxy.status())["live"]]
-        assert told == [("answering", 2), ("answering", 0), ("answering", 0)]
+        await when(lambda: [request.status for request in proxy.app[REQUEST_REGISTRY]].count("answering") == 3)
+        live = [(each["phase"], each["choices"]) for each in (await proxy.status())["live"]]
+        assert live == [("answering", 2), ("answering", 0), ("answering", 0)]
         await delete(proxy)
-        assert (await asking).status == 499
+        assert (await running).status == 499
         assert await ended(proxy) == {("decode", "delete"): 2}
         found = await scrape(proxy)
         assert found.total("warmline_requests_total", outcome="cancelled") == 2
-        assert found.total("warmline_errors_total") == 1, "which their client was told once"
+        assert found.total("warmline_errors_total") == 1, "one response for both choices"

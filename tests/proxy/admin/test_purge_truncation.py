@@ -1,4 +1,4 @@
-"""What runs on what a purge cuts away of a file that others share."""
+"""Running requests on a segment that a purge truncates because others share it."""
 
 import asyncio
 import threading
@@ -8,15 +8,24 @@ from typing import Any
 import pytest
 
 from support.proxy.harness import on_loop, pair
-from support.proxy.purges import ALIKE, LONG, LONGER, held, let_go, purged, purged_while_read, spoken
+from support.proxy.purges import (
+    ALIKE,
+    LONG,
+    LONGER,
+    hold_request,
+    purge_during_restore,
+    release,
+    run_purge,
+    store_conversation,
+)
 from warmline_common.protocol.messages import SavedFile
 from warmline_common.storage.home import Home
 from warmline_proxy.retention import truncate as index_cut
 from warmline_proxy.store.rows import SavePlan, SegmentRow
 
 
-def written(home: Home, row: SegmentRow, plan: SavePlan) -> SavedFile:
-    """The rest of a file such as the fake backend writes them: nothing is in it."""
+def fake_rewrite(home: Home, row: SegmentRow, plan: SavePlan) -> SavedFile:
+    """Shortened file as the fake backend writes files: without content."""
     path = home.segment_file(plan.segments[0].id)
     path.parent.mkdir(mode=0o700, exist_ok=True)
     path.write_bytes(b"rest")
@@ -24,60 +33,58 @@ def written(home: Home, row: SegmentRow, plan: SavePlan) -> SavedFile:
 
 
 @pytest.fixture
-def cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_cut, "_write_shortened", written)
+def fake_truncation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_cut, "_write_shortened", fake_rewrite)
 
 
-@pytest.mark.usefixtures("cuts")
+@pytest.mark.usefixtures("fake_truncation")
 @on_loop
-async def test_what_runs_on_what_is_cut_away_does_not_bring_it_back(tmp_path: Path) -> None:
-    """And what runs on the rest of the same file is kept."""
+async def test_running_request_on_truncated_tail_is_not_saved(tmp_path: Path) -> None:
+    """A request on the kept part of the same file is saved."""
     async with pair(tmp_path) as proxy:
-        session, other = await spoken(proxy, LONG), await spoken(proxy, ALIKE)
-        running = await held(proxy, LONGER)
-        (cut,) = (await purged(proxy, session=session))["cuts"]
+        session, other = await store_conversation(proxy, LONG), await store_conversation(proxy, ALIKE)
+        running = await hold_request(proxy, LONGER)
+        (cut,) = (await run_purge(proxy, session=session))["cuts"]
         assert cut["until"] < cut["end"] and not cut["why_not"]
-        await let_go(proxy, running)
+        await release(proxy, running)
         assert (await proxy.settled())[0].saved_tokens == 0
         assert [row.id for row in proxy.index.sessions()] == [other]
         assert proxy.index.segment(cut["became"])
-        running = await held(proxy, [*ALIKE, *LONGER[1:]])
-        await purged(proxy, session="0" * 12)
-        await let_go(proxy, running)
+        running = await hold_request(proxy, [*ALIKE, *LONGER[1:]])
+        await run_purge(proxy, session="0" * 12)
+        await release(proxy, running)
         assert (await proxy.settled())[0].saved_tokens > 0
 
 
 @on_loop
-async def test_what_begins_while_the_rest_of_a_file_is_written_does_not_either(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_request_started_during_truncation_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair(tmp_path) as proxy:
-        session, _ = await spoken(proxy, LONG), await spoken(proxy, ALIKE)
-        began, may_go_on, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
+        session, _ = await store_conversation(proxy, LONG), await store_conversation(proxy, ALIKE)
+        began, resume, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
 
-        def writing(*arguments: Any) -> Any:
+        def slow_rewrite(*arguments: Any) -> Any:
             loop.call_soon_threadsafe(began.set)
-            may_go_on.wait()
-            return written(*arguments)
+            resume.wait()
+            return fake_rewrite(*arguments)
 
-        monkeypatch.setattr(index_cut, "_write_shortened", writing)
-        purge = asyncio.create_task(purged(proxy, session=session))
+        monkeypatch.setattr(index_cut, "_write_shortened", slow_rewrite)
+        purge = asyncio.create_task(run_purge(proxy, session=session))
         await began.wait()
-        running = await held(proxy, LONGER)
-        may_go_on.set()
+        running = await hold_request(proxy, LONGER)
+        resume.set()
         assert [cut["why_not"] for cut in (await purge)["cuts"]] == [""]
-        await let_go(proxy, running)
+        await release(proxy, running)
         assert (await proxy.settled())[0].saved_tokens == 0
         assert len(proxy.index.sessions()) == 1
 
 
-@pytest.mark.usefixtures("cuts")
+@pytest.mark.usefixtures("fake_truncation")
 @on_loop
-async def test_a_file_that_is_cut_and_being_read_goes_before_the_purge_answers(tmp_path: Path) -> None:
+async def test_truncated_file_under_restore_is_deleted_before_reply(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
-        session, _ = await spoken(proxy, LONG), await spoken(proxy, ALIKE)
+        session, _ = await store_conversation(proxy, LONG), await store_conversation(proxy, ALIKE)
         (old,) = [row.id for row in proxy.index.segments() if not row.parent]
-        running, purge = await purged_while_read(proxy, session, ALIKE)
+        running, purge = await purge_during_restore(proxy, session, ALIKE)
         assert proxy.home.segment_file(old).exists() and not purge.done()
         proxy.backend.restoring_allowed.set()
         await purge

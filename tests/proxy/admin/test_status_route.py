@@ -1,4 +1,4 @@
-"""GET /warmline/status where the backend loads its model, or says nothing."""
+"""GET /warmline/status while the backend loads its model or does not answer."""
 
 from pathlib import Path
 
@@ -10,25 +10,25 @@ from warmline_proxy.upstream import watchdog
 
 
 @on_loop
-async def test_a_backend_that_loads_its_model_is_not_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_status_while_model_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "POLL_INTERVAL_S", 0.02)
     async with pair(tmp_path) as proxy:
         await proxy.chat()
-        told = await proxy.status()
-        assert (told["loading"], told["backend"]) == (False, "")
+        reply = await proxy.status()
+        assert (reply["loading"], reply["backend"]) == (False, "")
         proxy.backend.ready = False
-        while not (told := await proxy.status())["backend"]:
+        while not (reply := await proxy.status())["backend"]:
             pass
-        assert (told["loading"], told["backend"]) == (True, "the model is still loading")
+        assert (reply["loading"], reply["backend"]) == (True, "the model is still loading")
 
 
 @on_loop
-async def test_a_backend_that_says_nothing_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_status_with_silent_backend_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair(tmp_path) as proxy:
         await proxy.chat()
         await proxy.settled()
         monkeypatch.setattr(status, "BACKEND_TIMEOUT_S", 0.05)
         proxy.backend.listing_allowed.clear()
-        told = await proxy.status()
-        assert (told["loading"], told["backend"]) == (False, "the backend has not answered for 0.05 s")
+        reply = await proxy.status()
+        assert (reply["loading"], reply["backend"]) == (False, "the backend has not answered for 0.05 s")
         proxy.backend.listing_allowed.set()

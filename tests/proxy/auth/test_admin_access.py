@@ -1,4 +1,4 @@
-"""Who may administer: a table of who asks how, and what becomes of it."""
+"""Admin access by credential, peer, host and page."""
 
 import base64
 from pathlib import Path
@@ -31,11 +31,11 @@ def status(
     needs_key: bool = False,
     version: tuple[int, int] = (1, 1),
 ) -> int:
-    """Of the refusal; 200 where there is none."""
+    """HTTP status of the refusal; 200 without one."""
     hosts = host.split("|") if host else []
-    asked = AccessRequest(method, peer, hosts, CIMultiDict({"Host": host, **(headers or {})}), page, version)
+    access_request = AccessRequest(method, peer, hosts, CIMultiDict({"Host": host, **(headers or {})}), page, version)
     try:
-        check_admin(asked, shown, needs_key)
+        check_admin(access_request, shown, needs_key)
     except ClientError as error:
         return error.status
     return 200
@@ -65,11 +65,11 @@ def status(
         (HERE, "localhost|localhost", 401),
     ],
 )
-def test_this_machine_is_the_owner_by_peer_and_host(peer: str, host: str, expected: int) -> None:
+def test_local_peer_and_host_are_owner(peer: str, host: str, expected: int) -> None:
     assert status(peer=peer, host=host) == expected
     assert status(ADMIN, peer=peer, host=host) == 200
     assert status(peer=peer, host=host, needs_key=True) == 401
-    assert status(WRONG, peer=peer, host=host) == 401, "who shows a wrong key means to show one"
+    assert status(WRONG, peer=peer, host=host) == 401, "a wrong key is refused even locally"
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,12 @@ def test_this_machine_is_the_owner_by_peer_and_host(peer: str, host: str, expect
     ["X-Forwarded-For", "x-forwarded-host", "Forwarded", "Via", "X-Real-IP", "CF-Connecting-IP", "Tailscale-User-Login",
      "X-Forwarded-Proto", "True-Client-IP", "X-Forwarded", "X-Cluster-Client-IP", "Fastly-Client-IP"],
 )  # fmt: skip
-def test_what_was_passed_on_is_not_local(header: str) -> None:
+def test_forwarding_header_is_not_local(header: str) -> None:
     assert status(headers={header: "127.0.0.1"}) == 401
     assert status(ADMIN, headers={header: "127.0.0.1"}) == 200
 
 
-def test_what_speaks_http_as_forwarders_of_few_words_do_is_not_local() -> None:
+def test_http_1_0_is_not_local() -> None:
     assert status(version=(1, 0)) == status(version=(0, 9)) == 401
     assert status(ADMIN, version=(1, 0)) == 200
 
@@ -109,7 +109,7 @@ def test_what_speaks_http_as_forwarders_of_few_words_do_is_not_local() -> None:
         (VISIT, 403, 403),
     ],
 )
-def test_pages_of_others_reach_nothing(shown: str, headers: dict[str, str], reads: int, changes: int) -> None:
+def test_cross_site_pages_are_refused(shown: str, headers: dict[str, str], reads: int, changes: int) -> None:
     assert status(shown, headers) == status(shown, headers, method="HEAD") == reads
     assert status(shown, {**headers, **CHANGES}, method="POST") == changes
     assert status(shown, {**headers, **CHANGES}, method="DELETE") == changes
@@ -118,7 +118,7 @@ def test_pages_of_others_reach_nothing(shown: str, headers: dict[str, str], read
     assert status(SECRET, headers, method="POST") == 200, "no browser knows the secret"
 
 
-def test_a_link_from_anywhere_opens_the_page_for_people_and_nothing_else() -> None:
+def test_cross_site_navigation_opens_pages_only() -> None:
     assert status(headers=VISIT, page=True) == 200
     assert status(headers={**VISIT, **CHANGES}, page=True, method="POST") == 403
     assert status(headers={**VISIT, "Sec-Fetch-Dest": "iframe"}, page=True) == 403
@@ -142,24 +142,24 @@ def basic(text: str) -> str:
         ({"Authorization": "Basic "}, ""),
     ],
 )
-def test_keys_are_shown_as_clients_and_browsers_do(headers: dict[str, str], shown: str) -> None:
+def test_extract_key(headers: dict[str, str], shown: str) -> None:
     assert extract_key(CIMultiDict(headers)) == shown
 
 
-async def answered(proxy: Pair, method: str, path: str, headers: dict[str, str], **more: Any) -> tuple[int, str]:
+async def send(proxy: Pair, method: str, path: str, headers: dict[str, str], **more: Any) -> tuple[int, str]:
     async with proxy.client.request(method, proxy.url + path, headers=headers, **more) as response:
         return response.status, response.headers.get("WWW-Authenticate", "")
 
 
 @pytest.mark.parametrize("needs_key", [True, False])
-def test_who_is_refused_is_told_of_this_machine_only_where_that_is_enough(needs_key: bool) -> None:
+def test_refusal_mentions_local_access_if_sufficient(needs_key: bool) -> None:
     with pytest.raises(ClientError, match="cachectl key show admin") as caught:
         check_admin(AccessRequest("GET", LAN, ["127.0.0.1"], CIMultiDict(), is_page=True), MISSING, needs_key)
     assert ("localhost" in str(caught.value)) is not needs_key
 
 
 @on_loop
-async def test_client_keys_administer_nothing_and_the_admin_key_asks_for_no_answers(tmp_path: Path) -> None:
+async def test_client_key_and_admin_key_are_separate(tmp_path: Path) -> None:
     async with pair(tmp_path, admin_needs_key=True) as proxy:
         admin = keys_file.ensure_key(proxy.home, keys_file.ADMIN_KIND).key
         client = keys_file.add_key(proxy.home, "me").key
@@ -173,49 +173,49 @@ async def test_client_keys_administer_nothing_and_the_admin_key_asks_for_no_answ
                 ({"Authorization": f"Bearer {admin}"}, 200),
                 ({"Authorization": f"Bearer {secret}", **away}, 200),
             ):
-                found, challenge = await answered(proxy, "GET", path, headers)
+                found, challenge = await send(proxy, "GET", path, headers)
                 assert found == expected and challenge == ("Bearer" if expected == 401 else "")
         purge = {"json": {"everything": True}}
         as_admin = {"Authorization": basic(f"owner:{admin}")}
         for by_itself in (
             as_admin,
             {"Authorization": basic(f":{secret}")},
-        ):  # a browser goes on showing it
-            assert (await answered(proxy, "POST", "/warmline/purge", by_itself, **purge))[0] == 403
-            assert (await answered(proxy, "GET", "/warmline/status", by_itself))[0] == 200
-        assert (await answered(proxy, "POST", "/warmline/purge", {**as_admin, **CHANGES}, **purge))[0] == 200
+        ):  # browsers repeat Basic credentials
+            assert (await send(proxy, "POST", "/warmline/purge", by_itself, **purge))[0] == 403
+            assert (await send(proxy, "GET", "/warmline/status", by_itself))[0] == 200
+        assert (await send(proxy, "POST", "/warmline/purge", {**as_admin, **CHANGES}, **purge))[0] == 200
         for key in (admin, secret, ""):
             assert (await proxy.chat(headers={"Authorization": f"Bearer {key}"})).status == 401
         assert (await proxy.chat(headers={"Authorization": f"Bearer {client}"})).status == 200
         for key, expected in ((client, 200), (admin, 200), (secret, 200), ("wrong", 401)):
-            assert (await answered(proxy, "GET", "/metrics", {"X-Api-Key": key}))[0] == expected
+            assert (await send(proxy, "GET", "/metrics", {"X-Api-Key": key}))[0] == expected
         async with proxy.client.get(f"{proxy.url}/metrics", headers={"X-Api-Key": admin}) as response:
             counted = await response.text()
         assert 'warmline_unauthorized_total{door="owner"}' in counted and 'door="client"' in counted
 
 
 @on_loop
-async def test_a_browser_asks_people_for_the_admin_key(tmp_path: Path) -> None:
+async def test_page_refusal_has_basic_challenge(tmp_path: Path) -> None:
     async with pair(tmp_path, admin_needs_key=True) as proxy:
-        assert await answered(proxy, "GET", "/admin", {}) == (401, 'Basic realm="Warmline", charset="UTF-8"')
+        assert await send(proxy, "GET", "/admin", {}) == (401, 'Basic realm="Warmline", charset="UTF-8"')
     async with pair(tmp_path / "open") as proxy:
-        assert (await answered(proxy, "GET", "/admin", VISIT))[0] == 200
-        assert (await answered(proxy, "GET", "/warmline/status", VISIT))[0] == 403
-        assert (await answered(proxy, "GET", "/warmline/status", {}))[0] == 200
-        assert (await answered(proxy, "POST", "/warmline/purge", {}, json={"everything": True}))[0] == 403
+        assert (await send(proxy, "GET", "/admin", VISIT))[0] == 200
+        assert (await send(proxy, "GET", "/warmline/status", VISIT))[0] == 403
+        assert (await send(proxy, "GET", "/warmline/status", {}))[0] == 200
+        assert (await send(proxy, "POST", "/warmline/purge", {}, json={"everything": True}))[0] == 403
 
 
 @on_loop
-async def test_behind_a_proxy_on_this_machine_nobody_is_the_owner_by_his_address(
+async def test_local_peer_is_not_owner_behind_proxy(
     tmp_path: Path,
 ) -> None:
-    """There is one where names are given to what listens on loopback; it may add no header."""
+    """Further host names on loopback imply a reverse proxy, which may add no header."""
     async with pair(tmp_path, allowed_hosts="llm.example.org") as proxy:
-        assert (await answered(proxy, "GET", "/warmline/status", {}))[0] == 401
+        assert (await send(proxy, "GET", "/warmline/status", {}))[0] == 401
         async with proxy.client.get(
             f"{proxy.url}/warmline/status", headers={"X-Api-Key": proxy.home.load_secret()}
-        ) as told:
-            assert told.status == 200 and told.headers["Cache-Control"] == "no-store"
+        ) as response:
+            assert response.status == 200 and response.headers["Cache-Control"] == "no-store"
     home = Home(tmp_path / "other")
     assert not ProxyConfig(home=home, lan=True, allowed_hosts="llm.example.org").is_admin_key_required
     assert ProxyConfig(home=home, lan=True, admin_needs_key=True).is_admin_key_required
@@ -226,11 +226,11 @@ BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 
 
 @on_loop
-async def test_a_browser_is_led_from_the_address_alone_to_the_page(tmp_path: Path) -> None:
-    """Where it may see it; whoever else asks there is answered, and counted, as ever."""
+async def test_browser_is_redirected_to_dashboard(tmp_path: Path) -> None:
+    """Only with access to the dashboard; other clients' requests for "/" are answered and counted as before."""
     async with pair(tmp_path) as proxy:
 
-        async def asked(method: str, headers: dict[str, str], path: str = "/") -> tuple[int, str]:
+        async def visit(method: str, headers: dict[str, str], path: str = "/") -> tuple[int, str]:
             more = {"headers": headers, "allow_redirects": False}
             async with proxy.client.request(method, proxy.url + path, **more) as response:
                 if response.status == 303:
@@ -239,20 +239,20 @@ async def test_a_browser_is_led_from_the_address_alone_to_the_page(tmp_path: Pat
 
         for method in ("GET", "HEAD"):
             for headers in (BROWSER, {**BROWSER, **VISIT}):
-                assert await asked(method, headers, "/?x=1") == (303, "/admin")
+                assert await visit(method, headers, "/?x=1") == (303, "/admin")
             for headers in ({}, {"Accept": "text/html-not, */*"}, {**BROWSER, "Sec-Fetch-Site": "cross-site"}):
-                assert await asked(method, headers) == (404, "")
-            assert await asked(method, {**BROWSER, "X-Forwarded-For": "10.0.0.1"}) == (404, ""), "from elsewhere"
-            assert await asked(method, {**BROWSER, "Host": "stranger.example"}) == (403, "")
-        assert await asked("POST", BROWSER) == await asked("GET", BROWSER, "/v1") == (404, "")
+                assert await visit(method, headers) == (404, "")
+            assert await visit(method, {**BROWSER, "X-Forwarded-For": "10.0.0.1"}) == (404, ""), "from elsewhere"
+            assert await visit(method, {**BROWSER, "Host": "stranger.example"}) == (403, "")
+        assert await visit("POST", BROWSER) == await visit("GET", BROWSER, "/v1") == (404, "")
         client, admin = (
             keys_file.ensure_key(proxy.home, name).key for name in (keys_file.CLIENT_KIND, keys_file.ADMIN_KIND)
         )
         away = {**BROWSER, "Host": f"{LAN}:8026"}
-        assert await asked("GET", BROWSER) == (303, "/admin")
-        assert await asked("GET", away) == (401, "")
-        assert await asked("GET", {**away, "Authorization": f"Bearer {client}"}) == (404, "")
-        assert await asked("GET", {**away, "Authorization": basic(f":{admin}")}) == (303, "/admin")
+        assert await visit("GET", BROWSER) == (303, "/admin")
+        assert await visit("GET", away) == (401, "")
+        assert await visit("GET", {**away, "Authorization": f"Bearer {client}"}) == (404, "")
+        assert await visit("GET", {**away, "Authorization": basic(f":{admin}")}) == (303, "/admin")
         async with proxy.client.get(f"{proxy.url}/metrics", headers={"X-Api-Key": admin}) as response:
             assert 'warmline_unauthorized_total{door="owner"} 0.0' in await response.text()
 
@@ -268,9 +268,7 @@ async def test_a_browser_is_led_from_the_address_alone_to_the_page(tmp_path: Pat
     ],
 )
 @on_loop
-async def test_only_browsers_that_heed_it_are_told_to_keep_the_page_alone(
-    tmp_path: Path, headers: dict[str, str], alone: bool
-) -> None:
+async def test_opener_policy_only_in_secure_contexts(tmp_path: Path, headers: dict[str, str], alone: bool) -> None:
     async with pair(tmp_path) as proxy:
         shown = {"Authorization": f"Bearer {proxy.home.load_secret()}", **headers}
         async with proxy.client.get(f"{proxy.url}/admin", headers=shown) as response:

@@ -1,4 +1,4 @@
-"""Who may come in, and what of the backend can be reached: keys, hosts, other paths, the owner's paths."""
+"""Access to all paths: keys, hosts, unknown paths, admin paths."""
 
 import errno
 import json
@@ -21,7 +21,7 @@ from warmline_proxy.index.index import IndexStoreError
 
 
 @on_loop
-async def test_a_key_is_asked_for(tmp_path: Path) -> None:
+async def test_missing_key_returns_401(tmp_path: Path) -> None:
     async with pair(tmp_path, client_key="sesame") as proxy:
         refused = await proxy.chat()
         assert refused.status == 401 and "Authorization: Bearer KEY" in await refused.text()
@@ -36,7 +36,7 @@ async def test_a_key_is_asked_for(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_that_there_is_no_key_left_is_for_the_owner_to_know(tmp_path: Path) -> None:
+async def test_no_keys_message_only_for_owner(tmp_path: Path) -> None:
     async with pair(tmp_path, lan=True) as proxy:
         admin = keys_file.ensure_key(proxy.home, keys_file.ADMIN_KIND).key
         keys_file.add_key(proxy.home, "laptop")
@@ -53,7 +53,7 @@ async def test_that_there_is_no_key_left_is_for_the_owner_to_know(tmp_path: Path
             refused = await proxy.chat(headers=headers)
             assert refused.status == 401 and words in await refused.text(), headers
         new = keys_file.add_key(proxy.home, "laptop").key
-        assert "it is no client key" in await (await proxy.chat(headers=old)).text(), "there is one"
+        assert "it is no client key" in await (await proxy.chat(headers=old)).text(), "a key exists"
         assert (await proxy.chat(headers={"X-Api-Key": new})).status == 200
 
 
@@ -62,13 +62,13 @@ async def test_that_there_is_no_key_left_is_for_the_owner_to_know(tmp_path: Path
     [("localhost", 200), ("127.0.0.1:8026", 200), ("[::1]:8026", 200), ("evil.example", 403), ("localhost.evil", 403)],
 )
 @on_loop
-async def test_a_rebound_name_is_refused(tmp_path: Path, host: str, status: int) -> None:
+async def test_host_header_check(tmp_path: Path, host: str, status: int) -> None:
     async with pair(tmp_path) as proxy, proxy.client.get(f"{proxy.url}/v1/models", headers={"Host": host}) as response:
         assert response.status == status
 
 
 @on_loop
-async def test_whoever_tries_keys_fills_no_log(
+async def test_refusal_log_is_rate_limited(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doors, "LOG_INTERVAL_S", 3600.0)
@@ -84,9 +84,7 @@ async def test_whoever_tries_keys_fills_no_log(
 
 
 @on_loop
-async def test_who_is_refused_for_something_else_has_shown_no_wrong_key(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_other_refusals_are_not_logged_as_wrong_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with pair(tmp_path) as proxy:
         admin = {"X-Api-Key": keys_file.ensure_key(proxy.home, keys_file.ADMIN_KIND).key}
         async with proxy.client.post(f"{proxy.url}/warmline/purge", json={}, headers=admin) as response:
@@ -97,7 +95,7 @@ async def test_who_is_refused_for_something_else_has_shown_no_wrong_key(
 
 
 @on_loop
-async def test_what_is_served_is_listed_under_any_name(tmp_path: Path) -> None:
+async def test_models_list(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
 
         async def got(path: str) -> Any:
@@ -127,17 +125,17 @@ async def test_what_is_served_is_listed_under_any_name(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_answers_are_compact_and_tell_no_versions(tmp_path: Path) -> None:
+async def test_responses_are_compact_without_versions(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
-        asked = [
+        requests = [
             ("GET", "/health", None),
             ("GET", "/ready", None),
             ("GET", "/v1/models", None),
             ("GET", "/props", None),
         ]
-        asked += [("POST", "/v1/messages/count_tokens", body), ("POST", "/v1/chat/completions", body)]
-        for method, path, given in asked:
+        requests += [("POST", "/v1/messages/count_tokens", body), ("POST", "/v1/chat/completions", body)]
+        for method, path, given in requests:
             async with proxy.client.request(method, proxy.url + path, json=given) as response:
                 assert response.headers.getall("Server") == ["warmline"], path
                 text = await response.text()
@@ -161,7 +159,7 @@ PROBES = [
 
 
 @on_loop
-async def test_probes_for_other_servers_get_a_404_at_once_from_the_proxy_alone(tmp_path: Path) -> None:
+async def test_unknown_paths_return_404_without_backend(tmp_path: Path) -> None:
     async with pair(tmp_path, connect_timeout_s=60.0) as proxy:
         await proxy.stop_backend()
         for path in PROBES:
@@ -172,7 +170,7 @@ async def test_probes_for_other_servers_get_a_404_at_once_from_the_proxy_alone(t
                     error = (await response.json())["error"]
                 assert error["code"] == "not_found" and error["type"] == "invalid_request_error"
                 assert path in error["message"] and "/v1/chat/completions, /v1/completions" in error["message"]
-                assert ("The dashboard is at /admin" in error["message"]) == (path in ("/", "/v1")), "for who browses"
+                assert ("The dashboard is at /admin" in error["message"]) == (path in ("/", "/v1")), "hint for browsers"
 
 
 @pytest.mark.parametrize(
@@ -184,13 +182,13 @@ async def test_probes_for_other_servers_get_a_404_at_once_from_the_proxy_alone(t
     ],
 )
 @on_loop
-async def test_a_base_url_that_leads_astray_is_told_of(tmp_path: Path, path: str, meant: str) -> None:
+async def test_wrong_base_url_hint(tmp_path: Path, path: str, meant: str) -> None:
     async with pair(tmp_path) as proxy, proxy.client.post(proxy.url + path, json={}) as response:
         assert response.status == 404 and f"If {meant} was meant" in await response.text()
 
 
 @on_loop
-async def test_a_path_of_any_letters_is_answered_by_the_proxy(tmp_path: Path) -> None:
+async def test_unicode_path_returns_404(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy, proxy.client.get(yarl.URL(f"{proxy.url}/x%0ay", encoded=True)) as response:
         assert response.status == 404 and (await response.json())["error"]["code"] == "not_found"
 
@@ -198,14 +196,14 @@ async def test_a_path_of_any_letters_is_answered_by_the_proxy(tmp_path: Path) ->
 @pytest.mark.parametrize("path", ["/kv/status", "/kv", "/%6bv/status", "//kv/status", "/requests/1", "/warmline/none",
                                   "/x/%2e%2e/kv/status"])  # fmt: skip
 @on_loop
-async def test_the_backends_own_paths_are_out_of_reach(tmp_path: Path, path: str) -> None:
+async def test_backend_paths_return_404(tmp_path: Path, path: str) -> None:
     async with pair(tmp_path) as proxy, proxy.client.get(yarl.URL(proxy.url + path, encoded=True)) as response:
         assert response.status in (401, 404)
         assert not proxy.backend.calls
 
 
 @on_loop
-async def test_the_owners_paths_want_the_homes_secret(tmp_path: Path) -> None:
+async def test_admin_paths_require_secret(tmp_path: Path) -> None:
     async with pair(tmp_path, admin_needs_key=True) as proxy:
         await proxy.chat("x " * 50)
         for method, path in (("GET", "/warmline/status"), ("POST", "/warmline/purge"), ("POST", "/warmline/repair")):
@@ -223,7 +221,7 @@ async def test_the_owners_paths_want_the_homes_secret(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_an_index_that_fails_is_told_in_openais_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_index_error_envelope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise IndexStoreError("no space left")
 
@@ -246,7 +244,7 @@ def full(_: Path) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "some.name"])
-def test_others_are_let_in_only_with_a_key(tmp_path: Path, host: str) -> None:
+def test_open_proxy_requires_key(tmp_path: Path, host: str) -> None:
     home = Home(tmp_path)
     with pytest.raises(ProxyConfigError, match=r"--lan, .*cachectl key add NAME, or WARMLINE_CLIENT_KEY"):
         prepare_keys(parse_config(["--home", str(tmp_path), "--host", host], {}))
@@ -257,11 +255,11 @@ def test_others_are_let_in_only_with_a_key(tmp_path: Path, host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
-def test_this_machine_needs_no_key(tmp_path: Path, host: str) -> None:
+def test_loopback_requires_no_key(tmp_path: Path, host: str) -> None:
     prepare_keys(parse_config(["--home", str(tmp_path), "--host", host], {}))
 
 
-def test_the_lan_is_opened_with_keys_that_are_made_once(tmp_path: Path) -> None:
+def test_lan_creates_keys_once(tmp_path: Path) -> None:
     config, home = parse_config(["--home", str(tmp_path), "--lan"], {}), Home(tmp_path)
     assert config.bind_host == "0.0.0.0" and config.is_open_to_network
     prepare_keys(config)
@@ -275,12 +273,12 @@ def test_the_lan_is_opened_with_keys_that_are_made_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bad", [{"port": 70_000}, {"backend_url": "https://x"}, {"running_count_max": 0},
                                  {"allowed_hosts": "https://x"}, {"client_key": "a "}, {"client_key": "a\nb"},
                                  {"client_key": "\udcff"}])  # fmt: skip
-def test_bad_settings_are_one_clear_line(tmp_path: Path, bad: dict[str, object]) -> None:
+def test_bad_settings_error_is_one_line(tmp_path: Path, bad: dict[str, object]) -> None:
     with pytest.raises(ProxyConfigError):
         ProxyConfig(home=Home(tmp_path), **bad)  # type: ignore[arg-type]
 
 
-def test_tenants_are_stable_and_tell_no_key() -> None:
+def test_derive_tenant_is_stable() -> None:
     assert derive_tenant("") == ""
     assert derive_tenant("a") == derive_tenant("a") != derive_tenant("b")
     assert "sesame" not in derive_tenant("sesame")

@@ -1,4 +1,4 @@
-"""Keys in the home: made, renewed and removed while a proxy runs; each has a cache of its own."""
+"""Client keys in the home: created, rotated and removed while a proxy runs; caches are separate."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from support.proxy.harness import Pair, on_loop, pair
 from warmline_common.protocol.messages import SampledTurn
 from warmline_common.storage.home import Home
 from warmline_proxy.app import build_app
-from warmline_proxy.auth import key_store as keys_file
+from warmline_proxy.auth import key_store
 from warmline_proxy.auth.key_store import (
     ADMIN_KIND,
     CLIENT_KIND,
@@ -37,55 +37,55 @@ def home(tmp_path: Path) -> Home:
     return home
 
 
-def holding(key: str) -> dict[str, str]:
+def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def test_keys_are_random_private_and_named(home: Home) -> None:
-    one, two = keys_file.add_key(home, "one"), keys_file.add_key(home, "two@laptop")
+def test_add_key(home: Home) -> None:
+    one, two = key_store.add_key(home, "one"), key_store.add_key(home, "two@laptop")
     assert all(re.fullmatch(r"wl-[A-Za-z0-9_-]{43}", each.key) for each in (one, two))
     assert len({one.key, two.key, one.tenant, two.tenant}) == 4
-    assert keys_file.read_keys(home) == [one, two]
+    assert key_store.read_keys(home) == [one, two]
     assert stat.S_IMODE(home.keys.stat().st_mode) == 0o600
     for bad in ("", "a b", "-x", "x" * 65, "admin", "environment", "ü"):
         with pytest.raises(KeyStoreError):
-            keys_file.add_key(home, bad)
+            key_store.add_key(home, bad)
     with pytest.raises(KeyStoreError, match="key rotate one"):
-        keys_file.add_key(home, "one")
+        key_store.add_key(home, "one")
 
 
-def test_a_renewed_key_keeps_its_tenant(home: Home) -> None:
-    old = keys_file.add_key(home, "me")
-    new = keys_file.rotate_key(home, "")
+def test_rotated_key_keeps_tenant(home: Home) -> None:
+    old = key_store.add_key(home, "me")
+    new = key_store.rotate_key(home, "")
     assert new.key != old.key and (new.name, new.tenant) == (old.name, old.tenant)
-    assert keys_file.remove_key(home, "me") == new and keys_file.read_keys(home) == []
-    assert keys_file.add_key(home, "me").tenant != old.tenant, "a namesake is somebody else"
+    assert key_store.remove_key(home, "me") == new and key_store.read_keys(home) == []
+    assert key_store.add_key(home, "me").tenant != old.tenant, "a new key of the same name has another tenant"
 
 
-def test_without_a_name_the_only_key_is_meant_or_the_default(home: Home) -> None:
-    keys_file.ensure_key(home, ADMIN_KIND)
+def test_find_key_without_name(home: Home) -> None:
+    key_store.ensure_key(home, ADMIN_KIND)
     with pytest.raises(NoClientKeysError):
-        keys_file.find_key(keys_file.read_keys(home), "")
-    first = keys_file.add_key(home, "first")
-    assert keys_file.find_key(keys_file.read_keys(home), "") == first
-    keys_file.add_key(home, "second")
+        key_store.find_key(key_store.read_keys(home), "")
+    first = key_store.add_key(home, "first")
+    assert key_store.find_key(key_store.read_keys(home), "") == first
+    key_store.add_key(home, "second")
     with pytest.raises(KeyNotFoundError, match=r"which one.* first, second"):
-        keys_file.find_key(keys_file.read_keys(home), "")
-    default = keys_file.add_key(home, "default")
-    assert keys_file.find_key(keys_file.read_keys(home), "") == default
+        key_store.find_key(key_store.read_keys(home), "")
+    default = key_store.add_key(home, "default")
+    assert key_store.find_key(key_store.read_keys(home), "") == default
 
 
-def test_what_several_change_at_once_is_all_there(home: Home) -> None:
+def test_concurrent_edits_are_all_kept(home: Home) -> None:
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda number: keys_file.add_key(home, f"k{number}"), range(16)))
+        list(pool.map(lambda number: key_store.add_key(home, f"k{number}"), range(16)))
         same = {
-            keys_file.ensure_key(home, ADMIN_KIND).key
-            for _ in pool.map(lambda _: keys_file.ensure_key(home, ADMIN_KIND), range(8))
+            key_store.ensure_key(home, ADMIN_KIND).key
+            for _ in pool.map(lambda _: key_store.ensure_key(home, ADMIN_KIND), range(8))
         }
-    assert sorted(each.name for each in keys_file.read_client_keys(home)) == sorted(
+    assert sorted(each.name for each in key_store.read_client_keys(home)) == sorted(
         f"k{number}" for number in range(16)
     )
-    assert len(same) == 1 and sum(each.kind == ADMIN_KIND for each in keys_file.read_keys(home)) == 1
+    assert len(same) == 1 and sum(each.kind == ADMIN_KIND for each in key_store.read_keys(home)) == 1
 
 
 @pytest.mark.parametrize(
@@ -93,116 +93,114 @@ def test_what_several_change_at_once_is_all_there(home: Home) -> None:
     ["", "{", "[]", '{"version": 2, "keys": []}', '{"keys": [{"name": "a", "key": "hush"}]}',
      '{"keys": [{"name": "a", "key": "", "tenant": "t", "created": 0}]}', b"\xff\xfe"],
 )  # fmt: skip
-def test_a_damaged_file_is_one_line_without_what_is_in_it(home: Home, content: str | bytes) -> None:
+def test_damaged_file_error_has_no_content(home: Home, content: str | bytes) -> None:
     home.keys.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(KeyStoreError, match=r"keys\.json is ") as caught:
-        keys_file.read_keys(home)
+        key_store.read_keys(home)
     assert "hush" not in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(KeyStoreError):
-        keys_file.add_key(home, "me")
+        key_store.add_key(home, "me")
 
 
 @pytest.mark.parametrize("name", ["first", ENVIRONMENT_NAME])
-def test_no_name_means_two_keys(home: Home, name: str) -> None:
-    """What one of them has stored would be called a removed key's."""
-    keys_file.add_key(home, "first")
-    keys_file.add_key(home, "second")
+def test_ambiguous_key_name_is_refused(home: Home, name: str) -> None:
+    """Its stored conversations would be labelled as a removed key's."""
+    key_store.add_key(home, "first")
+    key_store.add_key(home, "second")
     home.keys.write_text(home.keys.read_text().replace('"second"', f'"{name}"'))
     with pytest.raises(KeyStoreError, match=rf"another key called '{name}'.*Rename"):
-        keys_file.read_keys(home)
+        key_store.read_keys(home)
 
 
-def test_a_running_proxy_hears_of_changes_at_once(home: Home) -> None:
+def test_key_file_changes_apply_at_once(home: Home) -> None:
     keys = ClientKeys(ProxyConfig(home=home))
     assert keys.authenticate({}) == ANONYMOUS and not keys.is_required
-    mine = keys_file.add_key(home, "me")
-    assert keys.authenticate(holding(mine.key)) == Client("me", mine.tenant, mine.tenant)
-    renewed = keys_file.rotate_key(home, "me")
+    mine = key_store.add_key(home, "me")
+    assert keys.authenticate(bearer(mine.key)) == Client("me", mine.tenant, mine.tenant)
+    renewed = key_store.rotate_key(home, "me")
     assert keys.authenticate({"X-Api-Key": renewed.key}) == Client("me", mine.tenant, mine.tenant)
     for wrong in (mine.key, "", renewed.key[:-1], renewed.key + "x", "é", "\udcff"):
         with pytest.raises(Exception, match="401"):
-            keys.authenticate(holding(wrong))
+            keys.authenticate(bearer(wrong))
     good = home.keys.read_bytes()
     home.keys.write_bytes(b"{")
-    assert keys.authenticate(holding(renewed.key)).name == "me", "what is damaged changes nothing"
+    assert keys.authenticate(bearer(renewed.key)).name == "me", "a damaged file changes nothing"
     home.keys.unlink()
-    assert keys.authenticate(holding(renewed.key)).name == "me", (
-        "nor does what is gone: it would open the door to everybody"
-    )
+    assert keys.authenticate(bearer(renewed.key)).name == "me", "a deleted file must not admit everybody"
     with pytest.raises(Exception, match="401"):
         keys.authenticate({})
     home.keys.write_bytes(good)
     home.keys.chmod(0o644)
-    assert keys.authenticate(holding(renewed.key)).name == "me"
-    assert stat.S_IMODE(home.keys.stat().st_mode) == 0o600, "whoever wrote it left it open"
-    keys_file.remove_key(home, "me")
-    assert keys.authenticate(holding(renewed.key)) == ANONYMOUS
+    assert keys.authenticate(bearer(renewed.key)).name == "me"
+    assert stat.S_IMODE(home.keys.stat().st_mode) == 0o600, "permissions are restricted again"
+    key_store.remove_key(home, "me")
+    assert keys.authenticate(bearer(renewed.key)) == ANONYMOUS
     assert keys.known_tenants == {"", mine.tenant}
 
 
-def test_where_others_can_connect_no_keys_means_nobody(home: Home) -> None:
+def test_open_proxy_without_keys_refuses_all(home: Home) -> None:
     keys = ClientKeys(ProxyConfig(home=home, lan=True))
     with pytest.raises(Exception, match="401"):
         keys.authenticate({})
 
 
-def test_the_key_of_the_settings_stands_beside_the_others(home: Home) -> None:
-    mine = keys_file.add_key(home, "me")
+def test_settings_key_beside_key_file(home: Home) -> None:
+    mine = key_store.add_key(home, "me")
     keys = ClientKeys(ProxyConfig(home=home, client_key="sesame"))
-    assert keys.authenticate(holding("sesame")).name == "environment"
-    assert keys.authenticate(holding(mine.key)).name == "me"
+    assert keys.authenticate(bearer("sesame")).name == "environment"
+    assert keys.authenticate(bearer(mine.key)).name == "me"
     shared = ClientKeys(ProxyConfig(home=home, client_key="sesame", share_cache=True))
-    assert {shared.authenticate(holding(key)).tenant for key in ("sesame", mine.key)} == {""}
+    assert {shared.authenticate(bearer(key)).tenant for key in ("sesame", mine.key)} == {""}
 
 
-def test_a_request_counts_for_its_keys_holder_wherever_it_comes_from() -> None:
+def test_client_key_in_each_header() -> None:
     me, you = Client("me", "t", "h1"), Client("me", "t", "h2")
-    assert identify_caller(me, holding("a"), "10.0.0.1") == identify_caller(me, holding("b"), "10.0.0.2")
-    assert identify_caller(me, holding("a"), "10.0.0.1") != identify_caller(you, holding("a"), "10.0.0.1")
+    assert identify_caller(me, bearer("a"), "10.0.0.1") == identify_caller(me, bearer("b"), "10.0.0.2")
+    assert identify_caller(me, bearer("a"), "10.0.0.1") != identify_caller(you, bearer("a"), "10.0.0.1")
     assert identify_caller(ANONYMOUS, {}, "10.0.0.1") != identify_caller(ANONYMOUS, {}, "10.0.0.2")
 
 
 # ---- two keys, one proxy
 
 
-async def asked(proxy: Pair, key: str, text: str = PROMPT, **headers: str) -> tuple[str, int]:
-    """What it started from, and how many of its tokens its client hears were cached."""
-    response = await proxy.chat(text, headers={**holding(key), **headers})
+async def chat_source(proxy: Pair, key: str, text: str = PROMPT, **headers: str) -> tuple[str, int]:
+    """(source in X-Warmline-Cache, cached tokens in the usage)."""
+    response = await proxy.chat(text, headers={**bearer(key), **headers})
     assert response.status == 200
     usage: dict[str, Any] = json.loads(await response.text())["usage"]
     return response.headers["X-Warmline-Cache"], usage["prompt_tokens_details"]["cached_tokens"]
 
 
 @on_loop
-async def test_nobody_starts_from_what_another_had_computed(tmp_path: Path) -> None:
+async def test_keys_do_not_share_cache(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
-        one, two = (keys_file.add_key(proxy.home, name).key for name in ("one", "two"))
-        assert await asked(proxy, one) == ("cold 0", 0)
-        assert await asked(proxy, two) == ("cold 0", 0), "what is in memory"
+        one, two = (key_store.add_key(proxy.home, name).key for name in ("one", "two"))
+        assert await chat_source(proxy, one) == ("cold 0", 0)
+        assert await chat_source(proxy, two) == ("cold 0", 0), "in memory"
         await proxy.settled()
         proxy.backend.restart()
-        assert (await asked(proxy, one))[0].startswith("restored")
-        three = keys_file.add_key(proxy.home, "three").key
-        assert await asked(proxy, three) == ("cold 0", 0), "what is on disk"
+        assert (await chat_source(proxy, one))[0].startswith("restored")
+        three = key_store.add_key(proxy.home, "three").key
+        assert await chat_source(proxy, three) == ("cold 0", 0), "on disk"
         records = await proxy.settled()
         assert [each.key for each in records] == ["three", "one", "two", "one"]
         assert len({each.root for each in records}) == 3
 
 
 @on_loop
-async def test_those_who_share_start_from_what_any_of_them_had_computed(tmp_path: Path) -> None:
+async def test_share_cache_reuses_across_keys(tmp_path: Path) -> None:
     async with pair(tmp_path, share_cache=True) as proxy:
-        one, two = (keys_file.add_key(proxy.home, name).key for name in ("one", "two"))
-        assert await asked(proxy, one) == ("cold 0", 0)
-        assert (await asked(proxy, two))[0].startswith("resident")
+        one, two = (key_store.add_key(proxy.home, name).key for name in ("one", "two"))
+        assert await chat_source(proxy, one) == ("cold 0", 0)
+        assert (await chat_source(proxy, two))[0].startswith("resident")
         assert [each.key for each in await proxy.settled()] == ["two", "one"]
 
 
 @on_loop
-async def test_a_new_proxy_adopts_what_is_in_memory_for_its_own_tenant(tmp_path: Path) -> None:
+async def test_residents_adopted_for_their_tenant(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
-        one, two = (keys_file.add_key(proxy.home, name).key for name in ("one", "two"))
-        await asked(proxy, one)
+        one, two = (key_store.add_key(proxy.home, name).key for name in ("one", "two"))
+        await chat_source(proxy, one)
         await proxy.settled()
         backend_url, backend = proxy.backend_url, proxy.backend
         await proxy.stop_proxy()
@@ -210,65 +208,65 @@ async def test_a_new_proxy_adopts_what_is_in_memory_for_its_own_tenant(tmp_path:
         async with listen(build_app(config, proxy.home.load_secret(), proxy.index), config) as another:
             proxy.url = f"http://127.0.0.1:{another.port}"
             assert len(backend.held) == 1
-            assert await asked(proxy, two) == ("cold 0", 0)
-            assert (await asked(proxy, one))[0].startswith("resident")
+            assert await chat_source(proxy, two) == ("cold 0", 0)
+            assert (await chat_source(proxy, one))[0].startswith("resident")
 
 
 @on_loop
-async def test_what_others_have_running_can_not_be_named_nor_followed_nor_ended(tmp_path: Path) -> None:
+async def test_other_keys_requests_are_inaccessible(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
-        one, two = (keys_file.add_key(proxy.home, name).key for name in ("one", "two"))
+        one, two = (key_store.add_key(proxy.home, name).key for name in ("one", "two"))
         proxy.backend.hold_after = 1
         name = {"X-Warmline-Request": "mine"}
         body = {"messages": [{"role": "user", "content": PROMPT}], "stream": True}
         url = f"{proxy.url}/v1/chat/completions"
-        async with proxy.client.post(url, json=body, headers={**holding(one), **name}) as running:
+        async with proxy.client.post(url, json=body, headers={**bearer(one), **name}) as running:
             await proxy.backend.holding.wait()
             for path in ("requests/mine", "requests/chatcmpl-mine", "responses/resp_mine"):
-                async with proxy.client.delete(f"{proxy.url}/v1/{path}", headers=holding(two)) as refused:
+                async with proxy.client.delete(f"{proxy.url}/v1/{path}", headers=bearer(two)) as refused:
                     assert refused.status == 404
             proxy.backend.holding.clear()
-            async with proxy.client.post(url, json=body, headers={**holding(two), **name}) as other:
-                assert other.status == 200, "its name is not taken: nobody is told of others' requests"
+            async with proxy.client.post(url, json=body, headers={**bearer(two), **name}) as other:
+                assert other.status == 200, "its id is free: other clients' requests are invisible"
                 assert other.headers["X-Warmline-Cache"] == "cold 0"
                 await proxy.backend.holding.wait()
-                async with proxy.client.post(url, json=body, headers={**holding(two), **name}) as taken:
-                    assert taken.status == 409, "its own is"
-                async with proxy.client.delete(f"{proxy.url}/v1/requests/mine", headers=holding(two)) as ended:
+                async with proxy.client.post(url, json=body, headers={**bearer(two), **name}) as taken:
+                    assert taken.status == 409, "its own id is taken"
+                async with proxy.client.delete(f"{proxy.url}/v1/requests/mine", headers=bearer(two)) as ended:
                     assert ended.status == 200
             before = proxy.home.keys.read_bytes()
-            keys_file.remove_key(proxy.home, "one")
-            namesake = keys_file.add_key(proxy.home, "one").key
-            async with proxy.client.delete(f"{proxy.url}/v1/requests/mine", headers=holding(namesake)) as refused:
-                assert refused.status == 404, "a new key of the same name is somebody else's"
+            key_store.remove_key(proxy.home, "one")
+            namesake = key_store.add_key(proxy.home, "one").key
+            async with proxy.client.delete(f"{proxy.url}/v1/requests/mine", headers=bearer(namesake)) as refused:
+                assert refused.status == 404, "a new key of the same name is another client"
             proxy.home.keys.write_bytes(before)
-            async with proxy.client.delete(f"{proxy.url}/v1/requests/mine", headers=holding(one)) as ended:
+            async with proxy.client.delete(f"{proxy.url}/v1/requests/mine", headers=bearer(one)) as ended:
                 assert ended.status == 200
             await running.read()
 
 
 @on_loop
-async def test_calls_that_were_sampled_for_one_are_not_put_into_anothers_prompt(tmp_path: Path) -> None:
+async def test_sampled_turns_are_per_tenant(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
-        one, two = (keys_file.add_key(proxy.home, name).key for name in ("one", "two"))
+        one, two = (key_store.add_key(proxy.home, name).key for name in ("one", "two"))
         call = "call_" + "0" * 24
         proxy.backend.turn = SampledTurn(calls=[call], tokens=b"\x01\x00\x00\x00")
-        await asked(proxy, one)
+        await chat_source(proxy, one)
         messages = [
             {"role": "user", "content": PROMPT},
             {"role": "assistant", "content": "", "tool_calls": [{"id": call, "type": "function", "function": {}}]},
         ]
         sent = []
         for key in (two, one):
-            await proxy.chat(messages=messages, headers=holding(key))
+            await proxy.chat(messages=messages, headers=bearer(key))
             sent.append([turn.calls for turn in proxy.backend.calls["turns"][-1]])
         assert sent == [[], [[call]]]
 
 
-def test_a_draft_of_who_was_killed_is_swept(home: Home) -> None:
+def test_stale_draft_is_deleted(home: Home) -> None:
     draft = home.root / ".keys.0123abcd.tmp"
     draft.write_text("half")
     draft.chmod(0o600)
-    keys_file.add_key(home, "me")
+    key_store.add_key(home, "me")
     assert not draft.exists()
-    assert keys_file.read_keys(home)[0].kind == CLIENT_KIND
+    assert key_store.read_keys(home)[0].kind == CLIENT_KIND

@@ -1,4 +1,4 @@
-"""What is stored, added up: runs of segments, subtrees, what conversations share; and requests by time."""
+"""Index aggregates: runs, subtrees, shared bytes; and request history."""
 
 import pytest
 
@@ -32,14 +32,14 @@ def session(name: str, leaf: str, used: float = 0.0) -> SessionRow:
     )
 
 
-def counted(segments: list[SegmentRow], sessions: list[SessionRow], **more: dict[str, object]) -> IndexSummary:
+def summarize(segments: list[SegmentRow], sessions: list[SessionRow], **more: dict[str, object]) -> IndexSummary:
     parts = {"checkpoints": {}, "quarantined": {}, "usage": {}, **more}
     named = {row.id: row for row in segments}
     return summarize_index(IndexSnapshot(segments=named, sessions={row.id: row for row in sessions}, **parts))  # type: ignore[arg-type]
 
 
-def test_segments_in_a_row_are_one_run_up_to_a_branch() -> None:
-    found = counted(
+def test_run_extends_to_branch() -> None:
+    found = summarize(
         [
             segment("a", "", 0, 10, 1),
             segment("b", "a", 10, 20, 2),
@@ -61,18 +61,18 @@ def test_segments_in_a_row_are_one_run_up_to_a_branch() -> None:
     assert [run.sibling_index for run in stem.children] == [0, 1]
 
 
-def test_a_run_ends_where_a_conversation_does_and_where_its_parent_is_left_early() -> None:
-    ended = counted(
+def test_run_ends_at_session_leaf_and_early_branch() -> None:
+    ended = summarize(
         [segment("a", "", 0, 10, 1), segment("b", "a", 10, 20, 1)], [session("old", "a", 1), session("new", "a", 2)]
     )
     (run,) = ended.roots[0].children
     assert run.segments == ["a"] and [row.id for row in run.sessions] == ["new", "old"]
-    early = counted([segment("a", "", 0, 10, 1), segment("b", "a", 5, 20, 1)], [])
+    early = summarize([segment("a", "", 0, 10, 1), segment("b", "a", 5, 20, 1)], [])
     assert early.roots[0].children[0].segments == ["a"]
 
 
-def test_what_conversations_share_and_what_is_theirs_alone() -> None:
-    found = counted(
+def test_shared_and_exclusive_bytes() -> None:
+    found = summarize(
         [segment("a", "", 0, 10, 100), segment("b", "a", 10, 20, 20), segment("c", "a", 10, 20, 3, pinned=True)],
         [session("one", "b"), session("two", "c"), session("inner", "a"), session("lost", "nowhere")],
         checkpoints={"k": CheckpointRow(id="k", segment="b", position=12, bytes_on_disk=7)},
@@ -84,22 +84,22 @@ def test_what_conversations_share_and_what_is_theirs_alone() -> None:
     assert found.conversations["lost"].bytes_path == 0
 
 
-def test_a_run_counts_its_most_used_segment_and_is_pinned_whole_or_not() -> None:
+def test_run_hits_and_pinned() -> None:
     segments = [segment("a", "", 0, 10, 1, pinned=True), segment("b", "a", 10, 20, 1, created=7.0)]
-    found = counted(segments, [], usage={"a": FileUsage(hits=3, last_used=5.0), "b": FileUsage(hits=9)})
+    found = summarize(segments, [], usage={"a": FileUsage(hits=3, last_used=5.0), "b": FileUsage(hits=9)})
     run = found.runs["a"]
     assert (run.hits, run.last_used, run.pinned) == (9, 7.0, False)
 
 
-def test_namespaces_are_apart_and_a_tree_without_its_top_is_still_shown() -> None:
-    found = counted([segment("a", "", 0, 1, 1), segment("b", "gone", 5, 9, 50, root=OTHER)], [])
+def test_namespaces_and_orphan_segments() -> None:
+    found = summarize([segment("a", "", 0, 1, 1), segment("b", "gone", 5, 9, 50, root=OTHER)], [])
     assert [(root.root, root.bytes_below) for root in found.roots] == [(OTHER.hex(), 50), (ROOT.hex(), 1)]
 
 
-def test_a_long_chain_is_one_run() -> None:
+def test_long_chain_is_one_run() -> None:
     count = 5000
     chain = [segment(str(at), str(at - 1) if at else "", at, at + 1, 1) for at in range(count)]
-    found = counted(chain, [session("s", str(count - 1))])
+    found = summarize(chain, [session("s", str(count - 1))])
     assert len(found.runs) == 2 and found.conversations["s"].segments == count
 
 
@@ -127,7 +127,7 @@ def record(at: float, prompt: int = 10, cached: int = 0, ttft_s: float = 0.0) ->
         (30_000 * DAY_S, 30 * DAY_S),
     ],
 )
-def test_buckets_are_few_and_as_narrow_as_that_allows(span_s: int, width_s: int) -> None:
+def test_bucket_width(span_s: int, width_s: int) -> None:
     found = build_history([record(NOW), record(NOW - span_s)], NOW)
     assert found.width_s == width_s and 1 <= len(found.buckets) <= BUCKETS_MAX
     assert sum(bucket.requests for bucket in found.buckets) == found.requests == 2
@@ -136,19 +136,19 @@ def test_buckets_are_few_and_as_narrow_as_that_allows(span_s: int, width_s: int)
     assert all(start % width_s == 0 for start in starts)
 
 
-def test_what_was_reused_and_how_fast() -> None:
+def test_history_reuse_and_ttft() -> None:
     records = [
         record(NOW, 100, 0, ttft_s=4.0),
         record(NOW, 100, 80, ttft_s=0.1),
         record(NOW, 200, 160, ttft_s=0.3),
-        record(NOW, 100, 5, ttft_s=6.0),  # a template's first words
-        record(NOW, 40, 38, ttft_s=0.01),  # short, and warm: no hit, but not cold either
+        record(NOW, 100, 5, ttft_s=6.0),  # shares a template's first words only
+        record(NOW, 40, 38, ttft_s=0.01),  # short and reused: neither hit nor cold
     ]
     found = build_history(records, NOW)
     assert (found.hits, found.prompt_tokens, found.cached_tokens) == (2, 540, 283)
     assert (found.ttft_warm_s, found.ttft_cold_s) == (0.2, 5.0)
 
 
-def test_no_requests_and_requests_of_the_future() -> None:
+def test_history_empty_and_future() -> None:
     assert build_history([], NOW).requests == 0 and len(build_history([], NOW).buckets) == 1
     assert build_history([record(NOW + DAY_S)], NOW).buckets[-1].requests == 1

@@ -1,4 +1,4 @@
-"""The owner's pages of what is stored and answered, and the dashboard's files, over HTTP."""
+"""Dashboard queries and files over HTTP."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ from warmline_proxy.store.rows import RequestRecord
 ANSWER_BYTES_MAX = 120_000
 
 
-async def asked(served: Pair, path: str, status: int = 200, **parameters: str) -> Any:
+async def get_json(served: Pair, path: str, status: int = 200, **parameters: str) -> Any:
     headers = {"Authorization": f"Bearer {served.home.load_secret()}"}
     async with served.client.get(f"{served.url}{path}", params=parameters, headers=headers) as response:
         assert response.status == status, await response.text()
@@ -29,46 +29,48 @@ async def asked(served: Pair, path: str, status: int = 200, **parameters: str) -
 
 
 @on_loop
-async def test_conversations_a_page_at_a_time(tmp_path: Path) -> None:
+async def test_sessions_pages(tmp_path: Path) -> None:
     async with pair(tmp_path) as served:
         conversations = fill(served.index, 300)
         total = conversations + conversations // 3
-        pages = [await asked(served, "/warmline/sessions", offset=str(at), count="7") for at in range(0, total + 7, 7)]
+        pages = [
+            await get_json(served, "/warmline/sessions", offset=str(at), count="7") for at in range(0, total + 7, 7)
+        ]
         ids = [each["id"] for page in pages for each in page["sessions"]]
         assert len(ids) == len(set(ids)) == total == pages[0]["total"] == pages[0]["matching"]
         assert pages[-1]["sessions"] == [] or len(pages[-1]["sessions"]) < 7
         used = [each["last_used"] for page in pages for each in page["sessions"]]
-        assert used == sorted(used, reverse=True), "the last used first"
-        found = await asked(served, "/warmline/sessions", q="HALF-27")
+        assert used == sorted(used, reverse=True), "last used first"
+        found = await get_json(served, "/warmline/sessions", q="HALF-27")
         assert [each["client"] for each in found["sessions"]] == ["client-half-27"] and found["total"] == total
         (line,) = found["sessions"]
         assert line["segments"] == CHAIN // 2 + 2 and line["model"] == MODEL and line["pinned"] is False
 
 
 @on_loop
-async def test_conversations_sort_by_each_column(tmp_path: Path) -> None:
+async def test_sessions_sort(tmp_path: Path) -> None:
     async with pair(tmp_path) as served:
         fill(served.index, 120)
         for name in ("client", "tokens", "bytes", "bytes_alone", "requests", "last_used", "created"):
-            up = await asked(served, "/warmline/sessions", sort=name)
-            down = await asked(served, "/warmline/sessions", sort=f"-{name}")
+            up = await get_json(served, "/warmline/sessions", sort=name)
+            down = await get_json(served, "/warmline/sessions", sort=f"-{name}")
             values = [each[name] for each in up["sessions"]]
             assert values == sorted(values) and [each[name] for each in down["sessions"]] == values[::-1], name
 
 
 @on_loop
-async def test_the_tree_from_its_namespaces_down(tmp_path: Path) -> None:
+async def test_tree(tmp_path: Path) -> None:
     async with pair(tmp_path) as served:
         conversations = fill(served.index, 400)
-        top = await asked(served, "/warmline/tree")
+        top = await get_json(served, "/warmline/tree")
         assert top["total"] == 2 and {each["root"] for each in top["nodes"]} == {
             namespace(f"fingerprint {number}").hex() for number in range(2)
         }
-        (stem,) = (await asked(served, "/warmline/tree", root=top["nodes"][0]["id"]))["nodes"]
+        (stem,) = (await get_json(served, "/warmline/tree", root=top["nodes"][0]["id"]))["nodes"]
         assert (stem["start"], stem["end"], stem["children"]) == (0, 128, conversations // 2)
         assert stem["bytes_below"] == top["nodes"][0]["bytes_below"]
-        first = await asked(served, "/warmline/tree", parent=stem["id"], count="15")
-        rest = await asked(served, "/warmline/tree", parent=stem["id"], offset="15", count="200")
+        first = await get_json(served, "/warmline/tree", parent=stem["id"], count="15")
+        rest = await get_json(served, "/warmline/tree", parent=stem["id"], offset="15", count="200")
         nodes = first["nodes"] + rest["nodes"]
         assert len({each["id"] for each in nodes}) == len(nodes) == first["total"] == conversations // 2
         assert [each["place"] for each in nodes] == list(range(len(nodes)))
@@ -79,39 +81,39 @@ async def test_the_tree_from_its_namespaces_down(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_a_new_key_of_the_same_name_is_told_from_the_old_one(tmp_path: Path) -> None:
-    """And both from what was stored without a key."""
+async def test_recreated_key_has_own_label(tmp_path: Path) -> None:
+    """Distinct from the removed key's and from conversations stored without a key."""
     async with pair(tmp_path) as served:
-        stored_for(served, "", 1)
-        assert await keys_told(served) == [""]
+        store_session(served, "", 1)
+        assert await list_key_labels(served) == [""]
         for number in (2, 3):
             key = keys_file.add_key(served.home, "default")
-            stored_for(served, key.tenant, number)
+            store_session(served, key.tenant, number)
             served.index.record_request(record(number, namespace(MODEL, key.tenant)))
-            assert (await keys_told(served))[-1] == "default"
+            assert (await list_key_labels(served))[-1] == "default"
             keys_file.remove_key(served.home, "default")
-            assert (await keys_told(served))[-1] == "a removed key", "the index is as it was, keys are not"
+            assert (await list_key_labels(served))[-1] == "a removed key", "only the keys have changed"
         key = keys_file.add_key(served.home, "default")
-        stored_for(served, key.tenant, 4)
-        assert await keys_told(served) == ["no key", "a removed key", "a removed key", "default"]
-        tree = await asked(served, "/warmline/tree")
-        assert sorted(each["key"] for each in tree["nodes"]) == sorted(await keys_told(served))
-        found = await asked(served, "/warmline/sessions", q="removed")
+        store_session(served, key.tenant, 4)
+        assert await list_key_labels(served) == ["no key", "a removed key", "a removed key", "default"]
+        tree = await get_json(served, "/warmline/tree")
+        assert sorted(each["key"] for each in tree["nodes"]) == sorted(await list_key_labels(served))
+        found = await get_json(served, "/warmline/sessions", q="removed")
         assert found["matching"] == 2
         served.index.record_request(record(4, namespace(MODEL, key.tenant)))
         served.index.flush()
-        activity = await asked(served, "/warmline/activity")
+        activity = await get_json(served, "/warmline/activity")
         assert [each["key"] for each in activity["requests"]] == ["default", "default (removed)", "default (removed)"]
-        explained = await asked(served, "/warmline/explain", request="request-2")
+        explained = await get_json(served, "/warmline/explain", request="request-2")
         assert explained["request"]["key"] == "default (removed)"
 
 
-async def keys_told(served: Pair) -> list[str]:
-    """Of the conversations, in the order in which they were stored."""
-    return [each["key"] for each in (await asked(served, "/warmline/sessions", sort="client"))["sessions"]]
+async def list_key_labels(served: Pair) -> list[str]:
+    """Labels of the conversations, in the order in which they were stored."""
+    return [each["key"] for each in (await get_json(served, "/warmline/sessions", sort="client"))["sessions"]]
 
 
-def stored_for(served: Pair, tenant: str, number: int) -> None:
+def store_session(served: Pair, tenant: str, number: int) -> None:
     plan = begin(served.index, range(100), root=namespace(MODEL, tenant))
     assert plan is not None
     commit(served.index, plan, client=str(number))
@@ -131,50 +133,54 @@ def record(number: int, root: bytes) -> RequestRecord:
 
 
 @on_loop
-async def test_the_path_to_a_conversation(tmp_path: Path) -> None:
+async def test_path(tmp_path: Path) -> None:
     async with pair(tmp_path) as served:
         fill(served.index, 60)
-        (line,) = (await asked(served, "/warmline/sessions", q="client-5"))["sessions"]
-        path = await asked(served, "/warmline/path", session=line["id"])
+        (line,) = (await get_json(served, "/warmline/sessions", q="client-5"))["sessions"]
+        path = await get_json(served, "/warmline/path", session=line["id"])
         assert [each["start"] for each in path["nodes"]] == [0, 0, 128] and path["tokens"] == line["tokens"]
         leaf = path["nodes"][-1]
         assert leaf["ending"] == [{"id": line["id"], "client": "client-5", "created": line["created"]}]
-        assert await asked(served, "/warmline/path", segment=leaf["id"]) == path
+        assert await get_json(served, "/warmline/path", segment=leaf["id"]) == path
 
 
 @on_loop
-async def test_what_changes_is_seen_at_once(tmp_path: Path) -> None:
+async def test_summary_is_refreshed_after_change(tmp_path: Path) -> None:
     async with pair(tmp_path) as served:
-        assert (await asked(served, "/warmline/sessions"))["total"] == 0
-        assert (await asked(served, "/warmline/tree"))["nodes"] == []
+        assert (await get_json(served, "/warmline/sessions"))["total"] == 0
+        assert (await get_json(served, "/warmline/tree"))["nodes"] == []
         fill(served.index, 20)
-        (line,) = (await asked(served, "/warmline/sessions", q="client-1"))["sessions"]
+        (line,) = (await get_json(served, "/warmline/sessions", q="client-1"))["sessions"]
         headers = {"Authorization": f"Bearer {served.home.load_secret()}"}
         body = {"session": line["id"]}
         async with served.client.post(f"{served.url}/warmline/pin", json=body, headers=headers) as response:
             assert response.status == 200
-        (line,) = (await asked(served, "/warmline/sessions", q="client-1"))["sessions"]
+        (line,) = (await get_json(served, "/warmline/sessions", q="client-1"))["sessions"]
         assert line["pinned"] and line["pinned_all"]
         async with served.client.post(f"{served.url}/warmline/purge", json=body, headers=headers) as response:
             assert response.status == 200
-        assert (await asked(served, "/warmline/sessions", q="client-1"))["sessions"] == []
-        await asked(served, "/warmline/path", 404, session=line["id"])
+        assert (await get_json(served, "/warmline/sessions", q="client-1"))["sessions"] == []
+        await get_json(served, "/warmline/path", 404, session=line["id"])
 
 
 @on_loop
-async def test_requests_with_the_names_of_their_conversations(tmp_path: Path) -> None:
+async def test_activity(tmp_path: Path) -> None:
     async with pair(tmp_path) as served:
         for number in range(3):
             assert (await served.chat(f"Number {number}", session_id=f"talk {number}")).status == 200
         records = await served.settled()
-        reply = await asked(served, "/warmline/activity", count="2")
+        reply = await get_json(served, "/warmline/activity", count="2")
         assert (reply["total"], reply["history"]["requests"]) == (3, 3)
         assert [each["id"] for each in reply["requests"]] == [record.id for record in records[:2]]
         assert [each["client"] for each in reply["requests"]] == ["talk 2", "talk 1"]
-        kept = {each["id"]: each["created"] for each in (await asked(served, "/warmline/sessions"))["sessions"]}
-        assert [each["created"] for each in reply["requests"]] == [kept[record.session] for record in records[:2]]
+        created_by_id = {
+            each["id"]: each["created"] for each in (await get_json(served, "/warmline/sessions"))["sessions"]
+        }
+        assert [each["created"] for each in reply["requests"]] == [
+            created_by_id[record.session] for record in records[:2]
+        ]
         assert "parting" not in reply["requests"][0] and "root" not in reply["requests"][0]
-        assert (await asked(served, "/warmline/activity", offset="2"))["requests"][0]["id"] == records[2].id
+        assert (await get_json(served, "/warmline/activity", offset="2"))["requests"][0]["id"] == records[2].id
 
 
 @pytest.mark.parametrize(
@@ -195,15 +201,15 @@ async def test_requests_with_the_names_of_their_conversations(tmp_path: Path) ->
     ],
 )
 @on_loop
-async def test_what_makes_no_sense_is_refused(
+async def test_bad_queries_return_4xx(
     tmp_path: Path, path: str, parameters: dict[str, str], status: int, says: str
 ) -> None:
     async with pair(tmp_path) as served:
-        assert says in str(await asked(served, path, status, **parameters))
+        assert says in str(await get_json(served, path, status, **parameters))
 
 
 @on_loop
-async def test_the_page_and_what_it_may_do(tmp_path: Path) -> None:
+async def test_page_security_headers(tmp_path: Path) -> None:
     async with pair(tmp_path) as served:
         for path, kind in (("/admin", "text/html"), ("/admin/", "text/html"), ("/admin/main.js", "text/javascript")):
             async with served.client.get(served.url + path) as response:
@@ -218,7 +224,7 @@ async def test_the_page_and_what_it_may_do(tmp_path: Path) -> None:
             assert response.status == 405
 
 
-def test_pages_name_nothing_from_elsewhere_and_run_no_code_of_attributes() -> None:
+def test_pages_have_no_external_links_or_inline_code() -> None:
     static = files(warmline_proxy.dashboard) / "static"
     for file in static.iterdir():
         text = file.read_text().replace("http://www.w3.org/2000/svg", "")
@@ -226,7 +232,7 @@ def test_pages_name_nothing_from_elsewhere_and_run_no_code_of_attributes() -> No
         assert " style=" not in text and " onclick=" not in text, file.name
 
 
-def test_the_wheel_has_the_pages(tmp_path: Path) -> None:
+def test_wheel_contains_pages(tmp_path: Path) -> None:
     root = Path(__file__).parents[3]
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(command, cwd=root, check=True, capture_output=True)

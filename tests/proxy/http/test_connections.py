@@ -1,221 +1,64 @@
-"""The network's worst, on real sockets: many, slow, silent, broken and rude clients; and nobody else notices."""
+"""Misbehaving clients on real sockets: many, slow, silent, broken; other clients are unaffected."""
 
 import asyncio
-import gc
-import json
-import socket
-import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from aiohttp import web
 
 from support.proxy.harness import on_loop
+from support.proxy.raw_connections import count_alive, serving, until
 from warmline_common.process.file_limits import count_open_descriptors, raise_descriptor_limit
-from warmline_common.storage.home import Home
-from warmline_proxy.config import ProxyConfig
-from warmline_proxy.errors import ClientError
 from warmline_proxy.http import connections
-from warmline_proxy.http.bodies import BODY_BYTES_MAX, read_body, write_chunk
-from warmline_proxy.http.connections import KEEPALIVE_IDLE_OPTION, Connections, compute_connections_max, listen
+from warmline_proxy.http.bodies import BODY_BYTES_MAX
+from warmline_proxy.http.connections import compute_connections_max
 
 MANY = 1_000
-Answer = tuple[int, dict[str, str], Any]
-
-
-async def until(is_true: Callable[[], bool]) -> None:
-    """For what no event tells of."""
-    while not is_true():  # noqa: ASYNC110
-        await asyncio.sleep(0.005)
-
-
-def alive() -> int:
-    """Connections that somebody still holds on to."""
-    gc.collect()
-    return sum(isinstance(each, connections.Connection) for each in gc.get_objects())
-
-
-class Server:
-    """An application with a handler for each misfortune."""
-
-    def __init__(self, config: ProxyConfig) -> None:
-        self.config = config
-        self.port = 0
-        self.connections: Connections
-        self.held = asyncio.Event()  # a request is being held
-        self.free = asyncio.Event()  # holds none any more
-        self.over = asyncio.Event()  # a handler has ended before its time
-
-    def app(self) -> web.Application:
-        app = web.Application()
-        for path in ("echo", "hold", "flood", "lump", "half", "fault", "socket"):
-            app.router.add_route("*", f"/{path}", getattr(self, path))
-        return app
-
-    async def echo(self, request: web.Request) -> web.Response:
-        try:
-            return web.json_response({"bytes": len(await read_body(request, self.config.receive_timeout_s))})
-        except ClientError as error:
-            return error.build_response(error.body)
-        except (asyncio.CancelledError, ConnectionResetError):
-            self.over.set()
-            raise
-
-    async def hold(self, request: web.Request) -> web.Response:
-        self.held.set()
-        await self.free.wait()
-        return web.json_response({"held": True})
-
-    async def flood(self, request: web.Request) -> web.StreamResponse:
-        """As many bytes as asked for, piece by piece."""
-        response = web.StreamResponse()
-        await response.prepare(request)
-        try:
-            for _ in range(int(request.query["bytes"]) // 10_000):
-                await write_chunk(response, b"x" * 10_000, self.config.send_timeout_s)
-        except (asyncio.CancelledError, ConnectionResetError):
-            self.over.set()
-            raise
-        await response.write_eof()
-        return response
-
-    async def lump(self, request: web.Request) -> web.Response:
-        """As many bytes, at once."""
-        return web.Response(body=b"x" * int(request.query["bytes"]))
-
-    async def half(self, request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
-        await response.write(b"half of it")
-        raise ValueError("something unforeseen")
-
-    async def fault(self, request: web.Request) -> web.Response:
-        raise ValueError("something unforeseen")
-
-    async def socket(self, request: web.Request) -> web.Response:
-        assert request.transport is not None
-        kept = request.transport.get_extra_info("socket")
-        options = {
-            "on": kept.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
-            "after_s": kept.getsockopt(socket.IPPROTO_TCP, KEEPALIVE_IDLE_OPTION),
-            "interval_s": kept.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL),
-            "count": kept.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT),
-        }
-        return web.json_response(options)
-
-    async def emptied(self) -> None:
-        """Wait until no connection is left."""
-        await until(lambda: not self.connections.count)
-
-
-class Client:
-    """One connection, and what is said on it byte by byte."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-
-    def say(self, text: str | bytes) -> None:
-        self.writer.write(text.encode() if isinstance(text, str) else text)
-
-    def get(self, path: str, more: str = "") -> None:
-        self.say(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{more}\r\n")
-
-    async def answer(self) -> Answer:
-        """(status, headers in lower case, JSON) of one answer."""
-        head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
-        body = await self.reader.readexactly(int(headers["content-length"]))
-        return int(head[0].split()[1]), headers, json.loads(body)
-
-    async def asked(self, path: str, more: str = "") -> Answer:
-        self.get(path, more)
-        return await self.answer()
-
-    async def is_closed(self) -> bool:
-        """Wait for the other side to close; False where it says something instead."""
-        try:
-            return not await self.reader.read(1)
-        except ConnectionResetError:
-            return True
-
-    def reset(self) -> None:
-        """Hang up without a good-bye."""
-        plug = self.writer.get_extra_info("socket")
-        plug.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.writer.transport.abort()
-
-
-@asynccontextmanager
-async def serving(folder: Path, **settings: Any) -> AsyncIterator[tuple[Server, Callable[..., Awaitable[Client]]]]:
-    """(an application that listens; how to connect to it)."""
-    server, clients = Server(ProxyConfig(home=Home(folder), port=0, **settings)), list[Client]()
-
-    async def connect(receive_buffer_bytes: int = 0) -> Client:
-        plug = socket.socket()
-        plug.setblocking(False)
-        if receive_buffer_bytes:
-            plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
-        await asyncio.get_running_loop().sock_connect(plug, ("127.0.0.1", server.port))
-        clients.append(Client(*await asyncio.open_connection(sock=plug, limit=4096)))
-        return clients[-1]
-
-    async with listen(server.app(), server.config) as listener:
-        server.port, server.connections = listener.port, listener.connections
-        try:
-            yield server, connect
-        finally:
-            server.free.set()
-            for client in clients:
-                client.writer.transport.abort()
 
 
 @on_loop
-async def test_a_thousand_idle_connections_are_in_nobodys_way(tmp_path: Path) -> None:
+async def test_thousand_idle_connections(tmp_path: Path) -> None:
     assert raise_descriptor_limit(8192) > 2 * MANY + 200
     async with serving(tmp_path) as (server, connect):
         for _ in range(MANY // 100):
             await asyncio.gather(*(connect() for _ in range(100)))
         client = await connect()
         for _ in range(20):
-            assert (await client.asked("/echo"))[0] == 200
+            assert (await client.request("/echo"))[0] == 200
         assert server.connections.count == MANY + 1
 
 
 @on_loop
-async def test_where_all_are_busy_a_newcomer_is_told_so(tmp_path: Path) -> None:
+async def test_connection_refused_when_all_busy(tmp_path: Path) -> None:
     async with serving(tmp_path, connections_max=1) as (server, connect):
         busy = await connect()
         busy.get("/hold")
         await server.held.wait()
         newcomer = await connect()
-        status, headers, body = await newcomer.asked("/echo")
+        status, headers, body = await newcomer.request("/echo")
         assert (status, headers["connection"], body["error"]["code"]) == (503, "close", "connections_full")
         assert int(headers["retry-after"]) > 0
         assert await newcomer.is_closed()
         server.free.set()
         assert (await busy.answer())[2] == {"held": True}
-        assert (await (await connect()).asked("/echo"))[0] == 200
+        assert (await (await connect()).request("/echo"))[0] == 200
 
 
 @on_loop
-async def test_the_longest_idle_makes_room(tmp_path: Path) -> None:
+async def test_longest_idle_connection_is_closed(tmp_path: Path) -> None:
     async with serving(tmp_path, connections_max=3) as (server, connect):
         first, second, third = [await connect() for _ in range(3)]
         for client in (first, second, third, first):  # now the second is the longest idle
-            assert (await client.asked("/echo"))[0] == 200
+            assert (await client.request("/echo"))[0] == 200
         newcomer = await connect()
-        assert (await newcomer.asked("/echo"))[0] == 200
+        assert (await newcomer.request("/echo"))[0] == 200
         assert await second.is_closed()
         for client in (first, third, newcomer):
-            assert (await client.asked("/echo"))[0] == 200
+            assert (await client.request("/echo"))[0] == 200
         assert server.connections.count == 3
 
 
 @on_loop
-async def test_more_are_refused_than_can_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refusals_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "REFUSALS_COUNT_MAX", 1)
     async with serving(tmp_path, connections_max=1) as (server, connect):
         (await connect()).get("/hold")
@@ -223,93 +66,93 @@ async def test_more_are_refused_than_can_be_told(tmp_path: Path, monkeypatch: py
         silent, unheard = await connect(), await connect()
         unheard.get("/echo")
         assert await unheard.is_closed()
-        assert (await silent.asked("/echo"))[0] == 503
+        assert (await silent.request("/echo"))[0] == 503
 
 
-def test_connections_leave_descriptors_to_others() -> None:
+def test_compute_connections_max() -> None:
     assert compute_connections_max(2048, 8192) == 2048
     assert compute_connections_max(2048, 256) == 64
     assert compute_connections_max(10, 20) == 1
 
 
 @on_loop
-async def test_a_head_that_does_not_come_is_a_408(tmp_path: Path) -> None:
+async def test_head_timeout_returns_408(tmp_path: Path) -> None:
     async with serving(tmp_path, receive_timeout_s=0.2) as (server, connect):
         for beginning in ("GET /echo HTTP/1.1\r\nHo", "\r\n"):
             client = await connect()
-            client.say(beginning)
+            client.send(beginning)
             status, headers, body = await client.answer()
             assert (status, headers["connection"], body["error"]["code"]) == (408, "close", "request_timeout")
             assert await client.is_closed()
-        await server.emptied()
+        await server.wait_until_empty()
 
 
 @on_loop
-async def test_a_head_byte_by_byte_has_no_longer_than_any(tmp_path: Path) -> None:
+async def test_slow_head_times_out(tmp_path: Path) -> None:
     async with serving(tmp_path, receive_timeout_s=0.3) as (_, connect):
         client = await connect()
-        assert (await client.asked("/echo"))[0] == 200
-        client.say("GET /echo HTTP/1.1\r\nHost: localhost\r\nX-Long: ")
+        assert (await client.request("/echo"))[0] == 200
+        client.send("GET /echo HTTP/1.1\r\nHost: localhost\r\nX-Long: ")
         answer = asyncio.ensure_future(client.answer())
         while not answer.done():
-            client.say("x")
+            client.send("x")
             await asyncio.sleep(0.02)
         assert (await answer)[0] == 408
 
 
 @on_loop
-async def test_a_body_that_stops_is_a_408(tmp_path: Path) -> None:
+async def test_stalled_body_returns_408(tmp_path: Path) -> None:
     async with serving(tmp_path, receive_timeout_s=0.2) as (server, connect):
         for length in ("Content-Length: 100\r\n", "Transfer-Encoding: chunked\r\n"):
             client = await connect()
-            client.say(f"POST /echo HTTP/1.1\r\nHost: localhost\r\n{length}\r\n5\r\nabcde")
+            client.send(f"POST /echo HTTP/1.1\r\nHost: localhost\r\n{length}\r\n5\r\nabcde")
             status, headers, body = await client.answer()
             assert (status, headers["connection"], body["error"]["code"]) == (408, "close", "request_timeout")
             assert await client.is_closed()
             client.writer.close()
-        await server.emptied()
+        await server.wait_until_empty()
 
 
 @on_loop
-async def test_a_slow_but_steady_body_is_read_to_its_end(tmp_path: Path) -> None:
+async def test_slow_body_is_read(tmp_path: Path) -> None:
     async with serving(tmp_path, receive_timeout_s=0.5) as (_, connect):
         client = await connect()
-        client.say("POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 15\r\n\r\n")
+        client.send("POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 15\r\n\r\n")
         for _ in range(15):
             await asyncio.sleep(0.05)
-            client.say("x")
+            client.send("x")
         status, headers, body = await client.answer()
         assert (status, body) == (200, {"bytes": 15}) and headers.get("connection") != "close"
 
 
 @on_loop
-async def test_a_reset_in_the_middle_of_a_body_ends_its_handler(tmp_path: Path) -> None:
+async def test_reset_during_body_ends_handler(tmp_path: Path) -> None:
     async with serving(tmp_path) as (server, connect):
         client, neighbour = await connect(), await connect()
         neighbour.get("/hold")
-        client.say("POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nabc")
+        client.send("POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nabc")
         await server.held.wait()
         client.reset()
         await server.over.wait()
         server.free.set()
         assert (await neighbour.answer())[2] == {"held": True}
         neighbour.writer.close()
-        await server.emptied()
+        await server.wait_until_empty()
 
 
 @on_loop
-async def test_too_large_a_body_is_refused_before_it_is_sent(tmp_path: Path) -> None:
+async def test_oversized_body_refused_early(tmp_path: Path) -> None:
     async with serving(tmp_path) as (server, connect):
         client = await connect()
-        client.say(f"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: {BODY_BYTES_MAX + 1}\r\n\r\n")
+        client.send(f"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: {BODY_BYTES_MAX + 1}\r\n\r\n")
         status, headers, _ = await client.answer()
         assert (status, headers["connection"]) == (413, "close")
-        for _ in range(100):  # it goes on all the same, and is not met with a reset
-            client.say(b"x" * 10_000)
+        for _ in range(100):  # more of the body causes no reset
+            client.send(b"x" * 10_000)
         await client.writer.drain()
         assert await client.is_closed()
         client.writer.close()
-        await server.emptied()
+        await server.wait_until_empty()
 
 
 BAD_HEADS = {
@@ -328,13 +171,13 @@ TOO_LARGE = ("a huge field", "a huge line", "too many fields")
 
 @pytest.mark.parametrize("kind", BAD_HEADS)
 @on_loop
-async def test_what_is_no_http_is_refused_and_nobody_elses_trouble(tmp_path: Path, kind: str) -> None:
+async def test_garbage_is_refused(tmp_path: Path, kind: str) -> None:
     async with serving(tmp_path) as (server, connect):
         neighbour, rude = await connect(), await connect()
         neighbour.get("/hold")
         await server.held.wait()
-        assert (await rude.asked("/echo"))[0] == 200
-        rude.say(BAD_HEADS[kind])
+        assert (await rude.request("/echo"))[0] == 200
+        rude.send(BAD_HEADS[kind])
         status, headers, body = await rude.answer()
         expected = 431 if kind in TOO_LARGE else 400
         assert (status, headers["connection"], body["error"]["type"]) == (expected, "close", "invalid_request_error")
@@ -346,39 +189,39 @@ async def test_what_is_no_http_is_refused_and_nobody_elses_trouble(tmp_path: Pat
         server.free.set()
         assert (await neighbour.answer())[2] == {"held": True}
         neighbour.writer.close()
-        await server.emptied()
+        await server.wait_until_empty()
 
 
 @on_loop
-async def test_a_broken_chunk_is_a_400(tmp_path: Path) -> None:
+async def test_broken_chunk_returns_400(tmp_path: Path) -> None:
     async with serving(tmp_path) as (_, connect):
         client = await connect()
-        client.say("POST /echo HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\nzz\r\n")
+        client.send("POST /echo HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\nzz\r\n")
         assert (await client.answer())[0] == 400
         assert await client.is_closed()
 
 
 @on_loop
-async def test_pipelined_requests_are_answered_in_order(tmp_path: Path) -> None:
+async def test_pipelined_requests(tmp_path: Path) -> None:
     async with serving(tmp_path) as (_, connect):
         client = await connect()
         lengths = [3, 0, 70_000, 1]
-        client.say(
+        client.send(
             "".join(f"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: {n}\r\n\r\n{'x' * n}" for n in lengths)
         )
         assert [(await client.answer())[2]["bytes"] for _ in lengths] == lengths
-        assert (await client.asked("/echo", "Connection: close\r\n"))[1]["connection"] == "close"
+        assert (await client.request("/echo", "Connection: close\r\n"))[1]["connection"] == "close"
         assert await client.is_closed()
 
 
 @on_loop
-async def test_coming_and_going_leaves_nothing_behind(tmp_path: Path) -> None:
-    async def come_and_go(number: int) -> None:
+async def test_no_leak_after_disconnects(tmp_path: Path) -> None:
+    async def connect_and_leave(number: int) -> None:
         client = await connect()
         if number % 4 == 1:
-            await client.asked("/echo")
+            await client.request("/echo")
         elif number % 4 == 2:
-            client.say("POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nabc")
+            client.send("POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nabc")
         elif number % 4 == 3:
             client.get("/flood?bytes=1000000")
         client.reset() if number % 2 else client.writer.close()
@@ -386,45 +229,45 @@ async def test_coming_and_going_leaves_nothing_behind(tmp_path: Path) -> None:
     async with serving(tmp_path) as (server, connect):
         before = count_open_descriptors()
         for number in range(200):
-            await come_and_go(number)
+            await connect_and_leave(number)
         await until(lambda: count_open_descriptors() <= before)
-        await until(lambda: not alive())
+        await until(lambda: not count_alive())
         assert server.connections.count == 0
 
 
 @on_loop
-async def test_the_kernel_looks_for_peers_that_are_gone(tmp_path: Path) -> None:
+async def test_keepalive_options(tmp_path: Path) -> None:
     async with serving(tmp_path) as (_, connect):
-        options = (await (await connect()).asked("/socket"))[2]
+        options = (await (await connect()).request("/socket"))[2]
         assert options["on"] and options["after_s"] + options["interval_s"] * options["count"] == 90
 
 
 @on_loop
-async def test_an_idle_connection_is_closed_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "IDLE_TIMEOUT_S", 0.1)
     async with serving(tmp_path, receive_timeout_s=0.4) as (server, connect):
-        silent, busy, kept = await connect(), await connect(), await connect()
+        silent, busy, used = await connect(), await connect(), await connect()
         busy.get("/hold")
-        assert (await kept.asked("/echo"))[0] == 200
-        assert await silent.is_closed() and await kept.is_closed()
+        assert (await used.request("/echo"))[0] == 200
+        assert await silent.is_closed() and await used.is_closed()
         server.free.set()
         assert (await busy.answer())[2] == {"held": True}
 
 
 @pytest.mark.parametrize("path", ["/flood", "/lump"])
 @on_loop
-async def test_who_takes_nothing_loses_the_connection(tmp_path: Path, path: str) -> None:
+async def test_send_timeout(tmp_path: Path, path: str) -> None:
     async with serving(tmp_path, send_timeout_s=0.2) as (server, connect):
         client = await connect(receive_buffer_bytes=4096)
         client.get(f"{path}?bytes=20000000")
-        await server.emptied()
+        await server.wait_until_empty()
         if path == "/flood":
             await server.over.wait()
 
 
 @pytest.mark.parametrize("path", ["/flood", "/lump"])
 @on_loop
-async def test_who_takes_a_little_at_a_time_gets_it_all(tmp_path: Path, path: str) -> None:
+async def test_slow_reader_gets_whole_response(tmp_path: Path, path: str) -> None:
     async with serving(tmp_path, send_timeout_s=0.5) as (_, connect):
         client, count = await connect(receive_buffer_bytes=4096), 0
         client.get(f"{path}?bytes=1000000", "Connection: close\r\n")
@@ -436,25 +279,25 @@ async def test_who_takes_a_little_at_a_time_gets_it_all(tmp_path: Path, path: st
 
 
 @on_loop
-async def test_half_an_answer_never_looks_whole(tmp_path: Path) -> None:
+async def test_partial_response_is_aborted(tmp_path: Path) -> None:
     async with serving(tmp_path) as (server, connect):
         client = await connect()
         client.get("/half")
         with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
             await client.reader.readuntil(b"0\r\n\r\n")
-        await server.emptied()
+        await server.wait_until_empty()
 
 
 @on_loop
-async def test_a_fault_of_ours_is_told_in_openais_shape(tmp_path: Path) -> None:
+async def test_internal_error_envelope(tmp_path: Path) -> None:
     async with serving(tmp_path) as (_, connect):
-        status, headers, body = await (await connect()).asked("/fault")
+        status, headers, body = await (await connect()).request("/fault")
         assert (status, headers["connection"], body["error"]["type"]) == (500, "close", "server_error")
         assert "unforeseen" not in body["error"]["message"]
 
 
 @pytest.mark.parametrize("quote", ["'", '"'])
-def test_what_a_parser_quotes_is_in_no_log(quote: str) -> None:
+def test_shorten_parser_message(quote: str) -> None:
     message = f"Invalid method encountered:\n\n  b{quote}SECRET{quote}\n    ^"
     assert connections.shorten_parser_message(message) == "Invalid method encountered"
     assert connections.shorten_parser_message("Data after `Connection: close`") == "Data after `Connection: close`"

@@ -1,4 +1,4 @@
-"""Web pages: none reads anything, unless its origin is named, and then what is under /v1 alone."""
+"""CORS headers: none by default; for named origins under /v1 only."""
 
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,11 @@ ASKED = {
         ("", PAGE, {}),
     ],
 )
-def test_who_may_read(allowed: str, origin: str, answer: dict[str, str]) -> None:
-    asked = {"Origin": origin} if origin else {}
-    told = build_cors_headers(parse_origins(allowed), "POST", "/v1/messages", asked)
-    exposed = told.pop("Access-Control-Expose-Headers", "")
-    assert told == answer
+def test_build_cors_headers(allowed: str, origin: str, answer: dict[str, str]) -> None:
+    request_headers = {"Origin": origin} if origin else {}
+    headers = build_cors_headers(parse_origins(allowed), "POST", "/v1/messages", request_headers)
+    exposed = headers.pop("Access-Control-Expose-Headers", "")
+    assert headers == answer
     assert ("X-Warmline-Cache" in exposed) == (ALLOW in answer)
 
 
@@ -45,7 +45,7 @@ def test_who_may_read(allowed: str, origin: str, answer: dict[str, str]) -> None
     ("origin", "strange"),
     [
         (None, False),
-        ("http://192.168.1.5:8026", False),  # a page of ours
+        ("http://192.168.1.5:8026", False),  # the proxy's own page
         (PAGE, False),
         ("http://localhost:3000", False),
         ("http://127.0.0.1", False),
@@ -53,7 +53,7 @@ def test_who_may_read(allowed: str, origin: str, answer: dict[str, str]) -> None
         ("app://obsidian.md", False),
         ("chrome-extension://abcdef", False),
         ("vscode-webview://abcdef", False),
-        ("file://", False),  # as Electron says of an app's window; browsers say "null" of a file
+        ("file://", False),  # an Electron app; browsers send "null" for files
         ("https://evil.example", True),
         ("http://192.168.1.66", True),
         ("http://localhost.evil.example", True),
@@ -64,32 +64,32 @@ def test_who_may_read(allowed: str, origin: str, answer: dict[str, str]) -> None
         ("evil.example", True),
     ],
 )
-def test_pages_of_strangers_are_told_from_others(origin: str | None, strange: bool) -> None:
+def test_is_untrusted_origin(origin: str | None, strange: bool) -> None:
     assert is_untrusted_origin(origin, ["192.168.1.5:8026"], parse_origins(PAGE)) == strange
     assert not is_untrusted_origin(origin, ["192.168.1.5:8026"], parse_origins("*"))
 
 
-def test_a_preflight_is_told_what_may_be_sent() -> None:
-    told = build_cors_headers(parse_origins("*"), "OPTIONS", "/v1/chat/completions", ASKED)
-    assert told["Access-Control-Allow-Headers"] == "authorization, content-type, Anthropic-Beta, x-stainless-lang"
-    assert "POST" in told["Access-Control-Allow-Methods"] and told["Access-Control-Max-Age"] == "3600"
+def test_preflight_headers() -> None:
+    headers = build_cors_headers(parse_origins("*"), "OPTIONS", "/v1/chat/completions", ASKED)
+    assert headers["Access-Control-Allow-Headers"] == "authorization, content-type, Anthropic-Beta, x-stainless-lang"
+    assert "POST" in headers["Access-Control-Allow-Methods"] and headers["Access-Control-Max-Age"] == "3600"
     near = {**ASKED, "Access-Control-Request-Private-Network": "true"}
     private = "Access-Control-Allow-Private-Network"
-    assert private not in told and build_cors_headers(parse_origins("*"), "OPTIONS", "/v1", near)[private] == "true"
+    assert private not in headers and build_cors_headers(parse_origins("*"), "OPTIONS", "/v1", near)[private] == "true"
 
 
 @pytest.mark.parametrize("path", ["/warmline/status", "/metrics", "/health", "/", "/v1x", "/x/v1/models"])
-def test_only_what_is_under_v1_is_for_pages(path: str) -> None:
+def test_no_cors_headers_outside_v1(path: str) -> None:
     assert build_cors_headers(parse_origins("*"), "GET", path, {"Origin": PAGE}) == {}
 
 
 @pytest.mark.parametrize("wrong", ["chat.example", "https://chat.example/", "https://*.example", "null", "*,//x"])
-def test_what_no_browser_sends_is_refused(tmp_path: Path, wrong: str) -> None:
+def test_invalid_origin_setting(tmp_path: Path, wrong: str) -> None:
     with pytest.raises(ProxyConfigError, match=r"--cors-origins .*expected origins such as https://app.example"):
         ProxyConfig(home=Home(tmp_path), cors_origins=wrong)
 
 
-async def asked(proxy: Pair, method: str, path: str, **more: str) -> tuple[int, dict[str, str]]:
+async def send(proxy: Pair, method: str, path: str, **more: str) -> tuple[int, dict[str, str]]:
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "stream": True} if method == "POST" else {}
     headers = {"Origin": PAGE, **more}
     async with proxy.client.request(method, proxy.url + path, json=body or None, headers=headers) as response:
@@ -98,23 +98,25 @@ async def asked(proxy: Pair, method: str, path: str, **more: str) -> tuple[int, 
 
 
 @on_loop
-async def test_answers_streams_and_refusals_are_for_the_page(tmp_path: Path) -> None:
+async def test_all_responses_have_cors_headers(tmp_path: Path) -> None:
     async with pair(tmp_path, cors_origins=PAGE, client_key="sesame") as proxy:
-        status, told = await asked(proxy, "OPTIONS", "/v1/chat/completions", **ASKED)
-        assert status == 204 and told[ALLOW] == PAGE
-        status, told = await asked(proxy, "GET", "/v1/models")  # without the key; a page is to see why
-        assert status == 401 and told[ALLOW] == PAGE
-        status, told = await asked(proxy, "POST", "/v1/chat/completions", Authorization="Bearer sesame")
-        assert status == 200 and told[ALLOW] == PAGE and "X-Warmline-Cache" in told["Access-Control-Expose-Headers"]
+        status, headers = await send(proxy, "OPTIONS", "/v1/chat/completions", **ASKED)
+        assert status == 204 and headers[ALLOW] == PAGE
+        status, headers = await send(proxy, "GET", "/v1/models")  # without the key: the page may read the refusal
+        assert status == 401 and headers[ALLOW] == PAGE
+        status, headers = await send(proxy, "POST", "/v1/chat/completions", Authorization="Bearer sesame")
+        assert (
+            status == 200 and headers[ALLOW] == PAGE and "X-Warmline-Cache" in headers["Access-Control-Expose-Headers"]
+        )
         for path in ("/metrics", "/warmline/status", "/health"):
-            assert (await asked(proxy, "GET", path))[1] == (await asked(proxy, "OPTIONS", path))[1] == {}
+            assert (await send(proxy, "GET", path))[1] == (await send(proxy, "OPTIONS", path))[1] == {}
 
 
 @on_loop
-async def test_by_default_no_page_reads_anything_and_the_host_comes_first(tmp_path: Path) -> None:
+async def test_no_cors_by_default_and_host_checked_first(tmp_path: Path) -> None:
     async with pair(tmp_path / "none") as proxy:
-        assert await asked(proxy, "OPTIONS", "/v1/models", **ASKED) == (204, {})
-        assert await asked(proxy, "GET", "/v1/models") == (403, {})
+        assert await send(proxy, "OPTIONS", "/v1/models", **ASKED) == (204, {})
+        assert await send(proxy, "GET", "/v1/models") == (403, {})
         page = {
             "Origin": PAGE,
             "Content-Type": "text/plain",
@@ -124,7 +126,7 @@ async def test_by_default_no_page_reads_anything_and_the_host_comes_first(tmp_pa
         body = '{"messages": [{"role": "user", "content": "hi"}]}'
         async with proxy.client.post(f"{proxy.url}/v1/chat/completions", data=body, headers=page) as refused:
             assert refused.status == 403 and (await refused.json())["error"]["code"] == "foreign_page"
-        assert not proxy.backend.calls["prompts"], "a browser asks nobody before it sends that"
+        assert not proxy.backend.calls["prompts"], "sent without a preflight"
     async with pair(tmp_path / "all", cors_origins="*") as proxy:
         for method in ("OPTIONS", "GET"):
-            assert (await asked(proxy, method, "/v1/models", Host="evil.example"))[0] == 403
+            assert (await send(proxy, method, "/v1/models", Host="evil.example"))[0] == 403

@@ -1,4 +1,4 @@
-"""Under which names a request may come in, before anything else is asked of it."""
+"""Host names allowed in requests, checked before all else."""
 
 import asyncio
 from pathlib import Path
@@ -31,7 +31,7 @@ MALFORMED = [
 def refusal(
     *hosts: str, target: str = "/v1/models", version: tuple[int, int] = HTTP_1_1, names: HostFilter = HOSTS
 ) -> int:
-    """The status; 0 where there is none."""
+    """HTTP status of the refusal; 0 without one."""
     try:
         names.check(hosts, target, version)
     except ClientError as error:
@@ -41,14 +41,14 @@ def refusal(
 
 
 @pytest.mark.parametrize(("hosts", "status"), [(ALLOWED, 0), (FOREIGN, 403), (MALFORMED, 400)])
-def test_names(hosts: list[str], status: int) -> None:
+def test_allowed_hosts(hosts: list[str], status: int) -> None:
     assert {host: refusal(host) for host in hosts} == dict.fromkeys(hosts, status)
 
 
-def test_a_host_is_named_once() -> None:
+def test_single_host_header_required() -> None:
     assert refusal("localhost", "localhost") == refusal("localhost", "evil.example") == 400
     assert refusal() == 400
-    assert refusal(version=HTTP_1_0) == 0, "no browser speaks that"
+    assert refusal(version=HTTP_1_0) == 0, "browsers do not use HTTP/1.0"
 
 
 @pytest.mark.parametrize(
@@ -63,16 +63,16 @@ def test_a_host_is_named_once() -> None:
         ("//evil.example/health", 0),
     ],
 )
-def test_a_target_that_names_a_host_is_held_to_it(target: str, status: int) -> None:
+def test_absolute_target_host_is_checked(target: str, status: int) -> None:
     assert refusal("localhost", target=target) == status
 
 
-def test_any_name_may_be_allowed() -> None:
+def test_any_host_setting() -> None:
     names = HostFilter(parse_host_names(" *, x.example "))
     assert refusal("evil.example", names=names) == 0 and refusal("evil example", names=names) == 400
 
 
-def test_allowed_names_are_names() -> None:
+def test_parse_host_names() -> None:
     assert parse_host_names("") == frozenset()
     assert parse_host_names("Mac.Example., b ,") == {"mac.example", "b"}
     assert parse_host_names(f"{ANY_HOST},10.0.0.1") == {ANY_HOST, "10.0.0.1"}
@@ -81,18 +81,18 @@ def test_allowed_names_are_names() -> None:
             parse_host_names(bad)
 
 
-def test_this_machine_has_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_machine_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "Studio.home.arpa")
     monkeypatch.setattr("socket.getfqdn", lambda: "studio.example.org")
     monkeypatch.setattr("sys.platform", "linux")
     alone, reached = find_machine_names(with_domains=False), find_machine_names(with_domains=True)
-    assert alone == {"studio", "studio.local"}, "a network might name it as a stranger's page"
+    assert alone == {"studio", "studio.local"}, "the network could assign a foreign name"
     assert reached - alone == {"studio.home.arpa", "studio.example.org"}
     assert all(parse_host(name) == name for name in reached)
 
 
-async def answered(url: str, head: str) -> int:
-    """The status that these bytes get."""
+async def fetch_status(url: str, head: str) -> int:
+    """HTTP status of the response to this request head."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
     writer.write(head.replace("\n", "\r\n").encode() + b"\r\n\r\n")
     status = int((await reader.readline()).split()[1])
@@ -101,20 +101,20 @@ async def answered(url: str, head: str) -> int:
 
 
 @on_loop
-async def test_every_path_is_held_to_it_and_a_key_opens_no_other_name(tmp_path: Path) -> None:
+async def test_host_checked_on_every_path_despite_key(tmp_path: Path) -> None:
     async with pair(tmp_path, client_key="sesame", allowed_hosts="mac.example") as proxy:
         secret = proxy.home.load_secret()
         for key in ("sesame", secret):
             for path in ("/health", "/ready", "/metrics", "/v1/models", "/warmline/status", "/admin", "/none"):
                 headers = f"Connection: close\nAuthorization: Bearer {key}"
-                assert await answered(proxy.url, f"GET {path} HTTP/1.1\nHost: evil.example\n{headers}") == 403, path
-        assert await answered(proxy.url, "OPTIONS /v1/models HTTP/1.1\nHost: evil.example") == 403
-        assert await answered(proxy.url, "GET /health HTTP/1.1\nHost: MAC.example:8026") == 200
-        assert await answered(proxy.url, "GET http://evil.example/health HTTP/1.1\nHost: localhost") == 403
-        assert await answered(proxy.url, "GET /health HTTP/1.1\nHost: localhost\nHost: evil.example") == 400
-        assert await answered(proxy.url, "GET /health HTTP/1.1\nHost: evil.example\nHost: localhost") == 400
-        assert await answered(proxy.url, "GET /health HTTP/1.1\nX: y") == 400
-        assert await answered(proxy.url, "CONNECT evil.example:443 HTTP/1.1\nHost: localhost") in (403, 404)
+                assert await fetch_status(proxy.url, f"GET {path} HTTP/1.1\nHost: evil.example\n{headers}") == 403, path
+        assert await fetch_status(proxy.url, "OPTIONS /v1/models HTTP/1.1\nHost: evil.example") == 403
+        assert await fetch_status(proxy.url, "GET /health HTTP/1.1\nHost: MAC.example:8026") == 200
+        assert await fetch_status(proxy.url, "GET http://evil.example/health HTTP/1.1\nHost: localhost") == 403
+        assert await fetch_status(proxy.url, "GET /health HTTP/1.1\nHost: localhost\nHost: evil.example") == 400
+        assert await fetch_status(proxy.url, "GET /health HTTP/1.1\nHost: evil.example\nHost: localhost") == 400
+        assert await fetch_status(proxy.url, "GET /health HTTP/1.1\nX: y") == 400
+        assert await fetch_status(proxy.url, "CONNECT evil.example:443 HTTP/1.1\nHost: localhost") in (403, 404)
         async with proxy.client.get(f"{proxy.url}/health", headers={"Host": "evil.example"}) as response:
             error = (await response.json())["error"]
         assert error["code"] == "host_not_allowed" and "the setting allowed_hosts" in error["message"]

@@ -1,4 +1,4 @@
-"""Every answer has its request's id, whoever gives it, and under the names that SDKs look for."""
+"""Request ids in every response, under the headers that SDKs read, and in log lines."""
 
 import asyncio
 import logging
@@ -19,8 +19,8 @@ def id_in(headers: Mapping[str, str]) -> str:
     return request_id
 
 
-async def raw(proxy: Pair, data: bytes) -> dict[str, str]:
-    """The head of the answer to something that may be no HTTP."""
+async def fetch_raw(proxy: Pair, data: bytes) -> dict[str, str]:
+    """Response headers for bytes that may not be HTTP."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rpartition(":")[2]))
     writer.write(data)
     await writer.drain()
@@ -30,21 +30,24 @@ async def raw(proxy: Pair, data: bytes) -> dict[str, str]:
 
 
 @on_loop
-async def test_every_answer_has_one_of_its_own(tmp_path: Path) -> None:
+async def test_every_response_has_unique_id(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         streamed = await proxy.chat(stream=True)
         answered = await proxy.chat()
         wrong = await proxy.client.post(f"{proxy.url}/v1/messages", data=b"no JSON")
-        found = [id_in(response.headers) for response in (streamed, answered, wrong)]
+        ids = [id_in(response.headers) for response in (streamed, answered, wrong)]
         for path in ("/health", "/nowhere", "/v1/models"):
             async with proxy.client.get(proxy.url + path) as response:
-                found.append(id_in(response.headers))
-        found += [id_in(await raw(proxy, b"no HTTP\r\n\r\n")), id_in(await raw(proxy, b"GET / HTTP/1.1\r\nA\r\n\r\n"))]
-        assert len(set(found)) == len(found)
+                ids.append(id_in(response.headers))
+        ids += [
+            id_in(await fetch_raw(proxy, b"no HTTP\r\n\r\n")),
+            id_in(await fetch_raw(proxy, b"GET / HTTP/1.1\r\nA\r\n\r\n")),
+        ]
+        assert len(set(ids)) == len(ids)
 
 
 @on_loop
-async def test_a_clients_own_name_is_kept_where_it_can_be_one(tmp_path: Path) -> None:
+async def test_client_request_id_is_kept_if_valid(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         for path in ("/v1/models", "/nowhere"):
             async with proxy.client.get(proxy.url + path, headers={NAMES[0]: "mine-1"}) as response:
@@ -55,13 +58,13 @@ async def test_a_clients_own_name_is_kept_where_it_can_be_one(tmp_path: Path) ->
         assert refused.status == 400 and id_in(refused.headers) != "not one"
 
 
-def test_whoever_finds_no_room_is_told_one_too() -> None:
+def test_refused_connection_has_request_id() -> None:
     head = encode_error_response(connections_full()).partition(b"\r\n\r\n")[0].decode()
     assert len(id_in(dict(line.split(": ", 1) for line in head.splitlines()[1:]))) == 24
 
 
-class Heard(logging.Handler):
-    """Lines, and which request each is about."""
+class LogCapture(logging.Handler):
+    """Log lines with the request id of their context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,22 +75,24 @@ class Heard(logging.Handler):
 
 
 @pytest.fixture
-def heard() -> Iterator[Heard]:
-    handler, logger = Heard(), logging.getLogger("warmline_proxy")
+def capture() -> Iterator[LogCapture]:
+    handler, logger = LogCapture(), logging.getLogger("warmline_proxy")
     logger.addHandler(handler)
     yield handler
     logger.removeHandler(handler)
 
 
 @on_loop
-async def test_lines_are_about_their_request_also_after_its_answer(tmp_path: Path, heard: Heard) -> None:
+async def test_log_lines_carry_request_id(tmp_path: Path, capture: LogCapture) -> None:
     async with pair(tmp_path) as proxy:
         await asyncio.gather(*(proxy.chat(f"Question {name}", headers={NAMES[0]: name}) for name in ("a", "b")))
         await proxy.chat(n=2, headers={NAMES[0]: "c"})
         refused = await proxy.chat(stop=5, headers={NAMES[0]: "d"})
         await proxy.settled()
-    perf = {about: line.split()[1] for about, line in heard.lines if line.startswith("PERF")}
+    perf = {about: line.split()[1] for about, line in capture.lines if line.startswith("PERF")}
     assert perf == {name: f"request={name}" for name in ("a", "b", "c.0", "c.1", "d")}
     assert refused.status == 400
-    assert [about for about, line in heard.lines if line.startswith("refused POST /v1/chat/completions: 400")] == ["d"]
+    assert [about for about, line in capture.lines if line.startswith("refused POST /v1/chat/completions: 400")] == [
+        "d"
+    ]
     assert not current_request_id()

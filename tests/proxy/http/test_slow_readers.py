@@ -1,4 +1,4 @@
-"""Clients that take their time over an answer: nobody waits for them, and they hear nothing wrong."""
+"""Slow readers: the engine does not wait for them, and their responses are correct."""
 
 import asyncio
 import json
@@ -10,14 +10,14 @@ from support.proxy.harness import Pair, on_loop, pair
 STREAMED = {"messages": [{"role": "user", "content": "Everything"}], "stream": True}
 
 
-class Slow:
-    """A client that reads when it is told to, through a small window."""
+class SlowClient:
+    """Client with a small receive window that reads on demand."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
 
     @classmethod
-    async def ask(cls, proxy: Pair, headers: dict[str, str]) -> "Slow":
+    async def ask(cls, proxy: Pair, headers: dict[str, str]) -> "SlowClient":
         wire = socket.socket()
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         wire.setblocking(False)
@@ -34,40 +34,40 @@ class Slow:
         writer.write("\r\n".join([*lines, "", ""]).encode() + body)
         return cls(reader, writer)
 
-    async def rest(self) -> bytes:
-        """All up to the end of the connection, or to a second of silence."""
-        said = b""
+    async def read_rest(self) -> bytes:
+        """Read until the connection ends or is silent for a second."""
+        received = b""
         try:
             while data := await asyncio.wait_for(self.reader.read(65536), 1.0):
-                said += data
+                received += data
         except (TimeoutError, ConnectionError):
             pass
-        return said
+        return received
 
 
 @on_loop
-async def test_reading_slowly_what_is_complete_is_no_stall(tmp_path: Path) -> None:
+async def test_slow_read_of_complete_answer_is_no_stall(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.answer = ["x" * 10_000] * 100
-        slow = await Slow.ask(proxy, {"X-Warmline-Stall-Timeout": "0.3", "Connection": "close"})
+        slow = await SlowClient.ask(proxy, {"X-Warmline-Stall-Timeout": "0.3", "Connection": "close"})
         while not (await proxy.status())["settling"]:
-            pass  # until the engine is done
+            pass  # until the engine has ended
         await asyncio.sleep(0.8)
-        said = await slow.rest()
+        received = await slow.read_rest()
         slow.writer.close()
-        assert b"[DONE]" in said and b"stalled" not in said
+        assert b"[DONE]" in received and b"stalled" not in received
 
 
 @on_loop
-async def test_the_engine_lets_go_at_once_of_a_client_that_reads_nothing(tmp_path: Path) -> None:
-    """Not once its last words are read.  How much is in flight decides where those are waited for."""
+async def test_engine_released_for_stalled_reader(tmp_path: Path) -> None:
+    """Released before the last bytes are read: the bytes in flight decide where the response waits."""
     async with pair(tmp_path) as proxy:
         for events in range(5, 14):
             name = f"mine-{events}"
             proxy.backend.answer = ["x" * 20_000] * (events + 1)
             proxy.backend.hold_after = events
             proxy.backend.holding.clear()
-            slow = await Slow.ask(proxy, {"X-Warmline-Request": name})
+            slow = await SlowClient.ask(proxy, {"X-Warmline-Request": name})
             await proxy.backend.holding.wait()
             await proxy.status()
             deleting = proxy.client.delete(f"{proxy.url}/v1/requests/{name}")
@@ -79,19 +79,19 @@ async def test_the_engine_lets_go_at_once_of_a_client_that_reads_nothing(tmp_pat
 
 
 @on_loop
-async def test_nothing_is_said_after_the_end(tmp_path: Path) -> None:
-    """The last of the answer waits for its client when it is cancelled."""
+async def test_no_error_after_end_of_stream(tmp_path: Path) -> None:
+    """The last bytes still wait for their client when the request is cancelled."""
     async with pair(tmp_path) as proxy:
         for events in range(4, 40, 3):
             name = f"mine-{events}"
             proxy.backend.answer = ["x" * 20_000] * events
-            slow = await Slow.ask(proxy, {"X-Warmline-Request": name, "Connection": "close"})
+            slow = await SlowClient.ask(proxy, {"X-Warmline-Request": name, "Connection": "close"})
             while not (await proxy.status())["settling"]:
                 if not (await proxy.status())["lives"] and proxy.backend.calls["generate"]:
                     break
             async with proxy.client.delete(f"{proxy.url}/v1/requests/{name}"):
                 pass
-            said = await slow.rest()
+            received = await slow.read_rest()
             slow.writer.close()
-            end = said.find(b"\r\n0\r\n\r\n")
-            assert end < 0 or said[end + 7 :] == b"", f"{events}: {said[end:][:300]!r}"
+            end = received.find(b"\r\n0\r\n\r\n")
+            assert end < 0 or received[end + 7 :] == b"", f"{events}: {received[end:][:300]!r}"

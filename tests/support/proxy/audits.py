@@ -1,4 +1,4 @@
-"""A conversation against the fake backend, and what its audits came to."""
+"""Conversation with the fake backend, and its audits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,16 +15,16 @@ COLLAPSED = ["!"] * 80
 
 
 def turn(number: int, backend: FakeBackend) -> dict[str, Any]:
-    """The conversation's turn of that number: 0 is cold, the others go on from what was said."""
-    said = "".join(backend.answer)
+    """Request body of a turn: 0 is cold, later ones continue the conversation."""
+    answer = "".join(backend.answer)
     messages = [{"role": "user", "content": TEXT}]
     for question in QUESTIONS[:number]:
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": question}]
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]
     return {"messages": messages}
 
 
 async def talk(proxy: Pair, turns: int = 2) -> list[str]:
-    """Where each turn started."""
+    """Cache sources of the first turns."""
     return [(await proxy.chat(**turn(number, proxy.backend))).headers["X-Warmline-Cache"] for number in range(turns)]
 
 
@@ -38,14 +38,14 @@ def metric(proxy: Pair, sample: str) -> Callable[[], Any]:
 
 
 async def audits(proxy: Pair, count: int = 1) -> None:
-    """Wait until so many have come to an end."""
+    """Wait until `count` audits have ended."""
     counted = metric(proxy, "warmline_audits_total{")
     while await counted() < count:
         pass
 
 
 async def records(proxy: Pair) -> list[RequestRecord]:
-    """Oldest first."""
+    """Request records, oldest first."""
     return (await proxy.settled())[::-1]
 
 

@@ -1,13 +1,13 @@
-"""Speaks the backend's contract over a real socket, with bytes for tokens and no model: for the proxy's logic alone."""
+"""Fake backend with the real protocol on a real socket: one byte per token, no model."""
 
 import asyncio
 import json
-import struct
 from collections import defaultdict
 from typing import Any
 
 from aiohttp import web
 
+from support.proxy.fake_replies import SERVED, chunk, first_logits, layout, packed, rendered, usage_chunk
 from warmline_common.protocol.messages import (
     HEADER_BACKGROUND,
     HEADER_CHECKPOINTS,
@@ -22,10 +22,8 @@ from warmline_common.protocol.messages import (
     ErrorBody,
     ErrorReply,
     EvictionOrder,
-    FirstLogits,
     GenerationResult,
     HealthReply,
-    KvLayout,
     PrefillRate,
     PromptReply,
     PromptRequest,
@@ -44,75 +42,43 @@ from warmline_common.protocol.messages import (
     encode,
 )
 from warmline_common.protocol.sse import DONE, encode_comment, encode_event
-from warmline_common.protocol.tokens import pack_tokens
 from warmline_common.storage.home import Home
-
-SERVED = "fake-model"
-
-
-def rendered(body: dict[str, Any]) -> tuple[bytes, list[int]]:
-    """The prompt's text and where its messages end."""
-    if isinstance(body.get("prompt"), list):
-        return bytes(body["prompt"]), []
-    text, ends = b"", []
-    for message in body.get("messages", ()):
-        text += f"<{message['role']}>{message.get('content') or ''}\n".encode()
-        ends.append(len(text))
-    return (text + b"<assistant>", ends) if "messages" in body else (body["prompt"].encode(), [])
-
-
-def packed(text: bytes) -> bytes:
-    """A token a byte."""
-    return pack_tokens(list(text))
-
-
-def layout(**changes: Any) -> KvLayout:
-    facts: dict[str, Any] = {
-        "row_bytes": 100,
-        "state_bytes": 0,
-        "has_rows": True,
-        "has_states": False,
-        "has_windows": False,
-        "persistent": True,
-        "families": ["KVCache"],
-    }
-    return KvLayout(**facts | changes)
 
 
 class FakeBackend:
-    """Its attributes script what it does; `calls` tells what it was asked."""
+    """Scripted by its attributes; `calls` lists the received calls by kind."""
 
     def __init__(self, home: Home) -> None:
         self.home = home
         self.boot, self.generation = "boot-1", 0
         self.ready = True
-        self.pid = 1 << 30  # nobody's
+        self.pid = 1 << 30  # of no process
         self.steps, self.step_age_s = 100, 0.0
-        self.prefill_tokens_s = 1.0  # as its status says
+        self.prefill_tokens_s = 1.0  # reported in the status
         self.looks = 0
-        self.moving = False  # each look at it finds one more step done
-        self.says_started = False  # generations tell when the engine begins with them
+        self.moving = False  # each health check advances a step
+        self.says_started = False  # generations report their start
         self.layout = layout()
         self.answer = ["Par", "is."]
-        self.turn: SampledTurn | None = None  # what each answer has called, as sampled
+        self.turn: SampledTurn | None = None  # each answer's sampled turn
         self.logprob = -0.25  # of every request's first token
-        self.cold_logprobs: list[float] = []  # one a generation in the background that is right; then as above
-        self.right_until = 0  # a generation in the background is right where it starts from no more than that
-        self.saves_fail: list[int] = []  # HTTP statuses, one a save
-        self.drops_fail = 0  # that many residents are not dropped when asked to
-        self.gives_up_background = 0  # generations in the background that are ended
+        self.cold_logprobs: list[float] = []  # one per correct background generation; then `logprob`
+        self.right_until = 0  # a background generation that reuses at most this is correct
+        self.saves_fail: list[int] = []  # HTTP statuses, one per save
+        self.drops_fail = 0  # failures of resident deletions
+        self.gives_up_background = 0  # background generations to cancel
         self.background_allowed = asyncio.Event()
         self.background_allowed.set()
         self.held: dict[str, bytes] = {}  # residents: packed tokens
-        self.roots: dict[str, bytes] = {}  # whose they are
-        self.left_by: dict[str, str] = {}  # residents by the ids of the requests that left them
+        self.roots: dict[str, bytes] = {}  # namespaces
+        self.left_by: dict[str, str] = {}  # resident by request id
         self.checkpoints: dict[str, list[int]] = {}
         self.calls: defaultdict[str, list[Any]] = defaultdict(list)
-        self.raw: list[bytes] | None = None  # a stream's bytes instead of the usual ones
-        self.refuse_restores: list[str] = []  # reasons, one a restore; the last file of the chain is at fault
+        self.raw: list[bytes] | None = None  # bytes of the stream, instead of the usual ones
+        self.refuse_restores: list[str] = []  # reasons, one per restore; the last file is bad
         self.gone_count = 0  # generations to answer with 410
-        self.mishaps: list[str] = []  # one a generation: "" none, "cut", "cut after content", or an error's code
-        self.hold_after: int | None = None  # chunks after which a generation waits to be let go or cancelled
+        self.mishaps: list[str] = []  # one per generation: "" none, "cut", "cut after content", or an error's code
+        self.hold_after: int | None = None  # chunks after which a generation waits for `let_go` or its cancellation
         self.let_go = asyncio.Event()
         self.holding = asyncio.Event()
         self.restoring_allowed = asyncio.Event()
@@ -148,7 +114,7 @@ class FakeBackend:
         return app
 
     def restart(self) -> None:
-        """What a killed process leaves: nothing in memory."""
+        """Simulate a killed process: a new boot without residents."""
         self.held.clear()
         self.boot = f"boot-{int(self.boot[5:]) + 1}"
 
@@ -157,7 +123,7 @@ class FakeBackend:
         self._noted.set()
 
     async def called(self, kind: str, count: int = 1) -> None:
-        """Wait until there were so many calls of this kind."""
+        """Wait until there were `count` calls of this kind."""
         while len(self.calls[kind]) < count:
             self._noted.clear()
             await self._noted.wait()
@@ -232,16 +198,16 @@ class FakeBackend:
         return web.json_response({"ready": False, "reason": "the model is still loading"}, status=503)
 
     async def _prompts(self, request: web.Request) -> web.Response:
-        asked = decode(await request.read(), PromptRequest)
-        self._note("prompts", asked.body)
-        self._note("turns", asked.turns)
-        if asked.body.get("prompt") == "bad":
+        message = decode(await request.read(), PromptRequest)
+        self._note("prompts", message.body)
+        self._note("turns", message.turns)
+        if message.body.get("prompt") == "bad":
             return self._error(400, "'prompt' is bad")
-        if "stop" in asked.body and not isinstance(asked.body["stop"], str):
+        if "stop" in message.body and not isinstance(message.body["stop"], str):
             return self._error(400, "'stop' must be a string")
-        text, ends = rendered(asked.body)
+        text, ends = rendered(message.body)
         prompt_id = self._id("prompt")
-        self._prompts_by_id[prompt_id] = asked.body
+        self._prompts_by_id[prompt_id] = message.body
         return self._reply(
             PromptReply(
                 **self._now,
@@ -255,16 +221,16 @@ class FakeBackend:
         )
 
     async def _restore(self, request: web.Request) -> web.Response:
-        asked = decode(await request.read(), RestoreRequest)
-        self._note("restore", asked)
-        self._running[asked.request_id] = given_up = asyncio.Event()
+        message = decode(await request.read(), RestoreRequest)
+        self._note("restore", message)
+        self._running[message.request_id] = given_up = asyncio.Event()
         allowed = asyncio.ensure_future(self.restoring_allowed.wait())
         await asyncio.wait([allowed, asyncio.ensure_future(given_up.wait())], return_when=asyncio.FIRST_COMPLETED)
-        del self._running[asked.request_id]
+        del self._running[message.request_id]
         if given_up.is_set():
             return self._error(499, "cancelled")
         if self.refuse_restores:
-            link = asked.chain[-1]
+            link = message.chain[-1]
             return self._reply(
                 RestoreRefusal(
                     **self._now,
@@ -276,24 +242,24 @@ class FakeBackend:
                 409,
             )
         resident = self._id("restored")
-        self.held[resident], self.roots[resident] = asked.tokens, asked.root
+        self.held[resident], self.roots[resident] = message.tokens, message.root
         return self._reply(
-            RestoreReply(**self._now, resident=resident, position=len(asked.tokens) // 4, bytes_read=1, seconds=0.01)
+            RestoreReply(**self._now, resident=resident, position=len(message.tokens) // 4, bytes_read=1, seconds=0.01)
         )
 
     async def _save(self, request: web.Request) -> web.Response:
-        asked = decode(await request.read(), SaveRequest)
-        self._note("save", asked)
+        message = decode(await request.read(), SaveRequest)
+        self._note("save", message)
         await self.saving_allowed.wait()
         if self.saves_fail:
             return self._error(self.saves_fail.pop(0), "as scripted")
-        if asked.resident not in self.held:
+        if message.resident not in self.held:
             return self._error(410, "gone")
         return self._reply(
             SaveReply(
                 **self._now,
-                segments=[self._write(each.id) for each in asked.segments],
-                checkpoints=[self._write(each.id) for each in asked.checkpoints],
+                segments=[self._write(each.id) for each in message.segments],
+                checkpoints=[self._write(each.id) for each in message.checkpoints],
                 seconds=0.01,
             )
         )
@@ -330,12 +296,12 @@ class FakeBackend:
         body = await request.read()
         keep = decode(body, ClearCacheRequest).keep if body else []
         self._note("forget", keep)
-        kept = {*keep, *(self.left_by.get(each, "") for each in keep)}
-        self.held = {resident: tokens for resident, tokens in self.held.items() if resident in kept}
+        kept_ids = {*keep, *(self.left_by.get(each, "") for each in keep)}
+        self.held = {resident: tokens for resident, tokens in self.held.items() if resident in kept_ids}
         return web.json_response({})
 
     async def _texts(self, _: web.Request) -> web.Response:
-        """It has no tokenizer."""
+        """404: the fake has no tokenizer."""
         self._note("texts", "")
         await self.texts_allowed.wait()
         return self._error(404, "no texts here")
@@ -459,27 +425,3 @@ class FakeBackend:
             first=first_logits(logprob) if generated else None,
             turn=self.turn,
         )
-
-
-def first_logits(logprob: float) -> FirstLogits:
-    """Of a model that knows one token."""
-    return FirstLogits(digest=str(logprob), ids=pack_tokens([0]), logprobs=struct.pack("<f", logprob))
-
-
-def chunk(body: dict[str, Any], text: str, finish: str | None = None) -> dict[str, Any]:
-    head = {"id": "c-1", "created": 1, "model": SERVED, "usage": None}
-    if "messages" in body:
-        choice = {"index": 0, "delta": {"content": text} if text else {}, "finish_reason": finish}
-        return {**head, "object": "chat.completion.chunk", "choices": [choice]}
-    return {**head, "object": "text_completion", "choices": [{"index": 0, "text": text, "finish_reason": finish}]}
-
-
-def usage_chunk(prompt: int, generated: int, cached: int) -> dict[str, Any]:
-    usage = {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-    head = {"id": "c-1", "created": 1, "model": SERVED, "object": "chat.completion.chunk"}
-    return {**head, "choices": [], "usage": usage}

@@ -1,4 +1,4 @@
-"""A proxy before a fake backend, both on real sockets of one event loop, the index a real one."""
+"""Proxy with a real index in front of a fake backend, on real sockets in one event loop."""
 
 import asyncio
 import functools
@@ -25,7 +25,7 @@ TEST_TIMEOUT_S = 20.0
 
 
 def on_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """Runs an async test on a fresh loop."""
+    """Run an async test on a fresh event loop."""
 
     @functools.wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -49,7 +49,7 @@ class Pair:
     async def chat(
         self, text: str = "What is the capital of France?", *, headers: dict[str, str] | None = None, **fields: Any
     ) -> aiohttp.ClientResponse:
-        """A finished, not streamed answer to one user message, unless `messages` or `stream` say otherwise."""
+        """Complete response to one user message, or to the `messages` and `stream` in `fields`."""
         body = {"model": "any", "messages": [{"role": "user", "content": text}], **fields}
         response = await self.client.post(f"{self.url}/v1/chat/completions", json=body, headers=headers)
         await response.read()
@@ -62,7 +62,7 @@ class Pair:
             return status
 
     async def settled(self) -> list[RequestRecord]:
-        """Wait until what was answered is on disk; the records, newest first."""
+        """Wait until all answered requests are saved; the records, newest first."""
         while (await self.status())["settling"]:
             pass
         self.index.flush()
@@ -83,7 +83,7 @@ async def pair(folder: Path, **settings: Any) -> AsyncIterator[Pair]:
     backend = FakeBackend(home)
     below, backend_port = await serve(backend.app())
     budget_gb = settings.pop("disk_budget_bytes", GB) / GB
-    settings = {"disk_budget_gb": budget_gb, "port": 0, "audit_fraction": 0.0, **settings}  # no audits by chance
+    settings = {"disk_budget_gb": budget_gb, "port": 0, "audit_fraction": 0.0, **settings}  # no random audits
     config = ProxyConfig(home=home, backend_url=f"http://127.0.0.1:{backend_port}", **settings)
     with Index(home, config.disk_budget_bytes) as index:
         app = build_app(config, home.load_secret(), index)

@@ -1,4 +1,4 @@
-"""A proxy's figures in its tests, and waiting for what nobody tells of."""
+"""Scraping of a proxy's metrics, and polling of conditions."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -26,6 +26,6 @@ async def when(true: Callable[[], object]) -> None:
 
 
 async def ended(proxy: Pair) -> dict[tuple[str, ...], float]:
-    """Once all is over."""
+    """Cancel counts by (phase, source), once no request is left."""
     await when(lambda: not len(proxy.app[REQUEST_REGISTRY]))
     return (await scrape(proxy)).by("warmline_cancels_total", "phase", "by")

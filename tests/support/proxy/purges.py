@@ -1,4 +1,4 @@
-"""What the tests of purges share: conversations, requests that are held, a compaction that takes its time."""
+"""Helpers of purge tests: conversations, held requests, slow compaction."""
 
 import asyncio
 import threading
@@ -12,7 +12,7 @@ from support.proxy.harness import Pair
 from warmline_common.protocol.tokens import namespace
 from warmline_proxy.index.index import Index
 
-ROOT = namespace("f" * 64)  # of who needs no key
+ROOT = namespace("f" * 64)  # of requests without a key
 CALL_ID = "call_00112233445566778899aabb"
 FIRST = [{"role": "user", "content": "a long first question " * 8}]
 NEXT = [*FIRST, {"role": "assistant", "content": "Paris."}, {"role": "user", "content": "and then?"}]
@@ -22,21 +22,21 @@ LONGER = [*LONG, *NEXT[1:]]
 OTHER = [{"role": "user", "content": "something else " * 10}]
 
 
-async def purged(proxy: Pair, **what: Any) -> Any:
+async def run_purge(proxy: Pair, **what: Any) -> Any:
     owner = {"Authorization": f"Bearer {proxy.home.load_secret()}"}
     async with proxy.client.post(f"{proxy.url}/warmline/purge", json=what, headers=owner) as response:
         assert response.status == 200, await response.text()
         return await response.json()
 
 
-async def spoken(proxy: Pair, messages: list[dict[str, str]]) -> str:
-    """Its conversation's id, once it is stored."""
+async def store_conversation(proxy: Pair, messages: list[dict[str, str]]) -> str:
+    """Session id of a stored conversation."""
     await proxy.chat(messages=messages)
     return (await proxy.settled())[0].session
 
 
-async def held(proxy: Pair, messages: list[dict[str, str]], key: str = "") -> "asyncio.Task[Any]":
-    """A request that is being answered, until the backend is let go on."""
+async def hold_request(proxy: Pair, messages: list[dict[str, str]], key: str = "") -> "asyncio.Task[Any]":
+    """Request that is being answered until the backend may continue."""
     proxy.backend.hold_after = 1
     proxy.backend.holding.clear()
     running = asyncio.create_task(proxy.chat(messages=messages, headers={"X-Api-Key": key} if key else None))
@@ -44,29 +44,29 @@ async def held(proxy: Pair, messages: list[dict[str, str]], key: str = "") -> "a
     return running
 
 
-async def let_go(proxy: Pair, running: "asyncio.Task[Any]") -> None:
+async def release(proxy: Pair, running: "asyncio.Task[Any]") -> None:
     proxy.backend.hold_after = None
     proxy.backend.let_go.set()
     assert (await running).status == 200
     proxy.backend.let_go.clear()
 
 
-async def purged_while_read(
+async def purge_during_restore(
     proxy: Pair, session: str, messages: list[dict[str, str]]
 ) -> "tuple[asyncio.Task[Any], asyncio.Task[Any]]":
-    """(the request with these messages, whose restore reads until the backend may go on; the purge meanwhile)."""
+    """(request with these messages, whose restore waits for the backend; concurrent purge of the session)."""
     proxy.backend.restart()
     proxy.backend.restoring_allowed.clear()
     running = asyncio.create_task(proxy.chat(messages=messages))
     await proxy.backend.called("restore")
-    purge = asyncio.create_task(purged(proxy, session=session))
+    purge = asyncio.create_task(run_purge(proxy, session=session))
     await proxy.backend.called("forget")
     return running, purge
 
 
 @contextmanager
 def slow_compaction(proxy: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.Event]:
-    """Within this the index is compacted only at its end; tells when somebody waits for that."""
+    """Delay compaction until the block ends; the event is set when compaction begins."""
     began, may_go_on, loop, compact = asyncio.Event(), threading.Event(), asyncio.get_running_loop(), Index.compact
 
     def compacting() -> None:

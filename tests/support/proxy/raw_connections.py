@@ -1,0 +1,168 @@
+"""Server with a handler per failure, and raw client connections to it."""
+
+import asyncio
+import gc
+import json
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from warmline_common.storage.home import Home
+from warmline_proxy.config import ProxyConfig
+from warmline_proxy.errors import ClientError
+from warmline_proxy.http import connections
+from warmline_proxy.http.bodies import read_body, write_chunk
+from warmline_proxy.http.connections import KEEPALIVE_IDLE_OPTION, Connections, listen
+
+Answer = tuple[int, dict[str, str], Any]
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    """Poll a condition without an event."""
+    while not is_true():  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+
+
+def count_alive() -> int:
+    """Number of connections that are still referenced."""
+    gc.collect()
+    return sum(isinstance(each, connections.Connection) for each in gc.get_objects())
+
+
+class Server:
+    """Application with one handler per failure."""
+
+    def __init__(self, config: ProxyConfig) -> None:
+        self.config = config
+        self.port = 0
+        self.connections: Connections
+        self.held = asyncio.Event()  # set while a request is held
+        self.free = asyncio.Event()  # releases held requests
+        self.over = asyncio.Event()  # a handler was cancelled
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        for path in ("echo", "hold", "flood", "lump", "half", "fault", "socket"):
+            app.router.add_route("*", f"/{path}", getattr(self, path))
+        return app
+
+    async def echo(self, request: web.Request) -> web.Response:
+        try:
+            return web.json_response({"bytes": len(await read_body(request, self.config.receive_timeout_s))})
+        except ClientError as error:
+            return error.build_response(error.body)
+        except (asyncio.CancelledError, ConnectionResetError):
+            self.over.set()
+            raise
+
+    async def hold(self, request: web.Request) -> web.Response:
+        self.held.set()
+        await self.free.wait()
+        return web.json_response({"held": True})
+
+    async def flood(self, request: web.Request) -> web.StreamResponse:
+        """Stream the requested number of bytes in pieces."""
+        response = web.StreamResponse()
+        await response.prepare(request)
+        try:
+            for _ in range(int(request.query["bytes"]) // 10_000):
+                await write_chunk(response, b"x" * 10_000, self.config.send_timeout_s)
+        except (asyncio.CancelledError, ConnectionResetError):
+            self.over.set()
+            raise
+        await response.write_eof()
+        return response
+
+    async def lump(self, request: web.Request) -> web.Response:
+        """Send the requested number of bytes at once."""
+        return web.Response(body=b"x" * int(request.query["bytes"]))
+
+    async def half(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"half of it")
+        raise ValueError("something unforeseen")
+
+    async def fault(self, request: web.Request) -> web.Response:
+        raise ValueError("something unforeseen")
+
+    async def socket(self, request: web.Request) -> web.Response:
+        assert request.transport is not None
+        sock = request.transport.get_extra_info("socket")
+        options = {
+            "on": sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+            "after_s": sock.getsockopt(socket.IPPROTO_TCP, KEEPALIVE_IDLE_OPTION),
+            "interval_s": sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL),
+            "count": sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT),
+        }
+        return web.json_response(options)
+
+    async def wait_until_empty(self) -> None:
+        """Wait until no connection is left."""
+        await until(lambda: not self.connections.count)
+
+
+class Client:
+    """One raw connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    def send(self, text: str | bytes) -> None:
+        self.writer.write(text.encode() if isinstance(text, str) else text)
+
+    def get(self, path: str, more: str = "") -> None:
+        self.send(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{more}\r\n")
+
+    async def answer(self) -> Answer:
+        """Read one response: (status, headers in lower case, JSON)."""
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
+        body = await self.reader.readexactly(int(headers["content-length"]))
+        return int(head[0].split()[1]), headers, json.loads(body)
+
+    async def request(self, path: str, more: str = "") -> Answer:
+        self.get(path, more)
+        return await self.answer()
+
+    async def is_closed(self) -> bool:
+        """True if the server closes the connection; False if it sends data."""
+        try:
+            return not await self.reader.read(1)
+        except ConnectionResetError:
+            return True
+
+    def reset(self) -> None:
+        """Abort the connection with a reset."""
+        plug = self.writer.get_extra_info("socket")
+        plug.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.writer.transport.abort()
+
+
+@asynccontextmanager
+async def serving(folder: Path, **settings: Any) -> AsyncIterator[tuple[Server, Callable[..., Awaitable[Client]]]]:
+    """(listening application, function that connects to it)."""
+    server, clients = Server(ProxyConfig(home=Home(folder), port=0, **settings)), list[Client]()
+
+    async def connect(receive_buffer_bytes: int = 0) -> Client:
+        plug = socket.socket()
+        plug.setblocking(False)
+        if receive_buffer_bytes:
+            plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+        await asyncio.get_running_loop().sock_connect(plug, ("127.0.0.1", server.port))
+        clients.append(Client(*await asyncio.open_connection(sock=plug, limit=4096)))
+        return clients[-1]
+
+    async with listen(server.app(), server.config) as listener:
+        server.port, server.connections = listener.port, listener.connections
+        try:
+            yield server, connect
+        finally:
+            server.free.set()
+            for client in clients:
+                client.writer.transport.abort()
