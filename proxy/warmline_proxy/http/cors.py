@@ -48,7 +48,7 @@ def is_untrusted_origin(origin: str | None, hosts: Sequence[str], allowed_origin
     Sandboxed pages send "null".  Apps and extensions, which users install, have other schemes, such as "file://" for
     apps made of files; for a page in a file, browsers send "null".
     """
-    if not origin or _is_named(origin, allowed_origins) or is_same_origin(origin, hosts):
+    if not origin or _is_named_origin(origin, allowed_origins) or is_same_origin(origin, hosts):
         return False
     url = _split_origin(origin)
     return not url.scheme or (url.scheme in WEB_SCHEMES and not is_loopback_name(parse_host(url.netloc)))
@@ -71,14 +71,14 @@ def build_cors_headers(
     # For caches between several pages and the proxy.
     vary = {} if ANY_ORIGIN in allowed_origins else {"Vary": "Origin"}
     origin = request_headers.get("Origin", "")
-    if not origin or not _is_named(origin, allowed_origins):
+    if not origin or not _is_named_origin(origin, allowed_origins):
         return vary
     exposed = {"Access-Control-Expose-Headers": EXPOSED_HEADERS}
     more = _build_preflight_headers(request_headers) if method == "OPTIONS" else exposed
     return {"Access-Control-Allow-Origin": ANY_ORIGIN if ANY_ORIGIN in allowed_origins else origin, **vary, **more}
 
 
-def _is_named(origin: str, allowed_origins: Collection[str]) -> bool:
+def _is_named_origin(origin: str, allowed_origins: Collection[str]) -> bool:
     return ANY_ORIGIN in allowed_origins or origin.lower() in allowed_origins
 
 
