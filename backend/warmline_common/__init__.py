@@ -1,1 +1,1 @@
-"""Shared base of all processes: settings, logging, storage, protocol, process.  Lowest layer; no mlx, no HTTP library."""
+"""Base of all processes: settings, logging, storage, protocol, process.  Lowest layer; no mlx, no HTTP library."""

@@ -70,7 +70,8 @@ def _check_tokens(tokenizer: TokenizerWrapper, rows: int, findings: Findings) ->
         )
     elif unknown := [end for end in ends if end not in texts]:
         findings.fail(
-            f"answers are to end at {format_first(map(str, unknown))} (eos_token_id), which the tokenizer does not have",
+            f"answers are to end at {format_first(map(str, unknown))} (eos_token_id), which the tokenizer does not "
+            "have",
             "take config.json and tokenizer from the same repository",
         )
     else:

@@ -106,6 +106,7 @@ def _check_quantization(config: dict[str, Any], findings: Findings) -> None:
         differing = [key for key in ("bits", "group_size") if key in theirs and theirs[key] != ours.get(key)]
         if differing:
             findings.warn(
-                f"quantization and quantization_config in config.json differ in {format_first(differing)}; the first is used",
+                f"quantization and quantization_config in config.json differ in {format_first(differing)}; the first "
+                "is used",
                 "nothing, if the parameters below are right",
             )

@@ -129,7 +129,7 @@ LOCATION_REMEDY = "give a model's folder, or a repository's name, owner/model"
 
 
 def find_model(model: str) -> tuple[Findings, Path | None]:
-    """(findings, folder) of a path or a repository's name; the folder is None where a finding says why there is none."""
+    """(findings, folder) of a path or a repository's name; without a folder a finding says why."""
     findings = Findings("files")
     try:
         local = Path(model).expanduser()
@@ -289,7 +289,8 @@ def _check_index(index: dict[str, Any], paths: list[Path], shards: list[Shard], 
     named, there = set(places.values()), {path.name for path in paths}
     if missing := sorted(named - there):
         findings.fail(
-            f"{len(missing)} of {_format_file_count(len(named))} that the index names are missing: {format_first(missing)}",
+            f"{len(missing)} of {_format_file_count(len(named))} that the index names are missing: "
+            f"{format_first(missing)}",
             FINISH_DOWNLOAD_REMEDY,
         )
     if extra := sorted(there - named):
@@ -354,7 +355,8 @@ def _check_numbering(names: list[str], findings: Findings) -> None:
 def _check_duplicates(shards: list[Shard], findings: Findings) -> None:
     if twice := sorted(_find_duplicates(shards)):
         findings.fail(
-            f"{len(twice)} tensors are in several files, and which of them is used is left to chance: {format_first(twice)}",
+            f"{len(twice)} tensors are in several files, and which of them is used is left to chance: "
+            f"{format_first(twice)}",
             "remove the files of the other download",
         )
 

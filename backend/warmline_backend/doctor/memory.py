@@ -161,8 +161,8 @@ def check_memory(needs: MemoryNeeds, memory_plan: MemoryPlan) -> Findings:
     if not memory_plan.tokens_max:
         least = needs.total_bytes(1)
         findings.fail(
-            f"{format_bytes(needs.weight_bytes)} of weights and what a prefill step works with take {format_bytes(least)}; "
-            f"{memory_plan.machine.description}",
+            f"{format_bytes(needs.weight_bytes)} of weights and what a prefill step works with take "
+            f"{format_bytes(least)}; {memory_plan.machine.description}",
             _suggest_memory(needs, memory_plan.machine, 1),
         )
         return findings

@@ -114,7 +114,7 @@ def measure_speeds(time_chunks: TimeChunks, limits: ChunkLimits) -> dict[int, fl
 
 
 def _is_within_limits(limits: ChunkLimits, last: ChunkTiming, times: int) -> bool:
-    """Whether a chunk `times` longer should stay within the limits; attention's scores grow with the square."""
+    """True where a chunk `times` longer should stay within the limits; attention's scores grow with the square."""
     return last.seconds * times <= CHUNK_S_MAX and last.working_bytes * times**2 <= limits.working_bytes_max
 
 

@@ -116,7 +116,7 @@ class Sequence:
         return max(self.request.prompt, self.kv.tokens, key=len)
 
     def is_end(self, token: int) -> bool:
-        """Whether the model ends its answer with `token`; a complete grammar ends it even with ignore_eos."""
+        """True where the model ends its answer with `token`; a complete grammar ends it even with ignore_eos."""
         if token in self.request.params.stop_token_ids:
             return True
         if token not in self.served.tokenizer.eos_token_ids:
@@ -135,7 +135,7 @@ class Sequence:
 
     @property
     def needs_rollback_point(self) -> bool:
-        """Whether it will go back to the end of its last full chunk, as in exact mode."""
+        """True where the sequence will go back to the end of its last full chunk, as in exact mode."""
         return bool(self.request.leaves_resident and self.kv.grid and self.kv.grid_end)
 
     @property

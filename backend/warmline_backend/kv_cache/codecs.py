@@ -128,7 +128,7 @@ class WindowCodec(Codec):
         return BatchRotatingKVCache.merge([single])
 
     def is_single(self, leaf: BatchRotatingKVCache) -> bool:
-        """Whether the batch has one sequence."""
+        """True where the batch has one sequence."""
         return int(leaf.left_padding.shape[0]) == 1
 
     def count_rows_in_memory(self, leaf: BatchRotatingKVCache, length: int) -> int:
@@ -277,7 +277,7 @@ class CacheLayout:
 
     @property
     def is_batchable(self) -> bool:
-        """Whether several sequences can share one decode batch."""
+        """True where several sequences can share one decode batch."""
         return not self.problem and all(leaf.codec.is_batchable for leaf in self.leaves)
 
     @property

@@ -112,7 +112,7 @@ class KV:
             leaf.codec.detach_state(leaves[n])
 
     def needs_capture(self, steps: int) -> bool:
-        """Whether `steps` more tokens could push uncaptured rows out of the smallest window."""
+        """True where `steps` more tokens could push uncaptured rows out of the smallest window."""
         window = min((leaf.template.max_size for _, leaf in self.layout.leaves_of_kind(CodecKind.WINDOW)), default=0)
         return (
             bool(window)
@@ -190,7 +190,7 @@ class KV:
         return sorted(present.union(at for at in self.checkpoints if at <= end and self.floor_to_grid(at) == at))
 
     def _is_window_complete(self) -> bool:
-        """Whether every row of every rotating layer is still in its window."""
+        """True where every row of every rotating layer is still in its window."""
         leaves = self._leaves()
         windows = self.layout.leaves_of_kind(CodecKind.WINDOW)
         return all(

@@ -152,7 +152,7 @@ class Residents:
 
     @property
     def has_leased(self) -> bool:
-        """Whether some will become evictable soon: when they are taken or saved, or their lease ends."""
+        """True where some residents will become evictable soon: when they are taken or saved, or their lease ends."""
         return any(entry.is_leased for entry in self._entries.values())
 
     def make_room(self, bytes_needed: int, *, except_id: str = "") -> bool:
@@ -166,7 +166,7 @@ class Residents:
         return True
 
     def can_make_room(self, bytes_needed: int, *, except_id: str = "", only_ranked: bool = False) -> bool:
-        """Whether `make_room` would succeed, or would by evicting only ranked ones; nothing is evicted."""
+        """True where `make_room` would succeed, or would by evicting only ranked ones; nothing is evicted."""
         ids = [each for each in self._list_evictable(except_id) if not only_ranked or each in self._rank]
         evictable = sum(self._entries[resident_id].bytes_held for resident_id in ids)
         return self.bytes_held - evictable <= self.budget_bytes - bytes_needed

@@ -67,7 +67,7 @@ class SequenceAdmission:
                 self._finisher.finish_sequence(sequence, "cancelled")
 
     def _evicts_only_ranked(self, sequence: Sequence) -> bool:
-        """Whether its memory can be had by evicting only residents of the eviction order."""
+        """True where the sequence's memory can be freed by evicting only residents of the eviction order."""
         bytes_needed = self._queues.bytes_held + self._queues.bytes_to_copy + self._queues.bytes_to_admit(sequence)
         return self._residents.can_make_room(bytes_needed, only_ranked=True)
 
@@ -114,7 +114,7 @@ class SequenceAdmission:
         )
 
     def _can_free_memory(self) -> bool:
-        """Whether memory will be freed without an eviction: by an end, a save or a takeover."""
+        """True where memory will be freed without an eviction: by an end, a save or a takeover."""
         holding = self._queues.running or any(sequence.kv.length for sequence in self._queues.waiting)
         return bool(holding or self._queues.reservations.has_granted or self._residents.has_leased)
 

@@ -31,7 +31,7 @@ class DecodeGroup:
         return group
 
     def can_accept(self, sequence: Sequence) -> bool:
-        """Whether the padding stays within PADDING_MAX with `sequence` added."""
+        """True where the padding stays within PADDING_MAX with `sequence` added."""
         lengths = [member.kv.length for member in self.sequences] + [sequence.kv.length]
         return sequence.kv.layout.is_batchable and len(lengths) * max(lengths) <= PADDING_MAX * sum(lengths)
 

@@ -63,7 +63,7 @@ class Finisher:
             self._notify_end(sequence, "discarded", "", f"the engine failed: {describe_error(error)}")
 
     def leaves_resident(self, sequence: Sequence) -> bool:
-        """Whether its KV is to become a resident."""
+        """True where the sequence's KV is to become a resident."""
         return self._keeps_residents and sequence.request.leaves_resident
 
     def _add_resident(self, sequence: Sequence) -> str:

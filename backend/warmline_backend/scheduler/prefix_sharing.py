@@ -58,7 +58,7 @@ class PrefixFollowers:
         return any(each.leader is sequence for each in self._waiting)
 
     def is_unattended(self, sequence: Sequence) -> bool:
-        """Whether neither a client nor a follower waits for its KV."""
+        """True where neither a client nor a follower waits for the sequence's KV."""
         return (sequence.detached or sequence.request.background) and not self.has_followers(sequence)
 
     @property

@@ -72,7 +72,7 @@ class Queues:
 
     @property
     def has_foreground(self) -> bool:
-        """Whether any running request is not in the background."""
+        """True where any running request is not in the background."""
         return any(not each.request.background for each in self.running)
 
     def remove(self, sequence: Sequence) -> None:

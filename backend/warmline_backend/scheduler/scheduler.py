@@ -165,7 +165,7 @@ class Scheduler:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether all requests wait for a resident to be saved or taken, or for a lease to end."""
+        """True where all requests wait for a resident to be saved or taken, or for a lease to end."""
         return not (self._queues.prefilling or self._queues.groups or self.is_idle)
 
     @property
@@ -345,7 +345,7 @@ class Scheduler:
             self._merge_groups(host, newcomer)
 
     def _can_merge(self, host: DecodeGroup, newcomer: DecodeGroup) -> bool:
-        """Whether both may share a batch: with little padding, and with room for it and for copies.
+        """True where both may share a batch: with little padding, and with room for it and for copies.
 
         Never in exact mode: a row's bits depend on the number of rows.
         """

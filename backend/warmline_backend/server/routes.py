@@ -131,7 +131,7 @@ def _authenticate(secret: str) -> Any:
 
 
 def _is_public(request: web.Request) -> bool:
-    """Whether no secret is required: on this machine, load figures are not confidential."""
+    """True where no secret is required: on this machine, load figures are not confidential."""
     if request.path == "/metrics":
         return is_local(request.remote or "", request.headers.getall("Host", []), (DOCKER_HOST,))
     return request.path == "/health"

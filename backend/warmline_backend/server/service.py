@@ -140,7 +140,7 @@ class Service:
             self._runtime.kv_transfer.cancel_restores()
 
     async def has_pending_saves(self) -> bool:
-        """Whether a save is running, or a resident was left a moment ago and may still be saved."""
+        """True where a save is running, or a resident was left a moment ago and may still be saved."""
         try:
             return self.runtime.kv_transfer.is_saving or await self._run_on_engine(
                 lambda scheduler: scheduler.residents.has_leased

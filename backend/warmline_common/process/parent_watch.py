@@ -1,8 +1,8 @@
-"""The child's end of the lifeline: no process of the pair outlives the `warmline serve` that started it.
+"""Watch of a child on its parent: no process of the pair outlives the `warmline serve` that started it.
 
-`serve` holds the write end of a pipe that nobody else has; its children inherit the read end, whose number is in
+`serve` holds the write end of a pipe that no other process has; its children inherit the read end, whose number is in
 ``WARMLINE_PARENT_PIPE``.  However serve ends, kill -9 included, the kernel closes the write end and the children read
-the end of the file.  This needs nothing of the platform, where `prctl` is Linux's alone and macOS has no like of it.
+the end of the file.  This works on every platform; `prctl` is Linux's alone and macOS has no equivalent.
 """
 
 import os
@@ -13,10 +13,11 @@ PARENT_PIPE = "WARMLINE_PARENT_PIPE"
 
 
 def watch_parent(grace_s: float) -> None:
-    """Call once, early in ``__main__``.  Does nothing where no serve is the parent.
+    """End this process when its parent ends; call once, early in ``__main__``.  Does nothing where no serve is the
+    parent.
 
-    When the parent is gone this process gets SIGTERM, so it ends as cleanly as it can; if it hasn't within `grace_s`,
-    it ends at once with exit code 1.  Watches on a daemon thread; the main thread must not block SIGTERM.
+    When the parent is gone this process gets SIGTERM; if it has not ended within `grace_s`, it exits at once with
+    code 1.  Watches on a daemon thread; the main thread must not block SIGTERM.
     """
     number = os.environ.pop(PARENT_PIPE, "")
     if not number:

@@ -1,7 +1,7 @@
-"""Texts for logs, without what a client sent.  Pure.
+"""Redaction of texts for logs: nothing that a client sent stays.  Pure.
 
-Our messages have names of fields in single quotes, and what a client sent in double ones.  So a name may be told as
-long as it looks like one, and of anything else in quotes nobody may read more than that it was there.
+Messages put names of fields in single quotes and clients' values in double ones.  A name stays as long as it looks
+like one; any other quoted text is replaced by a mark.
 """
 
 import json
@@ -25,13 +25,13 @@ PATH_WORDS_MAX = 8
 
 
 def quote_text(text: str) -> str:
-    """What a client sent, for a message: in double quotes, plain ASCII, on one line."""
+    """Text of a client for a message: in double quotes, plain ASCII, on one line."""
     return json.dumps(text)
 
 
 def escape_unprintable(text: str, line_end: str = "\\n") -> str:
-    """On one line, unless `line_end` says otherwise: what moves a terminal's cursor, or reads from right to left, is
-    spelled out, so that no text can look like a line of its own.
+    """Text on one line, unless `line_end` says otherwise: characters that move a terminal's cursor, or read from right
+    to left, are spelled out, so that no text can look like a line of its own.
     """
     if text.isprintable():
         return text
@@ -39,12 +39,12 @@ def escape_unprintable(text: str, line_end: str = "\\n") -> str:
 
 
 def is_field_name(text: str) -> bool:
-    """Whether it looks like the name of a field, `messages[0].content`, and like nothing else."""
+    """True where a text looks like the name of a field, `messages[0].content`, and like nothing else."""
     return len(text) <= NAME_CHARS_MAX and _NAME.fullmatch(text) is not None
 
 
 def redact(text: str, *, keep_names: bool = True) -> str:
-    """A message without values; without `names`, too, where nobody knows what a library quotes."""
+    """Message without values; without `keep_names`, names are removed too, since a library may quote anything."""
     text = " ".join(text[:MESSAGE_CHARS_MAX].split())
     text = _redact_between(text, '"', lambda _: False)
     text = _redact_between(text, "`", lambda inner: _TYPE_OR_PATH_PATTERN.fullmatch(inner) is not None)
@@ -52,7 +52,7 @@ def redact(text: str, *, keep_names: bool = True) -> str:
 
 
 def redact_path(path: str) -> str:
-    """Of a URL's path the words that an API's are made of: others may be anything, a key or an id too."""
+    """Path of a URL with only the words of an API's paths: other parts may be a key or an id."""
     words = path.split("/")
     told = [word if _is_path_word(word) else PLACEHOLDER for word in words[: PATH_WORDS_MAX + 1]]
     return "/".join(told) + ("/" + PLACEHOLDER if len(words) > PATH_WORDS_MAX + 1 else "")
@@ -63,7 +63,7 @@ def _is_path_word(word: str) -> bool:
 
 
 def _redact_between(text: str, mark: str, is_harmless: Callable[[str], bool]) -> str:
-    """From the first mark to the last, since what is between may have some itself; unless all of it is harmless."""
+    """Text redacted from the first mark to the last, since values may have marks; unless all is harmless."""
     first, last = text.find(mark), text.rfind(mark)
     if first < 0:
         return text

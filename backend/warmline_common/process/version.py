@@ -1,10 +1,10 @@
-"""Which Warmline this is."""
+"""Version of the installed package."""
 
 from importlib import metadata
 
 
 def version() -> str:
-    """As its package says; "unknown" where it runs without having been installed."""
+    """Version of the package; "unknown" where it runs without having been installed."""
     try:
         return metadata.version("warmline")
     except metadata.PackageNotFoundError:

@@ -1,0 +1,1 @@
+"""Messages between proxy and backend, token hashes, server-sent events; above process/; any thread."""

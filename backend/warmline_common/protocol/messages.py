@@ -1,8 +1,8 @@
-"""The backend's contract as msgspec structs.  JSON on the wire; `bytes` fields travel as base64; token ids are u32le.
+"""Contract of the backend as msgspec structs.  JSON on the wire; `bytes` fields travel as base64; token ids are u32le.
 
-Replies that tell of KV carry `boot` and `generation`: `boot` changes when the backend process does, `generation` grows
-by one each time the backend drops a resident on its own.  A proxy that sees either change asks for
-the residents again (``GET /kv/residents``).
+Replies about KV carry `boot` and `generation`: `boot` changes when the backend process does, `generation` grows by
+one each time the backend evicts a resident on its own.  A proxy that sees either change lists the residents again
+(``GET /kv/residents``).
 """
 
 import threading
@@ -43,17 +43,18 @@ _decoders_lock = threading.Lock()
 
 
 class Reply(msgspec.Struct, kw_only=True):
-    """What every reply carries but those that only acknowledge (a resident dropped, an order taken)."""
+    """Base of every reply but plain acknowledgements (a deleted resident, an eviction order)."""
 
     boot: str
     generation: int
 
 
 class SampledTurn(msgspec.Struct, kw_only=True, frozen=True):
-    """An answer that called tools, as it was sampled.
+    """Answer that called tools, as it was sampled.
 
-    Clients send calls back as parsed; a template writes them anew, with other spaces, orders and escapes than the model
-    had.  Where the calls are still the same, these tokens stand in the prompt instead, and so the prefix holds.
+    Clients send calls back as parsed; a template renders them with other spaces, orders and escapes than the model
+    sampled.  Where the calls are still the same, these tokens replace the template's text in the prompt, so that the
+    prefix stays equal.
     """
 
     calls: list[str]  # their ids, in order
@@ -70,7 +71,7 @@ class PromptRequest(msgspec.Struct, kw_only=True):
 
 
 class MessageEnd(msgspec.Struct, kw_only=True, frozen=True):
-    """Where a message ends in its prompt: for people, who think in messages rather than tokens."""
+    """End of a message in its prompt, for explanations in terms of messages."""
 
     end: int  # token offset
     number: int  # of the message, from 1; 0 for tools before all messages
@@ -89,7 +90,7 @@ class PromptReply(Reply, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    """POST /kv/texts: what token sequences say, special tokens included; for people."""
+    """POST /kv/texts: text of token sequences, special tokens included, for people."""
 
     sequences: list[bytes]  # u32le ids
 
@@ -99,7 +100,7 @@ class DetokenizeReply(msgspec.Struct, kw_only=True):
 
 
 class SegmentRef(msgspec.Struct, kw_only=True):
-    """One link of a restorable chain: the rows [start, upto) of a segment whose file holds [start, end)."""
+    """Link of a restorable chain: the rows [start, upto) of a segment whose file holds [start, end)."""
 
     id: str  # 32 hex digits, also the file's name
     start: int
@@ -108,7 +109,7 @@ class SegmentRef(msgspec.Struct, kw_only=True):
 
 
 class CheckpointRef(msgspec.Struct, kw_only=True):
-    """A file with the state of all recurrent layers at `position`."""
+    """File with the state of all recurrent layers at `position`."""
 
     id: str
     position: int
@@ -132,7 +133,7 @@ class RestoreReply(Reply, kw_only=True):
 
 
 class RestoreRefusal(Reply, kw_only=True):
-    """409 of POST /kv/restore: which file is at fault, why, and what of the chain before it was verified."""
+    """409 of POST /kv/restore: the file at fault, the reason, and the verified prefix of the chain."""
 
     reason: str  # "missing", "truncated", "checksum", "foreign", "tokens", "rows", "io"
     bad: str  # id of the segment or checkpoint at fault
@@ -141,7 +142,7 @@ class RestoreRefusal(Reply, kw_only=True):
 
 
 class SegmentSpec(msgspec.Struct, kw_only=True):
-    """A segment to be written: rows [start, end)."""
+    """Segment to be written: rows [start, end)."""
 
     id: str
     start: int
@@ -167,7 +168,7 @@ class SavedFile(msgspec.Struct, kw_only=True):
 
 
 class SaveReply(Reply, kw_only=True):
-    """All files are durable (fsync'ed and renamed) when this arrives."""
+    """Reply of a save: all files are durable (fsync'ed and renamed)."""
 
     segments: list[SavedFile]
     checkpoints: list[SavedFile]
@@ -191,19 +192,19 @@ class ResidentsReply(Reply, kw_only=True):
 
 
 class EvictionOrder(msgspec.Struct, kw_only=True):
-    """PUT /kv/residents/order: which residents to drop first under pressure; those not named go last, oldest first."""
+    """PUT /kv/residents/order: residents to evict first under pressure; those not named go last, oldest first."""
 
     drop_first: list[str]
 
 
 class ClearCacheRequest(msgspec.Struct, kw_only=True):
-    """POST /kv/forget: let go of all that is held of conversations, but of those that are being computed."""
+    """POST /kv/forget: clear all KV of conversations, except of those being computed."""
 
     keep: list[str] = []  # residents that stay, and requests whose do: what is nowhere else, and was not meant
 
 
 class KvLayout(msgspec.Struct, kw_only=True):
-    """What one token and one state cost, and what the model's caches can do."""
+    """Bytes of one token and one state, and the capabilities of the model's caches."""
 
     row_bytes: int  # bytes of one token's rows over all layers
     state_bytes: int  # bytes of one checkpoint; 0 where the model has no recurrent layers
@@ -223,7 +224,7 @@ class PrefillRate(msgspec.Struct, kw_only=True):
 
 
 class ProcessStats(msgspec.Struct, kw_only=True):
-    """What a process holds: for whoever looks for leaks."""
+    """Resources that a process holds, for leak checks."""
 
     tasks: int = 0
     threads: int = 0
@@ -235,7 +236,7 @@ LOADING = "the model is still loading"  # a Pulse's failure while that is so
 
 
 class HealthReply(msgspec.Struct, kw_only=True):
-    """GET /health of the backend, without a secret: whether its engine moves.  Answered at once, whatever it is at."""
+    """GET /health of the backend, without a secret: progress of its engine.  Answered at once, also during a step."""
 
     boot: str
     pid: int
@@ -276,7 +277,7 @@ class BackendStatus(Reply, kw_only=True):
 
 
 class FirstLogits(msgspec.Struct, kw_only=True):
-    """The log-probabilities that a request's first token was chosen from, before any of its own processors."""
+    """Log-probabilities that a request's first token was chosen from, before any of its own processors."""
 
     digest: str  # xxh3_128 in hex over the whole row as float32, little-endian
     ids: bytes  # u32le: the likeliest tokens, likeliest first
@@ -292,9 +293,10 @@ class Timings(msgspec.Struct, kw_only=True):
 
 
 class GenerationResult(Reply, kw_only=True):
-    """The closing event of a stream, and the reply of DELETE /requests/{id}: what the backend now holds.
+    """Closing event of a stream, and reply of DELETE /requests/{id}: the resident that the backend holds now.
 
-    The resident's tokens are ``(prompt + generated)[:prefilled_until]``; on a cancel in prefill, a part of the prompt.
+    The resident's tokens are ``(prompt + generated)[:prefilled_until]``; on a cancel in prefill, a part of the
+    prompt.
     """
 
     request_id: str
@@ -330,7 +332,7 @@ def encode(message: object) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
-    """Strictly typed; raises msgspec.ValidationError or DecodeError.  Any thread."""
+    """Message of type `kind`, strictly typed.  Raises msgspec.ValidationError or DecodeError.  Any thread."""
     try:
         return cast(T, _find_decoder(kind)(data))
     except UnicodeDecodeError as error:  # a kind of its own; what it quotes may be a text that was sent
@@ -353,7 +355,7 @@ def _find_decoder(kind: Any) -> Callable[[Any], Any]:
 
 
 def parse_error_message(body: bytes) -> str:
-    """What an error object says, or the beginning of whatever else it is."""
+    """Message of an error object, or the beginning of any other body."""
     try:
         return decode(body, ErrorReply).error.message
     except msgspec.DecodeError:
@@ -361,7 +363,7 @@ def parse_error_message(body: bytes) -> str:
 
 
 def redact_error_message(body: bytes) -> str:
-    """The same without what a client sent: for logs."""
+    """Message of an error object without a client's values, for logs."""
     try:
         error = decode(body, ErrorReply).error
     except msgspec.DecodeError:

@@ -21,7 +21,7 @@ class SseEvent(msgspec.Struct, frozen=True):
 
 
 class SseParser:
-    """Feed bytes as they come; whole events come out.  Not thread-safe; one a stream."""
+    """Parser of SSE: feed bytes as they come, whole events come out.  Not thread-safe; one a stream."""
 
     def __init__(self) -> None:
         self._buffer = b""
@@ -59,7 +59,7 @@ def encode_comment(text: str) -> bytes:
 
 
 class ChunkAggregator:
-    """Folds streamed chunks into the JSON that a client gets that did not ask for a stream.
+    """Aggregator of streamed chunks into the JSON of a request without a stream.
 
     Works for ``chat.completion.chunk`` and for ``text_completion`` chunks, and for any number of choices; unknown
     fields of the first chunk are kept.
@@ -79,7 +79,7 @@ class ChunkAggregator:
             self._choices.setdefault(choice.get("index") or 0, _ChoiceAggregator()).add(choice)
 
     def result(self) -> dict[str, Any]:
-        """The folded answer; call once the stream has ended."""
+        """Aggregated answer; call once the stream has ended."""
         chat = self._head.get("object") == "chat.completion.chunk"
         folded = sorted(self._choices.items()) or [(0, _ChoiceAggregator())]
         choices = [{"index": index, **choice.result(chat)} for index, choice in folded]
@@ -118,7 +118,7 @@ class _ChoiceAggregator:
             self._stop_reason = {"stop_reason": choice["stop_reason"]}
 
     def _add_tool_call(self, call: dict[str, Any]) -> None:
-        """A call's id, type and name come once, its arguments in one piece or several."""
+        """Add a call's delta: id, type and name come once, arguments in one piece or several."""
         known = self._tool_calls.setdefault(call["index"], {"function": {"name": "", "arguments": ""}})
         function = call.get("function") or {}
         known["function"]["name"] = function.get("name") or known["function"]["name"]

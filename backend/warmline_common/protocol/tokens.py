@@ -36,12 +36,12 @@ def unpack_tokens(data: bytes) -> list[int]:
 
 
 def namespace(fingerprint: str, tenant: str = "") -> bytes:
-    """The 16-byte root of all chains of one model and one tenant (``h[-1]``)."""
+    """16-byte root of all chains of one model and one tenant (``h[-1]``)."""
     return xxhash.xxh3_128_digest(f"{fingerprint}\0{tenant}".encode())
 
 
 def chain_hashes(root: bytes, tokens: bytes) -> Sequence[bytes]:
-    """The 16-byte hash of every *full* block of packed `tokens`, in order; a last partial block has none."""
+    """16-byte hash of every *full* block of packed `tokens`, in order; a last partial block has none."""
     block = BLOCK_TOKENS * TOKEN_BYTES
     previous, hashes = root, []
     for start in range(0, len(tokens) - block + 1, block):
@@ -51,7 +51,7 @@ def chain_hashes(root: bytes, tokens: bytes) -> Sequence[bytes]:
 
 
 def prefix_digests(root: bytes, tokens: bytes, positions: Iterable[int]) -> dict[int, str]:
-    """By position, xxh3_128 in hex over the root and all packed `tokens` before it: one pass, whatever is asked."""
+    """Digests by position: xxh3_128 in hex over the root and all packed `tokens` before it, in one pass."""
     hasher, hashed, digests = xxhash.xxh3_128(root), 0, {}
     for position in sorted(set(positions)):
         hasher.update(tokens[hashed * TOKEN_BYTES : position * TOKEN_BYTES])
@@ -61,14 +61,14 @@ def prefix_digests(root: bytes, tokens: bytes, positions: Iterable[int]) -> dict
 
 
 def prefix_digest(root: bytes, tokens: bytes) -> str:
-    """What `prefix_digests` says of the position after all packed `tokens`."""
+    """Digest of the position after all packed `tokens`, as `prefix_digests` computes it."""
     return xxhash.xxh3_128_hexdigest(root + tokens)
 
 
 class PrefixHash:
-    """All tokens before a position, as their hashes know them.  Immutable: `then` makes a longer one.
+    """Hashes of all tokens before a position.  Immutable: `then` makes a longer one.
 
-    It tells what blocks, files and conversations say of that position, each token read once on its path.
+    Gives the hashes that blocks, files and conversations have at that position; each token is read once.
     """
 
     def __init__(self, root: bytes) -> None:
@@ -81,7 +81,7 @@ class PrefixHash:
         return self.extend_with_hashes(tokens)[0]
 
     def extend_with_hashes(self, tokens: bytes) -> tuple["PrefixHash", Sequence[bytes]]:
-        """`then`, and the chain hashes of the blocks that end within these tokens."""
+        """(longer prefix, chain hashes of the blocks that end within these tokens)."""
         longer, unhashed = copy.copy(self), self._partial_block + tokens
         hashes = chain_hashes(self._block_hash, unhashed)
         longer.length += len(tokens) // TOKEN_BYTES
@@ -95,7 +95,7 @@ class PrefixHash:
 
     @property
     def digest(self) -> str:
-        """As `prefix_digest` has it."""
+        """Digest as `prefix_digest` computes it."""
         return self._rooted_hasher.hexdigest()
 
     @property
@@ -105,7 +105,7 @@ class PrefixHash:
 
 
 def count_common_tokens(a: bytes, b: bytes) -> int:
-    """How many leading tokens two packed sequences share."""
+    """Number of leading tokens that two packed sequences share."""
     size = min(len(a), len(b))
     for start in range(0, size, COMPARE_CHUNK_BYTES):
         end = min(start + COMPARE_CHUNK_BYTES, size)
@@ -118,7 +118,7 @@ def count_common_tokens(a: bytes, b: bytes) -> int:
 
 
 def count_common_chars(a: str, b: str) -> int:
-    """How many leading characters two strings share, by halves: `startswith` compares at memory speed."""
+    """Number of leading characters that two strings share, by halves: `startswith` compares at memory speed."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

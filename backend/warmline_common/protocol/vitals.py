@@ -1,4 +1,4 @@
-"""What this process holds, for whoever looks for leaks.  Call on the event loop's thread."""
+"""Resources of this process, for leak checks.  Call on the event loop's thread."""
 
 import asyncio
 import threading

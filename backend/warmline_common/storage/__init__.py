@@ -1,0 +1,1 @@
+"""Home directory, durable file changes, locks, segment files; above protocol/; any thread."""

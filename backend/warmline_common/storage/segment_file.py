@@ -160,7 +160,7 @@ def read_header(path: Path) -> SegmentHeader:
 
 
 def read_checksums(path: Path) -> list[int]:
-    """Checksums of the tensors in the order of `SegmentHeader.list_checksummed_names`, and the header's; not verified."""
+    """Checksums of tensors in the order of `SegmentHeader.list_checksummed_names`, and the header's; not verified."""
     with _open_file(path) as file:
         return read_checksums_from(file, read_header_from(file))
 
