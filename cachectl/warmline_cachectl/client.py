@@ -1,10 +1,11 @@
-"""How cachectl reaches a home: reading its index directly, changing it through the proxy, or itself where none runs.
+"""Access to a home: its index is read directly, and changed through the proxy, or under the home's lock where none
+runs.
 
-CannotDo       the reason is for people
-├── NoHome     no such home, or nothing was ever stored in it
-├── NoProxy    none runs on this home
-└── Refused    another process holds the home, or it can't be done
-    └── RefusedByProxy    the proxy said no, in its own words
+    CannotDoError                     the reason is for people
+    ├── NoHomeError                   no such home, or nothing was ever stored in it
+    ├── NoProxyError                  none runs on this home
+    └── OperationRefusedError         another process holds the home, or the operation failed
+        └── RefusedByProxyError       the proxy refused, in its own words
 """
 
 import json
@@ -86,7 +87,7 @@ def purge_backend(home: Home) -> str:
 
 
 def _read_port(home: Home, pid: str) -> int:
-    """Where that process says that it listens: a flag may have told it so.  Else as in the settings."""
+    """Port that the process with this pid announced: a flag may have set it.  Else the settings' port."""
     try:
         told = json.loads((home.run / "backend.json").read_text())
         if str(told["pid"]) == pid:
@@ -141,8 +142,10 @@ def open_reader(home: Home) -> IndexReader:
 
 
 def read_owner_labels(home: Home, snapshot: IndexSnapshot) -> OwnerLabels:
-    """Whose what is stored is: as the proxy says where one runs, which may have been given settings that nobody else
-    knows of; else by the home's files, a header for each root.  Raises Refused where the keys can't be read.
+    """Labels of owners: from the running proxy, which may have settings that no other process knows; else from the
+    home's files, a header for each root.
+
+    Raises OperationRefusedError where the keys can't be read.
     """
     with suppress(CachectlError):
         return request_proxy(home, "/warmline/whose", OwnerLabels, OWNERS_TIMEOUT_S)
@@ -244,17 +247,14 @@ def replay(home: Home, request: ReplayRequest) -> ReplayReply:
 def change_index(
     home: Home, path: str, request: object, reply_type: type[T], timeout_s: float, change_locally: Callable[[Index], T]
 ) -> T:
-    """What the proxy answers where one runs, else what `here` does, under the lock that it would hold.
-
-    Raises CannotDo.
-    """
+    """Reply of the proxy where one runs, else of `change_locally` under the home's lock.  Raises CannotDoError."""
     with suppress(ProxyNotRunningError):
         return request_proxy(home, path, reply_type, timeout_s, request)
     return run_locked(home, change_locally)
 
 
 def run_locked(home: Home, work: Callable[[Index], T]) -> T:
-    """What `here` does, under the lock that a proxy would hold.  Raises Refused."""
+    """Result of a function that runs under the home's lock.  Raises OperationRefusedError."""
     try:
         with home_lock(home, LOCK_WAIT_S), Index(home, read_disk_budget_bytes(home)) as index:
             return work(index)
@@ -263,9 +263,9 @@ def run_locked(home: Home, work: Callable[[Index], T]) -> T:
 
 
 def request_proxy(home: Home, path: str, reply_type: type[T], timeout_s: float, request: object = None) -> T:
-    """What the running proxy answers: to a POST with a request, else to a GET.
+    """Reply of the running proxy: to a POST with a request, else to a GET.
 
-    Raises NoProxy where none runs, Refused where it says no.
+    Raises NoProxyError where none runs, OperationRefusedError where it refuses.
     """
     url, pid = _read_announcement(home)
     if not url:
@@ -293,7 +293,7 @@ def check_home(home: Home) -> None:
 
 
 def proxy_url(home: Home) -> str:
-    """Where a proxy of this home said that it listens; "" where none did.  One that was killed left its address."""
+    """URL that a proxy of this home announced; "" where none did.  A killed proxy leaves its announcement."""
     return _read_announcement(home)[0]
 
 
@@ -326,7 +326,7 @@ def _send_request(url: str, secret: str, path: str, request: object, reply_type:
 
 
 def _make_refusal(url: str, status: int, body: bytes) -> OperationRefusedError:
-    """What is no error of the proxy's own says who sent it: something else may listen there by now."""
+    """Error of a refusal; one without the proxy's envelope names its sender: another server may listen there by now."""
     try:
         return ProxyRefusedError(decode(body, ErrorReply).error.message, status)
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""What a shell may complete: ids from the index, read directly.  Quick, and silent where nothing can be read."""
+"""Shell completion of ids, read from the index.  Quick, and silent where nothing can be read."""
 
 import os
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
-"""What all verbs of cachectl have in common: options, exit codes, how they read a home, how they fail, their help.
+"""Options, exit codes, errors and help that all commands of cachectl share.
 
-Exit codes: 0 fine, 1 findings or nothing matched, 2 usage or no home, 3 refused (in use, the proxy said no, or
-not all could be done), 130 stopped, 141 nobody read on.
+Exit codes: 0 success, 1 findings or nothing matched, 2 usage or no home, 3 refused (in use, the proxy refused, or not
+all could be done), 130 interrupted, 141 closed output.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Where clients connect, and the line that shows a newcomer how."""
+"""Addresses that clients connect to, and the example command for a newcomer."""
 
 import shlex
 import shutil
@@ -37,12 +37,12 @@ class Address:
 
     @property
     def admin_url(self) -> str:
-        """Where the dashboard is for who sits here."""
+        """URL of the dashboard on this machine."""
         return f"{format_url(self.probe_host, self.port).removesuffix('/v1')}/admin"
 
     @property
     def is_local(self) -> bool:
-        """Whether somebody here gets there by a local name."""
+        """True where a local name reaches the address from this machine."""
         return is_loopback(self.probe_host)
 
     @property
@@ -95,7 +95,7 @@ def format_url(host: str, port: int) -> str:
 
 
 def _list_host_names() -> list[str]:
-    """How others reach this machine, the likeliest first: Linux is often without mDNS, and knows no name in .local."""
+    """Names of this machine for others, the likeliest first: Linux often lacks mDNS, and then has no name in .local."""
     names = [name for name in (bonjour_name(), lan_address()) if name]
     return names if sys.platform == "darwin" else names[::-1]
 

@@ -1,4 +1,4 @@
-"""Who listens where, and who holds a home: what a start would meet."""
+"""Checks of ports and the home before a start: which processes listen, and which one holds the home."""
 
 import errno
 import fcntl
@@ -21,7 +21,7 @@ LOCKS = ("home.lock", "run/backend.lock")
 
 @dataclass(frozen=True)
 class ProxyAnnouncement:
-    """What a proxy says of itself in its home's run/proxy.json."""
+    """Content of run/proxy.json, which a proxy writes about itself."""
 
     url: str
     pid: int
@@ -84,7 +84,7 @@ def describe_home_holder(home: Path, own_pids: Collection[int] = ()) -> str:
 
 
 def is_listening(home: Path, port: int) -> bool:
-    """Whether the proxy that has this home listens on the port, and nobody else."""
+    """True where the proxy of this home, and no other process, listens on the port."""
     found = find_running_proxy(home)
     with suppress(ValueError):  # its address may make no sense
         return bool(found and urlsplit(found.url).port == port)

@@ -43,7 +43,7 @@ def _parse_object(body: bytes) -> dict[str, Any]:
 
 
 def read_readiness(address: Address) -> ProxyReadiness:
-    """Whether requests are served, as GET /ready tells.  Raises nothing: who can't be asked is not ready."""
+    """Answer of GET /ready.  Raises nothing: an unreachable proxy is not ready."""
     try:
         status, told = get(address, "/ready")
     except ConnectionRefusedError:
@@ -56,9 +56,9 @@ def read_readiness(address: Address) -> ProxyReadiness:
 
 
 def read_status(address: Address, home: Path) -> dict[str, Any]:
-    """What GET /warmline/status tells the owner of the home; {} where it does not.
+    """Answer of GET /warmline/status; {} where the proxy refuses or another program listens.
 
-    Whoever else has come to listen there must not hear the home's secret.
+    Another program that listens there must not receive the home's secret.
     """
     if not ports.is_listening(home, address.port):
         return {}
@@ -73,5 +73,5 @@ def read_status(address: Address, home: Path) -> dict[str, Any]:
 
 
 def needs_key(address: Address, home: Path) -> bool:
-    """Whether a client without a key is refused; False where the proxy does not tell."""
+    """True where a client without a key is refused; False where the proxy does not say."""
     return read_status(address, home).get("needs_key") is True

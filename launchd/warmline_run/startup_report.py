@@ -1,4 +1,4 @@
-"""What a start has found, in a few lines for people: from what GET /warmline/status tells."""
+"""Report of a start in a few lines, from GET /warmline/status."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,7 +65,7 @@ def _format_stored(conversations: int, tokens: int) -> str:
 
 
 def _format_persistence(status: Mapping[str, Any]) -> str:
-    """How long what is computed stays."""
+    """Line about persistence."""
     layout = status["engine"]["layout"]
     if status["reuse"] == "off":
         return "nothing, since reuse is off"

@@ -1,0 +1,1 @@
+"""Commands of cachectl, one module a group; above views/ and doctor/."""

@@ -115,7 +115,7 @@ def import_(
 
 @contextmanager
 def _exit_on_archive_error(source: str) -> Iterator[None]:
-    """What can be wrong with one becomes a line and an exit code, the same whether a proxy found it or we did."""
+    """Turn an archive's error into a line and an exit code, the same with a proxy and without."""
     name = "standard input" if source == STANDARD_STREAM else source
     try:
         yield
@@ -173,7 +173,7 @@ def _format_export(exported: ExportResult, destination: str) -> str:
 
 @contextmanager
 def _spool_to_disk(home: Home, file: str) -> Iterator[Path]:
-    """Where it can be read from any place, which standard input can't."""
+    """Copy standard input to a file, which can be read from any position."""
     if file != STANDARD_STREAM:
         yield Path(file).absolute()
         return
@@ -192,7 +192,7 @@ def _spool_to_disk(home: Home, file: str) -> Iterator[Path]:
 
 
 class _SpoolWriter:
-    """What `copyfileobj` writes to; writes as all of a home is written."""
+    """Target of `copyfileobj` that writes through `disk`, as all changes to a home."""
 
     def __init__(self, file: FileIO) -> None:
         self._file = file

@@ -57,7 +57,7 @@ def _format_summary(found: int) -> str:
 
 
 def _render_table(checks: Sequence[Diagnosis]) -> Table:
-    """What to do stands under what is seen: both may be long."""
+    """Table of checks, with the remedy below each finding: both may be long."""
     table = Table("", "check", "seen")
     for check in checks:
         mend = f"\n→ {check.mend}" if check.mend else ""

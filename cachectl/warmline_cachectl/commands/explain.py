@@ -62,8 +62,8 @@ def explain_(
     home: HomeOption = HOME,
     as_json: JsonOption = False,
 ) -> None:
-    """Where a prompt left what was stored, at which token and in which message; both texts side by side; the likeliest
-    cause, and what to do about it.
+    """Show where a prompt left what was stored, at which token and in which message; both texts side by side; the
+    likeliest cause, and what to do about it.
 
     Without a request: the last one that was not fully warm for a reason.
     """
@@ -97,7 +97,7 @@ def diff(
     home: HomeOption = HOME,
     as_json: JsonOption = False,
 ) -> None:
-    """How many tokens two stored conversations have in common, and what stands where they part.
+    """Show how many tokens two stored conversations have in common, and both texts where they part.
 
     Texts take a running pair; without one, token ids are shown.
     """

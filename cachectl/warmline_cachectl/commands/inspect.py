@@ -117,7 +117,7 @@ def tree(
     epilog=format_examples("cachectl stats", "cachectl stats --json"),
 )
 def stats(home: HomeOption = HOME, as_json: JsonOption = False) -> None:
-    """What is on disk, and how the last requests went: up to 1,000 of them."""
+    """Show what is on disk, and how the last requests went: up to 1,000 of them."""
     with open_index(home) as reader:
         view = views.build_stats(reader.totals(), reader.requests(), reader.snapshot())
     show(view, tables.render_stats(view), as_json)

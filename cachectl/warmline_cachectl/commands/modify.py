@@ -154,7 +154,7 @@ def _confirm(reply: PurgeReply) -> None:
 
 
 def _preview(reader: IndexReader, request: PurgeRequest, owner_labels: OwnerLabels) -> PurgeReply:
-    """What would go; ends with exit code 1 where nobody has that key."""
+    """Preview of a purge; ends with exit code 1 where no owner has that key."""
     try:
         return preview_purge(reader, resolve_key(request, owner_labels))
     except KeyNotFoundError as error:

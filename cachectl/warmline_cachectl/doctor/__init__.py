@@ -1,0 +1,1 @@
+"""Facts and checks of `cachectl doctor`; above views/."""

@@ -172,7 +172,7 @@ def check_hit_rate(facts: Facts) -> Diagnosis:
 
 
 def _find_commonest_miss(records: list[RequestRecord]) -> tuple[str, str]:
-    """What costs the most tokens, and what helps."""
+    """(reason, remedy) of the misses that cost the most tokens."""
     causes: Counter[str] = Counter()
     for record in records:
         missed = record.prompt_tokens - record.cached_tokens

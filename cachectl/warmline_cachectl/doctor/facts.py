@@ -1,4 +1,4 @@
-"""What `cachectl doctor` looks at before it judges: the home, the index, the proxy, the machine.  Changes nothing."""
+"""Facts for `cachectl doctor`: the home, the index, the proxy, the machine.  Changes nothing."""
 
 import os
 import resource
@@ -142,7 +142,7 @@ def _read_settings(home: Home, status: Mapping[str, Any] | None = None) -> Setti
 
 
 def _find_open_modes(home: Home) -> list[tuple[Path, int]]:
-    """What others than its owner may look at."""
+    """Paths of the home that other users may read, with their modes."""
     mode = stat.S_IMODE(home.root.stat().st_mode)
     return [*([(home.root, mode)] if mode & 0o077 else []), *find_non_private(home)]
 

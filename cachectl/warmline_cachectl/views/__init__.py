@@ -1,0 +1,1 @@
+"""Views of the index and the proxy: plain values, tables, trees; pure."""

@@ -48,7 +48,7 @@ def _longest_line(text: str) -> int:
 
 
 def _choose_columns(columns: Sequence[Column], natural: list[int], width: int) -> tuple[list[int], list[int]]:
-    """Which are shown and how wide they are: ids are cut first, then columns go, then texts are cut."""
+    """(shown columns, their widths): ids are cut first, then columns are removed, then texts are cut."""
     shown, widths = list(range(len(columns))), list(natural)
 
     def excess() -> int:

@@ -1,4 +1,4 @@
-"""How results reach people and programs: as JSON, or as what rich prints."""
+"""Output of results: JSON for programs, rich's rendering for people."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator

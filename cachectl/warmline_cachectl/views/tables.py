@@ -49,7 +49,7 @@ REQUEST_LABELS = {  # and of the last requests
 
 
 def make_console() -> Console:
-    """What clients called their conversations is text: no markup, no emoji."""
+    """Console without markup and emoji: clients' names of conversations are plain text."""
     out = Console(highlight=False, markup=False, emoji=False)
     if not (out.is_terminal or "COLUMNS" in os.environ):
         out.width = WIDTH_PIPED

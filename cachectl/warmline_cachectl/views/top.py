@@ -1,4 +1,4 @@
-"""What `top` shows: one look at a running proxy, as plain values and for people.  Pure."""
+"""View of `top`: one snapshot of a running proxy, as plain values and for people.  Pure."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -63,7 +63,7 @@ def build_snapshot(status: View, records: Iterable[View], before: View | None = 
 
 
 def bytes_used(totals: Mapping[str, int]) -> int:
-    """What counts against the budget, of totals that came as JSON."""
+    """Bytes that count against the budget, from totals that came as JSON."""
     names = ("segments", "checkpoints", "quarantined", "writing", "doomed", "index")
     return sum(totals[f"bytes_{name}"] for name in names)
 

@@ -1,4 +1,4 @@
-"""What cachectl shows, as plain values (what --json prints): pure functions over a snapshot of the index."""
+"""Views as plain values, which --json prints: pure functions over a snapshot of the index."""
 
 import re
 from collections import Counter
@@ -126,7 +126,7 @@ def build_segments(forest: Forest, session_id: str) -> View:
 
 
 def build_stats(totals: Totals, requests: list[RequestRecord], snapshot: IndexSnapshot) -> View:
-    """What is on disk, and how the last requests went."""
+    """Statistics of the disk and of the last requests."""
     answered = [record for record in requests if record.outcome != "error"]
     prompt = sum(record.prompt_tokens for record in requests)
     cached = sum(record.cached_tokens for record in requests)

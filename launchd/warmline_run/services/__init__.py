@@ -1,0 +1,1 @@
+"""Services of launchd and systemd: files, managers, actions, status."""

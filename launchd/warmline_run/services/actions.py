@@ -31,9 +31,9 @@ def wait_until_ready(
     timeout_s: float,
     print_line: Callable[[str], None],
 ) -> str:
-    """What is wrong, in a line or more; "" where requests are served.  Blocks.
+    """Problem in a line or more; "" where requests are served.  Blocks.
 
-    `outputs`: by role, where what ends a start is written; `tell` hears what is waited for.
+    `outputs`: files by role that receive an end's output; `print_line` receives what is waited for.
     """
     until = time.monotonic() + timeout_s
     told, sightings = "", 0
@@ -96,7 +96,7 @@ class ServicePair:
 
     @property
     def name_option(self) -> str:
-        """What further commands need to mean this pair."""
+        """Option that selects this pair in further commands."""
         return f" --name {self.name}" if self.name else ""
 
     def format_command(self, verb: str) -> str:
@@ -146,7 +146,7 @@ def install(pair: ServicePair, config: ResolvedConfig, environment: Mapping[str,
 
 
 def _check_available(pair: ServicePair, config: ResolvedConfig) -> None:
-    """What the pair itself has at this moment it will let go of."""
+    """Check ports and home, except for what the pair itself holds and will release."""
     own = [state.pid for which in pair.present_ids if (state := pair.manager.read_state(which)).pid]
     own_ports = []
     if own and (before := read_config(pair)):
@@ -191,7 +191,7 @@ def wait(pair: ServicePair, config: ResolvedConfig, wait_s: float) -> int:
 
 
 def uninstall(pair: ServicePair) -> int:
-    """What is stored stays."""
+    """Remove the services; stored data stays."""
     known = pair.present_ids
     for which in known:
         was_there = pair.manager.is_installed(which)
@@ -220,7 +220,7 @@ def restart(pair: ServicePair, roles: Sequence[str], wait_s: float) -> int:
 
 
 def read_config(pair: ServicePair) -> ResolvedConfig | None:
-    """What the installed agents are configured by at their next start; None where none can be read.
+    """Configuration of the installed services at their next start; None where none can be read.
 
     Raises ConfigurationError where they could not start.
     """

@@ -82,7 +82,7 @@ def make_app(make_manager: Callable[[], ServiceManager], display_name: str) -> t
 
     @app.command()
     def status(name: NameOption = "", as_json: JsonOption = False) -> None:
-        """Whether they are installed, run and serve."""
+        """Show whether the services are installed, running and ready."""
         with _open_pair(make_manager, name) as pair:
             found = standing.read_status(pair)
             shown = json.dumps(found.as_json(), indent=2) if as_json else "\n".join(standing.format_lines(found))

@@ -15,7 +15,7 @@ POLL_S = 0.25
 
 
 def list_log_files(home: Path, roles: Iterable[str]) -> list[Path]:
-    """What ends a start or crashes is in the one, all else in the other."""
+    """Log files of the roles: output of ended or crashed processes, and the processes' own logs."""
     return [file for role in roles for file in (output_file(home, role), log_file(home, role))]
 
 
@@ -61,7 +61,7 @@ class LogFollower:
             self._file.seek(0, 2)
 
     def read_added(self) -> str:
-        """What was added since, "" where nothing was."""
+        """Text added since the last call, "" where there is none."""
         added = self._read_rest()
         if self._is_replaced():
             added += self._read_rest()  # written before the name changed hands

@@ -1,4 +1,4 @@
-"""What keeps agents: launchd or systemd, each behind the same few verbs."""
+"""Service managers: launchd or systemd, behind the same methods."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ class ServiceManagerError(Exception):
 
 @dataclass(frozen=True)
 class InstalledService:
-    """What an agent's file says."""
+    """Content of a service's file."""
 
     arguments: list[str]
     environment: dict[str, str]
@@ -48,7 +48,7 @@ class ServiceState:
 
 @dataclass(frozen=True)
 class CommandResult:
-    """How a command of the manager's ended."""
+    """Result of a manager's command."""
 
     exit_code: int
     output: str
@@ -160,7 +160,7 @@ class ServiceManager(ABC):
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Whether it did.  The managers tell no one, so they are asked."""
+    """True where the condition became true in time.  The managers send no events, so they are polled."""
     until = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() >= until:

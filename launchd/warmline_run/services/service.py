@@ -1,7 +1,7 @@
-"""What an agent is: one process of the pair as launchd or systemd is to keep it.  Pure, but for a look at folders.
+"""Services: one process of the pair as launchd or systemd runs it.  Pure, except for checks of folders.
 
-An agent runs `warmline proxy` or `warmline backend` by the absolute path of this Python, with the settings that flags
-or variables gave at the installation as flags.  What HOME/warmline.toml says stays there and is read at each start.
+A service runs `warmline proxy` or `warmline backend` by the absolute path of this Python, with the settings that
+flags or variables gave at the installation as flags.  HOME/warmline.toml is read at each start.
 """
 
 import math
@@ -63,12 +63,12 @@ class ServiceProcess:
 
     @property
     def output(self) -> Path:
-        """Where stdout and stderr go: what ends a start, and crashes.  All else is in the process's own log."""
+        """File of stdout and stderr: errors that end a start, and crashes.  Other lines are in the process's own log."""
         return output_file(self.home, self.service_id.role)
 
 
 def log_file(home: Path, role: str) -> Path:
-    """What the process itself writes, and rotates."""
+    """Log that the process itself writes and rotates."""
     return home / "logs" / f"{role}.log"
 
 
@@ -143,7 +143,7 @@ def _format_flag(name: str, value: Value) -> list[str]:
 
 
 def parse_arguments(arguments: Sequence[str]) -> dict[str, object]:
-    """What the flags of an agent's command line say, by the settings' names: for `resolve`."""
+    """Flags of a service's command line, by the settings' names: for `resolve`."""
     by_flag = {setting.flag: setting for setting in SETTINGS.values()}
     off = {setting.off_flag: setting for setting in SETTINGS.values() if isinstance(setting.default, bool)}
     given: dict[str, object] = {}
@@ -167,6 +167,6 @@ def _make_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _make_path(path: str) -> str:
-    """What a keeper starts with has next to nothing on its PATH, and mlx wants a compiler on Linux."""
+    """PATH for a service: managers set next to nothing, and mlx needs a compiler on Linux."""
     shells = [folder for folder in path.split(":") if folder.startswith("/")]
     return ":".join(dict.fromkeys([str(Path(sys.executable).parent), *shells, *SYSTEM_PATH]))

@@ -1,4 +1,4 @@
-"""How the agents stand: installed, running, ready."""
+"""Status of services: installed, running, ready."""
 
 import os
 from collections.abc import Mapping

@@ -1,0 +1,1 @@
+"""Flags of the warmline command and the reference table, made from warmline_common.settings."""

@@ -1,4 +1,4 @@
-"""What a gate is, how it ends, and what all gates are given."""
+"""Smoke checks ("gates"): their results, and the target that all are given."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class CheckNotRunError(Exception):
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is asked."""
+    """Sizes of the checks' prompts."""
 
     turns_count: int = 12
     turn_bytes: int = 3000
@@ -47,7 +47,7 @@ class Target:
     context_tokens: int = 0  # that a prompt and its answer may have; 0: not known
 
     def expected_cached_tokens(self, tokens: int, slack: int = 0) -> int:
-        """How many of so many computed tokens should be reused next time, give or take `slack`."""
+        """Least number of computed tokens that should be reused next time, with `slack` tolerated."""
         tokens = max(0, tokens - slack)
         return tokens - tokens % self.grid_tokens if self.grid_tokens else tokens
 
@@ -67,7 +67,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one gate ended.  `advice` is "" unless it failed."""
+    """Outcome of one check.  `advice` is "" unless it failed."""
 
     check: Check
     result: str  # PASSED, FAILED or NOT_RUN

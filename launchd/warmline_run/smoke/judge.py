@@ -1,4 +1,4 @@
-"""Whether answers are right, for any model.  Pure."""
+"""Comparison of answers, for any model.  Pure."""
 
 import math
 import re
@@ -26,7 +26,7 @@ MARKUP = re.compile(
 
 
 def infer_tolerance(tokens: Iterable[TokenChoice]) -> float:
-    """How far apart rounding may have two runs, by the bits that these values don't use."""
+    """Tolerance of rounding between two runs, inferred from the bits that these values don't use."""
     values = [value for token in tokens for value in (token.logprob, *token.top.values()) if abs(value) < LARGEST]
     words = struct.unpack(f"<{len(values)}I", struct.pack(f"<{len(values)}f", *values))
     used = [word for word in words if word]  # 0.0 says nothing
@@ -70,7 +70,7 @@ def _describe_gap(place: int, gap: float, tolerance: float) -> str:
 
 
 def _logprob_gap(chosen: TokenChoice, token: str) -> float:
-    """How much less likely than the chosen one that token was; infinite where it was not among the likeliest."""
+    """Difference between the chosen token's log-probability and this token's; infinite where it is not listed."""
     gap = chosen.logprob - chosen.top.get(token, -math.inf)
     return math.inf if math.isnan(gap) else gap
 
@@ -95,7 +95,7 @@ def logprob_difference(one: ChatCompletion, other: ChatCompletion) -> float:
 
 
 def is_collapsed(text: str, reference: str) -> bool:
-    """Whether one text repeats itself as broken models do, while the one that it should be like does not."""
+    """True where one text repeats itself as broken models do, and the reference does not."""
     if min(len(text), len(reference)) < TEXT_CHARACTERS_MIN:
         return False
     return repetition_share(text) > REPETITIVE_SHARE_MIN and repetition_share(reference) < VARIED_SHARE_MAX
@@ -114,7 +114,7 @@ def find_markup(text: str) -> str:
 
 
 def find_argument_flaw(arguments: Any, schema: Mapping[str, Any]) -> str:
-    """What of an object does not follow its schema ("enum", bounded "integer", "boolean"), or "" """
+    """Violation of a schema ("enum", bounded "integer", "boolean") by an object, or ""."""
     if not isinstance(arguments, Mapping):
         return "they are no object"
     properties: Mapping[str, Any] = schema["properties"]

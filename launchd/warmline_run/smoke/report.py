@@ -1,4 +1,4 @@
-"""What a run has found, for people and for programs.  Pure."""
+"""Reports of a run, for people and for programs.  Pure."""
 
 import json
 import textwrap
@@ -13,7 +13,7 @@ INDENT = " " * (NAME_WIDTH + RESULT_WIDTH + SECONDS_WIDTH + 6)
 
 
 def render_header(target: Target) -> str:
-    """Who is examined, so that it can be done again, and the table's head."""
+    """Lines that name the target, so that the run can be repeated, and the table's head."""
     who = f"{target.client.url}, model {target.client.model or '(none listed)'}, --seed {target.seed}"
     return f"{who}\n\n{_format_row('gate', 'result', 'seconds', 'what it proves')}\n{'-' * LINE_WIDTH}"
 

@@ -1,4 +1,4 @@
-"""What servers answer, read into values.  Pure; raises Malformed where it is no answer of OpenAI's API."""
+"""Answers of servers parsed into values.  Pure; raises MalformedAnswerError for what is no answer of OpenAI's API."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ Message = dict[str, Any]
 
 
 class MalformedAnswerError(Exception):
-    """What is wrong with an answer's form."""
+    """Answer of a wrong form."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def parse_models(data: Any) -> list[Mapping[str, Any]]:
 
 
 def format_error_body(body: bytes) -> str:
-    """What a refusal says, in a line."""
+    """Text of a refusal, in a line."""
     try:
         data = json.loads(body)
     except ValueError:

@@ -109,7 +109,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the command line asks of the report."""
+    """Options of a run from the command line."""
 
     checks: Sequence[Check]
     as_json: bool = False
@@ -134,7 +134,7 @@ def find_endpoint(config: ResolvedConfig, url: str, environment: Mapping[str, st
 
 
 def _has_address_variable(config: ResolvedConfig) -> bool:
-    """Whether a variable says where to ask.  The home's file only says where its server listens if no flag did."""
+    """True where a variable names the address.  The home's file names it only where no flag did."""
     return any(config.effective_settings[name].source == SETTINGS[name].variable for name in ("host", "port"))
 
 
@@ -148,7 +148,7 @@ def find_running_url(home: Path) -> str:
 
 
 def normalize_url(url: str) -> str:
-    """What clients are given, of an address that may lack its /v1, or lead on to where chats are completed.
+    """Base URL of an API, from an address that may lack its /v1, or include the path of chat completions.
 
     Raises ConfigurationError where it is no address of a server.
     """

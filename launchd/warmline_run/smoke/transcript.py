@@ -19,7 +19,7 @@ KINDS = ("c", "h", "py", "md", "toml", "log")
 
 
 class Transcript:
-    """What the terminal says, turn by turn."""
+    """Turns of a terminal session."""
 
     def __init__(self, seed: str, turn_bytes: int) -> None:
         self._seed, self._turn_bytes = seed, turn_bytes
@@ -95,7 +95,7 @@ TURN_TOKENS = 48  # around a message, and around an answer
 
 @dataclass(frozen=True)
 class TextMeasurement:
-    """What a sample has shown."""
+    """Measurements of a sample of text."""
 
     bytes_per_token: float
     prefill_tokens_s: float  # too low rather than too high: with all that a request takes
@@ -114,7 +114,7 @@ async def measure_text(target: Target) -> TextMeasurement:
 
 
 def compute_turn_bytes(target: Target, measurement: TextMeasurement) -> int:
-    """What a turn of the transcript may say, so that all of them fit the context."""
+    """Bytes of a turn of the transcript, so that all turns fit the context."""
     wanted = target.scale.turn_bytes
     if not target.context_tokens:
         return wanted
@@ -124,6 +124,6 @@ def compute_turn_bytes(target: Target, measurement: TextMeasurement) -> int:
 
 
 def compute_long_bytes(target: Target, measurement: TextMeasurement) -> int:
-    """What the long prompt may say."""
+    """Bytes of the long prompt."""
     wanted, context = target.scale.long_tokens, target.context_tokens
     return measurement.estimate_bytes(min(wanted, int(CONTEXT_SHARE_USED * context)) if context else wanted)

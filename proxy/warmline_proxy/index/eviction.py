@@ -1,8 +1,8 @@
-"""What to evict: pure functions over a snapshot.
+"""Choice of segments to evict: pure functions over a snapshot.
 
-Leaf first: a segment goes when nothing builds on it any more.  Among those, the one goes whose bytes save the least:
-prefill seconds per byte, aged by the time since its last use (hyperbolically, so that nothing is worth nothing and the
-order of two files of one age never turns).
+Leaves first: a segment is evicted when nothing builds on it any more.  Among leaves, the one goes whose bytes save
+the least: prefill seconds per byte, aged by the time since its last use (hyperbolically, so that no value reaches
+zero and the order of two files of one age never changes).
 """
 
 import heapq
@@ -46,7 +46,7 @@ def score_candidate(candidate: EvictionCandidate, bytes_count: int, now: float) 
 
 
 def choose_evictions(candidates: Sequence[EvictionCandidate], bytes_wanted: int, now: float) -> EvictionPlan:
-    """What to evict to free `wanted` bytes; less where the rest is kept."""
+    """Files to evict to free `bytes_wanted` bytes; fewer where the rest is pinned or leased."""
     by_id = {candidate.id: candidate for candidate in candidates}
     checkpoints: dict[str, list[EvictionCandidate]] = {}
     for candidate in candidates:

@@ -99,7 +99,7 @@ class Index(IndexReader):
         self.read_only, self.read_only_code = str(error), get_error_code(error)
 
     def reopen(self) -> bool:
-        """Where nothing could be written: whether it can be now; it is to be reconciled then.  Blocks."""
+        """True where the index, read-only since the start, can be written now; it must be reconciled then.  Blocks."""
         if not os.access(self.home.index, os.W_OK):
             return False
         try:
@@ -123,12 +123,12 @@ class Index(IndexReader):
         may_replace: bool = True,
         segment_ends: Sequence[int] = (),
     ) -> SavePlan | None:
-        """What of `tokens` (all of them with rows in memory) is to be written; None where all is stored.
+        """Plan of a save: the part of `tokens` (all with rows in memory) to be written; None where all is stored.
 
         `checkpoints`: positions whose state is in memory.  `may_replace`: the backend still has the rows of a small
-        parent, so that the first segment may swallow it.  `ends`: where segments are to end.  Evicts
-        what the budget needs, and deletes those files, before it returns; what the plan builds on stays.  Raises
-        NoRoom.
+        parent, so that the first segment may include it.  `segment_ends`: wanted ends of segments.  Evicts for the
+        budget, and deletes those files, before it returns; segments that the plan builds on stay.  Raises
+        InsufficientStorageError.
         """
         intent = index_save.SaveIntent(
             root=root,
@@ -314,7 +314,7 @@ class Index(IndexReader):
         self._is_reserve_used = not spare.is_reserve_complete(self.home)
 
     def renew_reserve(self) -> None:
-        """Where it was taken, set it aside again."""
+        """Allocate the reserve again where it was released."""
         if self._is_reserve_used:
             self.allocate_reserve()
 
@@ -331,7 +331,9 @@ class Index(IndexReader):
         return has_traces
 
     def has_purge_notice(self) -> bool:
-        """Whether a backend may hold in memory what was purged: whoever purged it was ended before that was told."""
+        """True where a backend may hold purged KV in memory: the process that purged ended before the backend was
+        notified.
+        """
         with self._environment.read_transaction() as tables:
             return tables.has_purge_notice()
 
@@ -344,10 +346,10 @@ class Index(IndexReader):
         return self._submit(self._environment.delete_superseded).result()
 
     def is_damaged(self, *, force_probe: bool = False) -> bool:
-        """Whether it lacks what is stored, or has entries that can't be read.
+        """True where the index lacks stored data, or has entries that can't be read.
 
-        One whose file can't be read is replaced by an empty one.  Where reading it has ended a process, or that is to
-        be `probed`, another one tries first.
+        An unreadable file is replaced by an empty one.  Where reading it has ended a process, or with `force_probe`,
+        another process reads it first.
         """
         with index_probe.mark_reading(self.home) as died:
             try:

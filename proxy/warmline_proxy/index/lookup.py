@@ -105,7 +105,7 @@ def path_tokens(tables: Tables, segment_id: str) -> bytes:
 
 
 def _read_diverging_tokens(tables: Tables, root: bytes, path: LookupPath) -> tuple[str, bytes]:
-    """What is stored where a prompt differs: the segment and its tokens from there on."""
+    """(segment, its tokens from there on) where a prompt differs from what is stored."""
     at = path.matched_tokens
     branches = [_find_youngest_child(tables, root, path.leaf, at)]
     if path.steps and at < path.steps[-1].row.end:

@@ -117,7 +117,7 @@ class IndexReader:
             return tables.usage(file_id)
 
     def requests(self, count: int = 1000) -> list[RequestRecord]:
-        """What happened to the last requests, newest first."""
+        """Records of the last requests, newest first."""
         with self._environment.read_transaction() as tables:
             return [record for _, record in tables.requests()][: -count - 1 : -1]
 

@@ -24,7 +24,7 @@ COMMIT_OVERHEAD_BYTES = 16 * 4096  # the pages that one commit may add to the in
 
 @dataclass(frozen=True, kw_only=True)
 class SaveIntent:
-    """What the caller would like to see saved: all of `tokens`, and the states at `checkpoints`."""
+    """Content of a wanted save: all of `tokens`, and the states at `checkpoints`."""
 
     root: bytes
     model: str

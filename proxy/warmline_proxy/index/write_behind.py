@@ -1,4 +1,4 @@
-"""What requests leave for the index, between the moment in which they do and the one in which it is written."""
+"""Buffer of requests' bookkeeping until it is written to the index."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ class WriteBehindBuffer:
         self._turns: dict[tuple[bytes, str], TurnRow] = {}  # by namespace and first call
 
     def record_use(self, ids: Iterable[str]) -> bool:
-        """Whether there is much to write by now."""
+        """True where the buffer is large enough to be written now."""
         now = time.time()
         with self._lock:
             for file_id in ids:
@@ -53,7 +53,7 @@ class WriteBehindBuffer:
             self._uses, self._records, self._audits, self._turns = {}, [], {}, {}
 
     def flush(self, write: Callable[[Callable[[Tables], None]], None]) -> bool:
-        """Whether there was something.  Raises IndexFailure; it is tried again with the next then."""
+        """True where there was something to write.  Raises IndexStoreError; the next flush tries again."""
         with self._lock:
             uses, self._uses = self._uses, {}
             records, self._records = self._records, []

@@ -1,0 +1,1 @@
+"""LMDB: environments, tables, rows, the writer thread; the only importer of lmdb."""

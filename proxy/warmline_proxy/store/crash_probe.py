@@ -23,7 +23,7 @@ CRASH_EXIT_CODES = {
 
 
 def is_readable(folder: Path) -> bool:
-    """Whether a process gets through all of it.  Raises IndexFailure where it could not try."""
+    """True where another process reads all of it.  Raises IndexStoreError where it could not be started."""
     command = [sys.executable, "-m", "warmline_proxy.store.crash_probe", str(folder)]
     ran = subprocess.run(command, check=False, capture_output=True, text=True, errors="replace")
     if ran.returncode not in (0, EXIT_UNREADABLE, *CRASH_EXIT_CODES):

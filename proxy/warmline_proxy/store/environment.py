@@ -273,7 +273,7 @@ class LmdbEnvironment:
         log.info("the map of the index grew to %d KiB", self._map_bytes >> 10)
 
     def _reopen(self) -> None:
-        """Where that fails nobody can use it, until a later write finds that it works."""
+        """Open the environment again; a failure makes it unusable until a later write succeeds."""
         self._pool.current.lost = True
         with self._pool.acquire_exclusive() as generation:
             self._replace_generation(generation)
@@ -309,7 +309,7 @@ class LmdbEnvironment:
                 raise IndexStoreError(f"can't read the index: {error}") from error
 
     def bytes_used(self) -> int:
-        """What the index takes on disk: its used pages, not the sparse map."""
+        """Bytes of the index on disk: its used pages, not the sparse map."""
         with self._pool.acquire() as generation:
             try:
                 pages = int(generation.env.info()["last_pgno"]) + 1

@@ -1,4 +1,4 @@
-"""Who is inside an open environment: it is closed, grown or replaced while nobody is."""
+"""Pool of users of an open environment: it is closed, grown or replaced while it has none."""
 
 import threading
 from collections.abc import Iterator

@@ -1,12 +1,12 @@
-"""What can be wrong with the index.
+"""Errors of the index.
 
-IndexFailure
-├── DamagedIndex   its file is no LMDB file (any more), or what is in it can't be read
-├── NoIndex        there is none (yet)
-├── WrongSchema    another version of Warmline wrote it
-├── IndexFull      the map is full and can't grow: nothing more can be written
-├── ReadOnlyIndex  nothing can be written, as was found out at the start
-└── NoRoom         the disk budget can't hold a save, whatever is evicted
+IndexStoreError
+├── damaged        its file is no LMDB file (any more), or its content can't be read
+├── missing        there is none (yet)
+├── schema         another version of Warmline wrote it
+├── full           the map is full and can't grow: nothing more can be written
+├── read-only      nothing can be written, as was found out at the start
+└── no room        the disk budget can't hold a save, whatever is evicted
 """
 
 import errno
@@ -68,5 +68,5 @@ def get_error_code(error: IndexStoreError | OSError) -> str:
 
 
 def is_read_only_error(error: IndexStoreError | OSError) -> bool:
-    """Whether it is the place that can't be written to."""
+    """True where the location can't be written to."""
     return get_error_code(error) in ("EROFS", "EACCES", "EPERM")

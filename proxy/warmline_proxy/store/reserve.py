@@ -31,7 +31,7 @@ def is_reserve_complete(home: Home) -> bool:
 
 
 def release_reserve(home: Home) -> bool:
-    """Whether there was any, and it is free now."""
+    """True where a reserve existed; its space is free now."""
     try:
         if not home.reserve.exists():
             return False

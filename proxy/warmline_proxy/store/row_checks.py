@@ -1,4 +1,4 @@
-"""What is wrong with an entry of the index by itself, whatever the others say: what a flipped bit leaves behind."""
+"""Checks of single entries of the index: damage such as a flipped bit."""
 
 from collections.abc import Callable, Iterator
 from math import isfinite

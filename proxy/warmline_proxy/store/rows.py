@@ -1,4 +1,4 @@
-"""What the index stores and what it answers: plain values, no I/O."""
+"""Rows of the index and its replies: plain values, no I/O."""
 
 from typing import Annotated, Literal
 
@@ -91,9 +91,9 @@ DIVERGENCE_TOKENS_BEFORE, DIVERGENCE_TOKENS_AFTER = 32, 96  # what a parting sho
 
 
 class Divergence(msgspec.Struct, kw_only=True):
-    """Where a prompt left the longest that was known of it, with what stands there on both sides.
+    """Divergence of a prompt from the longest known prefix, with both sides' tokens there.
 
-    As private as the prompts themselves: every purge forgets all of them.
+    As private as the prompts themselves: every purge deletes all of them.
     """
 
     at: Position  # the first token that differs
@@ -112,7 +112,7 @@ class Divergence(msgspec.Struct, kw_only=True):
 
 
 class RequestRecord(msgspec.Struct, kw_only=True):
-    """What happened to one request; the last N are kept."""
+    """Record of one request; the last N are kept."""
 
     id: str
     at: float  # Unix seconds
@@ -158,7 +158,7 @@ class PrefixMatch(msgspec.Struct, kw_only=True):
 
 
 class SavePlan(msgspec.Struct, kw_only=True):
-    """What a save must write.  It stands in the index (as being written) until it is committed or aborted."""
+    """Plan of a save.  It is in the index (as being written) until it is committed or aborted."""
 
     id: str
     root: bytes
@@ -176,7 +176,7 @@ class SavePlan(msgspec.Struct, kw_only=True):
 
 
 class SessionUpdate(msgspec.Struct, kw_only=True):
-    """What the proxy knows of the conversation that a request belongs to."""
+    """Facts about the conversation that a request belongs to."""
 
     turn_end: int  # PromptReply.turn_end
     client: str = ""
@@ -259,7 +259,7 @@ class Truncation(msgspec.Struct, kw_only=True):
 
 
 class PurgeReply(msgspec.Struct, kw_only=True):
-    """What was purged, or would be."""
+    """Result of a purge, or its preview."""
 
     sessions: list[str]
     segments: list[str]  # whole ones
@@ -292,7 +292,7 @@ class GcRequest(msgspec.Struct, kw_only=True):
 
 
 class GcReply(msgspec.Struct, kw_only=True):
-    """What went, by number, and what is used on disk."""
+    """Counts of deleted entries and files, and bytes used on disk."""
 
     evicted: list[str] = []  # segments, checkpoints and quarantined files
     orphans: int = 0  # files that nobody claimed
@@ -350,7 +350,7 @@ class ReplayReply(msgspec.Struct, kw_only=True):
 
 
 class Totals(msgspec.Struct, kw_only=True):
-    """What is on disk."""
+    """Totals of the disk."""
 
     segments: int
     checkpoints: int
@@ -368,6 +368,6 @@ class Totals(msgspec.Struct, kw_only=True):
 
     @property
     def bytes_used(self) -> int:
-        """What counts against the budget."""
+        """Bytes that count against the budget."""
         files = self.bytes_segments + self.bytes_checkpoints + self.bytes_quarantined
         return files + self.bytes_writing + self.bytes_doomed + self.bytes_index

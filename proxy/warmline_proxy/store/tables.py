@@ -115,7 +115,7 @@ def encode_parent_key(root: bytes, parent: str) -> bytes:
 
 
 def block_range(start: int, end: int) -> slice:
-    """Which blocks end in (start, end]."""
+    """Blocks that end in (start, end]."""
     return slice(start // BLOCK_TOKENS, end // BLOCK_TOKENS)
 
 
@@ -180,7 +180,7 @@ class Tables:
             self.put("meta", SUMS_KEY, _encode(self._changed_sums))
 
     def is_incomplete(self) -> bool:
-        """Whether it may lack what is stored: there was none, or none that could be read."""
+        """True where the index may lack stored data: it was missing or unreadable."""
         return self.get("meta", INCOMPLETE_KEY) is not None
 
     def mark_complete(self) -> None:
@@ -188,7 +188,7 @@ class Tables:
         self.delete("meta", INCOMPLETE_KEY)
 
     def has_purged_data(self) -> bool:
-        """Whether the file may still hold what was purged."""
+        """True where the file may still hold purged data."""
         return self.get("meta", PURGED_DATA_KEY) is not None
 
     def mark_purged(self) -> None:
@@ -197,7 +197,7 @@ class Tables:
         self.put("meta", PURGE_NOTICE_KEY, b"")
 
     def has_purge_notice(self) -> bool:
-        """Whether a backend may hold in memory what was purged."""
+        """True where a backend may hold purged KV in memory."""
         return self.get("meta", PURGE_NOTICE_KEY) is not None
 
     def clear_purge_notice(self) -> None:
@@ -310,7 +310,7 @@ class Tables:
         self.add_to_sums(checkpoints=-1, bytes_checkpoints=-row.bytes_on_disk)
 
     def has_file(self, file_id: str) -> bool:
-        """Whether it is a stored segment or checkpoint."""
+        """True for the id of a stored segment or checkpoint."""
         key = bytes.fromhex(file_id)
         return self.get("segments", key) is not None or self.get("checkpoints", key) is not None
 

@@ -1,0 +1,1 @@
+"""Smoke checks, one module a theme."""

@@ -38,7 +38,7 @@ async def check_load(target: Target) -> str:
 
 
 async def _wait_until_ready(target: Target) -> None:
-    """Where the server has no /ready, it is taken to be."""
+    """Wait for /ready; a server without it is taken to be ready."""
     loop = asyncio.get_running_loop()
     limit = loop.time() + target.client.timeout_s
     while True:

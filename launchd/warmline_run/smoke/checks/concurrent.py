@@ -39,7 +39,7 @@ async def check_three_at_once(target: Target) -> str:
 
 
 async def _check_forced_at_once(target: Target) -> str:
-    """What was seen.  That a server can't be held to a value at all is `exact_answer`'s to say."""
+    """Check forced answers of concurrent requests.  A server without forced answers is `exact_answer`'s finding."""
     try:
         await check_forced_value(target, WORDS[0])
     except (CheckFailedError, CheckNotRunError):

@@ -59,7 +59,7 @@ def select_compared_turns(turns: list[TranscriptTurn]) -> list[TranscriptTurn]:
 
 
 async def compare_with_cold(target: Target, turn: TranscriptTurn) -> float:
-    """How far the log-probabilities are apart at most.  Raises Failed where the cold answer is another one."""
+    """Largest difference of log-probabilities.  Raises CheckFailedError where the cold answer differs."""
     cold = await target.client.complete(
         turn.prompt, max_tokens=target.scale.answer_tokens, **WITH_LOGPROBS, **COLD_FIELDS
     )

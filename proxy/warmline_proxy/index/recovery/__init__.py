@@ -1,0 +1,1 @@
+"""Start-up, verification, repair and rebuilding of the index; above index/; blocking."""

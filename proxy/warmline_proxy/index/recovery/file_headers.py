@@ -1,4 +1,4 @@
-"""What files say of themselves, as far as they can be believed: for who checks the index and who makes it anew."""
+"""Headers of stored files, as far as they can be trusted, for verification and rebuilding."""
 
 from dataclasses import dataclass
 from pathlib import Path

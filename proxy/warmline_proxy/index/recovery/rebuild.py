@@ -63,7 +63,7 @@ class RebuiltTree:
         return ""
 
     def has_named_parent(self, file: FileInspection) -> bool:
-        """Whether its parent is the one that it names, or none."""
+        """True where the file's parent is the one that its header names, or none."""
         assert file.meta is not None
         meta, named = file.meta, self.segments.get(file.meta.parent)
         if named is None:

@@ -62,7 +62,7 @@ def repair(index: Index, *, deep: bool, is_saving: bool) -> RepairReply:
 
 @dataclass(frozen=True)
 class _DiskFiles:
-    """What lay on the disk before the transaction."""
+    """Files on the disk before the transaction."""
 
     files: dict[str, FileInspection]
     unidentified: list[Path]  # in the place of files, but none

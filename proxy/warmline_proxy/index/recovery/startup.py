@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class ReconcileReport(msgspec.Struct, kw_only=True):
-    """How much was put right; all 0 after a clean end."""
+    """Counts of repaired entries and deleted files; all 0 after a clean end."""
 
     mended: int = 0  # what a repair did, where the index was damaged
     saves_rolled_back: int = 0
@@ -57,7 +57,7 @@ def reconcile(index: Index) -> ReconcileReport:
 
 
 def _finish_purge(index: Index) -> int:
-    """Where the disk has no room for that, the next start, purge or gc does it."""
+    """Finish an interrupted purge; where the disk has no room, the next start, purge or gc does."""
     try:
         return int(index.erase_purged_data())
     except IndexStoreError as error:

@@ -1,4 +1,4 @@
-"""What must hold of the index and its files, checked in one snapshot."""
+"""Verification of the index and its files, in one snapshot."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +24,7 @@ FILE_FINDINGS = {"file", "place", "missing", "truncated", "checksum", "foreign",
 
 @dataclass(frozen=True)
 class DiskListing:
-    """What lies on the disk.  Made before the snapshot: what is saved later is then no orphan."""
+    """Listing of the disk, made before the snapshot: a file saved later is then no orphan."""
 
     stored: list[tuple[str, Path]]  # (id, path) of the files in their places
     quarantined: list[tuple[str, Path]]
@@ -54,9 +54,9 @@ def verify_index(
 def verify(
     tables: Tables, home: Home, listing: DiskListing, deep: bool, progress: Callable[[int], object]
 ) -> list[IndexFinding]:
-    """Where an entry can't be read, what could be said of the others means little: only that is told then.
+    """Findings about the index and its files.  Where an entry can't be read, only that is reported.
 
-    `progress` hears each file's bytes once it was looked at.
+    `progress` receives each file's bytes once it was checked.
     """
     if unreadable := list(find_flaws(tables)):
         return unreadable
@@ -219,7 +219,7 @@ def _check_sessions(tables: Tables, tree: _StoredTree) -> Iterator[IndexFinding]
 
 
 def _find_turn_end_error(tables: Tables, tree: _StoredTree, row: SessionRow) -> str:
-    """What is wrong with where its last turn ends; "" where nothing is."""
+    """Error in the end of a session's last turn; "" where there is none."""
     if not row.turn_segment:
         return f"its turn ends at {row.turn_end}, in no segment" if row.turn_end <= row.tokens else ""
     segment = tree.segments.get(row.turn_segment)
@@ -314,9 +314,9 @@ def _check_files(
 
 
 def _find_row_mismatch(tables: Tables, row: SegmentRow | CheckpointRow, file: FileInspection) -> str:
-    """What the file says otherwise than the row; "" where they agree.
+    """Difference between a row and its file's header; "" where they agree.
 
-    Its parent may be another one by now, which holds the same tokens: `_place` looks at these.
+    The parent is excluded: another one with the same tokens may have taken its place (see `_find_place_mismatch`).
     """
     assert file.meta is not None
     meta = file.meta
@@ -338,7 +338,7 @@ def _find_row_mismatch(tables: Tables, row: SegmentRow | CheckpointRow, file: Fi
 def _find_place_mismatch(
     tables: Tables, tree: _StoredTree, row: SegmentRow | CheckpointRow, file: FileInspection
 ) -> str:
-    """Whether what the file holds was computed after the tokens that the index has before it."""
+    """Error where a file's content was not computed after the tokens that the index has before it."""
     assert file.meta is not None
     segment_id = row.id if isinstance(row, SegmentRow) else row.segment
     if segment_id not in tree.prefixes:
@@ -378,7 +378,7 @@ def _check_orphans(tables: Tables, home: Home, listing: DiskListing) -> Iterator
 
 
 def _may_be_compacting(home: Home, path: Path) -> bool:
-    """Whether who has the home may be writing, or deleting, this generation of the index at this moment."""
+    """True where the home's holder may be writing, or deleting, this generation of the index at this moment."""
     try:
         age_s = time.time() - path.stat().st_mtime
     except FileNotFoundError:
