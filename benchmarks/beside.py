@@ -21,9 +21,7 @@ from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-from servers import (
+from common.servers import (
     REQUEST_TIMEOUT_S,
     BenchServer,
     find_prompt_tokens,
@@ -37,6 +35,8 @@ from servers import (
     run_warmline,
     tiny_models,
 )
+from rich.console import Console
+from rich.table import Table
 
 SMALL_PROMPT_TOKENS, SMALL_ANSWER_TOKENS = 40, 16
 STREAM_TOKENS_ALONE = 100

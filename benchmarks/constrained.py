@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from common.rows import StreamingTable
+from common.servers import format_blas, make_environment, tiny_models
 from rich.console import Console
-from rows import StreamingTable
-from servers import format_blas, make_environment, tiny_models
 
 from warmline_backend import demo
 from warmline_backend.generation.events import GenerationEvent, TokenEvent

@@ -15,10 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import large_models
-from rich.console import Console
-from rows import StreamingTable
-from servers import (
+from common.rows import StreamingTable
+from common.servers import (
     BenchServer,
     Message,
     TimedAnswer,
@@ -29,6 +27,9 @@ from servers import (
     run_warmline,
     tiny_models,
 )
+from rich.console import Console
+
+from common import large_models
 
 KILLED_AFTER = (4, 7)  # turns
 TOP_LOGPROBS = 20

@@ -18,11 +18,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from common.rows import StreamingTable
 from mlx.utils import tree_flatten
 from mlx_lm.models import glm_moe_dsa as mlx_lms
 from mlx_lm.models.cache import CacheList
 from rich.console import Console
-from rows import StreamingTable
 
 from warmline_backend.model.architectures import glm_moe_dsa as ours
 

@@ -29,10 +29,19 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from common.rows import StreamingTable
+from common.servers import (
+    BenchServer,
+    Message,
+    format_blas,
+    make_text,
+    median,
+    request_completion,
+    run_warmline,
+    tiny_models,
+)
 from restart import make_next_turn
 from rich.console import Console
-from rows import StreamingTable
-from servers import BenchServer, Message, format_blas, make_text, median, request_completion, run_warmline, tiny_models
 
 from warmline_common.storage import disk
 

@@ -20,9 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-from servers import (
+from common.servers import (
     BenchServer,
     Message,
     TimedAnswer,
@@ -36,6 +34,8 @@ from servers import (
     run_warmline,
     tiny_models,
 )
+from rich.console import Console
+from rich.table import Table
 
 
 @dataclass

@@ -33,9 +33,9 @@ from typing import Any
 
 import guard
 import mlx.core as mx
+from common.rows import StreamingTable
+from common.servers import format_blas, make_environment
 from rich.console import Console
-from rows import StreamingTable
-from servers import format_blas, make_environment
 
 from warmline_backend import demo
 from warmline_backend.generation.sampling import make_first_logits

@@ -1,11 +1,11 @@
 """Access to a home: its index is read directly, and changed through the proxy, or under the home's lock where none
 runs.
 
-    CannotDoError                     the reason is for people
-    ├── NoHomeError                   no such home, or nothing was ever stored in it
-    ├── NoProxyError                  none runs on this home
-    └── OperationRefusedError         another process holds the home, or the operation failed
-        └── RefusedByProxyError       the proxy refused, in its own words
+    CachectlError                  the reason is for people
+    ├── HomeNotFoundError          no such home, or nothing was ever stored in it
+    ├── ProxyNotRunningError       none runs on this home
+    └── OperationRefusedError      another process holds the home, or the operation failed
+        └── ProxyRefusedError      the proxy refused, in its own words
 """
 
 import json
@@ -247,7 +247,7 @@ def replay(home: Home, request: ReplayRequest) -> ReplayReply:
 def change_index(
     home: Home, path: str, request: object, reply_type: type[T], timeout_s: float, change_locally: Callable[[Index], T]
 ) -> T:
-    """Reply of the proxy where one runs, else of `change_locally` under the home's lock.  Raises CannotDoError."""
+    """Reply of the proxy where one runs, else of `change_locally` under the home's lock.  Raises CachectlError."""
     with suppress(ProxyNotRunningError):
         return request_proxy(home, path, reply_type, timeout_s, request)
     return run_locked(home, change_locally)
@@ -265,7 +265,7 @@ def run_locked(home: Home, work: Callable[[Index], T]) -> T:
 def request_proxy(home: Home, path: str, reply_type: type[T], timeout_s: float, request: object = None) -> T:
     """Reply of the running proxy: to a POST with a request, else to a GET.
 
-    Raises NoProxyError where none runs, OperationRefusedError where it refuses.
+    Raises ProxyNotRunningError where none runs, OperationRefusedError where it refuses.
     """
     url, pid = _read_announcement(home)
     if not url:

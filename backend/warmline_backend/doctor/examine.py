@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from warmline_backend.doctor import chat_template, estimates, files, memory
-from warmline_backend.doctor.config import check_config, find_custom_code
+from warmline_backend.doctor.checkpoint import LazyModel, check_config, check_weights, find_custom_code
 from warmline_backend.doctor.estimates import CacheSummary, check_cache
 from warmline_backend.doctor.files import CONFIG_NAME, check_files
 from warmline_backend.doctor.findings import DoctorFinding, FindingLevel, Findings, find_worst_level
 from warmline_backend.doctor.settings import DoctorSettings
-from warmline_backend.doctor.weights import LazyModel, check_weights
 from warmline_backend.model.loader import ModelError, read_config
 from warmline_backend.model.model import find_context_tokens_max
 from warmline_common.process.arguments import GB

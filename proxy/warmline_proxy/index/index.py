@@ -128,7 +128,7 @@ class Index(IndexReader):
         `checkpoints`: positions whose state is in memory.  `may_replace`: the backend still has the rows of a small
         parent, so that the first segment may include it.  `segment_ends`: wanted ends of segments.  Evicts for the
         budget, and deletes those files, before it returns; segments that the plan builds on stay.  Raises
-        InsufficientStorageError.
+        DiskBudgetError.
         """
         intent = index_save.SaveIntent(
             root=root,

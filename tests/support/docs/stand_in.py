@@ -70,7 +70,7 @@ def agents(arguments: list[str]) -> int:
 def benchmark(arguments: list[str]) -> int:
     """Whether it, or what it shares with others, has such flags."""
     script = Path(os.environ["STAND_IN_ROOT"], arguments[0])
-    text = script.read_text() + script.with_name("servers.py").read_text()
+    text = script.read_text() + (script.parent / "common" / "servers.py").read_text()
     unknown = [word for word in arguments[1:] if word.startswith("--") and f'"{word}"' not in text]
     if unknown:
         print(f"{arguments[0]} does not know {unknown}", file=sys.stderr)

@@ -11,7 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
-from servers import tiny_models
+
+from common.servers import tiny_models
 
 VOCABULARY = 32_000  # of the model; the tokenizer knows the first few hundred
 

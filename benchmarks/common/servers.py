@@ -20,7 +20,7 @@ from typing import Any
 
 from warmline_run import openblas
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 import tiny_models  # noqa: E402  (lives with the tests, which own it)
 

@@ -1,0 +1,1 @@
+"""Parts that benchmarks share: printed tables, servers under test, large random models."""
