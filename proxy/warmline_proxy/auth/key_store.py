@@ -89,9 +89,7 @@ def read_keys(home: Home) -> list[KeyEntry]:
     if content.version != VERSION or not are_valid:
         raise KeyStoreError(f"{home.keys} is of another version of Warmline, or has an empty key")
     if twin := _find_ambiguous_name(content.keys):
-        raise KeyStoreError(
-            f"{home.keys} has another key called {twin!r}: whose is what is stored?  Rename that key"
-        )
+        raise KeyStoreError(f"{home.keys} has another key called {twin!r}: whose is what is stored?  Rename that key")
     return content.keys
 
 

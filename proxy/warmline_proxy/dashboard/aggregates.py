@@ -71,22 +71,13 @@ def summarize_index(snapshot: IndexSnapshot) -> IndexSummary:
     for row in sorted(snapshot.segments.values(), key=lambda row: row.start):  # a parent starts before its children
         run = _find_or_add_run(row, maps, run_by_segment, roots, runs)
         _add_segment(run, row, maps)
-        run_by_segment[row.id], namespace_run = run, roots[run.root]
-        namespace_run.end, namespace_run.last_used = (
-            max(namespace_run.end, run.end),
-            max(namespace_run.last_used, run.last_used),
-        )
-    for run in reversed(runs):
+        run_by_segment[row.id], top = run, roots[run.root]
+        top.end, top.last_used = max(top.end, run.end), max(top.last_used, run.last_used)
+    for run in [*reversed(runs), *roots.values()]:
         _sum_subtree(run)
-    for each in roots.values():
-        _sum_subtree(each)
     ordered = _order_siblings(roots.values())
-    return IndexSummary(
-        ordered,
-        {run.id: run for run in [*ordered, *runs]},
-        run_by_segment,
-        _summarize_conversations(snapshot, run_by_segment, runs),
-    )
+    conversations = _summarize_conversations(snapshot, run_by_segment, runs)
+    return IndexSummary(ordered, {run.id: run for run in [*ordered, *runs]}, run_by_segment, conversations)
 
 
 class _SegmentMaps:

@@ -230,7 +230,7 @@ class RefusedConnection(asyncio.Protocol):
             self._transport.write_eof()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._connections.discard_refusal(self)
+        self._connections.refusals.discard(self)
 
 
 class Connections:
@@ -251,7 +251,7 @@ class Connections:
         # Weak, since a socket that fails before `connection_made` gets no `connection_lost`.
         self._open: weakref.WeakSet[Connection] = weakref.WeakSet()
         self._idle: dict[Connection, None] = {}  # open ones without a request, longest idle first
-        self._refusals: set[RefusedConnection] = set()
+        self.refusals: set[RefusedConnection] = set()
         self._full_logged_at = float("-inf")
 
     @property
@@ -279,13 +279,9 @@ class Connections:
 
     def add_refusal(self, refusal: RefusedConnection) -> bool:
         """False if too many refusals are being written."""
-        if len(self._refusals) >= REFUSALS_COUNT_MAX:
-            return False
-        self._refusals.add(refusal)
-        return True
-
-    def discard_refusal(self, refusal: RefusedConnection) -> None:
-        self._refusals.discard(refusal)
+        if len(self.refusals) < REFUSALS_COUNT_MAX:
+            self.refusals.add(refusal)
+        return refusal in self.refusals
 
     async def sweep(self) -> None:
         """Check all connections' limits periodically, until cancelled."""
@@ -440,8 +436,6 @@ def _unreadable_request(exc: BaseException | None, reason: str, status: int) -> 
         message = "The body is compressed in a way that can't be undone here; send it with gzip or deflate, or plain."
         return bad_request(message, status=415)
     if isinstance(exc, LineTooLong) or (isinstance(exc, BadHttpMessage) and "Too many headers" in exc.message):
-        message = (
-            f"The request's head is too large: at most {HEADERS_COUNT_MAX} headers, of {HEAD_LINE_BYTES_MAX} bytes."
-        )
-        return bad_request(message, status=431)
+        limits = f"at most {HEADERS_COUNT_MAX} headers, of {HEAD_LINE_BYTES_MAX} bytes."
+        return bad_request(f"The request's head is too large: {limits}", status=431)
     return bad_request(f"This is no HTTP request that can be read: {reason}", status=status)
