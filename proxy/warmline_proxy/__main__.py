@@ -46,15 +46,11 @@ def main(arguments: Sequence[str]) -> int:
         watch_parent(config.drain_timeout_s + STOP_MARGIN_S)
         secret = prepare_home(config)
         run(config, secret)
-    except ProxyConfigError as error:
+    except (ProxyConfigError, HomeLockedError, IndexStoreError, OSError) as error:
         write_line(f"warmline proxy: {error}")
-        return 2
-    except HomeLockedError as error:
-        write_line(f"warmline proxy: {error}")
-        return exit_codes.locked_home_exit_code()
-    except (IndexStoreError, OSError) as error:
-        write_line(f"warmline proxy: {error}")
-        return 1
+        if isinstance(error, HomeLockedError):
+            return exit_codes.locked_home_exit_code()
+        return 2 if isinstance(error, ProxyConfigError) else 1
     return 0
 
 

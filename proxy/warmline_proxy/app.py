@@ -50,7 +50,6 @@ from warmline_proxy.routes import middlewares
 from warmline_proxy.routes.anthropic import AnthropicRoutes, is_anthropic_request
 from warmline_proxy.routes.openai import CANCEL_PATH, OpenAIRoutes
 from warmline_proxy.routes.responses import ResponsesRoutes
-from warmline_proxy.routes.router import add_routes
 from warmline_proxy.tasks import BackgroundTasks
 from warmline_proxy.upstream.backend_state import BackendState
 from warmline_proxy.upstream.client import Upstream
@@ -160,9 +159,9 @@ def build_app(config: ProxyConfig, secret: str, index: Index) -> web.Application
     state.before_listing = purge_routes.deliver_purge_notice
     admin_table = _build_admin_table(parts, owner_resolver, purge_routes, server)
     app[ADMIN_PATHS] = [path for _, path in admin_table]
-    add_routes(app, admin_table)
-    add_routes(app, _build_service_table(parts, count_connections))
-    add_routes(app, _build_client_table(parts))
+    middlewares.add_routes(app, admin_table)
+    middlewares.add_routes(app, _build_service_table(parts, count_connections))
+    middlewares.add_routes(app, _build_client_table(parts))
     app.cleanup_ctx.append(lambda _: _run_background_tasks(parts, purge_routes))
     return app
 

@@ -98,12 +98,9 @@ class PurgeRoutes:
 
     def _find_arriving_requests(self, roots: Set[bytes]) -> list[Request]:
         """Requests without a prompt yet, whose namespace is purged: their key may have been removed."""
-        served_fingerprint = self.backend_state.fingerprint
-        return [
-            request
-            for request in self.registry
-            if not request.root and namespace(served_fingerprint, request.client.tenant) in roots
-        ]
+        fingerprint = self.backend_state.fingerprint
+        arriving = (request for request in self.registry if not request.root)
+        return [request for request in arriving if namespace(fingerprint, request.client.tenant) in roots]
 
     async def _prepare_and_remove(self, purge_request: PurgeRequest) -> "RemovalResult":
         """Rewrite truncated files first, which is slow; only then list the running requests and remove rows."""
@@ -135,11 +132,8 @@ class PurgeRoutes:
         """Have the backend drop residents that are neither unsaved nor running requests'.  Raises UpstreamError."""
         resident_view = self.backend_state.resident_view
         unsaved_ids = [resident for resident, _ in resident_view.non_durable_entries()]
-        running_ids = [
-            request.log.id
-            for request in self.registry
-            if request.is_cacheable and request.sent and not request.log.generation_result
-        ]
+        running = (request for request in self.registry if request.is_cacheable and request.sent)
+        running_ids = [request.log.id for request in running if not request.log.generation_result]
         for resident in resident_view.ids() - set(unsaved_ids):
             resident_view.exclude(resident)
         await self.upstream.purge_memory([*unsaved_ids, *running_ids])

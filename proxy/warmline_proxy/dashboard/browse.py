@@ -247,13 +247,11 @@ def _parse_page(request: web.Request) -> tuple[int, int]:
     return _parse_number(request, "offset", 0, OFFSET_MAX), _parse_number(request, "count", PAGE_DEFAULT, PAGE_MAX)
 
 
-def _build_request_summary(
-    record: RequestRecord, session: SessionRow | None, owner_labels: OwnerLabels
-) -> RequestSummary:
+def _build_request_summary(record: RequestRecord, session: SessionRow | None, owners: OwnerLabels) -> RequestSummary:
     line = msgspec.convert(record, RequestSummary, from_attributes=True)
     if session:
         line.client, line.created = session.client, session.created
-    line.key = owner_labels.format_key_name(record)
+    line.key = owners.format_key_name(record)
     line.cause = record.parting.cause if record.parting else ""
     return line
 

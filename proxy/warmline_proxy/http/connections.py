@@ -244,10 +244,8 @@ class Connections:
         on_error: Callable[[ClientError], object] = str,
     ) -> None:
         """`on_error` is called with each error sent without a handler."""
-        self.on_error = on_error
-        self.count_max = count_max
-        self.receive_timeout_s = receive_timeout_s
-        self.send_timeout_s = send_timeout_s
+        self.on_error, self.count_max = on_error, count_max
+        self.receive_timeout_s, self.send_timeout_s = receive_timeout_s, send_timeout_s
         # Weak, since a socket that fails before `connection_made` gets no `connection_lost`.
         self._open: weakref.WeakSet[Connection] = weakref.WeakSet()
         self._idle: dict[Connection, None] = {}  # open ones without a request, longest idle first

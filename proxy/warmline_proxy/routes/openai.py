@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from warmline_proxy.admin.routes import RouteHandler
 from warmline_proxy.api.base import Api
 from warmline_proxy.api.openai import build_models_reply
 from warmline_proxy.errors import bad_request
@@ -12,7 +13,6 @@ from warmline_proxy.pipeline.completion import Completion
 from warmline_proxy.pipeline.pipeline import Pipeline
 from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.routes.middlewares import CLIENT, trim_path
-from warmline_proxy.routes.router import Handler
 from warmline_proxy.upstream.backend_state import BackendState
 
 RESPONSE_ID_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
@@ -28,7 +28,7 @@ class OpenAIRoutes:
     registry: RequestRegistry
     completion: Completion
 
-    def build_generation_handler(self, api: Api) -> Handler:
+    def build_generation_handler(self, api: Api) -> RouteHandler:
         """Handler of one API's path."""
 
         async def generate(request: web.Request) -> web.StreamResponse:
