@@ -212,10 +212,8 @@ def _build_admin_table(
     admission, health = parts.admission, parts.save_health
     status = StatusRoutes(index, upstream, parts.watchdog, state, admission, registry, health, server)
     explain = ExplainRoutes(index, upstream, state, owner_resolver, config.receive_timeout_s)
-    maintenance, browse = (
-        MaintenanceRoutes(index, replayer, config.receive_timeout_s),
-        BrowseRoutes(index, owner_resolver),
-    )
+    maintenance = MaintenanceRoutes(index, replayer, config.receive_timeout_s)
+    browse = BrowseRoutes(index, owner_resolver)
     table = {
         ("GET", "/warmline/status"): status.get_status,
         ("POST", "/warmline/purge"): purge_routes.purge,

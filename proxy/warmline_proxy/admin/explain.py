@@ -33,10 +33,9 @@ class ExplainRoutes:
 
     async def get_explanation(self, request: web.Request) -> web.Response:
         """Explain `?request=`: a request id, its prefix or a response id; without it, the last notable request."""
+        request_id = request.query.get("request") or explanations.LAST
         try:
-            record, since = await asyncio.to_thread(
-                self._find_record, request.query.get("request") or explanations.LAST
-            )
+            record, since = await asyncio.to_thread(self._find_record, request_id)
         except RequestNotFoundError as error:
             raise bad_request(f"{error}.", status=404, code="unknown_request") from error
         record = await self._add_texts(record)
@@ -45,17 +44,14 @@ class ExplainRoutes:
 
     async def get_texts(self, request: web.Request) -> web.Response:
         """Texts of token sequences that are stored in a segment or before it."""
-        name = "question for texts"
-        texts_request = await read_message(request, SegmentTextsRequest, name, self.receive_timeout_s)
-        row = await asyncio.to_thread(self.index.segment, texts_request.segment)
+        query = await read_message(request, SegmentTextsRequest, "question for texts", self.receive_timeout_s)
+        row = await asyncio.to_thread(self.index.segment, query.segment)
         if row is None:
-            raise bad_request(
-                f"Segment {quote_text(texts_request.segment)} is not stored.", status=404, code="not_stored"
-            )
+            raise bad_request(f"Segment {quote_text(query.segment)} is not stored.", status=404, code="not_stored")
         if not await self._is_served_model(row.root):
             message = "These tokens are another model's than the one that is served now."
             raise bad_request(message, status=409, code="other_model")
-        return json_response(DetokenizeReply(texts=await self.upstream.detokenize(texts_request.sequences)))
+        return json_response(DetokenizeReply(texts=await self.upstream.detokenize(query.sequences)))
 
     def _find_record(self, request_id: str) -> tuple[RequestRecord, WarmSince | None]:
         self.index.flush()
