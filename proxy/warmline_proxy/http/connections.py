@@ -434,6 +434,8 @@ def _unreadable_request(exc: BaseException | None, reason: str, status: int) -> 
         message = "The body is compressed in a way that can't be undone here; send it with gzip or deflate, or plain."
         return bad_request(message, status=415)
     if isinstance(exc, LineTooLong) or (isinstance(exc, BadHttpMessage) and "Too many headers" in exc.message):
-        limits = f"at most {HEADERS_COUNT_MAX} headers, of {HEAD_LINE_BYTES_MAX} bytes."
-        return bad_request(f"The request's head is too large: {limits}", status=431)
+        message = (
+            f"The request's head is too large: at most {HEADERS_COUNT_MAX} headers, of {HEAD_LINE_BYTES_MAX} bytes."
+        )
+        return bad_request(message, status=431)
     return bad_request(f"This is no HTTP request that can be read: {reason}", status=status)
