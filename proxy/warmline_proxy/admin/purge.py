@@ -78,9 +78,9 @@ class PurgeRoutes:
             raise bad_request(str(error), param="key") from error
 
     async def _run_purge(self, purge_request: PurgeRequest) -> PurgeReply:
-        """Purge while saving is paused: affected requests are marked before anything of them can be saved, and purged
-        residents are excluded from reuse before the backend is notified. Memory is cleared once rows are removed, even
-        if the disk fails.
+        """Purge while saving is paused; memory is cleared once rows are removed, even if the disk fails.
+
+        Affected requests are marked, and purged residents excluded from reuse, before the backend is notified.
         """
         async with self.events.pause():
             purge_request = await self._resolve_roots(purge_request)
