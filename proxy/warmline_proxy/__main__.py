@@ -46,15 +46,11 @@ def main(arguments: Sequence[str]) -> int:
         watch_parent(config.drain_timeout_s + STOP_MARGIN_S)
         secret = prepare_home(config)
         run(config, secret)
-    except ProxyConfigError as error:
+    except (ProxyConfigError, HomeLockedError, IndexStoreError, OSError) as error:
         write_line(f"warmline proxy: {error}")
-        return 2
-    except HomeLockedError as error:
-        write_line(f"warmline proxy: {error}")
-        return exit_codes.locked_home_exit_code()
-    except (IndexStoreError, OSError) as error:
-        write_line(f"warmline proxy: {error}")
-        return 1
+        if isinstance(error, HomeLockedError):
+            return exit_codes.locked_home_exit_code()
+        return 2 if isinstance(error, ProxyConfigError) else 1
     return 0
 
 
@@ -116,8 +112,7 @@ class ShutdownSignals:
     """The first SIGTERM or SIGINT sets `stop`, the next one `stop_now`."""
 
     def __init__(self) -> None:
-        self.stop = asyncio.Event()
-        self.stop_now = asyncio.Event()
+        self.stop, self.stop_now = asyncio.Event(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
 
@@ -144,11 +139,10 @@ async def publish_address(
     """Publish pid and URL while the proxy listens, as soon as the disk allows, and the settings key's tenant."""
     address = json.dumps({"pid": os.getpid(), "url": local_url(config.bind_host, port)})
     address_files = {config.home.run / "proxy.json": address, config.home.pid_file("proxy"): f"{os.getpid()}\n"}
-    if tenant := derive_tenant(config.client_key):
-        files = {config.home.settings_tenant: f"{tenant}\n", **address_files}
-    else:
-        files = address_files
-        delete_files([config.home.settings_tenant])
+    tenant, tenant_file = derive_tenant(config.client_key), config.home.settings_tenant
+    if not tenant:
+        delete_files([tenant_file])
+    files = {tenant_file: f"{tenant}\n", **address_files} if tenant else address_files
     retry_task = None if _write_files(files) else asyncio.create_task(_retry_write_files(files, retry_interval_s))
     try:
         yield
@@ -179,10 +173,7 @@ async def _retry_write_files(texts: Mapping[Path, str], interval_s: float) -> No
 
 def local_url(host: str, port: int) -> str:
     """URL of the proxy for processes on this machine."""
-    if host in ("", "0.0.0.0"):
-        host = "127.0.0.1"
-    elif host == "::":
-        host = "::1"
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

@@ -10,10 +10,10 @@ from warmline_proxy.admin.archives import ArchiveRoutes
 from warmline_proxy.admin.explain import ExplainRoutes
 from warmline_proxy.admin.health import HealthRoutes
 from warmline_proxy.admin.maintenance import MaintenanceRoutes
-from warmline_proxy.admin.metrics import GaugeCollector, MetricsRoutes
+from warmline_proxy.admin.metrics import MetricsRoutes
 from warmline_proxy.admin.owners import OwnerResolver
 from warmline_proxy.admin.purge import PurgeRoutes
-from warmline_proxy.admin.routes import ADMIN_PATHS, RouteTable, join_tables
+from warmline_proxy.admin.routes import ADMIN_PATHS, RouteTable, disable_caching
 from warmline_proxy.admin.status import ServerInfo, StatusRoutes
 from warmline_proxy.api.openai import MODELS_PATH
 from warmline_proxy.api.registry import APIS, COUNT_TOKENS_PATH, MESSAGES, RESPONSES, RESPONSES_PATH
@@ -50,7 +50,6 @@ from warmline_proxy.routes import middlewares
 from warmline_proxy.routes.anthropic import AnthropicRoutes, is_anthropic_request
 from warmline_proxy.routes.openai import CANCEL_PATH, OpenAIRoutes
 from warmline_proxy.routes.responses import ResponsesRoutes
-from warmline_proxy.routes.router import add_routes
 from warmline_proxy.tasks import BackgroundTasks
 from warmline_proxy.upstream.backend_state import BackendState
 from warmline_proxy.upstream.client import Upstream
@@ -160,9 +159,9 @@ def build_app(config: ProxyConfig, secret: str, index: Index) -> web.Application
     state.before_listing = purge_routes.deliver_purge_notice
     admin_table = _build_admin_table(parts, owner_resolver, purge_routes, server)
     app[ADMIN_PATHS] = [path for _, path in admin_table]
-    add_routes(app, admin_table)
-    add_routes(app, _build_service_table(parts, count_connections))
-    add_routes(app, _build_client_table(parts))
+    middlewares.add_routes(app, admin_table)
+    middlewares.add_routes(app, _build_service_table(parts, count_connections))
+    middlewares.add_routes(app, _build_client_table(parts))
     app.cleanup_ctx.append(lambda _: _run_background_tasks(parts, purge_routes))
     return app
 
@@ -188,22 +187,16 @@ def _build_client_table(parts: Components) -> RouteTable:
 
 def _build_service_table(parts: Components, count_connections: Callable[[], int]) -> RouteTable:
     """Routes of health checks, metrics and the dashboard's files."""
-    health = HealthRoutes(parts.upstream, parts.watchdog, parts.backend_state, parts.admission, parts.save_health)
-    gauges = GaugeCollector(
-        index=parts.index,
-        admission=parts.admission,
-        registry=parts.registry,
-        watchdog=parts.watchdog,
-        backend_state=parts.backend_state,
-        count_connections=count_connections,
-    )
-    parts.metrics.register(gauges)
+    admission, state, registry, watchdog = parts.admission, parts.backend_state, parts.registry, parts.watchdog
+    health = HealthRoutes(parts.upstream, watchdog, state, admission, parts.save_health)
+    metrics = MetricsRoutes(parts.metrics, parts.index, admission, registry, watchdog, state, count_connections)
+    parts.metrics.register(metrics)
     parts.index.on_evicted = parts.metrics.record_eviction
     pages = DashboardPages()
     return {
         ("GET", "/health"): health.get_health,
         ("GET", "/ready"): health.get_ready,
-        ("GET", middlewares.METRICS_PATH): MetricsRoutes(parts.metrics, gauges).get_metrics,
+        ("GET", middlewares.METRICS_PATH): metrics.get_metrics,
         ("*", DASHBOARD_PATH): pages.serve_file,
         ("*", f"{DASHBOARD_PATH}/{{file:.+}}"): pages.serve_file,
     }
@@ -219,15 +212,26 @@ def _build_admin_table(
     admission, health = parts.admission, parts.save_health
     status = StatusRoutes(index, upstream, parts.watchdog, state, admission, registry, health, server)
     explain = ExplainRoutes(index, upstream, state, owner_resolver, config.receive_timeout_s)
-    return join_tables(
-        status.routes,
-        purge_routes.routes,
-        MaintenanceRoutes(index, replayer, config.receive_timeout_s).routes,
-        explain.routes,
-        owner_resolver.routes,
-        BrowseRoutes(index, owner_resolver).routes,
-        ArchiveRoutes(index, state, config).routes,
-    )
+    maintenance = MaintenanceRoutes(index, replayer, config.receive_timeout_s)
+    browse = BrowseRoutes(index, owner_resolver)
+    table = {
+        ("GET", "/warmline/status"): status.get_status,
+        ("POST", "/warmline/purge"): purge_routes.purge,
+        ("POST", "/warmline/pin"): maintenance.pin,
+        ("POST", "/warmline/gc"): maintenance.gc,
+        ("POST", "/warmline/repair"): maintenance.repair,
+        ("POST", "/warmline/replay"): maintenance.replay,
+        ("POST", "/warmline/import"): ArchiveRoutes(index, state, config).import_archive,
+        ("GET", "/warmline/explain"): explain.get_explanation,
+        ("POST", "/warmline/texts"): explain.get_texts,
+        ("GET", "/warmline/whose"): owner_resolver.get_owners,
+        ("GET", "/warmline/requests"): browse.get_requests,
+        ("GET", "/warmline/activity"): browse.get_activity,
+        ("GET", "/warmline/sessions"): browse.get_sessions,
+        ("GET", "/warmline/tree"): browse.get_tree,
+        ("GET", "/warmline/path"): browse.get_path,
+    }
+    return disable_caching(table)
 
 
 async def _run_background_tasks(parts: Components, purge_routes: PurgeRoutes) -> AsyncIterator[None]:

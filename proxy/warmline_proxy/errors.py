@@ -6,14 +6,8 @@ from collections.abc import Mapping
 import msgspec
 from aiohttp import web
 
-from warmline_common.protocol.messages import (
-    ErrorBody,
-    ErrorReply,
-    decode,
-    encode,
-    parse_error_message,
-    redact_error_message,
-)
+from warmline_common.protocol import messages
+from warmline_common.protocol.messages import ErrorBody, ErrorReply, decode, encode
 
 RETRY_AFTER_S = 2
 _CONTEXT_OVERFLOW_PATTERN = re.compile(r"maximum context length is (\d+) tokens\D+(\d+) tokens")  # of the backend
@@ -30,11 +24,9 @@ class ClientError(Exception):
     challenge = "Bearer"
 
     def __init__(self, status: int, body: bytes, retry_after_s: int | None = None, *, cancel_source: str = "") -> None:
-        super().__init__(f"{status}: {redact_error_message(body)}")
-        self.status = status
-        self.body = body
-        self.retry_after_s = retry_after_s
-        self.cancel_source = cancel_source
+        super().__init__(f"{status}: {messages.redact_error_message(body)}")
+        self.status, self.body = status, body
+        self.retry_after_s, self.cancel_source = retry_after_s, cancel_source
 
     def build_response(self, body: bytes, headers: dict[str, str] | None = None) -> web.Response:
         """Response with `body`, this error's body in the envelope of the client's API."""
@@ -60,7 +52,7 @@ def decode_error_body(error: ClientError) -> ErrorBody:
     try:
         return decode(error.body, ErrorReply).error
     except msgspec.DecodeError:
-        return ErrorBody(message=parse_error_message(error.body), type="server_error")
+        return ErrorBody(message=messages.parse_error_message(error.body), type="server_error")
 
 
 def parse_context_overflow(error: ClientError) -> tuple[int, int] | None:

@@ -15,6 +15,10 @@ from warmline_proxy.upstream.client import UpstreamError
 from warmline_proxy.upstream.errors import translate_upstream_error
 
 OK, ERROR, CANCELLED = "ok", "error", "cancelled"
+RECORD_FIELDS = (
+    *("id", "endpoint", "client_model", "session", "prompt_tokens", "saved_tokens"),
+    *("restore_s", "ttft_s", "key", "root", "error", "dispatches"),
+)
 _REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -99,33 +103,22 @@ class RequestLog:
         plan, timings = self.plan, self.generation_result.timings if self.generation_result else None
         reuse = self._reused_tokens()
         return RequestRecord(
-            id=self.id,
+            **{name: getattr(self, name) for name in RECORD_FIELDS},
             at=self.arrived_at,
-            endpoint=self.endpoint,
-            client_model=self.client_model,
-            session=self.session,
             outcome=self.outcome or ERROR,
             source=plan.source if plan else COLD,
             why_not_warmer=plan.why_not_warmer if plan else "",
-            prompt_tokens=self.prompt_tokens,
             cached_tokens=reuse,
             restored_tokens=reuse if plan and plan.source == RESTORED else 0,
             prefilled_tokens=timings.prefilled if timings else 0,
             generated_tokens=timings.decoded if timings else 0,
-            saved_tokens=self.saved_tokens,
             queue_s=self.queue_s + (timings.queue_s if timings else 0.0),
-            restore_s=self.restore_s,
             prefill_s=timings.prefill_s if timings else 0.0,
-            ttft_s=self.ttft_s,
             decode_s=timings.decode_s if timings else 0.0,
             expected_ttft_s=plan.expected_ttft_s if plan else 0.0,
             decode_tokens_per_s=timings.decoded / timings.decode_s if timings and timings.decode_s > 0 else 0.0,
             total_s=self.total_s or self.elapsed_s(),
-            key=self.key,
-            root=self.root,
             parting=self.divergence,
-            error=self.error,
-            dispatches=self.dispatches,
             guard=self.collapse,
         )
 

@@ -80,6 +80,11 @@ def make_app(make_manager: Callable[[], ServiceManager], display_name: str) -> t
         with _open_pair(make_manager, name) as pair:
             _exit_unless_zero(verbs.uninstall(pair))
 
+    _add_status_commands(app, make_manager)
+    return app
+
+
+def _add_status_commands(app: typer.Typer, make_manager: Callable[[], ServiceManager]) -> None:
     @app.command()
     def status(name: NameOption = "", as_json: JsonOption = False) -> None:
         """Show whether the services are installed, running and ready."""
@@ -108,8 +113,6 @@ def make_app(make_manager: Callable[[], ServiceManager], display_name: str) -> t
         """Show the last lines of their logs."""
         with _open_pair(make_manager, name) as pair:
             _exit_unless_zero(_show_logs(pair, which, count, follow))
-
-    return app
 
 
 @contextmanager

@@ -2,11 +2,11 @@
 
 import asyncio
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
 
-from warmline_proxy.admin.routes import RouteTable
 from warmline_proxy.archive import importer
 from warmline_proxy.archive.reader import open_archive
 from warmline_proxy.archive.tar import ArchiveError
@@ -25,19 +25,17 @@ class _ImportCancelledError(Exception):
     """The importing client has disconnected."""
 
 
+@dataclass(eq=False)
 class ArchiveRoutes:
     """Import handler.  Saves and restores continue during an import."""
 
-    def __init__(self, index: Index, backend_state: BackendState, config: ProxyConfig) -> None:
-        self._index, self._backend_state, self._config = index, backend_state, config
-
-    @property
-    def routes(self) -> RouteTable:
-        return {("POST", "/warmline/import"): self.import_archive}
+    index: Index
+    backend_state: BackendState
+    config: ProxyConfig
 
     async def import_archive(self, request: web.Request) -> web.Response:
         """Import an archive and answer when all of it is stored.  A disconnect cancels it and removes its files."""
-        timeout_s = self._config.receive_timeout_s
+        timeout_s = self.config.receive_timeout_s
         import_request = await read_message(request, importer.ImportRequest, "valid import", timeout_s)
         if not Path(import_request.path).is_absolute():
             raise bad_request(f"path must be absolute, not {import_request.path[:200]!r}.", param="path")
@@ -60,12 +58,12 @@ class ArchiveRoutes:
     async def _find_known_models(self) -> importer.KnownModels:
         """The served model; while the backend is down, all models with stored segments."""
         try:
-            if (status := await self._backend_state.status()).fingerprint:
+            if (status := await self.backend_state.status()).fingerprint:
                 what = f"the model served here is {status.model}, {status.fingerprint[: importer.FINGERPRINT_DIGITS]}"
                 return importer.KnownModels(fingerprints=[status.fingerprint], description=what)
         except UpstreamError:
             pass
-        return await asyncio.to_thread(importer.find_known_models, self._index)
+        return await asyncio.to_thread(importer.find_known_models, self.index)
 
     def _run_import(
         self, import_request: importer.ImportRequest, known_models: importer.KnownModels, cancel_event: threading.Event
@@ -76,10 +74,10 @@ class ArchiveRoutes:
             if cancel_event.is_set():
                 raise _ImportCancelledError
 
-        config = self._config
+        config = self.config
         key_tenants = load_key_tenants(config.home, client_key=config.client_key, share_cache=config.share_cache)
         tenant = key_tenants.find_tenant(import_request.key)
         with open_archive(Path(import_request.path)) as archive:
             return importer.import_archive(
-                self._index, archive, tenant, known_models, anyway=import_request.anyway, progress=progress
+                self.index, archive, tenant, known_models, anyway=import_request.anyway, progress=progress
             )

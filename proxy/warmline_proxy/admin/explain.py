@@ -2,13 +2,13 @@
 
 import asyncio
 import logging
+from dataclasses import dataclass
 
 from aiohttp import web
 
 from warmline_common.process.redaction import quote_text
 from warmline_common.protocol.messages import DetokenizeReply
 from warmline_proxy.admin.owners import OwnerResolver
-from warmline_proxy.admin.routes import RouteTable
 from warmline_proxy.errors import bad_request
 from warmline_proxy.explain import explain as explanations
 from warmline_proxy.explain.explain import RequestNotFoundError, WarmSince, add_texts
@@ -21,53 +21,41 @@ from warmline_proxy.upstream.client import Upstream, UpstreamError
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class ExplainRoutes:
     """Handlers; they read the index on threads."""
 
-    def __init__(
-        self,
-        index: Index,
-        upstream: Upstream,
-        backend_state: BackendState,
-        owner_resolver: OwnerResolver,
-        receive_timeout_s: float,
-    ) -> None:
-        self._index, self._upstream, self._backend_state = index, upstream, backend_state
-        self._owner_resolver, self._receive_timeout_s = owner_resolver, receive_timeout_s
-
-    @property
-    def routes(self) -> RouteTable:
-        return {("GET", "/warmline/explain"): self.get_explanation, ("POST", "/warmline/texts"): self.get_texts}
+    index: Index
+    upstream: Upstream
+    backend_state: BackendState
+    owner_resolver: OwnerResolver
+    receive_timeout_s: float
 
     async def get_explanation(self, request: web.Request) -> web.Response:
         """Explain `?request=`: a request id, its prefix or a response id; without it, the last notable request."""
+        request_id = request.query.get("request") or explanations.LAST
         try:
-            record, since = await asyncio.to_thread(
-                self._find_record, request.query.get("request") or explanations.LAST
-            )
+            record, since = await asyncio.to_thread(self._find_record, request_id)
         except RequestNotFoundError as error:
             raise bad_request(f"{error}.", status=404, code="unknown_request") from error
         record = await self._add_texts(record)
-        owner_labels = await self._owner_resolver.resolve_owners()
-        return json_response(await asyncio.to_thread(explanations.explain, self._index, record, since, owner_labels))
+        owner_labels = await self.owner_resolver.resolve_owners()
+        return json_response(await asyncio.to_thread(explanations.explain, self.index, record, since, owner_labels))
 
     async def get_texts(self, request: web.Request) -> web.Response:
         """Texts of token sequences that are stored in a segment or before it."""
-        name = "question for texts"
-        texts_request = await read_message(request, SegmentTextsRequest, name, self._receive_timeout_s)
-        row = await asyncio.to_thread(self._index.segment, texts_request.segment)
+        query = await read_message(request, SegmentTextsRequest, "question for texts", self.receive_timeout_s)
+        row = await asyncio.to_thread(self.index.segment, query.segment)
         if row is None:
-            raise bad_request(
-                f"Segment {quote_text(texts_request.segment)} is not stored.", status=404, code="not_stored"
-            )
+            raise bad_request(f"Segment {quote_text(query.segment)} is not stored.", status=404, code="not_stored")
         if not await self._is_served_model(row.root):
             message = "These tokens are another model's than the one that is served now."
             raise bad_request(message, status=409, code="other_model")
-        return json_response(DetokenizeReply(texts=await self._upstream.detokenize(texts_request.sequences)))
+        return json_response(DetokenizeReply(texts=await self.upstream.detokenize(query.sequences)))
 
     def _find_record(self, request_id: str) -> tuple[RequestRecord, WarmSince | None]:
-        self._index.flush()
-        return explanations.find_record_with_since(self._index.requests(), request_id)
+        self.index.flush()
+        return explanations.find_record_with_since(self.index.requests(), request_id)
 
     async def _add_texts(self, record: RequestRecord) -> RequestRecord:
         """Add the diverging texts if the record lacks them and the backend can detokenize."""
@@ -76,12 +64,12 @@ class ExplainRoutes:
             return record
         try:
             if await self._is_served_model(record.root):
-                return add_texts(record, await self._upstream.detokenize([divergence.stored, divergence.prompt]))
+                return add_texts(record, await self.upstream.detokenize([divergence.stored, divergence.prompt]))
         except UpstreamError as error:
             log.info("request %s is explained without texts: %s", record.id, error)
         return record
 
     async def _is_served_model(self, root: bytes) -> bool:
         """True if the root's tokens are the served model's.  Raises UpstreamError."""
-        status = await self._backend_state.status()
-        return await asyncio.to_thread(explanations.find_fingerprint, self._index, root) == status.fingerprint
+        status = await self.backend_state.status()
+        return await asyncio.to_thread(explanations.find_fingerprint, self.index, root) == status.fingerprint

@@ -1,5 +1,7 @@
 """GET /health and GET /ready."""
 
+from dataclasses import dataclass
+
 from aiohttp import web
 
 from warmline_proxy.errors import RETRY_AFTER_S
@@ -13,37 +15,33 @@ from warmline_proxy.upstream.watchdog import Watchdog
 READY_TIMEOUT_S = 1.0
 
 
+@dataclass(eq=False)
 class HealthRoutes:
     """Handlers without access checks."""
 
-    def __init__(
-        self,
-        upstream: Upstream,
-        watchdog: Watchdog,
-        backend_state: BackendState,
-        admission: AdmissionQueue,
-        save_health: SaveHealth,
-    ) -> None:
-        self._upstream, self._watchdog, self._backend_state = upstream, watchdog, backend_state
-        self._admission, self._save_health = admission, save_health
+    upstream: Upstream
+    watchdog: Watchdog
+    backend_state: BackendState
+    admission: AdmissionQueue
+    save_health: SaveHealth
 
     async def get_ready(self, _: web.Request) -> web.Response:
         """200 if a request would be served now; else 503 with the reason."""
-        if self._admission.closed_reason:
-            return _build_not_ready_response(self._admission.closed_reason)
+        if self.admission.closed_reason:
+            return _build_not_ready_response(self.admission.closed_reason)
         try:
-            await self._watchdog.wait_until_up(READY_TIMEOUT_S)
-            await self._upstream.check_ready()
-            status = await self._backend_state.status()
+            await self.watchdog.wait_until_up(READY_TIMEOUT_S)
+            await self.upstream.check_ready()
+            status = await self.backend_state.status()
         except TimeoutError:
-            return _build_not_ready_response(self._watchdog.down_reason)
+            return _build_not_ready_response(self.watchdog.down_reason)
         except UpstreamError as error:
             return _build_not_ready_response(str(error))
         return json_response({"ready": True, "model": status.model})
 
     async def get_health(self, _: web.Request) -> web.Response:
         """200 while the proxy serves, with the state of persistence."""
-        return json_response({"status": "ok", "persistence": self._save_health.state})
+        return json_response({"status": "ok", "persistence": self.save_health.state})
 
 
 def _build_not_ready_response(reason: str) -> web.Response:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from aiohttp import web
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -24,24 +25,29 @@ log = logging.getLogger(__name__)
 TOTALS_INTERVAL_S = 2.0
 
 
-class GaugeCollector(Collector):
-    """Gauges over other components' state.  Stored totals are read on a thread, at intervals; omitted on failure."""
+@dataclass(eq=False)
+class MetricsRoutes(Collector):
+    """GET /metrics, with gauges over other components' state; access was checked before.
 
-    def __init__(
-        self,
-        *,
-        index: Index,
-        admission: AdmissionQueue,
-        registry: RequestRegistry,
-        watchdog: Watchdog,
-        backend_state: BackendState,
-        count_connections: Callable[[], int],
-    ) -> None:
-        self._index, self._admission, self._registry = index, admission, registry
-        self._watchdog, self._backend_state, self._count_connections = watchdog, backend_state, count_connections
-        self._totals: Totals | None = None
-        self._totals_at = float("-inf")  # time.monotonic()
-        self._refresh_lock = asyncio.Lock()
+    Stored totals are read on a thread, at intervals; omitted on failure.
+    """
+
+    metrics: ProxyMetrics
+    index: Index
+    admission: AdmissionQueue
+    registry: RequestRegistry
+    watchdog: Watchdog
+    backend_state: BackendState
+    count_connections: Callable[[], int]
+    _totals: Totals | None = field(default=None, init=False)
+    _totals_at: float = field(default=float("-inf"), init=False)  # time.monotonic()
+    _refresh_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+
+    async def get_metrics(self, request: web.Request) -> web.Response:
+        """Metrics as text, or as OpenMetrics on request."""
+        await self.refresh()
+        body, content_type = self.metrics.render_exposition(request.headers.get("Accept", ""))
+        return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def refresh(self) -> None:
         """Read the stored totals if the last ones are old; concurrent scrapes share one read."""
@@ -49,25 +55,25 @@ class GaugeCollector(Collector):
             if time.monotonic() - self._totals_at < TOTALS_INTERVAL_S:
                 return
             try:
-                self._totals = await asyncio.to_thread(self._index.totals)
+                self._totals = await asyncio.to_thread(self.index.totals)
             except IndexStoreError as error:
                 log.warning("what is stored can't be told to who scrapes: %s", error)
                 self._totals = None
             self._totals_at = time.monotonic()
 
     def collect(self) -> Iterable[Metric]:
-        vitals, watchdog, residents = read_process_stats(), self._watchdog, self._backend_state.resident_view
+        vitals, watchdog, residents = read_process_stats(), self.watchdog, self.backend_state.resident_view
         yield _build_counter("upstream_boots", "Backend processes that were heard of.", watchdog.boots)
         yield _build_counter("wedges", "Wedged backends that were killed.", watchdog.kills)
         for name, documentation, value in (
-            ("requests_running", "Requests that have a place at the backend.", self._admission.running_count),
-            ("requests_queued", "Requests that wait for a place.", self._admission.queued_count),
-            ("requests_settling", "Requests that are computed, but not yet on disk.", self._registry.saving_count),
-            ("connections", "Clients' connections.", self._count_connections()),
+            ("requests_running", "Requests that have a place at the backend.", self.admission.running_count),
+            ("requests_queued", "Requests that wait for a place.", self.admission.queued_count),
+            ("requests_settling", "Requests that are computed, but not yet on disk.", self.registry.saving_count),
+            ("connections", "Clients' connections.", self.count_connections()),
             ("upstream_up", "1 while the backend serves.", watchdog.is_up),
             ("residents", "KV in the backend's memory that is known of.", len(residents.ids())),
             ("residents_unsaved", "Of these, what is nowhere else.", len(residents.non_durable_entries())),
-            ("disk_budget_bytes", "What the stored bytes of all kinds may come to.", self._index.budget_bytes),
+            ("disk_budget_bytes", "What the stored bytes of all kinds may come to.", self.index.budget_bytes),
             ("tasks", "Tasks of the event loop.", vitals.tasks),
             ("threads", "Threads of the process.", vitals.threads),
             ("descriptors", "Files and sockets that the process has open.", vitals.descriptors),
@@ -101,16 +107,3 @@ def _build_gauge_by_kind(name: str, documentation: str, by_kind: dict[str, int])
 
 def _build_counter(name: str, documentation: str, value: float) -> Metric:
     return CounterMetricFamily(f"warmline_{name}", documentation, value=value)
-
-
-class MetricsRoutes:
-    """Handler of GET /metrics; access was checked before."""
-
-    def __init__(self, metrics: ProxyMetrics, gauges: GaugeCollector) -> None:
-        self._metrics, self._gauges = metrics, gauges
-
-    async def get_metrics(self, request: web.Request) -> web.Response:
-        """Metrics as text, or as OpenMetrics on request."""
-        await self._gauges.refresh()
-        body, content_type = self._metrics.render_exposition(request.headers.get("Accept", ""))
-        return web.Response(body=body, headers={"Content-Type": content_type})

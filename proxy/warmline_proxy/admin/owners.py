@@ -5,7 +5,6 @@ from collections.abc import Iterable
 
 from aiohttp import web
 
-from warmline_proxy.admin.routes import RouteTable
 from warmline_proxy.auth.owners import OwnerLabels, build_owner_labels, find_fingerprints
 from warmline_proxy.auth.principals import ClientKeys
 from warmline_proxy.http.bodies import json_response
@@ -23,10 +22,6 @@ class OwnerResolver:
         self._index, self._keys, self._backend_state = index, keys, backend_state
         self._fingerprint_by_root: dict[bytes, str] = {}
         self._seen_change_count = -1  # the index's at the last read
-
-    @property
-    def routes(self) -> RouteTable:
-        return {("GET", "/warmline/whose"): self.get_owners}
 
     async def get_owners(self, request: web.Request) -> web.Response:
         return json_response(await self.resolve_owners())

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Sequence, Set
 from contextlib import suppress
+from dataclasses import dataclass, field
 from math import inf
 
 from aiohttp import web
@@ -14,7 +15,6 @@ from aiohttp import web
 from warmline_common.protocol.messages import SegmentRef
 from warmline_common.protocol.tokens import BLOCK_TOKENS, namespace
 from warmline_proxy.admin.owners import OwnerResolver
-from warmline_proxy.admin.routes import RouteTable
 from warmline_proxy.auth.key_store import KeyNotFoundError
 from warmline_proxy.errors import bad_request
 from warmline_proxy.http.bodies import json_response, read_message
@@ -38,41 +38,32 @@ LOADING_STATUS = 503  # HTTP status of a backend without a model, so without res
 NOTIFY_INTERVAL_S = 5.0  # between notifications of the backend
 
 
+@dataclass(eq=False)
 class PurgeRoutes:
     """Purge handler, with the notification of the backend."""
 
-    def __init__(
-        self,
-        index: Index,
-        owner_resolver: OwnerResolver,
-        upstream: Upstream,
-        backend_state: BackendState,
-        registry: RequestRegistry,
-        events: PurgeEvents,
-        background: BackgroundTasks,
-        receive_timeout_s: float,
-    ) -> None:
-        self._index, self._upstream, self._backend_state, self._registry = index, upstream, backend_state, registry
-        self._owner_resolver, self._events, self._background = owner_resolver, events, background
-        self._receive_timeout_s = receive_timeout_s
-        self._notify_task: asyncio.Task[None] | None = None
-
-    @property
-    def routes(self) -> RouteTable:
-        return {("POST", "/warmline/purge"): self.purge}
+    index: Index
+    owner_resolver: OwnerResolver
+    upstream: Upstream
+    backend_state: BackendState
+    registry: RequestRegistry
+    events: PurgeEvents
+    background: BackgroundTasks
+    receive_timeout_s: float
+    _notify_task: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def purge(self, request: web.Request) -> web.Response:
         """Purge, and answer when disk and memory are clean.  Other residents are restored from disk on demand."""
-        purge_request = await read_message(request, PurgeRequest, "purge", self._receive_timeout_s)
+        purge_request = await read_message(request, PurgeRequest, "purge", self.receive_timeout_s)
         try:
             purging.check_purge_request(purge_request)
         except ValueError as error:
             raise bad_request(f"Not a purge: {error}") from error
         resolved = await self._resolve_roots(purge_request)
         if purge_request.dry_run:
-            return json_response(await asyncio.to_thread(purging.preview_purge, self._index, resolved))
+            return json_response(await asyncio.to_thread(purging.preview_purge, self.index, resolved))
         # Shielded: a disconnect must not cancel the purge.
-        reply = await asyncio.shield(self._background.spawn(self._run_purge(purge_request), "purge"))
+        reply = await asyncio.shield(self.background.spawn(self._run_purge(purge_request), "purge"))
         await self._wait_until_deleted()
         return json_response(reply)
 
@@ -80,50 +71,47 @@ class PurgeRoutes:
         """The request with the roots of its key, running ones included.  Raises ClientError 400 for an unknown key."""
         if not purge_request.key:
             return purge_request
-        running_roots = {request.root for request in self._registry} - {b""}
+        running_roots = {request.root for request in self.registry} - {b""}
         try:
-            return purging.resolve_key(purge_request, await self._owner_resolver.resolve_owners(running_roots))
+            return purging.resolve_key(purge_request, await self.owner_resolver.resolve_owners(running_roots))
         except KeyNotFoundError as error:
             raise bad_request(str(error), param="key") from error
 
     async def _run_purge(self, purge_request: PurgeRequest) -> PurgeReply:
-        """Purge while saving is paused: affected requests are marked before anything of them can be saved, and purged
-        residents are excluded from reuse before the backend is notified. Memory is cleared once rows are removed, even
-        if the disk fails.
+        """Purge while saving is paused; memory is cleared once rows are removed, even if the disk fails.
+
+        Affected requests are marked, and purged residents excluded from reuse, before the backend is notified.
         """
-        async with self._events.pause():
+        async with self.events.pause():
             purge_request = await self._resolve_roots(purge_request)
             reply, affected, resident_ids = await self._prepare_and_remove(purge_request)
             for request in [*affected, *self._find_arriving_requests(purging.parse_roots(purge_request))]:
                 request.purged = True
-            for resident in resident_ids.union(self._backend_state.resident_view.durable_ids()):
-                self._backend_state.resident_view.exclude(resident)
+            for resident in resident_ids.union(self.backend_state.resident_view.durable_ids()):
+                self.backend_state.resident_view.exclude(resident)
             try:
-                await asyncio.to_thread(purging.remove_sampled_turns, self._index, _list_sampled_turns(affected))
-                reply = await asyncio.to_thread(purging.erase_purged_files, self._index, reply)
+                await asyncio.to_thread(purging.remove_sampled_turns, self.index, _list_sampled_turns(affected))
+                reply = await asyncio.to_thread(purging.erase_purged_files, self.index, reply)
             finally:
                 await self._clear_memory()
         return reply
 
     def _find_arriving_requests(self, roots: Set[bytes]) -> list[Request]:
         """Requests without a prompt yet, whose namespace is purged: their key may have been removed."""
-        served_fingerprint = self._backend_state.fingerprint
-        return [
-            request
-            for request in self._registry
-            if not request.root and namespace(served_fingerprint, request.client.tenant) in roots
-        ]
+        fingerprint = self.backend_state.fingerprint
+        arriving = (request for request in self.registry if not request.root)
+        return [request for request in arriving if namespace(fingerprint, request.client.tenant) in roots]
 
     async def _prepare_and_remove(self, purge_request: PurgeRequest) -> "RemovalResult":
         """Rewrite truncated files first, which is slow; only then list the running requests and remove rows."""
-        truncator, resident_view = Truncator(self._index), self._backend_state.resident_view
+        truncator, resident_view = Truncator(self.index), self.backend_state.resident_view
         try:
             while True:
-                await asyncio.to_thread(purging.prepare_purge, self._index, purge_request, truncator)
-                requests, unsaved_residents = list(self._registry), resident_view.non_durable_entries()
-                whole_model = purge_request.everything or purge_request.model == self._backend_state.model != ""
+                await asyncio.to_thread(purging.prepare_purge, self.index, purge_request, truncator)
+                requests, unsaved_residents = list(self.registry), resident_view.non_durable_entries()
+                whole_model = purge_request.everything or purge_request.model == self.backend_state.model != ""
                 removal = asyncio.to_thread(
-                    remove_prepared, self._index, purge_request, truncator, requests, unsaved_residents, whole_model
+                    remove_prepared, self.index, purge_request, truncator, requests, unsaved_residents, whole_model
                 )
                 if (found := await removal) is not None:
                     return found
@@ -132,28 +120,25 @@ class PurgeRoutes:
 
     async def _clear_memory(self) -> None:
         """Drop all residents that are on disk; they are read again on demand."""
-        self._events.publish_removal()
+        self.events.publish_removal()
         try:
             await self._notify_backend()
         except UpstreamError as error:
             log.warning("the backend may still hold in memory what was purged; it is told again: %s", error)
             if self._notify_task is None or self._notify_task.done():
-                self._notify_task = self._background.spawn(self._retry_notify_backend(), "purge notice")
+                self._notify_task = self.background.spawn(self._retry_notify_backend(), "purge notice")
 
     async def _notify_backend(self) -> None:
         """Have the backend drop residents that are neither unsaved nor running requests'.  Raises UpstreamError."""
-        resident_view = self._backend_state.resident_view
+        resident_view = self.backend_state.resident_view
         unsaved_ids = [resident for resident, _ in resident_view.non_durable_entries()]
-        running_ids = [
-            request.log.id
-            for request in self._registry
-            if request.is_cacheable and request.sent and not request.log.generation_result
-        ]
+        running = (request for request in self.registry if request.is_cacheable and request.sent)
+        running_ids = [request.log.id for request in running if not request.log.generation_result]
         for resident in resident_view.ids() - set(unsaved_ids):
             resident_view.exclude(resident)
-        await self._upstream.purge_memory([*unsaved_ids, *running_ids])
+        await self.upstream.purge_memory([*unsaved_ids, *running_ids])
         try:
-            await asyncio.to_thread(self._index.clear_purge_notice)
+            await asyncio.to_thread(self.index.clear_purge_notice)
         except IndexStoreError as error:
             log.warning("the next start has the backend forget what is in memory once more: %s", error)
 
@@ -183,7 +168,7 @@ class PurgeRoutes:
     async def _has_purge_notice(self) -> bool:
         """False if the index fails."""
         try:
-            return await asyncio.to_thread(self._index.has_purge_notice)
+            return await asyncio.to_thread(self.index.has_purge_notice)
         except IndexStoreError as error:
             log.warning("whether the backend has heard of all purges is not known: %s", error)
             return False
@@ -191,9 +176,9 @@ class PurgeRoutes:
     async def _wait_until_deleted(self) -> None:
         """Wait for files that a restore still reads; they are deleted when it ends."""
         deadline = time.monotonic() + RELEASE_TIMEOUT_S
-        while (await asyncio.to_thread(self._index.totals)).bytes_doomed and time.monotonic() < deadline:
+        while (await asyncio.to_thread(self.index.totals)).bytes_doomed and time.monotonic() < deadline:
             await asyncio.sleep(RELEASE_INTERVAL_S)
-            await asyncio.to_thread(self._index.sweep)
+            await asyncio.to_thread(self.index.sweep)
 
 
 RemovalResult = tuple[PurgeReply, list[Request], set[str]]

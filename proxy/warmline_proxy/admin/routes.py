@@ -13,9 +13,9 @@ RouteHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 RouteTable = Mapping[tuple[str, str], RouteHandler]  # by method and path
 
 
-def join_tables(*tables: RouteTable) -> RouteTable:
-    """One table of all, with caching disabled: responses contain conversations."""
-    return {place: _disable_caching(handler) for table in tables for place, handler in table.items()}
+def disable_caching(table: RouteTable) -> RouteTable:
+    """The table with handlers whose responses are not cached: they contain conversations."""
+    return {place: _disable_caching(handler) for place, handler in table.items()}
 
 
 def describe_routing_error(request: web.Request, error: web.HTTPNotFound | web.HTTPMethodNotAllowed) -> ClientError:

@@ -3,14 +3,13 @@
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 from aiohttp import web
 
 from warmline_common.protocol.messages import LOADING, BackendStatus, ProcessStats, Resident
 from warmline_common.protocol.vitals import read_process_stats
-from warmline_proxy.admin.routes import RouteTable
 from warmline_proxy.http.bodies import json_response
 from warmline_proxy.index.index import Index
 from warmline_proxy.pipeline.save_health import SaveHealth
@@ -23,6 +22,9 @@ from warmline_proxy.upstream.client import Upstream, UpstreamError
 from warmline_proxy.upstream.watchdog import Watchdog
 
 BACKEND_TIMEOUT_S = 5.0  # a stuck backend must not delay the status
+
+
+LOG_FIELDS = ("id", "endpoint", "client_model", "queue_s", "restore_s", "ttft_s", "prompt_tokens")
 
 
 class LiveRequest(msgspec.Struct, kw_only=True):
@@ -81,37 +83,29 @@ class ServerInfo:
     needs_key: Callable[[], bool]
 
 
+@dataclass(eq=False)
 class StatusRoutes:
     """Route of the proxy's status."""
 
-    def __init__(
-        self,
-        index: Index,
-        upstream: Upstream,
-        watchdog: Watchdog,
-        backend_state: BackendState,
-        admission: AdmissionQueue,
-        registry: RequestRegistry,
-        save_health: SaveHealth,
-        server: ServerInfo,
-    ) -> None:
-        self._index, self._upstream, self._watchdog, self._backend_state = index, upstream, watchdog, backend_state
-        self._admission, self._registry, self._save_health, self._server = admission, registry, save_health, server
-        self._started_monotonic = time.monotonic()
-
-    @property
-    def routes(self) -> RouteTable:
-        return {("GET", "/warmline/status"): self.get_status}
+    index: Index
+    upstream: Upstream
+    watchdog: Watchdog
+    backend_state: BackendState
+    admission: AdmissionQueue
+    registry: RequestRegistry
+    save_health: SaveHealth
+    server: ServerInfo
+    _started_monotonic: float = field(default_factory=time.monotonic, init=False)
 
     async def get_status(self, _: web.Request) -> web.Response:
         residents, engine, backend = [], None, ""
         try:
-            if self._watchdog.is_up:
+            if self.watchdog.is_up:
                 async with asyncio.timeout(BACKEND_TIMEOUT_S):
-                    residents = (await self._upstream.list_residents(ids=False)).residents
-                    engine = await self._backend_state.status()
+                    residents = (await self.upstream.list_residents(ids=False)).residents
+                    engine = await self.backend_state.status()
             else:
-                backend = self._watchdog.down_reason
+                backend = self.watchdog.down_reason
         except UpstreamError as error:
             backend = str(error)
         except TimeoutError:
@@ -119,25 +113,25 @@ class StatusRoutes:
         reply = ProxyStatus(
             at=time.time(),
             uptime_s=time.monotonic() - self._started_monotonic,
-            running=self._admission.running_count,
-            queued=self._admission.queued_count,
-            settling=self._registry.saving_count,
+            running=self.admission.running_count,
+            queued=self.admission.queued_count,
+            settling=self.registry.saving_count,
             residents=residents,
-            totals=await asyncio.to_thread(self._index.totals),
-            disk_budget_bytes=self._index.budget_bytes,
-            reuse=self._server.reuse,
-            live=[build_live_request(request) for request in self._registry],
-            lives=len(self._registry),
-            connections=self._server.count_connections(),
-            backend_kills=self._watchdog.kills,
+            totals=await asyncio.to_thread(self.index.totals),
+            disk_budget_bytes=self.index.budget_bytes,
+            reuse=self.server.reuse,
+            live=[build_live_request(request) for request in self.registry],
+            lives=len(self.registry),
+            connections=self.server.count_connections(),
+            backend_kills=self.watchdog.kills,
             vitals=read_process_stats(),
             backend=backend,
             loading=LOADING in (backend, engine.failure if engine else ""),
             engine=engine,
-            persistence=self._save_health.state,
-            unsaved=len(self._backend_state.resident_view.non_durable_entries()),
-            host=self._server.host,
-            needs_key=self._server.needs_key(),
+            persistence=self.save_health.state,
+            unsaved=len(self.backend_state.resident_view.non_durable_entries()),
+            host=self.server.host,
+            needs_key=self.server.needs_key(),
         )
         return json_response(reply)
 
@@ -145,17 +139,11 @@ class StatusRoutes:
 def build_live_request(request: Request) -> LiveRequest:
     request_log = request.log
     return LiveRequest(
-        id=request_log.id,
-        endpoint=request_log.endpoint,
-        client_model=request_log.client_model,
+        **{name: getattr(request_log, name) for name in LOG_FIELDS},
         client_session=request_log.session_hint,
         phase=request.status,
         source=request_log.plan.source if request_log.plan else "",
         age_s=request_log.elapsed_s(),
-        queue_s=request_log.queue_s,
-        restore_s=request_log.restore_s,
-        ttft_s=request_log.ttft_s,
-        prompt_tokens=request_log.prompt_tokens,
         reused_tokens=request_log.plan.reuse if request_log.plan else 0,
         prefilled_tokens=request.prefilled_tokens,
         spoken=request.content_chunks,

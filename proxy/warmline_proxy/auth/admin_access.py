@@ -64,11 +64,7 @@ def extract_key(headers: Mapping[str, str]) -> str:
 
 
 def check_admin(access_request: AccessRequest, credential: str, needs_key: bool) -> None:
-    """Check `credential`: SECRET (never by Basic authentication), ADMIN, WRONG or MISSING.  Raises ClientError 401,
-    403.
-
-    `needs_key`: a local peer needs a key too.
-    """
+    """Check `credential` (SECRET: not by Basic authentication); `needs_key`: even locally.  Raises ClientError."""
     if credential == SECRET:
         return
     if credential == WRONG or (credential == MISSING and (needs_key or not _is_from_this_machine(access_request))):
@@ -82,20 +78,17 @@ def check_admin(access_request: AccessRequest, credential: str, needs_key: bool)
 
 def can_see_refusal_reason(access_request: AccessRequest, credential: str, needs_key: bool) -> bool:
     """True if a refused client may learn that no client keys exist: the owner, and local users with any key."""
-    if credential == SECRET:
-        return True
-    return not is_cross_site(access_request) and (
-        credential == ADMIN or (not needs_key and _is_from_this_machine(access_request))
-    )
+    is_owner = credential == ADMIN or (not needs_key and _is_from_this_machine(access_request))
+    return credential == SECRET or (is_owner and not is_cross_site(access_request))
 
 
 def _is_from_this_machine(access_request: AccessRequest) -> bool:
     """True for a local peer and a loopback host name, without a forwarding proxy."""
     if not is_local(access_request.peer_address, access_request.hosts):
         return False
-    return access_request.version > PROXY_HTTP_VERSION and not any(
-        _is_forwarding_header(name.lower()) for name in access_request.headers
-    )
+    names = [name.lower() for name in access_request.headers]
+    is_forwarded = any(name in FORWARDED_HEADERS or name.startswith(FORWARDED_HEADER_PREFIXES) for name in names)
+    return access_request.version > PROXY_HTTP_VERSION and not is_forwarded
 
 
 def is_cross_site(access_request: AccessRequest) -> bool:
@@ -105,16 +98,8 @@ def is_cross_site(access_request: AccessRequest) -> bool:
         return True
     if access_request.method not in SAFE_METHODS:
         return site not in ("same-origin", "none")
-    is_visit = (
-        access_request.is_page
-        and headers.get("Sec-Fetch-Mode") == "navigate"
-        and headers.get("Sec-Fetch-Dest") == "document"
-    )
-    return site == "cross-site" and not is_visit
-
-
-def _is_forwarding_header(header: str) -> bool:
-    return header in FORWARDED_HEADERS or header.startswith(FORWARDED_HEADER_PREFIXES)
+    is_navigation = (headers.get("Sec-Fetch-Mode"), headers.get("Sec-Fetch-Dest")) == ("navigate", "document")
+    return site == "cross-site" and not (access_request.is_page and is_navigation)
 
 
 def _admin_required(access_request: AccessRequest, needs_key: bool) -> ClientError:

@@ -41,7 +41,9 @@ class Authenticator:
             client = self._keys.authenticate(request.headers)
         except ClientError as error:
             self._record_refusal(CLIENT_ACCESS, request, error)
-            if self._keys.is_closed_without_keys and self._can_see_refusal_reason(request):
+            shown, needs_key = self._classify_key(request), self._is_admin_key_required
+            may_explain = admin_access.can_see_refusal_reason(_build_access_request(request), shown, needs_key)
+            if self._keys.is_closed_without_keys and may_explain:
                 raise unauthorized(NO_KEYS_MESSAGE) from error
             raise
         origin, hosts = request.headers.get(hdrs.ORIGIN), request.headers.getall(hdrs.HOST, [])
@@ -67,19 +69,13 @@ class Authenticator:
         return True
 
     def _check_admin(self, request: web.Request, is_page: bool) -> None:
-        admin_access.check_admin(
-            _build_access_request(request, is_page), self._classify_key(request), self._is_admin_key_required
-        )
+        access_request = _build_access_request(request, is_page)
+        admin_access.check_admin(access_request, self._classify_key(request), self._is_admin_key_required)
 
     def check_client_or_admin(self, request: web.Request) -> None:
         """Check access to paths for clients and the owner."""
         if self._classify_key(request) not in (SECRET, ADMIN):
             self.authenticate_client(request)
-
-    def _can_see_refusal_reason(self, request: web.Request) -> bool:
-        return admin_access.can_see_refusal_reason(
-            _build_access_request(request), self._classify_key(request), self._is_admin_key_required
-        )
 
     def _classify_key(self, request: web.Request) -> str:
         if not (key := extract_key(request.headers)):

@@ -1,9 +1,5 @@
 """HOME/keys.json: client keys with their tenants, and the admin key.
 
-    KeyStoreError             the file can't be read or changed, or a name is invalid
-    └── KeyNotFoundError      no key of that name
-        └── NoClientKeysError no client key at all
-
 Rewritten as a whole, under a lock, by `cachectl key` and by a proxy that opens to the network.  Keys are stored as
 they
 are, since they are shown again: the file is as private as the home's secret.

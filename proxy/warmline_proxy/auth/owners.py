@@ -72,20 +72,19 @@ class OwnerLabels(msgspec.Struct, kw_only=True, frozen=True):
     def find_roots(self, label: str) -> list[str]:
         """Roots in hex by label; "a removed key (PREFIX)" selects by the root's prefix.  Raises KeyNotFoundError."""
         match = _REMOVED_LABEL_PATTERN.fullmatch(label)
-        wanted_label, root_prefix = (REMOVED_LABEL, match[1]) if match else (label, "")
-        found = [
-            root for root, each in self.words.items() if each == wanted_label != "" and root.startswith(root_prefix)
-        ]
+        base_label, root_prefix = (REMOVED_LABEL, match[1]) if match else (label, "")
+        labelled = [root for root, each in self.words.items() if each == base_label != ""]
+        found = [root for root in labelled if root.startswith(root_prefix)]
         if root_prefix and len(found) > 1:
             raise KeyNotFoundError(f"{label} may be any of {', '.join(found)}")
-        if not found and wanted_label not in self.keys:
+        if not found and base_label not in self.keys:
             raise KeyNotFoundError(_format_unknown_key(label, [*self.keys, *self.words.values()]))
         return found
 
     def format_key_name(self, record: RequestRecord) -> str:
         """Name of a request's key, marked if it was removed."""
-        is_gone = record.key and self.find_label(record.root) == REMOVED_LABEL
-        return f"{record.key} (removed)" if is_gone else record.key
+        is_removed = record.key and self.find_label(record.root) == REMOVED_LABEL
+        return f"{record.key} (removed)" if is_removed else record.key
 
 
 def _format_unknown_key(name: str, known_names: Iterable[str]) -> str:
@@ -117,11 +116,8 @@ def build_owner_labels(
 ) -> OwnerLabels:
     """Labels by root, from the fingerprints that `find_fingerprints` finds and that of the served model.  Pure."""
     fingerprints = dict.fromkeys(filter(None, (served_fingerprint, *fingerprint_by_root.values())))
-    labels = {
-        namespace(each, tenant).hex(): word
-        for each in fingerprints
-        for tenant, word in key_tenants.build_labels().items()
-    }
+    names = key_tenants.build_labels()
+    labels = {namespace(each, tenant).hex(): name for each in fingerprints for tenant, name in names.items()}
     for root, fingerprint in fingerprint_by_root.items():
         if fingerprint:
             labels.setdefault(root.hex(), REMOVED_LABEL)

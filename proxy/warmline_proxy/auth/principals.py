@@ -74,16 +74,15 @@ def prepare_keys(config: ProxyConfig) -> None:
 
 
 class ClientKeys:
-    """Digests of the present keys.  Raises KeyStoreError for an unusable file at the start; later the old keys stay. So
-    they do if the file disappears: an accident or an editor's rewrite must not open the proxy to everybody.
+    """Digests of the present keys.  Raises KeyStoreError for an unusable file at the start; later the old keys stay,
+    also if the file disappears: an accident or an editor's rewrite must not open the proxy to everybody.
     """
 
     def __init__(self, config: ProxyConfig) -> None:
         self._home, self._is_shared = config.home, config.share_cache
         self._is_closed = config.is_open_to_network  # also after all keys were removed
-        own = KeyEntry(
-            name=key_store.ENVIRONMENT_NAME, key=config.client_key, tenant=derive_tenant(config.client_key), created=0.0
-        )
+        name, tenant = key_store.ENVIRONMENT_NAME, derive_tenant(config.client_key)
+        own = KeyEntry(name=name, key=config.client_key, tenant=tenant, created=0.0)
         self._settings_keys = [own] if config.client_key else []
         self._stamp = key_store.read_stamp(self._home)
         self._tenants = {""}
@@ -137,10 +136,10 @@ class ClientKeys:
     def _reload_if_changed(self) -> None:
         """Read the keys again if the file's stamp changed."""
         try:
-            if (mark := key_store.read_stamp(self._home)) == self._stamp:
+            if (stamp := key_store.read_stamp(self._home)) == self._stamp:
                 return
-            self._stamp = mark
-            if mark == key_store.NO_FILE:
+            self._stamp = stamp
+            if stamp == key_store.NO_FILE:
                 raise KeyStoreError(f"{self._home.keys} is gone: restore it, make new keys, or start the proxy anew")
             self._apply_entries(key_store.read_keys(self._home))
             key_store.restrict_permissions(self._home)

@@ -5,7 +5,7 @@ The index is summarized on a thread, once per change; after bookkeeping alone (h
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from operator import attrgetter
 from typing import Any
 
@@ -14,17 +14,16 @@ from aiohttp import web
 
 from warmline_common.protocol.messages import convert
 from warmline_proxy.admin.owners import OwnerResolver
-from warmline_proxy.admin.routes import RouteTable
 from warmline_proxy.auth.owners import OwnerLabels
 from warmline_proxy.dashboard.aggregates import ConversationSummary, IndexSummary, SegmentRun, summarize_index
 from warmline_proxy.dashboard.history import RequestHistory, build_history
 from warmline_proxy.errors import bad_request
 from warmline_proxy.http.bodies import json_response
-from warmline_proxy.http.query import parse_choice, parse_number
 from warmline_proxy.index.index import Index
 from warmline_proxy.store.rows import RequestRecord, SessionRow
 
 PAGE_MAX = 200
+NUMBER_DIGITS_MAX = 9
 PAGE_DEFAULT = 50
 OFFSET_MAX = 100_000_000
 NODE_SESSIONS_MAX = 5  # per node
@@ -154,13 +153,18 @@ class PathReply(msgspec.Struct, kw_only=True):
     tokens: int
 
 
+RUN_FIELDS = (
+    *("id", "root", "model", "start", "end", "hits", "last_used", "pinned", "checkpoints"),
+    *("sessions_below", "segments_below", "bytes_below"),
+)
 SESSION_ROW_FIELDS = ("id", "client", "model", "tokens", "requests", "hits", "created", "last_used", "pinned")
 SORT_KEYS: dict[str, Callable[[ConversationSummary], Any]] = {
     "client": lambda each: (each.row.client.casefold(), each.row.created),
     "model": lambda each: each.row.model.casefold(),
+    "tokens": attrgetter("row.tokens"),
     "bytes": attrgetter("bytes_path"),
     "bytes_alone": attrgetter("bytes_alone"),
-    **{name: attrgetter(f"row.{name}") for name in ("tokens", "requests", "hits", "created", "last_used")},
+    **{name: attrgetter(f"row.{name}") for name in ("requests", "hits", "created", "last_used")},
 }
 SORT_CHOICES = (*SORT_KEYS, *(f"-{name}" for name in SORT_KEYS))
 
@@ -173,18 +177,8 @@ class BrowseRoutes:
         self._build_lock = asyncio.Lock()
         self._cache: _SummaryCache | None = None
 
-    @property
-    def routes(self) -> RouteTable:
-        return {
-            ("GET", "/warmline/requests"): self.get_requests,
-            ("GET", "/warmline/activity"): self.get_activity,
-            ("GET", "/warmline/sessions"): self.get_sessions,
-            ("GET", "/warmline/tree"): self.get_tree,
-            ("GET", "/warmline/path"): self.get_path,
-        }
-
     async def get_requests(self, request: web.Request) -> web.Response:
-        count = parse_number(request, "count", RECORDS_MAX, RECORDS_MAX)
+        count = _parse_number(request, "count", RECORDS_MAX, RECORDS_MAX)
         records = await asyncio.to_thread(self._index.requests, count)
         return json_response(RequestsReply(requests=[_strip_divergence_text(record) for record in records]))
 
@@ -197,18 +191,13 @@ class BrowseRoutes:
         records = self._index.requests()
         page = records[offset : offset + count]
         session_by_id = {each: self._index.session(each) for each in {record.session for record in page} if each}
-        return ActivityReply(
-            history=build_history(records, time.time()),
-            requests=[
-                _build_request_summary(record, session_by_id.get(record.session), owner_labels) for record in page
-            ],
-            offset=offset,
-            total=len(records),
-        )
+        history = build_history(records, time.time())
+        requests = [_build_request_summary(each, session_by_id.get(each.session), owner_labels) for each in page]
+        return ActivityReply(history=history, requests=requests, offset=offset, total=len(records))
 
     async def get_sessions(self, request: web.Request) -> web.Response:
         offset, count = _parse_page(request)
-        sort = parse_choice(request, "sort", "-last_used", SORT_CHOICES)
+        sort = _parse_choice(request, "sort", "-last_used", SORT_CHOICES)
         search_text = request.query.get("q", "").strip().casefold()
         cache = await self._load_summary()
         return json_response(await asyncio.to_thread(_build_sessions_reply, cache, offset, count, sort, search_text))
@@ -256,16 +245,14 @@ class _SummaryCache:
 
 def _parse_page(request: web.Request) -> tuple[int, int]:
     """(offset, count).  Raises ClientError 400."""
-    return parse_number(request, "offset", 0, OFFSET_MAX), parse_number(request, "count", PAGE_DEFAULT, PAGE_MAX)
+    return _parse_number(request, "offset", 0, OFFSET_MAX), _parse_number(request, "count", PAGE_DEFAULT, PAGE_MAX)
 
 
-def _build_request_summary(
-    record: RequestRecord, session: SessionRow | None, owner_labels: OwnerLabels
-) -> RequestSummary:
+def _build_request_summary(record: RequestRecord, session: SessionRow | None, owners: OwnerLabels) -> RequestSummary:
     line = convert(record, RequestSummary, from_attributes=True)
     if session:
         line.client, line.created = session.client, session.created
-    line.key = owner_labels.format_key_name(record)
+    line.key = owners.format_key_name(record)
     line.cause = record.parting.cause if record.parting else ""
     return line
 
@@ -275,22 +262,14 @@ def _build_sessions_reply(cache: _SummaryCache, offset: int, count: int, sort: s
     matching = [each for each in conversations if not search_text or _matches_search(each, cache, search_text)]
     matching.sort(key=lambda each: each.row.id)
     matching.sort(key=SORT_KEYS[sort.removeprefix("-")], reverse=sort.startswith("-"))
-    return SessionsReply(
-        sessions=[_build_session_summary(each, cache) for each in matching[offset : offset + count]],
-        offset=offset,
-        matching=len(matching),
-        total=len(conversations),
-    )
+    page = [_build_session_summary(each, cache) for each in matching[offset : offset + count]]
+    return SessionsReply(sessions=page, offset=offset, matching=len(matching), total=len(conversations))
 
 
 def _matches_search(conversation: ConversationSummary, cache: _SummaryCache, search_text: str) -> bool:
     """True if the session's id, its names or its key's name contain the text."""
-    names = (
-        conversation.row.id,
-        conversation.row.client,
-        conversation.row.model,
-        cache.owner_labels.find_label(conversation.row.root),
-    )
+    row = conversation.row
+    names = (row.id, row.client, row.model, cache.owner_labels.find_label(row.root))
     return any(search_text in name.casefold() for name in names)
 
 
@@ -318,25 +297,12 @@ def _build_tree_reply(cache: _SummaryCache, node_id: str, offset: int, count: in
 
 def _build_node(cache: _SummaryCache, run: SegmentRun) -> TreeNode:
     return TreeNode(
-        id=run.id,
-        root=run.root,
-        model=run.model,
+        **{name: getattr(run, name) for name in RUN_FIELDS},
         key=cache.owner_labels.words.get(run.root, ""),
-        start=run.start,
-        end=run.end,
         segments=len(run.segments),
         bytes=run.bytes_own,
-        hits=run.hits,
-        last_used=run.last_used,
-        pinned=run.pinned,
-        checkpoints=run.checkpoints,
-        ending=[
-            NodeSession(id=row.id, client=row.client, created=row.created) for row in run.sessions[:NODE_SESSIONS_MAX]
-        ],
+        ending=[msgspec.convert(row, NodeSession, from_attributes=True) for row in run.sessions[:NODE_SESSIONS_MAX]],
         sessions_ending=len(run.sessions),
-        sessions_below=run.sessions_below,
-        segments_below=run.segments_below,
-        bytes_below=run.bytes_below,
         children=len(run.children),
         place=run.sibling_index,
     )
@@ -348,3 +314,19 @@ def _strip_divergence_text(record: RequestRecord) -> RequestRecord:
         return record
     stripped = msgspec.structs.replace(record.parting, stored=b"", prompt=b"", stored_text="", prompt_text="")
     return msgspec.structs.replace(record, parting=stripped)
+
+
+def _parse_number(request: web.Request, name: str, default: int, maximum: int) -> int:
+    """Integer from 0 to `maximum`.  Raises ClientError 400."""
+    text = request.query.get(name, str(default))
+    if not (text.isascii() and text.isdecimal() and len(text) <= NUMBER_DIGITS_MAX and int(text) <= maximum):
+        raise bad_request(f"{name} must be a whole number from 0 to {maximum}, not {text[:40]!r}.", param=name)
+    return int(text)
+
+
+def _parse_choice(request: web.Request, name: str, default: str, choices: Collection[str]) -> str:
+    """One of the choices.  Raises ClientError 400."""
+    text = request.query.get(name, default)
+    if text not in choices:
+        raise bad_request(f"{name} must be one of {', '.join(choices)}, not {text[:40]!r}.", param=name)
+    return text

@@ -56,11 +56,8 @@ class DashboardPages:
         path = request.path.rstrip("/")
         name = path.removeprefix(DASHBOARD_PATH).removeprefix("/") or DASHBOARD_FILE
         if (data := self._files.get(name)) is None:
-            raise bad_request(
-                f"No such page: {quote_text(path[:200])}; the dashboard is {DASHBOARD_PATH}.",
-                status=404,
-                code="not_found",
-            )
+            message = f"No such page: {quote_text(path[:200])}; the dashboard is {DASHBOARD_PATH}."
+            raise bad_request(message, status=404, code="not_found")
         if request.method not in ("GET", "HEAD"):
             raise method_not_allowed(request.method, "GET")
         headers = SECURITY_HEADERS | OPENER_POLICY_HEADERS if _is_secure_context(request) else SECURITY_HEADERS

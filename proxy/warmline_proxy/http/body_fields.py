@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -73,13 +74,9 @@ def parse_retry_count(headers: Mapping[str, str]) -> int:
 
 
 def find_session_hint(fields: Mapping[str, msgspec.Raw], headers: Mapping[str, str]) -> str:
-    for name in SESSION_HEADERS:
-        if value := headers.get(name):
-            return strip_unprintable(value)
-    for name in SESSION_FIELDS:
-        if value := decode_optional_field(fields, name, str):
-            return strip_unprintable(value)
-    return ""
+    from_headers = (headers.get(name) for name in SESSION_HEADERS)
+    from_fields = (decode_optional_field(fields, name, str) for name in SESSION_FIELDS)
+    return next((strip_unprintable(value) for value in chain(from_headers, from_fields) if value), "")
 
 
 def strip_unprintable(text: str) -> str:

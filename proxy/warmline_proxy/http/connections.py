@@ -230,7 +230,7 @@ class RefusedConnection(asyncio.Protocol):
             self._transport.write_eof()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._connections.discard_refusal(self)
+        self._connections.refusals.discard(self)
 
 
 class Connections:
@@ -244,14 +244,12 @@ class Connections:
         on_error: Callable[[ClientError], object] = str,
     ) -> None:
         """`on_error` is called with each error sent without a handler."""
-        self.on_error = on_error
-        self.count_max = count_max
-        self.receive_timeout_s = receive_timeout_s
-        self.send_timeout_s = send_timeout_s
+        self.on_error, self.count_max = on_error, count_max
+        self.receive_timeout_s, self.send_timeout_s = receive_timeout_s, send_timeout_s
         # Weak, since a socket that fails before `connection_made` gets no `connection_lost`.
         self._open: weakref.WeakSet[Connection] = weakref.WeakSet()
         self._idle: dict[Connection, None] = {}  # open ones without a request, longest idle first
-        self._refusals: set[RefusedConnection] = set()
+        self.refusals: set[RefusedConnection] = set()
         self._full_logged_at = float("-inf")
 
     @property
@@ -279,13 +277,9 @@ class Connections:
 
     def add_refusal(self, refusal: RefusedConnection) -> bool:
         """False if too many refusals are being written."""
-        if len(self._refusals) >= REFUSALS_COUNT_MAX:
-            return False
-        self._refusals.add(refusal)
-        return True
-
-    def discard_refusal(self, refusal: RefusedConnection) -> None:
-        self._refusals.discard(refusal)
+        if len(self.refusals) < REFUSALS_COUNT_MAX:
+            self.refusals.add(refusal)
+        return refusal in self.refusals
 
     async def sweep(self) -> None:
         """Check all connections' limits periodically, until cancelled."""

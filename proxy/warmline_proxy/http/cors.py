@@ -86,7 +86,7 @@ def _build_preflight_headers(request_headers: Mapping[str, str]) -> dict[str, st
     requested = (name.strip() for name in request_headers.get("Access-Control-Request-Headers", "").split(","))
     response_headers = {
         "Access-Control-Allow-Methods": ALLOWED_METHODS,
-        "Access-Control-Allow-Headers": ", ".join(name for name in requested if _is_allowed_header(name.lower())),
+        "Access-Control-Allow-Headers": ", ".join(filter(_is_allowed_header, requested)),
         "Access-Control-Max-Age": str(MAX_AGE_S),
     }
     if request_headers.get("Access-Control-Request-Private-Network") == "true":  # page of a public address
@@ -95,4 +95,5 @@ def _build_preflight_headers(request_headers: Mapping[str, str]) -> dict[str, st
 
 
 def _is_allowed_header(header: str) -> bool:
+    header = header.lower()
     return header in ALLOWED_HEADERS or header.startswith(ALLOWED_HEADER_PREFIXES)

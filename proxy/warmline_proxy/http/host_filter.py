@@ -86,16 +86,11 @@ def _find_bonjour_names() -> set[str]:
     if sys.platform != "darwin":
         return set()
     try:
-        asked = subprocess.run(
-            ["/usr/sbin/scutil", "--get", "LocalHostName"],
-            capture_output=True,
-            text=True,
-            timeout=LOOKUP_TIMEOUT_S,
-            check=True,
-        )
+        command = ["/usr/sbin/scutil", "--get", "LocalHostName"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=LOOKUP_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return set()
-    return {f"{asked.stdout.strip().lower()}.local"}
+    return {f"{result.stdout.strip().lower()}.local"}
 
 
 def _find_domain_names() -> set[str]:

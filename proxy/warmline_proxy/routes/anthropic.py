@@ -1,5 +1,7 @@
 """Routes of Anthropic's API besides messages: token counts and models.  Event loop thread."""
 
+from dataclasses import dataclass
+
 from aiohttp import web
 
 from warmline_proxy.api.anthropic.adapter import MessagesApi, build_model_info, build_model_list
@@ -13,25 +15,26 @@ from warmline_proxy.upstream.backend_state import BackendState
 VERSION_HEADER = "anthropic-version"  # sent by all clients of the API
 
 
+@dataclass(eq=False)
 class AnthropicRoutes:
     """Handlers of Anthropic's paths; they take no place in the queue and store nothing."""
 
-    def __init__(
-        self, api: MessagesApi, config: ProxyConfig, renderer: RemoteRenderer, backend_state: BackendState
-    ) -> None:
-        self._api, self._config, self._renderer, self._backend_state = api, config, renderer, backend_state
+    api: MessagesApi
+    config: ProxyConfig
+    renderer: RemoteRenderer
+    backend_state: BackendState
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         """Count the tokens of a request's prompt.  Raises ClientError and UpstreamError."""
-        body = await read_body(request, self._config.receive_timeout_s)
-        tokens = await self._renderer.count_tokens(
-            self._api.read_count_call(body, request.headers), request[CLIENT].tenant
+        body = await read_body(request, self.config.receive_timeout_s)
+        tokens = await self.renderer.count_tokens(
+            self.api.read_count_call(body, request.headers), request[CLIENT].tenant
         )
         return json_response({"input_tokens": tokens})
 
     async def get_models(self, request: web.Request) -> web.Response:
         """List of the served model, or its entry under the path's name.  Raises UpstreamError."""
-        status = await self._backend_state.status()
+        status = await self.backend_state.status()
         name = trim_path(request).removeprefix(MODELS_PATH).strip("/")
         return json_response(build_model_info(status, name) if name else build_model_list(status))
 

@@ -1,4 +1,4 @@
-"""Middlewares of the proxy: access rules, error envelopes and CORS headers.  Event loop thread."""
+"""Middlewares of the proxy (access, error envelopes, CORS headers) and registration of routes.  Event loop thread."""
 
 import logging
 from collections.abc import Awaitable, Callable, Collection
@@ -8,7 +8,7 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
 from warmline_common.process.redaction import redact_path
-from warmline_proxy.admin.routes import ADMIN_PATH_PREFIX, describe_routing_error
+from warmline_proxy.admin.routes import ADMIN_PATH_PREFIX, RouteTable, describe_routing_error
 from warmline_proxy.api.openai import MODELS_PATH
 from warmline_proxy.api.registry import APIS, COUNT_TOKENS_PATH, find_api
 from warmline_proxy.auth.authenticator import Authenticator
@@ -28,6 +28,7 @@ READ_METHODS = (hdrs.METH_GET, hdrs.METH_HEAD)
 PUBLIC_PATHS = ("/health", "/ready")
 METRICS_PATH = "/metrics"
 SERVED_PATHS = (*APIS, COUNT_TOKENS_PATH, MODELS_PATH)
+SLASHES = "{slashes:/*}"  # at the end of each pattern: a path with trailing slashes is the same path
 ALLOWED_METHODS = "GET, HEAD, POST, DELETE, OPTIONS"
 
 
@@ -121,3 +122,10 @@ def build_cors_handler(
         response.headers.update(build_cors_headers(allowed_origins, request.method, request.path, request.headers))
 
     return set_cors_headers
+
+
+def add_routes(app: web.Application, table: RouteTable) -> None:
+    """Register handlers by method ("*" for any; GET answers HEAD too) and path or pattern."""
+    for (method, path), handler in table.items():
+        for each in (method, "HEAD") if method == "GET" else (method,):
+            app.router.add_route(each, path + SLASHES, handler, expect_handler=handle_expect)

@@ -1,5 +1,6 @@
 """Routes below /v1/responses.  Responses are not stored, so only those in progress can be named."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
@@ -20,19 +21,15 @@ from warmline_proxy.routes.middlewares import CLIENT, trim_path
 RESPONSE_ID_PREFIX = "resp_"
 
 
+@dataclass(eq=False)
 class ResponsesRoutes:
     """POST input_tokens; DELETE {id} and POST {id}/cancel of a response in progress.  Event loop thread."""
 
-    def __init__(
-        self,
-        api: ResponsesApi,
-        config: ProxyConfig,
-        renderer: RemoteRenderer,
-        registry: RequestRegistry,
-        completion: Completion,
-    ) -> None:
-        self._api, self._config, self._renderer = api, config, renderer
-        self._registry, self._completion = registry, completion
+    api: ResponsesApi
+    config: ProxyConfig
+    renderer: RemoteRenderer
+    registry: RequestRegistry
+    completion: Completion
 
     async def handle(self, http_request: web.Request) -> web.Response:
         """Handle a path below /v1/responses/.  Raises ClientError and UpstreamError."""
@@ -51,16 +48,16 @@ class ResponsesRoutes:
         raise _response_not_found(name)
 
     async def _count_tokens(self, request: web.Request, client: Client) -> web.Response:
-        body = await read_body(request, self._config.receive_timeout_s)
-        tokens = await self._renderer.count_tokens(self._api.read_call(body, request.headers), client.tenant)
+        body = await read_body(request, self.config.receive_timeout_s)
+        tokens = await self.renderer.count_tokens(self.api.read_call(body, request.headers), client.tenant)
         return json_response({"object": "response.input_tokens", "input_tokens": tokens})
 
     async def _cancel_response(self, name: str, client: Client) -> Request:
         """Cancel a response and wait until the engine has released it.  Raises ClientError 404."""
-        request = self._registry.find(name.removeprefix(RESPONSE_ID_PREFIX), client)
+        request = self.registry.find(name.removeprefix(RESPONSE_ID_PREFIX), client)
         if request is None or request.released.is_set():
             raise _response_not_found(name)
-        await self._completion.cancel(request)
+        await self.completion.cancel(request)
         return request
 
 

@@ -24,10 +24,10 @@ from support.proxy.purges import (
 )
 from warmline_common.protocol.messages import SampledTurn, encode
 from warmline_common.protocol.tokens import namespace, pack_tokens
-from warmline_proxy.admin import purge as purging
 from warmline_proxy.app import REQUEST_REGISTRY
 from warmline_proxy.auth import key_store
 from warmline_proxy.index.index import IndexFullError
+from warmline_proxy.retention import purge as purging
 
 
 @on_loop
