@@ -55,7 +55,10 @@ def _format_context(engine: Mapping[str, Any]) -> str:
 
 def _format_disk(totals: Mapping[str, Any], budget_bytes: int) -> str:
     used = sum(totals[f"bytes_{part}"] for part in DISK_USAGE_NAMES)
-    return f"{_format_bytes(used)} of {_format_bytes(budget_bytes)} used: {_format_stored(totals['sessions'], totals['tokens'])}"
+    return (
+        f"{_format_bytes(used)} of {_format_bytes(budget_bytes)} used: "
+        f"{_format_stored(totals['sessions'], totals['tokens'])}"
+    )
 
 
 def _format_stored(conversations: int, tokens: int) -> str:

@@ -201,7 +201,8 @@ class _OutageReporter:
     async def _report_recovery(self) -> None:
         await _wait_until_ready(self._address)
         print_message(
-            f"ready again, {time.monotonic() - self._started_at:.1f} s after the {' and the '.join(self._exited_names)} ended"
+            f"ready again, {time.monotonic() - self._started_at:.1f} s after the "
+            f"{' and the '.join(self._exited_names)} ended"
         )
         self._exited_names.clear()
 

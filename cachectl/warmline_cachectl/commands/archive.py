@@ -163,7 +163,10 @@ def _report_progress(chunks: Iterator[bytes], progress: Callable[[int], None]) -
 
 
 def _format_export(exported: ExportResult, destination: str) -> str:
-    what = f"{tables.format_count(exported.segments, 'segment')} and {tables.format_count(exported.checkpoints, 'checkpoint')}"
+    what = (
+        f"{tables.format_count(exported.segments, 'segment')} and "
+        f"{tables.format_count(exported.checkpoints, 'checkpoint')}"
+    )
     tokens, size = tables.format_count(exported.tokens, "token"), tables.format_size(exported.bytes_count)
     return f"exported {tokens} of {exported.model} in {what}: {size} to {destination}"
 
@@ -236,10 +239,17 @@ def _import_locally(index: Index, request: ImportRequest, quiet: bool) -> Import
 
 def _format_import(imported: ImportReply) -> str:
     if not imported.segments and not imported.checkpoints:
-        return f"all {tables.format_count(imported.tokens, 'token')} of {imported.model} are stored already, as session {imported.session}"
-    what = f"{tables.format_count(imported.segments, 'segment')} and {tables.format_count(imported.checkpoints, 'checkpoint')}"
+        return (
+            f"all {tables.format_count(imported.tokens, 'token')} of {imported.model} are stored already, "
+            f"as session {imported.session}"
+        )
+    what = (
+        f"{tables.format_count(imported.segments, 'segment')} and "
+        f"{tables.format_count(imported.checkpoints, 'checkpoint')}"
+    )
     known = f", {imported.tokens_known:,} of them were stored already" if imported.tokens_known else ""
     return (
-        f"imported {tables.format_count(imported.tokens, 'token')} of {imported.model} as session {imported.session}{known}: "
+        f"imported {tables.format_count(imported.tokens, 'token')} of {imported.model} as session "
+        f"{imported.session}{known}: "
         f"{what}, {tables.format_size(imported.bytes_written)}"
     )

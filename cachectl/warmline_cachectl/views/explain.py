@@ -27,7 +27,10 @@ Renderables = Iterable[Table | Text | str]
 
 def render_explanation(reply: ExplainReply) -> Renderables:
     record, verdict = reply.request, reply.verdict
-    asked = f"{record.endpoint}, {printable(record.client_model) or 'no model named'}, {_format_age(record.at)}, {record.outcome}"
+    asked = (
+        f"{record.endpoint}, {printable(record.client_model) or 'no model named'}, "
+        f"{_format_age(record.at)}, {record.outcome}"
+    )
     if since := reply.since:
         were = "were, the last of them" if since.warm > 1 else "was:"
         warm = f"{format_count(since.warm, 'request')} since then {were} {since.last} ({_format_age(since.at)})"

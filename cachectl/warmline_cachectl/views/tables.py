@@ -305,7 +305,10 @@ def format_purge(reply: PurgeReply) -> str:
 def format_pin(reply: PinReply) -> str:
     what = f"{reply.session} is {'pinned' if reply.pinned else 'no longer pinned'}"
     changed = f"{format_count(len(reply.segments), 'segment')} {'more' if reply.pinned else 'fewer'}"
-    return f"{what}: {changed}; {format_size(reply.bytes_pinned)} of at most {format_size(reply.bytes_pinned_max)} are pinned now"
+    return (
+        f"{what}: {changed}; {format_size(reply.bytes_pinned)} of at most "
+        f"{format_size(reply.bytes_pinned_max)} are pinned now"
+    )
 
 
 def render_gc(reply: GcReply) -> Renderables:

@@ -63,7 +63,7 @@ class ServiceProcess:
 
     @property
     def output(self) -> Path:
-        """File of stdout and stderr: errors that end a start, and crashes.  Other lines are in the process's own log."""
+        """File of stdout and stderr: errors that end a start, and crashes.  Other lines are in the process log."""
         return output_file(self.home, self.service_id.role)
 
 

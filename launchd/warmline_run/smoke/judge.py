@@ -44,7 +44,10 @@ def find_disagreement(one: ChatCompletion, other: ChatCompletion, tolerance: flo
     if one.full_text == other.full_text and one.finish_reason == other.finish_reason:
         return ""
     if not one.tokens or not other.tokens:
-        return f"they part at character {_common_prefix_length(one.full_text, other.full_text)}, and there are no log-probabilities to judge by"
+        return (
+            f"they part at character {_common_prefix_length(one.full_text, other.full_text)}, and there "
+            "are no log-probabilities to judge by"
+        )
     tolerance = tolerance or infer_tolerance((*one.tokens, *other.tokens))
     for place, (mine, theirs) in enumerate(zip(one.tokens, other.tokens, strict=False)):
         if mine.token != theirs.token:

@@ -58,7 +58,8 @@ def _make_listing(draw: random.Random) -> list[str]:
 
 def _make_build(draw: random.Random) -> list[str]:
     rows = [
-        f"src/{_make_file_name(draw)}:{draw.randrange(900)}:{draw.randrange(80)}: warning: '{draw.choice(NAMES)}' is never used"
+        f"src/{_make_file_name(draw)}:{draw.randrange(900)}:{draw.randrange(80)}: warning: "
+        f"'{draw.choice(NAMES)}' is never used"
         for _ in range(4)
     ]
     return [

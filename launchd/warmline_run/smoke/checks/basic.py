@@ -76,7 +76,8 @@ async def check_exact_answer(target: Target) -> str:
     first, second = await target.client.complete(messages, **fields), await target.client.complete(messages, **fields)
     if flaw := find_disagreement(first, second, target.tolerance):
         raise CheckFailedError(
-            f"asked twice at temperature 0, {flaw}: {format_excerpt(first.full_text)}, then {format_excerpt(second.full_text)}",
+            f"asked twice at temperature 0, {flaw}: {format_excerpt(first.full_text)}, then "
+            f"{format_excerpt(second.full_text)}",
             "something is random, or the second answer was computed from a wrong cache",
         )
     return f"twice {format_excerpt(first.full_text, 40)}; {await check_forced_value(target, FORCED_WORD)}"
@@ -113,7 +114,8 @@ async def check_forced_value(target: Target, word: str) -> str:
         right = False
     if not right:
         raise CheckFailedError(
-            f"response_format allows nothing but {word!r}, and the answer is {format_excerpt(answer.text or answer.reasoning)}",
+            f"response_format allows nothing but {word!r}, and the answer is "
+            f"{format_excerpt(answer.text or answer.reasoning)}",
             "structured output is ignored here, as mlx_lm.server does",
         )
     return "held to one value, it gives that value"
@@ -137,7 +139,8 @@ async def check_streaming(target: Target) -> str:
         raise CheckFailedError("the stream has no usage, though stream_options.include_usage asked for it")
     if flaw := find_disagreement(whole, streamed, target.tolerance):
         raise CheckFailedError(
-            f"streamed and not streamed, {flaw}: {format_excerpt(whole.full_text)} and {format_excerpt(streamed.full_text)}"
+            f"streamed and not streamed, {flaw}: {format_excerpt(whole.full_text)} and "
+            f"{format_excerpt(streamed.full_text)}"
         )
     if (counts := _usage_counts(whole)) != _usage_counts(streamed):
         raise CheckFailedError(f"usage differs: {counts} not streamed, {_usage_counts(streamed)} streamed")

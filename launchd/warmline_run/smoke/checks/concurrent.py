@@ -30,7 +30,8 @@ async def check_three_at_once(target: Target) -> str:
     for word, mine, lone in zip(WORDS, together, alone, strict=True):
         if flaw := find_disagreement(mine, lone, target.tolerance):
             raise CheckFailedError(
-                f"asked about {word} beside two others and alone, {flaw}: {format_excerpt(mine.full_text)}, alone {format_excerpt(lone.full_text)}",
+                f"asked about {word} beside two others and alone, {flaw}: {format_excerpt(mine.full_text)}, "
+                f"alone {format_excerpt(lone.full_text)}",
                 "answers are mixed up, or batching makes the model another one",
             )
     if len({_answer_fingerprint(answer) for answer in alone}) < len(WORDS):
@@ -153,7 +154,8 @@ def _check_small_request_wait(target: Target, wait_s: float) -> None:
     if wait_s > target.scale.quick_s:
         raise CheckFailedError(
             f"a small request waited {wait_s:.1f} s, until a long prompt was computed whole",
-            f"other clients time out behind every long prompt; if this one fits one prefill step, {LONGER_PROMPT_ADVICE}",
+            "other clients time out behind every long prompt; if this one fits one prefill step, "
+            f"{LONGER_PROMPT_ADVICE}",
         )
     raise CheckNotRunError(
         f"the long prompt was computed before its connection could be dropped: {LONGER_PROMPT_ADVICE}"

@@ -36,7 +36,8 @@ async def check_long_transcript(target: Target) -> str:
     last = turns[-1].warm
     return (
         f"{len(turns)} turns, {last.prompt_tokens} tokens, {last.cached_tokens} of them reused in the last; as cold in "
-        f"turns {', '.join(str(turn.number) for turn in select_compared_turns(turns))} (log-probabilities within {worst:.2g})"
+        f"turns {', '.join(str(turn.number) for turn in select_compared_turns(turns))} (log-probabilities "
+        f"within {worst:.2g})"
     )
 
 

@@ -55,7 +55,8 @@ def validate_tool_call(answer: ChatCompletion, mode_suffix: str = "") -> Mapping
         raise CheckNotRunError(f"the model thinks for {CALL_TOKENS_MAX} tokens or more before it calls")
     if not answer.tool_calls:
         raise CheckFailedError(
-            f"a call is required, and the answer{mode_suffix} has none: finish_reason {answer.finish_reason!r}, {format_excerpt(answer.full_text)}",
+            f"a call is required, and the answer{mode_suffix} has none: finish_reason "
+            f"{answer.finish_reason!r}, {format_excerpt(answer.full_text)}",
             "the server ignores tool_choice (mlx_lm.server does), or can't read this model's calls",
         )
     for call in answer.tool_calls:
@@ -115,4 +116,7 @@ def _check_reuse(target: Target, call_answer: ChatCompletion, answer: ChatComple
             f"{cached} tokens were reused of the {call_answer.prompt_tokens} before the call",
             "each step of an agent would prefill anew; the server's log, or `cachectl stats`, says why",
         )
-    return f"{cached} of its {answer.prompt_tokens} tokens were reused, the call's question had {call_answer.prompt_tokens}"
+    return (
+        f"{cached} of its {answer.prompt_tokens} tokens were reused, the call's question had "
+        f"{call_answer.prompt_tokens}"
+    )
