@@ -79,7 +79,7 @@ def reconcile_index(index: Index) -> None:
     """Recover the index; after a disk error it stays read-only, and is retried while serving."""
     if not index.read_only:
         try:
-            log.info("index: %s", reconcile(index))
+            log.info("index %s", reconcile(index))
             index.allocate_reserve()
             return
         except (IndexStoreError, OSError) as error:

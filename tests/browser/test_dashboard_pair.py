@@ -69,7 +69,7 @@ def unnamed_is_told_apart(browser: Chromium, pair: Pair) -> None:
     poll(browser)
     browser.wait("document.querySelector('#session-rows b.unnamed') && document.querySelector('.row .who')")
     name = browser.run("document.querySelector('#session-rows b').textContent")
-    assert re.fullmatch(r"kept since \d\d:\d\d:\d\d", name)
+    assert re.fullmatch(r"conversation started \d\d:\d\d:\d\d", name)
     assert browser.run("document.querySelector('.row .who').textContent") == f"{name} · chat"
     assert f"ends: {name}" in browser.run("document.querySelector('#tree').textContent"), "the one tree is open"
     browser.run("document.querySelector('#session-rows .danger').click()")

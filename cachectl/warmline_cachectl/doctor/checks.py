@@ -50,7 +50,7 @@ def check_modes(facts: Facts) -> Diagnosis:
         return Diagnosis(
             "modes", FAIL, f"open to other users: {_format_some(facts.open_modes)}", f"chmod -R go-rwx {facts.home}"
         )
-    return Diagnosis("modes", OK, "files are their owner's alone")
+    return Diagnosis("modes", OK, "file permissions ok")
 
 
 def check_lock(facts: Facts) -> Diagnosis:
@@ -140,7 +140,7 @@ def check_index(facts: Facts) -> Diagnosis:
             "index", FAIL, f"{format_count(len(found.findings), 'finding')}: {told}", "cachectl verify --repair"
         )
     return Diagnosis(
-        "index", OK, f"{format_count(found.totals.segments if found.totals else 0, 'segment')}, all in order"
+        "index", OK, f"{format_count(found.totals.segments if found.totals else 0, 'segment')}, all ok"
     )
 
 

@@ -200,7 +200,7 @@ class Saver:
             async with self._save_lock:
                 if not await _run_in_thread(self.index.reopen):
                     return
-                log.info("index: %s", await _run_in_thread(reconcile, self.index))
+                log.info("index %s", await _run_in_thread(reconcile, self.index))
                 await _run_in_thread(self.index.allocate_reserve)
         except (IndexStoreError, OSError) as error:
             self.index.set_read_only(error)

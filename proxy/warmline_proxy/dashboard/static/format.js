@@ -53,7 +53,7 @@ export function clock(at) {
 }
 
 /** What a conversation is called: as its client calls it, or else by when it was first stored. */
-export const nameOf = ({ client, created }) => client || `kept since ${clock(created)}`;
+export const nameOf = ({ client, created }) => client || `conversation started ${clock(created)}`;
 
 const day = (then) => `${then.getDate()} ${MONTHS[then.getMonth()]}`;
 

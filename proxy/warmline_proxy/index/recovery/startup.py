@@ -33,7 +33,7 @@ class ReconcileReport(msgspec.Struct, kw_only=True):
 
     def __str__(self) -> str:
         done = [f"{name} {count}" for name, count in msgspec.structs.asdict(self).items() if count]
-        return ", ".join(done).replace("_", " ") or "in order"
+        return ", ".join(done).replace("_", " ") or "ok"
 
 
 def reconcile(index: Index) -> ReconcileReport:
