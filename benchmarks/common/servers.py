@@ -22,7 +22,7 @@ from warmline_run import openblas
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
-import tiny_models  # noqa: E402  (lives with the tests, which own it)
+from support import tiny_models  # noqa: E402  (lives with the tests, which own it)
 
 START_TIMEOUT_S = 120.0
 REQUEST_TIMEOUT_S = 900.0
