@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from common.rows import StreamingTable
-from common.servers import get_status, tiny_models
+from common.servers import find_free_ports, tiny_models
 from rich.console import Console
 
 START_TIMEOUT_S = 120.0
@@ -30,7 +30,7 @@ ANSWER_TOKENS = 4
 @contextmanager
 def run_pair(warmline: str, home: Path, model: Path) -> Iterator[str]:
     """Base URL of a pair."""
-    port, backend_port = get_status(), get_status()
+    port, backend_port = find_free_ports(2)
     command = [warmline, "serve", "--home", str(home), "--model", str(model), "--port", str(port)]
     command += ["--backend-port", str(backend_port), "--audit-fraction", "0"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
