@@ -1,4 +1,4 @@
-"""Who is on this machine, by address and by what it calls us."""
+"""Predicates of this machine, by address and by host name."""
 
 import pytest
 

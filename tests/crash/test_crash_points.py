@@ -77,7 +77,7 @@ def modules() -> list[Path]:
 
 
 def forbidden(call: ast.Call) -> str:
-    """What a call changes on the disk by itself; "" where nothing."""
+    """Call that changes the disk outside the seam; "" where there is none."""
     name = call.func
     if isinstance(name, ast.Name):
         return "open for writing" if name.id == "open" and _writes(call.args[1:2]) else ""

@@ -106,7 +106,7 @@ def test_whatever_else_is_named_is_told_too(families: dict[str, tuple[Facts, str
 
 
 def lint(name: str, kind: str, labels: tuple[str, ...], about: str) -> list[str]:
-    """What promtool would say, and some more."""
+    """Findings as promtool reports them, and some more."""
     rules: list[tuple[Callable[[], bool], str]] = [
         (lambda: re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) is not None, "a name in small letters"),
         (lambda: (kind == "counter") == name.endswith("_total"), "counters, and only these, end in _total"),

@@ -1,4 +1,4 @@
-"""What the documentation says of settings and gates is what they are, and its links lead somewhere."""
+"""Documentation of settings and gates against the code, and its links."""
 
 import re
 from pathlib import Path

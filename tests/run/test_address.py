@@ -1,4 +1,4 @@
-"""Where clients are told to connect, and with what."""
+"""Addresses and keys that clients are told to use."""
 
 from pathlib import Path
 

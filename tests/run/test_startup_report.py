@@ -1,4 +1,4 @@
-"""What a start says that it has found, by the state that the proxy tells."""
+"""Report of a start, by the state in the proxy's status."""
 
 import copy
 import fcntl

@@ -1,4 +1,4 @@
-"""What GET /metrics said, parsed as a scraper parses it."""
+"""Answer of GET /metrics, parsed as a scraper parses it."""
 
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text

@@ -161,7 +161,7 @@ class _Collector:
         self._run("keys", commands.KEYS, home=str(self._folder / "keys"), in_order=True)
 
     def _keyed(self, alone: Server, port: int) -> None:
-        """What is answered where keys are asked for, and no backend serves."""
+        """Answers where keys are required, and no backend serves."""
         home = Path(self._values["KEYS_HOME"])
         show = commands.prepared("cachectl key show admin --home KEYS_HOME", self._values)
         admin = self._programs.run([show])[0].stdout.strip()

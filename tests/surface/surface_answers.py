@@ -116,7 +116,7 @@ def _fine(answer: Answer) -> Answer:
 
 
 def stored_requests(ports: Ports) -> dict[str, Any]:
-    """Where each of these requests started from, as its header says; the shapes of what is ended and replaced."""
+    """Start of each of these requests, as its header says; shapes of cancelled and replaced ones."""
     told: dict[str, Any] = {"cold": _source(ask(ports.proxy, "POST", CHAT, _chat(LONG)))}
     told["resident"] = _source(ask(ports.proxy, "POST", CHAT, _chat(LONG)))
     ask(ports.proxy, "POST", CHAT, _chat(f"{LONG} But another one."), {"X-Session-Id": "talk"})
@@ -200,7 +200,7 @@ def _tokens(text: bytes) -> str:
 
 
 def backend_answers(ports: Ports) -> dict[str, Any]:
-    """What it says to whoever has the secret."""
+    """Answers of the backend to a holder of the secret."""
 
     def said(method: str, path: str, body: Any = None, **headers: str) -> Answer:
         return ask(ports.backend, method, path, body, {**ports.as_owner, **headers})

@@ -23,7 +23,7 @@ TIMEOUT_S = 120
 
 @dataclass(frozen=True)
 class Done:
-    """What one run has left."""
+    """Result of one run."""
 
     code: int
     stdout: str

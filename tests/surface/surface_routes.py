@@ -172,7 +172,7 @@ KEYED = (
 
 
 def keyed_cases(keys: Mapping[str, str]) -> dict[str, Case]:
-    """What each key opens, shown in each way; of a proxy whose owner needs one too."""
+    """Access of each key, sent in each way, to a proxy whose owner needs one too."""
     shown: dict[str, Mapping[str, str]] = {"no key": {}}
     for name, key in keys.items():
         shown[f"bearer {name}"] = {"Authorization": f"Bearer {key}"}

@@ -92,7 +92,7 @@ class Server:
         return self._process.wait(STOP_TIMEOUT_S)
 
     def kill(self) -> None:
-        """Where it still runs: what went wrong is told elsewhere."""
+        """Kill the server if it still runs; its failure is reported elsewhere."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             self._process.wait(STOP_TIMEOUT_S)

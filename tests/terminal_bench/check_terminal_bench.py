@@ -32,7 +32,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 @pytest.fixture(scope="module")
 def seen(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What the agent says of all that it did, once it has done it."""
+    """Report of the agent about all that it did."""
     folder = tmp_path_factory.mktemp("work")
     done = subprocess.run(
         [PYTHON, str(AGENT), f"{pair.url}/v1", str(folder)],

@@ -1,4 +1,4 @@
-"""What `warmline doctor` says of a folder's files, from broken ones written by hand."""
+"""Findings of `warmline doctor` about a folder's files, from broken files written by hand."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What conversations take, on which machine, and how near the estimate of a prefill step comes to what it takes."""
+"""Memory of conversations by machine, and the estimate of a prefill step against its real memory."""
 
 from pathlib import Path
 

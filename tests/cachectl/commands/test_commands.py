@@ -1,4 +1,4 @@
-"""What each verb promises: the names in its JSON, its exit codes, its help, what a shell completes."""
+"""Contract of each command: names in its JSON, exit codes, help, shell completion."""
 
 import errno
 import json

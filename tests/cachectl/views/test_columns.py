@@ -1,4 +1,4 @@
-"""What is left out of a table that does not fit, and in which order; trees of many segments."""
+"""Columns of a table that does not fit: order of removal; trees of many segments."""
 
 from warmline_cachectl.views import tree as tree_view
 from warmline_cachectl.views.columns import Column, fit_table, printable

@@ -1,4 +1,4 @@
-"""What docs/cachectl.md says that the commands print is what they print, but for numbers."""
+"""Output of commands as docs/cachectl.md prints it, except for numbers."""
 
 import re
 from pathlib import Path

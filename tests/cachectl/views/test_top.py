@@ -1,4 +1,4 @@
-"""What `top` makes of what the proxy tells, and how it behaves on a terminal."""
+"""View of `top` from the proxy's status, and its behaviour on a terminal."""
 
 import os
 import pty

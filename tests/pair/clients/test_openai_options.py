@@ -1,4 +1,4 @@
-"""What OpenAI's API has besides one plain answer, through its own SDK: choices, prompts, echo, logprobs, models."""
+"""OpenAI's options besides one plain answer, through its own SDK: choices, prompts, echo, logprobs, models."""
 
 import re
 from collections import defaultdict

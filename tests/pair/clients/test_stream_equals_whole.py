@@ -40,7 +40,7 @@ Calls = Sequence[tuple[str, dict[str, Any]]]  # names and arguments
 
 
 class Case:
-    """What is asked, by which fields; what must be said, called, thought, and how it must end."""
+    """Fields of a request; the expected text, calls, reasoning and end."""
 
     def __init__(
         self,

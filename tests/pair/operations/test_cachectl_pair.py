@@ -54,7 +54,7 @@ def holding(pair: Pair, wanted: bytes) -> set[str]:
 
 
 def end(tokens: bytes) -> bytes:
-    """What of them no other conversation has."""
+    """Tokens at the end that no other conversation has."""
     return tokens[-16 * TOKEN_BYTES :]
 
 

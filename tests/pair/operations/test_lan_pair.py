@@ -30,7 +30,7 @@ def asked(pair: Pair, key: str) -> Reply:
 
 
 def cached(pair: Pair, key: str) -> int:
-    """How much of the tale its holder is spared; what the header says agrees with what the usage does."""
+    """Tokens that the key's holder reuses; header and usage agree."""
     reply = asked(pair, key)
     assert reply.status == 200, reply.raw
     source, _, count = reply.headers["X-Warmline-Cache"].partition(" ")

@@ -116,7 +116,7 @@ ANSWERED: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def good(warm_pair: Pair) -> str:
-    """What a good request is answered."""
+    """Answer of a good request."""
     return warm_pair.chat(MESSAGES, max_tokens=4).text
 
 

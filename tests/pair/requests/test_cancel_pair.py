@@ -43,7 +43,7 @@ def prompt(words: str, tokens: int) -> list[Message]:
 
 
 def is_just(tokens: int, computed: int) -> bool:
-    """Whether these are the tokens that were computed, and perhaps the few that all prompts share."""
+    """True where these are the computed tokens, and perhaps the few that all prompts share."""
     return computed <= tokens < computed + SHARED_MAX
 
 

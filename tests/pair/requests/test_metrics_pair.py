@@ -1,4 +1,4 @@
-"""What both processes of a real pair tell Prometheus agrees with what they did, and with each other."""
+"""Metrics of both processes of a real pair agree with their work, and with each other."""
 
 import sys
 import time

@@ -148,7 +148,7 @@ def written(
 
 
 class Written:
-    """What a pair was asked, and every byte that it wrote."""
+    """Requests to a pair, and every byte that it wrote."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair, self.good, self.bad = pair, list[Reply](), list[Reply]()

@@ -76,7 +76,7 @@ def get(pair: Pair, path: str) -> str:
 
 
 def persistence(pair: Pair) -> str:
-    """What /health and the status say, which is the same."""
+    """Persistence as /health and the status report it, which is the same."""
     state = str(pair.proxy_status()["persistence"])
     health = json.loads(get(pair, "/health"))
     assert (health["status"], health["persistence"]) == ("ok", state)

@@ -44,7 +44,7 @@ def truncate(path: Path, other: Path) -> None:
 
 
 def take_another_models(path: Path, other: Path) -> None:
-    """What a model of the same shape would have written under this id."""
+    """File that a model of the same shape would have written under this id."""
     mark = read_header(path).meta.fingerprint.encode()
     path.write_bytes(path.read_bytes().replace(mark, b"0" * len(mark), 1))
 
@@ -113,7 +113,7 @@ class Talk:
         return [state["id"] for row in self.path for state in row["checkpoints"]]
 
     def starts(self) -> list[int]:
-        """Where this conversation could go on, ascending: at its checkpoints, or else where its segments meet."""
+        """Positions at which this conversation can continue, ascending: its checkpoints, or else its segments' ends."""
         states = [state["position"] for row in self.path for state in row["checkpoints"]]
         return states or [row["start"] for row in self.path[1:]] + [self.path[-1]["end"]]
 

@@ -74,7 +74,7 @@ class Assassin(threading.Thread):
 
 
 def ask_and_kill(pair: Pair, messages: list[Message], moment: Moment, **answer: object) -> bool:
-    """Whether the moment was met before the save was over."""
+    """True where the moment came before the save was over."""
     assassin = Assassin(pair, moment)
     try:
         pair.chat(messages, **answer)

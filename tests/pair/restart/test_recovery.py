@@ -42,7 +42,7 @@ def pair(planted: Planted, tiny_folder: FolderOf, tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="module")
 def before(pair: Pair) -> ProcessStats:
-    """What the proxy holds when nothing has happened yet."""
+    """Resources of the proxy before any request."""
     pair.chat(prompt("a first one", 50), **ANSWER)
     wait_until_let_go(pair)
     return proxy_vitals(pair)
@@ -138,7 +138,7 @@ def check_fault_while_decoding(fault: str, pair: Pair, planted: Planted) -> None
 
 
 def check_next_turn(pair: Pair, earlier: list[Message], answer: str, tokens: int) -> None:
-    """What was saved is used after a restart as before, unless so small a model is quicker at computing it anew."""
+    """Saved KV is used after a restart as before, unless so small a model computes it faster."""
     messages = [*earlier, {"role": "assistant", "content": answer}, {"role": "user", "content": "Go on."}]
     following = pair.chat(messages, **ANSWER)
     if following.cached < tokens + len(answer):
@@ -179,7 +179,7 @@ def saved_tokens(pair: Pair) -> int:
 
 
 def test_a_backend_killed_in_a_long_prefill(pair: Pair, planted: Planted, before: ProcessStats) -> None:
-    """What is lost is at most a part, a chunk, and what was computed while the part before was saved."""
+    """At most a part, a chunk, and the tokens computed while the part before was saved are lost."""
     messages = prompt("killed backend", 2000)
     with planted.gate() as gate:
         asked = Asked(pair, messages, stream=True, **ANSWER)

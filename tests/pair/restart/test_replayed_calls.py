@@ -67,7 +67,7 @@ class Agent:
         return reply
 
     def does(self, reply: Reply, **changed: Any) -> None:
-        """What the model called, with arguments in the alphabet's order; and a result."""
+        """Calls of the model, with arguments in alphabetical order; and a result."""
         message = reply.json["choices"][0]["message"]
         (call,) = message["tool_calls"]
         arguments = json.loads(call["function"]["arguments"]) | changed

@@ -1,4 +1,4 @@
-"""What was prefilled once is never prefilled again: a conversation, kill -9 of everything, and its next turn."""
+"""Restart after kill -9 of all processes: a conversation's next turn prefills nothing twice."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What an index tells of a request long after it, with no proxy there."""
+"""Explanations from an index alone, long after the request."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""Whose what is stored is: keys come, go and come back under the same name."""
+"""Owners of stored conversations: keys come, go and come back under the same name."""
 
 import msgspec
 import pytest

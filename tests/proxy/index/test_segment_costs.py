@@ -1,4 +1,4 @@
-"""What a segment cost to compute decides what is evicted; it is reckoned by how fast the backend is by then."""
+"""Prefill cost of a segment, which eviction weighs, by the backend's speed at that time."""
 
 from pathlib import Path
 

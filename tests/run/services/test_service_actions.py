@@ -1,4 +1,4 @@
-"""What the verbs have launchctl or systemctl do, and what their documentation says of it."""
+"""Commands that each action gives launchctl or systemctl, and their documentation."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the plists and units say, and who reads them so."""
+"""Content of plists and units, parsed as launchd and systemd do."""
 
 import os
 import plistlib

@@ -1,4 +1,4 @@
-"""What is seen of an agent: its state, its coming up, its logs, and how its process ends."""
+"""Status of a service: its state, its start, its logs, and its end."""
 
 import http.server
 import json

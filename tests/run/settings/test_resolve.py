@@ -1,4 +1,4 @@
-"""Which layer wins, and what each refuses."""
+"""Precedence of the layers of settings, and their refusals."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What gates judge by, alone."""
+"""Comparison functions of the gates."""
 
 import json
 import math

@@ -72,7 +72,7 @@ class Verdict:
     near_tie: bool = False
 
     def __bool__(self) -> bool:
-        """Whether the runs are equal or differ by a near tie."""
+        """True where the runs are equal or differ by a near tie."""
         return self.equal or self.near_tie
 
 

@@ -36,7 +36,7 @@ KEYS = {
 
 
 def executable() -> str:
-    """Where none is installed the test is skipped, or fails where TESTS_BROWSER=required."""
+    """Chromium's path; without one the test is skipped, or fails where TESTS_BROWSER=required."""
     found = next(filter(None, map(shutil.which, EXECUTABLES)), None)
     if found:
         return found

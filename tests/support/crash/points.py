@@ -73,7 +73,7 @@ class Ledger:
         return real(*arguments)
 
     def _named(self, arguments: tuple[Any, ...]) -> str:
-        """What the step is at, without what differs from run to run."""
+        """Location of a step, without parts that differ from run to run."""
         short = [target.replace(str(self._root), "HOME") for target in targets(arguments)]
         return " -> ".join(
             re.sub(r"[0-9a-f]{16,64}", "ID", re.sub(r"/[0-9a-f]{2}(?=/|$)", "/XX", each)) for each in short
@@ -134,7 +134,7 @@ def killed(home: Home, life: str, nth: int, when: str) -> None:
 
 
 def look_after(home: Home, at_once: bool, before: dict[str, int], after: dict[str, int]) -> None:
-    """What a start makes of it: all that was stored, nothing that wasn't, no rest of anything, and life goes on.
+    """Check a start afterwards: all that was stored, nothing else, no leftovers, and further saves work.
 
     In this process, which has one thread again afterwards.
     """

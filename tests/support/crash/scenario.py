@@ -121,7 +121,7 @@ def save_of_little(index: Index) -> None:
 
 
 def merge(index: Index) -> None:
-    """What was little is written once more, with what follows it."""
+    """Save that writes a small segment again, with its continuation."""
     save(index, LONGER, [], prefill_s=9.0)
 
 
@@ -159,7 +159,7 @@ def save_after_it(index: Index) -> None:
 
 
 def leftovers(index: Index) -> None:
-    """What kills leave: a save under way with its files, one that is gone, and strays."""
+    """Leftovers of kills: a save under way with its files, one that is gone, and orphans."""
     write_plan(index.home, planned(index, [*NEW, 1, 2, 3], []))
     index.home.segment_file(leaf(index, NEWER)).unlink()
     strays(index)
@@ -281,7 +281,7 @@ def _meta(plan: SavePlan, kind: str, file_id: str, *, start: int = 0, end: int =
 
 
 def contents(tokens: bytes) -> list[bytes]:
-    """What the row of each position holds, and so does the state after it."""
+    """Content of the row at each position, and of the state after it."""
     values, value = [], b""
     for at in range(0, len(tokens), TOKEN_BYTES):
         value = xxhash.xxh3_64_digest(value + tokens[at : at + TOKEN_BYTES])

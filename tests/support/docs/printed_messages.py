@@ -1,7 +1,7 @@
-"""What our programs say to people when something is wrong, read from their source.
+"""Messages of our programs about problems, read from their source.
 
-A message is what an exception of ours is made with, what a function that makes or raises one is given, what is logged
-from a warning on, and what is said on a terminal.  Values in it are `…`.
+A message is an argument of an exception of ours, of a function that makes or raises one, of a log call from warning
+on, or of a function that prints to a terminal.  Values in it are `…`.
 """
 
 import ast
@@ -86,7 +86,7 @@ class Module:
 
     @cached_property
     def constants(self) -> dict[str, list[ast.expr]]:
-        """What is assigned at its top."""
+        """Constants assigned at the module's top."""
         return _assigned(self.tree)
 
     def said(
@@ -132,7 +132,7 @@ class Module:
         return next((each.name for each in around if each.name in carriers), "")
 
     def _texts(self, node: ast.expr, names: Mapping[str, list[ast.expr]], depth: int = 0) -> list[str]:
-        """What an expression may come to, as far as it stands there; names and functions of the module are followed."""
+        """Possible texts of an expression; names and functions of the module are followed."""
         match node:
             case ast.Constant(value=str(text)):
                 return [text]
@@ -183,7 +183,7 @@ def _assigned(node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef) -> dict
 
 
 def _returned_by_one(modules: list[Module]) -> dict[str, list[ast.expr]]:
-    """What functions return: by their module and name, and by a name that no other has."""
+    """Values returned by functions: by their module and name, and by unique names."""
     counts = Counter(name for module in modules for name in module.returned)
     found: dict[str, list[ast.expr]] = {}
     for module in modules:
@@ -204,7 +204,7 @@ def _failures(modules: list[Module]) -> set[str]:
 
 
 def _makes(function: ast.FunctionDef | ast.AsyncFunctionDef, failures: set[str]) -> bool:
-    """Whether it returns an exception, or raises one whenever it is called."""
+    """True where a function returns an exception, or raises one whenever it is called."""
     return function.returns is not None and bool(
         {node.id for node in ast.walk(function.returns) if isinstance(node, ast.Name)} & {*failures, "NoReturn"}
     )

@@ -126,7 +126,7 @@ class Reader:
         }
 
     def forget(self) -> None:
-        """What a document leaves that another would stumble over: keys, of which one is enough to close the door."""
+        """Delete state of a document that would disturb another: one key is enough to require keys."""
         if (keys := self._pair.home.keys).exists():  # a proxy whose file is gone goes on asking for the keys
             keys.write_text('{"keys": []}')
 

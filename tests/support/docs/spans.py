@@ -1,4 +1,4 @@
-"""What stands in `code spans` of the documentation, and whether the project has it (pure)."""
+"""Code spans of the documentation, and their existence in the project.  Pure."""
 
 import re
 import shlex

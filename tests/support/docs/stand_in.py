@@ -1,9 +1,9 @@
-"""What the commands of the documentation meet in place of programs that can't, or must not, run in a test.
+"""Stand-ins of programs that can't, or must not, run in a test of the documentation.
 
-Written under each such program's name.  Of ours, those that would serve for ever have their flags checked by
-`warmline config`, launchd's and systemd's verbs meet a manager that starts nothing, and gates are cut to the first;
-`make` says what it would do; benchmarks are looked into for their flags.  Programs of others (pmset ...) are only
-written down: STAND_IN_LOG has a line for each.
+Written under each such program's name.  Commands of ours that serve for ever have their flags checked by `warmline
+config`, launchd's and systemd's verbs meet a manager that starts nothing, and gates are cut to the first; `make`
+prints what it would do; benchmarks are searched for their flags.  Other projects' programs (pmset ...) are only
+recorded: STAND_IN_LOG has a line for each.
 """
 
 import json
@@ -68,7 +68,7 @@ def agents(arguments: list[str]) -> int:
 
 
 def benchmark(arguments: list[str]) -> int:
-    """Whether it, or what it shares with others, has such flags."""
+    """Exit code: 0 where the script, or its shared modules, has such flags."""
     script = Path(os.environ["STAND_IN_ROOT"], arguments[0])
     text = script.read_text() + (script.parent / "common" / "servers.py").read_text()
     unknown = [word for word in arguments[1:] if word.startswith("--") and f'"{word}"' not in text]

@@ -36,7 +36,7 @@ STATES = [100, 200, 300]
 
 
 def row(tokens: bytes, at: int, head: int) -> bytes:
-    """What a model has computed of the token there, after all before it."""
+    """Row that a model computes of the token there, after all tokens before it."""
     return xxhash.xxh3_64_digest(tokens[: (at + 1) * TOKEN_BYTES] + bytes([head]))[:WIDTH]
 
 

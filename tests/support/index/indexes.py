@@ -78,14 +78,14 @@ def begin(
 
 
 def planned(index: Index, ids: Sequence[int], checkpoints: Sequence[int] = (), may_replace: bool = True) -> SavePlan:
-    """Where something is to be saved."""
+    """Plan of a save that has something to write."""
     plan = begin(index, ids, checkpoints, may_replace=may_replace)
     assert plan is not None
     return plan
 
 
 def write_plan(home: Home, plan: SavePlan, fingerprint: str = "model-a") -> SaveReply:
-    """What a backend does on POST /kv/save."""
+    """Write the plan's files as a backend does on POST /kv/save."""
     segments, checkpoints, root = [], [], plan.root
     for spec in plan.segments:
         meta = FileMeta(

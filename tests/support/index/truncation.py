@@ -1,4 +1,4 @@
-"""What the tests of cuts share: tokens, and looks at what is stored of them and where."""
+"""Tokens and lookups that the tests of truncation share."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whether two greedy answers are the same one."""
+"""Comparison of two greedy answers."""
 
 from support.pair.pair import Reply
 

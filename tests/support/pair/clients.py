@@ -41,7 +41,7 @@ class Response:
         return self.headers.get("content-type", "").startswith("text/event-stream")
 
     def feed(self, data: bytes) -> bytes:
-        """What it adds to the body."""
+        """Body bytes added by this data."""
         self._raw += data
         if not self.status and not self._take_head():
             return b""
@@ -127,7 +127,7 @@ class Asked:
 
     @property
     def error(self) -> str:
-        """What an error says, as an event or as a body; "" where there is none."""
+        """Text of an error, as an event or as a body; "" where there is none."""
         for body in self._payloads():
             if b'"error"' in body and (error := json.loads(body).get("error")):
                 return str(error["message"])

@@ -180,7 +180,7 @@ class Pair:
         return [self._serve.wait_for(f'PERF .* model="{model}"', SETTLE_TIMEOUT_S).string for _ in range(count)]
 
     def cachectl(self, *words: str, code: int = 0) -> Any:
-        """What the command prints as JSON, if anything.  In this process, for speed, as any other reader."""
+        """JSON output of the command, if any.  Runs in this process, for speed, as any other reader."""
         done = CliRunner().invoke(cachectl, [*words, "--json", "--home", str(self.home.root)])
         assert done.exit_code == code, done.output
         return json.loads(done.stdout) if done.stdout else None

@@ -19,7 +19,7 @@ CLIENTS = sorted(path.stem for path in FOLDER.glob("*.json"))
 
 @dataclass
 class Told:
-    """What an answer says, whatever API it was given in."""
+    """Content of an answer, in whatever API it was given."""
 
     text: str = ""
     reasoning: str = ""

@@ -61,12 +61,12 @@ class HonestServer:
         return [{"id": "call_1", "type": "function", "function": function}]
 
     def formed(self, body: dict[str, Any]) -> str | None:
-        """What a response_format leaves to be said."""
+        """Answers that a response_format allows."""
         schema = body.get("response_format", {}).get("json_schema", {}).get("schema")
         return json.dumps({"answer": schema["properties"]["answer"]["enum"][0]}) if schema else None
 
     def reusable(self, body: dict[str, Any]) -> int:
-        """How many of the prompt's tokens need not be computed."""
+        """Number of the prompt's tokens that need not be computed."""
         if body.get("cache_prompt") is False:
             return 0
         messages = body["messages"]
@@ -230,7 +230,7 @@ class Moody(HonestServer):
 
 
 class RotsWithLength(HonestServer):
-    """What is warm turns to garbage after some turns, with HTTP 200, and all short requests are right."""
+    """Server whose warm answers turn to garbage after some turns, with HTTP 200; short requests are right."""
 
     TURNS_RIGHT = 3
 

@@ -34,7 +34,7 @@ def enter_without_harness() -> None:
 
 
 class Shell:
-    """What the agent wants of a session: keys go in, what has appeared since comes out."""
+    """Session as the agent uses it: keys go in, new output comes out."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._new, self._name = folder, "", "Current Terminal Screen"
@@ -88,7 +88,7 @@ def structured(url: str) -> Any:
 
 
 def failure(model: str, url: str, prompt: str, **options: object) -> Any:
-    """What the LLM class raises, and how often it tried."""
+    """(exception of the LLM class, number of tries)."""
     base, litellm = importlib.import_module("terminal_bench.llms.base_llm"), importlib.import_module("litellm")
     expected = base.ContextLengthExceededError, base.OutputLengthExceededError, litellm.AuthenticationError
     talk = llms.Chat(llms.LiteLLM(f"openai/{model}", temperature=0.0, api_base=url))

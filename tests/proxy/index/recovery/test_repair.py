@@ -1,4 +1,4 @@
-"""What a start and a repair make of each kind of damage alone."""
+"""Start-up and repair for each kind of damage alone."""
 
 import errno
 import os

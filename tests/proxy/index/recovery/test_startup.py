@@ -288,7 +288,7 @@ def test_a_compaction_that_fails_leaves_the_index_as_it_was(home: Home, monkeypa
 
 
 def test_what_lmdb_writes_as_memory_has_its_blocks_before(home: Home) -> None:
-    """Where a disk is full, a first touch of a page without one would end the process, not raise."""
+    """A first touch of a page without a block would end the process on a full disk, not raise."""
     with Index(home, 1 << 30) as index:
         save(index, A)
         index.compact()
@@ -306,7 +306,7 @@ def test_what_lmdb_writes_as_memory_has_its_blocks_before(home: Home) -> None:
 def test_a_compaction_whose_name_is_not_durable_loses_nothing_later(
     home: Home, undone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is written from then on must be where the next start looks for it."""
+    """Later writes must be where the next start looks for them."""
     with Index(home, 1 << 30) as index:
         save(index, A)
         rename = disk.rename
