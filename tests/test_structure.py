@@ -67,7 +67,7 @@ def test_public_class_names_are_unique() -> None:
 
 
 def test_docstrings_begin_with_no_question_word() -> None:
-    nodes = [*iter_definitions(*PRODUCT), *trees(*PRODUCT).items()]
+    nodes = [*iter_definitions(*PRODUCT, "tests"), *trees(*PRODUCT, "tests").items()]
     assert [
         f"{path}: {getattr(node, 'name', '')}: {docstring[:60]}"
         for path, node in nodes

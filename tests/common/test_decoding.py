@@ -46,12 +46,12 @@ class Meta(msgspec.Struct):
 """
 
 
-def test_two_threads_may_meet_a_struct_at_once() -> None:
+def test_threads_decode_new_struct_concurrently() -> None:
     done = subprocess.run([sys.executable, "-c", RACE], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_nobody_decodes_otherwise() -> None:
+def test_typed_decoding_goes_through_guarded_functions() -> None:
     """But with decoders that were made while the module was imported."""
     paths = [path for path in PACKAGES.glob("*/warmline_*/**/*.py") if path.name != DECODE]
     assert len(paths) > 250
@@ -60,7 +60,7 @@ def test_nobody_decodes_otherwise() -> None:
 
 
 @pytest.mark.parametrize("data", [b'{"message": "\xff"}', b'{"x": ' + b"[" * 100_000])
-def test_whatever_is_wrong_is_one_kind_of_error(data: bytes) -> None:
+def test_malformed_json_raises_decode_error(data: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         decode(data, ErrorBody)
 

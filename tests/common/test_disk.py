@@ -19,16 +19,14 @@ def fail(*_: object) -> None:
 
 
 @pytest.mark.parametrize("step", ["create", "write", "sync", "rename"])
-def test_a_file_that_cannot_be_written_leaves_nothing(
-    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_write_leaves_no_file(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, step, fail)
     with pytest.raises(OSError, match="Input/output"):
         disk.write_durable(tmp_path / "a" / "file", [b"one", b"two"])
     assert list((tmp_path / "a").iterdir()) == []
 
 
-def test_the_first_failure_is_what_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_failure_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -38,7 +36,7 @@ def test_the_first_failure_is_what_is_told(tmp_path: Path, monkeypatch: pytest.M
         disk.write_durable(tmp_path / "file", [b"one"])
 
 
-def test_a_file_is_whole_private_and_in_one_piece(tmp_path: Path) -> None:
+def test_written_file_is_complete_and_private(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "file"
     assert disk.write_durable(path, [b"one", memoryview(b"two"), b""]) == 6
     assert path.read_bytes() == b"onetwo"
@@ -49,9 +47,7 @@ def test_a_file_is_whole_private_and_in_one_piece(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("refusal", [0, errno.ENOTSUP, errno.EINVAL, errno.ENOTTY, errno.EIO])
-def test_where_a_drive_can_be_told_to_write_its_cache_it_is(
-    refusal: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sync_uses_full_fsync_where_available(refusal: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def told(descriptor: int, command: int) -> int:
@@ -73,7 +69,7 @@ def test_where_a_drive_can_be_told_to_write_its_cache_it_is(
     assert asked == (["drive", "system"] if refusal else ["drive"]) * 2, "the file, and its folder"
 
 
-def test_a_secret_is_made_once_and_no_draft_of_it_stays(tmp_path: Path) -> None:
+def test_secret_is_created_once_without_draft(tmp_path: Path) -> None:
     home = Home(tmp_path / "h")
     home.prepare()
     (home.root / ".secret.x.tmp").write_text("half")
@@ -86,7 +82,7 @@ def test_a_secret_is_made_once_and_no_draft_of_it_stays(tmp_path: Path) -> None:
             home.load_secret()
 
 
-def test_where_a_disk_knows_no_locks_nobody_holds_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_holder_unknown_without_lock_support(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with process_lock(tmp_path / "lock"):
         assert find_lock_holder(tmp_path / "lock") == str(os.getpid())
     assert find_lock_holder(tmp_path / "lock") == ""
@@ -106,7 +102,7 @@ def read_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock_module.os, "open", refusing)
 
 
-def test_a_read_only_home_is_locked_too(tmp_path: Path, read_only: None) -> None:
+def test_read_only_home_is_locked(tmp_path: Path, read_only: None) -> None:
     path = tmp_path / "lock"
     path.write_text("4711\n")
     with process_lock(path), pytest.raises(LockedError, match="4711"), process_lock(path):
@@ -114,6 +110,6 @@ def test_a_read_only_home_is_locked_too(tmp_path: Path, read_only: None) -> None
     assert path.read_text() == "4711\n"
 
 
-def test_where_nobody_ever_could_write_nothing_is_to_be_locked(tmp_path: Path, read_only: None) -> None:
+def test_never_writable_home_needs_no_lock(tmp_path: Path, read_only: None) -> None:
     with process_lock(tmp_path / "lock"):
         assert not list(tmp_path.iterdir())

@@ -21,13 +21,13 @@ print(raise_descriptor_limit({wanted}), *resource.getrlimit(resource.RLIMIT_NOFI
     [(64, 512, 256, 256), (64, 512, 4096, 512), (128, 512, 100, 128)],
     ids=["raised", "as far as allowed", "never lowered"],
 )
-def test_the_soft_limit_is_raised_within_the_hard_one(soft: int, hard: int, wanted: int, given: int) -> None:
+def test_soft_limit_is_raised_within_hard_limit(soft: int, hard: int, wanted: int, given: int) -> None:
     program = PROGRAM.format(soft=soft, hard=hard, wanted=wanted)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert list(map(int, done.stdout.split())) == [given, given, hard]
 
 
-def test_a_refusal_of_the_kernel_leaves_the_limit_as_it_was() -> None:
+def test_kernel_refusal_keeps_limit() -> None:
     """As on macOS, where the hard limit reads as none and a number beyond the kernel's is refused."""
     refuse = "resource.setrlimit = lambda *_: (_ for _ in ()).throw(ValueError('current limit exceeds maximum'))"
     program = PROGRAM.format(soft=64, hard=512, wanted=256).replace("print(", f"{refuse}\nprint(")

@@ -48,7 +48,7 @@ def add(log: logging.Logger, handler: logging.Handler, formatter: logging.Format
 # ---- formats
 
 
-def test_a_line_names_its_request_once(log: logging.Logger, heard: io.StringIO) -> None:
+def test_line_names_request_once(log: logging.Logger, heard: io.StringIO) -> None:
     add(log, logging.StreamHandler(heard), TextFormatter("%(levelname)s %(name)s: %(message)s"))
     log.info("nobody's")
     with request_context("r-1"):
@@ -66,7 +66,7 @@ def test_a_line_names_its_request_once(log: logging.Logger, heard: io.StringIO) 
     ]
 
 
-def test_no_text_looks_like_a_line_of_its_own(log: logging.Logger, heard: io.StringIO) -> None:
+def test_text_cannot_forge_log_lines(log: logging.Logger, heard: io.StringIO) -> None:
     add(log, logging.StreamHandler(heard), TextFormatter("%(levelname)s %(message)s"))
     log.info("called %s", "x\nERROR all is lost \x1b[2K\r\u202eend\u2028")
     log.error("fails", exc_info=RuntimeError("\x1b[2J"))
@@ -79,7 +79,7 @@ def test_no_text_looks_like_a_line_of_its_own(log: logging.Logger, heard: io.Str
     ]
 
 
-def test_json_is_an_object_a_line(log: logging.Logger, heard: io.StringIO) -> None:
+def test_json_log_is_one_object_per_line(log: logging.Logger, heard: io.StringIO) -> None:
     add(log, logging.StreamHandler(heard), JsonFormatter("proxy"))
     with request_context("r-1"):
         log.info('two\nlines and a "quote"')
@@ -129,18 +129,18 @@ def raised(error: Exception, cause: Exception | None = None) -> Exception:
         (OSError(28, "No space left on device", "/home/x"), "[Errno 28] No space left on device: '/home/x'"),
     ],
 )
-def test_an_exception_says_what_anybody_may_read(error: Exception, told: str) -> None:
+def test_exception_text_is_redacted(error: Exception, told: str) -> None:
     assert describe_error(error) == told
 
 
-def test_a_traceback_has_frames_and_kinds_of_all_that_led_to_it() -> None:
+def test_traceback_has_frames_and_types_of_all_causes() -> None:
     inner = raised(KeyError(SECRET))
     told = format_traceback(raised(Foreign(SECRET), inner))
     assert SECRET not in told and told.index("KeyError\n") < told.index("direct cause") < told.index("Foreign")
     assert told.count("in raised") == 2
 
 
-def test_formatters_write_tracebacks_so(log: logging.Logger, heard: io.StringIO) -> None:
+def test_formatters_write_redacted_tracebacks(log: logging.Logger, heard: io.StringIO) -> None:
     add(log, logging.StreamHandler(heard), TextFormatter(TEXT_FORMAT))
     add(log, logging.StreamHandler(heard), JsonFormatter("backend"))
     log.error("it failed", exc_info=raised(Foreign(SECRET)))
@@ -171,7 +171,7 @@ def test_files_are_rotated_and_private(log: logging.Logger, heard: io.StringIO, 
     assert not heard.getvalue()
 
 
-def test_a_folder_that_takes_no_file_costs_no_line_and_one_complaint(
+def test_unwritable_log_folder_loses_no_line_and_warns_once(
     log: logging.Logger, heard: io.StringIO, tmp_path: Path
 ) -> None:
     (tmp_path / "logs").write_text("a file")
@@ -185,7 +185,7 @@ def test_a_folder_that_takes_no_file_costs_no_line_and_one_complaint(
     assert (tmp_path / "logs" / "proxy.log").read_text() == "third\n"
 
 
-def test_a_full_disk_costs_no_line(log: logging.Logger, heard: io.StringIO, tmp_path: Path) -> None:
+def test_full_disk_loses_no_log_line(log: logging.Logger, heard: io.StringIO, tmp_path: Path) -> None:
     path = tmp_path / "proxy.log"
     path.symlink_to("/dev/full")
     if not path.exists():
@@ -215,7 +215,7 @@ def run(home: Path, script: str, format: str = "text", files: str = "files") -> 
     )
 
 
-def test_what_ends_a_process_is_on_stderr_and_in_the_file(tmp_path: Path) -> None:
+def test_fatal_error_is_on_stderr_and_in_file(tmp_path: Path) -> None:
     script = """
 write_line("proxy: the last words")
 thread = threading.Thread(target=lambda: {}["once upon"], name="worker")
@@ -232,14 +232,14 @@ raise ValueError("a time")
     assert done.returncode == 1
 
 
-def test_json_on_stderr_is_json_in_all_its_lines(tmp_path: Path) -> None:
+def test_json_on_stderr_is_json_in_all_lines(tmp_path: Path) -> None:
     done = run(tmp_path, 'write_line("the last words")\nraise ValueError("a time")', "json", "no files")
     said, ended = map(json.loads, done.stderr.splitlines())
     assert said["message"] == "the last words" and ended["traceback"].endswith("ValueError")
     assert not (tmp_path / "logs").exists()
 
 
-def test_a_fault_is_told_by_the_next_start(tmp_path: Path) -> None:
+def test_native_fault_is_logged_by_next_start(tmp_path: Path) -> None:
     run(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     assert "Segmentation fault" in (tmp_path / "logs" / "proxy.fault").read_text()
     told = run(tmp_path, "")

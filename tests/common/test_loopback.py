@@ -24,11 +24,11 @@ from warmline_common.process.loopback import DOCKER_HOST, is_local
         ("::ffff:127.0.0.1", "localhost", True),
     ],
 )
-def test_who_is_on_this_machine(peer: str, host: str, local: bool) -> None:
+def test_local_request_needs_loopback_peer_and_name(peer: str, host: str, local: bool) -> None:
     assert is_local(peer, [host]) is local
     assert not is_local(peer, [host, host]) and not is_local(peer, [])
 
 
-def test_a_container_may_be_meant_too() -> None:
+def test_docker_host_counts_as_local_name() -> None:
     assert is_local("127.0.0.1", ["host.docker.internal:8025"], (DOCKER_HOST,))
     assert not is_local("10.0.0.5", ["host.docker.internal:8025"], (DOCKER_HOST,))

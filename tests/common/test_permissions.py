@@ -29,7 +29,7 @@ def open_to_others(home: Home) -> list[str]:
     return sorted(path.name for path in paths if stat.S_IMODE(path.lstat().st_mode) & 0o077)
 
 
-def test_all_of_it_is_tightened_and_said_once(home: Home) -> None:
+def test_open_permissions_are_tightened_and_reported_once(home: Home) -> None:
     count = len(open_to_others(home))
     said = str(tighten_permissions(home))
     assert open_to_others(home) == [] and stat.S_IMODE(home.segments.stat().st_mode) == 0o700
@@ -39,7 +39,7 @@ def test_all_of_it_is_tightened_and_said_once(home: Home) -> None:
     assert str(tighten_permissions(home)) == f"1 file or folder was open to others, such as {home.root}: private now"
 
 
-def test_what_is_not_ours_is_left_alone_and_told(home: Home, tmp_path: Path) -> None:
+def test_foreign_files_keep_permissions_and_are_reported(home: Home, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o755)
     (home.models / "linked").symlink_to(elsewhere)
@@ -50,7 +50,7 @@ def test_what_is_not_ours_is_left_alone_and_told(home: Home, tmp_path: Path) -> 
     assert said.endswith(f"open to others, and left so: {home.root} (it holds other things, too)")
 
 
-def test_what_can_not_be_tightened_is_told(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_tightening_is_reported(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, mode: int) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -61,5 +61,5 @@ def test_what_can_not_be_tightened_is_told(home: Home, monkeypatch: pytest.Monke
     assert "other things" not in str(tighten_permissions(home)), "there are none"
 
 
-def test_there_may_be_no_home(tmp_path: Path) -> None:
+def test_missing_home_is_accepted(tmp_path: Path) -> None:
     assert str(tighten_permissions(Home(tmp_path / "none"))) == ""

@@ -27,25 +27,25 @@ WITH_HIDDEN = [
 
 
 @pytest.mark.parametrize("text", KEPT)
-def test_our_own_words_are_kept(text: str) -> None:
+def test_field_names_are_kept(text: str) -> None:
     assert redact(text) == text
 
 
 @pytest.mark.parametrize(("text", "told"), WITH_HIDDEN)
-def test_what_a_client_sent_is_not(text: str, told: str) -> None:
+def test_client_values_are_redacted(text: str, told: str) -> None:
     assert redact(text) == told
 
 
-def test_where_a_library_quotes_nothing_is_a_name() -> None:
+def test_library_quotes_are_redacted() -> None:
     assert redact("invalid literal for int(): 'secret'", keep_names=False) == "invalid literal for int(): '…'"
 
 
-def test_a_message_is_one_line_of_bounded_length() -> None:
+def test_message_is_one_bounded_line() -> None:
     assert redact("a\nb\r\n  c") == "a b c" and len(redact("word " * 1000)) <= 500
 
 
 @pytest.mark.parametrize("text", ["my secret", "'it' is", 'so "it" is', "'\" it \"'", "\x1b[2K\n\udcff"])
-def test_what_is_quoted_is_told_nowhere(text: str) -> None:
+def test_quoted_values_appear_nowhere(text: str) -> None:
     assert quote_text(text).isprintable() and redact(f"not {quote_text(text)}, please") == 'not "…", please'
 
 
@@ -53,7 +53,7 @@ def test_what_is_quoted_is_told_nowhere(text: str) -> None:
     ("name", "is_one"),
     [("messages[0].tool_calls", True), ("x-y", True), ("Once upon", False), ("é", False), ("", False)],
 )
-def test_what_looks_like_a_name(name: str, is_one: bool) -> None:
+def test_is_field_name(name: str, is_one: bool) -> None:
     assert is_field_name(name) == is_one
 
 
@@ -68,5 +68,5 @@ def test_what_looks_like_a_name(name: str, is_one: bool) -> None:
         ("/" + "a/" * 20, "/" + "a/" * 8 + "…"),
     ],
 )
-def test_of_a_path_the_words_of_apis_are_told(path: str, told: str) -> None:
+def test_redact_path_keeps_api_words(path: str, told: str) -> None:
     assert redact_path(path) == told

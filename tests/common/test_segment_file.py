@@ -39,13 +39,13 @@ def reason(path: Path) -> str:
     return caught.value.reason
 
 
-def test_reads_what_was_written(path: Path) -> None:
+def test_read_tokens_and_tensors_of_written_file(path: Path) -> None:
     verify_file(path)
     assert read_header(path).meta == META
     assert read_tokens(path) == TOKENS
 
 
-def test_reads_what_mlx_writes(tmp_path: Path) -> None:
+def test_read_file_written_by_mlx(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     arrays = {"0.kv.keys": mx.arange(20, dtype=mx.float32).reshape(4, 5), "tokens": mx.arange(5, dtype=mx.uint32)}
     sums = [tensor_checksum(name, 3, 8, [memoryview(arrays[name]).cast("B")]) for name in sorted(arrays)]
@@ -57,7 +57,7 @@ def test_reads_what_mlx_writes(tmp_path: Path) -> None:
     assert len(file_checksum(sums)) == 16
 
 
-def test_every_flipped_byte_and_every_cut_of_a_file_is_noticed(path: Path) -> None:
+def test_flipped_bytes_and_truncation_are_detected(path: Path) -> None:
     whole = path.read_bytes()
     header = read_header(path)
     first = min(place.offset for place in header.tensors.values())
@@ -69,7 +69,7 @@ def test_every_flipped_byte_and_every_cut_of_a_file_is_noticed(path: Path) -> No
         assert reason(path) == "truncated"
 
 
-def test_a_damaged_header_never_passes_for_another_place(path: Path) -> None:
+def test_damaged_header_is_never_another_place(path: Path) -> None:
     """Nor for another model's, conversation's or parent's: what it says of itself has a checksum, too."""
     whole = path.read_bytes()
     for at in range(min(place.offset for place in read_header(path).tensors.values())):
@@ -83,7 +83,7 @@ def test_a_damaged_header_never_passes_for_another_place(path: Path) -> None:
             assert read_tokens(path) == TOKENS
 
 
-def test_names_what_is_wrong(path: Path, tmp_path: Path) -> None:
+def test_error_names_reason(path: Path, tmp_path: Path) -> None:
     assert reason(tmp_path / "none") == "missing"
     path.write_bytes(path.read_bytes() + b"x")
     assert reason(path) == "truncated"
@@ -95,7 +95,7 @@ def test_names_what_is_wrong(path: Path, tmp_path: Path) -> None:
     assert reason(path) == "tokens"
 
 
-def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
+def test_overlapping_tensors_are_refused(tmp_path: Path) -> None:
     """Each is sound by itself; but a few bytes would stand for as many as anybody likes in a copy."""
     names = [f"{number}.kv.keys" for number in range(20)]
     data, shapes = b"k" * 40, {name: ("U8", [1, 1, 5, 8]) for name in names} | {"tokens": ("U32", [5])}
@@ -112,7 +112,7 @@ def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
     assert reason(path) == "checksum"
 
 
-def test_a_checkpoint_is_bound_to_its_position(tmp_path: Path) -> None:
+def test_checkpoint_is_bound_to_position(tmp_path: Path) -> None:
     path = tmp_path / "c.safetensors"
     meta = FileMeta(kind="checkpoint", id="a", fingerprint="f", root="", prefix="", start=7, end=7, position=7)
     write_segment_file(path, meta, None, {"0.arrays.0": b"s" * 16})

@@ -48,9 +48,7 @@ def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
 
 
 @given(streams(), st.lists(st.integers(0), max_size=12), st.booleans())
-def test_events_come_out_whole_however_the_bytes_are_split(
-    stream: list[tuple[bytes, SseEvent]], cuts: list[int], crlf: bool
-) -> None:
+def test_events_are_whole_for_any_split(stream: list[tuple[bytes, SseEvent]], cuts: list[int], crlf: bool) -> None:
     data = b"".join(raw for raw, _ in stream)
     data = data.replace(b"\n", b"\r\n") if crlf else data
     parser = SseParser()
@@ -58,7 +56,7 @@ def test_events_come_out_whole_however_the_bytes_are_split(
     assert got == [event for _, event in stream]
 
 
-def test_an_event_comes_as_soon_as_its_blank_line_does() -> None:
+def test_event_is_emitted_at_blank_line() -> None:
     parser = SseParser()
     assert list(parser.feed(b"data: 1\n")) == []
     assert [event.data for event in parser.feed(b"\ndata: 2")] == [b"1"]
@@ -71,7 +69,7 @@ def test_lines_end_at_newlines_only() -> None:
     assert json.loads(event.data) == text
 
 
-def test_several_data_lines_are_one_payload() -> None:
+def test_several_data_lines_form_one_payload() -> None:
     assert parse_event(b"data: one\ndata:two\nid: 7\n\n").data == b"one\ntwo"
 
 
@@ -100,7 +98,7 @@ def folded(chunks: list[dict[str, Any]]) -> dict[str, Any]:
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5, "prompt_tokens_details": {"cached_tokens": 1}}
 
 
-def test_chat_chunks_fold_into_a_chat_completion() -> None:
+def test_chat_chunks_aggregate_to_chat_completion() -> None:
     def logprob(token: str) -> dict[str, Any]:
         entry = {"token": token, "logprob": -0.5, "bytes": list(token.encode()), "top_logprobs": []}
         return {"content": [entry]}
@@ -124,14 +122,14 @@ def test_chat_chunks_fold_into_a_chat_completion() -> None:
     assert completion.usage.prompt_tokens_details.cached_tokens == 1
 
 
-def test_other_text_fields_of_a_delta_are_folded_too() -> None:
+def test_other_delta_text_fields_are_aggregated() -> None:
     answer = folded(
         [chat_chunk({"reasoning_content": "hm"}), chat_chunk({"reasoning_content": "m"}), chat_chunk({"content": "x"})]
     )
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": "x", "reasoning_content": "hmm"}
 
 
-def test_calls_fold_by_index_in_one_piece_or_several() -> None:
+def test_tool_calls_aggregate_by_index() -> None:
     def call(index: int, name: str | None, arguments: str, **fields: str) -> dict[str, Any]:
         function = {"name": name, "arguments": arguments} if name else {"arguments": arguments}
         return {"tool_calls": [{"index": index, "function": function, **fields}]}
@@ -153,7 +151,7 @@ def test_calls_fold_by_index_in_one_piece_or_several() -> None:
     ]
 
 
-def test_choices_fold_apart_in_whatever_order_they_come() -> None:
+def test_choices_aggregate_separately_in_any_order() -> None:
     chunks = [
         chat_chunk({"role": "assistant", "content": "B"}, index=1),
         chat_chunk({"reasoning": "hm", "reasoning_content": "hm"}, index=0),
@@ -168,7 +166,7 @@ def test_choices_fold_apart_in_whatever_order_they_come() -> None:
     assert [choice["message"].get("reasoning") for choice in answer["choices"]] == ["hm", None]
 
 
-def test_completion_chunks_fold_into_a_completion() -> None:
+def test_completion_chunks_aggregate_to_completion() -> None:
     head = {"id": "cmpl-1", "object": "text_completion", "created": 5, "model": "m"}
 
     def chunk(text: str, finish: str | None = None, offset: int | None = None) -> dict[str, Any]:
@@ -190,7 +188,7 @@ def test_completion_chunks_fold_into_a_completion() -> None:
 
 
 @pytest.mark.parametrize("finish", ["stop", "length"])
-def test_an_empty_answer_is_an_answer(finish: str) -> None:
+def test_empty_answer_aggregates(finish: str) -> None:
     answer = folded([chat_chunk({"role": "assistant", "content": ""}), chat_chunk({}, finish_reason=finish)])
     completion = ChatCompletion.model_validate(answer, strict=True)
     assert completion.choices[0].message.content == "" and completion.usage is None

@@ -25,24 +25,24 @@ ROOT = namespace("f")
 
 
 @given(IDS)
-def test_packing_is_reversible_and_four_little_endian_bytes_a_token(ids: list[int]) -> None:
+def test_packing_is_reversible_u32le(ids: list[int]) -> None:
     packed = pack_tokens(ids)
     assert packed == b"".join(i.to_bytes(4, "little") for i in ids)
     assert unpack_tokens(packed) == ids
 
 
-def test_a_cut_off_token_is_an_error() -> None:
+def test_truncated_token_raises_value_error() -> None:
     with pytest.raises(ValueError):
         unpack_tokens(b"\0\0\0\0\0")
 
 
 @given(st.integers(0, 4), st.integers(0, BLOCK_TOKENS - 1), st.integers(0, 2**32 - 1))
-def test_every_full_block_has_a_hash_and_a_partial_one_has_none(blocks: int, rest: int, token: int) -> None:
+def test_only_full_blocks_have_hashes(blocks: int, rest: int, token: int) -> None:
     assert len(chain_hashes(ROOT, pack_tokens([token] * (blocks * BLOCK_TOKENS + rest)))) == blocks
 
 
 @given(st.integers(0, 4 * BLOCK_TOKENS - 1))
-def test_a_changed_token_changes_its_block_and_all_after_it_but_none_before(position: int) -> None:
+def test_changed_token_changes_own_and_later_hashes(position: int) -> None:
     ids = list(range(4 * BLOCK_TOKENS))
     changed = [*ids[:position], 10**6, *ids[position + 1 :]]
     same = [
@@ -52,7 +52,7 @@ def test_a_changed_token_changes_its_block_and_all_after_it_but_none_before(posi
     assert same == [block < position // BLOCK_TOKENS for block in range(4)]
 
 
-def test_a_prefix_digest_names_the_root_and_every_token_before() -> None:
+def test_prefix_digest_covers_root_and_all_tokens() -> None:
     tokens = pack_tokens(range(10))
     digests = prefix_digests(b"root", tokens, [7, 0, 7, 10])
     assert digests == {at: prefix_digest(b"root", tokens[: 4 * at]) for at in (0, 7, 10)}
@@ -61,7 +61,7 @@ def test_a_prefix_digest_names_the_root_and_every_token_before() -> None:
 
 
 @given(st.lists(IDS, max_size=5))
-def test_a_prefix_grows_as_if_hashed_at_once(parts: list[list[int]]) -> None:
+def test_prefix_hash_extends_incrementally(parts: list[list[int]]) -> None:
     prefix, hashes, tokens = PrefixHash(ROOT), [], b""
     for part in parts:
         before, digest = prefix, prefix.digest
@@ -74,7 +74,7 @@ def test_a_prefix_grows_as_if_hashed_at_once(parts: list[list[int]]) -> None:
         assert (prefix.length, hashes) == (len(tokens) // 4, chain_hashes(ROOT, tokens))
 
 
-def test_models_and_tenants_do_not_meet() -> None:
+def test_namespaces_differ_by_model_and_tenant() -> None:
     roots = {namespace("f"), namespace("g"), namespace("f", "a"), namespace("fa")}
     assert len(roots) == 4 and all(len(root) == 16 for root in roots)
     tokens = pack_tokens(range(BLOCK_TOKENS))
@@ -82,14 +82,14 @@ def test_models_and_tenants_do_not_meet() -> None:
 
 
 @given(IDS, IDS, IDS)
-def test_common_prefix_counts_whole_tokens(shared: list[int], a: list[int], b: list[int]) -> None:
+def test_count_common_tokens_counts_whole_tokens(shared: list[int], a: list[int], b: list[int]) -> None:
     one, other = shared + a, shared + b
     expected = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
     assert count_common_tokens(pack_tokens(one), pack_tokens(other)) == expected
 
 
 @given(st.text(), st.text(), st.text())
-def test_common_chars_counts_what_two_texts_begin_with(shared: str, a: str, b: str) -> None:
+def test_count_common_chars(shared: str, a: str, b: str) -> None:
     one, other = shared + a, shared + b
     expected = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
     assert count_common_chars(one, other) == expected

@@ -45,7 +45,7 @@ def stored(home: Home, tenant: str = "") -> int:
         return matched(reader, TOKENS, namespace("model-a", tenant))  # type: ignore[arg-type]
 
 
-def test_out_of_one_home_into_another(home: Home, other: Home, file: Path) -> None:
+def test_export_and_import_between_homes(home: Home, other: Home, file: Path) -> None:
     told = answer(home, "export", called(home, "first"), str(file))
     names = "session model fingerprint tokens segments checkpoints turns bytes_count file"
     assert set(told) == set(names.split())
@@ -60,7 +60,7 @@ def test_out_of_one_home_into_another(home: Home, other: Home, file: Path) -> No
     assert answer(other, "verify", "--deep")["findings"] == []
 
 
-def test_through_standard_output_and_input(home: Home, other: Home) -> None:
+def test_export_and_import_through_pipes(home: Home, other: Home) -> None:
     environment = {"WARMLINE_HOME": str(home.root)}
     out = CliRunner().invoke(app, ["export", called(home, "first"), "-"], env=environment)
     assert out.exit_code == 0 and "exported 1,502 tokens of model-a in 1 segment and 1 checkpoint" in out.stderr
@@ -71,7 +71,7 @@ def test_through_standard_output_and_input(home: Home, other: Home) -> None:
     assert cut.exit_code == 3 and "standard input: it ends within its manifest" in cut.stderr
 
 
-def test_what_comes_in_meanwhile_is_left_alone_and_what_was_killed_is_not(home: Home, other: Home) -> None:
+def test_drafts_of_running_and_killed_imports(home: Home, other: Home) -> None:
     running, killed = (other.run / f"import.{pid}.tmp" for pid in (os.getppid(), 2**22 + 1))
     for path in (running, killed):
         path.write_bytes(b"half of it")
@@ -80,7 +80,7 @@ def test_what_comes_in_meanwhile_is_left_alone_and_what_was_killed_is_not(home: 
     running.unlink()
 
 
-def test_a_file_that_is_there_is_not_overwritten_by_accident(home: Home, exported: Path) -> None:
+def test_export_does_not_overwrite_without_force(home: Home, exported: Path) -> None:
     whole = exported.read_bytes()
     exported.write_bytes(b"mine")
     words = ("export", called(home, "first"), str(exported))
@@ -103,7 +103,9 @@ def test_a_file_that_is_there_is_not_overwritten_by_accident(home: Home, exporte
         ("import FILE --key nobody", 3, "there is no client key 'nobody'"),
     ],
 )
-def test_what_can_not_be_is_told(home: Home, exported: Path, tmp_path: Path, words: str, code: int, said: str) -> None:
+def test_impossible_export_and_import_are_refused(
+    home: Home, exported: Path, tmp_path: Path, words: str, code: int, said: str
+) -> None:
     places = {"SESSION": called(home, "first"), "FILE": str(exported), "TMP": str(tmp_path), "HOME": str(home.root)}
     for name, place in places.items():
         words = words.replace(name, place)
@@ -113,20 +115,18 @@ def test_what_can_not_be_is_told(home: Home, exported: Path, tmp_path: Path, wor
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def test_a_home_that_is_not_there_is_not_made(exported: Path, tmp_path: Path) -> None:
+def test_import_creates_no_home(exported: Path, tmp_path: Path) -> None:
     done = run(Home(tmp_path / "none"), "import", str(exported))
     assert done.returncode == 2 and "no home at" in done.stderr and not (tmp_path / "none").exists()
 
 
-def test_a_home_that_another_process_holds_is_refused(exported: Path, other: Home) -> None:
+def test_import_into_locked_home_is_refused(exported: Path, other: Home) -> None:
     with home_lock(other):
         done = run(other, "import", str(exported))
     assert done.returncode == 3 and f"process {os.getpid()}" in done.stderr
 
 
-def test_another_models_conversation_is_stored_only_where_that_is_wanted(
-    home: Home, exported: Path, other: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_foreign_model_needs_anyway(home: Home, exported: Path, other: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_helpers, "MODEL", "model-b")
     with Index(other, 1 << 30) as index:
         save(index, [5, 5, 5])
@@ -144,13 +144,13 @@ def keyed(home: Home, *names: str) -> list[str]:
     return tenants
 
 
-def test_it_belongs_to_the_only_key(exported: Path, other: Home) -> None:
+def test_import_belongs_to_only_key(exported: Path, other: Home) -> None:
     (tenant,) = keyed(other, "laptop")
     assert run(other, "import", str(exported)).returncode == 0
     assert (stored(other), stored(other, tenant)) == (0, 1502)
 
 
-def test_of_several_keys_one_has_to_be_named(exported: Path, other: Home) -> None:
+def test_import_with_several_keys_needs_key_option(exported: Path, other: Home) -> None:
     tenants = keyed(other, "laptop", "desk")
     refused: Done = run(other, "import", str(exported))
     assert refused.returncode == 3 and "add --key with one of laptop, desk" in refused.stderr
@@ -158,11 +158,11 @@ def test_of_several_keys_one_has_to_be_named(exported: Path, other: Home) -> Non
     assert [stored(other, tenant) for tenant in ("", *tenants)] == [0, 0, 1502]
 
 
-def test_where_the_cache_is_shared_it_is_everybodys(exported: Path, other: Home) -> None:
+def test_import_into_shared_cache_has_shared_owner(exported: Path, other: Home) -> None:
     keyed(other, "laptop", "desk")
     (other.root / "warmline.toml").write_text("share_cache = true\n")
     assert run(other, "import", str(exported)).returncode == 0 and stored(other) == 1502
 
 
-def test_its_json_is_json(home: Home, exported: Path) -> None:
+def test_export_and_import_json_output(home: Home, exported: Path) -> None:
     assert json.loads(run(home, "import", str(exported), "--json").stdout)["tokens_known"] == 1502

@@ -52,7 +52,7 @@ def test_inspect_shows_conversations_paths_and_files(home: Home) -> None:
         assert text.returncode == 0 and words[-1].removeprefix("inspect") in text.stdout
 
 
-def test_stats_sum_up(home: Home) -> None:
+def test_stats_totals(home: Home) -> None:
     view = answer(home, "stats")
     assert view["stored"]["segments"] == 2 and view["stored"]["tokens"] == 1504
     assert view["stored"]["bytes_used"] > view["stored"]["bytes_segments"]
@@ -78,7 +78,7 @@ def test_verify_finds_damage(home: Home) -> None:
     assert run(home, "verify").returncode == 1
 
 
-def test_repair_says_what_it_did(home: Home) -> None:
+def test_repair_reports_changes(home: Home) -> None:
     clean = answer(home, "verify", "--repair")
     assert (clean["did"], clean["findings"], clean["deep"]) == ([], [], True)
     with Index(home, 1 << 30) as index:
@@ -92,7 +92,7 @@ def test_repair_says_what_it_did(home: Home) -> None:
     assert shown.returncode == 0 and "0 repairs" in shown.stdout and "0 findings" in shown.stdout
 
 
-def test_pages_that_end_the_process_which_reads_them_are_told_and_mended(home: Home) -> None:
+def test_crashing_pages_are_reported_and_repaired(home: Home) -> None:
     with Index(home, 1 << 30) as index:
         for number in range(40):  # so many that the segments' rows take some pages
             save(index, [number] * 5)
@@ -105,7 +105,7 @@ def test_pages_that_end_the_process_which_reads_them_are_told_and_mended(home: H
         assert {row.id for row in index.segments()} == rows
 
 
-def test_an_index_that_cannot_be_read_is_repaired(home: Home) -> None:
+def test_unreadable_index_is_repaired(home: Home) -> None:
     (data,) = home.index.glob("*/data.mdb")
     data.write_bytes(b"garbage" * 1000)
     refused = run(home, "verify")
@@ -115,7 +115,7 @@ def test_an_index_that_cannot_be_read_is_repaired(home: Home) -> None:
     assert [row["tokens"] for row in answer(home, "inspect")["sessions"]] == [1502]  # one a leaf of the tree
 
 
-def test_purge_says_what_would_go_and_then_does_it(home: Home) -> None:
+def test_purge_dry_run_then_purge(home: Home) -> None:
     sessions = {row["client"]: row["id"] for row in answer(home, "inspect")["sessions"]}
     dry = answer(home, "purge", "--session", sessions[""][:6], "--dry-run")
     assert dry["dry_run"] and len(dry["segments"]) == 1
@@ -136,7 +136,7 @@ def test_purge_says_what_would_go_and_then_does_it(home: Home) -> None:
 
 
 @pytest.mark.parametrize(("typed", "left"), [("n", 2), ("y", 0)])
-def test_purge_asks_on_a_terminal(home: Home, typed: str, left: int) -> None:
+def test_purge_asks_for_confirmation_on_terminal(home: Home, typed: str, left: int) -> None:
     ours, theirs = pty.openpty()
     os.write(ours, f"{typed}\n".encode())
     done = process(home, "purge", "--all", stdin=theirs)
@@ -165,17 +165,17 @@ def test_usage_errors_exit_with_2(home: Home, words: list[str], says: str) -> No
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
 
 
-def test_an_empty_home_is_said(tmp_path: Path) -> None:
+def test_empty_home_is_reported(tmp_path: Path) -> None:
     done = run(make_home(tmp_path / "new"), "inspect")
     assert done.returncode == 2 and "nothing was ever stored" in done.stderr
 
 
-def test_an_unknown_id_exits_with_1(home: Home) -> None:
+def test_unknown_id_exits_with_1(home: Home) -> None:
     done = run(home, "inspect", "feedfeed")
     assert done.returncode == 1 and "feedfeed" in done.stderr
 
 
-def test_a_beginning_that_fits_twice_is_refused(home: Home) -> None:
+def test_ambiguous_id_prefix_is_refused(home: Home) -> None:
     with Index(home, 1 << 30) as index:
         snapshot = index.snapshot()
     row = next(iter(snapshot.segments.values()))
@@ -236,7 +236,7 @@ def proxy(home: Home) -> Iterator[FakeProxy]:
         thread.join()
 
 
-def test_the_same_answers_beside_a_proxy_which_does_the_purge(proxy: FakeProxy) -> None:
+def test_commands_beside_running_proxy_delegate_purge(proxy: FakeProxy) -> None:
     home, index = proxy.home, proxy.index
     assert len(answer(home, "inspect", via=process)["sessions"]) == 2
     plan = begin(index, [7, *A[:100]])
@@ -248,7 +248,7 @@ def test_the_same_answers_beside_a_proxy_which_does_the_purge(proxy: FakeProxy) 
     assert answer(home, "inspect", via=process)["sessions"] == []
 
 
-def test_a_proxy_repairs_around_what_it_has_under_way(proxy: FakeProxy) -> None:
+def test_running_proxy_repairs_beside_saves(proxy: FakeProxy) -> None:
     home, index = proxy.home, proxy.index
     plan = begin(index, [7, *A[:100]])
     assert plan is not None
@@ -258,14 +258,14 @@ def test_a_proxy_repairs_around_what_it_has_under_way(proxy: FakeProxy) -> None:
     assert commit(index, plan).tokens_saved == 101
 
 
-def test_a_proxy_that_says_no_is_quoted(proxy: FakeProxy) -> None:
+def test_proxy_refusal_is_quoted(proxy: FakeProxy) -> None:
     (proxy.home.root / "secret").write_text("another")
     proxy.home = Home(proxy.home.run)  # whose secret is its own
     done = process(Home(proxy.index.home.root), "purge", "--all", "--yes")
     assert (done.returncode, done.stderr) == (3, "cachectl: not for you\n")
 
 
-def test_a_home_in_use_by_a_silent_process_is_left_alone(home: Home) -> None:
+def test_home_held_by_silent_process_is_refused(home: Home) -> None:
     (home.run / "proxy.json").write_text('{"pid": 1, "url": "http://127.0.0.1:9"}')  # nobody listens there
     with home_lock(home):
         done = run(home, "purge", "--all", "--yes")
@@ -274,7 +274,7 @@ def test_a_home_in_use_by_a_silent_process_is_left_alone(home: Home) -> None:
 
 
 @pytest.mark.parametrize("url", ["", "nonsense", "http://[::1"])
-def test_who_listens_where_a_killed_proxy_did_is_not_asked(proxy: FakeProxy, home: Home, url: str) -> None:
+def test_stale_proxy_address_is_not_contacted(proxy: FakeProxy, home: Home, url: str) -> None:
     """It may be anybody's, and would be shown the home's secret."""
     other = Home(home.root.with_name("other"))
     shutil.copytree(home.root, other.root)
@@ -286,7 +286,7 @@ def test_who_listens_where_a_killed_proxy_did_is_not_asked(proxy: FakeProxy, hom
     assert run(other, "verify", "--replay").returncode == 3
 
 
-def test_a_replay_is_the_pairs_work(proxy: FakeProxy) -> None:
+def test_verify_replay_runs_in_the_pair(proxy: FakeProxy) -> None:
     home = proxy.home
     session = answer(home, "inspect", via=process)["sessions"][0]["id"]
     proxy.replays = [
@@ -299,14 +299,14 @@ def test_a_replay_is_the_pairs_work(proxy: FakeProxy) -> None:
 
 
 @pytest.mark.parametrize(("outcome", "code"), [("equal", 0), ("skipped", 0), ("differs", 1), ("damaged", 1)])
-def test_what_a_replay_found_is_its_exit_code(proxy: FakeProxy, outcome: str, code: int) -> None:
+def test_verify_replay_exit_codes(proxy: FakeProxy, outcome: str, code: int) -> None:
     proxy.replays = [ReplayResult(session="a", tokens=9, reused=8, outcome="equal")]
     proxy.replays.append(ReplayResult(session="b", tokens=9, reused=8, outcome=outcome, quarantined=3 * code))
     done = process(proxy.home, "verify", "--replay")
     assert done.returncode == code and outcome in done.stdout
 
 
-def test_without_a_pair_there_is_no_replay(home: Home) -> None:
+def test_verify_replay_needs_running_pair(home: Home) -> None:
     (home.run / "proxy.json").unlink(missing_ok=True)
     for _ in range(2):
         done = run(home, "verify", "--replay")

@@ -14,7 +14,7 @@ PROGRAM = "from warmline_cachectl.cli import app; app()"
 
 
 @pytest.mark.parametrize("words", [["ls"], ["export", "SESSION", "-"]], ids=" ".join)
-def test_nobody_reads_on(home: Home, words: list[str]) -> None:
+def test_closed_pipe_exits_with_141(home: Home, words: list[str]) -> None:
     unread, output = os.pipe()
     os.close(unread)
     words = [called(home, "first") if word == "SESSION" else word for word in words]
@@ -22,7 +22,7 @@ def test_nobody_reads_on(home: Home, words: list[str]) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no such disk here")
-def test_it_cannot_be_written(home: Home) -> None:
+def test_full_device_exits_with_error(home: Home) -> None:
     output = os.open("/dev/full", os.O_WRONLY)
     assert code_and_errors(home, ["ls", "--json"], output) == (3, "cachectl: [Errno 28] No space left on device\n")
 

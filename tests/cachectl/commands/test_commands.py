@@ -76,7 +76,7 @@ SHAPES = {  # by verb: the names at the top, and of the first row of each list
 
 
 @pytest.mark.parametrize("words", SHAPES)
-def test_the_names_in_each_verbs_json_stay(home: Home, words: str) -> None:
+def test_json_names_of_each_command(home: Home, words: str) -> None:
     session = called(home, "first")
     done = run(home, *words.replace("SESSION", session).split(), "--json")
     view = json.loads(done.stdout)
@@ -127,7 +127,7 @@ def test_exit_codes(home: Home, words: str, code: int) -> None:
 
 
 @pytest.mark.parametrize("verb", OURS)
-def test_every_verb_says_where_there_is_no_home(verb: str, tmp_path: Path) -> None:
+def test_every_command_reports_missing_home(verb: str, tmp_path: Path) -> None:
     words = {"purge": ["--all", "--yes"], "pin": ["feedfeed"]}.get(verb, [])
     done = run(Home(tmp_path / "none"), verb, *words)
     assert done.returncode == 2 and "no home at" in done.stderr + done.stdout
@@ -135,7 +135,7 @@ def test_every_verb_says_where_there_is_no_home(verb: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("verb", [verb for verb in OURS if verb not in ("doctor", "top", "verify")])
-def test_an_empty_home_is_said_and_stays_empty(verb: str, tmp_path: Path) -> None:
+def test_empty_home_is_reported_and_stays_empty(verb: str, tmp_path: Path) -> None:
     home = make_home(tmp_path / "new")
     words = {"purge": ["--all", "--yes"], "pin": ["feedfeed"]}.get(verb, [])
     done = run(home, verb, *words)
@@ -144,21 +144,21 @@ def test_an_empty_home_is_said_and_stays_empty(verb: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("words", ["pin SESSION", "gc", "purge --all --yes"])
-def test_a_home_that_another_process_holds_is_refused(home: Home, words: str) -> None:
+def test_locked_home_is_refused(home: Home, words: str) -> None:
     typed = words.replace("SESSION", called(home, "first")).split()
     with home_lock(home):
         done = run(home, *typed)
     assert done.returncode == 3 and f"process {os.getpid()}" in done.stderr
 
 
-def test_doctor_beside_a_proxy_of_another_version_says_so(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_proxy_of_another_version(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "request_proxy", lambda *_: {"backend": "", "engine": None, "totals": {}})
     done = run(home, "doctor")
     assert done.returncode == 3
     assert "(another version?): it does not tell disk_budget_bytes, persistence" in done.stderr
 
 
-def test_a_secret_that_can_not_be_read_is_told(home: Home) -> None:
+def test_unreadable_secret_is_reported(home: Home) -> None:
     (home.run / "proxy.json").write_text(json.dumps({"pid": os.getpid(), "url": "http://127.0.0.1:9"}))
     (home.root / "secret").mkdir()
     with home_lock(home):
@@ -177,7 +177,7 @@ def examples_of(home: Home, verb: str) -> list[str]:
 
 
 @pytest.mark.parametrize("verb", OURS)
-def test_the_examples_in_its_help_run(home: Home, verb: str) -> None:
+def test_help_examples_run(home: Home, verb: str) -> None:
     found = examples_of(home, verb)
     assert 1 <= len(found) <= 3 and all(line.startswith(f"cachectl {verb}") for line in found)
     segment = answer(home, "ls", called(home, "first"))["segments"][0]["id"]
@@ -190,7 +190,7 @@ def test_the_examples_in_its_help_run(home: Home, verb: str) -> None:
             break  # nothing is left
 
 
-def test_the_help_lists_the_verbs_in_groups(home: Home) -> None:
+def test_help_lists_commands_in_groups(home: Home) -> None:
     text = run(home, "--help").stdout
     groups = {head: re.findall(r"^  (\w+) ", body, re.MULTILINE) for head, body in sections(text).items()}
     assert {"ls", "inspect", "tree", "stats", "top"} <= set(groups["Look"])
@@ -206,7 +206,7 @@ def sections(text: str) -> dict[str, str]:
 # --- messages ---
 
 
-def test_a_short_id_and_an_unknown_one_are_told_apart(home: Home) -> None:
+def test_short_and_unknown_ids_are_distinguished(home: Home) -> None:
     session = called(home, "first")
     assert "at least its first 4 characters" in run(home, "inspect", session[:3]).stderr
     near = session[:-2] + ("00" if not session.endswith("00") else "11")
@@ -215,7 +215,7 @@ def test_a_short_id_and_an_unknown_one_are_told_apart(home: Home) -> None:
     assert "near it" not in run(home, "ls", "zzzzzzzz").stderr
 
 
-def test_one_is_no_plural(home: Home) -> None:
+def test_counts_of_one_are_singular(home: Home) -> None:
     with Index(home, 1 << 30) as index:
         home.segment_file(index.sessions()[0].leaf).chmod(0o644)
     assert "2 segments and 1 checkpoint checked: 1 finding\n" in run(home, "verify").stdout
@@ -225,7 +225,7 @@ def test_one_is_no_plural(home: Home) -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120, 160])
-def test_no_line_is_wider_than_the_terminal_or_wraps(home: Home, columns: int) -> None:
+def test_lines_fit_terminal_width(home: Home, columns: int) -> None:
     with Index(home, 1 << 30) as index:
         save(
             index, [8] * 2000, client="a name that is longer than anybody would like to see it, with a word at its end"
@@ -240,7 +240,7 @@ def test_no_line_is_wider_than_the_terminal_or_wraps(home: Home, columns: int) -
             assert len(re.findall(r"^│ \w", done.stdout, re.MULTILINE)) == 3 + (words == ["inspect"])
 
 
-def test_what_clients_call_their_conversations_is_text(home: Home) -> None:
+def test_client_names_are_printed_as_text(home: Home) -> None:
     with Index(home, 1 << 30) as index:
         save(index, [8] * 2000, client="[red]:smile:[/nope]\x1b[31m\nx")
     for verb in ("ls", "inspect", "tree"):
@@ -248,7 +248,7 @@ def test_what_clients_call_their_conversations_is_text(home: Home) -> None:
         assert "[red]:smile:[/nope]" in shown and "\x1b" not in shown
 
 
-def test_the_tree_shows_who_shares_what(home: Home) -> None:
+def test_tree_shows_shared_segments(home: Home) -> None:
     view = answer(home, "tree")
     stem, branch = view["nodes"]
     assert (branch["parent"], stem["parent"]) == (stem["id"], "") and stem["bytes_below"] > stem["bytes"]
@@ -280,7 +280,7 @@ def test_pin_and_gc(home: Home) -> None:
         assert matched(index, A[:10]) == 0
 
 
-def test_a_purge_tells_what_is_cut_of_a_file_that_another_one_stands_on(home: Home) -> None:
+def test_purge_reports_truncated_shared_files(home: Home) -> None:
     """The one that came first holds what the other begins with, and more."""
     first = called(home, "first")
     told = run(home, "purge", "--session", first, "--dry-run").stdout
@@ -289,7 +289,7 @@ def test_a_purge_tells_what_is_cut_of_a_file_that_another_one_stands_on(home: Ho
     assert (done.returncode, done.stdout) == (0, told.replace("would purge", "purged"))
 
 
-def test_what_a_purge_could_not_cut_is_told_and_gc_does_it(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_purge_reports_failed_truncation_and_gc_finishes(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     first = called(home, "first")
 
     def full(*_: object) -> None:
@@ -305,7 +305,7 @@ def test_what_a_purge_could_not_cut_is_told_and_gc_does_it(home: Home, monkeypat
     assert done.returncode == 0 and done.stdout.startswith("cut 1 segment\n")
 
 
-def test_more_than_the_budgets_share_is_not_pinned(home: Home) -> None:
+def test_pin_limit_is_enforced(home: Home) -> None:
     session = called(home, "first")
     (home.root / "warmline.toml").write_text("disk_budget_gb = 0.00003")
     done = run(home, "pin", session)
@@ -329,7 +329,7 @@ def completed(home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     return str(out.out).split()
 
 
-def test_shells_complete_verbs_and_ids(
+def test_shell_completes_commands_and_ids(
     home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     session = called(home, "first")
@@ -343,14 +343,14 @@ def test_shells_complete_verbs_and_ids(
         assert completed(nothing, monkeypatch, capsys, "cachectl pin ") == []
 
 
-def test_what_is_told_of_a_conversation_to_be_completed_is_a_line(home: Home) -> None:
+def test_completion_help_is_one_line(home: Home) -> None:
     with Index(home, BUDGET) as index:
         save(index, [8] * 2000, client="two\nlines\x1b[31m")
     context = SimpleNamespace(params={"home": str(home.root)})
     assert "2,000 tokens two lines\N{REPLACEMENT CHARACTER}[31m" in dict(complete_session_ids(context, "")).values()
 
 
-def test_the_completion_script_is_shown(
+def test_completion_script_is_printed(
     home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("_CACHECTL_COMPLETE", "source_bash")
@@ -359,13 +359,13 @@ def test_the_completion_script_is_shown(
     assert "complete" in capsys.readouterr().out
 
 
-def test_the_command_does_not_wait_for_libraries_that_it_has_no_use_for() -> None:
+def test_command_imports_no_heavy_libraries() -> None:
     """They would double what each call takes, and each completion."""
     program = "import sys, warmline_cachectl.cli; print(*{'aiohttp', 'httpx'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 
 
-def test_the_version_is_the_installed_one(home: Home) -> None:
+def test_version_is_installed_version(home: Home) -> None:
     done = run(home, "--version")
     assert (done.returncode, done.stdout) == (0, f"cachectl {version('warmline')}\n")

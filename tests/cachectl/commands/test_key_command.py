@@ -31,7 +31,7 @@ def as_json(home: Home, *words: str) -> Any:
     return json.loads(key(home, *words, "--json").stdout)
 
 
-def test_a_key_is_printed_alone_as_a_shell_wants_it(home: Home) -> None:
+def test_key_is_printed_alone(home: Home) -> None:
     made = key(home, "add", "laptop")
     assert made.stdout == f"{keys_file.read_keys(home)[0].key}\n" and not made.stderr
     assert key(home, "show").stdout == key(home, "show", "laptop").stdout == made.stdout
@@ -39,21 +39,21 @@ def test_a_key_is_printed_alone_as_a_shell_wants_it(home: Home) -> None:
     assert renewed != made.stdout and key(home, "show").stdout == renewed
 
 
-def test_without_a_key_nothing_is_printed_but_how_to_make_one(home: Home) -> None:
+def test_missing_key_prints_hint_on_stderr(home: Home) -> None:
     for verb in ("show", "rotate"):
         done = key(home, verb, code=1)
         assert done.stdout == "" and "cachectl key add NAME" in done.stderr and "--lan" in done.stderr
     assert "cachectl key add NAME" in key(home, "list").stdout
 
 
-def test_the_admin_key_is_made_when_it_is_first_shown(home: Home) -> None:
+def test_admin_key_is_created_when_first_shown(home: Home) -> None:
     admin = key(home, "show", "admin").stdout
     assert key(home, "show", "admin").stdout == admin
     assert key(home, "show", code=1).stdout == "", "it is no client's"
     assert key(home, "rotate", "admin").stdout != admin
 
 
-def test_lists_tell_no_keys(home: Home) -> None:
+def test_key_list_shows_no_keys(home: Home) -> None:
     shown = [as_json(home, "add", name) for name in ("one", "two")]
     assert [sorted(each) for each in shown] == [["created", "key", "kind", "name"]] * 2
     table = key(home, "list").stdout
@@ -63,7 +63,7 @@ def test_lists_tell_no_keys(home: Home) -> None:
     assert [sorted(each) for each in as_json(home, "list")["keys"]] == [["created", "kind", "name"]] * 2
 
 
-def test_what_goes_wrong_is_a_line_and_a_code(home: Home) -> None:
+def test_key_errors_are_one_line_and_exit_code(home: Home) -> None:
     key(home, "add", "one")
     key(home, "add", "two")
     assert "which one? there are one, two" in key(home, "show", code=1).stderr
@@ -76,7 +76,7 @@ def test_what_goes_wrong_is_a_line_and_a_code(home: Home) -> None:
     assert "is damaged" in key(home, "list", code=3).stderr
 
 
-def test_what_docs_security_tells_to_type_can_be_typed_in_that_order(home: Home) -> None:
+def test_security_doc_commands_run_in_order(home: Home) -> None:
     text = (Path(__file__).parents[3] / "docs" / "security.md").read_text()
     typed = re.findall(r"^\.venv/bin/cachectl key (.+)$", text, flags=re.MULTILINE)
     assert {words.split()[0] for words in typed} == {"add", "list", "show", "rotate", "remove"}

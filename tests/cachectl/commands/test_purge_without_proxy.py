@@ -61,14 +61,14 @@ def backend(home: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
         thread.join()
 
 
-def test_it_is_told_to_forget(home: Home, backend: Backend) -> None:
+def test_purge_clears_backend_memory(home: Home, backend: Backend) -> None:
     client.purge(home, PurgeRequest(everything=True, dry_run=True))
     assert backend.asked == []
     client.purge(home, PurgeRequest(everything=True))
     assert backend.asked == [("/kv/forget", f"Bearer {home.load_secret()}")]
 
 
-def test_it_is_found_where_a_flag_has_it_listen(home: Home, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_purge_finds_backend_on_flag_port(home: Home, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WARMLINE_BACKEND_PORT", "9")
     place = {"pid": os.getpid(), "port": backend.server_address[1]}
     (home.run / "backend.json").write_text(json.dumps(place))
@@ -79,7 +79,7 @@ def test_it_is_found_where_a_flag_has_it_listen(home: Home, backend: Backend, mo
         client.purge(home, PurgeRequest(everything=True))
 
 
-def test_one_that_does_not_is_named(home: Home, backend: Backend) -> None:
+def test_purge_names_backend_that_refuses(home: Home, backend: Backend) -> None:
     backend.status = 503
     with pytest.raises(
         client.OperationRefusedError, match=rf"gone from the disk, but the backend, process {os.getpid()}, answered 503"
@@ -93,7 +93,7 @@ def test_one_that_does_not_is_named(home: Home, backend: Backend) -> None:
         assert not index.has_purge_notice()
 
 
-def test_a_proxys_own_words_stand_alone_and_who_is_none_is_named(home: Home, backend: Backend) -> None:
+def test_proxy_refusal_is_quoted_and_foreign_server_named(home: Home, backend: Backend) -> None:
     url = f"http://127.0.0.1:{backend.server_address[1]}"
     (home.run / "proxy.json").write_text(json.dumps({"url": url, "pid": os.getpid()}))
     backend.status = 409
@@ -108,7 +108,7 @@ def test_a_proxys_own_words_stand_alone_and_who_is_none_is_named(home: Home, bac
             assert str(refused.value) == told
 
 
-def test_what_a_killed_pair_was_saving_goes_too(home: Home) -> None:
+def test_purge_removes_drafts_of_killed_pair(home: Home) -> None:
     with Index(home, 1 << 30) as index:
         session = save(index, [5] * 100).session
         kept = index.segments()[0].id
@@ -124,7 +124,7 @@ def test_what_a_killed_pair_was_saving_goes_too(home: Home) -> None:
         assert index.totals().bytes_writing == 0
 
 
-def test_one_that_has_ended_is_not_missed(home: Home) -> None:
+def test_purge_accepts_ended_backend(home: Home) -> None:
     """Its number is another process's by now: a machine has started anew."""
     with process_lock(home.backend_lock):
         pass

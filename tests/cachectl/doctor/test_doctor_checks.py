@@ -160,13 +160,13 @@ def of(facts: Facts, name: str) -> Diagnosis:
 
 
 @pytest.mark.parametrize("what", FINDINGS)
-def test_it_is_found_with_its_mend(what: str) -> None:
+def test_each_problem_is_found_with_remedy(what: str) -> None:
     facts, name, status, seen, mend = FINDINGS[what]
     found = of(facts, name)
     assert (found.status, seen in found.seen, mend in found.mend) == (status, True, True), found
 
 
-def test_all_is_well() -> None:
+def test_healthy_facts_give_no_finding() -> None:
     assert {check.name: check.seen for check in run_checks(WELL) if check.status != OK} == {}
     assert all(not check.mend for check in run_checks(WELL))
     assert len(run_checks(WELL)) >= 20
@@ -186,12 +186,12 @@ def test_all_is_well() -> None:
         (linux(machine__has_gpu=True, machine__memory_bytes=70 * GB), "memory", "64.0 GB"),
     ],
 )
-def test_what_is_no_finding(facts: Facts, name: str, seen: str) -> None:
+def test_harmless_facts_give_no_finding(facts: Facts, name: str, seen: str) -> None:
     found = of(facts, name)
     assert found.status == OK and seen in found.seen, found
 
 
-def test_what_does_not_apply_is_not_told() -> None:
+def test_inapplicable_checks_are_omitted() -> None:
     names = {check.name for check in run_checks(linux(status=None, machine__has_gpu=True))}
     assert not names & {"backend", "saving", "memory", "sleep", "launchd", "wired limit", "BLAS", "allowed_hosts"}
     assert "ports" in names and len(CHECKS) > len(names)
@@ -200,7 +200,7 @@ def test_what_does_not_apply_is_not_told() -> None:
 # --- gathering ---
 
 
-def test_the_facts_of_a_real_home(home: Home) -> None:
+def test_facts_of_real_home(home: Home) -> None:
     (home.root / "secret").write_text("x")
     (home.root / "secret").chmod(0o644)
     (home.logs / "proxy.log").write_text("12345")
@@ -222,24 +222,24 @@ def test_the_facts_of_a_real_home(home: Home) -> None:
 @pytest.mark.parametrize(
     ("bound", "on_loopback"), [("0.0.0.0", False), ("127.0.0.1", True), ("", False)], ids=["--lan", "--no-lan", "older"]
 )
-def test_what_a_proxy_listens_on_goes_before_the_file(home: Home, bound: str, on_loopback: bool) -> None:
+def test_running_proxy_address_precedes_settings_file(home: Home, bound: str, on_loopback: bool) -> None:
     (home.root / "warmline.toml").write_text("lan = true\n")
     found = gathering._read_settings(home, STATUS | {"host": bound})
     assert (found.host, found.on_loopback) == (bound or "127.0.0.1", on_loopback)
 
 
-def test_the_command(home: Home) -> None:
+def test_doctor_command_exit_code_and_output(home: Home) -> None:
     done = run(home, "doctor", columns=80)
     assert done.returncode == 1 and "→ start it: warmline serve" in done.stdout and "quarantine" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_all_is_well_is_exit_code_0(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_healthy_home_exits_with_0(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("warmline_cachectl.commands.doctor.gather", lambda _: WELL)
     assert answer(home, "doctor")["findings"] == 0
     assert "all is well" in run(home, "doctor").stdout
 
 
-def test_a_command_that_is_not_there_says_nothing() -> None:
+def test_missing_system_command_is_ignored() -> None:
     assert gathering._run_command("no-such-command-anywhere") == ""
     assert gathering._run_command("false") == ""

@@ -16,7 +16,7 @@ def shown(width: int) -> tuple[list[str], list[int]]:
     return [str(column.header) for column in table.columns], [column.width or 0 for column in table.columns]
 
 
-def test_ids_are_cut_first_then_texts_then_columns_go_by_rank() -> None:
+def test_narrow_table_cuts_ids_then_texts_then_columns() -> None:
     assert shown(100) == (["id", "size", "hits", "name"], [32, 6, 4, 18])
     assert shown(60) == (["id", "size", "hits", "name"], [12, 6, 4, 18])
     assert shown(45) == (["id", "size", "hits", "name"], [12, 6, 4, 10])
@@ -25,12 +25,12 @@ def test_ids_are_cut_first_then_texts_then_columns_go_by_rank() -> None:
     assert shown(5) == (["id", "size"], [12, 6]), "these always stay"
 
 
-def test_missing_columns_are_told() -> None:
+def test_missing_columns_are_reported() -> None:
     assert fit_table(COLUMNS, ROWS, 25)[1] == "(no room for hits, name; --json has all)"
     assert len(fit_table(COLUMNS, ROWS, 100)) == 1
 
 
-def test_nothing_steers_the_terminal() -> None:
+def test_control_characters_are_escaped() -> None:
     assert printable("a\x1b[2J\u202eb\nc") == "a\ufffd[2J\ufffdb\nc"
 
 
@@ -49,7 +49,7 @@ def forest_of(rows: list[SegmentRow]) -> Forest:
     )
 
 
-def test_ten_thousand_segments_are_shown_in_bounds_the_heaviest_first() -> None:
+def test_tree_of_10000_segments_is_bounded() -> None:
     """A chain that forks all along, which is as deep as can be, and thousands of small trees beside it."""
     rows = [segment(1, None, 0)]
     for number in range(3, 2 * CHAIN + 1, 2):
@@ -71,7 +71,7 @@ def test_ten_thousand_segments_are_shown_in_bounds_the_heaviest_first() -> None:
     assert {node["depth"] for node in shallow["nodes"]} == {1, 2} and shallow["omitted"] > 0
 
 
-def test_a_run_without_a_fork_is_one_node() -> None:
+def test_unbranched_segments_form_one_node() -> None:
     rows = [segment(1, None, 0), segment(2, 1, 100), segment(3, 2, 200), segment(4, 3, 250)]
     nodes = tree_view.build_tree(forest_of(rows))["nodes"]
     assert [(node["start"], node["end"], node["segments"]) for node in nodes] == [(0, 300, 3), (250, 350, 1)]

@@ -18,7 +18,7 @@ def structure(text: str) -> str:
     return re.sub(r"[ ─━]+", " ", text.replace("┄", "")).strip()
 
 
-def test_its_examples_are_true(tmp_path: Path) -> None:
+def test_documented_examples_match_output(tmp_path: Path) -> None:
     home = documented(tmp_path / "home")
     told = examples(DOCUMENT.read_text(encoding="utf-8"))
     assert len(told) >= 10
@@ -27,13 +27,13 @@ def test_its_examples_are_true(tmp_path: Path) -> None:
         assert structure(printed) == structure(output), command
 
 
-def test_its_screen_of_top_is_true() -> None:
+def test_documented_top_screen_matches_output() -> None:
     (told,) = re.findall(r"```text\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
     view = build_snapshot(status(100.0, live(), live("r2", phase="answering", ttft_s=8.0, spoken=60)), RECORDS)
     assert "\n".join(line.rstrip() for line in text_of(view).splitlines()) == told.strip()
 
 
-def test_it_tells_of_every_verb() -> None:
+def test_document_names_every_command() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     verbs = list(get_command(app).commands)
     assert set(OURS) <= set(verbs)

@@ -14,7 +14,7 @@ from warmline_cachectl.views import tables
 @pytest.mark.parametrize(
     ("terminal", "quiet", "shown"), [(True, False, True), (True, True, False), (False, False, False)]
 )
-def test_progress_is_shown_on_a_terminal_alone(
+def test_progress_is_shown_on_terminal_only(
     terminal: bool, quiet: bool, shown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = io.StringIO()
@@ -31,16 +31,14 @@ def test_progress_is_shown_on_a_terminal_alone(
 @pytest.mark.parametrize(
     ("terminal", "lines"), [(True, ["what is told"] * 3), (False, ["what is told " * 2 + "what is told"])]
 )
-def test_a_line_wraps_between_words_on_a_terminal_alone(
-    terminal: bool, lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_wrap_on_terminal_only(terminal: bool, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     monkeypatch.setattr(tables, "make_console", lambda: Console(file=out, force_terminal=terminal, width=14))
     showing.show({}, ["what is told " * 2 + "what is told"], as_json=False)
     assert [line.rstrip() for line in out.getvalue().splitlines()] == lines
 
 
-def test_no_name_moves_a_terminals_cursor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_cannot_move_cursor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "make_console", lambda: Console(force_terminal=True, color_system=None, width=80))
     showing.show({}, ["of model \x1b[2Jx"], as_json=False)
     with pytest.raises(typer.Exit):

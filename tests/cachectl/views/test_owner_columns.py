@@ -51,7 +51,7 @@ def told(home: Home) -> dict[str, str]:
 WORDS = {"first": "no key", "second": "a removed key", "third": "default", "fourth": "laptop"}
 
 
-def test_each_conversation_has_its_keys_name(home: Home) -> None:
+def test_conversations_show_key_names(home: Home) -> None:
     assert told(home) == WORDS
     for words in (["ls"], ["inspect"]):
         shown = run(home, *words, columns=80).stdout
@@ -72,7 +72,7 @@ def _size(home: Home) -> str:
     return f"{size / 1000:.1f} KB"
 
 
-def test_nothing_is_said_where_there_was_never_a_key(tmp_path: Path) -> None:
+def test_no_key_column_without_keys(tmp_path: Path) -> None:
     home = make_home(tmp_path / "home")
     stored_for(home, "", "first")
     assert told(home) == {"first": ""}
@@ -80,7 +80,7 @@ def test_nothing_is_said_where_there_was_never_a_key(tmp_path: Path) -> None:
     assert run(home, "tree").stdout.startswith(MODEL)
 
 
-def test_the_settings_have_their_say(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_key_is_labelled(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     stored_for(home, derive_tenant("wl-settings"), "fifth")
     assert told(home)["fifth"] == "a removed key"
     home.settings_tenant.write_text(derive_tenant("wl-settings"))
@@ -91,7 +91,7 @@ def test_the_settings_have_their_say(home: Home, monkeypatch: pytest.MonkeyPatch
     assert told(home) == WORDS | {"first": "shared", "fifth": "environment"}
 
 
-def test_who_only_looks_needs_no_keys(home: Home) -> None:
+def test_read_commands_need_no_keys_file(home: Home) -> None:
     home.keys.write_text("{")
     assert set(told(home).values()) == {""}
     done = run(home, "purge", "--key", "laptop", "--yes")
@@ -123,7 +123,7 @@ def proxy(home: Home) -> Iterator[Callable[[OwnerLabels], None]]:
         thread.join()
 
 
-def test_a_proxy_that_runs_knows_better(home: Home, proxy: Callable[[OwnerLabels], None]) -> None:
+def test_running_proxy_labels_owners(home: Home, proxy: Callable[[OwnerLabels], None]) -> None:
     proxy(OwnerLabels(keys=["environment"], words={namespace(MODEL).hex(): "environment"}))
     assert told(home) == {"first": "environment", "second": "", "third": "", "fourth": ""}
 
@@ -137,7 +137,7 @@ def test_a_proxy_that_runs_knows_better(home: Home, proxy: Callable[[OwnerLabels
         ("a removed key", "first third fourth"),
     ],
 )
-def test_what_is_stored_under_one_key_goes(home: Home, words: str, left: str) -> None:
+def test_purge_by_key(home: Home, words: str, left: str) -> None:
     would = run(home, "purge", "--key", words, "--dry-run")
     assert would.stdout.startswith("would purge 1 conversation: 1 segment") and told(home) == WORDS
     assert run(home, "purge", "--key", words).returncode == 2, "it asks"
@@ -146,14 +146,14 @@ def test_what_is_stored_under_one_key_goes(home: Home, words: str, left: str) ->
     assert run(home, "purge", "--key", words, "--yes").returncode == 1, "nothing is left"
 
 
-def test_one_of_several_removed_keys_is_named_by_its_root(home: Home) -> None:
+def test_removed_keys_are_named_by_root(home: Home) -> None:
     stored_for(home, "another", "fifth")
     root = namespace(MODEL, "another").hex()
     assert run(home, "purge", "--key", f"a removed key ({root[:8]})", "--yes").returncode == 0
     assert told(home) == WORDS
 
 
-def test_a_name_that_nobody_has_is_no_purge(home: Home) -> None:
+def test_purge_of_unknown_key_name_is_refused(home: Home) -> None:
     done = run(home, "purge", "--key", "desktop", "--yes")
     assert (done.returncode, done.stdout) == (1, "")
     assert "no client key 'desktop'; there are default, laptop, no key, a removed key" in done.stderr
@@ -164,7 +164,7 @@ def test_a_name_that_nobody_has_is_no_purge(home: Home) -> None:
     assert "all keys share a cache: --key 'shared'" in run(home, "purge", "--key", "desktop", "--yes").stderr
 
 
-def test_what_may_be_that_keys_too_is_told(home: Home) -> None:
+def test_purge_by_key_reports_ambiguous_data(home: Home) -> None:
     """A model that no file names: of which key the root is can't be found."""
     tenant = keys_file.find_key(keys_file.read_keys(home), "laptop").tenant
     home.segment_file(stored_for(home, tenant, "fifth", model="lost")).write_bytes(b"")
@@ -174,7 +174,7 @@ def test_what_may_be_that_keys_too_is_told(home: Home) -> None:
     assert "1 more segment may be that key's too" in done.stderr
 
 
-def test_a_key_that_is_removed_says_what_it_leaves(home: Home) -> None:
+def test_key_remove_reports_stored_data(home: Home) -> None:
     done = run(home, "key", "remove", "laptop")
     roots = {each["root"][:8] for each in answer(home, "tree")["trees"] if each["key"] == "a removed key"}
     (command,) = [line.split("`")[1] for line in done.stdout.splitlines() if "`" in line]
@@ -188,7 +188,7 @@ def test_a_key_that_is_removed_says_what_it_leaves(home: Home) -> None:
     assert run(home, "key", "remove", "desktop", "--purge").stdout.startswith("removed desktop\n")
 
 
-def test_a_key_can_be_removed_whatever_is_stored(home: Home) -> None:
+def test_key_remove_works_with_any_stored_data(home: Home) -> None:
     for data in home.index.glob("*/data.mdb"):
         data.write_bytes(b"no index at all" * 1000)
     assert run(home, "key", "remove", "laptop", "--purge").returncode == 3
@@ -196,7 +196,7 @@ def test_a_key_can_be_removed_whatever_is_stored(home: Home) -> None:
     assert run(home, "key", "remove", "laptop").stdout == "removed laptop\n"
 
 
-def test_what_is_said_of_a_key_in_records_goes_though_nothing_is_stored(home: Home) -> None:
+def test_purge_by_key_removes_records_without_segments(home: Home) -> None:
     root = namespace(MODEL, keys_file.add_key(home, "desktop").tenant)
     with Index(home, 1 << 30) as index:
         index.record_request(

@@ -16,7 +16,7 @@ GB = 10**9
 TIMEOUT_S = 30.0
 
 
-def test_a_first_look_knows_speeds_since_the_start() -> None:
+def test_first_snapshot_averages_since_start() -> None:
     view = top_view.build_snapshot(status(100.0, live(), live("r2", phase="answering", ttft_s=8.0, spoken=60)), RECORDS)
     first, second = view["requests"]
     assert (first["progress"], first["tokens_per_s"], second["tokens_per_s"]) == (0.5, 100.0, 15.0)
@@ -30,7 +30,7 @@ def test_a_first_look_knows_speeds_since_the_start() -> None:
     }
 
 
-def test_later_looks_know_them_since_the_last() -> None:
+def test_later_snapshots_average_since_last() -> None:
     before = top_view.build_snapshot(status(100.0, live(), live("r2", phase="answering", ttft_s=8.0, spoken=60)), [])
     rows = (
         live(prefilled_tokens=2300),
@@ -41,7 +41,7 @@ def test_later_looks_know_them_since_the_last() -> None:
     assert speeds == [150.0, 10.0, 0.0]
 
 
-def test_the_names_in_its_json_stay() -> None:
+def test_json_names_of_top() -> None:
     view = top_view.build_snapshot(status(100.0, live()), RECORDS)
     names = "at model backend persistence running queued settling connections requests engine memory disk reuse"
     assert set(view) == set(names.split())
@@ -52,7 +52,7 @@ def test_the_names_in_its_json_stay() -> None:
     assert set(view["requests"][0]) == set(names.split())
 
 
-def test_the_screen_shows_it_within_its_width() -> None:
+def test_screen_fits_width() -> None:
     text = text_of(top_view.build_snapshot(status(100.0, live()), RECORDS))
     for told in ("glm, up", "1 running, 2 waiting, 1 being saved", "31.0 GB of 50.0 GB", "45% of the prompts"):
         assert told in text
@@ -63,7 +63,7 @@ def test_the_screen_shows_it_within_its_width() -> None:
     assert "and 40 more" in many and len(many.splitlines()) < 50
 
 
-def test_a_backend_that_is_down_and_a_disk_that_is_full_are_told() -> None:
+def test_screen_reports_down_backend_and_full_disk() -> None:
     down = status(100.0, engine=None, backend="the backend is loading", persistence="no space left")
     view = top_view.build_snapshot(down, [])
     text = text_of(view)
@@ -72,7 +72,7 @@ def test_a_backend_that_is_down_and_a_disk_that_is_full_are_told() -> None:
 
 
 @pytest.mark.parametrize("end", [b"\x1b[Aq", signal.SIGTERM], ids=["an arrow, which is three keys, and q", "SIGTERM"])
-def test_on_a_terminal_it_keeps_trying_until_its_end_is_wanted(home: Home, end: bytes | signal.Signals) -> None:
+def test_top_retries_until_interrupted(home: Home, end: bytes | signal.Signals) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-c", "from warmline_cachectl.cli import app; app()", "top", "--interval-s", "20"]
     environment = {**os.environ, "WARMLINE_HOME": str(home.root), "TERM": "xterm"}

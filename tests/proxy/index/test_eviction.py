@@ -24,12 +24,12 @@ def state(name: str, parent: str, size: int = 100, saves_s: float = 1.0, kept: b
     return EvictionCandidate(name, parent, True, size, saves_s, NOW, kept)
 
 
-def test_two_watermarks() -> None:
+def test_eviction_runs_between_watermarks() -> None:
     assert bytes_to_free(900, 100, 1000) == 0
     assert bytes_to_free(901, 100, 1000) == 101
 
 
-def test_leaves_go_first_even_where_the_parent_is_worth_less() -> None:
+def test_leaves_are_evicted_before_cheaper_parents() -> None:
     tree = [segment("a", saves_s=0.0, age_s=1e6), segment("b", "a"), segment("c", "b")]
     assert choose_evictions(tree, 250, NOW).ids == ["c", "b", "a"]
     assert choose_evictions(tree, 100, NOW).ids == ["c"]
@@ -45,18 +45,18 @@ def test_leaves_go_first_even_where_the_parent_is_worth_less() -> None:
         (segment("cheap", age_s=0.0, saves_s=1.0), segment("dear", age_s=600.0, saves_s=20.0)),
     ],
 )
-def test_what_saves_least_for_its_bytes_and_age_goes_first(cheap: EvictionCandidate, dear: EvictionCandidate) -> None:
+def test_lowest_value_per_byte_is_evicted_first(cheap: EvictionCandidate, dear: EvictionCandidate) -> None:
     assert choose_evictions([dear, cheap], 1, NOW).ids == ["cheap"]
 
 
-def test_a_checkpoint_may_go_alone_and_goes_with_its_segment() -> None:
+def test_checkpoint_is_evicted_alone_or_with_segment() -> None:
     tree = [segment("a"), state("s", "a", saves_s=0.1), state("t", "a", saves_s=50.0)]
     assert choose_evictions(tree, 100, NOW).ids == ["s"]
     everything = choose_evictions(tree, 10_000, NOW)
     assert everything.ids == ["s", "t", "a"] and everything.bytes_freed == 300
 
 
-def test_what_is_kept_keeps_what_it_builds_on() -> None:
+def test_pinned_and_leased_keep_ancestors() -> None:
     tree = [segment("a"), segment("b", "a", kept=True), segment("c", "a"), segment("d"), state("s", "d", kept=True)]
     assert choose_evictions(tree, 10_000, NOW).ids == ["c"]
 
@@ -64,7 +64,7 @@ def test_what_is_kept_keeps_what_it_builds_on() -> None:
 # --- on a real index ---
 
 
-def test_the_budget_holds_before_each_save_is_written(home: Home) -> None:
+def test_budget_holds_before_each_save(home: Home) -> None:
     budget = 1_600_000
     with Index(home, budget) as index:
         for number in range(60):
@@ -80,7 +80,7 @@ def test_the_budget_holds_before_each_save_is_written(home: Home) -> None:
         assert 3 < index.totals().segments < 30
 
 
-def test_leased_files_and_what_is_being_built_on_stay(home: Home) -> None:
+def test_leased_and_parent_files_are_not_evicted(home: Home) -> None:
     with Index(home, 1 << 30) as index:
         save(index, [1, *range(4000)], prefill_s=0.0)
         save(index, [2, *range(4000)], prefill_s=0.0)
@@ -102,7 +102,7 @@ def test_leased_files_and_what_is_being_built_on_stay(home: Home) -> None:
         assert index.sessions() == [] and verify_index(index) == []
 
 
-def test_a_conversation_that_is_cut_short_keeps_its_id_when_it_comes_back(home: Home) -> None:
+def test_evicted_tail_keeps_session_id(home: Home) -> None:
     with Index(home, 1 << 30) as index:
         session = save(index, range(3000), turn_end=2000).session
         assert save(index, range(9000), turn_end=8000).session == session
@@ -115,7 +115,7 @@ def test_a_conversation_that_is_cut_short_keeps_its_id_when_it_comes_back(home: 
         assert verify_index(index) == []
 
 
-def test_quarantined_files_are_the_first_to_go(home: Home) -> None:
+def test_quarantined_files_are_evicted_first(home: Home) -> None:
     with Index(home, 1 << 30) as index:
         save(index, [1, *range(4000)])
         save(index, [2, *range(4000)], prefill_s=0.0)
@@ -127,7 +127,7 @@ def test_quarantined_files_are_the_first_to_go(home: Home) -> None:
         assert files_on_disk(home) == index.totals().bytes_segments
 
 
-def test_a_leased_file_stays_in_quarantine(home: Home) -> None:
+def test_leased_file_stays_in_quarantine(home: Home) -> None:
     with Index(home, 1 << 30) as index:
         save(index, range(4000))
         leased = index.segments()[0].id
@@ -139,7 +139,7 @@ def test_a_leased_file_stays_in_quarantine(home: Home) -> None:
         assert index.make_room() == [leased]
 
 
-def test_what_is_used_stays(home: Home) -> None:
+def test_used_files_are_kept(home: Home) -> None:
     with Index(home, 1 << 30) as index:
         for number in range(4):
             save(index, [number, *range(4000)])

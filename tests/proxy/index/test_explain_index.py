@@ -49,7 +49,7 @@ def save_under(index: Index, root: bytes, ids: Iterable[int]) -> str:
     return index.commit_save(plan, reply, prefill_s=1.0, session=SessionUpdate(turn_end=0)).session
 
 
-def test_a_match_tells_what_stands_where_a_prompt_differs(index: Index) -> None:
+def test_match_has_stored_tokens_at_divergence(index: Index) -> None:
     save(index, PROMPT)
     save(index, [*PROMPT[:150], *range(50)])
     match = index.match_prefix(ROOT, pack_tokens([*PROMPT[:150], 7, 7, 7]), 153)
@@ -62,7 +62,7 @@ def test_a_match_tells_what_stands_where_a_prompt_differs(index: Index) -> None:
     assert (same.tokens, same.divergent_tokens, same.divergent_segment) == (200, b"", "")
 
 
-def test_a_difference_in_a_long_prompt_costs_a_read_more(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_divergence_in_long_prompt_reads_once_more(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the prompt's length: planning waits for it."""
     for end in range(500, 2500, 500):
         save(index, range(end), may_replace=False)
@@ -79,7 +79,7 @@ def test_a_difference_in_a_long_prompt_costs_a_read_more(index: Index, monkeypat
     assert len(reads) == count - 1
 
 
-def test_what_was_evicted_is_said_to_be(index: Index) -> None:
+def test_evicted_prefix_is_reported(index: Index) -> None:
     save(index, PROMPT)
     index.free_bytes(files_on_disk(index.home))
     assert matched(index, PROMPT) == 0
@@ -88,7 +88,7 @@ def test_what_was_evicted_is_said_to_be(index: Index) -> None:
 
 @pytest.mark.parametrize("tokens", [150, 37], ids=["blocks", "less than a block"])
 @pytest.mark.parametrize(("root", "cause"), [(OTHER_KEY, "other-key"), (OTHER_MODEL, "other-model")])
-def test_a_first_request_of_its_root_knows_of_other_ones(index: Index, root: bytes, cause: str, tokens: int) -> None:
+def test_first_request_of_namespace_reports_others(index: Index, root: bytes, cause: str, tokens: int) -> None:
     save_under(index, root, PROMPT)
     session = save_under(index, ROOT, PROMPT)
     asked = record(why_not_warmer="nothing stored", prompt_tokens=tokens, session=session)
@@ -102,7 +102,7 @@ def test_a_first_request_of_its_root_knows_of_other_ones(index: Index, root: byt
     assert find_fingerprint(index, root) == FINGERPRINTS[root]
 
 
-def test_a_prompt_of_its_own_is_a_first_request(index: Index) -> None:
+def test_unrelated_prompt_is_first_request(index: Index) -> None:
     save_under(index, OTHER_KEY, range(5000, 5200))
     session = save_under(index, ROOT, PROMPT)
     reply = explain(index, record(why_not_warmer="nothing stored", prompt_tokens=150, session=session))
@@ -110,7 +110,7 @@ def test_a_prompt_of_its_own_is_a_first_request(index: Index) -> None:
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_what_a_prompt_parted_from_is_found_wherever_it_is_now(index: Index, kept: bool) -> None:
+def test_diverged_conversation_is_found_after_moves(index: Index, kept: bool) -> None:
     """It was in memory then, or in a segment that was written anew since."""
     if kept:
         save(index, PROMPT)
@@ -125,7 +125,7 @@ def test_what_a_prompt_parted_from_is_found_wherever_it_is_now(index: Index, kep
     assert (reply.now.branch, reply.now.tokens) == (kept, 190)
 
 
-def test_a_parting_is_told_with_its_place_and_what_differs(index: Index) -> None:
+def test_divergence_has_location_and_difference(index: Index) -> None:
     session = save(index, PROMPT).session
     leaf = index.sessions()[0].leaf
     seen = parted(message=2, message_last=2, role="user", messages=5, segment=leaf)
@@ -139,7 +139,7 @@ def test_a_parting_is_told_with_its_place_and_what_differs(index: Index) -> None
     assert not explain(index, msgspec.structs.replace(asked, parting=parted())).now.branch
 
 
-def test_who_was_refused_before_its_start_was_planned_is_not_called_warm(index: Index) -> None:
+def test_refused_request_is_not_called_warm(index: Index) -> None:
     refused = record("cccc0000", outcome="error", error="400: 'n' must be an integer")
     assert explain(index, refused).verdict.cause == "not-planned"
     missed = record("dddd0000", why_not_warmer="nothing stored")
@@ -149,7 +149,7 @@ def test_who_was_refused_before_its_start_was_planned_is_not_called_warm(index: 
     assert {explain(index, each).verdict.cause for each in (warm, shortest)} == {"warm"}
 
 
-def test_a_request_is_found_by_whatever_it_is_called(index: Index) -> None:
+def test_request_is_found_by_any_id(index: Index) -> None:
     warm = record("bbbb2222", why_not_warmer="")
     records = [warm, record("aaaa1111.1"), record("aaaa1111.0"), record("aaaa3333", why_not_warmer="nothing stored")]
     records[1].why_not_warmer = records[2].why_not_warmer = "stored up to token 7"
@@ -173,7 +173,7 @@ def test_a_request_is_found_by_whatever_it_is_called(index: Index) -> None:
         find_record([], LAST)
 
 
-def test_it_says_how_many_were_warm_since_the_last_one_that_was_not() -> None:
+def test_explanation_counts_warm_requests_since() -> None:
     followed = record("missed.1", source="shared", why_not_warmer="another request computes up to token 64")
     missed = record("missed.0", why_not_warmer="nothing stored")
     refused = record("refused", outcome="error")
@@ -185,7 +185,7 @@ def test_it_says_how_many_were_warm_since_the_last_one_that_was_not() -> None:
     assert find_record_with_since(records, missed.id) == (missed, None), "it was named"
 
 
-def test_any_purge_forgets_what_prompts_said(index: Index) -> None:
+def test_purge_deletes_divergence_texts(index: Index) -> None:
     gone = save(index, [*PROMPT, 1]).session
     for name, session in (("gone", gone), ("kept", "other")):
         index.record_request(record(name, session=session, parting=parted(stored_text="SECRET")))

@@ -24,14 +24,14 @@ def file_exists(index: Index, file_id: str) -> bool:
 # --- matching ---
 
 
-def test_nothing_stored(index: Index) -> None:
+def test_empty_index_matches_nothing(index: Index) -> None:
     found = index.match_prefix(ROOT, pack_tokens(A), 100)
     assert (found.tokens, found.chain, found.end_reason) == (0, [], "nothing stored")
     assert why(index, []) == "all of it"
 
 
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 200, 3000])
-def test_matches_to_the_token(index: Index, count: int) -> None:
+def test_match_is_exact_to_token(index: Index, count: int) -> None:
     save(index, A[:count])
     assert matched(index, A) == count
     assert matched(index, A[:count]) == count
@@ -40,7 +40,7 @@ def test_matches_to_the_token(index: Index, count: int) -> None:
     assert matched(index, A, root=namespace("model-b")) == 0
 
 
-def test_says_why_it_is_not_longer(index: Index) -> None:
+def test_match_explains_its_end(index: Index) -> None:
     save(index, A[:200])
     assert why(index, A[:200]) == "all of it"
     assert why(index, A[:201]) == "stored up to token 200"
@@ -51,7 +51,7 @@ def test_says_why_it_is_not_longer(index: Index) -> None:
     assert index.match_prefix(ROOT, pack_tokens(A), 120).end_reason == "all of it"
 
 
-def test_a_branch_shares_what_comes_before(index: Index) -> None:
+def test_branch_shares_ancestors(index: Index) -> None:
     save(index, A[:1500])
     branch = [*A[:700], *range(50)]
     plan = planned(index, branch)
@@ -66,7 +66,7 @@ def test_a_branch_shares_what_comes_before(index: Index) -> None:
     assert [matched(index, ids) for ids in (A, branch, other)] == [1500, 750, 721]
 
 
-def test_long_saves_are_cut_and_chained(index: Index) -> None:
+def test_long_saves_are_split_into_chain(index: Index) -> None:
     ids = list(range(20_000))
     save(index, ids)
     found = index.match_prefix(ROOT, pack_tokens(ids), 19_999)
@@ -74,7 +74,7 @@ def test_long_saves_are_cut_and_chained(index: Index) -> None:
     assert found.tokens == 19_999
 
 
-def test_a_hash_that_lies_only_shortens_the_search(index: Index) -> None:
+def test_colliding_hash_only_shortens_search(index: Index) -> None:
     """Blocks that point at another conversation, at nothing, or to another root's segment: equality still decides."""
     save(index, A[:640])
     save(index, [5, *A[:640]])
@@ -92,7 +92,7 @@ def test_a_hash_that_lies_only_shortens_the_search(index: Index) -> None:
     index.transact(lambda tables: [tables.put("blocks", key, value) for key, value in blocks])
 
 
-def test_a_hash_that_lies_does_not_skip_what_differs(index: Index) -> None:
+def test_colliding_hash_does_not_skip_comparison(index: Index) -> None:
     """It points at a segment with the right tokens at the right place, behind others."""
     tail = list(range(200))
     save(index, A[:1500])
@@ -105,7 +105,7 @@ def test_a_hash_that_lies_does_not_skip_what_differs(index: Index) -> None:
     index.transact(lambda tables: [tables.delete("blocks", lie) for lie in hashes])
 
 
-def test_checkpoints_lie_on_the_path(index: Index) -> None:
+def test_match_returns_checkpoints_on_path(index: Index) -> None:
     save(index, A[:2000], checkpoints=[500, 1000, 2000])
     branch = [*A[:700], *range(50)]
     save(index, branch, checkpoints=[750])
@@ -117,7 +117,7 @@ def test_checkpoints_lie_on_the_path(index: Index) -> None:
 # --- saving ---
 
 
-def test_only_what_is_new_is_planned(index: Index) -> None:
+def test_save_plans_only_new_tokens(index: Index) -> None:
     save(index, A[:2000], checkpoints=[1000])
     assert begin(index, A[:2000], checkpoints=[1000]) is None
     assert begin(index, A[:500]) is None
@@ -131,7 +131,7 @@ def test_only_what_is_new_is_planned(index: Index) -> None:
     index.abort_save(plan)
 
 
-def test_nothing_is_found_before_it_is_committed(index: Index) -> None:
+def test_uncommitted_save_is_not_matched(index: Index) -> None:
     plan = planned(index, A[:100], checkpoints=[50])
     assert index.totals().bytes_writing == plan.bytes_expected
     write_plan(index.home, plan)
@@ -145,7 +145,7 @@ def test_nothing_is_found_before_it_is_committed(index: Index) -> None:
     assert matched(index, A) == 0
 
 
-def test_a_small_parent_is_swallowed(index: Index) -> None:
+def test_small_parent_is_merged(index: Index) -> None:
     save(index, A[:1500])
     save(index, A[:1700], checkpoints=[1600], turn_end=1650)
     old = index.match_prefix(ROOT, pack_tokens(A), 1700).chain[-1].id
@@ -164,7 +164,7 @@ def test_a_small_parent_is_swallowed(index: Index) -> None:
     assert len(index.sessions()) == 1
 
 
-def test_what_is_not_small_and_free_is_not_swallowed(index: Index) -> None:
+def test_large_or_leased_parent_is_not_merged(index: Index) -> None:
     save(index, A[:100])
     small = index.segments()[0].id
     with_child = [*A[:100], 1]
@@ -188,7 +188,7 @@ def test_what_is_not_small_and_free_is_not_swallowed(index: Index) -> None:
     commit(index, after_long)
 
 
-def test_a_leased_file_outlives_its_row(index: Index) -> None:
+def test_leased_file_outlives_row(index: Index) -> None:
     save(index, A[:100])
     old = index.segments()[0].id
     plan = planned(index, A[:200])
@@ -204,7 +204,7 @@ def test_a_leased_file_outlives_its_row(index: Index) -> None:
     assert index.totals().bytes_doomed == 0
 
 
-def test_of_two_saves_of_one_text_the_first_stays(index: Index) -> None:
+def test_first_of_two_equal_saves_stays(index: Index) -> None:
     first, second = planned(index, A[:500]), planned(index, A[:600], checkpoints=[300])
     commit(index, first)
     late = commit(index, second)
@@ -214,7 +214,7 @@ def test_of_two_saves_of_one_text_the_first_stays(index: Index) -> None:
     assert not file_exists(index, second.segments[0].id)
 
 
-def test_a_save_whose_parent_went_is_dropped(index: Index) -> None:
+def test_save_with_evicted_parent_is_dropped(index: Index) -> None:
     save(index, A[:1500])
     plan = planned(index, A[:1600])
     index.quarantine(index.segments()[0].id, "checksum")
@@ -222,7 +222,7 @@ def test_a_save_whose_parent_went_is_dropped(index: Index) -> None:
     assert matched(index, A) == 0 and index.sessions() == []
 
 
-def test_a_state_whose_rows_went_is_dropped(index: Index) -> None:
+def test_checkpoint_with_evicted_rows_is_dropped(index: Index) -> None:
     save(index, A[:1500])
     plan = planned(index, A[:1500], checkpoints=[1000])
     index.quarantine(index.segments()[0].id, "checksum")
@@ -231,7 +231,7 @@ def test_a_state_whose_rows_went_is_dropped(index: Index) -> None:
     assert committed.removed == plan.file_ids and index.checkpoints() == []
 
 
-def test_a_save_swallows_only_what_is_still_childless(index: Index) -> None:
+def test_save_merges_only_childless_parent(index: Index) -> None:
     save(index, A[:100])
     swallowing, other = planned(index, A[:200]), planned(index, [*A[:100], 1])
     assert swallowing.replaces and not other.replaces
@@ -240,7 +240,7 @@ def test_a_save_swallows_only_what_is_still_childless(index: Index) -> None:
     assert matched(index, A) == 100
 
 
-def test_a_save_that_was_half_written_keeps_the_written_half(index: Index) -> None:
+def test_half_written_save_keeps_written_part(index: Index) -> None:
     ids = list(range(20_000))
     plan = planned(index, ids, checkpoints=[100, 19_000])
     reply = write_plan(index.home, plan)
@@ -252,7 +252,7 @@ def test_a_save_that_was_half_written_keeps_the_written_half(index: Index) -> No
     assert not file_exists(index, plan.segments[2].id)
 
 
-def test_concurrent_saves_leave_a_sound_tree(index: Index) -> None:
+def test_concurrent_saves_leave_sound_tree(index: Index) -> None:
     start = threading.Barrier(6)
 
     def run(number: int) -> None:
@@ -273,7 +273,7 @@ def test_concurrent_saves_leave_a_sound_tree(index: Index) -> None:
 # --- conversations ---
 
 
-def test_a_conversation_keeps_its_id_while_it_grows(index: Index) -> None:
+def test_growing_conversation_keeps_session_id(index: Index) -> None:
     first = save(index, [*A[:500], 1, 2, 3], turn_end=500, client="s1").session
     again = save(index, [*A[:500], 9, 9, *A[500:800]], turn_end=700).session  # the answer came back differently
     assert first == again != ""
@@ -286,14 +286,14 @@ def test_a_conversation_keeps_its_id_while_it_grows(index: Index) -> None:
     assert index.record_session(ROOT, pack_tokens([77]), SessionUpdate(turn_end=1)) == ""
 
 
-def test_clients_that_name_different_sessions_have_different_ones(index: Index) -> None:
+def test_different_client_sessions_stay_separate(index: Index) -> None:
     first = save(index, A[:500], turn_end=400, client="one").session
     second = save(index, A[:600], turn_end=550, client="two").session
     assert first != second
     assert save(index, A[:700], turn_end=650, client="two").session == second
 
 
-def test_parallel_conversations_behind_one_system_prompt_stay_apart(index: Index) -> None:
+def test_parallel_conversations_with_shared_system_prompt_stay_separate(index: Index) -> None:
     system = A[:800]
     first = save(index, [*system, 1, 1, 1], turn_end=802).session
     second = save(index, [*system, 2, 2, 2], turn_end=802).session
@@ -304,7 +304,7 @@ def test_parallel_conversations_behind_one_system_prompt_stay_apart(index: Index
 # --- quarantine ---
 
 
-def test_quarantine_takes_what_builds_on_it(index: Index) -> None:
+def test_quarantine_includes_descendants(index: Index) -> None:
     save(index, A[:1500], checkpoints=[1000])
     save(index, A[:3000], checkpoints=[2500])
     save(index, [4, *A[:100]])
@@ -322,7 +322,7 @@ def test_quarantine_takes_what_builds_on_it(index: Index) -> None:
     assert matched(index, A) == 1500
 
 
-def test_a_damaged_checkpoint_leaves_alone(index: Index) -> None:
+def test_damaged_checkpoint_is_quarantined_alone(index: Index) -> None:
     save(index, A[:1500], checkpoints=[1000, 1500])
     bad = index.match_prefix(ROOT, pack_tokens(A), 1500).checkpoints[0].id
     assert index.quarantine(bad, "truncated") == [bad]

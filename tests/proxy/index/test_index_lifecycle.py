@@ -37,7 +37,7 @@ def record(number: int) -> RequestRecord:
     )
 
 
-def test_the_last_thousand_requests_are_kept(index: Index) -> None:
+def test_last_1000_request_records_are_kept(index: Index) -> None:
     for number in range(1100):
         index.record_request(record(number))
     index.flush()
@@ -45,7 +45,7 @@ def test_the_last_thousand_requests_are_kept(index: Index) -> None:
     assert [row.id for row in index.requests(2)] == ["1099", "1098"]
 
 
-def test_bookkeeping_is_written_at_the_end(home: Home) -> None:
+def test_bookkeeping_is_flushed_on_close(home: Home) -> None:
     with Index(home, 1 << 30) as index:
         save(index, A[:10])
         used = index.segments()[0].id
@@ -58,7 +58,7 @@ def test_bookkeeping_is_written_at_the_end(home: Home) -> None:
         assert verify_index(reader, deep=True) == []
 
 
-def test_survives_a_reopen_and_is_private(home: Home) -> None:
+def test_index_survives_reopen_and_is_private(home: Home) -> None:
     with Index(home, 1 << 30) as index:
         save(index, A[:3000], checkpoints=[100])
     with Index(home, 1 << 30) as index:
@@ -68,7 +68,7 @@ def test_survives_a_reopen_and_is_private(home: Home) -> None:
     assert modes == {"1": 0o700, "data.mdb": 0o600, "lock.mdb": 0o600}
 
 
-def test_a_full_map_grows(tmp_path: Path) -> None:
+def test_full_map_grows(tmp_path: Path) -> None:
     home = make_home(tmp_path / "h")
     with Index(home, 1 << 30, map_bytes=1 << 18) as index:
         save(index, A[:1000])
@@ -93,7 +93,7 @@ with IndexReader(Home(Path(sys.argv[1]))) as reader:
 """
 
 
-def test_a_reader_follows_a_map_that_grows(home: Home) -> None:
+def test_reader_follows_growing_map(home: Home) -> None:
     with Index(home, 1 << 30, map_bytes=1 << 18) as index:
         save(index, A[:1000])
         other = [sys.executable, "-c", READER, str(home.root)]
@@ -112,7 +112,7 @@ def ask(reader: "subprocess.Popen[str]") -> int:
     return int(reader.stdout.readline())
 
 
-def test_a_map_that_cannot_grow_refuses_the_save_and_serves_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_map_growth_failure_refuses_save_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = make_home(tmp_path / "h")
     with Index(home, 1 << 30, map_bytes=1 << 18) as index:
         save(index, A[:1000])
@@ -130,7 +130,7 @@ def test_a_map_that_cannot_grow_refuses_the_save_and_serves_on(tmp_path: Path, m
         assert matched(index, A) == 2000
 
 
-def test_a_map_grows_when_its_readers_are_out(tmp_path: Path) -> None:
+def test_map_grows_after_readers_leave(tmp_path: Path) -> None:
     home = make_home(tmp_path / "h")
     inside, leave = threading.Event(), threading.Event()
 
@@ -155,9 +155,7 @@ def test_a_map_grows_when_its_readers_are_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", ["ENOSPC", "EIO", "EROFS"])
-def test_a_commit_that_fails_changes_nothing_and_names_the_error(
-    code: str, index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_commit_changes_nothing(code: str, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     save(index, A[:1000])
     number = getattr(errno, code)
     failing_in_lmdb(monkeypatch, "commit", OSError(number, os.strerror(number)))
@@ -170,7 +168,7 @@ def test_a_commit_that_fails_changes_nothing_and_names_the_error(
     assert matched(index, A) == 2000
 
 
-def test_an_index_that_could_not_finish_a_write_is_opened_again(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_reopens_environment(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     save(index, A[:1000])
     failing_in_lmdb(monkeypatch, "commit", lmdb.PanicError("a write failed"), times=1)
     with pytest.raises(IndexStoreError):
@@ -180,9 +178,7 @@ def test_an_index_that_could_not_finish_a_write_is_opened_again(index: Index, mo
 
 
 @pytest.mark.parametrize("fault", ["panic", "growth"])
-def test_an_index_that_could_not_be_opened_again_is_once_that_works(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_reopen_is_retried(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = make_home(tmp_path / "h")
     with Index(home, 1 << 30, map_bytes=1 << 18) as index:
         save(index, A[:1000])
@@ -220,7 +216,7 @@ def failing_in_lmdb(monkeypatch: pytest.MonkeyPatch, what: str, error: Exception
     monkeypatch.setattr(disk, "run_lmdb", in_lmdb)
 
 
-def test_another_schema_is_refused(home: Home) -> None:
+def test_other_schema_is_refused(home: Home) -> None:
     with Index(home, 1 << 30) as index:
         index.transact(lambda tables: tables.put("meta", b"schema", b"99"))
     with pytest.raises(IndexSchemaError, match="newer"):
@@ -229,12 +225,12 @@ def test_another_schema_is_refused(home: Home) -> None:
         IndexReader(home)
 
 
-def test_no_index_is_said_clearly(home: Home) -> None:
+def test_missing_index_is_reported(home: Home) -> None:
     with pytest.raises(IndexMissingError, match="no index"):
         IndexReader(home)
 
 
-def test_tokens_are_kept_as_they_were(index: Index) -> None:
+def test_tokens_are_stored_unchanged(index: Index) -> None:
     index.begin_save(ROOT, MODEL, b"", checkpoints=[], layout=LAYOUT)
     save(index, [0, 2**32 - 1, 5])
     stored = index.transact(lambda tables: tables.tokens(index.segments()[0].id))

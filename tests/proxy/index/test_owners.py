@@ -40,7 +40,7 @@ def seen(index: Index, client_key: str = "", share_cache: bool = False) -> Owner
     return build_owner_labels(keys, find_fingerprints(index.home, index.segments()))
 
 
-def test_a_new_key_of_the_same_name_is_somebody_else(index: Index) -> None:
+def test_new_key_with_same_name_is_another_owner(index: Index) -> None:
     nobody = stored_for(index, "")
     assert seen(index).find_label(nobody) == "", "where there was never a key nothing is said"
     old = stored_for(index, keys_file.add_key(index.home, "default").tenant)
@@ -65,7 +65,7 @@ def test_a_new_key_of_the_same_name_is_somebody_else(index: Index) -> None:
     )
 
 
-def test_a_file_is_asked_for_each_root_and_no_more(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_file_header_is_read_per_root(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     roots = [stored_for(index, tenant) for tenant in ("", "a")]
     asked: list[str] = []
     header_of = Home.segment_file
@@ -75,7 +75,7 @@ def test_a_file_is_asked_for_each_root_and_no_more(index: Index, monkeypatch: py
     assert find_fingerprints(index.home, index.segments(), known) == known and len(asked) == 2
 
 
-def test_it_can_be_told_without_its_files_where_others_name_the_model(index: Index) -> None:
+def test_owner_is_known_from_other_roots_of_model(index: Index) -> None:
     tenant = keys_file.add_key(index.home, "laptop").tenant
     lost, kept = stored_for(index, tenant), stored_for(index, "")
     (row,) = [row for row in index.segments() if row.root == lost]
@@ -88,7 +88,7 @@ def test_it_can_be_told_without_its_files_where_others_name_the_model(index: Ind
     index.home.segment_file(row.id).write_bytes(content)
 
 
-def test_what_is_asked_for_by_a_word(index: Index) -> None:
+def test_owner_lookup_by_label(index: Index) -> None:
     olds = [stored_for(index, tenant).hex() for tenant in ("gone", "gone too")]
     keys_file.add_key(index.home, "laptop")
     known = seen(index)
@@ -107,13 +107,13 @@ def test_what_is_asked_for_by_a_word(index: Index) -> None:
         OwnerLabels().find_roots("laptop")
 
 
-def test_a_key_may_be_called_as_what_is_shared_is() -> None:
+def test_key_named_shared_is_distinguished() -> None:
     known = build_owner_labels(KeyTenants(tenants={SHARED_LABEL: "t"}, is_shared=True), {namespace(MODEL): MODEL})
     assert known.find_roots(SHARED_LABEL) == [namespace(MODEL, "t").hex()]
     assert known.find_roots("shared by all keys") == [namespace(MODEL).hex()]
 
 
-def test_a_record_says_that_its_key_is_no_more(index: Index) -> None:
+def test_record_of_removed_key_is_labelled(index: Index) -> None:
     old = stored_for(index, keys_file.add_key(index.home, "default").tenant)
     keys_file.remove_key(index.home, "default")
     new = stored_for(index, keys_file.add_key(index.home, "default").tenant)

@@ -9,9 +9,7 @@ from warmline_proxy.upstream import backend_state as knowledge
 
 
 @on_loop
-async def test_a_segment_costs_what_the_backend_was_just_measured_to_take(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_segment_cost_follows_measured_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knowledge, "RATES_INTERVAL_S", 0.0)
     async with pair(tmp_path) as proxy:
         await proxy.chat()

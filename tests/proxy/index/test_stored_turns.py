@@ -34,7 +34,7 @@ def note(index: Index, *rows: TurnRow) -> None:
     index.flush()
 
 
-def test_a_turn_is_found_by_any_of_its_calls_and_once(index: Index) -> None:
+def test_turn_is_found_by_any_call_id(index: Index) -> None:
     note(index, turn(1, 2), turn(3))
     assert kept(index, 2) == [call_ids(1, 2)]
     assert kept(index, 1, 2, 9, 3) == [call_ids(1, 2), call_ids(3)]
@@ -42,7 +42,7 @@ def test_a_turn_is_found_by_any_of_its_calls_and_once(index: Index) -> None:
     assert verify_index(index) == []
 
 
-def test_a_turn_told_again_is_written_in_its_place(index: Index) -> None:
+def test_repeated_turn_replaces_stored_one(index: Index) -> None:
     note(index, turn(1, 2), turn(3))
     note(index, turn(1, 2, session="abc"))
     assert [(row.calls, row.session) for row in rows(index)] == [(call_ids(1, 2), "abc"), (call_ids(3), "")]
@@ -55,7 +55,7 @@ def rows(index: Index) -> list[TurnRow]:
 
 
 @pytest.mark.parametrize(("limit", "value"), [("TURNS_MAX", 2), ("TURN_BYTES_MAX", 16)])
-def test_the_oldest_go_first(index: Index, monkeypatch: pytest.MonkeyPatch, limit: str, value: int) -> None:
+def test_oldest_turns_are_removed_first(index: Index, monkeypatch: pytest.MonkeyPatch, limit: str, value: int) -> None:
     monkeypatch.setattr(index_turns, limit, value)
     note(index, turn(1, 2), turn(3, 4))
     note(index, turn(5, 6))
@@ -63,7 +63,7 @@ def test_the_oldest_go_first(index: Index, monkeypatch: pytest.MonkeyPatch, limi
     assert verify_index(index) == []
 
 
-def test_turns_are_there_after_a_restart(home: Home) -> None:
+def test_turns_survive_restart(home: Home) -> None:
     with Index(home, BUDGET) as index:
         index.record_turn(turn(1))
     with IndexReader(home) as reader:
@@ -79,7 +79,7 @@ def test_turns_are_there_after_a_restart(home: Home) -> None:
         (PurgeRequest(older_than_s=60.0), [3]),
     ],
 )
-def test_purged_turns_are_gone(index: Index, request_: PurgeRequest, left: list[int]) -> None:
+def test_purged_turns_are_deleted(index: Index, request_: PurgeRequest, left: list[int]) -> None:
     save(index, range(100))
     note(index, turn(1), turn(2), turn(3, at=1e12), turn(5, model="other"))
     purge(index, request_)
@@ -87,7 +87,7 @@ def test_purged_turns_are_gone(index: Index, request_: PurgeRequest, left: list[
     assert verify_index(index, deep=True) == []
 
 
-def test_an_old_turn_stays_with_its_conversation(index: Index) -> None:
+def test_old_turn_stays_with_conversation(index: Index) -> None:
     """Without it the rest of the conversation would be rendered otherwise, and computed anew."""
     save(index, range(100))
     (session,) = index.sessions()
@@ -96,7 +96,7 @@ def test_an_old_turn_stays_with_its_conversation(index: Index) -> None:
     assert [row.calls for row in rows(index)] == [call_ids(1)]
 
 
-def test_a_purged_conversation_takes_its_turns_along_and_leaves_no_bytes(home: Home) -> None:
+def test_purge_deletes_turns_without_trace(home: Home) -> None:
     secret = pack_tokens(list(range(70_000, 70_040)))
     with Index(home, BUDGET) as index:
         save(index, range(100))
@@ -125,7 +125,7 @@ def double_a_turn(tables: Tables) -> None:
 
 
 @pytest.mark.parametrize("damage", [remove_a_call, lead_a_call_astray, lose_a_turn, double_a_turn])
-def test_damage_is_found_and_mended(index: Index, damage: object) -> None:
+def test_damaged_turns_are_found_and_repaired(index: Index, damage: object) -> None:
     note(index, turn(1, 2), turn(3))
     index.transact(damage)  # type: ignore[arg-type]
     assert "turn" in {finding.what for finding in verify_index(index)}
@@ -134,7 +134,7 @@ def test_damage_is_found_and_mended(index: Index, damage: object) -> None:
     assert kept(index, 1) == ([] if damage is lose_a_turn else [call_ids(1, 2)])
 
 
-def test_an_index_of_an_older_version_can_be_read(home: Home) -> None:
+def test_index_without_turns_table_is_read(home: Home) -> None:
     with Index(home, BUDGET) as index:
         save(index, range(100))
     (folder,) = home.index.iterdir()
@@ -162,7 +162,7 @@ def messages(*calls: int) -> list[dict[str, object]]:
     return [{"tool_calls": [{"id": call_id}], "tool_call_id": call_id} for call_id in call_ids(*calls)]
 
 
-def test_a_turn_is_recalled_at_once_and_after_a_restart(home: Home) -> None:
+def test_turn_is_available_at_once_and_after_restart(home: Home) -> None:
     root = namespace(FINGERPRINT, TENANT)
     with Index(home, BUDGET) as index:
         memory = SampledTurnCache(index)
@@ -178,7 +178,7 @@ def test_a_turn_is_recalled_at_once_and_after_a_restart(home: Home) -> None:
         assert memory.find(root, messages(1)) == []
 
 
-def test_what_is_too_long_or_oddly_named_is_not_remembered(index: Index) -> None:
+def test_oversized_or_invalid_turns_are_not_stored(index: Index) -> None:
     memory, root = SampledTurnCache(index), namespace(FINGERPRINT, TENANT)
     memory.add(root, MODEL, SampledTurn(calls=call_ids(1), tokens=bytes(2 << 20)))
     memory.add(root, MODEL, SampledTurn(calls=["functions.look:0"], tokens=b""))
@@ -186,7 +186,7 @@ def test_what_is_too_long_or_oddly_named_is_not_remembered(index: Index) -> None
     assert memory.find(root, messages(1)) == [] and memory.find(root, None) == []
 
 
-def test_memory_is_bounded_and_the_index_has_the_rest(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turn_cache_is_bounded_and_falls_back_to_index(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("warmline_proxy.pipeline.sampled_turns.KEPT_MAX", 2)
     memory, root = SampledTurnCache(index), namespace(FINGERPRINT, TENANT)
     for call in range(4):

@@ -45,9 +45,7 @@ def full(home: Home, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     ],
     ids=["eviction", "purge", "gc"],
 )
-def test_what_makes_room_takes_it_and_what_does_not_leaves_it(
-    home: Home, full: Callable[[], None], work: Callable[[Index], object]
-) -> None:
+def test_only_deletions_use_reserve(home: Home, full: Callable[[], None], work: Callable[[Index], object]) -> None:
     with Index(home, 1 << 30) as index:
         save(index, A)
         index.allocate_reserve()
@@ -62,14 +60,14 @@ def test_what_makes_room_takes_it_and_what_does_not_leaves_it(
         assert home.reserve.exists()
 
 
-def test_what_was_half_made_is_made_whole(home: Home) -> None:
+def test_partial_reserve_is_completed(home: Home) -> None:
     home.reserve.write_bytes(bytes(1000))
     with Index(home, 1 << 30) as index:
         index.allocate_reserve()
     assert home.reserve.stat().st_size == RESERVE_BYTES and home.reserve.stat().st_blocks * 512 >= RESERVE_BYTES
 
 
-def test_without_it_nothing_is_changed_and_the_reason_told(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_reserve_changes_nothing_and_is_reported(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -10,7 +10,7 @@ from warmline_proxy.store.writer import WriterThread
 WAIT_S = 20
 
 
-def test_a_tick_that_fails_is_logged_and_the_next_write_is_done(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_tick_is_logged_and_writer_continues(caplog: pytest.LogCaptureFixture) -> None:
     ticked = threading.Event()
 
     def tick() -> None:
@@ -25,7 +25,7 @@ def test_a_tick_that_fails_is_logged_and_the_next_write_is_done(caplog: pytest.L
     assert "planted" in caplog.text
 
 
-def test_what_is_written_fails_alone_and_can_be_called_off() -> None:
+def test_write_fails_alone_and_can_be_cancelled() -> None:
     writer = WriterThread(lambda: None, 1000.0)
     go_on = threading.Event()
     first, second, third = (writer.submit(work) for work in (lambda: go_on.wait(WAIT_S), lambda: 2, lambda: 1 / 0))

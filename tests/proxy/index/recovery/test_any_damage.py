@@ -29,9 +29,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Home:
 
 @settings(max_examples=60)
 @given(damages=st.lists(st.sampled_from(DAMAGES), min_size=1, max_size=6), seed=st.integers(0, 1 << 32))
-def test_after_any_damage_repair_leaves_a_clean_index_that_tells_the_truth(
-    template: Home, damages: list[str], seed: int
-) -> None:
+def test_repair_after_any_damage_leaves_true_index(template: Home, damages: list[str], seed: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         home = Home(Path(folder) / "home")
         shutil.copytree(template.root, home.root)

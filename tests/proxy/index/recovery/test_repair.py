@@ -41,7 +41,7 @@ def done(reply: RepairReply) -> set[str]:
     return {finding.what for finding in reply.did}
 
 
-def test_what_is_whole_is_left_as_it_is(index: Index) -> None:
+def test_repair_leaves_sound_index_unchanged(index: Index) -> None:
     talk(index)
     running = planned(index, [3] * 50)
     write_plan(index.home, running)
@@ -51,7 +51,7 @@ def test_what_is_whole_is_left_as_it_is(index: Index) -> None:
     assert commit(index, running).tokens_saved == 50
 
 
-def test_repairs_beside_all_else_change_nothing(index: Index) -> None:
+def test_concurrent_repairs_change_nothing(index: Index) -> None:
     """Saves, quarantines and evictions fall between what a repair sees of the disk and what it does."""
     over = threading.Event()
 
@@ -74,7 +74,7 @@ def test_repairs_beside_all_else_change_nothing(index: Index) -> None:
     assert matched(index, [24, *A[:200]]) == 201 and matched(index, [1, *A[:200]]) == 0
 
 
-def test_an_index_is_made_anew_from_the_files(home: Home) -> None:
+def test_index_is_rebuilt_from_files(home: Home) -> None:
     with Index(home, BUDGET) as index:
         talk(index)
         whole, sessions = texts(index), {(row.leaf, row.tokens) for row in index.sessions()}
@@ -97,7 +97,7 @@ def test_an_index_is_made_anew_from_the_files(home: Home) -> None:
         assert reconcile(index).mended == 0
 
 
-def test_a_cut_index_is_made_anew(home: Home) -> None:
+def test_truncated_index_is_rebuilt(home: Home) -> None:
     with Index(home, BUDGET) as index:
         talk(index)
         whole = texts(index)
@@ -109,7 +109,7 @@ def test_a_cut_index_is_made_anew(home: Home) -> None:
         assert texts(index) == whole and verify_index(index, deep=True) == []
 
 
-def test_a_page_that_can_not_be_read_is_met_beyond_a_first_flaw(home: Home) -> None:
+def test_unreadable_page_after_first_flaw_is_handled(home: Home) -> None:
     """Else the repair would meet it, with the index half written anew."""
     with Index(home, BUDGET) as index:
         talk(index)
@@ -128,7 +128,7 @@ def test_a_page_that_can_not_be_read_is_met_beyond_a_first_flaw(home: Home) -> N
         assert texts(index) == whole and verify_index(index, deep=True) == []
 
 
-def test_pages_that_end_the_process_which_reads_them_are_left_behind(home: Home) -> None:
+def test_crashing_pages_are_not_copied(home: Home) -> None:
     """LMDB asserts, so the first start dies of it; the next one has another process look, and makes the index anew."""
     with Index(home, BUDGET) as index:
         for number in range(40):  # so many that the segments' rows take some pages
@@ -146,7 +146,7 @@ def test_pages_that_end_the_process_which_reads_them_are_left_behind(home: Home)
         assert reconcile(index).mended == 0
 
 
-def test_an_index_that_nobody_could_look_at_is_kept(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unprobed_index_is_kept(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     with Index(home, BUDGET) as index:
         talk(index)
         before = index.snapshot()
@@ -158,7 +158,7 @@ def test_an_index_that_nobody_could_look_at_is_kept(home: Home, monkeypatch: pyt
         assert not index.is_damaged(force_probe=True) and index.snapshot() == before
 
 
-def test_a_lost_index_is_made_anew(home: Home) -> None:
+def test_lost_index_is_rebuilt(home: Home) -> None:
     with Index(home, BUDGET) as index:
         talk(index)
         whole = texts(index)
@@ -168,7 +168,7 @@ def test_a_lost_index_is_made_anew(home: Home) -> None:
         assert texts(index) == whole and verify_index(index, deep=True) == []
 
 
-def test_a_start_that_ends_before_it_has_looked_at_the_files_loses_none(home: Home) -> None:
+def test_interrupted_start_loses_no_files(home: Home) -> None:
     """The next one must know that the index, now whole and empty, lacks what is stored."""
     with Index(home, BUDGET) as index:
         talk(index)
@@ -187,9 +187,7 @@ def test_a_start_that_ends_before_it_has_looked_at_the_files_loses_none(home: Ho
         assert not index.is_damaged()
 
 
-def test_what_cannot_be_read_while_an_index_is_made_anew_is_not_deleted(
-    home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_files_survive_rebuild(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     with Index(home, BUDGET) as index:
         talk(index)
         first, *rest = chain(index, A[:400])
@@ -208,7 +206,7 @@ def test_what_cannot_be_read_while_an_index_is_made_anew_is_not_deleted(
         assert verify_index(index, deep=True) == []
 
 
-def test_an_entry_that_cannot_be_read_is_told_and_mended(home: Home) -> None:
+def test_unreadable_entry_is_reported_and_repaired(home: Home) -> None:
     with Index(home, BUDGET) as index:
         talk(index)
         whole = texts(index)
@@ -223,7 +221,7 @@ def test_an_entry_that_cannot_be_read_is_told_and_mended(home: Home) -> None:
         assert texts(index) == whole
 
 
-def test_derived_tables_are_made_anew(home: Home) -> None:
+def test_derived_tables_are_rebuilt(home: Home) -> None:
     with Index(home, BUDGET) as index:
         talk(index)
         before = index.snapshot()
@@ -238,7 +236,7 @@ def test_derived_tables_are_made_anew(home: Home) -> None:
         assert matched(index, A[:400]) == 400
 
 
-def test_files_without_a_row_are_adopted_where_they_fit(home: Home) -> None:
+def test_orphans_are_adopted_where_they_fit(home: Home) -> None:
     with Index(home, BUDGET) as index:
         talk(index)
         whole = texts(index)
@@ -257,7 +255,7 @@ def test_files_without_a_row_are_adopted_where_they_fit(home: Home) -> None:
         assert texts(index) == whole
 
 
-def test_damaged_files_are_set_aside_with_what_builds_on_them(index: Index) -> None:
+def test_damaged_files_are_quarantined_with_descendants(index: Index) -> None:
     talk(index)
     first, second, *rest = chain(index, A[:400])
     flip(index.home.segment_file(second), -9)
@@ -269,7 +267,7 @@ def test_damaged_files_are_set_aside_with_what_builds_on_them(index: Index) -> N
     assert matched(index, A[:300], OTHER) == 300
 
 
-def test_a_segment_on_a_wrong_parent_is_found_and_set_aside(index: Index) -> None:
+def test_segment_on_wrong_parent_is_quarantined(index: Index) -> None:
     """Its own tokens and checksums are right; those before it are others."""
     save(index, [1, *A[1:1500]])
     save(index, [1, *A[1:3000]], may_replace=False)
@@ -289,7 +287,7 @@ def test_a_segment_on_a_wrong_parent_is_found_and_set_aside(index: Index) -> Non
     assert matched(index, [2, *A[1:]]) == 3000 and matched(index, [1, *A[1:]]) == 1500
 
 
-def test_a_checkpoint_of_another_conversation_is_found_and_gives_way(index: Index) -> None:
+def test_checkpoint_of_another_conversation_is_removed(index: Index) -> None:
     save(index, [1, *A[1:1500]], checkpoints=[700])
     save(index, [2, *A[1:1500]], checkpoints=[700])
     one, two = index.checkpoints()

@@ -47,7 +47,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_killed_at_any_step_of_a_save_only_that_is_lost(home: Home, step: str) -> None:
+def test_kill_during_save_loses_only_that_save(home: Home, step: str) -> None:
     with Index(home, 1 << 30) as index:
         reconcile(index)
         save(index, A)
@@ -69,7 +69,7 @@ def test_killed_at_any_step_of_a_save_only_that_is_lost(home: Home, step: str) -
         assert not any(getattr(again, name) for name in again.__struct_fields__)
 
 
-def test_files_and_rows_that_disagree(home: Home) -> None:
+def test_startup_reconciles_files_and_rows(home: Home) -> None:
     with Index(home, 1 << 30) as index:
         reconcile(index)
         save(index, A[:1500], checkpoints=[1000])
@@ -100,7 +100,7 @@ def test_files_and_rows_that_disagree(home: Home) -> None:
         assert index.match_prefix(ROOT, pack_tokens([1]), 1).end_reason == "quarantined (truncated) after token 0"
 
 
-def test_a_budget_that_became_smaller_holds_from_the_start(home: Home) -> None:
+def test_smaller_budget_holds_from_start(home: Home) -> None:
     with Index(home, 1 << 30) as index:
         save(index, A)
         save(index, [1, *A])
@@ -110,7 +110,7 @@ def test_a_budget_that_became_smaller_holds_from_the_start(home: Home) -> None:
         assert index.totals().bytes_used <= budget
 
 
-def test_the_home_has_one_owner(home: Home) -> None:
+def test_home_has_one_lock_holder(home: Home) -> None:
     hold = "import sys\nfrom pathlib import Path\nfrom warmline_proxy.home_lock import home_lock\n"
     hold += "from warmline_common.storage.home import Home\n"
     hold += "with home_lock(Home(Path(sys.argv[1]))):\n    print('held', flush=True)\n    sys.stdin.read()\n"
@@ -126,7 +126,7 @@ def test_the_home_has_one_owner(home: Home) -> None:
             pass
 
 
-def test_another_process_reads_while_this_one_writes(home: Home) -> None:
+def test_other_process_reads_during_writes(home: Home) -> None:
     code = """
 import json, sys
 from pathlib import Path
@@ -204,7 +204,7 @@ def _ids(index: Index, ids: list[int]) -> set[str]:
     return {ref.id for ref in index.match_prefix(ROOT, pack_tokens(ids), len(ids)).chain}
 
 
-def test_a_purged_conversation_leaves_others_what_they_need(index: Index) -> None:
+def test_purge_keeps_shared_segments(index: Index) -> None:
     system = A[:1100]
     first = save(index, [*system, *range(300)], turn_end=1400).session
     second = save(index, [*system, *range(5000, 5300)], turn_end=1400).session
@@ -219,7 +219,7 @@ def test_a_purged_conversation_leaves_others_what_they_need(index: Index) -> Non
     assert purge(index, PurgeRequest(session=second)).segments == []
 
 
-def test_purge_by_model_age_and_all(index: Index) -> None:
+def test_purge_by_model_age_and_everything(index: Index) -> None:
     save(index, A[:1500], checkpoints=[100])
     save(index, [1, *A[:1500]])
     index.quarantine(index.match_prefix(ROOT, pack_tokens([1]), 1).chain[0].id, "checksum")
@@ -242,12 +242,12 @@ def test_purge_by_model_age_and_all(index: Index) -> None:
 @pytest.mark.parametrize(
     "request_", [PurgeRequest(), PurgeRequest(session="a", model="b"), PurgeRequest(everything=True, older_than_s=1.0)]
 )
-def test_a_purge_names_one_thing(index: Index, request_: PurgeRequest) -> None:
+def test_purge_request_has_one_selector(index: Index, request_: PurgeRequest) -> None:
     with pytest.raises(ValueError, match="exactly one"):
         select_purge(index.snapshot(), request_, 0.0)
 
 
-def test_a_compaction_that_was_killed_loses_nothing(tmp_path: Path) -> None:
+def test_killed_compaction_loses_nothing(tmp_path: Path) -> None:
     home = make_home(tmp_path / "h")
     with Index(home, 1 << 30) as index:
         save(index, A)
@@ -267,7 +267,7 @@ def test_a_compaction_that_was_killed_loses_nothing(tmp_path: Path) -> None:
         assert reader.totals().segments == 1
 
 
-def test_a_compaction_that_fails_leaves_the_index_as_it_was(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_compaction_keeps_index(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     with Index(home, 1 << 30) as index:
         save(index, A)
         whole = index._environment._open
@@ -287,7 +287,7 @@ def test_a_compaction_that_fails_leaves_the_index_as_it_was(home: Home, monkeypa
         assert (matched(index, A), matched(index, [7, *A])) == (3000, 3001)
 
 
-def test_what_lmdb_writes_as_memory_has_its_blocks_before(home: Home) -> None:
+def test_lmdb_mapped_pages_have_disk_blocks(home: Home) -> None:
     """A first touch of a page without a block would end the process on a full disk, not raise."""
     with Index(home, 1 << 30) as index:
         save(index, A)
@@ -303,9 +303,7 @@ def test_what_lmdb_writes_as_memory_has_its_blocks_before(home: Home) -> None:
 
 
 @pytest.mark.parametrize("undone", [True, False])
-def test_a_compaction_whose_name_is_not_durable_loses_nothing_later(
-    home: Home, undone: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_undurable_compaction_loses_no_later_writes(home: Home, undone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Later writes must be where the next start looks for them."""
     with Index(home, 1 << 30) as index:
         save(index, A)
@@ -328,9 +326,7 @@ def test_a_compaction_whose_name_is_not_durable_loses_nothing_later(
         assert (matched(index, A), matched(index, [7, *A])) == (3000, 3001)
 
 
-def test_a_start_that_can_put_nothing_in_order_serves_what_is_stored(
-    home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_only_start_serves_stored_data(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     with Index(home, 1 << 30) as index:
         reconcile(index)
         save(index, A)
@@ -370,7 +366,7 @@ class IndexReaderInThread:
         self._context.__exit__(*error)
 
 
-def test_a_damaged_index_leaves_no_trace_but_what_its_files_tell(tmp_path: Path) -> None:
+def test_rebuilt_index_has_only_file_content(tmp_path: Path) -> None:
     home = make_home(tmp_path)
     with Index(home, 1 << 30) as index:
         save(index, A)

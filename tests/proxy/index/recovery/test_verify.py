@@ -201,7 +201,7 @@ def name(index: Index) -> str:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_it_is_found_and_mended(talk: Index, damage: str) -> None:
+def test_each_damage_is_found_and_repaired(talk: Index, damage: str) -> None:
     assert verify_index(talk, deep=True) == []
     what, do = DAMAGES[damage]
     do(talk)
@@ -212,7 +212,7 @@ def test_it_is_found_and_mended(talk: Index, damage: str) -> None:
 
 
 @pytest.mark.parametrize("table", [table for table in TABLES if table not in ("saves", "gone", "doomed")])
-def test_an_entry_that_cannot_be_read_is_found_in_every_table(talk: Index, table: str) -> None:
+def test_unreadable_entry_is_found_in_every_table(talk: Index, table: str) -> None:
     def change(tables: Tables) -> None:
         entry = next(entry for entry, _ in tables.items(table) if entry not in (b"schema", INCOMPLETE_KEY))
         tables.put(table, entry, b"\xc1\xff\xff")
@@ -223,7 +223,7 @@ def test_an_entry_that_cannot_be_read_is_found_in_every_table(talk: Index, table
     assert verify_index(talk, deep=True) == [] and matched(talk, WHOLE) == 1503
 
 
-def test_what_a_compaction_has_under_way_is_nobodys_only_where_nobody_has_the_home(talk: Index) -> None:
+def test_running_compaction_is_no_orphan(talk: Index) -> None:
     draft = talk.home.index / ".2.tmp"
     draft.mkdir(0o700)
     with home_lock(talk.home, 0.0):
@@ -233,7 +233,7 @@ def test_what_a_compaction_has_under_way_is_nobodys_only_where_nobody_has_the_ho
     assert talk.delete_superseded() == [draft]
 
 
-def test_numbers_that_make_no_sense_are_found(talk: Index) -> None:
+def test_invalid_numbers_are_found(talk: Index) -> None:
     row = talk.sessions()[0]
     for changed in ({"created": float("nan")}, {"requests": -1}, {"last_used": float("inf")}):
         talk.transact(lambda tables, changed=changed: tables.put_session(msgspec.structs.replace(row, **changed)))
@@ -243,7 +243,7 @@ def test_numbers_that_make_no_sense_are_found(talk: Index) -> None:
         talk.transact(lambda tables: tables.put_session(row))
 
 
-def test_session_rows_are_checked_as_they_are_read() -> None:
+def test_session_rows_are_checked_on_read() -> None:
     row = SessionRow(
         id="0" * 12, root=ROOT, model="m", leaf="x", tokens=1, turn_end=1, turn_digest=ROOT, turn_segment="",
         created=0.0, last_used=0.0,
