@@ -102,7 +102,7 @@ def settled(page: Chromium, shown: str) -> None:
     page.wait(f"document.activeElement.matches('[role=treeitem]') && {FOCUSED}.includes('{shown}')")
 
 
-def test_thousands_of_segments_are_shown_a_page_at_a_time(page: Chromium, screenshots: Path) -> None:
+def test_tree_of_thousands_is_paged(page: Chromium, screenshots: Path) -> None:
     assert page.run("document.querySelector('#tree-count').textContent") == "10,002 segments"
     assert page.run("document.querySelector('#sessions-count').textContent") == "1,334"
     assert page.run("document.querySelectorAll('#session-rows tr').length") == 12
@@ -131,7 +131,7 @@ def test_thousands_of_segments_are_shown_a_page_at_a_time(page: Chromium, screen
     assert page.complaints() == []
 
 
-def test_a_conversation_among_thousands_is_found(page: Chromium) -> None:
+def test_search_finds_conversation(page: Chromium) -> None:
     page.run("document.querySelector('#search').focus()")
     for character in "nt-877":
         page.press(character)
@@ -145,7 +145,7 @@ def test_a_conversation_among_thousands_is_found(page: Chromium) -> None:
     page.wait("document.querySelectorAll('.on-path').length === 0")
 
 
-def test_before_a_purge_it_is_said_where_no_file_would_go(page: Chromium) -> None:
+def test_purge_preview_reports_no_files(page: Chromium) -> None:
     page.wait("document.querySelectorAll('#session-rows b')[1]?.textContent === 'client-half-0'")
     page.run("document.querySelectorAll('#session-rows .danger')[1].click()")
     page.wait("document.querySelector('#dialog').open")
@@ -168,7 +168,7 @@ def test_columns_sort_both_ways(page: Chromium) -> None:
     assert page.run(f"{sizes}[0]") == f"{256 * (CHAIN // 2 + 2) / 1000:.1f} KB"
 
 
-def test_a_proxy_that_dies_is_said_to_and_found_again(page: Chromium, proxy: Proxy) -> None:
+def test_dead_proxy_is_reported_and_reconnected(page: Chromium, proxy: Proxy) -> None:
     assert page.run("document.querySelector('#state').textContent") == "Backend down"
     assert page.run("document.querySelector('#why').checkVisibility()")
     before = page.run("document.querySelector('main').getBoundingClientRect().top + scrollY")
@@ -185,7 +185,7 @@ def test_a_proxy_that_dies_is_said_to_and_found_again(page: Chromium, proxy: Pro
     page.wait("!document.querySelector('#banner').checkVisibility()")
 
 
-def test_a_page_that_nobody_sees_asks_for_nothing(browser: Chromium, proxy: Proxy) -> None:
+def test_hidden_page_does_not_poll(browser: Chromium, proxy: Proxy) -> None:
     hide = "Object.defineProperty(document, 'visibilityState', { value: 'hidden', configurable: true })"
     hiding = browser.call("Page.addScriptToEvaluateOnNewDocument", source=hide)
     browser.open(f"{proxy.url}/admin")
@@ -196,7 +196,7 @@ def test_a_page_that_nobody_sees_asks_for_nothing(browser: Chromium, proxy: Prox
     browser.wait("Number(document.documentElement.dataset.asked) >= 1")
 
 
-def test_a_thousand_requests_are_turned_over_page_by_page(page: Chromium, screenshots: Path) -> None:
+def test_requests_are_paged(page: Chromium, screenshots: Path) -> None:
     reasons = "[...document.querySelectorAll('.row .reason')].map((each) => each.textContent)"
     page.wait("document.querySelectorAll('.row').length === 15")
     assert page.run("document.querySelector('#requests-count').textContent") == "1,000 kept"
@@ -222,7 +222,7 @@ def test_a_thousand_requests_are_turned_over_page_by_page(page: Chromium, screen
         page.picture(screenshots / f"thousands-{width}.png")
 
 
-def test_a_page_beyond_the_last_request_is_left(page: Chromium) -> None:
+def test_page_beyond_last_request_returns(page: Chromium) -> None:
     """As where the proxy was started again with another home."""
     reasons = "[...document.querySelectorAll('.row .reason')].map((each) => each.textContent)"
     page.wait("document.querySelectorAll('.row').length === 15")
@@ -236,7 +236,7 @@ def test_a_page_beyond_the_last_request_is_left(page: Chromium) -> None:
     page.wait(f"{reasons}[0] === 'stored up to token 1099'")
 
 
-def test_what_is_purged_leaves_the_tree_and_its_path(page: Chromium, proxy: Proxy) -> None:
+def test_purged_conversation_leaves_tree(page: Chromium, proxy: Proxy) -> None:
     """A conversation far beyond what is shown of its branch, and by somebody else than this page."""
     page.run("""document.querySelector('#search').value = 'client-901';
         document.querySelector('#search').dispatchEvent(new Event('input'))""")
@@ -253,7 +253,7 @@ def test_what_is_purged_leaves_the_tree_and_its_path(page: Chromium, proxy: Prox
     assert page.run("document.querySelectorAll('#tree > li').length") == 2
 
 
-def test_more_than_a_page_of_a_branch_is_asked_for_again_whole(page: Chromium) -> None:
+def test_expanded_branch_reloads_whole(page: Chromium) -> None:
     """And nothing of it stays that is not stored any more."""
     page.run("document.querySelector('#tree [tabindex=\"0\"]').focus()")
     page.press("ArrowRight")
@@ -279,7 +279,7 @@ def test_more_than_a_page_of_a_branch_is_asked_for_again_whole(page: Chromium) -
     page.wait(f"{runs}.length === 241 && ![...{runs}].some((each) => each.dataset.key === '{key}')")
 
 
-def test_the_admin_key_opens_the_page_and_all_that_it_asks(browser: Chromium, tmp_path: Path) -> None:
+def test_admin_key_opens_dashboard(browser: Chromium, tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
     home.prepare()
     key = ensure_key(home, ADMIN_KIND).key

@@ -46,7 +46,7 @@ def speak(pair: Pair, messages: list[Message], name: str) -> int:
     return reply.cached
 
 
-def test_an_empty_page_teaches_how_to_begin(browser: Chromium, pair: Pair, screenshots: Path) -> None:
+def test_empty_dashboard_shows_instructions(browser: Chromium, pair: Pair, screenshots: Path) -> None:
     visit(browser, pair)
     assert browser.run("document.querySelector('#state').textContent") == "Ready"
     shown = browser.run(
@@ -79,7 +79,7 @@ def unnamed_is_told_apart(browser: Chromium, pair: Pair) -> None:
     browser.wait("!document.querySelector('#dialog').open")
 
 
-def test_a_conversation_from_warm_to_purged(browser: Chromium, pair: Pair, screenshots: Path) -> None:
+def test_conversation_from_warm_to_purged(browser: Chromium, pair: Pair, screenshots: Path) -> None:
     talk: list[Message] = [STEADY, {"role": "user", "content": "What is a spring tide?"}]
     assert speak(pair, talk, "steady") == 0
     talk.append({"role": "user", "content": "And a neap tide?"})
@@ -177,7 +177,7 @@ def pin_and_purge(browser: Chromium, pair: Pair, screenshots: Path) -> None:
     assert [each["id"] for each in pair.cachectl("inspect")["sessions"]] == [kept["id"]]
 
 
-def test_everything_is_reached_by_keyboard(browser: Chromium, pair: Pair) -> None:
+def test_dashboard_works_by_keyboard(browser: Chromium, pair: Pair) -> None:
     visit(browser, pair)
     browser.wait("document.querySelectorAll('#session-rows tr').length > 0")
     expected, met = browser.run("looks.operable()"), []
@@ -189,7 +189,7 @@ def test_everything_is_reached_by_keyboard(browser: Chromium, pair: Pair) -> Non
     assert met == expected
 
 
-def test_polling_moves_nothing(browser: Chromium, pair: Pair) -> None:
+def test_polling_shifts_no_layout(browser: Chromium, pair: Pair) -> None:
     """A turn more of a conversation that is shown: rows stay where they are while one is open."""
     talk: list[Message] = [{"role": "user", "content": "Something else meanwhile."}]
     speak(pair, talk, "meanwhile")
@@ -232,7 +232,7 @@ STATUS = """{
         ("engine.layout = {persistent: false, why_not: 'no codec'}", "warning", "Ready, not saving"),
     ],
 )
-def test_what_is_wrong_is_said_in_words(browser: Chromium, pair: Pair, change: str, state: str, text: str) -> None:
+def test_problems_are_shown_in_words(browser: Chromium, pair: Pair, change: str, state: str, text: str) -> None:
     visit(browser, pair)
     changed = f"const status = {STATUS}; status.{change}; page.showStatus(status)"
     browser.run(f"import('/admin/overview.js').then((page) => {{ {changed} }})")
@@ -243,7 +243,7 @@ def test_what_is_wrong_is_said_in_words(browser: Chromium, pair: Pair, change: s
     assert browser.run("looks.faint()") == []
 
 
-def test_what_is_purged_is_not_explained_any_more(browser: Chromium, pair: Pair) -> None:
+def test_purged_request_is_not_explained(browser: Chromium, pair: Pair) -> None:
     """Its texts don't stay in a panel that was open, whoever purged it."""
     for name in ("harbours", "crews"):
         system = {"role": "system", "content": SYSTEM.replace("ships", name)}
@@ -263,7 +263,7 @@ def test_what_is_purged_is_not_explained_any_more(browser: Chromium, pair: Pair)
     assert browser.run(f"document.activeElement === {button}"), "the focus stays"
 
 
-def test_there_is_one_question_at_a_time(browser: Chromium, pair: Pair) -> None:
+def test_one_dialog_at_a_time(browser: Chromium, pair: Pair) -> None:
     """And none about what somebody else has purged meanwhile."""
     for name in ("first", "second"):
         speak(pair, [{"role": "user", "content": name * 40}], name)
@@ -286,7 +286,7 @@ def test_there_is_one_question_at_a_time(browser: Chromium, pair: Pair) -> None:
     browser.press("Escape")
 
 
-def test_what_can_not_be_seen_is_spelled_out(browser: Chromium, pair: Pair) -> None:
+def test_invisible_characters_are_escaped(browser: Chromium, pair: Pair) -> None:
     """Texts may differ by that alone, and what turns text around would hide where they do."""
     visit(browser, pair)
     text = json.dumps("a\u200bb\u202ec\x1b[1m\x00\u2028\n\tä 字 ✓")
@@ -303,7 +303,7 @@ def test_what_can_not_be_seen_is_spelled_out(browser: Chromium, pair: Pair) -> N
         ("new Response('No.', { status: 401 })", "The proxy refuses: No. Reload this page to be asked for the key. ("),
     ],
 )
-def test_whatever_comes_instead_of_an_answer_is_told(browser: Chromium, pair: Pair, answer: str, said: str) -> None:
+def test_unexpected_answers_are_reported(browser: Chromium, pair: Pair, answer: str, said: str) -> None:
     visit(browser, pair)
     browser.run(f"window.asks = window.fetch, window.fetch = async () => {answer}, 0")
     browser.run("document.dispatchEvent(new Event('visibilitychange'))")
@@ -314,7 +314,7 @@ def test_whatever_comes_instead_of_an_answer_is_told(browser: Chromium, pair: Pa
     assert not browser.run("document.querySelector('#banner').checkVisibility()")
 
 
-def test_what_runs_is_shown_with_its_progress(browser: Chromium, pair: Pair) -> None:
+def test_running_requests_show_progress(browser: Chromium, pair: Pair) -> None:
     visit(browser, pair)
     live = """{id: "a", endpoint: "chat", client_model: "m", client_session: "<b>s</b>", phase: "prefilling",
         source: "restored", age_s: 3, queue_s: 0, restore_s: 0, ttft_s: 0, prompt_tokens: 20000, reused_tokens: 4000,
@@ -333,7 +333,7 @@ def test_what_runs_is_shown_with_its_progress(browser: Chromium, pair: Pair) -> 
     assert not browser.run("document.querySelector('#live .bar').checkVisibility()")
 
 
-def test_requests_of_one_name_are_rows_of_their_own(browser: Chromium, pair: Pair) -> None:
+def test_requests_with_same_name_have_own_rows(browser: Chromium, pair: Pair) -> None:
     """Clients may name them."""
     visit(browser, pair)
     rows = browser.run("""import('/admin/requests.js').then((page) => {

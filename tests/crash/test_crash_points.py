@@ -40,7 +40,7 @@ def run(life: str, *flags: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_killed_at_every_step_nothing_is_lost_or_left() -> None:
+def test_kill_at_every_storing_step_loses_nothing() -> None:
     life = run("storing")
     assert not life["wrong"], "\n".join(life["wrong"])
     assert life["points"] > len(life["steps"]) > 250
@@ -55,7 +55,7 @@ def test_killed_at_every_step_nothing_is_lost_or_left() -> None:
     assert after["start after a kill"]["newer"] == 0
 
 
-def test_killed_at_every_step_upkeep_is_done_or_not_done() -> None:
+def test_kill_at_every_upkeep_step_is_atomic() -> None:
     life = run("upkeep")
     assert not life["wrong"], "\n".join(life["wrong"])
     assert life["points"] > 70
@@ -65,7 +65,7 @@ def test_killed_at_every_step_upkeep_is_done_or_not_done() -> None:
     assert after["purge of what another one shares"] == after["branch"] | {"talk": 220, "again": 220}
 
 
-def test_a_merge_that_deletes_too_soon_would_be_found() -> None:
+def test_planted_early_delete_is_detected() -> None:
     life = run("storing", "--only", "merge", "--fault")
     assert any("longer: 0 tokens are stored" in wrong for wrong in life["wrong"])
 
@@ -98,7 +98,7 @@ def _writes(mode: list[ast.expr]) -> bool:
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGES)))
-def test_nobody_changes_the_disk_beside_the_seam(path: Path) -> None:
+def test_disk_changes_go_through_disk_module(path: Path) -> None:
     tree = ast.parse(path.read_text())
     calls = [(call.lineno, forbidden(call)) for call in ast.walk(tree) if isinstance(call, ast.Call)]
     assert not [(line, what) for line, what in calls if what]

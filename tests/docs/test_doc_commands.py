@@ -37,14 +37,14 @@ def reader(tmp_path_factory: pytest.TempPathFactory, pair: Pair, tiny_folder: Fo
 
 
 @pytest.mark.parametrize("document", WITH_COMMANDS, ids=name)
-def test_its_commands_do_what_they_are_there_for(document: Path, reader: Reader) -> None:
+def test_documented_commands_succeed(document: Path, reader: Reader) -> None:
     try:
         reader.types(document)
     finally:
         reader.forget()
 
 
-def test_a_command_that_fails_is_named(tmp_path: Path, reader: Reader) -> None:
+def test_failing_command_is_named(tmp_path: Path, reader: Reader) -> None:
     document = tmp_path / "wrong.md"
     document.write_text("Look:\n\n```sh\ncd .\ncurl http://127.0.0.1:8026/v1/none\n```\n")
     with pytest.raises(CommandFailed, match=r"line 5: curl .*\nexit code 22"):
@@ -52,23 +52,23 @@ def test_a_command_that_fails_is_named(tmp_path: Path, reader: Reader) -> None:
 
 
 @pytest.mark.parametrize("document", WITH_PYTHON, ids=name)
-def test_its_python_runs(document: Path, pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_python_runs(document: Path, pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     for example in PYTHON.finditer(TEXTS[document]):
         exec(compile(example[1].replace(":8026", f":{pair.port}"), str(document), "exec"), {})
         assert capsys.readouterr().out
 
 
 @pytest.mark.parametrize("document", [each for each in DOCUMENTS if each not in HELD_ELSEWHERE], ids=name)
-def test_commands_stand_in_blocks_of_their_own(document: Path) -> None:
+def test_commands_are_in_sh_blocks(document: Path) -> None:
     assert outside_of_blocks(TEXTS[document]) == []
 
 
-def test_who_holds_other_transcripts_is_there() -> None:
+def test_transcript_tests_exist() -> None:
     for document, test in HELD_ELSEWHERE.items():
         assert document.is_file() and test.is_file()
 
 
-def test_how_commands_are_found() -> None:
+def test_command_extraction() -> None:
     text = "```sh\n# why\ncd x  # there\n\ncurl a \\\n  -d '{\n  }'\npython - <<END\nprint()\nEND\n```\n"
     assert [(command.line, command.text.split()[0]) for command in commands_in(text)] == [
         (3, "cd"),
@@ -93,5 +93,5 @@ def test_how_commands_are_found() -> None:
         ("- a list\n\n  ```sh\n  warmline serve\n  ```\n", 1),
     ],
 )
-def test_what_stands_outside_of_blocks(text: str, found: int) -> None:
+def test_text_outside_blocks(text: str, found: int) -> None:
     assert len(outside_of_blocks(text)) == found

@@ -23,18 +23,18 @@ def name(document: Path) -> str:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
-def test_its_commands_have_such_verbs_and_flags(document: Path) -> None:
+def test_named_commands_and_flags_exist(document: Path) -> None:
     found = [problem_with(span, PROGRAMS) for span in spans(TEXTS[document])]
     assert list(filter(None, found)) == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
-def test_its_files_are_there(document: Path) -> None:
+def test_named_files_exist(document: Path) -> None:
     named = {path for span in spans(TEXTS[document]) for path in paths(span)}
     assert [path for path in sorted(named - MADE_LATER) if missing(path, ROOT)] == []
 
 
-def test_variables_are_read_somewhere() -> None:
+def test_named_variables_are_read() -> None:
     named = set().union(*map(variables, TEXTS.values())) - OF_CLIENTS
     of_settings = {setting.variable for setting in SETTINGS.values()}
     folders = ("backend", "proxy", "cachectl", "launchd", "tests", "benchmarks")
@@ -43,12 +43,12 @@ def test_variables_are_read_somewhere() -> None:
     assert sorted(named - of_settings - read) == []
 
 
-def test_make_has_its_targets() -> None:
+def test_named_make_targets_exist() -> None:
     there = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert sorted(set().union(*map(targets, TEXTS.values())) - there) == []
 
 
-def test_the_picture_shows_what_was_measured() -> None:
+def test_picture_shows_benchmark_figures() -> None:
     """Its seconds are a row of docs/benchmarks.md each, its bars are as long, and who can't see it is told the same."""
     picture = (ROOT / "docs" / "picture.svg").read_text(encoding="utf-8")
     bars = re.findall(r'<rect x="200" y="\d+" width="([\d.]+)" height="14".*\n +<text [^>]*>([\d.]+)</text>', picture)
@@ -61,7 +61,7 @@ def test_the_picture_shows_what_was_measured() -> None:
     assert f"![{title}](docs/picture.svg)" in TEXTS[ROOT / "README.md"]
 
 
-def test_how_spans_are_found() -> None:
+def test_code_span_extraction() -> None:
     assert spans("`a` and `b\nc`, ``d`` | `e\\|f` |\n\n    `g`\n\n```sh\n`h`\n```\n") == ["a", "b c", "e|f"]
 
 
@@ -79,6 +79,6 @@ def test_how_spans_are_found() -> None:
         ("warmline sing", "no 'sing'"),
     ],
 )
-def test_what_can_be_typed(span: str, problem: str) -> None:
+def test_typed_command_detection(span: str, problem: str) -> None:
     found = problem_with(span, PROGRAMS)
     assert problem in found and bool(problem) == bool(found)

@@ -28,7 +28,7 @@ def examined(tmp_path_factory: pytest.TempPathFactory) -> Examination:
     return examine_model(DoctorSettings(str(folder), memory_gb=512, prefill_tokens_s=179, disk_gb_s=3))
 
 
-def test_the_table_is_what_doctor_computes(examined: Examination) -> None:
+def test_glm_table_equals_doctor_output(examined: Examination) -> None:
     assert examined.plan and examined.weights and examined.cache
     rows = [
         [
@@ -45,7 +45,7 @@ def test_the_table_is_what_doctor_computes(examined: Examination) -> None:
     assert told[1:] == rows
 
 
-def test_the_figures_in_the_text_are_doctors_too(examined: Examination) -> None:
+def test_glm_figures_equal_doctor_output(examined: Examination) -> None:
     assert examined.plan and examined.weights and examined.cache
     assert f"{format_bytes(examined.weights.weight_bytes)} of weights" in TEXT
     assert f"{examined.cache.weight.row_bytes:,} bytes a token" in TEXT
@@ -59,7 +59,7 @@ def test_the_figures_in_the_text_are_doctors_too(examined: Examination) -> None:
     assert f"`--disk-budget-gb 500` holds\n{int(500e9 / conversation.disk_bytes)} of that length" in TEXT
 
 
-def test_the_whole_model_is_examined_without_its_weights(examined: Examination) -> None:
+def test_glm_doctor_needs_no_weights(examined: Examination) -> None:
     assert examined.verdict is FindingLevel.WARN, "of memory alone: the GPU's limit is to be raised"
     assert {finding.area for finding in examined.findings if finding.level is not FindingLevel.OK} == {"memory"}
     assert "21 x CacheList(KVCache, KVCache), 57 x CacheList(KVCache)" in " ".join(f.what for f in examined.findings)
@@ -70,7 +70,7 @@ def commands(start: str) -> list[list[str]]:
     return [shlex.split(line) for line in lines if line.startswith(start)]
 
 
-def test_the_serve_line_can_be_typed() -> None:
+def test_glm_serve_command_is_valid() -> None:
     (words,) = commands(".venv/bin/warmline serve")
     flags = dict(zip(words[2::2], words[3::2], strict=True))
     config = resolve({flag.removeprefix("--").replace("-", "_"): value for flag, value in flags.items()}, {})
@@ -78,7 +78,7 @@ def test_the_serve_line_can_be_typed() -> None:
     assert config["chat_template_args"] == '{"enable_thinking": false, "reasoning_effort": null}'
 
 
-def test_the_file_says_the_same_as_the_line(tmp_path: Path) -> None:
+def test_glm_toml_equals_command(tmp_path: Path) -> None:
     (text,) = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)
     (tmp_path / "warmline.toml").write_text(text)
     written = resolve({"home": str(tmp_path)}, {})
@@ -90,7 +90,7 @@ def test_the_file_says_the_same_as_the_line(tmp_path: Path) -> None:
     assert [written[name] for name in said] == [line[name] for name in said]
 
 
-def test_the_agents_can_be_installed_so(tmp_path: Path) -> None:
+def test_glm_service_install_is_valid(tmp_path: Path) -> None:
     (words,) = commands(".venv/bin/warmline launchd install")
     (text,) = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)
     (tmp_path / "warmline.toml").write_text(text)

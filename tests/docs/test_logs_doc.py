@@ -52,12 +52,12 @@ def lines() -> list[str]:
     return [line(logging.INFO, "listening"), named, perf, line(logging.ERROR, "it failed", exc_info=failed)]
 
 
-def test_the_table_has_all_keys_and_no_others() -> None:
+def test_logs_doc_has_all_json_keys() -> None:
     keys = {key for each in lines() for key in json.loads(each)}
     assert sorted(key for key, _ in ROWS) == sorted(keys)
 
 
-def test_the_table_has_all_fields_of_a_perf_line() -> None:
+def test_logs_doc_has_all_perf_fields() -> None:
     fields = re.findall(r" (\w+)=", format_perf_line(SLOW, "a talk"))
     assert sorted(filter(None, (text for _, text in ROWS))) == sorted(fields)
 
@@ -71,13 +71,13 @@ def test_the_table_has_all_fields_of_a_perf_line() -> None:
         (2, ["ID 2000 nothing stored"]),
     ],
 )
-def test_its_filters_find_what_they_say(number: int, found: list[str], tmp_path: Path) -> None:
+def test_logs_doc_filters_match(number: int, found: list[str], tmp_path: Path) -> None:
     shown = jq(FILTERS[number], tmp_path, *(["-s"] if number == 0 else []))
     assert [text.removeprefix(text[:25]) if text[10:11] == "T" else text for text in shown] == found
 
 
 @pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
-def test_its_last_filter_shows_tracebacks(tmp_path: Path) -> None:
+def test_logs_doc_last_filter_shows_tracebacks(tmp_path: Path) -> None:
     first, *rest = jq(FILTERS[3], tmp_path)
     assert first.endswith(" it failed") and rest[0].startswith("Traceback") and rest[-1] == "RuntimeError: planted"
 
@@ -89,7 +89,7 @@ def jq(words: str, folder: Path, *flags: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_the_sizes_are_what_is_said() -> None:
+def test_logs_doc_sizes_are_right() -> None:
     size, kept = logs.FILE_BYTES_MAX, logs.BACKUP_COUNT
     assert f"{size // 10**6} MB becomes" in DOCUMENT and f"to `.{kept}`" in DOCUMENT
     assert f"{2 * (kept + 1) * size // 10**6} MB at most" in DOCUMENT.replace("\n", " ")

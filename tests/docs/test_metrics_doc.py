@@ -83,7 +83,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Facts,
     return proxy | backend
 
 
-def test_the_tables_are_complete_and_right(families: dict[str, tuple[Facts, str]]) -> None:
+def test_metrics_doc_tables_are_complete(families: dict[str, tuple[Facts, str]]) -> None:
     documented = {
         name: (kind, () if labels == NO_LABELS else tuple(labels.split(", ")))
         for name, kind, labels, _ in ROW.findall(DOCUMENT)
@@ -91,13 +91,13 @@ def test_the_tables_are_complete_and_right(families: dict[str, tuple[Facts, str]
     assert documented == {name: facts for name, (facts, _) in families.items()}
 
 
-def test_each_stands_under_its_process() -> None:
+def test_metrics_doc_lists_metrics_by_process() -> None:
     proxy, backend = DOCUMENT.split("## The backend's")
     assert "`warmline_backend_" not in proxy
     assert all(name.startswith("warmline_backend_") for name, *_ in ROW.findall(backend))
 
 
-def test_whatever_else_is_named_is_told_too(families: dict[str, tuple[Facts, str]]) -> None:
+def test_metrics_doc_names_exist(families: dict[str, tuple[Facts, str]]) -> None:
     known = set(families)
     for name, ((kind, _), _) in families.items():
         if kind == "histogram":
@@ -121,12 +121,12 @@ def lint(name: str, kind: str, labels: tuple[str, ...], about: str) -> list[str]
     return [f"{name}: {rule}" for holds, rule in rules if not holds()]
 
 
-def test_names_are_as_prometheus_wants_them(families: dict[str, tuple[Facts, str]]) -> None:
+def test_metric_names_follow_prometheus_rules(families: dict[str, tuple[Facts, str]]) -> None:
     told = ((name, kind, labels, about) for name, ((kind, labels), about) in families.items())
     assert [problem for each in told for problem in lint(*each)] == []
 
 
-def test_the_examples_are_yaml_that_prometheus_takes() -> None:
+def test_metrics_doc_examples_are_valid_yaml() -> None:
     scrape, alerts = (yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", DOCUMENT, re.DOTALL))
     targets = [config["static_configs"][0]["targets"] for config in scrape["scrape_configs"]]
     assert targets == [["127.0.0.1:8026"], ["127.0.0.1:8025"]]

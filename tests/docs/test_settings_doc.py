@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
 
 
-def test_the_settings_reference_is_what_the_code_makes() -> None:
+def test_settings_table_is_generated() -> None:
     """`make reference` writes it anew."""
     text = text_of("settings.md")
     assert replace_table(text) == text
@@ -21,12 +21,12 @@ def test_the_settings_reference_is_what_the_code_makes() -> None:
     assert re.findall(r"^\| `(\w+)` \|", made, flags=re.MULTILINE) == list(SETTINGS)
 
 
-def test_a_document_without_marks_is_not_touched() -> None:
+def test_reference_refuses_document_without_marks() -> None:
     with pytest.raises(ValueError, match=r"the marks .* are missing"):
         replace_table("# Settings")
 
 
-def test_the_gates_stand_there_in_their_order() -> None:
+def test_gates_doc_lists_checks_in_order() -> None:
     named = re.findall(r"^\| `([a-z][\w-]*)` \|", text_of("gates.md"), flags=re.MULTILINE)
     assert named == [gate.name for gate in CHECKS]
 
@@ -36,7 +36,7 @@ def text_of(document: str) -> str:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_lead_to_files_and_headings(document: Path) -> None:
+def test_links_resolve(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]*(?:#[^)\s]*)?)\)", document.read_text()):
         if "://" in target:
             continue

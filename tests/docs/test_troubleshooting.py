@@ -130,17 +130,17 @@ def test_each_message_has_an_entry() -> None:
     assert missing == []
 
 
-def test_each_entry_is_said_somewhere() -> None:
+def test_each_entry_matches_a_message() -> None:
     assert [entry for entry in entries(PAGE) if not any(matches(entry, said.text) for said in MESSAGES)] == []
 
 
-def test_no_entry_is_there_twice_or_says_next_to_nothing() -> None:
+def test_entries_are_unique_and_specific() -> None:
     known = entries(PAGE)
     assert len(known) == len(set(known))
     assert [entry for entry in known if not words(entry)] == []
 
 
-def test_the_codes_of_the_api_are_given_somewhere() -> None:
+def test_listed_api_codes_exist_in_source() -> None:
     rows = re.findall(r"^\| \d{3} \| (.*?) \|", PAGE, flags=re.MULTILINE)
     codes = {code for row in rows for code in re.findall(r"`(\w+)`", row)}
     assert len(codes) >= CODES_MIN
@@ -149,12 +149,12 @@ def test_the_codes_of_the_api_are_given_somewhere() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: f"{family.modules} {family.why}")
-def test_families_have_members_and_their_section(family: Family) -> None:
+def test_families_have_members_and_section(family: Family) -> None:
     assert any(family.has(said) for said in MESSAGES)
     assert not family.heading or re.search(rf"^##+ {re.escape(family.heading)}$", PAGE.replace("`", ""), re.MULTILINE)
 
 
-def test_messages_are_found_wherever_they_stand() -> None:
+def test_messages_are_found_in_all_forms() -> None:
     """One of each way in which a message comes to be said."""
     texts = {said.text for said in MESSAGES}
     assert {
@@ -168,7 +168,7 @@ def test_messages_are_found_wherever_they_stand() -> None:
     } <= texts
 
 
-def test_a_message_without_an_entry_is_noticed() -> None:
+def test_message_without_entry_is_detected() -> None:
     assert not matches("the index is closed", "the index is open")
     assert matches("can't listen on … port …: …", "can't listen on … port … (…): ……")
     assert entries("- `one …` or `two`:\n  means this. `not this`\n- `three`: nor this") == ["one …", "two"]

@@ -13,7 +13,7 @@ STEPS = ["Install", "Serve", "Point a client", "See it warm", "Keep it as a serv
 TIMEOUT_S = 180
 
 
-def test_the_whole_way(tmp_path: Path, tiny_folder: FolderOf) -> None:
+def test_newcomer_script_succeeds(tmp_path: Path, tiny_folder: FolderOf) -> None:
     manager = tmp_path / "bin" / "systemctl"
     manager.parent.mkdir()
     fake = (ROOT / "tests" / "run" / "fake_systemctl.py").read_text()

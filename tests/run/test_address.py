@@ -27,11 +27,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         ("::", "http://192.168.1.5:80/v1", "also http://studio.local:80/v1 and http://[::1]:80/v1\n"),
     ],
 )
-def test_a_wildcard_is_told_by_names_that_others_know(host: str, url: str, more: str) -> None:
+def test_wildcard_address_shows_network_names(host: str, url: str, more: str) -> None:
     assert (Address(host, 80).url, Address(host, 80).alternatives_line) == (url, more)
 
 
-def test_a_mac_is_told_by_its_name_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mac_shows_bonjour_name_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
     monkeypatch.setattr(address, "bonjour_name", lambda: "studio.local")
     told = Address("0.0.0.0", 80)
@@ -41,7 +41,7 @@ def test_a_mac_is_told_by_its_name_first(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (told.url, told.alternatives_line) == ("http://studio.local:80/v1", "also http://127.0.0.1:80/v1\n")
 
 
-def test_the_line_to_paste_shows_the_key_where_one_is_asked_for() -> None:
+def test_example_command_includes_required_key() -> None:
     assert "Authorization" not in Address("127.0.0.1", 80).curl_command(needs_key=False)
     assert '-H "Authorization: Bearer $(cachectl key show)"' in Address("0.0.0.0", 80).curl_command(needs_key=True)
     assert "$(cachectl key show --home '/my home')" in Address("0.0.0.0", 80, home="/my home").curl_command(
@@ -51,9 +51,7 @@ def test_the_line_to_paste_shows_the_key_where_one_is_asked_for() -> None:
     assert "Bearer $WARMLINE_CLIENT_KEY" in named and "hush" not in named
 
 
-def test_a_command_is_told_by_its_path_where_a_shell_would_not_find_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_is_shown_with_path_when_not_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     for place in ("own", "else where"):
         (tmp_path / place).mkdir()
@@ -70,6 +68,6 @@ def test_a_command_is_told_by_its_path_where_a_shell_would_not_find_it(
     ("settings", "host"),
     [({}, "127.0.0.1"), ({"lan": "true"}, "0.0.0.0"), ({"lan": "true", "host": "10.0.0.7"}, "10.0.0.7")],
 )
-def test_the_lan_opens_what_is_loopback(tmp_path: Path, settings: dict[str, str], host: str) -> None:
+def test_lan_replaces_loopback_address(tmp_path: Path, settings: dict[str, str], host: str) -> None:
     found = make_address(resolve({"home": str(tmp_path), **settings}, {}))
     assert (found.host, found.home) == (host, str(tmp_path))

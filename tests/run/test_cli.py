@@ -48,7 +48,7 @@ def test_config_prints_each_setting_with_its_source(tmp_path: Path) -> None:
         (["--no-such-flag"], "no-such-flag"),
     ],
 )
-def test_a_bad_command_line_ends_with_code_2_and_says_why(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_bad_command_line_exits_with_2(tmp_path: Path, arguments: list[str], message: str) -> None:
     for command in ("serve", "proxy", "backend", "config"):
         answer = warmline(command, "--home", str(tmp_path), *arguments)
         assert answer.returncode == 2
@@ -56,7 +56,7 @@ def test_a_bad_command_line_ends_with_code_2_and_says_why(tmp_path: Path, argume
         assert "Traceback" not in answer.stderr
 
 
-def test_a_misspelt_variable_is_told_and_has_no_effect(tmp_path: Path) -> None:
+def test_misspelt_variable_is_reported(tmp_path: Path) -> None:
     answer = warmline("config", "--home", str(tmp_path), "--json", WARMLINE_STALL_TIMEOUT="5")
     assert answer.returncode == 0
     assert answer.stderr == (
@@ -65,7 +65,7 @@ def test_a_misspelt_variable_is_told_and_has_no_effect(tmp_path: Path) -> None:
     assert json.loads(answer.stdout)["stall_timeout_s"]["source"] == "default"
 
 
-def test_a_bad_file_ends_with_code_2(tmp_path: Path) -> None:
+def test_bad_toml_exits_with_2(tmp_path: Path) -> None:
     (tmp_path / "warmline.toml").write_text("prefil_step_size = 3")
     answer = warmline("serve", "--home", str(tmp_path))
     assert answer.returncode == 2
@@ -73,7 +73,7 @@ def test_a_bad_file_ends_with_code_2(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--port", "--backend-port"])
-def test_a_port_in_use_is_named(tmp_path: Path, flag: str) -> None:
+def test_port_in_use_is_reported(tmp_path: Path, flag: str) -> None:
     ports = {"--port": free_port(), "--backend-port": free_port()}
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
@@ -97,18 +97,18 @@ def test_a_port_in_use_is_named(tmp_path: Path, flag: str) -> None:
         (["--url", "http://127.0.0.1:x/v1"], 2, "expected an address"),
     ],
 )
-def test_gates_are_listed_and_named(arguments: list[str], code: int, said: str) -> None:
+def test_gates_list_and_unknown_gate(arguments: list[str], code: int, said: str) -> None:
     answer = warmline("gates", *arguments)
     assert answer.returncode == code
     assert said in answer.stdout + answer.stderr and "Traceback" not in answer.stderr
 
 
-def test_gates_ask_where_the_settings_say_and_end_with_2_where_nothing_answers(tmp_path: Path) -> None:
+def test_gates_exit_with_2_without_server(tmp_path: Path) -> None:
     answer = warmline("gates", "--home", str(tmp_path), WARMLINE_PORT=str(port := free_port()))
     assert answer.returncode == 2
     assert f"nothing answers at http://127.0.0.1:{port}/v1/models" in answer.stderr and "--url" in answer.stderr
 
 
-def test_the_version_is_the_installed_one() -> None:
+def test_warmline_version_is_installed_version() -> None:
     answer = warmline("--version")
     assert (answer.returncode, answer.stdout) == (0, f"warmline {version('warmline')}\n")

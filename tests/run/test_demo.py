@@ -72,7 +72,7 @@ class ReferenceTokenizer:
         return symbols
 
 
-def test_tokenizes_as_the_definition_says_and_round_trips(demo_home: Home) -> None:
+def test_demo_tokenizer_round_trips(demo_home: Home) -> None:
     from transformers import AutoTokenizer
 
     tokenizer, reference = AutoTokenizer.from_pretrained(model(demo_home)), ReferenceTokenizer()
@@ -84,20 +84,20 @@ def test_tokenizes_as_the_definition_says_and_round_trips(demo_home: Home) -> No
     assert tokenizer.eos_token == "<|im_end|>"
 
 
-def test_the_chat_template_is_the_files_own(demo_home: Home) -> None:
+def test_demo_chat_template_is_from_file(demo_home: Home) -> None:
     _, facts = mx.load(str(demo.find_gguf_file()), return_metadata=True)
     settings = json.loads((model(demo_home) / "tokenizer_config.json").read_text())
     assert settings["chat_template"] == facts["tokenizer.chat_template"]
 
 
-def test_the_weights_know_the_capital_of_france(demo_home: Home) -> None:
+def test_demo_weights_answer_capital_of_france(demo_home: Home) -> None:
     loaded, tokenizer = load(str(model(demo_home)))[:2]
     logits = loaded(mx.array([tokenizer.encode("The capital of France is")]))[0, -1]
     assert logits.dtype == mx.float32
     assert tokenizer.decode([int(logits.argmax())]) == " Paris"
 
 
-def test_is_converted_once_and_prints_its_folder(demo_home: Home) -> None:
+def test_demo_is_converted_once(demo_home: Home) -> None:
     before = (model(demo_home) / "model.safetensors").stat()
     command = [sys.executable, "-m", "warmline_backend.demo", "--home", str(demo_home.root), "--weights", "float32"]
     answer = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -107,7 +107,7 @@ def test_is_converted_once_and_prints_its_folder(demo_home: Home) -> None:
     assert before.st_size == pytest.approx(demo.FLOAT32_BYTES, rel=0.01)
 
 
-def test_keeps_the_files_own_quantization_and_says_first_what_it_writes(tmp_path: Path) -> None:
+def test_demo_keeps_quantization(tmp_path: Path) -> None:
     folder, said = prepared(tmp_path)
     assert {path: path.stat().st_mode & 0o077 for path in tmp_path.rglob("*") if path.stat().st_mode & 0o077} == {}
     found = re.fullmatch(rf"warmline: writing the demo model to {folder}, once: about (\d+) MB\n", said)
@@ -127,7 +127,7 @@ def prepared(home: Path) -> tuple[Path, str]:
     return Path(done.stdout.strip()), done.stderr
 
 
-def test_a_conversion_that_fails_or_was_killed_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = Home(tmp_path)
     home.prepare()
     killed = home.models / f".{demo.NAME}-q4.abc"
@@ -138,7 +138,7 @@ def test_a_conversion_that_fails_or_was_killed_leaves_nothing(tmp_path: Path, mo
     assert [path.name for path in home.models.iterdir()] == [".demo.lock"]
 
 
-def test_says_what_to_install_where_the_package_is_missing(
+def test_missing_demo_package_prints_hint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def missing(name: str) -> None:

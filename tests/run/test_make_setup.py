@@ -13,7 +13,7 @@ echo "$@" >>asked
 """
 
 
-def test_each_long_step_is_told_of_before_it_begins(tmp_path: Path) -> None:
+def test_make_setup_announces_long_steps(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)

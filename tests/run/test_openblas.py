@@ -14,13 +14,13 @@ def library(root: Path, place: str) -> Path:
     return path
 
 
-def test_finds_the_threaded_build_first(tmp_path: Path) -> None:
+def test_threaded_build_is_preferred(tmp_path: Path) -> None:
     library(tmp_path, "usr/lib/aarch64-linux-gnu/libopenblas.so.0")
     threaded = library(tmp_path, "usr/lib/aarch64-linux-gnu/openblas-pthread/libopenblas.so.0")
     assert openblas.find_library(tmp_path) == threaded
 
 
-def test_says_what_to_install_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_openblas_prints_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openblas, "is_openblas_needed", lambda: True)
     monkeypatch.setattr(openblas, "find_library", lambda: None)
     preload, advice = openblas.choose_preload("")
@@ -28,14 +28,14 @@ def test_says_what_to_install_where_there_is_none(monkeypatch: pytest.MonkeyPatc
     assert "libopenblas0-pthread" in advice and "\n" not in advice
 
 
-def test_goes_before_what_is_preloaded_already_but_not_before_another_blas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preload_order_with_other_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openblas, "is_openblas_needed", lambda: True)
     monkeypatch.setattr(openblas, "find_library", lambda: Path("/x/libopenblas.so.0"))
     assert openblas.choose_preload("/y/libjemalloc.so") == ("/x/libopenblas.so.0:/y/libjemalloc.so", "")
     assert openblas.choose_preload("/y/libblas.so.3") == ("/y/libblas.so.3", "")
 
 
-def test_not_wanted_off_linux_or_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openblas_not_needed_off_linux_or_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     class Package:
         name = "mlx-cuda-13"
 

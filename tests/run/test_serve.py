@@ -50,7 +50,7 @@ def pid(home: Path, process: str) -> int:
     return int(Home(home).pid_file(process).read_text())
 
 
-def test_answers_restarts_what_dies_and_stops_cleanly(tmp_path: Path, model: Path) -> None:
+def test_serve_answers_restarts_and_stops(tmp_path: Path, model: Path) -> None:
     with served(tmp_path, "--model", str(model)) as (serve, url):
         serve.wait_for("^disk +.* of 50 GB used: no conversation is stored$")
         serve.wait_for(f"^dashboard +{url.removesuffix('/v1')}/admin$")
@@ -68,7 +68,7 @@ def test_answers_restarts_what_dies_and_stops_cleanly(tmp_path: Path, model: Pat
         assert not list(Home(tmp_path).run.glob("*.pid"))
 
 
-def test_the_client_key_is_asked_for_and_the_pair_ends_with_a_killed_serve(tmp_path: Path, model: Path) -> None:
+def test_client_key_is_required_and_killed_serve_ends_pair(tmp_path: Path, model: Path) -> None:
     with served(tmp_path, "--model", str(model), WARMLINE_CLIENT_KEY="hush") as (serve, url):
         serve.wait_for(r'^curl .* -H "Authorization: Bearer ')
         assert not [line for line in serve.seen if "refused" in line], "its own look was refused"
@@ -80,7 +80,7 @@ def test_the_client_key_is_asked_for_and_the_pair_ends_with_a_killed_serve(tmp_p
         assert not list(Home(tmp_path).run.glob("*.pid"))
 
 
-def test_a_model_that_is_not_there_ends_serve_with_code_2(tmp_path: Path) -> None:
+def test_missing_model_exits_with_2(tmp_path: Path) -> None:
     ports = ("--port", str(free_port()), "--backend-port", str(free_port()))
     nowhere = str(tmp_path / "nowhere")
     command = [sys.executable, "-m", "warmline_run.cli", "serve", "--home", str(tmp_path), "--model", nowhere, *ports]
@@ -92,7 +92,7 @@ def test_a_model_that_is_not_there_ends_serve_with_code_2(tmp_path: Path) -> Non
         assert all(line.endswith("\n") for line in lines), "in whole lines, as several processes write there"
 
 
-def test_the_demo_knows_the_capital_of_france(demo_home: Home) -> None:
+def test_demo_model_answers_through_serve(demo_home: Home) -> None:
     with served(demo_home.root) as (_, url):
         answer = ask(url, "What is the capital of France?", max_tokens=12)
         assert "Paris" in answer["choices"][0]["message"]["content"]

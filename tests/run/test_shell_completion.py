@@ -5,7 +5,9 @@ import pytest
 from warmline_run.cli import app
 
 
-def test_commands_and_flags_are_completed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shell_completes_commands_and_flags(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for line, expected in (("warmline ser", {"serve", "service"}), ("warmline serve --disk", {"--disk-budget-gb"})):
         monkeypatch.setenv("_WARMLINE_COMPLETE", "complete_bash")
         monkeypatch.setenv("COMP_WORDS", line)

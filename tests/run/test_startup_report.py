@@ -73,7 +73,7 @@ def test_each_fact_has_a_line() -> None:
         ({"disk_budget_bytes": 0}, "in memory alone, since the disk budget is 0"),
     ],
 )
-def test_it_says_why_nothing_outlasts_a_restart(change: dict[str, Any], kept: str) -> None:
+def test_report_explains_missing_persistence(change: dict[str, Any], kept: str) -> None:
     assert said(change)["kept"] == kept
 
 
@@ -92,11 +92,11 @@ def test_it_says_why_nothing_outlasts_a_restart(change: dict[str, Any], kept: st
         ({"lan": "true", "host": "10.0.0.7"}, f"http://10.0.0.7:8026/admin ({summary.KEY_HINT})"),
     ],
 )
-def test_where_the_dashboard_is_and_what_opens_it(settings: dict[str, str], where: str) -> None:
+def test_report_names_dashboard_and_key(settings: dict[str, str], where: str) -> None:
     assert said({}, **settings)["dashboard"] == where
 
 
-def test_what_is_not_known_is_not_made_up() -> None:
+def test_unknown_facts_are_omitted() -> None:
     assert said({"engine.context_tokens_max": 0})["context"] == "the model does not say how long"
     empty = {"sessions": 0, "tokens": 0, **dict.fromkeys(STATUS["totals"].keys() - {"sessions", "tokens"}, 0)}
     assert said({"totals": empty})["disk"] == "0 B of 50 GB used: no conversation is stored"
@@ -104,13 +104,13 @@ def test_what_is_not_known_is_not_made_up() -> None:
         assert summary.format_report(broken, config_of(), Address("127.0.0.1", 80)) == ""
 
 
-def test_where_nobody_tells_nothing_is_said(tmp_path: Path) -> None:
+def test_silent_proxy_prints_nothing(tmp_path: Path) -> None:
     assert summary.read_report(config_of(home=str(tmp_path), port="9")) == "", "no secret"
     (tmp_path / "secret").write_text("hush\n")
     assert summary.read_report(config_of(home=str(tmp_path), port="9")) == "", "nobody listens"
 
 
-def test_who_listens_and_is_not_the_homes_proxy_is_not_shown_the_secret(tmp_path: Path) -> None:
+def test_secret_is_not_sent_to_other_listener(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("hush\n")
     (tmp_path / "run").mkdir()
     lock = tmp_path / "home.lock"

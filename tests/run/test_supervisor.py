@@ -30,13 +30,13 @@ def wait_until_up(serve: Running) -> None:
     serve.wait_for_all("^backend up ", "^proxy up ", "^ready ")
 
 
-def test_announces_readiness_with_a_line_to_paste() -> None:
+def test_supervisor_prints_ready_and_example() -> None:
     with start() as serve:
         url = serve.wait_for(r"^ready (http://127\.0\.0\.1:\d+/v1)$")[1]
         serve.wait_for(rf"^curl {url}/chat/completions -H 'Content-Type: application/json' -d '\{{.*France")
 
 
-def test_what_is_printed_is_whole_whenever_who_prints_is_killed() -> None:
+def test_printed_lines_are_whole_after_kill() -> None:
     """Whole lines a write, or others, who print to the same place, come in between."""
     with writes_of(driven()) as (serve, writes):
         announced = next(write for write in writes if write.startswith("ready "))
@@ -48,7 +48,7 @@ def test_what_is_printed_is_whole_whenever_who_prints_is_killed() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_the_proxy_before_the_backend(number: signal.Signals) -> None:
+def test_signal_stops_proxy_before_backend(number: signal.Signals) -> None:
     with start() as serve:
         wait_until_up(serve)
         serve.process.send_signal(number)
@@ -59,7 +59,7 @@ def test_a_signal_stops_the_proxy_before_the_backend(number: signal.Signals) -> 
         assert serve.process.wait() == 0
 
 
-def test_restarts_a_killed_child_and_waits_longer_each_time() -> None:
+def test_killed_child_restarts_with_backoff() -> None:
     with start() as serve:
         up, _ = serve.wait_for_all(r"^backend up (\d+)", "^ready ")
         first = int(up[1])
@@ -82,9 +82,7 @@ def test_restarts_a_killed_child_and_waits_longer_each_time() -> None:
         assert serve.process.wait() == 0
 
 
-def test_that_all_is_ready_again_is_said_once_however_often_they_died(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ready_again_is_printed_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     ready = False
     monkeypatch.setattr(asking, "read_readiness", lambda _: asking.ProxyReadiness(ready))
     monkeypatch.setattr(supervise, "PROBE_INTERVAL_S", 0.0)
@@ -121,7 +119,7 @@ def test_that_all_is_ready_again_is_said_once_however_often_they_died(
     ]
 
 
-def test_a_child_that_reports_a_configuration_error_ends_serve_with_code_2() -> None:
+def test_configuration_error_of_child_ends_serve_with_2() -> None:
     with start("misconfigured") as serve:
         lines = serve.wait_for_silence()
         assert "backend: no such model" in lines
@@ -136,14 +134,14 @@ def test_no_child_outlives_a_killed_serve() -> None:
         assert {"proxy stopping", "backend stopping"} <= set(lines)
 
 
-def test_a_child_that_does_not_end_with_a_killed_serve_is_ended() -> None:
+def test_child_that_ignores_killed_serve_is_killed() -> None:
     with start("stubborn") as serve:
         wait_until_up(serve)
         serve.process.kill()
         assert "backend stopping" in serve.wait_for_silence()
 
 
-def test_a_child_gets_its_own_grace_and_is_then_killed() -> None:
+def test_child_is_killed_after_its_grace_period() -> None:
     with start("stubborn", "0.3") as serve:
         wait_until_up(serve)
         serve.process.terminate()
@@ -153,7 +151,7 @@ def test_a_child_gets_its_own_grace_and_is_then_killed() -> None:
         assert serve.process.wait() == 0
 
 
-def test_a_second_signal_kills_what_does_not_stop() -> None:
+def test_second_signal_kills_children() -> None:
     with start("stubborn") as serve:
         wait_until_up(serve)
         serve.process.send_signal(signal.SIGINT)

@@ -57,7 +57,7 @@ def change_weights(folder: Path, change: Callable[[dict[str, mx.array]], None]) 
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "baichuan_m1", "glm_moe_dsa"])
-def test_a_good_folder_is_all_ok(tiny_folder: Callable[..., Path], family: str) -> None:
+def test_good_folder_is_ok(tiny_folder: Callable[..., Path], family: str) -> None:
     examination = look(tiny_folder(family, tools=True))
     assert [finding for finding in examination.findings if finding.level is not FindingLevel.OK] == []
     assert examination.verdict is FindingLevel.OK
@@ -65,7 +65,7 @@ def test_a_good_folder_is_all_ok(tiny_folder: Callable[..., Path], family: str) 
     assert examination.serve_command.startswith("warmline serve --model ")
 
 
-def test_the_line_to_copy_is_whole_however_narrow_the_terminal(tiny_folder: Callable[..., Path]) -> None:
+def test_serve_command_is_not_wrapped(tiny_folder: Callable[..., Path]) -> None:
     arguments = json.dumps({"enable_thinking": False, "reasoning_effort": None, "words": "of any number " * 9})
     examination = look(tiny_folder("llama", tools=True), chat_template_args=arguments)
     console = Console(file=io.StringIO(), width=40)
@@ -74,7 +74,7 @@ def test_the_line_to_copy_is_whole_however_narrow_the_terminal(tiny_folder: Call
     assert f"\n  {examination.serve_command}\n" in console.file.getvalue() and arguments in examination.serve_command
 
 
-def test_a_recurrent_model_whose_tokenizer_class_adds_a_token(tiny_folder: Callable[..., Path]) -> None:
+def test_recurrent_model_with_added_token(tiny_folder: Callable[..., Path]) -> None:
     """transformers gives it <|endoftext|>, for which the tiny model has no row; all else is well."""
     examination = look(tiny_folder("qwen3_5", tools=True))
     (wrong,) = [finding for finding in examination.findings if finding.level is not FindingLevel.OK]
@@ -83,13 +83,13 @@ def test_a_recurrent_model_whose_tokenizer_class_adds_a_token(tiny_folder: Calla
     assert "can be taken up at its checkpoints" in said(examination, FindingLevel.OK)
 
 
-def test_layers_and_their_caches_are_told(tiny_folder: Callable[..., Path]) -> None:
+def test_layers_and_caches_are_listed(tiny_folder: Callable[..., Path]) -> None:
     examination = look(tiny_folder("glm_moe_dsa", tools=True))
     assert "2 x CacheList(KVCache, KVCache), 2 x CacheList(KVCache)" in said(examination, FindingLevel.OK)
     assert "2 layers select tokens, 2 share a selection" in said(examination, FindingLevel.OK)
 
 
-def test_no_folder_and_a_file(tmp_path: Path) -> None:
+def test_missing_folder_and_file_are_refused(tmp_path: Path) -> None:
     for model in (str(tmp_path / "none"), "none", str(Path(__file__))):
         examination = examine_model(DoctorSettings(model))
         assert examination.verdict is FindingLevel.FAIL and examination.serve_command == ""
@@ -97,7 +97,7 @@ def test_no_folder_and_a_file(tmp_path: Path) -> None:
     assert "no config.json" in said(look(tmp_path), FindingLevel.FAIL)
 
 
-def test_a_repository_is_looked_for_in_the_hub_s_cache(
+def test_repository_is_found_in_hub_cache(
     tiny_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "HF_HUB_CACHE", str(tmp_path))
@@ -123,7 +123,7 @@ def test_broken_files_never_reach_mlx(copied: Copied) -> None:
     assert "template" in {finding.area for finding in examination.findings}  # what can still be seen, is
 
 
-def test_an_indexer_in_a_truncated_file_is_not_missed(copied: Copied) -> None:
+def test_truncated_file_hides_no_indexer_finding(copied: Copied) -> None:
     """Else the advice would be to look for another model, where a download is to be finished."""
     folder = copied("glm_moe_dsa")
     (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-100])
@@ -131,7 +131,7 @@ def test_an_indexer_in_a_truncated_file_is_not_missed(copied: Copied) -> None:
     assert {finding.area for finding in examination.findings if finding.level is FindingLevel.FAIL} == {"files"}
 
 
-def test_missing_unexpected_and_wrong_parameters(copied: Copied) -> None:
+def test_missing_unexpected_and_misshapen_parameters(copied: Copied) -> None:
     folder = copied()
 
     def spoil(weights: dict[str, mx.array]) -> None:
@@ -162,9 +162,7 @@ def test_missing_unexpected_and_wrong_parameters(copied: Copied) -> None:
         (None, '2 layers are "full" in indexer_types and have no indexer in the weights: 1, 3'),
     ],
 )
-def test_indexer_types_that_contradict_themselves_or_the_weights(
-    copied: Copied, types: list[str] | None, what: str
-) -> None:
+def test_contradictory_indexer_types_are_found(copied: Copied, types: list[str] | None, what: str) -> None:
     folder = copied("glm_moe_dsa")
     change(folder, "config.json", indexer_types=types)
     assert what in said(look(folder), FindingLevel.FAIL)
@@ -187,7 +185,7 @@ def test_indexer_types_that_contradict_themselves_or_the_weights(
         ({"quantization": {"bits": 4}}, "quantization in config.json lacks group_size"),
     ],
 )
-def test_a_config_that_is_wrong(copied: Copied, changes: dict[str, Any], what: str) -> None:
+def test_wrong_config_is_found(copied: Copied, changes: dict[str, Any], what: str) -> None:
     folder = copied()
     change(folder, "config.json", **changes)
     assert what in said(look(folder), FindingLevel.FAIL)
@@ -202,15 +200,13 @@ def test_a_config_that_is_wrong(copied: Copied, changes: dict[str, Any], what: s
         (lambda folder: (folder / "chat_template.jinja").write_text("{{ 'x' * 10**15 }}"), "the chat template in"),
     ],
 )
-def test_whatever_is_broken_is_a_finding(copied: Copied, spoil: Callable[[Path], object], what: str) -> None:
+def test_any_damage_is_a_finding(copied: Copied, spoil: Callable[[Path], object], what: str) -> None:
     folder = copied()
     spoil(folder)
     assert what in said(look(folder), FindingLevel.FAIL)
 
 
-def test_what_no_check_expects_is_a_finding_with_a_name(
-    tiny_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unexpected_exception_is_a_finding(tiny_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise ZeroDivisionError("unheard of")
 
@@ -222,13 +218,13 @@ def test_what_no_check_expects_is_a_finding_with_a_name(
     assert f"{WEIGHTS} can't be examined: ZeroDivisionError" in said(look(folder), FindingLevel.FAIL)
 
 
-def test_answers_end_where_the_generation_config_says(copied: Copied) -> None:
+def test_end_tokens_of_generation_config_are_used(copied: Copied) -> None:
     folder = copied()
     (folder / "generation_config.json").write_text('{"eos_token_id": [260, 257]}')
     assert "answers end at <|im_end|>, <tool_call>" in said(look(folder), FindingLevel.OK)
 
 
-def test_names_can_t_reach_the_terminal(copied: Copied, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_are_escaped_for_terminal(copied: Copied, capsys: pytest.CaptureFixture[str]) -> None:
     folder = copied()
     change_weights(folder, lambda weights: weights.update({"\x1b[2J[red]" + "x" * 10_000: mx.zeros(1)}))
     assert command.main([str(folder)]) == 1
@@ -239,12 +235,12 @@ def test_names_can_t_reach_the_terminal(copied: Copied, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("model", ["", "a" * 5000, "owner/" + "b" * 5000, "\x00", "~no_such_user_here/x", "..."])
-def test_what_is_no_folder_s_name(model: str) -> None:
+def test_invalid_folder_names_are_refused(model: str) -> None:
     examination = examine_model(DoctorSettings(model))
     assert examination.verdict is FindingLevel.FAIL and examination.folder is None
 
 
-def test_a_quantized_model_is_described(copied: Copied) -> None:
+def test_quantized_model_is_described(copied: Copied) -> None:
     folder = copied()
 
     def quantize(weights: dict[str, mx.array]) -> None:
@@ -260,7 +256,7 @@ def test_a_quantized_model_is_described(copied: Copied) -> None:
     assert "quantized: 14 modules 4 bits in groups of 32, affine" in said(examination, FindingLevel.OK)
 
 
-def test_a_tokenizer_without_a_template_without_an_end_and_none(copied: Copied) -> None:
+def test_tokenizer_problems_are_found(copied: Copied) -> None:
     folder = copied()
     change(folder, "tokenizer_config.json", chat_template=None)
     assert "there is no chat template" in said(look(folder), FindingLevel.WARN)
@@ -290,13 +286,13 @@ def test_a_tokenizer_without_a_template_without_an_end_and_none(copied: Copied) 
         ("{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}", FindingLevel.WARN, "the date"),
     ],
 )
-def test_templates_that_agents_have_trouble_with(copied: Copied, template: str, level: FindingLevel, what: str) -> None:
+def test_template_problems_are_found(copied: Copied, template: str, level: FindingLevel, what: str) -> None:
     folder = copied()
     change(folder, "tokenizer_config.json", chat_template=template)
     assert what in said(look(folder), level)
 
 
-def test_quantized_kv_where_it_is_not_possible(tiny_folder: Callable[..., Path]) -> None:
+def test_impossible_kv_quantization_is_found(tiny_folder: Callable[..., Path]) -> None:
     folder = tiny_folder("gemma3", tools=True)
     assert "--kv-bits 8: only plain KV caches can be quantized" in said(look(folder, kv_bits=8), FindingLevel.FAIL)
     folder = tiny_folder("llama", tools=True)
@@ -305,7 +301,7 @@ def test_quantized_kv_where_it_is_not_possible(tiny_folder: Callable[..., Path])
     assert examination.serve_command.endswith(" --kv-bits 8 --kv-group-size 32")
 
 
-def test_a_model_with_code_of_its_own_is_not_run_unasked(copied: Copied) -> None:
+def test_custom_code_is_not_run_without_trust(copied: Copied) -> None:
     folder = copied()
     change(folder, "config.json", model_file="own.py")
     (folder / "own.py").write_text("from mlx_lm.models.llama import Model, ModelArgs\n")
@@ -315,7 +311,7 @@ def test_a_model_with_code_of_its_own_is_not_run_unasked(copied: Copied) -> None
     assert examination.verdict is FindingLevel.WARN and examination.serve_command.endswith(" --trust-remote-code")
 
 
-def test_no_weight_is_read(copied: Copied) -> None:
+def test_weights_are_not_read(copied: Copied) -> None:
     """A file whose tensors are 100 GB of nothing: whoever read them would need as much memory."""
     folder = copied()
     vocabulary = HUGE_BYTES // (64 * 4)
@@ -340,7 +336,7 @@ def test_no_weight_is_read(copied: Copied) -> None:
     assert examination.verdict is FindingLevel.OK and "whole context fit" in said(examination, FindingLevel.OK)
 
 
-def test_json_and_exit_codes(copied: Copied, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_json_and_exit_codes(copied: Copied, capsys: pytest.CaptureFixture[str]) -> None:
     folder = copied("gemma3")
     assert command.main([str(folder), "--json", "--memory-gb", "16", "--called", "my model"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -24,7 +24,7 @@ def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     )
 
 
-def test_what_it_prints_can_be_run(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_printed_serve_command_runs(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     folder = tmp_path / "a model's folder"
     folder.symlink_to(tiny_folder("llama", tools=True))
     args = ("--home", str(tmp_path), "--kv-bits", "8", "--json")
@@ -40,14 +40,14 @@ def test_what_it_prints_can_be_run(tiny_folder: Callable[..., Path], tmp_path: P
     assert json.loads(given["chat_template_args"]) == {"manner": "open"}
 
 
-def test_why_the_demo_model_can_not_be_written_is_one_line(tmp_path: Path) -> None:
+def test_demo_write_error_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     answer = doctor("--home", str(tmp_path / "file" / "home"), "--json")
     assert (answer.returncode, answer.stdout) == (2, "")
     assert answer.stderr.startswith("warmline: ") and answer.stderr.count("\n") == 1
 
 
-def test_usage_errors_end_with_code_2(tmp_path: Path) -> None:
+def test_usage_errors_exit_with_2(tmp_path: Path) -> None:
     for arguments in (("--memory-gb", "much"), (" ",), ("--kv-bits", "5")):
         answer = doctor("--home", str(tmp_path), *arguments)
         assert answer.returncode == 2 and "Traceback" not in answer.stderr

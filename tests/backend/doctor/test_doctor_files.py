@@ -62,18 +62,18 @@ def test_whole_files_are_ok(folder: Path) -> None:
     assert files.bytes_count == 120
 
 
-def test_a_missing_file_is_named_by_the_index(folder: Path) -> None:
+def test_missing_indexed_file_is_named(folder: Path) -> None:
     (folder / shard_name(2)).unlink()
     assert f"1 of 3 files that the index names are missing: {shard_name(2)}" in said(folder, FindingLevel.FAIL)
 
 
-def test_without_an_index_the_numbers_tell(folder: Path) -> None:
+def test_missing_file_is_found_by_numbering(folder: Path) -> None:
     (folder / INDEX_NAME).unlink()
     (folder / shard_name(3)).unlink()
     assert f"1 of 3 files are missing: {shard_name(3)}" in said(folder, FindingLevel.FAIL)
 
 
-def test_two_numberings_are_two_downloads(folder: Path) -> None:
+def test_two_numberings_are_reported(folder: Path) -> None:
     (folder / INDEX_NAME).unlink()
     write_shard(folder / shard_name(1, 2), {"other": 1})
     assert "1 of 2, 3 of 3" in said(folder, FindingLevel.FAIL)
@@ -106,44 +106,44 @@ def entry(dtype: str = '"F32"', shape: str = "[1]", offsets: str = "[0, 4]") -> 
         (entry(shape=f"[{10**30}]"), "entry for a is damaged"),
     ],
 )
-def test_what_is_no_safetensors_file(folder: Path, content: bytes, what: str) -> None:
+def test_non_safetensors_file_is_found(folder: Path, content: bytes, what: str) -> None:
     (folder / shard_name(2)).write_bytes(content)
     assert what in said(folder, FindingLevel.FAIL)
 
 
-def test_a_truncated_file_tells_how_much_it_lacks(folder: Path) -> None:
+def test_truncated_file_reports_missing_bytes(folder: Path) -> None:
     path = folder / shard_name(2)
     path.write_bytes(path.read_bytes()[:-7])
     assert f"{shard_name(2)}: truncated: 7 of" in said(folder, FindingLevel.FAIL)
 
 
-def test_a_tensor_that_its_bytes_can_t_be(folder: Path) -> None:
+def test_tensor_with_wrong_size_is_found(folder: Path) -> None:
     path = folder / shard_name(2)
     path.write_bytes(path.read_bytes().replace(b'"shape": [8]', b'"shape": [9]'))
     assert "layers.2.weight is F32 [9] in 32 bytes" in said(folder, FindingLevel.FAIL)
 
 
-def test_tensors_that_share_bytes(folder: Path) -> None:
+def test_overlapping_tensors_are_found(folder: Path) -> None:
     path = folder / shard_name(2)
     path.write_bytes(path.read_bytes().replace(b'"data_offsets": [32, 40]', b'"data_offsets": [28, 36]'))
     assert "layers.2.weight and layers.2.bias share bytes" in said(folder, FindingLevel.FAIL)
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-def test_what_only_has_a_file_s_name(folder: Path, make: Callable[[Path], None]) -> None:
+def test_folder_named_like_file_is_found(folder: Path, make: Callable[[Path], None]) -> None:
     (folder / shard_name(2)).unlink()
     make(folder / shard_name(2))
     assert f"{shard_name(2)}: is no file" in said(folder, FindingLevel.FAIL)
 
 
-def test_a_link_to_nowhere(folder: Path) -> None:
+def test_dangling_link_is_found(folder: Path) -> None:
     """The hub's cache is made of links."""
     (folder / shard_name(2)).unlink()
     (folder / shard_name(2)).symlink_to(folder / "blobs" / "gone")
     assert "a link to a file that is not there" in said(folder, FindingLevel.FAIL)
 
 
-def test_tensors_in_no_file_in_another_and_in_two(folder: Path) -> None:
+def test_misplaced_and_duplicate_tensors_are_found(folder: Path) -> None:
     write_index(folder, {**places_in(folder), "layers.9.weight": shard_name(1)})
     assert "1 tensors are not in the file that the index names, nor in another" in said(folder, FindingLevel.FAIL)
     write_index(folder, {**places_in(folder), "layers.1.bias": shard_name(3), "layers.9.weight": shard_name(1)})
@@ -152,25 +152,25 @@ def test_tensors_in_no_file_in_another_and_in_two(folder: Path) -> None:
     assert "1 tensors are in several files" in said(folder, FindingLevel.FAIL)
 
 
-def test_files_and_tensors_that_the_index_does_not_know(folder: Path) -> None:
+def test_unindexed_files_and_tensors_are_found(folder: Path) -> None:
     write_shard(folder / "model-mtp.safetensors", {"extra": 1})
     warnings = said(folder, FindingLevel.WARN)
     assert "does not name model-mtp.safetensors" in warnings and "not in the index: extra" in warnings
 
 
-def test_another_total_than_the_index_says(folder: Path) -> None:
+def test_wrong_total_size_is_found(folder: Path) -> None:
     write_index(folder, places_in(folder), total_size=121)
     assert "121 bytes of tensors, the files hold 120" in said(folder, FindingLevel.WARN)
 
 
 @pytest.mark.parametrize("place", [".", ".cache/huggingface/download"])
-def test_what_an_interrupted_download_leaves(folder: Path, place: str) -> None:
+def test_interrupted_download_is_found(folder: Path, place: str) -> None:
     (folder / place).mkdir(parents=True, exist_ok=True)
     (folder / place / "abc.incomplete").touch()
     assert "an interrupted download left abc.incomplete" in said(folder, FindingLevel.WARN)
 
 
-def test_weights_of_another_kind(folder: Path) -> None:
+def test_other_weight_formats_are_found(folder: Path) -> None:
     for path in [*folder.glob("*.safetensors"), folder / INDEX_NAME]:
         path.unlink()
     (folder / "pytorch_model.bin").touch()
@@ -188,18 +188,18 @@ def test_weights_of_another_kind(folder: Path) -> None:
         (b'{"a":' * 100_000, "no valid JSON"),
     ],
 )
-def test_a_damaged_config_or_index(folder: Path, text: bytes, what: str) -> None:
+def test_damaged_config_or_index_is_found(folder: Path, text: bytes, what: str) -> None:
     for name in ("config.json", INDEX_NAME):
         (folder / name).write_bytes(text)
         assert f"{name} " in said(folder, FindingLevel.FAIL) and what in said(folder, FindingLevel.FAIL)
 
 
 @pytest.mark.parametrize("metadata", [[1], "120", None, {"total_size": 1.5}, {"total_size": "120"}])
-def test_what_else_an_index_says_is_no_matter(folder: Path, metadata: object) -> None:
+def test_extra_index_fields_are_ignored(folder: Path, metadata: object) -> None:
     (folder / INDEX_NAME).write_text(json.dumps({"metadata": metadata, "weight_map": places_in(folder)}))
     assert [finding.level for finding in check_files(folder).findings] == [FindingLevel.OK]
 
 
-def test_an_index_without_places(folder: Path) -> None:
+def test_index_without_weight_map_is_found(folder: Path) -> None:
     (folder / INDEX_NAME).write_text('{"weight_map": {"a": 1}}')
     assert "has no weight_map" in said(folder, FindingLevel.FAIL)

@@ -27,7 +27,7 @@ def verdicts(weights_gb: float, machine_gb: float, budget_gb: float = 0, context
     return [length.verdict for length in planned.lengths]
 
 
-def test_each_length_has_its_verdict() -> None:
+def test_each_length_has_verdict() -> None:
     assert verdicts(10, 100) == ["fits"] * 4
     assert verdicts(10, 100, context=131_072) == ["fits"] * 3 + ["beyond the context"]
     assert verdicts(10, 28.5) == ["fits", "fits", "needs a budget", "does not fit"]  # a share of 18.5 GB is 12.95
@@ -35,14 +35,14 @@ def test_each_length_has_its_verdict() -> None:
     assert verdicts(24, 28) == ["does not fit"] * 4
 
 
-def test_the_longest_conversation_just_fits() -> None:
+def test_longest_conversation_just_fits() -> None:
     ours = needs(10)
     planned = plan_memory(ours, MachineMemory(29 * GB, "test"))
     assert ours.total_bytes(planned.tokens_max) <= 29 * GB < ours.total_bytes(planned.tokens_max + 256)
     assert planned.budget_needed_gb * GB >= ours.kv_bytes(planned.tokens_max) > planned.budget_bytes
 
 
-def test_a_mac_whose_limit_must_be_raised() -> None:
+def test_mac_needs_raised_limit() -> None:
     """Weights of 400 GB on 512: not within three quarters, but within all that macOS can spare."""
     machine = estimate_mac(512)
     assert machine.usable_bytes == 384 * GIB
@@ -57,7 +57,7 @@ def test_a_mac_whose_limit_must_be_raised() -> None:
     assert finding.level is FindingLevel.FAIL and "larger machine" in finding.todo
 
 
-def test_lengths_that_fit_and_not_are_told() -> None:
+def test_fitting_lengths_are_reported() -> None:
     ours = needs(10)
     short, budget = check_memory(ours, plan_memory(ours, MachineMemory(29 * GB, "test")))
     assert short.level is budget.level is FindingLevel.WARN
@@ -67,7 +67,7 @@ def test_lengths_that_fit_and_not_are_told() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "glm_moe_dsa"])
-def test_a_step_takes_about_what_is_estimated(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_step_estimate_is_near_real_memory(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     depth, step = 512, 128
     folder = tiny_models.build(family, tmp_path / family)
@@ -90,7 +90,7 @@ def test_a_step_takes_about_what_is_estimated(family: str, tmp_path: Path, caplo
     assert caplog.messages == []  # it could be read
 
 
-def test_a_model_without_attention_has_no_scores(tmp_path: Path) -> None:
+def test_model_without_attention_has_no_scores(tmp_path: Path) -> None:
     folder = tiny_models.build("mamba2", tmp_path / "mamba2")
     model, _ = load_lazy_model(folder, trust_remote_code=False)
     estimates.zero_weights(model)

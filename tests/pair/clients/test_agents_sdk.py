@@ -64,7 +64,7 @@ def by_litellm_streaming(openai_sdk: OpenAI, litellm: Any, pair: Pair) -> Ask:
 
 
 @pytest.mark.parametrize("by", [by_openai, by_openai_streaming, by_litellm, by_litellm_streaming])
-def test_a_chat_agents_loop(by: Any, openai_sdk: OpenAI, litellm: Any, agent_pair: Pair) -> None:
+def test_chat_agent_loop(by: Any, openai_sdk: OpenAI, litellm: Any, agent_pair: Pair) -> None:
     """The call comes back as JSON that its client wrote anew, and what was sampled is found again, to the end."""
     ask: Ask = by(openai_sdk, litellm, agent_pair)
     messages: list[Any] = [{"role": "user", "content": f"I am {by.__name__}.\nUse bash: ls -la"}]
@@ -93,7 +93,7 @@ def test_a_chat_agents_loop(by: Any, openai_sdk: OpenAI, litellm: Any, agent_pai
     assert second.usage.prompt_tokens_details.cached_tokens >= held
 
 
-def test_a_call_written_loosely_is_found_again(openai_sdk: OpenAI, agent_pair: Pair) -> None:
+def test_loosely_written_call_is_replayed(openai_sdk: OpenAI, agent_pair: Pair) -> None:
     """In another order and with other spaces than the template's; with other arguments it is not what was sampled."""
     messages: list[Any] = [{"role": "user", "content": "Use bash loosely: make"}]
     request: dict[str, Any] = {"model": "m", "tools": [BASH]}
@@ -115,7 +115,7 @@ def cached(answer: Any) -> int:
     return int(answer.usage.prompt_tokens_details.cached_tokens)
 
 
-def test_results_of_two_calls(openai_sdk: OpenAI) -> None:
+def test_two_tool_results(openai_sdk: OpenAI) -> None:
     messages: list[Any] = [{"role": "user", "content": "Use bash twice."}]
     first = openai_sdk.chat.completions.create(model="m", messages=messages, tools=[BASH])  # type: ignore[list-item]
     message = first.choices[0].message.model_dump(exclude_none=True)
@@ -129,7 +129,7 @@ def test_results_of_two_calls(openai_sdk: OpenAI) -> None:
     assert cached(second) >= first.usage.total_tokens - 1
 
 
-def test_an_answer_of_a_given_form(openai_sdk: OpenAI) -> None:
+def test_chat_structured_answer(openai_sdk: OpenAI) -> None:
     messages: list[Any] = [{"role": "user", "content": "Describe Italy as JSON."}]
     parsed = openai_sdk.chat.completions.parse(model="m", messages=messages, response_format=Place)
     assert parsed.choices[0].message.parsed == Place(city="Rome", country="Italy")
@@ -137,7 +137,7 @@ def test_an_answer_of_a_given_form(openai_sdk: OpenAI) -> None:
     assert response.output_parsed == Place(city="Tokyo", country="Japan")
 
 
-def test_a_messages_agents_loop(agent_pair: Pair) -> None:
+def test_messages_agent_loop(agent_pair: Pair) -> None:
     client = anthropic.Anthropic(base_url=agent_pair.url, api_key="x", max_retries=0)
     messages: list[Any] = [{"role": "user", "content": "I speak Messages.\nUse bash: ls -la"}]
     request: dict[str, Any] = {"model": "m", "max_tokens": 200, "tools": [USED]}
@@ -155,7 +155,7 @@ def test_a_messages_agents_loop(agent_pair: Pair) -> None:
     assert (second.usage.cache_read_input_tokens or 0) >= asked + first.usage.output_tokens - 1
 
 
-def test_a_responses_agents_loop(openai_sdk: OpenAI, agent_pair: Pair) -> None:
+def test_responses_agent_loop(openai_sdk: OpenAI, agent_pair: Pair) -> None:
     items: list[Any] = [{"role": "user", "content": "I speak Responses.\nUse bash: ls -la"}]
     request: dict[str, Any] = {"model": "m", "tools": [FLAT], "store": False}
     first = openai_sdk.responses.create(input=items, **request)

@@ -55,7 +55,7 @@ def said(message: Message) -> str:
     return "".join(block.text for block in message.content if block.type == "text")
 
 
-def test_streamed_and_not(client: anthropic.Anthropic) -> None:
+def test_messages_streamed_equals_whole(client: anthropic.Anthropic) -> None:
     request = asking("Which sails does a ketch have?", system=BRIEF, extra_body={"ignore_eos": True})
     whole = client.messages.create(**request)
     with client.messages.stream(**request) as stream:
@@ -67,7 +67,7 @@ def test_streamed_and_not(client: anthropic.Anthropic) -> None:
     assert [block.to_dict() for block in whole.content] == [{"type": "text", "text": text}] and text
 
 
-def test_a_count_is_what_the_prompt_has(client: anthropic.Anthropic, warm_pair: Pair) -> None:
+def test_count_tokens_equals_prompt_tokens(client: anthropic.Anthropic, warm_pair: Pair) -> None:
     request: Any = asking("How many masts has a yawl?", system=[{"type": "text", "text": BRIEF}], tools=[LOOK])
     asked = len(warm_pair.requests())
     counted = client.messages.count_tokens(**{name: value for name, value in request.items() if name != "max_tokens"})
@@ -75,7 +75,7 @@ def test_a_count_is_what_the_prompt_has(client: anthropic.Anthropic, warm_pair: 
     assert counted.input_tokens == prompt_tokens(client.messages.create(**request))
 
 
-def test_the_next_turn_is_warm_and_shared_with_chat(client: anthropic.Anthropic, warm_pair: Pair) -> None:
+def test_next_turn_is_warm_and_shared_with_chat(client: anthropic.Anthropic, warm_pair: Pair) -> None:
     """Whatever API a conversation goes on in, and however its client writes the blocks."""
     request = asking("Where does a sloop carry its jib?", system=BRIEF)
     first = client.messages.create(**request)
@@ -99,7 +99,7 @@ def test_the_next_turn_is_warm_and_shared_with_chat(client: anthropic.Anthropic,
     assert warm_pair.chat(chat, max_tokens=1).cached == prompt_tokens(second) - 1
 
 
-def test_thinking_and_results_are_read_back(client: anthropic.Anthropic) -> None:
+def test_thinking_and_tool_results_are_accepted(client: anthropic.Anthropic) -> None:
     """A turn with all that an agent sends back, as text to the model: the same however it is asked again."""
     talk: list[Any] = [
         {"role": "user", "content": "What ship is that?"},
@@ -126,7 +126,7 @@ def test_thinking_and_results_are_read_back(client: anthropic.Anthropic) -> None
     assert again.usage.input_tokens == 1
 
 
-def test_a_loop_of_calls(caller: tuple[anthropic.Anthropic, Pair]) -> None:
+def test_tool_use_loop(caller: tuple[anthropic.Anthropic, Pair]) -> None:
     """The model is made to call; its call comes back as its client writes it, with what the tool says."""
     client, pair = caller
     request: Any = asking("Which ship? " * 20, max_tokens=90, tools=[LOOK])
@@ -148,7 +148,7 @@ def test_a_loop_of_calls(caller: tuple[anthropic.Anthropic, Pair]) -> None:
     assert second.stop_reason == "tool_use" and (second.usage.cache_read_input_tokens or 0) >= prompt_tokens(first) - 20
 
 
-def test_thinking_is_a_block_of_its_own(caller: tuple[anthropic.Anthropic, Pair]) -> None:
+def test_thinking_is_separate_block(caller: tuple[anthropic.Anthropic, Pair]) -> None:
     client, _ = caller
     request: Any = asking("Think of a ship.", thinking={"type": "enabled", "budget_tokens": 1024})
     whole = client.messages.create(**request)
@@ -160,7 +160,7 @@ def test_thinking_is_a_block_of_its_own(caller: tuple[anthropic.Anthropic, Pair]
     assert whole.usage.output_tokens_details and whole.usage.output_tokens_details.thinking_tokens == 12
 
 
-def test_which_stop_word_ended_it(client: anthropic.Anthropic) -> None:
+def test_stop_sequence_is_reported(client: anthropic.Anthropic) -> None:
     request: Any = asking("Say anything at all.", max_tokens=60, extra_body={"ignore_eos": True})
     words = list("abcdefghijklmnop")
     whole = client.messages.create(**request, stop_sequences=words)
@@ -173,13 +173,13 @@ class Ship(BaseModel):
     afloat: bool
 
 
-def test_an_answer_of_a_given_form(client: anthropic.Anthropic) -> None:
+def test_messages_structured_answer(client: anthropic.Anthropic) -> None:
     at_once = {"logit_bias": {str(256 + SPECIAL_TOKENS.index("<think>")): -100}}
     parsed = client.messages.parse(**asking("Is she afloat?", max_tokens=40), output_format=Ship, extra_body=at_once)
     assert isinstance(parsed.parsed_output, Ship) and parsed.stop_reason == "end_turn"
 
 
-def test_an_answer_goes_on_where_it_was_begun(client: anthropic.Anthropic) -> None:
+def test_prefilled_assistant_answer_continues(client: anthropic.Anthropic) -> None:
     request = asking("Name the parts of a rig.", max_tokens=8, extra_body={"ignore_eos": True})
     text = said(client.messages.create(**request))
     begun = [*request["messages"], {"role": "assistant", "content": text[:3]}]
@@ -187,7 +187,7 @@ def test_an_answer_goes_on_where_it_was_begun(client: anthropic.Anthropic) -> No
     assert said(went_on).startswith(text[3:]) and len(text) == 8
 
 
-def test_a_prompt_can_be_read_ahead(client: anthropic.Anthropic, warm_pair: Pair) -> None:
+def test_max_tokens_0_prefills_only(client: anthropic.Anthropic, warm_pair: Pair) -> None:
     request = asking("What is the burgee for?", system=BRIEF)
     ahead = client.messages.create(**{**request, "max_tokens": 0})
     assert ahead.content == [] and ahead.usage.output_tokens == 0
@@ -195,14 +195,14 @@ def test_a_prompt_can_be_read_ahead(client: anthropic.Anthropic, warm_pair: Pair
     assert client.messages.create(**request).usage.input_tokens == 1
 
 
-def test_any_name_is_a_model(client: anthropic.Anthropic) -> None:
+def test_any_model_name_is_accepted(client: anthropic.Anthropic) -> None:
     listed = client.models.list()
     assert [model.type for model in listed.data] == ["model"] and not listed.has_more
     model = client.models.retrieve("claude/any")
     assert (model.id, model.display_name) == ("claude/any", listed.data[0].id)
 
 
-def test_what_is_wrong_is_said_in_its_words(client: anthropic.Anthropic, warm_pair: Pair) -> None:
+def test_errors_use_anthropic_envelope(client: anthropic.Anthropic, warm_pair: Pair) -> None:
     with pytest.raises(anthropic.BadRequestError, match=r'messages.0.content.0: of type "image"') as refused:
         image = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
         client.messages.create(**asking("") | {"messages": [{"role": "user", "content": [image]}]})

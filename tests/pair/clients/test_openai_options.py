@@ -38,7 +38,7 @@ def streamed(chunks: Any) -> tuple[dict[int, str], dict[int, str], list[Any]]:
     return dict(texts), finishes, rest
 
 
-def test_choices_are_what_their_seeds_alone_give(client: OpenAI, warm_pair: Pair) -> None:
+def test_choices_equal_their_seeds_alone(client: OpenAI, warm_pair: Pair) -> None:
     request: dict[str, Any] = {"model": "several", "messages": asking("choices"), "max_tokens": 6, "temperature": 1.0}
     whole = client.chat.completions.create(**request, n=3, seed=40)
     lines = warm_pair.perf_lines("several", 3)
@@ -61,7 +61,7 @@ def test_choices_are_what_their_seeds_alone_give(client: OpenAI, warm_pair: Pair
     assert prefilled < 1.5 * whole.usage.prompt_tokens, "they share a prefill"
 
 
-def test_prompts_and_choices_of_completions(client: OpenAI) -> None:
+def test_completions_with_prompts_and_choices(client: OpenAI) -> None:
     request: dict[str, Any] = {"model": "m", "max_tokens": 5}
     prompts = ["A fox said", "A hen said", "Nobody said"]
     alone = [client.completions.create(**request, prompt=prompt) for prompt in prompts]
@@ -85,7 +85,7 @@ def ids_of(pair: Pair, text: str) -> list[int]:
     return unpack_tokens(decode(reply.raw, PromptReply).tokens)
 
 
-def test_echo_says_the_prompt_first(client: OpenAI, warm_pair: Pair) -> None:
+def test_echo_returns_prompt_first(client: OpenAI, warm_pair: Pair) -> None:
     request: dict[str, Any] = {"model": "m", "prompt": "Once  upon a “time”", "max_tokens": 5}
     plain = client.completions.create(**request).choices[0].text
     echoing = client.completions.create(**request, echo=True)
@@ -103,7 +103,7 @@ def test_echo_says_the_prompt_first(client: OpenAI, warm_pair: Pair) -> None:
     assert again.choices[0].text == plain
 
 
-def test_logprobs_in_openais_shape(client: OpenAI) -> None:
+def test_logprobs_have_openai_shape(client: OpenAI) -> None:
     asked: dict[str, Any] = {"model": "m", "messages": asking("logprobs"), "max_tokens": 4}
     chat = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
     logprobs = chat.choices[0].logprobs
@@ -121,7 +121,7 @@ def test_logprobs_in_openais_shape(client: OpenAI) -> None:
     assert [len(choice.logprobs.content or ()) for choice in two.choices if choice.logprobs] == [4, 4]
 
 
-def test_any_model_is_served(client: OpenAI, warm_pair: Pair) -> None:
+def test_any_model_name_is_served(client: OpenAI, warm_pair: Pair) -> None:
     (listed,) = client.models.list().data
     served = warm_pair.status()
     assert listed.id == served.model and listed.owned_by == "warmline" and listed.created > 1_600_000_000
@@ -155,13 +155,13 @@ IGNORED: dict[str, Any] = {
 }
 
 
-def test_fields_that_change_nothing(client: OpenAI) -> None:
+def test_fields_without_effect_are_accepted(client: OpenAI) -> None:
     request: dict[str, Any] = {"model": "m", "messages": asking("ignored"), "max_tokens": 4}
     plain, other = client.chat.completions.create(**request), client.chat.completions.create(**request, **IGNORED)
     assert other.choices[0].message.content == plain.choices[0].message.content
 
 
-def test_no_reuse_where_none_is_wanted(client: OpenAI, warm_pair: Pair) -> None:
+def test_request_without_reuse_is_cold(client: OpenAI, warm_pair: Pair) -> None:
     request: dict[str, Any] = {"model": "m", "messages": asking("cold"), "max_tokens": 4}
     first = client.chat.completions.create(**request)
     cold = client.chat.completions.with_raw_response.create(**request, extra_body={"cache_prompt": False})
@@ -171,7 +171,7 @@ def test_no_reuse_where_none_is_wanted(client: OpenAI, warm_pair: Pair) -> None:
     assert warm.headers["X-Warmline-Cache"].startswith("resident ")
 
 
-def test_a_prompt_beyond_the_context_is_refused_once_for_all_choices(client: OpenAI, warm_pair: Pair) -> None:
+def test_context_overflow_is_one_error_for_all_choices(client: OpenAI, warm_pair: Pair) -> None:
     messages = [{"role": "user", "content": "x" * (warm_pair.status().context_tokens_max + 1)}]
     with pytest.raises(BadRequestError, match="maximum context length") as refused:
         client.chat.completions.create(model="m", messages=messages, n=2)  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ def test_chat_streamed_and_not(client: OpenAI, model: str) -> None:
     assert whole.usage and whole.usage.completion_tokens == 12
 
 
-def test_usage_comes_in_a_stream_where_it_is_asked_for(client: OpenAI) -> None:
+def test_stream_usage_on_request(client: OpenAI) -> None:
     request: dict[str, Any] = {"model": "m", "messages": asking("usage"), "max_tokens": 5, "stream": True}
     plain = list(client.chat.completions.create(**request))
     assert all("usage" not in chunk.model_fields_set and chunk.choices for chunk in plain)
@@ -60,7 +60,7 @@ def test_completions_streamed_and_not(client: OpenAI) -> None:
     assert ids.choices[0].text != ""
 
 
-def test_headers_tell_what_happened(client: OpenAI) -> None:
+def test_response_headers_report_reuse(client: OpenAI) -> None:
     request: dict[str, Any] = {"model": "m", "messages": asking("headers"), "max_tokens": 5}
     cold = client.chat.completions.with_raw_response.create(**request)
     source, reused = cold.headers["X-Warmline-Cache"].split()
@@ -83,7 +83,7 @@ def test_models_are_listed(client: OpenAI, warm_pair: Pair) -> None:
     assert client.models.retrieve(model.id).id == model.id
 
 
-def test_seeds_and_stop_words(client: OpenAI) -> None:
+def test_seeds_and_stop_strings(client: OpenAI) -> None:
     request: dict[str, Any] = {"model": "m", "messages": asking("seeds"), "max_tokens": 24}
 
     def text(**options: Any) -> str:
@@ -100,7 +100,7 @@ def test_seeds_and_stop_words(client: OpenAI) -> None:
     assert streamed_text(chunks) == greedy[: greedy.index(word)]
 
 
-def test_fields_that_nobody_knows_pass(client: OpenAI) -> None:
+def test_unknown_fields_are_accepted(client: OpenAI) -> None:
     extra = {"metadata_of_mine": {"a": [1, None]}, "session_id": "s-1", "top_k": 0, "reasoning": None}
     answer = client.chat.completions.create(
         model="m", messages=asking("extra"), max_tokens=4, extra_body=extra, user="me", store=False, n=1
@@ -108,7 +108,7 @@ def test_fields_that_nobody_knows_pass(client: OpenAI) -> None:
     assert answer.usage.completion_tokens == 4
 
 
-def test_tools_do_not_keep_a_prompt_from_being_reused(client: OpenAI) -> None:
+def test_prompt_with_tools_is_reused(client: OpenAI) -> None:
     request: dict[str, Any] = {"model": "m", "messages": asking("tools"), "max_tokens": 6, "tools": [TOOL]}
     first, second = (client.chat.completions.create(**request, tool_choice="auto") for _ in range(2))
     assert second.usage and cached_tokens(second) == second.usage.prompt_tokens - 1
@@ -122,14 +122,14 @@ def test_tools_do_not_keep_a_prompt_from_being_reused(client: OpenAI) -> None:
     assert second.usage and cached_tokens(third) >= second.usage.prompt_tokens + 5  # all but the last token generated
 
 
-def test_no_model_at_all(warm_pair: Pair) -> None:
+def test_request_without_model_is_served(warm_pair: Pair) -> None:
     body = {"messages": asking("no model"), "max_tokens": 3}
     for request in (body, {**body, "model": None}):
         answer = warm_pair.post("/v1/chat/completions", request)
         assert answer.status == 200 and answer.json["model"] == warm_pair.status().model
 
 
-def test_the_async_client(warm_pair: Pair) -> None:
+def test_async_client(warm_pair: Pair) -> None:
     async def ask() -> None:
         async with AsyncOpenAI(base_url=f"{warm_pair.url}/v1/", api_key="x", max_retries=0) as client:
             request: dict[str, Any] = {"model": "a/b", "messages": asking("async"), "max_tokens": 12}
@@ -163,7 +163,7 @@ def test_litellm(litellm: Any, warm_pair: Pair) -> None:
     assert [cached_tokens(chunk) for chunk in chunks if getattr(chunk, "usage", None)] == [cached_tokens(later)]
 
 
-def test_litellm_knows_a_prompt_beyond_the_context(litellm: Any, warm_pair: Pair) -> None:
+def test_litellm_recognizes_context_overflow(litellm: Any, warm_pair: Pair) -> None:
     messages = asking("x" * warm_pair.status().context_tokens_max)
     with pytest.raises(litellm.exceptions.ContextWindowExceededError):
         litellm.completion(

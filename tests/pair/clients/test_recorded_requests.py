@@ -9,7 +9,7 @@ GENERATION_PROMPT = 3  # tokens: whose turn it is, where the model's begins
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_recorded_turns_are_answered_rightly_and_warm(client: str, agent_pair: Pair) -> None:
+def test_recorded_turns_are_answered_warm(client: str, agent_pair: Pair) -> None:
     recorded, told = fixture(client), list[Told]()
     for turn in recorded["turns"]:
         call_id = next((answer.call_ids[0] for answer in reversed(told) if answer.call_ids), "")

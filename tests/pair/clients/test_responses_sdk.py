@@ -57,7 +57,7 @@ def streamed(client: OpenAI, **request: Any) -> Any:
     return events[-1].response  # type: ignore[union-attr]
 
 
-def test_streamed_and_not(client: OpenAI) -> None:
+def test_responses_streamed_equals_whole(client: OpenAI) -> None:
     request = asking("responses, twice", metadata={"a": "b"}, temperature=0.0)
     whole, stream = client.responses.create(**request), streamed(client, **request)
     assert bare(whole) == bare(stream) and whole.output_text
@@ -66,7 +66,7 @@ def test_streamed_and_not(client: OpenAI) -> None:
     assert whole.usage and cached(stream) == whole.usage.input_tokens - 1
 
 
-def test_a_next_turn_goes_on_from_the_last(client: OpenAI) -> None:
+def test_next_turn_is_warm(client: OpenAI) -> None:
     request = asking("responses, turns")
     first = client.responses.create(**request)
     later = [*request["input"], *first.output, {"role": "user", "content": "And now?"}]
@@ -74,7 +74,7 @@ def test_a_next_turn_goes_on_from_the_last(client: OpenAI) -> None:
     assert first.usage and cached(second) >= first.usage.total_tokens - 1
 
 
-def test_chat_shares_the_cache(client: OpenAI) -> None:
+def test_chat_and_responses_share_cache(client: OpenAI) -> None:
     request = asking("responses and chat", tools=[LOOK], tool_choice="auto")
     first = client.responses.create(**request)
     look = {"type": "function", "function": {name: LOOK[name] for name in ("name", "description", "parameters")}}
@@ -89,7 +89,7 @@ def test_chat_shares_the_cache(client: OpenAI) -> None:
     assert first.usage and details and (details.cached_tokens or 0) >= first.usage.total_tokens - 1
 
 
-def test_a_conversation_with_calls_and_reasoning_is_read_alike(client: OpenAI, warm_pair: Pair) -> None:
+def test_conversation_with_calls_and_reasoning_is_accepted(client: OpenAI, warm_pair: Pair) -> None:
     items: list[Any] = [
         {"role": "user", "content": "responses, calls"},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
@@ -120,7 +120,7 @@ def test_structured_output_is_parsed(client: OpenAI) -> None:
     assert streamed(client, **request).output_parsed == parsed.output_parsed
 
 
-def test_input_tokens_are_those_of_the_request(client: OpenAI) -> None:
+def test_input_tokens_count_equals_request(client: OpenAI) -> None:
     request = asking("responses, counted")
     counted = client.responses.input_tokens.count(
         **{name: request[name] for name in ("model", "instructions", "input")}
@@ -129,7 +129,7 @@ def test_input_tokens_are_those_of_the_request(client: OpenAI) -> None:
     assert answer.usage and counted.input_tokens == answer.usage.input_tokens
 
 
-def test_what_nothing_is_stored_for_is_told(client: OpenAI) -> None:
+def test_stored_response_lookups_return_404(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="no responses are stored") as refused:
         client.responses.create(model="m", input="Hi.", previous_response_id="resp_1")
     assert refused.value.code == "previous_response_not_found" and refused.value.param == "previous_response_id"
@@ -140,7 +140,7 @@ def test_what_nothing_is_stored_for_is_told(client: OpenAI) -> None:
             ask("resp_1")
 
 
-def test_what_the_backend_refuses_is_told(client: OpenAI, warm_pair: Pair) -> None:
+def test_backend_refusal_is_returned(client: OpenAI, warm_pair: Pair) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.responses.create(**asking("responses, refused", temperature=-1.0))
     with pytest.raises(openai.BadRequestError, match="maximum context length") as refused:

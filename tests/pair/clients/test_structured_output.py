@@ -45,7 +45,7 @@ def read(text: str | None) -> Any:
     return value
 
 
-def test_choices_and_streams_have_the_form_and_the_next_turn_is_warm(client: OpenAI) -> None:
+def test_structured_choices_and_streams_are_valid_and_warm(client: OpenAI) -> None:
     whole = client.chat.completions.create(**ASKS, n=3)
     texts = [choice.message.content for choice in whole.choices]
     assert len({json.dumps(read(text)) for text in texts}) > 1
@@ -61,7 +61,7 @@ def test_choices_and_streams_have_the_form_and_the_next_turn_is_warm(client: Ope
     assert (follow.usage.prompt_tokens_details.cached_tokens or 0) >= 192
 
 
-def test_completions_have_forms_too(client: OpenAI) -> None:
+def test_structured_completions_are_valid(client: OpenAI) -> None:
     made = client.completions.create(
         model="formed",
         prompt="a thing:",
@@ -71,7 +71,7 @@ def test_completions_have_forms_too(client: OpenAI) -> None:
     assert made.choices[0].text in ("left", "right") and made.choices[0].finish_reason == "stop"
 
 
-def test_a_schema_that_cannot_be_followed_is_refused_by_name(client: OpenAI) -> None:
+def test_unsupported_schema_is_refused(client: OpenAI) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer", "not": {"const": 1}}}}
     with pytest.raises(BadRequestError, match="Unimplemented keys") as caught:
         client.chat.completions.create(**{**ASKS, "response_format": form})

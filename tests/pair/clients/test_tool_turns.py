@@ -69,9 +69,7 @@ def advances(agent: Agent, before: int) -> Reply:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_turn_of_a_loop_of_tools_starts_from_the_one_before(
-    family: str, tiny_folder: FolderOf, tmp_path: Path
-) -> None:
+def test_tool_loop_turns_start_from_previous_turn(family: str, tiny_folder: FolderOf, tmp_path: Path) -> None:
     opening = LONG * REPEATED[family]
     with Pair(tmp_path, tiny_folder(family, tools=True)) as pair:
         agents = [Agent(pair, manner, f"What lies in the root folder ({manner})? {opening}") for manner in MANNERS]

@@ -25,7 +25,7 @@ def elsewhere(tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -
         yield pair
 
 
-def test_it_goes_on_elsewhere_as_it_would_have_here(warm_pair: Pair, elsewhere: Pair, tmp_path: Path) -> None:
+def test_imported_conversation_continues_warm(warm_pair: Pair, elsewhere: Pair, tmp_path: Path) -> None:
     first = warm_pair.chat(TALK, session_id="moving", **GREEDY)
     warm_pair.settle()
     (session,) = [row["id"] for row in warm_pair.cachectl("inspect")["sessions"] if row["client"] == "moving"]
@@ -53,7 +53,7 @@ def test_it_goes_on_elsewhere_as_it_would_have_here(warm_pair: Pair, elsewhere: 
     assert len(sessions) == 1 and sessions[0]["tokens"] > told["tokens"], "it is the same conversation, longer"
 
 
-def test_what_the_proxy_refuses_is_told_in_the_line_that_is_told_without_one(elsewhere: Pair, tmp_path: Path) -> None:
+def test_import_refusals_are_equal_with_and_without_proxy(elsewhere: Pair, tmp_path: Path) -> None:
     (tmp_path / "junk").write_bytes(b"x" * 4096)
     idle = Home(tmp_path / "idle")
     idle.prepare()
@@ -77,7 +77,7 @@ def holding(pair: Pair, wanted: bytes) -> list[Path]:
     return [path for path in paths if wanted in path.read_bytes()]
 
 
-def test_packed_tokens_are_what_is_searched_for(warm_pair: Pair) -> None:
+def test_packed_tokens_search_finds_tokens(warm_pair: Pair) -> None:
     """Else the search above would find nothing for a reason of its own."""
     warm_pair.chat(TALK, session_id="searched", **GREEDY)
     warm_pair.settle()

@@ -24,7 +24,7 @@ def speak(pair: Pair, name: str) -> str:
     return str(found)
 
 
-def test_top_looks_at_the_pair_once(warm_pair: Pair) -> None:
+def test_top_once_shows_pair(warm_pair: Pair) -> None:
     speak(warm_pair, "watched")
     view = warm_pair.cachectl("top")
     assert (view["backend"], view["persistence"], view["requests"]) == ("up", "ok", [])
@@ -32,7 +32,7 @@ def test_top_looks_at_the_pair_once(warm_pair: Pair) -> None:
     assert view["disk"]["bytes_used"] > 0 and 0 <= view["reuse"]["share"] < 1
 
 
-def test_top_on_a_terminal_shows_the_pair_until_q(warm_pair: Pair) -> None:
+def test_top_on_terminal_runs_until_q(warm_pair: Pair) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-c", "from warmline_cachectl.cli import app; app()", "top", "--interval-s", "20"]
     environment = {**os.environ, "WARMLINE_HOME": str(warm_pair.home.root), "TERM": "xterm"}
@@ -66,7 +66,7 @@ def test_pin_goes_through_the_proxy(warm_pair: Pair) -> None:
         ("gc", {"to_bytes": -1}, 400, "0 or more"),
     ],
 )
-def test_what_is_asked_wrongly_is_refused(
+def test_bad_owner_requests_are_refused(
     warm_pair: Pair, path: str, body: dict[str, object], code: int, says: str
 ) -> None:
     headers = {"Authorization": f"Bearer {warm_pair.home.load_secret()}", "Content-Type": "application/json"}
@@ -74,7 +74,7 @@ def test_what_is_asked_wrongly_is_refused(
     assert reply.status == code and says in reply.json["error"]["message"]
 
 
-def test_gc_leaves_what_is_stored_and_reused(warm_pair: Pair) -> None:
+def test_gc_keeps_stored_conversations(warm_pair: Pair) -> None:
     session = speak(warm_pair, "collected")
     done = warm_pair.cachectl("gc")
     assert done["evicted"] == [] and done["bytes_after"] > 0

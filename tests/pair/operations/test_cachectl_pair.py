@@ -86,7 +86,7 @@ def views(pair: Pair) -> list[Any]:
     return [without_changing(pair.cachectl(*command)) for command in commands]
 
 
-def test_the_same_answers_up_and_down(running: Pair) -> None:
+def test_cachectl_output_is_equal_with_and_without_pair(running: Pair) -> None:
     for name in ("alpha", "beta", "gamma"):
         speak(running, name)
     limit = time.monotonic() + 10
@@ -125,7 +125,7 @@ def test_purge_while_the_pair_runs(running: Pair) -> None:
     running.settle()
 
 
-def test_a_purge_cuts_to_the_token_and_who_begins_alike_stays_as_it_was(running: Pair) -> None:
+def test_purge_truncates_to_token_and_keeps_shared_prefix(running: Pair) -> None:
     alike: Message = {"role": "system", "content": "Both begin with this, and one of them alone is to stay. " * 4}
     texts = {"cut": "Snip, snip: so go the shears. " * 6, "left": "What is it that remains of a talk? " * 6}
     tokens = {}
@@ -168,7 +168,7 @@ def bytes_on_disk(pair: Pair) -> int:
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
-def test_the_disk_budget_holds_after_every_conversation(running: Pair) -> None:
+def test_disk_budget_holds_after_every_conversation(running: Pair) -> None:
     words = "A word that weighs. " * 60
     for number in range(9):
         speak(running, f"{number} heavy", words)

@@ -39,9 +39,7 @@ def cached(pair: Pair, key: str) -> int:
     return reply.cached
 
 
-def test_each_key_has_a_cache_of_its_own_that_outlives_processes_and_the_keys_value(
-    tiny_folder: FolderOf, tmp_path: Path
-) -> None:
+def test_keys_have_separate_persistent_caches(tiny_folder: FolderOf, tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
     with careless():
         home.segments.mkdir(parents=True)

@@ -24,7 +24,7 @@ def report(pair: Pair, *words: str) -> tuple[int, dict[str, Any]]:
     return done.exit_code, {gate["name"]: gate for gate in json.loads(done.stdout)["gates"]}
 
 
-def test_a_trained_model_passes_every_gate(agent_pair: Pair) -> None:
+def test_trained_model_passes_all_checks(agent_pair: Pair) -> None:
     code, seen = report(agent_pair, "--long-tokens", "6000")
     assert {name: gate["detail"] for name, gate in seen.items() if gate["result"] != "passed"} == {
         "restart": "ends the backend, which interrupts others: add --restart"
@@ -32,7 +32,7 @@ def test_a_trained_model_passes_every_gate(agent_pair: Pair) -> None:
     assert code == 0 and len(seen) == 12
 
 
-def test_a_random_model_passes_what_needs_no_sense(warm_pair: Pair) -> None:
+def test_random_model_passes_format_checks(warm_pair: Pair) -> None:
     """Its greedy answers change with the least error in its cache."""
     only = [word for name in ("load", "streaming", "any-name", "long-transcript") for word in ("--only", name)]
     done = gates(warm_pair, "--turns", "5", *only)
@@ -40,7 +40,7 @@ def test_a_random_model_passes_what_needs_no_sense(warm_pair: Pair) -> None:
     assert "as cold in turns 1, 2, 4, 5" in " ".join(done.output.split()) and "4 passed" in done.output
 
 
-def test_a_restart_goes_well_and_a_wrong_one_is_caught(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_restart_check_passes_and_detects_planted_bug(tiny_folder: FolderOf, tmp_path: Path) -> None:
     """Nothing looks wrong but the answer: restored as long as it was, with HTTP 200."""
     only = ("--only", "restart", "--restart", "--long-tokens", "1500")
     with Planted(restart_delay_s=0.1) as planted:

@@ -139,7 +139,7 @@ def check_refusal(reply: Reply, status: int = 400) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(warm_pair: Pair, name: str) -> None:
+def test_bad_request_is_refused(warm_pair: Pair, name: str) -> None:
     path, sent, param, word = REFUSED[name]
     error = check_refusal(warm_pair.post(path, sent))
     assert word in error["message"]
@@ -148,19 +148,19 @@ def test_refused(warm_pair: Pair, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["stop: [5]", "0 max_tokens", "more than the context"])
-def test_refused_before_a_stream_begins(warm_pair: Pair, name: str) -> None:
+def test_bad_streamed_request_is_refused_before_stream(warm_pair: Pair, name: str) -> None:
     path, sent, param, _ = REFUSED[name]
     assert isinstance(sent, dict)
     assert check_refusal(warm_pair.post(path, {**sent, "stream": True}))["param"] == param
 
 
 @pytest.mark.parametrize("name", ANSWERED)
-def test_answered(warm_pair: Pair, good: str, name: str) -> None:
+def test_unusual_request_is_answered(warm_pair: Pair, good: str, name: str) -> None:
     reply = warm_pair.post(*ANSWERED[name])
     assert reply.status == 200 and reply.text == good
 
 
-def test_an_exact_repeat_leaves_one_token_to_compute(warm_pair: Pair) -> None:
+def test_exact_repeat_computes_one_token(warm_pair: Pair) -> None:
     sent = [{"role": "user", "content": "Repeat after me, exactly."}]
     cold = warm_pair.direct(sent, max_tokens=12)
     for _ in range(3):
@@ -184,7 +184,7 @@ def raw(pair: Pair, method: str, path: str, data: object = None, **headers: str)
         connection.close()
 
 
-def test_bodies_of_every_transfer(warm_pair: Pair, good: str) -> None:
+def test_all_transfer_codings_are_read(warm_pair: Pair, good: str) -> None:
     data = json.dumps(body()).encode()
     chunked = {"Transfer-Encoding": "chunked"}
     assert raw(warm_pair, "POST", CHAT, iter([data[:10], data[10:]]), **chunked).text == good
@@ -195,7 +195,7 @@ def test_bodies_of_every_transfer(warm_pair: Pair, good: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["/", "?x=1", "/?x=1&y=%20"])
-def test_paths_with_something_behind_them(warm_pair: Pair, good: str, suffix: str) -> None:
+def test_paths_with_query_or_slash(warm_pair: Pair, good: str, suffix: str) -> None:
     assert warm_pair.post(CHAT + suffix, body()).text == good
     assert raw(warm_pair, "GET", "/v1/models" + suffix).json["data"][0]["object"] == "model"
 
@@ -219,18 +219,18 @@ def test_head_and_options(warm_pair: Pair) -> None:
         ("GET", "/", 404),
     ],
 )
-def test_wrong_paths_and_methods(warm_pair: Pair, method: str, path: str, status: int) -> None:
+def test_wrong_paths_and_methods_are_refused(warm_pair: Pair, method: str, path: str, status: int) -> None:
     message = check_refusal(raw(warm_pair, method, path), status)["message"]
     assert path.rpartition("/")[2] in message or method in message
 
 
 @pytest.mark.parametrize("path", ["/kv/status", "/KV/status", "//kv/status", "/kv", "/%6bv/status", "/v1/../kv/status"])
-def test_the_backend_is_out_of_reach(warm_pair: Pair, path: str) -> None:
+def test_backend_paths_are_not_exposed(warm_pair: Pair, path: str) -> None:
     check_refusal(raw(warm_pair, "GET", path), 404)
     check_refusal(raw(warm_pair, "GET", path, Authorization=f"Bearer {warm_pair.home.load_secret()}"), 404)
 
 
-def test_a_request_is_no_clients_to_cancel(warm_pair: Pair) -> None:
+def test_backend_requests_cannot_be_cancelled_by_clients(warm_pair: Pair) -> None:
     reply = warm_pair.chat(MESSAGES, max_tokens=4)
     check_refusal(raw(warm_pair, "DELETE", f"/requests/{reply.headers['X-Warmline-Request']}"), 404)
     wrong = {"Authorization": "Bearer another"}
@@ -239,7 +239,7 @@ def test_a_request_is_no_clients_to_cancel(warm_pair: Pair) -> None:
     check_refusal(raw(warm_pair, "POST", "/warmline/purge", b'{"everything": true}'), 403)
 
 
-def test_headers_of_ours_do_not_come_from_clients(warm_pair: Pair, good: str) -> None:
+def test_internal_headers_from_clients_are_ignored(warm_pair: Pair, good: str) -> None:
     """But for the name of the request, which is the client's to choose."""
     headers = {
         "X-Warmline-Prompt": "x",

@@ -113,7 +113,9 @@ def leave_in_the_midst_of_a_step(pair: Pair, gate: Gate, going: Departure, held:
 
 @pytest.mark.parametrize("departure", DEPARTURES)
 @pytest.mark.parametrize("stream", [True, False])
-def test_leaving_in_prefill(pair: Pair, planted: Planted, departure: type[Departure], stream: bool) -> None:
+def test_disconnect_in_prefill_keeps_prefill(
+    pair: Pair, planted: Planted, departure: type[Departure], stream: bool
+) -> None:
     name = f"prefill-{departure.__name__}-{stream}"
     messages = prompt(name, 500)
     with planted.gate() as gate:
@@ -128,7 +130,9 @@ def test_leaving_in_prefill(pair: Pair, planted: Planted, departure: type[Depart
 
 @pytest.mark.parametrize("departure", DEPARTURES)
 @pytest.mark.parametrize("stream", [True, False])
-def test_leaving_in_decode(pair: Pair, planted: Planted, departure: type[Departure], stream: bool) -> None:
+def test_disconnect_in_decode_keeps_tokens(
+    pair: Pair, planted: Planted, departure: type[Departure], stream: bool
+) -> None:
     name = f"decode-{departure.__name__}-{stream}"
     messages = prompt(name, 100)
     with planted.gate() as gate:
@@ -145,7 +149,9 @@ def test_leaving_in_decode(pair: Pair, planted: Planted, departure: type[Departu
 
 @pytest.mark.parametrize("departure", DEPARTURES)
 @pytest.mark.parametrize("stream", [True, False])
-def test_leaving_in_the_queue(pair: Pair, planted: Planted, departure: type[Departure], stream: bool) -> None:
+def test_disconnect_in_queue_frees_place(
+    pair: Pair, planted: Planted, departure: type[Departure], stream: bool
+) -> None:
     name = f"queue-{departure.__name__}-{stream}"
     with planted.gate() as gate:
         first = Asked(pair, prompt(f"before {name}", 300), max_tokens=4)
@@ -168,11 +174,11 @@ def test_leaving_in_the_queue(pair: Pair, planted: Planted, departure: type[Depa
     wait_until_let_go(pair)
 
 
-def test_a_request_that_nobody_made_can_not_be_cancelled(pair: Pair) -> None:
+def test_cancel_unknown_id_returns_404(pair: Pair) -> None:
     assert delete(pair, "nobody").status == 404
 
 
-def test_after_a_client_that_waited_for_json_the_next_one_starts_at_once(
+def test_disconnect_of_json_client_frees_engine(
     planted: Planted, tiny_folder: FolderOf, pair: Pair, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     flags = ("--prefill-step-size", str(STEP), "--running-count-max", "1")
@@ -192,7 +198,7 @@ def test_after_a_client_that_waited_for_json_the_next_one_starts_at_once(
         assert following.wait_until_over().done
 
 
-def test_a_prompt_that_is_cut_three_times_is_prefilled_once(pair: Pair, planted: Planted) -> None:
+def test_prompt_cancelled_three_times_is_prefilled_once(pair: Pair, planted: Planted) -> None:
     messages, answer = prompt("cut three times", 1000), {"model": "cut", "max_tokens": 4}
     for _ in range(3):
         with planted.gate() as gate:
@@ -226,7 +232,7 @@ def test_two_identical_requests_share_one_prefill(pair: Pair, planted: Planted, 
     assert [explain_difference(cold, reply) for reply in replies] == ["", ""]
 
 
-def test_a_prefill_that_is_to_be_finished_goes_on_alone_and_a_retry_joins(
+def test_finish_prefill_continues_and_retry_joins(
     planted: Planted, tiny_folder: FolderOf, pair: Pair, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     flags = ("--prefill-step-size", str(STEP), "--on-disconnect", "finish-prefill")

@@ -40,7 +40,7 @@ class Leaver:
         self._connection.close()
 
 
-def test_leaving_in_the_middle_of_a_stream(warm_pair: Pair) -> None:
+def test_disconnect_during_stream(warm_pair: Pair) -> None:
     messages: list[Message] = [{"role": "user", "content": "Tell me everything, streamed."}]
     leaver = Leaver(warm_pair, messages, stream=True, **ENDLESS)
     leaver.read_until(b'"content":"')
@@ -50,7 +50,7 @@ def test_leaving_in_the_middle_of_a_stream(warm_pair: Pair) -> None:
     check_retry(warm_pair, messages)
 
 
-def test_leaving_before_a_whole_answer(warm_pair: Pair) -> None:
+def test_disconnect_before_json_answer(warm_pair: Pair) -> None:
     messages: list[Message] = [{"role": "user", "content": "Now everything at once."}]
     leaver = Leaver(warm_pair, messages, **ENDLESS)
     until(lambda: warm_pair.status().running_bytes > 400 * row_bytes(warm_pair), "the answer does not begin")
@@ -59,7 +59,7 @@ def test_leaving_before_a_whole_answer(warm_pair: Pair) -> None:
     check_retry(warm_pair, messages)
 
 
-def test_a_retry_at_once_goes_on_where_prefill_stopped(warm_pair: Pair) -> None:
+def test_immediate_retry_continues_prefill(warm_pair: Pair) -> None:
     messages: list[Message] = [{"role": "user", "content": "Read this. " + "A long story. " * 500}]
     leaver = Leaver(warm_pair, messages, stream=True, **ENDLESS)
     leaver.read_until(b": prefill")  # that it begins
@@ -70,7 +70,7 @@ def test_a_retry_at_once_goes_on_where_prefill_stopped(warm_pair: Pair) -> None:
     wait_until_let_go(warm_pair)
 
 
-def test_a_retry_at_once_prefills_nothing_twice(warm_pair: Pair) -> None:
+def test_immediate_retry_prefills_nothing_twice(warm_pair: Pair) -> None:
     messages: list[Message] = [{"role": "user", "content": "Tell me a story as long as this one. " * 5}]
     leaver = Leaver(warm_pair, messages, stream=True, **ENDLESS)
     leaver.read_until(b'"content":"')
@@ -91,7 +91,7 @@ def check_retry(pair: Pair, messages: list[Message]) -> None:
     assert explain_difference(pair.direct(messages, max_tokens=8, **WITH_LOGPROBS), retry) == ""
 
 
-def test_many_at_once_answer_as_each_alone(warm_pair: Pair) -> None:
+def test_concurrent_answers_equal_sequential_ones(warm_pair: Pair) -> None:
     start = threading.Barrier(CLIENTS)
 
     def talk(number: int) -> list[tuple[list[Message], Reply]]:
@@ -124,7 +124,7 @@ def rotating(tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) ->
         yield pair
 
 
-def test_a_rotating_model_waits_for_the_save_that_it_starts_from(rotating: Pair) -> None:
+def test_rotating_model_waits_for_save(rotating: Pair) -> None:
     """Its resident goes on only at its end: a regenerate at once, or a second branch, starts from disk."""
     messages: list[Message] = [{"role": "user", "content": "Tell me of the sea. " * 150}]
     first = rotating.chat(messages, max_tokens=20)
@@ -136,13 +136,11 @@ def test_a_rotating_model_waits_for_the_save_that_it_starts_from(rotating: Pair)
     assert other.cached >= first.prompt_tokens + 20
 
 
-def test_who_parts_from_a_request_that_a_window_has_passed_starts_from_disk(rotating: Pair) -> None:
+def test_branch_beyond_window_starts_from_disk(rotating: Pair) -> None:
     check_parting(rotating, "restored")
 
 
-def test_who_parts_from_a_request_starts_from_the_state_that_its_last_turn_left(
-    tiny_folder: FolderOf, tmp_path: Path
-) -> None:
+def test_branch_starts_from_last_checkpoint(tiny_folder: FolderOf, tmp_path: Path) -> None:
     with Pair(tmp_path / "home", tiny_folder("qwen3_5")) as pair:
         check_parting(pair, "shared")
 
@@ -166,7 +164,7 @@ def check_parting(pair: Pair, source: str) -> None:
     assert explain_difference(pair.direct(parting, max_tokens=4, **WITH_LOGPROBS), reply) == ""
 
 
-def test_large_conversations_at_once_are_all_kept(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_large_concurrent_conversations_are_all_saved(tiny_folder: FolderOf, tmp_path: Path) -> None:
     """Memory for one and a half of them: each is saved before the next one pushes it out, and all turns are warm."""
     with Pair(tmp_path / "home", tiny_folder("llama"), "--memory-budget-gb", "0.0025") as pair:
 

@@ -21,7 +21,7 @@ class Both:
         self.proxy, self.backend = Scraped(proxy.raw.decode()), Scraped(backend.raw.decode())
 
 
-def test_the_figures_of_a_pair_agree(warm_pair: Pair) -> None:
+def test_metrics_of_both_processes_agree(warm_pair: Pair) -> None:
     pair = warm_pair
     pair.settle()
     before = Both(pair)
@@ -76,7 +76,7 @@ def records_of(pair: Pair, replies: list[Reply]) -> list[Any]:
     return found
 
 
-def test_what_must_always_hold(warm_pair: Pair) -> None:
+def test_metrics_invariants_hold(warm_pair: Pair) -> None:
     warm_pair.settle()
     found = Both(warm_pair)
     proxy, backend = found.proxy, found.backend

@@ -209,12 +209,12 @@ def send(port: int, data: bytes) -> None:
                 pass
 
 
-def test_all_was_asked(written: Written) -> None:
+def test_all_canary_requests_were_sent(written: Written) -> None:
     assert not [reply.raw[:500] for reply in written.good if reply.status != 200]
     assert not [reply.raw[:500] for reply in written.bad if not 400 <= reply.status < 500]
 
 
-def test_no_log_has_a_text_a_key_or_the_secret(written: Written) -> None:
+def test_logs_have_no_text_key_or_secret(written: Written) -> None:
     secret = written.pair.home.load_secret()
     found = [
         (name, line[:500])
@@ -225,12 +225,12 @@ def test_no_log_has_a_text_a_key_or_the_secret(written: Written) -> None:
     assert not found
 
 
-def test_no_error_has_a_message_or_a_secret(written: Written) -> None:
+def test_errors_have_no_message_or_secret(written: Written) -> None:
     hidden = ("zq73", "zq91", written.pair.home.load_secret())
     assert not [reply.raw[:500] for reply in written.bad if any(trace in reply.raw.decode() for trace in hidden)]
 
 
-def test_each_refusal_is_one_line_with_its_id(written: Written) -> None:
+def test_each_refusal_is_one_log_line_with_id(written: Written) -> None:
     lines = [line for line in written.log.splitlines() if "refused" in line]
     for reply in written.bad:
         request_id = reply.headers["X-Warmline-Request"]
@@ -239,14 +239,14 @@ def test_each_refusal_is_one_line_with_its_id(written: Written) -> None:
         assert len([line for line in lines if request_id in line]) == told, request_id
 
 
-def test_both_processes_tell_what_became_of_each_request(written: Written) -> None:
+def test_both_logs_report_each_request(written: Written) -> None:
     for (path, _), reply in zip(GOOD, written.good, strict=True):
         about = [line for line in written.log.splitlines() if reply.headers["X-Warmline-Request"] in line]
         assert any("warmline_backend" in line for line in about)
         assert any("warmline_proxy" in line for line in about) or path.endswith("count_tokens")
 
 
-def test_debug_is_ours(written: Written) -> None:
+def test_debug_log_has_own_loggers_only(written: Written) -> None:
     lines = [line for line in written.log.splitlines() if "DEBUG" in line or '"level": "debug"' in line]
     assert lines and all("warmline_" in line for line in lines)
     assert any("planned: " in line for line in lines)

@@ -120,7 +120,7 @@ def pair(planted: Planted, tiny_folder: FolderOf, tmp_path_factory: pytest.TempP
         ("proxy", "EROFS", CHANGES),
     ],
 )
-def test_serving_goes_on_where_nothing_can_be_saved(
+def test_serving_continues_without_persistence(
     pair: Pair, planted: Planted, process: str, code: str, steps: list[str]
 ) -> None:
     begun, ended = said(pair, BEGINS), said(pair, ENDS)
@@ -145,7 +145,7 @@ def test_serving_goes_on_where_nothing_can_be_saved(
     assert 1 <= said(pair, BEGINS) - begun <= 2, "one line a part that fails, not one a request"
 
 
-def test_a_full_disk_below_the_budget_makes_room_by_itself(pair: Pair, planted: Planted) -> None:
+def test_full_disk_evicts_below_budget(pair: Pair, planted: Planted) -> None:
     sacrificed = Talk(pair, "of little use")
     sacrificed.turn("first")
     talk = Talk(pair, "of more use")
@@ -160,7 +160,7 @@ def test_a_full_disk_below_the_budget_makes_room_by_itself(pair: Pair, planted: 
     assert said(pair, "the disk is full") == full + 1
 
 
-def test_what_cannot_be_read_now_is_not_lost(pair: Pair, planted: Planted) -> None:
+def test_unreadable_files_are_kept(pair: Pair, planted: Planted) -> None:
     talk = Talk(pair, "unreadable")
     talk.turn("first")
     saved = talk.again().cached
@@ -173,7 +173,7 @@ def test_what_cannot_be_read_now_is_not_lost(pair: Pair, planted: Planted) -> No
 
 
 @pytest.mark.parametrize("nth", [0, 1, 2])
-def test_a_segment_that_is_deleted_by_hand(pair: Pair, planted: Planted, nth: int) -> None:
+def test_manually_deleted_segment_is_a_miss(pair: Pair, planted: Planted, nth: int) -> None:
     """Before it is looked for (0); when a restore opens it, to look at its header (1) or to read it (2)."""
     talk = Talk(pair, f"deleted {nth}")
     before = set(pair.home.segments.rglob("*.safetensors"))
@@ -190,7 +190,7 @@ def test_a_segment_that_is_deleted_by_hand(pair: Pair, planted: Planted, nth: in
     assert pair.cachectl("verify", "--deep")["findings"] == []
 
 
-def test_a_second_pair_on_the_home_is_refused(pair: Pair, tiny_folder: FolderOf) -> None:
+def test_second_pair_on_home_is_refused(pair: Pair, tiny_folder: FolderOf) -> None:
     ports = ["--port", str(free_port()), "--backend-port", str(free_port())]
     arguments = [WARMLINE, "serve", "--home", str(pair.home.root), "--model", str(tiny_folder("llama")), *ports]
     second = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
@@ -200,7 +200,7 @@ def test_a_second_pair_on_the_home_is_refused(pair: Pair, tiny_folder: FolderOf)
     assert Talk(pair, "still here").turn("first").text
 
 
-def test_a_home_that_is_read_only_at_the_start(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_read_only_home_at_start(tiny_folder: FolderOf, tmp_path: Path) -> None:
     with Planted(retry_interval_s=0.3) as planted:
         pair = Pair(tmp_path / "h", tiny_folder("llama"), *SLOW, environment=planted.environment)
         talk = Talk(pair, "read only")
@@ -220,7 +220,7 @@ def test_a_home_that_is_read_only_at_the_start(tiny_folder: FolderOf, tmp_path: 
             assert pair.cachectl("verify", "--deep")["findings"] == []
 
 
-def test_an_index_that_outgrows_its_map(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_index_outgrows_map(tiny_folder: FolderOf, tmp_path: Path) -> None:
     with Planted(map_bytes=1 << 18, retry_interval_s=0.3) as planted:
         pair = Pair(tmp_path / "h", tiny_folder("llama"), *SLOW, environment=planted.environment)
         with pair:

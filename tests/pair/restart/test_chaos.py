@@ -9,7 +9,7 @@ SECONDS, SEED = 60.0, 20261128
 LONG = (600, 1000, 1750)  # tokens: half of what the long storm has, so that as much happens in a minute
 
 
-def test_nothing_is_wrong_hung_or_left_after_a_storm(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_storm_leaves_nothing_wrong_or_hung(tiny_folder: FolderOf, tmp_path: Path) -> None:
     report = run(SECONDS, SEED, tmp_path / "home", tiny_folder("bench"), LONG)
     print(report.table())
     assert report.failures == []

@@ -166,13 +166,13 @@ def aftermath(
         yield Aftermath(pair, cases, talks)
 
 
-def test_the_answer_is_right(aftermath: Aftermath) -> None:
+def test_answer_after_damage_is_right(aftermath: Aftermath) -> None:
     for talk in aftermath.talks.values():
         assert talk.warm and talk.cold and talk.cold.status == 200
         assert explain_difference(talk.cold, talk.warm) == "", talk.name
 
 
-def test_what_lies_before_the_damage_is_still_used(aftermath: Aftermath) -> None:
+def test_prefix_before_damage_is_reused(aftermath: Aftermath) -> None:
     untouched = aftermath.talks[UNTOUCHED]
     assert untouched.warm and untouched.warm.cached == untouched.starts()[-1]
     for name, case in aftermath.cases.items():
@@ -191,7 +191,7 @@ def good_until(talk: Talk, case: Case) -> int:
     return max((at for at in talk.starts() if at <= start), default=0)
 
 
-def test_the_reason_is_told_and_the_file_set_aside(aftermath: Aftermath) -> None:
+def test_damage_is_reported_and_quarantined(aftermath: Aftermath) -> None:
     aside = {row["id"]: row["reason"] for row in aftermath.pair.cachectl("inspect")["quarantined"]}
     for name, case in aftermath.cases.items():
         talk = aftermath.talks[name]
@@ -201,7 +201,7 @@ def test_the_reason_is_told_and_the_file_set_aside(aftermath: Aftermath) -> None
         assert not aftermath.pair.home.segment_file(talk.damaged).exists(), name
 
 
-def test_the_next_turn_is_warm_and_all_is_clean(aftermath: Aftermath) -> None:
+def test_next_turn_after_damage_is_warm(aftermath: Aftermath) -> None:
     pair = aftermath.pair
     pair.settle()
     look_up(pair, aftermath.talks)
@@ -214,7 +214,7 @@ def test_the_next_turn_is_warm_and_all_is_clean(aftermath: Aftermath) -> None:
     assert pair.cachectl("verify", "--deep")["findings"] == []
 
 
-def test_a_file_that_goes_while_the_pair_runs(aftermath: Aftermath) -> None:
+def test_file_deleted_at_runtime_is_a_miss(aftermath: Aftermath) -> None:
     """Nothing that was read once is trusted: files are looked at whenever they are needed."""
     pair, talk = aftermath.pair, opening(len(aftermath.talks), "vanishing")
     talk.say(pair, "Hello, who are you?")

@@ -103,11 +103,11 @@ class Crowd:
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in WEDGES])
-def test_a_fault_while_decoding(fault: str, pair: Pair, planted: Planted, before: ProcessStats) -> None:
+def test_fault_while_decoding(fault: str, pair: Pair, planted: Planted, before: ProcessStats) -> None:
     check_fault_while_decoding(fault, pair, planted)
 
 
-def test_a_wedge_while_decoding(planted: Planted, tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_wedge_while_decoding(planted: Planted, tiny_folder: FolderOf, tmp_path: Path) -> None:
     """Nothing moves, or not even the process answers: it is killed, and the rest is as after any other end."""
     flags = (*FLAGS, "--wedge-timeout-s", "2")
     with Pair(tmp_path / "home", tiny_folder("llama"), *flags, environment=planted.environment) as pair:
@@ -159,7 +159,7 @@ def unaccounted_bytes(pair: Pair) -> int:
     return pair.status().vitals.bytes_unaccounted
 
 
-def test_an_exception_while_reading_a_prompt(pair: Pair, planted: Planted, before: ProcessStats) -> None:
+def test_exception_during_prefill(pair: Pair, planted: Planted, before: ProcessStats) -> None:
     with planted.gate() as gate:
         crowd = Crowd(pair, gate, "reading")
         step = crowd.hold("prefill", "reading-True")
@@ -178,7 +178,7 @@ def saved_tokens(pair: Pair) -> int:
     return int(pair.cachectl("stats")["stored"]["tokens"])
 
 
-def test_a_backend_killed_in_a_long_prefill(pair: Pair, planted: Planted, before: ProcessStats) -> None:
+def test_backend_killed_in_long_prefill(pair: Pair, planted: Planted, before: ProcessStats) -> None:
     """At most a part, a chunk, and the tokens computed while the part before was saved are lost."""
     messages = prompt("killed backend", 2000)
     with planted.gate() as gate:
@@ -189,14 +189,14 @@ def test_a_backend_killed_in_a_long_prefill(pair: Pair, planted: Planted, before
     check_let_go(pair)
 
 
-def test_after_all_that_the_proxy_holds_no_more_than_before(pair: Pair, before: ProcessStats) -> None:
+def test_proxy_leaks_nothing_after_faults(pair: Pair, before: ProcessStats) -> None:
     until(lambda: proxy_vitals(pair).tasks <= before.tasks, "tasks are left")
     until(lambda: proxy_vitals(pair).descriptors <= before.descriptors, "descriptors are left")
     assert proxy_vitals(pair).threads <= before.threads + THREADS_MORE_MAX
     assert pair.cachectl("verify", "--deep")["findings"] == []
 
 
-def test_all_killed_in_a_long_prefill(pair: Pair, planted: Planted) -> None:
+def test_pair_killed_in_long_prefill(pair: Pair, planted: Planted) -> None:
     messages = prompt("killed pair", 2000)
     with planted.gate() as gate:
         asked = Asked(pair, messages, stream=True, **ANSWER)

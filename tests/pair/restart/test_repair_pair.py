@@ -34,7 +34,7 @@ def pair(
         yield pair
 
 
-def test_a_damaged_index_costs_nothing_that_was_stored(pair: Pair) -> None:
+def test_damaged_index_loses_nothing(pair: Pair) -> None:
     talk = Talk(pair, "You answer. ")
     talk.say("Hello, who are you?")
     before = talk.say("Tell me about the sea.")
@@ -51,7 +51,7 @@ def test_a_damaged_index_costs_nothing_that_was_stored(pair: Pair) -> None:
     assert pair.cachectl("verify", "--deep")["findings"] == []
 
 
-def test_a_running_pair_repairs_itself(pair: Pair) -> None:
+def test_running_pair_repairs_index(pair: Pair) -> None:
     earlier = {row["id"] for row in pair.cachectl("inspect")["sessions"]}
     talk = Talk(pair, "You sing. ")
     talk.say("Hello, who are you?")

@@ -85,7 +85,7 @@ def whole(reply: Reply) -> int:
     return reply.prompt_tokens + int(reply.json["usage"]["completion_tokens"])
 
 
-def test_a_call_that_comes_back_is_what_was_sampled(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_replayed_call_equals_sampled_tokens(tiny_folder: FolderOf, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_folder("llama"), tmp_path / "model")
     settings = folder / "tokenizer_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))

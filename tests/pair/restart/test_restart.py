@@ -53,13 +53,13 @@ def has_states(pair: Pair) -> bool:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "gemma3", "glm_moe_dsa", "quantized"])
-def test_the_next_turn_after_kill_9(family: str, tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_next_turn_after_kill_9_is_warm(family: str, tiny_folder: FolderOf, tmp_path: Path) -> None:
     model = tiny_folder("llama" if family == "quantized" else family)
     flags = QUANTIZED if family == "quantized" else ()
     check_restart(Pair(tmp_path, model, *flags), TOLERANCE_QUANTIZED if flags else TOLERANCE, tokens=40)
 
 
-def test_the_next_turn_after_kill_9_on_a_real_model(demo_home: Home, tmp_path: Path) -> None:
+def test_next_turn_after_kill_9_on_real_model(demo_home: Home, tmp_path: Path) -> None:
     from warmline_backend import demo
 
     model = demo.prepare_demo_model(demo_home, "float32")

@@ -22,7 +22,7 @@ ODD_HOME = 'a home\\ of "odd" $HOME %h names'
 ODD_ARGUMENTS = '{"system": "50% of $HOME\\n"}'
 
 
-def test_a_plist_says_what_launchd_needs(mac: User) -> None:
+def test_plist_content(mac: User) -> None:
     mac.install("--dry-run", "--out", str(mac.root / "out"), "--drain-timeout-s", "90.5", "--model", "org/model")
     plist = plistlib.loads((mac.root / "out" / "com.warmline.backend.plist").read_bytes())
     program, *words = plist["ProgramArguments"]
@@ -39,9 +39,7 @@ def test_a_plist_says_what_launchd_needs(mac: User) -> None:
     assert not mac.calls and not mac.home.exists() and not (mac.root / "Library").exists(), "only written"
 
 
-def test_both_get_what_flags_and_variables_say_and_read_the_file_themselves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_services_get_flags_and_variables_but_not_toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "warmline.toml").write_text('port = 9000\nclient_key = "hush"')
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -58,7 +56,7 @@ def test_both_get_what_flags_and_variables_say_and_read_the_file_themselves(
         assert resolve(given, agent.environment)["port"] == 9000
 
 
-def test_every_setting_comes_back_from_the_command_line() -> None:
+def test_every_setting_round_trips_through_command_line() -> None:
     """As `resolve` has it, whatever its kind."""
     others = {"served_name": "-x", "host": "::1", "stabilize": "ids,times", "cors_origins": "*", "allowed_hosts": "a"}
     flags: dict[str, object] = {
@@ -72,7 +70,7 @@ def test_every_setting_comes_back_from_the_command_line() -> None:
     assert parse_arguments(backend.arguments) == parse_arguments(proxy.arguments)
 
 
-def test_what_an_agent_could_not_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_settings_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match="cachectl key add"):
         make_processes(resolve({}, {"WARMLINE_CLIENT_KEY": "hush"}), {})
     with pytest.raises(ConfigurationError, match="--name"):
@@ -85,9 +83,7 @@ def test_what_an_agent_could_not_use_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("manager", [LaunchdManager, SystemdManager])
-def test_a_file_is_read_back_as_it_was_meant(
-    manager: type[LaunchdManager] | type[SystemdManager], tmp_path: Path
-) -> None:
+def test_service_file_round_trips(manager: type[LaunchdManager] | type[SystemdManager], tmp_path: Path) -> None:
     flags = {"home": str(tmp_path / ODD_HOME), "chat_template_args": ODD_ARGUMENTS, "served_name": ""}
     agent = make_processes(resolve(flags, {}), {"MLX_X": 'a "b"\\ %c $d', "PATH": "/a b"}, "second")[0]
     read = manager().parse_file(manager().render_file(agent))
@@ -95,14 +91,14 @@ def test_a_file_is_read_back_as_it_was_meant(
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"<plist/>", b"[Service]", plistlib.dumps({"Label": "x"}), b"a=b"])
-def test_what_is_no_file_of_ours_is_told(data: bytes) -> None:
+def test_foreign_service_file_is_reported(data: bytes) -> None:
     for read in (plists.parse_plist, units.parse_unit):
         with pytest.raises(ValueError):
             read(data)
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here")
-def test_systemd_finds_nothing_wrong_with_the_units(linux: User) -> None:
+def test_systemd_analyze_accepts_units(linux: User) -> None:
     out = linux.root / ODD_HOME.replace("\\", "").replace('"', "")
     linux.home = linux.root / ODD_HOME
     linux.install("--dry-run", "--out", str(out), "--chat-template-args", ODD_ARGUMENTS)

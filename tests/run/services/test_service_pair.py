@@ -29,7 +29,7 @@ def cached(answer: dict[str, Any]) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_a_pair_kept_by_launchd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pair_runs_under_launchd_plists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     user = User(tmp_path, monkeypatch, "launchctl")
     user.then("run")
     model = tiny_models.build("llama", tmp_path / "tiny")

@@ -35,7 +35,7 @@ from warmline_run.services.manager import ServiceManagerError, ServiceState
         ("x = {\n\tendpoints = {\n\t\tpid = 8\n\t}\n\tlast exit code = (never exited)\n}", ServiceState(True)),
     ],
 )
-def test_what_launchctl_prints_is_read(printed: str, state: ServiceState) -> None:
+def test_launchctl_output_is_parsed(printed: str, state: ServiceState) -> None:
     assert launchctl.parse_state(printed) == state
 
 
@@ -54,7 +54,7 @@ def test_what_launchctl_prints_is_read(printed: str, state: ServiceState) -> Non
         ),
     ],
 )
-def test_what_systemctl_shows_is_read(shown: str, state: ServiceState) -> None:
+def test_systemctl_output_is_parsed(shown: str, state: ServiceState) -> None:
     assert systemctl.parse_state(shown) == state
 
 
@@ -86,9 +86,7 @@ class Running(LaunchdManager):
         return ServiceState(True, 1)
 
 
-def test_waiting_tells_each_reason_once_and_ends_when_requests_are_served(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_wait_until_ready_prints_each_reason_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(actions, "POLL_S", 0)
     loading = (503, {"ready": False, "reason": "loading"})
     told: list[str] = []
@@ -100,7 +98,7 @@ def test_waiting_tells_each_reason_once_and_ends_when_requests_are_served(
         assert problem == "not ready after 0 s: loading; it goes on starting"
 
 
-def test_the_last_lines_reach_back_over_a_rotation(tmp_path: Path) -> None:
+def test_last_lines_span_rotated_log(tmp_path: Path) -> None:
     log = tmp_path / "proxy.log"
     assert logs.read_last_lines(log, 3) == []
     log.with_name("proxy.log.1").write_text("one\ntwo\nthree\n")
@@ -110,7 +108,7 @@ def test_the_last_lines_reach_back_over_a_rotation(tmp_path: Path) -> None:
     assert logs.show([tmp_path / "none", log], 1, shown.append) and shown == ["four\n"]
 
 
-def test_what_is_followed_goes_on_through_rotation_and_truncation(tmp_path: Path) -> None:
+def test_follow_survives_rotation_and_truncation(tmp_path: Path) -> None:
     log = tmp_path / "proxy.log"
     followed = logs.LogFollower(log)
     assert followed.read_added() == ""
@@ -140,7 +138,7 @@ def test_what_is_followed_goes_on_through_rotation_and_truncation(tmp_path: Path
 
 
 @pytest.mark.parametrize(("keeper", "code"), [("launchd", 0), ("systemd", 2), ("", 2)])
-def test_a_configuration_error_is_one_line_and_0_under_launchd(
+def test_configuration_error_exits_with_0_under_launchd(
     keeper: str, code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     from warmline_backend.__main__ import main as backend
@@ -162,7 +160,7 @@ def test_a_configuration_error_is_one_line_and_0_under_launchd(
         assert said.count("\n") == 1 and said.startswith("warmline")
 
 
-def test_other_ends_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_exit_codes_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WARMLINE_AGENT", "launchd")
     assert [exit_codes.map_exit_code(code) for code in (0, 1, 2, 3)] == [0, 1, 0, 3]
     assert exit_codes.locked_home_exit_code() == 1, "who holds the home may let go"
@@ -170,7 +168,7 @@ def test_other_ends_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert exit_codes.locked_home_exit_code() == 2
 
 
-def test_the_file_with_what_a_kept_process_prints_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_file_of_service_is_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exit_codes, "OUTPUT_BYTES_MAX", 10)
     with (tmp_path / "proxy.stderr").open("ab", 0) as file:
         file.write(b"x" * 11)
@@ -181,7 +179,7 @@ def test_the_file_with_what_a_kept_process_prints_is_bounded(tmp_path: Path, mon
     assert (tmp_path / "proxy.stderr").read_bytes() == b"new"
 
 
-def test_a_tool_that_says_nothing_is_told_by_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_tool_is_reported_by_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "launchctl").write_text("#!/bin/sh\nexit 9\n")
     (tmp_path / "launchctl").chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path))

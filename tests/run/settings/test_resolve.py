@@ -33,7 +33,7 @@ def test_each_layer_overrides_the_one_below(tmp_path: Path) -> None:
     assert (config["host"], origin["host"].source) == ("127.0.0.1", "default")
 
 
-def test_the_home_decides_which_file_is_read(tmp_path: Path) -> None:
+def test_home_selects_toml_file(tmp_path: Path) -> None:
     (tmp_path / "warmline.toml").write_text('reuse = "off"')
     config = resolve({}, {"WARMLINE_HOME": str(tmp_path)})
     assert (config["home"], config.effective_settings["home"].source) == (str(tmp_path), "WARMLINE_HOME")
@@ -49,7 +49,7 @@ def test_every_default_is_valid(tmp_path: Path) -> None:
             assert config[name] == setting.default
 
 
-def test_an_unknown_key_is_named_with_the_nearest_right_one(tmp_path: Path) -> None:
+def test_unknown_key_suggests_nearest(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"unknown key 'disk-budget'; did you mean 'disk_budget_gb'\?"):
         configured(tmp_path, "disk-budget = 3")
     with pytest.raises(ConfigurationError, match="unknown key 'zzz'; known keys: model, "):
@@ -104,7 +104,7 @@ def test_bad_values_are_refused_in_one_line(tmp_path: Path, toml: str, message: 
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "some.name"])
-def test_only_loopback_goes_without_a_client_key(tmp_path: Path, host: str) -> None:
+def test_other_hosts_need_client_key(tmp_path: Path, host: str) -> None:
     with pytest.raises(ConfigurationError, match=r"--lan, .*cachectl key add NAME"):
         configured(tmp_path, host=host)
     assert configured(tmp_path, 'client_key = "abc"', host=host)["host"] == host
@@ -118,12 +118,12 @@ def test_loopback_needs_no_client_key(tmp_path: Path, host: str) -> None:
     assert configured(tmp_path, host=host)["host"] == host
 
 
-def test_the_two_ports_must_differ(tmp_path: Path) -> None:
+def test_ports_must_differ(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="must differ"):
         configured(tmp_path, port="8025")
 
 
-def test_the_client_key_reaches_the_proxy_by_its_environment_only(tmp_path: Path) -> None:
+def test_client_key_is_passed_by_environment_only(tmp_path: Path) -> None:
     config = configured(tmp_path, 'client_key = "from-file"')
     surroundings = {"WARMLINE_CLIENT_KEY": "stale", "PATH": "/bin"}
     proxy, backend = commands.proxy_command(config, surroundings), commands.backend_command(config, "m", surroundings)
@@ -132,7 +132,7 @@ def test_the_client_key_reaches_the_proxy_by_its_environment_only(tmp_path: Path
     assert not any("from-file" in argument for argument in proxy.arguments + backend.arguments)
 
 
-def test_what_is_not_set_is_not_passed(tmp_path: Path) -> None:
+def test_unset_values_are_not_passed(tmp_path: Path) -> None:
     config = configured(tmp_path, "disk_budget_gb = 0", trust_remote_code=True, model="/m")
     backend, proxy = commands.backend_command(config, "/m", {}).arguments, commands.proxy_command(config, {}).arguments
     assert "--trust-remote-code" in backend
@@ -151,7 +151,7 @@ def test_every_setting_reaches_its_processes(tmp_path: Path) -> None:
     assert given.drain_timeout_s == 7.5
 
 
-def test_rules_are_names_in_a_list_and_reach_the_proxy(tmp_path: Path) -> None:
+def test_stabilize_rules_reach_proxy(tmp_path: Path) -> None:
     assert STABILIZE_RULES == RULES
     for config in (
         configured(tmp_path, stabilize=" times, tool-order,times"),
@@ -165,7 +165,7 @@ def test_rules_are_names_in_a_list_and_reach_the_proxy(tmp_path: Path) -> None:
             configured(tmp_path, wrong)
 
 
-def test_origins_are_a_list_and_reach_the_proxy(tmp_path: Path) -> None:
+def test_cors_origins_reach_proxy(tmp_path: Path) -> None:
     for config in (
         configured(tmp_path, cors_origins="http://localhost:3000, https://a.example"),
         configured(tmp_path, 'cors_origins = ["http://localhost:3000", "https://a.example"]'),
@@ -182,7 +182,7 @@ def test_origins_are_a_list_and_reach_the_proxy(tmp_path: Path) -> None:
             configured(tmp_path, wrong)
 
 
-def test_template_arguments_are_json_or_a_table_and_reach_the_backend(tmp_path: Path) -> None:
+def test_template_arguments_reach_backend(tmp_path: Path) -> None:
     expected = {"enable_thinking": False, "reasoning_effort": None, "greeting": "grüß"}
     given = '{"enable_thinking": false, "reasoning_effort": null, "greeting": "grüß"}'
     table = '[chat_template_args]\nenable_thinking = false\ndeep = {n = 1.5, tags = ["a"]}'
@@ -197,7 +197,7 @@ def test_template_arguments_are_json_or_a_table_and_reach_the_backend(tmp_path: 
     assert configured(tmp_path, environment={"WARMLINE_CHAT_TEMPLATE_ARGS": ""})["chat_template_args"] == "{}"
 
 
-def test_the_backend_hears_of_its_options_and_has_the_same_defaults(tmp_path: Path) -> None:
+def test_backend_defaults_equal_table(tmp_path: Path) -> None:
     options = {"prefill_step_size": "auto", "temp": "0.7", "top_p": "0.9", "gpu_keepalive": "2.5", "max_tokens": "9"}
     config = configured(tmp_path, trust_remote_code=True, **options)
     backend = parse_backend(commands.backend_command(config, "m", {}).arguments[4:])
@@ -209,7 +209,7 @@ def test_the_backend_hears_of_its_options_and_has_the_same_defaults(tmp_path: Pa
     )
 
 
-def test_a_misspelt_variable_is_told_with_the_nearest_right_one() -> None:
+def test_misspelt_variable_suggests_nearest() -> None:
     environment = {"WARMLINE_PROT": "1", "WARMLINE_COLOUR": "red", "WARMLINE_PORT": "9", "PORT": "8", "WARMLINE_": ""}
     ours = {"WARMLINE_PARENT_PIPE": "5", "WARMLINE_CLIENT_KEY": "k", "WARMLINE_HOME": "/h"}
     assert describe_misspelt_variables({**environment, **ours}) == [
@@ -219,7 +219,7 @@ def test_a_misspelt_variable_is_told_with_the_nearest_right_one() -> None:
     ]
 
 
-def test_the_backend_leaves_the_cores_to_others_between_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_backend_environment_limits_openblas_spinning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(openblas, "is_openblas_needed", lambda: True)
     monkeypatch.setattr(openblas, "find_library", lambda: Path("/x/libopenblas.so.0"))
     config = configured(tmp_path)

@@ -39,7 +39,7 @@ def answer(*tokens: tuple[str, dict[str, float]], finish: str = "length", text: 
     )
 
 
-def test_near_ties_agree_and_others_do_not() -> None:
+def test_near_ties_agree_and_other_differences_do_not() -> None:
     one, other = answer(("x", {"x": A, "y": B})), answer(("y", {"y": A, "x": B}))
     assert find_disagreement(one, other) == ""
     assert "token 1" in find_disagreement(one, other, tolerance=1e-4)
@@ -54,13 +54,13 @@ def test_near_ties_agree_and_others_do_not() -> None:
     )
 
 
-def test_where_one_ends_the_other_must_have_nearly_ended() -> None:
+def test_shorter_answer_needs_likely_end() -> None:
     short = answer(("x", {"x": A}), finish="stop")
     assert find_disagreement(short, answer(("x", {"x": A}), ("y", {"y": A, "<end>": B}))) == ""
     assert "token 2" in find_disagreement(short, answer(("x", {"x": A}), ("y", {"y": A, "z": B - 1})))
 
 
-def test_without_log_probabilities_texts_are_compared() -> None:
+def test_texts_are_compared_without_logprobs() -> None:
     one, other = (ChatCompletion(text, "", (), "stop", "m", {}) for text in ("all is well", "all is bad"))
     assert "character 7" in find_disagreement(one, other) and find_disagreement(one, one) == ""
 
@@ -68,11 +68,11 @@ def test_without_log_probabilities_texts_are_compared() -> None:
 @pytest.mark.parametrize(
     ("values", "tolerance"), [((-0.5, -1.25), 2.0), ((-0.5, -1.0009765625), 0.125), ((-0.1, -2.3), 1e-3), ((), 1e-3)]
 )
-def test_the_tolerance_is_the_one_of_their_type(values: tuple[float, ...], tolerance: float) -> None:
+def test_tolerance_follows_number_type(values: tuple[float, ...], tolerance: float) -> None:
     assert infer_tolerance(TokenChoice("x", value, {"x": value}) for value in values) == tolerance
 
 
-def test_the_tolerances_are_those_of_audits() -> None:
+def test_tolerances_equal_audit_tolerances() -> None:
     """The gates import nothing of the proxy, so both have a table."""
     floats = {
         "float32": judging.TOLERANCE_FLOAT32,
@@ -82,12 +82,12 @@ def test_the_tolerances_are_those_of_audits() -> None:
     assert floats | {f"q{bits}": nats for bits, nats in judging.TOLERANCES_KV_BITS.items()} == TOLERANCES
 
 
-def test_the_difference_is_that_of_what_both_chose() -> None:
+def test_gap_is_between_chosen_tokens() -> None:
     one = answer(("x", {"x": -0.5}), ("y", {"y": -1.0}))
     assert logprob_difference(one, answer(("x", {"x": -0.75}), ("z", {"z": -9.0}))) == 0.25
 
 
-def test_a_collapse_is_one_beside_what_is_none() -> None:
+def test_collapse_is_relative_to_reference() -> None:
     text = "The build fails since the index is missing; look at the journal first."
     assert is_collapsed("!" * 60, text) and not is_collapsed("!" * 60, "?" * 60) and not is_collapsed(text, text)
     assert not is_collapsed("!!!!", text), "too short to say"
@@ -96,7 +96,7 @@ def test_a_collapse_is_one_beside_what_is_none() -> None:
 @pytest.mark.parametrize(
     "text", ["a<|im_end|>", "<think>", "</tool_call>", "[TOOL_CALLS]", "<\uff5cUser\uff5c>", "</s>", "<start_of_turn>"]
 )
-def test_markers_are_found(text: str) -> None:
+def test_markup_markers_are_found(text: str) -> None:
     assert find_markup(f"Well, {text} yes") and not find_markup("if (a<b || c|d>e) [1] </p> List<String>")
 
 
@@ -111,14 +111,14 @@ def test_markers_are_found(text: str) -> None:
         ({"more": 1}, "'more' is no argument"),
     ],
 )
-def test_arguments_follow_the_schema(arguments: dict[str, Any], flaw: str) -> None:
+def test_argument_flaws_by_schema(arguments: dict[str, Any], flaw: str) -> None:
     right = {"path": "/etc/hostname", "count": 9, "numbered": True}
     said = find_argument_flaw({**right, **arguments}, SCHEMA)
     assert (flaw and flaw in said) or said == flaw
     assert find_argument_flaw([], SCHEMA) and "missing" in find_argument_flaw({"count": 1}, SCHEMA)
 
 
-def test_events_are_read_in_whatever_pieces_they_come() -> None:
+def test_sse_reader_accepts_any_split() -> None:
     raw = ': prefill 3/9\r\n\r\ndata: {"a": "é\u2028"}\n\ndata: [DONE]\n\n'.encode()
     for size in (1, 7, len(raw)):
         reader = EventReader()
@@ -127,7 +127,7 @@ def test_events_are_read_in_whatever_pieces_they_come() -> None:
         assert events[0].progress == (3, 9) and events[1].progress is None
 
 
-def test_a_stream_is_put_together() -> None:
+def test_stream_is_folded() -> None:
     fold = StreamFold()
     call = {"index": 0, "id": "c", "function": {"name": "f", "arguments": "{"}}
     deltas: list[dict[str, Any]] = [
@@ -149,23 +149,23 @@ def test_a_stream_is_put_together() -> None:
 
 
 @pytest.mark.parametrize("data", ['{"error": {"message": "gone"}}', "nothing", "[]", '{"choices": [7]}'])
-def test_what_is_no_stream_is_malformed(data: str) -> None:
+def test_malformed_stream_is_refused(data: str) -> None:
     with pytest.raises(MalformedAnswerError):
         StreamFold().add(data)
 
 
 @pytest.mark.parametrize("data", [None, {}, {"choices": []}, {"choices": [{"message": {"content": 7}}]}])
-def test_what_is_no_answer_is_malformed(data: Any) -> None:
+def test_malformed_answer_is_refused(data: Any) -> None:
     with pytest.raises(MalformedAnswerError):
         parse_completion(data)
 
 
-def test_a_refusal_is_told_in_a_line() -> None:
+def test_refusal_is_one_line() -> None:
     assert format_error_body(b'{"error": {"message": "too\\nlong"}}') == "too long"
     assert format_error_body(b'{"error": "no"}') == "no" and format_error_body(b"<html>") == "<html>"
 
 
-def test_a_transcript_is_its_seeds() -> None:
+def test_transcript_is_determined_by_seed() -> None:
     one, other = Transcript("a", 3000), Transcript("b", 3000)
     assert one.render_turn(3) == Transcript("a", 3000).render_turn(3) != other.render_turn(3)
     assert all(2500 < len(one.render_turn(turn)) < 4000 for turn in range(1, 8))

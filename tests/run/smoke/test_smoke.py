@@ -74,7 +74,7 @@ def outcomes(
     return asyncio.run(ask())
 
 
-def test_a_right_server_passes_all_and_restart_is_not_run_unasked() -> None:
+def test_honest_server_passes_all_checks_without_restart() -> None:
     seen = outcomes(HonestServer)
     assert list(seen) == NAMES
     assert {name: outcome.detail for name, outcome in seen.items() if outcome.result == FAILED} == {}
@@ -105,7 +105,7 @@ def test_a_right_server_passes_all_and_restart_is_not_run_unasked() -> None:
         (OneAtATime, "cancel", "until a long prompt was computed whole", ()),
     ],
 )
-def test_a_wrong_server_fails_where_it_is_wrong(
+def test_each_wrong_server_fails_its_check(
     server: type[HonestServer], gate: str, said: str, others: Sequence[str]
 ) -> None:
     seen = outcomes(server)
@@ -114,13 +114,13 @@ def test_a_wrong_server_fails_where_it_is_wrong(
     assert said in failed[gate]
 
 
-def test_what_a_server_refuses_in_words_is_not_its_failure() -> None:
+def test_clear_refusal_is_not_a_failure() -> None:
     seen = outcomes(RefusesForm, ["exact-answer", "three-at-once"])
     assert seen["exact-answer"].result == NOT_RUN and "no forms here" in seen["exact-answer"].detail
     assert seen["three-at-once"].result == PASSED and "none can be held to a value" in seen["three-at-once"].detail
 
 
-def test_what_exact_mode_keeps_is_judged_by_its_step() -> None:
+def test_exact_mode_reuse_is_judged_by_grid() -> None:
     told = outcomes(KeepsOnAGrid, grid_tokens=KeepsOnAGrid.STEP_TOKENS)
     assert {name: outcome.detail for name, outcome in told.items() if outcome.result == FAILED} == {}
     untold = outcomes(KeepsOnAGrid)
@@ -131,7 +131,7 @@ def test_what_exact_mode_keeps_is_judged_by_its_step() -> None:
     }
 
 
-def test_settings_speak_of_their_own_server_alone(tmp_path: Path) -> None:
+def test_settings_apply_to_own_server_only(tmp_path: Path) -> None:
     lines = ["port = 9000", 'host = "0.0.0.0"', 'client_key = "hush"', "kv_bits = 8", 'reuse = "exact"']
     (tmp_path / "warmline.toml").write_text("\n".join(lines))
     config = resolve({"home": str(tmp_path)}, {})
@@ -143,7 +143,7 @@ def test_settings_speak_of_their_own_server_alone(tmp_path: Path) -> None:
     assert find_endpoint(config, "http://other/v1", variable).key == "mine"
 
 
-def test_the_running_proxy_of_the_home_is_asked_unless_something_else_is_named(tmp_path: Path) -> None:
+def test_running_proxy_of_home_is_default_target(tmp_path: Path) -> None:
     (tmp_path / "warmline.toml").write_text('client_key = "hush"')
     (tmp_path / "run").mkdir()
     told = tmp_path / "run" / "proxy.json"
@@ -178,17 +178,17 @@ def test_the_running_proxy_of_the_home_is_asked_unless_something_else_is_named(t
         ("https://h/api/paas/v4", "https://h/api/paas/v4"),
     ],
 )
-def test_an_address_near_the_base_url_is_understood(given: str, meant: str) -> None:
+def test_address_near_base_url_is_normalized(given: str, meant: str) -> None:
     assert normalize_url(given) == meant
 
 
 @pytest.mark.parametrize("wrong", ["h:8026/v1", "ftp://h/v1", "http://h:99999/v1", "http:///v1", "http://h/v1?a=b", ""])
-def test_what_is_no_address_is_refused_with_an_example(wrong: str) -> None:
+def test_bad_address_is_refused_with_example(wrong: str) -> None:
     with pytest.raises(ConfigurationError, match=r"expected an address such as http://127\.0\.0\.1:8026/v1"):
         normalize_url(wrong)
 
 
-def test_a_url_that_leads_elsewhere_ends_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_url_of_other_api_fails_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     async def ask(model: str) -> int:
         async with served(HonestServer()) as url:
             visit = Target(SmokeClient(f"{url}/v2", "", TIMEOUT_S, model), "seed", SMALL)
@@ -201,13 +201,13 @@ def test_a_url_that_leads_elsewhere_ends_at_once(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("server", [Hangs, Loading])
-def test_a_server_that_never_answers_costs_a_bounded_time(server: type[HonestServer]) -> None:
+def test_silent_server_times_out(server: type[HonestServer]) -> None:
     seen = outcomes(server, ["load"], timeout_s=0.3)["load"]
     assert seen.result == FAILED
     assert ("no whole answer within 0.3 s" if server is Hangs else "the model is being loaded") in seen.detail
 
 
-def test_restart_leaves_other_homes_alone(tmp_path: Path) -> None:
+def test_restart_check_ignores_other_homes(tmp_path: Path) -> None:
     assert "can't be read" in outcomes(HonestServer, ["restart"], home=tmp_path)["restart"].detail
     (tmp_path / "secret").write_text("other")
     seen = outcomes(HonestServer, ["restart"], home=tmp_path)["restart"]
@@ -224,7 +224,7 @@ def test_restart_leaves_other_homes_alone(tmp_path: Path) -> None:
         (Keyed, ["load"], "open", False, EXIT_PASSED),
     ],
 )
-def test_exit_codes(server: type[HonestServer], names: list[str], key: str, strict: bool, code: int) -> None:
+def test_smoke_exit_codes(server: type[HonestServer], names: list[str], key: str, strict: bool, code: int) -> None:
     async def ask() -> int:
         async with served(server()) as url:
             visit = Target(SmokeClient(url, key, TIMEOUT_S), "seed", SMALL)
@@ -233,6 +233,6 @@ def test_exit_codes(server: type[HonestServer], names: list[str], key: str, stri
     assert asyncio.run(ask()) == code
 
 
-def test_gates_come_in_their_order_whatever_the_order_asked() -> None:
+def test_checks_run_in_fixed_order() -> None:
     assert [gate.name for gate in find_checks(["streaming", "load"])] == ["load", "streaming"]
     assert {outcome.result for outcome in outcomes(HonestServer, ["streaming", "load"]).values()} == {PASSED}
