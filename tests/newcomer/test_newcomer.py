@@ -16,7 +16,7 @@ TIMEOUT_S = 180
 def test_newcomer_script_succeeds(tmp_path: Path, tiny_folder: FolderOf) -> None:
     manager = tmp_path / "bin" / "systemctl"
     manager.parent.mkdir()
-    fake = (ROOT / "tests" / "run" / "fake_systemctl.py").read_text()
+    fake = (ROOT / "tests" / "support" / "run" / "fake_systemctl.py").read_text()
     manager.write_text(f"#!{sys.executable} -IS\n{fake}")
     manager.chmod(0o700)
     (tmp_path / "manager").mkdir()

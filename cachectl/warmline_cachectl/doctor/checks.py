@@ -139,9 +139,7 @@ def check_index(facts: Facts) -> Diagnosis:
         return Diagnosis(
             "index", FAIL, f"{format_count(len(found.findings), 'finding')}: {told}", "cachectl verify --repair"
         )
-    return Diagnosis(
-        "index", OK, f"{format_count(found.totals.segments if found.totals else 0, 'segment')}, all ok"
-    )
+    return Diagnosis("index", OK, f"{format_count(found.totals.segments if found.totals else 0, 'segment')}, all ok")
 
 
 def check_quarantine(facts: Facts) -> Diagnosis | None:

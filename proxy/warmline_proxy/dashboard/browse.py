@@ -301,7 +301,7 @@ def _build_node(cache: _SummaryCache, run: SegmentRun) -> TreeNode:
         key=cache.owner_labels.words.get(run.root, ""),
         segments=len(run.segments),
         bytes=run.bytes_own,
-        ending=[msgspec.convert(row, NodeSession, from_attributes=True) for row in run.sessions[:NODE_SESSIONS_MAX]],
+        ending=[convert(row, NodeSession, from_attributes=True) for row in run.sessions[:NODE_SESSIONS_MAX]],
         sessions_ending=len(run.sessions),
         children=len(run.children),
         place=run.sibling_index,

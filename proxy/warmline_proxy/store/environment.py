@@ -290,7 +290,7 @@ class LmdbEnvironment:
             return
         with self._follow_lock, suppress(IndexMissingError):
             if _list_generations(self._folder)[-1:] != [self._pool.current.path]:
-                self._pool.replace(self._open_newest())
+                self._pool.swap(self._open_newest())
 
     def _follow_growth(self) -> None:
         """Map as much as the process that writes does."""
@@ -331,7 +331,7 @@ class LmdbEnvironment:
         LMDB's own compacting copy copies pages as they are, with what was deleted still in their slack.
         """
         try:
-            old = self._pool.replace(self._write_compacted())
+            old = self._pool.swap(self._write_compacted())
             disk.delete_tree(old.path)  # whoever still reads it has it open
         except (lmdb.Error, OSError) as error:
             raise wrap_error("can't compact the index", error) from error

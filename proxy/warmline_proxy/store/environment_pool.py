@@ -74,8 +74,8 @@ class EnvironmentPool:
                 self._is_exclusive_wanted = False
                 self._lock.notify_all()
 
-    def replace(self, new: EnvironmentGeneration) -> EnvironmentGeneration:
-        """Newcomers use this one; who is inside the old one, which is given, leaves in peace."""
+    def swap(self, new: EnvironmentGeneration) -> EnvironmentGeneration:
+        """Make `new` current for new users; returns the old generation, whose users finish with it."""
         with self._lock:
             old, self.current = self.current, new
         self._retire(old)

@@ -65,7 +65,7 @@ def small_world(name: str) -> Iterator[None]:
         return (xxhash.xxh3_128_hexdigest(f"{name} {next(numbers)}".encode()) * 2)[: 2 * count]
 
     with (
-        mock.patch.multiple(index_save, SEGMENT_TOKENS_MAX=150, SMALL_TOKENS=70),
+        mock.patch.multiple(index_save, SEGMENT_TOKENS_MAX=150, SMALL_SEGMENT_TOKENS=70),
         mock.patch.object(eviction, "LOW_WATERMARK", 1.0),
         mock.patch("secrets.token_hex", token_hex),
         mock.patch("warmline_proxy.index.index.FLUSH_INTERVAL_S", 3600.0),
