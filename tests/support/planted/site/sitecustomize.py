@@ -189,9 +189,16 @@ def plant_in_proxy() -> None:
 
 
 def set_default(kind: type, name: str, value: object) -> None:
-    defaults = kind.__init__.__kwdefaults__  # type: ignore[misc]
-    assert name in defaults
-    defaults[name] = value
+    """Change the default of a constructor's argument, by keyword or position."""
+    init: Any = kind.__init__  # type: ignore[misc]
+    if name in (init.__kwdefaults__ or {}):
+        init.__kwdefaults__[name] = value
+        return
+    names = init.__code__.co_varnames[: init.__code__.co_argcount][-len(init.__defaults__) :]
+    init.__defaults__ = tuple(
+        value if each == name else old for each, old in zip(names, init.__defaults__, strict=True)
+    )
+    assert name in names
 
 
 def plant_in_disk(process: str) -> None:
