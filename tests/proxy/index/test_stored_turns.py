@@ -187,7 +187,7 @@ def test_oversized_or_invalid_turns_are_not_stored(index: Index) -> None:
 
 
 def test_turn_cache_is_bounded_and_falls_back_to_index(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("warmline_proxy.pipeline.sampled_turns.KEPT_MAX", 2)
+    monkeypatch.setattr("warmline_proxy.pipeline.sampled_turns.TURNS_MAX", 2)
     memory, root = SampledTurnCache(index), namespace(FINGERPRINT, TENANT)
     for call in range(4):
         memory.add(root, MODEL, sampled(call))

@@ -133,6 +133,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from support.index import indexes as helpers
 from warmline_proxy.index.index import IndexReader
+from warmline_proxy.index.recovery.verify import verify_index
 from warmline_common.storage.home import Home
 with IndexReader(Home(Path(sys.argv[1]))) as reader:
     for line in sys.stdin:
