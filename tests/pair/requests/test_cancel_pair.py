@@ -13,7 +13,7 @@ import pytest
 from support.pair.answers import WITH_LOGPROBS, explain_difference
 from support.pair.clients import Asked
 from support.pair.pair import FolderOf, Message, Pair, Reply, ask
-from support.pair.waiting import until, wait_until_let_go
+from support.pair.waiting import until, wait_until_idle, wait_until_prefilling
 from support.planted.faults import Gate, Planted
 
 STEP = 64
@@ -123,7 +123,7 @@ def test_disconnect_in_prefill_keeps_prefill(
         assert gate.wait_for("prefill").let_pass()
         step = gate.wait_for("prefill")
         leave_in_the_midst_of_a_step(pair, gate, departure(pair, asked, name), step.let_pass)
-    wait_until_let_go(pair)
+    wait_until_idle(pair)
     cached = pair.chat(messages, max_tokens=4).cached
     assert is_just(cached, 2 * STEP), "both chunks are kept, and there was no third"
 
@@ -141,7 +141,7 @@ def test_disconnect_in_decode_keeps_tokens(
             assert gate.wait_for("decode").let_pass()
         step = gate.wait_for("decode")
         leave_in_the_midst_of_a_step(pair, gate, departure(pair, asked, name), step.let_pass)
-    wait_until_let_go(pair)
+    wait_until_idle(pair)
     retry = pair.chat(messages, max_tokens=8, **WITH_LOGPROBS)
     assert retry.cached == retry.prompt_tokens - 1
     assert explain_difference(pair.direct(messages, max_tokens=8, **WITH_LOGPROBS), retry) == ""
@@ -171,7 +171,7 @@ def test_disconnect_in_queue_frees_place(
             step = following
         going.check()
         assert first.done
-    wait_until_let_go(pair)
+    wait_until_idle(pair)
 
 
 def test_cancel_unknown_id_returns_404(pair: Pair) -> None:
@@ -249,6 +249,7 @@ def check_joining(pair: Pair, planted: Planted) -> None:
         gate.wait_for_command("submit")
         step = gate.wait_for("prefill")
         leader = step.requests
+        wait_until_prefilling(pair)
         asked.leave()
         for _ in range(4):  # it goes on
             assert step.let_pass()
@@ -264,12 +265,13 @@ def check_joining(pair: Pair, planted: Planted) -> None:
 
 
 def check_finishing_alone(pair: Pair, planted: Planted) -> None:
-    """Nobody asks again meanwhile; who does so later finds a whole prompt."""
+    """A request without a retry during its prefill leaves the whole prompt to a later one."""
     messages = prompt("finish that", 1000)
     with planted.gate() as gate:
         asked = Asked(pair, messages, max_tokens=4)
         gate.wait_for("prefill")
+        wait_until_prefilling(pair)
         asked.leave()
-    wait_until_let_go(pair)
+    wait_until_idle(pair)
     later = pair.chat(messages, max_tokens=4)
     assert later.cached == later.prompt_tokens - 1

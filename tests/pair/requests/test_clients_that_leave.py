@@ -12,7 +12,7 @@ import pytest
 from support.pair.answers import WITH_LOGPROBS, explain_difference
 from support.pair.clients import Asked
 from support.pair.pair import FolderOf, Message, Pair, Reply
-from support.pair.waiting import LIMIT_S, until, wait_until_let_go
+from support.pair.waiting import LIMIT_S, until, wait_until_idle
 
 ENDLESS = {"max_tokens": 90_000, "ignore_eos": True}
 CLIENTS, TURNS = 6, 2
@@ -46,7 +46,7 @@ def test_disconnect_during_stream(warm_pair: Pair) -> None:
     leaver.read_until(b'"content":"')
     assert warm_pair.status().running == 1
     leaver.leave()
-    wait_until_let_go(warm_pair)
+    wait_until_idle(warm_pair)
     check_retry(warm_pair, messages)
 
 
@@ -55,7 +55,7 @@ def test_disconnect_before_json_answer(warm_pair: Pair) -> None:
     leaver = Leaver(warm_pair, messages, **ENDLESS)
     until(lambda: warm_pair.status().running_bytes > 400 * row_bytes(warm_pair), "the answer does not begin")
     leaver.leave()
-    wait_until_let_go(warm_pair)
+    wait_until_idle(warm_pair)
     check_retry(warm_pair, messages)
 
 
@@ -67,7 +67,7 @@ def test_immediate_retry_continues_prefill(warm_pair: Pair) -> None:
     assert 1000 < done < total
     leaver.leave()
     assert done <= warm_pair.chat(messages, max_tokens=2).cached < total
-    wait_until_let_go(warm_pair)
+    wait_until_idle(warm_pair)
 
 
 def test_immediate_retry_prefills_nothing_twice(warm_pair: Pair) -> None:
@@ -76,7 +76,7 @@ def test_immediate_retry_prefills_nothing_twice(warm_pair: Pair) -> None:
     leaver.read_until(b'"content":"')
     leaver.leave()
     check_retry(warm_pair, messages)
-    wait_until_let_go(warm_pair)
+    wait_until_idle(warm_pair)
 
 
 def row_bytes(pair: Pair) -> int:

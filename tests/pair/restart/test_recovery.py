@@ -14,7 +14,7 @@ import pytest
 from support.pair.answers import WITH_LOGPROBS, explain_difference
 from support.pair.clients import Asked
 from support.pair.pair import FolderOf, Message, Pair, Reply, ask
-from support.pair.waiting import until, wait_until_let_go
+from support.pair.waiting import until, wait_until_idle
 from support.planted.faults import FAULTS, WEDGES, Gate, Planted, Step
 from warmline_common.protocol.messages import ProcessStats
 
@@ -44,7 +44,7 @@ def pair(planted: Planted, tiny_folder: FolderOf, tmp_path_factory: pytest.TempP
 def before(pair: Pair) -> ProcessStats:
     """Resources of the proxy before any request."""
     pair.chat(prompt("a first one", 50), **ANSWER)
-    wait_until_let_go(pair)
+    wait_until_idle(pair)
     return proxy_vitals(pair)
 
 
@@ -147,7 +147,7 @@ def check_next_turn(pair: Pair, earlier: list[Message], answer: str, tokens: int
 
 
 def check_let_go(pair: Pair) -> None:
-    wait_until_let_go(pair)
+    wait_until_idle(pair)
     proxy = pair.proxy_status()
     assert (proxy["lives"], proxy["running"], proxy["queued"]) == (0, 0, 0)
     until(lambda: abs(unaccounted_bytes(pair)) < (1 << 20), "memory that nobody accounts for")

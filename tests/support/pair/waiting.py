@@ -15,6 +15,14 @@ def until(true: Callable[[], bool], what: str) -> None:
         time.sleep(POLL_S)
 
 
-def wait_until_let_go(pair: Pair) -> None:
-    until(lambda: pair.status().running + pair.status().queued == 0, "the engine goes on for nobody")
+def wait_until_idle(pair: Pair) -> None:
+    until(lambda: pair.status().running + pair.status().queued == 0, "the engine is still at work")
     pair.settle()
+
+
+def wait_until_prefilling(pair: Pair) -> None:
+    """Wait until the proxy has read the start of a generation, which comes later than the engine's first step."""
+    until(
+        lambda: any(live["phase"] == "prefilling" for live in pair.proxy_status()["live"]),
+        "the proxy knows of no request that is prefilled",
+    )
