@@ -9,8 +9,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 POINTS = Path(__file__).parents[1] / "support" / "crash" / "points.py"
 PACKAGES = Path(__file__).parents[2]
 SEAM = PACKAGES / "backend" / "warmline_common" / "storage" / "disk.py"
@@ -97,11 +95,13 @@ def _writes(mode: list[ast.expr]) -> bool:
     return any(isinstance(each, ast.Constant) and WRITING & set(str(each.value)) for each in mode)
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGES)))
-def test_disk_changes_go_through_disk_module(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    calls = [(call.lineno, forbidden(call)) for call in ast.walk(tree) if isinstance(call, ast.Call)]
-    assert not [(line, what) for line, what in calls if what]
-    imported = [alias.name for each in ast.walk(tree) if isinstance(each, ast.ImportFrom) for alias in each.names]
-    steps = [each.name for each in ast.parse(SEAM.read_text()).body if isinstance(each, ast.FunctionDef)]
-    assert not set(imported) & set(steps), "call the steps as disk.NAME: that is where tests step in"
+def test_disk_changes_go_through_disk_module() -> None:
+    steps = {each.name for each in ast.parse(SEAM.read_text()).body if isinstance(each, ast.FunctionDef)}
+    problems = []
+    for path in modules():
+        name, nodes = path.relative_to(PACKAGES), list(ast.walk(ast.parse(path.read_text())))
+        calls = [(node.lineno, forbidden(node)) for node in nodes if isinstance(node, ast.Call)]
+        problems += [f"{name}:{line}: {call}" for line, call in calls if call]
+        imported = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+        problems += [f"{name}: call it as disk.{step}, where tests step in" for step in sorted(imported & steps)]
+    assert not problems, "\n".join(problems)
