@@ -1,6 +1,4 @@
-"""The engine thread, the only one that computes with mlx.  Other threads submit commands, and read heartbeat and
-snapshot.
-"""
+"""The engine thread, which alone computes with mlx.  Other threads submit commands, and read heartbeat and snapshot."""
 
 import logging
 import queue
@@ -77,9 +75,8 @@ class EngineSnapshot:
 class Engine(threading.Thread):
     """Thread that runs a scheduler until it is stopped.  Loads the model first; `loaded` and `ended` have the outcome.
 
-    `failure` says why it takes no commands, "" while it does.  After each `keepalive_s` without work it computes one
-    token
-    and drops it; 0: never.
+    `failure` says why it takes no commands, "" while it does.  After each `keepalive_s` without work it computes and
+    drops one token; 0: never.
     """
 
     def __init__(self, make_scheduler: Callable[[], Scheduler], keepalive_s: float = 0.0) -> None:
@@ -158,7 +155,8 @@ class Engine(threading.Thread):
         finally:
             with self._close_lock:
                 self._closed = True
-            self._refuse_pending()
+            while not self._commands.empty():  # refused
+                self._commands.get()(True)
             self.ended.set_result(None)
 
     def _run_loop(self) -> None:
@@ -233,10 +231,6 @@ class Engine(threading.Thread):
     def _count_step(self) -> None:
         """Count a finished step or command; the next one begins."""
         self.heartbeat = Heartbeat(self.heartbeat.steps + 1, time.monotonic())
-
-    def _refuse_pending(self) -> None:
-        while not self._commands.empty():
-            self._commands.get()(True)
 
     def _take_snapshot(self) -> None:
         self._snapshot_at = time.monotonic()

@@ -12,9 +12,9 @@ from support.backend.engine_driver import Drive
 from support.backend.families import prompt_of, served
 from support.backend.live_backend import BODY, SECRET, WAIT_S, LiveBackend, live, read_result, with_backend
 from support.metrics_text import Scraped
-from warmline_backend.engine import kv_transfer
 from warmline_backend.generation.sequence import Sequence
 from warmline_backend.generation.step_stats import StepHistogram
+from warmline_backend.kv_cache import segment_io
 from warmline_backend.kv_cache.kv import RowsUnavailableError
 from warmline_backend.kv_cache.residents import ResidentNotFoundError
 from warmline_backend.kv_cache.segment_io import BadChainError, OperationCancelledError
@@ -104,7 +104,7 @@ def test_exposition_has_all_metrics(tiny_folder: FolderOf, tmp_path: Path, monke
         kept = ended.prefilled_until
         save = SaveRequest(request_id="s", resident=ended.resident, segments=[SegmentSpec(id=ID, start=0, end=kept)])
         with monkeypatch.context() as planted:
-            planted.setattr(kv_transfer, "write_segment_file", no_space)
+            planted.setattr(segment_io, "write_segment_file", no_space)
             assert (await backend.json("POST", "/kv/save", save))[0] == 507
         assert (await backend.json("POST", "/kv/save", save))[0] == 200
         chain = [SegmentRef(id=ID, start=0, end=kept, upto=kept)]
