@@ -116,9 +116,10 @@ async def _serve(config: BackendConfig, home: Home, secret: str) -> int:
 
 
 def _exit_now(code: int) -> NoReturn:
-    """End the process without Python's finalization: Python would wait for threads, and mlx's may then end the process
-    with a
-    signal once a GPU was used (seen with CUDA), which the supervisor would take for a crash.
+    """End the process without Python's finalization.
+
+    Python would wait for threads, and mlx's may then end the process with a signal once a GPU was used (seen with
+    CUDA), which the supervisor would take for a crash.
     """
     logging.shutdown()
     os._exit(code)

@@ -31,12 +31,9 @@ class SampledLogprobs:
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """A generated token.  `parts` may be empty: half characters, starts of stop words or markers, and incomplete tool
-    calls
-    are held back.
-    """
+    """A generated token.  Half characters, starts of stop words or markers, and incomplete calls are held back."""
 
-    parts: Sequence[Part]
+    parts: Sequence[Part]  # may be empty
     token: int
     logprobs: SampledLogprobs | None = None
     is_reasoning: bool = False

@@ -44,7 +44,7 @@ class DecodeGroup:
     def step(self) -> list[tuple[Sequence, int, mx.array]]:
         """Sample one token for each sequence: (sequence, token id, log-probabilities [vocabulary])."""
         for sequence in self.sequences:
-            if sequence.kv.needs_capture(1):
+            if sequence.kv.needs_capture:
                 sequence.kv.capture_window()
         responses = self.batch.next()
         return [
