@@ -105,8 +105,8 @@ def find_gguf_file() -> Path:
 def _convert(source: Path, folder: Path, dequantize: bool) -> None:
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        loaded: Any = mx.load(str(source), return_metadata=True)  # a GGUF gives (arrays, metadata)
-        raw, gguf_metadata = loaded
+        gguf: Any = mx.load(str(source), return_metadata=True)
+        raw, gguf_metadata = gguf
         heads, kv_heads = (_read_number(gguf_metadata, f"attention.{key}") for key in ("head_count", "head_count_kv"))
         weights = _rename_weights(raw, heads, int(kv_heads))
         config = _make_config(gguf_metadata, tied="lm_head.weight" not in weights)
@@ -121,7 +121,10 @@ def _convert(source: Path, folder: Path, dequantize: bool) -> None:
         mx.save_safetensors(str(draft / "model.safetensors"), weights, {"format": "mlx"})
         (draft / "config.json").write_text(json.dumps(config, indent=1))
         _write_tokenizer(draft, gguf_metadata)
-        _make_durable(draft)
+        for path in draft.iterdir():
+            with disk.open_to_read(path) as file:
+                disk.sync(file)
+        disk.sync_folder(draft)
         draft.rename(folder)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
@@ -228,13 +231,6 @@ def _write_tokenizer(folder: Path, gguf_metadata: dict[str, Any]) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
-
-
-def _make_durable(folder: Path) -> None:
-    for path in folder.iterdir():
-        with disk.open_to_read(path) as file:
-            disk.sync(file)
-    disk.sync_folder(folder)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

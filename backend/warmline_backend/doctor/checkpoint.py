@@ -71,9 +71,9 @@ def _check_indexers(findings: Findings, arguments: Any, names: Set[str]) -> None
     types: list[str] | None = getattr(arguments, "indexer_types", None)
     if not types:
         return
-    having = {int(match[1]) for name in names if (match := INDEXER_PATTERN.search(name))}
-    own = {layer for layer, kind in enumerate(types) if kind == FULL}
-    lacking, needless = sorted(own - having), sorted((set(range(len(types))) - own) & having)
+    indexers = {int(match[1]) for name in names if (match := INDEXER_PATTERN.search(name))}
+    full = {layer for layer, kind in enumerate(types) if kind == FULL}
+    lacking, needless = sorted(full - indexers), sorted((set(range(len(types))) - full) & indexers)
     for layers, kind, has in ((lacking, "full", "have no"), (needless, "shared", "have an")):
         if layers:
             (line,) = loader.format_by_kind(f"layers.{layer}.indexer" for layer in layers)
@@ -81,20 +81,18 @@ def _check_indexers(findings: Findings, arguments: Any, names: Set[str]) -> None
             what = f'{len(layers)} layers are "{kind}" in indexer_types and {has} indexer in the weights: {numbers}'
             findings.fail(what, CONFIG_REMEDY)
     if not lacking and not needless:
-        shared = len(types) - len(own)
-        findings.ok(f"{len(own)} layers select tokens, {shared} share a selection, as the weights have it")
+        shared = len(types) - len(full)
+        findings.ok(f"{len(full)} layers select tokens, {shared} share a selection, as the weights have it")
 
 
 def _check_quantization(findings: Findings, config: dict[str, Any]) -> None:
-    ours, theirs = config.get("quantization"), config.get("quantization_config")
-    if not isinstance(ours, dict):
+    used, other = config.get("quantization"), config.get("quantization_config")
+    if not isinstance(used, dict):
         return
     keys = ("bits", "group_size")
-    if lacking := [key for key in keys if not isinstance(ours.get(key), int)]:
+    if lacking := [key for key in keys if not isinstance(used.get(key), int)]:
         findings.fail(f"quantization in config.json lacks {' and '.join(lacking)}", CONFIG_REMEDY)
-    differing = (
-        [key for key in keys if key in theirs and theirs[key] != ours.get(key)] if isinstance(theirs, dict) else []
-    )
+    differing = [key for key in keys if key in other and other[key] != used.get(key)] if isinstance(other, dict) else []
     if differing:
         listed = format_first(differing)
         what = f"quantization and quantization_config in config.json differ in {listed}; the first is used"

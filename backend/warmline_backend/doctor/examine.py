@@ -46,23 +46,19 @@ class Examination:
         """Shell command that serves the model with the settings and its needs; "" where a check failed."""
         if self.verdict is FindingLevel.FAIL or self.weights is None:
             return ""
-        settings, usual = self.settings, DoctorSettings(self.settings.model)
+        settings, defaults = self.settings, DoctorSettings(self.settings.model)
         budget = (self.plan.budget_needed_gb if self.plan else 0.0) or settings.memory_budget_gb
-        options: list[tuple[str, object, bool]] = [  # with whether to say it
-            ("--model", settings.called or settings.model, True),
-            ("--home", settings.home, bool(settings.home)),
-            ("--memory-budget-gb", f"{budget:g}", budget > 0),
-            ("--prefill-step-size", settings.prefill_step_size, settings.prefill_step_size != usual.prefill_step_size),
-            ("--kv-bits", settings.kv_bits, settings.kv_bits > 0),
-            ("--kv-group-size", settings.kv_group_size, settings.kv_bits > 0),
-            (
-                "--chat-template-args",
-                settings.chat_template_args,
-                settings.chat_template_args != usual.chat_template_args,
-            ),
-            ("--adapter-path", settings.adapter_path, bool(settings.adapter_path)),
+        options: list[tuple[str, object, object]] = [  # with the value that need not be given
+            ("--model", settings.called or settings.model, ""),
+            ("--home", settings.home, ""),
+            ("--memory-budget-gb", f"{budget:g}", "0"),
+            ("--prefill-step-size", settings.prefill_step_size, defaults.prefill_step_size),
+            ("--kv-bits", settings.kv_bits, 0),
+            ("--kv-group-size", settings.kv_group_size if settings.kv_bits else 0, 0),
+            ("--chat-template-args", settings.chat_template_args, defaults.chat_template_args),
+            ("--adapter-path", settings.adapter_path, ""),
         ]
-        words = [word for flag, value, said in options if said for word in (flag, str(value))]
+        words = [word for flag, value, default in options if value != default for word in (flag, str(value))]
         trusting = settings.trust_remote_code or bool(find_custom_code(self.weights.config))
         return shlex.join(["warmline", "serve", *words, *(["--trust-remote-code"] if trusting else [])])
 

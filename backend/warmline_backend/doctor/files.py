@@ -221,19 +221,19 @@ def _check_incomplete_downloads(findings: Findings, folder: Path) -> None:
     places = [folder, folder / ".cache" / "huggingface" / "download"]
     if folder.parent.name == "snapshots":
         places.append(folder.parent.parent / "blobs")
-    left = [path for place in places for path in sorted(place.glob("*.incomplete"))]
-    if left:
+    drafts = [path for place in places for path in sorted(place.glob("*.incomplete"))]
+    if drafts:
         findings.warn(
-            f"an interrupted download left {format_first(path.name for path in left)} in {left[0].parent}",
+            f"an interrupted download left {format_first(path.name for path in drafts)} in {drafts[0].parent}",
             FINISH_DOWNLOAD_REMEDY,
         )
 
 
 def _report_no_weights(findings: Findings, folder: Path) -> None:
     others = sorted(path.name for kind in ("*.safetensors", "*.gguf", "*.bin", "*.npz") for path in folder.glob(kind))
-    there = f"; there is {format_first(others)}, which mlx-lm does not read" if others else ""
+    listed = f"; there is {format_first(others)}, which mlx-lm does not read" if others else ""
     todo = "download a model in MLX's format, or convert it"
-    findings.fail(f"no weights: nothing is called {WEIGHTS_GLOB}{there}", todo)
+    findings.fail(f"no weights: nothing is called {WEIGHTS_GLOB}{listed}", todo)
 
 
 def _examine_shard(findings: Findings, path: Path) -> Shard | None:

@@ -206,17 +206,14 @@ class Engine(threading.Thread):
             self._last_step_at = time.monotonic()
 
     def _idle_wait_s(self) -> float | None:
-        """Time until an idle engine has something to do by itself; None: never."""
-        waits = (self._keepalive_wait_s(), self._rest_wait_s())
+        """Time until an idle engine computes a keepalive token, or a snapshot shows it at rest; None: never."""
+        rest = self._last_step_at + REST_S
+        rest_wait_s = max(0.0, rest - time.monotonic()) if self._snapshot_at < rest else None
+        waits = (self._keepalive_wait_s(), rest_wait_s)
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _keepalive_wait_s(self) -> float | None:
         return max(0.0, self._last_step_at + self._keepalive_s - time.monotonic()) if self._keepalive_s else None
-
-    def _rest_wait_s(self) -> float | None:
-        """Time until a snapshot shows the engine at rest; None where the last one does."""
-        rest = self._last_step_at + REST_S
-        return max(0.0, rest - time.monotonic()) if self._snapshot_at < rest else None
 
     def _run_commands(self) -> None:
         """Run the commands queued so far; later ones wait for the next step, so that there is one."""

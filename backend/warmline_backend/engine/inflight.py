@@ -1,7 +1,5 @@
 """Generations in flight, from the acceptance of their call to the last event.  Event loop thread.
 
-    UnknownGenerationError    no generation of that id is, or was lately, in flight
-
 Errors of the engine (ResidentNotFoundError, ResidentMismatchError, KvTooLargeError, EngineStoppedError) pass through.
 """
 
@@ -29,7 +27,7 @@ EVENTS_OVERFLOW = f"more than {EVENTS_QUEUED_MAX} events wait and nobody reads t
 
 
 class UnknownGenerationError(Exception):
-    pass
+    """No generation of that id is, or was lately, in flight."""
 
 
 class Stage(Enum):

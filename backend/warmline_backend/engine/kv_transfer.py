@@ -167,7 +167,7 @@ class KvTransfer:
             raise
 
     def _delete_installed(self, installed: "Future[tuple[str, int, float]]") -> None:
-        """Delete a resident whose id no caller will get."""
+        """Delete a resident that no caller will know of."""
         if not installed.cancelled() and installed.exception() is None:
             resident = installed.result()[0]
             self._engine.submit(lambda scheduler: scheduler.residents.delete(resident))

@@ -117,7 +117,6 @@ class _WarmUpRunner:
         settings = self._settings
         kv = self._served.make_kv(journals=settings.keeps_residents, grid=settings.grid)
         sequence = Sequence(request, kv, self._served)
-
         while sequence.prefill_tokens_left > 0:
             sequence.prefill_chunk(settings.prefill_step_size)
         return sequence

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from warmline_backend.output.events import Part, Text
+from warmline_backend.output.events import Part
 from warmline_common.protocol.messages import GenerationResult
 
 
@@ -38,11 +38,6 @@ class TokenEvent:
     logprobs: SampledLogprobs | None = None
     is_reasoning: bool = False
     stop_word: str = ""  # the stop word that this token completes
-
-    @property
-    def text(self) -> str:
-        """Content of the text parts."""
-        return "".join(part.text for part in self.parts if isinstance(part, Text))
 
 
 @dataclass(frozen=True)

@@ -102,10 +102,8 @@ def make_processors(
         repetition_penalty=params.repetition_penalty if params.repetition_penalty != 1 else None,
         repetition_context_size=params.repetition_context_size,
     )
-    penalties = (
-        (sample_utils.make_presence_penalty, params.presence_penalty),
-        (sample_utils.make_frequency_penalty, params.frequency_penalty),
-    )
+    presence, frequency = sample_utils.make_presence_penalty, sample_utils.make_frequency_penalty
+    penalties = ((presence, params.presence_penalty), (frequency, params.frequency_penalty))
     processors += [_apply_to_generated(make(value, _ALL_TOKENS), prompt_tokens) for make, value in penalties if value]
     if params.allowed_token_ids:
         processors.append(_forbid_others(params.allowed_token_ids))

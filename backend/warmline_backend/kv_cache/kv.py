@@ -66,8 +66,8 @@ class KV:
     def nbytes(self) -> int:
         """Bytes held when this sequence is alone in its batch."""
         journal = sum(_nbytes(rows) for *_, rows in self.journal)
-        kept = sum(map(_nbytes, self.checkpoints.values())) + _nbytes(self.rollback_window[1])
-        return layers_nbytes(self.layers) + journal + kept
+        states = sum(map(_nbytes, self.checkpoints.values())) + _nbytes(self.rollback_window[1])
+        return layers_nbytes(self.layers) + journal + states
 
     @property
     def buffer_rows(self) -> int:

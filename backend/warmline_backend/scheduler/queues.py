@@ -123,14 +123,11 @@ class Queues:
         return sum(self._bytes_freed(each) for each in self.expendable)
 
     def _bytes_freed(self, sequence: Sequence) -> int:
-        held = self._bytes_of_request(sequence) if sequence in self.prefilling else self._bytes_now(sequence)
-        return held - self._bytes_to_save(sequence)
-
-    def _bytes_to_save(self, sequence: Sequence) -> int:
-        """Bytes that an ended prefill keeps for its save: its KV and its last state."""
-        if self._served.layout.problem or not sequence.request.leaves_resident:
-            return 0
-        return self._bytes_now(sequence) + self._served.state_bytes
+        """Bytes that the end of a sequence frees; a prefill keeps its KV and its last state until they are saved."""
+        now = self._bytes_now(sequence)
+        held = self._bytes_of_request(sequence) if sequence in self.prefilling else now
+        is_saved = sequence.request.leaves_resident and not self._served.layout.problem
+        return held - (now + self._served.state_bytes if is_saved else 0)
 
     def bytes_to_merge(self, host: DecodeGroup, newcomer: DecodeGroup) -> int:
         """Bytes that one batch of both takes on top of the two: padding, and copies."""

@@ -1,7 +1,5 @@
 """The backend's operations behind its routes: prompts, generations, restores and saves.  Event loop thread.
 
-    NotReadyError    the model is still loading, the engine has ended, or the process is shutting down
-
 Errors of prompts, generations, transfers (UnknownPromptError, UnknownGenerationError, BadRequestError,
 OperationCancelledError ...) and of the engine (ResidentNotFoundError, ResidentMismatchError, KvTooLargeError) pass
 through.
@@ -60,7 +58,7 @@ _SNAPSHOT_FIELDS = tuple(
 
 
 class NotReadyError(Exception):
-    """The process takes no such request now; the text has the reason."""
+    """The model is still loading, the engine has ended, or the process is shutting down; the text says which."""
 
 
 COLD_OPTIONS = GenerationOptions()
@@ -97,6 +95,7 @@ class Service:
             GrammarCompiler(tokenizer, vocabulary_size, self.metrics.observe_compile),
             TokenDecoder(tokenizer),
             KvTransfer(self._home, self._engine, served, fingerprint),
+            config,
             int((served.path / "config.json").stat().st_mtime),
             get_device_name(),
         )
@@ -107,13 +106,6 @@ class Service:
     def _grid(self) -> int:
         """Grid of the scheduler, which exists once the model is loaded."""
         return self._engine.scheduler.settings.grid
-
-    @property
-    def _prefill_step_size(self) -> int:
-        """Prefill step; 0 until it is measured."""
-        if self._runtime is None:
-            return self._config.prefill_step_size
-        return self._engine.scheduler.settings.prefill_step_size
 
     def shut_down(self) -> None:
         """Refuse new requests and cancel background ones; others go on."""
@@ -199,7 +191,7 @@ class Service:
             layout=runtime.served.describe_layout(self._grid) if runtime else None,
             context_tokens_max=runtime.served.context_tokens_max if runtime else 0,
             residents=len(snapshot.residents),
-            prefill_step_size=self._prefill_step_size,
+            prefill_step_size=(self._engine.scheduler.settings if runtime else self._config).prefill_step_size,
             failure=failure,
             model_created=runtime.model_created if runtime else 0,
             vitals=read_process_stats(snapshot.bytes_unaccounted),
@@ -238,7 +230,7 @@ class Service:
         self.check_accepting()
         self._typo_notices.log_typos(body)
         budget_bytes = self._engine.scheduler.settings.memory_budget_bytes
-        work = partial(self.runtime.make_prompt, endpoint, body, turns, self._config, budget_bytes)
+        work = partial(self.runtime.make_prompt, endpoint, body, turns, budget_bytes)
         with self.metrics.time_render():
             if body_bytes <= INLINE_RENDER_BYTES_MAX and not has_format_fields(body):
                 stored = work()
