@@ -15,7 +15,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
 
 from aiohttp import web
 
@@ -106,22 +105,16 @@ async def _serve(config: BackendConfig, home: Home, secret: str) -> int:
         service.close()
         engine.stop()
         helpers.shutdown(wait=False, cancel_futures=True)
-        await _wait_for_threads(initial_threads)
+        busy = await _wait_for_threads(initial_threads)
         with suppress(OSError):
             for path in process_files:
                 disk.delete(path)
-        if busy := _list_other_threads(initial_threads):  # in a step or a disk access that may hang
+        if busy:  # in a step or a disk access that may hang
             log.warning("%s: still at work; the process ends without waiting", ", ".join(busy))
-        _exit_now(exit_codes.map_exit_code(code))
-
-
-def _exit_now(code: int) -> NoReturn:
-    """End the process without Python's finalization: Python would wait for threads, and mlx's may then end the process
-    with a
-    signal once a GPU was used (seen with CUDA), which the supervisor would take for a crash.
-    """
-    logging.shutdown()
-    os._exit(code)
+        logging.shutdown()
+        # Python would wait for threads, and mlx's may then end the process with a signal once a GPU was used (seen with
+        # CUDA), which the supervisor would take for a crash.
+        os._exit(exit_codes.map_exit_code(code))
 
 
 def _write_process_files(config: BackendConfig, home: Home) -> list[Path]:
@@ -136,16 +129,14 @@ def _write_process_files(config: BackendConfig, home: Home) -> list[Path]:
     return list(texts)
 
 
-async def _wait_for_threads(excluded: set[threading.Thread]) -> None:
-    """Wait for at most THREADS_WAIT_S."""
+async def _wait_for_threads(excluded: set[threading.Thread]) -> list[str]:
+    """Wait for at most THREADS_WAIT_S; names of the threads that still run, but for the `excluded` ones."""
     until = time.monotonic() + THREADS_WAIT_S
-    while _list_other_threads(excluded) and time.monotonic() < until:  # noqa: ASYNC110  a thread's end sends no event
+    while busy := [thread.name for thread in threading.enumerate() if thread not in excluded]:
+        if time.monotonic() >= until:
+            break
         await asyncio.sleep(POLL_S)
-
-
-def _list_other_threads(excluded: set[threading.Thread]) -> list[str]:
-    """Names of all threads but the `excluded` ones."""
-    return [thread.name for thread in threading.enumerate() if thread not in excluded]
+    return busy
 
 
 async def _run_until_stopped(config: BackendConfig, service: Service, engine: Engine, signals: StopSignals) -> int:

@@ -74,21 +74,9 @@ def parse_config(arguments: list[str]) -> BackendConfig:
         log_level=values.pop("log_level").upper(),
         **values,
     )
-    _check_config(config)
-    return config
-
-
-def describe_reserved_args(args: Mapping[str, object]) -> str:
-    """Error text for template arguments that this server sets itself; "" where there are none."""
-    names = sorted(RESERVED_TEMPLATE_ARGS & args.keys())
-    return f"--chat-template-args may not set {', '.join(names)}: requests and this server do" if names else ""
-
-
-def _check_config(config: BackendConfig) -> None:
     if not is_loopback(config.host):
-        raise BackendConfigError(
-            f"--host {config.host}: the backend serves loopback only; put the proxy on the network"
-        )
+        problem = f"--host {config.host}: the backend serves loopback only; put the proxy on the network"
+        raise BackendConfigError(problem)
     if config.reuse == "exact" and config.prefill_step_size == 1:
         raise BackendConfigError(
             "--prefill-step-size 1: expected at least 2 with --reuse exact, since rotating layers arrange the rows of "
@@ -96,3 +84,10 @@ def _check_config(config: BackendConfig) -> None:
         )
     if problem := describe_reserved_args(config.template_args):
         raise BackendConfigError(problem)
+    return config
+
+
+def describe_reserved_args(args: Mapping[str, object]) -> str:
+    """Error text for template arguments that this server sets itself; "" where there are none."""
+    names = sorted(RESERVED_TEMPLATE_ARGS & args.keys())
+    return f"--chat-template-args may not set {', '.join(names)}: requests and this server do" if names else ""

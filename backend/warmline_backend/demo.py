@@ -10,15 +10,13 @@ and CUDA.
 """
 
 import argparse
-import fcntl
 import json
-import os
+import math
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from warmline_common.process.console import write_line
 from warmline_common.storage import disk
+from warmline_common.storage.file_lock import process_lock
 from warmline_common.storage.home import Home
 from warmline_common.storage.permissions import set_private_umask
 
@@ -73,15 +72,15 @@ def prepare_demo_model(home: Home, kind: str = "") -> Path:
     """Return the demo model's folder under `home`, converted first if it is missing (with a printed notice).
 
     `kind` is "float32" or "q4"; "" chooses by the device.  Safe in several processes at once; a folder under its final
-    name
-    is always complete.  Raises DemoUnavailableError, or OSError where the home can't be written.
+    name is always complete.  Raises DemoUnavailableError, or OSError where the home can't be written.
     """
     kind = kind or ("q4" if mx.default_device() == mx.gpu else "float32")
     folder = home.models / f"{NAME}-{kind}"
     home.prepare()
-    with _exclusive_lock(home.models / ".demo.lock"):
+    with process_lock(home.models / ".demo.lock", wait_s=math.inf):
         if not folder.exists():
-            _remove_leftovers(folder)
+            for draft in folder.parent.glob(f".{folder.name}.*"):  # of killed conversions: none is running now
+                shutil.rmtree(draft)
             source = find_gguf_file()
             megabytes = (FLOAT32_BYTES if kind == "float32" else source.stat().st_size) // 1_000_000
             write_line(f"warmline: writing the demo model to {folder}, once: about {megabytes} MB")
@@ -103,28 +102,11 @@ def find_gguf_file() -> Path:
     raise DemoUnavailableError(f"the installed package {PACKAGE} holds no .gguf file; {install}")
 
 
-@contextmanager
-def _exclusive_lock(lock: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file; the kernel releases it however the process ends."""
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Remove drafts of killed conversions; none is running while the lock is held."""
-    for draft in folder.parent.glob(f".{folder.name}.*"):
-        shutil.rmtree(draft)
-
-
 def _convert(source: Path, folder: Path, dequantize: bool) -> None:
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        loaded: Any = mx.load(str(source), return_metadata=True)  # a GGUF gives (arrays, metadata)
-        raw, gguf_metadata = loaded
+        gguf: Any = mx.load(str(source), return_metadata=True)
+        raw, gguf_metadata = gguf
         heads, kv_heads = (_read_number(gguf_metadata, f"attention.{key}") for key in ("head_count", "head_count_kv"))
         weights = _rename_weights(raw, heads, int(kv_heads))
         config = _make_config(gguf_metadata, tied="lm_head.weight" not in weights)
@@ -132,12 +114,17 @@ def _convert(source: Path, folder: Path, dequantize: bool) -> None:
             weights = _dequantize_weights(weights)
         else:
             config["quantization"] = _make_quantization_config(weights)
-            weights = _cast_to_float16(weights)
+            # Norms in the scales' float16: one float32 operand would make all of the KV float32.
+            floats = {key: value for key, value in weights.items() if value.dtype == mx.float32}
+            weights |= {key: value.astype(mx.float16) for key, value in floats.items()}
         mx.eval(weights)
         mx.save_safetensors(str(draft / "model.safetensors"), weights, {"format": "mlx"})
         (draft / "config.json").write_text(json.dumps(config, indent=1))
         _write_tokenizer(draft, gguf_metadata)
-        _make_durable(draft)
+        for path in draft.iterdir():
+            with disk.open_to_read(path) as file:
+                disk.sync(file)
+        disk.sync_folder(draft)
         draft.rename(folder)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
@@ -199,11 +186,6 @@ def _dequantize_weights(weights: Weights) -> Weights:
     return full
 
 
-def _cast_to_float16(weights: Weights) -> Weights:
-    """Float32 norms in the scales' float16: one float32 operand would make all of the KV float32."""
-    return {key: value.astype(mx.float16) if value.dtype == mx.float32 else value for key, value in weights.items()}
-
-
 def _make_quantization_config(weights: Weights) -> dict[str, Any]:
     """The `quantization` entry of config.json: the common settings, then tensors that differ."""
     settings: dict[str, Any] = {"group_size": GROUP_SIZE, "bits": BITS}
@@ -249,13 +231,6 @@ def _write_tokenizer(folder: Path, gguf_metadata: dict[str, Any]) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
-
-
-def _make_durable(folder: Path) -> None:
-    for path in folder.iterdir():
-        with disk.open_to_read(path) as file:
-            disk.sync(file)
-    disk.sync_folder(folder)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -28,10 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # whatever is not here is a finding, not a download
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.basicConfig(level=logging.ERROR)
-    from warmline_backend.doctor import examine as examination  # after the environment: transformers reads it once
-    from warmline_backend.doctor import report  # after the environment: transformers reads it once
+    from warmline_backend.doctor import examine, report  # after the environment: transformers reads it once
 
-    examined = examination.examine_model(DoctorSettings(**values))
+    examined = examine.examine_model(DoctorSettings(**values))
     if as_json:
         sys.stdout.write(json.dumps(report.convert_to_json(examined), indent=2, ensure_ascii=False) + "\n")
     else:

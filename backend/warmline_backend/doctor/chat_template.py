@@ -6,8 +6,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from warmline_backend.doctor.findings import Findings, format_first
-from warmline_backend.model.loader import ModelError
+from warmline_backend.doctor.findings import CheckError, Findings, format_first
 from warmline_backend.model.model import find_vocabulary_size, load_model_tokenizer
 from warmline_backend.prompt.renderer import TemplateRenderer
 from warmline_backend.request.params import BadRequestError
@@ -38,52 +37,42 @@ CLOCK_FUNCTION = "strftime_now"  # what templates call the clock
 
 
 def check_tokenizer(
-    folder: Path, config: dict[str, Any], *, trust_remote_code: bool
-) -> tuple[Findings, TokenizerWrapper | None]:
-    findings = Findings("tokenizer")
-    try:
-        tokenizer = load_model_tokenizer(folder, config, trust_remote_code=trust_remote_code)
-    except ModelError as problem:
-        findings.fail(str(problem))
-        return findings, None
-    _check_tokens(tokenizer, find_vocabulary_size(config, tokenizer), findings)
-    return findings, tokenizer
-
-
-def _check_tokens(tokenizer: TokenizerWrapper, rows: int, findings: Findings) -> None:
-    known: dict[str, int] = tokenizer.get_vocab()
-    beyond = sorted((token for token in known if known[token] >= rows), key=lambda token: known[token])
-    if beyond:
+    findings: Findings, folder: Path, config: dict[str, Any], trust_remote_code: bool
+) -> TokenizerWrapper:
+    """Load the tokenizer and check its tokens.  Raises ModelError."""
+    tokenizer = load_model_tokenizer(folder, config, trust_remote_code=trust_remote_code)
+    rows = find_vocabulary_size(config, tokenizer)
+    ids: dict[str, int] = tokenizer.get_vocab()
+    if beyond := sorted((token for token in ids if ids[token] >= rows), key=ids.__getitem__):
         findings.fail(
-            f"{len(beyond)} of the tokenizer's {len(known):,} tokens have no row in the embedding, which has {rows:,} "
+            f"{len(beyond)} of the tokenizer's {len(ids):,} tokens have no row in the embedding, which has {rows:,} "
             f"(vocab_size): {format_first(beyond)}",
             "take the tokenizer from the same repository as the weights",
         )
     else:
-        findings.ok(f"{len(known):,} tokens, {rows:,} rows in the embedding")
-    texts = {number: text for text, number in known.items()}
+        findings.ok(f"{len(ids):,} tokens, {rows:,} rows in the embedding")
+    texts = {number: text for text, number in ids.items()}
     ends = sorted(tokenizer.eos_token_ids)
     if not ends:
         findings.fail(
             "no token is known to end an answer, so answers end only at max_tokens",
             "set eos_token_id in config.json or eos_token in tokenizer_config.json, as the model's repository has it",
         )
-    elif unknown := [end for end in ends if end not in texts]:
-        findings.fail(
-            f"answers are to end at {format_first(map(str, unknown))} (eos_token_id), which the tokenizer does not "
-            "have",
-            "take config.json and tokenizer from the same repository",
-        )
+    elif unknown := [str(end) for end in ends if end not in texts]:
+        what = f"answers are to end at {format_first(unknown)} (eos_token_id), which the tokenizer does not have"
+        findings.fail(what, "take config.json and tokenizer from the same repository")
     else:
         findings.ok(f"answers end at {format_first(texts[end] for end in ends)}")
+    return tokenizer
 
 
 class _TemplateChecker:
     """Renderer of sample conversations as requests are rendered, with the findings about them."""
 
-    def __init__(self, tokenizer: TokenizerWrapper, rows: int, template_args: Mapping[str, Any]) -> None:
-        self.findings = Findings("template")
-        self._tokenizer = tokenizer
+    def __init__(
+        self, findings: Findings, tokenizer: TokenizerWrapper, rows: int, template_args: Mapping[str, Any]
+    ) -> None:
+        self.findings, self._tokenizer = findings, tokenizer
         self._renderer = TemplateRenderer(tokenizer, rows, template_args)
         self.traits = self._renderer.traits
 
@@ -91,13 +80,10 @@ class _TemplateChecker:
         """Token ids of a conversation.  Raises BadRequestError where the template refuses it."""
         return self._renderer.render("chat", {"messages": list(messages), **body}).tokens
 
-    def render_text(self, *messages: Message, **body: Any) -> str:
-        return str(self._tokenizer.decode(self.render_tokens(*messages, **body)))
-
     def check_rendered(self, what: str, needle: str, *messages: Message, **body: Any) -> bool:
         """True where the rendered conversation has `needle`; adds a warning otherwise."""
         try:
-            if needle in self.render_text(*messages, **body):
+            if needle in str(self._tokenizer.decode(self.render_tokens(*messages, **body))):
                 return True
             self.findings.warn(f"the template leaves out {what}", OMISSION_REMEDY)
         except BadRequestError as refused:
@@ -106,33 +92,29 @@ class _TemplateChecker:
 
 
 def check_template(
-    tokenizer: TokenizerWrapper, config: dict[str, Any], template_args: Mapping[str, Any] | None = None
-) -> Findings:
+    findings: Findings, tokenizer: TokenizerWrapper, config: dict[str, Any], template_args: Mapping[str, Any]
+) -> None:
+    """Render sample conversations.  Raises CheckError where even the simplest can't be rendered."""
     if not tokenizer.has_chat_template:
-        findings = Findings("template")
         findings.warn("there is no chat template, so chats are refused, only completions are served", TEMPLATE_REMEDY)
-        return findings
+        return
     try:
-        template = _TemplateChecker(tokenizer, find_vocabulary_size(config, tokenizer), template_args or {})
+        template = _TemplateChecker(findings, tokenizer, find_vocabulary_size(config, tokenizer), template_args)
         template.render_tokens(USER_MESSAGE)
     except (BadRequestError, ValueError) as refused:
-        findings = Findings("template")
-        findings.fail(f"a chat of one message can't be rendered: {_format_reason(refused)}", TEMPLATE_REMEDY)
-        return findings
-    shown = [
-        name
-        for name, is_shown in (
-            ("a user's message", True),
-            ("system messages", _check_system(template)),
-            ("tools", _check_tools(template, tokenizer)),
-        )
-        if is_shown
-    ]
-    template.findings.ok(f"renders {', '.join(shown)}")
+        what = f"a chat of one message can't be rendered: {_format_reason(refused)}"
+        raise CheckError(what, TEMPLATE_REMEDY) from None
+    shown = ["a user's message"]
+    shown += ["system messages"] if _check_system(template) else []
+    shown += ["tools"] if _check_tools(template, tokenizer) else []
+    findings.ok(f"renders {', '.join(shown)}")
     _check_reasoning(template, tokenizer)
     _check_next_turn(template)
-    _check_clock(tokenizer, template.findings)
-    return template.findings
+    if CLOCK_FUNCTION in str(tokenizer.chat_template or ""):
+        findings.warn(
+            "the template can put the date into prompts: on the next day conversations start cold",
+            "see whether it takes the date as an argument, and set a fixed one",
+        )
 
 
 def _format_reason(refused: Exception) -> str:
@@ -151,17 +133,14 @@ def _check_system(template: _TemplateChecker) -> bool:
 
 def _check_tools(template: _TemplateChecker, tokenizer: TokenizerWrapper) -> bool:
     traits = template.traits
-    if not (traits.supports_tools and traits.supports_tool_calls and traits.supports_tool_results):
-        parts = {
-            "tools": traits.supports_tools,
-            "calls": traits.supports_tool_calls,
-            "a tool's result": traits.supports_tool_results,
-        }
-        missing = ", ".join(part for part, shown in parts.items() if not shown)
-        template.findings.warn(
-            f"the template leaves out {missing}: the model is told in plain text between <tool_call> tags",
-            OMISSION_REMEDY,
-        )
+    parts = {
+        "tools": traits.supports_tools,
+        "calls": traits.supports_tool_calls,
+        "a tool's result": traits.supports_tool_results,
+    }
+    if missing := ", ".join(part for part, supported in parts.items() if not supported):
+        what = f"the template leaves out {missing}: the model is told in plain text between <tool_call> tags"
+        template.findings.warn(what, OMISSION_REMEDY)
         return False
     offered = template.check_rendered("tools", TOOL_NAME, USER_MESSAGE, tools=TOOLS)
     answered = offered and template.check_rendered(
@@ -186,15 +165,12 @@ def _check_reasoning(template: _TemplateChecker, tokenizer: TokenizerWrapper) ->
         return
     if not tokenizer.has_thinking:
         template.findings.ok("no reasoning: the tokenizer has no tokens that open and close it")
-    elif on != off:
-        template.findings.ok(
-            f"reasons between {tokenizer.think_start} and {tokenizer.think_end}; enable_thinking turns it on and off"
-        )
+        return
+    between = f"between {tokenizer.think_start} and {tokenizer.think_end}"
+    if on != off:
+        template.findings.ok(f"reasons {between}; enable_thinking turns it on and off")
     else:
-        template.findings.ok(
-            f"reasoning stands between {tokenizer.think_start} and {tokenizer.think_end}; "
-            "enable_thinking makes no difference to the template"
-        )
+        template.findings.ok(f"reasoning stands {between}; enable_thinking makes no difference to the template")
 
 
 def _check_next_turn(template: _TemplateChecker) -> None:
@@ -211,11 +187,3 @@ def _check_next_turn(template: _TemplateChecker) -> None:
         )
     else:
         template.findings.ok("the next turn begins with the last one: it can be reused")
-
-
-def _check_clock(tokenizer: TokenizerWrapper, findings: Findings) -> None:
-    if CLOCK_FUNCTION in str(tokenizer.chat_template or ""):
-        findings.warn(
-            "the template can put the date into prompts: on the next day conversations start cold",
-            "see whether it takes the date as an argument, and set a fixed one",
-        )

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,17 +10,9 @@ from typing import Any
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from warmline_backend.doctor.findings import Findings, format_bytes, format_first
+from warmline_backend.doctor.findings import CheckError, Findings, format_bytes, format_first
+from warmline_backend.model import loader
 from warmline_backend.model.architectures.glm_moe_dsa_config import FULL
-from warmline_backend.model.loader import (
-    ModelError,
-    ParameterMismatchError,
-    find_model_classes,
-    format_by_kind,
-    format_dtype,
-    group_mismatches,
-    load_lazy_model,
-)
 
 INDEXER_PATTERN = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.indexer\.")
 CONFIG_REMEDY = "take config.json and weights from the same repository, or find a conversion of this very model"
@@ -31,29 +23,31 @@ def find_custom_code(config: dict[str, Any]) -> str:
     return str(config.get("model_file") or "")
 
 
-def check_config(config: dict[str, Any], tensor_names: Iterable[str] | None) -> Findings:
-    """Findings about `config`, as `loader.read_config` returns it; `tensor_names` is None where not all are known."""
-    findings = Findings("config")
-    if find_custom_code(config):
+def check_config(findings: Findings, folder: Path, tensor_names: Set[str] | None) -> dict[str, Any]:
+    """Config of the folder; `tensor_names` is None where not all are known.  Raises ModelError."""
+    config = loader.read_config(folder)
+    if custom_code := find_custom_code(config):
         findings.warn(
-            f"the model is built by code of its own, {find_custom_code(config)}",
+            f"the model is built by code of its own, {custom_code}",
             "read that file; serve with --trust-remote-code, which runs it, only if you trust it",
         )
-        return findings
-    arguments = _read_model_args(config, findings)
+        return config
+    arguments = _read_model_args(findings, config)
     if arguments is not None:
-        findings.ok(_describe_config(config))
+        text = config.get("text_config") or {}
+        layers = config.get("num_hidden_layers", text.get("num_hidden_layers"))
+        findings.ok(f"{config['model_type']}" + (f", {layers} layers" if layers else ""))
         if tensor_names is not None:
-            _check_indexers(arguments, set(tensor_names), findings)
-    _check_quantization(config, findings)
-    return findings
+            _check_indexers(findings, arguments, tensor_names)
+    _check_quantization(findings, config)
+    return config
 
 
-def _read_model_args(config: dict[str, Any], findings: Findings) -> Any:
+def _read_model_args(findings: Findings, config: dict[str, Any]) -> Any:
     """Arguments that the architecture reads from config.json; None where it can't."""
     kind = config["model_type"]
     try:
-        _, args_class = find_model_classes(config)
+        _, args_class = loader.find_model_classes(config)
     except ValueError:
         findings.fail(
             f"nobody here knows the architecture {kind} (model_type in config.json)",
@@ -63,67 +57,46 @@ def _read_model_args(config: dict[str, Any], findings: Findings) -> Any:
     try:
         return args_class.from_dict(config)  # type: ignore[attr-defined]
     except TypeError as error:  # dataclasses name what they lack
-        findings.fail(f"config.json is not complete for {kind}: {error}", CONFIG_REMEDY)
+        what = f"config.json is not complete for {kind}: {error}"
     except ValueError as error:
-        findings.fail(f"config.json can't be meant: {error}", CONFIG_REMEDY)
+        what = f"config.json can't be meant: {error}"
     except Exception as error:  # noqa: BLE001  an architecture may raise anything on values that it does not expect
-        findings.fail(
-            f"config.json has values that {kind} does not expect: {type(error).__name__}: {error}", CONFIG_REMEDY
-        )
+        what = f"config.json has values that {kind} does not expect: {type(error).__name__}: {error}"
+    findings.fail(what, CONFIG_REMEDY)
     return None
 
 
-def _describe_config(config: dict[str, Any]) -> str:
-    text = config.get("text_config") or {}
-    layers = config.get("num_hidden_layers", text.get("num_hidden_layers"))
-    return f"{config['model_type']}" + (f", {layers} layers" if layers else "")
-
-
-def _check_indexers(arguments: Any, names: set[str], findings: Findings) -> None:
+def _check_indexers(findings: Findings, arguments: Any, names: Set[str]) -> None:
     """Check that layers which select tokens have an indexer, and that layers which share a selection have none."""
     types: list[str] | None = getattr(arguments, "indexer_types", None)
     if not types:
         return
-    having = {int(match[1]) for name in names if (match := INDEXER_PATTERN.search(name))}
-    own = {layer for layer, kind in enumerate(types) if kind == FULL}
-    if lacking := sorted(own - having):
-        findings.fail(
-            f'{len(lacking)} layers are "full" in indexer_types and have no indexer in the weights: '
-            f"{_format_layer_numbers(lacking)}",
-            CONFIG_REMEDY,
-        )
-    if needless := sorted((set(range(len(types))) - own) & having):
-        findings.fail(
-            f'{len(needless)} layers are "shared" in indexer_types and have an indexer in the weights: '
-            f"{_format_layer_numbers(needless)}",
-            CONFIG_REMEDY,
-        )
+    indexers = {int(match[1]) for name in names if (match := INDEXER_PATTERN.search(name))}
+    full = {layer for layer, kind in enumerate(types) if kind == FULL}
+    lacking, needless = sorted(full - indexers), sorted((set(range(len(types))) - full) & indexers)
+    for layers, kind, has in ((lacking, "full", "have no"), (needless, "shared", "have an")):
+        if layers:
+            (line,) = loader.format_by_kind(f"layers.{layer}.indexer" for layer in layers)
+            numbers = line[line.index("(") + 1 : -1]  # as ranges: "0-2, 6"
+            what = f'{len(layers)} layers are "{kind}" in indexer_types and {has} indexer in the weights: {numbers}'
+            findings.fail(what, CONFIG_REMEDY)
     if not lacking and not needless:
-        findings.ok(
-            f"{len(own)} layers select tokens, {len(types) - len(own)} share a selection, as the weights have it"
-        )
+        shared = len(types) - len(full)
+        findings.ok(f"{len(full)} layers select tokens, {shared} share a selection, as the weights have it")
 
 
-def _format_layer_numbers(layers: list[int]) -> str:
-    """Layer numbers as ranges: "0-2, 6"."""
-    (line,) = format_by_kind(f"layers.{layer}.indexer" for layer in layers)
-    return line[line.index("(") + 1 : -1]
-
-
-def _check_quantization(config: dict[str, Any], findings: Findings) -> None:
-    ours, theirs = config.get("quantization"), config.get("quantization_config")
-    if not isinstance(ours, dict):
+def _check_quantization(findings: Findings, config: dict[str, Any]) -> None:
+    used, other = config.get("quantization"), config.get("quantization_config")
+    if not isinstance(used, dict):
         return
-    if lacking := [key for key in ("bits", "group_size") if not isinstance(ours.get(key), int)]:
+    keys = ("bits", "group_size")
+    if lacking := [key for key in keys if not isinstance(used.get(key), int)]:
         findings.fail(f"quantization in config.json lacks {' and '.join(lacking)}", CONFIG_REMEDY)
-    if isinstance(theirs, dict):
-        differing = [key for key in ("bits", "group_size") if key in theirs and theirs[key] != ours.get(key)]
-        if differing:
-            findings.warn(
-                f"quantization and quantization_config in config.json differ in {format_first(differing)}; the first "
-                "is used",
-                "nothing, if the parameters below are right",
-            )
+    differing = [key for key in keys if key in other and other[key] != used.get(key)] if isinstance(other, dict) else []
+    if differing:
+        listed = format_first(differing)
+        what = f"quantization and quantization_config in config.json differ in {listed}; the first is used"
+        findings.warn(what, "nothing, if the parameters below are right")
 
 
 OTHER_WEIGHTS = "find a conversion of this very model for mlx-lm, or download it again; never load it without these"
@@ -141,68 +114,48 @@ class LazyModel:
     dtypes: dict[str, int]  # bytes by type
 
 
-def check_weights(folder: Path, *, trust_remote_code: bool) -> tuple[Findings, LazyModel | None]:
-    findings = Findings("parameters")
+def check_weights(findings: Findings, folder: Path, trust_remote_code: bool) -> LazyModel | None:
+    """The model with its weights; None where they don't fit.  Raises CheckError, ModelError."""
     try:
-        model, config = load_lazy_model(folder, trust_remote_code=trust_remote_code)
-    except ParameterMismatchError as mismatch:
-        _report_mismatch(mismatch, findings)
-        return findings, None
-    except ModelError as problem:
-        findings.fail(str(problem))
-        return findings, None
-    except Exception as error:  # noqa: BLE001  an architecture may raise anything on weights that it does not expect
-        findings.fail(f"the model can't be built from its weights: {type(error).__name__}: {error}", OTHER_WEIGHTS)
-        return findings, None
-    assembled = _summarize_model(model, config)
-    count = len(tree_flatten(model.parameters()))
-    findings.ok(f"all {count:,} parameters are there, in their shapes: {_format_dtypes(assembled.dtypes)}")
-    if assembled.quantization:
-        findings.ok(f"quantized: {assembled.quantization}")
-    return findings, assembled
-
-
-def _report_mismatch(mismatch: ParameterMismatchError, findings: Findings) -> None:
-    parts = (
-        (mismatch.missing, "that the model needs are not in the weights"),
-        (mismatch.unexpected, "of the weights are not in the model"),
-    )
-    for names, what in parts:
-        if names:
-            findings.fail(f"{len(names)} parameters {what}: {_format_kinds(names)}", OTHER_WEIGHTS)
-    if mismatch.wrong_type:
-        listed = format_first(
-            f"{kind} {found}, not {needed}" for kind, (needed, found) in group_mismatches(mismatch.wrong_type).items()
-        )
-        findings.fail(
-            f"{len(mismatch.wrong_type)} parameters have another type than the model computes with: {listed}",
-            OTHER_WEIGHTS,
-        )
-    if mismatch.wrong_shape:
-        listed = format_first(
-            f"{kind} {list(found)}, not {list(needed)}"
-            for kind, (needed, found) in group_mismatches(mismatch.wrong_shape).items()
-        )
-        findings.fail(
-            f"{len(mismatch.wrong_shape)} parameters have another shape than the model's: {listed}", OTHER_WEIGHTS
-        )
-
-
-def _format_kinds(names: Iterable[str]) -> str:
-    lines = format_by_kind(names)
-    return "; ".join(lines[:KINDS_MAX]) + (f"; and {len(lines) - KINDS_MAX} more kinds" if lines[KINDS_MAX:] else "")
-
-
-def _summarize_model(model: nn.Module, config: dict[str, Any]) -> LazyModel:
+        model, config = loader.load_lazy_model(folder, trust_remote_code=trust_remote_code)
+    except loader.ParameterMismatchError as mismatch:
+        for what in _describe_mismatch(mismatch):
+            findings.fail(what, OTHER_WEIGHTS)
+        return None
+    except loader.ModelError:
+        raise
+    except Exception as error:
+        what = f"the model can't be built from its weights: {type(error).__name__}: {error}"
+        raise CheckError(what, OTHER_WEIGHTS) from error
     dtypes: Counter[str] = Counter()
-    for _, array in tree_flatten(model.parameters()):
-        dtypes[format_dtype(array)] += array.nbytes
-    return LazyModel(model, config, dtypes.total(), _describe_quantization(model), dict(dtypes))
+    parameters = tree_flatten(model.parameters())
+    for _, array in parameters:
+        dtypes[loader.format_dtype(array)] += array.nbytes
+    listed = ", ".join(f"{format_bytes(count)} as {name}" for name, count in dtypes.most_common())
+    findings.ok(f"all {len(parameters):,} parameters are there, in their shapes: {listed}")
+    if quantization := _describe_quantization(model):
+        findings.ok(f"quantized: {quantization}")
+    return LazyModel(model, config, dtypes.total(), quantization, dict(dtypes))
 
 
-def _format_dtypes(dtypes: dict[str, int]) -> str:
-    ordered = sorted(dtypes.items(), key=lambda item: -item[1])
-    return ", ".join(f"{format_bytes(count)} as {name}" for name, count in ordered)
+def _describe_mismatch(mismatch: loader.ParameterMismatchError) -> Iterator[str]:
+    """A text for each kind of difference."""
+    groups = {
+        "that the model needs are not in the weights": mismatch.missing,
+        "of the weights are not in the model": mismatch.unexpected,
+    }
+    for what, names in groups.items():
+        if names:
+            lines = loader.format_by_kind(names)
+            more = f"; and {len(lines) - KINDS_MAX} more kinds" if lines[KINDS_MAX:] else ""
+            yield f"{len(names)} parameters {what}: {'; '.join(lines[:KINDS_MAX])}{more}"
+    shapes = tuple((name, str(list(needed)), str(list(found))) for name, needed, found in mismatch.wrong_shape)
+    differing = {"type than the model computes with": mismatch.wrong_type, "shape than the model's": shapes}
+    for what, parameters in differing.items():
+        if parameters:
+            kinds = loader.group_mismatches(parameters).items()
+            listed = format_first(f"{kind} {found}, not {needed}" for kind, (needed, found) in kinds)
+            yield f"{len(parameters)} parameters have another {what}: {listed}"
 
 
 def _describe_quantization(model: nn.Module) -> str:

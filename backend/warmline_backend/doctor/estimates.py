@@ -3,16 +3,16 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import CacheList
 
-from warmline_backend.doctor.findings import Findings, format_bytes
+from warmline_backend.doctor.findings import CheckError, Findings, format_bytes
 from warmline_backend.doctor.settings import DoctorSettings
 from warmline_backend.kv_cache.codecs import ROWS, CacheLayout, CodecKind, flatten, rebuild
 from warmline_backend.model.loader import ModelError
@@ -26,55 +26,47 @@ class CacheSummary:
     layers: str  # such as "21 x CacheList(KVCache, KVCache), 57 x CacheList(KVCache)"
 
 
-def check_cache(model: nn.Module, settings: DoctorSettings) -> tuple[Findings, CacheSummary | None]:
-    findings = Findings("cache")
-    layout = _read_layout(model, settings, findings)
+def check_cache(findings: Findings, model: nn.Module, settings: DoctorSettings) -> CacheSummary:
+    """Layout and sizes of the model's cache.  Raises CheckError where the model can't compute."""
+    layout = _read_layout(findings, model, settings)
     try:
         weight = measure_kv(layout, run_probe(model, layout)[1])
-    except Exception as error:  # noqa: BLE001  whatever a model that does not fit its own weights raises
+    except Exception as error:  # whatever a model that does not fit its own weights raises
         todo = "take config.json and weights from the same repository"
         if settings.kv_bits:
             todo = "leave --kv-bits out, or choose a --kv-group-size that divides the width of the heads"
-        findings.fail(f"the model can't compute a token: {type(error).__name__}: {error}", todo)
-        return findings, None
-    layers = _format_layers(layout.template)
-    kept = f"{format_bytes(weight.row_bytes)} of KV a token" if weight.row_bytes else "no KV that grows"
+        raise CheckError(f"the model can't compute a token: {type(error).__name__}: {error}", todo) from error
+    counts = Counter(map(_format_layer, layout.template))
+    layers = ", ".join(f"{count} x {kind}" for kind, count in counts.items())
+    rows = f"{format_bytes(weight.row_bytes)} of KV a token" if weight.row_bytes else "no KV that grows"
     states = f", {format_bytes(weight.state_bytes)} of state a conversation" if weight.state_bytes else ""
-    findings.ok(f"{kept}{states}: {layers}")
+    findings.ok(f"{rows}{states}: {layers}")
     if layout.problem:
         findings.warn(
             f"conversations can't be kept on disk: {layout.problem}",
             "nothing: it is served all the same, and starts cold after a restart",
         )
+    elif layout.has_states:
+        findings.ok("kept on disk; a conversation can be taken up at its checkpoints")
+    elif layout.window:
+        window = f"{layout.window:,}"
+        findings.ok(f"kept on disk; can be taken up at any token, with the last {window} of its windows")
     else:
-        findings.ok(_describe_persistence(layout))
-    return findings, CacheSummary(layout, weight, layers)
+        findings.ok("kept on disk; a conversation can be taken up at any token")
+    return CacheSummary(layout, weight, layers)
 
 
-def _read_layout(model: nn.Module, settings: DoctorSettings, findings: Findings) -> CacheLayout:
+def _read_layout(findings: Findings, model: nn.Module, settings: DoctorSettings) -> CacheLayout:
     try:
         return CacheLayout.from_factory(make_cache_factory(model, settings.kv_bits, settings.kv_group_size))
-    except ModelError as problem:
-        findings.fail(str(problem))
+    except ModelError as error:
+        findings.fail(str(error))
         return CacheLayout.from_factory(make_cache_factory(model, 0, settings.kv_group_size))
-
-
-def _format_layers(layers: Iterable[Any]) -> str:
-    counts = Counter(_format_layer(layer) for layer in layers)
-    return ", ".join(f"{count} x {kind}" for kind, count in counts.items())
 
 
 def _format_layer(layer: Any) -> str:
     name = type(layer).__name__
     return f"{name}({', '.join(map(_format_layer, layer.caches))})" if isinstance(layer, CacheList) else name
-
-
-def _describe_persistence(layout: CacheLayout) -> str:
-    if layout.has_states:
-        return "kept on disk; a conversation can be taken up at its checkpoints"
-    if layout.window:
-        return f"kept on disk; can be taken up at any token, with the last {layout.window:,} of its windows"
-    return "kept on disk; a conversation can be taken up at any token"
 
 
 log = logging.getLogger(__name__)
@@ -90,6 +82,14 @@ _IN_PLACE_OPERATIONS = frozenset(
     | {"Negative", "Power", "Scatter", "ScatterAxis", "Select", "Sigmoid", "SliceUpdate", "Softmax", "Square"}
     | {"Subtract", "Tanh"}
 )
+
+
+class _Operation(NamedTuple):
+    """An operation of a graph: names of its inputs, and bytes of its outputs by name."""
+
+    name: str
+    inputs: list[str]
+    outputs: dict[str, int]
 
 
 def zero_weights(model: nn.Module) -> None:
@@ -161,57 +161,40 @@ def _estimate_attention_bytes(row: mx.array, heads: int, depth: int, step: int) 
 
 
 def _estimate_peak_bytes(function: Callable[[mx.array], list[mx.array]], example: mx.array) -> int:
-    graph = _Graph()
-    mx.export_function(graph.record_event, function, example)
-    return graph.peak_bytes()
+    """Most bytes held at once by a function's graph, if each array's memory is freed after its last use."""
+    operations: list[_Operation] = []
 
-
-@dataclass
-class _Graph:
-    operations: list[tuple[str, list[str], list[tuple[str, int]]]] = field(default_factory=list)
-
-    def record_event(self, event: Mapping[str, Any]) -> None:
-        """Record an event of mlx's export: operations, their names, their inputs' names and their outputs' sizes."""
+    def record_event(event: Mapping[str, Any]) -> None:
+        """Record an operation of mlx's export."""
         if event["type"] == "primitive":
             inputs = [name for name, *_ in event["inputs"]]
-            outputs = [(name, math.prod(shape) * dtype.size) for name, shape, dtype in event["outputs"]]
-            self.operations.append((event["name"], inputs, outputs))
+            outputs = {name: math.prod(shape) * dtype.size for name, shape, dtype in event["outputs"]}
+            operations.append(_Operation(event["name"], inputs, outputs))
 
-    def peak_bytes(self) -> int:
-        """Most bytes held at once, if each array's memory is freed after its last use."""
-        uses: Counter[str] = Counter()  # by the array that owns the memory
-        owner: dict[str, str] = {}
-        for name, inputs, outputs in self.operations:
-            for input_name in inputs:
-                uses[owner.setdefault(input_name, input_name)] += 1
-            for output, _ in outputs:
-                owner[output] = owner[inputs[0]] if name in _VIEW_OPERATIONS and inputs else output
-        return self._replay(uses, owner)
+    mx.export_function(record_event, function, example)
+    uses: Counter[str] = Counter()  # by the array that owns the memory
+    owner: dict[str, str] = {}
+    for operation in operations:
+        for name in operation.inputs:
+            uses[owner.setdefault(name, name)] += 1
+        for name in operation.outputs:
+            is_view = operation.name in _VIEW_OPERATIONS and operation.inputs
+            owner[name] = owner[operation.inputs[0]] if is_view else name
+    return _replay_operations(operations, uses, owner)
 
-    def _replay(self, uses: Counter[str], owner: dict[str, str]) -> int:
-        sizes: dict[str, int] = {}
-        held = peak = 0
-        for name, inputs, outputs in self.operations:
-            mine = [(output, size) for output, size in outputs if owner[output] == output]
-            freed = self._release_inputs(inputs, uses, owner, sizes)
-            if name in _IN_PLACE_OPERATIONS:  # its inputs' memory becomes its own
-                held -= freed
-            for output, size in mine:
-                sizes[output] = size if uses[output] else 0
-                held += sizes[output]
-            peak = max(peak, held)
-            if name not in _IN_PLACE_OPERATIONS:
-                held -= freed
-        return peak
 
-    def _release_inputs(
-        self, inputs: list[str], uses: Counter[str], owner: dict[str, str], sizes: dict[str, int]
-    ) -> int:
-        """Count a use of each input; return the bytes of inputs without further uses."""
+def _replay_operations(operations: list[_Operation], uses: Counter[str], owner: dict[str, str]) -> int:
+    sizes: dict[str, int] = {}
+    held = peak = 0
+    for operation in operations:
         freed = 0
-        for input_name in inputs:
-            held_by = owner[input_name]
-            uses[held_by] -= 1
-            if not uses[held_by]:
-                freed += sizes.pop(held_by, 0)
-        return freed
+        for memory in map(owner.__getitem__, operation.inputs):
+            uses[memory] -= 1
+            if not uses[memory]:
+                freed += sizes.pop(memory, 0)
+        made = {name: size for name, size in operation.outputs.items() if owner[name] == name and uses[name]}
+        sizes |= made
+        is_in_place = operation.name in _IN_PLACE_OPERATIONS  # its inputs' memory becomes its own
+        peak = max(peak, held + sum(made.values()) - (freed if is_in_place else 0))
+        held += sum(made.values()) - freed
+    return peak

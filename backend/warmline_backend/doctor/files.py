@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from warmline_backend.doctor.findings import Findings, format_bytes, format_first
+from warmline_backend.doctor.findings import CheckError, Findings, format_bytes, format_first
 from warmline_backend.model.model import can_be_repository
 
 LENGTH_BYTES = 8
@@ -24,14 +24,15 @@ DTYPE_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0
 DTYPE_BYTES |= {"BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8}
 
 DOWNLOAD_REMEDY = "download this file again"
+DISK_REMEDY = "mend its permissions, or its disk"
+VERSIONS_REMEDY = "nothing, if the parameters below are right; otherwise files of two versions are mixed"
 
 
-class ShardError(Exception):
-    """A file that is not whole; `todo` is the remedy."""
+class ShardError(CheckError):
+    """A file that is not whole."""
 
     def __init__(self, what: str, todo: str = DOWNLOAD_REMEDY) -> None:
-        super().__init__(what)
-        self.todo = todo
+        super().__init__(what, todo)
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,7 @@ def read_shard(path: Path) -> Shard:
     except FileNotFoundError:
         raise ShardError("a link to a file that is not there") from None
     except OSError as error:
-        raise ShardError(
-            f"can't be read: {error.strerror or error}", "mend the file's permissions or its disk"
-        ) from None
+        raise ShardError(f"can't be read: {error.strerror or error}", DISK_REMEDY) from None
     tensors, end = _parse_tensors(header)
     if (beyond := size - LENGTH_BYTES - length - end) < 0:
         raise ShardError(f"truncated: {-beyond:,} of {end + length + LENGTH_BYTES:,} bytes are missing at its end")
@@ -128,41 +127,31 @@ def _is_tensor_entry(entry: object) -> bool:
 LOCATION_REMEDY = "give a model's folder, or a repository's name, owner/model"
 
 
-def find_model(model: str) -> tuple[Findings, Path | None]:
-    """(findings, folder) of a path or a repository's name; without a folder a finding says why."""
-    findings = Findings("files")
+def find_model(findings: Findings, model: str) -> Path:
+    """Folder of a path or a repository's name.  Raises CheckError."""
     try:
         local = Path(model).expanduser()
-        is_folder, is_there = bool(model) and local.is_dir(), bool(model) and local.exists()
+        if model and local.is_dir():
+            return local
+        is_there = bool(model) and local.exists()
     except (OSError, RuntimeError, ValueError) as error:  # no such user's home, a name that is too long ...
-        findings.fail(f"{model}: no folder can be called so: {error}", LOCATION_REMEDY)
-        return findings, None
-    if is_folder:
-        return findings, local
+        raise CheckError(f"{model}: no folder can be called so: {error}", LOCATION_REMEDY) from None
     if is_there:
-        findings.fail(f"{model} is a file", "give the folder that it lies in")
-        return findings, None
+        raise CheckError(f"{model} is a file", "give the folder that it lies in")
     if not can_be_repository(model):
-        findings.fail(f"{model}: there is no such folder", LOCATION_REMEDY)
-        return findings, None
-    return findings, _find_snapshot(model, findings)
+        raise CheckError(f"{model}: there is no such folder", LOCATION_REMEDY)
+    return _find_snapshot(model)
 
 
-def _find_snapshot(repository: str, findings: Findings) -> Path | None:
-    """Snapshot of a repository's main branch in the hub's cache."""
+def _find_snapshot(repository: str) -> Path:
+    """Snapshot of a repository's main branch in the hub's cache.  Raises CheckError."""
     cache = Path(HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
-    try:
+    with suppress(OSError):
         commit = (cache / "refs" / "main").read_text().strip()
-    except OSError:
-        commit = ""
-    folder = cache / "snapshots" / commit
-    if commit and folder.is_dir():
-        return folder
-    findings.fail(
-        f"{repository} is neither a folder here nor in the hub's cache ({cache})",
-        f"download it first: hf download {repository}",
-    )
-    return None
+        if commit and (cache / "snapshots" / commit).is_dir():
+            return cache / "snapshots" / commit
+    what = f"{repository} is neither a folder here nor in the hub's cache ({cache})"
+    raise CheckError(what, f"download it first: hf download {repository}")
 
 
 CONFIG_NAME, INDEX_NAME, SINGLE_FILE_NAME = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -173,92 +162,81 @@ FINISH_DOWNLOAD_REMEDY = "finish the download: start it again, it goes on where 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    findings: Findings
-    config: dict[str, Any]
-    shards: tuple[Shard, ...]
-
-    @property
-    def tensor_names(self) -> set[str]:
-        return {name for shard in self.shards for name in shard.tensors}
-
-    @property
-    def bytes_count(self) -> int:
-        return sum(shard.bytes_count for shard in self.shards)
+    config: dict[str, Any]  # empty where config.json can't be read
+    tensor_names: set[str]
 
 
-def check_files(folder: Path) -> ModelFiles:
-    findings = Findings("files")
-    config = _read_config(folder, findings)
-    _check_incomplete_downloads(folder, findings)
+def check_files(findings: Findings, folder: Path) -> ModelFiles:
+    config = _read_config(findings, folder)
+    _check_incomplete_downloads(findings, folder)
     paths = sorted(folder.glob(WEIGHTS_GLOB))
     if not paths:
-        _report_no_weights(folder, findings)
-    shards = [shard for path in paths if (shard := _shard(path, findings))]
-    index = _read_index(folder, findings)
-    if index is not None:
-        _check_index(index, paths, shards, findings)
+        _report_no_weights(findings, folder)
+    shards = [shard for path in paths if (shard := _examine_shard(findings, path))]
+    if (index := _read_index(findings, folder)) is not None:
+        _check_index(findings, index, paths, shards)
     else:
-        _check_numbering([path.name for path in paths], findings)
-    _check_duplicates(shards, findings)
-    if shards and len(shards) == len(paths):
-        total = sum(shard.bytes_count for shard in shards)
-        count = sum(len(shard.tensors) for shard in shards)
-        findings.ok(
-            f"{_format_file_count(len(shards))} of weights, {format_bytes(total)}, {count:,} tensors, none truncated"
+        _check_numbering(findings, [path.name for path in paths])
+    counts = Counter(name for shard in shards for name in shard.tensors)
+    if twice := sorted(name for name, count in counts.items() if count > 1):
+        findings.fail(
+            f"{len(twice)} tensors are in several files, and which of them is used is left to chance: "
+            f"{format_first(twice)}",
+            "remove the files of the other download",
         )
-    return ModelFiles(findings, config, tuple(shards))
+    if shards and len(shards) == len(paths):
+        total = format_bytes(sum(shard.bytes_count for shard in shards))
+        count = _format_file_count(len(shards))
+        findings.ok(f"{count} of weights, {total}, {counts.total():,} tensors, none truncated")
+    return ModelFiles(config, set(counts))
 
 
 def _format_file_count(count: int) -> str:
     return f"{count} file{'s' * (count != 1)}"
 
 
-def _read_json_object(path: Path, findings: Findings) -> dict[str, Any] | None:
+def _read_json_object(findings: Findings, path: Path) -> dict[str, Any] | None:
     try:
         content = json.loads(path.read_bytes().decode())
     except OSError as error:
-        findings.fail(f"{path.name} can't be read: {error.strerror or error}", "mend its permissions, or its disk")
-        return None
+        findings.fail(f"{path.name} can't be read: {error.strerror or error}", DISK_REMEDY)
     except (ValueError, RecursionError) as error:
-        findings.fail(f"{path.name} is no valid JSON: {error}", "download this file again")
-        return None
-    if not isinstance(content, dict):
-        findings.fail(f"{path.name} holds no JSON object", "download this file again")
-        return None
-    return content
+        findings.fail(f"{path.name} is no valid JSON: {error}", DOWNLOAD_REMEDY)
+    else:
+        if isinstance(content, dict):
+            return content
+        findings.fail(f"{path.name} holds no JSON object", DOWNLOAD_REMEDY)
+    return None
 
 
-def _read_config(folder: Path, findings: Findings) -> dict[str, Any]:
-    if not (folder / CONFIG_NAME).is_file():
-        findings.fail(
-            f"there is no {CONFIG_NAME}", "give the folder that holds the model's files, or download it again"
-        )
-        return {}
-    return _read_json_object(folder / CONFIG_NAME, findings) or {}
+def _read_config(findings: Findings, folder: Path) -> dict[str, Any]:
+    if (folder / CONFIG_NAME).is_file():
+        return _read_json_object(findings, folder / CONFIG_NAME) or {}
+    findings.fail(f"there is no {CONFIG_NAME}", "give the folder that holds the model's files, or download it again")
+    return {}
 
 
-def _check_incomplete_downloads(folder: Path, findings: Findings) -> None:
+def _check_incomplete_downloads(findings: Findings, folder: Path) -> None:
     """Check for leftovers of an interrupted download in the folder, in its .cache, or in the hub's cache."""
     places = [folder, folder / ".cache" / "huggingface" / "download"]
     if folder.parent.name == "snapshots":
         places.append(folder.parent.parent / "blobs")
-    left = [path for place in places for path in sorted(place.glob("*.incomplete"))]
-    if left:
+    drafts = [path for place in places for path in sorted(place.glob("*.incomplete"))]
+    if drafts:
         findings.warn(
-            f"an interrupted download left {format_first(path.name for path in left)} in {left[0].parent}",
+            f"an interrupted download left {format_first(path.name for path in drafts)} in {drafts[0].parent}",
             FINISH_DOWNLOAD_REMEDY,
         )
 
 
-def _report_no_weights(folder: Path, findings: Findings) -> None:
+def _report_no_weights(findings: Findings, folder: Path) -> None:
     others = sorted(path.name for kind in ("*.safetensors", "*.gguf", "*.bin", "*.npz") for path in folder.glob(kind))
-    there = f"; there is {format_first(others)}, which mlx-lm does not read" if others else ""
-    findings.fail(
-        f"no weights: nothing is called {WEIGHTS_GLOB}{there}", "download a model in MLX's format, or convert it"
-    )
+    listed = f"; there is {format_first(others)}, which mlx-lm does not read" if others else ""
+    todo = "download a model in MLX's format, or convert it"
+    findings.fail(f"no weights: nothing is called {WEIGHTS_GLOB}{listed}", todo)
 
 
-def _shard(path: Path, findings: Findings) -> Shard | None:
+def _examine_shard(findings: Findings, path: Path) -> Shard | None:
     try:
         shard = read_shard(path)
     except ShardError as problem:
@@ -272,66 +250,56 @@ def _shard(path: Path, findings: Findings) -> Shard | None:
     return shard
 
 
-def _read_index(folder: Path, findings: Findings) -> dict[str, Any] | None:
+def _read_index(findings: Findings, folder: Path) -> dict[str, Any] | None:
     """Index of shards, with a weight_map of names to names; None where there is no usable one."""
-    if not (folder / INDEX_NAME).is_file():
-        return None
-    index = _read_json_object(folder / INDEX_NAME, findings)
+    index = _read_json_object(findings, folder / INDEX_NAME) if (folder / INDEX_NAME).is_file() else None
     places = index.get("weight_map") if index is not None else None
     if index is not None and not (isinstance(places, dict) and all(isinstance(name, str) for name in places.values())):
-        findings.fail(f"{INDEX_NAME} has no weight_map of tensor names to file names", "download this file again")
+        findings.fail(f"{INDEX_NAME} has no weight_map of tensor names to file names", DOWNLOAD_REMEDY)
         return None
     return index
 
 
-def _check_index(index: dict[str, Any], paths: list[Path], shards: list[Shard], findings: Findings) -> None:
+def _check_index(findings: Findings, index: dict[str, Any], paths: list[Path], shards: list[Shard]) -> None:
     places: dict[str, str] = index["weight_map"]
-    named, there = set(places.values()), {path.name for path in paths}
-    if missing := sorted(named - there):
-        findings.fail(
-            f"{len(missing)} of {_format_file_count(len(named))} that the index names are missing: "
-            f"{format_first(missing)}",
-            FINISH_DOWNLOAD_REMEDY,
-        )
-    if extra := sorted(there - named):
+    named, present = set(places.values()), {path.name for path in paths}
+    if missing := sorted(named - present):
+        count = _format_file_count(len(named))
+        what = f"{len(missing)} of {count} that the index names are missing: {format_first(missing)}"
+        findings.fail(what, FINISH_DOWNLOAD_REMEDY)
+    if extra := sorted(present - named):
         findings.warn(
             f"the index does not name {format_first(extra)}, but mlx-lm reads every {WEIGHTS_GLOB}",
             "remove what belongs to another model or an older download",
         )
-    _check_tensor_files(places, shards, findings)
+    _check_tensor_files(findings, places, shards)
     metadata = index.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     held = sum(shard.bytes_count for shard in shards)
-    if isinstance(total, int) and named == there and len(shards) == len(paths) and total != held:
+    if isinstance(total, int) and named == present and len(shards) == len(paths) and total != held:
         findings.warn(
             f"the index says {total:,} bytes of tensors, the files hold {held:,}",
             "compare with the repository: index and files may be of different versions",
         )
 
 
-def _check_tensor_files(weight_map: dict[str, str], shards: list[Shard], findings: Findings) -> None:
+def _check_tensor_files(findings: Findings, weight_map: dict[str, str], shards: list[Shard]) -> None:
     found = {name: shard.name for shard in shards for name in shard.tensors}
     read = {shard.name for shard in shards}
-    absent = sorted(name for name, place in weight_map.items() if place in read and name not in found)
-    if absent:
+    if absent := sorted(name for name, place in weight_map.items() if place in read and name not in found):
         findings.fail(
             f"{len(absent)} tensors are not in the file that the index names, nor in another: {format_first(absent)}",
             "download index and files again: they are of different versions",
         )
     moved = sorted(name for name, place in weight_map.items() if place in read and found.get(name, place) != place)
-    if moved:
-        findings.warn(
-            f"{len(moved)} tensors are in another file than the index says: {format_first(moved)}",
-            "nothing, if the parameters below are right; otherwise files of two versions are mixed",
-        )
-    if unnamed := sorted(found.keys() - weight_map.keys()):
-        findings.warn(
-            f"{len(unnamed)} tensors in the files are not in the index: {format_first(unnamed)}",
-            "nothing, if the parameters below are right; otherwise files of two versions are mixed",
-        )
+    unnamed = sorted(found.keys() - weight_map.keys())
+    parts = ((moved, "are in another file than the index says"), (unnamed, "in the files are not in the index"))
+    for names, what in parts:
+        if names:
+            findings.warn(f"{len(names)} tensors {what}: {format_first(names)}", VERSIONS_REMEDY)
 
 
-def _check_numbering(names: list[str], findings: Findings) -> None:
+def _check_numbering(findings: Findings, names: list[str]) -> None:
     """Check the number of files by their names, where there is no index."""
     parts = [match for name in names if (match := SHARD_NAME_PATTERN.fullmatch(name))]
     series = Counter((match[1], match[3]) for match in parts)
@@ -345,22 +313,7 @@ def _check_numbering(names: list[str], findings: Findings) -> None:
             lacking = format_first(f"{start}{number:0{len(total)}}-of-{total}.safetensors" for number in missing)
             findings.fail(f"{len(missing)} of {int(total)} files are missing: {lacking}", FINISH_DOWNLOAD_REMEDY)
     if parts and SINGLE_FILE_NAME in names:
-        findings.fail(
-            f"{SINGLE_FILE_NAME} lies beside numbered files, and mlx-lm reads all of them", "keep those of one download"
-        )
+        what = f"{SINGLE_FILE_NAME} lies beside numbered files, and mlx-lm reads all of them"
+        findings.fail(what, "keep those of one download")
     if parts and len(series) == 1:
         findings.warn(f"there is no {INDEX_NAME}", "download it too: it says which files belong to the model")
-
-
-def _check_duplicates(shards: list[Shard], findings: Findings) -> None:
-    if twice := sorted(_find_duplicates(shards)):
-        findings.fail(
-            f"{len(twice)} tensors are in several files, and which of them is used is left to chance: "
-            f"{format_first(twice)}",
-            "remove the files of the other download",
-        )
-
-
-def _find_duplicates(shards: list[Shard]) -> Iterator[str]:
-    counts = Counter(name for shard in shards for name in shard.tensors)
-    return (name for name, count in counts.items() if count > 1)

@@ -21,11 +21,19 @@ class DoctorFinding:
     todo: str = ""  # what the user can do about it
 
 
+class CheckError(Exception):
+    """A failure after which the check can't go on; `todo` is the remedy."""
+
+    def __init__(self, what: str, todo: str) -> None:
+        super().__init__(what)
+        self.todo = todo
+
+
 class Findings(list[DoctorFinding]):
     """Findings of one area, in the order in which they were made."""
 
-    def __init__(self, area: str, findings: Iterable[DoctorFinding] = ()) -> None:
-        super().__init__(findings)
+    def __init__(self, area: str) -> None:
+        super().__init__()
         self._area = area
 
     def ok(self, what: str, todo: str = "") -> None:
@@ -40,11 +48,6 @@ class Findings(list[DoctorFinding]):
 
     def _add(self, level: FindingLevel, what: str, todo: str) -> None:
         self.append(DoctorFinding(level, self._area, escape_text(what), escape_text(todo)))
-
-
-def find_worst_level(findings: Iterable[DoctorFinding]) -> FindingLevel:
-    levels = {finding.level for finding in findings}
-    return next((level for level in (FindingLevel.FAIL, FindingLevel.WARN) if level in levels), FindingLevel.OK)
 
 
 def escape_text(text: str) -> str:

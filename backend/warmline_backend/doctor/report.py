@@ -54,9 +54,11 @@ def convert_to_json(examination: Examination) -> dict[str, Any]:
 
 
 def print_report(examination: Examination, console: Console | None = None) -> None:
-    out = console or _make_console()
-    asked, folder = escape_text(examination.settings.model), escape_text(str(examination.folder or ""))
-    out.print(Text(asked + (f"  ({folder})" if folder not in ("", asked) else "")), soft_wrap=True)
+    out = console or Console(highlight=False)
+    if not console and not out.is_terminal and "COLUMNS" not in os.environ:
+        out = Console(highlight=False, width=PIPED_WIDTH)
+    model, folder = escape_text(examination.settings.model), escape_text(str(examination.folder or ""))
+    out.print(Text(model + (f"  ({folder})" if folder not in ("", model) else "")), soft_wrap=True)
     out.print(_render_findings(examination.findings))
     if examination.plan:
         out.print(Text(f"\nMemory of {examination.plan.machine.description}"))
@@ -66,12 +68,7 @@ def print_report(examination: Examination, console: Console | None = None) -> No
         out.print(Text("  " + escape_text(examination.serve_command)), soft_wrap=True)  # whole: it is to be copied
 
 
-def _make_console() -> Console:
-    out = Console(highlight=False)
-    return out if out.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=PIPED_WIDTH)
-
-
-def _render_findings(findings: tuple[DoctorFinding, ...]) -> Table:
+def _render_findings(findings: list[DoctorFinding]) -> Table:
     table = Table.grid(padding=(0, 2))
     for finding in findings:
         what = Text(finding.what)

@@ -58,9 +58,9 @@ def resolve_step_size(served: ServedModel, fingerprint: str, memory_budget_bytes
     """
     key = f"{fingerprint} {describe_device()}"
     steps = _load_step_sizes(folder / FILE)
-    if known := steps.get(key):
-        log.info("prefill step %d, as measured at an earlier start", known)
-        return known
+    if step := steps.get(key, 0):
+        log.info("prefill step %d, as measured at an earlier start", step)
+        return step
     log.info("measuring which prefill step is fastest; this is remembered")
     try:
         limits = compute_limits(served, memory_budget_bytes)
@@ -68,8 +68,8 @@ def resolve_step_size(served: ServedModel, fingerprint: str, memory_budget_bytes
     except RuntimeError as error:  # mlx's, such as memory that ran out
         raise ModelError(f"measuring the prefill step failed: {error}; give one, --prefill-step-size 1024") from error
     step = choose_step_size(speeds)
-    by_step = format_speeds(speeds) or "this machine is too slow to measure more"
-    log.info("prefill step %d; tokens/s by step: %s", step, by_step)
+    by_step = ", ".join(f"{measured}: {speed:.0f}" for measured, speed in sorted(speeds.items()))
+    log.info("prefill step %d; tokens/s by step: %s", step, by_step or "this machine is too slow to measure more")
     _save_step_size(folder / FILE, steps, key, step)
     return step
 
@@ -81,10 +81,6 @@ def choose_step_size(speeds: Mapping[int, float]) -> int:
     """The smallest step that is nearly as fast as the best; the smallest of all without measurements."""
     best = max(speeds.values(), default=0.0)
     return min((step for step, speed in speeds.items() if speed >= NEAR_BEST * best), default=STEPS[0])
-
-
-def format_speeds(speeds: Mapping[int, float]) -> str:
-    return ", ".join(f"{step}: {speed:.0f}" for step, speed in sorted(speeds.items()))
 
 
 def measure_speeds(time_chunks: TimeChunks, limits: ChunkLimits) -> dict[int, float]:
@@ -160,20 +156,20 @@ def describe_device() -> str:
 def _load_step_sizes(path: Path) -> dict[str, int]:
     """Remembered steps by key; none where the file can't be read or is damaged."""
     try:
-        known: Any = json.loads(path.read_text())
+        steps: Any = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         log.warning("%s can't be read and is begun anew: %s", path, error)
         return {}
-    if not isinstance(known, dict):
+    if not isinstance(steps, dict):
         log.warning("%s is damaged and begun anew", path)
         return {}
-    return {key: step for key, step in known.items() if type(step) is int and step in STEPS}
+    return {key: step for key, step in steps.items() if type(step) is int and step in STEPS}
 
 
 def _save_step_size(path: Path, steps: Mapping[str, int], key: str, step: int) -> None:
-    newest = [(known, size) for known, size in steps.items() if known != key][1 - MODELS_MAX :]
+    newest = [entry for entry in steps.items() if entry[0] != key][1 - MODELS_MAX :]
     try:
         with suppress(OSError):
             for draft in path.parent.glob(f".{path.stem}.*{disk.DRAFT_SUFFIX}"):  # of killed processes

@@ -1,6 +1,4 @@
-"""The engine thread, the only one that computes with mlx.  Other threads submit commands, and read heartbeat and
-snapshot.
-"""
+"""The engine thread, which alone computes with mlx.  Other threads submit commands, and read heartbeat and snapshot."""
 
 import logging
 import queue
@@ -77,9 +75,8 @@ class EngineSnapshot:
 class Engine(threading.Thread):
     """Thread that runs a scheduler until it is stopped.  Loads the model first; `loaded` and `ended` have the outcome.
 
-    `failure` says why it takes no commands, "" while it does.  After each `keepalive_s` without work it computes one
-    token
-    and drops it; 0: never.
+    `failure` says why it takes no commands, "" while it does.  After each `keepalive_s` without work it computes and
+    drops one token; 0: never.
     """
 
     def __init__(self, make_scheduler: Callable[[], Scheduler], keepalive_s: float = 0.0) -> None:
@@ -158,7 +155,8 @@ class Engine(threading.Thread):
         finally:
             with self._close_lock:
                 self._closed = True
-            self._refuse_pending()
+            while not self._commands.empty():  # refused
+                self._commands.get()(True)
             self.ended.set_result(None)
 
     def _run_loop(self) -> None:
@@ -208,17 +206,14 @@ class Engine(threading.Thread):
             self._last_step_at = time.monotonic()
 
     def _idle_wait_s(self) -> float | None:
-        """Time until an idle engine has something to do by itself; None: never."""
-        waits = (self._keepalive_wait_s(), self._rest_wait_s())
+        """Time until an idle engine computes a keepalive token, or a snapshot shows it at rest; None: never."""
+        rest = self._last_step_at + REST_S
+        rest_wait_s = max(0.0, rest - time.monotonic()) if self._snapshot_at < rest else None
+        waits = (self._keepalive_wait_s(), rest_wait_s)
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _keepalive_wait_s(self) -> float | None:
         return max(0.0, self._last_step_at + self._keepalive_s - time.monotonic()) if self._keepalive_s else None
-
-    def _rest_wait_s(self) -> float | None:
-        """Time until a snapshot shows the engine at rest; None where the last one does."""
-        rest = self._last_step_at + REST_S
-        return max(0.0, rest - time.monotonic()) if self._snapshot_at < rest else None
 
     def _run_commands(self) -> None:
         """Run the commands queued so far; later ones wait for the next step, so that there is one."""
@@ -233,10 +228,6 @@ class Engine(threading.Thread):
     def _count_step(self) -> None:
         """Count a finished step or command; the next one begins."""
         self.heartbeat = Heartbeat(self.heartbeat.steps + 1, time.monotonic())
-
-    def _refuse_pending(self) -> None:
-        while not self._commands.empty():
-            self._commands.get()(True)
 
     def _take_snapshot(self) -> None:
         self._snapshot_at = time.monotonic()

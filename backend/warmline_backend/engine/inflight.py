@@ -1,7 +1,5 @@
 """Generations in flight, from the acceptance of their call to the last event.  Event loop thread.
 
-    UnknownGenerationError    no generation of that id is, or was lately, in flight
-
 Errors of the engine (ResidentNotFoundError, ResidentMismatchError, KvTooLargeError, EngineStoppedError) pass through.
 """
 
@@ -29,7 +27,7 @@ EVENTS_OVERFLOW = f"more than {EVENTS_QUEUED_MAX} events wait and nobody reads t
 
 
 class UnknownGenerationError(Exception):
-    pass
+    """No generation of that id is, or was lately, in flight."""
 
 
 class Stage(Enum):
@@ -165,7 +163,9 @@ class InflightGenerations:
         if inflight.stage is Stage.DONE:
             return
         if isinstance(event, EndedEvent):
-            self._record_result(event.result)
+            self._results[event.result.request_id] = event.result
+            if len(self._results) > RESULTS_MAX:
+                self._results.popitem(last=False)
             self._remove(inflight)
             if inflight.overflowed:
                 result = msgspec.structs.replace(event.result, finish="error", error=EVENTS_OVERFLOW)
@@ -206,11 +206,6 @@ class InflightGenerations:
             del self._by_id[inflight.id]
         if not self._by_id:
             self._empty.set()
-
-    def _record_result(self, result: GenerationResult) -> None:
-        self._results[result.request_id] = result
-        while len(self._results) > RESULTS_MAX:
-            self._results.popitem(last=False)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:

@@ -10,21 +10,15 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
 from warmline_backend.engine.engine import Engine
+from warmline_backend.kv_cache import segment_io
 from warmline_backend.kv_cache.kv import KV, NamedArrays, RowsUnavailableError
-from warmline_backend.kv_cache.segment_io import (
-    ChainLoader,
-    OperationCancelledError,
-    RawTensor,
-    expose_bytes,
-    write_segment_file,
-)
+from warmline_backend.kv_cache.segment_io import OperationCancelledError, RawTensor
 from warmline_backend.model.model import ServedModel
 from warmline_backend.scheduler.scheduler import Scheduler
 from warmline_common.protocol.messages import CheckpointRef, RestoreRequest, SavedFile, SaveRequest, SegmentSpec
@@ -37,14 +31,6 @@ T = TypeVar("T")
 
 READER_THREADS = 4
 LOADER_THREADS = 4
-
-
-@dataclass(frozen=True)
-class _FileContent:
-    """Content of a file, copied on the engine thread."""
-
-    tensors: dict[str, RawTensor]
-    tokens: list[int]  # all up to its end: earlier ones give its prefix digest
 
 
 class _TransferJob:
@@ -94,8 +80,13 @@ class KvTransfer:
         self._reader_pool = ThreadPoolExecutor(READER_THREADS, "segment-reader")
         self._loader_pool = ThreadPoolExecutor(LOADER_THREADS, "restore")
         self._writer_pool = ThreadPoolExecutor(1, "segment-writer")
-        self._loader = ChainLoader(
-            served.layout, served.row_names, fingerprint, home.segment_file, self._reader_pool, self._run_on_engine
+        self._loader = segment_io.ChainLoader(
+            served.layout,
+            served.row_names,
+            fingerprint,
+            home.segment_file,
+            self._reader_pool,
+            run_on_engine=lambda work: engine.submit(lambda _: work()).result(),  # waits for the present step
         )
 
     def close(self) -> None:
@@ -162,7 +153,7 @@ class KvTransfer:
 
         def install(scheduler: Scheduler) -> tuple[str, int, float]:
             resident = scheduler.install_resident(reservation_id, loaded.build(self._served.layout), request.root)
-            scheduler.rates.record_restore(loaded.bytes_read, load_s)
+            scheduler.rates.restore.add(loaded.bytes_read, load_s)
             return resident, loaded.bytes_read, time.monotonic() - began
 
         installed = self._engine.submit(install)
@@ -176,7 +167,7 @@ class KvTransfer:
             raise
 
     def _delete_installed(self, installed: "Future[tuple[str, int, float]]") -> None:
-        """Delete a resident whose id no caller will get."""
+        """Delete a resident that no caller will know of."""
         if not installed.cancelled() and installed.exception() is None:
             resident = installed.result()[0]
             self._engine.submit(lambda scheduler: scheduler.residents.delete(resident))
@@ -203,7 +194,7 @@ class KvTransfer:
         end = max((spec.end for spec in request.segments), default=0)
 
         def mark_saved(scheduler: Scheduler) -> None:
-            scheduler.rates.record_save(bytes_written, seconds)
+            scheduler.rates.save.add(bytes_written, seconds)
             scheduler.save_source.mark_saved(request.resident, request.running, end)
 
         self._engine.submit(mark_saved)  # not waited for: the files are their caller's from here on
@@ -232,19 +223,19 @@ class KvTransfer:
     ) -> SavedFile:
         """Copy arrays and the first `end` tokens on the engine thread, and have the writer thread write the file."""
 
-        def copy_content(scheduler: Scheduler) -> _FileContent:
+        def copy_content(scheduler: Scheduler) -> tuple[dict[str, RawTensor], list[int]]:
             kv = scheduler.save_source.find_kv(end, resident_id=request.resident, running_id=request.running)
-            return _FileContent(expose_bytes(read(kv)), kv.tokens[:end])
+            return segment_io.expose_bytes(read(kv)), kv.tokens[:end]
 
-        content = await job.wait_for(self._engine.submit(copy_content))
+        tensors, ids = await job.wait_for(self._engine.submit(copy_content))
         path = self._home.segment_file(meta.id)
 
         def write_unless_cancelled() -> SavedFile:
             if job.cancelled.is_set():
                 raise OperationCancelledError
-            tokens, first = pack_tokens(content.tokens), (meta.start if meta.kind == "segment" else end) * TOKEN_BYTES
+            tokens, first = pack_tokens(ids), (meta.start if meta.kind == "segment" else end) * TOKEN_BYTES
             placed = msgspec.structs.replace(meta, prefix=prefix_digest(request.root, tokens[:first]))
-            saved = write_segment_file(path, placed, content.tensors, tokens[first:])
+            saved = segment_io.write_segment_file(path, placed, tensors, tokens[first:])
             if job.cancelled.is_set():  # meanwhile: the handler has gone and won't learn of this file
                 disk.delete(path)
                 raise OperationCancelledError
@@ -265,7 +256,3 @@ class KvTransfer:
             job.cancel()
             job.done.set()
             self._jobs.discard(job)
-
-    def _run_on_engine(self, work: Callable[[], T]) -> T:
-        """Run a loader thread's work on the engine thread; waits for the present step."""
-        return self._engine.submit(lambda _: work()).result()

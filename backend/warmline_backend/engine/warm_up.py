@@ -57,9 +57,9 @@ def warm_up(served: ServedModel, settings: SchedulerSettings, seconds_max: float
 
 
 def prompt_lengths(step: int, index_topk: int, tokens_max: int) -> list[int]:
-    """Ascending lengths of the warm-up prompts, at most `tokens_max`: the last has a full chunk, and exceeds
-    `index_topk` (0:
-    attention is not sparse).
+    """Ascending lengths of the warm-up prompts, at most `tokens_max`.
+
+    The last has a full chunk, and exceeds `index_topk` (0: attention is not sparse).
     """
     longest = min(max(step, index_topk + SPARSE_MARGIN_TOKENS if index_topk else 0), tokens_max)
     lengths, length = [], SHORT_PROMPT_TOKENS * GROWTH
@@ -96,7 +96,9 @@ class _WarmUpRunner:
         return min(room, self._served.context_tokens_max or room) - DECODE_STEPS - 1
 
     def run_prompt(self, prompt_tokens: int) -> None:
-        self._decode(self._prefill(prompt_tokens, sampled=True))
+        group = DecodeGroup.from_sequence(self._prefill(prompt_tokens, sampled=True))
+        for _ in range(DECODE_STEPS):
+            self._step(group)
 
     def run_batch_of_two(self) -> None:
         """Decode two sequences in one batch; then one leaves it."""
@@ -115,15 +117,9 @@ class _WarmUpRunner:
         settings = self._settings
         kv = self._served.make_kv(journals=settings.keeps_residents, grid=settings.grid)
         sequence = Sequence(request, kv, self._served)
-
         while sequence.prefill_tokens_left > 0:
             sequence.prefill_chunk(settings.prefill_step_size)
         return sequence
-
-    def _decode(self, sequence: Sequence) -> None:
-        group = DecodeGroup.from_sequence(sequence)
-        for _ in range(DECODE_STEPS):
-            self._step(group)
 
     def _step(self, group: DecodeGroup) -> None:
         for sequence, token, logprobs in group.step():

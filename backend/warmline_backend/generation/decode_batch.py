@@ -10,8 +10,7 @@ class DecodeBatch(GenerationBatch):  # type: ignore[misc]  # mlx-lm has no types
     """A generation batch that never finds an end by itself, so that mlx-lm extracts no cache.
 
     Matchers get the last tokens before the forward pass.  mlx-lm hands processors their context only behind it, when
-    the
-    masks have to be ready.
+    the masks have to be ready.
     """
 
     def __init__(self, matcher: Matcher | None, model: object, uids: list[str], *rest: object) -> None:

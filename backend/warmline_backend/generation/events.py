@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from warmline_backend.output.events import Part, Text
+from warmline_backend.output.events import Part
 from warmline_common.protocol.messages import GenerationResult
 
 
@@ -31,21 +31,13 @@ class SampledLogprobs:
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """A generated token.  `parts` may be empty: half characters, starts of stop words or markers, and incomplete tool
-    calls
-    are held back.
-    """
+    """A generated token.  Half characters, starts of stop words or markers, and incomplete calls are held back."""
 
-    parts: Sequence[Part]
+    parts: Sequence[Part]  # may be empty
     token: int
     logprobs: SampledLogprobs | None = None
     is_reasoning: bool = False
     stop_word: str = ""  # the stop word that this token completes
-
-    @property
-    def text(self) -> str:
-        """Content of the text parts."""
-        return "".join(part.text for part in self.parts if isinstance(part, Text))
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,16 @@ class SmoothedRate:
     """Amount per second, exponentially smoothed; 0 until the first sample.
 
     Amounts and times are averaged apart, so that samples weigh by their amount: the tokens of a short chunk, which take
-    longer each, say little about long chunks.
+    longer each, say little about long chunks.  Amounts below `amount_min` are ignored.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, amount_min: int = 0) -> None:
+        self._amount_min = amount_min
         self._amount = self._seconds = 0.0
 
     def add(self, amount: int, seconds: float) -> None:
+        if amount < self._amount_min:
+            return
         weight = SMOOTHING if self._seconds else 1.0
         self._amount += weight * (amount - self._amount)
         self._seconds += weight * (max(seconds, SECONDS_MIN) - self._seconds)
@@ -38,7 +41,8 @@ class Rates:
 
     def __init__(self) -> None:
         self._prefill: dict[int, SmoothedRate] = {}
-        self.decode, self.restore, self.save = SmoothedRate(), SmoothedRate(), SmoothedRate()
+        self.decode = SmoothedRate()
+        self.restore, self.save = SmoothedRate(SAMPLE_BYTES_MIN), SmoothedRate(SAMPLE_BYTES_MIN)
         self._chunks_s: deque[float] = deque(maxlen=RECENT_CHUNKS)
         self._decode_steps_s: deque[float] = deque(maxlen=RECENT_DECODE_STEPS)
 
@@ -50,14 +54,6 @@ class Rates:
     def record_decode(self, tokens: int, seconds: float) -> None:
         self._decode_steps_s.append(seconds)
         self.decode.add(tokens, seconds)
-
-    def record_restore(self, bytes_read: int, seconds: float) -> None:
-        if bytes_read >= SAMPLE_BYTES_MIN:
-            self.restore.add(bytes_read, seconds)
-
-    def record_save(self, bytes_written: int, seconds: float) -> None:
-        if bytes_written >= SAMPLE_BYTES_MIN:
-            self.save.add(bytes_written, seconds)
 
     @property
     def prefill_rates(self) -> list[PrefillRate]:

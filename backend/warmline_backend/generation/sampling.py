@@ -7,20 +7,13 @@ arrays can't be evaluated on another.
 
 import secrets
 from collections.abc import Callable, Collection
+from functools import cache, partial
 from typing import ParamSpec
 
 import mlx.core as mx
 import numpy as np
 import xxhash
-from mlx_lm.sample_utils import (
-    apply_min_p,
-    apply_top_k,
-    apply_top_p,
-    greedy_sampler,
-    make_frequency_penalty,
-    make_logits_processors,
-    make_presence_penalty,
-)
+from mlx_lm import sample_utils
 
 from warmline_backend.request.params import GenerationParams
 from warmline_common.protocol.messages import FirstLogits
@@ -69,7 +62,7 @@ def make_sampler(params: GenerationParams, fault: SamplerFault) -> Sampler:
     Greedy is mlx-lm's own `greedy_sampler` object: a batch that has only that one samples in one call.
     """
     if params.is_greedy:
-        return greedy_sampler  # type: ignore[no-any-return]
+        return sample_utils.greedy_sampler  # type: ignore[no-any-return]
     return fault.guard_sampler(_SeededSampler(params))
 
 
@@ -83,25 +76,17 @@ class _SeededSampler:
         self._key: mx.array | None = None
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        return mx.random.categorical(
-            self._filter_logprobs(logprobs) * (1.0 / self._params.temperature), key=self._next_key()
-        )
-
-    def _filter_logprobs(self, logprobs: mx.array) -> mx.array:
         params = self._params
         if 0 < params.top_p < 1:
-            logprobs = apply_top_p(logprobs, params.top_p)
+            logprobs = sample_utils.apply_top_p(logprobs, params.top_p)
         if params.min_p > 0:
-            logprobs = apply_min_p(logprobs, params.min_p)
+            logprobs = sample_utils.apply_min_p(logprobs, params.min_p)
         if 0 < params.top_k < logprobs.shape[-1]:
-            logprobs = apply_top_k(logprobs, params.top_k)
-        return logprobs
-
-    def _next_key(self) -> mx.array:
+            logprobs = sample_utils.apply_top_k(logprobs, params.top_k)
         if self._key is None:
             self._key = mx.random.key(self._seed)
         self._key, drawn = mx.random.split(self._key)
-        return drawn
+        return mx.random.categorical(logprobs * (1.0 / params.temperature), key=drawn)
 
 
 def make_processors(
@@ -112,56 +97,47 @@ def make_processors(
     Presence and frequency count generated tokens, as OpenAI and vLLM do; mlx-lm's would count the last 20 tokens, the
     prompt's among them.  Repetition looks at the last `repetition_context_size` tokens, as mlx-lm does.
     """
-    processors: list[LogitsProcessor] = make_logits_processors(
+    processors: list[LogitsProcessor] = sample_utils.make_logits_processors(
         logit_bias=params.logit_bias or None,
         repetition_penalty=params.repetition_penalty if params.repetition_penalty != 1 else None,
         repetition_context_size=params.repetition_context_size,
     )
-    penalties = ((make_presence_penalty, params.presence_penalty), (make_frequency_penalty, params.frequency_penalty))
+    presence, frequency = sample_utils.make_presence_penalty, sample_utils.make_frequency_penalty
+    penalties = ((presence, params.presence_penalty), (frequency, params.frequency_penalty))
     processors += [_apply_to_generated(make(value, _ALL_TOKENS), prompt_tokens) for make, value in penalties if value]
     if params.allowed_token_ids:
-        processors.append(_AllowedTokensProcessor(params.allowed_token_ids))
+        processors.append(_forbid_others(params.allowed_token_ids))
     if ends := {*params.stop_token_ids, *(() if params.ignore_eos else eos)} if params.min_tokens else ():
-        processors.append(_MinTokensProcessor(ends, prompt_tokens + params.min_tokens))
+        processors.append(_delay_end(ends, prompt_tokens + params.min_tokens))
     return [fault.guard_processor(processor) for processor in processors]
 
 
-class _AllowedTokensProcessor:
-    """Forbids all other tokens."""
-
-    def __init__(self, allowed: Collection[int]) -> None:
-        self._allowed = list(allowed)
-        self._mask: mx.array | None = None
-
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        if self._mask is None:
-            self._mask = _make_mask(self._allowed, logits)
-        return mx.where(self._mask, logits, mx.array(-mx.inf, logits.dtype))
+def _make_mask(tokens: tuple[int, ...], vocabulary_size: int) -> mx.array:
+    """[vocabulary] mask, true for these tokens."""
+    mask = np.zeros(vocabulary_size, np.bool_)
+    mask[list(tokens)] = True
+    return mx.array(mask)
 
 
-class _MinTokensProcessor:
-    """Allows end tokens only where nothing else is allowed, until there are `length` tokens.
+def _forbid_others(allowed: Collection[int]) -> LogitsProcessor:
+    """Make a processor that forbids all other tokens."""
+    make_mask = cache(partial(_make_mask, tuple(allowed)))
+    return lambda tokens, logits: mx.where(make_mask(logits.shape[-1]), logits, mx.array(-mx.inf, logits.dtype))
+
+
+def _delay_end(end_tokens: Collection[int], length: int) -> LogitsProcessor:
+    """Make a processor that allows end tokens only where nothing else is allowed, until there are `length` tokens.
 
     Their logits become the least number rather than infinite: a grammar that is complete allows nothing but an end.
     """
+    make_mask = cache(partial(_make_mask, tuple(end_tokens)))
 
-    def __init__(self, end_tokens: Collection[int], length: int) -> None:
-        self._end_tokens, self._length = list(end_tokens), length
-        self._mask: mx.array | None = None
-
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        if tokens.shape[-1] >= self._length:
+    def process(tokens: mx.array, logits: mx.array) -> mx.array:
+        if tokens.shape[-1] >= length:
             return logits
-        if self._mask is None:
-            self._mask = _make_mask(self._end_tokens, logits)
-        return mx.where(self._mask, mx.array(mx.finfo(logits.dtype).min, logits.dtype), logits)
+        return mx.where(make_mask(logits.shape[-1]), mx.array(mx.finfo(logits.dtype).min, logits.dtype), logits)
 
-
-def _make_mask(tokens: list[int], logits: mx.array) -> mx.array:
-    """[vocabulary] mask, true for these tokens."""
-    mask = np.zeros(logits.shape[-1], np.bool_)
-    mask[tokens] = True
-    return mx.array(mask)
+    return process
 
 
 def _apply_to_generated(inner: LogitsProcessor, prompt_tokens: int) -> LogitsProcessor:

@@ -11,15 +11,10 @@ import mlx.core as mx
 from mlx_lm.generate import PromptProcessingBatch, StopSequences
 from mlx_lm.sample_utils import greedy_sampler
 
+from warmline_backend.generation import sampling
 from warmline_backend.generation.decode_batch import DecodeBatch
 from warmline_backend.generation.events import EventListener
-from warmline_backend.generation.sampling import (
-    LogprobsCapture,
-    SamplerFault,
-    make_first_logits,
-    make_processors,
-    make_sampler,
-)
+from warmline_backend.generation.sampling import LogprobsCapture, SamplerFault
 from warmline_backend.kv_cache.kv import KV
 from warmline_backend.model.model import ServedModel
 from warmline_backend.output.expected import ExpectedOutput
@@ -237,15 +232,15 @@ class Sequence:
     def record_first_logits(self, logprobs: mx.array) -> None:
         """Record the distribution of the first token: the row [vocabulary], or the one before processors changed it."""
         own, self._logprobs_capture.logprobs = self._logprobs_capture.logprobs, None
-        self.first_logits = make_first_logits(logprobs if own is None else own)
+        self.first_logits = sampling.make_first_logits(logprobs if own is None else own)
 
     def make_decode_batch(self) -> DecodeBatch:
         """Make a decode batch of this sequence alone; computes its first step."""
         self._capture_rollback_point()
         params, self._prefill_batch = self.request.params, None
-        sampler = make_sampler(params, self.sampler_fault)
+        sampler = sampling.make_sampler(params, self.sampler_fault)
         eos = self.served.tokenizer.eos_token_ids
-        processors = make_processors(params, len(self.request.prompt), self.sampler_fault, eos)
+        processors = sampling.make_processors(params, len(self.request.prompt), self.sampler_fault, eos)
         if self.request.matcher is not None:  # last: no later processor may allow a forbidden token
             processors.append(self.sampler_fault.guard_processor(self.request.matcher))
         if processors:

@@ -31,10 +31,6 @@ class StepHistogram:
         copied.sum, copied._counts = self.sum, self._counts.copy()
         return copied
 
-    @property
-    def count(self) -> int:
-        return sum(self._counts)
-
     def buckets(self) -> list[tuple[str, float]]:
         """Each bound, "+Inf" the last, with the number of values up to it."""
         names = [*(repr(float(bound)) for bound in self.bounds), "+Inf"]

@@ -257,9 +257,9 @@ class CacheLayout:
             return cls(make_cache, template, (), f"no codec for the cache class {names}")
         return cls(make_cache, template, tuple(leaves))
 
-    def leaves_of_kind(self, kind: CodecKind) -> list[tuple[int, CacheLeaf]]:
-        """Leaves of one kind with their index in flattened order."""
-        return [(n, leaf) for n, leaf in enumerate(self.leaves) if leaf.codec.kind is kind]
+    def leaves_of_kind(self, kind: CodecKind) -> list[CacheLeaf]:
+        """Leaves of one kind in flattened order."""
+        return [leaf for leaf in self.leaves if leaf.codec.kind is kind]
 
     @property
     def has_states(self) -> bool:
@@ -268,7 +268,7 @@ class CacheLayout:
     @property
     def window(self) -> int:
         """The longest window in tokens; 0 without rotating layers."""
-        return max((leaf.template.max_size for _, leaf in self.leaves_of_kind(CodecKind.WINDOW)), default=0)
+        return max((leaf.template.max_size for leaf in self.leaves_of_kind(CodecKind.WINDOW)), default=0)
 
     @property
     def quantization(self) -> str:

@@ -1,14 +1,14 @@
 """KV of one token sequence, at rest as a resident or as one row of a running batch.  Engine thread only."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx.utils import tree_reduce
 
-from warmline_backend.kv_cache.codecs import CacheLayout, CacheLeaf, CodecKind, flatten, rebuild
+from warmline_backend.kv_cache.codecs import CacheLayout, CacheLeaf, CodecKind, Fields, flatten, rebuild
 
 LAST_CHECKPOINTS_COUNT = 3  # kept besides the first (end of system and tools): where a next turn may diverge
 BUFFER_RATIO_MAX = 1.25  # buffer rows / rows of a resident in exact mode
@@ -26,8 +26,7 @@ class KV:
     """The KV of `tokens`: every leaf with rows has exactly `len(tokens)` of them.
 
     `journal` holds rows of rotating layers as they were produced, oldest first, for the next save.  `checkpoints` holds
-    the
-    state of all recurrent layers by position.
+    the state of all recurrent layers by position.
 
     In exact mode only rows computed on the grid are kept, saved or continued; `grid_end` is their end.  Later rows (the
     prompt's last partial chunk, the answer) would round differently when they are prefilled.
@@ -67,8 +66,8 @@ class KV:
     def nbytes(self) -> int:
         """Bytes held when this sequence is alone in its batch."""
         journal = sum(_nbytes(rows) for *_, rows in self.journal)
-        kept = sum(map(_nbytes, self.checkpoints.values())) + _nbytes(self.rollback_window[1])
-        return layers_nbytes(self.layers) + journal + kept
+        states = sum(map(_nbytes, self.checkpoints.values())) + _nbytes(self.rollback_window[1])
+        return layers_nbytes(self.layers) + journal + states
 
     @property
     def buffer_rows(self) -> int:
@@ -82,21 +81,16 @@ class KV:
 
     def capture_window(self) -> None:
         """Copy rows of rotating layers, produced since the last call, into the journal."""
-        windows = self.layout.leaves_of_kind(CodecKind.WINDOW)
         start, end = self.journal_until, max(self.journal_until, self.savable_length)
         self.journal_until = end
-        if windows and self.journal_enabled and start < end:
+        if self.layout.window and self.journal_enabled and start < end:
             self.journal.append((start, end, self._copy_window_rows(lambda _: start, end)))
 
     def _copy_window_rows(self, start_of: Callable[[CacheLeaf], int], end: int) -> NamedArrays:
         """Copies of rows [start, end) of rotating layers, all of which must be in memory."""
-        leaves, length = self._leaves(), self.length
-        return _detach(
-            _name_arrays(
-                (leaf.name, leaf.codec.rows(leaves[n], self.index, length, start_of(leaf), end))
-                for n, leaf in self.layout.leaves_of_kind(CodecKind.WINDOW)
-            )
-        )
+        leaves = self._leaves_of_kind(CodecKind.WINDOW)
+        fields = (leaf.codec.rows(held, self.index, self.length, start_of(leaf), end) for leaf, held in leaves)
+        return _detach(_name_arrays(leaves, fields))
 
     def capture_rollback_point(self) -> None:
         """Keep the state and windows of the present length, for a later rollback, in place of the last ones."""
@@ -107,26 +101,21 @@ class KV:
 
     def release_chunk(self) -> None:
         """Drop the intermediate arrays of the chunk just computed."""
-        leaves = self._leaves()
-        for n, leaf in self.layout.leaves_of_kind(CodecKind.STATE):
-            leaf.codec.detach_state(leaves[n])
+        for leaf, held in self._leaves_of_kind(CodecKind.STATE):
+            leaf.codec.detach_state(held)
 
-    def needs_capture(self, steps: int) -> bool:
-        """True where `steps` more tokens could push uncaptured rows out of the smallest window."""
-        window = min((leaf.template.max_size for _, leaf in self.layout.leaves_of_kind(CodecKind.WINDOW)), default=0)
-        return (
-            bool(window)
-            and self.savable_length > self.journal_until
-            and self.length + steps - self.journal_until >= window
-        )
+    @property
+    def needs_capture(self) -> bool:
+        """True where one more token could push uncaptured rows out of the smallest window."""
+        window = min((leaf.template.max_size for leaf in self.layout.leaves_of_kind(CodecKind.WINDOW)), default=0)
+        return 0 < window <= self.length + 1 - self.journal_until and self.savable_length > self.journal_until
 
     def capture_checkpoint(self) -> None:
         """Keep the state of all recurrent layers at the present length."""
-        states = self.layout.leaves_of_kind(CodecKind.STATE)
-        if states and self.length and self.length not in self.checkpoints:
-            leaves = self._leaves()
-            state = _name_arrays((leaf.name, leaf.codec.state(leaves[n], self.index)) for n, leaf in states)
-            self.checkpoints[self.length] = _detach(state)
+        if self.layout.has_states and self.length and self.length not in self.checkpoints:
+            leaves = self._leaves_of_kind(CodecKind.STATE)
+            fields = (leaf.codec.state(held, self.index) for leaf, held in leaves)
+            self.checkpoints[self.length] = _detach(_name_arrays(leaves, fields))
 
     def release_saved(self, end: int, *, states: bool = True) -> None:
         """Drop journal rows below `end`, and states up to it but for the first and the last ones."""
@@ -139,12 +128,10 @@ class KV:
 
     def slice_rows(self, start: int, end: int) -> NamedArrays:
         """Rows [start, end) of all leaves that have rows: contiguous, lazy.  Raises RowsUnavailableError."""
-        leaves = self._leaves()
-        rows: NamedArrays = {}
-        for n, leaf in self.layout.leaves_of_kind(CodecKind.ROWS):
-            fields = leaf.codec.rows(leaves[n], self.index, self.length, start, end)
-            rows |= {f"{leaf.name}.{key}": mx.contiguous(array) for key, array in fields.items()}
-        if self.layout.leaves_of_kind(CodecKind.WINDOW):
+        leaves = self._leaves_of_kind(CodecKind.ROWS)
+        fields = (leaf.codec.rows(held, self.index, self.length, start, end) for leaf, held in leaves)
+        rows = {name: mx.contiguous(array) for name, array in _name_arrays(leaves, fields).items()}
+        if self.layout.window:
             self.capture_window()
             rows |= self._slice_journal(start, end)
         return rows
@@ -191,20 +178,16 @@ class KV:
 
     def _is_window_complete(self) -> bool:
         """True where every row of every rotating layer is still in its window."""
-        leaves = self._leaves()
-        windows = self.layout.leaves_of_kind(CodecKind.WINDOW)
         return all(
-            leaf.codec.count_rows_in_memory(leaves[n], self.length) >= self.length
-            and self.length <= leaf.template.max_size
-            for n, leaf in windows
+            leaf.codec.count_rows_in_memory(held, self.length) >= self.length and self.length <= leaf.template.max_size
+            for leaf, held in self._leaves_of_kind(CodecKind.WINDOW)
         )
 
     def fork(self, position: int, *, detached: bool = False) -> "KV":
         """Make a KV of the first `position` tokens; this one stays as it is.  Only where `can_continue_at(position)`.
 
         It shares memory with this one until either is written to; `detached`, it is a copy from the start, as needed
-        where this
-        one is written to all the time.
+        where this one is written to all the time.
         """
         leaves = (
             self._build_leaf_at(leaf, held, position, detached)
@@ -227,9 +210,10 @@ class KV:
         if self.buffer_rows <= BUFFER_RATIO_MAX * self.length:
             return
         leaves = self._leaves()
-        for n, leaf in self.layout.leaves_of_kind(CodecKind.ROWS):
-            fields = leaf.codec.rows(leaves[n], self.index, self.length, 0, self.length)
-            leaves[n] = leaf.codec.build(_detach(fields), self.length, leaf.template)
+        for n, leaf in enumerate(self.layout.leaves):
+            if leaf.codec.kind is CodecKind.ROWS:
+                fields = leaf.codec.rows(leaves[n], self.index, self.length, 0, self.length)
+                leaves[n] = leaf.codec.build(_detach(fields), self.length, leaf.template)
         self.layers, self.index = rebuild(self.layout.template, iter(leaves)), 0
 
     def _roll_back(self, position: int) -> None:
@@ -264,9 +248,15 @@ class KV:
     def _leaves(self) -> list[Any]:
         return [leaf for _, leaf in flatten(self.layers)]
 
+    def _leaves_of_kind(self, kind: CodecKind) -> list[tuple[CacheLeaf, Any]]:
+        """Leaves of one kind, each with its cache."""
+        pairs = zip(self.layout.leaves, self._leaves(), strict=False)  # no leaves where the layout has a problem
+        return [(leaf, held) for leaf, held in pairs if leaf.codec.kind is kind]
 
-def _name_arrays(leaves: Any) -> NamedArrays:
-    return {f"{name}.{key}": array for name, fields in leaves for key, array in fields.items()}
+
+def _name_arrays(leaves: list[tuple[CacheLeaf, Any]], fields: Iterable[Fields]) -> NamedArrays:
+    pairs = zip(leaves, fields, strict=True)
+    return {f"{leaf.name}.{key}": array for (leaf, _), named in pairs for key, array in named.items()}
 
 
 def select_fields(entries: Mapping[str, T], leaf: str) -> dict[str, T]:

@@ -1,4 +1,4 @@
-"""Residents: KV kept_ids in memory for its conversation's next turn.  Engine thread."""
+"""Residents: KV kept in memory for its conversation's next turn.  Engine thread."""
 
 import secrets
 import time
@@ -102,10 +102,10 @@ class Residents:
     def take(
         self, resident_id: str, prompt: list[int], reuse_tokens: int, copy_resident: bool, root: bytes = b""
     ) -> KV:
-        """Return a KV of exactly `prompt[:reuse_tokens]` for a new owner.  Raises ResidentNotFoundError,
-        ResidentMismatchError.
+        """Return a KV of exactly `prompt[:reuse_tokens]` for a new owner.
 
-        The resident itself is moved and truncated; with `copy_resident` it is copied and stays.
+        The resident itself is moved and truncated; with `copy_resident` it is copied and stays.  Raises
+        ResidentNotFoundError, ResidentMismatchError.
         """
         entry = self._entries.get(resident_id)
         if entry is None:
@@ -114,13 +114,11 @@ class Residents:
         if entry.root != root:
             raise ResidentMismatchError(f"resident {resident_id} is of another model or tenant")
         if not 0 < reuse_tokens < len(prompt) or not kv.can_continue_at(reuse_tokens):
-            raise ResidentMismatchError(
-                f"resident {resident_id} of {kv.length} tokens can't be continued at {reuse_tokens}"
-            )
+            problem = f"resident {resident_id} of {kv.length} tokens can't be continued at {reuse_tokens}"
+            raise ResidentMismatchError(problem)
         if kv.tokens[:reuse_tokens] != prompt[:reuse_tokens]:
-            raise ResidentMismatchError(
-                f"resident {resident_id} holds other tokens than the prompt's first {reuse_tokens}"
-            )
+            problem = f"resident {resident_id} holds other tokens than the prompt's first {reuse_tokens}"
+            raise ResidentMismatchError(problem)
         entry.leased_until, entry.last_used, self._listing = 0.0, time.time(), None
         if copy_resident:
             self._entries[resident_id] = self._entries.pop(resident_id)
@@ -156,13 +154,20 @@ class Residents:
         return any(entry.is_leased for entry in self._entries.values())
 
     def make_room(self, bytes_needed: int, *, except_id: str = "") -> bool:
-        """Evict unleased residents except `except_id` until at most `budget - bytes_needed` is held; False, with none
-        evicted,
-        where that is impossible.
+        """Evict unleased residents except `except_id` until at most `budget - bytes_needed` is held.
+
+        False, with none evicted, where that is impossible.
         """
         if not self.can_make_room(bytes_needed, except_id=except_id):
             return False
-        self._evict_until(self.budget_bytes - bytes_needed, except_id)
+        held, target = self.bytes_held, self.budget_bytes - bytes_needed
+        if held > target:
+            ranks, entries = self._rank, self._entries
+            evictable = self._list_evictable(except_id)
+            for each in sorted(evictable, key=lambda each: (ranks.get(each, len(ranks)), entries[each].last_used)):
+                if held <= target:
+                    break
+                held -= self._evict(each)
         return True
 
     def can_make_room(self, bytes_needed: int, *, except_id: str = "", only_ranked: bool = False) -> bool:
@@ -179,24 +184,11 @@ class Residents:
     def _list_evictable(self, except_id: str = "") -> list[str]:
         return [each for each, entry in self._entries.items() if not (entry.is_leased or each == except_id)]
 
-    def _evict_until(self, target: int, except_id: str) -> None:
-        held = self.bytes_held
-        for resident_id in self._sort_evictable(except_id) if held > target else ():
-            if held <= target:
-                break
-            held -= self._evict(resident_id)
-
     def _evict(self, resident_id: str) -> int:
         """Evict a resident; returns the bytes that it held."""
         self.generation += 1
         self._listing = None
         return self._entries.pop(resident_id).bytes_held
-
-    def _sort_evictable(self, except_id: str) -> list[str]:
-        return sorted(
-            self._list_evictable(except_id),
-            key=lambda each: (self._rank.get(each, len(self._rank)), self._entries[each].last_used),
-        )
 
     def list_residents(self) -> list[Resident]:
         """All residents with their tokens; a shared list, rebuilt only after changes, not to be modified."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import mlx.core as mx
 
@@ -19,22 +19,8 @@ from warmline_backend.kv_cache.codecs import CacheLayout, CodecKind, round_up_to
 from warmline_backend.kv_cache.kv import KV, NamedArrays, select_fields
 from warmline_common.protocol.messages import CheckpointRef, SavedFile, SegmentRef
 from warmline_common.protocol.tokens import TOKEN_BYTES, count_common_tokens, prefix_digests, unpack_tokens
-from warmline_common.storage import disk
-from warmline_common.storage.segment_file import (
-    CHECKSUMS_TENSOR,
-    TOKENS_TENSOR,
-    FileMeta,
-    SegmentFileError,
-    SegmentHeader,
-    TensorInfo,
-    encode_header,
-    file_checksum,
-    header_checksum,
-    read_header,
-    tensor_checksum,
-)
-
-T = TypeVar("T")
+from warmline_common.storage import disk, segment_file
+from warmline_common.storage.segment_file import FileMeta, SegmentFileError, SegmentHeader
 
 # Python's buffer protocol has no bfloat16, so bytes are always reached through an unsigned type of the same width.
 UNSIGNED_DTYPES = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
@@ -84,15 +70,18 @@ def _view_bytes(array: mx.array) -> memoryview:
 def write_segment_file(path: Path, meta: FileMeta, tensors: dict[str, RawTensor], tokens: bytes = b"") -> SavedFile:
     """Write, fsync and rename one file; durable on return.  Raises OSError, and leaves no file then."""
     if meta.kind == "segment":
-        tensors = {**tensors, TOKENS_TENSOR: RawTensor("U32", (len(tokens) // TOKEN_BYTES,), memoryview(tokens))}
+        tensors = {
+            **tensors,
+            segment_file.TOKENS_TENSOR: RawTensor("U32", (len(tokens) // TOKEN_BYTES,), memoryview(tokens)),
+        }
     names = sorted(tensors)
-    checksums = [tensor_checksum(name, *meta.span, [tensors[name].data]) for name in names]
+    checksums = [segment_file.tensor_checksum(name, *meta.span, [tensors[name].data]) for name in names]
     shapes: dict[str, tuple[str, Sequence[int]]] = {name: (tensors[name].dtype, tensors[name].shape) for name in names}
-    checksums.append(header_checksum(meta, shapes))
+    checksums.append(segment_file.header_checksum(meta, shapes))
     packed = b"".join(value.to_bytes(8, "little") for value in checksums)
-    head = encode_header(meta, shapes | {CHECKSUMS_TENSOR: ("U64", (len(checksums),))})
+    head = segment_file.encode_header(meta, shapes | {segment_file.CHECKSUMS_TENSOR: ("U64", (len(checksums),))})
     written = disk.write_durable(path, [head, *(tensors[name].data for name in names), packed])
-    return SavedFile(id=meta.id, bytes_written=written, checksum=file_checksum(checksums))
+    return SavedFile(id=meta.id, bytes_written=written, checksum=segment_file.file_checksum(checksums))
 
 
 def delete_drafts(folder: Path) -> int:
@@ -130,35 +119,26 @@ def _translate_file_errors(file_id: str, good_prefix: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _ByteBuffer:
-    """An array that a reader fills through its bytes.  Made and read on the engine thread, filled on any."""
+    """An array that a reader fills through its bytes.  Made and read on the engine thread, filled on any.
+
+    Rows have the shape (1, heads, buffer rows, width) and begin with the position `first`.
+    """
 
     dtype: str
     shape: tuple[int, ...]
+    first: int
     array: mx.array  # of the unsigned type of the same width
     data: memoryview
 
     @classmethod
-    def allocate(cls, dtype: str, shape: tuple[int, ...]) -> "_ByteBuffer":
+    def allocate(cls, dtype: str, shape: tuple[int, ...], first: int = 0) -> "_ByteBuffer":
         array = mx.zeros(shape, UNSIGNED_DTYPES[DTYPES[dtype].size])
         mx.eval(array)
-        return cls(dtype, shape, array, _view_bytes(array))
-
-    def view_typed(self) -> mx.array:
-        """The array under its own type; shares the memory."""
-        return self.array.view(DTYPES[self.dtype])
+        return cls(dtype, shape, first, array, _view_bytes(array))
 
 
-@dataclass(frozen=True)
-class _RowTarget:
-    """Destination of one tensor's rows: positions [first, position) of every head."""
-
-    buffer: _ByteBuffer  # (1, heads, buffer rows, width)
-    first: int
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row of one head."""
-        return self.buffer.shape[3] * self.buffer.array.dtype.size
+_Buffers = dict[str, _ByteBuffer]  # by the tensor's name
+EngineRunner = Callable[[Callable[[], _Buffers]], _Buffers]  # runs its argument on the engine thread, and waits
 
 
 @dataclass
@@ -168,13 +148,14 @@ class LoadedChain:
     position: int
     tokens: bytes
     bytes_read: int = 0
-    rows: dict[str, _RowTarget] = field(default_factory=dict)
-    state: dict[str, _ByteBuffer] = field(default_factory=dict)
+    rows: _Buffers = field(default_factory=dict)
+    state: _Buffers = field(default_factory=dict)
 
     def build(self, layout: CacheLayout) -> KV:
         """Make a KV of the loaded buffers.  Engine thread."""
-        state = {name: buffer.view_typed() for name, buffer in self.state.items()}
-        arrays = state | {name: target.buffer.view_typed() for name, target in self.rows.items()}
+        buffers = self.rows | self.state
+        arrays = {name: buffer.array.view(DTYPES[buffer.dtype]) for name, buffer in buffers.items()}
+        state = {name: arrays[name] for name in self.state}
         built = (
             leaf.codec.build(select_fields(arrays, leaf.name), self.position, leaf.template) for leaf in layout.leaves
         )
@@ -185,18 +166,9 @@ class LoadedChain:
         return kv
 
 
-class EngineRunner(Protocol):
-    """Runs `work` on the engine thread and waits for its result."""
-
-    def __call__(self, work: Callable[[], T]) -> T: ...
-
-
 @dataclass(frozen=True)
 class ChainLoader:
-    """Reads chains of one model.  `segment_file` maps an id to its path; `reader_pool` reads segments side by side.
-
-    `run_on_engine` makes arrays on the engine thread, the only one where that is possible.
-    """
+    """Reads chains of one model.  `segment_file` maps an id to its path; `reader_pool` reads segments side by side."""
 
     layout: CacheLayout
     row_names: frozenset[str]  # every tensor that a segment of this model has
@@ -213,22 +185,19 @@ class ChainLoader:
         is_cancelled: Callable[[], bool],
         root: bytes = b"",
     ) -> LoadedChain:
-        """Read and verify the rows and state of `tokens`.  Raises DamagedFileError, OperationCancelledError,
-        BadChainError.
+        """Read and verify the rows and state of `tokens`; files saved under another `root` are foreign.
 
-        Files saved under another `root` are foreign.
+        Raises DamagedFileError, OperationCancelledError, BadChainError.
         """
         loaded = LoadedChain(len(tokens) // TOKEN_BYTES, tokens)
         _check_chain(chain, checkpoint, loaded.position, self.layout)
-        prefixes = prefix_digests(root, tokens, [*(segment_ref.start for segment_ref in chain), loaded.position])
-        headers = [self._read_segment_header(segment_ref) for segment_ref in chain]
+        prefixes = prefix_digests(root, tokens, [*(ref.start for ref in chain), loaded.position])
+        headers = [self._read_segment_header(ref) for ref in chain]
         if headers:
-            loaded.rows = self.run_on_engine(lambda: self._allocate_targets(loaded.position, headers[0]))
+            loaded.rows = self.run_on_engine(lambda: self._allocate_rows(loaded.position, headers[0]))
         jobs = [
-            self.reader_pool.submit(
-                self._read_segment, segment_ref, header, prefixes[segment_ref.start], loaded, is_cancelled
-            )
-            for segment_ref, header in zip(chain, headers, strict=True)
+            self.reader_pool.submit(self._read_segment, ref, header, prefixes[ref.start], loaded, is_cancelled)
+            for ref, header in zip(chain, headers, strict=True)
         ]
         try:
             for job in jobs:  # in order, so that the first damage found is the shallowest
@@ -243,23 +212,23 @@ class ChainLoader:
             self._read_state(checkpoint, prefixes[loaded.position], loaded)
         return loaded
 
-    def _read_segment_header(self, segment_ref: SegmentRef) -> SegmentHeader:
+    def _read_segment_header(self, ref: SegmentRef) -> SegmentHeader:
         """Read the header of a segment, and check that it is of this model and position."""
-        with _translate_file_errors(segment_ref.id, segment_ref.start):
-            header = read_header(self.segment_file(segment_ref.id))
+        with _translate_file_errors(ref.id, ref.start):
+            header = segment_file.read_header(self.segment_file(ref.id))
             meta = header.meta
             if meta.fingerprint != self.fingerprint:
                 raise SegmentFileError("foreign", f"made by another model ({meta.fingerprint[:12]})")
             if header.select_kv_tensors().keys() != self.row_names:
                 raise SegmentFileError("foreign", "its tensors are not this model's")
-            expected = ("segment", segment_ref.id, segment_ref.start, segment_ref.end)
+            expected = ("segment", ref.id, ref.start, ref.end)
             if (meta.kind, meta.id, meta.start, meta.end) != expected:
                 raise SegmentFileError("foreign", f"{meta.kind} {meta.id} of [{meta.start}, {meta.end})")
         return header
 
-    def _allocate_targets(self, position: int, header: SegmentHeader) -> dict[str, _RowTarget]:
+    def _allocate_rows(self, position: int, header: SegmentHeader) -> _Buffers:
         """Allocate buffers for the rows [0, position), or those in a window, of each tensor.  Engine thread."""
-        targets = {}
+        buffers = {}
         for leaf in self.layout.leaves:
             if leaf.codec.kind is CodecKind.STATE:
                 continue
@@ -269,56 +238,55 @@ class ChainLoader:
                 rows = position - first
             for name, info in select_fields(header.tensors, leaf.name).items():
                 one, heads, _, width = info.shape
-                buffer = _ByteBuffer.allocate(info.dtype, (one, heads, rows, width))
-                targets[f"{leaf.name}.{name}"] = _RowTarget(buffer, first)
-        return targets
+                shape = one, heads, rows, width
+                buffers[f"{leaf.name}.{name}"] = _ByteBuffer.allocate(info.dtype, shape, first)
+        return buffers
 
     def _read_segment(
         self,
-        segment_ref: SegmentRef,
+        ref: SegmentRef,
         header: SegmentHeader,
         prefix: str,
-        loaded_chain: LoadedChain,
+        loaded: LoadedChain,
         is_cancelled: Callable[[], bool],
     ) -> int:
-        with _translate_file_errors(segment_ref.id, segment_ref.start):
+        with _translate_file_errors(ref.id, ref.start):
             _check_prefix(header.meta, prefix)
-            with disk.open_to_read(self.segment_file(segment_ref.id)) as file:
+            with disk.open_to_read(self.segment_file(ref.id)) as file:
                 reader = _TensorReader(file, header)
-                self._check_tokens(segment_ref, reader, loaded_chain)
-                for name, target in loaded_chain.rows.items():
+                self._check_tokens(ref, reader, loaded)
+                for name, buffer in loaded.rows.items():
                     if is_cancelled():
                         raise OperationCancelledError
-                    if segment_ref.upto > target.first:
-                        reader.read_rows(name, target, segment_ref.upto)
+                    if ref.upto > buffer.first:
+                        reader.read_rows(name, buffer, ref.upto)
                 return reader.bytes_read
 
-    def _check_tokens(self, segment_ref: SegmentRef, reader: "_TensorReader", loaded_chain: LoadedChain) -> None:
+    def _check_tokens(self, ref: SegmentRef, reader: "_TensorReader", loaded: LoadedChain) -> None:
         """Compare the file's tokens with the prompt's: equality decides, not the hash."""
-        wanted = loaded_chain.tokens[segment_ref.start * TOKEN_BYTES : segment_ref.upto * TOKEN_BYTES]
-        stored = reader.read_tensor(TOKENS_TENSOR)
-        equal = count_common_tokens(stored, wanted)
-        if equal < segment_ref.upto - segment_ref.start:
-            raise SegmentFileError("tokens", f"differs at token {segment_ref.start + equal}")
+        prompt = loaded.tokens[ref.start * TOKEN_BYTES : ref.upto * TOKEN_BYTES]
+        equal = count_common_tokens(reader.read_tensor(segment_file.TOKENS_TENSOR), prompt)
+        if equal < ref.upto - ref.start:
+            raise SegmentFileError("tokens", f"differs at token {ref.start + equal}")
 
-    def _read_state(self, checkpoint: CheckpointRef, prefix: str, loaded_chain: LoadedChain) -> None:
-        with _translate_file_errors(checkpoint.id, loaded_chain.position):
+    def _read_state(self, checkpoint: CheckpointRef, prefix: str, loaded: LoadedChain) -> None:
+        with _translate_file_errors(checkpoint.id, loaded.position):
             path = self.segment_file(checkpoint.id)
-            header = read_header(path)
+            header = segment_file.read_header(path)
             meta = header.meta
-            expected = ("checkpoint", checkpoint.id, loaded_chain.position, self.fingerprint)
+            expected = ("checkpoint", checkpoint.id, loaded.position, self.fingerprint)
             if (meta.kind, meta.id, meta.position, meta.fingerprint) != expected:
                 raise SegmentFileError("foreign", f"{meta.kind} {meta.id} at {meta.position}")
             _check_prefix(meta, prefix)
             tensors = header.select_kv_tensors().items()
-            loaded_chain.state = self.run_on_engine(
+            loaded.state = self.run_on_engine(
                 lambda: {name: _ByteBuffer.allocate(info.dtype, info.shape) for name, info in tensors}
             )
             with disk.open_to_read(path) as file:
                 reader = _TensorReader(file, header)
-                for name, buffer in loaded_chain.state.items():
+                for name, buffer in loaded.state.items():
                     reader.read_into(name, buffer.data)
-                loaded_chain.bytes_read += reader.bytes_read
+                loaded.bytes_read += reader.bytes_read
 
 
 def _check_prefix(meta: FileMeta, prefix: str) -> None:
@@ -344,13 +312,9 @@ class _TensorReader:
     """Reader of one open file; verifies each tensor's checksum.  Raises SegmentFileError, OSError."""
 
     def __init__(self, file: FileIO, header: SegmentHeader) -> None:
-        self._file = file
-        self._header = header
-        self.bytes_read = 0
-        info = header.tensors[CHECKSUMS_TENSOR]
-        packed = bytearray(info.bytes_count)
-        self._fill(memoryview(packed), info.offset)
-        checksums = [int.from_bytes(packed[at : at + 8], "little") for at in range(0, len(packed), 8)]
+        self._file, self._header = file, header
+        self.bytes_read = header.tensors[segment_file.CHECKSUMS_TENSOR].bytes_count
+        checksums = segment_file.read_checksums_from(file, header)
         header.verify(checksums)
         self._expected_checksums = dict(zip(header.list_checksummed_names(), checksums[:-1], strict=True))
 
@@ -363,29 +327,25 @@ class _TensorReader:
         self._fill(data, self._header.tensors[name].offset)
         self._verify_checksum(name, [data])
 
-    def read_rows(self, name: str, target: _RowTarget, upto: int) -> None:
-        """Read rows [max(start, target.first), upto) of every head into info.
-
-        Other rows of the tensor are read for its checksum only.
-        """
+    def read_rows(self, name: str, buffer: _ByteBuffer, upto: int) -> None:
+        """Read rows [max(start, buffer.first), upto) of every head into the buffer, others for the checksum only."""
         info, meta = self._header.tensors.get(name), self._header.meta
-        buffer = target.buffer
         if info is None or info.dtype != buffer.dtype or info.shape[1::2] != buffer.shape[1::2]:
             raise SegmentFileError("foreign", f"{name} is {info and (info.dtype, info.shape)}")
         if info.shape[2] != meta.end - meta.start:
             raise SegmentFileError("rows", f"{name} has {info.shape[2]} rows for [{meta.start}, {meta.end})")
-        self._verify_checksum(name, self._read_strips(info, target, upto))
+        self._verify_checksum(name, self._read_strips(info, buffer, upto))
 
-    def _read_strips(self, info: TensorInfo, target: _RowTarget, upto: int) -> Iterator[memoryview]:
-        """Yield each head's rows: those before, the needed ones in their info, those behind them."""
+    def _read_strips(self, info: segment_file.TensorInfo, buffer: _ByteBuffer, upto: int) -> Iterator[memoryview]:
+        """Yield each head's rows: those before, the needed ones in their buffer, those behind them."""
         start, end = self._header.meta.start, self._header.meta.end
-        row, buffer_rows = target.row_bytes, target.buffer.shape[2]
-        first = max(start, target.first)
-        before, after = memoryview(bytearray((first - start) * row)), memoryview(bytearray((end - upto) * row))
+        row_bytes, buffer_rows = buffer.shape[3] * buffer.array.dtype.size, buffer.shape[2]
+        first = max(start, buffer.first)
+        before, after = (memoryview(bytearray(rows * row_bytes)) for rows in (first - start, end - upto))
         offset = info.offset
         for head in range(info.shape[1]):
-            into = (head * buffer_rows + first - target.first) * row
-            for strip in (before, target.buffer.data[into : into + (upto - first) * row], after):
+            into = (head * buffer_rows + first - buffer.first) * row_bytes
+            for strip in (before, buffer.data[into : into + (upto - first) * row_bytes], after):
                 self._fill(strip, offset)
                 offset += strip.nbytes
                 yield strip
@@ -401,5 +361,5 @@ class _TensorReader:
         self.bytes_read += done
 
     def _verify_checksum(self, name: str, pieces: Iterable[memoryview]) -> None:
-        if tensor_checksum(name, *self._header.meta.span, pieces) != self._expected_checksums[name]:
+        if segment_file.tensor_checksum(name, *self._header.meta.span, pieces) != self._expected_checksums[name]:
             raise SegmentFileError("checksum", f"{name} of {self._header.meta.kind} {self._header.meta.id}")

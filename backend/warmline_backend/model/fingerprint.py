@@ -28,7 +28,6 @@ from warmline_backend.model.numerics import describe_numerics
 from warmline_common.protocol.messages import SEGMENT_FORMAT
 from warmline_common.storage import disk
 
-PIECE_BYTES = 16 << 20
 READERS_MAX = 8
 DIGESTS_MAX = 4096  # remembered; the oldest are forgotten first
 _OWN_PACKAGE = "warmline_backend.model.architectures."
@@ -50,15 +49,17 @@ def compute_fingerprint(
     `dtype` is the KV's, `shards` the number of ranks that share the model.  With a `grid` (exact mode) everything that
     decides rounding is included, so that such KV and any other never meet.
     """
-    digests = _DigestCache(home_models_dir / "digests.json")
+    cache = _DigestCache(home_models_dir / "digests.json")
     weights = sorted(model_path.glob("model*.safetensors"))
     if not weights:
         raise FileNotFoundError(f"no model*.safetensors in {model_path}: its weights are missing, download it again")
-    adapter = _list_adapter_files(adapter_path)
-    known = digests.compute_all([*weights, *adapter])
+    adapter: list[Path] = []  # files that mlx-lm reads
+    if adapter_path is not None:
+        adapter = [adapter_path / "adapter_config.json", *sorted(adapter_path.glob("*.safetensors"))]
+    digests = cache.compute_all([*weights, *adapter])
     identity: dict[str, object] = {
-        "weights": [[path.name, known[path]] for path in weights],
-        "adapter": [[path.name, known[path]] for path in adapter],
+        "weights": [[path.name, digests[path]] for path in weights],
+        "adapter": [[path.name, digests[path]] for path in adapter],
         "config": json.loads((model_path / "config.json").read_text()),
         "code": _hash_sources(model_path),
         "kv": [kv_bits, kv_group_size] if kv_bits else None,
@@ -69,13 +70,6 @@ def compute_fingerprint(
     if grid:
         identity["exact"] = {"grid": grid, **describe_numerics()}
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-
-
-def _list_adapter_files(adapter_path: Path | None) -> list[Path]:
-    """List the files of an adapter that mlx-lm reads."""
-    if adapter_path is None:
-        return []
-    return [adapter_path / "adapter_config.json", *sorted(adapter_path.glob("*.safetensors"))]
 
 
 def _hash_sources(model_path: Path) -> list[list[str]]:
@@ -140,9 +134,9 @@ class _DigestCache:
     def _compute(self, path: Path) -> str:
         with path.open("rb", buffering=0) as file:
             key = _make_file_key(file)
-            if known := self._digests.get(key):
-                return known
-            digest = _sha256(file)
+            if stored := self._digests.get(key):
+                return stored
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
             if _make_file_key(file) != key:
                 raise OSError(f"{path} changed while it was read")
         self._save(key, digest)
@@ -159,23 +153,18 @@ class _DigestCache:
 
     def _load(self) -> dict[str, str]:
         try:
-            known = json.loads(self._path.read_text())
+            digests = json.loads(self._path.read_text())
         except (OSError, ValueError, RecursionError):
             return {}
-        valid = isinstance(known, dict) and all(isinstance(v, str) and len(v) == 64 for v in known.values())
-        return known if valid else {}
+        valid = isinstance(digests, dict) and all(isinstance(v, str) and len(v) == 64 for v in digests.values())
+        return digests if valid else {}
 
 
 def _make_file_key(file: FileIO) -> str:
-    """Key of a file's content.  Without the device, whose number may change with a restart; with the change time, since
-    the modification time can be set: another model may be copied over this one with its dates.
+    """Key of a file's content.
+
+    Without the device, whose number may change with a restart; with the change time, since the modification time can
+    be set: another model may be copied over this one with its dates.
     """
     status = os.fstat(file.fileno())
     return f"{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
-
-
-def _sha256(file: FileIO) -> str:
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES))
-    while count := file.readinto(buffer):
-        digest.update(buffer[:count])
-    return digest.hexdigest()

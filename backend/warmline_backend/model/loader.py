@@ -99,8 +99,8 @@ def _format_layers(numbers: list[int]) -> str:
 
 def find_model_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
     """Classes of a model and of its arguments.  Raises ValueError for an unknown architecture."""
-    if ours := ARCHITECTURES.get(config["model_type"]):
-        return ours.Model, ours.ModelArgs
+    if architecture := ARCHITECTURES.get(config["model_type"]):
+        return architecture.Model, architecture.ModelArgs
     try:
         classes: tuple[type[nn.Module], type] = _get_classes(config)
     except AttributeError:  # a module of mlx-lm that is no architecture

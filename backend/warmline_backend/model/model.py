@@ -229,7 +229,7 @@ def measure_kv(layout: CacheLayout, layers: list[Any]) -> KvSizes:
         state_bytes=sum(array.nbytes for array in states.values()),
         window_bytes=sum(
             sum(array.nbytes for array in select_fields(rows, leaf.name).values()) // length * leaf.template.max_size
-            for _, leaf in layout.leaves_of_kind(CodecKind.WINDOW)
+            for leaf in layout.leaves_of_kind(CodecKind.WINDOW)
         ),
         dtype=",".join(sorted(dtypes)),
     )

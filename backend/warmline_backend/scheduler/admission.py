@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator
 
-from warmline_backend.generation.sequence import GenerationRequest, Sequence
+from warmline_backend.generation.sequence import Sequence
 from warmline_backend.kv_cache.codecs import BUFFER_STEP_TOKENS
 from warmline_backend.kv_cache.residents import Residents
 from warmline_backend.model.model import ServedModel
-from warmline_backend.scheduler.capacity import KvTooLargeError, check_capacity, sequence_tokens_max
+from warmline_backend.scheduler.capacity import KvTooLargeError
 from warmline_backend.scheduler.finish import LEADERLESS, Finisher
 from warmline_backend.scheduler.queues import Queues
 
@@ -17,27 +17,16 @@ class SequenceAdmission:
     """Admits requests and restores while residents and running requests stay within the memory budget.
 
     The budget is for KV.  A chunk's own scores and activations come on top, are freed with the chunk, and are left free
-    by
-    the default budget.
+    by the default budget.
     """
 
     def __init__(
         self, served: ServedModel, queues: Queues, residents: Residents, finisher: Finisher, running_count_max: int
     ) -> None:
         self._served, self._queues, self._residents, self._finisher = served, queues, residents, finisher
-        self._running_count_max = running_count_max
-        self._budget_bytes = residents.budget_bytes
+        self._running_count_max, self._budget_bytes = running_count_max, residents.budget_bytes
 
     # ---- requests
-
-    def check_size(self, request: GenerationRequest) -> None:
-        """Raise KvTooLargeError for a request that can never fit."""
-        check_capacity(self._served, len(request.prompt), request.params.max_tokens, self._budget_bytes)
-
-    @property
-    def tokens_max(self) -> int:
-        """Longest sequence, in tokens, that fits the budget alone."""
-        return sequence_tokens_max(self._served, self._budget_bytes)
 
     def admit(self) -> Iterator[Sequence]:
         """Yield each sequence that may start now; the caller starts it before asking for the next."""
@@ -74,7 +63,7 @@ class SequenceAdmission:
     def _list_candidates(self) -> list[Sequence]:
         """Sequences that could start if there was room; while a restore waits for memory, only those that hold some."""
         waiting = [sequence for sequence in self._queues.waiting if not sequence.request.background]
-        if self._queues.reservations.has_pending:
+        if self._queues.reservations.pending:
             return [sequence for sequence in waiting if sequence.kv.length]
         if not (waiting or self._queues.running):
             return self._queues.waiting[:1]
@@ -83,10 +72,10 @@ class SequenceAdmission:
     def _find_admissible(self, candidates: list[Sequence]) -> Sequence | None:
         """Return the first candidate if it fits; with nothing running, the first that fits."""
         reservations, running = self._queues.reservations, self._queues.running
-        for sequence in candidates[:1] if running and not reservations.has_pending else candidates:
+        for sequence in candidates[:1] if running and not reservations.pending else candidates:
             if self._make_room(self._queues.bytes_to_copy + self._queues.bytes_to_admit(sequence)):
                 return sequence
-        if running or reservations.has_granted or self._residents.has_leased:
+        if running or reservations.granted or self._residents.has_leased:
             return None
         self._residents.evict_unleased()
         return candidates[0]
@@ -94,12 +83,15 @@ class SequenceAdmission:
     # ---- restores
 
     def reserve(self, request_id: str, bytes_needed: int, on_granted: Callable[[], None]) -> None:
-        """Set memory aside for a restore; `on_granted` is called on this thread then.  Raises KvTooLargeError."""
+        """Set memory aside for a restore; once it is, `on_granted` is called on this thread, unless it was released.
+
+        Raises KvTooLargeError.
+        """
         if bytes_needed > self._budget_bytes:
             raise KvTooLargeError(f"restoring takes {bytes_needed / 1e6:.1f} MB, more than the memory budget")
         # Measured with all families: a restore peaks at 1.00 of the KV in buffers of whole BUFFER_STEP_TOKENS.
         with_room = bytes_needed + (BUFFER_STEP_TOKENS - 1) * self._served.row_bytes
-        self._queues.reservations.add(request_id, min(with_room, self._budget_bytes), on_granted)
+        self._queues.reservations.pending[request_id] = min(with_room, self._budget_bytes), on_granted
         self.grant_reservations()
 
     def release(self, request_id: str) -> None:
@@ -116,14 +108,14 @@ class SequenceAdmission:
     def _can_free_memory(self) -> bool:
         """True where memory will be freed without an eviction: by an end, a save or a takeover."""
         holding = self._queues.running or any(sequence.kv.length for sequence in self._queues.waiting)
-        return bool(holding or self._queues.reservations.has_granted or self._residents.has_leased)
+        return bool(holding or self._queues.reservations.granted or self._residents.has_leased)
 
     # ---- making room
 
     def _make_room(self, bytes_needed: int) -> bool:
-        """End background requests, then evict residents, then end unattended prefills; False, with nothing ended, where
-        all that
-        would not be enough.
+        """End background requests, then evict residents, then end unattended prefills.
+
+        False, with nothing ended, where all that would not be enough.
         """
         queues, residents = self._queues, self._residents
         if not residents.can_make_room(queues.bytes_held - queues.bytes_expendable + bytes_needed):

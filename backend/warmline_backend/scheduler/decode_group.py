@@ -5,7 +5,6 @@ turns.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.core as mx
 
@@ -44,7 +43,7 @@ class DecodeGroup:
     def step(self) -> list[tuple[Sequence, int, mx.array]]:
         """Sample one token for each sequence: (sequence, token id, log-probabilities [vocabulary])."""
         for sequence in self.sequences:
-            if sequence.kv.needs_capture(1):
+            if sequence.kv.needs_capture:
                 sequence.kv.capture_window()
         responses = self.batch.next()
         return [
@@ -56,11 +55,14 @@ class DecodeGroup:
         """Take one sequence out; its KV owns its layers afterwards."""
         row = self.sequences.index(sequence)
         sequence.kv.capture_window()
-        if len(self.sequences) == 1:
-            sequence.kv.layers = list(self.batch.prompt_cache)  # moved: `filter` clears only the batch's own list
-        else:
-            sequence.kv.layers = self._extract_layers(sequence, row)
-        sequence.kv.index = 0
+        layers = list(self.batch.prompt_cache)  # moved: `filter` clears only the batch's own list
+        if len(self.sequences) > 1:
+            layout = sequence.kv.layout
+            batched = (leaf for _, leaf in flatten(layers))
+            alone = (leaf.codec.extract_sequence(held, row) for leaf, held in zip(layout.leaves, batched, strict=True))
+            layers = rebuild(layout.template, alone)
+            mx.eval([layer.state for layer in layers])
+        sequence.kv.index, sequence.kv.layers = 0, layers
         self.batch.filter([n for n in range(len(self.batch.uids)) if n != row])
         del self.sequences[row]  # last: if `filter` fails, `sequences` still matches the batch's rows
         self._attach_sequences()
@@ -70,14 +72,6 @@ class DecodeGroup:
         sequences, self.sequences = self.sequences, []
         self.batch.prompt_cache.clear()
         return sequences
-
-    def _extract_layers(self, sequence: Sequence, row: int) -> list[Any]:
-        layout = sequence.kv.layout
-        batched = (leaf for _, leaf in flatten(self.batch.prompt_cache))
-        alone = (leaf.codec.extract_sequence(cache, row) for leaf, cache in zip(layout.leaves, batched, strict=True))
-        layers = rebuild(layout.template, alone)
-        mx.eval([layer.state for layer in layers])
-        return layers
 
     def _attach_sequences(self) -> None:
         for n, sequence in enumerate(self.sequences):

@@ -47,8 +47,8 @@ class Finisher:
             if not error and self.leaves_resident(sequence):
                 resident = self._add_resident(sequence)
         except Exception as fault:  # noqa: BLE001  half taken out: the rest of its batch can't be trusted
-            mates = self._queues.discard_batch(sequence)
-            self.discard([mate for mate in mates if mate is not sequence], fault)
+            batch = self._queues.discard_batch(sequence)
+            self.discard([member for member in batch if member is not sequence], fault)
         return self._notify_end(sequence, finish, resident, error)
 
     def discard(self, sequences: Iterable[Sequence], error: Exception) -> None:

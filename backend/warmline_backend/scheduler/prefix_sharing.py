@@ -25,8 +25,7 @@ class PrefixFollowers:
     def add(self, sequence: Sequence, leader: Sequence) -> None:
         """Have `sequence` wait for the first `reuse_tokens` tokens of `leader`, or as many as it can still be given.
 
-        Raises ResidentMismatchError where the tokens differ, or the leader is past that position and can't be copied
-        there.
+        Raises ResidentMismatchError where tenant or tokens differ, or the leader can't be copied there any more.
         """
         request = sequence.request
         position = sequence.kv.floor_to_grid(request.reuse_tokens)
@@ -35,10 +34,8 @@ class PrefixFollowers:
         name = leader.request.id
         if leader.request.root != request.root:
             raise ResidentMismatchError(f"request {name} is of another tenant")
-        if (
-            not 0 < request.reuse_tokens < len(request.prompt)
-            or leader.all_tokens[:position] != request.prompt[:position]
-        ):
+        is_prefix = leader.all_tokens[:position] == request.prompt[:position]
+        if not (0 < request.reuse_tokens < len(request.prompt) and is_prefix):
             raise ResidentMismatchError(f"request {name} does not compute the prompt's first {position} tokens")
         if leader.kv.layout.problem or not position or not (fork_position := leader.choose_fork_position(position)):
             raise ResidentMismatchError(f"request {name} can't be copied at {position} tokens, or not any more")

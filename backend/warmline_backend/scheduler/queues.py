@@ -1,7 +1,7 @@
 """Scheduler queues: waiting, followers, prefilling, decoding, with their KV bytes and reservations.  Engine thread."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from warmline_backend.generation.sequence import Sequence
 from warmline_backend.kv_cache.codecs import CodecKind
@@ -68,12 +68,9 @@ class Queues:
         unattended = self.unattended
         attended = [each for each in self.prefilling if each not in unattended]
         detached = [each for each in unattended if not each.request.background]
-        return attended or detached or ([] if self.has_foreground else unattended)
-
-    @property
-    def has_foreground(self) -> bool:
-        """True where any running request is not in the background."""
-        return any(not each.request.background for each in self.running)
+        if attended or detached:
+            return attended or detached
+        return [] if any(not each.request.background for each in self.running) else unattended
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of its queue; its KV owns its layers afterwards."""
@@ -104,7 +101,7 @@ class Queues:
         decoding = sum(map(self._bytes_of_group, self.groups))
         waiting = sum(map(self._bytes_now, self.waiting))
         prefilling = sum(map(self._bytes_of_request, self.prefilling))
-        return decoding + waiting + prefilling + self.reservations.bytes_granted
+        return decoding + waiting + prefilling + sum(self.reservations.granted.values())
 
     @property
     def bytes_to_copy(self) -> int:
@@ -126,14 +123,11 @@ class Queues:
         return sum(self._bytes_freed(each) for each in self.expendable)
 
     def _bytes_freed(self, sequence: Sequence) -> int:
-        held = self._bytes_of_request(sequence) if sequence in self.prefilling else self._bytes_now(sequence)
-        return held - self._bytes_to_save(sequence)
-
-    def _bytes_to_save(self, sequence: Sequence) -> int:
-        """Bytes that an ended prefill keeps for its save: its KV and its last state."""
-        if self._served.layout.problem or not sequence.request.leaves_resident:
-            return 0
-        return self._bytes_now(sequence) + self._served.state_bytes
+        """Bytes that the end of a sequence frees; a prefill keeps its KV and its last state until they are saved."""
+        now = self._bytes_now(sequence)
+        held = self._bytes_of_request(sequence) if sequence in self.prefilling else now
+        is_saved = sequence.request.leaves_resident and not self._served.layout.problem
+        return held - (now + self._served.state_bytes if is_saved else 0)
 
     def bytes_to_merge(self, host: DecodeGroup, newcomer: DecodeGroup) -> int:
         """Bytes that one batch of both takes on top of the two: padding, and copies."""
@@ -173,44 +167,24 @@ class Queues:
         return rows + self._bytes_of_states(sequence, include_pending=True)
 
 
-@dataclass(frozen=True)
-class _PendingReservation:
-    request_id: str
-    bytes_needed: int
-    on_granted: Callable[[], None]
-
-
+@dataclass
 class Reservations:
-    """Memory set aside for restores, granted in order of arrival."""
+    """Memory set aside for restores by request id, granted in order of arrival."""
 
-    def __init__(self) -> None:
-        self._pending: list[_PendingReservation] = []
-        self._granted: dict[str, int] = {}  # bytes by request id
-
-    @property
-    def has_pending(self) -> bool:
-        return bool(self._pending)
-
-    @property
-    def has_granted(self) -> bool:
-        return bool(self._granted)
-
-    @property
-    def bytes_granted(self) -> int:
-        return sum(self._granted.values())
-
-    def add(self, request_id: str, bytes_needed: int, on_granted: Callable[[], None]) -> None:
-        """Queue a reservation; `on_granted` is called once on this thread, unless it is released before."""
-        self._pending.append(_PendingReservation(request_id, bytes_needed, on_granted))
+    pending: dict[str, tuple[int, Callable[[], None]]] = field(default_factory=dict)  # bytes, and a call at the grant
+    granted: dict[str, int] = field(default_factory=dict)  # bytes
 
     def release(self, request_id: str) -> None:
         """Return the memory, or stop waiting for it; ignores unknown ids."""
-        self._pending = [reservation for reservation in self._pending if reservation.request_id != request_id]
-        self._granted.pop(request_id, None)
+        self.pending.pop(request_id, None)
+        self.granted.pop(request_id, None)
 
     def grant(self, fits: Callable[[int], bool], may_wait: Callable[[], bool]) -> None:
         """Grant each next reservation that fits, or that could not fit better because no memory will be freed."""
-        while self._pending and (fits(self._pending[0].bytes_needed) or not may_wait()):
-            reservation = self._pending.pop(0)
-            self._granted[reservation.request_id] = reservation.bytes_needed
-            reservation.on_granted()
+        while self.pending:
+            request_id, (bytes_needed, on_granted) = next(iter(self.pending.items()))
+            if not fits(bytes_needed) and may_wait():
+                return
+            del self.pending[request_id]
+            self.granted[request_id] = bytes_needed
+            on_granted()

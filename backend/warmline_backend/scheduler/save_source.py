@@ -24,10 +24,9 @@ class SaveSource:
         self._queues, self._residents = queues, residents
 
     def find_kv(self, end: int, *, resident_id: str = "", running_id: str = "") -> KV:
-        """Return the KV with the first `end` tokens of a resident, or of the request that took it over, or of a running
-        request,
-        or of the resident that it left.
+        """Return the KV with the first `end` tokens of a resident or a running request.
 
+        A request that took the resident over stands for it, and so does the resident that a request left.
         Raises ResidentNotFoundError, or RowsUnavailableError where fewer tokens are left.
         """
         prefix = self._find_prefix(resident_id, running_id)

@@ -18,12 +18,12 @@ from warmline_backend.kv_cache.kv import KV
 from warmline_backend.kv_cache.residents import RESTORE_LEASE_S, ResidentNotFoundError, Residents
 from warmline_backend.model.model import ServedModel
 from warmline_backend.scheduler.admission import SequenceAdmission
-from warmline_backend.scheduler.capacity import sequence_bytes
+from warmline_backend.scheduler.capacity import check_capacity, sequence_bytes, sequence_tokens_max
 from warmline_backend.scheduler.decode_group import DecodeGroup
 from warmline_backend.scheduler.finish import Finisher
 from warmline_backend.scheduler.queues import STEPS_PER_BUDGET_CHECK, Queues
 from warmline_backend.scheduler.save_source import SaveSource
-from warmline_backend.scheduler.token_dispatch import TokenDispatcher
+from warmline_backend.scheduler.token_dispatch import dispatch_token
 from warmline_common.protocol.messages import GenerationResult
 
 DECODE_STEPS_PER_CHUNK = 8  # at least
@@ -73,7 +73,6 @@ class Scheduler:
         self.admission = SequenceAdmission(
             served, self._queues, self.residents, self.finisher, settings.running_count_max
         )
-        self._tokens = TokenDispatcher(self.step_stats, self.finisher)
         self._decode_round_count = 0
         self.keepalive_steps = 0
         self._decode_owed_s = 0.0  # DECODE_SHARE of the time that decoding has waited for chunks
@@ -85,7 +84,8 @@ class Scheduler:
 
         Raises KvTooLargeError, ResidentNotFoundError, ResidentMismatchError; nothing is queued then.
         """
-        self.admission.check_size(request)
+        budget_bytes = self.settings.memory_budget_bytes
+        check_capacity(self.served, len(request.prompt), request.params.max_tokens, budget_bytes)
         if request.leader_id:
             self._queue_follower(self._make_sequence(request, self._make_kv()))
         else:
@@ -97,7 +97,8 @@ class Scheduler:
         request = replace(request, checkpoints=tuple(at for at in positions if kv.floor_to_grid(at) == at))
         adopted = "" if request.copy_resident else request.resident_id
         sequence = Sequence(request, kv, self.served, adopted_resident_id=adopted)
-        sequence.answer_tokens_max = min(request.params.max_tokens, self.admission.tokens_max - len(request.prompt))
+        tokens_max = sequence_tokens_max(self.served, self.settings.memory_budget_bytes)
+        sequence.answer_tokens_max = min(request.params.max_tokens, tokens_max - len(request.prompt))
         return sequence
 
     def _take_resident_kv(self, request: GenerationRequest) -> KV:
@@ -126,8 +127,7 @@ class Scheduler:
         return self.finisher.finish_sequence(sequence, "cancelled") if sequence else None
 
     def detach(self, request_id: str) -> bool:
-        """Let a request without a client finish its prefill after all others; it ends as cancelled and leaves a
-        resident.
+        """Let a request without a client finish its prefill after all others; its end is that of a cancelled one.
 
         False, and nothing done, where there is no prefill worth finishing: cancel it then.
         """
@@ -161,7 +161,7 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not self._queues.reservations.has_pending and next(iter(self._queues), None) is None
+        return not self._queues.reservations.pending and next(iter(self._queues), None) is None
 
     @property
     def is_blocked(self) -> bool:
@@ -268,7 +268,8 @@ class Scheduler:
             return
         for sequence, token, logprobs in sampled:
             if group in self._queues.groups:  # else discarded for a failure of another of its sequences
-                self._tokens.dispatch(sequence, token, logprobs)
+                self.step_stats.decoded_tokens += 1
+                dispatch_token(self.finisher, sequence, token, logprobs)
         seconds = time.monotonic() - began
         self._decode_owed_s = max(0.0, self._decode_owed_s - seconds)
         self.rates.record_decode(count, seconds)

@@ -6,6 +6,7 @@ Without streaming, a client gets the same chunks folded (`warmline_common.protoc
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -52,9 +53,9 @@ class TokenDecoder:
 
 def _byte_alphabet() -> dict[str, int]:
     """GPT-2's characters for the 256 bytes: printable Latin-1 stands for itself, the rest is moved to U+0100 and up."""
-    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    moved = [byte for byte in range(256) if byte not in set(kept)]
-    return {chr(byte): byte for byte in kept} | {chr(0x100 + i): byte for i, byte in enumerate(moved)}
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 class ChunkEncoder:
@@ -131,16 +132,9 @@ class ChunkEncoder:
 
     def _format_logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         if self._is_chat:
-            return {
-                "content": [
-                    {**_format_logprob(entry), "top_logprobs": [_format_logprob(other) for other in entry.top]}
-                    for entry in logprobs
-                ]
-            }
-        offsets = []
-        for entry in logprobs:
-            offsets.append(self._text_offset)
-            self._text_offset += len(entry.token)
+            return {"content": [_format_with_alternatives(entry) for entry in logprobs]}
+        offsets = list(accumulate((len(entry.token) for entry in logprobs), initial=self._text_offset))
+        self._text_offset = offsets.pop()
         return {
             "tokens": [entry.token for entry in logprobs],
             "token_logprobs": [entry.logprob for entry in logprobs],
@@ -151,3 +145,7 @@ class ChunkEncoder:
 
 def _format_logprob(entry: TokenLogprob) -> dict[str, Any]:
     return {"token": entry.token, "logprob": entry.logprob, "bytes": list(entry.raw)}
+
+
+def _format_with_alternatives(entry: TokenLogprob) -> dict[str, Any]:
+    return _format_logprob(entry) | {"top_logprobs": list(map(_format_logprob, entry.top))}

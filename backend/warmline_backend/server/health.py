@@ -1,34 +1,15 @@
-"""Health and readiness, for monitors.  Event loop thread.
-
-Everything but a probe is answered from the engine's heartbeat and snapshot, whatever it computes.
-"""
+"""Readiness of the engine, for monitors.  Event loop thread."""
 
 import asyncio
-import os
 import time
 from concurrent.futures import Future
 
 from warmline_backend.engine.engine import Engine
-from warmline_common.protocol.messages import HealthReply
 
 STEP_AGE_MAX_S = 120.0  # or SLOWEST_STEP_FACTOR times the slowest recent one
 SLOWEST_STEP_FACTOR = 5
 PROBE_INTERVAL_S = 5.0
 PROBE_TIMEOUT_S = 10.0
-
-
-def read_health(engine: Engine, boot: str, failure: str) -> HealthReply:
-    heartbeat = engine.heartbeat
-    return HealthReply(
-        boot=boot,
-        pid=os.getpid(),
-        ready=not failure,
-        busy=heartbeat.is_busy,
-        steps=heartbeat.steps,
-        step_age_s=heartbeat.step_age_s,
-        slowest_recent_step_s=engine.snapshot.slowest_recent_step_s,
-        failure=failure,
-    )
 
 
 class EngineReadiness:
@@ -56,25 +37,16 @@ class EngineReadiness:
         return f"the engine's present step has been going on for {age_s:.0f} s"
 
     async def _find_probe_problem(self) -> str:
-        probe = self._ensure_probe()
-        wait_s = max(0.0, self._probed_at + PROBE_TIMEOUT_S - time.monotonic())
+        now, probe = time.monotonic(), self._probe
+        if probe is None or (probe.done() and now - self._probed_at >= PROBE_INTERVAL_S):
+            probe = self._probe = self._engine.submit(lambda scheduler: scheduler.probe())
+            self._probed_at = now
         if not probe.done():
-            await _wait_for_probe(probe, wait_s)
+            over = asyncio.wrap_future(probe)
+            over.add_done_callback(lambda over: over.cancelled() or over.exception())  # mark its exception as retrieved
+            await asyncio.wait({over}, timeout=max(0.0, self._probed_at + PROBE_TIMEOUT_S - now))
         if not probe.done():
-            hangs = f"the engine has not computed a token in {PROBE_TIMEOUT_S:g} s"
-            return hangs if probe.running() else self._find_step_problem()  # else it waits behind a chunk
+            problem = f"the engine has not computed a token in {PROBE_TIMEOUT_S:g} s"
+            return problem if probe.running() else self._find_step_problem()  # else it waits behind a chunk
         error = probe.exception()
         return "" if error is None else f"the engine could not compute a token: {error or type(error).__name__}"
-
-    def _ensure_probe(self) -> "Future[None]":
-        now = time.monotonic()
-        if self._probe is None or (self._probe.done() and now - self._probed_at >= PROBE_INTERVAL_S):
-            self._probe, self._probed_at = self._engine.submit(lambda scheduler: scheduler.probe()), now
-        return self._probe
-
-
-async def _wait_for_probe(probe: "Future[None]", timeout_s: float) -> None:
-    """Wait for the end of a probe, or for the timeout."""
-    over = asyncio.wrap_future(probe)
-    over.add_done_callback(lambda over: over.cancelled() or over.exception())  # mark its exception as retrieved
-    await asyncio.wait({over}, timeout=timeout_s)

@@ -71,10 +71,11 @@ def classify_failure(error: BaseException) -> str:
     return next((reason for kinds, reason in FAILURE_REASONS if isinstance(error, kinds)), "other")
 
 
-class BackendMetrics:
+class BackendMetrics(Collector):
     """Metrics recorded at events, on any thread but the engine's; a scrape adds the engine's last snapshot."""
 
     def __init__(self, engine: Engine, read_status: Callable[[], BackendStatus]) -> None:
+        self._engine, self._read_status = engine, read_status
         disable_created_metrics()  # type: ignore[no-untyped-call]  # each would be a metric of its own in plain text
         self._registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)  # of Linux
@@ -88,7 +89,7 @@ class BackendMetrics:
                 ("grammar_compile_seconds", "Compiling a grammar that was not at hand."),
             )
         )
-        registry.register(_EngineCollector(engine, read_status))
+        registry.register(self)
 
     def render_exposition(self, accept: str = "") -> tuple[bytes, str]:
         """Body and Content-Type of GET /metrics: OpenMetrics if `accept` asks for it, else text."""
@@ -103,49 +104,27 @@ class BackendMetrics:
         """Record the compilation of a grammar."""
         self._compile_seconds.observe(seconds)
 
-
-class _EngineCollector(Collector):
-    """Metrics of the engine and the process, read at a scrape."""
-
-    def __init__(self, engine: Engine, read_status: Callable[[], BackendStatus]) -> None:
-        self._engine, self._read_status = engine, read_status
-
     def collect(self) -> Iterable[Metric]:
-        status = self._read_status()
-        yield from self._model(status)
-        yield from self._work(status)
-        yield from self._steps()
-        yield from self._memory(status)
-        yield from self._rates(status)
-        yield _gauge("tasks", "Tasks of the event loop.", status.vitals.tasks)
-        yield _gauge("threads", "Threads of the process.", status.vitals.threads)
-        yield _gauge("descriptors", "Files and sockets that the process has open.", status.vitals.descriptors)
-
-    def _model(self, status: BackendStatus) -> Iterable[Metric]:
-        about = {
-            "model": status.model,
-            "fingerprint": status.fingerprint,
-            "kv_dtype": status.layout.dtype if status.layout else "",
-        }
-        info = GaugeMetricFamily(f"{PREFIX}model_info", "The served model.", labels=list(about))
-        info.add_metric(list(about.values()), 1)
+        """Metrics of the engine and the process, read at a scrape."""
+        status, heartbeat, snapshot = self._read_status(), self._engine.heartbeat, self._engine.snapshot
+        stats = snapshot.step_stats
+        kv_dtype = status.layout.dtype if status.layout else ""
+        labels = {"model": status.model, "fingerprint": status.fingerprint, "kv_dtype": kv_dtype}
+        info = GaugeMetricFamily(f"{PREFIX}model_info", "The served model.", labels=list(labels))
+        info.add_metric(list(labels.values()), 1)
         yield info
         yield _gauge("ready", "1 while the model is loaded and the engine lives.", status.ready)
-        yield _gauge("weight_bytes", "Bytes of the model's weights.", self._engine.snapshot.weight_bytes)
+        yield _gauge("weight_bytes", "Bytes of the model's weights.", snapshot.weight_bytes)
         yield _gauge("context_tokens_max", "The model's context; 0 where it doesn't say.", status.context_tokens_max)
         yield _gauge("prefill_step_tokens", "The most tokens of a chunk.", status.prefill_step_size)
-
-    def _work(self, status: BackendStatus) -> Iterable[Metric]:
         yield _gauge("generations_running", "Generations that prefill or decode.", status.running)
         yield _gauge("generations_queued", "Generations that wait for their turn.", status.queued)
-        counts = self._engine.snapshot.step_stats.finish_counts
-        yield _labelled_counter("generations", "Generations that have ended.", "finish", dict(counts))
+        ends = CounterMetricFamily(f"{PREFIX}generations", "Generations that have ended.", labels=["finish"])
+        for finish, count in stats.finish_counts.items():
+            ends.add_metric([finish], count)
+        yield ends
         yield _gauge("residents", "KV in memory between two requests.", status.residents)
-        yield _counter("residents_dropped", "Residents given up for want of memory.", self._engine.snapshot.generation)
-
-    def _steps(self) -> Iterable[Metric]:
-        heartbeat, snapshot = self._engine.heartbeat, self._engine.snapshot
-        stats = snapshot.step_stats
+        yield _counter("residents_dropped", "Residents given up for want of memory.", snapshot.generation)
         kinds = {"prefill": stats.chunk_seconds, "decode": stats.decode_seconds, "other": stats.command_seconds}
         yield _histograms("step_seconds", "Steps of the engine.", "kind", kinds)
         yield _histograms("decode_batch_sequences", "Sequences in a decode step.", "", {"": stats.batch_sizes})
@@ -155,26 +134,23 @@ class _EngineCollector(Collector):
         yield _counter("keepalive_steps", "Tokens computed for nobody.", snapshot.keepalive_steps)
         yield _gauge("step_age_seconds", "How long the present step has been going on.", heartbeat.step_age_s)
         yield _gauge("slowest_recent_step_seconds", "The slowest step of late.", snapshot.slowest_recent_step_s)
-
-    def _memory(self, status: BackendStatus) -> Iterable[Metric]:
-        snapshot = self._engine.snapshot
         yield _gauge("memory_budget_bytes", "What the KV of all may take.", status.memory_budget_bytes)
         yield _gauge("resident_bytes", "KV of residents.", status.resident_bytes)
         yield _gauge("running_bytes", "KV of generations, and what is set aside for them.", status.running_bytes)
         yield _gauge("memory_active_bytes", "What mlx holds, weights included.", snapshot.memory_active_bytes)
         yield _gauge("memory_cache_bytes", "Freed buffers that mlx keeps.", snapshot.memory_cache_bytes)
         yield _gauge("memory_peak_bytes", "The most that mlx has held.", snapshot.memory_peak_bytes)
-
-    def _rates(self, status: BackendStatus) -> Iterable[Metric]:
-        prefill = GaugeMetricFamily(
-            f"{PREFIX}prefill_tokens_per_second", "Prefill as last measured, by context length.", labels=["context"]
-        )
+        about = "Prefill as last measured, by context length."
+        prefill = GaugeMetricFamily(f"{PREFIX}prefill_tokens_per_second", about, labels=["context"])
         for rate in status.prefill_rates:
             prefill.add_metric([str(rate.tokens)], rate.tokens_per_s)
         yield prefill
         yield _gauge("decode_tokens_per_second", "Decoding as last measured.", status.decode_tokens_per_s)
         yield _gauge("restore_bytes_per_second", "Restores as last measured.", status.restore_bytes_per_s)
         yield _gauge("save_bytes_per_second", "Saves as last measured.", status.save_bytes_per_s)
+        yield _gauge("tasks", "Tasks of the event loop.", status.vitals.tasks)
+        yield _gauge("threads", "Threads of the process.", status.vitals.threads)
+        yield _gauge("descriptors", "Files and sockets that the process has open.", status.vitals.descriptors)
 
 
 def _gauge(name: str, about: str, value: float) -> Metric:
@@ -183,13 +159,6 @@ def _gauge(name: str, about: str, value: float) -> Metric:
 
 def _counter(name: str, about: str, value: float) -> Metric:
     return CounterMetricFamily(PREFIX + name, about, value=value)
-
-
-def _labelled_counter(name: str, about: str, label: str, values: Mapping[str, float]) -> Metric:
-    family = CounterMetricFamily(PREFIX + name, about, labels=[label])
-    for word, value in values.items():
-        family.add_metric([word], value)
-    return family
 
 
 def _histograms(name: str, about: str, label: str, histograms: Mapping[str, StepHistogram]) -> Metric:

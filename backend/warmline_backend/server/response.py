@@ -78,8 +78,7 @@ class GenerationResponse:
         self._sampled_tokens.append(piece.token)
         self._reasoning_tokens += piece.is_reasoning
         self._stop_word = piece.stop_word
-        if piece.logprobs is not None:
-            detail = piece.logprobs
+        if (detail := piece.logprobs) is not None:
             self._pending_logprobs.append(self._token_decoder.decode_logprob(detail.token, detail.logprob, detail.top))
         if not piece.parts:
             self._silent_tokens += 1

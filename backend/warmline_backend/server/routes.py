@@ -37,29 +37,8 @@ from warmline_backend.server.service import NotReadyError, Service
 from warmline_common.logging import request_context
 from warmline_common.process.loopback import DOCKER_HOST, is_local
 from warmline_common.process.redaction import quote_text, redact_path
-from warmline_common.protocol.messages import (
-    HEADER_BACKGROUND,
-    HEADER_CHECKPOINTS,
-    HEADER_FOLLOW,
-    HEADER_KEEP,
-    HEADER_PROMPT,
-    HEADER_REQUEST,
-    HEADER_RESIDENT,
-    HEADER_REUSE,
-    HEADER_ROOT,
-    ClearCacheRequest,
-    DetokenizeReply,
-    DetokenizeRequest,
-    ErrorBody,
-    ErrorReply,
-    EvictionOrder,
-    PromptRequest,
-    RestoreRefusal,
-    RestoreRequest,
-    SaveRequest,
-    decode,
-    encode,
-)
+from warmline_common.protocol import messages
+from warmline_common.protocol.messages import decode, encode
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +87,7 @@ def make_app(service: Service, secret: str) -> web.Application:
 @web.middleware
 async def _bind_request_id(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Outermost: bind log records to the request id of the proxy's call."""
-    request_id, began = request.headers.get(HEADER_REQUEST, ""), time.monotonic()
+    request_id, began = request.headers.get(messages.HEADER_REQUEST, ""), time.monotonic()
     with request_context(request_id if _REQUEST_ID.fullmatch(request_id) else ""):
         response = await handler(request)
         if request.path not in POLLED_PATHS:
@@ -175,7 +154,7 @@ def _error(
     code: str | None = None,
     headers: dict[str, str] | None = None,
 ) -> web.Response:
-    body = encode(ErrorReply(error=ErrorBody(message=message, type=kind, code=code)))
+    body = encode(messages.ErrorReply(error=messages.ErrorBody(message=message, type=kind, code=code)))
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)
 
 
@@ -218,18 +197,18 @@ class _Routes:
 
     async def prompts(self, request: web.Request) -> web.Response:
         raw = await request.read()
-        return _json(await self._service.create_prompt(decode(raw, PromptRequest), len(raw)))
+        return _json(await self._service.create_prompt(decode(raw, messages.PromptRequest), len(raw)))
 
     async def texts(self, request: web.Request) -> web.Response:
-        body = await _read_body(request, DetokenizeRequest)
-        return _json(DetokenizeReply(texts=await self._service.decode_texts(body.sequences)))
+        body = await _read_body(request, messages.DetokenizeRequest)
+        return _json(messages.DetokenizeReply(texts=await self._service.decode_texts(body.sequences)))
 
     async def restore(self, request: web.Request) -> web.Response:
         try:
-            return _json(await self._service.restore(await _read_body(request, RestoreRequest)))
+            return _json(await self._service.restore(await _read_body(request, messages.RestoreRequest)))
         except DamagedFileError as error:
             status = self._service.read_status()
-            refused = RestoreRefusal(
+            refused = messages.RestoreRefusal(
                 boot=status.boot,
                 generation=status.generation,
                 reason=error.reason,
@@ -240,7 +219,7 @@ class _Routes:
             return _json(refused, 409)
 
     async def save(self, request: web.Request) -> web.Response:
-        return _json(await self._service.save(await _read_body(request, SaveRequest)))
+        return _json(await self._service.save(await _read_body(request, messages.SaveRequest)))
 
     async def residents(self, request: web.Request) -> web.Response:
         return _json(self._service.list_residents(with_ids=request.query.get("ids") == "1"))
@@ -250,12 +229,13 @@ class _Routes:
         return _json({"dropped": dropped}, 200 if dropped else 410)
 
     async def clear_cache(self, request: web.Request) -> web.Response:
-        body = await _read_body(request, ClearCacheRequest) if request.can_read_body else ClearCacheRequest()
+        kind = messages.ClearCacheRequest
+        body = await _read_body(request, kind) if request.can_read_body else kind()
         await self._service.clear_cache(body.keep)
         return _json({})
 
     async def set_eviction_order(self, request: web.Request) -> web.Response:
-        await self._service.set_eviction_order((await _read_body(request, EvictionOrder)).drop_first)
+        await self._service.set_eviction_order((await _read_body(request, messages.EvictionOrder)).drop_first)
         return _json({})
 
     async def cancel(self, request: web.Request) -> web.Response:
@@ -272,19 +252,19 @@ class _Routes:
     async def generate(self, request: web.Request, endpoint: str) -> web.StreamResponse:
         """Generate from a prompt rendered ahead for the proxy (no body; always streamed with usage), or from a body."""
         service, headers = self._service, request.headers
-        if HEADER_FOLLOW in headers and HEADER_RESIDENT in headers:
-            raise BadRequestError(f"a request starts from {HEADER_FOLLOW} or from {HEADER_RESIDENT}, not from both")
-        with service.accept(headers.get(HEADER_REQUEST) or secrets.token_hex(8)) as inflight:
-            if prompt_id := headers.get(HEADER_PROMPT):
+        leader, resident = messages.HEADER_FOLLOW, messages.HEADER_RESIDENT
+        if leader in headers and resident in headers:
+            raise BadRequestError(f"a request starts from {leader} or from {resident}, not from both")
+        with service.accept(headers.get(messages.HEADER_REQUEST) or secrets.token_hex(8)) as inflight:
+            if prompt_id := headers.get(messages.HEADER_PROMPT):
                 prompt = service.prompts.get(prompt_id)
             else:
                 raw = await request.read()
                 prompt = await service.render_prompt(endpoint, decode(raw, dict[str, Any]), len(raw))
             options = _parse_options(headers)
             if options.background and prompt.params.max_tokens != 1:
-                raise BadRequestError(
-                    f"with {HEADER_BACKGROUND} one token is computed: send max_tokens 1", "max_tokens"
-                )
+                header = messages.HEADER_BACKGROUND
+                raise BadRequestError(f"with {header} one token is computed: send max_tokens 1", "max_tokens")
             await service.generate(inflight, prompt, options)
             streamed = bool(prompt_id) or prompt.params.stream
             with_usage = bool(prompt_id) or prompt.params.include_usage or not streamed
@@ -292,7 +272,11 @@ class _Routes:
             answer = GenerationResponse(prompt, inflight.id, service.served_name, decoder, with_usage)
             if streamed:
                 return await self._respond_streamed(request, answer, inflight)
-            return await self._respond_folded(answer, inflight)
+            folded = await answer.fold(inflight.events)
+            if answer.error:
+                status = STATUS_BY_FINISH.get(answer.finish, 500)
+                return _error(status, answer.error, "server_error", code=answer.finish)
+            return _json(folded)
 
     async def _respond_streamed(
         self, request: web.Request, answer: GenerationResponse, inflight: InflightGeneration
@@ -300,24 +284,16 @@ class _Routes:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         try:
-            async for data in answer.stream(inflight.events, closing_event=HEADER_REQUEST in request.headers):
+            async for data in answer.stream(inflight.events, closing_event=messages.HEADER_REQUEST in request.headers):
                 async with asyncio.timeout(SEND_TIMEOUT_S):
                     await response.write(data)
             await response.write_eof()
         except TimeoutError:
-            log.warning(
-                "request %s: nobody has taken its answer for %g s; its connection is cut", inflight.id, SEND_TIMEOUT_S
-            )
+            text = "request %s: nobody has taken its answer for %g s; its connection is cut"
+            log.warning(text, inflight.id, SEND_TIMEOUT_S)
             if request.transport is not None:
                 request.transport.abort()
         return response
-
-    async def _respond_folded(self, answer: GenerationResponse, inflight: InflightGeneration) -> web.Response:
-        folded = await answer.fold(inflight.events)
-        if answer.error:
-            status = STATUS_BY_FINISH.get(answer.finish, 500)
-            return _error(status, answer.error, "server_error", code=answer.finish)
-        return _json(folded)
 
 
 async def _read_body(request: web.Request, kind: type[T]) -> T:
@@ -325,13 +301,14 @@ async def _read_body(request: web.Request, kind: type[T]) -> T:
 
 
 def _parse_options(headers: Any) -> GenerationOptions:
-    background = headers.get(HEADER_BACKGROUND) == "1"
+    background = headers.get(messages.HEADER_BACKGROUND) == "1"
     return GenerationOptions(
-        resident_id=headers.get(HEADER_RESIDENT, ""),
-        leader_id=headers.get(HEADER_FOLLOW, ""),
-        reuse_tokens=_parse_token_count(headers, HEADER_REUSE),
-        copy_resident=headers.get(HEADER_KEEP) == "1",
-        leaves_resident=HEADER_REQUEST in headers and not background,  # a resident is found by its request's id
+        resident_id=headers.get(messages.HEADER_RESIDENT, ""),
+        leader_id=headers.get(messages.HEADER_FOLLOW, ""),
+        reuse_tokens=_parse_token_count(headers, messages.HEADER_REUSE),
+        copy_resident=headers.get(messages.HEADER_KEEP) == "1",
+        # A resident is found by its request's id.
+        leaves_resident=messages.HEADER_REQUEST in headers and not background,
         background=background,
         root=_parse_root(headers),
         checkpoints=_parse_checkpoints(headers),
@@ -346,14 +323,14 @@ def _parse_token_count(headers: Any, name: str) -> int:
 
 
 def _parse_root(headers: Any) -> bytes:
-    text = headers.get(HEADER_ROOT, "")
+    text = headers.get(messages.HEADER_ROOT, "")
     if not re.fullmatch(r"(?:[0-9a-f]{32})?", text):
-        raise BadRequestError(f"the header {HEADER_ROOT} must be 32 hexadecimal digits")
+        raise BadRequestError(f"the header {messages.HEADER_ROOT} must be 32 hexadecimal digits")
     return bytes.fromhex(text)
 
 
 def _parse_checkpoints(headers: Any) -> tuple[int, ...]:
-    texts = [text for text in headers.get(HEADER_CHECKPOINTS, "").replace(" ", "").split(",") if text]
+    texts = [text for text in headers.get(messages.HEADER_CHECKPOINTS, "").replace(" ", "").split(",") if text]
     if not all(text.isdecimal() for text in texts):
-        raise BadRequestError(f"the header {HEADER_CHECKPOINTS} must be token positions, such as 120,800")
+        raise BadRequestError(f"the header {messages.HEADER_CHECKPOINTS} must be token positions, such as 120,800")
     return tuple(sorted({int(text) for text in texts}))

@@ -35,6 +35,7 @@ class Runtime:
     grammar_compiler: GrammarCompiler
     token_decoder: TokenDecoder
     kv_transfer: KvTransfer
+    config: BackendConfig
     model_created: int  # modification time of the model's config, in Unix seconds
     device: str  # name of the computing device, for people
 
@@ -51,20 +52,15 @@ class Runtime:
             raise BadRequestError(f"a sequence has {len(sequence)} bytes; a token has {TOKEN_BYTES}", "sequences")
         ids = unpack_tokens(sequence)
         if ids and max(ids) >= self.served.vocabulary_size:
-            known = self.served.vocabulary_size - 1
-            raise BadRequestError(f"token {max(ids)} is none of this model's, which end at {known}", "sequences")
+            last = self.served.vocabulary_size - 1
+            raise BadRequestError(f"token {max(ids)} is none of this model's, which end at {last}", "sequences")
         return ids
 
     def make_prompt(
-        self,
-        endpoint: str,
-        body: dict[str, Any],
-        turns: Sequence[SampledTurn],
-        config: BackendConfig,
-        budget_bytes: int,
+        self, endpoint: str, body: dict[str, Any], turns: Sequence[SampledTurn], budget_bytes: int
     ) -> StoredPrompt:
         """Check, render and tokenize a body, and prepare its answer.  Raises BadRequestError, KvTooLargeError."""
-        served = self.served
+        served, config = self.served, self.config
         rendered = self.renderer.render(endpoint, body, turns)
         expected = make_expected_output(endpoint, body, rendered, served.tokenizer)
         params = parse_params(
@@ -94,12 +90,6 @@ class Runtime:
 
 def fingerprint_served_model(served: ServedModel, config: BackendConfig, home: Home, grid: int = 0) -> str:
     """Fingerprint of the served model.  Raises OSError, ValueError; may read all weights."""
-    return compute_fingerprint(
-        served.path,
-        Path(config.adapter_path) if config.adapter_path else None,
-        config.kv_bits,
-        config.kv_group_size,
-        served.dtype,
-        home.models,
-        grid=grid,
-    )
+    adapter_path = Path(config.adapter_path) if config.adapter_path else None
+    bits, group_size = config.kv_bits, config.kv_group_size
+    return compute_fingerprint(served.path, adapter_path, bits, group_size, served.dtype, home.models, grid=grid)

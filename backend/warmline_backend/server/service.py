@@ -1,7 +1,5 @@
 """The backend's operations behind its routes: prompts, generations, restores and saves.  Event loop thread.
 
-    NotReadyError    the model is still loading, the engine has ended, or the process is shutting down
-
 Errors of prompts, generations, transfers (UnknownPromptError, UnknownGenerationError, BadRequestError,
 OperationCancelledError ...) and of the engine (ResidentNotFoundError, ResidentMismatchError, KvTooLargeError) pass
 through.
@@ -9,9 +7,10 @@ through.
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+import os
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import copy_context
 from dataclasses import fields
 from functools import partial
@@ -35,26 +34,13 @@ from warmline_backend.request.field_names import TypoNotices
 from warmline_backend.request.response_format import has_format_fields
 from warmline_backend.scheduler.scheduler import Scheduler
 from warmline_backend.server.chunk_encoder import TokenDecoder
-from warmline_backend.server.health import EngineReadiness, read_health
+from warmline_backend.server.health import EngineReadiness
 from warmline_backend.server.metrics import BackendMetrics
 from warmline_backend.server.prompt_store import PromptStore, StoredPrompt
 from warmline_backend.server.runtime import Runtime, fingerprint_served_model
 from warmline_backend.structured_output.compiler import GrammarCompiler
 from warmline_backend.structured_output.matcher import Matcher
-from warmline_common.protocol.messages import (
-    LOADING,
-    BackendStatus,
-    GenerationResult,
-    HealthReply,
-    PromptReply,
-    PromptRequest,
-    ResidentsReply,
-    RestoreReply,
-    RestoreRequest,
-    SampledTurn,
-    SaveReply,
-    SaveRequest,
-)
+from warmline_common.protocol import messages
 from warmline_common.protocol.tokens import TOKEN_BYTES, pack_tokens
 from warmline_common.protocol.vitals import read_process_stats
 from warmline_common.storage.home import Home
@@ -67,12 +53,12 @@ RENDER_THREADS = 2
 INLINE_RENDER_BYTES_MAX = 8192
 SHUTTING_DOWN = "shutting down"
 _SNAPSHOT_FIELDS = tuple(
-    {*BackendStatus.__struct_fields__} & {field.name for field in fields(EngineSnapshot)} - {"residents"}
+    {*messages.BackendStatus.__struct_fields__} & {field.name for field in fields(EngineSnapshot)} - {"residents"}
 )
 
 
 class NotReadyError(Exception):
-    """The process takes no such request now; the text has the reason."""
+    """The model is still loading, the engine has ended, or the process is shutting down; the text says which."""
 
 
 COLD_OPTIONS = GenerationOptions()
@@ -95,7 +81,7 @@ class Service:
     # ---- start and state
 
     async def wait_until_loaded(self) -> None:
-        """Build the runtime once the model is runtime.  Raises what loading the model raised."""
+        """Build the runtime once the model is loaded.  Raises what loading the model raised."""
         if deleted := await asyncio.to_thread(delete_drafts, self._home.segments):
             log.info("%d drafts of saves that did not end are deleted", deleted)
         served = await asyncio.wrap_future(self._engine.loaded)
@@ -109,6 +95,7 @@ class Service:
             GrammarCompiler(tokenizer, vocabulary_size, self.metrics.observe_compile),
             TokenDecoder(tokenizer),
             KvTransfer(self._home, self._engine, served, fingerprint),
+            config,
             int((served.path / "config.json").stat().st_mtime),
             get_device_name(),
         )
@@ -119,13 +106,6 @@ class Service:
     def _grid(self) -> int:
         """Grid of the scheduler, which exists once the model is loaded."""
         return self._engine.scheduler.settings.grid
-
-    @property
-    def _prefill_step_size(self) -> int:
-        """Prefill step; 0 until it is measured."""
-        if self._runtime is None:
-            return self._config.prefill_step_size
-        return self._engine.scheduler.settings.prefill_step_size
 
     def shut_down(self) -> None:
         """Refuse new requests and cancel background ones; others go on."""
@@ -161,7 +141,7 @@ class Service:
     @property
     def failure(self) -> str:
         """Why the process can do nothing; "" where it can."""
-        return self._engine.failure or ("" if self._runtime else LOADING)
+        return self._engine.failure or ("" if self._runtime else messages.LOADING)
 
     @property
     def runtime(self) -> Runtime:
@@ -180,18 +160,28 @@ class Service:
         if self.refusal:
             raise NotReadyError(self.refusal)
 
-    def read_health(self) -> HealthReply:
-        return read_health(self._engine, self.boot, self.refusal)
+    def read_health(self) -> messages.HealthReply:
+        heartbeat, failure = self._engine.heartbeat, self.refusal
+        return messages.HealthReply(
+            boot=self.boot,
+            pid=os.getpid(),
+            ready=not failure,
+            busy=heartbeat.is_busy,
+            steps=heartbeat.steps,
+            step_age_s=heartbeat.step_age_s,
+            slowest_recent_step_s=self._engine.snapshot.slowest_recent_step_s,
+            failure=failure,
+        )
 
     async def find_readiness_problem(self) -> str:
         """The reason why a request would not be computed now, or ""; probes an idle engine."""
         return self.refusal or await self._readiness.find_problem()
 
-    def read_status(self) -> BackendStatus:
+    def read_status(self) -> messages.BackendStatus:
         """Status from the engine's last snapshot, without waiting for the engine."""
         runtime, snapshot, failure = self._runtime, self._engine.snapshot, self.refusal
         shared = {name: getattr(snapshot, name) for name in _SNAPSHOT_FIELDS}
-        return BackendStatus(
+        return messages.BackendStatus(
             boot=self.boot,
             ready=not failure,
             model=self.served_name,
@@ -201,7 +191,7 @@ class Service:
             layout=runtime.served.describe_layout(self._grid) if runtime else None,
             context_tokens_max=runtime.served.context_tokens_max if runtime else 0,
             residents=len(snapshot.residents),
-            prefill_step_size=self._prefill_step_size,
+            prefill_step_size=(self._engine.scheduler.settings if runtime else self._config).prefill_step_size,
             failure=failure,
             model_created=runtime.model_created if runtime else 0,
             vitals=read_process_stats(snapshot.bytes_unaccounted),
@@ -210,9 +200,9 @@ class Service:
 
     # ---- prompts and generations
 
-    async def create_prompt(self, request: PromptRequest, body_bytes: int) -> PromptReply:
+    async def create_prompt(self, request: messages.PromptRequest, body_bytes: int) -> messages.PromptReply:
         stored = await self.render_prompt(request.endpoint, request.body, body_bytes, request.turns)
-        return PromptReply(
+        return messages.PromptReply(
             boot=self.boot,
             generation=self._engine.snapshot.generation,
             prompt_id=stored.id,
@@ -230,7 +220,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._render_pool, runtime.decode_texts, sequences)
 
     async def render_prompt(
-        self, endpoint: str, body: dict[str, Any], body_bytes: int, turns: Sequence[SampledTurn] = ()
+        self, endpoint: str, body: dict[str, Any], body_bytes: int, turns: Sequence[messages.SampledTurn] = ()
     ) -> StoredPrompt:
         """Check, render, tokenize and store a body.  Raises BadRequestError, KvTooLargeError, NotReadyError.
 
@@ -240,7 +230,7 @@ class Service:
         self.check_accepting()
         self._typo_notices.log_typos(body)
         budget_bytes = self._engine.scheduler.settings.memory_budget_bytes
-        work = partial(self.runtime.make_prompt, endpoint, body, turns, self._config, budget_bytes)
+        work = partial(self.runtime.make_prompt, endpoint, body, turns, budget_bytes)
         with self.metrics.time_render():
             if body_bytes <= INLINE_RENDER_BYTES_MAX and not has_format_fields(body):
                 stored = work()
@@ -249,12 +239,10 @@ class Service:
         self.prompts.add(stored)
         return stored
 
-    @contextmanager
-    def accept(self, request_id: str) -> Iterator[InflightGeneration]:
+    def accept(self, request_id: str) -> AbstractContextManager[InflightGeneration]:
         """Register a generation for as long as its client is connected.  Raises NotReadyError."""
         self.check_accepting()
-        with self.inflight.accept(request_id) as inflight:
-            yield inflight
+        return self.inflight.accept(request_id)
 
     async def generate(
         self, inflight: InflightGeneration, prompt: StoredPrompt, options: GenerationOptions = COLD_OPTIONS
@@ -283,7 +271,7 @@ class Service:
         grammars, loop = self.runtime.grammar_compiler, asyncio.get_running_loop()
         return await loop.run_in_executor(self._render_pool, grammars.create_matcher, constraint)
 
-    async def cancel(self, request_id: str) -> GenerationResult:
+    async def cancel(self, request_id: str) -> messages.GenerationResult:
         """End a generation, or a restore or save, and return once it has ended.
 
         A generation that has just ended returns its own result.  Raises UnknownGenerationError.
@@ -293,7 +281,7 @@ class Service:
             return self.inflight.make_empty_result(request_id, "cancelled")
         return await self.inflight.cancel(request_id)
 
-    async def finish_prefill(self, request_id: str) -> GenerationResult | None:
+    async def finish_prefill(self, request_id: str) -> messages.GenerationResult | None:
         """As InflightGenerations.finish_prefill; restores, saves and unknown requests as `cancel`."""
         if request_id in self.inflight.request_ids:
             return await self.inflight.finish_prefill(request_id)
@@ -301,12 +289,12 @@ class Service:
 
     # ---- residents
 
-    def list_residents(self, with_ids: bool) -> ResidentsReply:
+    def list_residents(self, with_ids: bool) -> messages.ResidentsReply:
         snapshot = self._engine.snapshot
         listed = snapshot.residents
         if not with_ids:
             listed = [msgspec.structs.replace(resident, ids=None) for resident in listed]
-        return ResidentsReply(boot=self.boot, generation=snapshot.generation, residents=listed)
+        return messages.ResidentsReply(boot=self.boot, generation=snapshot.generation, residents=listed)
 
     async def delete_resident(self, resident_id: str) -> bool:
         return await self._run_on_engine(lambda scheduler: scheduler.residents.delete(resident_id))
@@ -319,14 +307,19 @@ class Service:
         self.prompts.clear()
         self.inflight.clear_results()
         self.runtime.grammar_compiler.clear()
-        await self._run_on_engine(lambda scheduler: _clear_engine_cache(scheduler, keep_ids))
+
+        def clear_residents(scheduler: Scheduler) -> None:
+            scheduler.residents.delete_all(keep_ids)
+            mx.clear_cache()
+
+        await self._run_on_engine(clear_residents)
 
     async def set_eviction_order(self, evict_first: list[str]) -> None:
         await self._run_on_engine(lambda scheduler: scheduler.residents.set_eviction_order(evict_first))
 
     # ---- restore and save
 
-    async def restore(self, request: RestoreRequest) -> RestoreReply:
+    async def restore(self, request: messages.RestoreRequest) -> messages.RestoreReply:
         """Raises DamagedFileError, OperationCancelledError, BadChainError, KvTooLargeError, NotReadyError."""
         self.check_accepting()
         tokens = len(request.tokens) // TOKEN_BYTES
@@ -335,7 +328,7 @@ class Service:
         with self.metrics.restores.count_failures():
             resident, bytes_read, seconds = await self.runtime.kv_transfer.restore(request)
         self.metrics.restores.observe(bytes_read, seconds)
-        return RestoreReply(
+        return messages.RestoreReply(
             boot=self.boot,
             generation=self._engine.snapshot.generation,
             resident=resident,
@@ -344,12 +337,12 @@ class Service:
             seconds=seconds,
         )
 
-    async def save(self, request: SaveRequest) -> SaveReply:
+    async def save(self, request: messages.SaveRequest) -> messages.SaveReply:
         """Raises ResidentNotFoundError, RowsUnavailableError, OperationCancelledError, OSError."""
         with self.metrics.saves.count_failures():
             written, states, seconds = await self.runtime.kv_transfer.save(request)
         self.metrics.saves.observe(sum(file.bytes_written for file in (*written, *states)), seconds)
-        return SaveReply(
+        return messages.SaveReply(
             boot=self.boot,
             generation=self._engine.snapshot.generation,
             segments=written,
@@ -362,9 +355,3 @@ class Service:
         if self.failure:
             raise NotReadyError(self.failure)
         return await asyncio.wrap_future(self._engine.submit(work))
-
-
-def _clear_engine_cache(scheduler: Scheduler, keep_ids: Collection[str]) -> None:
-    """Engine thread."""
-    scheduler.residents.delete_all(keep_ids)
-    mx.clear_cache()

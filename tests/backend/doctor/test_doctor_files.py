@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from warmline_backend.doctor.files import INDEX_NAME, check_files
-from warmline_backend.doctor.findings import FindingLevel
+from warmline_backend.doctor.findings import FindingLevel, Findings
 
 Tensors = Mapping[str, int]  # how many float32 values each has
 
@@ -48,18 +48,23 @@ def places_in(folder: Path) -> dict[str, str]:
     return places
 
 
+def find(folder: Path) -> Findings:
+    findings = Findings("files")
+    check_files(findings, folder)
+    return findings
+
+
 def said(folder: Path, level: FindingLevel) -> str:
     """All findings of one level; there must be some."""
-    lines = [f"{each.what} -> {each.todo}" for each in check_files(folder).findings if each.level is level]
+    lines = [f"{each.what} -> {each.todo}" for each in find(folder) if each.level is level]
     assert lines
     return "\n".join(lines)
 
 
 def test_whole_files_are_ok(folder: Path) -> None:
-    files = check_files(folder)
-    assert [finding.level for finding in files.findings] == [FindingLevel.OK]
-    assert "3 files" in files.findings[0].what and "6 tensors" in files.findings[0].what
-    assert files.bytes_count == 120
+    (finding,) = find(folder)
+    assert finding.level is FindingLevel.OK
+    assert "3 files" in finding.what and "0.1 KB, 6 tensors" in finding.what
 
 
 def test_missing_indexed_file_is_named(folder: Path) -> None:
@@ -197,7 +202,7 @@ def test_damaged_config_or_index_is_found(folder: Path, text: bytes, what: str) 
 @pytest.mark.parametrize("metadata", [[1], "120", None, {"total_size": 1.5}, {"total_size": "120"}])
 def test_extra_index_fields_are_ignored(folder: Path, metadata: object) -> None:
     (folder / INDEX_NAME).write_text(json.dumps({"metadata": metadata, "weight_map": places_in(folder)}))
-    assert [finding.level for finding in check_files(folder).findings] == [FindingLevel.OK]
+    assert [finding.level for finding in find(folder)] == [FindingLevel.OK]
 
 
 def test_index_without_weight_map_is_found(folder: Path) -> None:

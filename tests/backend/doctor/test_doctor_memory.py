@@ -8,7 +8,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from support import tiny_models
 from warmline_backend.doctor import estimates
-from warmline_backend.doctor.findings import FindingLevel
+from warmline_backend.doctor.findings import DoctorFinding, FindingLevel, Findings
 from warmline_backend.doctor.memory import GIB, MachineMemory, MemoryNeeds, check_memory, estimate_mac, plan_memory
 from warmline_backend.kv_cache.codecs import CacheLayout
 from warmline_backend.model.loader import load_lazy_model
@@ -20,6 +20,12 @@ STEP_GB = 5
 
 def needs(weights_gb: float, context: int = 300_000) -> MemoryNeeds:
     return MemoryNeeds(int(weights_gb * GB), ROW, 0, context, lambda tokens: STEP_GB * GB)
+
+
+def check(needs: MemoryNeeds, machine: MachineMemory) -> list[DoctorFinding]:
+    findings = Findings("memory")
+    check_memory(findings, needs, plan_memory(needs, machine))
+    return findings
 
 
 def verdicts(weights_gb: float, machine_gb: float, budget_gb: float = 0, context: int = 300_000) -> list[str]:
@@ -48,21 +54,21 @@ def test_mac_needs_raised_limit() -> None:
     assert machine.usable_bytes == 384 * GIB
     assert estimate_mac(24).usable_bytes == 16 * GIB
     ours = needs(410)
-    (finding,) = check_memory(ours, plan_memory(ours, machine))
+    (finding,) = check(ours, machine)
     assert finding.level is FindingLevel.FAIL
     limit = int(finding.todo.split("iogpu.wired_limit_mb=")[1].split()[0])
     assert ours.total_bytes(200_000) <= limit << 20 < 512 * GIB
     ours = needs(600)
-    (finding,) = check_memory(ours, plan_memory(ours, machine))
+    (finding,) = check(ours, machine)
     assert finding.level is FindingLevel.FAIL and "larger machine" in finding.todo
 
 
 def test_fitting_lengths_are_reported() -> None:
     ours = needs(10)
-    short, budget = check_memory(ours, plan_memory(ours, MachineMemory(29 * GB, "test")))
+    short, budget = check(ours, MachineMemory(29 * GB, "test"))
     assert short.level is budget.level is FindingLevel.WARN
     assert "200,000 do not" in short.what and budget.todo.startswith("--memory-budget-gb ")
-    (fine,) = check_memory(ours, plan_memory(ours, MachineMemory(100 * GB, "test")))
+    (fine,) = check(ours, MachineMemory(100 * GB, "test"))
     assert fine.level is FindingLevel.OK and "whole context fit (300,000 tokens)" in fine.what
 
 

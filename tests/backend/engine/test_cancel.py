@@ -25,6 +25,7 @@ from warmline_backend.generation.events import EndedEvent
 from warmline_backend.kv_cache import segment_io
 from warmline_backend.kv_cache.segment_io import write_segment_file
 from warmline_common.protocol.messages import HEADER_REQUEST, RestoreRequest, SaveRequest, SegmentRef, SegmentSpec
+from warmline_common.storage import segment_file
 
 FolderOf = Callable[..., Path]
 PROMPT_TOKENS = 199  # of BODY
@@ -330,7 +331,7 @@ def test_cancel_restore_waiting_for_reader(tiny_folder: FolderOf, tmp_path: Path
 def test_cancelled_restore_keeps_memory_until_reader_stops(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaving: str
 ) -> None:
-    reading, go_on, real = threading.Event(), threading.Event(), segment_io.read_header
+    reading, go_on, real = threading.Event(), threading.Event(), segment_file.read_header
 
     def slow(path: Path) -> object:
         reading.set()
@@ -339,7 +340,7 @@ def test_cancelled_restore_keeps_memory_until_reader_stops(
 
     async def work(backend: LiveBackend) -> None:
         request = await saved(backend)
-        monkeypatch.setattr(segment_io, "read_header", slow)
+        monkeypatch.setattr(segment_file, "read_header", slow)
         task = restoring(backend, request)
         assert await asyncio.to_thread(reading.wait, WAIT_S)
         if leaving == "cancelled":
@@ -423,7 +424,7 @@ def test_cancel_save_in_each_phase(tiny_folder: FolderOf, tmp_path: Path, monkey
             return write_segment_file(*arguments)  # type: ignore[arg-type]
 
         with monkeypatch.context() as planted:
-            planted.setattr(kv_transfer, "write_segment_file", slow)
+            planted.setattr(segment_io, "write_segment_file", slow)
             task = saving()
             assert await asyncio.to_thread(writing.wait, WAIT_S)
             cancelling = asyncio.ensure_future(acknowledged(backend, task, "save"))

@@ -43,10 +43,10 @@ def test_small_restores_do_not_distort_restore_rate() -> None:
     """Otherwise a conversation of 1 GB would be prefilled again after a few restores of some kB."""
     rates = Rates()
     for _ in range(20):
-        rates.record_restore(100_000, 0.02)
-        rates.record_save(100_000, 0.02)
+        rates.restore.add(100_000, 0.02)
+        rates.save.add(100_000, 0.02)
     assert rates.restore.per_second == 0 and rates.save.per_second == 0
-    rates.record_restore(2_000_000_000, 1.0)
-    rates.record_save(SAMPLE_BYTES_MIN, 0.1)
-    rates.record_restore(SAMPLE_BYTES_MIN - 1, 10.0)
+    rates.restore.add(2_000_000_000, 1.0)
+    rates.save.add(SAMPLE_BYTES_MIN, 0.1)
+    rates.restore.add(SAMPLE_BYTES_MIN - 1, 10.0)
     assert rates.restore.per_second == 2e9 and rates.save.per_second == SAMPLE_BYTES_MIN / 0.1

@@ -70,7 +70,7 @@ def check_cut(
     )
     assert before.rows.keys() == after.rows.keys() and (before.rows or before.state)
     for name, target in before.rows.items():
-        assert bytes(target.buffer.data) == bytes(after.rows[name].buffer.data), name
+        assert bytes(target.data) == bytes(after.rows[name].data), name
     with pytest.raises((BadChainError, DamagedFileError)):
         reads.load(pack_tokens(tokens[: until + 1]), [*chain[:-1], cut], at, lambda: False)
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 from importlib import metadata
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -32,13 +33,13 @@ def home(tmp_path: Path) -> Path:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that were read to be digested."""
     names: list[str] = []
-    whole = module._sha256
+    digest = module.hashlib.file_digest
 
-    def counted(file: object) -> str:
-        names.append(Path(file.name).name)  # type: ignore[attr-defined]
-        return whole(file)  # type: ignore[arg-type]
+    def counted(file: FileIO, kind: str) -> object:
+        names.append(Path(file.name).name)
+        return digest(file, kind)
 
-    monkeypatch.setattr(module, "_sha256", counted)
+    monkeypatch.setattr(module.hashlib, "file_digest", counted)
     return names
 
 

@@ -12,11 +12,11 @@ import pytest
 
 from support import tiny_models
 from warmline_backend.config import BackendConfigError, parse_config
-from warmline_backend.engine import kv_transfer
 from warmline_backend.engine.engine import Engine
 from warmline_backend.engine.inflight import UnknownGenerationError
 from warmline_backend.generation import rates
 from warmline_backend.generation.events import EndedEvent
+from warmline_backend.kv_cache import segment_io
 from warmline_backend.kv_cache.segment_io import BadChainError, OperationCancelledError, write_segment_file
 from warmline_backend.model.model import load_served_model
 from warmline_backend.scheduler.scheduler import Scheduler, SchedulerSettings
@@ -98,7 +98,7 @@ def test_failed_save_deletes_its_files(tmp_path: Path, monkeypatch: pytest.Monke
             return write_segment_file(path, *rest)  # type: ignore[arg-type]
 
         with monkeypatch.context() as planted:
-            planted.setattr(kv_transfer, "write_segment_file", disk_full)
+            planted.setattr(segment_io, "write_segment_file", disk_full)
             with pytest.raises(OSError, match="No space left"):
                 await service.save(save_request(result))
         assert stored(home) == []
@@ -122,7 +122,7 @@ def test_cancelled_save_deletes_its_files(tmp_path: Path, monkeypatch: pytest.Mo
             finally:
                 written.set()
 
-        monkeypatch.setattr(kv_transfer, "write_segment_file", slow)
+        monkeypatch.setattr(segment_io, "write_segment_file", slow)
         saving = asyncio.ensure_future(service.save(save_request(result)))
         await asyncio.to_thread(writing.wait, 10)
         if leaving == "cancelled by id":

@@ -10,6 +10,7 @@ from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.kv_cache.kv import KV
 from warmline_backend.kv_cache.segment_io import ChainLoader, expose_bytes, write_segment_file
 from warmline_backend.model.model import ServedModel
+from warmline_backend.output.events import Text
 from warmline_backend.request.params import GenerationParams
 from warmline_backend.scheduler.scheduler import Scheduler, SchedulerSettings
 from warmline_common.protocol.messages import CheckpointRef, GenerationResult, SegmentRef
@@ -48,7 +49,8 @@ class EventLog:
 
     @property
     def text(self) -> str:
-        return "".join(event.text for event in self.events if isinstance(event, TokenEvent))
+        parts = (part for event in self.events if isinstance(event, TokenEvent) for part in event.parts)
+        return "".join(part.text for part in parts if isinstance(part, Text))
 
     @property
     def logprobs(self) -> list[float]:
