@@ -83,12 +83,7 @@ def inspect(
     if kind == "session":
         view = views.build_conversation(forest, row_id, time.time())
         return show(view, tables.render_conversation(view), as_json)
-    one = {
-        "segment": views.build_segment,
-        "checkpoint": views.build_checkpoint,
-        "quarantined": views.build_quarantined,
-    }[kind]
-    view = one(forest, row_id)
+    view = views.build_file(forest, kind, row_id)
     show(view, tables.render_fields(view), as_json)
 
 

@@ -84,7 +84,8 @@ def verify(
     }
     if repair:
         view["did"] = [msgspec.structs.asdict(each) for each in did]
-    show(view, [*(tables.render_repairs(did) if repair else ()), *tables.render_findings(found, summary)], as_json)
+    repairs = tables.render_findings(did, format_count(len(did), "repair"), title="done") if repair else ()
+    show(view, [*repairs, *tables.render_findings(found, summary)], as_json)
     if found:
         raise typer.Exit(EXIT_FOUND)
 
