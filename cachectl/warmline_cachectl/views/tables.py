@@ -76,6 +76,10 @@ def format_count(number: int, singular: str, plural: str = "") -> str:
     return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
+def format_files(segments: int, checkpoints: int) -> str:
+    return f"{format_count(segments, 'segment')} and {format_count(checkpoints, 'checkpoint')}"
+
+
 def format_age(at: float) -> str:
     """Time since `at`, in Unix seconds."""
     return f"{format_duration(max(0.0, time.time() - at))} ago"

@@ -2,8 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
@@ -14,45 +13,6 @@ from warmline_proxy.retention.pin import count_bytes
 from warmline_proxy.store.rows import IndexSnapshot, RequestRecord, SegmentRow, SessionRow, Totals
 
 View = dict[str, Any]
-REPLAY_FAILURES = ("differs", "unstable", "damaged")
-ID_PREFIX_MIN = 4
-NEAR_COUNT_MAX = 3
-
-
-class AmbiguousIdError(Exception):
-    """Several ids begin with the typed text."""
-
-
-def find_id(snapshot: IndexSnapshot, typed: str) -> tuple[str, str]:
-    """(kind, full id) for an id or its unique beginning; ("", "") where there is none.  Raises AmbiguousIdError."""
-    kinds = _rows_by_kind(snapshot)
-    exact = [(kind, typed) for kind, rows in kinds.items() if typed in rows]
-    if exact or len(typed) < ID_PREFIX_MIN:
-        return exact[0] if exact else ("", "")
-    found = [(kind, row_id) for kind, rows in kinds.items() for row_id in rows if row_id.startswith(typed)]
-    if len(found) > 1:
-        raise AmbiguousIdError(f"{typed} may be any of {', '.join(row_id for _, row_id in found[:5])}")
-    return found[0] if found else ("", "")
-
-
-def describe_unknown_id(snapshot: IndexSnapshot, typed: str) -> str:
-    """Message about an id that names nothing, with near names."""
-    if len(typed) < ID_PREFIX_MIN:
-        return f"{typed!r} is too short: say an id, or at least its first {ID_PREFIX_MIN} characters"
-    called = [row.id for row in snapshot.sessions.values() if typed.lower() in row.client.lower()]
-    beginnings = {row_id[: len(typed)]: row_id for rows in _rows_by_kind(snapshot).values() for row_id in rows}
-    near = called or [beginnings[each] for each in get_close_matches(typed, beginnings, NEAR_COUNT_MAX)]
-    meant = f"; near it: {', '.join(near[:NEAR_COUNT_MAX])}" if near else ""
-    return f"nothing stored is called {typed}{meant} (`cachectl ls` lists the conversations)"
-
-
-def _rows_by_kind(snapshot: IndexSnapshot) -> dict[str, Mapping[str, object]]:
-    return {
-        "session": snapshot.sessions,
-        "segment": snapshot.segments,
-        "checkpoint": snapshot.checkpoints,
-        "quarantined": snapshot.quarantined,
-    }
 
 
 def build_conversations(forest: Forest, now: float) -> View:
