@@ -1,6 +1,6 @@
 """`cachectl doctor`: common problems of a home and of the processes on it, each with its remedy."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 
 import typer
@@ -26,9 +26,9 @@ def doctor(quiet: QuietOption = False, home: HomeOption = HOME, as_json: JsonOpt
     with exit_on_error(), show_spinner("looking", quiet or as_json):
         facts = gather(make_home(home))
     checks = run_checks(facts)
-    found = sum(check.status != OK for check in checks)
+    found = sum(check.status != OK for check in checks.values())
     show(
-        {"checks": [asdict(check) for check in checks], "findings": found},
+        {"checks": [{"name": name, **asdict(check)} for name, check in checks.items()], "findings": found},
         [_render_table(checks), format_count(found, "finding") if found else "all is well"],
         as_json,
     )
@@ -38,10 +38,10 @@ def doctor(quiet: QuietOption = False, home: HomeOption = HOME, as_json: JsonOpt
         raise typer.Exit(EXIT_FOUND)
 
 
-def _render_table(checks: Sequence[Diagnosis]) -> Table:
+def _render_table(checks: Mapping[str, Diagnosis]) -> Table:
     """Table of checks, with the remedy below each finding: both may be long."""
     table = Table("", "check", "seen")
-    for check in checks:
+    for name, check in checks.items():
         mend = f"\n→ {check.mend}" if check.mend else ""
-        table.add_row(check.status, check.name, printable(check.seen + mend))
+        table.add_row(check.status, name, printable(check.seen + mend))
     return table
