@@ -26,7 +26,7 @@ class Column:
 
 
 def fit_table(columns: Sequence[Column], rows: Sequence[Any], width: int, title: str = "") -> list[Table | str]:
-    """The table, and where columns are missing a line that says so."""
+    """Table, and a line that names the columns that did not fit."""
     filled = [(column, [printable(column.cell(row)) for row in rows]) for column in columns]
     filled = [(column, texts) for column, texts in filled if any(texts) or not column.is_optional]
     columns = [column for column, _ in filled]
@@ -43,7 +43,7 @@ def fit_table(columns: Sequence[Column], rows: Sequence[Any], width: int, title:
 
 
 def printable(text: str) -> str:
-    """Without what would steer a terminal: some texts are clients'."""
+    """Text without control characters, which steer a terminal: some texts are clients'."""
     return "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
@@ -71,5 +71,5 @@ def _choose_columns(columns: Sequence[Column], natural: list[int], width: int) -
 
 
 def _cut_cell(text: str, width: int, kind: str) -> str:
-    """An id's beginning is an id too; an ellipsis would not be."""
+    """Cut an id without rich's ellipsis: its beginning resolves, too."""
     return text[:width] if kind == "id" else text

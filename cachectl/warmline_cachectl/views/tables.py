@@ -1,4 +1,4 @@
-"""The same views for people, no wider than their terminal."""
+"""Views as tables and lines for people, no wider than their terminal."""
 
 import os
 import time
@@ -15,7 +15,7 @@ WIDTH_PIPED = 160  # where no terminal says how wide it is
 
 Renderables = Iterable[Table | str]
 
-STORED_LABELS = {  # what `stats` says of the disk, in its order
+STORED_LABELS = {  # of `stats`, in its order
     "sessions": "conversations",
     "segments": "segments",
     "checkpoints": "checkpoints",
@@ -31,7 +31,7 @@ STORED_LABELS = {  # what `stats` says of the disk, in its order
     "quarantined": "files in quarantine",
     "turns": "sampled tool calls",
 }
-REQUEST_LABELS = {  # and of the last requests
+REQUEST_LABELS = {
     "count": "requests",
     "outcomes": "how they ended",
     "sources": "where they started",
@@ -249,8 +249,8 @@ def render_gc(reply: GcReply) -> Renderables:
         "evicted": [(len(reply.evicted), "file", "")],
     }
     for verb, things in done.items():
-        if told := [format_count(number, one, many) for number, one, many in things if number]:
-            yield f"{verb} {', '.join(told)}"
+        if counts := [format_count(number, one, many) for number, one, many in things if number]:
+            yield f"{verb} {', '.join(counts)}"
     yield f"the index: {format_size(reply.bytes_index_before)}, now {format_size(reply.bytes_index_after)}"
     yield f"used on disk: {format_size(reply.bytes_before)}, now {format_size(reply.bytes_after)}"
     if reply.bytes_after > reply.bytes_wanted:
