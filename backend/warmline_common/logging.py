@@ -22,18 +22,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from warmline_common.process import console as lines
+from warmline_common.process import console
 from warmline_common.process.redaction import MESSAGE_CHARS_MAX, escape_unprintable, redact
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
 
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 FILE_BYTES_MAX = 10_000_000
-BACKUP_COUNT = 5  # older ones, besides the one that is written to
-OWN_PACKAGES = ("warmline_proxy", "warmline_backend", "warmline_common")  # others are heard from "warning" on
+BACKUP_COUNT = 5  # older files, besides the current one
+OWN_PACKAGES = ("warmline_proxy", "warmline_backend", "warmline_common")  # other loggers' lines count from "warning" on
 FAULT_BYTES_MAX = 64 * 1024
-CAUSES_MAX = 8  # of an exception, that are told
-# Plain words about their own state, but for what they quote.  What others say may be a text that was sent.
+CAUSES_MAX = 8  # of an exception, that are logged
+# Plain words about their own state, but for what they quote.  Other texts may quote a request.
 _SAFE_ERRORS = (RuntimeError, MemoryError, TypeError, AssertionError, ArithmeticError, ImportError)
 _UNSAFE_PACKAGES = ("jinja2", "msgspec", "tokenizers", "llguidance", "transformers")
 
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 _request_id: ContextVar[str] = ContextVar("request", default="")
 
 
-# ---- which request a line is about
+# ---- the request of a line
 
 
 def current_request_id() -> str:
@@ -78,22 +78,17 @@ def start_logging(process: str, level: str, format: str, files: bool, home: Home
     if root.handlers:
         return
     formatter = JsonFormatter(process) if format == "json" else TextFormatter(TEXT_FORMAT)
-    on_stderr = logging.StreamHandler(sys.stderr)
-    on_stderr.setFormatter(formatter)
-    if files:
-        in_file = LogFileHandler(home.logs / f"{process}.log", on_stderr)
-        in_file.setFormatter(formatter)
-        root.addHandler(in_file)
-        last_words = logging.StreamHandler(sys.stderr)
-        last_words.setFormatter(formatter)
-        last_words.setLevel(logging.CRITICAL)
-        root.addHandler(last_words)
-    else:
-        root.addHandler(on_stderr)
+    on_stderr, critical_on_stderr = logging.StreamHandler(sys.stderr), logging.StreamHandler(sys.stderr)
+    critical_on_stderr.setLevel(logging.CRITICAL)
+    in_file = LogFileHandler(home.logs / f"{process}.log", fallback=on_stderr)
+    for handler in (on_stderr, critical_on_stderr, in_file):
+        handler.setFormatter(formatter)
+    for handler in (in_file, critical_on_stderr) if files else (on_stderr,):
+        root.addHandler(handler)
     _set_levels(level.upper())
-    logging.raiseExceptions = False  # a line that can't be written would be told with all its arguments
+    logging.raiseExceptions = False  # else a failed line is printed with all its arguments
     if files or format == "json":
-        lines.copy_to_log(log.error, log_only=not files)
+        console.copy_to_log(log.error, log_only=not files)
     _install_exception_hooks()
     _enable_fault_handler(home.logs / f"{process}.fault" if files else None)
 
@@ -121,10 +116,8 @@ class TextFormatter(_Formatter):
     """Formatter of text lines.  A line that does not name its request ends with its id."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        line, request_id = (
-            escape_unprintable(super().formatMessage(record), line_end="\n    "),
-            _find_request_id(record),
-        )
+        line = escape_unprintable(super().formatMessage(record), line_end="\n    ")
+        request_id = _find_request_id(record)
         return line if not request_id or request_id in record.message else f"{line} (request {request_id})"
 
 
@@ -166,13 +159,13 @@ def format_rfc3339(at: float) -> str:
 
 def format_traceback(error: BaseException) -> str:
     """Traceback as Python writes it, with the exceptions' texts redacted or left out."""
-    told: list[str] = []
+    lines: list[str] = []
     for each, link in reversed(_collect_causes(error)):
-        told.append("Traceback (most recent call last):\n")
-        told += traceback.format_tb(each.__traceback__)
+        lines.append("Traceback (most recent call last):\n")
+        lines += traceback.format_tb(each.__traceback__)
         words = escape_unprintable(redact_error(each))
-        told.append(f"{type(each).__qualname__}{words and ': '}{words}\n{link}")
-    return "".join(told).rstrip("\n")
+        lines.append(f"{type(each).__qualname__}{words and ': '}{words}\n{link}")
+    return "".join(lines).rstrip("\n")
 
 
 def _collect_causes(error: BaseException) -> list[tuple[BaseException, str]]:
@@ -214,21 +207,21 @@ def log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> Non
 def _install_exception_hooks() -> None:
     """Log uncaught exceptions of the main thread, other threads and destructors."""
 
-    def ends(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+    def log_exception(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
             sys.__excepthook__(kind, error, at)
         else:
-            log.critical("the process ends, by what nobody expected", exc_info=(kind, error, at))
+            log.critical("the process ends because of an unexpected error", exc_info=(kind, error, at))
 
-    def thread_ends(failed: threading.ExceptHookArgs) -> None:
+    def log_thread_exception(failed: threading.ExceptHookArgs) -> None:
         if failed.exc_value is not None and not isinstance(failed.exc_value, SystemExit):
             name = failed.thread.name if failed.thread else "a thread"
-            log.critical("%s ends, by what nobody expected", name, exc_info=failed.exc_value)
+            log.critical("%s ends because of an unexpected error", name, exc_info=failed.exc_value)
 
-    def left_over(failed: Any) -> None:
-        log.error("an error that could be raised nowhere", exc_info=failed.exc_value)
+    def log_unraisable(failed: Any) -> None:
+        log.error("an error in a place that can't raise it", exc_info=failed.exc_value)
 
-    sys.excepthook, threading.excepthook, sys.unraisablehook = ends, thread_ends, left_over
+    sys.excepthook, threading.excepthook, sys.unraisablehook = log_exception, log_thread_exception, log_unraisable
 
 
 def _enable_fault_handler(path: Path | None) -> None:
@@ -248,7 +241,7 @@ def _enable_fault_handler(path: Path | None) -> None:
         os.lseek(file, 0, os.SEEK_SET)
         faulthandler.enable(file)
     except OSError as error:
-        log.warning("faults of the process will be told nowhere: %s", error)
+        log.warning("faults of the process can't be recorded: %s", error)
         return
     if earlier:
         log.critical("the run before this one was ended by a fault:\n%s", earlier)

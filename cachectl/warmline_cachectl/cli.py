@@ -1,4 +1,4 @@
-"""`cachectl`: look at what is stored, check it, change it; the verbs are in rooms of their own, one line each here."""
+"""`cachectl`: inspects, checks and changes what is stored; its commands are in `commands`."""
 
 import os
 import sys
@@ -7,22 +7,15 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from warmline_cachectl.commands import archive as moving_cli
-from warmline_cachectl.commands import doctor as doctor_cli
-from warmline_cachectl.commands import explain as explain_cli
-from warmline_cachectl.commands import inspect as looking_cli
-from warmline_cachectl.commands import keys as keys_cli
-from warmline_cachectl.commands import modify as changing_cli
-from warmline_cachectl.commands import top as top_cli
-from warmline_cachectl.commands import verify as checking_cli
-from warmline_cachectl.options import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_REFUSED, fail
+from warmline_cachectl.commands import archive, doctor, explain, inspect, keys, modify, top, verify
+from warmline_cachectl.errors import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_REFUSED, fail
 from warmline_common.process.version import version
 
 
 class CommandGroup(TyperGroup):
-    """Help that lists the verbs by what they are for (their `rich_help_panel`), in plain text.
+    """Group with a plain-text help, by headings (`rich_help_panel`), and exit codes for failed output.
 
-    What can't be printed ends the command with a code of its own: 1 would say that something was found.
+    Output that can't be printed ends the command with a code of its own: 1 would mean findings.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -33,11 +26,11 @@ class CommandGroup(TyperGroup):
                 if sys.stdout is not None:  # it may be closed
                     sys.stdout.flush()
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else what is left is tried at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python writes the rest at its exit
             raise typer.Exit(EXIT_BROKEN_PIPE) from None
-        except SystemExit:  # so does rich tell of the same
+        except SystemExit:  # rich's reaction to a broken pipe
             raise typer.Exit(EXIT_BROKEN_PIPE) from None
-        except typer.Abort:  # where it asked
+        except typer.Abort:  # of a question
             fail("nothing was changed", EXIT_INTERRUPTED)
         except OSError as error:
             fail(str(error), EXIT_REFUSED)
@@ -60,14 +53,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.add_typer(looking_cli.app)
-app.add_typer(explain_cli.app)
-app.add_typer(top_cli.app)
-app.add_typer(checking_cli.app)
-app.add_typer(doctor_cli.app)
-app.add_typer(changing_cli.app)
-app.add_typer(moving_cli.app)
-app.add_typer(keys_cli.group)
+for commands in (inspect, explain, top, verify, doctor, modify, archive):
+    app.add_typer(commands.app)
+app.add_typer(keys.group)
 
 
 def _print_version(is_requested: bool) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from warmline_common.process.redaction import escape_unprintable
+
 TEXT_CHARS_MAX = 4000
 
 
@@ -53,7 +55,7 @@ class Findings(list[DoctorFinding]):
 def escape_text(text: str) -> str:
     """Text that is safe on a terminal: names in a broken file may be long and may move the cursor."""
     cut = text if len(text) <= TEXT_CHARS_MAX else text[:TEXT_CHARS_MAX] + " ..."
-    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in cut)
+    return escape_unprintable(cut, line_end="\n")
 
 
 def format_first(names: Iterable[str], count_max: int = 5) -> str:

@@ -3,7 +3,7 @@
 import resource
 from pathlib import Path
 
-UNLIMITED = 1 << 62  # what "no limit" reads as, where a number is wanted
+UNLIMITED = 1 << 62  # the number for "no limit"
 
 
 def raise_descriptor_limit(requested: int) -> int:

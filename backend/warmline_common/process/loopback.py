@@ -16,7 +16,9 @@ def is_local(peer: str, hosts: Sequence[str], extra_names: Collection[str] = ())
 
     `peer`: address of the other end; `hosts`: all Host headers; `extra_names`: further names of this machine.
     """
-    if not _is_loopback_peer(peer) or len(hosts) != 1:
+    address = _parse_address(peer)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    if address is None or not (mapped or address).is_loopback or len(hosts) != 1:
         return False
     name = parse_host(hosts[0])
     return name in extra_names or is_loopback_name(name)
@@ -25,35 +27,26 @@ def is_local(peer: str, hosts: Sequence[str], extra_names: Collection[str] = ())
 def parse_host(host: str) -> str:
     """Name or address of a Host header in lower case, without port, brackets and last dot; "" where it is none."""
     found = _HOST.fullmatch(host)
-    if found is None:
-        return ""
-    return (found[1] or found[2]).lower().removesuffix(".")
+    return (found[1] or found[2]).lower().removesuffix(".") if found else ""
 
 
 def is_ip_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+    return _parse_address(name) is not None
 
 
 def is_loopback(host: str) -> bool:
     """True where a socket bound to `host` accepts connections from this machine alone."""
-    return host == "localhost" or (is_ip_address(host) and ipaddress.ip_address(host).is_loopback)
+    address = _parse_address(host)
+    return host == "localhost" or (address is not None and address.is_loopback)
 
 
 def is_loopback_name(name: str) -> bool:
     """True for names and addresses that mean the client's own machine."""
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    return is_ip_address(name) and ipaddress.ip_address(name).is_loopback
+    return name.endswith(".localhost") or is_loopback(name)
 
 
-def _is_loopback_peer(peer: str) -> bool:
+def _parse_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        address = ipaddress.ip_address(peer)
+        return ipaddress.ip_address(text)
     except ValueError:
-        return False
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
+        return None

@@ -15,9 +15,8 @@ NAME_CHARS_MAX = 40
 _NAME = re.compile(r"[A-Za-z_$][A-Za-z0-9_$.\[\]-]*")
 _QUOTED = re.compile(r"(?<!\w)b?'(.*?)(?:'(?!\w)|\Z)")  # not an apostrophe; what was cut off has no end
 _CLOSING_QUOTE_PATTERN = re.compile(r""".*(?:'(?!\w)|")""")  # of either kind: the text itself may have the other
-_TYPE_OR_PATH_PATTERN = re.compile(
-    r"\$[\w.\[\]-]*|(?:str|int|float|bool|array|object|null|bytes)(?: \| \w+)*"
-)  # as msgspec names them
+# As msgspec names them.
+_TYPE_OR_PATH_PATTERN = re.compile(r"\$[\w.\[\]-]*|(?:str|int|float|bool|array|object|null|bytes)(?: \| \w+)*")
 _LONG_NUMBER = re.compile(r"\d{13,}")
 _PATH_WORD = re.compile(r"v\d|[a-z]+(?:[_.-][a-z]+)*")
 PATH_WORD_CHARS_MAX = 24
@@ -54,8 +53,8 @@ def redact(text: str, *, keep_names: bool = True) -> str:
 def redact_path(path: str) -> str:
     """Path of a URL with only the words of an API's paths: other parts may be a key or an id."""
     words = path.split("/")
-    told = [word if _is_path_word(word) else PLACEHOLDER for word in words[: PATH_WORDS_MAX + 1]]
-    return "/".join(told) + ("/" + PLACEHOLDER if len(words) > PATH_WORDS_MAX + 1 else "")
+    shown = [word if _is_path_word(word) else PLACEHOLDER for word in words[: PATH_WORDS_MAX + 1]]
+    return "/".join(shown) + ("/" + PLACEHOLDER if len(words) > PATH_WORDS_MAX + 1 else "")
 
 
 def _is_path_word(word: str) -> bool:

@@ -14,18 +14,18 @@ import msgspec
 from warmline_common.process.redaction import redact
 
 # Request headers of a generation call, set by the proxy.
-HEADER_REQUEST = "X-Warmline-Request"  # request id; asks for the closing `Settled` event
+HEADER_REQUEST = "X-Warmline-Request"  # request id; asks for the closing `GenerationResult`
 HEADER_PROMPT = "X-Warmline-Prompt"  # id from POST /kv/prompts; no body is read then, a stream with usage comes
 HEADER_RESIDENT = "X-Warmline-Resident"  # resident to continue
 HEADER_REUSE = "X-Warmline-Reuse"  # tokens of it to reuse; 1 <= reuse < prompt tokens
 HEADER_KEEP = "X-Warmline-Keep"  # "1": the resident is copied and stays; without it the request takes it over
 HEADER_FOLLOW = "X-Warmline-Follow"  # request id of a generation that is computing the prompt's first `reuse` tokens
 HEADER_CHECKPOINTS = "X-Warmline-Checkpoints"  # "120,800": positions at which recurrent state is to be kept
-HEADER_ROOT = "X-Warmline-Root"  # namespace(fingerprint, tenant) in hex: whose the prompt is, and what it leaves
-HEADER_BACKGROUND = "X-Warmline-Background"  # "1": computed only while nobody else wants the engine; leaves nothing
+HEADER_ROOT = "X-Warmline-Root"  # namespace(fingerprint, tenant) in hex: owner of the prompt and of its KV
+HEADER_BACKGROUND = "X-Warmline-Background"  # "1": computed only while the engine is idle otherwise; no KV is kept
 # Response headers, from the proxy to its client.
 HEADER_CACHE = "X-Warmline-Cache"  # "resident 812", "restored 812", "shared 812" or "cold 0"
-HEADER_STABILIZED = "X-Warmline-Stabilized"  # "times=2, ids=1": what was evened out at the top of the prompt
+HEADER_STABILIZED = "X-Warmline-Stabilized"  # "times=2, ids=1": replacements at the top of the prompt
 
 # Request headers, from a client to the proxy: its own deadlines in seconds, and its own name for the request.
 HEADER_CONNECT_TIMEOUT = "X-Warmline-Connect-Timeout"
@@ -67,7 +67,7 @@ class PromptRequest(msgspec.Struct, kw_only=True):
     request_id: str
     endpoint: str  # "chat" or "completion"
     body: dict[str, Any]
-    turns: list[SampledTurn] = []  # those whose calls the body repeats, as far as the proxy remembers them
+    turns: list[SampledTurn] = []  # those with calls that the body repeats, as far as the proxy has them
 
 
 class MessageEnd(msgspec.Struct, kw_only=True, frozen=True):
@@ -76,7 +76,7 @@ class MessageEnd(msgspec.Struct, kw_only=True, frozen=True):
     end: int  # token offset
     number: int  # of the message, from 1; 0 for tools before all messages
     role: str
-    note: str = ""  # what of it is not in the prompt
+    note: str = ""  # parts of it that are not in the prompt
 
 
 class PromptReply(Reply, kw_only=True):
@@ -122,7 +122,7 @@ class RestoreRequest(msgspec.Struct, kw_only=True):
     tokens: bytes  # u32le ids of [0, position)
     chain: list[SegmentRef]
     checkpoint: CheckpointRef | None = None  # required where the layout has states
-    root: bytes = b""  # as in SaveRequest; each file must say that it belongs after these very tokens
+    root: bytes = b""  # as in SaveRequest; each file must name it and the digest of the tokens before it
 
 
 class RestoreReply(Reply, kw_only=True):
@@ -158,7 +158,7 @@ class SaveRequest(msgspec.Struct, kw_only=True):
     running: str = ""  # ... or the request id of a running request
     segments: list[SegmentSpec] = []
     checkpoints: list[CheckpointRef] = []
-    root: bytes = b""  # namespace(fingerprint, tenant); the files say it, so that an index can be made of them
+    root: bytes = b""  # namespace(fingerprint, tenant); in the files, too, so that an index can be rebuilt
 
 
 class SavedFile(msgspec.Struct, kw_only=True):
@@ -184,7 +184,7 @@ class Resident(msgspec.Struct, kw_only=True):
     bytes_held: int
     last_used: float  # Unix seconds
     ids: bytes | None = None  # u32le; only on GET /kv/residents?ids=1
-    root: bytes = b""  # whose it is: the `HEADER_ROOT` of the request that left it, or the root of its restore
+    root: bytes = b""  # owner: the `HEADER_ROOT` of the request that left it, or the root of its restore
 
 
 class ResidentsReply(Reply, kw_only=True):
@@ -200,7 +200,7 @@ class EvictionOrder(msgspec.Struct, kw_only=True):
 class ClearCacheRequest(msgspec.Struct, kw_only=True):
     """POST /kv/forget: clear all KV of conversations, except of those being computed."""
 
-    keep: list[str] = []  # residents that stay, and requests whose do: what is nowhere else, and was not meant
+    keep: list[str] = []  # ids that stay, of residents or of their requests: KV that is stored nowhere else
 
 
 class KvLayout(msgspec.Struct, kw_only=True):
@@ -232,7 +232,7 @@ class ProcessStats(msgspec.Struct, kw_only=True):
     bytes_unaccounted: int = 0  # the backend's: mlx memory beyond weights, residents and running requests
 
 
-LOADING = "the model is still loading"  # a Pulse's failure while that is so
+LOADING = "the model is still loading"  # `HealthReply.failure` meanwhile
 
 
 class HealthReply(msgspec.Struct, kw_only=True):
@@ -269,7 +269,7 @@ class BackendStatus(Reply, kw_only=True):
     save_bytes_per_s: float
     slowest_recent_step_s: float
     prefill_step_size: int
-    keepalive_steps: int = 0  # tokens computed for nobody, to keep the device awake
+    keepalive_steps: int = 0  # tokens computed for no request, to keep the device awake
     failure: str = ""
     model_created: int = 0  # when its config was last written, in Unix seconds; 0: unknown
     device: str = ""  # that computes, for people

@@ -90,7 +90,7 @@ class ChunkAggregator:
 
 
 class _ChoiceAggregator:
-    """One choice, as far as it has come."""
+    """Aggregator of one choice's chunks."""
 
     def __init__(self) -> None:
         self._text: list[str] = []
@@ -119,11 +119,11 @@ class _ChoiceAggregator:
 
     def _add_tool_call(self, call: dict[str, Any]) -> None:
         """Add a call's delta: id, type and name come once, arguments in one piece or several."""
-        known = self._tool_calls.setdefault(call["index"], {"function": {"name": "", "arguments": ""}})
+        whole = self._tool_calls.setdefault(call["index"], {"function": {"name": "", "arguments": ""}})
         function = call.get("function") or {}
-        known["function"]["name"] = function.get("name") or known["function"]["name"]
-        known["function"]["arguments"] += function.get("arguments") or ""
-        known.update({key: call[key] for key in ("id", "type") if call.get(key)})
+        whole["function"]["name"] = function.get("name") or whole["function"]["name"]
+        whole["function"]["arguments"] += function.get("arguments") or ""
+        whole.update({key: call[key] for key in ("id", "type") if call.get(key)})
 
     def result(self, chat: bool) -> dict[str, Any]:
         text = "".join(self._text)

@@ -66,7 +66,7 @@ def prefix_digest(root: bytes, tokens: bytes) -> str:
 
 
 class PrefixHash:
-    """Hashes of all tokens before a position.  Immutable: `then` makes a longer one.
+    """Hashes of all tokens before a position.  Immutable: `extend` makes a longer one.
 
     Gives the hashes that blocks, files and conversations have at that position; each token is read once.
     """

@@ -4,13 +4,17 @@ Pure; each raises ValueError, which says what was expected.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from warmline_common.process.loopback import is_ip_address
 
 Value = str | int | float | bool
+N = TypeVar("N", int, float)
 
 STABILIZE_RULES = ("times", "dates", "ids", "billing", "tool-order")
 STEP_AUTO = "auto"
@@ -22,7 +26,7 @@ ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@*\s]+")
 
 
 def parse_text(raw: object) -> str:
-    if not isinstance(raw, str) or "\0" in raw:  # no command can be given that
+    if not isinstance(raw, str) or "\0" in raw:  # no command line can contain NUL
         raise ValueError("expected text")
     return raw
 
@@ -54,36 +58,23 @@ def parse_model(raw: object) -> str:
 
 
 def make_integer_parser(low: int, high: int) -> Callable[[object], int]:
-    def parse(raw: object) -> int:
-        problem = f"expected a whole number from {low} to {high}"
-        if isinstance(raw, bool) or not isinstance(raw, int | str):
-            raise ValueError(problem)
-        try:
-            number = int(raw)
-        except ValueError:
-            raise ValueError(problem) from None
-        if not low <= number <= high:
-            raise ValueError(problem)
-        return number
-
-    return parse
+    return _make_number_parser(
+        int, f"expected a whole number from {low} to {high}", lambda number: low <= number <= high
+    )
 
 
 def make_amount_parser(unit: str, low: float, below: float) -> Callable[[object], float]:
-    return _make_number_parser(f"expected a number of {unit}, {low:g} or more", lambda number: low <= number < below)
+    problem = f"expected a number of {unit}, {low:g} or more"
+    return _make_number_parser(float, problem, lambda number: low <= number < below)
 
 
-def _make_number_parser(problem: str, fits: Callable[[float], bool]) -> Callable[[object], float]:
-    def parse(raw: object) -> float:
-        if isinstance(raw, bool) or not isinstance(raw, int | float | str):
-            raise ValueError(problem)
-        try:
-            number = float(raw)
-        except (ValueError, OverflowError):  # TOML's integers may be of any size
-            raise ValueError(problem) from None
-        if not fits(number):  # also refuses nan
-            raise ValueError(problem)
-        return number
+def _make_number_parser(kind: type[N], problem: str, fits: Callable[[N], bool]) -> Callable[[object], N]:
+    def parse(raw: object) -> N:
+        if isinstance(raw, (kind, int, str)) and not isinstance(raw, bool):
+            with suppress(ValueError, OverflowError):  # TOML's integers may be of any size
+                if fits(number := kind(raw)):  # False for nan
+                    return number
+        raise ValueError(problem)
 
     return parse
 
@@ -117,10 +108,9 @@ def parse_step_size(raw: object) -> Value:
 
 
 def parse_rules(raw: object) -> str:
-    """Names out of `STABILIZE`; "" for none."""
-    return _parse_names(
-        raw, f"expected some of {', '.join(STABILIZE_RULES)}, separated by commas", STABILIZE_RULES.__contains__
-    )
+    """Names out of `STABILIZE_RULES`; "" for none."""
+    problem = f"expected some of {', '.join(STABILIZE_RULES)}, separated by commas"
+    return _parse_names(raw, problem, STABILIZE_RULES.__contains__)
 
 
 def parse_origins(raw: object) -> str:
@@ -173,8 +163,8 @@ def _refuse_constant(constant: str) -> object:
     raise ValueError(f"{constant} is no JSON")
 
 
-parse_share = _make_number_parser("expected a share, from 0 to 1", lambda number: 0 <= number <= 1)
-parse_temperature = _make_number_parser("expected a number, 0 or more", lambda number: 0 <= number < float("inf"))
+parse_share = _make_number_parser(float, "expected a share, from 0 to 1", lambda number: 0 <= number <= 1)
+parse_temperature = _make_number_parser(float, "expected a number, 0 or more", lambda number: 0 <= number < math.inf)
 parse_port = make_integer_parser(1, 65535)
 parse_gigabytes = make_amount_parser("gigabytes", 0, 1e6)
 parse_seconds = make_amount_parser("seconds", 0, 1e9)

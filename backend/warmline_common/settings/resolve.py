@@ -15,7 +15,7 @@ from warmline_common.settings.table import SETTINGS, Setting
 FILE_NAME = "warmline.toml"
 KEYS_FILE = "keys.json"
 PREFIX = "WARMLINE_"
-INTERNAL_VARIABLES = ("WARMLINE_PARENT_PIPE", "WARMLINE_AGENT")  # ours, but no settings: see supervise, agents.kept
+INTERNAL_VARIABLES = ("WARMLINE_PARENT_PIPE", "WARMLINE_AGENT")  # ours, but no settings
 
 
 class ConfigurationError(Exception):
@@ -64,12 +64,12 @@ def resolve(flags: Mapping[str, object], environment: Mapping[str, str]) -> Reso
 
 def describe_misspelt_variables(environment: Mapping[str, str]) -> list[str]:
     """Lines about variables that look like a setting and are none.  Not an error: other programs may own them."""
-    known = {setting.variable.removeprefix(PREFIX): setting.variable for setting in SETTINGS.values()}
+    variables = {setting.variable.removeprefix(PREFIX): setting.variable for setting in SETTINGS.values()}
     lines = []
     for name in sorted(environment):
-        if name.startswith(PREFIX) and name not in (*known.values(), *INTERNAL_VARIABLES):
-            near = difflib.get_close_matches(name.removeprefix(PREFIX), known, n=1)
-            hint = f"; did you mean {known[near[0]]}?" if near else ""
+        if name.startswith(PREFIX) and name not in (*variables.values(), *INTERNAL_VARIABLES):
+            near = difflib.get_close_matches(name.removeprefix(PREFIX), variables, n=1)
+            hint = f"; did you mean {variables[near[0]]}?" if near else ""
             lines.append(f"{name} is no setting and has no effect{hint}")
     return lines
 
@@ -88,16 +88,12 @@ def _resolve_setting(
     )
     for raw, source in layers:
         if raw is not None:
-            return EffectiveSetting(_parse_value(setting, raw, source), source)
+            try:
+                return EffectiveSetting(setting.parse(raw), source)
+            except ValueError as error:
+                shown = "" if setting.secret else f", not {raw!r}"
+                raise ConfigurationError(f"{setting.name} (from {source}): {error}{shown}") from None
     return EffectiveSetting(setting.default, "default")
-
-
-def _parse_value(setting: Setting, raw: object, source: str) -> Value:
-    try:
-        return setting.parse(raw)
-    except ValueError as error:
-        shown = "" if setting.secret else f", not {raw!r}"
-        raise ConfigurationError(f"{setting.name} (from {source}): {error}{shown}") from None
 
 
 def _read_file(file: Path) -> Mapping[str, object]:
@@ -110,10 +106,10 @@ def _read_file(file: Path) -> Mapping[str, object]:
         raise ConfigurationError(f"{file} is no valid TOML: {error}; {advice}") from None
     except OSError as error:
         raise ConfigurationError(f"{file} can't be read: {error.strerror}") from None
-    known = [name for name, setting in SETTINGS.items() if setting.in_toml]
+    keys = [name for name, setting in SETTINGS.items() if setting.in_toml]
     for key in table:
-        if key not in known:
-            raise ConfigurationError(f"{file}: unknown key {key!r}{_suggest_key(key, known)}")
+        if key not in keys:
+            raise ConfigurationError(f"{file}: unknown key {key!r}{_suggest_key(key, keys)}")
     return table
 
 

@@ -47,13 +47,13 @@ def find_lock_holder(path: Path) -> str:
     """Pid of the lock file's holder as text; "" where there is none, or where it is unknown.  Writes nothing."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # never held, or not ours to read
+    except OSError:  # never held, or not readable for us
         return ""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "?"
-    except OSError:  # a disk that knows no locks: nobody can hold one there
+    except OSError:  # a disk without locks: no process can hold one there
         return ""
     finally:
         os.close(descriptor)
@@ -66,7 +66,7 @@ def is_process_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it is somebody else's
+    except PermissionError:  # of another user
         return True
     return True
 
@@ -76,7 +76,7 @@ def _read_only_lock(path: Path, wait_s: float) -> Iterator[None]:
     """Lock an existing file of a read-only home, if there is one."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:  # nobody ever held it, and nobody can write what it guards
+    except FileNotFoundError:  # never held, and no process can write what it guards
         yield
         return
     try:

@@ -13,62 +13,34 @@ def describe_unusable_home(home: "Home", error: OSError) -> str:
     return f"the home {home.root} is not complete and can't be made so: {error}; make it writable or use another --home"
 
 
+class _PathBelow:
+    """Attribute of a home: the path of this name below its root."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, home: "Home", _: type) -> Path:
+        return home.root / self._name
+
+
 @dataclass(frozen=True)
 class Home:
     """Paths under one home directory.  `prepare` creates them and `load_secret` its file; the rest touches no disk."""
 
     root: Path
 
-    @property
-    def index(self) -> Path:
-        return self.root / "index"
-
-    @property
-    def segments(self) -> Path:
-        return self.root / "segments"
-
-    @property
-    def models(self) -> Path:
-        return self.root / "models"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
-    def run(self) -> Path:
-        return self.root / "run"
-
-    @property
-    def reserve(self) -> Path:
-        """Reserved space for a full disk: a file of zeros."""
-        return self.root / "spare"
-
-    @property
-    def lock(self) -> Path:
-        return self.root / "home.lock"
-
-    @property
-    def keys(self) -> Path:
-        """File of clients' keys and the admin key."""
-        return self.root / "keys.json"
-
-    @property
-    def keys_lock(self) -> Path:
-        """Lock of the file of keys, held while it is changed."""
-        return self.run / "keys.lock"
-
-    @property
-    def settings_tenant(self) -> Path:
-        """File with the tenant of the settings' own key, as the proxy last found it: other processes may not know the
-        key.
-        """
-        return self.run / "settings-tenant"
-
-    @property
-    def backend_lock(self) -> Path:
-        """Lock held by the backend: two would write and sweep each other's files."""
-        return self.run / "backend.lock"
+    index = _PathBelow("index")
+    segments = _PathBelow("segments")
+    models = _PathBelow("models")
+    logs = _PathBelow("logs")
+    run = _PathBelow("run")
+    reserve = _PathBelow("spare")  # a file of zeros: reserved space for a full disk
+    lock = _PathBelow("home.lock")
+    keys = _PathBelow("keys.json")  # clients' keys and the admin key
+    keys_lock = _PathBelow("run/keys.lock")  # held while the file of keys is changed
+    # tenant of the settings' own key, as the proxy last found it: other processes may not know the key
+    settings_tenant = _PathBelow("run/settings-tenant")
+    backend_lock = _PathBelow("run/backend.lock")  # held by the backend: two would write and sweep each other's files
 
     def segment_file(self, segment_id: str) -> Path:
         """File of a segment or checkpoint; 256 folders keep each one short."""
@@ -88,7 +60,7 @@ class Home:
         path = self.root / "secret"
         if not path.exists():
             self._create_secret(path)
-        for draft in self.root.glob(f".secret.*{disk.DRAFT_SUFFIX}"):  # ours, and of who was killed
+        for draft in self.root.glob(f".secret.*{disk.DRAFT_SUFFIX}"):  # ours, and of killed processes
             disk.delete(draft)
         if not (secret := path.read_text("latin-1").strip()) or not (secret.isascii() and secret.isprintable()):
             raise OSError(f"{path} holds no secret; delete it, and a new one is made")

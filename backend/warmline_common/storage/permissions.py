@@ -24,7 +24,7 @@ class PermissionReport:
 
     count: int = 0
     first_path: str = ""
-    open_paths: list[str] = field(default_factory=list)  # that could not be, or are not ours to be
+    open_paths: list[str] = field(default_factory=list)  # left as they are: the change failed, or the folder is shared
 
     def __str__(self) -> str:
         """One line; "" where nothing was changed."""
@@ -45,7 +45,7 @@ def tighten_permissions(home: Home) -> PermissionReport:
     for path in _iter_home_paths(home):
         try:
             found = path.lstat()
-        except OSError:  # gone meanwhile
+        except OSError:  # deleted meanwhile
             continue
         if not stat.S_ISLNK(found.st_mode) and found.st_mode & OTHERS_MASK:
             _tighten_path(path, found, done)

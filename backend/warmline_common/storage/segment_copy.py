@@ -15,7 +15,6 @@ from warmline_common.storage import disk
 from warmline_common.storage.segment_file import (
     CHECKSUMS_TENSOR,
     DTYPE_BYTES,
-    READ_CHUNK_BYTES,
     TOKENS_TENSOR,
     FileMeta,
     SegmentFileError,
@@ -24,6 +23,7 @@ from warmline_common.storage.segment_file import (
     encode_header,
     file_checksum,
     header_checksum,
+    iter_bytes,
     read_checksums_from,
     tensor_hasher,
 )
@@ -39,7 +39,7 @@ class SegmentCopy:
 
     def __init__(self, source: BinaryIO, header: SegmentHeader, meta: FileMeta) -> None:
         self.meta = meta
-        self.checksum = ""  # as in SavedFile, once all `parts` were taken
+        self.checksum = ""  # as in SavedFile, once `read_chunks` has ended
         self._source, self._header = source, header
         whole = meta.kind == "checkpoint"
         span = (0, 1) if whole else (meta.start - header.meta.start, meta.end - header.meta.start)
@@ -50,10 +50,9 @@ class SegmentCopy:
         self._shapes = {
             name: self._row_range.slice_shape(name, header.tensors[name]) for name in header.list_checksummed_names()
         }
-        checksums = read_checksums_from(source, header)
-        header.verify(checksums)
-        self._expected_checksums = dict(zip(header.list_checksummed_names(), checksums[:-1], strict=True))
-        self._encoded_header = encode_header(meta, self._shapes | {CHECKSUMS_TENSOR: ("U64", (len(checksums),))})
+        self._expected_checksums = header.verify(read_checksums_from(source, header))
+        checksums_shape = (len(self._expected_checksums) + 1,)
+        self._encoded_header = encode_header(meta, self._shapes | {CHECKSUMS_TENSOR: ("U64", checksums_shape)})
 
     @property
     def bytes_count(self) -> int:
@@ -67,7 +66,7 @@ class SegmentCopy:
         return len(self._header.select_kv_tensors())
 
     def read_chunks(self) -> Iterator[bytes]:
-        """Bytes of the copy in order.  They are verified only once all were taken."""
+        """Bytes of the copy in order.  They are verified at its end."""
         yield self._encoded_header
         checksums: list[int] = []
         for name in self._shapes:
@@ -81,23 +80,15 @@ class SegmentCopy:
         place, old = self._header.tensors[name], tensor_hasher(name, *self._header.meta.span)
         new = tensor_hasher(name, *self.meta.span)
         self._source.seek(place.offset)
-        for wanted, length in self._row_range.iter_byte_spans(name, place):
-            for part in self._read_source(length):
+        for is_selected, length in self._row_range.iter_byte_spans(name, place):
+            for part in iter_bytes(self._source, length):
                 old.update(part)
-                if wanted:
+                if is_selected:
                     new.update(part)
                     yield part
         if old.intdigest() != self._expected_checksums[name]:
             raise SegmentFileError("checksum", f"{name} of {self._header.meta.kind} {self._header.meta.id}")
         return new.intdigest()
-
-    def _read_source(self, length: int) -> Iterator[bytes]:
-        while length:
-            part = self._source.read(min(length, READ_CHUNK_BYTES))
-            if not part:
-                raise SegmentFileError("truncated", "the file became shorter while it was read")
-            length -= len(part)
-            yield part
 
 
 class _RowRange:

@@ -5,8 +5,7 @@ Read with the standard library and xxhash alone, so that the index's owner can c
     __metadata__["warmline"]  a JSON `FileMeta`
     "tokens"                  U8 or U32: the u32le ids of [start, end); segments only
     "checksums"               U64: `tensor_checksum` of every other tensor ("tokens" too), in the order of
-                              their names,
-                              and last `header_checksum`
+                              their names, and last `header_checksum`
     layer.component.field     everything else
 
 Errors: SegmentFileError, whose `reason` is a word of RestoreRefusal.reason.
@@ -101,11 +100,15 @@ class SegmentHeader:
         """Names of the tensors in the order of their checksums; the header's checksum comes last."""
         return sorted(name for name in self.tensors if name != CHECKSUMS_TENSOR)
 
-    def verify(self, checksums: Sequence[int]) -> None:
-        """Compare the header itself with the file's checksums.  Raises SegmentFileError."""
+    def verify(self, checksums: Sequence[int]) -> dict[str, int]:
+        """Compare the header with the last of the file's checksums; returns the others by tensor.
+
+        Raises SegmentFileError.
+        """
         shapes = {name: (place.dtype, place.shape) for name, place in self.tensors.items()}
         if header_checksum(self.meta, shapes) != checksums[-1]:
             raise SegmentFileError("checksum", f"header of {self.meta.kind} {self.meta.id}")
+        return dict(zip(self.list_checksummed_names(), checksums[:-1], strict=True))
 
 
 class _Tensor(msgspec.Struct):
@@ -271,13 +274,11 @@ def _check_header(header: SegmentHeader) -> None:
 
 
 def _verify_tensors(file: BinaryIO, header: SegmentHeader, names: list[str]) -> None:
-    checksums = read_checksums_from(file, header)
-    header.verify(checksums)
-    wanted = dict(zip(header.list_checksummed_names(), checksums[:-1], strict=True))
+    checksums = header.verify(read_checksums_from(file, header))
     for name in names:
-        if name not in wanted:
+        if name not in checksums:
             raise SegmentFileError("tokens", f"no tensor {name}")
-        if tensor_checksum(name, *header.meta.span, iter_tensor_bytes(file, header.tensors[name])) != wanted[name]:
+        if tensor_checksum(name, *header.meta.span, iter_tensor_bytes(file, header.tensors[name])) != checksums[name]:
             raise SegmentFileError("checksum", f"{name} of [{header.meta.start}, {header.meta.end})")
 
 
@@ -292,10 +293,14 @@ def read_checksums_from(file: BinaryIO, header: SegmentHeader) -> list[int]:
 def iter_tensor_bytes(file: BinaryIO, tensor: TensorInfo) -> Iterator[bytes]:
     """Bytes of a tensor, a few MB at a time.  Raises SegmentFileError where the file ends before."""
     file.seek(tensor.offset)
-    left = tensor.bytes_count
-    while left:
-        part = file.read(min(left, READ_CHUNK_BYTES))
+    yield from iter_bytes(file, tensor.bytes_count)
+
+
+def iter_bytes(file: BinaryIO, count: int) -> Iterator[bytes]:
+    """The next bytes of a file, a few MB at a time.  Raises SegmentFileError where the file ends before."""
+    while count:
+        part = file.read(min(count, READ_CHUNK_BYTES))
         if not part:
             raise SegmentFileError("truncated", "the file became shorter while it was read")
-        left -= len(part)
+        count -= len(part)
         yield part

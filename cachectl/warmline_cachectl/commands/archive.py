@@ -1,11 +1,9 @@
-"""The verbs that move conversations between homes: `export` and `import`."""
+"""Commands that move conversations between homes: `export` and `import`."""
 
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from io import FileIO
 from pathlib import Path
 from typing import Annotated
 
@@ -13,25 +11,13 @@ import msgspec
 import typer
 
 from warmline_cachectl import client
-from warmline_cachectl.completion import complete_session_ids
-from warmline_cachectl.options import (
-    CHANGE_GROUP,
-    EXIT_REFUSED,
-    EXIT_USAGE,
-    HOME,
-    HomeOption,
-    JsonOption,
-    QuietOption,
-    exit_on_error,
-    fail,
-    format_examples,
-    make_home,
-    open_index,
-    resolve_session_id,
-)
+from warmline_cachectl.errors import EXIT_REFUSED, EXIT_USAGE, exit_on_error, fail
+from warmline_cachectl.lookup import open_index, resolve_session_id
+from warmline_cachectl.options import HOME, CommandApp, HomeOption, JsonOption, QuietOption, SessionArgument, make_home
 from warmline_cachectl.views import tables
 from warmline_cachectl.views.columns import printable
 from warmline_cachectl.views.output import show, show_progress, show_spinner
+from warmline_cachectl.views.tables import format_count
 from warmline_common.storage import disk
 from warmline_common.storage.file_lock import is_process_alive
 from warmline_common.storage.home import Home
@@ -45,23 +31,19 @@ from warmline_proxy.index.recovery.startup import reconcile
 
 IMPORT_TIMEOUT_S = 24 * 3600.0  # every byte is read twice, and what is new is written
 STANDARD_STREAM = "-"
-ARCHIVE_ERROR_STATUSES = (400, 409)  # what a proxy answers; other refusals are about who asks, or the proxy itself
+SPOOL_CHUNK_BYTES = 1 << 20
+ARCHIVE_ERROR_STATUSES = (400, 409)  # a proxy's answers about an archive; other refusals are about access, or the proxy
 
-app = typer.Typer()
+app = CommandApp("Change")
 
 
-@app.command(
-    short_help="Write a conversation into a file.",
-    rich_help_panel=CHANGE_GROUP,
-    epilog=format_examples(
-        "cachectl export SESSION talk.warmline",
-        "cachectl export SESSION talk.warmline --force  # overwrite what was exported earlier",
-    ),
+@app.add(
+    "Write a conversation into a file.",
+    "cachectl export SESSION talk.warmline",
+    "cachectl export SESSION talk.warmline --force  # overwrite what was exported earlier",
 )
 def export(
-    session: Annotated[
-        str, typer.Argument(help="A conversation's id, or its beginning.", autocompletion=complete_session_ids)
-    ],
+    session: SessionArgument,
     file: Annotated[str, typer.Argument(help="A file that is not there yet; - for standard output.")],
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
     quiet: QuietOption = False,
@@ -74,22 +56,19 @@ def export(
     """
     _check_target(file, force, as_json)
     with open_index(home) as reader:
-        wanted = resolve_session_id(reader.snapshot(), session)
-        with _exit_on_archive_error(session), Exporter(reader, wanted) as opened:
-            with show_progress("exporting", opened.bytes_count, quiet) as progress:
-                _write_archive(file, _report_progress(opened.read_chunks(), progress))
-            told = opened.result
+        session_id = resolve_session_id(reader.snapshot(), session)
+        with _exit_on_archive_error(session), Exporter(reader, session_id) as exporter:
+            with show_progress("exporting", exporter.bytes_count, quiet) as progress:
+                _write_archive(file, _report_progress(exporter.read_chunks(), progress))
+            result = exporter.result
     if file == STANDARD_STREAM:
-        print(printable(_format_export(told, "standard output")), file=sys.stderr)
+        print(printable(_format_export(result, "standard output")), file=sys.stderr)
     else:
-        show({**msgspec.structs.asdict(told), "file": file}, [_format_export(told, file)], as_json)
+        show({**msgspec.structs.asdict(result), "file": file}, [_format_export(result, file)], as_json)
 
 
-@app.command(
-    name="import",
-    short_help="Store what was exported.",
-    rich_help_panel=CHANGE_GROUP,
-    epilog=format_examples("cachectl import talk.warmline", "cachectl import talk.warmline --json"),
+@app.add(
+    "Store what was exported.", "cachectl import talk.warmline", "cachectl import talk.warmline --json", name="import"
 )
 def import_(
     file: Annotated[str, typer.Argument(help="What `cachectl export` wrote; - for standard input.")],
@@ -109,13 +88,13 @@ def import_(
     with exit_on_error():
         client.check_home(place)
         with _spool_to_disk(place, file) as path:
-            told = _import_archive(place, file, ImportRequest(path=str(path), key=key, anyway=anyway), quiet)
-    show(msgspec.structs.asdict(told), [_format_import(told)], as_json)
+            reply = _import_archive(place, file, ImportRequest(path=str(path), key=key, anyway=anyway), quiet)
+    show(msgspec.structs.asdict(reply), [_format_import(reply)], as_json)
 
 
 @contextmanager
 def _exit_on_archive_error(source: str) -> Iterator[None]:
-    """Turn an archive's error into a line and an exit code, the same with a proxy and without."""
+    """End the command on an archive's error, with the same line with a proxy and without."""
     name = "standard input" if source == STANDARD_STREAM else source
     try:
         yield
@@ -147,7 +126,7 @@ def _check_target(file: str, force: bool, as_json: bool) -> None:
 
 
 def _write_archive(file: str, chunks: Iterator[bytes]) -> None:
-    """Whole and durable, or not at all; readable by its owner alone."""
+    """Write an archive whole and durable, or not at all; readable by its owner alone."""
     if file != STANDARD_STREAM:
         disk.write_durable(Path(file).absolute(), chunks)
         return
@@ -163,12 +142,9 @@ def _report_progress(chunks: Iterator[bytes], progress: Callable[[int], None]) -
 
 
 def _format_export(exported: ExportResult, destination: str) -> str:
-    what = (
-        f"{tables.format_count(exported.segments, 'segment')} and "
-        f"{tables.format_count(exported.checkpoints, 'checkpoint')}"
-    )
-    tokens, size = tables.format_count(exported.tokens, "token"), tables.format_size(exported.bytes_count)
-    return f"exported {tokens} of {exported.model} in {what}: {size} to {destination}"
+    tokens, files = format_count(exported.tokens, "token"), tables.format_files(exported.segments, exported.checkpoints)
+    size = tables.format_size(exported.bytes_count)
+    return f"exported {tokens} of {exported.model} in {files}: {size} to {destination}"
 
 
 # ---- import
@@ -176,80 +152,55 @@ def _format_export(exported: ExportResult, destination: str) -> str:
 
 @contextmanager
 def _spool_to_disk(home: Home, file: str) -> Iterator[Path]:
-    """Copy standard input to a file, which can be read from any position."""
+    """Yield the archive's path, or a copy of standard input, which can be read from any position."""
     if file != STANDARD_STREAM:
         yield Path(file).absolute()
         return
     disk.make_folders(home.run)
-    for left in home.run.glob(f"import.*{disk.DRAFT_SUFFIX}"):
-        if (pid := left.name.split(".")[1]).isdigit() and not is_process_alive(int(pid)):  # it was killed
-            disk.delete(left)
+    for leftover in home.run.glob(f"import.*{disk.DRAFT_SUFFIX}"):
+        if (pid := leftover.name.split(".")[1]).isdigit() and not is_process_alive(int(pid)):  # it was killed
+            disk.delete(leftover)
     path = home.run / f"import.{os.getpid()}{disk.DRAFT_SUFFIX}"
-    disk.delete(path)  # of one that had this number
+    disk.delete(path)  # of an earlier process with this pid
     try:
         with disk.create(path) as spool:
-            shutil.copyfileobj(sys.stdin.buffer, _SpoolWriter(spool))
+            while chunk := sys.stdin.buffer.read(SPOOL_CHUNK_BYTES):
+                disk.write(spool, chunk)
         yield path
     finally:
         disk.delete(path)
 
 
-class _SpoolWriter:
-    """Target of `copyfileobj` that writes through `disk`, as all changes to a home."""
-
-    def __init__(self, file: FileIO) -> None:
-        self._file = file
-
-    def write(self, data: bytes) -> int:
-        disk.write(self._file, data)
-        return len(data)
-
-
 def _import_archive(home: Home, file: str, request: ImportRequest, quiet: bool) -> ImportReply:
-    """By the proxy where one runs, else here."""
+    """Import by the proxy where one runs, else under the home's lock."""
     with suppress(client.ProxyNotRunningError), _exit_on_archive_error(file), show_spinner("importing", quiet):
         return client.request_proxy(home, "/warmline/import", ImportReply, IMPORT_TIMEOUT_S, request)
     home.prepare()
-
-    def here(index: Index) -> ImportReply:
-        with _exit_on_archive_error(file):
-            return _import_locally(index, request, quiet)
-
-    return client.run_locked(home, here)
+    return client.run_locked(home, lambda index: _import_locally(index, file, request, quiet))
 
 
-def _import_locally(index: Index, request: ImportRequest, quiet: bool) -> ImportReply:
-    """As a proxy would after its start: what an earlier one left undone is put in order first."""
-    home, done = index.home, 0
-    reconcile(index)
-    tenant = client.read_key_tenants(home).find_tenant(request.key)
-    with (
-        open_archive(Path(request.path)) as archive,
-        show_progress("importing", 2 * archive.bytes_count, quiet) as advance,
-    ):
+def _import_locally(index: Index, file: str, request: ImportRequest, quiet: bool) -> ImportReply:
+    """Import as a proxy would after its start: unfinished changes of an earlier process are completed first."""
+    path, done = Path(request.path), 0
+    with _exit_on_archive_error(file):
+        reconcile(index)
+        tenant = client.read_key_tenants(index.home).find_tenant(request.key)
+        with open_archive(path) as archive, show_progress("importing", 2 * archive.bytes_count, quiet) as advance:
 
-        def progress(now: int, _: int) -> None:
-            nonlocal done
-            advance(now - done)
-            done = now
+            def progress(now: int, _: int) -> None:
+                nonlocal done
+                advance(now - done)
+                done = now
 
-        known = find_known_models(index)
-        return import_archive(index, archive, tenant, known, anyway=request.anyway, progress=progress)
+            models = find_known_models(index)
+            return import_archive(index, archive, tenant, models, anyway=request.anyway, progress=progress)
 
 
 def _format_import(imported: ImportReply) -> str:
+    tokens = f"{format_count(imported.tokens, 'token')} of {imported.model}"
     if not imported.segments and not imported.checkpoints:
-        return (
-            f"all {tables.format_count(imported.tokens, 'token')} of {imported.model} are stored already, "
-            f"as session {imported.session}"
-        )
-    what = (
-        f"{tables.format_count(imported.segments, 'segment')} and "
-        f"{tables.format_count(imported.checkpoints, 'checkpoint')}"
-    )
+        return f"all {tokens} are stored already, as session {imported.session}"
     known = f", {imported.tokens_known:,} of them were stored already" if imported.tokens_known else ""
-    return (
-        f"imported {tables.format_count(imported.tokens, 'token')} of {imported.model} as session "
-        f"{imported.session}{known}: "
-        f"{what}, {tables.format_size(imported.bytes_written)}"
-    )
+    files = tables.format_files(imported.segments, imported.checkpoints)
+    size = tables.format_size(imported.bytes_written)
+    return f"imported {tokens} as session {imported.session}{known}: {files}, {size}"

@@ -1,6 +1,6 @@
-"""`cachectl doctor`: what commonly goes wrong with a home and what runs on it, each with its mend."""
+"""`cachectl doctor`: common problems of a home and of the processes on it, each with its remedy."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 
 import typer
@@ -8,30 +8,16 @@ from rich.table import Table
 
 from warmline_cachectl.doctor.checks import OK, Diagnosis, run_checks
 from warmline_cachectl.doctor.facts import gather
-from warmline_cachectl.options import (
-    CHECK_GROUP,
-    EXIT_FOUND,
-    EXIT_USAGE,
-    HOME,
-    HomeOption,
-    JsonOption,
-    QuietOption,
-    exit_on_error,
-    format_examples,
-    make_home,
-)
+from warmline_cachectl.errors import EXIT_FOUND, EXIT_USAGE, exit_on_error
+from warmline_cachectl.options import HOME, CommandApp, HomeOption, JsonOption, QuietOption, make_home
 from warmline_cachectl.views.columns import printable
 from warmline_cachectl.views.output import show, show_spinner
 from warmline_cachectl.views.tables import format_count
 
-app = typer.Typer()
+app = CommandApp("Check")
 
 
-@app.command(
-    short_help="Look for what commonly goes wrong.",
-    rich_help_panel=CHECK_GROUP,
-    epilog=format_examples("cachectl doctor", "cachectl doctor --json"),
-)
+@app.add("Look for what commonly goes wrong.", "cachectl doctor", "cachectl doctor --json")
 def doctor(quiet: QuietOption = False, home: HomeOption = HOME, as_json: JsonOption = False) -> None:
     """The home, the index, the running pair and this machine, each finding with its mend; exit code 1 where any is.
 
@@ -40,10 +26,10 @@ def doctor(quiet: QuietOption = False, home: HomeOption = HOME, as_json: JsonOpt
     with exit_on_error(), show_spinner("looking", quiet or as_json):
         facts = gather(make_home(home))
     checks = run_checks(facts)
-    found = sum(check.status != OK for check in checks)
+    found = sum(check.status != OK for check in checks.values())
     show(
-        {"checks": [asdict(check) for check in checks], "findings": found},
-        [_render_table(checks), _format_summary(found)],
+        {"checks": [{"name": name, **asdict(check)} for name, check in checks.items()], "findings": found},
+        [_render_table(checks), format_count(found, "finding") if found else "all is well"],
         as_json,
     )
     if not facts.has_home:
@@ -52,14 +38,10 @@ def doctor(quiet: QuietOption = False, home: HomeOption = HOME, as_json: JsonOpt
         raise typer.Exit(EXIT_FOUND)
 
 
-def _format_summary(found: int) -> str:
-    return format_count(found, "finding") if found else "all is well"
-
-
-def _render_table(checks: Sequence[Diagnosis]) -> Table:
+def _render_table(checks: Mapping[str, Diagnosis]) -> Table:
     """Table of checks, with the remedy below each finding: both may be long."""
     table = Table("", "check", "seen")
-    for check in checks:
+    for name, check in checks.items():
         mend = f"\n→ {check.mend}" if check.mend else ""
-        table.add_row(check.status, check.name, printable(check.seen + mend))
+        table.add_row(check.status, name, printable(check.seen + mend))
     return table

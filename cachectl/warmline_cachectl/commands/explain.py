@@ -1,4 +1,4 @@
-"""The verbs that say why: `explain` of a request, `diff` of two conversations."""
+"""Commands that explain missing reuse: `explain` of a request, `diff` of two conversations."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -10,22 +10,13 @@ import typer
 
 from warmline_cachectl import client
 from warmline_cachectl.completion import complete_ids
-from warmline_cachectl.options import (
-    EXIT_FOUND,
-    EXIT_USAGE,
-    HOME,
-    LOOK_GROUP,
-    HomeOption,
-    JsonOption,
-    fail,
-    format_examples,
-    make_home,
-    open_index,
-    resolve_id,
-)
+from warmline_cachectl.errors import EXIT_FOUND, EXIT_USAGE, fail
+from warmline_cachectl.lookup import open_index, resolve_id
+from warmline_cachectl.options import HOME, CommandApp, HomeOption, JsonOption, make_home
 from warmline_cachectl.views import explain as sides
 from warmline_cachectl.views.output import show
 from warmline_common.protocol.messages import DetokenizeReply
+from warmline_common.storage.home import Home
 from warmline_proxy.explain.diff import (
     Comparison,
     StoredConversation,
@@ -40,17 +31,14 @@ from warmline_proxy.store.rows import SegmentTextsRequest
 
 EXPLAIN_TIMEOUT_S = 30.0
 
-app = typer.Typer()
+app = CommandApp("Look")
 
 
-@app.command(
-    "explain",
-    short_help="Say why a request was no warmer.",
-    rich_help_panel=LOOK_GROUP,
-    epilog=format_examples(
-        "cachectl explain  # the last request that was not fully warm",
-        "cachectl explain --json",
-    ),
+@app.add(
+    "Say why a request was no warmer.",
+    "cachectl explain  # the last request that was not fully warm",
+    "cachectl explain --json",
+    name="explain",
 )
 def explain_(
     request: Annotated[
@@ -75,7 +63,7 @@ def explain_(
 
 
 def _explain_request(home: Path, request: str) -> ExplainReply:
-    """By the proxy, which knows the newest requests and has texts; where none runs, or it can't, from the index."""
+    """Explanation by the proxy, which has the newest requests and texts, else from the index."""
     with suppress(client.CachectlError):
         path = f"/warmline/explain?request={quote(request, safe='')}"
         return client.request_proxy(make_home(home), path, ExplainReply, EXPLAIN_TIMEOUT_S)
@@ -84,10 +72,10 @@ def _explain_request(home: Path, request: str) -> ExplainReply:
         return explain(reader, record, since, client.read_owner_labels_if_readable(reader.home, reader.snapshot()))
 
 
-@app.command(
-    short_help="Compare two stored conversations.",
-    rich_help_panel=LOOK_GROUP,
-    epilog=format_examples("cachectl diff SESSION OTHER  # where they part", "cachectl diff SEGMENT OTHER --json"),
+@app.add(
+    "Compare two stored conversations.",
+    "cachectl diff SESSION OTHER  # where they part",
+    "cachectl diff SEGMENT OTHER --json",
 )
 def diff(
     a: Annotated[
@@ -103,29 +91,29 @@ def diff(
     """
     with open_index(home) as reader:
         one, other = _find_stored(reader, a), _find_stored(reader, b)
-        found = compare_conversations(one, other, reader.requests())
-    if found.where is not None:
-        found = _add_texts(home, found, one, other)
-    show(msgspec.to_builtins(found), sides.render_comparison(found), as_json)
+        comparison = compare_conversations(one, other, reader.requests())
+    if comparison.where is not None:
+        comparison = _add_texts(make_home(home), comparison, one, other)
+    show(msgspec.to_builtins(comparison), sides.render_comparison(comparison), as_json)
 
 
 def _find_stored(reader: IndexReader, typed: str) -> StoredConversation:
     kind, row_id = resolve_id(reader.snapshot(), typed)
     if kind not in ("session", "segment"):
         fail(f"{typed} is a {kind}; only sessions and segments have tokens to compare", EXIT_USAGE)
-    found = load_conversation(reader, kind, row_id)
-    if found is None:
+    conversation = load_conversation(reader, kind, row_id)
+    if conversation is None:
         fail(f"{typed} is no longer stored", EXIT_FOUND)
-    return found
+    return conversation
 
 
-def _add_texts(home: Path, found: Comparison, one: StoredConversation, other: StoredConversation) -> Comparison:
+def _add_texts(home: Home, comparison: Comparison, a: StoredConversation, b: StoredConversation) -> Comparison:
     texts = []
     try:
-        for each, window in zip((one, other), cut_windows(one, other, found.common), strict=True):
-            wanted = SegmentTextsRequest(segment=each.leaf, sequences=[window])
-            reply = client.request_proxy(make_home(home), "/warmline/texts", DetokenizeReply, EXPLAIN_TIMEOUT_S, wanted)
+        for each, window in zip((a, b), cut_windows(a, b, comparison.common), strict=True):
+            request = SegmentTextsRequest(segment=each.leaf, sequences=[window])
+            reply = client.request_proxy(home, "/warmline/texts", DetokenizeReply, EXPLAIN_TIMEOUT_S, request)
             texts += reply.texts
     except client.CachectlError as error:
-        return msgspec.structs.replace(found, why_no_text=str(error))
-    return add_texts(found, *texts)
+        return msgspec.structs.replace(comparison, why_no_text=str(error))
+    return add_texts(comparison, *texts)

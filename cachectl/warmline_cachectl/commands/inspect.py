@@ -1,4 +1,4 @@
-"""The verbs that look: they change nothing, and give the same answers whether the proxy runs or not."""
+"""Commands that only read: the same output whether the proxy runs or not."""
 
 import time
 from pathlib import Path
@@ -7,38 +7,24 @@ from typing import Annotated
 import typer
 
 from warmline_cachectl import client
-from warmline_cachectl.completion import complete_ids, complete_session_ids
-from warmline_cachectl.options import (
-    HOME,
-    LOOK_GROUP,
-    HomeOption,
-    JsonOption,
-    format_examples,
-    open_index,
-    resolve_id,
-    resolve_session_id,
-)
+from warmline_cachectl.completion import complete_ids
+from warmline_cachectl.lookup import open_index, resolve_id, resolve_session_id
+from warmline_cachectl.options import HOME, CommandApp, HomeOption, JsonOption, SessionArgument
 from warmline_cachectl.views import tables
 from warmline_cachectl.views import tree as tree_view
 from warmline_cachectl.views import values as views
 from warmline_cachectl.views.output import show
 from warmline_cachectl.views.tree import Forest
 
-SessionArgument = Annotated[
-    str,
-    typer.Argument(
-        help="A conversation's id, or its beginning.", autocompletion=complete_session_ids, show_default=False
-    ),
-]
-
-app = typer.Typer()
+app = CommandApp("Look")
 
 
-@app.command(
-    "ls",
-    short_help="List the conversations, or one's segments.",
-    rich_help_panel=LOOK_GROUP,
-    epilog=format_examples("cachectl ls", "cachectl ls SESSION  # its segments", "cachectl ls --json"),
+@app.add(
+    "List the conversations, or one's segments.",
+    "cachectl ls",
+    "cachectl ls SESSION  # its segments",
+    "cachectl ls --json",
+    name="ls",
 )
 def list_(session: SessionArgument = "", home: HomeOption = HOME, as_json: JsonOption = False) -> None:
     """The conversations shortly, last used first; or the segments that one of them stands on.
@@ -53,10 +39,11 @@ def list_(session: SessionArgument = "", home: HomeOption = HOME, as_json: JsonO
     show(view, tables.render_listing(view), as_json)
 
 
-@app.command(
-    short_help="Show all conversations, or one in detail.",
-    rich_help_panel=LOOK_GROUP,
-    epilog=format_examples("cachectl inspect", "cachectl inspect SESSION  # with its path", "cachectl inspect SEGMENT"),
+@app.add(
+    "Show all conversations, or one in detail.",
+    "cachectl inspect",
+    "cachectl inspect SESSION  # with its path",
+    "cachectl inspect SEGMENT",
 )
 def inspect(
     item: Annotated[
@@ -83,19 +70,12 @@ def inspect(
     if kind == "session":
         view = views.build_conversation(forest, row_id, time.time())
         return show(view, tables.render_conversation(view), as_json)
-    one = {
-        "segment": views.build_segment,
-        "checkpoint": views.build_checkpoint,
-        "quarantined": views.build_quarantined,
-    }[kind]
-    view = one(forest, row_id)
+    view = views.build_file(forest, kind, row_id)
     show(view, tables.render_fields(view), as_json)
 
 
-@app.command(
-    short_help="Show how conversations share what is stored.",
-    rich_help_panel=LOOK_GROUP,
-    epilog=format_examples("cachectl tree", "cachectl tree --depth 2", "cachectl tree --json"),
+@app.add(
+    "Show how conversations share what is stored.", "cachectl tree", "cachectl tree --depth 2", "cachectl tree --json"
 )
 def tree(
     depth: Annotated[int, typer.Option("--depth", min=0, help="How many forks deep; 0: all.")] = 0,
@@ -111,11 +91,7 @@ def tree(
     show(view, tree_view.render_tree(view), as_json)
 
 
-@app.command(
-    short_help="Show totals, hits and misses.",
-    rich_help_panel=LOOK_GROUP,
-    epilog=format_examples("cachectl stats", "cachectl stats --json"),
-)
+@app.add("Show totals, hits and misses.", "cachectl stats", "cachectl stats --json")
 def stats(home: HomeOption = HOME, as_json: JsonOption = False) -> None:
     """Show what is on disk, and how the last requests went: up to 1,000 of them."""
     with open_index(home) as reader:

@@ -1,4 +1,4 @@
-"""The verbs that change what is stored: through the proxy where one runs, else under the home's lock."""
+"""Commands that change what is stored: through the proxy where one runs, else under the home's lock."""
 
 import re
 import sys
@@ -9,46 +9,27 @@ import typer
 
 from warmline_cachectl import client
 from warmline_cachectl.completion import complete_key_names, complete_session_ids
-from warmline_cachectl.options import (
-    CHANGE_GROUP,
-    EXIT_FOUND,
-    EXIT_OK,
-    EXIT_REFUSED,
-    EXIT_USAGE,
-    HOME,
-    HomeOption,
-    JsonOption,
-    QuietOption,
-    exit_on_error,
-    fail,
-    format_examples,
-    make_home,
-    open_index,
-    resolve_session_id,
-)
+from warmline_cachectl.errors import EXIT_FOUND, EXIT_OK, EXIT_REFUSED, EXIT_USAGE, exit_on_error, fail
+from warmline_cachectl.lookup import open_index, resolve_session_id
+from warmline_cachectl.options import HOME, CommandApp, HomeOption, JsonOption, QuietOption, SessionArgument, make_home
 from warmline_cachectl.views import tables
 from warmline_cachectl.views.output import show, show_spinner
 from warmline_common.process.arguments import GB
-from warmline_proxy.auth.key_store import KeyNotFoundError
 from warmline_proxy.auth.owners import SHARED_BY_ALL_LABEL, SHARED_LABEL, OwnerLabels
-from warmline_proxy.index.index import IndexReader
 from warmline_proxy.retention.purge import preview_purge, resolve_key
 from warmline_proxy.store.rows import GcRequest, IndexSnapshot, PinRequest, PurgeReply, PurgeRequest, Truncation
 
 TO_GB_MAX = 1e9  # more bytes than a message can say
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
-app = typer.Typer()
+app = CommandApp("Change")
 
 
-@app.command(
-    short_help="Remove conversations.",
-    rich_help_panel=CHANGE_GROUP,
-    epilog=format_examples(
-        "cachectl purge --session SESSION --dry-run  # only say what would go",
-        "cachectl purge --key laptop --yes  # what is stored under one key, as `cachectl ls` names it",
-        "cachectl purge --all --yes",
-    ),
+@app.add(
+    "Remove conversations.",
+    "cachectl purge --session SESSION --dry-run  # only say what would go",
+    "cachectl purge --key laptop --yes  # what is stored under one key, as `cachectl ls` names it",
+    "cachectl purge --all --yes",
 )
 def purge(
     session: Annotated[
@@ -76,33 +57,27 @@ def purge(
     older_than_s = _parse_age(older_than)
     with open_index(home) as reader:
         snapshot = reader.snapshot()
-        known = client.read_owner_labels(reader.home, snapshot) if key else OwnerLabels()
-        named = resolve_session_id(snapshot, session)
-        request = PurgeRequest(session=named, model=model, key=key, older_than_s=older_than_s, everything=everything)
-        reply = _preview(reader, request, known)
+        labels = client.read_owner_labels(reader.home, snapshot) if key else OwnerLabels()
+        session = resolve_session_id(snapshot, session)
+        request = PurgeRequest(session=session, model=model, key=key, older_than_s=older_than_s, everything=everything)
+        reply = preview_purge(reader, resolve_key(request, labels))
     if dry_run or not key:  # records and memory may have something of a key of which nothing is on disk
-        _fail_on_no_match(reply, request, known)
+        _fail_on_no_match(reply, request, labels)
     if not dry_run:
         if not yes:
             _confirm(reply)
         with exit_on_error(), show_spinner("removing", quiet):
             reply = client.purge(make_home(home), request)
-        _fail_on_no_match(reply, request, known)
+        _fail_on_no_match(reply, request, labels)
     show(msgspec.to_builtins(reply), [tables.format_purge(reply)], as_json)
     _fail_on_uncut_segments(reply.cuts)
     if key:
-        _fail_on_unknown_owners(snapshot, known)
+        _fail_on_unknown_owners(snapshot, labels)
 
 
-@app.command(
-    short_help="Keep a conversation from being evicted.",
-    rich_help_panel=CHANGE_GROUP,
-    epilog=format_examples("cachectl pin SESSION", "cachectl pin SESSION --off"),
-)
+@app.add("Keep a conversation from being evicted.", "cachectl pin SESSION", "cachectl pin SESSION --off")
 def pin(
-    session: Annotated[
-        str, typer.Argument(help="A conversation's id, or its beginning.", autocompletion=complete_session_ids)
-    ],
+    session: SessionArgument,
     off: Annotated[bool, typer.Option("--off", help="Let it be evicted again.")] = False,
     home: HomeOption = HOME,
     as_json: JsonOption = False,
@@ -112,16 +87,16 @@ def pin(
     What it gains later is pinned once you pin it again. A purge removes it all the same.
     """
     with open_index(home) as reader:
-        wanted = resolve_session_id(reader.snapshot(), session)
+        request = PinRequest(session=resolve_session_id(reader.snapshot(), session), off=off)
     with exit_on_error():
-        reply = client.pin(make_home(home), PinRequest(session=wanted, off=off))
+        reply = client.pin(make_home(home), request)
     show(msgspec.structs.asdict(reply), [tables.format_pin(reply)], as_json)
 
 
-@app.command(
-    short_help="Delete what nobody needs, and evict to the budget.",
-    rich_help_panel=CHANGE_GROUP,
-    epilog=format_examples("cachectl gc", "cachectl gc --to-gb 20  # evict until no more is used"),
+@app.add(
+    "Delete what nobody needs, and evict to the budget.",
+    "cachectl gc",
+    "cachectl gc --to-gb 20  # evict until no more is used",
 )
 def gc(
     to_gb: Annotated[
@@ -146,45 +121,32 @@ def gc(
 
 
 def _confirm(reply: PurgeReply) -> None:
-    """Ends the command unless whoever types wants it gone."""
+    """End the command unless the user confirms the purge."""
     if not sys.stdin.isatty():
         fail("purge asks before it removes anything; without a terminal, say --yes or --dry-run", EXIT_USAGE)
     if not typer.confirm(f"{tables.format_purge(reply).removeprefix('would ')}?", err=True):
         fail("nothing was purged", EXIT_OK)
 
 
-def _preview(reader: IndexReader, request: PurgeRequest, owner_labels: OwnerLabels) -> PurgeReply:
-    """Preview of a purge; ends with exit code 1 where no owner has that key."""
-    try:
-        return preview_purge(reader, resolve_key(request, owner_labels))
-    except KeyNotFoundError as error:
-        fail(str(error), EXIT_FOUND)
-
-
 def _fail_on_no_match(reply: PurgeReply, request: PurgeRequest, owner_labels: OwnerLabels) -> None:
-    """Ends with exit code 1 where nothing went, or would."""
+    """End with exit code 1 where nothing was purged, or would be."""
     if not (reply.sessions or reply.segments or reply.quarantined or request.everything):
-        shared = next(
-            (
-                word
-                for word in (SHARED_LABEL, SHARED_BY_ALL_LABEL)
-                if request.key and word in owner_labels.words.values()
-            ),
-            "",
-        )
-        fail("nothing matches" + (f"; all keys share a cache: --key {shared!r}" if shared else ""), EXIT_FOUND)
+        labels = owner_labels.words.values() if request.key else ()
+        shared = [label for label in (SHARED_LABEL, SHARED_BY_ALL_LABEL) if label in labels]
+        hint = f"; all keys share a cache: --key {shared[0]!r}" if shared else ""
+        fail(f"nothing matches{hint}", EXIT_FOUND)
 
 
 def _fail_on_unknown_owners(snapshot: IndexSnapshot, owner_labels: OwnerLabels) -> None:
-    """Ends with exit code 3 where there is something that may be that key's too."""
-    if untold := sum(row.root.hex() not in owner_labels.words for row in snapshot.segments.values()):
-        what = tables.format_count(untold, "more segment")
+    """End with exit code 3 where segments of unknown owners may be that key's too."""
+    if unknown := sum(row.root.hex() not in owner_labels.words for row in snapshot.segments.values()):
+        what = tables.format_count(unknown, "more segment")
         mend = "`cachectl verify --repair` sets them aside, then purge again"
         fail(f"{what} may be that key's too; damaged files don't say whose they are: {mend}", EXIT_REFUSED)
 
 
 def _fail_on_uncut_segments(cuts: list[Truncation]) -> None:
-    """Ends with exit code 3 where a segment could not be cut."""
+    """End with exit code 3 where a segment could not be cut."""
     if left := [cut for cut in cuts if cut.why_not]:
         why = "; ".join(f"segment {cut.segment}: {cut.why_not}" for cut in left)
         weight = tables.format_size(sum(cut.bytes_count for cut in left))

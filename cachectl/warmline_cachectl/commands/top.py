@@ -1,11 +1,10 @@
-"""`cachectl top`: what the running pair is at, live."""
+"""`cachectl top`: the running pair's requests, memory and disk, live."""
 
 import os
 import select
 import signal
 import sys
 import termios
-import time
 import tty
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,35 +15,22 @@ from rich.live import Live
 from rich.text import Text
 
 from warmline_cachectl import client
-from warmline_cachectl.options import (
-    EXIT_REFUSED,
-    HOME,
-    LOOK_GROUP,
-    HomeOption,
-    JsonOption,
-    exit_on_error,
-    fail,
-    format_examples,
-    make_home,
-)
+from warmline_cachectl.errors import EXIT_REFUSED, exit_on_error, fail
+from warmline_cachectl.options import HOME, CommandApp, HomeOption, JsonOption, make_home
 from warmline_cachectl.views import tables
 from warmline_cachectl.views import top as top_view
 from warmline_cachectl.views.output import show
 from warmline_common.storage.home import Home
 
 ASK_TIMEOUT_S = 5.0
-RECORDS = 200  # whose reuse is told
+RECORDS = 200  # for the share of reuse
 QUIT_KEYS = ("q", "Q", "\x03", "\x04")
-KEYS_BYTES = 64  # pressed between two looks
+KEYS_BYTES = 64  # pressed between two screens
 
-app = typer.Typer()
+app = CommandApp("Look")
 
 
-@app.command(
-    short_help="Watch the running requests.",
-    rich_help_panel=LOOK_GROUP,
-    epilog=format_examples("cachectl top  # q ends it", "cachectl top --once", "cachectl top --json"),
-)
+@app.add("Watch the running requests.", "cachectl top  # q ends it", "cachectl top --once", "cachectl top --json")
 def top(
     once: Annotated[bool, typer.Option("--once", help="Print one look, and end.")] = False,
     interval_s: Annotated[float, typer.Option("--interval-s", min=0.1, max=86_400, help="Between two looks.")] = 1.0,
@@ -66,7 +52,7 @@ def top(
 
 
 def read_view(home: Home, before: dict[str, Any] | None) -> dict[str, Any]:
-    """Raises client.CannotDo."""
+    """Snapshot of the running proxy.  Raises CachectlError."""
     status = client.request_proxy(home, "/warmline/status", dict[str, Any], ASK_TIMEOUT_S)
     records = client.request_proxy(home, f"/warmline/requests?count={RECORDS}", dict[str, Any], ASK_TIMEOUT_S)
     try:
@@ -79,10 +65,13 @@ def read_view(home: Home, before: dict[str, Any] | None) -> dict[str, Any]:
 
 def _watch(home: Home, interval_s: float) -> None:
     view: dict[str, Any] | None = None
-    for number in (signal.SIGTERM, signal.SIGHUP):  # else they end us with the terminal as no shell wants it
+    for number in (signal.SIGTERM, signal.SIGHUP):  # by default they would leave the terminal in cbreak mode
         signal.signal(number, signal.default_int_handler)
     try:
-        with Live(console=tables.make_console(), screen=True, auto_refresh=False) as live, _open_keyboard() as pressed:
+        with (
+            Live(console=tables.make_console(), screen=True, auto_refresh=False) as live,
+            _open_keyboard() as get_keys,
+        ):
             while True:
                 try:
                     view = read_view(home, view)
@@ -90,7 +79,7 @@ def _watch(home: Home, interval_s: float) -> None:
                 except client.CachectlError as error:
                     view = None
                     live.update(Text(f"{error}; trying again, q ends"), refresh=True)
-                if set(pressed(interval_s)) & set(QUIT_KEYS):
+                if set(get_keys(interval_s)) & set(QUIT_KEYS):
                     return
     except KeyboardInterrupt:
         return
@@ -100,27 +89,22 @@ def _watch(home: Home, interval_s: float) -> None:
 
 @contextmanager
 def _open_keyboard() -> Iterator[Callable[[float], str]]:
-    """Yields what waits so many seconds for keys; "" where none was pressed, or nobody can press one.
+    """Yield a function that returns the keys pressed within some seconds; without a terminal it only waits.
 
-    A terminal that is gone is one on which its end was asked for.
+    A terminal that is gone counts as the key that quits.
     """
-    if not sys.stdin.isatty():
-        yield _wait_without_keyboard
+    descriptors = [sys.stdin.fileno()] if sys.stdin.isatty() else []
+
+    def get_keys(timeout_s: float) -> str:
+        ready, _, _ = select.select(descriptors, [], [], timeout_s)
+        return os.read(ready[0], KEYS_BYTES).decode(errors="replace") or QUIT_KEYS[0] if ready else ""
+
+    if not descriptors:
+        yield get_keys
         return
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
-
-    def pressed(timeout_s: float) -> str:
-        ready, _, _ = select.select([descriptor], [], [], timeout_s)
-        return os.read(descriptor, KEYS_BYTES).decode(errors="replace") or QUIT_KEYS[0] if ready else ""
-
+    before = termios.tcgetattr(descriptors[0])
     try:
-        tty.setcbreak(descriptor)
-        yield pressed
+        tty.setcbreak(descriptors[0])
+        yield get_keys
     finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-def _wait_without_keyboard(timeout_s: float) -> str:
-    time.sleep(timeout_s)
-    return ""
+        termios.tcsetattr(descriptors[0], termios.TCSADRAIN, before)

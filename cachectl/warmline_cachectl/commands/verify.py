@@ -1,42 +1,31 @@
-"""The verbs that check what is stored, and mend it."""
+"""Command that checks what is stored, and repairs it."""
 
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from warmline_cachectl import client
 from warmline_cachectl.completion import complete_session_ids
-from warmline_cachectl.options import (
-    CHECK_GROUP,
-    EXIT_FOUND,
-    EXIT_USAGE,
-    HOME,
-    HomeOption,
-    JsonOption,
-    QuietOption,
-    exit_on_error,
-    fail,
-    format_examples,
-    make_home,
-    open_index,
-    resolve_session_id,
-)
+from warmline_cachectl.errors import EXIT_FOUND, EXIT_USAGE, exit_on_error, fail
+from warmline_cachectl.lookup import open_index, resolve_session_id
+from warmline_cachectl.options import HOME, CommandApp, HomeOption, JsonOption, QuietOption, make_home
 from warmline_cachectl.views import tables
-from warmline_cachectl.views import values as views
 from warmline_cachectl.views.output import show, show_progress, show_spinner
 from warmline_cachectl.views.tables import format_count
 from warmline_proxy.index.recovery.verify import verify_index
 from warmline_proxy.store.rows import IndexFinding, ReplayRequest
 
-app = typer.Typer()
+REPLAY_FAILURES = ("differs", "unstable", "damaged")  # outcomes
+
+app = CommandApp("Check")
 
 
-@app.command(
-    short_help="Check the index and its files, and repair them.",
-    rich_help_panel=CHECK_GROUP,
-    epilog=format_examples("cachectl verify", "cachectl verify --deep", "cachectl verify --repair"),
+@app.add(
+    "Check the index and its files, and repair them.",
+    "cachectl verify",
+    "cachectl verify --deep",
+    "cachectl verify --repair",
 )
 def verify(
     session: Annotated[
@@ -65,36 +54,31 @@ def verify(
         return _replay(session, home, as_json, quiet)
     if session:
         fail("one conversation alone can only be replayed: add --replay", EXIT_USAGE)
-    did: list[IndexFinding] = []
+    repairs: list[IndexFinding] = []
     if repair:
         with exit_on_error(), show_spinner("mending", quiet):
-            did, deep = client.repair(make_home(home)).did, True
+            repairs, deep = client.repair(make_home(home)).did, True
     with open_index(home) as reader:
         client.check_readable(reader.home)
         totals = reader.totals()
         with show_progress("checking", totals.bytes_segments + totals.bytes_checkpoints, quiet or not deep) as progress:
-            found = verify_index(reader, deep, progress)
-    checked = f"{format_count(totals.segments, 'segment')} and {format_count(totals.checkpoints, 'checkpoint')} checked"
-    summary = f"{checked}: {format_count(len(found), 'finding')}"
-    view = {
-        "findings": [msgspec.structs.asdict(finding) for finding in found],
-        "segments": totals.segments,
-        "checkpoints": totals.checkpoints,
-        "deep": deep,
-    }
+            findings = verify_index(reader, deep, progress)
+    files = tables.format_files(totals.segments, totals.checkpoints)
+    lines = tables.render_findings(findings, f"{files} checked: {format_count(len(findings), 'finding')}")
+    view = {"findings": findings, "segments": totals.segments, "checkpoints": totals.checkpoints, "deep": deep}
     if repair:
-        view["did"] = [msgspec.structs.asdict(each) for each in did]
-    show(view, [*(tables.render_repairs(did) if repair else ()), *tables.render_findings(found, summary)], as_json)
-    if found:
+        view["did"] = repairs
+        lines = [*tables.render_findings(repairs, format_count(len(repairs), "repair"), title="done"), *lines]
+    show(view, lines, as_json)
+    if findings:
         raise typer.Exit(EXIT_FOUND)
 
 
 def _replay(session: str, home: Path, as_json: bool, quiet: bool) -> None:
     with open_index(home) as reader:
-        wanted = resolve_session_id(reader.snapshot(), session)
+        request = ReplayRequest(session=resolve_session_id(reader.snapshot(), session))
     with exit_on_error(), show_spinner("computing again", quiet):
-        reply = client.replay(make_home(home), ReplayRequest(session=wanted))
-    view = {"replays": [msgspec.structs.asdict(each) for each in reply.replays]}
-    show(view, tables.render_replays(reply.replays), as_json)
-    if any(each.outcome in views.REPLAY_FAILURES for each in reply.replays):
+        replays = client.replay(make_home(home), request).replays
+    show({"replays": replays}, tables.render_replays(replays), as_json)
+    if any(each.outcome in REPLAY_FAILURES for each in replays):
         raise typer.Exit(EXIT_FOUND)

@@ -1,4 +1,4 @@
-"""`cachectl doctor`'s judgement: what commonly goes wrong, how it is seen, and its mend.  Pure functions over facts."""
+"""Checks of `cachectl doctor` for common problems: symptom and remedy of each.  Pure functions over facts."""
 
 import re
 from collections import Counter
@@ -21,7 +21,7 @@ FAIL: Status = "fail"
 DISK_FREE_SHARE_MIN = 0.05
 DISK_FREE_BYTES_MIN = 2_000_000_000
 HIT_SHARE_MIN = 0.5
-HIT_REQUESTS_MIN = 20  # fewer tell nothing
+HIT_REQUESTS_MIN = 20  # fewer say nothing
 CLOCK_SLACK_S = 60.0
 LOG_BYTES_MAX = 500_000_000
 DESCRIPTORS_MIN = 4_096
@@ -31,115 +31,99 @@ SHOWN_MAX = 3  # of many things
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    name: str
     status: Status
     seen: str
-    mend: str = ""  # what to do; "" where there is nothing to do
+    mend: str = ""  # the remedy; "" where nothing is to be done
 
 
 def check_home(facts: Facts) -> Diagnosis:
     if not facts.has_home:
-        return Diagnosis(
-            "home", FAIL, f"no home at {facts.home}", "name one with --home or WARMLINE_HOME, or `warmline serve`"
-        )
-    return Diagnosis("home", OK, str(facts.home))
+        return Diagnosis(FAIL, f"no home at {facts.home}", "name one with --home or WARMLINE_HOME, or `warmline serve`")
+    return Diagnosis(OK, str(facts.home))
 
 
 def check_modes(facts: Facts) -> Diagnosis:
     if facts.open_modes:
         return Diagnosis(
-            "modes", FAIL, f"open to other users: {_format_some(facts.open_modes)}", f"chmod -R go-rwx {facts.home}"
+            FAIL, f"open to other users: {_format_some(facts.open_modes)}", f"chmod -R go-rwx {facts.home}"
         )
-    return Diagnosis("modes", OK, "file permissions ok")
+    return Diagnosis(OK, "file permissions ok")
 
 
 def check_lock(facts: Facts) -> Diagnosis:
-    if facts.lock_holder and facts.status is None:
-        return Diagnosis(
-            "lock",
-            FAIL,
-            f"process {facts.lock_holder} holds the home, and no proxy answers",
-            f"see what it is (ps -p {facts.lock_holder}), and end it if it hangs",
-        )
-    return Diagnosis(
-        "lock", OK, f"process {facts.lock_holder} holds the home" if facts.lock_holder else "nobody holds it"
-    )
+    if not facts.lock_holder:
+        return Diagnosis(OK, "nobody holds it")
+    seen = f"process {facts.lock_holder} holds the home"
+    if facts.status is not None:
+        return Diagnosis(OK, seen)
+    mend = f"see what it is (ps -p {facts.lock_holder}), and end it if it hangs"
+    return Diagnosis(FAIL, f"{seen}, and no proxy answers", mend)
 
 
 def check_proxy(facts: Facts) -> Diagnosis:
     if facts.status is not None:
-        return Diagnosis("proxy", OK, f"runs at {facts.proxy_url}")
-    return Diagnosis("proxy", WARN, facts.proxy_error, "start it: warmline serve")
+        return Diagnosis(OK, f"runs at {facts.proxy_url}")
+    return Diagnosis(WARN, facts.proxy_error, "start it: warmline serve")
 
 
 def check_run_files(facts: Facts) -> Diagnosis:
     if facts.run_files:
-        told = [f"{name} names process {pid}, which is gone" for name, pid in facts.run_files.items()]
-        return Diagnosis(
-            "run files", WARN, _format_some(told), "it was killed: `warmline serve` starts it anew and clears up"
-        )
-    return Diagnosis("run files", OK, "none is stale")
+        seen = [f"{name} names process {pid}, which is gone" for name, pid in facts.run_files.items()]
+        return Diagnosis(WARN, _format_some(seen), "it was killed: `warmline serve` starts it anew and clears up")
+    return Diagnosis(OK, "none is stale")
 
 
 def check_backend(facts: Facts) -> Diagnosis | None:
     if facts.status is None:
         return None
-    if why := facts.status["backend"]:
-        return Diagnosis("backend", FAIL, why, "see its log; `warmline doctor` examines the model")
     engine = facts.status["engine"]
-    if engine and engine.get("failure"):
-        return Diagnosis("backend", FAIL, engine["failure"], "see its log; `warmline doctor` examines the model")
-    return Diagnosis("backend", OK, f"serves {engine['model']}" if engine else "answers")
+    if problem := facts.status["backend"] or (engine and engine.get("failure")):
+        return Diagnosis(FAIL, problem, "see its log; `warmline doctor` examines the model")
+    return Diagnosis(OK, f"serves {engine['model']}" if engine else "answers")
 
 
 def check_ports(facts: Facts) -> Diagnosis | None:
     if facts.status is not None:
         return None
     if facts.ports_taken:
-        told = " and ".join(map(str, facts.ports_taken))
-        return Diagnosis(
-            "ports", FAIL, f"{told} taken by another program", "end it, or choose others: --port, --backend-port"
-        )
-    return Diagnosis("ports", OK, f"{facts.settings.port} and {facts.settings.backend_port} are free")
+        seen = " and ".join(map(str, facts.ports_taken))
+        return Diagnosis(FAIL, f"{seen} taken by another program", "end it, or choose others: --port, --backend-port")
+    return Diagnosis(OK, f"{facts.settings.port} and {facts.settings.backend_port} are free")
 
 
 def check_disk(facts: Facts) -> Diagnosis:
-    machine, budget = facts.machine, _disk_budget_bytes(facts)
-    used = _disk_used_bytes(facts)
+    machine, totals = facts.machine, facts.index.totals
+    if facts.status:
+        budget, used = int(facts.status["disk_budget_bytes"]), bytes_used(facts.status["totals"])
+    else:
+        budget, used = facts.settings.disk_budget_bytes, totals.bytes_used if totals else 0
     free = f"{format_size(machine.disk_bytes_free)} free of {format_size(machine.disk_bytes)}"
     if machine.disk_bytes_free < max(DISK_FREE_BYTES_MIN, machine.disk_bytes * DISK_FREE_SHARE_MIN):
-        return Diagnosis(
-            "disk", FAIL, f"nearly full: {free}", "make room: cachectl gc --to-gb N, or delete other files"
-        )
+        return Diagnosis(FAIL, f"nearly full: {free}", "make room: cachectl gc --to-gb N, or delete other files")
     if budget > used + machine.disk_bytes_free:
-        told = f"the budget of {format_size(budget)} is more than there is: {free}, {format_size(used)} used"
-        return Diagnosis("disk", WARN, told, "lower disk_budget_gb, or make room")
-    return Diagnosis("disk", OK, f"{format_size(used)} of the budget of {format_size(budget)} used; {free}")
+        seen = f"the budget of {format_size(budget)} is more than there is: {free}, {format_size(used)} used"
+        return Diagnosis(WARN, seen, "lower disk_budget_gb, or make room")
+    return Diagnosis(OK, f"{format_size(used)} of the budget of {format_size(budget)} used; {free}")
 
 
 def check_persistence(facts: Facts) -> Diagnosis | None:
     if facts.status is None:
         return None
-    state = facts.status["persistence"]
-    if state != "ok":
-        return Diagnosis(
-            "saving", FAIL, f"what is computed can't be saved: {state}", "docs/resilience.md tells what helps"
-        )
-    return Diagnosis("saving", OK, "works")
+    if (state := facts.status["persistence"]) != "ok":
+        return Diagnosis(FAIL, f"what is computed can't be saved: {state}", "docs/resilience.md tells what helps")
+    return Diagnosis(OK, "works")
 
 
 def check_index(facts: Facts) -> Diagnosis:
     found = facts.index
     if found.problem.startswith("no index"):
-        return Diagnosis("index", OK, "nothing was ever stored")
+        return Diagnosis(OK, "nothing was ever stored")
     if found.problem:
-        return Diagnosis("index", FAIL, found.problem, "cachectl verify --repair")
+        return Diagnosis(FAIL, found.problem, "cachectl verify --repair")
     if found.findings:
-        told = ", ".join(f"{what} {number}" for what, number in Counter(each.what for each in found.findings).items())
-        return Diagnosis(
-            "index", FAIL, f"{format_count(len(found.findings), 'finding')}: {told}", "cachectl verify --repair"
-        )
-    return Diagnosis("index", OK, f"{format_count(found.totals.segments if found.totals else 0, 'segment')}, all ok")
+        counts = ", ".join(f"{what} {count}" for what, count in Counter(each.what for each in found.findings).items())
+        return Diagnosis(FAIL, f"{format_count(len(found.findings), 'finding')}: {counts}", "cachectl verify --repair")
+    return Diagnosis(OK, f"{format_count(found.totals.segments if found.totals else 0, 'segment')}, all ok")
 
 
 def check_quarantine(facts: Facts) -> Diagnosis | None:
@@ -147,26 +131,26 @@ def check_quarantine(facts: Facts) -> Diagnosis | None:
     if totals is None:
         return None
     if totals.quarantined:
-        told = f"{format_count(totals.quarantined, 'file')}, {format_size(totals.bytes_quarantined)}"
-        return Diagnosis("quarantine", WARN, told, "cachectl inspect says why; eviction takes them first")
-    return Diagnosis("quarantine", OK, "empty")
+        files = f"{format_count(totals.quarantined, 'file')}, {format_size(totals.bytes_quarantined)}"
+        return Diagnosis(WARN, files, "cachectl inspect says why; eviction takes them first")
+    return Diagnosis(OK, "empty")
 
 
 def check_reuse(facts: Facts) -> Diagnosis:
     if facts.settings.reuse == "off":
-        return Diagnosis("reuse", WARN, "it is off: every prompt is computed anew", "reuse = fast, or exact")
-    return Diagnosis("reuse", OK, facts.settings.reuse)
+        return Diagnosis(WARN, "it is off: every prompt is computed anew", "reuse = fast, or exact")
+    return Diagnosis(OK, facts.settings.reuse)
 
 
 def check_hit_rate(facts: Facts) -> Diagnosis:
     records = [record for record in facts.index.records if record.prompt_tokens]
     prompt, cached = (sum(getattr(each, name) for each in records) for name in ("prompt_tokens", "cached_tokens"))
     share = cached / prompt if prompt else 0.0
-    told = f"{share:.0%} of the prompts of the last {format_count(len(records), 'request')} reused"
+    seen = f"{share:.0%} of the prompts of the last {format_count(len(records), 'request')} reused"
     if len(records) < HIT_REQUESTS_MIN or share >= HIT_SHARE_MIN:
-        return Diagnosis("hit rate", OK, told)
+        return Diagnosis(OK, seen)
     why, mend = _find_commonest_miss(records)
-    return Diagnosis("hit rate", WARN, f"{told}; most often: {why}" if why else told, mend)
+    return Diagnosis(WARN, f"{seen}; most often: {why}" if why else seen, mend)
 
 
 def _find_commonest_miss(records: list[RequestRecord]) -> tuple[str, str]:
@@ -187,67 +171,56 @@ def _find_commonest_miss(records: list[RequestRecord]) -> tuple[str, str]:
 
 
 def check_fingerprint(facts: Facts) -> Diagnosis | None:
-    """Several namespaces of one model that keys don't account for: its weights, config or code have changed."""
-    holders = 1 + facts.keys + facts.settings.key_in_settings
-    several = {model: roots for model, roots in facts.index.roots.items() if roots > holders}
+    """Check for more namespaces of a model than keys: its weights, config or code have changed."""
     if facts.index.totals is None:
         return None
-    if several:
-        told = [f"{model} is stored under {roots} identities" for model, roots in several.items()]
-        return Diagnosis(
-            "fingerprint",
-            WARN,
-            f"{_format_some(told)}: its files, its keys, or in exact mode the libraries, have changed",
-            "what is old is evicted in time; at once: cachectl purge --older-than 7d",
-        )
-    return Diagnosis("fingerprint", OK, "nothing is stored of models as they were before")
+    roots_max, roots = 1 + facts.keys + facts.settings.key_in_settings, facts.index.roots
+    if several := [f"{name} is stored under {count} identities" for name, count in roots.items() if count > roots_max]:
+        seen = f"{_format_some(several)}: its files, its keys, or in exact mode the libraries, have changed"
+        return Diagnosis(WARN, seen, "what is old is evicted in time; at once: cachectl purge --older-than 7d")
+    return Diagnosis(OK, "nothing is stored of models as they were before")
 
 
 def check_keys(facts: Facts) -> Diagnosis:
     if facts.keys_problem:
-        return Diagnosis("keys", FAIL, facts.keys_problem, "cachectl key list; restore the file, or make keys anew")
-    known = facts.keys + facts.settings.key_in_settings
+        return Diagnosis(FAIL, facts.keys_problem, "cachectl key list; restore the file, or make keys anew")
+    count = facts.keys + facts.settings.key_in_settings
+    keys = format_count(count, "client key")
     if facts.settings.on_loopback:
-        return Diagnosis("keys", OK, f"{format_count(known, 'client key')}, and only this machine can connect")
-    if not known and not facts.settings.lan:
-        told = f"host {facts.settings.host} lets other machines connect, and there is no client key"
-        return Diagnosis("keys", FAIL, told, "use --lan, which makes one, or cachectl key add NAME")
-    return Diagnosis(
-        "keys", OK, f"{format_count(known, 'client key')}; plain HTTP: in a network that you trust, or behind TLS"
-    )
+        return Diagnosis(OK, f"{keys}, and only this machine can connect")
+    if not count and not facts.settings.lan:
+        seen = f"host {facts.settings.host} lets other machines connect, and there is no client key"
+        return Diagnosis(FAIL, seen, "use --lan, which makes one, or cachectl key add NAME")
+    return Diagnosis(OK, f"{keys}; plain HTTP: in a network that you trust, or behind TLS")
 
 
 def check_allowed_hosts(facts: Facts) -> Diagnosis | None:
     if "*" in facts.settings.allowed_hosts.split(","):
-        told = "any name may be in Host: a web page can have a browser here ask this server"
-        return Diagnosis("allowed_hosts", WARN, told, "name the names: allowed_hosts = my-mac.example")
+        seen = "any name may be in Host: a web page can have a browser here ask this server"
+        return Diagnosis(WARN, seen, "name the names: allowed_hosts = my-mac.example")
     return None
 
 
 def check_clock(facts: Facts) -> Diagnosis | None:
     latest = max((record.at for record in facts.index.records), default=0.0)
     if latest > facts.machine.now + CLOCK_SLACK_S:
-        ahead = format_duration(latest - facts.machine.now)
-        return Diagnosis(
-            "clock", WARN, f"records lie {ahead} in the future", "set the clock; ages are wrong until then"
-        )
-    return Diagnosis("clock", OK, "records lie in the past")
+        seen = f"records lie {format_duration(latest - facts.machine.now)} in the future"
+        return Diagnosis(WARN, seen, "set the clock; ages are wrong until then")
+    return Diagnosis(OK, "records lie in the past")
 
 
 def check_logs(facts: Facts) -> Diagnosis:
     if facts.log_bytes > LOG_BYTES_MAX:
-        return Diagnosis(
-            "logs", WARN, f"{format_size(facts.log_bytes)} in {facts.home / 'logs'}", "delete the old ones"
-        )
-    return Diagnosis("logs", OK, format_size(facts.log_bytes))
+        return Diagnosis(WARN, f"{format_size(facts.log_bytes)} in {facts.home / 'logs'}", "delete the old ones")
+    return Diagnosis(OK, format_size(facts.log_bytes))
 
 
 def check_descriptors(facts: Facts) -> Diagnosis:
     soft, hard = facts.machine.descriptors_soft, facts.machine.descriptors_hard
     most = max(soft, hard) if min(soft, hard) >= 0 else DESCRIPTORS_MIN  # -1: no limit
     if most < DESCRIPTORS_MIN:
-        return Diagnosis("descriptors", WARN, f"at most {most} files may be open", f"ulimit -n {2 * DESCRIPTORS_MIN}")
-    return Diagnosis("descriptors", OK, "no limit" if soft < 0 else f"{soft:,}, raised at a start where it must be")
+        return Diagnosis(WARN, f"at most {most} files may be open", f"ulimit -n {2 * DESCRIPTORS_MIN}")
+    return Diagnosis(OK, "no limit" if soft < 0 else f"{soft:,}, raised at a start where it must be")
 
 
 def check_memory(facts: Facts) -> Diagnosis | None:
@@ -255,20 +228,20 @@ def check_memory(facts: Facts) -> Diagnosis | None:
     if not engine:
         return None
     budget, there = engine["memory_budget_bytes"], facts.machine.memory_bytes
-    told = f"{format_size(budget)} for conversations, of the machine's {format_size(there)}"
+    seen = f"{format_size(budget)} for conversations, of the machine's {format_size(there)}"
     if budget > there * MEMORY_SHARE_MAX and not facts.machine.has_gpu:
-        return Diagnosis("memory", WARN, told, "lower memory_budget_gb, or leave it 0: as the machine allows")
-    return Diagnosis("memory", OK, told)
+        return Diagnosis(WARN, seen, "lower memory_budget_gb, or leave it 0: as the machine allows")
+    return Diagnosis(OK, seen)
 
 
 def check_wired_limit(facts: Facts) -> Diagnosis | None:
-    """macOS lets the GPU have some three quarters of the memory, unless told otherwise."""
+    """macOS lets the GPU have some three quarters of the memory, unless configured otherwise."""
     limit = facts.machine.wired_limit_mb.strip()
     if facts.machine.system != "darwin" or not limit.isdigit():
         return None
     if int(limit):
-        return Diagnosis("wired limit", OK, f"the GPU may have {format_size(int(limit) * 1 << 20)}")
-    return Diagnosis("wired limit", OK, "the system's own; a model that needs more: sudo sysctl iogpu.wired_limit_mb=N")
+        return Diagnosis(OK, f"the GPU may have {format_size(int(limit) * 1 << 20)}")
+    return Diagnosis(OK, "the system's own; a model that needs more: sudo sysctl iogpu.wired_limit_mb=N")
 
 
 def check_sleep(facts: Facts) -> Diagnosis | None:
@@ -276,9 +249,9 @@ def check_sleep(facts: Facts) -> Diagnosis | None:
     if facts.machine.system != "darwin" or found is None:
         return None
     if int(found[1]):
-        told = f"this machine sleeps after {format_count(int(found[1]), 'minute')} of nobody using it"
-        return Diagnosis("sleep", WARN, told, "sudo pmset -c sleep 0, or run it under caffeinate -s")
-    return Diagnosis("sleep", OK, "it stays awake")
+        seen = f"this machine sleeps after {format_count(int(found[1]), 'minute')} of nobody using it"
+        return Diagnosis(WARN, seen, "sudo pmset -c sleep 0, or run it under caffeinate -s")
+    return Diagnosis(OK, "it stays awake")
 
 
 def check_launchd(facts: Facts) -> Diagnosis | None:
@@ -288,52 +261,51 @@ def check_launchd(facts: Facts) -> Diagnosis | None:
         return None
     failing = [label for pid, code, label in lines if pid == "-" and code not in ("0", "-")]
     if failing:
-        return Diagnosis("launchd", FAIL, f"loaded, but failing: {_format_some(failing)}", "warmline launchd logs")
-    return Diagnosis("launchd", OK, f"{format_count(len(lines), 'agent')} loaded")
+        return Diagnosis(FAIL, f"loaded, but failing: {_format_some(failing)}", "warmline launchd logs")
+    return Diagnosis(OK, f"{format_count(len(lines), 'agent')} loaded")
 
 
 def check_blas(facts: Facts) -> Diagnosis | None:
     if facts.machine.system != "linux" or facts.machine.has_gpu:
         return None
     if not facts.machine.has_openblas:
-        told = "no OpenBLAS found: prefill on this CPU is about ten times slower than it could be"
-        return Diagnosis("BLAS", WARN, told, "on Debian or Ubuntu: sudo apt-get install libopenblas0-pthread")
-    return Diagnosis("BLAS", OK, "OpenBLAS is there")
+        seen = "no OpenBLAS found: prefill on this CPU is about ten times slower than it could be"
+        return Diagnosis(WARN, seen, "on Debian or Ubuntu: sudo apt-get install libopenblas0-pthread")
+    return Diagnosis(OK, "OpenBLAS is there")
 
 
-CHECKS: tuple[Callable[[Facts], Diagnosis | None], ...] = (
-    *(check_home, check_modes, check_lock, check_proxy, check_run_files, check_backend, check_ports, check_persistence),
-    *(check_disk, check_index, check_quarantine, check_reuse, check_hit_rate, check_fingerprint),
-    *(
-        check_keys,
-        check_allowed_hosts,
-        check_clock,
-        check_logs,
-        check_descriptors,
-        check_memory,
-        check_wired_limit,
-        check_sleep,
-        check_launchd,
-        check_blas,
-    ),
-)
+CHECKS: dict[str, Callable[[Facts], Diagnosis | None]] = {
+    "home": check_home,
+    "modes": check_modes,
+    "lock": check_lock,
+    "proxy": check_proxy,
+    "run files": check_run_files,
+    "backend": check_backend,
+    "ports": check_ports,
+    "saving": check_persistence,
+    "disk": check_disk,
+    "index": check_index,
+    "quarantine": check_quarantine,
+    "reuse": check_reuse,
+    "hit rate": check_hit_rate,
+    "fingerprint": check_fingerprint,
+    "keys": check_keys,
+    "allowed_hosts": check_allowed_hosts,
+    "clock": check_clock,
+    "logs": check_logs,
+    "descriptors": check_descriptors,
+    "memory": check_memory,
+    "wired limit": check_wired_limit,
+    "sleep": check_sleep,
+    "launchd": check_launchd,
+    "BLAS": check_blas,
+}
 
 
-def run_checks(facts: Facts) -> list[Diagnosis]:
-    """All that apply, in their order; without a home the first alone."""
-    if not facts.has_home:
-        return [check_home(facts)]
-    return [found for check in CHECKS if (found := check(facts)) is not None]
-
-
-def _disk_budget_bytes(facts: Facts) -> int:
-    return int(facts.status["disk_budget_bytes"]) if facts.status else facts.settings.disk_budget_bytes
-
-
-def _disk_used_bytes(facts: Facts) -> int:
-    if facts.status:
-        return bytes_used(facts.status["totals"])
-    return facts.index.totals.bytes_used if facts.index.totals else 0
+def run_checks(facts: Facts) -> dict[str, Diagnosis]:
+    """Diagnoses of all checks that apply, in their order; without a home the first alone."""
+    checks = CHECKS.items() if facts.has_home else [("home", check_home)]
+    return {name: found for name, check in checks if (found := check(facts)) is not None}
 
 
 def _format_some(items: list[str]) -> str:

@@ -8,7 +8,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from warmline_common.process.loopback import is_loopback
 from warmline_common.settings.resolve import read_setting
 from warmline_common.storage.file_lock import find_lock_holder, is_process_alive
 from warmline_common.storage.home import Home
-from warmline_proxy.auth import key_store as keys_file
+from warmline_proxy.auth import key_store
 from warmline_proxy.index.index import IndexReader, IndexStoreError
 from warmline_proxy.index.recovery.verify import verify_index
 from warmline_proxy.store.crash_probe import is_readable
@@ -34,7 +34,7 @@ OPENBLAS_PATTERNS = ("usr/lib/*/openblas*/libopenblas*.so*", "usr/lib/*/libopenb
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFacts:
-    """Commands' answers are "" where the machine has no such command."""
+    """State of the machine; commands' outputs are "" where the machine has no such command."""
 
     system: str  # as sys.platform
     memory_bytes: int
@@ -52,7 +52,7 @@ class MachineFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsFacts:
-    """As far as they can be read from here: of a running proxy's flags only what its status tells is known."""
+    """Settings of the home's files and this environment; of a running proxy's flags only its status is known."""
 
     host: str
     port: int
@@ -60,7 +60,6 @@ class SettingsFacts:
     reuse: str
     lan: bool
     allowed_hosts: str
-    stabilize: str
     key_in_settings: bool
     disk_budget_bytes: int
     on_loopback: bool
@@ -68,13 +67,13 @@ class SettingsFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexFacts:
-    """`problem`: why it can't be read; all else is then empty."""
+    """Content of the index.  With a `problem` it can't be read, and all else is empty."""
 
     problem: str = ""
     findings: list[IndexFinding] = field(default_factory=list)
     totals: Totals | None = None
     records: list[RequestRecord] = field(default_factory=list)
-    roots: dict[str, int] = field(default_factory=dict)  # model to how many namespaces have something of it
+    roots: dict[str, int] = field(default_factory=dict)  # number of namespaces by model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +81,13 @@ class Facts:
     home: Path
     has_home: bool
     open_modes: list[str] = field(default_factory=list)
-    lock_holder: str = ""  # the pid that holds home.lock; "" where nobody does
-    run_files: dict[str, int] = field(default_factory=dict)  # that name a process which is gone
+    lock_holder: str = ""  # pid of the holder of home.lock; "" for none
+    run_files: dict[str, int] = field(default_factory=dict)  # pid files of processes that are gone, by name
     proxy_url: str = ""
     proxy_error: str = ""  # why it can't be asked
     status: dict[str, Any] | None = None  # GET /warmline/status
-    ports_taken: list[int] = field(default_factory=list)  # by others, while no proxy of this home runs
-    keys: int = 0  # that clients may show
+    ports_taken: list[int] = field(default_factory=list)  # by other programs, while no proxy of this home runs
+    keys: int = 0  # of clients
     keys_problem: str = ""
     log_bytes: int = 0
     index: IndexFacts = field(default_factory=IndexFacts)
@@ -97,7 +96,7 @@ class Facts:
 
 
 def gather(home: Home) -> Facts:
-    """Takes as long as a quick `verify`.  Raises OSError where not even the home's folder can be looked at, Refused."""
+    """Facts for all checks; takes as long as a quick `verify`.  Raises OSError, OperationRefusedError."""
     machine = _read_machine(home)
     if not home.root.is_dir():
         return Facts(home=home.root, has_home=False, settings=_read_settings(home), machine=machine)
@@ -107,7 +106,7 @@ def gather(home: Home) -> Facts:
     return Facts(
         home=home.root,
         has_home=True,
-        open_modes=[_format_mode(home, path, mode) for path, mode in _find_open_modes(home)],
+        open_modes=_find_open_modes(home),
         lock_holder=find_lock_holder(home.lock),
         run_files=_find_stale_pid_files(home),
         proxy_url=client.proxy_url(home),
@@ -124,35 +123,27 @@ def gather(home: Home) -> Facts:
 
 
 def _read_settings(home: Home, status: Mapping[str, Any] | None = None) -> SettingsFacts:
-    bound = str((status or {}).get("host", ""))  # what a running proxy listens on, `lan` included
-    host = bound or read_setting(home.root, "host")
-    lan = read_setting(home.root, "lan")
+    names = ("host", "port", "backend_port", "reuse", "lan", "allowed_hosts")
+    values = {name: read_setting(home.root, name) for name in names}
+    bound = str((status or {}).get("host", ""))  # address of a running proxy, `lan` included
+    host = bound or values["host"]
     return SettingsFacts(
-        host=host,
-        port=read_setting(home.root, "port"),
-        backend_port=read_setting(home.root, "backend_port"),
-        reuse=read_setting(home.root, "reuse"),
-        lan=lan,
-        allowed_hosts=read_setting(home.root, "allowed_hosts"),
-        stabilize=read_setting(home.root, "stabilize"),
+        **values | {"host": host},
         key_in_settings=bool(read_setting(home.root, "client_key")),
         disk_budget_bytes=client.read_disk_budget_bytes(home),
-        on_loopback=is_loopback(host) and (bool(bound) or not lan),
+        on_loopback=is_loopback(host) and (bool(bound) or not values["lan"]),
     )
 
 
-def _find_open_modes(home: Home) -> list[tuple[Path, int]]:
+def _find_open_modes(home: Home) -> list[str]:
     """Paths of the home that other users may read, with their modes."""
     mode = stat.S_IMODE(home.root.stat().st_mode)
-    return [*([(home.root, mode)] if mode & 0o077 else []), *find_non_private(home)]
-
-
-def _format_mode(home: Home, path: Path, mode: int) -> str:
-    return f"{path.relative_to(home.root) if path != home.root else path} ({mode:o})"
+    below = [f"{path.relative_to(home.root)} ({mode:o})" for path, mode in find_non_private(home)]
+    return [f"{home.root} ({mode:o})", *below] if mode & 0o077 else below
 
 
 def _find_stale_pid_files(home: Home) -> dict[str, int]:
-    """The files in run/ whose process is gone."""
+    """Pid files whose process is gone: pid by name."""
     stale: dict[str, int] = {}
     for process in ("proxy", "backend"):
         with suppress(OSError, ValueError):
@@ -163,15 +154,15 @@ def _find_stale_pid_files(home: Home) -> dict[str, int]:
 
 
 def _read_status(home: Home) -> tuple[dict[str, Any] | None, str]:
-    """Raises Refused where it is not what the judgement looks at."""
+    """(the proxy's status, "") or (None, error).  Raises OperationRefusedError for a status that lacks STATUS_NAMES."""
     try:
-        found = client.request_proxy(home, "/warmline/status", dict[str, Any], ASK_TIMEOUT_S)
+        status = client.request_proxy(home, "/warmline/status", dict[str, Any], ASK_TIMEOUT_S)
     except client.CachectlError as error:
         return None, str(error)
-    if missing := STATUS_NAMES - found.keys():
-        told = f"it does not tell {', '.join(sorted(missing))}"
-        raise client.OperationRefusedError(f"the proxy answered otherwise than expected (another version?): {told}")
-    return found, ""
+    if missing := STATUS_NAMES - status.keys():
+        why = f"it does not tell {', '.join(sorted(missing))}"
+        raise client.OperationRefusedError(f"the proxy answered otherwise than expected (another version?): {why}")
+    return status, ""
 
 
 def _is_taken(port: int) -> bool:
@@ -194,8 +185,8 @@ def _folder_bytes(folder: Path) -> int:
 
 def _count_keys(home: Home) -> tuple[int, str]:
     try:
-        return len(keys_file.read_client_keys(home)), ""
-    except keys_file.KeyStoreError as error:
+        return len(key_store.read_client_keys(home)), ""
+    except key_store.KeyStoreError as error:
         return 0, str(error)
 
 
@@ -238,9 +229,9 @@ def _read_machine(home: Home) -> MachineFacts:
     )
 
 
-def _run_command(*command: str, run: Callable[..., Any] = subprocess.run) -> str:
+def _run_command(*command: str) -> str:
     try:
-        done = run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return str(done.stdout) if done.returncode == 0 else ""
+    return done.stdout if done.returncode == 0 else ""

@@ -1,7 +1,8 @@
 """Tables that fit a terminal: columns are left out, the least important first, before any cell wraps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from rich.table import Table
 
@@ -12,34 +13,37 @@ PADDING = 3  # a column's two spaces and its line
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`rank`: those with the highest go first; 0 always stays.  `kind`: "id" and "text" may be cut, numbers never."""
+    """Column of a table; `cell` makes a row's text.
+
+    `rank`: those with the highest go first; 0 always stays.  `kind`: "id" and "text" may be cut, numbers never.
+    """
 
     name: str
+    cell: Callable[[Any], str]
     rank: int = 0
     kind: str = "number"
+    is_optional: bool = False  # left out where all its cells are empty
 
 
-def fit_table(
-    columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, title: str = ""
-) -> list[Table | str]:
-    """The table, and where columns are missing a line that says so."""
-    widths = [max([len(column.name), *(_longest_line(row[at]) for row in rows)]) for at, column in enumerate(columns)]
+def fit_table(columns: Sequence[Column], rows: Sequence[Any], width: int, title: str = "") -> list[Table | str]:
+    """Table, and a line that names the columns that did not fit."""
+    filled = [(column, [printable(column.cell(row)) for row in rows]) for column in columns]
+    filled = [(column, texts) for column, texts in filled if any(texts) or not column.is_optional]
+    columns = [column for column, _ in filled]
+    widths = [max([len(column.name), *map(_longest_line, texts)]) for column, texts in filled]
     shown, widths = _choose_columns(columns, widths, width)
     table = Table(title=title or None, title_justify="left", pad_edge=True)
     for at in shown:
-        column = columns[at]
-        number = column.kind == "number"
-        table.add_column(
-            column.name, justify="right" if number else "left", no_wrap=True, overflow="ellipsis", width=widths[at]
-        )
-    for row in rows:
-        table.add_row(*(_cut_cell(printable(row[at]), widths[at], columns[at].kind) for at in shown))
+        side: Literal["left", "right"] = "right" if columns[at].kind == "number" else "left"
+        table.add_column(columns[at].name, justify=side, no_wrap=True, overflow="ellipsis", width=widths[at])
+    for number in range(len(rows)):
+        table.add_row(*(_cut_cell(filled[at][1][number], widths[at], columns[at].kind) for at in shown))
     missing = [column.name for at, column in enumerate(columns) if at not in shown]
     return [table, *([f"(no room for {', '.join(missing)}; --json has all)"] if missing else [])]
 
 
 def printable(text: str) -> str:
-    """Without what would steer a terminal: some texts are clients'."""
+    """Text without control characters, which steer a terminal: some texts are clients'."""
     return "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
@@ -51,24 +55,21 @@ def _choose_columns(columns: Sequence[Column], natural: list[int], width: int) -
     """(shown columns, their widths): ids are cut first, then columns are removed, then texts are cut."""
     shown, widths = list(range(len(columns))), list(natural)
 
-    def excess() -> int:
-        return sum(widths[at] + PADDING for at in shown) + 1 - width
+    def excess(chars: Sequence[int]) -> int:
+        return sum(chars[at] + PADDING for at in shown) + 1 - width
 
     for at in shown:
-        if columns[at].kind == "id" and excess() > 0:
+        if columns[at].kind == "id" and excess(widths) > 0:
             widths[at] = max(len(columns[at].name), min(widths[at], ID_CHARS))
-    least = {at: min(widths[at], TEXT_CHARS_MIN) if columns[at].kind == "text" else widths[at] for at in shown}
-    while sum(least[at] + PADDING for at in shown) + 1 > width:
-        spare = [at for at in shown if columns[at].rank]
-        if not spare:
-            break
+    least = [min(widths[at], TEXT_CHARS_MIN) if columns[at].kind == "text" else widths[at] for at in shown]
+    while excess(least) > 0 and (spare := [at for at in shown if columns[at].rank]):
         shown.remove(max(spare, key=lambda at: columns[at].rank))
     for at in sorted(shown, key=lambda at: -widths[at]):
-        if columns[at].kind == "text" and excess() > 0:
-            widths[at] = max(least[at], widths[at] - excess())
+        if columns[at].kind == "text" and excess(widths) > 0:
+            widths[at] = max(least[at], widths[at] - excess(widths))
     return shown, widths
 
 
 def _cut_cell(text: str, width: int, kind: str) -> str:
-    """An id's beginning is an id too; an ellipsis would not be."""
+    """Cut an id without rich's ellipsis: its beginning resolves, too."""
     return text[:width] if kind == "id" else text

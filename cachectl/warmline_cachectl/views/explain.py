@@ -1,6 +1,5 @@
 """Explanations and comparisons for people: two texts side by side, what differs in them marked."""
 
-import time
 from collections.abc import Iterable
 
 from rich.console import Console
@@ -8,34 +7,29 @@ from rich.table import Table
 from rich.text import Text
 
 from warmline_cachectl.views.columns import printable
-from warmline_cachectl.views.tables import format_count, format_duration, make_console
+from warmline_cachectl.views.tables import format_age, format_count, make_console
 from warmline_proxy.explain.diff import Comparison
 from warmline_proxy.explain.explain import DiffSide, DivergencePoint, ExplainReply
 from warmline_proxy.store.rows import DIVERGENCE_TOKENS_AFTER
 
 COLUMNS_WIDTH_MIN = 100  # narrower terminals get one text below the other
 # Around what differs, where there is no colour to say so.
-MARK_OPEN, MARK_CLOSE = (
-    "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}",
-    "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}",
-)
+MARK_OPEN = "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}"
+MARK_CLOSE = "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}"
 MARK_STYLE = "bold black on yellow"
-TOKENS_SHOWN_MAX = 24  # of a side that nobody could read
+TOKENS_SHOWN_MAX = 24  # of a side without a text
 
 Renderables = Iterable[Table | Text | str]
 
 
 def render_explanation(reply: ExplainReply) -> Renderables:
     record, verdict = reply.request, reply.verdict
-    asked = (
-        f"{record.endpoint}, {printable(record.client_model) or 'no model named'}, "
-        f"{_format_age(record.at)}, {record.outcome}"
-    )
+    model = printable(record.client_model) or "no model named"
     if since := reply.since:
         were = "were, the last of them" if since.warm > 1 else "was:"
-        warm = f"{format_count(since.warm, 'request')} since then {were} {since.last} ({_format_age(since.at)})"
+        warm = f"{format_count(since.warm, 'request')} since then {were} {since.last} ({format_age(since.at)})"
         yield f"The last one that was not warm; {warm}.\n"
-    yield f"request {record.id} ({asked})"
+    yield f"request {record.id} ({record.endpoint}, {model}, {format_age(record.at)}, {record.outcome})"
     yield f"reused {record.cached_tokens:,} of {record.prompt_tokens:,} prompt tokens ({record.source})"
     yield f"\n{verdict.cause}: {verdict.means}"
     if verdict.detail:
@@ -50,10 +44,6 @@ def render_explanation(reply: ExplainReply) -> Renderables:
         yield f"\nIt parts from what was known {_format_place(reply.where)}:"
         yield from _render_sides(("known", reply.known), ("this prompt", reply.prompt), reply.where)
     yield f"\n{_format_stored_now(reply)}"
-
-
-def _format_age(at: float) -> str:
-    return f"{format_duration(max(0.0, time.time() - at))} ago"
 
 
 def render_comparison(result: Comparison) -> Renderables:
@@ -87,11 +77,11 @@ def _format_place(where: DivergencePoint) -> str:
 
 def _format_stored_now(reply: ExplainReply) -> str:
     now = reply.now
-    told = f"Stored now: {now.tokens:,} of its {reply.request.prompt_tokens:,} prompt tokens"
-    told += f", in session {now.session}." if now.session else "; its conversation is not stored, or no longer."
+    text = f"Stored now: {now.tokens:,} of its {reply.request.prompt_tokens:,} prompt tokens"
+    text += f", in session {now.session}." if now.session else "; its conversation is not stored, or no longer."
     if reply.where is None:
-        return told
-    return f"{told}  What it parted from is {'still' if now.branch else 'not (or no longer)'} on disk."
+        return text
+    return f"{text}  What it parted from is {'still' if now.branch else 'not (or no longer)'} on disk."
 
 
 def _render_sides(old: tuple[str, DiffSide], new: tuple[str, DiffSide], where: DivergencePoint) -> Renderables:
@@ -124,7 +114,7 @@ def _render_side(side: DiffSide, out: Console, where: DivergencePoint) -> Text:
 
 
 def _render_token_ids(side: DiffSide, where: DivergencePoint) -> Text:
-    """From the place where they part."""
+    """Token ids from the divergence on."""
     ids = side.tokens[where.token - where.begins :]
     more = " …" if len(ids) > TOKENS_SHOWN_MAX else ""
     return Text(f"tokens {' '.join(map(str, ids[:TOKENS_SHOWN_MAX]))}{more}")

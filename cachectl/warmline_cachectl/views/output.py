@@ -14,19 +14,19 @@ from warmline_cachectl.views.columns import printable
 
 
 def show(view: dict[str, Any], renderables: Iterable[Any], as_json: bool) -> None:
-    """`view` as JSON, or the other form of it."""
+    """Print `view` as JSON, or its renderables."""
     if as_json:
         print(json.dumps(view, indent=2, default=msgspec.to_builtins))
         return
     console = tables.make_console()
     for part in renderables:
-        is_line = isinstance(part, str) and not console.is_terminal  # which stays one, for whoever searches it
+        is_line = isinstance(part, str) and not console.is_terminal  # piped lines are not wrapped: they are searched
         console.print(printable(part) if isinstance(part, str) else part, soft_wrap=is_line)
 
 
 @contextmanager
 def show_progress(label: str, bytes_total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, where that is a terminal; yields what is told of bytes as they are done."""
+    """Progress bar on stderr, where that is a terminal; yields a function to be called with numbers of bytes."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with _make_progress(quiet, *columns) as progress:
         task = progress.add_task(label, total=bytes_total)
@@ -35,7 +35,7 @@ def show_progress(label: str, bytes_total: int, quiet: bool) -> Iterator[Callabl
 
 @contextmanager
 def show_spinner(label: str, quiet: bool) -> Iterator[None]:
-    """A sign of life on stderr, where that is a terminal, while somebody else works."""
+    """Spinner on stderr, where that is a terminal, while another process works."""
     with _make_progress(quiet, SpinnerColumn(), TextColumn("{task.description}")) as progress:
         progress.add_task(label, total=None)
         yield

@@ -1,8 +1,8 @@
-"""The same views for people, no wider than their terminal."""
+"""Views as tables and lines for people, no wider than their terminal."""
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +15,7 @@ WIDTH_PIPED = 160  # where no terminal says how wide it is
 
 Renderables = Iterable[Table | str]
 
-STORED_LABELS = {  # what `stats` says of the disk, in its order
+STORED_LABELS = {  # of `stats`, in its order
     "sessions": "conversations",
     "segments": "segments",
     "checkpoints": "checkpoints",
@@ -31,7 +31,7 @@ STORED_LABELS = {  # what `stats` says of the disk, in its order
     "quarantined": "files in quarantine",
     "turns": "sampled tool calls",
 }
-REQUEST_LABELS = {  # and of the last requests
+REQUEST_LABELS = {
     "count": "requests",
     "outcomes": "how they ended",
     "sources": "where they started",
@@ -76,217 +76,143 @@ def format_count(number: int, singular: str, plural: str = "") -> str:
     return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
+def format_files(segments: int, checkpoints: int) -> str:
+    return f"{format_count(segments, 'segment')} and {format_count(checkpoints, 'checkpoint')}"
+
+
+def format_age(at: float) -> str:
+    """Time since `at`, in Unix seconds."""
+    return f"{format_duration(max(0.0, time.time() - at))} ago"
+
+
+def _format_span(row: dict[str, Any]) -> str:
+    return f"{row['start']:,}-{row['end']:,}"
+
+
+def _format_yes(flag: bool) -> str:
+    return "yes" if flag else ""
+
+
+def _format_if_compared(row: ReplayResult, text: str) -> str:
+    return text if row.reused and not row.detail else ""
+
+
+LISTING_COLUMNS = (
+    Column("session", lambda row: row["id"], kind="id"),
+    Column("key", lambda row: row["key"], 3, "text", is_optional=True),
+    Column("tokens", lambda row: f"{row['tokens']:,}"),
+    Column("size", lambda row: format_size(row["bytes"]), 2),
+    Column("idle", lambda row: format_duration(row["idle_s"])),
+    Column("client", lambda row: " ".join(filter(None, (row["client"], row["pinned"] and "(pinned)"))), 1, "text"),
+)
+CONVERSATION_COLUMNS = (
+    Column("session", lambda row: row["id"], kind="id"),
+    Column("key", lambda row: row["key"], 4, "text", is_optional=True),
+    Column("model", lambda row: row["model"], 3, "text"),
+    Column("tokens", lambda row: f"{row['tokens']:,}"),
+    Column("size", lambda row: format_size(row["bytes"])),
+    Column("alone", lambda row: format_size(row["bytes_alone"]), 7),
+    Column("files", lambda row: f"{row['segments']}+{row['checkpoints']}", 9),
+    Column("requests", lambda row: str(row["requests"]), 6),
+    Column("hits", lambda row: str(row["hits"]), 5),
+    Column("age", lambda row: format_duration(row["age_s"]), 8),
+    Column("idle", lambda row: format_duration(row["idle_s"])),
+    Column("pinned", lambda row: _format_yes(row["pinned"]), 1, "text", is_optional=True),
+    Column("client", lambda row: row["client"], 2, "text"),
+)
+SEGMENT_COLUMNS = (
+    Column("segment", lambda row: row["id"], kind="id"),
+    Column("tokens", _format_span),
+    Column("size", lambda row: format_size(row["bytes"])),
+    Column("checkpoints", lambda row: str(row["checkpoints"]), 2),
+    Column("", lambda row: ", ".join(name for name in ("shared", "pinned") if row[name]), 1, "text"),
+)
+PATH_COLUMNS = (
+    Column("segment", lambda row: row["id"], kind="id"),
+    Column("tokens", _format_span),
+    Column("size", lambda row: format_size(row["bytes_on_disk"])),
+    Column("prefill", lambda row: f"{row['prefill_s']:.1f} s", 4),
+    Column("hits", lambda row: str(row["hits"]), 3),
+    Column("shared", lambda row: _format_yes(row["shared"]), 2, "text"),
+    Column("pinned", lambda row: _format_yes(row["pinned"]), 1, "text", is_optional=True),
+    Column("checkpoints at", lambda row: ", ".join(f"{each['position']:,}" for each in row["checkpoints"]), 1, "text"),
+)
+QUARANTINE_COLUMNS = (
+    Column("quarantined", lambda row: row["id"], kind="id"),
+    Column("kind", lambda row: row["kind"], 3, "text"),
+    Column("model", lambda row: row["model"], 2, "text"),
+    Column("tokens", _format_span, 1),
+    Column("size", lambda row: format_size(row["bytes_on_disk"]), 4),
+    Column("reason", lambda row: row["reason"], kind="text"),
+)
+REPLAY_COLUMNS = (
+    Column("session", lambda row: row.session, kind="id"),
+    Column("tokens", lambda row: f"{row.tokens:,}", 3),
+    Column("from disk", lambda row: f"{row.reused:,}", 1),
+    Column("outcome", lambda row: row.outcome, kind="word"),
+    Column("difference", lambda row: _format_if_compared(row, f"{row.difference:.2e}"), 1),
+    Column("tolerance", lambda row: _format_if_compared(row, f"{row.tolerance:g}" if row.tolerance else "none"), 4),
+    Column("quarantined", lambda row: str(row.quarantined or ""), 2),
+    Column("detail", lambda row: row.detail, kind="text"),
+)
+
+
 def render_conversations(view: dict[str, Any]) -> Renderables:
-    pinned, keys = any(row["pinned"] for row in view["sessions"]), any(row["key"] for row in view["sessions"])
-    columns = [
-        Column("session", kind="id"),
-        *([Column("key", 4, "text")] if keys else []),
-        Column("model", 3, "text"),
-        Column("tokens"),
-        Column("size"),
-        Column("alone", 7),
-        Column("files", 9),
-        Column("requests", 6),
-        Column("hits", 5),
-        Column("age", 8),
-        Column("idle"),
-        *([Column("pinned", 1, "text")] if pinned else []),
-        Column("client", 2, "text"),
-    ]
-    rows = [
-        [
-            row["id"],
-            *([row["key"]] if keys else []),
-            row["model"],
-            f"{row['tokens']:,}",
-            format_size(row["bytes"]),
-            format_size(row["bytes_alone"]),
-            f"{row['segments']}+{row['checkpoints']}",
-            str(row["requests"]),
-            str(row["hits"]),
-            format_duration(row["age_s"]),
-            format_duration(row["idle_s"]),
-            *(["yes" if row["pinned"] else ""] if pinned else []),
-            row["client"],
-        ]
-        for row in view["sessions"]
-    ]
-    yield from fit_table(columns, rows, make_console().width) if rows else ["no conversations"]
+    yield from _render_sessions(CONVERSATION_COLUMNS, view["sessions"])
     if view["quarantined"]:
-        yield from render_quarantine(view["quarantined"])
-
-
-def render_quarantine(rows: list[dict[str, Any]]) -> Renderables:
-    columns = [
-        Column("quarantined", kind="id"),
-        Column("kind", 3, "text"),
-        Column("model", 2, "text"),
-        Column("tokens", 1),
-        Column("size", 4),
-        Column("reason", kind="text"),
-    ]
-    cells = [
-        [
-            row["id"],
-            row["kind"],
-            row["model"],
-            f"{row['start']:,}-{row['end']:,}",
-            format_size(row["bytes_on_disk"]),
-            row["reason"],
-        ]
-        for row in rows
-    ]
-    return fit_table(columns, cells, make_console().width, title="Quarantine")
+        yield from fit_table(QUARANTINE_COLUMNS, view["quarantined"], make_console().width, title="Quarantine")
 
 
 def render_conversation(view: dict[str, Any]) -> Renderables:
-    yield from render_conversations({"sessions": [view["session"]], "quarantined": []})
-    pinned = any(row["pinned"] for row in view["path"])
-    columns = [
-        Column("segment", kind="id"),
-        Column("tokens"),
-        Column("size"),
-        Column("prefill", 4),
-        Column("hits", 3),
-        Column("shared", 2, "text"),
-        *([Column("pinned", 1, "text")] if pinned else []),
-        Column("checkpoints at", 1, "text"),
-    ]
-    rows = [
-        [
-            row["id"],
-            f"{row['start']:,}-{row['end']:,}",
-            format_size(row["bytes_on_disk"]),
-            f"{row['prefill_s']:.1f} s",
-            str(row["hits"]),
-            "yes" if row["shared"] else "",
-            *(["yes" if row["pinned"] else ""] if pinned else []),
-            ", ".join(f"{state['position']:,}" for state in row["checkpoints"]),
-        ]
-        for row in view["path"]
-    ]
-    yield from fit_table(columns, rows, make_console().width)
+    yield from _render_sessions(CONVERSATION_COLUMNS, [view["session"]])
+    yield from fit_table(PATH_COLUMNS, view["path"], make_console().width)
 
 
 def render_listing(view: dict[str, Any]) -> Renderables:
-    keys = any(row["key"] for row in view["sessions"])
-    columns = [
-        Column("session", kind="id"),
-        *([Column("key", 3, "text")] if keys else []),
-        Column("tokens"),
-        Column("size", 2),
-        Column("idle"),
-        Column("client", 1, "text"),
-    ]
-    rows = [
-        [
-            row["id"],
-            *([row["key"]] if keys else []),
-            f"{row['tokens']:,}",
-            format_size(row["bytes"]),
-            format_duration(row["idle_s"]),
-            " ".join(filter(None, (row["client"], "(pinned)" if row["pinned"] else ""))),
-        ]
-        for row in view["sessions"]
-    ]
-    yield from fit_table(columns, rows, make_console().width) if rows else ["no conversations"]
+    return _render_sessions(LISTING_COLUMNS, view["sessions"])
 
 
 def render_segments(view: dict[str, Any]) -> Renderables:
-    columns = [
-        Column("segment", kind="id"),
-        Column("tokens"),
-        Column("size"),
-        Column("checkpoints", 2),
-        Column("", 1, "text"),
-    ]
-    rows = [
-        [
-            row["id"],
-            f"{row['start']:,}-{row['end']:,}",
-            format_size(row["bytes"]),
-            str(row["checkpoints"]),
-            ", ".join(name for name in ("shared", "pinned") if row[name]),
-        ]
-        for row in view["segments"]
-    ]
-    return fit_table(columns, rows, make_console().width)
-
-
-def render_fields(view: dict[str, Any]) -> Renderables:
-    """One thing, a line a field."""
-    for title, row in view.items():
-        yield _make_field_table(
-            title.capitalize(), {name.replace("_", " "): _format_value(name, value) for name, value in row.items()}
-        )
-
-
-def render_stats(view: dict[str, Any]) -> Renderables:
-    for title, names, row in (
-        ("On disk", STORED_LABELS, view["stored"]),
-        ("The last requests", REQUEST_LABELS, view["requests"]),
-    ):
-        yield _make_field_table(
-            title, {names[name]: _format_value(name, row[name]) for name in names if row[name] != {}}
-        )
-
-
-def _make_field_table(title: str, rows: Mapping[str, str]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in rows.items():
-        table.add_row(name, printable(text))
-    return table
-
-
-def render_findings(found: list[IndexFinding], summary: str) -> Renderables:
-    if found:
-        table = Table("what", "id", "detail")
-        for finding in found:
-            table.add_row(finding.what, finding.id, finding.detail)
-        yield table
-    yield summary
+    return fit_table(SEGMENT_COLUMNS, view["segments"], make_console().width)
 
 
 def render_replays(rows: list[ReplayResult]) -> Renderables:
-    columns = [
-        Column("session", kind="id"),
-        Column("tokens", 3),
-        Column("from disk", 1),
-        Column("outcome", kind="word"),
-        Column("difference", 1),
-        Column("tolerance", 4),
-        Column("quarantined", 2),
-        Column("detail", kind="text"),
-    ]
-    cells = [
-        [
-            row.session,
-            f"{row.tokens:,}",
-            f"{row.reused:,}",
-            row.outcome,
-            f"{row.difference:.2e}" if is_compared(row) else "",
-            (f"{row.tolerance:g}" if row.tolerance else "none") if is_compared(row) else "",
-            str(row.quarantined or ""),
-            row.detail,
-        ]
-        for row in rows
-    ]
-    yield from fit_table(columns, cells, make_console().width) if rows else ["no conversations"]
+    return _render_sessions(REPLAY_COLUMNS, rows)
 
 
-def is_compared(row: ReplayResult) -> bool:
-    return bool(row.reused) and not row.detail
+def _render_sessions(columns: Sequence[Column], rows: Sequence[Any]) -> Renderables:
+    return fit_table(columns, rows, make_console().width) if rows else ["no conversations"]
 
 
-def render_repairs(repairs: list[IndexFinding]) -> Renderables:
-    if repairs:
-        table = Table("done", "id", "detail")
-        for each in repairs:
-            table.add_row(each.what, each.id, each.detail)
+def render_fields(view: dict[str, Any]) -> Renderables:
+    """A table for each row of the view, with a line a field."""
+    for title, row in view.items():
+        yield _make_field_table(title.capitalize(), row, {name: name.replace("_", " ") for name in row})
+
+
+def render_stats(view: dict[str, Any]) -> Renderables:
+    yield _make_field_table("On disk", view["stored"], STORED_LABELS)
+    requests = {name: value for name, value in view["requests"].items() if value != {}}
+    yield _make_field_table("The last requests", requests, REQUEST_LABELS)
+
+
+def _make_field_table(title: str, row: Mapping[str, Any], labels: Mapping[str, str]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, label in labels.items():
+        if name in row:
+            table.add_row(label, printable(_format_value(name, row[name])))
+    return table
+
+
+def render_findings(findings: list[IndexFinding], summary: str, title: str = "what") -> Renderables:
+    if findings:
+        table = Table(title, "id", "detail")
+        for finding in findings:
+            table.add_row(finding.what, finding.id, finding.detail)
         yield table
-    yield format_count(len(repairs), "repair")
+    yield summary
 
 
 def format_purge(reply: PurgeReply) -> str:
@@ -305,10 +231,8 @@ def format_purge(reply: PurgeReply) -> str:
 def format_pin(reply: PinReply) -> str:
     what = f"{reply.session} is {'pinned' if reply.pinned else 'no longer pinned'}"
     changed = f"{format_count(len(reply.segments), 'segment')} {'more' if reply.pinned else 'fewer'}"
-    return (
-        f"{what}: {changed}; {format_size(reply.bytes_pinned)} of at most "
-        f"{format_size(reply.bytes_pinned_max)} are pinned now"
-    )
+    now = f"{format_size(reply.bytes_pinned)} of at most {format_size(reply.bytes_pinned_max)} are pinned now"
+    return f"{what}: {changed}; {now}"
 
 
 def render_gc(reply: GcReply) -> Renderables:
@@ -325,8 +249,8 @@ def render_gc(reply: GcReply) -> Renderables:
         "evicted": [(len(reply.evicted), "file", "")],
     }
     for verb, things in done.items():
-        if told := [format_count(number, one, many) for number, one, many in things if number]:
-            yield f"{verb} {', '.join(told)}"
+        if counts := [format_count(number, one, many) for number, one, many in things if number]:
+            yield f"{verb} {', '.join(counts)}"
     yield f"the index: {format_size(reply.bytes_index_before)}, now {format_size(reply.bytes_index_after)}"
     yield f"used on disk: {format_size(reply.bytes_before)}, now {format_size(reply.bytes_after)}"
     if reply.bytes_after > reply.bytes_wanted:

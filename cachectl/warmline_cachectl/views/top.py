@@ -1,6 +1,6 @@
 """View of `top`: one snapshot of a running proxy, as plain values and for people.  Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -17,30 +17,24 @@ REQUESTS_MAX = 30  # on one screen
 WIDE_CHARS = 100  # from which all columns have room
 
 
-def build_snapshot(status: View, records: Iterable[View], before: View | None = None) -> View:
-    """`status` and `records` as the proxy tells them; `before` is the last snapshot, for what went on since."""
+def build_snapshot(status: View, records: Sequence[View], before: View | None = None) -> View:
+    """Snapshot from the proxy's `status` and `records`; speeds are since `before`, the last snapshot."""
     engine, totals = status.get("engine"), status["totals"]
     earlier = {row["id"]: row for row in before["requests"]} if before else {}
     since_s = status["at"] - before["at"] if before else 0.0
-    records = list(records)
     prompt, cached = (sum(record[name] for record in records) for name in ("prompt_tokens", "cached_tokens"))
+    rates = engine["prefill_rates"] if engine else []
     return {
         "at": status["at"],
         "model": engine["model"] if engine else "",
         "backend": status["backend"] or "up",
-        "persistence": status["persistence"],
-        "running": status["running"],
-        "queued": status["queued"],
-        "settling": status["settling"],
-        "connections": status["connections"],
+        **{name: status[name] for name in ("persistence", "running", "queued", "settling", "connections")},
         "requests": [_build_request(row, earlier.get(row["id"]), since_s) for row in status["live"]],
-        "engine": {
-            "prefill_tokens_per_s": engine["prefill_rates"][-1]["tokens_per_s"] if engine["prefill_rates"] else 0.0,
-            "decode_tokens_per_s": engine["decode_tokens_per_s"],
-            "slowest_recent_step_s": engine["slowest_recent_step_s"],
-        }
-        if engine
-        else None,
+        "engine": engine
+        and {
+            "prefill_tokens_per_s": rates[-1]["tokens_per_s"] if rates else 0.0,
+            **{name: engine[name] for name in ("decode_tokens_per_s", "slowest_recent_step_s")},
+        },
         "memory": {
             "residents": len(status["residents"]),
             "unsaved": status["unsaved"],
@@ -72,15 +66,15 @@ def _build_request(row: View, before: View | None, since_s: float) -> View:
     names = ("id", "client_model", "client_session", "phase", "source", "age_s", "queue_s", "ttft_s")
     tokens = ("prompt_tokens", "reused_tokens", "prefilled_tokens", "spoken")
     shown = {name: row[name] for name in (*names, *tokens)}
-    wanted = row["prompt_tokens"]
+    prompt = row["prompt_tokens"]
     return shown | {
-        "progress": min(1.0, row["prefilled_tokens"] / wanted) if wanted else 0.0,
+        "progress": min(1.0, row["prefilled_tokens"] / prompt) if prompt else 0.0,
         "tokens_per_s": _compute_tokens_per_s(row, before, since_s),
     }
 
 
 def _compute_tokens_per_s(row: View, before: View | None, since_s: float) -> float:
-    """Tokens prefilled or spoken a second: since the last look, or where there was none since its start."""
+    """Tokens prefilled or spoken a second, since the last snapshot, or else since the request's start."""
     answering = row["phase"] == "answering"
     if before is not None and since_s > 0 and before["phase"] == row["phase"]:
         name = "spoken" if answering else "prefilled_tokens"
@@ -96,7 +90,7 @@ def _compute_tokens_per_s(row: View, before: View | None, since_s: float) -> flo
 
 
 def render_screen(view: View, width: int) -> RenderableType:
-    """For a terminal so many characters wide."""
+    """Screen for a terminal of `width` characters."""
     rows = view["requests"]
     return Group(_render_header(view), _render_requests(rows, width >= WIDE_CHARS) if rows else Text("no requests"))
 
@@ -107,35 +101,26 @@ def _render_header(view: View) -> Table:
     grid.add_column(no_wrap=True)
     grid.add_column(no_wrap=True, overflow="ellipsis")
     memory, disk, reuse, engine = view["memory"], view["disk"], view["reuse"], view["engine"]
-    backend = view["backend"] if not view["model"] else f"{view['model']}, {view['backend']}"
+    grid.add_row("backend", "", printable(", ".join(filter(None, (view["model"], view["backend"])))))
     requests = f"{view['running']} running, {view['queued']} waiting, {view['settling']} being saved"
-    grid.add_row("backend", "", printable(backend))
     grid.add_row("requests", "", requests)
     if engine:
         speeds = f"prefill {engine['prefill_tokens_per_s']:,.0f}, decode {engine['decode_tokens_per_s']:,.1f} tokens/s"
         grid.add_row("engine", "", speeds)
     unsaved = f", {memory['unsaved']} unsaved" if memory["unsaved"] else ""
-    grid.add_row(
-        "memory",
-        _render_usage_bar(memory),
-        f"{_format_usage(memory)}, {format_count(memory['residents'], 'resident')}{unsaved}",
-    )
-    grid.add_row(
-        "disk", _render_usage_bar(disk), f"{_format_usage(disk)}, {format_count(disk['sessions'], 'conversation')}"
-    )
-    told = f"{reuse['share']:.0%} of the prompts of the last {format_count(reuse['requests'], 'request')}"
-    grid.add_row("reused", _render_bar(reuse["share"]), told)
+    _add_usage(grid, "memory", memory, format_count(memory["residents"], "resident") + unsaved)
+    _add_usage(grid, "disk", disk, format_count(disk["sessions"], "conversation"))
+    share = f"{reuse['share']:.0%} of the prompts of the last {format_count(reuse['requests'], 'request')}"
+    grid.add_row("reused", _render_bar(reuse["share"]), share)
     if view["persistence"] != "ok":
         grid.add_row("saving", "", printable(view["persistence"]))
     return grid
 
 
-def _format_usage(row: View) -> str:
-    return f"{format_size(row['bytes_used'])} of {format_size(row['bytes_budget'])}"
-
-
-def _render_usage_bar(row: View) -> ProgressBar:
-    return _render_bar(row["bytes_used"] / row["bytes_budget"] if row["bytes_budget"] else 0.0)
+def _add_usage(grid: Table, name: str, usage: View, counts: str) -> None:
+    used, budget = usage["bytes_used"], usage["bytes_budget"]
+    bar = _render_bar(used / budget if budget else 0.0)
+    grid.add_row(name, bar, f"{format_size(used)} of {format_size(budget)}, {counts}")
 
 
 def _render_bar(share: float, width: int = BAR_CHARS) -> ProgressBar:

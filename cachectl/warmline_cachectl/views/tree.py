@@ -2,6 +2,7 @@
 
 import heapq
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,14 +14,17 @@ from warmline_cachectl.views.tables import format_count, format_size
 from warmline_proxy.auth.owners import OwnerLabels
 from warmline_proxy.store.rows import CheckpointRow, IndexSnapshot, SegmentRow, SessionRow
 
+View = dict[str, Any]
+LINES_MAX = 200  # for people; --json has all
+
 
 @dataclass(frozen=True)
 class Forest:
     snapshot: IndexSnapshot
     children: dict[str, list[SegmentRow]]  # by the parent's id; "" has the roots
-    checkpoints: dict[str, list[CheckpointRow]]  # by the segment's id, by position
-    session_counts: Counter[str]  # how many conversations stand on a segment
-    sessions_by_leaf: dict[str, list[SessionRow]]  # the conversations that end in a segment, last used first
+    checkpoints: dict[str, list[CheckpointRow]]  # by the segment's id, ordered by position
+    session_counts: Counter[str]  # number of conversations that contain a segment
+    sessions_by_leaf: dict[str, list[SessionRow]]  # by the id of the last segment, last used first
     owner_labels: OwnerLabels = field(default_factory=OwnerLabels)
 
     @classmethod
@@ -38,18 +42,14 @@ class Forest:
         return cls(snapshot, dict(children), dict(states), users, dict(ends), owner_labels or OwnerLabels())
 
     def total_bytes(self, row: SegmentRow) -> int:
-        """With its checkpoints."""
+        """Bytes of a segment and its checkpoints."""
         return row.bytes_on_disk + sum(state.bytes_on_disk for state in self.checkpoints.get(row.id, ()))
 
 
-View = dict[str, Any]
-LINES_MAX = 200  # for people; --json has all
-
-
 def build_tree(forest: Forest, depth_max: int = 0) -> View:
-    """All nodes as a flat list, parents first; `depth_max` forks deep (0: all).
+    """Nodes as a flat list, parents first; `depth_max` forks deep (0: all).
 
-    `bytes` and `segments` are the node's own, `bytes_below` and `segments_below` count all that hangs below it too.
+    `bytes` and `segments` are the node's own, `bytes_below` and `segments_below` include its descendants'.
     """
     nodes: dict[str, View] = {}
     waiting = [(row, "", 1) for row in reversed(forest.children.get("", []))]
@@ -67,16 +67,14 @@ def build_tree(forest: Forest, depth_max: int = 0) -> View:
 
 
 def _collect_run(forest: Forest, row: SegmentRow) -> list[SegmentRow]:
-    """From this segment to the next fork, or to where a conversation ends."""
+    """Segments from this one to the next fork, or to the end of a conversation."""
     links = [row]
-    while links[-1].id not in forest.sessions_by_leaf and (child := _find_only_child(forest, links[-1])):
-        links.append(child)
+    while links[-1].id not in forest.sessions_by_leaf:
+        children = forest.children.get(links[-1].id, [])
+        if len(children) != 1 or children[0].start != links[-1].end:
+            break
+        links += children
     return links
-
-
-def _find_only_child(forest: Forest, row: SegmentRow) -> SegmentRow | None:
-    below = forest.children.get(row.id, [])
-    return below[0] if len(below) == 1 and below[0].start == row.end else None
 
 
 def _build_node(forest: Forest, links: list[SegmentRow], parent: str, depth: int) -> View:
@@ -100,15 +98,12 @@ def _build_node(forest: Forest, links: list[SegmentRow], parent: str, depth: int
     }
 
 
-def _build_trees(nodes: Any) -> list[View]:
-    """One for each namespace (a model with its key), largest first."""
+def _build_trees(nodes: Iterable[View]) -> list[View]:
+    """Totals of each namespace (a model with its key), largest first."""
     trees: dict[str, View] = {}
     for node in nodes:
-        row = trees.setdefault(
-            node["root"],
-            {name: node[name] for name in ("root", "key", "model")}
-            | {"segments": 0, "checkpoints": 0, "bytes": 0, "sessions": 0},
-        )
+        new = {name: node[name] for name in ("root", "key", "model")}
+        row = trees.setdefault(node["root"], new | {"segments": 0, "checkpoints": 0, "bytes": 0, "sessions": 0})
         for name in ("segments", "checkpoints", "bytes"):
             row[name] += node[name]
         row["sessions"] += len(node["sessions"])
@@ -119,7 +114,7 @@ def _build_trees(nodes: Any) -> list[View]:
 
 
 def render_tree(view: View, lines_max: int = LINES_MAX) -> list[Tree | str]:
-    """A tree for each namespace; where there are too many nodes, the heaviest."""
+    """Tree of each namespace, with its heaviest nodes where there are more than `lines_max`."""
     if not view["trees"]:
         return ["nothing is stored"]
     below: dict[str, list[View]] = {}
@@ -130,7 +125,7 @@ def render_tree(view: View, lines_max: int = LINES_MAX) -> list[Tree | str]:
 
 
 def _choose_heaviest(below: dict[str, list[View]], roots: list[str], count_max: int) -> set[str]:
-    """Each with all that it hangs on."""
+    """Ids of the heaviest nodes and their ancestors."""
     heap = [(-node["bytes_below"], node["id"]) for root in roots for node in below.get(root, ())]
     heapq.heapify(heap)
     chosen: set[str] = set()
@@ -143,12 +138,9 @@ def _choose_heaviest(below: dict[str, list[View]], roots: list[str], count_max: 
 
 
 def _render_branches(row: View, below: dict[str, list[View]], chosen: set[str]) -> Tree:
-    whose = f"{row['key']}, " if row["key"] else ""
-    title = (
-        f"{whose}{row['model']} ({row['root'][:8]}): {format_count(row['sessions'], 'conversation')}, "
-        f"{format_count(row['segments'], 'segment')}, {format_size(row['bytes'])}"
-    )
-    trunk = Tree(_render_line(title))
+    name = f"{row['key'] and row['key'] + ', '}{row['model']} ({row['root'][:8]})"
+    sessions, segments = format_count(row["sessions"], "conversation"), format_count(row["segments"], "segment")
+    trunk = Tree(_render_line(f"{name}: {sessions}, {segments}, {format_size(row['bytes'])}"))
     waiting = [(row["root"], trunk)]
     while waiting:
         above, branch = waiting.pop()

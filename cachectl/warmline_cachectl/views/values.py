@@ -2,8 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping
-from difflib import get_close_matches
+from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
@@ -14,49 +13,10 @@ from warmline_proxy.retention.pin import count_bytes
 from warmline_proxy.store.rows import IndexSnapshot, RequestRecord, SegmentRow, SessionRow, Totals
 
 View = dict[str, Any]
-REPLAY_FAILURES = ("differs", "unstable", "damaged")
-ID_PREFIX_MIN = 4
-NEAR_COUNT_MAX = 3
-
-
-class AmbiguousIdError(Exception):
-    """More than one thing begins with what was typed."""
-
-
-def find_id(snapshot: IndexSnapshot, typed: str) -> tuple[str, str]:
-    """(kind, full id) of what an id or a unique beginning of one names; ("", "") where there is none."""
-    kinds = _rows_by_kind(snapshot)
-    exact = [(kind, typed) for kind, rows in kinds.items() if typed in rows]
-    if exact or len(typed) < ID_PREFIX_MIN:
-        return exact[0] if exact else ("", "")
-    found = [(kind, row_id) for kind, rows in kinds.items() for row_id in rows if row_id.startswith(typed)]
-    if len(found) > 1:
-        raise AmbiguousIdError(f"{typed} may be any of {', '.join(row_id for _, row_id in found[:5])}")
-    return found[0] if found else ("", "")
-
-
-def describe_unknown_id(snapshot: IndexSnapshot, typed: str) -> str:
-    """Why `typed` names nothing, and what may have been meant."""
-    if len(typed) < ID_PREFIX_MIN:
-        return f"{typed!r} is too short: say an id, or at least its first {ID_PREFIX_MIN} characters"
-    called = [row.id for row in snapshot.sessions.values() if typed.lower() in row.client.lower()]
-    beginnings = {row_id[: len(typed)]: row_id for rows in _rows_by_kind(snapshot).values() for row_id in rows}
-    near = called or [beginnings[each] for each in get_close_matches(typed, beginnings, NEAR_COUNT_MAX)]
-    meant = f"; near it: {', '.join(near[:NEAR_COUNT_MAX])}" if near else ""
-    return f"nothing stored is called {typed}{meant} (`cachectl ls` lists the conversations)"
-
-
-def _rows_by_kind(snapshot: IndexSnapshot) -> dict[str, Mapping[str, object]]:
-    return {
-        "session": snapshot.sessions,
-        "segment": snapshot.segments,
-        "checkpoint": snapshot.checkpoints,
-        "quarantined": snapshot.quarantined,
-    }
 
 
 def build_conversations(forest: Forest, now: float) -> View:
-    """All of them, last used first, and what is in quarantine."""
+    """All conversations, last used first, and the quarantined files."""
     rows = sorted(forest.snapshot.sessions.values(), key=lambda row: -row.last_used)
     return {
         "sessions": [_session_row(forest, row, now) for row in rows],
@@ -65,7 +25,7 @@ def build_conversations(forest: Forest, now: float) -> View:
 
 
 def build_conversation(forest: Forest, session_id: str, now: float) -> View:
-    """One with its path, root first."""
+    """A conversation with its path of segments, root first."""
     row = forest.snapshot.sessions[session_id]
     links = forest.snapshot.segment_path(row.leaf)
     return {
@@ -74,39 +34,31 @@ def build_conversation(forest: Forest, session_id: str, now: float) -> View:
     }
 
 
-def build_segment(forest: Forest, segment_id: str) -> View:
+def build_file(forest: Forest, kind: str, file_id: str) -> View:
+    """Row of a segment, checkpoint or quarantined file."""
     snapshot = forest.snapshot
-    row = snapshot.segments[segment_id]
-    return {
-        "segment": _segment_row(forest, row)
-        | {
-            "key": forest.owner_labels.find_label(row.root),
-            "children": sorted(child.id for child in forest.children.get(segment_id, ())),
-            "sessions": sorted(
-                session.id
-                for session in snapshot.sessions.values()
-                if segment_id in {link.id for link in snapshot.segment_path(session.leaf)}
-            ),
-        }
+    if kind == "checkpoint":
+        return {kind: _to_builtins(snapshot.checkpoints[file_id])}
+    if kind == "quarantined":
+        return {kind: _to_builtins(snapshot.quarantined[file_id])}
+    row, sessions = snapshot.segments[file_id], snapshot.sessions.values()
+    users = [each.id for each in sessions if file_id in {link.id for link in snapshot.segment_path(each.leaf)}]
+    relations = {
+        "key": forest.owner_labels.find_label(row.root),
+        "children": sorted(child.id for child in forest.children.get(file_id, ())),
+        "sessions": sorted(users),
     }
-
-
-def build_checkpoint(forest: Forest, checkpoint_id: str) -> View:
-    return {"checkpoint": _to_builtins(forest.snapshot.checkpoints[checkpoint_id])}
-
-
-def build_quarantined(forest: Forest, file_id: str) -> View:
-    return {"quarantined": _to_builtins(forest.snapshot.quarantined[file_id])}
+    return {kind: _segment_row(forest, row) | relations}
 
 
 def build_listing(forest: Forest, now: float) -> View:
-    """The conversations, shortly, last used first."""
+    """Short rows of the conversations, last used first."""
     names = ("id", "key", "model", "tokens", "bytes", "pinned", "last_used", "idle_s", "client")
     return {"sessions": [{name: row[name] for name in names} for row in build_conversations(forest, now)["sessions"]]}
 
 
 def build_segments(forest: Forest, session_id: str) -> View:
-    """One conversation's segments, shortly, root first."""
+    """Short rows of a conversation's segments, root first."""
     links = forest.snapshot.segment_path(forest.snapshot.sessions[session_id].leaf)
     return {
         "session": session_id,
@@ -128,8 +80,9 @@ def build_segments(forest: Forest, session_id: str) -> View:
 def build_stats(totals: Totals, requests: list[RequestRecord], snapshot: IndexSnapshot) -> View:
     """Statistics of the disk and of the last requests."""
     answered = [record for record in requests if record.outcome != "error"]
-    prompt = sum(record.prompt_tokens for record in requests)
-    cached = sum(record.cached_tokens for record in requests)
+    names = [f"{kind}_tokens" for kind in ("prompt", "cached", "prefilled", "generated", "saved")]
+    tokens = {name: sum(getattr(record, name) for record in requests) for name in names}
+    prompt = tokens["prompt_tokens"]
     pinned = {row.id for row in snapshot.segments.values() if row.pinned}
     return {
         "stored": _to_builtins(totals)
@@ -138,12 +91,8 @@ def build_stats(totals: Totals, requests: list[RequestRecord], snapshot: IndexSn
             "count": len(requests),
             "outcomes": _count_values(record.outcome for record in requests),
             "sources": _count_values(record.source for record in answered),
-            "prompt_tokens": prompt,
-            "cached_tokens": cached,
-            "prefilled_tokens": sum(record.prefilled_tokens for record in requests),
-            "generated_tokens": sum(record.generated_tokens for record in requests),
-            "saved_tokens": sum(record.saved_tokens for record in requests),
-            "cached_share": cached / prompt if prompt else 0.0,
+            **tokens,
+            "cached_share": tokens["cached_tokens"] / prompt if prompt else 0.0,
             "ttft_median_s": median(record.ttft_s for record in answered) if answered else 0.0,
             "audits": _count_values(record.audit for record in requests if record.audit),
             "collapsed_answers": _count_values(record.guard for record in requests if record.guard),
@@ -152,8 +101,8 @@ def build_stats(totals: Totals, requests: list[RequestRecord], snapshot: IndexSn
     }
 
 
-def _count_values(values: Any) -> dict[str, int]:
-    """The commonest first."""
+def _count_values(values: Iterable[str]) -> dict[str, int]:
+    """Count of each value, the commonest first."""
     return dict(Counter(values).most_common())
 
 
@@ -202,6 +151,6 @@ def _to_builtins(row: msgspec.Struct) -> View:
 
 
 def normalize_reason(record: RequestRecord) -> str:
-    """Why it was not warmer, with N for every number and ID for every file, so that reasons can be counted."""
+    """Reason why a request was not warmer, with N for numbers and ID for ids, so that reasons can be counted."""
     without_ids = re.sub(r"\b[0-9a-f]{8}([0-9a-f]{24})?\b", "ID", record.why_not_warmer)
     return re.sub(r"\b\d+\b", "N", without_ids)

@@ -15,7 +15,7 @@ import pytest
 
 from support.cachectl.homes import A, Done, answer, run
 from support.index.indexes import begin, break_page, commit, make_home, matched, save
-from warmline_cachectl.views import values as views
+from warmline_cachectl import lookup
 from warmline_common.protocol.messages import decode, encode
 from warmline_common.storage.home import Home
 from warmline_proxy.home_lock import home_lock
@@ -180,10 +180,10 @@ def test_ambiguous_id_prefix_is_refused(home: Home) -> None:
         snapshot = index.snapshot()
     row = next(iter(snapshot.segments.values()))
     snapshot.segments = {"abcd1": row, "abcd2": row}
-    with pytest.raises(views.AmbiguousIdError):
-        views.find_id(snapshot, "abcd")
-    assert views.find_id(snapshot, "abcd2") == ("segment", "abcd2")
-    assert views.find_id(snapshot, "abc") == ("", "")
+    with pytest.raises(lookup.AmbiguousIdError):
+        lookup.find_id(snapshot, "abcd")
+    assert lookup.find_id(snapshot, "abcd2") == ("segment", "abcd2")
+    assert lookup.find_id(snapshot, "abc") == ("", "")
 
 
 # --- beside a running proxy ---

@@ -11,7 +11,7 @@ import pytest
 
 from support.cachectl.homes import answer, run
 from warmline_cachectl.doctor import facts as gathering
-from warmline_cachectl.doctor.checks import CHECKS, FAIL, OK, WARN, Diagnosis, run_checks
+from warmline_cachectl.doctor.checks import CHECKS, FAIL, OK, WARN, run_checks
 from warmline_cachectl.doctor.facts import Facts, IndexFacts, MachineFacts, SettingsFacts, gather
 from warmline_common.storage.home import Home
 from warmline_proxy.home_lock import home_lock
@@ -59,7 +59,6 @@ SETTINGS = SettingsFacts(
     reuse="fast",
     lan=False,
     allowed_hosts="",
-    stabilize="",
     key_in_settings=False,
     disk_budget_bytes=50 * GB,
     on_loopback=True,
@@ -154,22 +153,18 @@ FINDINGS: dict[str, tuple[Facts, str, str, str, str]] = {  # what: facts, check,
 }  # fmt: skip
 
 
-def of(facts: Facts, name: str) -> Diagnosis:
-    (found,) = [check for check in run_checks(facts) if check.name == name]
-    return found
-
-
 @pytest.mark.parametrize("what", FINDINGS)
 def test_each_problem_is_found_with_remedy(what: str) -> None:
     facts, name, status, seen, mend = FINDINGS[what]
-    found = of(facts, name)
+    found = run_checks(facts)[name]
     assert (found.status, seen in found.seen, mend in found.mend) == (status, True, True), found
 
 
 def test_healthy_facts_give_no_finding() -> None:
-    assert {check.name: check.seen for check in run_checks(WELL) if check.status != OK} == {}
-    assert all(not check.mend for check in run_checks(WELL))
-    assert len(run_checks(WELL)) >= 20
+    checks = run_checks(WELL)
+    assert {name: check.seen for name, check in checks.items() if check.status != OK} == {}
+    assert all(not check.mend for check in checks.values())
+    assert len(checks) >= 20
 
 
 @pytest.mark.parametrize(
@@ -187,12 +182,12 @@ def test_healthy_facts_give_no_finding() -> None:
     ],
 )
 def test_harmless_facts_give_no_finding(facts: Facts, name: str, seen: str) -> None:
-    found = of(facts, name)
+    found = run_checks(facts)[name]
     assert found.status == OK and seen in found.seen, found
 
 
 def test_inapplicable_checks_are_omitted() -> None:
-    names = {check.name for check in run_checks(linux(status=None, machine__has_gpu=True))}
+    names = run_checks(linux(status=None, machine__has_gpu=True)).keys()
     assert not names & {"backend", "saving", "memory", "sleep", "launchd", "wired limit", "BLAS", "allowed_hosts"}
     assert "ports" in names and len(CHECKS) > len(names)
 

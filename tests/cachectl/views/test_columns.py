@@ -1,11 +1,18 @@
 """Columns of a table that does not fit: order of removal; trees of many segments."""
 
+from operator import itemgetter
+
 from warmline_cachectl.views import tree as tree_view
 from warmline_cachectl.views.columns import Column, fit_table, printable
 from warmline_cachectl.views.tree import Forest
 from warmline_proxy.store.rows import FileUsage, IndexSnapshot, SegmentRow
 
-COLUMNS = [Column("id", kind="id"), Column("size"), Column("hits", 2), Column("name", 1, "text")]
+COLUMNS = [
+    Column("id", itemgetter(0), kind="id"),
+    Column("size", itemgetter(1)),
+    Column("hits", itemgetter(2), 2),
+    Column("name", itemgetter(3), 1, "text"),
+]
 ROWS = [["0123456789abcdef" * 2, "1.0 KB", "12", "a rather long name"]]
 CHAIN = 3000
 
@@ -28,6 +35,13 @@ def test_narrow_table_cuts_ids_then_texts_then_columns() -> None:
 def test_missing_columns_are_reported() -> None:
     assert fit_table(COLUMNS, ROWS, 25)[1] == "(no room for hits, name; --json has all)"
     assert len(fit_table(COLUMNS, ROWS, 100)) == 1
+
+
+def test_empty_optional_columns_are_omitted_silently() -> None:
+    columns = [Column("id", itemgetter(0)), Column("key", itemgetter(1), is_optional=True)]
+    (empty,), (filled,) = fit_table(columns, [["a", ""]], 100), fit_table(columns, [["a", ""], ["b", "me"]], 100)
+    assert not isinstance(empty, str) and [column.header for column in empty.columns] == ["id"]
+    assert not isinstance(filled, str) and [column.header for column in filled.columns] == ["id", "key"]
 
 
 def test_control_characters_are_escaped() -> None:

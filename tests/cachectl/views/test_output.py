@@ -6,7 +6,7 @@ import pytest
 import typer
 from rich.console import Console
 
-from warmline_cachectl import options
+from warmline_cachectl import errors
 from warmline_cachectl.views import output as showing
 from warmline_cachectl.views import tables
 
@@ -42,6 +42,6 @@ def test_names_cannot_move_cursor(capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setattr(tables, "make_console", lambda: Console(force_terminal=True, color_system=None, width=80))
     showing.show({}, ["of model \x1b[2Jx"], as_json=False)
     with pytest.raises(typer.Exit):
-        options.fail("made with \x1b[2Jx", 2)
+        errors.fail("made with \x1b[2Jx", 2)
     told = capsys.readouterr()
     assert (told.out, told.err) == ("of model \ufffd[2Jx\n", "cachectl: made with \ufffd[2Jx\n")

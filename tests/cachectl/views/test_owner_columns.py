@@ -115,7 +115,7 @@ def proxy(home: Home) -> Iterator[Callable[[OwnerLabels], None]]:
     with home_lock(home), HTTPServer(("127.0.0.1", 0), Answers) as server:
         thread = Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        pid = home.lock.read_text().split()[0]
+        pid = int(home.lock.read_text())
         announced = {"pid": pid, "url": f"http://127.0.0.1:{server.server_port}"}
         (home.run / "proxy.json").write_text(json.dumps(announced))
         yield lambda whose: said.append(encode(whose))

@@ -1,0 +1,43 @@
+"""Exit codes of cachectl, and errors as one line on stderr and a code.
+
+0 success, 1 findings or nothing matched, 2 usage or no home, 3 refused (in use, the proxy refused, or not all could be
+done), 130 interrupted, 141 closed output.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import typer
+
+from warmline_cachectl import client
+from warmline_cachectl.views.columns import printable
+from warmline_proxy.auth.key_store import KeyNotFoundError, KeyStoreError, NoClientKeysError
+from warmline_proxy.index.index import IndexStoreError
+
+EXIT_OK, EXIT_FOUND, EXIT_USAGE, EXIT_REFUSED = 0, 1, 2, 3
+EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141  # shells' codes for SIGINT and SIGPIPE
+ADD_KEY_HINT = "make one with `cachectl key add NAME`, or start with `warmline serve --lan`"
+
+
+@contextmanager
+def exit_on_error() -> Iterator[None]:
+    """End the command with a line and a code on errors whose text is for people."""
+    try:
+        yield
+    except BrokenPipeError:  # the reader of the output is gone: `cli` handles that
+        raise
+    except client.HomeNotFoundError as error:
+        fail(str(error), EXIT_USAGE)
+    except NoClientKeysError as error:
+        fail(f"{error}; {ADD_KEY_HINT}", EXIT_FOUND)
+    except KeyNotFoundError as error:
+        fail(str(error), EXIT_FOUND)
+    except (client.CachectlError, IndexStoreError, KeyStoreError, OSError) as error:
+        fail(str(error), EXIT_REFUSED)
+
+
+def fail(message: str, code: int) -> NoReturn:
+    print(f"cachectl: {printable(message)}", file=sys.stderr)  # it may quote an archive's name of a model
+    raise typer.Exit(code)
