@@ -63,7 +63,7 @@ class HeaderSplitter(Splitter):
         return bool(marker)
 
     def _begin_headerless_body(self) -> None:
-        """Take text that seemed to be a header as the beginning of an answer without one."""
+        """Take text that seemed to be a header as the beginning of an answer without header."""
         text, self._header = self._sampled_header, ""
         # Read as a header again, it would not end.
         start = START if text.startswith(START) and not self._prompt_header else ""

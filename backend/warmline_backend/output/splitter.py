@@ -85,7 +85,7 @@ class MarkerSplitter(Splitter):
         self._is_constrained = expected.is_constrained
         self._call_markers: CallMarkers | None = None  # of the call
         self._call_scanner = MarkerScanner(())
-        self._end_markers_held = 0  # end markers in `_held`, taken for text of the call
+        self._end_markers_held = 0  # end markers in `_pending`, taken for text of the call
         self._trial: MarkerSplitter | None = None  # parses possible calls within reasoning
         self._trial_calls: list[ToolCall] = []
         self._trial_marker, self._trial_start, self._trials = "", 0, 0
@@ -214,7 +214,7 @@ class MarkerSplitter(Splitter):
         return True
 
     def _end_call(self, marker: str, *, cut: bool) -> bool:
-        """Emit a call from its complete text, or the text where it is none.  False within a string."""
+        """Emit a call from its complete text, or other text as it is.  False within a string."""
         assert self._call_markers
         text = "".join(self._pending)
         try:

@@ -84,13 +84,13 @@ class RenderedConversation:
         words += [tool["function"]["name"] for tool in self.conversation.offered_tools or ()]
         if plain and all(word in plain for word in words) and self.text.startswith(plain):
             return len(plain)
-        one, other = (self._render_before_user(count, word) for word in ("a", "b"))
-        shared = one[: count_common_chars(one, other)]
+        first, second = (self._render_before_user(count, word) for word in ("a", "b"))
+        shared = first[: count_common_chars(first, second)]
         return len(shared) if self.text.startswith(shared) else 0
 
 
 def _select_message_counts(conversation: ChatConversation, last_count: int = MESSAGES_LAST) -> list[int]:
-    """Numbers of messages to find the end of, ascending; of a long conversation the last ones, and around turns."""
+    """Numbers of messages whose end to find, ascending; in a long conversation the last, and those around turns."""
     ends = range(conversation.system_count + 1, len(conversation.messages))
     if len(conversation.messages) <= MESSAGES_ALL_MAX:
         return list(ends)

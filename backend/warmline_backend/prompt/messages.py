@@ -7,13 +7,8 @@ from typing import Any
 import msgspec
 
 from warmline_backend.config import RESERVED_TEMPLATE_ARGS
-from warmline_backend.prompt.template_compat import (
-    ConversationItem,
-    OriginalMessage,
-    count_leading_instructions,
-    find_reasoning,
-    fit_conversation,
-)
+from warmline_backend.prompt import template_compat
+from warmline_backend.prompt.template_compat import ConversationItem, OriginalMessage, find_reasoning
 from warmline_backend.prompt.template_traits import REASONING_FIELDS, Message, TemplateTraits
 from warmline_backend.request.params import FieldError, Fields, Tools, format_json_type, format_value
 from warmline_backend.request.reasoning_effort import make_template_arguments
@@ -39,7 +34,7 @@ class ChatConversation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def complete_items(self) -> list[ConversationItem]:
-        """All items but one that the model is to continue."""
+        """Items without the message that the model is to continue."""
         return self.items[:-1] if self.continue_final else self.items
 
     @property
@@ -50,7 +45,7 @@ class ChatConversation(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def system_count(self) -> int:
         """Number of instructions that the conversation begins with."""
-        return count_leading_instructions(self.items)
+        return template_compat.count_leading_instructions(self.items)
 
 
 def extract_reasoning(message: Message, think_start: str, think_end: str) -> str:
@@ -79,7 +74,7 @@ def parse_conversation(
         raise FieldError("continue_final_message", fault)
     offered_tools = _parse_tools(body)
     items = [_parse_item(message, index) for index, message in enumerate(messages)]
-    items, tools = fit_conversation(items, offered_tools, traits)
+    items, tools = template_compat.fit_conversation(items, offered_tools, traits)
     reasoning_args = make_template_arguments(fields, traits.variable_names, source)
     return ChatConversation(
         items=items,

@@ -98,9 +98,9 @@ class TemplateRenderer:
 
     def _check_template_args(self) -> None:
         """Raise ValueError where a greeting is rendered without them and not with them."""
-        shown = f"--chat-template-args {json.dumps(self._template_args, ensure_ascii=False)}"
+        setting = f"--chat-template-args {json.dumps(self._template_args, ensure_ascii=False)}"
         if not self._wrapper.has_chat_template:
-            log.warning("%s: has no effect, this model has no chat template", shown)
+            log.warning("%s: has no effect, this model has no chat template", setting)
             return
         greeting = self._parse_conversation({"messages": [{"role": "user", "content": "hello"}]})
         try:
@@ -108,7 +108,7 @@ class TemplateRenderer:
         except _TEMPLATE_ERRORS as error:
             if self._render_prefix(msgspec.structs.replace(greeting, kwargs={}), greeting.messages):
                 detail = _format_template_error(error, self._template_source)
-                raise ValueError(f"{shown}: the model's chat template refuses this: {detail}") from error
+                raise ValueError(f"{setting}: the model's chat template refuses this: {detail}") from error
 
     def _parse_conversation(self, body: dict[str, Any]) -> ChatConversation:
         return parse_conversation(
@@ -121,7 +121,7 @@ class TemplateRenderer:
         return ""
 
     def _refuse_unknown_roles(self, conversation: ChatConversation) -> None:
-        """Refuse unusual roles that the template does not mention, or whose messages it leaves out."""
+        """Refuse unusual roles that the template does not mention, or messages of which it leaves out."""
         for item in conversation.items:
             if item.role not in ROLES and not self._is_known_role(item.role):
                 role, advice = item.role[:ROLE_CHARS_MAX], f"send {', '.join(ROLES[:-1])} or {ROLES[-1]}"
@@ -129,7 +129,7 @@ class TemplateRenderer:
                 raise FieldError(f"messages[{item.number - 1}].role", fault)
 
     def _probe_role(self, role: str) -> bool:
-        """True for a role that the template mentions, and whose messages it shows."""
+        """True for a role that the template mentions and shows the messages of."""
         marker = "warmlinerole"
         probe = [{"role": "user", "content": "a"}, {"role": role, "content": marker}]
         return is_quoted(role, self._template_source) and marker in self._render_probe(probe, None)

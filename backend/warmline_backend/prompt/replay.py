@@ -79,18 +79,18 @@ class ToolCallReplayer:
     # ---- marking
 
     def find_sampled_tokens(self, conversation: ChatConversation, turns: Iterable[SampledTurn]) -> dict[int, list[int]]:
-        """Sampled tokens of every message whose turn is among these and still has the same content and calls."""
+        """Sampled tokens, by message, for messages that still have the content and calls of one of these turns."""
         tokens_by_ids = {tuple(turn.calls): turn.tokens for turn in turns if turn.calls}
         tools_key = xxhash.xxh3_128_digest(json.dumps(conversation.offered_tools).encode()) if tokens_by_ids else b""
-        found = {}
+        sampled_tokens = {}
         for index, item in enumerate(conversation.complete_items):
             packed = tokens_by_ids.get(item.original.call_ids)
             tokens = unpack_tokens(packed) if packed and _is_content_intact(item) else []
             if tokens and tokens[-1] in self._tokenizer.eos_token_ids:  # the template writes it
                 tokens = tokens[:-1]
             if tokens and self._is_same_turn(tokens, item.original, conversation.offered_tools, tools_key):
-                found[index] = tokens
-        return found
+                sampled_tokens[index] = tokens
+        return sampled_tokens
 
     def _is_same_turn(self, sampled: list[int], original: OriginalMessage, tools: Tools, tools_key: bytes) -> bool:
         if (parsed := self._parse_cached(sampled, tools, tools_key)) is None:
@@ -118,7 +118,7 @@ class ToolCallReplayer:
         except _PARSE_ERRORS:  # tokens of another tokenizer
             parsed = None
         with self._lock:
-            if key not in self._parsed_turns:  # from another thread meanwhile
+            if key not in self._parsed_turns:  # else another thread was faster
                 self._parsed_turns[key] = parsed
                 self._parsed_turns_bytes += _count_parsed_bytes(key, parsed)
             while len(self._parsed_turns) > PARSED_TURNS_MAX or self._parsed_turns_bytes > PARSED_TURNS_BYTES_MAX:
@@ -152,18 +152,18 @@ class ToolCallReplayer:
         return item.replace(content=content, **({"tool_calls": calls} if calls else {}))
 
     def find_spans(self, marked: MarkedConversation, text: str, tail: str) -> tuple[list[SampledSpan], set[int]]:
-        """Find the spans of turns in the rendered text, in their order, and the messages without a clear one.
+        """Find the spans of turns in the rendered text, in their order, and the messages without a clear span.
 
         `tail`: the prompt's end, from the last message's end on, which begins every answer.
         """
-        found: dict[int, list[re.Match[str]]] = {}
+        matches: dict[int, list[re.Match[str]]] = {}
         for match in marked.placeholder_pattern.finditer(text):
-            found.setdefault(int(match[2]), []).append(match)
+            matches.setdefault(int(match[2]), []).append(match)
         spans: list[SampledSpan] = []
         doubtful: set[int] = set()
         for index, tokens in sorted(marked.sampled_tokens.items()):
             previous_end = spans[-1].end if spans else 0
-            placeholders = _order_placeholders(found.get(index, []), len(marked.conversation.items[index].calls))
+            placeholders = _order_placeholders(matches.get(index, []), len(marked.conversation.items[index].calls))
             span = self._find_span(text, previous_end, placeholders, tail, tokens) if placeholders else None
             if span is None or not self._is_exact_region(text[span.start : span.end], placeholders, marked):
                 doubtful.add(index)
@@ -180,8 +180,8 @@ class ToolCallReplayer:
         if end is None or begin is None or begin < previous_end:
             return None
         head = self._decode(tokens[:HEADER_TOKENS_MAX])
-        if (own := header.strip()) and head.startswith(own) and text.endswith(own, previous_end, begin):
-            start = begin - len(own)  # it began a message of its own
+        if (opening := header.strip()) and head.startswith(opening) and text.endswith(opening, previous_end, begin):
+            start = begin - len(opening)  # it began a message of its own
         else:
             start, keeps_space = self._find_start(text, previous_end, begin, header, tail)
             if not keeps_space:  # the space stands between a reasoning that is not there and the answer
@@ -193,12 +193,12 @@ class ToolCallReplayer:
         bare = previous_end + len(text[previous_end:content_start].rstrip())
         if self._think_end and text.endswith(self._think_end, previous_end, bare):
             # A template that closed the reasoning itself went on with a space before the model did.
-            own, thought = tail if tail.rstrip().endswith(self._think_end) else "", True
+            lead, keeps_space = tail if tail.rstrip().endswith(self._think_end) else "", True
         else:
-            own, thought = header, not self._think_end
-        space = own[len(own.rstrip()) :]
+            lead, keeps_space = header, not self._think_end
+        space = lead[len(lead.rstrip()) :]
         fits = text.startswith(space, bare) and bare + len(space) <= content_start
-        return bare + len(space) if fits else content_start, thought
+        return bare + len(space) if fits else content_start, keeps_space
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens))
@@ -247,7 +247,7 @@ def _count_parsed_bytes(key: bytes, parsed: ParsedTurn | None) -> int:
 
 
 def _is_content_intact(item: ConversationItem) -> bool:
-    """True where the content is in the message that the client sent it in."""
+    """True where the message still has the content that its client sent."""
     return "tool_calls" not in item.message or bool(item.message["content"]) == bool(item.original.content)
 
 

@@ -36,7 +36,7 @@ class BadRequestError(Exception):
 
 
 class FieldError(BadRequestError):
-    """A faulty field: the message is its name in quotes and the fault.  `param`: a field that stands for it."""
+    """A faulty field: the message is its name in quotes and the fault.  `param`: another name for the reply."""
 
     def __init__(self, field: str, fault: str, param: str | None = None) -> None:
         super().__init__(f"'{field}' {fault}", param or field)
@@ -210,7 +210,7 @@ def _parse_max_tokens(fields: Fields, context_tokens_max: int, prompt_tokens: in
 
 
 def _parse_min_tokens(fields: Fields) -> int:
-    """Parse min_tokens; it may exceed a limit that the context has cut, but not one that was asked for."""
+    """Parse min_tokens; it may exceed a limit that the context has cut, but not a limit in the body."""
     limit = _find_limit_field(fields)
     least, most = fields.get_integer("min_tokens", 0, low=0), fields.get(limit)
     if most is not None and least > most:

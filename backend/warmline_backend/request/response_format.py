@@ -8,14 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from warmline_backend.request.params import (
-    FieldError,
-    Fields,
-    Tools,
-    format_value,
-    parse_parallel_tool_calls,
-    parse_tool_choice,
-)
+from warmline_backend.request import params
+from warmline_backend.request.params import FieldError, Fields, Tools, format_value
 
 CHOICES_MAX = 1000
 FORMAT_BYTES_MAX = 1 << 18  # of a schema, a regular expression, a grammar
@@ -73,7 +67,7 @@ def parse_response_format(endpoint: str, body: Mapping[str, Any], tools: Tools) 
     if endpoint != "chat":
         return ResponseFormat(form)
     fields = Fields(body)
-    choice, parallel = parse_tool_choice(fields), parse_parallel_tool_calls(fields)
+    choice, parallel = params.parse_tool_choice(fields), params.parse_parallel_tool_calls(fields)
     offered = tuple(_parse_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools or ()))
     if choice == "required" and not offered:
         raise FieldError("tool_choice", "asks for a call, but there are no 'tools' to call; send some")

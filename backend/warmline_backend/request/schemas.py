@@ -1,4 +1,4 @@
-"""Reading of JSON schemas: references, and parts of any type but the expected one taken as absent.  Pure."""
+"""Reading of JSON schemas: references, and keywords with values of the expected type.  Pure."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ CHAIN_MAX = 100  # references that lead to references
 
 
 def get_typed(schema: Schema, key: str, kind: type[K]) -> K:
-    """Value of a keyword; empty for an absent one, or one of another type."""
+    """Value of a keyword; empty where the keyword is absent or has a value of another type."""
     value = schema.get(key)
     return value if isinstance(value, kind) else kind()
 

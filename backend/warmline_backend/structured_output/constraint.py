@@ -198,8 +198,8 @@ class _GrammarWriter:
         """Write reasoning, then calls or text; without a text format, comments to the user may precede them."""
         lark = self._lark
         kinds = '"analysis"' if self._response_format.text_format else '("analysis" | "commentary")'
-        thought = f"{lark.literal('<|channel|>')} {kinds} {lark.literal('<|message|>')}"
-        thinks = f"({thought} {lark.text()} {lark.literal('<|end|><|start|>assistant')})*"
+        reasoning = f"{lark.literal('<|channel|>')} {kinds} {lark.literal('<|message|>')}"
+        thinks = f"({reasoning} {lark.text()} {lark.literal('<|end|><|start|>assistant')})*"
         channel = f'{lark.literal("<|channel|>final")} (" "? {lark.literal("<|constrain|>json")})?'
         final = f"{channel} {lark.literal('<|message|>')} {text}" if text else ""
         return f"{thinks} ({' | '.join(filter(None, (final, calls)))})"

@@ -154,7 +154,7 @@ def _can_end_given(schema: Any, ending: set[str]) -> bool:
 
 
 def _iter_required_parts(schema: Schema) -> Iterator[Any]:
-    """Parts that all valid JSON has.  An object's only where it must be an object, an array's likewise."""
+    """Parts that all valid JSON has; parts of objects and arrays only where the type is required."""
     yield from schemas.get_typed(schema, "allOf", list)
     if schema.get("type") == "object":
         properties = schemas.get_typed(schema, "properties", dict)

@@ -47,10 +47,10 @@ class LarkBuilder:
         return self.add_terminal(self._build_text_pattern(pattern, excluded))
 
     def text_until(self, end: str, *, excluded: Iterable[str] = (), pattern: str = ANY_TEXT) -> str:
-        """Write such text up to the first `end`, included; or where `end` has a marker in it, up to that."""
-        if self._splitter and (found := self._splitter.search(end)):
-            whole = f"(?:{pattern}){escape_regex(end[: found.start()])}" if found.start() else pattern
-            return f"{self.text(whole, excluded)} {self.literal(end[found.start() :])}"
+        """Write such text up to the first `end`, included; an `end` with a marker ends the text at that marker."""
+        if self._splitter and (marker := self._splitter.search(end)):
+            whole = f"(?:{pattern}){escape_regex(end[: marker.start()])}" if marker.start() else pattern
+            return f"{self.text(whole, excluded)} {self.literal(end[marker.start() :])}"
         return self.add_rule(self._build_text_pattern(pattern, excluded), f"[suffix={quote_literal(end)}]")
 
     def _build_text_pattern(self, pattern: str, excluded: Iterable[str]) -> str:

@@ -146,8 +146,8 @@ class LiteralWriter:
 
     def _write_type(self, kind: Any, schema: Schema) -> str:
         if kind == "string":
-            own = {key: schema[key] for key in _STRING_KEYWORDS if key in schema}
-            return self._notation.write_string(self._lark, {"type": "string", **own})
+            limits = {key: schema[key] for key in _STRING_KEYWORDS if key in schema}
+            return self._notation.write_string(self._lark, {"type": "string", **limits})
         if kind in ("integer", "number"):
             return self._lark.json({"type": kind, **{key: schema[key] for key in _NUMBER_KEYWORDS if key in schema}})
         if kind == "boolean":

@@ -80,7 +80,7 @@ def _write_tag(lark: LarkBuilder, syntax: ArgumentSyntax, tool: ToolSchema, name
 def _write_flagged(
     lark: LarkBuilder, syntax: ArgumentSyntax, tool: ToolSchema, name: str, allowed: AllowedValues
 ) -> str:
-    """Tags whose kind is "true" for strings and "false" for JSON."""
+    """Tags of the kinds "true", for strings, and "false", for JSON."""
     end = syntax.end.removesuffix("\n")
     others = literal_values.write_json_values(lark, allowed, tool)
     values = {
@@ -91,7 +91,7 @@ def _write_flagged(
 
 
 def _write_typed(lark: LarkBuilder, syntax: ArgumentSyntax, tool: ToolSchema, name: str, allowed: AllowedValues) -> str:
-    """Tags whose kind is the JSON type of the value."""
+    """Tags with the JSON type of the value as their kind."""
     values = {"string": literal_values.write_string_value(lark, allowed, syntax.end)}
     for kind, options in _group_by_type(lark, allowed, tool).items():
         values[kind] = f"{lark.one_of(options)} {lark.literal(syntax.end)}"

@@ -96,17 +96,12 @@ class _SchemaTypes:
             value = int(value)
         if isinstance(value, dict):
             schema = self._find_branch(schema, "object")
-            properties, others = get_typed(schema, "properties", dict), schema.get("additionalProperties")
-            return {
-                key: self.convert_value(part, properties.get(key, others), depth + 1) for key, part in value.items()
-            }
+            fields, others = get_typed(schema, "properties", dict), schema.get("additionalProperties")
+            return {key: self.convert_value(part, fields.get(key, others), depth + 1) for key, part in value.items()}
         if isinstance(value, list):
             schema = self._find_branch(schema, "array")
             schemas = chain(get_typed(schema, "prefixItems", list), repeat(schema.get("items")))
-            return [
-                self.convert_value(part, part_schema, depth + 1)
-                for part, part_schema in zip(value, schemas, strict=False)
-            ]
+            return [self.convert_value(*pair, depth + 1) for pair in zip(value, schemas, strict=False)]
         return value
 
     def _resolve(self, schema: Any) -> Schema:
@@ -150,8 +145,8 @@ class _SchemaTypes:
 
 
 def _interpret_bare(text: str, allowed: _AllowedTypes) -> Any:
-    """Convert bare text.  Where strings are allowed it is one, unless it reads as an allowed container or null, or the
-    type is unknown, or it is none of the listed strings.
+    """Convert bare text: to a string where strings are allowed, unless the text reads as an allowed container or null,
+    or the type is unknown, or the text is none of the listed strings.
     """
     types, words = allowed.types, allowed.strings
     if "string" not in types:
