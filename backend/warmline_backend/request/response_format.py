@@ -67,11 +67,12 @@ def parse_response_format(endpoint: str, body: Mapping[str, Any], tools: Tools) 
     if endpoint != "chat":
         return ResponseFormat(form)
     fields = Fields(body)
-    choice, parallel = params.parse_tool_choice(fields), params.parse_parallel_tool_calls(fields)
+    choice = params.parse_tool_choice(fields)
     offered = tuple(_parse_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools or ()))
     if choice == "required" and not offered:
         raise FieldError("tool_choice", "asks for a call, but there are no 'tools' to call; send some")
     allowed = _filter_allowed_tools(body.get("tool_choice"), offered)
+    parallel = params.parse_parallel_tool_calls(fields)
     return ResponseFormat(form, choice, allowed, parallel, has_restricted_tools=len(allowed) < len(offered))
 
 
