@@ -32,19 +32,19 @@ class StopWordFilter:
 
     def __init__(self, words: Sequence[str]) -> None:
         self._state = TextStateMachine({_TEXT: [(word, None) for word in words]}).make_state(_TEXT)
-        self.is_stopped = False  # a stop word is complete; it and what follows are not emitted
-        self.stop_word = ""  # which one
+        self.is_stopped = False  # a stop word is complete; neither that nor later text is emitted
+        self.stop_word = ""  # the complete stop word
 
     def add(self, text: str) -> str:
         """Add text; returns what can't begin a stop word."""
         if self.is_stopped:
             return ""
-        read = self._state[3] + text  # held text comes first
+        pending = self._state[3] + text  # held text comes first
         self._state, segments = TextStateMachine.split(self._state, text)
         self.is_stopped = self._state[0] is None
         emitted = "".join(part for state, part in segments if state == _TEXT)
         if self.is_stopped:
-            self.stop_word = read[len(emitted) : len(read) - len(self._state[3])]
+            self.stop_word = pending[len(emitted) : len(pending) - len(self._state[3])]
         return emitted
 
     def flush(self) -> str:
@@ -63,7 +63,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
-        self._decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        self._decode = partial(decode_tokens, tokenizer)
         self._context: list[int] = []  # tokens already emitted, kept because they decide how the next ones join
         self._pending: list[int] = []
 
@@ -80,5 +80,5 @@ class Detokenizer:
         return text
 
     def _decode_pending(self) -> str:
-        known = self._decode(self._context) if self._context else ""
-        return str(self._decode(self._context + self._pending)[len(known) :])
+        emitted = self._decode(self._context) if self._context else ""
+        return self._decode(self._context + self._pending)[len(emitted) :]

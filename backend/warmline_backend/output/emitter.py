@@ -1,9 +1,10 @@
-"""Emitter of an answer's parts; holds white space until it is known to belong to one."""
+"""Emitter of an answer's parts; holds white space until its part is certain."""
 
 import json
 from typing import Any
 
 from warmline_backend.output.events import Part, Reasoning, Text, ToolCall
+from warmline_backend.request.params import Tools
 from warmline_backend.tool_parsers.argument_types import convert_arguments, find_parameters
 from warmline_backend.tool_parsers.base import ParsedItems, RawToolCall
 from warmline_backend.tool_parsers.lenient_json import ToolCallParseError
@@ -16,7 +17,7 @@ class PartEmitter:
     and after them, but where content stands on both sides.
     """
 
-    def __init__(self, tools: list[dict[str, Any]] | None, parallel: bool) -> None:
+    def __init__(self, tools: Tools, parallel: bool) -> None:
         self._tools, self._parallel = tools, parallel
         self._parts: list[Part] = []
         self._pending_space = ""  # of content, emitted only once something follows
@@ -51,9 +52,7 @@ class PartEmitter:
         self.after_marker, self._pending_breaks, self.reasoning_end = True, "", offset
 
     def emit_reasoning(self, text: str) -> None:
-        if not (text := self._strip_breaks(text)):
-            return
-        text = self._pending_breaks + text
+        text = self._pending_breaks + self._strip_breaks(text)
         emitted = text.rstrip("\n")
         self._pending_breaks = text[len(emitted) :]
         if emitted:
@@ -91,9 +90,9 @@ class PartEmitter:
             elif not self.is_done:
                 self.emit_call(item)
 
-    def _make_tool_call(self, raw_call: RawToolCall, offset: int) -> ToolCall:
-        arguments = convert_arguments(raw_call.arguments, find_parameters(self._tools, raw_call.name))
-        return ToolCall(raw_call.name, _encode_arguments(arguments), self.reasoning_end, offset)
+    def _make_tool_call(self, call: RawToolCall, offset: int) -> ToolCall:
+        arguments = convert_arguments(call.arguments, find_parameters(self._tools, call.name))
+        return ToolCall(call.name, _encode_arguments(arguments), self.reasoning_end, offset)
 
     def emit_call(self, call: ToolCall) -> None:
         if not self.has_content:

@@ -5,15 +5,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Content."""
-
-    text: str
+    text: str  # content
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Reasoning."""
-
     text: str
 
 

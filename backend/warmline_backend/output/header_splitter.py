@@ -2,30 +2,31 @@
 
 from warmline_backend.output.dialect import Dialect
 from warmline_backend.output.emitter import PartEmitter
+from warmline_backend.output.expected import ExpectedOutput
 from warmline_backend.output.headers import MESSAGE, START
 from warmline_backend.output.markers import MarkerScanner
-from warmline_backend.output.splitter import Splitter, Tools
+from warmline_backend.output.splitter import Splitter
 from warmline_backend.tool_parsers.base import ParsedItems, RawToolCall, normalize_name, parse_arguments
 from warmline_backend.tool_parsers.lenient_json import ToolCallParseError
 
 
 class HeaderSplitter(Splitter):
-    """A Splitter.  `tail`: the prompt's end, in which a header has begun."""
+    """Splitter for models whose answers are messages.  The prompt's tail has begun a header."""
 
-    def __init__(self, dialect: Dialect, tools: Tools, *, tail: str = "", parallel: bool = True) -> None:
+    def __init__(self, dialect: Dialect, expected: ExpectedOutput) -> None:
         assert dialect.header_format
-        self._header_format, self._tool_format = dialect.header_format, dialect.tool_format if tools else None
-        super().__init__(tools if self._tool_format else None, parallel, self._read_header)
+        super().__init__(dialect, expected, self._read_header)
+        self._header_format = dialect.header_format
         self._body_scanner = MarkerScanner([*self._header_format.end_markers, START])
         self._header_scanner = MarkerScanner([MESSAGE])
         self._header = ""  # of the open message, as far as it has come
         self._recipient = ""  # function that the message calls
         self._is_reasoning = False
         self._prompt_header = ""  # part of the header in the prompt
-        if tail:
-            self.feed(tail)
+        if expected.tail:
+            self.feed(expected.tail)
             self._offset = -len(self._buffer)
-            self._emitter = PartEmitter(tools if self._tool_format else None, parallel)
+            self._emitter = PartEmitter(self._tools, expected.parallel)
             if self._is_reasoning:
                 self._emitter.begin_reasoning()
             self._prompt_header = self._header
@@ -62,13 +63,12 @@ class HeaderSplitter(Splitter):
         return bool(marker)
 
     def _begin_headerless_body(self) -> None:
-        """Take text that seemed to be a header as the beginning of an answer without one."""
+        """Take text that seemed to be a header as the beginning of an answer without header."""
         text, self._header = self._sampled_header, ""
         # Read as a header again, it would not end.
-        begun = START if text.startswith(START) and not self._prompt_header else ""
-        self._emitter.emit_text(begun)
-        self._buffer = text[len(begun) :] + self._buffer
-        self._offset -= len(text) - len(begun)
+        start = START if text.startswith(START) and not self._prompt_header else ""
+        self._emitter.emit_text(start)
+        self._push_back(text[len(start) :])
         self._step = self._read_body
 
     def _begin_message(self) -> None:
@@ -123,9 +123,9 @@ class HeaderSplitter(Splitter):
         if self._header_format.has_json_calls:
             return [RawToolCall(normalize_name(self._recipient), parse_arguments(text))]
         assert self._tool_format
-        before, found, rest = text.partition(self._tool_format.start)
+        before, marker, rest = text.partition(self._tool_format.start)
         calls, _, after = rest.partition(self._tool_format.end)
-        if not found:
+        if not marker:
             raise ToolCallParseError("no call")
         items = [before, *self._tool_format.parse(calls, False), after]
         return [item for item in items if isinstance(item, RawToolCall) or item.strip()]

@@ -23,7 +23,7 @@ class HeaderFormat:
         return (*self.end_markers, *self.field_prefixes, START, MESSAGE)
 
     def can_be_header(self, text: str) -> bool:
-        """True for text that may yet become a header: a model may also answer without one."""
+        """True for text that may yet become a header: a model may also answer without headers."""
         if len(text) > _HEADER_CHARS_MAX:
             return False
         for word in (START, _ROLE):

@@ -15,15 +15,9 @@ class MarkerScanner:
 
     def find_marker(self, text: str) -> tuple[int, str]:
         """Length of the text that precedes all markers, whatever follows, and the marker there, if complete."""
-        begun = self._find_partial(text)
+        starts = range(max(0, len(text) - self._longest + 1), len(text))
+        partial = next((start for start in starts if text[start:] in self._prefixes), len(text))
         match = self._find(text) if self._find else None
-        if match is None or match.start() > begun:
-            return begun, ""
+        if match is None or match.start() > partial:
+            return partial, ""
         return match.start(), match.group()
-
-    def _find_partial(self, text: str) -> int:
-        """Start of a marker that the text ends within."""
-        for start in range(max(0, len(text) - self._longest + 1), len(text)):
-            if text[start:] in self._prefixes:
-                return start
-        return len(text)

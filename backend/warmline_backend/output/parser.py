@@ -2,18 +2,19 @@
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from warmline_backend.output.detokenizer import Detokenizer, StopWordFilter
-from warmline_backend.output.dialect import Dialect, detect_dialect, is_reasoning_open
+from warmline_backend.output.dialect import Dialect, detect_dialect
 from warmline_backend.output.events import Part, Reasoning, Text, ToolCall
 from warmline_backend.output.expected import ExpectedOutput
 from warmline_backend.output.header_splitter import HeaderSplitter
 from warmline_backend.output.splitter import MarkerSplitter, Splitter
+from warmline_backend.prompt.replay import ParsedTurn, TurnParser
+from warmline_backend.request.params import Tools
 
 
 class OutputParser:
@@ -120,18 +121,10 @@ class OutputParser:
 
 
 def make_splitter(dialect: Dialect, expected: ExpectedOutput) -> Splitter:
-    tools, tail, parallel = expected.tools, expected.tail, expected.parallel
-    if dialect.header_format:
-        return HeaderSplitter(dialect, tools, tail=tail, parallel=parallel)
-    thinking = is_reasoning_open(dialect, tail)
-    return MarkerSplitter(
-        dialect, tools, in_reasoning=thinking, parallel=parallel, is_constrained=expected.is_constrained
-    )
+    return HeaderSplitter(dialect, expected) if dialect.header_format else MarkerSplitter(dialect, expected)
 
 
-def parse_turn(
-    tokens: Sequence[int], tokenizer: TokenizerWrapper, tools: list[dict[str, Any]] | None
-) -> tuple[str, list[tuple[str, str]]]:
+def parse_turn(tokens: Sequence[int], tokenizer: TokenizerWrapper, tools: Tools) -> ParsedTurn:
     """Content and calls (names, arguments in JSON) of a turn's sampled tokens, without its reasoning.
 
     `tokens` as in `SampledTurn`; `tools` are those of the request.  Raises ValueError where there is reasoning in them.
@@ -146,8 +139,6 @@ def parse_turn(
     return content, [(part.name, part.arguments) for part in parts if isinstance(part, ToolCall)]
 
 
-def make_turn_parser(
-    tokenizer: TokenizerWrapper,
-) -> Callable[[Sequence[int], list[dict[str, Any]] | None], tuple[str, list[tuple[str, str]]]]:
+def make_turn_parser(tokenizer: TokenizerWrapper) -> TurnParser:
     """`parse_turn` for one tokenizer."""
     return lambda tokens, tools: parse_turn(tokens, tokenizer, tools)

@@ -2,16 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
 
 from warmline_backend.output.dialect import Dialect, get_scanners
 from warmline_backend.output.emitter import PartEmitter
 from warmline_backend.output.events import Part, Text, ToolCall
+from warmline_backend.output.expected import ExpectedOutput
 from warmline_backend.output.markers import MarkerScanner
 from warmline_backend.tool_parsers.lenient_json import ToolCallParseError
 from warmline_backend.tool_parsers.registry import CallMarkers
-
-Tools = list[dict[str, Any]] | None
 
 TRIALS_MAX = 32  # of calls at the end of reasoning
 ENDS_HELD_MAX = 64  # so many end markers may stand in a call's text
@@ -20,8 +18,10 @@ ENDS_HELD_MAX = 64  # so many end markers may stand in a call's text
 class Splitter(ABC):
     """Splitter of text.  Emitted parts are final.  Offsets of calls are characters of all text."""
 
-    def __init__(self, tools: Tools, parallel: bool, step: Callable[[], bool]) -> None:
-        self._emitter = PartEmitter(tools, parallel)
+    def __init__(self, dialect: Dialect, expected: ExpectedOutput, step: Callable[[], bool]) -> None:
+        self._tool_format = dialect.tool_format if expected.tools else None
+        self._tools = expected.tools if self._tool_format else None
+        self._emitter = PartEmitter(self._tools, expected.parallel)
         self._buffer = ""  # text behind all that is consumed
         self._offset = 0  # of the buffer
         self._pending: list[str] = []  # text of a call, or of a possible one
@@ -67,36 +67,30 @@ class Splitter(ABC):
     def _take_all(self) -> str:
         return self._take(len(self._buffer))
 
+    def _push_back(self, text: str) -> None:
+        """Return consumed text to the buffer."""
+        self._buffer = text + self._buffer
+        self._offset -= len(text)
+
 
 class MarkerSplitter(Splitter):
     """Splitter for models with markers around reasoning and calls.
 
-    `tools` None: nothing is a call.  `in_reasoning`: the prompt has opened the reasoning.  `parallel`: several calls
-    may be made.  `is_constrained`: content, once begun, goes on to the answer's end, whatever it spells.
+    Constrained content, once begun, goes on to the answer's end, whatever it spells.
     """
 
-    def __init__(
-        self,
-        dialect: Dialect,
-        tools: Tools,
-        *,
-        in_reasoning: bool = False,
-        parallel: bool = True,
-        is_constrained: bool = False,
-    ) -> None:
-        self._tool_format = dialect.tool_format if tools else None
-        self._tools = tools if self._tool_format else None
+    def __init__(self, dialect: Dialect, expected: ExpectedOutput) -> None:
+        super().__init__(dialect, expected, self._read_content)
         self._dialect, self._scanners = dialect, get_scanners(dialect, self._tool_format is not None)
-        bare = self._tool_format is not None and self._tool_format.can_be_bare is not None
-        super().__init__(self._tools, parallel, self._read_start if bare else self._read_content)
-        self._is_constrained = is_constrained
+        self._is_constrained = expected.is_constrained
         self._call_markers: CallMarkers | None = None  # of the call
         self._call_scanner = MarkerScanner(())
-        self._end_markers_held = 0  # end markers in `_held`, taken for text of the call
+        self._end_markers_held = 0  # end markers in `_pending`, taken for text of the call
         self._trial: MarkerSplitter | None = None  # parses possible calls within reasoning
         self._trial_calls: list[ToolCall] = []
         self._trial_marker, self._trial_start, self._trials = "", 0, 0
-        if in_reasoning:
+        self._begin_content()
+        if dialect.is_reasoning_open(expected.tail):
             self._step = self._read_reasoning
             self._emitter.begin_reasoning()
 
@@ -117,17 +111,20 @@ class MarkerSplitter(Splitter):
         if self._step == self._read_call:
             self._pending.append(self._take_all())
             self._end_call("", cut=not natural)
-            return bool(self._buffer)
-        if self._step == self._read_trial:
+        elif self._step == self._read_trial:
             self._finish_trial(natural)
-            return bool(self._buffer)
-        if self._step == self._read_reasoning:
+        elif self._step == self._read_reasoning:
             self._emitter.emit_reasoning(self._take_all())
         else:
             self._emitter.emit_text(self._take_all())
-        return False
+        return bool(self._buffer)
 
     # ---- states: each consumes up to the next marker, and returns true while there may be another
+
+    def _begin_content(self) -> None:
+        """Read content, which may begin with a call without a marker."""
+        can_be_bare = self._tool_format is not None and self._tool_format.can_be_bare is not None
+        self._step = self._read_start if can_be_bare and self._emitter.is_empty else self._read_content
 
     def _read_start(self) -> bool:
         """Read the beginning of an answer that may be a call without a marker."""
@@ -185,14 +182,13 @@ class MarkerSplitter(Splitter):
         if self._trials > TRIALS_MAX:
             self._emitter.emit_reasoning(self._take(len(marker)))
             return
-        self._trial, self._step = MarkerSplitter(self._dialect, self._tools), self._read_trial
-        self._trial_marker = marker
+        self._trial = MarkerSplitter(self._dialect, ExpectedOutput(tools=self._tools))
+        self._trial_marker, self._step = marker, self._read_trial
         self._feed_trial(self._take(len(marker)))
 
     def _end_reasoning(self) -> None:
         self._emitter.end_reasoning(self._offset)
-        bare = self._tool_format is not None and self._tool_format.can_be_bare is not None and self._emitter.is_empty
-        self._step = self._read_start if bare else self._read_content
+        self._begin_content()
 
     # ---- calls
 
@@ -218,7 +214,7 @@ class MarkerSplitter(Splitter):
         return True
 
     def _end_call(self, marker: str, *, cut: bool) -> bool:
-        """Emit a call from its complete text, or the text where it is none.  False within a string."""
+        """Emit a call from its complete text, or other text as it is.  False within a string."""
         assert self._call_markers
         text = "".join(self._pending)
         try:
@@ -237,13 +233,11 @@ class MarkerSplitter(Splitter):
         assert self._call_markers
         first = text.find(self._call_markers.end) + len(self._call_markers.end) if self._end_markers_held else len(text)
         self._emitter.emit_text(self._call_markers.start + text[:first])
-        self._buffer = text[first:] + self._buffer
-        self._offset -= len(text) - first
+        self._push_back(text[first:])
 
     # ---- trials: possible calls within reasoning count where nothing but the end follows them
 
     def _read_trial(self) -> bool:
-        assert self._trial
         safe, marker = self._scanners.trial.find_marker(self._buffer)
         if not self._feed_trial(self._take(safe)) or marker:
             self._reject_trial()
@@ -254,8 +248,7 @@ class MarkerSplitter(Splitter):
         """Emit as reasoning; other calls may begin within it."""
         text, length = "".join(self._pending), len(self._trial_marker)
         self._emitter.emit_reasoning(text[:length])
-        self._buffer = text[length:] + self._buffer
-        self._offset -= len(text) - length
+        self._push_back(text[length:])
         self._step = self._read_reasoning
 
     def _feed_trial(self, text: str) -> bool:

@@ -11,8 +11,8 @@ import re
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from functools import partial
+from contextlib import nullcontext, suppress
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -20,11 +20,11 @@ from jinja2 import TemplateError, UndefinedError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
-from warmline_backend.prompt.boundaries import BoundaryFinder
+from warmline_backend.prompt.boundaries import RenderedConversation
 from warmline_backend.prompt.messages import ROLES, ChatConversation, extract_reasoning, parse_conversation
-from warmline_backend.prompt.replay import ToolCallReplayer, TurnParser, splice_tokens
+from warmline_backend.prompt.replay import TokenizedText, ToolCallReplayer, TurnParser, splice_tokens
 from warmline_backend.prompt.template_traits import Message, TemplateTraits, is_quoted, probe_template
-from warmline_backend.request.params import BadRequestError, format_json_type
+from warmline_backend.request.params import BadRequestError, FieldError, Tools, format_json_type
 from warmline_common.process.redaction import PLACEHOLDER, is_field_name
 from warmline_common.protocol.messages import MessageEnd, SampledTurn
 
@@ -51,11 +51,11 @@ class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     tokens: list[int]
-    boundaries: list[int]
-    turn_end: int
+    boundaries: list[int] = []
+    turn_end: int = 0
     messages: list[MessageEnd] = []
     tail: str = ""  # text from `turn_end` on: the assistant's header, and the template's beginning of the answer
-    tools: list[dict[str, Any]] | None = None  # in the prompt
+    tools: Tools = None  # in the prompt
 
 
 class TemplateRenderer:
@@ -82,13 +82,13 @@ class TemplateRenderer:
         # Some legacy classes rewrite the text in `encode` alone; offsets are then offsets into another text.
         self._has_offsets = fast and type(self._tokenizer).encode is PreTrainedTokenizerBase.encode
         self._lock = nullcontext() if fast else threading.Lock()
-        self._tokenize("a", add_special_tokens=False)
+        self._tokenize("a")
         self._template_args = dict(template_args or {})
         self._template_source = _find_template_source(tokenizer)
         self.traits = TemplateTraits()
         if tokenizer.has_chat_template:
             self.traits = probe_template(self._template_source, self._render_probe)
-        self._known_roles: dict[str, bool] = {}
+        self._is_known_role = lru_cache(ROLES_CACHED_MAX)(self._probe_role)
         self._replayer = ToolCallReplayer(tokenizer, parse_turn) if parse_turn else None
         self._added_tokens = tuple(self._tokenizer.get_added_vocab())
         # Some put a space before any text, so that a piece by itself has other tokens than within a text.
@@ -98,9 +98,9 @@ class TemplateRenderer:
 
     def _check_template_args(self) -> None:
         """Raise ValueError where a greeting is rendered without them and not with them."""
-        shown = f"--chat-template-args {json.dumps(self._template_args, ensure_ascii=False)}"
+        setting = f"--chat-template-args {json.dumps(self._template_args, ensure_ascii=False)}"
         if not self._wrapper.has_chat_template:
-            log.warning("%s: has no effect, this model has no chat template", shown)
+            log.warning("%s: has no effect, this model has no chat template", setting)
             return
         greeting = self._parse_conversation({"messages": [{"role": "user", "content": "hello"}]})
         try:
@@ -108,38 +108,31 @@ class TemplateRenderer:
         except _TEMPLATE_ERRORS as error:
             if self._render_prefix(msgspec.structs.replace(greeting, kwargs={}), greeting.messages):
                 detail = _format_template_error(error, self._template_source)
-                raise ValueError(f"{shown}: the model's chat template refuses this: {detail}") from error
+                raise ValueError(f"{setting}: the model's chat template refuses this: {detail}") from error
 
     def _parse_conversation(self, body: dict[str, Any]) -> ChatConversation:
         return parse_conversation(
             body, traits=self.traits, source=self._template_source, template_args=self._template_args
         )
 
-    def _render_probe(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> str:
-        try:
+    def _render_probe(self, messages: list[Message], tools: Tools) -> str:
+        with suppress(*_TEMPLATE_ERRORS):
             return self._apply_template(messages, tools, self._template_args, generation_prompt=True)
-        except _TEMPLATE_ERRORS:
-            return ""
+        return ""
 
     def _refuse_unknown_roles(self, conversation: ChatConversation) -> None:
-        """Refuse unusual roles that the template does not mention, or whose messages it leaves out."""
+        """Refuse unusual roles that the template does not mention, or messages of which it leaves out."""
         for item in conversation.items:
             if item.role not in ROLES and not self._is_known_role(item.role):
-                where = f"messages[{item.number - 1}].role"
-                raise BadRequestError(
-                    f"'{where}' is \"{item.role[:ROLE_CHARS_MAX]}\", a role that the model's chat template does not "
-                    f"know; send {', '.join(ROLES[:-1])} or {ROLES[-1]}",
-                    where,
-                )
+                role, advice = item.role[:ROLE_CHARS_MAX], f"send {', '.join(ROLES[:-1])} or {ROLES[-1]}"
+                fault = f'is "{role}", a role that the model\'s chat template does not know; {advice}'
+                raise FieldError(f"messages[{item.number - 1}].role", fault)
 
-    def _is_known_role(self, role: str) -> bool:
-        if (shown := self._known_roles.get(role)) is None:
-            marker = "warmlinerole"
-            probe = [{"role": "user", "content": "a"}, {"role": role, "content": marker}]
-            shown = is_quoted(role, self._template_source) and marker in self._render_probe(probe, None)
-            if len(self._known_roles) < ROLES_CACHED_MAX:
-                self._known_roles[role] = shown
-        return shown
+    def _probe_role(self, role: str) -> bool:
+        """True for a role that the template mentions and shows the messages of."""
+        marker = "warmlinerole"
+        probe = [{"role": "user", "content": "a"}, {"role": role, "content": marker}]
+        return is_quoted(role, self._template_source) and marker in self._render_probe(probe, None)
 
     def render(self, endpoint: str, body: object, turns: Sequence[SampledTurn] = ()) -> RenderedPrompt:
         """Render a "chat" or "completion" body.  Raises BadRequestError.
@@ -160,93 +153,80 @@ class TemplateRenderer:
         if isinstance(prompt, str) and prompt:
             _require_unicode(prompt, "prompt")
             tokens, _ = self._tokenize(prompt, add_special_tokens=True)
-        else:
-            tokens = self._check_token_ids(prompt)
-        return RenderedPrompt(tokens=tokens, boundaries=[], turn_end=0)
-
-    def _check_token_ids(self, prompt: object) -> list[int]:
+            return RenderedPrompt(tokens=tokens)
         if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
-            raise BadRequestError("'prompt' must be a non-empty string, token ids, or a list of such prompts", "prompt")
+            raise FieldError("prompt", "must be a non-empty string, token ids, or a list of such prompts")
         if not prompt:
-            raise BadRequestError("'prompt' is empty", "prompt")
+            raise FieldError("prompt", "is empty")
         if min(prompt) < 0 or max(prompt) >= self._vocabulary_size:
-            raise BadRequestError(f"'prompt' has token ids outside 0 to {self._vocabulary_size - 1}", "prompt")
-        return prompt
+            raise FieldError("prompt", f"has token ids outside 0 to {self._vocabulary_size - 1}")
+        return RenderedPrompt(tokens=prompt)
 
     def _render_chat(self, body: dict[str, Any], turns: Sequence[SampledTurn]) -> RenderedPrompt:
         if not self._wrapper.has_chat_template:
             raise BadRequestError("this model has no chat template; use /v1/completions", "messages")
         conversation = self._parse_conversation(body)
         self._refuse_unknown_roles(conversation)
-        replayed = self._replay_turns(conversation, turns) if turns and self._replayer and self._has_offsets else None
+        replayed = self._replay_turns(conversation, turns) if turns and self._has_offsets else None
         if replayed:
-            conversation, text, turn_end, tokens, token_at = replayed
+            rendered, (tokens, token_at) = replayed
         else:
-            text = self._render_text(conversation)
-            tokens, token_at = self._tokenize(text, add_special_tokens=False)
-            turn_end = self._make_boundary_finder(conversation, text).find_turn_end()
-        found = self._make_boundary_finder(conversation, text)
-        ends = found.find_message_ends()
+            rendered = self._render_conversation(conversation)
+            tokens, token_at = self._tokenize(rendered.text)
+        ends, turn_end = rendered.find_message_ends(), rendered.turn_end
         boundaries = {token_at(end) for end in (*ends.values(), turn_end)}
-        ends = found.find_rewritten_ends(ends) | ends | {len(conversation.complete_items): turn_end}
+        ends = rendered.find_rewritten_ends(ends) | ends | {len(conversation.complete_items): turn_end}
         return RenderedPrompt(
             tokens=tokens,
             boundaries=sorted(boundaries - {0}),
             turn_end=token_at(turn_end),
-            messages=[item for item in self._list_message_ends(conversation, text, ends, token_at) if item.end],
-            tail=text[turn_end:] if turn_end else "",
+            messages=[item for item in self._list_message_ends(rendered, ends, token_at) if item.end],
+            tail=rendered.tail,
             tools=conversation.offered_tools,
         )
 
     def _replay_turns(
-        self, original: ChatConversation, turns: Sequence[SampledTurn]
-    ) -> tuple[ChatConversation, str, int, list[int], Callable[[int], int]] | None:
-        """Marked conversation, its text, its turn's end, tokens and offsets; None without a turn to replay."""
-        assert self._replayer is not None
-        marked = self._replayer.mark_conversation(original, turns)
+        self, conversation: ChatConversation, turns: Sequence[SampledTurn]
+    ) -> tuple[RenderedConversation, TokenizedText] | None:
+        """The conversation with placeholders, and the tokens in their place; None without a turn to replay."""
+        if self._replayer is None:
+            return None
+        sampled = self._replayer.find_sampled_tokens(conversation, turns)
         for _ in range(REPLAY_ATTEMPTS_MAX):
-            if not marked.sampled_tokens:
+            if not sampled:
                 break
-            conversation = marked.conversation
-            text = self._render_text(conversation)
-            turn_end = self._make_boundary_finder(conversation, text).find_turn_end()
-            places, doubtful = self._replayer.find_spans(marked, text, text[turn_end:] if turn_end else "")
-            doubtful |= {place.message_index for place in places if not self._can_split_at(text, place.end)}
+            marked = self._replayer.mark_conversation(conversation, sampled)
+            rendered = self._render_conversation(marked.conversation)
+            spans, doubtful = self._replayer.find_spans(marked, rendered.text, rendered.tail)
+            doubtful |= {span.message_index for span in spans if not self._can_split_at(rendered.text, span.end)}
             if not doubtful:
-                tokens, token_at = splice_tokens(text, places, marked, self._tokenize_piece)
-                return conversation, text, turn_end, tokens, token_at
-            marked = self._replayer.unmark_messages(marked, original, doubtful)
+                return rendered, splice_tokens(rendered.text, spans, marked, self._tokenize)
+            sampled = {index: tokens for index, tokens in sampled.items() if index not in doubtful}
         return None
 
     def _can_split_at(self, text: str, offset: int) -> bool:
         """True where the text after `offset` becomes the same tokens by itself."""
         return self._can_split_anywhere or offset == len(text) or text.startswith(self._added_tokens, offset)
 
-    def _tokenize_piece(self, text: str) -> tuple[list[int], Callable[[int], int]]:
-        return self._tokenize(text, add_special_tokens=False)
-
-    def _render_text(self, conversation: ChatConversation) -> str:
+    def _render_conversation(self, conversation: ChatConversation) -> RenderedConversation:
         options = {"continue_final_message": True} if conversation.continue_final else {}
         try:
             text = self._render_messages(conversation, conversation.messages, conversation.generation_prompt, **options)
         except _TEMPLATE_ERRORS as error:
-            what = f"the model's chat template refuses these messages{_format_kwargs(conversation.kwargs)}"
-            what = f"{what}: {_format_template_error(error, self._template_source)}"
-            raise BadRequestError(what, "messages") from error
+            arguments = _format_kwargs(conversation.kwargs)
+            detail = _format_template_error(error, self._template_source)
+            fault = f"the model's chat template refuses these messages{arguments}: {detail}"
+            raise BadRequestError(fault, "messages") from error
         _require_unicode(text, "messages")
-        return text
+        return RenderedConversation(conversation, text, partial(self._render_prefix, conversation))
 
     def _render_messages(
         self, conversation: ChatConversation, messages: list[Message], generation_prompt: bool, **options: object
     ) -> str:
-        return self._apply_template(messages, conversation.tools, {**conversation.kwargs, **options}, generation_prompt)
+        return self._apply_template(messages, conversation.tools, conversation.kwargs | options, generation_prompt)
 
     def _apply_template(
-        self,
-        messages: list[Message],
-        tools: list[dict[str, Any]] | None,
-        kwargs: Mapping[str, Any],
-        generation_prompt: bool,
+        self, messages: list[Message], tools: Tools, kwargs: Mapping[str, Any], generation_prompt: bool
     ) -> str:
         with self._lock:
             options = {"tools": tools, "add_generation_prompt": generation_prompt, "tokenize": False, **kwargs}
@@ -254,18 +234,15 @@ class TemplateRenderer:
 
     def _render_prefix(self, conversation: ChatConversation, messages: list[Message]) -> str:
         """Render these messages alone; "" where the template refuses a conversation that ends there."""
-        try:
+        with suppress(*_TEMPLATE_ERRORS):
             return self._render_messages(conversation, messages, generation_prompt=False)
-        except _TEMPLATE_ERRORS:
-            return ""
-
-    def _make_boundary_finder(self, conversation: ChatConversation, text: str) -> BoundaryFinder:
-        return BoundaryFinder(conversation, text, partial(self._render_prefix, conversation))
+        return ""
 
     def _list_message_ends(
-        self, conversation: ChatConversation, text: str, ends: dict[int, int], token_at: Callable[[int], int]
+        self, rendered: RenderedConversation, ends: dict[int, int], token_at: Callable[[int], int]
     ) -> Iterator[MessageEnd]:
         """Known ends of messages, in their order, with notes on omissions."""
+        conversation, text = rendered.conversation, rendered.text
         for count, end in sorted(ends.items()):
             item = conversation.items[count - 1] if count else None
             message: Message = item.message if item else {"role": "tools"}
@@ -282,7 +259,7 @@ class TemplateRenderer:
             return "" if reasoning in rendered else "the template leaves out its reasoning"
         return "it came without reasoning" if conversation.kwargs.get("enable_thinking", True) else ""
 
-    def _tokenize(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], Callable[[int], int]]:
+    def _tokenize(self, text: str, add_special_tokens: bool = False) -> TokenizedText:
         """Token ids, and a function from a character offset to the number of tokens wholly before it."""
         if not self._has_offsets:
             return self._encode(text, add_special_tokens), lambda _: 0
@@ -348,6 +325,4 @@ def _require_unicode(text: str, param: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise BadRequestError(
-            f"'{param}' has a lone surrogate at character {error.start}; it is no valid text", param
-        ) from error
+        raise FieldError(param, f"has a lone surrogate at character {error.start}; it is no valid text") from error

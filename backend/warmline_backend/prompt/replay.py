@@ -14,21 +14,20 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from itertools import pairwise
+from itertools import dropwhile, pairwise
 from typing import Any
 
 import msgspec
 import xxhash
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from warmline_backend.prompt.messages import ChatConversation
+from warmline_backend.prompt.messages import ChatConversation, decode_arguments
 from warmline_backend.prompt.template_compat import ConversationItem, OriginalMessage
+from warmline_backend.request.params import Tools
 from warmline_backend.tool_parsers.registry import ToolFormat, detect_tool_format
 from warmline_common.protocol.messages import SampledTurn
 from warmline_common.protocol.tokens import pack_tokens, unpack_tokens
 
-Tools = list[dict[str, Any]] | None
 ParsedTurn = tuple[str, list[tuple[str, str]]]  # content, and the calls' names and arguments as JSON
 TurnParser = Callable[[Sequence[int], Tools], ParsedTurn]  # tokens of an answer, and the prompt's tools
 TokenizedText = tuple[list[int], Callable[[int], int]]  # ids, and how many of them lie wholly before a character
@@ -57,6 +56,11 @@ class MarkedConversation(msgspec.Struct, frozen=True, kw_only=True):
     placeholder_pattern: re.Pattern[str]  # finds the words: kind ("c" or "n"), message, call
     sampled_tokens: dict[int, list[int]]  # the tokens, by the message's index
 
+    def resolve_placeholder(self, placeholder: re.Match[str]) -> str:
+        """Original text of a placeholder that the template shows outside of its message."""
+        original = self.conversation.items[int(placeholder[2])].original
+        return original.call_names[int(placeholder[3])] if placeholder[1] == "n" else original.content
+
 
 class ToolCallReplayer:
     """Replayer for any number of threads."""
@@ -74,38 +78,29 @@ class ToolCallReplayer:
 
     # ---- marking
 
-    def mark_conversation(self, conversation: ChatConversation, turns: Iterable[SampledTurn]) -> MarkedConversation:
-        """Mark every message whose turn is among these and still has the same content and calls."""
-        by_ids = {tuple(turn.calls): turn.tokens for turn in turns}
-        tools_key = xxhash.xxh3_128_digest(json.dumps(conversation.offered_tools).encode()) if by_ids else b""
-        faithful = {}
+    def find_sampled_tokens(self, conversation: ChatConversation, turns: Iterable[SampledTurn]) -> dict[int, list[int]]:
+        """Sampled tokens, by message, for messages that still have the content and calls of one of these turns."""
+        tokens_by_ids = {tuple(turn.calls): turn.tokens for turn in turns if turn.calls}
+        tools_key = xxhash.xxh3_128_digest(json.dumps(conversation.offered_tools).encode()) if tokens_by_ids else b""
+        sampled_tokens = {}
         for index, item in enumerate(conversation.complete_items):
-            sampled = by_ids.get(item.original.call_ids) if item.original.call_ids else None
-            tokens = self._strip_eos(unpack_tokens(sampled)) if sampled and _is_content_intact(item) else []
+            packed = tokens_by_ids.get(item.original.call_ids)
+            tokens = unpack_tokens(packed) if packed and _is_content_intact(item) else []
+            if tokens and tokens[-1] in self._tokenizer.eos_token_ids:  # the template writes it
+                tokens = tokens[:-1]
             if tokens and self._is_same_turn(tokens, item.original, conversation.offered_tools, tools_key):
-                faithful[index] = tokens
-        return self._insert_placeholders(conversation, faithful)
-
-    def unmark_messages(
-        self, marked: MarkedConversation, original: ChatConversation, doubtful_messages: set[int]
-    ) -> MarkedConversation:
-        """Unmark the doubtful messages."""
-        clear = {index: tokens for index, tokens in marked.sampled_tokens.items() if index not in doubtful_messages}
-        return self._insert_placeholders(original, clear)
-
-    def _strip_eos(self, tokens: list[int]) -> list[int]:
-        """Strip the end-of-sequence token: the template writes it."""
-        return tokens[:-1] if tokens and tokens[-1] in self._tokenizer.eos_token_ids else tokens
+                sampled_tokens[index] = tokens
+        return sampled_tokens
 
     def _is_same_turn(self, sampled: list[int], original: OriginalMessage, tools: Tools, tools_key: bytes) -> bool:
-        if (read := self._parse_cached(sampled, tools, tools_key)) is None:
+        if (parsed := self._parse_cached(sampled, tools, tools_key)) is None:
             return False
-        content, calls = read
+        content, calls = parsed
         if content.strip() != self._strip_reasoning(original.content).strip():
             return False
         return [name for name, _ in calls] == list(original.call_names) and all(
-            _is_same_json(_parse_value(text), given)
-            for (_, text), given in zip(calls, original.call_arguments, strict=True)
+            _is_same_json(decode_arguments(text), arguments)
+            for (_, text), arguments in zip(calls, original.call_arguments, strict=True)
         )
 
     def _strip_reasoning(self, content: str) -> str:
@@ -119,113 +114,99 @@ class ToolCallReplayer:
                 self._parsed_turns.move_to_end(key)
                 return self._parsed_turns[key]
         try:
-            read = self._parse_turn(sampled, tools)
+            parsed = self._parse_turn(sampled, tools)
         except _PARSE_ERRORS:  # tokens of another tokenizer
-            read = None
-        self._cache_parsed(key, read)
-        return read
-
-    def _cache_parsed(self, key: bytes, parsed: ParsedTurn | None) -> None:
+            parsed = None
         with self._lock:
-            if key in self._parsed_turns:  # by another thread meanwhile
-                return
-            self._parsed_turns[key] = parsed
-            self._parsed_turns_bytes += _count_parsed_bytes(key, parsed)
+            if key not in self._parsed_turns:  # else another thread was faster
+                self._parsed_turns[key] = parsed
+                self._parsed_turns_bytes += _count_parsed_bytes(key, parsed)
             while len(self._parsed_turns) > PARSED_TURNS_MAX or self._parsed_turns_bytes > PARSED_TURNS_BYTES_MAX:
                 self._parsed_turns_bytes -= _count_parsed_bytes(*self._parsed_turns.popitem(last=False))
+        return parsed
 
-    # ---- places
+    # ---- spans
 
-    def _insert_placeholders(
-        self, conversation: ChatConversation, sampled_tokens: dict[int, list[int]]
-    ) -> MarkedConversation:
-        word = f"w{secrets.token_hex(8)}"
-        items = [
-            self._mark_item(item, index, word) if index in sampled_tokens else item
-            for index, item in enumerate(conversation.items)
-        ]
+    def mark_conversation(self, conversation: ChatConversation, sampled: dict[int, list[int]]) -> MarkedConversation:
+        """Put placeholders into the messages with sampled tokens."""
+        word, items = f"w{secrets.token_hex(8)}", list(conversation.items)
+        for index in sampled:
+            items[index] = self._mark_item(items[index], index, word)
         return MarkedConversation(
-            conversation=msgspec.structs.replace(conversation, items=items) if sampled_tokens else conversation,
+            conversation=msgspec.structs.replace(conversation, items=items),
             placeholder_pattern=re.compile(word + r"([cn])(\d+)z(\d+)q"),
-            sampled_tokens=sampled_tokens,
+            sampled_tokens=sampled,
         )
 
     def _mark_item(self, item: ConversationItem, index: int, prefix: str) -> ConversationItem:
         content, calls = item.message["content"], []
-        spoken = self._strip_reasoning(content)
-        content = content[: len(content) - len(spoken)] + (f"{prefix}c{index}z0q" if spoken.strip() else spoken)
-        for number, call in enumerate(item.message.get("tool_calls", ())):
+        answer = self._strip_reasoning(content)
+        content = content.removesuffix(answer) + (f"{prefix}c{index}z0q" if answer.strip() else answer)
+        for number, call in enumerate(item.calls):
             function, name = call["function"], f"{prefix}n{index}z{number}q"
-            nothing = "{}" if isinstance(function["arguments"], str) else {}
-            marked = {**call, "function": {**function, "name": name, "arguments": nothing}}
-            if str(call.get("id", "")).startswith(shown := f"functions.{function['name']}:"):
-                marked["id"] = f"functions.{name}:{call['id'][len(shown) :]}"
+            empty = "{}" if isinstance(function["arguments"], str) else {}
+            marked = {**call, "function": {**function, "name": name, "arguments": empty}}
+            if str(call.get("id", "")).startswith(id_prefix := f"functions.{function['name']}:"):
+                marked["id"] = f"functions.{name}:{call['id'].removeprefix(id_prefix)}"
             calls.append(marked)
         return item.replace(content=content, **({"tool_calls": calls} if calls else {}))
 
     def find_spans(self, marked: MarkedConversation, text: str, tail: str) -> tuple[list[SampledSpan], set[int]]:
-        """Find the spans of turns in the rendered text, in their order, and the messages without a clear one.
+        """Find the spans of turns in the rendered text, in their order, and the messages without a clear span.
 
         `tail`: the prompt's end, from the last message's end on, which begins every answer.
         """
-        found: dict[int, list[re.Match[str]]] = {}
+        matches: dict[int, list[re.Match[str]]] = {}
         for match in marked.placeholder_pattern.finditer(text):
-            found.setdefault(int(match[2]), []).append(match)
-        places: list[SampledSpan] = []
+            matches.setdefault(int(match[2]), []).append(match)
+        spans: list[SampledSpan] = []
         doubtful: set[int] = set()
         for index, tokens in sorted(marked.sampled_tokens.items()):
-            after = places[-1].end if places else 0
-            calls = len(marked.conversation.items[index].message.get("tool_calls", ()))
-            words = _order_placeholders(found.get(index, []), calls)
-            place = self._find_span(text, after, words, tail, tokens) if words else None
-            if place is None or not self._is_exact_region(text[place.start : place.end], words, marked):
+            previous_end = spans[-1].end if spans else 0
+            placeholders = _order_placeholders(matches.get(index, []), len(marked.conversation.items[index].calls))
+            span = self._find_span(text, previous_end, placeholders, tail, tokens) if placeholders else None
+            if span is None or not self._is_exact_region(text[span.start : span.end], placeholders, marked):
                 doubtful.add(index)
             else:
-                places.append(place)
-        return places, doubtful
+                spans.append(span)
+        return spans, doubtful
 
     def _find_span(
         self, text: str, previous_end: int, placeholders: list[re.Match[str]], tail: str, tokens: list[int]
     ) -> SampledSpan | None:
-        index, first, last = int(placeholders[0][2]), placeholders[0], placeholders[-1]
-        end = self._find_end(text, last)
-        begins = first.start() if first[1] == "c" else self._find_call_start(text, previous_end, first.start(), tail)
-        if end is None or begins is None or begins < previous_end:
+        first, end = placeholders[0], self._find_end(text, placeholders[-1])
+        header = tail.partition(str(self._tokenizer.think_start))[0] if self._think_end else tail
+        begin = first.start() if first[1] == "c" else self._find_call_start(text, previous_end, first.start(), header)
+        if end is None or begin is None or begin < previous_end:
             return None
-        header, _, _ = tail.partition(str(self._tokenizer.think_start)) if self._think_end else (tail, "", "")
         head = self._decode(tokens[:HEADER_TOKENS_MAX])
-        if (own := header.strip()) and head.startswith(own) and text.endswith(own, previous_end, begins):
-            start = begins - len(own)  # it began a message of its own
+        if (opening := header.strip()) and head.startswith(opening) and text.endswith(opening, previous_end, begin):
+            start = begin - len(opening)  # it began a message of its own
         else:
-            start, keeps_space = self._find_start(text, previous_end, begins, header, tail)
-            tokens = tokens if keeps_space else self._strip_leading_space(tokens)
-        return SampledSpan(message_index=index, start=start, end=end, tokens=tokens)
+            start, keeps_space = self._find_start(text, previous_end, begin, header, tail)
+            if not keeps_space:  # the space stands between a reasoning that is not there and the answer
+                tokens = list(dropwhile(lambda token: not self._decode([token]).strip(), tokens)) or tokens
+        return SampledSpan(message_index=int(first[2]), start=start, end=end, tokens=tokens)
 
     def _find_start(self, text: str, previous_end: int, content_start: int, header: str, tail: str) -> tuple[int, bool]:
         """Start of the text sampled after the reasoning, and whether its leading space belongs there."""
         bare = previous_end + len(text[previous_end:content_start].rstrip())
         if self._think_end and text.endswith(self._think_end, previous_end, bare):
             # A template that closed the reasoning itself went on with a space before the model did.
-            own, thought = tail if tail.rstrip().endswith(self._think_end) else "", True
+            lead, keeps_space = tail if tail.rstrip().endswith(self._think_end) else "", True
         else:
-            own, thought = header, not self._think_end
-        space = own[len(own.rstrip()) :]
+            lead, keeps_space = header, not self._think_end
+        space = lead[len(lead.rstrip()) :]
         fits = text.startswith(space, bare) and bare + len(space) <= content_start
-        return bare + len(space) if fits else content_start, thought
-
-    def _strip_leading_space(self, tokens: list[int]) -> list[int]:
-        """Strip the space between a reasoning that is not there and the answer."""
-        position = next((position for position, token in enumerate(tokens) if self._decode([token]).strip()), 0)
-        return tokens[position:]
+        return bare + len(space) if fits else content_start, keeps_space
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens))
 
-    def _find_call_start(self, text: str, previous_end: int, name_start: int, tail: str) -> int | None:
+    def _find_call_start(self, text: str, previous_end: int, name_start: int, header: str) -> int | None:
         marker = self._tool_format.start if self._tool_format else ""
         if marker and (position := text.rfind(marker, previous_end, name_start)) >= 0:
             return position
-        header = tail.partition(str(self._tokenizer.think_start))[0] if self._think_end else tail
         position = text.rfind(header, previous_end, name_start) if header else -1
         return position + len(header) if position >= 0 else None
 
@@ -254,10 +235,10 @@ class ToolCallReplayer:
         except _PARSE_ERRORS:
             return False
         expected = placeholders[0][0] if placeholders[0][1] == "c" else ""
-        reads = content.strip() == expected and [name for name, _ in calls] == names
-        if reads and len(self._verified_shapes) < SHAPES_MAX:
+        is_exact = content.strip() == expected and [name for name, _ in calls] == names
+        if is_exact and len(self._verified_shapes) < SHAPES_MAX:
             self._verified_shapes.add(shape)
-        return reads
+        return is_exact
 
 
 def _count_parsed_bytes(key: bytes, parsed: ParsedTurn | None) -> int:
@@ -266,7 +247,7 @@ def _count_parsed_bytes(key: bytes, parsed: ParsedTurn | None) -> int:
 
 
 def _is_content_intact(item: ConversationItem) -> bool:
-    """True where the content is in the message that the client sent it in."""
+    """True where the message still has the content that its client sent."""
     return "tool_calls" not in item.message or bool(item.message["content"]) == bool(item.original.content)
 
 
@@ -280,13 +261,6 @@ def _order_placeholders(placeholders: list[re.Match[str]], calls: int) -> list[r
     words = [*content, *names.values()]
     in_order = all(a.end() <= b.start() for a, b in pairwise(words))
     return words if in_order and len(content) <= 1 and list(names) == list(range(calls)) else []
-
-
-def _parse_value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 def _is_same_json(a: Any, b: Any) -> bool:
@@ -316,46 +290,30 @@ def splice_tokens(
     starts: list[int] = []  # characters at which the parts below begin
     parts: list[Callable[[int], int]] = []
 
-    def add_text(start: int, end: int) -> None:
-        piece = _RestoredText(text[start:end], marked.placeholder_pattern, partial(_resolve_placeholder, marked))
-        tokens, token_at = tokenize(piece.text) if piece.text else ([], lambda _: 0)
+    def add_part(start: int, tokens: list[int], token_at: Callable[[int], int]) -> None:
         base = len(ids)
         starts.append(start)
-        parts.append(lambda offset: base + token_at(piece.map_offset(offset - start)))
+        parts.append(lambda offset: base + token_at(offset - start))
         ids.extend(tokens)
 
     position = 0
-    for place in spans:
-        add_text(position, place.start)
-        base = len(ids)
-        starts.append(place.start)
-        parts.append(lambda _, base=base: base)  # type: ignore[misc]
-        ids.extend(place.tokens)
-        position = place.end
-    add_text(position, len(text))
+    for span in spans:
+        add_part(position, *_tokenize_restored(text[position : span.start], marked, tokenize))
+        add_part(span.start, span.tokens, lambda _: 0)
+        position = span.end
+    add_part(position, *_tokenize_restored(text[position:], marked, tokenize))
     return ids, lambda offset: parts[bisect_right(starts, offset) - 1](offset)
 
 
-def _resolve_placeholder(marked: MarkedConversation, placeholder: re.Match[str]) -> str:
-    """Original text of a placeholder that the template shows outside of its message."""
-    original = marked.conversation.items[int(placeholder[2])].original
-    return original.call_names[int(placeholder[3])] if placeholder[1] == "n" else original.content
-
-
-class _RestoredText:
-    """A piece of text with names restored, and the mapping of its offsets."""
-
-    def __init__(self, marked_text: str, pattern: re.Pattern[str], resolve: Callable[[re.Match[str]], str]) -> None:
-        self._edges, self._shifts = [0], [0]
-        pieces, position, shift = [], 0, 0
-        for match in pattern.finditer(marked_text):
-            restored = resolve(match)
-            pieces += [marked_text[position : match.start()], restored]
-            position = match.end()
-            shift += len(restored) - (match.end() - match.start())
-            self._edges.append(position)
-            self._shifts.append(shift)
-        self.text = "".join([*pieces, marked_text[position:]]) if pieces else marked_text
-
-    def map_offset(self, offset: int) -> int:
-        return max(0, offset + self._shifts[bisect_right(self._edges, offset) - 1])
+def _tokenize_restored(
+    marked_text: str, marked: MarkedConversation, tokenize: Callable[[str], TokenizedText]
+) -> TokenizedText:
+    """Tokenize a piece of text with its placeholders resolved.  Offsets are of the marked text."""
+    if not marked_text:
+        return [], lambda _: 0
+    edges, shifts = [0], [0]
+    for match in marked.placeholder_pattern.finditer(marked_text):
+        edges.append(match.end())
+        shifts.append(shifts[-1] + len(marked.resolve_placeholder(match)) - len(match[0]))
+    tokens, token_at = tokenize(marked.placeholder_pattern.sub(marked.resolve_placeholder, marked_text))
+    return tokens, lambda offset: token_at(max(0, offset + shifts[bisect_right(edges, offset) - 1]))

@@ -5,12 +5,14 @@ Changes are the same each time, so a conversation's next turn begins as the last
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import msgspec
 
 from warmline_backend.prompt.template_traits import REASONING_FIELDS, SHORT_ID_CHARS, Message, TemplateTraits
+from warmline_backend.request.params import Tools
 
 INSTRUCTION_ROLES = ("system", "developer")
 LATE_SYSTEM_TEXT = "<system-reminder>\n{}\n</system-reminder>"  # an instruction in a user's name
@@ -52,13 +54,19 @@ class ConversationItem(msgspec.Struct, frozen=True, kw_only=True):
     def is_instruction(self) -> bool:
         return self.role in INSTRUCTION_ROLES
 
+    @property
+    def calls(self) -> list[Any]:
+        calls: list[Any] = self.message.get("tool_calls", [])
+        return calls
+
     def replace(self, **fields: Any) -> "ConversationItem":
         return msgspec.structs.replace(self, message={**self.message, **fields})
 
 
-def fit_conversation(
-    items: list[ConversationItem], tools: list[dict[str, Any]] | None, traits: TemplateTraits
-) -> tuple[list[ConversationItem], list[dict[str, Any]] | None]:
+Items = list[ConversationItem]
+
+
+def fit_conversation(items: Items, tools: Tools, traits: TemplateTraits) -> tuple[Items, Tools]:
     """Messages for the template, and the tools that it is given."""
     items = _add_result_names(items)
     if not traits.supports_developer_role:
@@ -66,19 +74,19 @@ def fit_conversation(
     if not traits.supports_tool_calls:
         items = [_render_calls(item) for item in items]
     if not traits.supports_tool_results:
-        items = [_render_result(item) for item in items]
+        items = [_render_as_user(item, RESULT_TEXT) if item.role == "tool" else item for item in items]
     if tools and not traits.supports_tools:
         items, tools = _insert_tools_message(items, tools), None
     items = _fit_instructions(items, traits)
     if traits.requires_alternation:
         turns = ("user", "assistant")
-        items = _merge_runs(items, lambda run, item: run[0].role == item.role in turns and not _get_tool_calls(run[-1]))
+        items = _merge_runs(items, lambda run, item: run[0].role == item.role in turns and not run[-1].calls)
     if not traits.supports_user_after_results:
         items = _merge_runs(items, lambda run, item: (run[0].role, item.role) == ("tool", "user"))
     if traits.requires_json_arguments:
         items = [_encode_arguments(item) for item in items]
     if traits.call_id_format != "any":
-        items = _rewrite_call_ids(items, _shorten_id if traits.call_id_format == "short" else None)
+        items = _rewrite_call_ids(items, are_short=traits.call_id_format == "short")
     return [_copy_reasoning(item, traits) for item in items], tools
 
 
@@ -86,12 +94,11 @@ def _join_texts(*texts: str) -> str:
     return "\n\n".join(text for text in texts if text)
 
 
-def _get_tool_calls(item: ConversationItem) -> list[Any]:
-    calls: list[Any] = item.message.get("tool_calls", [])
-    return calls
+def _render_as_user(item: ConversationItem, text: str) -> ConversationItem:
+    return item.replace(role="user", content=text.format(item.message["content"]))
 
 
-def _add_result_names(items: Iterable[ConversationItem]) -> list[ConversationItem]:
+def _add_result_names(items: Items) -> Items:
     """Add names of functions to results: clients send the call's id alone, some templates show the name."""
     names: dict[str, str] = {}
     named = []
@@ -105,63 +112,45 @@ def _add_result_names(items: Iterable[ConversationItem]) -> list[ConversationIte
 # ---- templates without tools
 
 
-def _insert_tools_message(items: list[ConversationItem], tools: list[dict[str, Any]]) -> list[ConversationItem]:
-    index = _count_leading_instructions(items)
+def _insert_tools_message(items: Items, tools: list[dict[str, Any]]) -> Items:
+    index = count_leading_instructions(items)
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    described = ConversationItem(message={"role": "system", "content": TOOLS_TEXT.format(lines)}, number=index)
-    return [*items[:index], described, *items[index:]]
+    message = ConversationItem(message={"role": "system", "content": TOOLS_TEXT.format(lines)}, number=index)
+    return [*items[:index], message, *items[index:]]
 
 
 def _render_calls(item: ConversationItem) -> ConversationItem:
-    if not _get_tool_calls(item):
-        return item
-    calls = [
-        CALL_TEXT.format(json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False))
-        for name, arguments in zip(item.original.call_names, item.original.call_arguments, strict=True)
-    ]
+    functions = zip(item.original.call_names, item.original.call_arguments, strict=True)
+    calls = [json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in functions]
+    content = "\n".join(filter(None, [item.message["content"], *map(CALL_TEXT.format, calls)]))
     message = {key: value for key, value in item.message.items() if key != "tool_calls"}
-    return msgspec.structs.replace(item, message=message | {"content": "\n".join([*_list_content(item), *calls])})
-
-
-def _list_content(item: ConversationItem) -> list[str]:
-    return [item.message["content"]] if item.message["content"] else []
-
-
-def _render_result(item: ConversationItem) -> ConversationItem:
-    if item.role != "tool":
-        return item
-    return item.replace(role="user", content=RESULT_TEXT.format(item.message["content"]))
+    return msgspec.structs.replace(item, message=message | {"content": content})
 
 
 # ---- instructions
 
 
-def _count_leading_instructions(items: list[ConversationItem]) -> int:
+def count_leading_instructions(items: Items) -> int:
     return next((index for index, item in enumerate(items) if not item.is_instruction), len(items))
 
 
-def _fit_instructions(items: list[ConversationItem], traits: TemplateTraits) -> list[ConversationItem]:
-    index = _count_leading_instructions(items)
+def _fit_instructions(items: Items, traits: TemplateTraits) -> Items:
+    index = count_leading_instructions(items)
     first, later = items[:index], items[index:]
     if not traits.supports_late_system:
-        later = [_render_late_instruction(item) if item.is_instruction else item for item in later]
+        later = [_render_as_user(item, LATE_SYSTEM_TEXT) if item.is_instruction else item for item in later]
     if traits.system_messages != "any":
         first = _merge_runs(first, lambda run, item: True)
     if traits.system_messages == "none" and first:
-        spoken = first[0].replace(role="user")
-        return [_merge_run([spoken, later[0]]), *later[1:]] if later and later[0].role == "user" else [spoken, *later]
+        first = [first[0].replace(role="user")]
+        if later and later[0].role == "user":
+            return [_merge_run([*first, later[0]]), *later[1:]]
     return [*first, *later]
 
 
-def _render_late_instruction(item: ConversationItem) -> ConversationItem:
-    return item.replace(role="user", content=LATE_SYSTEM_TEXT.format(item.message["content"]))
-
-
-def _merge_runs(
-    items: Iterable[ConversationItem], is_same_run: Callable[[list[ConversationItem], ConversationItem], bool]
-) -> list[ConversationItem]:
+def _merge_runs(items: Items, is_same_run: Callable[[Items, ConversationItem], bool]) -> Items:
     """Merge each run of items that belong together."""
-    runs: list[list[ConversationItem]] = []
+    runs: list[Items] = []
     for item in items:
         if runs and is_same_run(runs[-1], item):
             runs[-1].append(item)
@@ -170,9 +159,9 @@ def _merge_runs(
     return [_merge_run(run) if len(run) > 1 else run[0] for run in runs]
 
 
-def _merge_run(run: list[ConversationItem]) -> ConversationItem:
+def _merge_run(run: Items) -> ConversationItem:
     """The first item, with the text, the calls and the reasoning of all."""
-    calls = [call for item in run for call in _get_tool_calls(item)]
+    calls = [call for item in run for call in item.calls]
     thoughts = [item.message["reasoning_content"] for item in run if "reasoning_content" in item.message]
     whole = run[0].replace(
         content=_join_texts(*(item.message["content"] for item in run)),
@@ -187,11 +176,10 @@ def _merge_run(run: list[ConversationItem]) -> ConversationItem:
 
 def _encode_arguments(item: ConversationItem) -> ConversationItem:
     calls = []
-    for call in _get_tool_calls(item):
-        function = call["function"]
-        given = function["arguments"]
-        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        calls.append({**call, "function": {**function, "arguments": text}})
+    for call in item.calls:
+        arguments = call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": text}})
     return item.replace(tool_calls=calls) if calls else item
 
 
@@ -201,23 +189,22 @@ def _shorten_id(call_id: str) -> str:
     return hashlib.sha256(call_id.encode(errors="replace")).hexdigest()[:SHORT_ID_CHARS]
 
 
-def _rewrite_call_ids(items: list[ConversationItem], shorten: Callable[[str], str] | None) -> list[ConversationItem]:
+def _rewrite_call_ids(items: Items, are_short: bool) -> Items:
     """Rewrite ids of calls and results for the template: shortened, or else name and number of the call."""
-    new: dict[str, str] = {}
-    number = 0
-    renamed = []
+    new_ids: dict[str, str] = {}
+    numbers = count()
+    rewritten = []
     for item in items:
         calls = []
-        for call in _get_tool_calls(item):
+        for call in item.calls:
             old = str(call.get("id", ""))
-            new[old] = shorten(old) if shorten else f"functions.{call['function']['name']}:{number}"
-            calls.append({**call, "id": new[old]})
-            number += 1
+            new_ids[old] = _shorten_id(old) if are_short else f"functions.{call['function']['name']}:{next(numbers)}"
+            calls.append({**call, "id": new_ids[old]})
         item = item.replace(tool_calls=calls) if calls else item
         if item.role == "tool" and (old := str(item.message.get("tool_call_id", ""))):
-            item = item.replace(tool_call_id=new.get(old) or (shorten(old) if shorten else old))
-        renamed.append(item)
-    return renamed
+            item = item.replace(tool_call_id=new_ids.get(old) or (_shorten_id(old) if are_short else old))
+        rewritten.append(item)
+    return rewritten
 
 
 # ---- reasoning
@@ -225,10 +212,9 @@ def _rewrite_call_ids(items: list[ConversationItem], shorten: Callable[[str], st
 
 def _copy_reasoning(item: ConversationItem, traits: TemplateTraits) -> ConversationItem:
     """Copy reasoning to the fields that the template reads."""
-    reasoning = item.message.get("reasoning_content", "")
-    if not reasoning:
+    if not (reasoning := item.message.get("reasoning_content", "")):
         return item
-    if traits.has_exclusive_reasoning and _get_tool_calls(item):
+    if traits.has_exclusive_reasoning and item.calls:
         reasoning = _join_texts(reasoning, item.message["content"])
         item = item.replace(content="")
     return item.replace(**dict.fromkeys(("reasoning_content", *traits.reasoning_fields), reasoning))
@@ -236,5 +222,5 @@ def _copy_reasoning(item: ConversationItem, traits: TemplateTraits) -> Conversat
 
 def find_reasoning(message: dict[str, Any]) -> str:
     """Reasoning in a field of a client's message; "" for none."""
-    found = (message.get(field) for field in REASONING_FIELDS)
-    return next((text for text in found if isinstance(text, str) and text.strip()), "")
+    values = (message.get(field) for field in REASONING_FIELDS)
+    return next((text for text in values if isinstance(text, str) and text.strip()), "")

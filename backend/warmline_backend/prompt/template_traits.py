@@ -12,8 +12,10 @@ from typing import Any, Literal
 import msgspec
 from jinja2 import Environment, TemplateError, meta
 
+from warmline_backend.request.params import Tools
+
 Message = dict[str, Any]
-RenderFunction = Callable[[list[Message], list[dict[str, Any]] | None], str]  # "" where the template refuses
+RenderFunction = Callable[[list[Message], Tools], str]  # "" where the template refuses
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names in templates and clients
 SHORT_ID_CHARS = 9  # of a call's id in Mistral's templates
@@ -24,12 +26,9 @@ CALL_NAME, TOOL_NAME, ARGUMENT, RESULT = "warmlinecalled", "warmlineoffered", "w
 LONG_ID = "call_0123456789abcdef01234567"
 SHORT_ID = LONG_ID[-SHORT_ID_CHARS:]
 _GENERATION_TAGS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # tags of transformers' own, which render nothing
-PROBE_TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": TOOL_NAME, "description": "Looks.", "parameters": {"type": "object", "properties": {}}},
-    }
-]
+_NO_PARAMETERS = {"type": "object", "properties": {}}
+_PROBE_FUNCTION = {"name": TOOL_NAME, "description": "Looks.", "parameters": _NO_PARAMETERS}
+PROBE_TOOLS = [{"type": "function", "function": _PROBE_FUNCTION}]
 
 
 class TemplateTraits(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,12 +75,11 @@ class _TemplateProbe:
     def __init__(self, render: RenderFunction) -> None:
         self._render = render
         forms = [(as_json, short) for as_json in (False, True) for short in (False, True)]
-        taken = (form for form in forms if self.is_accepted(*_make_exchange(SHORT_ID if form[1] else LONG_ID, form[0])))
-        self.requires_json_arguments, self.requires_short_ids = next(taken, (False, False))
-        # A call and its result, in the first form that the template takes.
-        self.exchange = _make_exchange(SHORT_ID if self.requires_short_ids else LONG_ID, self.requires_json_arguments)
+        accepted = (form for form in forms if self.is_accepted(*_make_exchange(*form)))
+        self.requires_json_arguments, self.requires_short_ids = form = next(accepted, (False, False))
+        self.exchange = _make_exchange(*form)  # a call and its result, in the first form that the template accepts
 
-    def is_shown(self, messages: list[Message], *words: str, tools: list[dict[str, Any]] | None = None) -> bool:
+    def is_shown(self, messages: list[Message], *words: str, tools: Tools = None) -> bool:
         """True where the words are rendered, in this order."""
         text, position = self._render(messages, tools), 0
         for word in words:
@@ -119,8 +117,8 @@ class _TemplateProbe:
         return all(self.is_accepted(user, one, result) for one in either) and not self.is_accepted(user, both, result)
 
 
-def _make_exchange(call_id: str, as_json: bool) -> list[Message]:
-    arguments: Any = {"path": ARGUMENT}
+def _make_exchange(as_json: bool, short: bool) -> list[Message]:
+    arguments, call_id = {"path": ARGUMENT}, SHORT_ID if short else LONG_ID
     function = {"name": CALL_NAME, "arguments": json.dumps(arguments) if as_json else arguments}
     calls = [{"id": call_id, "type": "function", "function": function}]
     return [

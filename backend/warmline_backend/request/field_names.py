@@ -38,8 +38,9 @@ SIMILARITY_MIN = 0.8  # of two names, as difflib counts it
 
 @dataclass(frozen=True)
 class UnsupportedField:
-    """A field of other servers."""
+    """A field of other servers, or several of one kind."""
 
+    names: str  # with spaces between them
     hint: str  # the remedy
     is_off: Callable[[object], bool] = lambda value: not value  # whether this value changes nothing
 
@@ -53,97 +54,85 @@ def _off_unless(value: bool) -> Callable[[object], bool]:
     return lambda given: given is not value
 
 
-_MAX_TOKENS_ALIAS = UnsupportedField("send 'max_tokens'", _off_if(-1))
-_NESTED_BODY = UnsupportedField("its fields belong into the body itself, beside 'model'")
-_NO_BEAMS = "answers are sampled, or greedy; leave it out, or send 'n' for several"
-_LOGITS_PROCESSORS = UnsupportedField("send 'logit_bias' or 'allowed_token_ids'")
-_BAD_WORDS = UnsupportedField("send 'logit_bias', with -100 for each token that must not come")
-_NO_SAMPLER = "this way of sampling is not there; leave it out, or send 'temperature', 'top_p', 'top_k' or 'min_p'"
-_ADAPTER = UnsupportedField("an adapter is loaded with the model, when the server starts; leave it out")
-_TOKEN_IDS_OUTPUT = UnsupportedField("tokens are told as text; leave it out")
-_SYSTEM_PROMPT = UnsupportedField("send a message of the role system")
+def _index_fields(*fields: UnsupportedField) -> dict[str, UnsupportedField]:
+    return {name: field for field in fields for name in field.names.split()}
 
-UNSUPPORTED_FIELDS: Mapping[str, UnsupportedField] = {
+
+_NO_BEAMS = "answers are sampled, or greedy; leave it out, or send 'n' for several"
+_NO_SAMPLER = "this way of sampling is not there; leave it out, or send 'temperature', 'top_p', 'top_k' or 'min_p'"
+_NO_ADAPTER = "an adapter is loaded with the model, when the server starts; leave it out"
+_NO_SEARCH = "nothing is searched here; leave it out, or send a tool of your own"
+_NO_SPECIAL_TOKENS = "special tokens are read, and not told; leave it out"
+_OWN_TEMPLATE = "the model's own template is used; leave it out, or send 'chat_template_kwargs'"
+_MAX_TOKENS_ALIASES = "n_predict num_predict max_new_tokens max_length max_tokens_to_sample"
+
+UNSUPPORTED_FIELDS = _index_fields(
     # other names or places of supported fields
-    **dict.fromkeys(
-        ("n_predict", "num_predict", "max_new_tokens", "max_length", "max_tokens_to_sample"), _MAX_TOKENS_ALIAS
-    ),
-    "max_output_tokens": UnsupportedField("send 'max_tokens', or 'max_output_tokens' to /v1/responses", _off_if(-1)),
-    "min_new_tokens": UnsupportedField("send 'min_tokens'"),
-    "stop_sequences": UnsupportedField("send 'stop', or 'stop_sequences' to /v1/messages"),
-    "repeat_penalty": UnsupportedField("send 'repetition_penalty'", _off_if(1)),
-    "n_probs": UnsupportedField("send 'logprobs' and 'top_logprobs', or in completions 'logprobs' as a number"),
-    "format": UnsupportedField("send 'response_format'"),
-    "regex": UnsupportedField("send 'structured_outputs' with \"regex\""),
-    "ebnf": UnsupportedField("send 'grammar'"),
-    "structural_tag": UnsupportedField("send 'tools'"),
-    "grammar_lazy": UnsupportedField("send 'tools' with \"strict\": true"),
-    "think": UnsupportedField("send 'thinking' or 'reasoning_effort'", lambda value: value is None),
-    "extra_body": _NESTED_BODY,
-    "options": _NESTED_BODY,
+    UnsupportedField(_MAX_TOKENS_ALIASES, "send 'max_tokens'", _off_if(-1)),
+    UnsupportedField("max_output_tokens", "send 'max_tokens', or 'max_output_tokens' to /v1/responses", _off_if(-1)),
+    UnsupportedField("min_new_tokens", "send 'min_tokens'"),
+    UnsupportedField("stop_sequences", "send 'stop', or 'stop_sequences' to /v1/messages"),
+    UnsupportedField("repeat_penalty", "send 'repetition_penalty'", _off_if(1)),
+    UnsupportedField("n_probs", "send 'logprobs' and 'top_logprobs', or in completions 'logprobs' as a number"),
+    UnsupportedField("format", "send 'response_format'"),
+    UnsupportedField("regex", "send 'structured_outputs' with \"regex\""),
+    UnsupportedField("ebnf", "send 'grammar'"),
+    UnsupportedField("structural_tag", "send 'tools'"),
+    UnsupportedField("grammar_lazy", "send 'tools' with \"strict\": true"),
+    UnsupportedField("think", "send 'thinking' or 'reasoning_effort'", lambda value: value is None),
+    UnsupportedField("extra_body options", "its fields belong into the body itself, beside 'model'"),
     # other ways to choose tokens
-    "use_beam_search": UnsupportedField(_NO_BEAMS),
-    "num_beams": UnsupportedField(_NO_BEAMS, _off_if(1)),
-    "length_penalty": UnsupportedField("it belongs to beam search, which is not there; leave it out", _off_if(1)),
-    "best_of": UnsupportedField("leave it out or send 1; for several answers send 'n'", _off_if(1)),
-    "logits_processors": _LOGITS_PROCESSORS,
-    "custom_logit_processor": _LOGITS_PROCESSORS,
-    "bad_words": _BAD_WORDS,
-    "bad_words_ids": _BAD_WORDS,
-    **dict.fromkeys(("samplers", "sampler_seq", "mirostat", "mirostat_mode", "top_a"), UnsupportedField(_NO_SAMPLER)),
-    **dict.fromkeys(("dynatemp_range", "xtc_probability", "dry_multiplier"), UnsupportedField(_NO_SAMPLER)),
-    **dict.fromkeys(("typical_p", "typ_p", "tfs_z"), UnsupportedField(_NO_SAMPLER, _off_if(1))),
-    "top_n_sigma": UnsupportedField(_NO_SAMPLER, _off_if(-1)),
+    UnsupportedField("use_beam_search", _NO_BEAMS),
+    UnsupportedField("num_beams", _NO_BEAMS, _off_if(1)),
+    UnsupportedField("length_penalty", "it belongs to beam search, which is not there; leave it out", _off_if(1)),
+    UnsupportedField("best_of", "leave it out or send 1; for several answers send 'n'", _off_if(1)),
+    UnsupportedField("logits_processors custom_logit_processor", "send 'logit_bias' or 'allowed_token_ids'"),
+    UnsupportedField("bad_words bad_words_ids", "send 'logit_bias', with -100 for each token that must not come"),
+    UnsupportedField("samplers sampler_seq mirostat mirostat_mode top_a", _NO_SAMPLER),
+    UnsupportedField("dynatemp_range xtc_probability dry_multiplier", _NO_SAMPLER),
+    UnsupportedField("typical_p typ_p tfs_z", _NO_SAMPLER, _off_if(1)),
+    UnsupportedField("top_n_sigma", _NO_SAMPLER, _off_if(-1)),
     # another prompt, or another model
-    "chat_template": UnsupportedField("the model's own template is used; leave it out, or send 'chat_template_kwargs'"),
-    "documents": UnsupportedField("send their text in a message"),
-    "truncate_prompt_tokens": UnsupportedField("prompts are not cut; leave it out, and shorten the prompt", _off_if()),
-    "prompt_embeds": UnsupportedField("send 'prompt' as text or token ids"),
-    **dict.fromkeys(("lora", "lora_path", "adapters", "adapter_id"), _ADAPTER),
+    UnsupportedField("chat_template", _OWN_TEMPLATE),
+    UnsupportedField("documents", "send their text in a message"),
+    UnsupportedField("truncate_prompt_tokens", "prompts are not cut; leave it out, and shorten the prompt", _off_if()),
+    UnsupportedField("prompt_embeds", "send 'prompt' as text or token ids"),
+    UnsupportedField("lora lora_path adapters adapter_id", _NO_ADAPTER),
     # answers of other kinds
-    "suffix": UnsupportedField("leave it out; nothing is filled in between two texts"),
-    "prompt_logprobs": UnsupportedField("a prompt's own log-probabilities are not computed; leave it out", _off_if()),
-    "return_tokens_as_token_ids": _TOKEN_IDS_OUTPUT,
-    "return_token_ids": _TOKEN_IDS_OUTPUT,
-    "include_stop_str_in_output": UnsupportedField("an answer ends before its stop word; leave it out"),
-    "web_search_options": UnsupportedField(
-        "nothing is searched here; leave it out, or send a tool of your own", _off_if()
+    UnsupportedField("suffix", "leave it out; nothing is filled in between two texts"),
+    UnsupportedField("prompt_logprobs", "a prompt's own log-probabilities are not computed; leave it out", _off_if()),
+    UnsupportedField("return_tokens_as_token_ids return_token_ids", "tokens are told as text; leave it out"),
+    UnsupportedField("include_stop_str_in_output", "an answer ends before its stop word; leave it out"),
+    UnsupportedField("web_search_options", _NO_SEARCH, _off_if()),
+)
+UNSUPPORTED_FIELDS_BY_ENDPOINT = {
+    "chat": _index_fields(
+        UnsupportedField("functions", "send 'tools'"),
+        UnsupportedField("function_call", "send 'tools' and 'tool_choice'", _off_if("none", "auto")),
+        UnsupportedField("system instructions", "send a message of the role system"),
+        UnsupportedField("input", "send 'messages', or 'input' to /v1/responses"),
+        UnsupportedField("prompt", "send 'messages' alone, or 'prompt' to /v1/completions"),
+        UnsupportedField("echo", "leave it out, or send it to /v1/completions"),
+        UnsupportedField("add_special_tokens", "the template writes them; leave it out", _off_unless(True)),
+        UnsupportedField("skip_special_tokens", _NO_SPECIAL_TOKENS, _off_unless(False)),
+        UnsupportedField("modalities", 'answers are text; leave it out or send ["text"]', _off_if([], ["text"])),
+        UnsupportedField("audio", "answers are text; leave it out", _off_if()),
     ),
-}
-UNSUPPORTED_FIELDS_BY_ENDPOINT: Mapping[str, Mapping[str, UnsupportedField]] = {
-    "chat": {
-        "functions": UnsupportedField("send 'tools'"),
-        "function_call": UnsupportedField("send 'tools' and 'tool_choice'", _off_if("none", "auto")),
-        "system": _SYSTEM_PROMPT,
-        "instructions": _SYSTEM_PROMPT,
-        "input": UnsupportedField("send 'messages', or 'input' to /v1/responses"),
-        "prompt": UnsupportedField("send 'messages' alone, or 'prompt' to /v1/completions"),
-        "echo": UnsupportedField("leave it out, or send it to /v1/completions"),
-        "add_special_tokens": UnsupportedField("the template writes them; leave it out", _off_unless(True)),
-        "skip_special_tokens": UnsupportedField(
-            "special tokens are read, and not told; leave it out", _off_unless(False)
-        ),
-        "modalities": UnsupportedField('answers are text; leave it out or send ["text"]', _off_if([], ["text"])),
-        "audio": UnsupportedField("answers are text; leave it out", _off_if()),
-    },
-    "completion": {
-        "messages": UnsupportedField("send 'prompt' alone, or 'messages' to /v1/chat/completions"),
-        "tools": UnsupportedField("send them to /v1/chat/completions"),
-        "top_logprobs": UnsupportedField("send 'logprobs' as a number"),
-        "add_special_tokens": UnsupportedField("leave it out, or send the prompt as token ids", _off_unless(False)),
-    },
+    "completion": _index_fields(
+        UnsupportedField("messages", "send 'prompt' alone, or 'messages' to /v1/chat/completions"),
+        UnsupportedField("tools", "send them to /v1/chat/completions"),
+        UnsupportedField("top_logprobs", "send 'logprobs' as a number"),
+        UnsupportedField("add_special_tokens", "leave it out, or send the prompt as token ids", _off_unless(False)),
+    ),
 }
 _KNOWN_NAMES = (SUPPORTED_FIELDS | IGNORED_FIELDS).union(UNSUPPORTED_FIELDS, *UNSUPPORTED_FIELDS_BY_ENDPOINT.values())
 
 
 def find_unsupported_field(endpoint: str, body: Mapping[str, object]) -> tuple[str, str] | None:
     """Find the first field that would change the answer elsewhere and can't here, and its hint."""
-    here = UNSUPPORTED_FIELDS_BY_ENDPOINT[endpoint]
-    for name, value in body.items():
-        foreign = here.get(name) or UNSUPPORTED_FIELDS.get(name)
-        if foreign is not None and not foreign.is_off(value):
-            return name, foreign.hint
-    return None
+    fields = UNSUPPORTED_FIELDS | UNSUPPORTED_FIELDS_BY_ENDPOINT[endpoint]
+    unsupported = (name for name, value in body.items() if name in fields and not fields[name].is_off(value))
+    return next(((name, fields[name].hint) for name in unsupported), None)
 
 
 def suggest_field(name: str) -> str | None:
@@ -172,5 +161,5 @@ class TypoNotices:
             if len(name) > NAME_CHARS_MAX or len(self._seen) >= NAMES_MAX:
                 continue
             self._seen.add(name)
-            if meant := suggest_field(name):
-                log.warning("request field '%s' is not known and has no effect; did you mean '%s'?", name, meant)
+            if suggestion := suggest_field(name):
+                log.warning("request field '%s' is not known and has no effect; did you mean '%s'?", name, suggestion)

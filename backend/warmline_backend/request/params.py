@@ -20,6 +20,8 @@ TOKENS_UNBOUNDED = 1 << 30  # where neither the request, nor a setting, nor the 
 TEMPERATURE_GREEDY = 1e-5  # below it, sampling and argmax can't be told apart
 _INT64 = 1 << 63
 
+Tools = list[dict[str, Any]] | None  # of a chat body, or those in its prompt
+
 
 class BadRequestError(Exception):
     """A faulty body: `message` says what was wrong and what was expected, `param` names the field.  Becomes a 400."""
@@ -31,6 +33,13 @@ class BadRequestError(Exception):
     def encode_reply(self) -> bytes:
         """Encode OpenAI's error object as JSON."""
         return encode(ErrorReply(error=ErrorBody(message=self.message, param=self.param, code=self.code)))
+
+
+class FieldError(BadRequestError):
+    """A faulty field: the message is its name in quotes and the fault.  `param`: another name for the reply."""
+
+    def __init__(self, field: str, fault: str, param: str | None = None) -> None:
+        super().__init__(f"'{field}' {fault}", param or field)
 
 
 class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +99,7 @@ def parse_params(
         max_tokens=max_tokens,
         temperature=fields.get_number("temperature", default_temperature, low=0.0),
         top_p=fields.get_number("top_p", default_top_p, low=0.0, high=1.0),
-        top_k=_parse_top_k(fields),
+        top_k=max(fields.get_integer("top_k", 0, low=-1), 0),  # -1: off, as in vLLM
         min_p=fields.get_number("min_p", 0.0, low=0.0, high=1.0),
         seed=fields.get_optional_integer("seed", low=-_INT64, high=_INT64 - 1),
         stop=_parse_stop(fields),
@@ -99,7 +108,8 @@ def parse_params(
         allowed_token_ids=_parse_allowed_token_ids(fields, vocabulary_size),
         presence_penalty=fields.get_number("presence_penalty", 0.0, low=-2.0, high=2.0),
         frequency_penalty=fields.get_number("frequency_penalty", 0.0, low=-2.0, high=2.0),
-        repetition_penalty=_parse_repetition_penalty(fields),
+        # 0 would divide by zero, and clients of mlx_lm.server send it for off.
+        repetition_penalty=fields.get_number("repetition_penalty", 1.0, low=0.0) or 1.0,
         repetition_context_size=fields.get_integer("repetition_context_size", 20, low=1),
         logit_bias=_parse_logit_bias(fields, vocabulary_size),
         logprobs=logprobs,
@@ -125,13 +135,11 @@ class Fields:
     def get(self, name: str) -> Any:
         return self.body.get(name)
 
-    def make_error(self, name: str, expected: str, value: object) -> BadRequestError:
-        field = self._prefix + name
-        return BadRequestError(f"'{field}' must be {expected}, not {format_value(value)}", field)
+    def make_error(self, name: str, expected: str, value: object) -> FieldError:
+        return FieldError(self._prefix + name, f"must be {expected}, not {format_value(value)}")
 
     def get_optional_boolean(self, name: str) -> bool | None:
-        value = self.get(name)
-        if value is None or isinstance(value, bool):
+        if (value := self.get(name)) is None or isinstance(value, bool):
             return value
         raise self.make_error(name, "true or false", value)
 
@@ -139,16 +147,14 @@ class Fields:
         return bool(self.get_optional_boolean(name))
 
     def get_number(self, name: str, default: float, *, low: float, high: float = math.inf) -> float:
-        value = self.get(name)
-        if value is None:
+        if (value := self.get(name)) is None:
             return default
         if _is_number(value) and low <= value <= high:
             return float(value)
         raise self.make_error(name, f"a number {_format_range(low, high)}", value)
 
     def get_optional_integer(self, name: str, *, low: int, high: float = math.inf) -> int | None:
-        value = self.get(name)
-        if value is None:
+        if (value := self.get(name)) is None:
             return None
         if _is_integer(value) and low <= value <= high:
             return value
@@ -204,30 +210,17 @@ def _parse_max_tokens(fields: Fields, context_tokens_max: int, prompt_tokens: in
 
 
 def _parse_min_tokens(fields: Fields) -> int:
-    """Parse min_tokens; it may exceed a limit that the context has cut, but not one that was asked for."""
-    least, most = fields.get_integer("min_tokens", 0, low=0), fields.get(_find_limit_field(fields))
+    """Parse min_tokens; it may exceed a limit that the context has cut, but not a limit in the body."""
+    limit = _find_limit_field(fields)
+    least, most = fields.get_integer("min_tokens", 0, low=0), fields.get(limit)
     if most is not None and least > most:
-        limit = _find_limit_field(fields)
-        raise BadRequestError(f"'min_tokens' is {least}, which is more than '{limit}', {most}", "min_tokens")
+        raise FieldError("min_tokens", f"is {least}, which is more than '{limit}', {most}")
     return least
-
-
-def _parse_top_k(fields: Fields) -> int:
-    """Parse top_k; -1 means off, as in vLLM."""
-    value = fields.get_optional_integer("top_k", low=-1)
-    return 0 if value is None or value < 0 else value
-
-
-def _parse_repetition_penalty(fields: Fields) -> float:
-    """Parse repetition_penalty; 0 would divide by zero, and clients of mlx_lm.server send it for off."""
-    return fields.get_number("repetition_penalty", 1.0, low=0.0) or 1.0
 
 
 def _parse_stop(fields: Fields) -> tuple[str, ...]:
     value = fields.get("stop")
-    words = [value] if isinstance(value, str) else value
-    if words is None:
-        return ()
+    words = [] if value is None else [value] if isinstance(value, str) else value
     is_list = isinstance(words, list) and len(words) <= STOP_WORDS_MAX
     if not is_list or not all(isinstance(word, str) and word for word in words):
         raise fields.make_error("stop", f"a string or a list of up to {STOP_WORDS_MAX} strings, none empty", value)
@@ -235,42 +228,31 @@ def _parse_stop(fields: Fields) -> tuple[str, ...]:
 
 
 def _parse_token_ids(fields: Fields, name: str, vocabulary_size: int, count_max: int) -> tuple[int, ...]:
-    value = fields.get(name)
-    if value is None:
+    if (value := fields.get(name)) is None:
         return ()
     if not isinstance(value, list) or len(value) > count_max:
         raise fields.make_error(name, f"a list of up to {count_max} token ids", value)
     if not all(_is_integer(token) and 0 <= token < vocabulary_size for token in value):
-        raise BadRequestError(f"'{name}' must be token ids from 0 to {vocabulary_size - 1}", name)
+        raise FieldError(name, f"must be token ids from 0 to {vocabulary_size - 1}")
     return tuple(value)
 
 
 def _parse_allowed_token_ids(fields: Fields, vocabulary_size: int) -> tuple[int, ...]:
-    allowed = _parse_token_ids(fields, "allowed_token_ids", vocabulary_size, vocabulary_size)
     if fields.get("allowed_token_ids") == []:
-        raise BadRequestError(
-            "'allowed_token_ids' is empty, so no token could follow; leave it out", "allowed_token_ids"
-        )
-    return allowed
+        raise FieldError("allowed_token_ids", "is empty, so no token could follow; leave it out")
+    return _parse_token_ids(fields, "allowed_token_ids", vocabulary_size, vocabulary_size)
 
 
 def _parse_logit_bias(fields: Fields, vocabulary_size: int) -> dict[int, float]:
-    value = fields.get("logit_bias")
-    if value is None:
+    if (value := fields.get("logit_bias")) is None:
         return {}
-    entries = Fields(value, "logit_bias")
-    return {
-        _parse_token_id(key, vocabulary_size): entries.get_number(key, 0.0, low=-100.0, high=100.0) for key in value
-    }
-
-
-def _parse_token_id(key: str, vocabulary_size: int) -> int:
-    if key.isascii() and key.isdecimal() and len(key) < 12 and int(key) < vocabulary_size:
-        return int(key)
-    raise BadRequestError(
-        f"'logit_bias' has the key {format_value(key)}; keys must be token ids from 0 to {vocabulary_size - 1}",
-        "logit_bias",
-    )
+    entries, biases = Fields(value, "logit_bias"), dict[int, float]()
+    for key in value:
+        if not (key.isascii() and key.isdecimal() and len(key) < 12 and int(key) < vocabulary_size):
+            fault = f"has the key {format_value(key)}; keys must be token ids from 0 to {vocabulary_size - 1}"
+            raise FieldError("logit_bias", fault)
+        biases[int(key)] = entries.get_number(key, 0.0, low=-100.0, high=100.0)
+    return biases
 
 
 def _parse_logprobs(endpoint: str, fields: Fields) -> tuple[bool, int]:
@@ -281,17 +263,14 @@ def _parse_logprobs(endpoint: str, fields: Fields) -> tuple[bool, int]:
     enabled = fields.get_boolean("logprobs")
     count = fields.get_integer("top_logprobs", 0, low=0, high=TOP_LOGPROBS_MAX)
     if count and not enabled:
-        raise BadRequestError("'top_logprobs' needs 'logprobs' to be true", "top_logprobs")
+        raise FieldError("top_logprobs", "needs 'logprobs' to be true")
     return enabled, count
 
 
 def _parse_echo(fields: Fields, logprobs: bool) -> bool:
     if (echo := fields.get_boolean("echo")) and logprobs:
-        raise BadRequestError(
-            "'echo' with 'logprobs' is not supported, for a prompt's own log-probabilities are not computed; leave one "
-            "of them out",
-            "echo",
-        )
+        reason = "a prompt's own log-probabilities are not computed; leave one of them out"
+        raise FieldError("echo", f"with 'logprobs' is not supported, for {reason}")
     return echo
 
 
@@ -302,30 +281,24 @@ def _parse_include_usage(fields: Fields) -> bool:
 
 def _refuse_unsupported(endpoint: str, fields: Fields) -> None:
     if fields.get_integer("n", 1, low=1) != 1:
-        raise BadRequestError(
-            f"'n' is {fields.get('n')}; the backend computes one choice a request: ask the proxy", "n"
-        )
+        raise FieldError("n", f"is {fields.get('n')}; the backend computes one choice a request: ask the proxy")
     if refused := find_unsupported_field(endpoint, fields.body):
         name, hint = refused
-        raise BadRequestError(f"'{name}' is not supported here: {hint}", name)
+        raise FieldError(name, f"is not supported here: {hint}")
 
 
 def parse_tool_choice(fields: Fields) -> str:
     """Parse to "auto", "none" or "required"; a named tool is required, its name is checked by `response_format`."""
-    choice = fields.get("tool_choice")
-    if choice is None:
-        return "auto"
-    if isinstance(choice, str) and choice in ("auto", "none", "required"):
-        return choice
+    if (choice := fields.get("tool_choice")) in (None, "auto", "none", "required"):
+        return choice or "auto"
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     if kind == "function":
         return "required"
     if kind == "allowed_tools":
-        inner = Fields(choice, "tool_choice").get("allowed_tools")
-        mode = Fields(inner, "tool_choice.allowed_tools").get("mode")
-        if mode in ("auto", "required"):
+        allowed = Fields(choice.get("allowed_tools"), "tool_choice.allowed_tools")
+        if (mode := allowed.get("mode")) in ("auto", "required"):
             return str(mode)
-        raise Fields(inner, "tool_choice.allowed_tools").make_error("mode", '"auto" or "required"', mode)
+        raise allowed.make_error("mode", '"auto" or "required"', mode)
     expected = '"auto", "none", "required", or an object of type "function" or "allowed_tools"'
     raise fields.make_error("tool_choice", expected, choice if isinstance(choice, str) else kind or choice)
 

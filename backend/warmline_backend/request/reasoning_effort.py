@@ -11,10 +11,7 @@ argument of any template, and ignored.
 """
 
 import re
-from collections.abc import Sequence
 from typing import Any
-
-import msgspec
 
 from warmline_backend.request.params import Fields
 
@@ -25,35 +22,21 @@ EFFORT_ARGUMENT = "reasoning_effort"
 _THINKING_TYPES = {"enabled": True, "disabled": False, "adaptive": None}
 
 
-class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of one request; None leaves it to the template and the server's settings."""
-
-    enabled: bool | None = None
-    effort: str | None = None  # one of EFFORTS
-
-    @property
-    def is_reasoning(self) -> bool | None:
-        return self.enabled if self.enabled is not None or self.effort is None else self.effort != "none"
-
-
-def parse_reasoning_options(fields: Fields) -> ReasoningOptions:
-    """Parse the options of a body.  Raises BadRequestError for an unknown value."""
-    reasoning = Fields({} if (given := fields.get("reasoning")) is None else given, "reasoning")
-    enabled = [_parse_thinking(fields), fields.get_optional_boolean("enable_thinking")]
-    enabled.append(reasoning.get_optional_boolean("enabled"))
-    efforts = [_parse_effort(fields, EFFORT_ARGUMENT), _parse_effort(reasoning, "effort")]
-    return ReasoningOptions(enabled=_find_first(enabled), effort=_find_first(efforts))
-
-
-def make_template_arguments(options: ReasoningOptions, variable_names: frozenset[str], source: str) -> dict[str, Any]:
-    """Arguments for a template that reads `variable_names` and has the text `source`.
+def make_template_arguments(fields: Fields, variable_names: frozenset[str], source: str) -> dict[str, Any]:
+    """Arguments for a template that reads `variable_names` and has the text `source`.  Raises BadRequestError.
 
     A template that knows efforts alone can't be switched off: it is given the least.
     """
-    reasons = options.is_reasoning
-    names = [name for name in THINKING_ARGUMENTS if name in variable_names and reasons is not None]
-    arguments: dict[str, Any] = dict.fromkeys(names, reasons)
-    effort = options.effort if reasons is not False else "" if arguments else "none"
+    reasoning = Fields({} if (value := fields.get("reasoning")) is None else value, "reasoning")
+    switches = [_parse_thinking(fields), fields.get_optional_boolean("enable_thinking")]
+    is_on = _find_first([*switches, reasoning.get_optional_boolean("enabled")])
+    effort = _find_first([_parse_effort(fields, EFFORT_ARGUMENT), _parse_effort(reasoning, "effort")])
+    if is_on is None and effort is not None:
+        is_on = effort != "none"
+    names = [name for name in THINKING_ARGUMENTS if name in variable_names and is_on is not None]
+    arguments: dict[str, Any] = dict.fromkeys(names, is_on)
+    if is_on is False:
+        effort = "" if arguments else "none"
     if effort and EFFORT_ARGUMENT in variable_names:
         arguments[EFFORT_ARGUMENT] = _find_nearest_effort(effort, source)
     return arguments
@@ -61,25 +44,23 @@ def make_template_arguments(options: ReasoningOptions, variable_names: frozenset
 
 def _find_nearest_effort(effort: str, source: str) -> str:
     """Nearest effort among those that the template spells out, or that all templates know."""
-    known = [name for name in EFFORTS if name in EFFORTS_USUAL or re.search(rf"""['"]{name}['"]""", source)]
+    efforts = [name for name in EFFORTS if name in EFFORTS_USUAL or re.search(rf"""['"]{name}['"]""", source)]
     index = EFFORTS.index(effort)
-    return min(known, key=lambda name: abs(EFFORTS.index(name) - index))
+    return min(efforts, key=lambda name: abs(EFFORTS.index(name) - index))
 
 
-def _find_first(values: Sequence[Any]) -> Any:
+def _find_first(values: list[Any]) -> Any:
     return next((value for value in values if value is not None), None)
 
 
 def _parse_effort(fields: Fields, name: str) -> str | None:
-    value = fields.get(name)
-    if value is None or (isinstance(value, str) and value in EFFORTS):
+    if (value := fields.get(name)) is None or (isinstance(value, str) and value in EFFORTS):
         return value
     raise fields.make_error(name, f"one of {', '.join(EFFORTS)}", value)
 
 
 def _parse_thinking(fields: Fields) -> bool | None:
-    value = fields.get("thinking")
-    if value is None or isinstance(value, bool):
+    if (value := fields.get("thinking")) is None or isinstance(value, bool):
         return value
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind in _THINKING_TYPES:

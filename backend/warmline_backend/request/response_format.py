@@ -4,17 +4,12 @@ Every function raises BadRequestError, which names the field, the fault and the 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from warmline_backend.request.params import (
-    BadRequestError,
-    Fields,
-    format_value,
-    parse_parallel_tool_calls,
-    parse_tool_choice,
-)
+from warmline_backend.request import params
+from warmline_backend.request.params import FieldError, Fields, Tools, format_value
 
 CHOICES_MAX = 1000
 FORMAT_BYTES_MAX = 1 << 18  # of a schema, a regular expression, a grammar
@@ -66,24 +61,19 @@ def has_format_fields(body: Mapping[str, Any]) -> bool:
     return any(body.get(name) is not None for name in names)
 
 
-def parse_response_format(
-    endpoint: str, body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None
-) -> ResponseFormat:
+def parse_response_format(endpoint: str, body: Mapping[str, Any], tools: Tools) -> ResponseFormat:
     """Parse a body's format; `tools` are those in the prompt, checked by `prompt.messages`."""
     form = parse_text_format(body)
     if endpoint != "chat":
-        return ResponseFormat(text_format=form)
+        return ResponseFormat(form)
     fields = Fields(body)
-    choice = parse_tool_choice(fields)
+    choice = params.parse_tool_choice(fields)
     offered = tuple(_parse_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools or ()))
     if choice == "required" and not offered:
-        raise BadRequestError(
-            "'tool_choice' asks for a call, but there are no 'tools' to call; send some", "tool_choice"
-        )
+        raise FieldError("tool_choice", "asks for a call, but there are no 'tools' to call; send some")
     allowed = _filter_allowed_tools(body.get("tool_choice"), offered)
-    return ResponseFormat(
-        form, choice, allowed, parse_parallel_tool_calls(fields), has_restricted_tools=len(allowed) < len(offered)
-    )
+    parallel = params.parse_parallel_tool_calls(fields)
+    return ResponseFormat(form, choice, allowed, parallel, has_restricted_tools=len(allowed) < len(offered))
 
 
 # ---- tools
@@ -93,7 +83,7 @@ def _parse_tool(tool: Mapping[str, Any], field: str) -> CallableTool:
     function = tool["function"]
     strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):
-        raise BadRequestError(f"'{field}.function.strict' must be true or false, not {format_value(strict)}", field)
+        raise FieldError(f"{field}.function.strict", f"must be true or false, not {format_value(strict)}", field)
     return CallableTool(function["name"], function.get("parameters"), bool(strict), f"{field}.function.parameters")
 
 
@@ -104,15 +94,13 @@ def _filter_allowed_tools(choice: object, tools: tuple[CallableTool, ...]) -> tu
     if choice.get("type") == "function":
         names = {_parse_function_name(choice, "tool_choice")}
     else:
+        field = "tool_choice.allowed_tools.tools"
         allowed = Fields(choice.get("allowed_tools"), "tool_choice.allowed_tools").get("tools")
         if not isinstance(allowed, list) or not allowed:
-            raise BadRequestError("'tool_choice.allowed_tools.tools' must be a list of functions", "tool_choice")
-        field = "tool_choice.allowed_tools.tools"
+            raise FieldError(field, "must be a list of functions", "tool_choice")
         names = {_parse_function_name(tool, f"{field}[{i}]") for i, tool in enumerate(allowed)}
     if missing := sorted(names - {tool.name for tool in tools}):
-        raise BadRequestError(
-            f"'tool_choice' names {format_value(missing[0])}, which is not among 'tools'", "tool_choice"
-        )
+        raise FieldError("tool_choice", f"names {format_value(missing[0])}, which is not among 'tools'")
     return tuple(tool for tool in tools if tool.name in names)
 
 
@@ -120,7 +108,7 @@ def _parse_function_name(choice: object, field: str) -> str:
     function = choice.get("function") if isinstance(choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name:
-        raise BadRequestError(f"'{field}.function.name' must be the name of one of 'tools'", "tool_choice")
+        raise FieldError(f"{field}.function.name", "must be the name of one of 'tools'", "tool_choice")
     return name
 
 
@@ -128,11 +116,11 @@ def _parse_function_name(choice: object, field: str) -> str:
 
 
 def parse_text_format(body: Mapping[str, Any]) -> TextFormat | None:
-    given = (_parse_format_field(body), *_parse_structured_outputs(body), *_parse_legacy_fields(body))
-    forms = [form for form in given if form is not None]
+    parsed = (_parse_format_field(body), *_parse_structured_outputs(body), *_parse_legacy_fields(body))
+    forms = [form for form in parsed if form is not None]
     if len(forms) > 1:
-        fields = " and ".join(f"'{form.field}'" for form in forms[:2])
-        raise BadRequestError(f"{fields} both say what the answer must be; send one of them", forms[1].field)
+        fault = f"and '{forms[1].field}' both say what the answer must be; send one of them"
+        raise FieldError(forms[0].field, fault, forms[1].field)
     return forms[0] if forms else None
 
 
@@ -146,20 +134,15 @@ def _parse_format_field(body: Mapping[str, Any]) -> TextFormat | None:
     if kind == "json_object":
         return _make_json_format(fields.get("schema") or {"type": "object"}, "response_format.schema")
     if kind == "json_schema":
-        return _parse_json_schema(fields)
+        return _parse_json_schema(Fields(fields.get("json_schema"), "response_format.json_schema"))
     raise fields.make_error("type", '"text", "json_object" or "json_schema"', kind)
 
 
 def _parse_json_schema(fields: Fields) -> TextFormat:
-    inner = Fields(fields.get("json_schema"), "response_format.json_schema")
-    name = inner.get("name")
-    if name is not None and not isinstance(name, str):
-        raise inner.make_error("name", "a string", name)
-    inner.get_boolean("strict")
-    schema = inner.get("schema")
-    if not isinstance(schema, Mapping):
-        raise inner.make_error("schema", "a JSON schema (an object)", schema)
-    return _make_json_format(schema, "response_format.json_schema.schema")
+    if not isinstance(name := fields.get("name"), str | None):
+        raise fields.make_error("name", "a string", name)
+    fields.get_boolean("strict")
+    return _make_json_format(fields.get("schema"), "response_format.json_schema.schema")
 
 
 def _parse_structured_outputs(body: Mapping[str, Any]) -> list[TextFormat | None]:
@@ -170,19 +153,14 @@ def _parse_structured_outputs(body: Mapping[str, Any]) -> list[TextFormat | None
     if fields.get_boolean("json_object"):
         forms.append(_make_json_format({"type": "object"}, "structured_outputs.json_object"))
     if fields.get("structural_tag") is not None:
-        raise BadRequestError(
-            "'structured_outputs.structural_tag' is not supported; send 'tools'", "structured_outputs"
-        )
+        raise FieldError("structured_outputs.structural_tag", "is not supported; send 'tools'", "structured_outputs")
     if not any(forms):
-        raise BadRequestError(
-            '\'structured_outputs\' must have one of "json", "regex", "choice", "grammar"', "structured_outputs"
-        )
+        raise FieldError("structured_outputs", 'must have one of "json", "regex", "choice", "grammar"')
     return forms
 
 
 def _parse_legacy_fields(body: Mapping[str, Any]) -> list[TextFormat | None]:
-    values = {field: body.get(field) for field in LEGACY_FIELDS}
-    values["grammar"] = values["grammar"] or None
+    values = {field: body.get(field) for field in LEGACY_FIELDS} | {"grammar": body.get("grammar") or None}
     return [_make_text_format(LEGACY_FIELDS[field], value, field) for field, value in values.items()]
 
 
@@ -194,7 +172,7 @@ def _make_text_format(kind: str, value: object, field: str) -> TextFormat | None
     if kind == "choice":
         return _make_choice_format(value, field)
     if not isinstance(value, str) or not value:
-        raise BadRequestError(f"'{field}' must be a string that is not empty, not {format_value(value)}", field)
+        raise FieldError(field, f"must be a string that is not empty, not {format_value(value)}")
     _check_size(len(value), field)
     return TextFormat(kind, value, field)
 
@@ -206,24 +184,24 @@ def _decode_schema(value: object, field: str) -> object:
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
-        raise BadRequestError(f"'{field}' must be a JSON schema; this string is no JSON", field) from None
+        raise FieldError(field, "must be a JSON schema; this string is no JSON") from None
 
 
 def _make_json_format(schema: object, field: str) -> TextFormat:
     if not isinstance(schema, Mapping):
-        raise BadRequestError(f"'{field}' must be a JSON schema (an object), not {format_value(schema)}", field)
+        raise FieldError(field, f"must be a JSON schema (an object), not {format_value(schema)}")
     return TextFormat("json", schema, field)
 
 
 def _make_choice_format(value: object, field: str) -> TextFormat:
     if not isinstance(value, list) or not value or not all(isinstance(word, str) and word for word in value):
-        raise BadRequestError(f"'{field}' must be a list of strings, none empty", field)
+        raise FieldError(field, "must be a list of strings, none empty")
     if len(value) > CHOICES_MAX:
-        raise BadRequestError(f"'{field}' has {len(value)} choices; {CHOICES_MAX} are the most", field)
+        raise FieldError(field, f"has {len(value)} choices; {CHOICES_MAX} are the most")
     _check_size(sum(map(len, value)), field)
     return TextFormat("choice", value, field)
 
 
 def _check_size(size: int, field: str) -> None:
     if size > FORMAT_BYTES_MAX:
-        raise BadRequestError(f"'{field}' is {size} characters long; {FORMAT_BYTES_MAX} are the most", field)
+        raise FieldError(field, f"is {size} characters long; {FORMAT_BYTES_MAX} are the most")

@@ -5,14 +5,14 @@ is rendered.  One that reaches a limit only later fails its own request.
 """
 
 import json
-import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -20,18 +20,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerFast
 
-from warmline_backend.request.params import BadRequestError
-from warmline_backend.request.response_format import ResponseFormat, parse_response_format
-from warmline_backend.structured_output.constraint import (
-    Constraint,
-    TokenizerTraits,
-    build_constraint,
-    read_tokenizer_traits,
-)
-from warmline_backend.structured_output.matcher import Matcher
-
-K = TypeVar("K")
-V = TypeVar("V")
+from warmline_backend.request.params import BadRequestError, FieldError, Tools
+from warmline_backend.request.response_format import parse_response_format
+from warmline_backend.structured_output import constraint as constraints
+from warmline_backend.structured_output.constraint import Constraint, TokenizerTraits
+from warmline_backend.structured_output.matcher import Matcher, format_error
 
 MATCHER_COUNT_MAX = 64
 PROBLEM_COUNT_MAX = 4096
@@ -42,15 +35,14 @@ SLOW_TOKENIZER_MESSAGE = (
 )
 
 
-def create_parser_limits() -> LLParserLimits:
-    return LLParserLimits(
-        initial_lexer_fuel=1_000_000,
-        step_lexer_fuel=200_000,
-        step_max_items=50_000,
-        max_lexer_states=50_000,
-        max_grammar_size=200_000,
-        verbose_errors=False,
-    )
+PARSER_LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
 
 
 class GrammarCompiler:
@@ -63,12 +55,11 @@ class GrammarCompiler:
         self._tokenizer, self._vocabulary_size, self._on_compiled = tokenizer, vocabulary_size, on_compiled
         self._lock = threading.Lock()
         self._converted_tokenizer: tuple[LLTokenizer, TokenizerTraits] | None = None
-        self._matchers: OrderedDict[str, LLMatcher] = OrderedDict()
+        # Matchers at their start; to be copied, never advanced.
+        self._load_matcher = lru_cache(MATCHER_COUNT_MAX)(self._compile)
         self._problems: OrderedDict[bytes, str] = OrderedDict()
 
-    def build_constraint(
-        self, endpoint: str, body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, tail: str
-    ) -> Constraint | None:
+    def build_constraint(self, endpoint: str, body: Mapping[str, Any], tools: Tools, tail: str) -> Constraint | None:
         """Build the constraint of a body; None for an unconstrained answer.  Raises BadRequestError.
 
         The first constraint takes up to a second or two, for the tokenizer.
@@ -76,18 +67,23 @@ class GrammarCompiler:
         response_format = parse_response_format(endpoint, body, tools)
         if response_format.is_unconstrained:
             return None
-        _check_no_continuation(response_format, body)
+        is_whole = response_format.text_format is not None or response_format.tool_choice == "required"
+        if is_whole and body.get("continue_final_message"):
+            raise FieldError("continue_final_message", "can't be combined with a form that the whole answer must have")
         try:
-            made = build_constraint(response_format, tail, self._load_tokenizer()[1], self.find_problem)
+            traits = self._load_tokenizer()[1]
+            constraint = constraints.build_constraint(response_format, tail, traits, self.find_problem)
         except UnicodeEncodeError as error:
             raise BadRequestError("a schema, a grammar or a tool has a lone surrogate; it is no valid text") from error
-        _check_no_allowed_tokens(made, body)
-        return made if made is None or endpoint == "chat" else replace(made, reasoning="closed")
+        if constraint is not None and body.get("allowed_token_ids") is not None:  # both may leave no token at all
+            fault = "can't be combined with a form, 'tool_choice' or strict tools; send one of them"
+            raise FieldError("allowed_token_ids", fault)
+        return constraint if constraint is None or endpoint == "chat" else replace(constraint, reasoning="closed")
 
     def clear(self) -> None:
         """Delete compiled grammars and problems: schemas and grammars are their clients' texts."""
+        self._load_matcher.cache_clear()
         with self._lock:
-            self._matchers.clear()
             self._problems.clear()
 
     def create_matcher(self, constraint: Constraint) -> Matcher:
@@ -99,13 +95,15 @@ class GrammarCompiler:
         """Problem of a grammar, in a line; "" for a valid one."""
         key = xxhash.xxh3_128_digest(grammar.encode())
         with self._lock:
-            if (known := self._problems.get(key)) is not None:
-                return known
+            if (problem := self._problems.get(key)) is not None:
+                return problem
         matcher = self._compile(grammar)
         _try_tokens(matcher)
-        problem = _format_problem(matcher.get_error()) if matcher.is_error() else ""
+        problem = _format_problem(format_error(matcher)) if matcher.is_error() else ""
         with self._lock:
-            _put_bounded(self._problems, key, problem, PROBLEM_COUNT_MAX)
+            self._problems[key] = problem
+            while len(self._problems) > PROBLEM_COUNT_MAX:
+                self._problems.popitem(last=False)
         return problem
 
     def prepare_tokenizer(self) -> None:
@@ -119,49 +117,14 @@ class GrammarCompiler:
                 self._converted_tokenizer = _convert_tokenizer(self._tokenizer)
             return self._converted_tokenizer
 
-    def _load_matcher(self, grammar: str) -> LLMatcher:
-        """Matcher at its start; to be copied, never advanced."""
-        with self._lock:
-            if (known := self._matchers.get(grammar)) is not None:
-                self._matchers.move_to_end(grammar)
-                return known
-        matcher = self._compile(grammar)
-        with self._lock:
-            _put_bounded(self._matchers, grammar, matcher, MATCHER_COUNT_MAX)
-        return matcher
-
     def _compile(self, grammar: str) -> LLMatcher:
         """Compile, with the first mask computed; in error where no token can be the first."""
-        tokenizer, began = self._load_tokenizer()[0], time.monotonic()
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=create_parser_limits())
+        tokenizer, start_s = self._load_tokenizer()[0], time.monotonic()
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=PARSER_LIMITS)
         if not matcher.is_error() and not np.frombuffer(matcher.compute_bitmask(), np.uint8).any():
             matcher.consume_token(0)  # no token fits: sets its error
-        self._on_compiled(time.monotonic() - began)
+        self._on_compiled(time.monotonic() - start_s)
         return matcher
-
-
-def _put_bounded(kept: OrderedDict[K, V], key: K, value: V, count_max: int) -> None:
-    kept[key] = value
-    while len(kept) > count_max:
-        kept.popitem(last=False)
-
-
-def _check_no_continuation(response_format: ResponseFormat, body: Mapping[str, Any]) -> None:
-    is_whole = response_format.text_format is not None or response_format.tool_choice == "required"
-    if is_whole and body.get("continue_final_message"):
-        raise BadRequestError(
-            "'continue_final_message' can't be combined with a form that the whole answer must have",
-            "continue_final_message",
-        )
-
-
-def _check_no_allowed_tokens(constraint: Constraint | None, body: Mapping[str, Any]) -> None:
-    """Refuse both together: they may leave no token at all."""
-    if constraint is not None and body.get("allowed_token_ids") is not None:
-        raise BadRequestError(
-            "'allowed_token_ids' can't be combined with a form, 'tool_choice' or strict tools; send one of them",
-            "allowed_token_ids",
-        )
 
 
 def _convert_tokenizer(tokenizer: TokenizerWrapper) -> tuple[LLTokenizer, TokenizerTraits]:
@@ -171,38 +134,34 @@ def _convert_tokenizer(tokenizer: TokenizerWrapper) -> tuple[LLTokenizer, Tokeni
     backend = copy(inner.backend_tokenizer)
     backend.no_padding()
     backend.no_truncation()
-    described = json.loads(backend.to_str())
-    markers = _hide_markers(described)
-    made = LLTokenizer(json.dumps(described), n_vocab=len(inner), eos_token=sorted(tokenizer.eos_token_ids))
-    return made, read_tokenizer_traits(tokenizer, markers)
+    description = json.loads(backend.to_str())
+    markers = _hide_markers(description)
+    converted = LLTokenizer(json.dumps(description), n_vocab=len(inner), eos_token=sorted(tokenizer.eos_token_ids))
+    return converted, constraints.read_tokenizer_traits(tokenizer, markers)
 
 
-def _hide_markers(described: dict[str, Any]) -> dict[str, int]:
+def _hide_markers(description: dict[str, Any]) -> dict[str, int]:
     """Rename markers in a tokenizer's description; returns their ids by their true names.
 
     llguidance tokenizes forced text, so a word of a schema that reads like a marker would become that marker.  Renamed,
     a marker is a token that only its id names.
     """
     markers: dict[str, int] = {}
-    unknown, hidden = described["model"].get("unk_token"), dict[str, str]()
-    for token in described["added_tokens"]:
+    unknown, hidden = description["model"].get("unk_token"), dict[str, str]()
+    for token in description["added_tokens"]:
         word = token["content"]
         if (token["special"] or (word.startswith("<") and word.endswith(">"))) and word != unknown:
             markers[word] = token["id"]
             token["content"] = hidden[word] = f"<\ue000{token['id']}\ue000>"
-    _rename_markers(described["model"].get("vocab"), hidden)
-    described["post_processor"] = None  # names markers, and has no part in this
-    return markers
-
-
-def _rename_markers(vocabulary: Any, hidden: Mapping[str, str]) -> None:
-    """Rename markers in a vocabulary that has them too, as those made of SentencePiece's do."""
+    description["post_processor"] = None  # names markers, and has no part in this
+    vocabulary = description["model"].get("vocab")  # has markers too where it was made of SentencePiece's
     if isinstance(vocabulary, dict):
         for word in hidden.keys() & vocabulary.keys():
             vocabulary[hidden[word]] = vocabulary.pop(word)
     elif isinstance(vocabulary, list):
         for entry in vocabulary:
             entry[0] = hidden.get(entry[0], entry[0])
+    return markers
 
 
 def _try_tokens(matcher: LLMatcher) -> None:
@@ -214,9 +173,7 @@ def _try_tokens(matcher: LLMatcher) -> None:
         matcher.consume_token(int(bits.argmax()))
 
 
-def _format_problem(problem: str) -> str:
-    """Format in one line, without llguidance's inner state."""
-    line = " ".join(re.split("<state>|<non-verbose/>", problem)[0].split())
+def _format_problem(line: str) -> str:
     if line.startswith("panic"):
         return "it is too large or too complex"
     if not line or line.startswith("NoExtension") or "doesn't satisfy the grammar" in line:

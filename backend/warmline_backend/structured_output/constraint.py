@@ -9,21 +9,20 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from warmline_backend.output.dialect import Dialect, detect_dialect, is_reasoning_open
+from warmline_backend.output.dialect import Dialect, detect_dialect
 from warmline_backend.output.headers import HARMONY
-from warmline_backend.request.json_refs import Schema
-from warmline_backend.request.params import BadRequestError
+from warmline_backend.request.params import BadRequestError, FieldError
 from warmline_backend.request.response_format import CallableTool, ResponseFormat, TextFormat
-from warmline_backend.structured_output.json_schema import adapt_schema, add_guidance_options, list_required_names
+from warmline_backend.request.schemas import Schema, list_required_names
+from warmline_backend.structured_output.json_schema import adapt_schema, add_guidance_options
 from warmline_backend.structured_output.lark import GrammarTooLongError, LarkBuilder, quote_literal
-from warmline_backend.structured_output.tool_calls import ToolSchema, UnsupportedToolError, write_calls
+from warmline_backend.structured_output.literal_values import ToolSchema
+from warmline_backend.structured_output.tool_calls import UnsupportedToolError, write_calls
 from warmline_backend.tool_parsers.registry import CallSyntax
 
+# Start of the answer: within reasoning; where the model may open it; after it, or where there is none.
 ReasoningState = Literal["open", "possible", "closed"]
-"""Where the answer starts: within reasoning; where the model may open it; after it, or where there is none."""
-
-GrammarCheck = Callable[[str], str]
-"""(grammar) -> what is wrong with it, or "" """
+GrammarCheck = Callable[[str], str]  # (grammar) -> its problem, or ""
 
 NAMES_MAX = 200
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -93,7 +92,7 @@ def detect_reasoning(tail: str, dialect: Dialect) -> ReasoningState:
     """Detect the state by the prompt's text from its last message's end on."""
     if not dialect.think_start:
         return "closed"
-    if is_reasoning_open(dialect, tail):
+    if dialect.is_reasoning_open(tail):
         return "open"
     return "closed" if dialect.think_end in tail else "possible"
 
@@ -101,14 +100,11 @@ def detect_reasoning(tail: str, dialect: Dialect) -> ReasoningState:
 def build_constraint(
     response_format: ResponseFormat, tail: str, traits: TokenizerTraits, check_grammar: GrammarCheck
 ) -> Constraint | None:
-    """Build a constraint; None for an unconstrained answer.  Raises BadRequestError."""
-    if response_format.is_unconstrained:
-        return None
-    if traits.dialect.header_format and not traits.has_channels and response_format.tool_choice != "none":
-        raise BadRequestError(
-            "this model's answers are messages with headers; they can't be held to a form",
-            _find_field_name(response_format),
-        )
+    """Build the constraint of a format that has one; None where there is nothing to forbid.  Raises BadRequestError."""
+    choice, form = response_format.tool_choice, response_format.text_format
+    if traits.dialect.header_format and not traits.has_channels and choice != "none":
+        field = form.field if form else "tool_choice" if choice == "required" else "tools"
+        raise BadRequestError("this model's answers are messages with headers; they can't be held to a form", field)
     base = Constraint(
         reasoning=detect_reasoning(tail, traits.dialect),
         think_start=traits.think_start,
@@ -116,42 +112,18 @@ def build_constraint(
         line_breaks=traits.line_breaks,
     )
     writer = _GrammarWriter(traits, response_format, check_grammar)
-    if response_format.tool_choice == "required":
-        return replace(base, grammar=writer.write_required_calls())
-    if response_format.text_format is not None:
-        return replace(base, grammar=writer.write_answer())
-    if response_format.tool_choice == "none":
-        return _forbid_tool_calls(traits)
-    return _build_lazy_constraint(base, response_format, traits, writer)
-
-
-def _find_field_name(response_format: ResponseFormat) -> str:
-    if response_format.text_format:
-        return response_format.text_format.field
-    return "tool_choice" if response_format.tool_choice == "required" else "tools"
+    if choice == "required":
+        return replace(base, grammar=writer.write_call_block(response_format.parallel))
+    if form is not None:
+        return replace(base, grammar=writer.write_answer(form))
+    return _forbid_tool_calls(traits) if choice == "none" else writer.constrain_free_text(base)
 
 
 def _forbid_tool_calls(traits: TokenizerTraits) -> Constraint | None:
-    calls = traits.dialect.tool_format
-    starts = [opening.start for opening in (calls, *calls.alternatives)] if calls else []
-    forbidden = tuple(traits.markers[start] for start in starts if start in traits.markers)
+    markers = traits.markers
+    starts = (opening.start for opening in traits.dialect.call_markers)
+    forbidden = tuple(markers[start] for start in starts if start in markers)
     return Constraint(forbidden_tokens=forbidden) if forbidden else None
-
-
-def _build_lazy_constraint(
-    base: Constraint, response_format: ResponseFormat, traits: TokenizerTraits, writer: "_GrammarWriter"
-) -> Constraint:
-    """Constrain calls of strict tools within free text."""
-    if traits.call_syntax is None:
-        strict = next((tool.field for tool in response_format.tools if tool.strict), "")
-        what = "leave 'strict' out" if strict else "send 'tool_choice' \"auto\""
-        raise BadRequestError(f"{writer.describe_missing_grammar()}; {what}", strict or "tool_choice")
-    trigger = traits.markers.get(traits.call_start)
-    if trigger is not None and not traits.has_channels:
-        return replace(
-            base, grammar=writer.write_call_block(), trigger=trigger, single_match=not response_format.parallel
-        )
-    return replace(base, grammar=writer.write_free_text())
 
 
 class _GrammarWriter:
@@ -161,91 +133,94 @@ class _GrammarWriter:
         self._traits, self._response_format, self._check_grammar = traits, response_format, check_grammar
         self._lark = LarkBuilder(traits.markers)
 
-    def describe_missing_grammar(self) -> str:
-        return "this model's way of calling tools has no grammar here, so its calls can't be held to one"
-
     # ---- whole grammars
 
-    def write_required_calls(self) -> str:
-        """Write calls, and nothing else."""
-        return self._check_calls(self._lark.render(self._write_calls(self._response_format.parallel)))
+    def constrain_free_text(self, base: Constraint) -> Constraint:
+        """Constrain calls of strict tools within free text."""
+        traits, response_format = self._traits, self._response_format
+        trigger, parallel = traits.markers.get(traits.call_start), response_format.parallel
+        if trigger is None or traits.has_channels:
+            return replace(base, grammar=self._encode_calls(self._write_free_text()))
+        grammar = self.write_call_block(parallel and traits.has_sections)
+        return replace(base, grammar=grammar, trigger=trigger, single_match=not parallel)
 
-    def write_call_block(self) -> str:
-        """Write the calls after one marker: one call, or all."""
-        several = self._response_format.parallel and self._traits.has_sections
-        return self._check_calls(self._lark.render(self._write_calls(several)))
+    def write_call_block(self, several: bool) -> str:
+        """Write one call, or several, and nothing else."""
+        return self._encode_calls(self._write_calls(several))
 
-    def write_free_text(self) -> str:
+    def _write_free_text(self) -> str:
         """Write text with calls in it, for families whose calls begin with text, or are channels."""
         if self._traits.has_channels:
             calls = self._write_calls(several=False)
-            return self._check_calls(self._lark.render(self._write_channels(calls, self._lark.text())))
+            return self._write_channels(calls, self._lark.text())
         start, several = self._traits.call_start, self._response_format.parallel
         if self._traits.wrapper_markers:
             begin, end, *ends = (self._lark.literal(marker) for marker in self._traits.wrapper_markers)
-            text = f"({begin} {self._lark.text()} {end})? ({self._write_calls(several)})? ({' '.join(ends)})?"
-            return self._check_calls(self._lark.render(text))
+            return f"({begin} {self._lark.text()} {end})? ({self._write_calls(several)})? ({' '.join(ends)})?"
         if not start:  # only an answer that begins so is a call
             other = self._lark.text("([^{](?s:.*))?")
-            return self._check_calls(self._lark.render(f"{self._write_calls(several)} | {other}"))
+            return f"{self._write_calls(several)} | {other}"
         self._lark = LarkBuilder(self._traits.markers, consumed_prefix=start)
         head = f"{self._lark.text_until(start)} {self._write_calls(several and self._traits.has_sections)}"
         rest = self._lark.text(excluded=(start,))
-        whole = f"({head})* {rest}" if several else f"{rest} | {head}"
-        return self._check_calls(self._lark.render(whole))
+        return f"({head})* {rest}" if several else f"{rest} | {head}"
 
-    def write_answer(self) -> str:
+    def write_answer(self, form: TextFormat) -> str:
         """Write the text format; or calls, where tools may be called."""
-        requested, form = self._response_format, self._response_format.text_format
-        assert form is not None
+        response_format, traits = self._response_format, self._traits
         answer = _encode_form(form)
-        if problem := self._check_grammar(_encode_grammars([answer])):
-            raise BadRequestError(f"'{form.field}' can't be used: \"{problem}\"", form.field)
-        may_call = requested.tool_choice == "auto" and requested.tools and self._traits.call_syntax
-        if not (may_call or self._traits.wrapper_markers or self._traits.has_channels):
-            return _encode_grammars([answer])
-        calls = self._write_calls(requested.parallel) if may_call else ""
-        if self._traits.has_channels:
+        grammar = _encode_grammars([answer])
+        if problem := self._check_grammar(grammar):
+            raise FieldError(form.field, f'can\'t be used: "{problem}"')
+        may_call = response_format.tool_choice == "auto" and response_format.tools and traits.call_syntax
+        if not (may_call or traits.wrapper_markers or traits.has_channels):
+            return grammar
+        calls = self._write_calls(response_format.parallel) if may_call else ""
+        if traits.has_channels:
             start = self._write_channels(calls, "@answer")
         else:
-            start = " | ".join(part for part in (self._wrap_in_markers("@answer"), calls) if part)
+            start = " | ".join(filter(None, (self._wrap_in_markers("@answer"), calls)))
         main = {"name": "main", "lark_grammar": self._lark.render(start)}
-        written = _encode_grammars([main, {**answer, "name": "answer"}])
-        if problem := self._check_grammar(written):
-            raise BadRequestError(f"'{form.field}' and these tools can't be used together: \"{problem}\"", form.field)
-        return written
+        grammar = _encode_grammars([main, {**answer, "name": "answer"}])
+        if problem := self._check_grammar(grammar):
+            raise FieldError(form.field, f'and these tools can\'t be used together: "{problem}"')
+        return grammar
 
     # ---- surroundings
 
-    def _wrap_in_markers(self, inner: str) -> str:
+    def _wrap_in_markers(self, text: str) -> str:
         if not self._traits.wrapper_markers:
-            return inner
-        begin, end, *rest = (self._lark.literal(marker) for marker in self._traits.wrapper_markers)
-        return f"({begin})? {inner} ({' '.join([end, *rest])})?"
+            return text
+        begin, *ends = (self._lark.literal(marker) for marker in self._traits.wrapper_markers)
+        return f"({begin})? {text} ({' '.join(ends)})?"
 
     def _write_channels(self, calls: str, text: str) -> str:
         """Write reasoning, then calls or text; without a text format, comments to the user may precede them."""
         lark = self._lark
         kinds = '"analysis"' if self._response_format.text_format else '("analysis" | "commentary")'
-        thought = f"{lark.literal('<|channel|>')} {kinds} {lark.literal('<|message|>')}"
-        thinks = f"({thought} {lark.text()} {lark.literal('<|end|><|start|>assistant')})*"
+        reasoning = f"{lark.literal('<|channel|>')} {kinds} {lark.literal('<|message|>')}"
+        thinks = f"({reasoning} {lark.text()} {lark.literal('<|end|><|start|>assistant')})*"
         channel = f'{lark.literal("<|channel|>final")} (" "? {lark.literal("<|constrain|>json")})?'
         final = f"{channel} {lark.literal('<|message|>')} {text}" if text else ""
-        return f"{thinks} ({' | '.join(part for part in (final, calls) if part)})"
+        return f"{thinks} ({' | '.join(filter(None, (final, calls)))})"
 
     # ---- calls
 
     def _write_calls(self, several: bool) -> str:
         if (syntax := self._traits.call_syntax) is None:
-            raise BadRequestError(f"{self.describe_missing_grammar()}; send 'tool_choice' \"auto\"", "tool_choice")
-        offered = [self._prepare_tool(tool) for tool in self._response_format.tools]
+            is_required = self._response_format.tool_choice == "required"
+            strict = next((tool.field for tool in self._response_format.tools if tool.strict and not is_required), "")
+            reason = "this model's way of calling tools has no grammar here, so its calls can't be held to one; "
+            advice = "leave 'strict' out" if strict else "send 'tool_choice' \"auto\""
+            raise BadRequestError(reason + advice, strict or "tool_choice")
+        tools = [self._prepare_tool(tool) for tool in self._response_format.tools]
         try:
-            calls = write_calls(self._lark, syntax, offered, several)
-        except UnsupportedToolError as problem:
-            raise BadRequestError(f"this model can't be held to calling these tools: {problem}", "tools") from problem
-        except GrammarTooLongError as problem:
-            too_large = "these tools are too large to be held to their schemas; send fewer"
-            raise BadRequestError(too_large, "tools") from problem
+            calls = write_calls(self._lark, syntax, tools, several)
+        except UnsupportedToolError as error:
+            raise BadRequestError(f"this model can't be held to calling these tools: {error}", "tools") from error
+        except GrammarTooLongError as error:
+            fault = "these tools are too large to be held to their schemas; send fewer"
+            raise BadRequestError(fault, "tools") from error
         if self._traits.has_channels and self._response_format.tool_choice == "required":
             return self._write_channels(calls, "")
         return calls
@@ -256,27 +231,26 @@ class _GrammarWriter:
             parameters: Schema = adapt_schema(_close_parameters(tool), tool.field)
             schema = add_guidance_options(parameters, lenient=not tool.strict)
             if problem := self._check_grammar(_encode_grammars([{"json_schema": schema}])):
-                raise BadRequestError(f"'{tool.field}' can't be used: \"{problem}\"", tool.field)
+                raise FieldError(tool.field, f'can\'t be used: "{problem}"')
         except BadRequestError:
             if tool.strict:
                 raise
             parameters = _reduce_to_names(tool.parameters)
-        return ToolSchema(tool, parameters)
+        return ToolSchema(tool.name, parameters, lenient=not tool.strict)
 
-    def _check_calls(self, grammar: str) -> str:
-        written = _encode_grammars([{"lark_grammar": grammar}])
-        if problem := self._check_grammar(written):
+    def _encode_calls(self, start: str) -> str:
+        """Encode a grammar of calls.  Raises BadRequestError where it has a problem."""
+        grammar = _encode_grammars([{"lark_grammar": self._lark.render(start)}])
+        if problem := self._check_grammar(grammar):
             raise BadRequestError(f'these tools can\'t be held to a grammar: "{problem}"', "tools")
-        return written
+        return grammar
 
 
 def _close_parameters(tool: CallableTool) -> Schema:
     """Disallow further arguments in a schema that does not mention them."""
-    parameters = tool.parameters
-    if parameters is None:
-        return NO_PARAMETERS
+    parameters = {} if tool.parameters is None else tool.parameters
     if not isinstance(parameters, Mapping):
-        raise BadRequestError(f"'{tool.field}' must be a JSON schema (an object)", tool.field)
+        raise FieldError(tool.field, "must be a JSON schema (an object)")
     if not parameters:
         return NO_PARAMETERS
     properties = parameters.get("properties")
@@ -302,13 +276,12 @@ def _encode_form(form: TextFormat) -> dict[str, Any]:
     if form.kind == "choice":
         return {"lark_grammar": f"start: {' | '.join(quote_literal(word) for word in form.value)}"}
     if form.kind == "regex":
-        made: Sequence[dict[str, Any]] = json.loads(LLMatcher.grammar_from_regex(form.value))["grammars"]
-        return {key: value for key, value in made[0].items() if value is not None and key != "name"}
+        grammar = json.loads(LLMatcher.grammar_from_regex(form.value))["grammars"][0]
+        return {key: value for key, value in grammar.items() if value is not None and key != "name"}
     try:
         return {"lark_grammar": any_to_lark(form.value)}
-    except Exception as problem:
-        detail = str(problem)[:200]
-        raise BadRequestError(f"'{form.field}' can't be read as a grammar: \"{detail}\"", form.field) from problem
+    except Exception as error:
+        raise FieldError(form.field, f'can\'t be read as a grammar: "{str(error)[:200]}"') from error
 
 
 def _encode_grammars(grammars: Sequence[Mapping[str, Any]]) -> str:

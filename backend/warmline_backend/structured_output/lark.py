@@ -26,22 +26,17 @@ class LarkBuilder:
     """
 
     def __init__(self, markers: Mapping[str, int], consumed_prefix: str = "") -> None:
-        self._consumed_prefix = consumed_prefix
-        self._markers, self._rules, self._length = markers, dict[str, str](), 0
+        self.markers, self._consumed_prefix = markers, consumed_prefix
+        self._rules, self._length = dict[str, str](), 0
         words = sorted((re.escape(word) for word in markers if word), key=len, reverse=True)
         self._splitter = re.compile(f"({'|'.join(words)})") if words else None
 
     def literal(self, text: str) -> str:
         """Write exactly this text, with its markers as tokens."""
         text = text.removeprefix(self._consumed_prefix) if self._consumed_prefix else text
-        pieces = self._splitter.split(text) if self._splitter else [text]
-        return " ".join(self._piece(piece) for piece in pieces if piece) or quote_literal("")
-
-    def _piece(self, piece: str) -> str:
-        return f"<[{self._markers[piece]}]>" if piece in self._markers else quote_literal(piece)
-
-    def is_marker(self, text: str) -> bool:
-        return text in self._markers
+        pieces = filter(None, self._splitter.split(text) if self._splitter else [text])
+        written = (f"<[{self.markers[piece]}]>" if piece in self.markers else quote_literal(piece) for piece in pieces)
+        return " ".join(written) or quote_literal("")
 
     def json(self, schema: Mapping[str, Any], **options: Any) -> str:
         """Write JSON of a schema; `options` are llguidance's."""
@@ -52,25 +47,27 @@ class LarkBuilder:
         return self.add_terminal(self._build_text_pattern(pattern, excluded))
 
     def text_until(self, end: str, *, excluded: Iterable[str] = (), pattern: str = ANY_TEXT) -> str:
-        """Write such text up to the first `end`, included; or where `end` has a marker in it, up to that."""
-        if self._splitter and (found := self._splitter.search(end)):
-            whole = f"(?:{pattern}){escape_regex(end[: found.start()])}" if found.start() else pattern
-            return f"{self.text(whole, excluded)} {self.literal(end[found.start() :])}"
+        """Write such text up to the first `end`, included; an `end` with a marker ends the text at that marker."""
+        if self._splitter and (marker := self._splitter.search(end)):
+            whole = f"(?:{pattern}){escape_regex(end[: marker.start()])}" if marker.start() else pattern
+            return f"{self.text(whole, excluded)} {self.literal(end[marker.start() :])}"
         return self.add_rule(self._build_text_pattern(pattern, excluded), f"[suffix={quote_literal(end)}]")
 
     def _build_text_pattern(self, pattern: str, excluded: Iterable[str]) -> str:
-        banned = [word for word in excluded if word not in self._markers]
-        return " & ".join([f"/{pattern}/", *(f"~/(?s:.*){escape_regex(word)}(?s:.*)/" for word in banned)])
+        words = (escape_regex(word) for word in excluded if word not in self.markers)
+        return " & ".join([f"/{pattern}/", *(f"~/(?s:.*){word}(?s:.*)/" for word in words)])
 
     def one_of(self, options: Iterable[str]) -> str:
         return self.add_rule(" | ".join(options))
 
-    def add_rule(self, body: str, attributes: str = "") -> str:
-        return self._define_named(f"r{len(self._rules)}{attributes}", body)
+    def add_rule(self, body: str, attributes: str = "", prefix: str = "r") -> str:
+        name = f"{prefix}{len(self._rules)}"
+        self.define_rule(name + attributes, body)
+        return name
 
     def reserve_rule(self) -> str:
         """Name a rule that is defined later, so that it may refer to itself."""
-        return self._define_named(f"r{len(self._rules)}", "")
+        return self.add_rule("")
 
     def define_rule(self, name: str, body: str) -> None:
         self._length += len(body)
@@ -79,11 +76,7 @@ class LarkBuilder:
         self._rules[name] = body
 
     def add_terminal(self, body: str) -> str:
-        return self._define_named(f"T{len(self._rules)}", body)
-
-    def _define_named(self, head: str, body: str) -> str:
-        self.define_rule(head, body)
-        return head.partition("[")[0]
+        return self.add_rule(body, prefix="T")
 
     def render(self, start: str) -> str:
         rules = "".join(f"{head}: {body}\n" for head, body in self._rules.items())
@@ -94,17 +87,13 @@ def quote_literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def optional(expression: str) -> str:
-    return f"({expression})?"
-
-
 def join_optional_items(lark: LarkBuilder, items: Sequence[tuple[bool, str]], separator: str) -> str:
     """Join required and optional items in their order, with separators only between those present."""
     first, later = '""', '""'  # the rest behind nothing, and behind an item
     for required, item in reversed(items):
-        begun, going_on = f"{item} {later}", f"{quote_literal(separator)} {item} {later}"
-        first = lark.add_rule(begun if required else f"{begun} | {first}")
-        later = lark.add_rule(going_on if required else f"{going_on} | {later}")
+        leading, following = f"{item} {later}", f"{quote_literal(separator)} {item} {later}"
+        first = lark.add_rule(leading if required else f"{leading} | {first}")
+        later = lark.add_rule(following if required else f"{following} | {later}")
     return first
 
 

@@ -5,13 +5,13 @@ A value counts as text where `tool_parsers.argument_types` parses it as a string
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from warmline_backend.request.json_refs import Schema, collect_references, rebase_references, resolve_references
-from warmline_backend.structured_output.json_schema import list_required_names
-from warmline_backend.structured_output.lark import ANY_TEXT, LarkBuilder, escape_regex, optional, quote_literal
+from warmline_backend.request import schemas
+from warmline_backend.request.schemas import Schema
+from warmline_backend.structured_output.lark import ANY_TEXT, LarkBuilder, escape_regex, quote_literal
 from warmline_backend.tool_parsers.argument_types import find_possible_types
 
 _TEXT_LENGTH_MAX = 10_000  # a longer limit on text is left to the model
@@ -21,9 +21,16 @@ _WHOLE_SCHEMA_REFERENCE = "#/$defs/whole"
 _ANCHORED = re.compile(r"\^((?:\[\^|[^\\|^$]|\\.)*)\$")
 _SCALARS = (str, int, float, type(None))
 _NON_TEXT_TYPES = ("integer", "number", "boolean")
-_ANNOTATION_KEYWORDS = frozenset(
-    ("title", "description", "deprecated", "readOnly", "writeOnly", "discriminator", "$comment")
-)
+_ANNOTATION_KEYWORDS = {"title", "description", "deprecated", "readOnly", "writeOnly", "discriminator", "$comment"}
+
+
+@dataclass(frozen=True)
+class ToolSchema:
+    """A tool with parameters that are fit for a grammar."""
+
+    name: str
+    parameters: Schema
+    lenient: bool  # keywords that llguidance does not know are ignored
 
 
 @dataclass(frozen=True)
@@ -33,18 +40,11 @@ class ToolArgument:
     required: bool
 
 
-def iter_arguments(parameters: Schema) -> Iterator[ToolArgument]:
+def list_arguments(tool: ToolSchema) -> list[ToolArgument]:
     """Properties of a tool's parameters, in their order.  Others that the schema may allow are never given."""
-    found = resolve_references(parameters, parameters) or {}
-    properties, names = found.get("properties"), list_required_names(found)
-    for name, schema in properties.items() if isinstance(properties, Mapping) else ():
-        yield ToolArgument(name, schema, name in names)
-
-
-def join_arguments(arguments: Iterator[ToolArgument], write_argument: Callable[[ToolArgument], str]) -> str:
-    """Join arguments in their order, each optional unless required."""
-    parts = [(argument, write_argument(argument)) for argument in arguments]
-    return " ".join(part if argument.required else optional(part) for argument, part in parts)
+    schema = schemas.resolve_references(tool.parameters, tool.parameters) or {}
+    names, properties = schemas.list_required_names(schema), schemas.get_typed(schema, "properties", dict)
+    return [ToolArgument(name, part, name in names) for name, part in properties.items()]
 
 
 # ---- allowed values
@@ -54,9 +54,9 @@ def join_arguments(arguments: Iterator[ToolArgument], write_argument: Callable[[
 class AllowedValues:
     """All that a schema's unions allow, taken together."""
 
-    patterns: tuple[str, ...]  # of text
-    constants: tuple[Any, ...]  # scalars that are listed
-    json_schemas: tuple[Schema, ...]  # to be written as JSON
+    patterns: list[str]  # of text
+    constants: list[Any]  # scalars that are listed
+    json_schemas: list[Schema]  # to be written as JSON
 
     @property
     def string_constants(self) -> list[str]:
@@ -80,49 +80,45 @@ class AllowedValues:
 
 
 def collect_allowed_values(schema: Any, parameters: Schema) -> AllowedValues:
-    patterns: list[str] = []
-    words: list[Any] = []
-    others: list[Schema] = []
+    allowed = AllowedValues([], [], [])
     for branch in _iter_branches(schema, parameters):
-        listed = [branch["const"]] if "const" in branch else branch.get("enum")
-        if isinstance(listed, list):
-            words += [word for word in listed if isinstance(word, _SCALARS)]
-            if nested := [word for word in listed if not isinstance(word, _SCALARS)]:
-                others.append({"enum": nested})
+        values = [branch["const"]] if "const" in branch else branch.get("enum")
+        if isinstance(values, list):
+            allowed.constants.extend(value for value in values if isinstance(value, _SCALARS))
+            if nested := [value for value in values if not isinstance(value, _SCALARS)]:
+                allowed.json_schemas.append({"enum": nested})
         elif branch.get("type") == "null":
-            words.append(None)
+            allowed.constants.append(None)
         elif _can_be_text(branch, parameters):
-            patterns.append(build_text_pattern(branch))
+            allowed.patterns.append(build_text_pattern(branch))
         else:
-            others.append(branch)
-    return AllowedValues(tuple(patterns), tuple(words), tuple(others))
+            allowed.json_schemas.append(branch)
+    return allowed
 
 
 def _iter_branches(schema: Any, parameters: Schema) -> Iterator[Schema]:
     """Branches of a union and of those within it; each once, for they may refer to each other in any way."""
     waiting, seen = [schema], set[int]()
     while waiting:
-        one = resolve_references(waiting.pop(), parameters)
-        if one is None:
+        branch = schemas.resolve_references(waiting.pop(), parameters)
+        if branch is None:
             yield {}
-        elif id(one) not in seen:
-            seen.add(id(one))
-            kinds = one.get("type")
-            if union := _find_union_branches(one):
+        elif id(branch) not in seen:
+            seen.add(id(branch))
+            types = schemas.get_typed(branch, "type", list)
+            if union := _find_union_branches(branch):
                 waiting.extend(reversed(union))
-            elif isinstance(kinds, list) and kinds and not {"enum", "const"} & one.keys():
-                yield from ({**one, "type": kind} for kind in kinds)
+            elif types and not {"enum", "const"} & branch.keys():
+                yield from ({**branch, "type": name} for name in types)
             else:
-                yield one
+                yield branch
 
 
 def _find_union_branches(schema: Schema) -> list[Any]:
     """Branches of a schema that is a union and nothing else."""
-    keywords = [key for key in schema if key not in _ANNOTATION_KEYWORDS]
-    branches = schema[keywords[0]] if len(keywords) == 1 else None
-    if not isinstance(branches, list):
-        return []
-    return branches if keywords[0] in ("anyOf", "oneOf") or (keywords[0] == "allOf" and len(branches) == 1) else []
+    keywords = schema.keys() - _ANNOTATION_KEYWORDS
+    branches = schemas.get_typed(schema, min(keywords), list) if len(keywords) == 1 else []
+    return branches if keywords <= {"anyOf", "oneOf"} or (keywords == {"allOf"} and len(branches) == 1) else []
 
 
 def _can_be_text(schema: Schema, parameters: Schema) -> bool:
@@ -149,13 +145,12 @@ def build_text_pattern(schema: Schema) -> str:
 
 
 def write_tagged_value(
-    lark: LarkBuilder, schema: Any, parameters: Schema, *, end: str, excluded: tuple[str, ...], lenient: bool
+    lark: LarkBuilder, allowed: AllowedValues, tool: ToolSchema, end: str, excluded: tuple[str, ...] = ()
 ) -> str:
-    """Write a value and `end`, the tag after it.  `excluded`: other tags that text may not contain."""
-    value = collect_allowed_values(schema, parameters)
-    if value.patterns:
-        return lark.text_until(end, excluded=excluded, pattern=value.unquoted_pattern)
-    options = [*map(lark.literal, value.string_constants), *write_json_values(lark, value, parameters, lenient)]
+    """Write the allowed values and `end`, the tag after them.  `excluded`: other tags that text may not contain."""
+    if allowed.patterns:
+        return lark.text_until(end, excluded=excluded, pattern=allowed.unquoted_pattern)
+    options = [*map(lark.literal, allowed.string_constants), *write_json_values(lark, allowed, tool)]
     return f"{lark.one_of(options)} {lark.literal(end)}"
 
 
@@ -168,17 +163,18 @@ def write_string_value(lark: LarkBuilder, allowed: AllowedValues, end: str, excl
     return f"{lark.one_of(map(lark.literal, allowed.string_constants))} {lark.literal(end)}"
 
 
-def write_json_values(lark: LarkBuilder, allowed: AllowedValues, parameters: Schema, lenient: bool) -> list[str]:
+def write_json_values(lark: LarkBuilder, allowed: AllowedValues, tool: ToolSchema) -> list[str]:
     """Write all allowed values but strings, as JSON."""
-    words = [quote_literal(json.dumps(word)) for word in allowed.constants if not isinstance(word, str)]
-    return [*words, *(write_json_value(lark, other, parameters, lenient) for other in allowed.json_schemas)]
+    constants = [quote_literal(json.dumps(value)) for value in allowed.constants if not isinstance(value, str)]
+    return [*constants, *(write_json_value(lark, schema, tool) for schema in allowed.json_schemas)]
 
 
-def write_json_value(lark: LarkBuilder, schema: Schema, parameters: Schema, lenient: bool) -> str:
-    """Write a part of `parameters` as JSON, with its references intact."""
-    if all(reference.startswith(_DEFINITION_PREFIXES) for reference in collect_references(parameters)):
+def write_json_value(lark: LarkBuilder, schema: Schema, tool: ToolSchema) -> str:
+    """Write a part of the tool's parameters as JSON, with its references intact."""
+    parameters = tool.parameters
+    if all(reference.startswith(_DEFINITION_PREFIXES) for reference in schemas.collect_references(parameters)):
         shared = {key: parameters[key] for key in _DEFINITION_KEYS if key in parameters}
     else:
-        schema = rebase_references(schema, _WHOLE_SCHEMA_REFERENCE)
-        shared = {"$defs": {"whole": rebase_references(parameters, _WHOLE_SCHEMA_REFERENCE)}}
-    return lark.json({**schema, **shared}, lenient=lenient)
+        schema = schemas.rebase_references(schema, _WHOLE_SCHEMA_REFERENCE)
+        shared = {"$defs": {"whole": schemas.rebase_references(parameters, _WHOLE_SCHEMA_REFERENCE)}}
+    return lark.json({**schema, **shared}, lenient=tool.lenient)

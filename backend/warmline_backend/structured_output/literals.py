@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from warmline_backend.request.json_refs import Schema, resolve_references
-from warmline_backend.structured_output.json_schema import list_required_names
+from warmline_backend.request.schemas import Schema, get_typed, iter_objects, list_required_names, resolve_references
 from warmline_backend.structured_output.lark import LarkBuilder, join_optional_items, quote_literal
 from warmline_backend.structured_output.literal_values import build_text_pattern
 
+_STRING_KEYWORDS = ("pattern", "format", "minLength", "maxLength")
 _NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _ITEM_COUNT_MAX = 1000
 _ESCAPES = '"\\bfnrtu'  # of the same meaning in Python and JSON
@@ -25,9 +25,7 @@ class LiteralNotation:
     key_pattern: str
     format_string: Callable[[str], str]
     write_string: Callable[[LarkBuilder, Schema], str]  # -> an expression
-    true: str = "true"
-    false: str = "false"
-    null: str = "null"
+    words: Mapping[bool | None, str]  # of true, false and null
 
 
 def create_gemma_notation(quote: str, excluded: tuple[str, ...] = ()) -> LiteralNotation:
@@ -43,27 +41,26 @@ def create_gemma_notation(quote: str, excluded: tuple[str, ...] = ()) -> Literal
         key_pattern="/[A-Za-z_][A-Za-z0-9_]*/",
         format_string=lambda text: f"{quote}{text}{quote}",
         write_string=string,
+        words={True: "true", False: "false", None: "null"},
     )
 
 
 def _write_python_string(lark: LarkBuilder, schema: Schema) -> str:
     """Write in double quotes, or in single ones where neither length nor pattern is limited."""
     double = lark.json(schema, json_allowed_escapes=_ESCAPES)
-    if set(schema) & {"pattern", "format", "minLength", "maxLength"}:
+    if schema.keys() & _STRING_KEYWORDS:
         return double
     return lark.one_of([double, r"""/'([^'\\\n]|\\['"\\nrt])*'/"""])
 
 
 PYTHON_NOTATION = LiteralNotation(
-    true="True",
-    false="False",
-    null="None",
     comma=", ",
     colon=": ",
     format_key=lambda name: json.dumps(name, ensure_ascii=False),
     key_pattern=r"""/"[^"\\\n]*"|'[^'\\\n]*'/""",
     format_string=repr,
     write_string=_write_python_string,
+    words={True: "True", False: "False", None: "None"},
 )
 
 
@@ -72,6 +69,7 @@ class LiteralWriter:
 
     def __init__(self, lark: LarkBuilder, notation: LiteralNotation, root: Schema) -> None:
         self._lark, self._notation, self._root = lark, notation, root
+        self._comma = quote_literal(notation.comma)
         self._rule_names: dict[str | int, str] = {}
         self._any_rule = ""
 
@@ -81,12 +79,13 @@ class LiteralWriter:
         if not isinstance(properties, Mapping):
             others = schema.get("additionalProperties", True)
             return quote_literal("{}") if others is False else self._write_any_object(self.write_value(others))
-        notation = self._notation
         items = [
-            (name in names, f"{quote_literal(notation.format_key(name) + notation.colon)} {self.write_value(inner)}")
-            for name, inner in properties.items()
+            (name in names, f"{self._write_key(name)} {self.write_value(properties[name])}") for name in properties
         ]
-        return f"{quote_literal('{')} {join_optional_items(self._lark, items, notation.comma)} {quote_literal('}')}"
+        return _enclose("{}", join_optional_items(self._lark, items, self._notation.comma))
+
+    def _write_key(self, name: str) -> str:
+        return quote_literal(self._notation.format_key(name) + self._notation.colon)
 
     def write_value(self, schema: Any) -> str:
         """Write the values of a schema, as far as the notation can express it."""
@@ -98,28 +97,21 @@ class LiteralWriter:
         if isinstance(words, list) and words:
             return self._lark.one_of(self._write_constant(word) for word in words)
         for key in ("anyOf", "oneOf"):
-            if isinstance(branches := schema.get(key), list) and branches:
+            if branches := get_typed(schema, key, list):
                 return self._lark.one_of(self.write_value(branch) for branch in branches)
-        if isinstance(parts := schema.get("allOf"), list) and parts:
+        if parts := get_typed(schema, "allOf", list):
             return self._write_rule(id(schema), self._merge_all_of(schema, parts))
-        kinds = schema.get("type")
-        if isinstance(kinds, list) and kinds:
-            return self._lark.one_of(self._write_type(kind, schema) for kind in kinds)
-        return self._write_type(kinds, schema)
+        if types := get_typed(schema, "type", list):
+            return self._lark.one_of(self._write_type(name, schema) for name in types)
+        return self._write_type(schema.get("type"), schema)
 
     def write_any(self) -> str:
         """Write any value."""
         if not self._any_rule:
-            self._any_rule = self._lark.reserve_rule()
-            comma = quote_literal(self._notation.comma)
-            items = f"({self._any_rule} ({comma} {self._any_rule})*)?"
+            self._any_rule = value = self._lark.reserve_rule()
             scalars = [self._write_type(kind, {"type": kind}) for kind in ("number", "boolean", "null", "string")]
-            parts = [
-                *scalars,
-                self._write_any_object(self._any_rule),
-                f"{quote_literal('[')} {items} {quote_literal(']')}",
-            ]
-            self._lark.define_rule(self._any_rule, " | ".join(parts))
+            parts = [*scalars, self._write_any_object(value), _enclose("[]", f"({value} ({self._comma} {value})*)?")]
+            self._lark.define_rule(value, " | ".join(parts))
         return self._any_rule
 
     def _write_rule(self, key: str | int, schema: Any) -> str:
@@ -131,48 +123,37 @@ class LiteralWriter:
 
     def _merge_all_of(self, schema: Schema, parts: Sequence[Any]) -> Schema:
         """Merge the parts of an allOf; of two values for one keyword the last counts."""
-        merged = [
-            resolve_references(part, self._root) or {}
-            for part in (*parts, {k: v for k, v in schema.items() if k != "allOf"})
-        ]
-        whole: dict[str, Any] = {key: value for one in merged for key, value in one.items() if key != "allOf"}
-        objects = [one["properties"] for one in merged if isinstance(one.get("properties"), Mapping)]
-        if objects:
-            whole["properties"] = {name: inner for properties in objects for name, inner in properties.items()}
-            whole["required"] = [name for one in merged for name in list_required_names(one)]
-        return whole
+        parts = [*parts, {key: value for key, value in schema.items() if key != "allOf"}]
+        merged, properties, required = dict[str, Any](), dict[str, Any](), list[str]()
+        for part in (resolve_references(part, self._root) or {} for part in parts):
+            merged |= part
+            properties |= get_typed(part, "properties", dict)
+            required += list_required_names(part)
+        merged.pop("allOf", None)
+        return merged | {"properties": properties, "required": required} if properties else merged
 
     def _write_constant(self, word: Any) -> str:
-        notation = self._notation
         if isinstance(word, str):
-            return self._lark.literal(notation.format_string(word))
+            return self._lark.literal(self._notation.format_string(word))
         if isinstance(word, bool) or word is None:
-            return quote_literal({True: notation.true, False: notation.false, None: notation.null}[word])
+            return quote_literal(self._notation.words[word])
         if isinstance(word, Mapping):
-            pairs = (
-                f"{quote_literal(notation.format_key(k) + notation.colon)} {self._write_constant(v)}"
-                for k, v in word.items()
-            )
-            return self._write_delimited("{", pairs, "}")
+            pairs = (f"{self._write_key(name)} {self._write_constant(value)}" for name, value in word.items())
+            return _enclose("{}", f" {self._comma} ".join(pairs))
         if isinstance(word, list):
-            return self._write_delimited("[", map(self._write_constant, word), "]")
+            return _enclose("[]", f" {self._comma} ".join(map(self._write_constant, word)))
         return quote_literal(json.dumps(word))
 
-    def _write_delimited(self, start: str, parts: Any, end: str) -> str:
-        comma = f" {quote_literal(self._notation.comma)} "
-        return f"{quote_literal(start)} {comma.join(parts) or quote_literal('')} {quote_literal(end)}"
-
     def _write_type(self, kind: Any, schema: Schema) -> str:
-        notation = self._notation
         if kind == "string":
-            own = {key: schema[key] for key in ("pattern", "format", "minLength", "maxLength") if key in schema}
-            return notation.write_string(self._lark, {"type": "string", **own})
+            limits = {key: schema[key] for key in _STRING_KEYWORDS if key in schema}
+            return self._notation.write_string(self._lark, {"type": "string", **limits})
         if kind in ("integer", "number"):
             return self._lark.json({"type": kind, **{key: schema[key] for key in _NUMBER_KEYWORDS if key in schema}})
         if kind == "boolean":
-            return f"({quote_literal(notation.true)} | {quote_literal(notation.false)})"
+            return f"({self._write_constant(True)} | {self._write_constant(False)})"
         if kind == "null":
-            return quote_literal(notation.null)
+            return self._write_constant(None)
         if kind == "array":
             return self._write_array(schema)
         if kind == "object" or "properties" in schema:
@@ -181,31 +162,34 @@ class LiteralWriter:
 
     def _write_array(self, schema: Schema) -> str:
         low, high = (_parse_item_count(schema.get(key)) for key in ("minItems", "maxItems"))
-        if isinstance(first := schema.get("prefixItems"), list) and first:
+        if first := get_typed(schema, "prefixItems", list):
             return self._write_tuple(first, schema.get("items"), low or 0)
-        item, comma = self.write_value(schema.get("items")), quote_literal(self._notation.comma)
+        items = item = self.write_value(schema.get("items"))
         if high == 0:
             return quote_literal("[]")
-        given = item
         if high is None or high > 1:
-            given += f" ({comma} {item}){{{max((low or 1) - 1, 0)},{'' if high is None else high - 1}}}"
-        return f"{quote_literal('[')} {given if low else f'({given})?'} {quote_literal(']')}"
+            items += f" ({self._comma} {item}){{{max((low or 1) - 1, 0)},{'' if high is None else high - 1}}}"
+        return _enclose("[]", items if low else f"({items})?")
 
     def _write_tuple(self, first: Sequence[Any], others: Any, low: int) -> str:
         """Write items with a schema each, of which the last may lack, and then any number of others."""
-        comma, going_on = quote_literal(self._notation.comma), ""
+        rest = ""
         if others is not False:
-            going_on = f"({comma} {self.write_value(others)}){{{max(low - len(first), 0)},}}"
+            rest = f"({self._comma} {self.write_value(others)}){{{max(low - len(first), 0)},}}"
         for place in range(len(first) - 1, 0, -1):
-            going_on = f"{comma} {self.write_value(first[place])} {going_on}"
-            going_on = going_on if place < low else f"({going_on})?"
-        given = f"{self.write_value(first[0])} {going_on}"
-        return f"{quote_literal('[')} {given if low else f'({given})?'} {quote_literal(']')}"
+            rest = f"{self._comma} {self.write_value(first[place])} {rest}"
+            rest = rest if place < low else f"({rest})?"
+        items = f"{self.write_value(first[0])} {rest}"
+        return _enclose("[]", items if low else f"({items})?")
 
     def _write_any_object(self, value: str) -> str:
-        comma, colon = quote_literal(self._notation.comma), quote_literal(self._notation.colon)
-        pair = f"{self._notation.key_pattern} {colon} {value}"
-        return f"{quote_literal('{')} ({pair} ({comma} {pair})*)? {quote_literal('}')}"
+        pair = f"{self._notation.key_pattern} {quote_literal(self._notation.colon)} {value}"
+        return _enclose("{}", f"({pair} ({self._comma} {pair})*)?")
+
+
+def _enclose(brackets: str, expression: str) -> str:
+    """Expression between brackets; "" for nothing between them."""
+    return f"{quote_literal(brackets[0])} {expression or quote_literal('')} {quote_literal(brackets[1])}"
 
 
 def _parse_item_count(value: Any) -> int | None:
@@ -214,14 +198,5 @@ def _parse_item_count(value: Any) -> int | None:
 
 def find_unwritable_names(schema: Any) -> Sequence[str]:
     """Names of properties, at any depth, that are no identifiers."""
-    found: list[str] = []
-    waiting = [schema]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, list):
-            waiting.extend(one)
-        elif isinstance(one, Mapping):
-            if isinstance(properties := one.get("properties"), Mapping):
-                found += [name for name in properties if not name.isidentifier()]
-            waiting.extend(one.values())
-    return found
+    names = (name for part in iter_objects(schema) for name in get_typed(part, "properties", dict))
+    return [name for name in names if not name.isidentifier()]

@@ -37,12 +37,9 @@ class Matcher:
         self._has_started = self._has_reasoned = False
         self._masks: dict[str, mx.array] = {}
         self.is_complete = False  # the answer has its form, and has ended
-        self.state: MatcherState = self._choose_initial_state()
-
-    def _choose_initial_state(self) -> MatcherState:
-        if self._constraint.reasoning == "open":
-            return "reasoning"
-        return "free" if self._is_lazy else "start"
+        self.state: MatcherState = "free" if self._is_lazy else "start"
+        if constraint.reasoning == "open":
+            self.state = "reasoning"
 
     @property
     def _is_lazy(self) -> bool:
@@ -136,20 +133,17 @@ class Matcher:
     def compute_allowed(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Mask [vocabulary] of the allowed next tokens.  Raises GrammarDeadEndError for none."""
         assert self._ll_matcher is not None
-        allowed = self._compute_grammar_allowed() if self._is_matching else np.zeros(self._width, np.bool_)
+        allowed = np.zeros(self._width, np.bool_)
+        if self._is_matching:
+            bits = np.frombuffer(self._ll_matcher.compute_bitmask(), np.uint8)
+            allowed = np.unpackbits(bits, count=self._width, bitorder="little").astype(np.bool_)
+            if not allowed.any():
+                raise GrammarDeadEndError(self._describe_dead_end())
         if self.state == "start":
             if self._can_open_reasoning:
                 allowed[self._constraint.think_start[self._opening_count]] = True
             if self._has_reasoned:
                 allowed[list(self._constraint.line_breaks)] = True
-        return allowed
-
-    def _compute_grammar_allowed(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        assert self._ll_matcher is not None
-        bits = np.frombuffer(self._ll_matcher.compute_bitmask(), np.uint8)
-        allowed = np.unpackbits(bits, count=self._width, bitorder="little").astype(np.bool_)
-        if not allowed.any():
-            raise GrammarDeadEndError(self._describe_dead_end())
         return allowed
 
     def _apply_fixed_mask(self, name: Literal["forbidden", "unending"], logits: mx.array) -> mx.array:
@@ -165,5 +159,10 @@ class Matcher:
 
     def _describe_dead_end(self) -> str:
         assert self._ll_matcher is not None
-        detail = " ".join(re.split("<state>|<non-verbose/>", self._ll_matcher.get_error())[0].split())
-        return f'the answer can\'t go on in the form asked for: "{detail[:200] or "no token may follow"}"'
+        detail = format_error(self._ll_matcher)[:200] or "no token may follow"
+        return f'the answer can\'t go on in the form asked for: "{detail}"'
+
+
+def format_error(ll_matcher: LLMatcher) -> str:
+    """Error in one line, without llguidance's inner state."""
+    return " ".join(re.split("<state>|<non-verbose/>", ll_matcher.get_error())[0].split())

@@ -7,12 +7,12 @@ stand means 5.  Values that fit their schema, and ambiguous ones, are left as th
 import json
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, TypeVar
+from itertools import chain, repeat
+from typing import Any
 
-from warmline_backend.request.json_refs import Schema, resolve_references
+from warmline_backend.request.params import Tools
+from warmline_backend.request.schemas import Schema, get_typed, resolve_references
 from warmline_backend.tool_parsers.lenient_json import CONSTANTS, ToolCallParseError, parse_lenient_json
-
-K = TypeVar("K", dict[str, Any], list[Any])
 
 DEPTH_MAX = 32
 _PYTHON_TYPES: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number"}
@@ -54,7 +54,7 @@ class BareText(str):
     """A value of unknown type: a string, or JSON."""
 
 
-def find_parameters(tools: list[dict[str, Any]] | None, name: str) -> Any:
+def find_parameters(tools: Tools, name: str) -> Any:
     """Schema of a tool's arguments; None for none."""
     functions = (tool["function"] for tool in tools or ())
     return next((function.get("parameters") for function in functions if function["name"] == name), None)
@@ -62,9 +62,9 @@ def find_parameters(tools: list[dict[str, Any]] | None, name: str) -> Any:
 
 def convert_arguments(arguments: dict[str, Any], schema: Any) -> dict[str, Any]:
     """Convert arguments to the types of the schema, in their order."""
-    fitted = _SchemaTypes(schema).convert_value(arguments, schema, 0)
-    assert isinstance(fitted, dict)
-    return fitted
+    converted = _SchemaTypes(schema).convert_value(arguments, schema, 0)
+    assert isinstance(converted, dict)
+    return converted
 
 
 def find_possible_types(schema: Any, root: Any) -> frozenset[str]:
@@ -95,44 +95,39 @@ class _SchemaTypes:
         elif isinstance(value, float) and "number" not in types and "integer" in types and value.is_integer():
             value = int(value)
         if isinstance(value, dict):
-            return self._convert_object(value, self._find_branch(schema, "object"), depth)
+            schema = self._find_branch(schema, "object")
+            fields, others = get_typed(schema, "properties", dict), schema.get("additionalProperties")
+            return {key: self.convert_value(part, fields.get(key, others), depth + 1) for key, part in value.items()}
         if isinstance(value, list):
-            return self._convert_array(value, self._find_branch(schema, "array"), depth)
+            schema = self._find_branch(schema, "array")
+            schemas = chain(get_typed(schema, "prefixItems", list), repeat(schema.get("items")))
+            return [self.convert_value(*pair, depth + 1) for pair in zip(value, schemas, strict=False)]
         return value
-
-    def _convert_object(self, value: dict[str, Any], schema: Schema, depth: int) -> dict[str, Any]:
-        known, others = _get_typed(schema, "properties", dict), schema.get("additionalProperties")
-        return {key: self.convert_value(item, known.get(key, others), depth + 1) for key, item in value.items()}
-
-    def _convert_array(self, value: list[Any], schema: Schema, depth: int) -> list[Any]:
-        first, others = _get_typed(schema, "prefixItems", list), schema.get("items")
-        schemas = [first[i] if i < len(first) else others for i in range(len(value))]
-        return [self.convert_value(item, of, depth + 1) for item, of in zip(value, schemas, strict=True)]
 
     def _resolve(self, schema: Any) -> Schema:
         return resolve_references(schema, self._root) or _ANY_SCHEMA
 
     def find_allowed(self, schema: Schema, depth: int) -> _AllowedTypes:
         """Allowed types; anything where the schema names none."""
-        if (known := self._allowed_cache.get(id(schema))) is None:
+        if id(schema) not in self._allowed_cache:
             self._allowed_cache[id(schema)] = _ALLOW_ANY  # a self-reference allows anything
-            known = self._allowed_cache[id(schema)] = self._compute_allowed(schema, depth)
-        return known
+            self._allowed_cache[id(schema)] = self._compute_allowed(schema, depth)
+        return self._allowed_cache[id(schema)]
 
     def _compute_allowed(self, schema: Schema, depth: int) -> _AllowedTypes:
-        stated = []
+        limits = []
         if isinstance(kinds := schema.get("type"), str | list):
             names = {str(kind).lower() for kind in ([kinds] if isinstance(kinds, str) else kinds)}
-            stated.append(_AllowedTypes(frozenset(names | ({"integer"} if "number" in names else set()))))
+            limits.append(_AllowedTypes(frozenset(names | ({"integer"} if "number" in names else set()))))
         if isinstance(choices := schema.get("enum"), list):
-            stated.append(_allow_values(choices))
+            limits.append(_allow_values(choices))
         if "const" in schema:
-            stated.append(_allow_values([schema["const"]]))
-        for key in ("anyOf", "oneOf", "allOf"):
-            if isinstance(branches := schema.get(key), list) and branches and depth < DEPTH_MAX:
+            limits.append(_allow_values([schema["const"]]))
+        for key in ("anyOf", "oneOf", "allOf") if depth < DEPTH_MAX else ():
+            if branches := get_typed(schema, key, list):
                 each = [self.find_allowed(self._resolve(branch), depth + 1) for branch in branches]
-                stated += each if key == "allOf" else [_unite(each)]
-        allowed = reduce(_intersect, stated, _ALLOW_ANY)
+                limits += each if key == "allOf" else [_unite(each)]
+        allowed = reduce(_intersect, limits, _ALLOW_ANY)
         return allowed if allowed.types else _ALLOW_ANY
 
     def _find_branch(self, schema: Schema, kind: str) -> Schema:
@@ -149,14 +144,9 @@ class _SchemaTypes:
         return schema
 
 
-def _get_typed(schema: Schema, key: str, kind: type[K]) -> K:
-    value = schema.get(key)
-    return value if isinstance(value, kind) else kind()
-
-
 def _interpret_bare(text: str, allowed: _AllowedTypes) -> Any:
-    """Convert bare text.  Where strings are allowed it is one, unless it reads as an allowed container or null, or the
-    type is unknown, or it is none of the listed strings.
+    """Convert bare text: to a string where strings are allowed, unless the text reads as an allowed container or null,
+    or the type is unknown, or the text is none of the listed strings.
     """
     types, words = allowed.types, allowed.strings
     if "string" not in types:

@@ -9,12 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from warmline_backend.tool_parsers.lenient_json import (
-    ToolCallParseError,
-    parse_lenient_json,
-    parse_strict_json,
-    strip_code_fence,
-)
+from warmline_backend.tool_parsers import lenient_json
+from warmline_backend.tool_parsers.lenient_json import ToolCallParseError
 
 NAME_CHARS_MAX = 256
 
@@ -37,7 +33,7 @@ CallParser = Callable[[str, bool], ParsedItems]
 
 def parse_json_calls(text: str, cut: bool) -> ParsedItems:
     """Parse one object, several, or a list of them."""
-    text = strip_code_fence(text).strip()
+    text = lenient_json.strip_code_fence(text).strip()
     items: ParsedItems = []
     position = 0
     while position < len(text):
@@ -49,6 +45,11 @@ def parse_json_calls(text: str, cut: bool) -> ParsedItems:
     return require_calls(items)
 
 
+def list_text(text: str) -> ParsedItems:
+    """Text between calls as an item; none for white space."""
+    return [text] if text.strip() else []
+
+
 def require_calls(items: ParsedItems) -> ParsedItems:
     """Return `items`.  Raises ToolCallParseError where there is no call among them."""
     if not any(isinstance(item, RawToolCall) for item in items):
@@ -58,7 +59,7 @@ def require_calls(items: ParsedItems) -> ParsedItems:
 
 def parse_value(text: str, position: int, cut: bool) -> tuple[Any, int]:
     """Parse one JSON value; returns it and its end."""
-    return parse_strict_json(text, position) if cut else parse_lenient_json(text, position)
+    return lenient_json.parse_strict_json(text, position) if cut else lenient_json.parse_lenient_json(text, position)
 
 
 def _parse_call_object(value: Any) -> RawToolCall:
@@ -75,22 +76,22 @@ def _parse_call_object(value: Any) -> RawToolCall:
 
 
 def _parse_call_arguments(value: dict[str, Any]) -> dict[str, Any]:
-    given = next((value[key] for key in _ARGUMENT_KEYS if key in value), None)
-    if isinstance(given, str):
-        given = parse_arguments(given)
-    if given is None and not set(value) - {*_NAME_KEYS, *_ARGUMENT_KEYS, "id", "type", "tool_call_id"}:
+    arguments = next((value[key] for key in _ARGUMENT_KEYS if key in value), None)
+    if isinstance(arguments, str):
+        arguments = parse_arguments(arguments)
+    if arguments is None and not set(value) - {*_NAME_KEYS, *_ARGUMENT_KEYS, "id", "type", "tool_call_id"}:
         return {}
-    if not isinstance(given, dict):
+    if not isinstance(arguments, dict):
         raise ToolCallParseError("arguments must be an object")
-    return given
+    return arguments
 
 
 def parse_arguments(text: str, quote: str = "") -> dict[str, Any]:
     """Parse a JSON object and nothing else.  Raises ToolCallParseError."""
-    text = strip_code_fence(text).strip()
+    text = lenient_json.strip_code_fence(text).strip()
     if not text:
         return {}
-    value, end = parse_lenient_json(text, quote=quote)
+    value, end = lenient_json.parse_lenient_json(text, quote=quote)
     if not isinstance(value, dict) or text[end:].strip("} \n"):
         raise ToolCallParseError("arguments must be one object")
     return value

@@ -4,15 +4,8 @@ import ast
 import re
 from typing import Any
 
-from warmline_backend.tool_parsers.base import (
-    ParsedItems,
-    RawToolCall,
-    normalize_name,
-    parse_arguments,
-    parse_json_calls,
-    parse_value,
-    require_calls,
-)
+from warmline_backend.tool_parsers import base
+from warmline_backend.tool_parsers.base import ParsedItems, RawToolCall, list_text, normalize_name, require_calls
 from warmline_backend.tool_parsers.lenient_json import ToolCallParseError, parse_lenient_json
 
 PYTHON_CHARS_MAX = 65_536  # a parser's tree weighs many times its text
@@ -29,18 +22,14 @@ def parse_mistral(text: str, cut: bool) -> ParsedItems:
     """Parse a list of objects, or a header and an object a call; the rest is text."""
     stripped = text.lstrip()
     if stripped[:1] in ("[", "{"):
-        _, end = parse_value(stripped, 0, cut)
-        items = parse_json_calls(stripped[:end], cut)
-        return [*items, *_list_text(stripped[end:])]
+        _, end = base.parse_value(stripped, 0, cut)
+        items = base.parse_json_calls(stripped[:end], cut)
+        return [*items, *list_text(stripped[end:])]
     items, position = [], 0
     while head := _MISTRAL_HEAD.match(text, position):
-        arguments, position = parse_value(text, head.end(), cut)
+        arguments, position = base.parse_value(text, head.end(), cut)
         items.append(RawToolCall(normalize_name(head["name"]), arguments))
-    return [*require_calls(items), *_list_text(text[position:])]
-
-
-def _list_text(text: str) -> ParsedItems:
-    return [text] if text.strip() else []
+    return [*require_calls(items), *list_text(text[position:])]
 
 
 def parse_sections(tokens: tuple[str, str, str], text: str, cut: bool) -> ParsedItems:
@@ -50,7 +39,7 @@ def parse_sections(tokens: tuple[str, str, str], text: str, cut: bool) -> Parsed
     """
     begin, separator, end = tokens
     between, *calls = text.split(begin)
-    items = _list_text(between)
+    items = list_text(between)
     for call in calls:
         try:
             items += _parse_section(call, separator, end)
@@ -62,15 +51,18 @@ def parse_sections(tokens: tuple[str, str, str], text: str, cut: bool) -> Parsed
 
 
 def _parse_section(call: str, separator: str, end: str) -> ParsedItems:
-    head, found, body = call.partition(separator)
-    if not found:
+    head, marker, body = call.partition(separator)
+    if not marker:
         raise ToolCallParseError("a call without arguments")
     if head.strip() == "function" and "\n" in body and not body.lstrip().startswith("{"):
         head, _, body = body.lstrip().partition("\n")
     body, closed, after = body.rpartition(end)  # the last one: arguments may hold others
     if not closed:
         body, after = after, ""
-    return [RawToolCall(normalize_name(re.sub(r":\d+$", "", head.strip())), parse_arguments(body)), *_list_text(after)]
+    return [
+        RawToolCall(normalize_name(re.sub(r":\d+$", "", head.strip())), base.parse_arguments(body)),
+        *list_text(after),
+    ]
 
 
 def parse_gemma(quote: str, text: str, cut: bool) -> ParsedItems:
@@ -182,12 +174,12 @@ def parse_llama3(text: str, cut: bool) -> ParsedItems:
     items: ParsedItems = []
     position = 0
     while text[position:].lstrip().startswith("{"):
-        value, after = parse_value(text, position, cut)
+        value, after = base.parse_value(text, position, cut)
         if not isinstance(value, dict) or set(value) - {*_FIRST_KEYS} or not {"parameters", "arguments"} & set(value):
             break
-        items += parse_json_calls(text[position:after], cut)
+        items += base.parse_json_calls(text[position:after], cut)
         position = _BETWEEN_CALLS.match(text, after).end()  # type: ignore[union-attr]
-    return [*require_calls(items), *_list_text(text[position:])]
+    return [*require_calls(items), *list_text(text[position:])]
 
 
 def parse_python_tag(text: str, cut: bool) -> ParsedItems:

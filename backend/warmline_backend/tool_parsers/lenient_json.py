@@ -81,14 +81,17 @@ class _LenientParser:
         self._text, self.position, self._quote, self._depth = text, position, quote, 0
 
     def parse_value(self) -> Any:
-        char = self._peek()
-        if char in "{[" and char:
+        if (char := self._peek()) in ("{", "["):
             return self._parse_nested(char)
-        if self._quote and self._text.startswith(self._quote, self.position):
-            return self._parse_quoted()
-        if char in _PLAIN:
-            return self._parse_string(char)
-        return self._parse_scalar()
+        if (text := self._parse_text()) is not None:
+            return text
+        if match := _CONSTANT.match(self._text, self.position):
+            self.position = match.end()
+            return CONSTANTS[match.group()]
+        if _NUMBER.match(self._text, self.position):
+            value, self.position = parse_strict_json(self._text, self.position)
+            return value
+        self._fail("no value")
 
     def _peek(self) -> str:
         """Next character that is no space; "" at the end."""
@@ -140,17 +143,18 @@ class _LenientParser:
             self._fail("a comma is missing")
 
     def _parse_key(self) -> str:
-        char = self._peek()
-        if self._quote and self._text.startswith(self._quote, self.position):
-            return self._parse_quoted()
-        if char in _PLAIN:
-            return self._parse_string(char)
+        if (text := self._parse_text()) is not None:
+            return text
         if match := _BARE_KEY.match(self._text, self.position):
             self.position = match.end()
             return match.group()
         self._fail("a key is missing")
 
-    def _parse_quoted(self) -> str:
+    def _parse_text(self) -> str | None:
+        """Parse a string; None where none begins here."""
+        char = self._peek()
+        if not self._quote or not self._text.startswith(self._quote, self.position):
+            return self._parse_string(char) if char in _PLAIN else None
         start = self.position + len(self._quote)
         end = self._text.find(self._quote, start)
         if end < 0:
@@ -182,12 +186,3 @@ class _LenientParser:
             return "\\u"
         self.position = match.end()
         return str(json.loads(f'"\\u{match.group()}"'))
-
-    def _parse_scalar(self) -> Any:
-        if match := _CONSTANT.match(self._text, self.position):
-            self.position = match.end()
-            return CONSTANTS[match.group()]
-        if match := _NUMBER.match(self._text, self.position):
-            value, self.position = parse_strict_json(self._text, self.position)
-            return value
-        self._fail("no value")

@@ -73,9 +73,9 @@ def _tags(start: str, end: str, banned: tuple[str, ...]) -> ArgumentSyntax:
 
 
 def _make_format(
-    name: str, parse: CallParser, syntax: CallSyntax, start: str = "", end: str = "", **fields: Any
+    name: str, parse: CallParser, syntax: CallSyntax, markers: tuple[str, str] = ("", ""), **fields: Any
 ) -> ToolFormat:
-    return ToolFormat(start, end, parse, name, syntax, **fields)
+    return ToolFormat(*markers, parse, name, syntax, **fields)
 
 
 def _parse_tags(tags: xml_style.TagFormat) -> CallParser:
@@ -104,10 +104,10 @@ def _make_invoke_syntax(prefix: str, section: str) -> CallSyntax:
     )
 
 
-def _make_list_syntax(start: str, end: str, variant: tuple[str, CallSyntax] | None = None) -> CallSyntax:
-    """Syntax of one JSON list of all calls."""
-    call = '{"name": %q, "arguments": %a}'
-    return CallSyntax(call, separator=", ", start=f"{start}%s[", end=f"]{end}", variant=variant)
+def _make_list_format(name: str, parse: CallParser, start: str, end: str = "", template_word: str = "") -> ToolFormat:
+    """Format of one JSON list of all calls."""
+    syntax = CallSyntax('{"name": %q, "arguments": %a}', separator=", ", start=f"{start}%s[", end=f"]{end}")
+    return _make_format(name, parse, syntax, (start, end), template_word=template_word)
 
 
 _DSML = "｜DSML｜"  # noqa: RUF001
@@ -135,17 +135,15 @@ _GLM = _make_format(
 _JSON_TOOLS = _make_format(
     "json_tools",
     parse_json_calls,
-    start="<tool_call>",
-    end="</tool_call>",
-    syntax=CallSyntax('<tool_call>\n{"name": %q, "arguments": %a}\n</tool_call>', separator="\n"),
+    CallSyntax('<tool_call>\n{"name": %q, "arguments": %a}\n</tool_call>', separator="\n"),
+    ("<tool_call>", "</tool_call>"),
     template_word="<tool_call>",
 )
 _HARMONY = _make_format(
     "harmony",
     parse_json_calls,
-    start="<|channel|>commentary to=functions.",
-    end="<|call|>",
-    syntax=CallSyntax("<|channel|>commentary to=functions.%n <|constrain|>json<|message|>%a", is_single=True),
+    CallSyntax("<|channel|>commentary to=functions.%n <|constrain|>json<|message|>%a", is_single=True),
+    ("<|channel|>commentary to=functions.", "<|call|>"),
 )
 _LLAMA3 = _make_format(
     "llama3",
@@ -214,7 +212,13 @@ _FORMATS = (
         "mistral",
         families.parse_mistral,
         # Newer ones write a header a call, older ones one list.
-        _make_list_syntax("[TOOL_CALLS]", "", ("[ARGS]", CallSyntax("[TOOL_CALLS]%n[ARGS]%a"))),
+        CallSyntax(
+            '{"name": %q, "arguments": %a}',
+            separator=", ",
+            start="[TOOL_CALLS]%s[",
+            end="]",
+            variant=("[ARGS]", CallSyntax("[TOOL_CALLS]%n[ARGS]%a")),
+        ),
         special_tokens=("[ARGS]", "[CALL_ID]"),
     ),
     _make_format(
@@ -244,9 +248,7 @@ _FORMATS = (
     _make_format(
         "deepseek_v32",
         _parse_tags(xml_style.make_invoke_tags(_DSML, "string")),
-        start=f"<{_DSML}function_calls>",
-        end=f"</{_DSML}function_calls>",
-        syntax=CallSyntax(
+        CallSyntax(
             f'<{_DSML}invoke name="%n">\n%a</{_DSML}invoke>\n',
             ArgumentSyntax(
                 "flagged", f'<{_DSML}parameter name="%n" string="%k">', f"</{_DSML}parameter>\n", (f"</{_DSML}invoke>",)
@@ -254,55 +256,39 @@ _FORMATS = (
             start=f"<{_DSML}function_calls>\n",
             end=f"</{_DSML}function_calls>",
         ),
+        (f"<{_DSML}function_calls>", f"</{_DSML}function_calls>"),
         template_word=_DSML,
         special_tokens=(_DSML,),
     ),
     _make_format(
         "deepseek_v3",
         partial(families.parse_sections, _DEEPSEEK_TOKENS),
-        start=_DEEPSEEK[0],
-        end=_DEEPSEEK[1],
-        syntax=CallSyntax("{}%n{}%a{}".format(*_DEEPSEEK_TOKENS), start=_DEEPSEEK[0], end=_DEEPSEEK[1]),
+        CallSyntax("{}%n{}%a{}".format(*_DEEPSEEK_TOKENS), start=_DEEPSEEK[0], end=_DEEPSEEK[1]),
+        _DEEPSEEK,
         template_word=_DEEPSEEK[0],
         special_tokens=_DEEPSEEK_TOKENS,
     ),
     _make_format(
         "seed_oss",
         _QWEN3_CODER.parse,
-        start="<seed:tool_call>",
-        end="</seed:tool_call>",
-        syntax=_make_qwen_syntax("seed:"),
+        _make_qwen_syntax("seed:"),
+        ("<seed:tool_call>", "</seed:tool_call>"),
         template_word="<seed:tool_call>",
     ),
     _make_format(
         "command_a",
         parse_json_calls,
-        start="<|START_ACTION|>",
-        end="<|END_ACTION|>",
-        syntax=CallSyntax(
+        CallSyntax(
             '{"tool_call_id": "%d", "tool_name": %q, "parameters": %a}',
             separator=",\n    ",
             start="<|START_ACTION|>[\n    ",
             end="\n]<|END_ACTION|>",
         ),
+        ("<|START_ACTION|>", "<|END_ACTION|>"),
         template_word="<|START_ACTION|>",
     ),
-    _make_format(
-        "phi4",
-        parse_json_calls,
-        start="<|tool_call|>",
-        end="<|/tool_call|>",
-        syntax=_make_list_syntax("<|tool_call|>", "<|/tool_call|>"),
-        template_word="<|/tool_call|>",
-    ),
-    _make_format(
-        "granite",
-        families.parse_mistral,
-        start="<|tool_call|>",
-        end="",
-        syntax=_make_list_syntax("<|tool_call|>", ""),
-        template_word="<|tool_call|>",
-    ),
+    _make_list_format("phi4", parse_json_calls, "<|tool_call|>", "<|/tool_call|>", template_word="<|/tool_call|>"),
+    _make_list_format("granite", families.parse_mistral, "<|tool_call|>", template_word="<|tool_call|>"),
     _JSON_TOOLS,
 )
 _FORMATS_BY_NAME = {family.name: family for family in _FORMATS}
@@ -336,8 +322,8 @@ def is_harmony(vocabulary: dict[str, int]) -> bool:
 def _detect_mlx_format(tokenizer: TokenizerWrapper) -> ToolFormat:
     name = str(tokenizer.init_kwargs.get("tool_parser_type") or "")
     start, end = str(tokenizer.tool_call_start), str(tokenizer.tool_call_end)
-    if known := _FORMATS_BY_NAME.get(name):
-        return replace(known, start=start, end=end)
+    if tool_format := _FORMATS_BY_NAME.get(name):
+        return replace(tool_format, start=start, end=end)
     return ToolFormat(start, end, partial(_parse_with_mlx_lm, tokenizer.tool_parser), name, special_tokens=None)
 
 
@@ -346,9 +332,9 @@ def _parse_with_mlx_lm(mlx_parser: Callable[[str], Any], text: str, cut: bool) -
     try:
         parsed = mlx_parser(text)
         calls = parsed if isinstance(parsed, list) else [parsed]
-        written = [RawToolCall(normalize_name(call["name"]), call["arguments"]) for call in calls]
+        raw_calls = [RawToolCall(normalize_name(call["name"]), call["arguments"]) for call in calls]
     except Exception as error:  # parsers raise whatever they like
         raise ToolCallParseError(str(error)) from error
-    if not written or not all(isinstance(call.arguments, dict) for call in written):
+    if not raw_calls or not all(isinstance(call.arguments, dict) for call in raw_calls):
         raise ToolCallParseError("no call")
-    return [*written]
+    return [*raw_calls]

@@ -4,15 +4,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from warmline_backend.tool_parsers import base
 from warmline_backend.tool_parsers.argument_types import BareText
-from warmline_backend.tool_parsers.base import (
-    ParsedItems,
-    RawToolCall,
-    normalize_name,
-    parse_arguments,
-    parse_json_calls,
-    require_calls,
-)
+from warmline_backend.tool_parsers.base import ParsedItems, RawToolCall, list_text, normalize_name, require_calls
 from warmline_backend.tool_parsers.lenient_json import ToolCallParseError, parse_lenient_json
 
 BROKEN_MAX = 32  # calls of one text: each is looked for to the text's end
@@ -36,19 +30,19 @@ def parse_tagged(tags: TagFormat, text: str, cut: bool) -> ParsedItems:
     """Parse every call in `text`.  Raises ToolCallParseError for none, or for too many broken ones."""
     position = _skip_space(text, 0)
     if tags.accepts_json and text[position : position + 1] in ("{", "["):
-        return parse_json_calls(text, cut)
+        return base.parse_json_calls(text, cut)
     if not tags.call_end:
         return [_parse_single_call(tags, text, position)]
     items: ParsedItems = []
     position = broken = 0
     while opening := tags.call_start.search(text, position):
-        _append_text(text[position : opening.start()], items)
+        items += list_text(text[position : opening.start()])
         item, position = _parse_tagged_call(tags, text, opening)
         items.append(item)
         broken += isinstance(item, str)
         if broken > BROKEN_MAX:
             raise ToolCallParseError("broken calls")
-    _append_text(text[position:], items)
+    items += list_text(text[position:])
     return require_calls(items)
 
 
@@ -71,7 +65,7 @@ def _parse_single_call(tags: TagFormat, text: str, position: int) -> RawToolCall
         raise ToolCallParseError("no call")
     name, position = normalize_name(opening["name"]), opening.end()
     if tags.accepts_json and text.startswith("{", position):
-        return RawToolCall(name, parse_arguments(text[position:]))
+        return RawToolCall(name, base.parse_arguments(text[position:]))
     arguments, position = _parse_tagged_arguments(tags, text, position)
     if text[position:].strip():
         raise ToolCallParseError("text among the arguments")
@@ -80,13 +74,8 @@ def _parse_single_call(tags: TagFormat, text: str, position: int) -> RawToolCall
 
 def _skip_space(text: str, position: int) -> int:
     """Position of the next character that is no space."""
-    found = _NO_SPACE.search(text, position)
-    return found.start() if found else len(text)
-
-
-def _append_text(text: str, items: ParsedItems) -> None:
-    if text.strip():
-        items.append(text)
+    match = _NO_SPACE.search(text, position)
+    return match.start() if match else len(text)
 
 
 def _find_call_end(tags: TagFormat, text: str, position: int) -> int:
@@ -233,14 +222,14 @@ def parse_kimi_k3(text: str, cut: bool) -> ParsedItems:
     items: ParsedItems = []
     position = 0
     while opening := _KIMI_CALL.search(text, position):
-        _append_text(text[position : opening.start()], items)
+        items += list_text(text[position : opening.start()])
         name = _KIMI_TOOL.search(opening["attributes"])
         if name is None:
             raise ToolCallParseError("a call without a name")
         arguments, position = _parse_kimi_arguments(text, opening.end())
         position = _find_call_end(_KIMI_TAGS, text, position)
         items.append(RawToolCall(normalize_name(_unescape(name["name"])), arguments))
-    _append_text(text[position:], items)
+    items += list_text(text[position:])
     return require_calls(items)
 
 
@@ -250,7 +239,7 @@ def _parse_kimi_arguments(text: str, position: int) -> tuple[dict[str, Any], int
         return {_unescape(key): value for key, value in arguments.items()}, position
     if (end := text.find(_KIMI_JSON_END, opening.end())) < 0:
         raise ToolCallParseError("a value does not end", cut=True)
-    return parse_arguments(text[opening.end() : end]), end + len(_KIMI_JSON_END)
+    return base.parse_arguments(text[opening.end() : end]), end + len(_KIMI_JSON_END)
 
 
 def _unescape(attribute: str) -> str:

@@ -227,6 +227,9 @@ def test_compiled_grammars_are_bounded(thinking: Any, monkeypatch: pytest.Monkey
         grammars.build_constraint("chat", {"guided_choice": [word]}, None, "</think>") for word in ("ab", "cd", "ef")
     ]
     monkeypatch.setattr("warmline_backend.structured_output.compiler.MATCHER_COUNT_MAX", 2)
+    compile_times: list[float] = []
+    bounded = GrammarCompiler(tokenizer, len(tokenizer), compile_times.append)
     for constraint, word in [*zip(constraints, ("ab", "cd", "ef"), strict=True)] * 2:
-        assert accepts_tokens(grammars.create_matcher(constraint), ids(tokenizer, word + EOS))
-    assert len(grammars._matchers) == 2
+        for _ in range(2):
+            assert accepts_tokens(bounded.create_matcher(constraint), ids(tokenizer, word + EOS))
+    assert len(compile_times) == 6  # each was evicted before its next turn, and found in between

@@ -110,11 +110,17 @@ class Module:
         if isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef):
             names = {**names, **_assigned(node)}
         if isinstance(node, ast.Call) and (carrier := self._carrier(node, carriers)):
-            for given in [*node.args, *(keyword.value for keyword in node.keywords)]:
-                for text in self._texts(given, names):
-                    yield Said(self.name, carrier, " ".join(_PERCENT.sub(VALUE, text).split()))
+            for text in self._told(node, carrier, names):
+                yield Said(self.name, carrier, " ".join(_PERCENT.sub(VALUE, text).split()))
         for child in ast.iter_child_nodes(node):
             yield from self._said_in(child, carriers, names)
+
+    def _told(self, call: ast.Call, carrier: str, names: Mapping[str, list[ast.expr]]) -> list[str]:
+        if carrier == "FieldError" and len(call.args) > 1:  # the field in quotes, and the fault
+            field, fault = (self._texts(given, names) or [VALUE] for given in call.args[:2])
+            return _joined([["'"], field, ["' "], fault])
+        given = [*call.args, *(keyword.value for keyword in call.keywords)]
+        return [text for each in given for text in self._texts(each, names)]
 
     def _carrier(self, call: ast.Call, carriers: set[str]) -> str:
         """ "" for a call that tells people nothing."""

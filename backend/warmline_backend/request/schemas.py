@@ -1,12 +1,24 @@
-"""References within a JSON schema.  Pure."""
+"""Reading of JSON schemas: references, and keywords with values of the expected type.  Pure."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 Schema = Mapping[str, Any]
+K = TypeVar("K", dict[str, Any], list[Any])
 
 CHAIN_MAX = 100  # references that lead to references
+
+
+def get_typed(schema: Schema, key: str, kind: type[K]) -> K:
+    """Value of a keyword; empty where the keyword is absent or has a value of another type."""
+    value = schema.get(key)
+    return value if isinstance(value, kind) else kind()
+
+
+def list_required_names(schema: Schema) -> list[str]:
+    """Names that an object must have."""
+    return [name for name in get_typed(schema, "required", list) if isinstance(name, str)]
 
 
 def resolve_references(schema: Any, root: Any) -> Schema | None:
@@ -26,28 +38,33 @@ def lookup_reference(reference: str, root: Any) -> Any:
         return root
     if not reference.startswith("#/"):
         return None
-    found = root
+    part = root
     for step in reference[2:].split("/"):
-        if not isinstance(found, Mapping):
+        if not isinstance(part, Mapping):
             return None
         name = step.replace("~1", "/").replace("~0", "~")
-        found = found[name] if name in found else found.get(unquote(name))
-    return found
+        part = part[name] if name in part else part.get(unquote(name))
+    return part
 
 
 def collect_references(schema: Any) -> set[str]:
     """All references of a schema, at any depth, as they are written."""
-    found: set[str] = set()
+    return {reference for part in iter_objects(schema) if isinstance(reference := part.get("$ref"), str)}
+
+
+def iter_objects(schema: Any) -> Iterator[Schema]:
+    """All objects in a schema, at any depth."""
     waiting = [schema]
     while waiting:
         part = waiting.pop()
         if isinstance(part, Mapping):
-            if isinstance(reference := part.get("$ref"), str):
-                found.add(reference)
-            waiting.extend(part.values())
-        elif isinstance(part, list):
-            waiting.extend(part)
-    return found
+            yield part
+        waiting.extend(list_parts(part))
+
+
+def list_parts(value: Any) -> list[Any]:
+    """Values in an object or in a list; of another value none."""
+    return list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list) else []
 
 
 def rebase_references(schema: Any, prefix: str) -> Any:
@@ -56,7 +73,7 @@ def rebase_references(schema: Any, prefix: str) -> Any:
         return [rebase_references(part, prefix) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    made = {key: rebase_references(part, prefix) for key, part in schema.items()}
+    copy = {key: rebase_references(part, prefix) for key, part in schema.items()}
     if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
-        made["$ref"] = prefix + reference[1:]
-    return made
+        copy["$ref"] = prefix + reference[1:]
+    return copy
