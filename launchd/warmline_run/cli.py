@@ -1,5 +1,6 @@
 """`warmline`: starts the pair or one of the two, examines models and servers, or shows the settings in force."""
 
+import asyncio
 import json
 import os
 import sys
@@ -115,22 +116,22 @@ def gates(
     seed: Annotated[str, typer.Option(help="at the top of each prompt; default: a new one")] = "",
 ) -> None:
     """Check a running server, from a first token to a long transcript.  The key comes from WARMLINE_CLIENT_KEY."""
-    from warmline_run.smoke import runner  # here, since no other command needs these imports
+    from warmline_run.smoke import report, runner  # here, since no other command needs these imports
     from warmline_run.smoke.check import Scale
 
     if names:
-        print(runner.list_checks())
+        print(report.render_list(runner.CHECKS))
         return
     try:
         endpoint = runner.find_endpoint(resolve({"home": home}, os.environ), url, os.environ)
         scale = Scale(turns_count=turns, turn_bytes=int(turn_kb * 1000), long_tokens=long_tokens)
         target = runner.make_target(endpoint, scale, model=model, tolerance=tolerance, timeout_s=timeout_s, seed=seed)
         target.may_restart = restart
-        options = runner.RunOptions(runner.select_checks(only or []), as_json, strict)
+        checks = runner.find_checks(only or [])
     except ConfigurationError as error:
         print_message(str(error))
         raise typer.Exit(EXIT_CONFIGURATION) from None
-    raise typer.Exit(runner.run_checks(target, options))
+    raise typer.Exit(asyncio.run(runner.run_checks(target, checks, as_json=as_json, strict=strict)))
 
 
 @app.command("config")
