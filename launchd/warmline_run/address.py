@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,16 +20,16 @@ LOOKUP_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True)
 class Address:
-    """`host` is what is listened on."""
+    """Address that the proxy listens on."""
 
     host: str
     port: int
-    key: str = ""  # that the settings name; there may be others in the home
-    home: str = ""  # where it is not the usual one
+    key: str = ""  # of the settings; there may be others in the home
+    home: str = ""  # "" for the default one
 
     @property
     def url(self) -> str:
-        """For others, where they can connect."""
+        """Base URL for other machines, where they can connect."""
         return format_url(_list_host_names()[0] if self.is_wildcard else self.host, self.port)
 
     @property
@@ -54,12 +55,11 @@ class Address:
         """A line with further ways to reach a wildcard address: names in .local are not known everywhere."""
         if not self.is_wildcard:
             return ""
-        return (
-            f"also {' and '.join(format_url(each, self.port) for each in [*_list_host_names()[1:], self.probe_host])}\n"
-        )
+        urls = [format_url(host, self.port) for host in (*_list_host_names()[1:], self.probe_host)]
+        return f"also {' and '.join(urls)}\n"
 
     def curl_command(self, needs_key: bool) -> str:
-        """A first request, to be pasted.  `needs_key`: without one it would be refused."""
+        """A first request, to be pasted.  `needs_key`: the proxy refuses requests without a key."""
         key = f' -H "Authorization: Bearer {self._key_expression()}"' if needs_key or self.key else ""
         body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
         return f"curl {self.url}/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
@@ -71,9 +71,8 @@ class Address:
 
 
 def make_address(config: ResolvedConfig) -> Address:
-    """As the proxy does it: `lan` opens a host that is loopback."""
-    host = str(config["host"])
-    home = str(config["home"])
+    """Address by the settings, as the proxy finds it: `lan` opens a host that is loopback."""
+    host, home = str(config["host"]), str(config["home"])
     return Address(
         host=ANY_ADDRESS if config["lan"] and is_loopback(host) else host,
         port=int(config["port"]),
@@ -83,9 +82,9 @@ def make_address(config: ResolvedConfig) -> Address:
 
 
 def format_program(name: str) -> str:
-    """One of our commands as a shell finds it: by its name where PATH leads to this installation, else by its path."""
-    own, found = Path(sys.executable).with_name(name), shutil.which(name)
-    if not own.is_file() or (found and Path(found).samefile(own)):
+    """Command of ours as a shell finds it: its name where PATH leads to this installation, else its path."""
+    own, on_path = Path(sys.executable).with_name(name), shutil.which(name)
+    if not own.is_file() or (on_path and Path(on_path).samefile(own)):
         return name
     return shlex.quote(str(own))
 
@@ -104,25 +103,18 @@ def bonjour_name() -> str:
     """This machine's name in .local: a Mac may have another host name by DHCP."""
     name = socket.gethostname().partition(".")[0]
     if sys.platform == "darwin":
-        try:
-            asked = subprocess.run(
-                ["/usr/sbin/scutil", "--get", "LocalHostName"],
-                capture_output=True,
-                text=True,
-                timeout=LOOKUP_TIMEOUT_S,
-                check=True,
-            )
-            name = asked.stdout.strip() or name
-        except (OSError, subprocess.SubprocessError):
-            pass
+        command = ("/usr/sbin/scutil", "--get", "LocalHostName")
+        with suppress(OSError, subprocess.SubprocessError):
+            output = subprocess.run(command, capture_output=True, text=True, timeout=LOOKUP_TIMEOUT_S, check=True)
+            name = output.stdout.strip() or name
     return f"{name.lower()}.local"
 
 
 def lan_address() -> str:
-    """The one that packets to others would bear; "" where there is no way to them.  Nothing is sent."""
+    """This machine's address in packets to others; "" where no route leads to them.  Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # an address for documentation, which nobody has
+            probe.connect(("192.0.2.1", 9))  # an address for documentation, which no machine has
         except OSError:
             return ""
         return str(probe.getsockname()[0])

@@ -1,29 +1,23 @@
 """`warmline`: starts the pair or one of the two, examines models and servers, or shows the settings in force."""
 
+import asyncio
 import json
 import os
 import sys
-from collections.abc import Mapping
-from functools import partial
-from importlib.metadata import version
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from warmline_common.process import exit_codes
 from warmline_common.process.exit_codes import EXIT_CONFIGURATION
+from warmline_common.process.version import version
+from warmline_common.settings.parsers import Value
 from warmline_common.settings.resolve import ConfigurationError, EffectiveSetting, ResolvedConfig, resolve
 from warmline_common.settings.table import SETTINGS
-from warmline_run import openblas, ports
-from warmline_run import probe as asking
-from warmline_run import processes as commands
-from warmline_run import startup_report as summary
-from warmline_run import supervisor as supervise
-from warmline_run.address import make_address
-from warmline_run.services.cli import make_app
-from warmline_run.services.manager import ServiceManager
+from warmline_run import openblas, ports, processes, supervisor
+from warmline_run.services.cli import JsonOption, make_app
 from warmline_run.settings.cli_options import with_settings
+from warmline_run.supervisor import print_message
 
 app = typer.Typer(
     help="A caching proxy in front of an MLX model: what was prefilled once is never prefilled again.",
@@ -35,7 +29,7 @@ app = typer.Typer(
 
 def _print_version(is_requested: bool) -> None:
     if is_requested:
-        print(f"warmline {version('warmline')}")
+        print(f"warmline {version()}")
         raise typer.Exit
 
 
@@ -51,35 +45,30 @@ def _main(
 @with_settings
 def serve(config: ResolvedConfig) -> None:
     """Run proxy and backend together; restart what dies."""
-    _check_ports_free(config)
-    _print_blas_advice(os.environ)
+    if problem := ports.describe_occupied_port(config):  # early and by name: the children bind a moment later
+        raise ConfigurationError(problem)
+    _print_blas_advice()
     try:
-        model = commands.prepare_model(config)
+        model = processes.prepare_model(config)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    code = supervise.run(
-        commands.backend_command(config, model, os.environ),
-        commands.proxy_command(config, os.environ),
-        make_address(config),
-        partial(asking.needs_key, make_address(config), Path(str(config["home"]))),
-        partial(summary.read_report, config),
-    )
-    raise typer.Exit(code)
+    backend_command = processes.backend_command(config, model, os.environ)
+    raise typer.Exit(supervisor.run(backend_command, processes.proxy_command(config, os.environ), config))
 
 
 @app.command()
 @with_settings
 def proxy(config: ResolvedConfig) -> None:
     """Run the proxy alone, in this process."""
-    _exec_command(commands.proxy_command(config, os.environ))
+    _exec_command(processes.proxy_command(config, os.environ))
 
 
 @app.command()
 @with_settings
 def backend(config: ResolvedConfig) -> None:
     """Run the backend alone, in this process."""
-    _print_blas_advice(os.environ)
-    _exec_command(commands.backend_command(config, commands.prepare_model(config), os.environ))
+    _print_blas_advice()
+    _exec_command(processes.backend_command(config, processes.prepare_model(config), os.environ))
 
 
 @app.command(short_help="Say whether a model can be served, and how.")
@@ -92,15 +81,19 @@ def doctor(
     memory_gb: Annotated[float, typer.Option(min=0, help="on a Mac of so much memory; 0: on this machine")] = 0,
     prefill_tokens_s: Annotated[float, typer.Option(min=0, help="how fast it prefills, for times; 0: not known")] = 0,
     disk_gb_s: Annotated[float, typer.Option(min=0, help="how fast its disk is read, for times; 0: not known")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="for programs instead of people")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Say whether a model can be served, and how, without loading its weights."""
     if examined_model:
-        config = _override_model(config, examined_model)
+        try:
+            model = EffectiveSetting(SETTINGS["model"].parse(examined_model), "MODEL")
+        except ValueError as error:
+            raise ConfigurationError(f"MODEL: {error}, not {examined_model!r}") from None
+        config = ResolvedConfig({**config.effective_settings, "model": model})
     numbers = {"--memory-gb": memory_gb, "--prefill-tokens-s": prefill_tokens_s, "--disk-gb-s": disk_gb_s}
     options = [word for flag, number in numbers.items() if number for word in (flag, f"{number:g}")]
     options += ["--json"] if as_json else []
-    _exec_command(commands.doctor_command(config, commands.prepare_model(config), options, os.environ))
+    _exec_command(processes.doctor_command(config, processes.prepare_model(config), options, os.environ))
 
 
 @app.command(short_help="Check a running server.")
@@ -113,7 +106,7 @@ def gates(
     names: Annotated[bool, typer.Option("--list", help="list the gates, and run none")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="also end the backend, which interrupts others")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="a gate that can't be run is a failure")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="for programs instead of people")] = False,
+    as_json: JsonOption = False,
     model: Annotated[str, typer.Option(metavar="NAME", help="default: the first that the server lists")] = "",
     turns: Annotated[int, typer.Option(min=2, max=1000, help="of the long transcript")] = 12,
     turn_kb: Annotated[float, typer.Option(min=0.2, max=1000, help="that each of them says")] = 3.0,
@@ -123,113 +116,70 @@ def gates(
     seed: Annotated[str, typer.Option(help="at the top of each prompt; default: a new one")] = "",
 ) -> None:
     """Check a running server, from a first token to a long transcript.  The key comes from WARMLINE_CLIENT_KEY."""
-    from warmline_run.smoke import runner  # here, since no other command needs these imports
+    from warmline_run.smoke import report, runner  # here, since no other command needs these imports
     from warmline_run.smoke.check import Scale
 
     if names:
-        print(runner.list_checks())
+        print(report.render_list(runner.CHECKS))
         return
     try:
         endpoint = runner.find_endpoint(resolve({"home": home}, os.environ), url, os.environ)
         scale = Scale(turns_count=turns, turn_bytes=int(turn_kb * 1000), long_tokens=long_tokens)
         target = runner.make_target(endpoint, scale, model=model, tolerance=tolerance, timeout_s=timeout_s, seed=seed)
         target.may_restart = restart
-        options = runner.RunOptions(runner.select_checks(only or []), as_json, strict)
+        checks = runner.find_checks(only or [])
     except ConfigurationError as error:
-        supervise.print_message(str(error))
+        print_message(str(error))
         raise typer.Exit(EXIT_CONFIGURATION) from None
-    raise typer.Exit(runner.run_checks(target, options))
+    raise typer.Exit(asyncio.run(runner.run_checks(target, checks, as_json=as_json, strict=strict)))
 
 
 @app.command("config")
 @with_settings
 def show_config(
     config: ResolvedConfig,
-    as_json: Annotated[bool, typer.Option("--json", help="for programs instead of people")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show each setting in force and where it came from."""
     rows = {
-        name: (_mask_secret(name, config), effective.source) for name, effective in config.effective_settings.items()
+        name: {"value": "(set)" if SETTINGS[name].secret and setting.value else setting.value, "source": setting.source}
+        for name, setting in config.effective_settings.items()
     }
     if as_json:
-        print(
-            json.dumps({name: {"value": value, "source": source} for name, (value, source) in rows.items()}, indent=2)
-        )
+        print(json.dumps(rows, indent=2))
         return
-    told = {name: (_format_value(value), source) for name, (value, source) in rows.items()}
-    widths = max(map(len, told)), max(len(value) for value, _ in told.values())
-    for name, (value, source) in told.items():
-        print(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}")
+    values = {name: _format_value(row["value"]) for name, row in rows.items()}
+    name_width, value_width = max(map(len, values)), max(map(len, values.values()))
+    for name, value in values.items():
+        print(f"{name:<{name_width}}  {value:<{value_width}}  {rows[name]['source']}")
 
 
-def _format_value(value: Any) -> str:
-    """As the file, a variable and a flag take it."""
+def _format_value(value: Value) -> str:
+    """A value as the file, a variable and a flag take it."""
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:.15g}" if isinstance(value, float) else str(value)
 
 
-def _override_model(config: ResolvedConfig, given: str) -> ResolvedConfig:
-    try:
-        return ResolvedConfig(
-            {**config.effective_settings, "model": EffectiveSetting(SETTINGS["model"].parse(given), "MODEL")}
-        )
-    except ValueError as error:
-        raise ConfigurationError(f"MODEL: {error}, not {given!r}") from None
-
-
-def _mask_secret(name: str, config: ResolvedConfig) -> Any:
-    return "(set)" if SETTINGS[name].secret and config[name] else config[name]
-
-
-def _print_blas_advice(environment: Mapping[str, str]) -> None:
-    _, advice = openblas.choose_preload(environment.get("LD_PRELOAD", ""))
+def _print_blas_advice() -> None:
+    _, advice = openblas.choose_preload(os.environ.get("LD_PRELOAD", ""))
     if advice:
-        supervise.print_message(advice)
+        print_message(advice)
 
 
-def _exec_command(command: commands.Command) -> None:
+def _exec_command(command: processes.Command) -> None:
     sys.stdout.flush()
     os.execve(command.arguments[0], command.arguments, dict(command.environment))
 
 
-def _check_ports_free(config: ResolvedConfig) -> None:
-    """Fail early and by name; the children bind for themselves a moment later."""
-    if problem := ports.describe_occupied_port(config):
-        raise ConfigurationError(problem)
-
-
-def _make_launchd_manager() -> ServiceManager:
-    from warmline_run.services.launchd import LaunchdManager  # here, since no other command needs what this imports
-
-    return LaunchdManager()
-
-
-def _make_systemd_manager() -> ServiceManager:
-    from warmline_run.services.systemd import SystemdManager
-
-    return SystemdManager()
-
-
-app.add_typer(
-    make_app(_make_launchd_manager, "launch agents (macOS)"),
-    name="launchd",
-    short_help="Have launchd keep the pair (macOS).",
-)
-app.add_typer(
-    make_app(_make_systemd_manager, "user services (Linux)"),
-    name="service",
-    short_help="Have systemd keep the pair (Linux).",
-)
+app.add_typer(make_app("launchd", "launch agents (macOS)", "Have launchd keep the pair (macOS)."))
+app.add_typer(make_app("service", "user services (Linux)", "Have systemd keep the pair (Linux)."))
 
 
 def main() -> None:
-    """`app`, in a process that launchd or systemd may keep."""
+    """Run `app` in a process that launchd or systemd may keep."""
     exit_codes.truncate_output()
-    try:
-        app()
-    except SystemExit as ended:
-        sys.exit(exit_codes.map_exit_code(ended.code) if isinstance(ended.code, int) else ended.code)
+    exit_codes.run_main(app)
 
 
 if __name__ == "__main__":

@@ -26,23 +26,20 @@ INSTALL_ADVICE = (
 
 
 def is_openblas_needed() -> bool:
-    """mlx computes on a Linux CPU here: not macOS, and no CUDA build of mlx installed."""
+    """True where mlx computes on a Linux CPU: not on macOS, nor with a CUDA build of mlx."""
     return sys.platform == "linux" and not any(
         (package.name or "").lower().startswith("mlx-cuda") for package in metadata.distributions()
     )
 
 
 def find_library(root: Path = Path("/")) -> Path | None:
-    for pattern in PATTERNS:
-        for library in sorted(root.glob(pattern)):
-            return library
-    return None
+    return next((library for pattern in PATTERNS for library in sorted(root.glob(pattern))), None)
 
 
 def choose_preload(ld_preload: str) -> tuple[str, str]:
-    """(what LD_PRELOAD should be for the backend, one line of advice or "").
+    """(LD_PRELOAD for the backend, one line of advice or "").
 
-    `already` is the user's own LD_PRELOAD; one that names a BLAS is left as it is.
+    `ld_preload` is the user's own; one that names a BLAS is left as it is.
     """
     if not is_openblas_needed() or "blas" in ld_preload:
         return ld_preload, ""

@@ -1,7 +1,8 @@
-"""Asking the proxy, over HTTP and at once.  Blocks, at most `TIMEOUT_S` at a time."""
+"""Requests to the proxy, over HTTP and without a retry.  Blocks, at most `TIMEOUT_S` at a time."""
 
 import http.client
 import json
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,12 @@ from warmline_run.address import Address
 
 TIMEOUT_S = 2.0
 RESPONSE_BYTES_MAX = 16_000_000
-CONNECTION_ERRORS = (OSError, http.client.HTTPException)  # nobody answers, or no HTTP
+CONNECTION_ERRORS = (OSError, http.client.HTTPException)  # no answer, or no HTTP
 
 
 @dataclass(frozen=True)
 class ProxyReadiness:
-    """`reason` is why not; `model` what is served."""
+    """`reason` is why not; `model` is the served one."""
 
     is_ready: bool
     reason: str = ""
@@ -24,35 +25,29 @@ class ProxyReadiness:
 
 
 def get(address: Address, path: str, key: str = "") -> tuple[int, dict[str, Any]]:
-    """Status and JSON object, {} where the answer is none.  Raises what is in `FAILURES`."""
-    connection = http.client.HTTPConnection(address.probe_host, address.port, timeout=TIMEOUT_S)
-    try:
+    """Status and JSON object, {} where the answer is none.  Raises `CONNECTION_ERRORS`."""
+    with closing(http.client.HTTPConnection(address.probe_host, address.port, timeout=TIMEOUT_S)) as connection:
         connection.request("GET", path, headers={"Authorization": f"Bearer {key}"} if key else {})
-        answer = connection.getresponse()
-        return answer.status, _parse_object(answer.read(RESPONSE_BYTES_MAX))
-    finally:
-        connection.close()
-
-
-def _parse_object(body: bytes) -> dict[str, Any]:
+        response = connection.getresponse()
+        body = response.read(RESPONSE_BYTES_MAX)
     try:
-        told = json.loads(body)
+        answer = json.loads(body)
     except ValueError:
-        return {}
-    return told if isinstance(told, dict) else {}
+        answer = None
+    return response.status, answer if isinstance(answer, dict) else {}
 
 
 def read_readiness(address: Address) -> ProxyReadiness:
     """Answer of GET /ready.  Raises nothing: an unreachable proxy is not ready."""
     try:
-        status, told = get(address, "/ready")
+        status, answer = get(address, "/ready")
     except ConnectionRefusedError:
         return ProxyReadiness(False, "the proxy does not listen yet")
     except CONNECTION_ERRORS as error:
         return ProxyReadiness(False, f"the proxy does not answer: {error or type(error).__name__}")
     if status == 200:
-        return ProxyReadiness(True, model=str(told.get("model", "")))
-    return ProxyReadiness(False, str(told.get("reason", "")) or f"the proxy answers {status}")
+        return ProxyReadiness(True, model=str(answer.get("model", "")))
+    return ProxyReadiness(False, str(answer.get("reason", "")) or f"the proxy answers {status}")
 
 
 def read_status(address: Address, home: Path) -> dict[str, Any]:
@@ -63,15 +58,7 @@ def read_status(address: Address, home: Path) -> dict[str, Any]:
     if not ports.is_listening(home, address.port):
         return {}
     try:
-        status, told = get(address, "/warmline/status", (home / "secret").read_text().strip())
-    except (
-        *CONNECTION_ERRORS,
-        ValueError,
-    ):  # http.client refuses a header with a line's end in it, and text may be none
+        status, answer = get(address, "/warmline/status", (home / "secret").read_text().strip())
+    except (*CONNECTION_ERRORS, ValueError):  # the secret is no text, or has a line's end in it
         return {}
-    return told if status == 200 else {}
-
-
-def needs_key(address: Address, home: Path) -> bool:
-    """True where a client without a key is refused; False where the proxy does not say."""
-    return read_status(address, home).get("needs_key") is True
+    return answer if status == 200 else {}

@@ -1,4 +1,4 @@
-"""The command lines and environments of the two processes, and the step before: the demo model."""
+"""Command lines and environments of the processes, and the demo model's preparation."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ CLIENT_KEY = SETTINGS["client_key"].variable
 
 @dataclass(frozen=True)
 class Command:
-    """A process of the pair: what to execute, and how long it goes on with what it has when it is told to stop."""
+    """Command line and environment of a process; `drain_timeout_s`: for its running requests when it is stopped."""
 
     name: str
     arguments: list[str]
@@ -30,7 +30,7 @@ def module_arguments(name: str) -> list[str]:
 
 
 def backend_command(config: ResolvedConfig, model: str, environment: Mapping[str, str]) -> Command:
-    """`model` is what to load: the setting, or the demo model's folder."""
+    """`model` is the setting, or the demo model's folder."""
     served = str(config["served_name"]) or (DEMO_NAME if config["model"] == DEMO_MODEL else "")
     arguments = [
         *module_arguments("warmline_backend"),
@@ -40,12 +40,12 @@ def backend_command(config: ResolvedConfig, model: str, environment: Mapping[str
         *("--port", str(config["backend_port"])),
         *format_flags("backend", config.__getitem__),
     ]
-    own = {name: value for name, value in environment.items() if name != CLIENT_KEY}
-    preload, _ = openblas.choose_preload(own.get("LD_PRELOAD", ""))
+    variables = {name: value for name, value in environment.items() if name != CLIENT_KEY}
+    preload, _ = openblas.choose_preload(variables.get("LD_PRELOAD", ""))
     if preload:
-        own["LD_PRELOAD"] = preload
-        own.setdefault("OPENBLAS_THREAD_TIMEOUT", openblas.THREAD_TIMEOUT)
-    return Command("backend", arguments, own, float(config["drain_timeout_s"]))
+        variables["LD_PRELOAD"] = preload
+        variables.setdefault("OPENBLAS_THREAD_TIMEOUT", openblas.THREAD_TIMEOUT)
+    return Command("backend", arguments, variables, float(config["drain_timeout_s"]))
 
 
 def proxy_command(config: ResolvedConfig, environment: Mapping[str, str]) -> Command:
@@ -54,16 +54,16 @@ def proxy_command(config: ResolvedConfig, environment: Mapping[str, str]) -> Com
         *("--backend-url", f"http://127.0.0.1:{config['backend_port']}"),
         *format_flags("proxy", config.__getitem__),
     ]
-    own = {name: value for name, value in environment.items() if name != CLIENT_KEY}
+    variables = {name: value for name, value in environment.items() if name != CLIENT_KEY}
     if config["client_key"]:
-        own[CLIENT_KEY] = str(config["client_key"])  # never on a command line, which all users of a machine can read
-    return Command("proxy", arguments, own, float(config["drain_timeout_s"]))
+        variables[CLIENT_KEY] = str(config["client_key"])  # no flag: all users of a machine can read command lines
+    return Command("proxy", arguments, variables, float(config["drain_timeout_s"]))
 
 
 def doctor_command(
     config: ResolvedConfig, model: str, options: Iterable[str], environment: Mapping[str, str]
 ) -> Command:
-    """`options` are the command's own.  A home that the command line does not name is in force anyway."""
+    """`options` are the doctor's own.  A home that no flag names is in force anyway."""
     arguments = [
         *module_arguments("warmline_backend.doctor"),
         *("--called", str(config["model"])),
@@ -76,9 +76,9 @@ def doctor_command(
 
 
 def prepare_model(config: ResolvedConfig) -> str:
-    """The model's folder or name; prepares the demo model where that is asked for.
+    """The model's folder or name; prepares the demo model where the settings name that.
 
-    Its preparation says on stderr what it is about to write, and why it can't: then raises SystemExit.
+    The preparation prints on stderr its writes, and the reason of a failure: then raises SystemExit.
     """
     if config["model"] != DEMO_MODEL:
         return str(config["model"])

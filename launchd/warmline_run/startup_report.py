@@ -6,69 +6,43 @@ from typing import Any
 
 from warmline_common.process.loopback import is_loopback
 from warmline_common.settings.resolve import ResolvedConfig
-from warmline_run import probe as asking
+from warmline_run import probe
 from warmline_run.address import Address, make_address
 
-DISK_USAGE_NAMES = (
-    "segments",
-    "checkpoints",
-    "quarantined",
-    "writing",
-    "doomed",
-    "index",
-)  # what counts against the disk budget
+DISK_USAGE_NAMES = ("segments", "checkpoints", "quarantined", "writing", "doomed", "index")  # of the disk budget
 WIDTH = len("dashboard")
 KEY_HINT = "the admin key opens it: cachectl key show admin"
 REMOTE_KEY_HINT = "from other machines it asks for the admin key: cachectl key show admin"
 
 
 def read_report(config: ResolvedConfig) -> str:
-    """Of the pair that serves by these settings.  Blocks; "" where it does not tell."""
+    """Report of the pair that serves by these settings.  Blocks; "" where the proxy does not answer."""
     address = make_address(config)
-    return format_report(asking.read_status(address, Path(str(config["home"]))), config, address)
+    return format_report(probe.read_status(address, Path(str(config["home"]))), config, address)
 
 
 def format_report(status: Mapping[str, Any], config: ResolvedConfig, address: Address) -> str:
-    """A line a fact; "" where the state is none that we know, such as another version's.  Pure."""
+    """A line a fact; "" where the status is of another form, such as another version's.  Pure."""
     try:
+        engine, totals = status["engine"], status["totals"]
+        tokens, conversations = engine["context_tokens_max"], totals["sessions"]
+        used = sum(totals[f"bytes_{part}"] for part in DISK_USAGE_NAMES)
+        stored = f"{conversations:,} conversation{'s' * (conversations > 1)}, {totals['tokens']:,} tokens"
         facts = {
-            "model": _format_model(status["engine"]),
-            "context": _format_context(status["engine"]),
-            "memory": f"{_format_bytes(status['engine']['memory_budget_bytes'])} for conversations",
-            "disk": _format_disk(status["totals"], status["disk_budget_bytes"]),
+            "model": f"{engine['model']} on {engine['device']}, KV in {engine['layout']['dtype']}",
+            "context": f"{tokens:,} tokens" if tokens else "the model does not say how long",
+            "memory": f"{_format_bytes(engine['memory_budget_bytes'])} for conversations",
+            "disk": f"{_format_bytes(used)} of {_format_bytes(status['disk_budget_bytes'])} used: "
+            + (stored if conversations else "no conversation is stored"),
             "kept": _format_persistence(status),
             "dashboard": _format_dashboard(config, address),
         }
     except (KeyError, TypeError, ValueError):
         return ""
-    return "".join(f"{name:<{WIDTH}}  {said}\n" for name, said in facts.items())
-
-
-def _format_model(engine: Mapping[str, Any]) -> str:
-    return f"{engine['model']} on {engine['device']}, KV in {engine['layout']['dtype']}"
-
-
-def _format_context(engine: Mapping[str, Any]) -> str:
-    tokens = engine["context_tokens_max"]
-    return f"{tokens:,} tokens" if tokens else "the model does not say how long"
-
-
-def _format_disk(totals: Mapping[str, Any], budget_bytes: int) -> str:
-    used = sum(totals[f"bytes_{part}"] for part in DISK_USAGE_NAMES)
-    return (
-        f"{_format_bytes(used)} of {_format_bytes(budget_bytes)} used: "
-        f"{_format_stored(totals['sessions'], totals['tokens'])}"
-    )
-
-
-def _format_stored(conversations: int, tokens: int) -> str:
-    if not conversations:
-        return "no conversation is stored"
-    return f"{conversations:,} conversation{'s' * (conversations > 1)}, {tokens:,} tokens"
+    return "".join(f"{name:<{WIDTH}}  {fact}\n" for name, fact in facts.items())
 
 
 def _format_persistence(status: Mapping[str, Any]) -> str:
-    """Line about persistence."""
     layout = status["engine"]["layout"]
     if status["reuse"] == "off":
         return "nothing, since reuse is off"
@@ -82,11 +56,11 @@ def _format_persistence(status: Mapping[str, Any]) -> str:
 
 
 def _format_dashboard(config: ResolvedConfig, address: Address) -> str:
-    here = address.admin_url
-    behind = is_loopback(address.host) and config["allowed_hosts"]  # a proxy on this machine: local is nobody then
-    if config["admin_needs_key"] or behind or not address.is_local:
-        return f"{here} ({KEY_HINT})"
-    return f"{here} ({REMOTE_KEY_HINT})" if address.is_wildcard else here
+    url = address.admin_url
+    is_proxied = is_loopback(address.host) and config["allowed_hosts"]  # by this machine: no client is local then
+    if config["admin_needs_key"] or is_proxied or not address.is_local:
+        return f"{url} ({KEY_HINT})"
+    return f"{url} ({REMOTE_KEY_HINT})" if address.is_wildcard else url
 
 
 def _format_bytes(number: float) -> str:

@@ -9,79 +9,58 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from pathlib import Path
 
 from warmline_common.process import exit_codes
+from warmline_common.process.console import write_line
 from warmline_common.process.exit_codes import EXIT_CONFIGURATION
-from warmline_run import probe as asking
-from warmline_run.address import Address
+from warmline_common.process.parent_watch import PARENT_PIPE
+from warmline_common.settings.resolve import ResolvedConfig
+from warmline_run import probe
+from warmline_run.address import Address, make_address
 from warmline_run.processes import Command
+from warmline_run.startup_report import format_report
 
-PARENT_PIPE = "WARMLINE_PARENT_PIPE"  # warmline_common.process.parent_watch reads it in the children
 RESTART_DELAY_FIRST_S = 1.0
 RESTART_DELAY_MAX_S = 30.0
 BACKOFF_RESET_AFTER_S = 60.0  # a child up for this long has earned a fresh start
-STOP_MARGIN_S = 15.0  # beyond what a child gives to running requests: to let go of them, and to write what is kept
+STOP_MARGIN_S = 15.0  # beyond the drain of running requests: to release them, and to save
 PROBE_INTERVAL_S = 0.2
-
-NeedsKey = Callable[[], bool]
-ReadReport = Callable[[], str]
 
 
 def print_message(line: str) -> None:
-    _write_lines(sys.stderr, f"warmline: {line}\n")
+    write_line(f"warmline: {line}")
 
 
-def _write_lines(stream: TextIO, lines: str) -> None:
-    """At once and whole: the children write there too, and any of us may be killed at any moment.
-
-    print() writes a line's end by itself where output is unbuffered.
-    """
-    stream.write(lines)
-    stream.flush()
+def run(backend: Command, proxy: Command, config: ResolvedConfig) -> int:
+    """Supervise the pair.  Blocks until SIGINT or SIGTERM (0) or until a child reports a configuration error (2)."""
+    return asyncio.run(_serve(backend, proxy, config))
 
 
-def run(
-    backend: Command, proxy: Command, address: Address, needs_key: NeedsKey = bool, read_report: ReadReport = str
-) -> int:
-    """Blocks until SIGINT or SIGTERM (0) or until a child reports a configuration error (2).
-
-    Both are asked once, when requests are served, and may block: `needs_key` whether clients need one, `found` for the
-    lines that tell what the start has found.
-    """
-    return asyncio.run(_serve(backend, proxy, address, needs_key, read_report))
-
-
-async def _serve(
-    backend: Command, proxy: Command, address: Address, needs_key: NeedsKey, read_report: ReadReport
-) -> int:
-    signals, outage = _Signals(), _OutageReporter(address)
+async def _serve(backend: Command, proxy: Command, config: ResolvedConfig) -> int:
+    signals, outage = _Signals(), _OutageReporter(make_address(config))
     with _open_parent_pipe() as pipe:
-        keepers = [
-            _ChildSupervisor(each, pipe, signals, outage) for each in (proxy, backend)
-        ]  # in the order of stopping
-        kept = [asyncio.create_task(keeper.run()) for keeper in reversed(keepers)]
-        announcing = asyncio.create_task(_announce_ready(address, needs_key, read_report, outage))
-        asked = asyncio.create_task(signals.stop_requested.wait())
+        children = [_ChildSupervisor(each, pipe, signals, outage) for each in (proxy, backend)]  # in order of stopping
+        runs = [asyncio.create_task(child.run()) for child in reversed(children)]
+        announcement = asyncio.create_task(_announce_ready(config, outage))
+        stop_request = asyncio.create_task(signals.stop_requested.wait())
         try:
-            done, _ = await asyncio.wait([*kept, asked], return_when=asyncio.FIRST_COMPLETED)
-            if asked in done:
-                print_message(
-                    "stopping; once more to end at once"
-                )  # how long that may take the proxy says, where anything runs
-            return next((task.result() for task in kept if task in done), 0)
+            done, _ = await asyncio.wait([*runs, stop_request], return_when=asyncio.FIRST_COMPLETED)
+            if stop_request in done:  # the proxy says how long that may take, where anything runs
+                print_message("stopping; once more to end at once")
+            return next((run.result() for run in runs if run in done), 0)
         finally:
-            for task in (announcing, asked, *kept):
+            for task in (announcement, stop_request, *runs):
                 task.cancel()
             outage.cancel()
-            for keeper in keepers:
-                await keeper.stop()
+            for child in children:
+                await child.stop()
 
 
 class _Signals:
-    """The first SIGINT or SIGTERM asks to stop, the next one to hurry."""
+    """Requests by signal: the first SIGINT or SIGTERM asks to stop, the next one to hurry."""
 
     def __init__(self) -> None:
         self.stop_requested = asyncio.Event()
@@ -95,7 +74,7 @@ class _Signals:
 
 @contextmanager
 def _open_parent_pipe() -> Iterator[int]:
-    """The read end of a pipe whose write end only this process has: children see it close when we are gone."""
+    """Read end of a pipe; this process alone has the write end: children see it close when this process ends."""
     read_end, write_end = os.pipe()
     try:
         yield read_end
@@ -105,13 +84,10 @@ def _open_parent_pipe() -> Iterator[int]:
 
 
 class _ChildSupervisor:
-    """Keeps one child running.  `keep` returns only on a configuration error; after cancelling it, call `end`."""
+    """Supervisor of one child.  `run` returns only on a configuration error; after cancelling it, call `stop`."""
 
     def __init__(self, command: Command, pipe: int, signals: _Signals, outage: "_OutageReporter") -> None:
-        self._command = command
-        self._pipe = pipe
-        self._signals = signals
-        self._outage = outage
+        self._command, self._pipe, self._signals, self._outage = command, pipe, signals, outage
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self) -> int:
@@ -135,9 +111,8 @@ class _ChildSupervisor:
             if time.monotonic() - started >= BACKOFF_RESET_AFTER_S:
                 delay_s = RESTART_DELAY_FIRST_S
             print_message(f"the {self._command.name} {_describe_exit(code)}; starting it again in {delay_s:g} s")
-            environment.setdefault(
-                exit_codes.AGENT_VARIABLE, exit_codes.SERVE
-            )  # a cachectl may have the home now, and let go of it
+            # From now on the child waits for a held home: a cachectl may have it, and release it.
+            environment.setdefault(exit_codes.AGENT_VARIABLE, exit_codes.SERVE)
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, RESTART_DELAY_MAX_S)
 
@@ -147,15 +122,15 @@ class _ChildSupervisor:
         if process is None or process.returncode is not None:
             return
         process.terminate()
-        ended = asyncio.create_task(process.wait())
-        hurried = asyncio.create_task(self._signals.kill_requested.wait())
+        exit_wait = asyncio.create_task(process.wait())
+        kill_request = asyncio.create_task(self._signals.kill_requested.wait())
         grace_s = self._command.drain_timeout_s + STOP_MARGIN_S
-        await asyncio.wait([ended, hurried], timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
-        hurried.cancel()
-        if not ended.done():
+        await asyncio.wait([exit_wait, kill_request], timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+        kill_request.cancel()
+        if not exit_wait.done():
             print_message(f"the {self._command.name} doesn't end; killing it")
             process.kill()
-        await ended
+        await exit_wait
 
 
 def _describe_exit(code: int) -> str:
@@ -166,9 +141,9 @@ def _describe_exit(code: int) -> str:
 
 
 class _OutageReporter:
-    """Says, once after children have died, that requests are served again; one that dies meanwhile prolongs it.
+    """Reporter of an outage's end: one message after children have died; one that dies meanwhile prolongs the outage.
 
-    Until requests are served for the first time there is none: that is announced by itself.
+    Disabled until requests are served for the first time: that is announced by itself.
     """
 
     def __init__(self, address: Address) -> None:
@@ -200,27 +175,29 @@ class _OutageReporter:
 
     async def _report_recovery(self) -> None:
         await _wait_until_ready(self._address)
-        print_message(
-            f"ready again, {time.monotonic() - self._started_at:.1f} s after the "
-            f"{' and the '.join(self._exited_names)} ended"
-        )
+        outage_s, names = time.monotonic() - self._started_at, " and the ".join(self._exited_names)
+        print_message(f"ready again, {outage_s:.1f} s after the {names} ended")
         self._exited_names.clear()
 
 
-async def _announce_ready(
-    address: Address, needs_key: NeedsKey, read_report: ReadReport, outage: _OutageReporter
-) -> None:
-    """Print, once, that requests are served; first what scripts wait for, then what people want to know."""
+async def _announce_ready(config: ResolvedConfig, outage: _OutageReporter) -> None:
+    """Print, once, that requests are served: first the line that scripts wait for, then the lines for people.
+
+    In one write, unlike print() where output is unbuffered: the children write there too, and any process may be killed
+    at any moment.
+    """
+    address = make_address(config)
     await _wait_until_ready(address)
     outage.is_enabled = True
-    curl = address.curl_command(await asyncio.to_thread(needs_key))
-    _write_lines(sys.stdout, f"ready {address.url}\n{address.alternatives_line}{curl}\n")
-    if more := await asyncio.to_thread(read_report):
-        _write_lines(sys.stdout, more)
+    status = await asyncio.to_thread(probe.read_status, address, Path(str(config["home"])))
+    curl = address.curl_command(needs_key=status.get("needs_key") is True)
+    report = format_report(status, config, address)
+    sys.stdout.write(f"ready {address.url}\n{address.alternatives_line}{curl}\n{report}")
+    sys.stdout.flush()
 
 
 async def _wait_until_ready(address: Address) -> None:
     while True:
-        if (await asyncio.to_thread(asking.read_readiness, address)).is_ready:
+        if (await asyncio.to_thread(probe.read_readiness, address)).is_ready:
             return
         await asyncio.sleep(PROBE_INTERVAL_S)

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from warmline_common.settings.resolve import ResolvedConfig, resolve
-from warmline_run import ports
-from warmline_run import probe as asking
-from warmline_run import startup_report as summary
+from warmline_run import ports, probe, startup_report
 from warmline_run.address import Address, make_address
 
 STATUS: dict[str, Any] = {
@@ -46,7 +44,7 @@ def said(change: dict[str, Any], **settings: str) -> dict[str, str]:
         for each in above:
             holder = holder[each]
         holder[name] = value
-    lines = summary.format_report(status, config, make_address(config)).splitlines()
+    lines = startup_report.format_report(status, config, make_address(config)).splitlines()
     return {name: rest.strip() for name, _, rest in (line.partition(" ") for line in lines)}
 
 
@@ -80,16 +78,16 @@ def test_report_explains_missing_persistence(change: dict[str, Any], kept: str) 
 @pytest.mark.parametrize(
     ("settings", "where"),
     [
-        ({"lan": "true"}, f"http://127.0.0.1:8026/admin ({summary.REMOTE_KEY_HINT})"),
+        ({"lan": "true"}, f"http://127.0.0.1:8026/admin ({startup_report.REMOTE_KEY_HINT})"),
         ({"host": "::1", "port": "80"}, "http://[::1]:80/admin"),
-        ({"admin_needs_key": "true"}, f"http://127.0.0.1:8026/admin ({summary.KEY_HINT})"),
-        ({"allowed_hosts": "llm.example.org"}, f"http://127.0.0.1:8026/admin ({summary.KEY_HINT})"),
+        ({"admin_needs_key": "true"}, f"http://127.0.0.1:8026/admin ({startup_report.KEY_HINT})"),
+        ({"allowed_hosts": "llm.example.org"}, f"http://127.0.0.1:8026/admin ({startup_report.KEY_HINT})"),
         (
             {"lan": "true", "allowed_hosts": "llm.example.org"},
-            f"http://127.0.0.1:8026/admin ({summary.REMOTE_KEY_HINT})",
+            f"http://127.0.0.1:8026/admin ({startup_report.REMOTE_KEY_HINT})",
         ),
-        ({"lan": "true", "admin_needs_key": "true"}, f"http://127.0.0.1:8026/admin ({summary.KEY_HINT})"),
-        ({"lan": "true", "host": "10.0.0.7"}, f"http://10.0.0.7:8026/admin ({summary.KEY_HINT})"),
+        ({"lan": "true", "admin_needs_key": "true"}, f"http://127.0.0.1:8026/admin ({startup_report.KEY_HINT})"),
+        ({"lan": "true", "host": "10.0.0.7"}, f"http://10.0.0.7:8026/admin ({startup_report.KEY_HINT})"),
     ],
 )
 def test_report_names_dashboard_and_key(settings: dict[str, str], where: str) -> None:
@@ -101,13 +99,13 @@ def test_unknown_facts_are_omitted() -> None:
     empty = {"sessions": 0, "tokens": 0, **dict.fromkeys(STATUS["totals"].keys() - {"sessions", "tokens"}, 0)}
     assert said({"totals": empty})["disk"] == "0 B of 50 GB used: no conversation is stored"
     for broken in ({}, {"engine": None}, {**STATUS, "totals": {}}, {**STATUS, "engine": {"model": "m"}}):
-        assert summary.format_report(broken, config_of(), Address("127.0.0.1", 80)) == ""
+        assert startup_report.format_report(broken, config_of(), Address("127.0.0.1", 80)) == ""
 
 
 def test_silent_proxy_prints_nothing(tmp_path: Path) -> None:
-    assert summary.read_report(config_of(home=str(tmp_path), port="9")) == "", "no secret"
+    assert startup_report.read_report(config_of(home=str(tmp_path), port="9")) == "", "no secret"
     (tmp_path / "secret").write_text("hush\n")
-    assert summary.read_report(config_of(home=str(tmp_path), port="9")) == "", "nobody listens"
+    assert startup_report.read_report(config_of(home=str(tmp_path), port="9")) == "", "nobody listens"
 
 
 def test_secret_is_not_sent_to_other_listener(tmp_path: Path) -> None:
@@ -120,7 +118,7 @@ def test_secret_is_not_sent_to_other_listener(tmp_path: Path) -> None:
         lock.write_text(f"{os.getpid()}\n")
         for told in ({}, place):  # as a proxy leaves it that was killed
             (tmp_path / "run" / "proxy.json").write_text(json.dumps(told))
-            assert asking.read_status(Address("127.0.0.1", port), tmp_path) == {}
+            assert probe.read_status(Address("127.0.0.1", port), tmp_path) == {}
             listener.setblocking(False)
             with pytest.raises(BlockingIOError):
                 listener.accept()

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.processes import Running, free_port, writes_of
-from warmline_run import probe as asking
-from warmline_run import supervisor as supervise
+from warmline_run import probe, supervisor
 from warmline_run.address import Address
 
 DRIVER = str(Path(__file__).parents[1] / "support" / "run" / "run_supervisor.py")
@@ -84,12 +83,12 @@ def test_killed_child_restarts_with_backoff() -> None:
 
 def test_ready_again_is_printed_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     ready = False
-    monkeypatch.setattr(asking, "read_readiness", lambda _: asking.ProxyReadiness(ready))
-    monkeypatch.setattr(supervise, "PROBE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(probe, "read_readiness", lambda _: probe.ProxyReadiness(ready))
+    monkeypatch.setattr(supervisor, "PROBE_INTERVAL_S", 0.0)
 
     async def live() -> None:
         nonlocal ready
-        outage = supervise._OutageReporter(Address("127.0.0.1", 1))
+        outage = supervisor._OutageReporter(Address("127.0.0.1", 1))
         outage.record_exit("backend")
         outage.record_start("backend")
         assert outage.report_task is None, "that requests are served for the first time is announced otherwise"

@@ -26,6 +26,11 @@ class SseParser:
     def __init__(self) -> None:
         self._buffer = b""
 
+    @property
+    def buffered_bytes(self) -> int:
+        """Size of the event that is not whole yet."""
+        return len(self._buffer)
+
     def feed(self, data: bytes) -> Iterator[SseEvent]:
         self._buffer += data
         if b"\r" in self._buffer:  # a CR may have come with the data before

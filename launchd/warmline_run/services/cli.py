@@ -1,11 +1,11 @@
-"""`warmline launchd` and `warmline service`: the same verbs, kept by launchd or by systemd."""
+"""`warmline launchd` and `warmline service`: the same commands for launchd and for systemd."""
 
 import json
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -14,20 +14,19 @@ import typer
 
 from warmline_common.process.exit_codes import EXIT_CONFIGURATION
 from warmline_common.settings.resolve import ConfigurationError, ResolvedConfig
-from warmline_run import supervisor as supervise
-from warmline_run.services import actions as verbs
-from warmline_run.services import logs
-from warmline_run.services import status as standing
+from warmline_run.services import actions, logs
 from warmline_run.services.actions import EXIT_MANAGER_FAILED, EXIT_NOT_READY, ServicePair
 from warmline_run.services.manager import ServiceManager, ServiceManagerError
-from warmline_run.services.service import ROLES, check_name
+from warmline_run.services.service import ROLES, check_name, make_processes
+from warmline_run.services.status import format_lines, read_status
 from warmline_run.settings.cli_options import with_settings
+from warmline_run.supervisor import print_message
 
 WAIT_S = 1800.0  # the weights of the largest models take minutes to read, and at the first start to digest
 
 
 class Role(StrEnum):
-    """As an argument; none means both."""
+    """Role as an argument; none means both."""
 
     proxy = "proxy"
     backend = "backend"
@@ -43,11 +42,13 @@ RoleArgument = Annotated[Role | None, typer.Argument(help="that one alone; else 
 JsonOption = Annotated[bool, typer.Option("--json", help="for programs instead of people")]
 
 
-def make_app(make_manager: Callable[[], ServiceManager], display_name: str) -> typer.Typer:
-    """The verbs for one service manager, which is made when one of them is used."""
+def make_app(group: str, display_name: str, short_help: str) -> typer.Typer:
+    """Commands of one service manager, which is made when one of them is used; `group`: "launchd" or "service"."""
     app = typer.Typer(
+        name=group,
         help=f"Keep proxy and backend running as {display_name}.  Exit codes: 0 fine, 1 not ready or not installed, "
         f"2 usage or configuration, 3 the service manager refused.",
+        short_help=short_help,
         no_args_is_help=True,
         add_completion=False,
         rich_markup_mode=None,
@@ -61,38 +62,36 @@ def make_app(make_manager: Callable[[], ServiceManager], display_name: str) -> t
         wait_s: WaitOption = WAIT_S,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="only write the files, or print them")] = False,
         out: Annotated[
-            Path | None,
-            typer.Option("--out", metavar="DIR", help="for --dry-run; else they are printed"),
+            Path | None, typer.Option("--out", metavar="DIR", help="for --dry-run; else they are printed")
         ] = None,
     ) -> None:
         """Install both with these settings, and start them."""
         if out and not dry_run:
             raise ConfigurationError("--out is for --dry-run: agents are installed where they are looked for")
         if dry_run:
-            _print_or_write_files(make_manager(), config, name, out)
+            _print_or_write_files(_make_manager(group), config, name, out)
             return
-        with _open_pair(make_manager, name) as pair:
-            _exit_unless_zero(verbs.install(pair, config, os.environ, wait_s))
+        with _open_pair(group, name) as pair:
+            raise typer.Exit(actions.install(pair, config, os.environ, wait_s))
 
     @app.command()
     def uninstall(name: NameOption = "") -> None:
         """Stop both and remove their files.  What is stored stays."""
-        with _open_pair(make_manager, name) as pair:
-            _exit_unless_zero(verbs.uninstall(pair))
+        with _open_pair(group, name) as pair:
+            actions.uninstall(pair)
 
-    _add_status_commands(app, make_manager)
+    _add_status_commands(app, group)
     return app
 
 
-def _add_status_commands(app: typer.Typer, make_manager: Callable[[], ServiceManager]) -> None:
+def _add_status_commands(app: typer.Typer, group: str) -> None:
     @app.command()
     def status(name: NameOption = "", as_json: JsonOption = False) -> None:
         """Show whether the services are installed, running and ready."""
-        with _open_pair(make_manager, name) as pair:
-            found = standing.read_status(pair)
-            shown = json.dumps(found.as_json(), indent=2) if as_json else "\n".join(standing.format_lines(found))
-            print(shown, flush=True)
-            _exit_unless_zero(0 if found.installed and found.ready else EXIT_NOT_READY)
+        with _open_pair(group, name) as pair:
+            found = read_status(pair)
+            print(json.dumps(asdict(found), indent=2) if as_json else "\n".join(format_lines(found)), flush=True)
+            raise typer.Exit(0 if found.installed and found.ready else EXIT_NOT_READY)
 
     @app.command()
     def restart(which: RoleArgument = None, name: NameOption = "", wait_s: WaitOption = WAIT_S) -> None:
@@ -100,8 +99,8 @@ def _add_status_commands(app: typer.Typer, make_manager: Callable[[], ServiceMan
 
         While the proxy alone restarts, the backend keeps its model and its conversations in memory.
         """
-        with _open_pair(make_manager, name) as pair:
-            _exit_unless_zero(verbs.restart(pair, _select_roles(which), wait_s))
+        with _open_pair(group, name) as pair:
+            raise typer.Exit(actions.restart(pair, [which] if which else ROLES, wait_s))
 
     @app.command("logs")
     def show_logs(
@@ -111,59 +110,53 @@ def _add_status_commands(app: typer.Typer, make_manager: Callable[[], ServiceMan
         follow: Annotated[bool, typer.Option("-f", "--follow", help="and what is added, until Ctrl-C")] = False,
     ) -> None:
         """Show the last lines of their logs."""
-        with _open_pair(make_manager, name) as pair:
-            _exit_unless_zero(_show_logs(pair, which, count, follow))
+        with _open_pair(group, name) as pair:
+            home = actions.find_home(pair)
+            if home is None:
+                pair.report_missing()
+                raise typer.Exit(EXIT_NOT_READY)
+            paths = logs.list_log_files(home, [which] if which else ROLES)
+            if not logs.show(paths, count, _write) and not follow:
+                print_message(f"nothing has been logged in {home / 'logs'}")
+                raise typer.Exit(EXIT_NOT_READY)
+            if follow:
+                logs.follow(paths, _write)
+
+
+def _make_manager(group: str) -> ServiceManager:
+    if group == "launchd":
+        from warmline_run.services.launchd import LaunchdManager  # here, since no other command needs these imports
+
+        return LaunchdManager()
+    from warmline_run.services.systemd import SystemdManager
+
+    return SystemdManager()
 
 
 @contextmanager
-def _open_pair(make_manager: Callable[[], ServiceManager], name: str) -> Iterator[ServicePair]:
-    """Turns what goes wrong into one line and an exit code."""
+def _open_pair(group: str, name: str) -> Iterator[ServicePair]:
+    """Pair of services; a failure becomes one line and an exit code."""
     try:
         check_name(name)
-        manager = make_manager()
+        manager = _make_manager(group)
         manager.check_tool_installed()
-        yield ServicePair(manager, name, supervise.print_message)
-    except ConfigurationError as error:
-        supervise.print_message(str(error))
-        raise typer.Exit(EXIT_CONFIGURATION) from None
-    except ServiceManagerError as error:
-        supervise.print_message(str(error))
-        raise typer.Exit(EXIT_MANAGER_FAILED) from None
+        yield ServicePair(manager, name, print_message)
+    except (ConfigurationError, ServiceManagerError) as error:
+        print_message(str(error))
+        code = EXIT_CONFIGURATION if isinstance(error, ConfigurationError) else EXIT_MANAGER_FAILED
+        raise typer.Exit(code) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
 
-def _exit_unless_zero(code: int) -> None:
-    if code:
-        raise typer.Exit(code)
-
-
-def _print_or_write_files(manager: ServiceManager, config: ResolvedConfig, name: str, out: Path | None) -> None:
-    if out:
-        for path in verbs.write_files(manager, config, os.environ, name, out):
-            print(path)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        for path in verbs.write_files(manager, config, os.environ, name, Path(folder)):
-            print(f"# {path.name}\n{path.read_text()}")
-
-
-def _show_logs(pair: ServicePair, role: Role | None, count: int, follow: bool) -> int:
-    home = verbs.find_home(pair)
-    if home is None:
-        pair.report_missing()
-        return EXIT_NOT_READY
-    paths = logs.list_log_files(home, _select_roles(role))
-    if not logs.show(paths, count, _write) and not follow:
-        supervise.print_message(f"nothing has been logged in {home / 'logs'}")
-        return EXIT_NOT_READY
-    if follow:
-        logs.follow(paths, _write)
-    return 0
-
-
-def _select_roles(role: Role | None) -> list[str]:
-    return [role.value] if role else list(ROLES)
+def _print_or_write_files(manager: ServiceManager, config: ResolvedConfig, name: str, folder: Path | None) -> None:
+    for process in make_processes(config, os.environ, name):
+        file = manager.service_file(process.service_id)
+        if folder:
+            manager.write_file(process, folder / file.name)
+            print(folder / file.name)
+        else:
+            print(f"# {file.name}\n{manager.render_file(process)}")
 
 
 def _write(text: str) -> None:

@@ -1,4 +1,4 @@
-"""The agents' logs: their last lines, and what is added to them, through rotations."""
+"""Logs of the services: last lines and added ones, through rotations."""
 
 import os
 import time
@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 from warmline_run.services.service import log_file, output_file
 
-TAIL_BYTES_MAX = 4_000_000  # read of one file
+TAIL_BYTES_MAX = 4_000_000  # of one file
 READ_BYTES_MAX = 1_000_000
 POLL_S = 0.25
 
@@ -20,38 +20,29 @@ def list_log_files(home: Path, roles: Iterable[str]) -> list[Path]:
 
 
 def read_last_lines(path: Path, count: int) -> list[str]:
-    """At most `count`, without their ends; of the file before, where the present one was only just begun.
-
-    [] where there is none.
-    """
-    lines: list[str] = []
-    for part in (path, path.with_name(f"{path.name}.1")):
-        if len(lines) < count:
-            lines = [*_read_tail(part, count - len(lines)), *lines]
-    return lines
+    """At most `count` lines without their ends, also of the rotated file, where the present one has fewer."""
+    lines = _read_tail(path, count)
+    return [*_read_tail(path.with_name(f"{path.name}.1"), count - len(lines)), *lines]
 
 
 def _read_tail(path: Path, count: int) -> list[str]:
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - TAIL_BYTES_MAX))
-            return file.read().decode(errors="replace").splitlines()[-count:] if count else []
-    except OSError:
-        return []
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, file.seek(0, 2) - TAIL_BYTES_MAX))
+        return file.read().decode(errors="replace").splitlines()[-count:] if count else []
+    return []
 
 
 def show(paths: Sequence[Path], count: int, write: Callable[[str], None]) -> bool:
-    """The last lines of each, under its name where there are several.  False where all are missing or empty."""
-    found = [(path, lines) for path in paths if (lines := read_last_lines(path, max(count, 1)))]
-    for path, lines in found:
-        heading = f"==> {path} <==\n" if len(found) > 1 else ""
+    """Write the last lines of each, under its name where there are several.  False where all are missing or empty."""
+    tails = [(path, lines) for path in paths if (lines := read_last_lines(path, max(count, 1)))]
+    for path, lines in tails:
+        heading = f"==> {path} <==\n" if len(tails) > 1 else ""
         write(heading + "".join(f"{line}\n" for line in (lines if count else [])))
-    return bool(found)
+    return bool(tails)
 
 
 class LogFollower:
-    """One log from its present end on; a file that takes its name, or begins anew, is read from its start."""
+    """Reader of a log from its present end on; a file that takes its name, or begins anew, is read from its start."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -61,11 +52,13 @@ class LogFollower:
             self._file.seek(0, 2)
 
     def read_added(self) -> str:
-        """Text added since the last call, "" where there is none."""
+        """Text added since the last call; "" for none."""
         added = self._read_rest()
         if self._is_replaced():
-            added += self._read_rest()  # written before the name changed hands
-            self._reopen()
+            added += self._read_rest()  # written before the file was replaced
+            self.close()
+            with suppress(OSError):
+                self._file = self.path.open("rb")
             added += self._read_rest()
         return added.decode(errors="replace")
 
@@ -73,7 +66,7 @@ class LogFollower:
         return self._file.read(READ_BYTES_MAX) if self._file else b""
 
     def _is_replaced(self) -> bool:
-        """The name leads elsewhere, or the file is shorter than what was read of it."""
+        """True where another file has the name, or the file is shorter than its part that was read."""
         try:
             now = self.path.stat()
         except OSError:
@@ -83,11 +76,6 @@ class LogFollower:
         old = os.fstat(self._file.fileno())
         return (now.st_dev, now.st_ino) != (old.st_dev, old.st_ino) or now.st_size < self._file.tell()
 
-    def _reopen(self) -> None:
-        self.close()
-        with suppress(OSError):
-            self._file = self.path.open("rb")
-
     def close(self) -> None:
         if self._file:
             self._file.close()
@@ -95,12 +83,12 @@ class LogFollower:
 
 
 def follow(paths: Sequence[Path], write: Callable[[str], None], is_over: Callable[[], bool] = lambda: False) -> None:
-    """Until `is_over`, or an interrupt.  A heading says where the lines come from, whenever that changes."""
-    followed = [LogFollower(path) for path in paths]
-    last: Path | None = None
+    """Write added lines until `is_over`, or an interrupt.  A heading names the file, whenever that changes."""
+    followers = [LogFollower(path) for path in paths]
+    last_path: Path | None = None
     while not is_over():
-        for log in followed:
+        for log in followers:
             if added := log.read_added():
-                write((f"==> {log.path} <==\n" if log.path != last and len(paths) > 1 else "") + added)
-                last = log.path
+                write((f"==> {log.path} <==\n" if log.path != last_path and len(paths) > 1 else "") + added)
+                last_path = log.path
         time.sleep(POLL_S)

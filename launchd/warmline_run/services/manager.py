@@ -1,22 +1,22 @@
 """Service managers: launchd or systemd, behind the same methods."""
 
-import os
 import shutil
 import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from warmline_common.process.exit_codes import AGENT_VARIABLE
+from warmline_common.settings.resolve import ConfigurationError
 from warmline_run.services.service import ServiceId, ServiceProcess
 
 COMMAND_TIMEOUT_S = 60.0
 POLL_S = 0.1
-EXIT_TIMEOUT_S = 60  # of an agent whose file can't be read
+EXIT_TIMEOUT_S = 60  # of a service whose file can't be read
+Result = subprocess.CompletedProcess[str]  # `stdout` has stderr, too
 
 
 class ServiceManagerError(Exception):
@@ -34,7 +34,7 @@ class InstalledService:
 
 @dataclass(frozen=True)
 class ServiceState:
-    """`pid` is None while nothing runs; `ended` says how the last run ended, "" where none has or that isn't known."""
+    """`pid` is None while no process runs; `last_exit` is "" where no run has ended, or where its end is not known."""
 
     loaded: bool
     pid: int | None = None
@@ -42,25 +42,19 @@ class ServiceState:
 
     @property
     def has_failed(self) -> bool:
-        """It has run and doesn't now."""
+        """True where the process has run and doesn't now."""
         return self.pid is None and bool(self.last_exit)
 
 
-@dataclass(frozen=True)
-class CommandResult:
-    """Result of a manager's command."""
-
-    exit_code: int
-    output: str
-
-
 class ServiceManager(ABC):
-    """All methods block; those that ask the manager raise ManagerFailed."""
+    """All methods block; those that run the tool raise ServiceManagerError."""
 
-    name: ClassVar[str]  # of the command line, and in WARMLINE_AGENT
-    tool: ClassVar[str]
-    missing_hint: ClassVar[str]  # what to say where the tool is missing
-    display_name: ClassVar[str]  # what people call its agents
+    name: ClassVar[str]  # in WARMLINE_AGENT
+    group: ClassVar[str]  # of the command line
+    command: ClassVar[tuple[str, ...]]  # the tool, and the arguments of all its calls
+    missing_hint: ClassVar[str]  # for a machine without the tool
+    display_name: ClassVar[str]  # of its services, for people
+    stop_margin_s: ClassVar[float]  # beyond the exit timeout of a process
 
     @abstractmethod
     def label(self, service_id: ServiceId) -> str: ...
@@ -69,94 +63,92 @@ class ServiceManager(ABC):
     def service_file(self, service_id: ServiceId) -> Path: ...
 
     @abstractmethod
-    def render_file(self, process: ServiceProcess) -> bytes: ...
+    def render_file(self, process: ServiceProcess) -> str:
+        """Content of the service's file; its process is told the manager's name.  Raises ConfigurationError."""
 
     @abstractmethod
     def parse_file(self, data: bytes) -> InstalledService:
-        """Raises ValueError."""
+        """Raises ValueError for a file that `render_file` did not make."""
 
     @abstractmethod
     def read_state(self, service_id: ServiceId) -> ServiceState: ...
 
     @abstractmethod
+    def reload(self) -> None:
+        """Read added and removed files.  Raises ServiceManagerError where it is clear that no service would be kept."""
+
+    @abstractmethod
     def start(self, service_id: ServiceId) -> None:
-        """From its file as it is now.  Not loaded before."""
+        """Start a service that is not loaded from its present file."""
 
     @abstractmethod
     def stop(self, service_id: ServiceId) -> None:
-        """And unload it, so that it stays away.  Returns when the process has ended."""
+        """Stop and unload a service, so that it stays away.  Returns when the process has ended."""
 
     @abstractmethod
     def restart(self, service_id: ServiceId) -> None:
-        """The process alone, with its file as it was loaded; one that is not loaded is started."""
+        """Restart the process alone, with its file as it was loaded; start a service that is not loaded."""
 
     @abstractmethod
-    def reload(self) -> None:
-        """Files were removed."""
-
-    @abstractmethod
-    def check_available(self) -> None:
-        """Before anything is written: raises ManagerFailed where it is clear that it would keep nothing."""
+    def make_error(self, arguments: tuple[str, ...], result: Result) -> ServiceManagerError:
+        """Error of a failed call, with a hint where there is one."""
 
     def check_tool_installed(self) -> None:
-        if shutil.which(self.tool) is None:
-            raise ServiceManagerError(f"{self.tool} was not found: {self.missing_hint}")
-
-    def with_manager_variable(self, process: ServiceProcess) -> ServiceProcess:
-        """An agent whose process knows who keeps it."""
-        return replace(process, environment={**process.environment, AGENT_VARIABLE: self.name})
+        if shutil.which(self.command[0]) is None:
+            raise ServiceManagerError(f"{self.command[0]} was not found: {self.missing_hint}")
 
     def write_file(self, process: ServiceProcess, path: Path) -> None:
-        """Whole or not at all; readable by its owner alone.  Raises OSError."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.tmp")
-        draft.unlink(missing_ok=True)
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(self.render_file(self.with_manager_variable(process)))
-        draft.replace(path)
+        """Write the service's file, whole or not at all, readable by its owner alone.  Raises ConfigurationError."""
+        from warmline_common.storage import disk  # here, since it imports hashlib, and `warmline --help` is to be quick
+
+        content = self.render_file(process)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            disk.replace_file(path, content)
+        except OSError as error:
+            raise ConfigurationError(f"{path} can't be written: {error.strerror or error}") from None
 
     def is_installed(self, service_id: ServiceId) -> bool:
         return self.service_file(service_id).is_file()
 
     def is_managed(self, service_id: ServiceId) -> bool:
-        """Whatever became of its file.  Not where the manager can't be asked."""
-        try:
+        """True for a loaded service, even without a file; False where the manager can't be asked."""
+        with suppress(ServiceManagerError):
             state = self.read_state(service_id)
-        except ServiceManagerError:
-            return False
-        return state.loaded or state.pid is not None
+            return state.loaded or state.pid is not None
+        return False
 
     def read_installed(self, service_id: ServiceId) -> InstalledService | None:
-        """None where it is not installed, or its file is not as we write it."""
+        """None for a service that is not installed, or a file that `render_file` did not make."""
         with suppress(OSError, ValueError):
             return self.parse_file(self.service_file(service_id).read_bytes())
         return None
 
-    def exit_timeout_s(self, service_id: ServiceId) -> int:
+    def stop_timeout_s(self, service_id: ServiceId) -> float:
         installed = self.read_installed(service_id)
-        return installed.exit_timeout_s if installed else EXIT_TIMEOUT_S
+        return (installed.exit_timeout_s if installed else EXIT_TIMEOUT_S) + self.stop_margin_s
 
-    def run_tool(self, *arguments: str, timeout_s: float = COMMAND_TIMEOUT_S) -> CommandResult:
-        command = [self.tool, *arguments]
+    def run_tool(self, *arguments: str, timeout_s: float = COMMAND_TIMEOUT_S) -> Result:
+        command = [*self.command, *arguments]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+            return subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s, check=False
+            )
         except FileNotFoundError:
             self.check_tool_installed()
             raise
         except subprocess.TimeoutExpired:
             raise ServiceManagerError(f"{' '.join(command)}: no answer in {timeout_s:g} s") from None
-        return CommandResult(done.returncode, (done.stdout + done.stderr).strip())
 
-    def run_checked(self, *arguments: str, hint: str = "", timeout_s: float = COMMAND_TIMEOUT_S) -> None:
-        """Raises ManagerFailed where it is not done."""
-        done = self.run_tool(*arguments, timeout_s=timeout_s)
-        if done.exit_code:
-            raise self.make_error(arguments, done, hint)
+    def run_checked(self, *arguments: str, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
+        """Raises ServiceManagerError for an exit code other than 0."""
+        result = self.run_tool(*arguments, timeout_s=timeout_s)
+        if result.returncode:
+            raise self.make_error(arguments, result)
 
-    def make_error(self, arguments: tuple[str, ...], result: CommandResult, hint: str = "") -> ServiceManagerError:
-        said = " ".join(result.output.split()) or f"exit code {result.exit_code}"
-        return ServiceManagerError(f"{self.tool} {' '.join(arguments)}: {said}" + (f"; {hint}" if hint else ""))
+    def format_error(self, arguments: tuple[str, ...], result: Result, hint: str) -> ServiceManagerError:
+        output = " ".join(result.stdout.split()) or f"exit code {result.returncode}"
+        return ServiceManagerError(f"{' '.join((*self.command, *arguments))}: {output}" + (f"; {hint}" if hint else ""))
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:

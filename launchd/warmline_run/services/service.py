@@ -11,19 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from warmline_common.settings.parsers import Value
 from warmline_common.settings.resolve import ConfigurationError, ResolvedConfig
 from warmline_common.settings.table import DEMO_MODEL, SETTINGS
-from warmline_run import processes as commands
+from warmline_run.processes import module_arguments
 
 ROLES = ("proxy", "backend")  # in the order of stopping; started in the other
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
-EXIT_MARGIN_S = 30.0  # beyond what running requests get: to let go of them, and to write what is kept
+EXIT_MARGIN_S = 30.0  # beyond the drain of running requests: to release them, and to save
 FOLDER_SETTINGS = ("model", "adapter_path")
 CLI_MODULE = "warmline_run.cli"
 
-# What a process may need to find models, libraries and its device as it does in the shell that installs.  No variable
-# that may hold a secret: an agent's file is none.
+# Variables by which a process finds models, libraries and its device as it does in the shell that installs.  None may
+# hold a secret: a service's file is no place for it.
 INHERITED_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "HF_ENDPOINT",
@@ -45,7 +44,7 @@ SYSTEM_PATH = ("/opt/homebrew/bin", "/usr/local/bin", "/usr/bin", "/bin", "/usr/
 
 @dataclass(frozen=True)
 class ServiceId:
-    """Names an agent: `role` is one of ROLES; `name` tells several pairs of one user apart, "" for the only one."""
+    """`role` is one of ROLES; `name` tells several pairs of one user apart, "" for the only one."""
 
     role: str
     name: str = ""
@@ -53,7 +52,7 @@ class ServiceId:
 
 @dataclass(frozen=True)
 class ServiceProcess:
-    """`home` is absolute; `exit_timeout_s` is what the process gets between SIGTERM and SIGKILL."""
+    """`home` is absolute; `exit_timeout_s` is the time between SIGTERM and SIGKILL."""
 
     service_id: ServiceId
     arguments: list[str]
@@ -77,16 +76,12 @@ def output_file(home: Path, role: str) -> Path:
 
 
 def make_processes(config: ResolvedConfig, environment: Mapping[str, str], name: str = "") -> list[ServiceProcess]:
-    """The agents in the order of ROLES, without the variable that names their keeper.  Raises ConfigurationError."""
+    """Processes in the order of ROLES, without the variable that names their manager.  Raises ConfigurationError."""
     _check_config(config, name)
-    home = Path(str(config["home"]))
-    flags = _format_flags(config)
-    own = _make_environment(environment)
-    exit_timeout_s = math.ceil(float(config["drain_timeout_s"]) + EXIT_MARGIN_S)
+    home, flags, variables = Path(str(config["home"])), _format_flags(config), _make_environment(environment)
+    program, exit_timeout_s = module_arguments(CLI_MODULE), math.ceil(float(config["drain_timeout_s"]) + EXIT_MARGIN_S)
     return [
-        ServiceProcess(
-            ServiceId(role, name), [*commands.module_arguments(CLI_MODULE), role, *flags], own, home, exit_timeout_s
-        )
+        ServiceProcess(ServiceId(role, name), [*program, role, *flags], variables, home, exit_timeout_s)
         for role in ROLES
     ]
 
@@ -113,7 +108,7 @@ def _check_config(config: ResolvedConfig, name: str) -> None:
 
 
 def _is_explicit(config: ResolvedConfig, name: str) -> bool:
-    """By a flag or a variable, and not by the file, which agents read themselves."""
+    """True for a value of a flag or a variable, and not of the file, which services read themselves."""
     return config.effective_settings[name].source in (SETTINGS[name].flag, SETTINGS[name].variable)
 
 
@@ -122,51 +117,39 @@ def _is_relative_folder(value: str) -> bool:
 
 
 def _format_flags(config: ResolvedConfig) -> list[str]:
-    """Both agents get all: each then reads the same configuration, and tells the same of it."""
+    """Flags of both services alike: each reads the same configuration, and reports the same."""
     words = [SETTINGS["home"].flag, str(config["home"])]
-    for name in SETTINGS:
-        if name != "home" and _is_explicit(config, name):
-            words += _format_flag(name, _make_absolute(name, config[name]))
+    for name, setting in SETTINGS.items():
+        if name == "home" or not _is_explicit(config, name):
+            continue
+        value = config[name]
+        if name in FOLDER_SETTINGS and _is_relative_folder(str(value)):
+            value = str(Path(str(value)).absolute())  # services start in another folder
+        if setting.is_switch:
+            words.append(setting.flag if value else setting.off_flag)
+        else:
+            words += [setting.flag, str(value)]
     return words if _is_explicit(config, "log_files") else [*words, SETTINGS["log_files"].flag]
-
-
-def _make_absolute(name: str, value: Value) -> Value:
-    """Agents start in another folder."""
-    return str(Path(str(value)).absolute()) if name in FOLDER_SETTINGS and _is_relative_folder(str(value)) else value
-
-
-def _format_flag(name: str, value: Value) -> list[str]:
-    setting = SETTINGS[name]
-    if isinstance(value, bool):
-        return [setting.flag if value else setting.off_flag]
-    return [setting.flag, str(value)]
 
 
 def parse_arguments(arguments: Sequence[str]) -> dict[str, object]:
     """Flags of a service's command line, by the settings' names: for `resolve`."""
-    by_flag = {setting.flag: setting for setting in SETTINGS.values()}
-    off = {setting.off_flag: setting for setting in SETTINGS.values() if isinstance(setting.default, bool)}
-    given: dict[str, object] = {}
+    by_flag = {flag: setting for setting in SETTINGS.values() for flag in (setting.flag, setting.off_flag)}
+    flags: dict[str, object] = {}
     words = iter(arguments)
     for word in words:
-        if word in off:
-            given[off[word].name] = False
-        elif word in by_flag:
-            setting = by_flag[word]
-            given[setting.name] = True if isinstance(setting.default, bool) else next(words, "")
-    return given
+        if setting := by_flag.get(word):
+            flags[setting.name] = (word == setting.flag) if setting.is_switch else next(words, "")
+    return flags
 
 
 def _make_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    passed_on = {
+    """Variables for a service, with a PATH: managers set next to nothing, and mlx needs a compiler on Linux."""
+    shell_path = [folder for folder in environment.get("PATH", "").split(":") if folder.startswith("/")]
+    path = ":".join(dict.fromkeys([str(Path(sys.executable).parent), *shell_path, *SYSTEM_PATH]))
+    inherited = {
         name: value
         for name, value in sorted(environment.items())
         if value and (name in INHERITED_VARIABLES or name.startswith(INHERITED_PREFIX))
     }
-    return {"HOME": str(Path.home()), "PATH": _make_path(environment.get("PATH", "")), **passed_on}
-
-
-def _make_path(path: str) -> str:
-    """PATH for a service: managers set next to nothing, and mlx needs a compiler on Linux."""
-    shells = [folder for folder in path.split(":") if folder.startswith("/")]
-    return ":".join(dict.fromkeys([str(Path(sys.executable).parent), *shells, *SYSTEM_PATH]))
+    return {"HOME": str(Path.home()), "PATH": path, **inherited}

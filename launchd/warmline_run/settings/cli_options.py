@@ -1,4 +1,4 @@
-"""A flag for each setting, for the commands that have them all."""
+"""Flags of the commands that take all settings."""
 
 import inspect
 import os
@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from warmline_common.process.exit_codes import EXIT_CONFIGURATION
+from warmline_common.settings.parsers import strip_backticks
 from warmline_common.settings.resolve import ConfigurationError, describe_misspelt_variables, resolve
 from warmline_common.settings.table import SETTINGS, Setting
-from warmline_run import supervisor as supervise
-from warmline_run.settings.reference import strip_backticks
+from warmline_run.supervisor import print_message
 
 
 def with_settings(function: Callable[..., None]) -> Callable[..., None]:
@@ -20,11 +20,11 @@ def with_settings(function: Callable[..., None]) -> Callable[..., None]:
     def command(**given: Any) -> None:
         flags = {name: given.pop(name) for name in list(given) if name in SETTINGS}
         for line in describe_misspelt_variables(os.environ):
-            supervise.print_message(line)
+            print_message(line)
         try:
             function(resolve(flags, os.environ), **given)
         except ConfigurationError as error:
-            supervise.print_message(str(error))
+            print_message(str(error))
             raise typer.Exit(EXIT_CONFIGURATION) from None
 
     own = list(inspect.signature(function).parameters.values())[1:]
@@ -39,9 +39,7 @@ def with_settings(function: Callable[..., None]) -> Callable[..., None]:
 def _make_parameter(setting: Setting) -> inspect.Parameter:
     """Flags arrive as text and are parsed by the table, so that all sources are checked by the same rule."""
     shown = strip_backticks(setting.help) + (f" (default: {setting.default})" if setting.default else "")
-    annotation: Any
-    if isinstance(setting.default, bool):
+    annotation: Any = Annotated[str | None, typer.Option(setting.flag, metavar=setting.metavar, help=shown)]
+    if setting.is_switch:
         annotation = Annotated[bool | None, typer.Option(f"{setting.flag}/{setting.off_flag}", help=shown)]
-    else:
-        annotation = Annotated[str | None, typer.Option(setting.flag, metavar=setting.metavar, help=shown)]
     return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

@@ -1,9 +1,8 @@
-"""The settings as a Markdown table: what docs/settings.md has between its two marks.  Pure.
+"""The settings as a Markdown table, which stands between two marks of docs/settings.md.  Pure.
 
-`python -m warmline_run.settings.reference DOCUMENT` prints the document with the table of today (`make reference`).
+`python -m warmline_run.settings.reference DOCUMENT` prints the document with today's table (`make reference`).
 """
 
-import re
 import sys
 from pathlib import Path
 
@@ -21,23 +20,18 @@ def _format_default(setting: Setting) -> str:
     if setting.default == "":
         return setting.unset_label
     if setting.name == "home":
-        return "`~/.warmline`"  # whoever's home this was made in
-    shown = str(setting.default).lower() if isinstance(setting.default, bool) else f"{setting.default}"
+        return "`~/.warmline`"  # not the folder of the user who made the table
+    shown = str(setting.default).lower() if setting.is_switch else f"{setting.default}"
     return f"`{shown.removesuffix('.0')}`"
 
 
 def replace_table(text: str) -> str:
-    """The document with the table of today.  Raises ValueError where it lacks the marks."""
+    """The document with today's table.  Raises ValueError where it lacks the marks."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise ValueError(f"the marks {BEGIN} and {END} are missing")
     return f"{before}{begin}\n{render_table()}\n{end}{after}"
-
-
-def strip_backticks(help_text: str) -> str:
-    """A help line for a terminal."""
-    return re.sub(r"`([^`]*)`", r"\1", help_text)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,20 @@
-"""Smoke checks ("gates"): their results, and the target that all are given."""
+"""Smoke checks ("gates"), their target and their outcomes."""
 
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from warmline_run.smoke.client import SmokeClient
+from warmline_run.smoke.client import NoAnswerError, SmokeClient
+from warmline_run.smoke.responses import ChatCompletion, MalformedAnswerError, Message
 
 PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"
+REFUSAL_ADVICE = "what the server's log says of it is worth reading"
 
 
 class CheckFailedError(Exception):
-    """The server is wrong: what was seen, and what to do about it."""
+    """The server is wrong: the observation, and advice."""
 
     def __init__(self, seen: str, advice: str = "") -> None:
         super().__init__(seen)
@@ -19,7 +22,7 @@ class CheckFailedError(Exception):
 
 
 class CheckNotRunError(Exception):
-    """Nothing was proved, for the reason that this states."""
+    """Nothing was proved, for the stated reason."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +33,18 @@ class Scale:
     turn_bytes: int = 3000
     answer_tokens: int = 32
     long_tokens: int = 12_288  # of the prompt whose connection is dropped
-    quick_s: float = 2.0  # what a small request may take beside a long one, whatever that takes
+    quick_s: float = 2.0  # limit of a small request beside a long one
 
 
 @dataclass
 class Target:
-    """One run over one server.  Gates run one after another, on one event loop."""
+    """One run over one server.  Checks run one after another, on one event loop."""
 
     client: SmokeClient
-    seed: str  # stands at the top of each prompt: another seed meets nothing that is cached
+    seed: str  # at the top of each prompt: prompts of another seed are not cached
     scale: Scale = field(default_factory=Scale)
     tolerance: float = 0.0  # nats; 0: by the type of the log-probabilities
-    grid_tokens: int = 0  # what is kept ends at multiples of this; 0: at any token
+    grid_tokens: int = 0  # cached prefixes end at multiples of this; 0: at any token
     home: Path | None = None  # that the server may run from
     may_restart: bool = False
     context_tokens: int = 0  # that a prompt and its answer may have; 0: not known
@@ -51,18 +54,39 @@ class Target:
         tokens = max(0, tokens - slack)
         return tokens - tokens % self.grid_tokens if self.grid_tokens else tokens
 
-    def make_messages(self, check_name: str, text: str) -> list[dict[str, Any]]:
-        """A conversation of this run and gate alone."""
+    def make_messages(self, check_name: str, text: str) -> list[Message]:
+        """A conversation of this run and check alone."""
         return [{"role": "user", "content": f"[{self.seed} {check_name}] {text}"}]
+
+    async def complete(self, messages: list[Message], **fields: Any) -> ChatCompletion:
+        """A chat completion of the scale's length.  Raises NoAnswerError."""
+        return await self.client.complete(messages, max_tokens=self.scale.answer_tokens, **fields)
 
 
 @dataclass(frozen=True)
 class Check:
-    """`check` returns a line of what was seen, or raises Failed, NotRun, or Unanswered."""
+    """`run` returns a line for people, or raises CheckFailedError, CheckNotRunError or NoAnswerError."""
 
     name: str
     proves: str
     run: Callable[[Target], Awaitable[str]]
+
+    async def evaluate(self, target: Target) -> "Outcome":
+        """Run the check; a failure is an outcome, so that the other checks are run."""
+        began_s, advice = time.monotonic(), ""
+        try:
+            result, detail = PASSED, await self.run(target)
+        except CheckFailedError as failure:
+            result, detail, advice = FAILED, failure.seen, failure.advice
+        except CheckNotRunError as reason:
+            result, detail = NOT_RUN, str(reason)
+        except NoAnswerError as error:
+            result, detail, advice = FAILED, str(error), REFUSAL_ADVICE
+        except MalformedAnswerError as error:
+            result, detail = FAILED, f"the answer is not OpenAI's: {error}"
+        except TimeoutError:
+            result, detail, advice = FAILED, f"not done within {target.client.timeout_s:g} s", "see --timeout-s"
+        return Outcome(self, result, time.monotonic() - began_s, detail, advice)
 
 
 @dataclass(frozen=True)
@@ -76,6 +100,13 @@ class Outcome:
     advice: str = ""
 
 
+def read_cached_tokens(answer: ChatCompletion) -> int:
+    """Reused tokens of an answer's prompt.  Raises CheckFailedError where usage lacks them."""
+    if answer.cached_tokens is None:
+        raise CheckFailedError("usage does not say how much was reused (prompt_tokens_details.cached_tokens)")
+    return answer.cached_tokens
+
+
 def format_excerpt(text: str, limit: int = 60) -> str:
-    """As an error message shows an answer."""
+    """Beginning of an answer for a message."""
     return repr(text if len(text) <= limit else text[:limit] + "...")

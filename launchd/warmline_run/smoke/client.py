@@ -1,31 +1,25 @@
-"""The server under examination, as any client of OpenAI's API sees it.  One event loop; every wait is bounded."""
+"""Client of the examined server, by OpenAI's API alone.  One event loop; every wait is bounded."""
 
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from types import TracebackType
 from typing import Any
 
 import aiohttp
 
-from warmline_run.smoke.responses import (
-    ChatCompletion,
-    MalformedAnswerError,
-    Message,
-    StreamFold,
-    format_error_body,
-    parse_completion,
-)
-from warmline_run.smoke.sse import EventReader, SmokeEvent
+from warmline_common.protocol.sse import SseEvent, SseParser
+from warmline_run.smoke import responses
+from warmline_run.smoke.responses import ChatCompletion, MalformedAnswerError, Message, StreamFold
 
 CHAT_PATH = "/chat/completions"
-BAD_REQUEST = 400  # what a server says that can't do what is asked, and knows it
-# A reasoning model would spend what a gate gives it on thoughts.  Servers that don't know it ignore it.
+BAD_REQUEST = 400  # of a server that refuses an unsupported request
+EVENT_BYTES_MAX = 64 << 20
+# A reasoning model would spend a check's tokens on thoughts.  Servers without this switch ignore it.
 NO_REASONING = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
 class NoAnswerError(Exception):
-    """No answer, or none of OpenAI's form: a line that says what happened.  `status` is 0 where there was none."""
+    """No answer, or none of OpenAI's form: a line for people.  `status` is 0 where there was none."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -33,51 +27,43 @@ class NoAnswerError(Exception):
 
 
 class ServerUnreachableError(NoAnswerError):
-    """Nothing takes connections there."""
+    """No server takes connections there."""
 
 
 class SmokeClient:
     """`url` ends in /v1.  An async context manager, which owns the connections."""
 
     def __init__(self, url: str, key: str = "", timeout_s: float = 600.0, model: str = "") -> None:
-        self.url, self.model = url.rstrip("/"), model
-        self._timeout_s = timeout_s
+        self.url, self.timeout_s, self.model = url.rstrip("/"), timeout_s, model
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._session: aiohttp.ClientSession | None = None
 
-    @property
-    def timeout_s(self) -> float:
-        return self._timeout_s
-
     async def __aenter__(self) -> "SmokeClient":
         self._session = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=self._timeout_s), connector=aiohttp.TCPConnector(force_close=True)
+            timeout=aiohttp.ClientTimeout(total=self.timeout_s), connector=aiohttp.TCPConnector(force_close=True)
         )
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._session is not None
         await self._session.close()
 
     async def get(self, path: str, secret: str = "") -> tuple[int, Any]:
-        """Status and JSON (None where it is none) of a path under /v1, or, if it begins with "//", beside it."""
+        """Status and JSON (None for another body) of a path under /v1, or, if it begins with "//", beside it."""
         url = self.url.removesuffix("/v1") + path[1:] if path.startswith("//") else self.url + path
         headers = {"Authorization": f"Bearer {secret}"} if secret else self._headers
         async with self._request("GET", url, headers=headers) as response:
-            body = await response.read()
-        try:
-            return response.status, json.loads(body)
-        except ValueError:
-            return response.status, None
+            try:
+                return response.status, await response.json(content_type=None)
+            except ValueError:
+                return response.status, None
 
     async def complete(self, messages: list[Message], *, max_tokens: int, **fields: Any) -> ChatCompletion:
-        """A chat completion in one JSON.  Raises Unanswered."""
-        async with self._post(self._body(messages, max_tokens, fields)) as response:
+        """A chat completion in one JSON.  Raises NoAnswerError."""
+        async with self._post(messages, max_tokens=max_tokens, **fields) as response:
             body = await response.read()
         try:
-            return parse_completion(json.loads(body))
+            return responses.parse_completion(json.loads(body))
         except ValueError:
             raise NoAnswerError(f"the answer is no JSON: {body[:80]!r}", response.status) from None
         except MalformedAnswerError as error:
@@ -86,35 +72,34 @@ class SmokeClient:
     async def stream(self, messages: list[Message], *, max_tokens: int, **fields: Any) -> ChatCompletion:
         """The same, streamed and put together again."""
         fold = StreamFold()
-        try:
-            async with self.open_stream(messages, max_tokens=max_tokens, **fields) as events:
-                async for event in events:
-                    if event.data:
-                        fold.add(event.data)
-        except MalformedAnswerError as error:
-            raise NoAnswerError(f"the stream is none of chat completions: {error}", 200) from None
+        async with self.open_stream(messages, max_tokens=max_tokens, **fields) as events:
+            async for event in events:
+                if event.data:
+                    fold.add(event.data)
         return fold.build()
 
     @asynccontextmanager
     async def open_stream(
         self, messages: list[Message], *, max_tokens: int, **fields: Any
-    ) -> AsyncIterator[AsyncIterator[SmokeEvent]]:
-        """A stream's events as they come.  Leaving the context early drops the connection."""
-        asked = {"stream": True, "stream_options": {"include_usage": True}, **fields}
-        async with self._post(self._body(messages, max_tokens, asked)) as response:
-            yield _read_events(response)
+    ) -> AsyncIterator[AsyncIterator[SseEvent]]:
+        """A stream's events as they come.  Leaving the context early drops the connection.
 
-    def _body(self, messages: list[Message], max_tokens: int, fields: dict[str, Any]) -> dict[str, Any]:
-        given = {"messages": messages, "max_tokens": max_tokens, "temperature": 0, **NO_REASONING, **fields}
-        return {"model": self.model, **given}
+        A MalformedAnswerError of the context becomes a NoAnswerError.
+        """
+        fields = {"stream": True, "stream_options": {"include_usage": True}, **fields}
+        async with self._post(messages, max_tokens=max_tokens, **fields) as response:
+            try:
+                yield _read_events(response)
+            except MalformedAnswerError as error:
+                raise NoAnswerError(f"the stream is none of chat completions: {error}", 200) from None
 
     @asynccontextmanager
-    async def _post(self, body: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _post(self, messages: list[Message], **fields: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+        body = {"model": self.model, "messages": messages, "temperature": 0, **NO_REASONING, **fields}
         async with self._request("POST", self.url + CHAT_PATH, headers=self._headers, json=body) as response:
             if response.status != 200:
-                raise NoAnswerError(
-                    f"answered {response.status}: {format_error_body(await response.read())}", response.status
-                )
+                reason = responses.format_error_body(await response.read())
+                raise NoAnswerError(f"answered {response.status}: {reason}", response.status)
             yield response
 
     @asynccontextmanager
@@ -124,7 +109,7 @@ class SmokeClient:
             async with self._session.request(method, url, **options) as response:
                 yield response
         except TimeoutError:
-            raise NoAnswerError(f"no whole answer within {self._timeout_s:g} s (--timeout-s)") from None
+            raise NoAnswerError(f"no whole answer within {self.timeout_s:g} s (--timeout-s)") from None
         except aiohttp.ClientConnectorError as error:
             raise ServerUnreachableError(f"nothing answers at {url}: {error.strerror or error}") from None
         except aiohttp.InvalidURL:
@@ -133,12 +118,10 @@ class SmokeClient:
             raise NoAnswerError(f"the connection broke in mid-answer: {error}") from None
 
 
-async def _read_events(response: aiohttp.ClientResponse) -> AsyncIterator[SmokeEvent]:
-    reader = EventReader()
+async def _read_events(response: aiohttp.ClientResponse) -> AsyncIterator[SseEvent]:
+    parser = SseParser()
     async for piece in response.content.iter_any():
-        try:
-            events = list(reader.feed(piece))
-        except ValueError as error:
-            raise NoAnswerError(f"the stream can't be read: {error}", 200) from None
-        for event in events:
+        for event in parser.feed(piece):
             yield event
+        if parser.buffered_bytes > EVENT_BYTES_MAX:
+            raise NoAnswerError(f"the stream can't be read: an event of more than {EVENT_BYTES_MAX >> 20} MiB", 200)

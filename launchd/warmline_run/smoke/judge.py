@@ -4,18 +4,19 @@ import math
 import re
 import struct
 from collections.abc import Iterable, Mapping
+from itertools import takewhile
 from typing import Any
 
 from warmline_run.smoke.responses import ChatCompletion, TokenChoice
 
-# Nats by what the log-probabilities were computed in: as audits have it (docs/correctness.md).
+# Nats by the type that the log-probabilities were computed in, as in audits (docs/correctness.md).
 TOLERANCE_FLOAT32, TOLERANCE_FLOAT16, TOLERANCE_BFLOAT16 = 1e-3, 0.125, 2.0
 TOLERANCES_KV_BITS = {8: 0.4, 4: 6.0}  # quantized KV, which the log-probabilities don't show
 _UNUSED_BITS = ((0xFFFF, TOLERANCE_BFLOAT16), (0x1FFF, TOLERANCE_FLOAT16))  # of a float32 that was widened from it
 LARGEST = 1e30  # and no NaN
 WINDOW_CHARACTERS = 8
 TEXT_CHARACTERS_MIN = 24
-REPETITIVE_SHARE_MIN, VARIED_SHARE_MAX = 0.7, 0.4  # shares of windows that stood before
+REPETITIVE_SHARE_MIN, VARIED_SHARE_MAX = 0.7, 0.4  # shares of repeated windows
 MARKUP = re.compile(
     r"<\|[\w ./-]{1,40}\|>|<\uff5c[^\uff5c\n]{1,40}\uff5c>"
     r"|</?(?:think|tool_calls?|tool_response|arg_key|arg_value|function_calls?)>"
@@ -29,7 +30,7 @@ def infer_tolerance(tokens: Iterable[TokenChoice]) -> float:
     """Tolerance of rounding between two runs, inferred from the bits that these values don't use."""
     values = [value for token in tokens for value in (token.logprob, *token.top.values()) if abs(value) < LARGEST]
     words = struct.unpack(f"<{len(values)}I", struct.pack(f"<{len(values)}f", *values))
-    used = [word for word in words if word]  # 0.0 says nothing
+    used = [word for word in words if word]  # 0.0 tells nothing
     return next(
         (tolerance for bits, tolerance in _UNUSED_BITS if used and not any(word & bits for word in used)),
         TOLERANCE_FLOAT32,
@@ -37,32 +38,29 @@ def infer_tolerance(tokens: Iterable[TokenChoice]) -> float:
 
 
 def find_disagreement(one: ChatCompletion, other: ChatCompletion, tolerance: float = 0.0) -> str:
-    """ "" where two greedy answers to one prompt are the same, or part at a near tie; else where and how they part.
+    """Description of where two greedy answers to one prompt part; "" where they don't, or part at a near tie.
 
     A near tie: in either run the two tokens' log-probabilities are within `tolerance` nats (0: by their type).
     """
     if one.full_text == other.full_text and one.finish_reason == other.finish_reason:
         return ""
     if not one.tokens or not other.tokens:
-        return (
-            f"they part at character {_common_prefix_length(one.full_text, other.full_text)}, and there "
-            "are no log-probabilities to judge by"
-        )
+        place = _common_prefix_length(one.full_text, other.full_text)
+        return f"they part at character {place}, and there are no log-probabilities to judge by"
     tolerance = tolerance or infer_tolerance((*one.tokens, *other.tokens))
     for place, (mine, theirs) in enumerate(zip(one.tokens, other.tokens, strict=False)):
         if mine.token != theirs.token:
-            return _describe_gap(
-                place, max(_logprob_gap(mine, theirs.token), _logprob_gap(theirs, mine.token)), tolerance
-            )
+            gap = max(_logprob_gap(mine, theirs.token), _logprob_gap(theirs, mine.token))
+            return _describe_gap(place, gap, tolerance)
     place = min(len(one.tokens), len(other.tokens))
     longer = one.tokens if len(one.tokens) > place else other.tokens
     if len(longer) == place:
-        return (
-            "the same tokens became different text"
-            if one.full_text != other.full_text
-            else "they end for different reasons"
-        )
-    return _describe_gap(place, _runner_up_gap(longer[place]), tolerance)  # one goes on where the other one ends
+        is_same = one.full_text == other.full_text
+        return "they end for different reasons" if is_same else "the same tokens became different text"
+    # One answer goes on where the other one ends: the end may have been the runner-up.
+    chosen = longer[place]
+    others = [value for token, value in chosen.top.items() if token != chosen.token]
+    return _describe_gap(place, chosen.logprob - max(others, default=-math.inf), tolerance)
 
 
 def _describe_gap(place: int, gap: float, tolerance: float) -> str:
@@ -78,40 +76,31 @@ def _logprob_gap(chosen: TokenChoice, token: str) -> float:
     return math.inf if math.isnan(gap) else gap
 
 
-def _runner_up_gap(chosen: TokenChoice) -> float:
-    others = [value for token, value in chosen.top.items() if token != chosen.token]
-    return chosen.logprob - max(others, default=-math.inf)
-
-
 def _common_prefix_length(one: str, other: str) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def logprob_difference(one: ChatCompletion, other: ChatCompletion) -> float:
-    """The largest by which the log-probabilities of chosen tokens differ, as far as both chose the same; nats."""
-    largest = 0.0
-    for mine, theirs in zip(one.tokens, other.tokens, strict=False):
-        if mine.token != theirs.token:
-            break
-        largest = max(largest, abs(mine.logprob - theirs.logprob))
-    return largest
+    """Largest difference of chosen tokens' log-probabilities, as far as both answers chose the same; nats."""
+    pairs = takewhile(lambda pair: pair[0].token == pair[1].token, zip(one.tokens, other.tokens, strict=False))
+    return max([0.0, *(abs(mine.logprob - theirs.logprob) for mine, theirs in pairs)])  # 0.0 first: a NaN is no maximum
 
 
 def is_collapsed(text: str, reference: str) -> bool:
-    """True where one text repeats itself as broken models do, and the reference does not."""
+    """True where a text repeats itself as broken models do, and the reference does not."""
     if min(len(text), len(reference)) < TEXT_CHARACTERS_MIN:
         return False
     return repetition_share(text) > REPETITIVE_SHARE_MIN and repetition_share(reference) < VARIED_SHARE_MAX
 
 
 def repetition_share(text: str) -> float:
-    """The share of a text's windows that have stood in it before: 0 where it never repeats itself."""
+    """Share of a text's windows that repeat an earlier one: 0 where the text never repeats itself."""
     windows = [text[at : at + WINDOW_CHARACTERS] for at in range(len(text) - WINDOW_CHARACTERS + 1)]
     return 1 - len(set(windows)) / len(windows) if windows else 0.0
 
 
 def find_markup(text: str) -> str:
-    """The first of a template's, reasoning's or tool format's markers that stands there; "" for none."""
+    """First marker of a template, reasoning or tool format in a text; "" for none."""
     match = MARKUP.search(text)
     return match[0] if match else ""
 

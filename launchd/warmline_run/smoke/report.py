@@ -14,12 +14,12 @@ INDENT = " " * (NAME_WIDTH + RESULT_WIDTH + SECONDS_WIDTH + 6)
 
 def render_header(target: Target) -> str:
     """Lines that name the target, so that the run can be repeated, and the table's head."""
-    who = f"{target.client.url}, model {target.client.model or '(none listed)'}, --seed {target.seed}"
-    return f"{who}\n\n{_format_row('gate', 'result', 'seconds', 'what it proves')}\n{'-' * LINE_WIDTH}"
+    server = f"{target.client.url}, model {target.client.model or '(none listed)'}, --seed {target.seed}"
+    return f"{server}\n\n{_format_row('gate', 'result', 'seconds', 'what it proves')}\n{'-' * LINE_WIDTH}"
 
 
 def render_row(outcome: Outcome) -> str:
-    """The gate's line, and what was seen under it."""
+    """The check's line, and its details under it."""
     lines = [_format_row(outcome.check.name, outcome.result, f"{outcome.seconds:.1f}", outcome.check.proves)]
     lines += _format_indented(outcome.detail)
     lines += _format_indented(f"-> {outcome.advice}") if outcome.advice else []
@@ -31,14 +31,8 @@ def _format_row(name: str, result: str, seconds: str, proves: str) -> str:
 
 
 def _format_indented(text: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        LINE_WIDTH,
-        initial_indent=INDENT,
-        subsequent_indent=INDENT,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    lines = textwrap.wrap(text, LINE_WIDTH - len(INDENT), break_long_words=False, break_on_hyphens=False)
+    return [INDENT + line for line in lines]
 
 
 def format_summary(outcomes: Sequence[Outcome]) -> str:
@@ -47,7 +41,7 @@ def format_summary(outcomes: Sequence[Outcome]) -> str:
 
 
 def render_list(checks: Sequence[Check]) -> str:
-    return "\n".join(f"{gate.name:<{NAME_WIDTH}}  {gate.proves}" for gate in checks)
+    return "\n".join(f"{check.name:<{NAME_WIDTH}}  {check.proves}" for check in checks)
 
 
 def render_json(target: Target, outcomes: Sequence[Outcome], passed: bool) -> str:
@@ -62,12 +56,5 @@ def render_json(target: Target, outcomes: Sequence[Outcome], passed: bool) -> st
         }
         for each in outcomes
     ]
-    return json.dumps(
-        {"url": target.client.url, "model": target.client.model, "seed": target.seed, "passed": passed, "gates": gates},
-        indent=2,
-    )
-
-
-def is_success(outcomes: Sequence[Outcome], strict: bool) -> bool:
-    """A gate that was not run fails only where that is wanted."""
-    return not any(each.result == FAILED or (strict and each.result == NOT_RUN) for each in outcomes)
+    server = {"url": target.client.url, "model": target.client.model, "seed": target.seed}
+    return json.dumps({**server, "passed": passed, "gates": gates}, indent=2)

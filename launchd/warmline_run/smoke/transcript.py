@@ -1,10 +1,9 @@
-"""A terminal agent's conversation, made up: the same for the same seed, of any length.  Pure."""
+"""Transcript of a terminal agent's invented conversation: determined by its seed, of any length."""
 
-import asyncio
 import random
-from collections.abc import Callable
+import time
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, islice
 
 from warmline_run.smoke.check import Target
 
@@ -16,32 +15,9 @@ The task: find out why the build of the project in /srv/app fails, mend it, and 
 """
 NAMES = ("alpha", "cargo", "delta", "engine", "filter", "gateway", "handler", "index", "journal", "kernel", "ledger")
 KINDS = ("c", "h", "py", "md", "toml", "log")
-
-
-class Transcript:
-    """Turns of a terminal session."""
-
-    def __init__(self, seed: str, turn_bytes: int) -> None:
-        self._seed, self._turn_bytes = seed, turn_bytes
-
-    def render_turn(self, turn: int) -> str:
-        """The user's message of a turn, counted from 1: about `turn_bytes` long."""
-        draw = random.Random(f"{self._seed} {turn}")
-        head = f"[{self._seed} terminal] {INSTRUCTION}\n" if turn == 1 else ""
-        screen = "Current terminal state:\n" if turn == 1 else "New terminal output:\n"
-        makers: list[Callable[[random.Random], list[str]]] = [
-            _make_listing,
-            _make_build,
-            _make_tests,
-            _make_history,
-            _make_dump,
-        ]
-        lines: list[str] = []
-        for make in cycle(makers[turn % len(makers) :] + makers[: turn % len(makers)]):
-            if sum(map(len, lines)) + len(lines) >= self._turn_bytes - len(head):
-                break
-            lines += make(draw)
-        return f"{head}{screen}" + "\n".join(lines) + f"\nroot@build:/srv/app# # step {turn}"
+SAMPLE_BYTES = 2500  # lines of each kind
+CONTEXT_SHARE_USED = 0.85  # of the context: texts differ
+TURN_TOKENS = 48  # around a message, and around an answer
 
 
 def _make_file_name(draw: random.Random) -> str:
@@ -89,9 +65,20 @@ def _make_dump(draw: random.Random) -> list[str]:
     return [f"root@build:/srv/app# hexdump {_make_file_name(draw)}", *rows]
 
 
-SAMPLE_BYTES = 2500  # some of all that transcripts are made of
-CONTEXT_SHARE_USED = 0.85  # of the context that is used: texts differ
-TURN_TOKENS = 48  # around a message, and around an answer
+MAKERS = (_make_listing, _make_build, _make_tests, _make_history, _make_dump)
+
+
+def render_turn(seed: str, turn: int, turn_bytes: int) -> str:
+    """The user's message of a turn, counted from 1: about `turn_bytes` long."""
+    draw = random.Random(f"{seed} {turn}")
+    head = f"[{seed} terminal] {INSTRUCTION}\n" if turn == 1 else ""
+    screen = "Current terminal state:\n" if turn == 1 else "New terminal output:\n"
+    lines: list[str] = []
+    for make in islice(cycle(MAKERS), turn % len(MAKERS), None):
+        if sum(map(len, lines)) + len(lines) >= turn_bytes - len(head):
+            break
+        lines += make(draw)
+    return f"{head}{screen}" + "\n".join(lines) + f"\nroot@build:/srv/app# # step {turn}"
 
 
 @dataclass(frozen=True)
@@ -99,32 +86,31 @@ class TextMeasurement:
     """Measurements of a sample of text."""
 
     bytes_per_token: float
-    prefill_tokens_s: float  # too low rather than too high: with all that a request takes
+    prefill_tokens_s: float  # rather too low, since the whole request's time is counted
 
     def estimate_bytes(self, tokens: int) -> int:
         return int(tokens * self.bytes_per_token)
 
 
 async def measure_text(target: Target) -> TextMeasurement:
-    """Has the server read a text that nothing is kept of."""
-    text = Transcript(f"{target.seed} sample", SAMPLE_BYTES).render_turn(1)
-    began_s = asyncio.get_running_loop().time()
+    """Have the server prefill a sample that no other request repeats."""
+    text = render_turn(f"{target.seed} sample", 1, SAMPLE_BYTES)
+    began_s = time.monotonic()
     answer = await target.client.complete([{"role": "user", "content": text}], max_tokens=1)
     tokens = max(1, answer.prompt_tokens)
-    return TextMeasurement(len(text.encode()) / tokens, tokens / max(1e-6, asyncio.get_running_loop().time() - began_s))
+    return TextMeasurement(len(text.encode()) / tokens, tokens / max(1e-6, time.monotonic() - began_s))
 
 
 def compute_turn_bytes(target: Target, measurement: TextMeasurement) -> int:
     """Bytes of a turn of the transcript, so that all turns fit the context."""
-    wanted = target.scale.turn_bytes
+    scale = target.scale
     if not target.context_tokens:
-        return wanted
-    turns = target.scale.turns_count
-    room = int(CONTEXT_SHARE_USED * target.context_tokens) - turns * (target.scale.answer_tokens + TURN_TOKENS)
-    return min(wanted, measurement.estimate_bytes(max(0, room)) // turns)
+        return scale.turn_bytes
+    room = int(CONTEXT_SHARE_USED * target.context_tokens) - scale.turns_count * (scale.answer_tokens + TURN_TOKENS)
+    return min(scale.turn_bytes, measurement.estimate_bytes(max(0, room)) // scale.turns_count)
 
 
 def compute_long_bytes(target: Target, measurement: TextMeasurement) -> int:
     """Bytes of the long prompt."""
-    wanted, context = target.scale.long_tokens, target.context_tokens
-    return measurement.estimate_bytes(min(wanted, int(CONTEXT_SHARE_USED * context)) if context else wanted)
+    tokens, context = target.scale.long_tokens, target.context_tokens
+    return measurement.estimate_bytes(min(tokens, int(CONTEXT_SHARE_USED * context)) if context else tokens)

@@ -9,11 +9,11 @@ import asyncio
 import logging
 import os
 import signal
-import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
 
+from warmline_common.process.pids import read_command_line, read_pid
 from warmline_common.protocol.messages import HealthReply
 from warmline_proxy.upstream.client import Upstream, UpstreamConnectionError, UpstreamError
 
@@ -72,16 +72,6 @@ class StallTracker:
                 f"{pulse.slowest_recent_step_s:.1f} s and the limit is {limit:.1f} s"
             )
         return ""
-
-
-def read_command_line(pid: int) -> str:
-    """Return the command line of a process; "" where there is none."""
-    with suppress(OSError):
-        if Path("/proc/self/cmdline").exists():
-            return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
-        ps = ("ps", "-ww", "-o", "command=", "-p", str(pid))
-        return subprocess.run(ps, capture_output=True, text=True, timeout=PULSE_TIMEOUT_S, check=False).stdout
-    return ""
 
 
 class Watchdog:
@@ -197,11 +187,7 @@ class Watchdog:
 
     def _find_pid(self) -> int | None:
         """Return the pid of the last pulse; before the first one, the pid file's."""
-        if self.pulse:
-            return self.pulse.pid
-        with suppress(OSError, ValueError):
-            return int(self._pid_file.read_text())
-        return None
+        return self.pulse.pid if self.pulse else read_pid(self._pid_file)
 
     def _mark_down(self, why: str) -> None:
         self.pulse, self.down_reason = None, why

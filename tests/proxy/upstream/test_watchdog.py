@@ -14,6 +14,7 @@ from aiohttp import web
 
 from support.proxy.audits import metric
 from support.proxy.harness import on_loop, pair, serve
+from warmline_common.process.pids import read_command_line
 from warmline_common.protocol.messages import HealthReply
 from warmline_proxy.upstream import client as upstream
 from warmline_proxy.upstream.client import Upstream
@@ -22,7 +23,6 @@ from warmline_proxy.upstream.watchdog import (
     WARM_UP_STEPS,
     StallTracker,
     Watchdog,
-    read_command_line,
     step_limit_s,
 )
 

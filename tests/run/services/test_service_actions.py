@@ -12,7 +12,7 @@ import pytest
 
 from support.run.fake_managers import User
 from warmline_common.storage.file_lock import process_lock
-from warmline_run.services import systemd as units
+from warmline_run.services import systemd
 from warmline_run.services.service import parse_arguments
 
 
@@ -177,4 +177,4 @@ def test_document_explains_every_plist_key(mac: User) -> None:
     plist = plistlib.loads((mac.root / "com.warmline.proxy.plist").read_bytes())
     obvious = {"Label", "WorkingDirectory", "StandardOutPath", "Umask"}
     assert all(f"`{key}`" in text for key in plist.keys() - obvious)
-    assert f"`ThrottleInterval` {plist['ThrottleInterval']}" in text and f"after {units.RESTART_S} seconds" in text
+    assert f"`ThrottleInterval` {plist['ThrottleInterval']}" in text and f"after {systemd.RESTART_S} seconds" in text

@@ -11,8 +11,6 @@ import pytest
 from support.run.fake_managers import User
 from warmline_common.settings.resolve import ConfigurationError, resolve
 from warmline_common.settings.table import SETTINGS
-from warmline_run.services import launchd as plists
-from warmline_run.services import systemd as units
 from warmline_run.services.launchd import LaunchdManager
 from warmline_run.services.manager import InstalledService
 from warmline_run.services.service import make_processes, parse_arguments
@@ -86,15 +84,16 @@ def test_unusable_settings_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
 def test_service_file_round_trips(manager: type[LaunchdManager] | type[SystemdManager], tmp_path: Path) -> None:
     flags = {"home": str(tmp_path / ODD_HOME), "chat_template_args": ODD_ARGUMENTS, "served_name": ""}
     agent = make_processes(resolve(flags, {}), {"MLX_X": 'a "b"\\ %c $d', "PATH": "/a b"}, "second")[0]
-    read = manager().parse_file(manager().render_file(agent))
-    assert read == InstalledService(agent.arguments, agent.environment, agent.exit_timeout_s)
+    read = manager().parse_file(manager().render_file(agent).encode())
+    environment = {**agent.environment, "WARMLINE_AGENT": manager.name}
+    assert read == InstalledService(agent.arguments, environment, agent.exit_timeout_s)
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"<plist/>", b"[Service]", plistlib.dumps({"Label": "x"}), b"a=b"])
 def test_foreign_service_file_is_reported(data: bytes) -> None:
-    for read in (plists.parse_plist, units.parse_unit):
+    for manager in (LaunchdManager(), SystemdManager()):
         with pytest.raises(ValueError):
-            read(data)
+            manager.parse_file(data)
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here")

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from warmline_common.process import exit_codes
-from warmline_run.address import Address
+from warmline_common.settings.resolve import ResolvedConfig, resolve
 from warmline_run.cli import main as warmline
-from warmline_run.services import actions, logs
-from warmline_run.services import launchd as launchctl
-from warmline_run.services import systemd as systemctl
+from warmline_run.services import actions, launchd, logs, systemd
 from warmline_run.services.launchd import LaunchdManager
 from warmline_run.services.manager import ServiceManagerError, ServiceState
 
@@ -36,7 +34,7 @@ from warmline_run.services.manager import ServiceManagerError, ServiceState
     ],
 )
 def test_launchctl_output_is_parsed(printed: str, state: ServiceState) -> None:
-    assert launchctl.parse_state(printed) == state
+    assert launchd.parse_state(printed) == state
 
 
 @pytest.mark.parametrize(
@@ -55,12 +53,12 @@ def test_launchctl_output_is_parsed(printed: str, state: ServiceState) -> None:
     ],
 )
 def test_systemctl_output_is_parsed(shown: str, state: ServiceState) -> None:
-    assert systemctl.parse_state(shown) == state
+    assert systemd.parse_state(shown) == state
 
 
 @contextmanager
-def answering(*answers: tuple[int, Any]) -> Iterator[Address]:
-    """A proxy that says these one after the other to whoever asks, and the last one for ever."""
+def answering(*answers: tuple[int, Any]) -> Iterator[ResolvedConfig]:
+    """Settings of a proxy that says these one after the other to whoever asks, and the last one for ever."""
     left = list(answers)
 
     class Answers(http.server.BaseHTTPRequestHandler):
@@ -75,7 +73,7 @@ def answering(*answers: tuple[int, Any]) -> Iterator[Address]:
 
     with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield Address("127.0.0.1", server.server_port)
+        yield resolve({"home": "/nowhere", "port": str(server.server_port)}, {})
         server.shutdown()
 
 
@@ -86,15 +84,16 @@ class Running(LaunchdManager):
         return ServiceState(True, 1)
 
 
-def test_wait_until_ready_prints_each_reason_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_wait_until_ready_prints_each_reason_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actions, "POLL_S", 0)
     loading = (503, {"ready": False, "reason": "loading"})
-    told: list[str] = []
-    with answering(loading, loading, (503, []), (200, {"model": "tiny"})) as address:
-        assert actions.wait_until_ready(Running(), "", address, {}, 60, told.append) == ""
-    assert told == ["waiting: loading", "waiting: the proxy answers 503"]
-    with answering(loading) as address:
-        problem = actions.wait_until_ready(Running(), "", address, {}, 0, told.append)
+    lines: list[str] = []
+    pair = actions.ServicePair(Running(), "", lines.append)
+    with answering(loading, loading, (503, []), (200, {"model": "tiny"})) as config:
+        assert actions.wait_until_ready(pair, config, 60) == ""
+    assert lines == ["waiting: loading", "waiting: the proxy answers 503"]
+    with answering(loading) as config:
+        problem = actions.wait_until_ready(pair, config, 0)
         assert problem == "not ready after 0 s: loading; it goes on starting"
 
 

@@ -11,8 +11,7 @@ from warmline_common.settings.resolve import ConfigurationError, ResolvedConfig,
 from warmline_common.settings.table import SETTINGS, list_settings
 from warmline_proxy.config import parse_config as parse_proxy
 from warmline_proxy.explain.stabilize import RULES
-from warmline_run import openblas
-from warmline_run import processes as commands
+from warmline_run import openblas, processes
 
 
 def configured(
@@ -126,7 +125,7 @@ def test_ports_must_differ(tmp_path: Path) -> None:
 def test_client_key_is_passed_by_environment_only(tmp_path: Path) -> None:
     config = configured(tmp_path, 'client_key = "from-file"')
     surroundings = {"WARMLINE_CLIENT_KEY": "stale", "PATH": "/bin"}
-    proxy, backend = commands.proxy_command(config, surroundings), commands.backend_command(config, "m", surroundings)
+    proxy, backend = processes.proxy_command(config, surroundings), processes.backend_command(config, "m", surroundings)
     assert proxy.environment["WARMLINE_CLIENT_KEY"] == "from-file"
     assert "WARMLINE_CLIENT_KEY" not in backend.environment
     assert not any("from-file" in argument for argument in proxy.arguments + backend.arguments)
@@ -134,7 +133,10 @@ def test_client_key_is_passed_by_environment_only(tmp_path: Path) -> None:
 
 def test_unset_values_are_not_passed(tmp_path: Path) -> None:
     config = configured(tmp_path, "disk_budget_gb = 0", trust_remote_code=True, model="/m")
-    backend, proxy = commands.backend_command(config, "/m", {}).arguments, commands.proxy_command(config, {}).arguments
+    backend, proxy = (
+        processes.backend_command(config, "/m", {}).arguments,
+        processes.proxy_command(config, {}).arguments,
+    )
     assert "--trust-remote-code" in backend
     assert not {"--kv-bits", "--memory-budget-gb", "--max-tokens", "--adapter-path", "--served-name"} & set(backend)
     assert proxy[proxy.index("--disk-budget-gb") + 1] == "0.0"  # 0 means none, not the default
@@ -142,11 +144,11 @@ def test_unset_values_are_not_passed(tmp_path: Path) -> None:
 
 def test_every_setting_reaches_its_processes(tmp_path: Path) -> None:
     config = configured(tmp_path, drain_timeout_s="7.5", on_disconnect="finish-prefill", send_timeout_s="1e3")
-    given = commands.proxy_command(config, {})
+    given = processes.proxy_command(config, {})
     proxy = parse_proxy(given.arguments[4:], {})
     for setting in list_settings("proxy"):
         assert setting.name == "home" or getattr(proxy, setting.name) == config[setting.name], setting.name
-    backend = parse_backend(commands.backend_command(config, "m", {}).arguments[4:])
+    backend = parse_backend(processes.backend_command(config, "m", {}).arguments[4:])
     assert (backend.drain_timeout_s, backend.running_count_max) == (7.5, 16)
     assert given.drain_timeout_s == 7.5
 
@@ -157,9 +159,9 @@ def test_stabilize_rules_reach_proxy(tmp_path: Path) -> None:
         configured(tmp_path, stabilize=" times, tool-order,times"),
         configured(tmp_path, 'stabilize = ["times", "tool-order"]'),
     ):
-        proxy = parse_proxy(commands.proxy_command(config, {}).arguments[4:], {})
+        proxy = parse_proxy(processes.proxy_command(config, {}).arguments[4:], {})
         assert proxy.stabilize_rules == ("times", "tool-order")
-    assert parse_proxy(commands.proxy_command(configured(tmp_path), {}).arguments[4:], {}).stabilize_rules == ()
+    assert parse_proxy(processes.proxy_command(configured(tmp_path), {}).arguments[4:], {}).stabilize_rules == ()
     for wrong in ('stabilize = "clocks"', "stabilize = 3", "stabilize = [1]"):
         with pytest.raises(ConfigurationError, match=r"stabilize .*expected some of times, dates, ids"):
             configured(tmp_path, wrong)
@@ -170,13 +172,13 @@ def test_cors_origins_reach_proxy(tmp_path: Path) -> None:
         configured(tmp_path, cors_origins="http://localhost:3000, https://a.example"),
         configured(tmp_path, 'cors_origins = ["http://localhost:3000", "https://a.example"]'),
     ):
-        proxy = parse_proxy(commands.proxy_command(config, {}).arguments[4:], {})
+        proxy = parse_proxy(processes.proxy_command(config, {}).arguments[4:], {})
         assert proxy.allowed_origins == {"http://localhost:3000", "https://a.example"}
     assert (
-        parse_proxy(commands.proxy_command(configured(tmp_path, cors_origins="*"), {}).arguments[4:], {}).cors_origins
+        parse_proxy(processes.proxy_command(configured(tmp_path, cors_origins="*"), {}).arguments[4:], {}).cors_origins
         == "*"
     )
-    assert parse_proxy(commands.proxy_command(configured(tmp_path), {}).arguments[4:], {}).allowed_origins == set()
+    assert parse_proxy(processes.proxy_command(configured(tmp_path), {}).arguments[4:], {}).allowed_origins == set()
     for wrong in ('cors_origins = "a.example"', "cors_origins = true", 'cors_origins = ["https://a.example/"]'):
         with pytest.raises(ConfigurationError, match=r"cors_origins .*expected origins such as https://app"):
             configured(tmp_path, wrong)
@@ -189,10 +191,10 @@ def test_template_arguments_reach_backend(tmp_path: Path) -> None:
     flag = configured(tmp_path, table, chat_template_args=given)
     variable = configured(tmp_path, table, {"WARMLINE_CHAT_TEMPLATE_ARGS": given})
     for config in (flag, variable):
-        assert parse_backend(commands.backend_command(config, "m", {}).arguments[4:]).template_args == expected
+        assert parse_backend(processes.backend_command(config, "m", {}).arguments[4:]).template_args == expected
     file = configured(tmp_path, table)
     assert file.effective_settings["chat_template_args"].source == str(tmp_path / "warmline.toml")
-    told = parse_backend(commands.backend_command(file, "m", {}).arguments[4:]).template_args
+    told = parse_backend(processes.backend_command(file, "m", {}).arguments[4:]).template_args
     assert told == {"enable_thinking": False, "deep": {"n": 1.5, "tags": ["a"]}}
     assert configured(tmp_path, environment={"WARMLINE_CHAT_TEMPLATE_ARGS": ""})["chat_template_args"] == "{}"
 
@@ -200,11 +202,11 @@ def test_template_arguments_reach_backend(tmp_path: Path) -> None:
 def test_backend_defaults_equal_table(tmp_path: Path) -> None:
     options = {"prefill_step_size": "auto", "temp": "0.7", "top_p": "0.9", "gpu_keepalive": "2.5", "max_tokens": "9"}
     config = configured(tmp_path, trust_remote_code=True, **options)
-    backend = parse_backend(commands.backend_command(config, "m", {}).arguments[4:])
+    backend = parse_backend(processes.backend_command(config, "m", {}).arguments[4:])
     assert (backend.prefill_step_size, backend.temperature, backend.top_p) == (0, 0.7, 0.9)
     assert (backend.gpu_keepalive_s, backend.max_tokens, backend.trust_remote_code) == (2.5, 9, True)
     alone = parse_backend(["--home", str(tmp_path), "--model", "m", "--running-count-max", "16"])
-    assert parse_backend(commands.backend_command(configured(tmp_path), "m", {}).arguments[4:]) == replace(
+    assert parse_backend(processes.backend_command(configured(tmp_path), "m", {}).arguments[4:]) == replace(
         alone, port=8025, served_name="smollm2-135m-instruct"
     )
 
@@ -223,8 +225,8 @@ def test_backend_environment_limits_openblas_spinning(monkeypatch: pytest.Monkey
     monkeypatch.setattr(openblas, "is_openblas_needed", lambda: True)
     monkeypatch.setattr(openblas, "find_library", lambda: Path("/x/libopenblas.so.0"))
     config = configured(tmp_path)
-    environment = commands.backend_command(config, "m", {"OPENBLAS_NUM_THREADS": "1"}).environment
+    environment = processes.backend_command(config, "m", {"OPENBLAS_NUM_THREADS": "1"}).environment
     assert environment["LD_PRELOAD"] == "/x/libopenblas.so.0"
     assert environment["OPENBLAS_THREAD_TIMEOUT"] == "20" and environment["OPENBLAS_NUM_THREADS"] == "1"
-    theirs = commands.backend_command(config, "m", {"OPENBLAS_THREAD_TIMEOUT": "4"}).environment
+    theirs = processes.backend_command(config, "m", {"OPENBLAS_THREAD_TIMEOUT": "4"}).environment
     assert theirs["OPENBLAS_THREAD_TIMEOUT"] == "4"

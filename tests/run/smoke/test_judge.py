@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from warmline_proxy.audit.comparison import TOLERANCES
-from warmline_run.smoke import judge as judging
+from warmline_run.smoke import judge
+from warmline_run.smoke.checks.concurrent import parse_progress
 from warmline_run.smoke.checks.tools import SCHEMA
 from warmline_run.smoke.judge import (
     find_argument_flaw,
@@ -25,8 +26,7 @@ from warmline_run.smoke.responses import (
     format_error_body,
     parse_completion,
 )
-from warmline_run.smoke.sse import EventReader
-from warmline_run.smoke.transcript import Transcript
+from warmline_run.smoke.transcript import render_turn
 
 A, B = math.log(0.4), math.log(0.4) - 5e-4  # as near as float32 promises
 
@@ -75,11 +75,11 @@ def test_tolerance_follows_number_type(values: tuple[float, ...], tolerance: flo
 def test_tolerances_equal_audit_tolerances() -> None:
     """The gates import nothing of the proxy, so both have a table."""
     floats = {
-        "float32": judging.TOLERANCE_FLOAT32,
-        "float16": judging.TOLERANCE_FLOAT16,
-        "bfloat16": judging.TOLERANCE_BFLOAT16,
+        "float32": judge.TOLERANCE_FLOAT32,
+        "float16": judge.TOLERANCE_FLOAT16,
+        "bfloat16": judge.TOLERANCE_BFLOAT16,
     }
-    assert floats | {f"q{bits}": nats for bits, nats in judging.TOLERANCES_KV_BITS.items()} == TOLERANCES
+    assert floats | {f"q{bits}": nats for bits, nats in judge.TOLERANCES_KV_BITS.items()} == TOLERANCES
 
 
 def test_gap_is_between_chosen_tokens() -> None:
@@ -118,13 +118,9 @@ def test_argument_flaws_by_schema(arguments: dict[str, Any], flaw: str) -> None:
     assert find_argument_flaw([], SCHEMA) and "missing" in find_argument_flaw({"count": 1}, SCHEMA)
 
 
-def test_sse_reader_accepts_any_split() -> None:
-    raw = ': prefill 3/9\r\n\r\ndata: {"a": "é\u2028"}\n\ndata: [DONE]\n\n'.encode()
-    for size in (1, 7, len(raw)):
-        reader = EventReader()
-        events = [event for at in range(0, len(raw), size) for event in reader.feed(raw[at : at + size])]
-        assert [event.data for event in events] == ["", '{"a": "é\u2028"}', "[DONE]"]
-        assert events[0].progress == (3, 9) and events[1].progress is None
+@pytest.mark.parametrize(("comment", "tokens"), [(b"prefill 3/9", 3), (b"prefill 9/9", 0), (b"ping", 0), (b"", 0)])
+def test_prefill_progress_is_read_from_comments(comment: bytes, tokens: int) -> None:
+    assert parse_progress(comment) == tokens
 
 
 def test_stream_is_folded() -> None:
@@ -137,12 +133,12 @@ def test_stream_is_folded() -> None:
         {"tool_calls": [call]},
         {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]},
     ]
-    spoke = [fold.add(json.dumps({"model": "m", "choices": [{"delta": delta}]})) for delta in deltas]
+    spoke = [fold.add(json.dumps({"model": "m", "choices": [{"delta": delta}]}).encode()) for delta in deltas]
     assert spoke == [False, True, True, True, True]
-    fold.add(json.dumps({"choices": [{"delta": {}, "finish_reason": "tool_calls"}], "usage": None}))
-    fold.add(json.dumps({"choices": [], "usage": {"prompt_tokens": 3}}))
+    fold.add(json.dumps({"choices": [{"delta": {}, "finish_reason": "tool_calls"}], "usage": None}).encode())
+    fold.add(json.dumps({"choices": [], "usage": {"prompt_tokens": 3}}).encode())
     assert not fold.build().has_done_marker
-    fold.add("[DONE]")
+    fold.add(b"[DONE]")
     whole = fold.build()
     assert (whole.text, whole.reasoning, whole.finish_reason, whole.prompt_tokens) == ("Yes", "Hm.", "tool_calls", 3)
     assert whole.tool_calls[0]["function"] == {"name": "f", "arguments": "{}"} and whole.has_done_marker
@@ -151,7 +147,7 @@ def test_stream_is_folded() -> None:
 @pytest.mark.parametrize("data", ['{"error": {"message": "gone"}}', "nothing", "[]", '{"choices": [7]}'])
 def test_malformed_stream_is_refused(data: str) -> None:
     with pytest.raises(MalformedAnswerError):
-        StreamFold().add(data)
+        StreamFold().add(data.encode())
 
 
 @pytest.mark.parametrize("data", [None, {}, {"choices": []}, {"choices": [{"message": {"content": 7}}]}])
@@ -166,7 +162,6 @@ def test_refusal_is_one_line() -> None:
 
 
 def test_transcript_is_determined_by_seed() -> None:
-    one, other = Transcript("a", 3000), Transcript("b", 3000)
-    assert one.render_turn(3) == Transcript("a", 3000).render_turn(3) != other.render_turn(3)
-    assert all(2500 < len(one.render_turn(turn)) < 4000 for turn in range(1, 8))
-    assert len({one.render_turn(turn) for turn in range(1, 8)}) == 7
+    assert render_turn("a", 3, 3000) == render_turn("a", 3, 3000) != render_turn("b", 3, 3000)
+    turns = [render_turn("a", turn, 3000) for turn in range(1, 8)]
+    assert all(2500 < len(turn) < 4000 for turn in turns) and len(set(turns)) == 7

@@ -37,6 +37,7 @@ from support.run.smoke_servers import (
 )
 from warmline_common.settings.resolve import ConfigurationError, resolve
 from warmline_common.storage.file_lock import process_lock
+from warmline_run.smoke import client
 from warmline_run.smoke.check import FAILED, NOT_RUN, PASSED, Outcome, Scale, Target
 from warmline_run.smoke.client import SmokeClient
 from warmline_run.smoke.runner import (
@@ -45,12 +46,10 @@ from warmline_run.smoke.runner import (
     EXIT_PASSED,
     EXIT_UNREACHABLE,
     Endpoint,
-    RunOptions,
     find_checks,
     find_endpoint,
-    iterate_outcomes,
     normalize_url,
-    run_checks_async,
+    run_checks,
 )
 
 NAMES = [gate.name for gate in CHECKS]
@@ -67,9 +66,14 @@ def outcomes(
     grid_tokens: int = 0,
 ) -> dict[str, Outcome]:
     async def ask() -> dict[str, Outcome]:
-        async with served(server()) as url, SmokeClient(url, timeout_s=timeout_s, model="honest-model") as asked:
-            visit = Target(asked, "seed", SMALL, grid_tokens=grid_tokens, home=home, may_restart=home is not None)
-            return {outcome.check.name: outcome async for outcome in iterate_outcomes(visit, find_checks(names))}
+        async with (
+            served(server()) as url,
+            SmokeClient(url, timeout_s=timeout_s, model="honest-model") as server_client,
+        ):
+            target = Target(
+                server_client, "seed", SMALL, grid_tokens=grid_tokens, home=home, may_restart=home is not None
+            )
+            return {check.name: await check.evaluate(target) for check in find_checks(names)}
 
     return asyncio.run(ask())
 
@@ -191,8 +195,8 @@ def test_bad_address_is_refused_with_example(wrong: str) -> None:
 def test_url_of_other_api_fails_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     async def ask(model: str) -> int:
         async with served(HonestServer()) as url:
-            visit = Target(SmokeClient(f"{url}/v2", "", TIMEOUT_S, model), "seed", SMALL)
-            return await run_checks_async(visit, RunOptions(find_checks(["load"])))
+            target = Target(SmokeClient(f"{url}/v2", "", TIMEOUT_S, model), "seed", SMALL)
+            return await run_checks(target, find_checks(["load"]))
 
     assert asyncio.run(ask("")) == EXIT_UNREACHABLE
     shown = capsys.readouterr()
@@ -205,6 +209,19 @@ def test_silent_server_times_out(server: type[HonestServer]) -> None:
     seen = outcomes(server, ["load"], timeout_s=0.3)["load"]
     assert seen.result == FAILED
     assert ("no whole answer within 0.3 s" if server is Hangs else "the model is being loaded") in seen.detail
+
+
+class EndlessEvent(HonestServer):
+    """Its streams end in an event that never does."""
+
+    def ending(self) -> bytes:
+        return b"data: " + b"x" * 100
+
+
+def test_event_of_any_length_is_not_buffered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "EVENT_BYTES_MAX", 99)
+    seen = outcomes(EndlessEvent, ["streaming"])["streaming"]
+    assert seen.result == FAILED and "the stream can't be read: an event of more than" in seen.detail
 
 
 def test_restart_check_ignores_other_homes(tmp_path: Path) -> None:
@@ -227,8 +244,8 @@ def test_restart_check_ignores_other_homes(tmp_path: Path) -> None:
 def test_smoke_exit_codes(server: type[HonestServer], names: list[str], key: str, strict: bool, code: int) -> None:
     async def ask() -> int:
         async with served(server()) as url:
-            visit = Target(SmokeClient(url, key, TIMEOUT_S), "seed", SMALL)
-            return await run_checks_async(visit, RunOptions(find_checks(names), strict=strict))
+            target = Target(SmokeClient(url, key, TIMEOUT_S), "seed", SMALL)
+            return await run_checks(target, find_checks(names), strict=strict)
 
     assert asyncio.run(ask()) == code
 

@@ -1,14 +1,14 @@
 """Runs the supervisor over two stand-ins, in its own process, as `warmline serve` does over the real pair.
 
-Usage: drive_supervise.py PORT BACKEND_PORT [MANNER_OF_BACKEND [GRACE_S]]
+Usage: run_supervisor.py PORT BACKEND_PORT [MANNER_OF_BACKEND [GRACE_S]]
 """
 
 import os
 import sys
 from pathlib import Path
 
-from warmline_run import supervisor as supervise
-from warmline_run.address import Address
+from warmline_common.settings.resolve import resolve
+from warmline_run import supervisor
 from warmline_run.processes import Command
 
 STANDIN = str(Path(__file__).with_name("stand_in_process.py"))
@@ -22,7 +22,7 @@ if __name__ == "__main__":
     port, backend_port, *more = sys.argv[1:]
     manner, grace_s = more[:1], more[1:]
     if grace_s:
-        supervise.STOP_MARGIN_S = 0
+        supervisor.STOP_MARGIN_S = 0
     drain_timeout_s = float(grace_s[0]) if grace_s else 30.0
     backend, proxy = child("backend", backend_port, drain_timeout_s, *manner), child("proxy", port, drain_timeout_s)
-    sys.exit(supervise.run(backend, proxy, Address("127.0.0.1", int(port))))
+    sys.exit(supervisor.run(backend, proxy, resolve({"home": "/nowhere", "port": port}, {})))

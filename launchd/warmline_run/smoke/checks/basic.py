@@ -1,7 +1,8 @@
-"""Gates that any short request passes or fails: load, completion, exact answers, streams, names, markup."""
+"""Checks by short requests: load, completion, exact answers, streams, names, markup."""
 
 import asyncio
 import json
+import time
 from typing import Any
 
 from warmline_run.smoke.check import CheckFailedError, CheckNotRunError, Target, format_excerpt
@@ -14,17 +15,23 @@ WITH_LOGPROBS: dict[str, Any] = {"logprobs": True, "top_logprobs": 5}  # most se
 ARBITRARY_MODEL_NAMES = ("openai/gates-a", "any/name at all")
 FORCED_WORD = "warm-4711"
 FORCED_TOKENS_MAX = 512
-STOP_WORDS = ["\n", "e", "}"]
-LOOK_TOOL = {
-    "type": "function",
-    "function": {"name": "look", "description": "List a folder.", "parameters": {"type": "object", "properties": {}}},
-}
+LOOK_FUNCTION = {"name": "look", "description": "List a folder.", "parameters": {"type": "object", "properties": {}}}
+NO_TOOLS = {"tools": [{"type": "function", "function": LOOK_FUNCTION}], "tool_choice": "none"}
+# Name, system prompt, question and fields of each case.
+MARKUP_CASES: tuple[tuple[str, list[Message], str, dict[str, Any]], ...] = (
+    ("a short answer", [], "What is two and two?", {"max_tokens": 3}),
+    ("a longer answer", [], "Tell a story of a fox.", {}),
+    ("stop words", [], "Count to ten.", {"stop": ["\n", "e", "}"]}),
+    ("a system prompt", [{"role": "system", "content": "You are brief."}], "Hello!", {}),
+    ("thoughts", [], "Is 91 prime?", {"chat_template_kwargs": {}}),
+    ("tools that are off", [], "Look.", NO_TOOLS),
+)
 
 
 async def check_load(target: Target) -> str:
-    """Waits for a model that is still loading, as long as one request may take."""
-    status, listed = await target.client.get("/models")
-    names = [each["id"] for each in parse_models(listed)] if status == 200 else []
+    """Wait for a model that is still loading, as long as one request may take."""
+    status, models = await target.client.get("/models")
+    names = [each["id"] for each in parse_models(models)] if status == 200 else []
     if not names:
         raise CheckFailedError(
             f"GET /v1/models answered {status} and lists no model",
@@ -39,24 +46,20 @@ async def check_load(target: Target) -> str:
 
 async def _wait_until_ready(target: Target) -> None:
     """Wait for /ready; a server without it is taken to be ready."""
-    loop = asyncio.get_running_loop()
-    limit = loop.time() + target.client.timeout_s
+    until = time.monotonic() + target.client.timeout_s
     while True:
         status, body = await target.client.get("//ready")
         if status != 503:
             return
-        if loop.time() + READY_POLL_S > limit:
-            why = json.dumps(body) if body is not None else "no reason given"
-            raise CheckFailedError(
-                f"GET /ready says 503: {why}", "wait until the model is loaded; the server's log says how far it is"
-            )
+        if time.monotonic() + READY_POLL_S > until:
+            reason = json.dumps(body) if body is not None else "no reason given"
+            advice = "wait until the model is loaded; the server's log says how far it is"
+            raise CheckFailedError(f"GET /ready says 503: {reason}", advice)
         await asyncio.sleep(READY_POLL_S)
 
 
 async def check_completion(target: Target) -> str:
-    answer = await target.client.complete(
-        target.make_messages("completion", "Name three large rivers."), max_tokens=target.scale.answer_tokens
-    )
+    answer = await target.complete(target.make_messages("completion", "Name three large rivers."))
     if not answer.full_text.strip():
         raise CheckFailedError(
             f"the answer is empty (finish_reason {answer.finish_reason!r})",
@@ -72,12 +75,11 @@ async def check_completion(target: Target) -> str:
 
 async def check_exact_answer(target: Target) -> str:
     messages = target.make_messages("exact", "Describe the sea in a few words.")
-    fields = {"max_tokens": target.scale.answer_tokens, **WITH_LOGPROBS}
-    first, second = await target.client.complete(messages, **fields), await target.client.complete(messages, **fields)
+    first, second = [await target.complete(messages, **WITH_LOGPROBS) for _ in range(2)]
     if flaw := find_disagreement(first, second, target.tolerance):
+        texts = f"{format_excerpt(first.full_text)}, then {format_excerpt(second.full_text)}"
         raise CheckFailedError(
-            f"asked twice at temperature 0, {flaw}: {format_excerpt(first.full_text)}, then "
-            f"{format_excerpt(second.full_text)}",
+            f"asked twice at temperature 0, {flaw}: {texts}",
             "something is random, or the second answer was computed from a wrong cache",
         )
     return f"twice {format_excerpt(first.full_text, 40)}; {await check_forced_value(target, FORCED_WORD)}"
@@ -91,13 +93,12 @@ def make_single_value_format(word: str) -> dict[str, Any]:
 
 
 async def check_forced_value(target: Target, word: str) -> str:
-    """Ask for a value that there is no choice about; what was seen.
+    """Request a value that the form forces; returns a line for people.
 
-    Raises Failed where another answer comes, NotRun where the server refuses in words.
+    Raises CheckFailedError for another answer, CheckNotRunError where the server refuses in words.
     """
-    messages = target.make_messages(
-        f"exact {word}", 'Answer with the JSON object {"answer": "' + word + '"} and nothing else.'
-    )
+    question = f'Answer with the JSON object {{"answer": "{word}"}} and nothing else.'
+    messages = target.make_messages(f"exact {word}", question)
     try:
         answer = await target.client.complete(
             messages, max_tokens=FORCED_TOKENS_MAX, response_format=make_single_value_format(word)
@@ -109,10 +110,10 @@ async def check_forced_value(target: Target, word: str) -> str:
     if has_only_reasoning(answer):
         return f"whether it can be held to one value was not seen, for it thinks for {FORCED_TOKENS_MAX} tokens or more"
     try:
-        right = json.loads(answer.text) == {"answer": word}
+        is_right = json.loads(answer.text) == {"answer": word}
     except ValueError:
-        right = False
-    if not right:
+        is_right = False
+    if not is_right:
         raise CheckFailedError(
             f"response_format allows nothing but {word!r}, and the answer is "
             f"{format_excerpt(answer.text or answer.reasoning)}",
@@ -122,14 +123,14 @@ async def check_forced_value(target: Target, word: str) -> str:
 
 
 def has_only_reasoning(answer: ChatCompletion) -> bool:
-    """It was cut before it came to the point: some models reason whatever they are told."""
+    """True for an answer that was cut in its reasoning: some models reason although it is switched off."""
     return answer.finish_reason == "length" and bool(answer.reasoning) and not answer.text and not answer.tool_calls
 
 
 async def check_streaming(target: Target) -> str:
     messages = target.make_messages("stream", "Describe a mountain in a few words.")
-    fields = {"max_tokens": target.scale.answer_tokens, **WITH_LOGPROBS}
-    whole, streamed = await target.client.complete(messages, **fields), await target.client.stream(messages, **fields)
+    whole = await target.complete(messages, **WITH_LOGPROBS)
+    streamed = await target.client.stream(messages, max_tokens=target.scale.answer_tokens, **WITH_LOGPROBS)
     if not streamed.has_done_marker:
         raise CheckFailedError(
             "the stream ends without [DONE]",
@@ -138,17 +139,14 @@ async def check_streaming(target: Target) -> str:
     if not streamed.usage:
         raise CheckFailedError("the stream has no usage, though stream_options.include_usage asked for it")
     if flaw := find_disagreement(whole, streamed, target.tolerance):
-        raise CheckFailedError(
-            f"streamed and not streamed, {flaw}: {format_excerpt(whole.full_text)} and "
-            f"{format_excerpt(streamed.full_text)}"
-        )
-    if (counts := _usage_counts(whole)) != _usage_counts(streamed):
-        raise CheckFailedError(f"usage differs: {counts} not streamed, {_usage_counts(streamed)} streamed")
+        texts = f"{format_excerpt(whole.full_text)} and {format_excerpt(streamed.full_text)}"
+        raise CheckFailedError(f"streamed and not streamed, {flaw}: {texts}")
+    counts = [
+        tuple(answer.usage.get(name) for name in ("prompt_tokens", "completion_tokens")) for answer in (whole, streamed)
+    ]
+    if counts[0] != counts[1]:
+        raise CheckFailedError(f"usage differs: {counts[0]} not streamed, {counts[1]} streamed")
     return f"{streamed.usage.get('completion_tokens')} tokens, the same as in one piece, then usage and [DONE]"
-
-
-def _usage_counts(answer: ChatCompletion) -> tuple[Any, ...]:
-    return tuple(answer.usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
 
 
 async def check_any_name(target: Target) -> str:
@@ -170,34 +168,17 @@ async def check_any_name(target: Target) -> str:
 
 
 async def check_no_markup(target: Target) -> str:
-    """Ends by length, by stop words and by themselves; with a system prompt, with thoughts, with tools that are off."""
-    longer = 4 * target.scale.answer_tokens
-    system: Message = {"role": "system", "content": "You are brief."}
-    cases: list[tuple[str, list[Message], dict[str, Any]]] = [
-        ("a short answer", target.make_messages("markup 1", "What is two and two?"), {"max_tokens": 3}),
-        ("a longer answer", target.make_messages("markup 2", "Tell a story of a fox."), {"max_tokens": longer}),
-        ("stop words", target.make_messages("markup 3", "Count to ten."), {"max_tokens": longer, "stop": STOP_WORDS}),
-        ("a system prompt", [system, *target.make_messages("markup 4", "Hello!")], {"max_tokens": longer}),
-        (
-            "thoughts",
-            target.make_messages("markup 5", "Is 91 prime?"),
-            {"max_tokens": longer, "chat_template_kwargs": {}},
-        ),
-        (
-            "tools that are off",
-            target.make_messages("markup 6", "Look."),
-            {"max_tokens": longer, "tools": [LOOK_TOOL], "tool_choice": "none"},
-        ),
-    ]
-    said = 0
-    for what, messages, fields in cases:
+    """Answers that end by length, by stop words and by themselves; with system prompt, reasoning and disabled tools."""
+    characters = 0
+    for number, (case, system, question, fields) in enumerate(MARKUP_CASES, start=1):
+        messages = [*system, *target.make_messages(f"markup {number}", question)]
         for ask in (target.client.complete, target.client.stream):
-            answer = await ask(messages, **fields)
-            _check_answer_markup(what, answer, fields.get("stop", []))
-            said += len(answer.full_text)
-    if not said:
+            answer = await ask(messages, **{"max_tokens": 4 * target.scale.answer_tokens, **fields})
+            _check_answer_markup(case, answer, fields.get("stop", []))
+            characters += len(answer.full_text)
+    if not characters:
         raise CheckNotRunError("no answer said anything")
-    return f"none in {2 * len(cases)} answers, {said} characters"
+    return f"none in {2 * len(MARKUP_CASES)} answers, {characters} characters"
 
 
 def _check_answer_markup(case_name: str, answer: ChatCompletion, stop_words: list[str]) -> None:

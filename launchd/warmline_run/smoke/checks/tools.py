@@ -1,10 +1,10 @@
-"""Gates of tool calls: a call that is asked for comes, valid; what becomes of its result."""
+"""Checks of tool calls: a required call comes, valid, and its result is read."""
 
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from warmline_run.smoke.check import CheckFailedError, CheckNotRunError, Target, format_excerpt
+from warmline_run.smoke.check import CheckFailedError, CheckNotRunError, Target, format_excerpt, read_cached_tokens
 from warmline_run.smoke.checks.basic import has_only_reasoning
 from warmline_run.smoke.client import BAD_REQUEST, NoAnswerError
 from warmline_run.smoke.judge import find_argument_flaw
@@ -32,15 +32,15 @@ QUESTION = "How is this machine called? Read it from its file. " + "Take your ti
 
 async def check_tool_call(target: Target) -> str:
     messages = target.make_messages("tool", QUESTION)
-    for how, ask in (("", target.client.complete), (" (streamed)", target.client.stream)):
-        arguments = validate_tool_call(await _request_required_call(ask, messages), how)
+    for mode_suffix, ask in (("", target.client.complete), (" (streamed)", target.client.stream)):
+        arguments = validate_tool_call(await _request_required_call(ask, messages), mode_suffix)
     return f"{TOOL}({json.dumps(arguments)}), streamed and not"
 
 
 async def _request_required_call(
     ask: Callable[..., Awaitable[ChatCompletion]], messages: list[Message]
 ) -> ChatCompletion:
-    """The answer to a request that must be answered by a call.  Raises NotRun where the server refuses it in words."""
+    """Answer to a request that requires a call.  Raises CheckNotRunError where the server refuses it in words."""
     try:
         return await ask(messages, max_tokens=CALL_TOKENS_MAX, tool_choice="required", **TOOL_FIELDS)
     except NoAnswerError as error:
@@ -50,7 +50,7 @@ async def _request_required_call(
 
 
 def validate_tool_call(answer: ChatCompletion, mode_suffix: str = "") -> Mapping[str, Any]:
-    """The arguments of its one call, which must be right in all its parts.  Raises Failed."""
+    """Arguments of the answer's one call, which must be right in all parts.  Raises CheckFailedError."""
     if has_only_reasoning(answer):
         raise CheckNotRunError(f"the model thinks for {CALL_TOKENS_MAX} tokens or more before it calls")
     if not answer.tool_calls:
@@ -86,37 +86,27 @@ def validate_tool_call(answer: ChatCompletion, mode_suffix: str = "") -> Mapping
 
 async def check_tool_result(target: Target) -> str:
     messages = target.make_messages("result", QUESTION)
-    asked = await _request_required_call(target.client.complete, messages)
+    call_answer = await _request_required_call(target.client.complete, messages)
     try:
-        validate_tool_call(asked)
+        validate_tool_call(call_answer)
     except CheckFailedError:
         raise CheckNotRunError("no right call came that could be answered: see tool-call") from None
     results: list[Message] = [
-        {"role": "tool", "tool_call_id": call["id"], "content": "harbour-7"} for call in asked.tool_calls
+        {"role": "tool", "tool_call_id": call["id"], "content": "harbour-7"} for call in call_answer.tool_calls
     ]
-    answer = await target.client.complete(
-        [*messages, asked.message, *results], max_tokens=target.scale.answer_tokens, **TOOL_FIELDS
-    )
+    answer = await target.complete([*messages, call_answer.message, *results], **TOOL_FIELDS)
     if not answer.full_text.strip() and not answer.tool_calls:
         raise CheckFailedError(f"the answer to the tool's result is empty (finish_reason {answer.finish_reason!r})")
-    if answer.prompt_tokens <= asked.prompt_tokens:
+    question_tokens, prompt_tokens = call_answer.prompt_tokens, answer.prompt_tokens
+    if prompt_tokens <= question_tokens:
         raise CheckFailedError(
-            f"with call and result the prompt has {answer.prompt_tokens} tokens, without them {asked.prompt_tokens}",
+            f"with call and result the prompt has {prompt_tokens} tokens, without them {question_tokens}",
             "the model did not see them: look at its chat template with `warmline doctor MODEL`",
         )
-    return f"answered; {_check_reuse(target, asked, answer)}"
-
-
-def _check_reuse(target: Target, call_answer: ChatCompletion, answer: ChatCompletion) -> str:
-    cached, wanted = answer.cached_tokens, target.expected_cached_tokens(call_answer.prompt_tokens, TAIL_TOKENS)
-    if cached is None:
-        raise CheckFailedError("usage does not say how much was reused (prompt_tokens_details.cached_tokens)")
-    if cached < wanted:
+    cached = read_cached_tokens(answer)
+    if cached < target.expected_cached_tokens(question_tokens, slack=TAIL_TOKENS):
         raise CheckFailedError(
-            f"{cached} tokens were reused of the {call_answer.prompt_tokens} before the call",
+            f"{cached} tokens were reused of the {question_tokens} before the call",
             "each step of an agent would prefill anew; the server's log, or `cachectl stats`, says why",
         )
-    return (
-        f"{cached} of its {answer.prompt_tokens} tokens were reused, the call's question had "
-        f"{call_answer.prompt_tokens}"
-    )
+    return f"answered; {cached} of its {prompt_tokens} tokens were reused, the call's question had {question_tokens}"
