@@ -15,6 +15,7 @@ SETTLE_TIMEOUT_S = 60.0
 POLL_S = 0.02
 THINK_END = "259"  # of tiny_models' tokens; ends the reasoning at once, so that what is forced comes next
 BLOCK_TOKENS = 64
+SEEDED = {"seed": 1}  # the same answer at each run, with an event of each kind
 LONG = "Words that fill some blocks of sixty-four tokens each, so that they are stored. " * 3
 PARAMETERS = {
     "type": "object",
@@ -72,7 +73,7 @@ def _requests() -> dict[str, tuple[str, dict[str, Any]]]:
         "chat, tools": (CHAT, _chat(max_tokens=40, **forced)),
         "chat, form": (CHAT, _chat(max_tokens=40, **formed)),
         "chat, usage": (CHAT, _chat(**usage)),
-        "completion": (COMPLETIONS, {"model": "m", "prompt": "hi", "max_tokens": 4, "logprobs": 2}),
+        "completion": (COMPLETIONS, {"model": "m", "prompt": "hi", "max_tokens": 4, "logprobs": 2, **SEEDED}),
         "messages": (MESSAGES, _chat(system="Be brief.")),
         "messages, tools": (MESSAGES, _chat(max_tokens=40, logit_bias={THINK_END: 100}, **used)),
         "responses": (RESPONSES, _input()),
@@ -82,11 +83,11 @@ def _requests() -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def _chat(text: str = "hi", **options: Any) -> dict[str, Any]:
-    return {"model": "m", "messages": [{"role": "user", "content": text}], "max_tokens": 6, **options}
+    return {"model": "m", "messages": [{"role": "user", "content": text}], "max_tokens": 6, **SEEDED, **options}
 
 
 def _input(**options: Any) -> dict[str, Any]:
-    return {"model": "m", "input": "hi", "max_output_tokens": 6, **options}
+    return {"model": "m", "input": "hi", "max_output_tokens": 6, **SEEDED, **options}
 
 
 def _others() -> dict[str, tuple[str, str, Any, Mapping[str, str]]]:
