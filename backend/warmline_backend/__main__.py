@@ -91,7 +91,7 @@ async def _serve(config: BackendConfig, home: Home, secret: str) -> int:
         await web.TCPSite(runner, config.host, config.port, reuse_address=True).start()
     except OSError as error:
         where = f"{config.host} port {config.port}"
-        write_line(f"warmline backend: can't listen on {where}: {error}; end what listens there, or use another port")
+        write_line(f"warmline backend: can't listen on {where}: {error}; stop what listens there, or use another port")
         return 2
     engine.start()
     process_files = _write_process_files(config, home)

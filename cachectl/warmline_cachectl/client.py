@@ -299,4 +299,4 @@ def _clear_backend_cache(home: Home) -> str:
         why = f"can't be reached on port {port}: {error}"
     finally:
         connection.close()
-    return f"the backend, process {pid}, {why}; what it holds in memory may be stored again: restart it"
+    return f"the backend, process {pid}, {why}; its KV in memory may be stored again: restart it"

@@ -99,7 +99,7 @@ def doctor(
 @app.command(short_help="Check a running server.")
 def gates(
     url: Annotated[
-        str, typer.Option(metavar="URL", help="default: what runs from the home, or the settings' own")
+        str, typer.Option(metavar="URL", help="default: the running pair of the home, else the settings' address")
     ] = "",
     home: Annotated[str | None, typer.Option(metavar="DIR", help="that the server runs from, for `restart`")] = None,
     only: Annotated[list[str] | None, typer.Option(metavar="NAME", help="this gate alone; may be repeated")] = None,

@@ -139,7 +139,7 @@ def _check_tools(template: _TemplateChecker, tokenizer: TokenizerWrapper) -> boo
         "a tool's result": traits.supports_tool_results,
     }
     if missing := ", ".join(part for part, supported in parts.items() if not supported):
-        what = f"the template leaves out {missing}: the model is told in plain text between <tool_call> tags"
+        what = f"the template leaves out {missing}: the model gets them as plain text between <tool_call> tags"
         template.findings.warn(what, OMISSION_REMEDY)
         return False
     offered = template.check_rendered("tools", TOOL_NAME, USER_MESSAGE, tools=TOOLS)

@@ -28,7 +28,7 @@ def check_config(findings: Findings, folder: Path, tensor_names: Set[str] | None
     config = loader.read_config(folder)
     if custom_code := find_custom_code(config):
         findings.warn(
-            f"the model is built by code of its own, {custom_code}",
+            f"the model brings its own code, {custom_code}",
             "read that file; serve with --trust-remote-code, which runs it, only if you trust it",
         )
         return config
@@ -50,7 +50,7 @@ def _read_model_args(findings: Findings, config: dict[str, Any]) -> Any:
         _, args_class = loader.find_model_classes(config)
     except ValueError:
         findings.fail(
-            f"nobody here knows the architecture {kind} (model_type in config.json)",
+            f"unknown architecture {kind} (model_type in config.json)",
             "a newer mlx-lm may; else choose a model of an architecture that mlx-lm has",
         )
         return None

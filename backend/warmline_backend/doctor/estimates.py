@@ -43,16 +43,16 @@ def check_cache(findings: Findings, model: nn.Module, settings: DoctorSettings) 
     findings.ok(f"{rows}{states}: {layers}")
     if layout.problem:
         findings.warn(
-            f"conversations can't be kept on disk: {layout.problem}",
+            f"conversations can't be saved to disk: {layout.problem}",
             "nothing: it is served all the same, and starts cold after a restart",
         )
     elif layout.has_states:
-        findings.ok("kept on disk; a conversation can be taken up at its checkpoints")
+        findings.ok("saved to disk; a conversation resumes at its checkpoints")
     elif layout.window:
         window = f"{layout.window:,}"
-        findings.ok(f"kept on disk; can be taken up at any token, with the last {window} of its windows")
+        findings.ok(f"saved to disk; resumes at any token, with the last {window} of its windows")
     else:
-        findings.ok("kept on disk; a conversation can be taken up at any token")
+        findings.ok("saved to disk; a conversation resumes at any token")
     return CacheSummary(layout, weight, layers)
 
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
 AREAS = ("files", "config", "parameters", "cache", "memory", "tokenizer", "template")  # as they are shown
-DAMAGED = "download what is named here again; if that changes nothing, this is a fault of warmline doctor"
+DAMAGED = "download the named files again; if that changes nothing, this is a fault of warmline doctor"
 
 
 @dataclass

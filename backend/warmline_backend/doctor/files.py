@@ -24,7 +24,7 @@ DTYPE_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0
 DTYPE_BYTES |= {"BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8}
 
 DOWNLOAD_REMEDY = "download this file again"
-DISK_REMEDY = "mend its permissions, or its disk"
+DISK_REMEDY = "fix its permissions, or the disk"
 VERSIONS_REMEDY = "nothing, if the parameters below are right; otherwise files of two versions are mixed"
 
 
@@ -157,7 +157,7 @@ def _find_snapshot(repository: str) -> Path:
 CONFIG_NAME, INDEX_NAME, SINGLE_FILE_NAME = "config.json", "model.safetensors.index.json", "model.safetensors"
 WEIGHTS_GLOB = "model*.safetensors"  # what mlx-lm reads
 SHARD_NAME_PATTERN = re.compile(r"(.*-)(\d+)-of-(\d+)\.safetensors")
-FINISH_DOWNLOAD_REMEDY = "finish the download: start it again, it goes on where it stopped"
+FINISH_DOWNLOAD_REMEDY = "finish the download: start it again; it continues where it stopped"
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def _check_index(findings: Findings, index: dict[str, Any], paths: list[Path], s
     if extra := sorted(present - named):
         findings.warn(
             f"the index does not name {format_first(extra)}, but mlx-lm reads every {WEIGHTS_GLOB}",
-            "remove what belongs to another model or an older download",
+            "remove the files of another model or an older download",
         )
     _check_tensor_files(findings, places, shards)
     metadata = index.get("metadata")

@@ -45,7 +45,7 @@ def estimate_mac(size_gb: float) -> MachineMemory:
     share = SMALL_MAC_SHARE if size_gb <= SMALL_MAC_GIB else MAC_SHARE
     usable = int(size_gb * GIB * share)
     part = "two thirds" if share == SMALL_MAC_SHARE else "three quarters"
-    how = f"a Mac of {size_gb:g} GB: macOS lets its GPU use {part} unless told otherwise, {format_bytes(usable)}"
+    how = f"a Mac of {size_gb:g} GB: macOS lets its GPU use {part} by default, {format_bytes(usable)}"
     return MachineMemory(usable, how, int(size_gb * GIB) - SYSTEM_BYTES)
 
 
@@ -144,7 +144,7 @@ def check_memory(findings: Findings, needs: MemoryNeeds, plan: MemoryPlan) -> No
         findings.ok(f"conversations of up to {plan.tokens_max:,} tokens fit")
     if plan.budget_needed_gb:
         findings.warn(
-            f"conversations may have {format_bytes(plan.budget_bytes)} unless told otherwise, less than one of "
+            f"conversations may have {format_bytes(plan.budget_bytes)} by default, less than one of "
             f"{min(plan.tokens_max, LENGTHS[-1]):,} tokens takes",
             f"--memory-budget-gb {plan.budget_needed_gb:g}",
         )

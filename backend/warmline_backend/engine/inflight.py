@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 RESULTS_MAX = 256
 EVENTS_QUEUED_MAX = 100_000
-EVENTS_OVERFLOW = f"more than {EVENTS_QUEUED_MAX} events wait and nobody reads them"
+EVENTS_OVERFLOW = f"more than {EVENTS_QUEUED_MAX} events wait without a reader"
 
 
 class UnknownGenerationError(Exception):

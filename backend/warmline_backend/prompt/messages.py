@@ -180,7 +180,7 @@ def _check_tool(tool: dict[str, Any], field: str) -> None:
         raise FieldError(f"{field}.type", f'must be "function", not {format_value(kind)}')
     if not isinstance(function, dict):
         fault = f"must be an object with a name, not {format_json_type(function)}"
-        raise FieldError(f"{field}.function", f"{fault}; what describes a function stands in there")
+        raise FieldError(f"{field}.function", f"{fault}; the function's description belongs there")
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not name:
         raise FieldError(f"{field}.function.name", f"must be a string that is not empty, not {format_value(name)}")

@@ -62,7 +62,7 @@ _NO_BEAMS = "answers are sampled, or greedy; leave it out, or send 'n' for sever
 _NO_SAMPLER = "this way of sampling is not there; leave it out, or send 'temperature', 'top_p', 'top_k' or 'min_p'"
 _NO_ADAPTER = "an adapter is loaded with the model, when the server starts; leave it out"
 _NO_SEARCH = "nothing is searched here; leave it out, or send a tool of your own"
-_NO_SPECIAL_TOKENS = "special tokens are read, and not told; leave it out"
+_NO_SPECIAL_TOKENS = "special tokens are never part of the text; leave it out"
 _OWN_TEMPLATE = "the model's own template is used; leave it out, or send 'chat_template_kwargs'"
 _MAX_TOKENS_ALIASES = "n_predict num_predict max_new_tokens max_length max_tokens_to_sample"
 
@@ -101,7 +101,7 @@ UNSUPPORTED_FIELDS = _index_fields(
     # answers of other kinds
     UnsupportedField("suffix", "leave it out; nothing is filled in between two texts"),
     UnsupportedField("prompt_logprobs", "a prompt's own log-probabilities are not computed; leave it out", _off_if()),
-    UnsupportedField("return_tokens_as_token_ids return_token_ids", "tokens are told as text; leave it out"),
+    UnsupportedField("return_tokens_as_token_ids return_token_ids", "tokens are returned as text; leave it out"),
     UnsupportedField("include_stop_str_in_output", "an answer ends before its stop word; leave it out"),
     UnsupportedField("web_search_options", _NO_SEARCH, _off_if()),
 )

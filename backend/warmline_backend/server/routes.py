@@ -289,7 +289,7 @@ class _Routes:
                     await response.write(data)
             await response.write_eof()
         except TimeoutError:
-            text = "request %s: nobody has taken its answer for %g s; its connection is cut"
+            text = "request %s: the client has read nothing for %g s; its connection is closed"
             log.warning(text, inflight.id, SEND_TIMEOUT_S)
             if request.transport is not None:
                 request.transport.abort()

@@ -367,5 +367,5 @@ def redact_error_message(body: bytes) -> str:
     try:
         error = decode(body, ErrorReply).error
     except msgspec.DecodeError:
-        return "it is no error object of ours"
+        return "the reply has no error object"
     return redact(error.message)

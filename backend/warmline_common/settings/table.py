@@ -60,7 +60,7 @@ class Setting:
 # fmt: off
 _ROWS = (
     Setting("home", str(Path.home() / ".warmline"), parsers.parse_home, "DIR", PROXY_BACKEND,
-            "where everything is kept: index, segments, models, logs, `warmline.toml` (which can't set this "
+            "folder of all data: index, segments, models, logs, `warmline.toml` (which can't set this "
             "one)", in_toml=False),
     Setting("model", DEMO_MODEL, parsers.parse_model, "MODEL", (),
             "a folder or repository that mlx-lm loads; `demo`: SmolLM2-135M, out of a package"),
@@ -73,7 +73,7 @@ _ROWS = (
     Setting("allowed_hosts", "", parsers.parse_hosts, "NAMES", PROXY,
             "further names that clients reach this machine by, separated by commas, or `*` for any name"),
     Setting("share_cache", False, parsers.parse_bool, "", PROXY,
-            "let the holders of all client keys reuse what any of them has had computed"),
+            "let all client keys reuse each other's cache"),
     Setting("admin_needs_key", False, parsers.parse_bool, "", PROXY,
             "ask for the admin key on this machine, too, for `/admin` and `/warmline`: others have accounts "
             "here, or a reverse proxy runs here (on loopback, `allowed_hosts` does the same)"),
@@ -85,7 +85,7 @@ _ROWS = (
     Setting("cors_origins", "", parsers.parse_origins, "ORIGINS", PROXY,
             "origins of web pages that may use `/v1` from a browser, separated by commas, or `*` for any page"),
     Setting("reuse", "fast", parsers.make_choice_parser("fast", "exact", "off"), "MODE", PROXY_BACKEND,
-            "`fast` reuses all that is kept, `exact` only what gives a cold run's very bits, `off` nothing"),
+            "`fast` reuses all stored KV, `exact` only KV that gives a cold run's exact bits, `off` nothing"),
     Setting("audit_fraction", 0.01, parsers.parse_share, "SHARE", PROXY,
             "share of the warm requests that are computed again, cold, when the engine is idle; 0: none"),
     Setting("audit_tolerance", 0.0, parsers.make_amount_parser("nats", 0, 1e6), "NATS", PROXY,
@@ -137,14 +137,14 @@ _ROWS = (
     Setting("heartbeat_after_s", 0.0, parsers.parse_seconds, "S", PROXY,
             "when a client that waits for JSON gets a first sign of life; 0: never"),
     Setting("on_disconnect", "stop", parsers.make_choice_parser("stop", "finish-prefill"), "WHAT", PROXY,
-            "for a client that leaves: `stop`, or `finish-prefill` when nobody else needs the engine"),
+            "when a client leaves: `stop`, or `finish-prefill` while no other request needs the engine"),
     Setting("partial_save_tokens", 8192, parsers.make_integer_parser(0, 10000000), "TOKENS", PROXY,
             "a running prefill is saved every so many tokens; 0: only at its end"),
     Setting("stabilize", "", parsers.parse_rules, "RULES", PROXY,
-            "replace what changes at the top of prompts and means nothing: some of `times`, `dates`, `ids`, "
+            "replace volatile text at the start of prompts: some of `times`, `dates`, `ids`, "
             "`billing`, `tool-order`"),
     Setting("drain_timeout_s", 30.0, parsers.parse_seconds, "S", PROXY_BACKEND,
-            "what running requests get to finish when Warmline is stopped"),
+            "time for running requests to finish when Warmline stops"),
     Setting("log_level", "info", parsers.make_choice_parser("debug", "info", "warning", "error"), "LEVEL",
             PROXY_BACKEND, "`debug`, `info`, `warning` or `error`"),
     Setting("log_format", "text", parsers.make_choice_parser("text", "json"), "FORMAT", PROXY_BACKEND,

@@ -234,7 +234,7 @@ def _decode_meta(raw: msgspec.Raw | None) -> FileMeta:
         texts = decode(raw or b"{}", dict[str, str])
         meta = decode(texts.get(METADATA_KEY, "").encode(), FileMeta)
     except _DECODE_ERRORS as error:
-        raise SegmentFileError("foreign", f"not a file of ours: {error}") from error
+        raise SegmentFileError("foreign", f"not a segment file: {error}") from error
     if meta.format != SEGMENT_FORMAT:
         raise SegmentFileError("foreign", f"segment format {meta.format}, this version reads {SEGMENT_FORMAT}")
     return meta

@@ -40,7 +40,7 @@ app = CommandApp("Change")
 @app.add(
     "Write a conversation into a file.",
     "cachectl export SESSION talk.warmline",
-    "cachectl export SESSION talk.warmline --force  # overwrite what was exported earlier",
+    "cachectl export SESSION talk.warmline --force  # overwrite an earlier export",
 )
 def export(
     session: SessionArgument,
@@ -68,11 +68,14 @@ def export(
 
 
 @app.add(
-    "Store what was exported.", "cachectl import talk.warmline", "cachectl import talk.warmline --json", name="import"
+    "Store an exported conversation.",
+    "cachectl import talk.warmline",
+    "cachectl import talk.warmline --json",
+    name="import",
 )
 def import_(
     file: Annotated[str, typer.Argument(help="What `cachectl export` wrote; - for standard input.")],
-    key: Annotated[str, typer.Option("--key", help="The client key whose it is to be, by name.")] = "",
+    key: Annotated[str, typer.Option("--key", help="Name of the client key that is to own it.")] = "",
     anyway: Annotated[
         bool, typer.Option("--anyway", help="Also where another model is served, which can't use it.")
     ] = False,
@@ -122,7 +125,7 @@ def _check_target(file: str, force: bool, as_json: bool) -> None:
     if path.exists() and not path.is_file():
         fail(f"{file} is no plain file; name another, or - for standard output", EXIT_USAGE)
     if path.exists() and not force:
-        fail(f"{file} is there already; add --force to overwrite it", EXIT_USAGE)
+        fail(f"{file} exists already; add --force to overwrite it", EXIT_USAGE)
 
 
 def _write_archive(file: str, chunks: Iterator[bytes]) -> None:

@@ -17,7 +17,7 @@ from warmline_cachectl.views.tables import format_count
 app = CommandApp("Check")
 
 
-@app.add("Look for what commonly goes wrong.", "cachectl doctor", "cachectl doctor --json")
+@app.add("Look for common problems.", "cachectl doctor", "cachectl doctor --json")
 def doctor(quiet: QuietOption = False, home: HomeOption = HOME, as_json: JsonOption = False) -> None:
     """The home, the index, the running pair and this machine, each finding with its mend; exit code 1 where any is.
 

@@ -75,7 +75,7 @@ def inspect(
 
 
 @app.add(
-    "Show how conversations share what is stored.", "cachectl tree", "cachectl tree --depth 2", "cachectl tree --json"
+    "Show how conversations share stored prefixes.", "cachectl tree", "cachectl tree --depth 2", "cachectl tree --json"
 )
 def tree(
     depth: Annotated[int, typer.Option("--depth", min=0, help="How many forks deep; 0: all.")] = 0,

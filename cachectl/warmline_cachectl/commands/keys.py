@@ -86,12 +86,10 @@ def rotate(name: NameArgument = "", home: HomeOption = HOME, as_json: JsonOption
     _show_key(entry, as_json)
 
 
-@app.add(
-    "Remove a key.", "cachectl key remove laptop", "cachectl key remove laptop --purge  # and what is stored under it"
-)
+@app.add("Remove a key.", "cachectl key remove laptop", "cachectl key remove laptop --purge  # and its stored data")
 def remove(
     name: Annotated[str, typer.Argument(help="Whose.")],
-    purge: Annotated[bool, typer.Option("--purge", help="Remove what is stored under it, too.")] = False,
+    purge: Annotated[bool, typer.Option("--purge", help="Remove its stored data, too.")] = False,
     home: HomeOption = HOME,
     as_json: JsonOption = False,
 ) -> None:
@@ -131,7 +129,7 @@ def _find_stored_roots(home: Home, name: str) -> tuple[list[str], list[str]]:
 def _format_purge_hint(roots: list[str]) -> str:
     one = f" {roots[0][:ROOT_CHARS]}" if len(roots) == 1 else ""
     command = f"cachectl purge --key '{REMOVED_LABEL}{one}'"
-    return f"what is stored under it stays until its room is needed; `{command}` removes it"
+    return f"its stored data stays until the space is needed; `{command}` removes it"
 
 
 def _show_key(entry: KeyEntry, as_json: bool) -> None:

@@ -27,8 +27,8 @@ app = CommandApp("Change")
 
 @app.add(
     "Remove conversations.",
-    "cachectl purge --session SESSION --dry-run  # only say what would go",
-    "cachectl purge --key laptop --yes  # what is stored under one key, as `cachectl ls` names it",
+    "cachectl purge --session SESSION --dry-run  # only list what would be deleted",
+    "cachectl purge --key laptop --yes  # one key's data, as `cachectl ls` names it",
     "cachectl purge --all --yes",
 )
 def purge(
@@ -45,7 +45,7 @@ def purge(
     ] = "",
     older_than: Annotated[str, typer.Option(help="What was last used before: 90s, 30m, 12h, 7d, 2w.")] = "",
     everything: Annotated[bool, typer.Option("--all", help="Everything.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be deleted.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
     quiet: QuietOption = False,
     home: HomeOption = HOME,
@@ -94,7 +94,7 @@ def pin(
 
 
 @app.add(
-    "Delete what nobody needs, and evict to the budget.",
+    "Delete unneeded data, and evict to the budget.",
     "cachectl gc",
     "cachectl gc --to-gb 20  # evict until no more is used",
 )
@@ -142,7 +142,7 @@ def _fail_on_unknown_owners(snapshot: IndexSnapshot, owner_labels: OwnerLabels) 
     if unknown := sum(row.root.hex() not in owner_labels.words for row in snapshot.segments.values()):
         what = tables.format_count(unknown, "more segment")
         mend = "`cachectl verify --repair` sets them aside, then purge again"
-        fail(f"{what} may be that key's too; damaged files don't say whose they are: {mend}", EXIT_REFUSED)
+        fail(f"{what} may be that key's too; damaged files don't name their owner: {mend}", EXIT_REFUSED)
 
 
 def _fail_on_uncut_segments(cuts: list[Truncation]) -> None:
@@ -150,7 +150,7 @@ def _fail_on_uncut_segments(cuts: list[Truncation]) -> None:
     if left := [cut for cut in cuts if cut.why_not]:
         why = "; ".join(f"segment {cut.segment}: {cut.why_not}" for cut in left)
         weight = tables.format_size(sum(cut.bytes_count for cut in left))
-        fail(f"{weight} that nobody needs could not be cut away; cachectl gc tries again: {why}", EXIT_REFUSED)
+        fail(f"{weight} of unneeded data could not be cut away; cachectl gc tries again: {why}", EXIT_REFUSED)
 
 
 def _parse_age(text: str) -> float | None:

@@ -38,10 +38,10 @@ def verify(
     ] = "",
     deep: Annotated[bool, typer.Option("--deep", help="Read every byte of every file.")] = False,
     replay: Annotated[
-        bool, typer.Option("--replay", help="Have the running pair compute what is stored again, cold, and compare.")
+        bool, typer.Option("--replay", help="Have the running pair compute stored KV again, cold, and compare.")
     ] = False,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Mend what can be mended, say what was done, then check all (--deep).")
+        bool, typer.Option("--repair", help="Repair the index, report the changes, then check everything (--deep).")
     ] = False,
     quiet: QuietOption = False,
     home: HomeOption = HOME,

@@ -52,7 +52,7 @@ def check_modes(facts: Facts) -> Diagnosis:
 
 def check_lock(facts: Facts) -> Diagnosis:
     if not facts.lock_holder:
-        return Diagnosis(OK, "nobody holds it")
+        return Diagnosis(OK, "not held")
     seen = f"process {facts.lock_holder} holds the home"
     if facts.status is not None:
         return Diagnosis(OK, seen)
@@ -110,7 +110,7 @@ def check_persistence(facts: Facts) -> Diagnosis | None:
     if facts.status is None:
         return None
     if (state := facts.status["persistence"]) != "ok":
-        return Diagnosis(FAIL, f"what is computed can't be saved: {state}", "docs/resilience.md tells what helps")
+        return Diagnosis(FAIL, f"KV can't be saved: {state}", "see docs/resilience.md")
     return Diagnosis(OK, "works")
 
 
@@ -177,7 +177,7 @@ def check_fingerprint(facts: Facts) -> Diagnosis | None:
     roots_max, roots = 1 + facts.keys + facts.settings.key_in_settings, facts.index.roots
     if several := [f"{name} is stored under {count} identities" for name, count in roots.items() if count > roots_max]:
         seen = f"{_format_some(several)}: its files, its keys, or in exact mode the libraries, have changed"
-        return Diagnosis(WARN, seen, "what is old is evicted in time; at once: cachectl purge --older-than 7d")
+        return Diagnosis(WARN, seen, "old data is evicted in time; at once: cachectl purge --older-than 7d")
     return Diagnosis(OK, "nothing is stored of models as they were before")
 
 
@@ -249,7 +249,7 @@ def check_sleep(facts: Facts) -> Diagnosis | None:
     if facts.machine.system != "darwin" or found is None:
         return None
     if int(found[1]):
-        seen = f"this machine sleeps after {format_count(int(found[1]), 'minute')} of nobody using it"
+        seen = f"this machine sleeps after {format_count(int(found[1]), 'minute')} without use"
         return Diagnosis(WARN, seen, "sudo pmset -c sleep 0, or run it under caffeinate -s")
     return Diagnosis(OK, "it stays awake")
 

@@ -41,7 +41,7 @@ def render_explanation(reply: ExplainReply) -> Renderables:
     if record.why_not_warmer:
         yield f"the planner's words: {printable(record.why_not_warmer)}"
     if reply.where and reply.known and reply.prompt:
-        yield f"\nIt parts from what was known {_format_place(reply.where)}:"
+        yield f"\nIt diverges from the known prompt {_format_place(reply.where)}:"
         yield from _render_sides(("known", reply.known), ("this prompt", reply.prompt), reply.where)
     yield f"\n{_format_stored_now(reply)}"
 
@@ -57,7 +57,7 @@ def render_comparison(result: Comparison) -> Renderables:
         yield from _render_sides(("a", result.side_a), ("b", result.side_b), result.where)
     elif result.tokens_a != result.tokens_b:
         shorter, longer = ("a", "b") if result.tokens_a < result.tokens_b else ("b", "a")
-        yield f"{shorter} ends there; {longer} goes on."
+        yield f"{shorter} ends there; {longer} continues."
     else:
         yield "They are the same."
     if result.why_no_text:

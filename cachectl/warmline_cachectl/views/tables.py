@@ -238,12 +238,12 @@ def format_pin(reply: PinReply) -> str:
 def render_gc(reply: GcReply) -> Renderables:
     done = {
         "deleted": [
-            (reply.orphans, "file that nobody claimed", "files that nobody claimed"),
+            (reply.orphans, "orphaned file", "orphaned files"),
             (reply.drafts, "draft", ""),
-            (reply.doomed, "file whose row was gone", "files whose rows were gone"),
+            (reply.doomed, "file without a row", "files without rows"),
             (reply.records, "old record", ""),
             (reply.turns, "old sampled turn", ""),
-            (reply.notes, "note on what is gone", "notes on what is gone"),
+            (reply.notes, "stale note", "stale notes"),
         ],
         "cut": [(len([cut for cut in reply.cuts if not cut.why_not]), "segment", "")],
         "evicted": [(len(reply.evicted), "file", "")],

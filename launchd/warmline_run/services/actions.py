@@ -127,7 +127,7 @@ def wait_until_ready(pair: ServicePair, config: ResolvedConfig, timeout_s: float
         if readiness.is_ready and not failed:
             return ""
         if time.monotonic() >= until:
-            return f"not ready after {timeout_s:g} s: {readiness.reason}; it goes on starting"
+            return f"not ready after {timeout_s:g} s: {readiness.reason}; it is still starting"
         if readiness.reason != last_reason:
             pair.print_line(f"waiting: {readiness.reason}")
             last_reason = readiness.reason

@@ -33,7 +33,7 @@ class Role(StrEnum):
 
 
 NameOption = Annotated[
-    str, typer.Option("--name", metavar="NAME", help="mean a further pair, with a home and ports of its own")
+    str, typer.Option("--name", metavar="NAME", help="act on a further pair, with its own home and ports")
 ]
 WaitOption = Annotated[
     float, typer.Option("--wait-s", min=0, metavar="S", help="seconds to wait for requests to be served; 0: none")
@@ -107,7 +107,7 @@ def _add_status_commands(app: typer.Typer, group: str) -> None:
         which: RoleArgument = None,
         name: NameOption = "",
         count: Annotated[int, typer.Option("-n", "--lines", min=0, max=100_000, help="of each file")] = 40,
-        follow: Annotated[bool, typer.Option("-f", "--follow", help="and what is added, until Ctrl-C")] = False,
+        follow: Annotated[bool, typer.Option("-f", "--follow", help="and new lines, until Ctrl-C")] = False,
     ) -> None:
         """Show the last lines of their logs."""
         with _open_pair(group, name) as pair:

@@ -76,7 +76,7 @@ class LaunchdManager(ServiceManager):
                 exit_timeout_s=int(plist["ExitTimeOut"]),
             )
         except (plistlib.InvalidFileException, KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"no plist of ours: {error!r}") from None
+            raise ValueError(f"not a plist of Warmline: {error!r}") from None
         except Exception as error:  # noqa: BLE001  expat's own, which plistlib lets through
             raise ValueError(f"no plist: {error}") from None
 

@@ -26,7 +26,7 @@ UNESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
 PROPERTIES = "LoadState,ActiveState,SubState,MainPID,ExecMainCode,ExecMainStatus,ExecMainExitTimestampMonotonic"
 EXITED = "1"  # ExecMainCode is waitid's si_code
 SESSION_HINT = (
-    "is there a session of yours?  `sudo loginctl enable-linger $USER` makes one that lasts;"
+    "do you have a login session?  `sudo loginctl enable-linger $USER` makes one that lasts;"
     " where there is no systemd, as in most containers, use `warmline serve`"
 )
 
@@ -88,7 +88,7 @@ class SystemdManager(ServiceManager):
                 exit_timeout_s=int(values["TimeoutStopSec"]),
             )
         except (KeyError, IndexError) as error:
-            raise ValueError(f"no unit of ours: {error!r}") from None
+            raise ValueError(f"not a unit of Warmline: {error!r}") from None
 
     def read_state(self, service_id: ServiceId) -> ServiceState:
         arguments = ("show", f"--property={PROPERTIES}", self.label(service_id))

@@ -10,7 +10,7 @@ from warmline_run.smoke.client import NoAnswerError, SmokeClient
 from warmline_run.smoke.responses import ChatCompletion, MalformedAnswerError, Message
 
 PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"
-REFUSAL_ADVICE = "what the server's log says of it is worth reading"
+REFUSAL_ADVICE = "see the server's log"
 
 
 class CheckFailedError(Exception):

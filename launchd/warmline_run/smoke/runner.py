@@ -25,17 +25,17 @@ CHECKS = (
     Check(
         "exact-answer", "the same question has the same answer; a forced value comes exactly", basic.check_exact_answer
     ),
-    Check("streaming", "a stream says what one piece says, and ends properly", basic.check_streaming),
+    Check("streaming", "a stream has the text of the whole answer, and ends properly", basic.check_streaming),
     Check("tool-call", "a call that is required comes, and follows its schema", tools.check_tool_call),
     Check(
         "tool-result", "a tool's result is read, and the call's prompt is not computed again", tools.check_tool_result
     ),
     Check("three-at-once", "three clients at once each get their own answer", concurrent.check_three_at_once),
     Check("any-name", "any model name is served, and comes back", basic.check_any_name),
-    Check("no-markup", "no marker of template, thoughts or tools is in what is said", basic.check_no_markup),
+    Check("no-markup", "no marker of template, reasoning or tools is in the text", basic.check_no_markup),
     Check("long-transcript", "turn after turn, warm answers are the cold ones", long_transcript.check_long_transcript),
-    Check("cancel", "a client that leaves frees the server, and its work is kept", concurrent.check_cancel),
-    Check("restart", "a conversation goes on after the backend's end", restart.check_restart),
+    Check("cancel", "a client that leaves frees the server, and its KV is kept", concurrent.check_cancel),
+    Check("restart", "a conversation continues after the backend's end", restart.check_restart),
 )
 EXIT_PASSED, EXIT_FAILED, EXIT_UNREACHABLE = 0, 1, 2
 EXAMPLE_URL = "http://127.0.0.1:8026/v1"

@@ -362,7 +362,7 @@ async def listen(
         await runner.cleanup()
         if isinstance(error, OSError):
             where = f"{config.bind_host} port {config.port}"
-            raise OSError(f"can't listen on {where}: {error}; end what listens there, or use another port") from error
+            raise OSError(f"can't listen on {where}: {error}; stop what listens there, or use another port") from error
         raise
     listener = HttpListener(runner, server, connections)
     try:

@@ -80,7 +80,7 @@ def test_recurrent_model_with_added_token(tiny_folder: Callable[..., Path]) -> N
     (wrong,) = [finding for finding in examination.findings if finding.level is not FindingLevel.OK]
     assert wrong.area == "tokenizer" and "<|endoftext|>" in wrong.what
     assert "3 x ArraysCache, 1 x KVCache" in said(examination, FindingLevel.OK)
-    assert "can be taken up at its checkpoints" in said(examination, FindingLevel.OK)
+    assert "resumes at its checkpoints" in said(examination, FindingLevel.OK)
 
 
 def test_layers_and_caches_are_listed(tiny_folder: Callable[..., Path]) -> None:
@@ -171,13 +171,13 @@ def test_contradictory_indexer_types_are_found(copied: Copied, types: list[str] 
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"model_type": "no_such_model"}, "nobody here knows the architecture no_such_model"),
+        ({"model_type": "no_such_model"}, "unknown architecture no_such_model"),
         ({"model_type": None}, "names no model_type"),
         ({"hidden_size": None}, "not complete for llama"),
         ({"vocab_size": 300}, "have another shape"),
         ({"vocab_size": 260}, "3 of the tokenizer's 263 tokens have no row in the embedding"),
-        ({"model_type": "base"}, "nobody here knows the architecture base"),
-        ({"model_type": "\x07"}, r"nobody here knows the architecture \x07"),
+        ({"model_type": "base"}, "unknown architecture base"),
+        ({"model_type": "\x07"}, r"unknown architecture \x07"),
         ({"text_config": "x"}, "text_config in"),
         ({"hidden_size": "x"}, "llama"),
         ({"rope_scaling": [1]}, "'list' object"),

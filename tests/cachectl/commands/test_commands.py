@@ -299,7 +299,7 @@ def test_purge_reports_failed_truncation_and_gc_finishes(home: Home, monkeypatch
     for words in (["purge", "--session", first, "--yes"], ["gc"]):
         done = run(home, *words, "--json")
         assert done.returncode == 3 and "No space left on device" in json.loads(done.stdout)["cuts"][0]["why_not"]
-        assert "that nobody needs could not be cut away; cachectl gc tries again: segment " in done.stderr
+        assert "of unneeded data could not be cut away; cachectl gc tries again: segment " in done.stderr
     monkeypatch.undo()
     done = run(home, "gc")
     assert done.returncode == 0 and done.stdout.startswith("cut 1 segment\n")

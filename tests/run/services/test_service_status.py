@@ -94,7 +94,7 @@ def test_wait_until_ready_prints_each_reason_once(monkeypatch: pytest.MonkeyPatc
     assert lines == ["waiting: loading", "waiting: the proxy answers 503"]
     with answering(loading) as config:
         problem = actions.wait_until_ready(pair, config, 0)
-        assert problem == "not ready after 0 s: loading; it goes on starting"
+        assert problem == "not ready after 0 s: loading; it is still starting"
 
 
 def test_last_lines_span_rotated_log(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ async def check_any_name(target: Target) -> str:
             except NoAnswerError as error:
                 raise CheckFailedError(
                     f"a request for the model {name!r} {error}",
-                    "LiteLLM and agents send names of their own; this server wants its own (so does mlx_lm.server)",
+                    "LiteLLM and agents send names of their own; this server requires its own (so does mlx_lm.server)",
                 ) from None
             if answer.model != name:
                 raise CheckFailedError(

@@ -66,7 +66,7 @@ async def _wait_until_saved(target: Target, secret: str) -> None:
         if isinstance(status, dict) and not status.get("settling"):
             return
         await asyncio.sleep(POLL_S)
-    raise CheckFailedError(f"what was answered is not on disk within {target.client.timeout_s:g} s", "the log says why")
+    raise CheckFailedError(f"the answer's KV is not on disk within {target.client.timeout_s:g} s", "the log says why")
 
 
 async def _restart_backend(target: Target) -> float:
@@ -88,6 +88,6 @@ async def _restart_backend(target: Target) -> float:
         if read_pid(file) not in (pid, None) and (await target.client.get("//ready"))[0] == 200:
             return time.monotonic() - began_s
     raise CheckFailedError(
-        f"the backend (pid {pid}) was told to end, and no other was ready within {target.client.timeout_s:g} s",
+        f"the backend (pid {pid}) got SIGTERM, and no other was ready within {target.client.timeout_s:g} s",
         "`warmline serve`, or launchd, starts it again; one that was started by hand stays down",
     )
