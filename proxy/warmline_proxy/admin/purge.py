@@ -5,8 +5,8 @@ KV that is in memory alone and outside the purge stays there until it is saved; 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from math import inf
 
@@ -22,7 +22,6 @@ from warmline_proxy.index.index import Index, IndexStoreError
 from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.request.request import Request
 from warmline_proxy.retention import purge as purging
-from warmline_proxy.retention.events import PurgeEvents
 from warmline_proxy.retention.truncate import Truncator
 from warmline_proxy.store.rows import PurgeReply, PurgeRequest
 from warmline_proxy.tasks import BackgroundTasks
@@ -36,6 +35,14 @@ RELEASE_TIMEOUT_S = 60.0  # for a restore that reads a purged file
 RELEASE_INTERVAL_S = 0.1
 LOADING_STATUS = 503  # HTTP status of a backend without a model, so without residents
 NOTIFY_INTERVAL_S = 5.0  # between notifications of the backend
+
+
+@dataclass(frozen=True)
+class PurgeEvents:
+    """Other components' parts in a purge."""
+
+    pause: Callable[[], AbstractAsyncContextManager[None]]  # entered before any removal, left after the last
+    on_removed: Sequence[Callable[[], None]]  # called once segments are gone from the index, before the notification
 
 
 @dataclass(eq=False)
@@ -120,7 +127,8 @@ class PurgeRoutes:
 
     async def _clear_memory(self) -> None:
         """Drop all residents that are on disk; they are read again on demand."""
-        self.events.publish_removal()
+        for on_removed in self.events.on_removed:
+            on_removed()
         try:
             await self._notify_backend()
         except UpstreamError as error:

@@ -87,19 +87,10 @@ class _OpenAIEncoder:
         return msgspec.json.encode(chunk)
 
 
-def is_models_path(path: str) -> bool:
-    return path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/")
-
-
-def build_models_reply(path: str, status: BackendStatus) -> dict[str, Any]:
-    """List of the served model; for a path with a model's name, slashes included, its entry: any name is served."""
-    if name := path.removeprefix(MODELS_PATH).strip("/"):
-        return _model_entry(name, status)
-    return {"object": "list", "data": [_model_entry(status.model, status)]}
-
-
-def _model_entry(name: str, status: BackendStatus) -> dict[str, Any]:
-    """Entry under `name`; `root` is the served model, `max_model_len`, as in vLLM, is left out without a limit."""
-    limit = {"max_model_len": status.context_tokens_max} if status.context_tokens_max else {}
+def build_models_reply(name: str, status: BackendStatus) -> dict[str, Any]:
+    """Entry of the served model under `name`; without a name, the list.  Fields as in vLLM."""
     about = {"object": "model", "created": status.model_created, "owned_by": "warmline", "root": status.model}
-    return {"id": name, **about, **limit}
+    entry: dict[str, Any] = {"id": name or status.model, **about}
+    if status.context_tokens_max:
+        entry["max_model_len"] = status.context_tokens_max
+    return entry if name else {"object": "list", "data": [entry]}

@@ -408,6 +408,7 @@ def _unreadable_request(exc: BaseException | None, reason: str, status: int) -> 
         message = "The body is compressed in a way that can't be undone here; send it with gzip or deflate, or plain."
         return bad_request(message, status=415)
     if isinstance(exc, LineTooLong) or (isinstance(exc, BadHttpMessage) and "Too many headers" in exc.message):
-        limits = f"at most {HEADERS_COUNT_MAX} headers, of {HEAD_LINE_BYTES_MAX} bytes"
-        return bad_request(f"The request's head is too large: {limits}.", status=431)
+        headers_max, bytes_max = HEADERS_COUNT_MAX, HEAD_LINE_BYTES_MAX
+        message = f"The request's head is too large: at most {headers_max} headers, of {bytes_max} bytes."
+        return bad_request(message, status=431)
     return bad_request(f"This is no HTTP request that can be read: {reason}", status=status)

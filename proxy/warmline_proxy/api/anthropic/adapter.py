@@ -75,19 +75,15 @@ def parse_session(user_id: str) -> str:
     return session if isinstance(session, str) and session else user_id
 
 
-def build_model_list(status: BackendStatus) -> dict[str, Any]:
-    model = build_model_info(status, status.model)
-    return {"data": [model], "has_more": False, "first_id": model["id"], "last_id": model["id"]}
-
-
-def build_model_info(status: BackendStatus, name: str) -> dict[str, Any]:
-    """The served model, under any name."""
-    return {
+def build_models_reply(name: str, status: BackendStatus) -> dict[str, Any]:
+    """Entry of the served model under `name`; without a name, the list."""
+    entry = {
         "type": "model",
-        "id": name,
+        "id": name or status.model,
         "display_name": status.model,
         "created_at": datetime.fromtimestamp(status.model_created, UTC).isoformat(),
         "lifecycle": "active",
         "max_input_tokens": status.context_tokens_max or None,
         "max_tokens": status.context_tokens_max or None,
     }
+    return entry if name else {"data": [entry], "has_more": False, "first_id": entry["id"], "last_id": entry["id"]}
