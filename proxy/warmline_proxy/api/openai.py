@@ -12,13 +12,7 @@ from warmline_common.protocol.messages import BackendStatus, decode
 from warmline_common.protocol.sse import DONE, ChunkAggregator, encode_event
 from warmline_proxy.api.base import ApiCall, Chunk, ResponseStart, is_usage_chunk
 from warmline_proxy.errors import ClientError
-from warmline_proxy.http.body_fields import (
-    decode_optional_field,
-    find_session_hint,
-    parse_model_name,
-    parse_object,
-    parse_retry_count,
-)
+from warmline_proxy.http import body_fields
 
 MODELS_PATH = "/v1/models"
 
@@ -31,16 +25,16 @@ class OpenAIApi:
 
     def read_call(self, body: bytes, headers: Mapping[str, str]) -> ApiCall:
         """Raises ClientError 400; wrong types of fields that only the backend needs are refused by the backend."""
-        fields = parse_object(body)
-        options = decode_optional_field(fields, "stream_options", dict) or {}
+        fields = body_fields.parse_object(body)
+        options = body_fields.decode_optional_field(fields, "stream_options", dict) or {}
         return ApiCall(
             api=self,
             fields=fields,
-            client_model=parse_model_name(decode_optional_field(fields, "model", object)),
-            stream=decode_optional_field(fields, "stream", bool) is True,
+            client_model=body_fields.parse_model_name(body_fields.decode_optional_field(fields, "model", object)),
+            stream=body_fields.decode_optional_field(fields, "stream", bool) is True,
             include_usage=options.get("include_usage") is True,
-            session_hint=find_session_hint(fields, headers),
-            retry_count=parse_retry_count(headers),
+            session_hint=body_fields.find_session_hint(fields, headers),
+            retry_count=body_fields.parse_retry_count(headers),
         )
 
     def create_encoder(self, call: ApiCall, response_start: ResponseStart) -> "_OpenAIEncoder":

@@ -10,14 +10,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from warmline_common.protocol.tokens import TOKEN_BYTES, namespace, prefix_digests
-from warmline_common.storage.segment_file import (
-    FileMeta,
-    SegmentFileError,
-    SegmentHeader,
-    read_header_from,
-    read_tokens_from,
-    verify_open_file,
-)
+from warmline_common.storage import segment_file
+from warmline_common.storage.segment_file import FileMeta, SegmentFileError, SegmentHeader
 from warmline_proxy.archive import tar
 from warmline_proxy.archive.manifest import MANIFEST, MANIFEST_BYTES_MAX, Manifest, decode_manifest
 from warmline_proxy.archive.tar import ArchiveError, Member, MemberFile, Progress
@@ -95,11 +89,11 @@ def verify_archive(archive: Archive, progress: Progress = lambda done, total: No
     for number, (member, place) in enumerate(zip(archive.members, places, strict=True)):
         file = archive.open_member(number)
         try:
-            header = read_header_from(file)
-            verify_open_file(file, header)
+            header = segment_file.read_header_from(file)
+            segment_file.verify_open_file(file, header)
             _check_member(manifest, number, header.meta, root.hex(), prefixes[place])
             if header.meta.kind == "segment":
-                _check_segment(manifest, headers, header, read_tokens_from(file, header))
+                _check_segment(manifest, headers, header, segment_file.read_tokens_from(file, header))
         except SegmentFileError as error:
             raise ArchiveError(f"{member.name} in it can't be used: {error}") from error
         headers.append(header)

@@ -71,9 +71,8 @@ def _delete_expired(tables: Tables, now: float, reply: GcReply) -> None:
             tables.delete("requests", key)
             reply.records += 1
     stored = {row.id for row in tables.sessions()}
-    old = [
-        (key, row) for key, row in list_turns(tables) if row.at < now - RECORD_AGE_MAX_S and row.session not in stored
-    ]
+    turns = list_turns(tables)
+    old = [(key, row) for key, row in turns if row.at < now - RECORD_AGE_MAX_S and row.session not in stored]
     remove_turns(tables, old)
     reply.turns = len(old)
     if (notes := tables.count("gone")) >= REMOVAL_REASONS_MAX:
