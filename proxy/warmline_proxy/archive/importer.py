@@ -149,10 +149,8 @@ def _begin_save(index: Index, manifest: Manifest, headers: Sequence[SegmentHeade
         families=[],
     )
     needed, free = sum(header.file_bytes for header in headers), shutil.disk_usage(index.home.segments).free
-    if (
-        needed + FREE_BYTES_MIN > free
-        and index.match_prefix(root, manifest.tokens, manifest.token_count).tokens < manifest.token_count
-    ):
+    stored = index.match_prefix(root, manifest.tokens, manifest.token_count).tokens
+    if stored < manifest.token_count and needed + FREE_BYTES_MIN > free:
         raise DiskBudgetError(f"it takes {needed} bytes, and the disk of {index.home.segments} has {free} left")
     return index.begin_save(
         root,

@@ -42,8 +42,7 @@ class KeyTenants(msgspec.Struct, kw_only=True, frozen=True):
             return ""
         if not name and len(self.tenants) > 1:
             names = ", ".join(self.tenants)
-            message = f"whose is it to be?  Each key has a cache of its own: add --key with one of {names}"
-            raise KeyNotFoundError(message)
+            raise KeyNotFoundError(f"each key has a cache of its own: add --key with the owner's, one of {names}")
         return self.tenants[name] if name else next(iter(self.tenants.values()))
 
     def build_labels(self) -> dict[str, str]:

@@ -212,9 +212,10 @@ class RefusedConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        if not self._connections.add_refusal(self):
+        if len(self._connections.refusals) >= REFUSALS_COUNT_MAX:
             transport.abort()
         else:
+            self._connections.refusals.add(self)
             asyncio.get_running_loop().call_later(LINGER_S, transport.abort)
 
     def data_received(self, data: bytes) -> None:
@@ -254,7 +255,10 @@ class Connections:
     def admit(self, server: web.Server) -> asyncio.Protocol:
         """Protocol for an accepted socket."""
         if self.count >= self.count_max and not self._close_longest_idle():
-            self._log_full()
+            now = asyncio.get_running_loop().time()
+            if now - self._full_logged_at >= LOG_INTERVAL_S:
+                self._full_logged_at = now
+                log.warning("%d connections are open and none is idle: newcomers are refused", self.count)
             return RefusedConnection(self)
         connection = Connection(self, server)
         self._open.add(connection)
@@ -269,12 +273,6 @@ class Connections:
     def discard(self, connection: Connection) -> None:
         self._idle.pop(connection, None)
         self._open.discard(connection)
-
-    def add_refusal(self, refusal: RefusedConnection) -> bool:
-        """False if too many refusals are being written."""
-        if len(self.refusals) < REFUSALS_COUNT_MAX:
-            self.refusals.add(refusal)
-        return refusal in self.refusals
 
     async def sweep(self) -> None:
         """Check all connections' limits periodically, until cancelled."""
@@ -297,12 +295,6 @@ class Connections:
         self.discard(longest)
         longest.force_close()
         return True
-
-    def _log_full(self) -> None:
-        now = asyncio.get_running_loop().time()
-        if now - self._full_logged_at >= LOG_INTERVAL_S:
-            self._full_logged_at = now
-            log.warning("%d connections are open and none is idle: newcomers are refused", self.count)
 
 
 CONNECTIONS = web.AppKey("connections", Connections)  # for the status

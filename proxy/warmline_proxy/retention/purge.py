@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Set
+from contextlib import closing
 from dataclasses import dataclass
 from math import inf
 
@@ -75,7 +76,7 @@ def purge(index: Index, request: PurgeRequest) -> PurgeReply:
     """Remove rows, records, files, and all bytes of them in the index.  Blocks; raises ValueError, IndexStoreError."""
     if request.dry_run:
         return preview_purge(index, request)
-    with Truncator(index) as truncator:
+    with closing(Truncator(index)) as truncator:
         while True:
             prepare_purge(index, request, truncator)
             if (reply := remove_purged_rows(index, request, truncator)) is not None:

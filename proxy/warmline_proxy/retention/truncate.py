@@ -6,7 +6,7 @@ file is deleted once no restore reads it.  After a kill in between, the next sta
 
 import logging
 from collections.abc import Container, Iterable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from io import BufferedReader
 
@@ -42,16 +42,11 @@ class _ShortenedCopy:
     file: SavedFile | None = None
     why_not: str = ""
 
-    def is_copy_of(self, row: SegmentRow | None) -> bool:
-        """Compare everything but the parent, which may be replaced by a shortened one as well."""
-        own = self.row
-        return row is not None and (row.checksum, row.start, row.end) == (own.checksum, own.start, own.end)
 
-
-class Truncator(AbstractContextManager["Truncator"]):
+class Truncator:
     """Truncation in rounds: `prepare` copies, `apply` them in a transaction if it `is_ready`, else `prepare` again.
 
-    Copies that were not applied are deleted on exit.  Any thread, one at a time.
+    `close` deletes the copies that were not applied.  Any thread, one at a time.
     """
 
     def __init__(self, index: Index) -> None:
@@ -60,17 +55,15 @@ class Truncator(AbstractContextManager["Truncator"]):
         self._plans: list[SavePlan] = []
         self._rounds = 0
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Delete the copies that were not applied: the plans of the others are gone."""
-        with suppress(IndexStoreError):  # else the next start deletes them
-            if self._plans and any(self._index.transact(self._abort_saves, frees_space=True)):
-                self._index.sweep()
 
-    def _abort_saves(self, tables: Tables) -> list[list[str]]:
-        return [abort_save(tables, plan) for plan in self._plans]
+        def abort_saves(tables: Tables) -> list[list[str]]:
+            return [abort_save(tables, plan) for plan in self._plans]
+
+        with suppress(IndexStoreError):  # else the next start deletes them
+            if self._plans and any(self._index.transact(abort_saves, frees_space=True)):
+                self._index.sweep()
 
     def prepare(self, cuts: TruncationPoints) -> None:
         """Write the missing copies; blocks, for long."""
@@ -117,8 +110,11 @@ class Truncator(AbstractContextManager["Truncator"]):
 
     def _find_copy(self, tables: Tables, segment: str, until: int) -> _ShortenedCopy | None:
         """Find the prepared copy of a segment, if it still fits."""
-        copy = self._copies.get(segment)
-        if copy is None or copy.until != until or not copy.is_copy_of(tables.segment(segment)):
+        copy, row = self._copies.get(segment), tables.segment(segment)
+        if copy is None or copy.until != until or row is None:
+            return None
+        # Not by the parent, which may be replaced by a shortened segment as well.
+        if (row.checksum, row.start, row.end) != (copy.row.checksum, copy.row.start, copy.row.end):
             return None
         return copy if copy.plan is None or tables.save_plan(copy.plan.id) else None
 
@@ -246,7 +242,7 @@ def truncate_orphaned_tails(index: Index, segment_ids: Container[str] | None = N
         cuts = find_truncations(tables)
         return truncator.apply(tables, cuts) if truncator.is_ready(tables, cuts) else None
 
-    with Truncator(index) as truncator:
+    with closing(Truncator(index)) as truncator:
         while found := index.transact(find_truncations, frees_space=True):
             truncator.prepare(found)
             if (cuts := index.transact(change, frees_space=True)) is not None:
