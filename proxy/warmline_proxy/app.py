@@ -124,6 +124,7 @@ class Components:
         await self.saver.save_residents()
 
     async def drain(self) -> None:
+        """Refuse new requests, let running ones end or end them, and wait until all is saved."""
         self.admission.close("The proxy is being stopped.")
         await self.auditor.stop()
         await self.completion.drain(self.config.drain_timeout_s)
@@ -234,8 +235,3 @@ async def _run_background_tasks(parts: Components, purge_routes: PurgeRoutes) ->
         task.cancel()
     await asyncio.wait(monitor_tasks)
     await parts.upstream.close()
-
-
-async def drain(app: web.Application) -> None:
-    """Refuse new requests, let running ones end or end them, and wait until all is saved."""
-    await app[COMPONENTS].drain()

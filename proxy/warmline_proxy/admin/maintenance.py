@@ -44,7 +44,7 @@ class MaintenanceRoutes:
     config: ProxyConfig
 
     async def pin(self, request: web.Request) -> web.Response:
-        """Pin or unpin a session.  404 for an unknown one, 409 above the budget."""
+        """Pin or unpin a session.  404 for an unknown session, 409 above the budget."""
         pin_request = await read_message(request, PinRequest, "pin", self.config.receive_timeout_s)
         try:
             return json_response(await asyncio.to_thread(pin_session, self.index, pin_request))

@@ -50,7 +50,7 @@ class MetricsRoutes(Collector):
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def refresh(self) -> None:
-        """Read the stored totals if the last ones are old; concurrent scrapes share one read."""
+        """Read the stored totals if the last read is old; concurrent scrapes share one read."""
         async with self._refresh_lock:
             if time.monotonic() - self._totals_at < TOTALS_INTERVAL_S:
                 return

@@ -42,7 +42,7 @@ class PurgeEvents:
     """Other components' parts in a purge."""
 
     pause: Callable[[], AbstractAsyncContextManager[None]]  # entered before any removal, left after the last
-    on_removed: Sequence[Callable[[], None]]  # called once segments are gone from the index, before the notification
+    on_removed: Sequence[Callable[[], None]]  # called once segments are out of the index, before the notification
 
 
 @dataclass(eq=False)
@@ -75,7 +75,7 @@ class PurgeRoutes:
         return json_response(reply)
 
     async def _resolve_roots(self, purge_request: PurgeRequest) -> PurgeRequest:
-        """The request with the roots of its key, running ones included.  Raises ClientError 400 for an unknown key."""
+        """Replace the key by its roots, also of running requests.  Raises ClientError 400 for an unknown key."""
         if not purge_request.key:
             return purge_request
         running_roots = {request.root for request in self.registry} - {b""}
@@ -104,7 +104,7 @@ class PurgeRoutes:
         return reply
 
     def _find_arriving_requests(self, roots: Set[bytes]) -> list[Request]:
-        """Requests without a prompt yet, whose namespace is purged: their key may have been removed."""
+        """Requests without a prompt yet, of a purged namespace: their key may have been removed."""
         fingerprint = self.backend_state.fingerprint
         arriving = (request for request in self.registry if not request.root)
         return [request for request in arriving if namespace(fingerprint, request.client.tenant) in roots]
@@ -132,7 +132,7 @@ class PurgeRoutes:
         try:
             await self._notify_backend()
         except UpstreamError as error:
-            log.warning("the backend may still hold in memory what was purged; it is told again: %s", error)
+            log.warning("the backend may still hold purged KV in memory; it is notified again: %s", error)
             if self._notify_task is None or self._notify_task.done():
                 self._notify_task = self.background.spawn(self._retry_notify_backend(), "purge notice")
 
@@ -148,7 +148,7 @@ class PurgeRoutes:
         try:
             await asyncio.to_thread(self.index.clear_purge_notice)
         except IndexStoreError as error:
-            log.warning("the next start has the backend forget what is in memory once more: %s", error)
+            log.warning("the next start clears the backend's memory once more: %s", error)
 
     def close(self) -> None:
         """Stop notifying the backend: the next proxy does."""
@@ -178,7 +178,7 @@ class PurgeRoutes:
         try:
             return await asyncio.to_thread(self.index.has_purge_notice)
         except IndexStoreError as error:
-            log.warning("whether the backend has heard of all purges is not known: %s", error)
+            log.warning("the index can't say whether the backend was notified of all purges: %s", error)
             return False
 
     async def _wait_until_deleted(self) -> None:

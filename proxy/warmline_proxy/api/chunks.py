@@ -43,7 +43,7 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     text: str | None = None  # of a completion, which has no delta
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None  # "stop", "length" or "tool_calls"
-    stop_reason: str | int | None = None  # the stop sequence that was met, if one was
+    stop_reason: str | int | None = None  # the stop sequence that ended the answer, if any
 
 
 class _UsageDetails(msgspec.Struct, frozen=True):

@@ -57,7 +57,12 @@ class _OpenAIEncoder:
             return b""
         if not self._call.include_usage and is_usage_chunk(chunk):
             return b""
-        return encode_event(self._rewrite(chunk).replace(b"\n", b"\ndata: "))  # JSON may be written over several lines
+        if self._call.client_model is not None and "model" in chunk:
+            chunk["model"] = msgspec.Raw(msgspec.json.encode(self._call.client_model))
+        if not self._call.include_usage:
+            chunk.pop("usage", None)
+        encoded = msgspec.json.encode(chunk)  # all other values are the bytes that came, perhaps over several lines
+        return encode_event(encoded.replace(b"\n", b"\ndata: "))
 
     def encode_done(self) -> bytes:
         return DONE
@@ -71,14 +76,6 @@ class _OpenAIEncoder:
 
     def encode_stream_error(self, error: ClientError) -> bytes:
         return encode_event(error.body)
-
-    def _rewrite(self, chunk: Chunk) -> bytes:
-        """The chunk with the client's model name; all other values are the bytes that came."""
-        if self._call.client_model is not None and "model" in chunk:
-            chunk["model"] = msgspec.Raw(msgspec.json.encode(self._call.client_model))
-        if not self._call.include_usage:
-            chunk.pop("usage", None)
-        return msgspec.json.encode(chunk)
 
 
 def build_models_reply(name: str, status: BackendStatus) -> dict[str, Any]:

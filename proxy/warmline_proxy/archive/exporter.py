@@ -42,7 +42,7 @@ class ExportResult(msgspec.Struct, kw_only=True):
 
 
 class Exporter(AbstractContextManager["Exporter"]):
-    """Archive of a conversation to be written: a context manager, whose `read_chunks` is taken once.
+    """Archive of a conversation to be written: a context manager; `read_chunks` is called once.
 
     Raises ArchiveError where the conversation is not stored or damaged; IndexStoreError, OSError.
     """

@@ -233,9 +233,9 @@ def _make_reply(
 
 
 def _record_turns(index: Index, manifest: Manifest, root: bytes, reply: ImportReply) -> ImportReply:
-    """Record the archive's sampled turns, except those whose calls are known here; complete the reply."""
-    known = {call for row in index.turns(root, [turn.calls[0] for turn in manifest.turns]) for call in row.calls}
-    new = [turn for turn in manifest.turns if not known.intersection(turn.calls)]
+    """Record the archive's sampled turns, except those with stored calls; complete the reply."""
+    stored = {call for row in index.turns(root, [turn.calls[0] for turn in manifest.turns]) for call in row.calls}
+    new = [turn for turn in manifest.turns if stored.isdisjoint(turn.calls)]
     for turn in new:
         row = TurnRow(
             root=root, model=manifest.model, session=reply.session, calls=turn.calls, tokens=turn.tokens, at=time.time()

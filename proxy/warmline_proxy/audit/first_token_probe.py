@@ -66,9 +66,8 @@ class FirstTokenProbe:
         request = messages.PromptRequest(request_id=request_id, endpoint="completion", body=body)
         prompt = await self.upstream.render_prompt(request)
         if root not in {namespace(prompt.fingerprint, tenant) for tenant in self.tenants()}:
-            raise ModelChangedError(
-                "the backend serves another model, or serves it otherwise; or the client's key is gone"
-            )
+            message = "the backend serves another model, or serves it otherwise; or the client's key is gone"
+            raise ModelChangedError(message)
         stream = await self.upstream.generate(
             "completion", request_id, prompt.prompt_id, plan, root=root, background=True
         )

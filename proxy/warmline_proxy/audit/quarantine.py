@@ -65,7 +65,9 @@ class Quarantine:
     async def _quarantine(self, case: AuditMismatch, suspicion: SuspectPrefix) -> int:
         """Find the trusted tokens and remove the others from use; number of quarantined files."""
         found_at = time.monotonic()
-        residents = self.backend_state.resident_view.candidates(case.root, case.tokens)  # later ones are computed anew
+        residents = self.backend_state.resident_view.candidates(
+            case.root, case.tokens
+        )  # later residents are computed anew
         self._mark_suspect_requests(case.root, case.tokens)
         try:
             await self.bisector.narrow_suspicion(case, suspicion)
@@ -88,7 +90,7 @@ class Quarantine:
 
     async def _remove_from_use(self, suspicion: SuspectPrefix, residents: Iterable[str]) -> int:
         """Drop the residents and quarantine the files; number of the files."""
-        for resident in residents:  # first: a resident might be saved again after its files are gone
+        for resident in residents:  # first: a resident might be saved again after its files were removed
             self.backend_state.resident_view.exclude(resident)
             try:
                 await self.upstream.delete_resident(resident)
@@ -97,7 +99,7 @@ class Quarantine:
         try:
             return await self._quarantine_stored(suspicion)
         except IndexStoreError as error:
-            log.error("what is suspect is not used, and can't be quarantined yet: %s", error)
+            log.error("suspect files are not used, and can't be quarantined yet: %s", error)
             self.background.spawn(self._retry_quarantine(suspicion), "quarantine")
             return 0
 
@@ -113,7 +115,7 @@ class Quarantine:
             await asyncio.sleep(RETRY_INTERVAL_S)
             with suppress(IndexStoreError):
                 count = await self._quarantine_stored(suspicion)
-                log.warning("what was suspect is quarantined now: %d files", count)
+                log.warning("suspect files are quarantined now: %d files", count)
                 return
 
     def _quarantine_segments(self, suspicion: SuspectPrefix) -> int:

@@ -111,7 +111,7 @@ def find_key(entries: Sequence[KeyEntry], name: str) -> KeyEntry:
     names = ", ".join(each.name for each in clients)
     if not clients:
         raise NoClientKeysError("there is no client key yet")
-    raise KeyNotFoundError(f"there is no key {name!r}; there are {names}" if name else f"which one? there are {names}")
+    raise KeyNotFoundError(f"there is no key {name!r}; there are {names}" if name else f"name one of the keys: {names}")
 
 
 def derive_tenant(client_key: str) -> str:

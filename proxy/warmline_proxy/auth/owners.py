@@ -132,7 +132,7 @@ def find_fingerprints(
     for row in rows:
         if len(by_root[row.root]) < FILES_READ_MAX:
             by_root[row.root].append(row)
-    return {root: known_fingerprints.get(root) or read_fingerprint(home, few) for root, few in by_root.items()}
+    return {root: known_fingerprints.get(root) or read_fingerprint(home, own) for root, own in by_root.items()}
 
 
 def read_fingerprint(home: Home, rows: Iterable[SegmentRow]) -> str:

@@ -223,7 +223,7 @@ class BrowseRoutes:
         return json_response(PathReply(nodes=nodes, tokens=conversation.row.tokens if conversation else run.end))
 
     async def _load_summary(self) -> "_SummaryCache":
-        """The cached summary while it is fresh; else a new one, built once for concurrent callers."""
+        """The cached summary while fresh, else a new summary, built once for concurrent callers."""
         async with self._build_lock:
             if self._cache is None or not self._cache.is_fresh(self._index):
                 self._cache = await asyncio.to_thread(_SummaryCache, self._index)

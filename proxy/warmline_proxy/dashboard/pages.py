@@ -32,7 +32,7 @@ def is_dashboard_path(path: str) -> bool:
 
 
 def is_browser_visit(request: web.Request, path: str) -> bool:
-    """True for a browser's navigation to "/", as far as the Accept header tells."""
+    """True for a browser's navigation to "/", by the Accept header."""
     kinds = (kind.partition(";")[0].strip().lower() for kind in request.headers.get(hdrs.ACCEPT, "").split(","))
     return path == "/" and request.method in (hdrs.METH_GET, hdrs.METH_HEAD) and "text/html" in kinds
 

@@ -137,7 +137,7 @@ class Connection(web.RequestHandler):
         with request_context(request_id := get_request_id(request)):
             if status < 500:
                 reason = shorten_parser_message(message or "")
-                log.info("refused what %s sent: %s", request.remote, reason)
+                log.info("refused an unreadable request from %s: %s", request.remote, reason)
                 error = _unreadable_request(exc, reason, status)
             else:
                 log.error("%s %s failed", request.method[:16], redact_path(request.path), exc_info=exc)
@@ -233,11 +233,7 @@ class Connections:
     """All connections of one listener, at most `count_max`."""
 
     def __init__(
-        self,
-        count_max: int,
-        receive_timeout_s: float,
-        send_timeout_s: float,
-        on_error: Callable[[ClientError], object] = str,
+        self, count_max: int, receive_timeout_s: float, send_timeout_s: float, on_error: Callable[[ClientError], object]
     ) -> None:
         """`on_error` is called with each error sent without a handler."""
         self.on_error, self.count_max = on_error, count_max
@@ -343,7 +339,7 @@ async def listen(
 
 @web.middleware
 async def connection_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Tell the connection that its request is being handled."""
+    """Notify the connection that its request is being handled."""
     if isinstance(request.protocol, Connection):
         request.protocol.begin_request(request)
     return await handler(request)

@@ -63,10 +63,11 @@ def build_cors_headers(
     headers = {"Access-Control-Allow-Origin": ANY_ORIGIN if ANY_ORIGIN in allowed_origins else origin, **vary}
     if method != "OPTIONS":
         return headers | {"Access-Control-Expose-Headers": EXPOSED_HEADERS}
-    requested = (name.strip() for name in request_headers.get("Access-Control-Request-Headers", "").split(","))
+    names = (name.strip() for name in request_headers.get("Access-Control-Request-Headers", "").split(","))
+    allowed = (n for n in names if n.lower() in ALLOWED_HEADERS or n.lower().startswith(ALLOWED_HEADER_PREFIXES))
     headers |= {
         "Access-Control-Allow-Methods": ALLOWED_METHODS,
-        "Access-Control-Allow-Headers": ", ".join(filter(_is_allowed_header, requested)),
+        "Access-Control-Allow-Headers": ", ".join(allowed),
         "Access-Control-Max-Age": str(MAX_AGE_S),
     }
     if request_headers.get("Access-Control-Request-Private-Network") == "true":  # page of a public address
@@ -76,8 +77,3 @@ def build_cors_headers(
 
 def _is_named_origin(origin: str, allowed_origins: Collection[str]) -> bool:
     return ANY_ORIGIN in allowed_origins or origin.lower() in allowed_origins
-
-
-def _is_allowed_header(header: str) -> bool:
-    header = header.lower()
-    return header in ALLOWED_HEADERS or header.startswith(ALLOWED_HEADER_PREFIXES)

@@ -20,7 +20,7 @@ LOOKUP_TIMEOUT_S = 2.0
 
 
 class HostFilter:
-    """Immutable set of names.  IP addresses are always allowed: a page's origin is one only if it is served there."""
+    """Immutable set of names.  IP addresses are always allowed: only pages served there have such an origin."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = LOCAL_NAMES | frozenset(names)
@@ -34,7 +34,7 @@ class HostFilter:
             raise bad_request(f"A request has one Host header; this one has {len(hosts)}.")
         for host in [*hosts, *_target_hosts(target)]:
             if not (name := parse_host(host)):
-                raise bad_request("The Host that was asked for is no host name.")
+                raise bad_request("The requested host is no host name.")
             if not (self._names & {ANY_HOST, name} or name.endswith(".localhost") or is_ip_address(name)):
                 message = (
                     f"Host {name[:253]!r} is no name of this machine, and a stranger's web page might have pointed it "

@@ -32,7 +32,7 @@ def get_request_id(request: web.BaseRequest) -> str:
 
 
 def check_request_id(request: web.BaseRequest) -> str:
-    """Id of a request.  Raises ClientError 400 if the client gave an invalid one."""
+    """Id of a request.  Raises ClientError 400 if the client gave an invalid id."""
     if (given := request.headers.get(HEADER_REQUEST)) is not None:
         parse_request_id(given)
     return get_request_id(request)

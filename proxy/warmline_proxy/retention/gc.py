@@ -64,7 +64,7 @@ def _evict(index: Index, request: GcRequest) -> list[str]:
 
 
 def _delete_expired(tables: Tables, now: float, reply: GcReply) -> None:
-    """Delete old records, old turns of sessions that are gone, removal reasons when full, pins of gone sessions."""
+    """Delete old records, old turns and pins of deleted sessions, and removal reasons when full."""
     unpin_orphaned_segments(tables)
     for key, record in tables.requests():
         if record.at < now - RECORD_AGE_MAX_S:

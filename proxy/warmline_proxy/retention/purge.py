@@ -42,7 +42,7 @@ def check_purge_request(request: PurgeRequest) -> None:
 
 
 def resolve_key(request: PurgeRequest, owner_labels: OwnerLabels) -> PurgeRequest:
-    """Replace a key by its roots.  Raises what OwnerLabels.find_roots does for an unknown key."""
+    """Replace a key by its roots.  Raises KeyNotFoundError for an unknown key."""
     if not request.key:
         return request
     return msgspec.structs.replace(request, key="", roots=owner_labels.find_roots(request.key))
@@ -158,7 +158,7 @@ def _make_reply(selection: PurgeSelection, cuts: list[rows.Truncation], dry_run:
 def _select_where(snapshot: IndexSnapshot, matches: Callable[[RemovableRow], bool]) -> PurgeSelection:
     tables = (snapshot.sessions, snapshot.segments, snapshot.quarantined)
     sessions, segments, quarantined = ({row.id for row in table.values() if matches(row)} for table in tables)
-    return _make_selection(snapshot, sessions, segments, quarantined)
+    return _make_selection(snapshot, sessions, segments, quarantined, {})
 
 
 def _select_older_than(snapshot: IndexSnapshot, before: float) -> PurgeSelection:
@@ -175,7 +175,7 @@ def _select_older_than(snapshot: IndexSnapshot, before: float) -> PurgeSelection
 
 
 def _select_sessions(snapshot: IndexSnapshot, sessions: set[str]) -> PurgeSelection:
-    """Select the sessions' paths, abandoned branches and other segments they wrote, less what other sessions need."""
+    """Select the sessions' paths, abandoned branches and other own segments, except where other sessions need them."""
     needed = find_needed_segments(snapshot, snapshot.sessions.keys() - sessions)
     own = find_needed_segments(snapshot, sessions)
     wrote = {row.id for row in snapshot.segments.values() if row.session in sessions}
@@ -192,14 +192,10 @@ def _select_sessions(snapshot: IndexSnapshot, sessions: set[str]) -> PurgeSelect
 
 
 def _make_selection(
-    snapshot: IndexSnapshot,
-    sessions: set[str],
-    segments: Set[str],
-    quarantined: set[str],
-    cuts: dict[str, int] | None = None,
+    snapshot: IndexSnapshot, sessions: set[str], segments: Set[str], quarantined: set[str], cuts: dict[str, int]
 ) -> PurgeSelection:
     """Add the descendants of the segments, their checkpoints, and the sessions of which nothing is left."""
-    removed, cuts = set(segments), cuts or {}
+    removed = set(segments)
     for row in sorted(snapshot.segments.values(), key=lambda row: row.start):  # a parent starts before its children
         if row.parent in removed:
             removed.add(row.id)
@@ -286,7 +282,7 @@ class _Removal:
                 self.tables.put_request(key, msgspec.structs.replace(record, parting=None))
 
     def _is_turn_purged(self, turn: TurnRow) -> bool:
-        """Say whether a sampled turn is removed: with its session, or as an old one of a session that is gone.
+        """Say whether a sampled turn is removed: with its session, or as an old turn of a deleted session.
 
         A turn without a session yet may belong to the purged session.
         """

@@ -56,7 +56,7 @@ class Truncator:
         self._rounds = 0
 
     def close(self) -> None:
-        """Delete the copies that were not applied: the plans of the others are gone."""
+        """Delete the copies that were not applied: the others have no plan any more."""
 
         def abort_saves(tables: Tables) -> list[list[str]]:
             return [abort_save(tables, plan) for plan in self._plans]
@@ -78,7 +78,7 @@ class Truncator:
         return self._rounds >= ROUNDS_MAX or all(self._find_copy(tables, *cut) for cut in cuts.items())
 
     def apply(self, tables: Tables, cuts: TruncationPoints, owner: str = "") -> list[Truncation]:
-        """Replace segments by their copies; no stored row may need the removed ones.
+        """Replace segments by their copies; no stored row may need the removed rows.
 
         A segment that can't be cut is assigned to the session `owner`: truncate_orphaned_tails cuts it later, once no
         session has this id.
@@ -105,7 +105,7 @@ class Truncator:
             self._record_failure(row, until, f"no shorter file could be written ({error})")
 
     def _record_failure(self, row: SegmentRow, until: int, why_not: str) -> None:
-        log.warning("what nobody needs of segment %s stays: %s", row.id, why_not)
+        log.warning("unneeded rows of segment %s stay: %s", row.id, why_not)
         self._copies[row.id] = _ShortenedCopy(row, until, why_not=why_not)
 
     def _find_copy(self, tables: Tables, segment: str, until: int) -> _ShortenedCopy | None:
@@ -190,7 +190,7 @@ def _estimate_bytes(row: SegmentRow, until: int) -> int:
 
 
 def preview_truncation(home: Home, row: SegmentRow, until: int) -> Truncation:
-    """Compute what a cut would free from the file's header; an estimate where that can't be read."""
+    """Compute the bytes that a cut would free, by the file's header; estimate them where that can't be read."""
     freed = _estimate_bytes(row, until)
     with suppress(SegmentFileError, OSError), _open_segment(home, row) as source:
         freed = row.bytes_on_disk - _shorten_segment(source, row, row.id, until).bytes_count
@@ -210,7 +210,7 @@ def find_needed_segments(snapshot: IndexSnapshot, sessions: Iterable[str]) -> di
 
 
 def find_orphaned_tails(tables: Tables) -> dict[str, int]:
-    """Find the tails that no child and no session needs, of segments whose session is gone; by segment, the new end.
+    """Find the tails that no child and no session needs, of segments of a deleted session; by segment, the new end.
 
     Abandoned branches of a stored session are not among them: a client may come back to them.
     """

@@ -14,7 +14,7 @@ from warmline_proxy.api.registry import APIS, COUNT_TOKENS_PATH, find_api
 from warmline_proxy.auth.authenticator import Authenticator
 from warmline_proxy.auth.principals import Client
 from warmline_proxy.dashboard.pages import is_browser_visit, is_dashboard_path, redirect_to_dashboard
-from warmline_proxy.errors import ClientError, bad_request, index_error, method_not_allowed
+from warmline_proxy.errors import ClientError, bad_request, encode_error_body, method_not_allowed
 from warmline_proxy.http.cors import build_cors_headers
 from warmline_proxy.index.index import IndexStoreError
 from warmline_proxy.metrics import METRICS
@@ -43,7 +43,7 @@ def trim_path(request: web.Request) -> str:
 
 
 def build_access_middleware(authenticator: Authenticator) -> Middleware:
-    """Middleware that checks access to every path, unknown ones included, before the route runs."""
+    """Middleware that checks access to every path, also unknown paths, before the route runs."""
 
     @web.middleware
     async def access_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -77,7 +77,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         return _build_error_response(request, _translate_routing_error(request, error))
     except IndexStoreError as error:
         log.error("%s %s: %s", request.method, redact_path(request.path), error)
-        return _build_error_response(request, index_error(str(error)))
+        body = encode_error_body(f"The index failed: {error}", "server_error", "index_failed")
+        return _build_error_response(request, ClientError(500, body))
     except ConnectionResetError:
         return web.Response(status=499, reason="Client Closed Request")
 
@@ -98,17 +99,12 @@ def _translate_routing_error(request: web.Request, error: web.HTTPNotFound | web
     is_advertised = path in SERVED_PATHS or path.startswith(f"{MODELS_PATH}/")
     if isinstance(error, web.HTTPMethodNotAllowed) and is_advertised:
         return method_not_allowed(request.method, "GET" if path.startswith(MODELS_PATH) else "POST")
-    return _path_not_found(request.path)
-
-
-def _path_not_found(path: str) -> ClientError:
-    """Error 404 without a delay: clients probe for other servers' paths and wait for the answer."""
-    message = f'Unknown path "{path[:200]}"; served are {", ".join(SERVED_PATHS)}.'
-    if meant := [known for known in SERVED_PATHS if path.endswith(known.removeprefix("/v1"))]:
-        message += f"  If {max(meant, key=len)} was meant: the base URL that the client was given doesn't lead there."
+    message = f'Unknown path "{request.path[:200]}"; served are {", ".join(SERVED_PATHS)}.'
+    if similar := [served for served in SERVED_PATHS if request.path.endswith(served.removeprefix("/v1"))]:
+        message += f"  If {max(similar, key=len)} was meant: the base URL that the client was given doesn't lead there."
     elif path.strip("/") in ("", "v1"):  # a person in a browser
         message += "  The dashboard is at /admin."
-    return bad_request(message, status=404, code="not_found")
+    return bad_request(message, status=404, code="not_found")  # at once: clients probe for other servers' paths
 
 
 async def handle_expect(request: web.Request) -> None:

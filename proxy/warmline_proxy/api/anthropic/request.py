@@ -295,7 +295,7 @@ def convert_tools(tools: Sequence[ToolSpec], choice: ToolChoice | None) -> Field
 
 
 def _convert_tool(tool: ToolSpec, where: str) -> dict[str, Any] | None:
-    """Chat's function; None for a tool that runs at Anthropic.  Raises ClientError 400 for one without a definition."""
+    """Chat's function; None for a tool that runs at Anthropic.  Raises ClientError 400 without a definition."""
     if tool.type not in CUSTOM_TYPES and tool.input_schema is None:
         if tool.type == "function":
             message = (
@@ -308,7 +308,7 @@ def _convert_tool(tool: ToolSpec, where: str) -> dict[str, Any] | None:
         return None
     if not tool.name:
         raise bad_request(f"{where}.name: Field required", param="tools")
-    if tool.input_schema is None:  # an empty one would make the model invent arguments
+    if tool.input_schema is None:  # an empty schema would make the model invent arguments
         raise bad_request(f"{where}.input_schema: {MISSING_SCHEMA}", param="tools")
     function: dict[str, Any] = {"name": tool.name}
     if tool.description:

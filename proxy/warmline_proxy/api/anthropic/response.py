@@ -169,7 +169,7 @@ class MessageEvents:
 
 
 def _encode_input(arguments: str) -> str:
-    """A call's arguments as a JSON object; other values are wrapped in one."""
+    """A call's arguments as a JSON object, which wraps other values."""
     try:
         value = msgspec.json.decode(arguments or "{}")
     except (msgspec.DecodeError, RecursionError):

@@ -16,7 +16,7 @@ from warmline_proxy.errors import ClientError, bad_request
 from warmline_proxy.http import body_fields
 
 RESPONSES_PASSTHROUGH_FIELDS = PASSTHROUGH_FIELDS | {"stop", "thinking"}  # unchanged to the backend
-# Fields repeated as they came, with the values of absent ones.
+# Fields repeated as they came, with their values where absent.
 ECHO_DEFAULTS: Mapping[str, Any] = MappingProxyType(
     dict.fromkeys(("instructions", "max_output_tokens", "max_tool_calls", "prompt_cache_key", "safety_identifier"))
     | dict.fromkeys(("temperature", "top_p", "user"))

@@ -142,9 +142,9 @@ class _ItemReader:
         self._has_results = True
 
     def _join_assistant(self, item: JsonObject, after: tuple[str, ...]) -> JsonObject:
-        """Message that an item belongs to: the open one where both come from one answer, else a new one.
+        """Message that an item belongs to: the open message where both come from one answer, else a new message.
 
-        Without ids, the open one unless its calls have results, or it has one of the fields `after`, which come after
+        Without ids, the open message unless its calls have results, or it has a field of `after`, which come after
         such an item in an answer.
         """
         own_id = _OWN_ID.fullmatch(str(item.get("id")))

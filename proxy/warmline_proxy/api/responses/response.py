@@ -96,7 +96,7 @@ class ResponseEvents:
     def end(self) -> Events:
         yield from self._emit_created()
         yield from self._finish_item()
-        if not self._is_truncated and all(item["type"] == REASONING for item in self._output):
+        if self._status == "completed" and all(item["type"] == REASONING for item in self._output):
             yield from self._add_item(MESSAGE)  # an empty answer has an empty message
             yield from self._finish_item()
         yield self._make_event(f"response.{self._status}", response=self.build_response(self._status))
@@ -127,12 +127,8 @@ class ResponseEvents:
         }
 
     @property
-    def _is_truncated(self) -> bool:
-        return self._finish_reason == "length"
-
-    @property
     def _status(self) -> str:
-        return "incomplete" if self._is_truncated else "completed"
+        return "incomplete" if self._finish_reason == "length" else "completed"
 
     # ---- items
 

@@ -41,7 +41,7 @@ class Toolbox:
     tools: dict[str, ResponsesTool] = field(default_factory=dict)
 
     def resolve(self, function_name: str) -> ResponsesTool:
-        """Tool of a function name; for one made up by the model, a function of that name."""
+        """Tool of a function name; for a name that the model made up, a function of that name."""
         return self.tools.get(function_name) or ResponsesTool("function", function_name, "", {})
 
     def find(self, kind: str, name: str) -> ResponsesTool | None:
