@@ -38,11 +38,6 @@ class Archive:
 @contextmanager
 def open_archive(path: Path) -> Iterator[Archive]:
     """Open an archive and check its frame.  Raises ArchiveError."""
-    with _open_plain_file(path) as file:
-        yield read_archive(file)
-
-
-def _open_plain_file(path: Path) -> BinaryIO:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # not blocking on a pipe
     except OSError as error:
@@ -50,7 +45,8 @@ def _open_plain_file(path: Path) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise ArchiveError("it is no plain file")
-    return os.fdopen(descriptor, "rb")
+    with os.fdopen(descriptor, "rb") as file:
+        yield read_archive(file)
 
 
 def read_archive(file: BinaryIO) -> Archive:
