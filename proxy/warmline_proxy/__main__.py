@@ -18,7 +18,7 @@ from warmline_common.process.parent_watch import watch_parent
 from warmline_common.storage import disk
 from warmline_common.storage.home import describe_unusable_home
 from warmline_common.storage.permissions import set_private_umask, tighten_permissions
-from warmline_proxy.app import REQUEST_REGISTRY, build_app, drain
+from warmline_proxy.app import COMPONENTS, build_app
 from warmline_proxy.auth.key_store import derive_tenant
 from warmline_proxy.auth.principals import prepare_keys
 from warmline_proxy.config import ProxyConfig, ProxyConfigError, parse_config
@@ -95,21 +95,18 @@ async def serve(config: ProxyConfig, secret: str, index: Index, descriptor_count
         log.info("listening on http://%s:%d, backend %s", config.bind_host, listener.port, config.backend_url)
         log.info("at most %d connections, %d descriptors", listener.connections.count_max, descriptor_count_max)
         await signals.stop.wait()
-        log.info(format_stop_message(app[REQUEST_REGISTRY].unanswered_count, config.drain_timeout_s))
+        parts, grace_s = app[COMPONENTS], config.drain_timeout_s
+        if count := parts.registry.unanswered_count:
+            what = "1 request has" if count == 1 else f"{count} requests have"
+            log.info("stopping: %s %g s to finish; what was computed by then is kept", what, grace_s)
+        else:
+            log.info("stopping")
         # New requests still connect, and get a 503 with Retry-After.
-        await run_until_event(signals.stop_now, drain(app))
-
-
-def format_stop_message(unanswered_count: int, drain_timeout_s: float) -> str:
-    """Log message for the start of the drain; `unanswered_count`: requests that clients wait for."""
-    if not unanswered_count:
-        return "stopping"
-    what = "1 request has" if unanswered_count == 1 else f"{unanswered_count} requests have"
-    return f"stopping: {what} {drain_timeout_s:g} s to finish; what was computed by then is kept"
+        await run_until_event(signals.stop_now, parts.drain())
 
 
 class ShutdownSignals:
-    """The first SIGTERM or SIGINT sets `stop`, the next one `stop_now`."""
+    """Events of signals: the first SIGTERM or SIGINT sets `stop`, the next `stop_now`."""
 
     def __init__(self) -> None:
         self.stop, self.stop_now = asyncio.Event(), asyncio.Event()

@@ -2,21 +2,19 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from warmline_proxy.admin.archives import ArchiveRoutes
 from warmline_proxy.admin.explain import ExplainRoutes
-from warmline_proxy.admin.health import HealthRoutes
 from warmline_proxy.admin.maintenance import MaintenanceRoutes
 from warmline_proxy.admin.metrics import MetricsRoutes
 from warmline_proxy.admin.owners import OwnerResolver
-from warmline_proxy.admin.purge import PurgeRoutes
-from warmline_proxy.admin.routes import ADMIN_PATHS, RouteTable, disable_caching
+from warmline_proxy.admin.purge import PurgeEvents, PurgeRoutes
 from warmline_proxy.admin.status import ServerInfo, StatusRoutes
 from warmline_proxy.api.openai import MODELS_PATH
-from warmline_proxy.api.registry import APIS, COUNT_TOKENS_PATH, MESSAGES, RESPONSES, RESPONSES_PATH
+from warmline_proxy.api.registry import APIS, COUNT_TOKENS_PATH, RESPONSES_PATH
 from warmline_proxy.audit.auditor import Auditor, IdleCheck
 from warmline_proxy.audit.bisect import Bisector
 from warmline_proxy.audit.first_token_probe import FirstTokenProbe
@@ -45,11 +43,9 @@ from warmline_proxy.pipeline.saver import Saver
 from warmline_proxy.pipeline.starter import Starter
 from warmline_proxy.request.admission import AdmissionQueue
 from warmline_proxy.request.registry import RequestRegistry
-from warmline_proxy.retention.events import PurgeEvents
 from warmline_proxy.routes import middlewares
-from warmline_proxy.routes.anthropic import AnthropicRoutes, is_anthropic_request
-from warmline_proxy.routes.openai import CANCEL_PATH, OpenAIRoutes
-from warmline_proxy.routes.responses import ResponsesRoutes
+from warmline_proxy.routes.clients import CANCEL_PATH, ClientRoutes
+from warmline_proxy.routes.middlewares import RouteTable
 from warmline_proxy.tasks import BackgroundTasks
 from warmline_proxy.upstream.backend_state import BackendState
 from warmline_proxy.upstream.client import Upstream
@@ -71,14 +67,11 @@ class Components:
         registry = RequestRegistry(state)
         self.background, self.metrics, self.upstream, self.watchdog = background, metrics, upstream, watchdog
         self.backend_state, self.registry, self.save_health = state, registry, SaveHealth(metrics)
-        self.admission = AdmissionQueue(
-            config.running_count_max, config.queue_count_max, registry.estimate_retry_after_s
-        )
+        running_max, queued_max = config.running_count_max, config.queue_count_max
+        self.admission = AdmissionQueue(running_max, queued_max, registry.estimate_retry_after_s)
         self.save_health.watch_index(index)
-        turns, divergences = (
-            SampledTurnCache(index),
-            DivergenceRecorder(upstream, index, state.resident_view, background),
-        )
+        turns, resident_view = SampledTurnCache(index), state.resident_view
+        divergences = DivergenceRecorder(upstream, index, resident_view, background)
         self.sampled_turns, self.divergence_recorder, self.prompt_heads = turns, divergences, PromptHeadCache()
         self.renderer = RemoteRenderer(config, upstream, state, turns)
         is_reusing, finishes_prefill = config.reuse != "off", config.on_disconnect == "finish-prefill"
@@ -114,13 +107,15 @@ class Components:
         return Pipeline(config, self.registry, watchdog, metrics, steps)
 
     def build_purge_events(self) -> PurgeEvents:
-        events = PurgeEvents()
-        events.add_pause(self.divergence_recorder.pause)
-        events.add_pause(self.saver.pause)
-        for clear in (self.sampled_turns.clear, self.prompt_heads.clear, self.quarantine.clear_history):
-            events.subscribe(clear)
-        events.subscribe(self.auditor.drop_waiting)
-        return events
+        @asynccontextmanager
+        async def pause() -> AsyncIterator[None]:
+            with self.divergence_recorder.pause():
+                async with self.saver.pause():
+                    yield
+
+        clear_turns, clear_heads = self.sampled_turns.clear, self.prompt_heads.clear
+        on_removed = (clear_turns, clear_heads, self.quarantine.clear_history, self.auditor.drop_waiting)
+        return PurgeEvents(pause, on_removed)
 
     async def adopt_residents(self) -> None:
         """Save the residents of an earlier proxy: they may be stored nowhere else."""
@@ -129,6 +124,7 @@ class Components:
         await self.saver.save_residents()
 
     async def drain(self) -> None:
+        """Refuse new requests, let running ones end or end them, and wait until all is saved."""
         self.admission.close("The proxy is being stopped.")
         await self.auditor.stop()
         await self.completion.drain(self.config.drain_timeout_s)
@@ -140,9 +136,8 @@ COMPONENTS = web.AppKey("components", Components)
 def build_app(config: ProxyConfig, secret: str, index: Index) -> web.Application:
     """The whole proxy, wired together.  The caller owns `index`."""
     parts = Components(config, secret, index)
-    authenticator = Authenticator(config, secret, parts.keys, parts.metrics)
-    access_middleware = middlewares.build_access_middleware(authenticator)
-    stack = [request_id_middleware, middlewares.error_middleware, access_middleware]
+    access = middlewares.build_access_middleware(Authenticator(config, secret, parts.keys, parts.metrics))
+    stack = [request_id_middleware, middlewares.error_middleware, access]
     app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=stack)
     app.on_response_prepare.append(set_request_id_headers)
     app.on_response_prepare.append(middlewares.build_cors_handler(config.allowed_origins))
@@ -154,48 +149,42 @@ def build_app(config: ProxyConfig, secret: str, index: Index) -> web.Application
     server = ServerInfo(config.reuse, config.bind_host, count_connections, lambda: parts.keys.is_required)
     owner_resolver = OwnerResolver(index, parts.keys, parts.backend_state)
     upstream, state, registry, events = parts.upstream, parts.backend_state, parts.registry, parts.build_purge_events()
-    timeout_s = config.receive_timeout_s
+    timeout_s, watchdog, admission = config.receive_timeout_s, parts.watchdog, parts.admission
     purge_routes = PurgeRoutes(index, owner_resolver, upstream, state, registry, events, parts.background, timeout_s)
     state.before_listing = purge_routes.deliver_purge_notice
-    admin_table = _build_admin_table(parts, owner_resolver, purge_routes, server)
-    app[ADMIN_PATHS] = [path for _, path in admin_table]
-    middlewares.add_routes(app, admin_table)
-    middlewares.add_routes(app, _build_service_table(parts, count_connections))
-    middlewares.add_routes(app, _build_client_table(parts))
+    status = StatusRoutes(index, upstream, watchdog, state, admission, registry, parts.save_health, server)
+    admin_table = _build_admin_table(parts, owner_resolver, purge_routes, status)
+    app[middlewares.ADMIN_PATHS] = [path for _, path in admin_table]
+    for table in (admin_table, _build_service_table(parts, status), _build_client_table(parts)):
+        middlewares.add_routes(app, table)
     app.cleanup_ctx.append(lambda _: _run_background_tasks(parts, purge_routes))
     return app
 
 
 def _build_client_table(parts: Components) -> RouteTable:
     """Routes of the client APIs."""
-    openai = OpenAIRoutes(parts.build_pipeline(), parts.backend_state, parts.registry, parts.completion)
-    anthropic = AnthropicRoutes(MESSAGES, parts.config, parts.renderer, parts.backend_state)
-    responses = ResponsesRoutes(RESPONSES, parts.config, parts.renderer, parts.registry, parts.completion)
-
-    async def get_models(request: web.Request) -> web.StreamResponse:
-        return await (anthropic if is_anthropic_request(request) else openai).get_models(request)
-
+    state, registry, completion = parts.backend_state, parts.registry, parts.completion
+    clients = ClientRoutes(parts.config, parts.build_pipeline(), parts.renderer, state, registry, completion)
     return {
-        **{("POST", path): openai.build_generation_handler(api) for path, api in APIS.items()},
-        ("POST", COUNT_TOKENS_PATH): anthropic.count_tokens,
-        ("*", f"{RESPONSES_PATH}/{{path:.+}}"): responses.handle,
-        ("GET", MODELS_PATH): get_models,
-        ("GET", f"{MODELS_PATH}/{{name:.+}}"): get_models,
-        ("DELETE", f"{CANCEL_PATH}{{name:.+}}"): openai.cancel_request,
+        **{("POST", path): clients.build_generation_handler(api) for path, api in APIS.items()},
+        ("POST", COUNT_TOKENS_PATH): clients.count_tokens,
+        ("*", f"{RESPONSES_PATH}/{{path:.+}}"): clients.handle_response,
+        ("GET", MODELS_PATH): clients.get_models,
+        ("GET", f"{MODELS_PATH}/{{name:.+}}"): clients.get_models,
+        ("DELETE", f"{CANCEL_PATH}{{name:.+}}"): clients.cancel_request,
     }
 
 
-def _build_service_table(parts: Components, count_connections: Callable[[], int]) -> RouteTable:
+def _build_service_table(parts: Components, status: StatusRoutes) -> RouteTable:
     """Routes of health checks, metrics and the dashboard's files."""
-    admission, state, registry, watchdog = parts.admission, parts.backend_state, parts.registry, parts.watchdog
-    health = HealthRoutes(parts.upstream, watchdog, state, admission, parts.save_health)
+    state, registry, count_connections = parts.backend_state, parts.registry, status.server.count_connections
+    admission, watchdog, pages = parts.admission, parts.watchdog, DashboardPages()
     metrics = MetricsRoutes(parts.metrics, parts.index, admission, registry, watchdog, state, count_connections)
     parts.metrics.register(metrics)
     parts.index.on_evicted = parts.metrics.record_eviction
-    pages = DashboardPages()
     return {
-        ("GET", "/health"): health.get_health,
-        ("GET", "/ready"): health.get_ready,
+        ("GET", "/health"): status.get_health,
+        ("GET", "/ready"): status.get_ready,
         ("GET", middlewares.METRICS_PATH): metrics.get_metrics,
         ("*", DASHBOARD_PATH): pages.serve_file,
         ("*", f"{DASHBOARD_PATH}/{{file:.+}}"): pages.serve_file,
@@ -203,16 +192,14 @@ def _build_service_table(parts: Components, count_connections: Callable[[], int]
 
 
 def _build_admin_table(
-    parts: Components, owner_resolver: OwnerResolver, purge_routes: PurgeRoutes, server: ServerInfo
+    parts: Components, owner_resolver: OwnerResolver, purge_routes: PurgeRoutes, status: StatusRoutes
 ) -> RouteTable:
     """Routes of the admin API."""
-    index, config, upstream, state = parts.index, parts.config, parts.upstream, parts.backend_state
-    probe, quarantine, registry = parts.first_token_probe, parts.quarantine, parts.registry
+    index, config, state = parts.index, parts.config, parts.backend_state
+    probe, quarantine = parts.first_token_probe, parts.quarantine
     replayer = SessionReplayer(index, state, probe, quarantine, parts.metrics, config.audit_tolerance)
-    admission, health = parts.admission, parts.save_health
-    status = StatusRoutes(index, upstream, parts.watchdog, state, admission, registry, health, server)
-    explain = ExplainRoutes(index, upstream, state, owner_resolver, config.receive_timeout_s)
-    maintenance = MaintenanceRoutes(index, replayer, config.receive_timeout_s)
+    explain = ExplainRoutes(index, parts.upstream, state, owner_resolver, config.receive_timeout_s)
+    maintenance = MaintenanceRoutes(index, state, replayer, config)
     browse = BrowseRoutes(index, owner_resolver)
     table = {
         ("GET", "/warmline/status"): status.get_status,
@@ -221,7 +208,7 @@ def _build_admin_table(
         ("POST", "/warmline/gc"): maintenance.gc,
         ("POST", "/warmline/repair"): maintenance.repair,
         ("POST", "/warmline/replay"): maintenance.replay,
-        ("POST", "/warmline/import"): ArchiveRoutes(index, state, config).import_archive,
+        ("POST", "/warmline/import"): maintenance.import_archive,
         ("GET", "/warmline/explain"): explain.get_explanation,
         ("POST", "/warmline/texts"): explain.get_texts,
         ("GET", "/warmline/whose"): owner_resolver.get_owners,
@@ -231,7 +218,7 @@ def _build_admin_table(
         ("GET", "/warmline/tree"): browse.get_tree,
         ("GET", "/warmline/path"): browse.get_path,
     }
-    return disable_caching(table)
+    return {place: middlewares.disable_caching(handler) for place, handler in table.items()}
 
 
 async def _run_background_tasks(parts: Components, purge_routes: PurgeRoutes) -> AsyncIterator[None]:
@@ -248,8 +235,3 @@ async def _run_background_tasks(parts: Components, purge_routes: PurgeRoutes) ->
         task.cancel()
     await asyncio.wait(monitor_tasks)
     await parts.upstream.close()
-
-
-async def drain(app: web.Application) -> None:
-    """Refuse new requests, let running ones end or end them, and wait until all is saved."""
-    await app[COMPONENTS].drain()

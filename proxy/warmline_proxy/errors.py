@@ -48,7 +48,7 @@ def encode_error_body(message: str, kind: str, code: str | None = None, param: s
 
 
 def decode_error_body(error: ClientError) -> ErrorBody:
-    """Error object of an error; a backend's other format becomes one."""
+    """Error object of an error; made from the message for a backend's other format."""
     try:
         return decode(error.body, ErrorReply).error
     except msgspec.DecodeError:
@@ -107,7 +107,3 @@ def request_cancelled(message: str, cancel_source: str = "delete") -> ClientErro
 def bad_gateway(message: str) -> ClientError:
     """The backend disconnected or answered nonsense."""
     return ClientError(502, encode_error_body(message, "server_error", "backend_failed"))
-
-
-def index_error(message: str) -> ClientError:
-    return ClientError(500, encode_error_body(f"The index failed: {message}", "server_error", "index_failed"))

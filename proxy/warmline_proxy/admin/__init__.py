@@ -1,1 +1,1 @@
-"""Handlers of the admin API and their route tables; imports the proxy's services, not routes; event loop."""
+"""Handlers of the admin API; imports the proxy's services, not routes; event loop."""

@@ -1,36 +1,51 @@
-"""Owner's maintenance of the store: pin, gc, repair, replay."""
+"""Owner's maintenance of the store: pin, gc, repair, replay, import."""
 
 import asyncio
 import logging
+import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 from aiohttp import web
 
+from warmline_proxy.archive import importer
+from warmline_proxy.archive.reader import open_archive
+from warmline_proxy.archive.tar import ArchiveError, Progress
 from warmline_proxy.audit.replay import SessionReplayer
+from warmline_proxy.auth.key_store import KeyStoreError
+from warmline_proxy.auth.owners import load_key_tenants
+from warmline_proxy.config import ProxyConfig
 from warmline_proxy.errors import bad_request
 from warmline_proxy.http.bodies import json_response, read_message
-from warmline_proxy.index.index import Index
+from warmline_proxy.index.index import DiskBudgetError, Index
 from warmline_proxy.index.recovery.repair import repair
 from warmline_proxy.retention.gc import collect_garbage
 from warmline_proxy.retention.pin import PinLimitError, UnknownSessionError, pin_session
 from warmline_proxy.store.crash_probe import is_readable
 from warmline_proxy.store.errors import REBUILD_HINT, IndexStoreError, wrap_error
 from warmline_proxy.store.rows import GcRequest, PinRequest, ReplayRequest
+from warmline_proxy.upstream.backend_state import BackendState
+from warmline_proxy.upstream.client import UpstreamError
 
 log = logging.getLogger(__name__)
 
 
+class _ImportCancelledError(Exception):
+    """The importing client has disconnected."""
+
+
 @dataclass(eq=False)
 class MaintenanceRoutes:
-    """Handlers of maintenance commands; callers serialize them."""
+    """Handlers of maintenance commands; saves and restores continue meanwhile, and their files are left alone."""
 
     index: Index
+    backend_state: BackendState
     replayer: SessionReplayer
-    receive_timeout_s: float
+    config: ProxyConfig
 
     async def pin(self, request: web.Request) -> web.Response:
-        """Pin or unpin a session.  404 for an unknown one, 409 above the budget."""
-        pin_request = await read_message(request, PinRequest, "pin", self.receive_timeout_s)
+        """Pin or unpin a session.  404 for an unknown session, 409 above the budget."""
+        pin_request = await read_message(request, PinRequest, "pin", self.config.receive_timeout_s)
         try:
             return json_response(await asyncio.to_thread(pin_session, self.index, pin_request))
         except UnknownSessionError as error:
@@ -41,8 +56,7 @@ class MaintenanceRoutes:
             raise bad_request(f"Not a pin: {error}") from error
 
     async def gc(self, request: web.Request) -> web.Response:
-        """Collect garbage while saves and restores continue; their files are left alone."""
-        gc_request = await read_message(request, GcRequest, "gc", self.receive_timeout_s)
+        gc_request = await read_message(request, GcRequest, "gc", self.config.receive_timeout_s)
         try:
             return json_response(await asyncio.to_thread(collect_garbage, self.index, gc_request, is_saving=True))
         except ValueError as error:
@@ -51,22 +65,66 @@ class MaintenanceRoutes:
             raise wrap_error("can't be tidied", error) from error
 
     async def repair(self, _: web.Request) -> web.Response:
-        """Check and repair all files while saves and restores continue; their files are left alone."""
+        """Check and repair all files."""
         if not await asyncio.to_thread(is_readable, self.index.home.index):
             raise IndexStoreError(f"it has pages that end the process which reads them; {REBUILD_HINT}")
         try:
             reply = await asyncio.to_thread(repair, self.index, deep=True, is_saving=True)
         except OSError as error:
             raise wrap_error("can't be repaired", error) from error
-        for each in reply.did:
-            log.warning("repair: %s %s: %s", each.what, each.id, each.detail)
+        for finding in reply.did:
+            log.warning("repair: %s %s: %s", finding.what, finding.id, finding.detail)
         return json_response(reply)
 
     async def replay(self, request: web.Request) -> web.Response:
         """Replay a session's turns and answer when all are computed; a disconnect cancels it."""
-        replay_request = await read_message(request, ReplayRequest, "replay", self.receive_timeout_s)
+        replay_request = await read_message(request, ReplayRequest, "replay", self.config.receive_timeout_s)
         try:
-            reply = await self.replayer.replay(replay_request)
+            return json_response(await self.replayer.replay(replay_request))
         except ValueError as error:
             raise bad_request(f"Not a replay: {error}") from error
-        return json_response(reply)
+
+    async def import_archive(self, request: web.Request) -> web.Response:
+        """Import an archive and answer when all of it is stored.  A disconnect cancels it and removes its files."""
+        timeout_s = self.config.receive_timeout_s
+        import_request = await read_message(request, importer.ImportRequest, "valid import", timeout_s)
+        if not Path(import_request.path).is_absolute():
+            raise bad_request(f"path must be absolute, not {import_request.path[:200]!r}.", param="path")
+        known_models, cancel_event = await self._find_known_models(), threading.Event()
+
+        def progress(done: int, total: int) -> None:
+            if cancel_event.is_set():
+                raise _ImportCancelledError
+
+        try:
+            return json_response(await asyncio.to_thread(self._run_import, import_request, known_models, progress))
+        except asyncio.CancelledError:
+            cancel_event.set()
+            raise
+        except KeyStoreError as error:
+            raise bad_request(str(error), param="key") from error
+        except ArchiveError as error:
+            raise bad_request(str(error), code="bad_archive") from error
+        except DiskBudgetError as error:
+            raise bad_request(f"there is no room for it: {error}", status=409, code="no_room") from error
+        except OSError as error:
+            raise wrap_error("can't be written", error) from error
+
+    async def _find_known_models(self) -> importer.KnownModels:
+        """The served model; while the backend is down, all models with stored segments."""
+        try:
+            if (status := await self.backend_state.status()).fingerprint:
+                what = f"the model served here is {status.model}, {status.fingerprint[: importer.FINGERPRINT_DIGITS]}"
+                return importer.KnownModels(fingerprints=[status.fingerprint], description=what)
+        except UpstreamError:
+            pass
+        return await asyncio.to_thread(importer.find_known_models, self.index)
+
+    def _run_import(
+        self, request: importer.ImportRequest, known_models: importer.KnownModels, progress: Progress
+    ) -> importer.ImportReply:
+        config = self.config
+        key_tenants = load_key_tenants(config.home, client_key=config.client_key, share_cache=config.share_cache)
+        tenant, anyway = key_tenants.find_tenant(request.key), request.anyway
+        with open_archive(Path(request.path)) as archive:
+            return importer.import_archive(self.index, archive, tenant, known_models, anyway=anyway, progress=progress)

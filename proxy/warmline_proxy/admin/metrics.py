@@ -50,22 +50,22 @@ class MetricsRoutes(Collector):
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def refresh(self) -> None:
-        """Read the stored totals if the last ones are old; concurrent scrapes share one read."""
+        """Read the stored totals if the last read is old; concurrent scrapes share one read."""
         async with self._refresh_lock:
             if time.monotonic() - self._totals_at < TOTALS_INTERVAL_S:
                 return
             try:
                 self._totals = await asyncio.to_thread(self.index.totals)
             except IndexStoreError as error:
-                log.warning("what is stored can't be told to who scrapes: %s", error)
+                log.warning("the metrics lack the stored totals: %s", error)
                 self._totals = None
             self._totals_at = time.monotonic()
 
     def collect(self) -> Iterable[Metric]:
         vitals, watchdog, residents = read_process_stats(), self.watchdog, self.backend_state.resident_view
-        yield _build_counter("upstream_boots", "Backend processes that were heard of.", watchdog.boots)
-        yield _build_counter("wedges", "Wedged backends that were killed.", watchdog.kills)
-        for name, documentation, value in (
+        yield CounterMetricFamily("warmline_upstream_boots", "Backend processes that were heard of.", watchdog.boots)
+        yield CounterMetricFamily("warmline_wedges", "Wedged backends that were killed.", watchdog.kills)
+        gauges = [
             ("requests_running", "Requests that have a place at the backend.", self.admission.running_count),
             ("requests_queued", "Requests that wait for a place.", self.admission.queued_count),
             ("requests_settling", "Requests that are computed, but not yet on disk.", self.registry.saving_count),
@@ -77,33 +77,19 @@ class MetricsRoutes(Collector):
             ("tasks", "Tasks of the event loop.", vitals.tasks),
             ("threads", "Threads of the process.", vitals.threads),
             ("descriptors", "Files and sockets that the process has open.", vitals.descriptors),
-        ):
-            yield _build_gauge(name, documentation, value)
-        if self._totals is not None:
-            yield from _collect_totals(self._totals)
-
-
-def _collect_totals(totals: Totals) -> Iterable[Metric]:
-    kinds = ("segments", "checkpoints", "quarantined", "writing", "doomed", "index")
-    bytes_by_kind = {kind: getattr(totals, f"bytes_{kind}") for kind in kinds}
-    yield _build_gauge_by_kind("stored_bytes", "What counts against the disk budget.", bytes_by_kind)
-    files_by_kind = {kind: getattr(totals, kind) for kind in ("segments", "checkpoints", "quarantined")}
-    yield _build_gauge_by_kind("stored_files", "Files on disk.", files_by_kind)
-    yield _build_gauge("stored_tokens", "Tokens whose KV is on disk.", totals.tokens)
-    yield _build_gauge("stored_sessions", "Conversations on disk.", totals.sessions)
-    yield _build_gauge("stored_turns", "Sampled calls that are remembered.", totals.turns)
-
-
-def _build_gauge(name: str, documentation: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"warmline_{name}", documentation, value=value)
-
-
-def _build_gauge_by_kind(name: str, documentation: str, by_kind: dict[str, int]) -> Metric:
-    family = GaugeMetricFamily(f"warmline_{name}", documentation, labels=["kind"])
-    for kind, value in by_kind.items():
-        family.add_metric([kind], value)
-    return family
-
-
-def _build_counter(name: str, documentation: str, value: float) -> Metric:
-    return CounterMetricFamily(f"warmline_{name}", documentation, value=value)
+        ]
+        if (totals := self._totals) is not None:
+            gauges += [
+                ("stored_tokens", "Tokens whose KV is on disk.", totals.tokens),
+                ("stored_sessions", "Conversations on disk.", totals.sessions),
+                ("stored_turns", "Sampled calls that are remembered.", totals.turns),
+            ]
+            size = GaugeMetricFamily("warmline_stored_bytes", "What counts against the disk budget.", labels=["kind"])
+            count = GaugeMetricFamily("warmline_stored_files", "Files on disk.", labels=["kind"])
+            for kind in ("segments", "checkpoints", "quarantined"):
+                count.add_metric([kind], getattr(totals, kind))
+            for kind in ("segments", "checkpoints", "quarantined", "writing", "doomed", "index"):
+                size.add_metric([kind], getattr(totals, f"bytes_{kind}"))
+            yield from (size, count)
+        for name, documentation, value in gauges:
+            yield GaugeMetricFamily(f"warmline_{name}", documentation, value)

@@ -29,17 +29,13 @@ class OwnerResolver:
     async def resolve_owners(self, running_roots: Iterable[bytes] = ()) -> OwnerLabels:
         """Labels of all stored and resident roots, and of `running_roots`.  Raises IndexStoreError."""
         if (changes := self._index.change_count) != self._seen_change_count:
-            self._fingerprint_by_root = await asyncio.to_thread(self._find_fingerprints, self._fingerprint_by_root)
+            index, old = self._index, self._fingerprint_by_root
+            self._fingerprint_by_root = await asyncio.to_thread(
+                lambda: find_fingerprints(index.home, index.segments(), old)
+            )
             self._seen_change_count = changes
-        served_fingerprint = self._backend_state.fingerprint
-        in_memory = {
-            *running_roots,
-            *(held.root for _, held in self._backend_state.resident_view.non_durable_entries()),
-        }
-        fingerprint_by_root = self._fingerprint_by_root | {
-            root: self._fingerprint_by_root.get(root) or served_fingerprint for root in in_memory
-        }
-        return build_owner_labels(self._keys.key_tenants, fingerprint_by_root, served_fingerprint)
-
-    def _find_fingerprints(self, known_fingerprints: dict[bytes, str]) -> dict[bytes, str]:
-        return find_fingerprints(self._index.home, self._index.segments(), known_fingerprints)
+        served, stored = self._backend_state.fingerprint, self._fingerprint_by_root
+        unsaved = self._backend_state.resident_view.non_durable_entries()
+        in_memory = {*running_roots, *(entry.root for _, entry in unsaved)}
+        fingerprints = stored | {root: stored.get(root) or served for root in in_memory}
+        return build_owner_labels(self._keys.key_tenants, fingerprints, served)

@@ -5,8 +5,8 @@ KV that is in memory alone and outside the purge stays there until it is saved; 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from math import inf
 
@@ -22,7 +22,6 @@ from warmline_proxy.index.index import Index, IndexStoreError
 from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.request.request import Request
 from warmline_proxy.retention import purge as purging
-from warmline_proxy.retention.events import PurgeEvents
 from warmline_proxy.retention.truncate import Truncator
 from warmline_proxy.store.rows import PurgeReply, PurgeRequest
 from warmline_proxy.tasks import BackgroundTasks
@@ -36,6 +35,14 @@ RELEASE_TIMEOUT_S = 60.0  # for a restore that reads a purged file
 RELEASE_INTERVAL_S = 0.1
 LOADING_STATUS = 503  # HTTP status of a backend without a model, so without residents
 NOTIFY_INTERVAL_S = 5.0  # between notifications of the backend
+
+
+@dataclass(frozen=True)
+class PurgeEvents:
+    """Other components' parts in a purge."""
+
+    pause: Callable[[], AbstractAsyncContextManager[None]]  # entered before any removal, left after the last
+    on_removed: Sequence[Callable[[], None]]  # called once segments are out of the index, before the notification
 
 
 @dataclass(eq=False)
@@ -68,7 +75,7 @@ class PurgeRoutes:
         return json_response(reply)
 
     async def _resolve_roots(self, purge_request: PurgeRequest) -> PurgeRequest:
-        """The request with the roots of its key, running ones included.  Raises ClientError 400 for an unknown key."""
+        """Replace the key by its roots, also of running requests.  Raises ClientError 400 for an unknown key."""
         if not purge_request.key:
             return purge_request
         running_roots = {request.root for request in self.registry} - {b""}
@@ -97,7 +104,7 @@ class PurgeRoutes:
         return reply
 
     def _find_arriving_requests(self, roots: Set[bytes]) -> list[Request]:
-        """Requests without a prompt yet, whose namespace is purged: their key may have been removed."""
+        """Requests without a prompt yet, of a purged namespace: their key may have been removed."""
         fingerprint = self.backend_state.fingerprint
         arriving = (request for request in self.registry if not request.root)
         return [request for request in arriving if namespace(fingerprint, request.client.tenant) in roots]
@@ -120,11 +127,12 @@ class PurgeRoutes:
 
     async def _clear_memory(self) -> None:
         """Drop all residents that are on disk; they are read again on demand."""
-        self.events.publish_removal()
+        for on_removed in self.events.on_removed:
+            on_removed()
         try:
             await self._notify_backend()
         except UpstreamError as error:
-            log.warning("the backend may still hold in memory what was purged; it is told again: %s", error)
+            log.warning("the backend may still hold purged KV in memory; it is notified again: %s", error)
             if self._notify_task is None or self._notify_task.done():
                 self._notify_task = self.background.spawn(self._retry_notify_backend(), "purge notice")
 
@@ -140,7 +148,7 @@ class PurgeRoutes:
         try:
             await asyncio.to_thread(self.index.clear_purge_notice)
         except IndexStoreError as error:
-            log.warning("the next start has the backend forget what is in memory once more: %s", error)
+            log.warning("the next start clears the backend's memory once more: %s", error)
 
     def close(self) -> None:
         """Stop notifying the backend: the next proxy does."""
@@ -170,7 +178,7 @@ class PurgeRoutes:
         try:
             return await asyncio.to_thread(self.index.has_purge_notice)
         except IndexStoreError as error:
-            log.warning("whether the backend has heard of all purges is not known: %s", error)
+            log.warning("the index can't say whether the backend was notified of all purges: %s", error)
             return False
 
     async def _wait_until_deleted(self) -> None:

@@ -1,4 +1,4 @@
-"""GET /warmline/status: state of the proxy and the backend."""
+"""GET /warmline/status, /health and /ready: state of the proxy and the backend."""
 
 import asyncio
 import time
@@ -10,6 +10,7 @@ from aiohttp import web
 
 from warmline_common.protocol.messages import LOADING, BackendStatus, ProcessStats, Resident
 from warmline_common.protocol.vitals import read_process_stats
+from warmline_proxy.errors import RETRY_AFTER_S
 from warmline_proxy.http.bodies import json_response
 from warmline_proxy.index.index import Index
 from warmline_proxy.pipeline.save_health import SaveHealth
@@ -22,8 +23,7 @@ from warmline_proxy.upstream.client import Upstream, UpstreamError
 from warmline_proxy.upstream.watchdog import Watchdog
 
 BACKEND_TIMEOUT_S = 5.0  # a stuck backend must not delay the status
-
-
+READY_TIMEOUT_S = 1.0
 LOG_FIELDS = ("id", "endpoint", "client_model", "queue_s", "restore_s", "ttft_s", "prompt_tokens")
 
 
@@ -85,7 +85,7 @@ class ServerInfo:
 
 @dataclass(eq=False)
 class StatusRoutes:
-    """Route of the proxy's status."""
+    """Handlers of the proxy's status, health and readiness."""
 
     index: Index
     upstream: Upstream
@@ -96,6 +96,24 @@ class StatusRoutes:
     save_health: SaveHealth
     server: ServerInfo
     _started_monotonic: float = field(default_factory=time.monotonic, init=False)
+
+    async def get_ready(self, _: web.Request) -> web.Response:
+        """200 if a request would be served now; else 503 with the reason."""
+        if not (reason := self.admission.closed_reason):
+            try:
+                await self.watchdog.wait_until_up(READY_TIMEOUT_S)
+                await self.upstream.check_ready()
+                return json_response({"ready": True, "model": (await self.backend_state.status()).model})
+            except TimeoutError:
+                reason = self.watchdog.down_reason
+            except UpstreamError as error:
+                reason = str(error)
+        headers = {"Retry-After": str(RETRY_AFTER_S)}
+        return json_response({"ready": False, "reason": reason}, status=503, headers=headers)
+
+    async def get_health(self, _: web.Request) -> web.Response:
+        """200 while the proxy serves, with the state of persistence."""
+        return json_response({"status": "ok", "persistence": self.save_health.state})
 
     async def get_status(self, _: web.Request) -> web.Response:
         residents, engine, backend = [], None, ""

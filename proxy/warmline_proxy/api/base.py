@@ -38,10 +38,6 @@ class ApiCall:
         value = self.fields.get("cache_prompt")
         return bytes(value) != b"false" if isinstance(value, msgspec.Raw) else value is not False
 
-    def build_prompt_body(self, served_model: str) -> Fields:
-        """Body for POST /kv/prompts, where the backend validates it."""
-        return {**self.fields, "model": served_model}
-
 
 def is_usage_chunk(chunk: Chunk) -> bool:
     """True for a chunk that has usage and no choices."""

@@ -43,7 +43,7 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     text: str | None = None  # of a completion, which has no delta
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None  # "stop", "length" or "tool_calls"
-    stop_reason: str | int | None = None  # the stop sequence that was met, if one was
+    stop_reason: str | int | None = None  # the stop sequence that ended the answer, if any
 
 
 class _UsageDetails(msgspec.Struct, frozen=True):
@@ -74,14 +74,6 @@ class ChatChunk(msgspec.Struct, frozen=True):
     usage: ChunkUsage | None = None
 
 
-def decode_chunk(raw: bytes) -> ChatChunk:
-    """Raises ClientError 502 where `raw` is no chunk."""
-    try:
-        return decode(raw, ChatChunk)
-    except msgspec.DecodeError as error:
-        raise bad_gateway(f"The backend sent an unreadable chunk: {error}") from error
-
-
 class EventSource(Protocol):
     """Events of one answer, as an API names them, from the backend's chunks."""
 
@@ -103,7 +95,12 @@ class EventEncoder:
         self._events, self._stream = events, stream
 
     def encode_chunk(self, chunk: Chunk, raw: bytes) -> bytes:
-        return self._emit(self._events.add_chunk(decode_chunk(raw)))
+        """Raises ClientError 502 where `raw` is no chunk of a chat."""
+        try:
+            decoded = decode(raw, ChatChunk)
+        except msgspec.DecodeError as error:
+            raise bad_gateway(f"The backend sent an unreadable chunk: {error}") from error
+        return self._emit(self._events.add_chunk(decoded))
 
     def encode_done(self) -> bytes:
         return self._emit(self._events.end())

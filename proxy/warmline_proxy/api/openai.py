@@ -12,13 +12,7 @@ from warmline_common.protocol.messages import BackendStatus, decode
 from warmline_common.protocol.sse import DONE, ChunkAggregator, encode_event
 from warmline_proxy.api.base import ApiCall, Chunk, ResponseStart, is_usage_chunk
 from warmline_proxy.errors import ClientError
-from warmline_proxy.http.body_fields import (
-    decode_optional_field,
-    find_session_hint,
-    parse_model_name,
-    parse_object,
-    parse_retry_count,
-)
+from warmline_proxy.http import body_fields
 
 MODELS_PATH = "/v1/models"
 
@@ -31,16 +25,16 @@ class OpenAIApi:
 
     def read_call(self, body: bytes, headers: Mapping[str, str]) -> ApiCall:
         """Raises ClientError 400; wrong types of fields that only the backend needs are refused by the backend."""
-        fields = parse_object(body)
-        options = decode_optional_field(fields, "stream_options", dict) or {}
+        fields = body_fields.parse_object(body)
+        options = body_fields.decode_optional_field(fields, "stream_options", dict) or {}
         return ApiCall(
             api=self,
             fields=fields,
-            client_model=parse_model_name(decode_optional_field(fields, "model", object)),
-            stream=decode_optional_field(fields, "stream", bool) is True,
+            client_model=body_fields.parse_model_name(body_fields.decode_optional_field(fields, "model", object)),
+            stream=body_fields.decode_optional_field(fields, "stream", bool) is True,
             include_usage=options.get("include_usage") is True,
-            session_hint=find_session_hint(fields, headers),
-            retry_count=parse_retry_count(headers),
+            session_hint=body_fields.find_session_hint(fields, headers),
+            retry_count=body_fields.parse_retry_count(headers),
         )
 
     def create_encoder(self, call: ApiCall, response_start: ResponseStart) -> "_OpenAIEncoder":
@@ -63,7 +57,12 @@ class _OpenAIEncoder:
             return b""
         if not self._call.include_usage and is_usage_chunk(chunk):
             return b""
-        return encode_event(self._rewrite(chunk).replace(b"\n", b"\ndata: "))  # JSON may be written over several lines
+        if self._call.client_model is not None and "model" in chunk:
+            chunk["model"] = msgspec.Raw(msgspec.json.encode(self._call.client_model))
+        if not self._call.include_usage:
+            chunk.pop("usage", None)
+        encoded = msgspec.json.encode(chunk)  # all other values are the bytes that came, perhaps over several lines
+        return encode_event(encoded.replace(b"\n", b"\ndata: "))
 
     def encode_done(self) -> bytes:
         return DONE
@@ -78,28 +77,11 @@ class _OpenAIEncoder:
     def encode_stream_error(self, error: ClientError) -> bytes:
         return encode_event(error.body)
 
-    def _rewrite(self, chunk: Chunk) -> bytes:
-        """The chunk with the client's model name; all other values are the bytes that came."""
-        if self._call.client_model is not None and "model" in chunk:
-            chunk["model"] = msgspec.Raw(msgspec.json.encode(self._call.client_model))
-        if not self._call.include_usage:
-            chunk.pop("usage", None)
-        return msgspec.json.encode(chunk)
 
-
-def is_models_path(path: str) -> bool:
-    return path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/")
-
-
-def build_models_reply(path: str, status: BackendStatus) -> dict[str, Any]:
-    """List of the served model; for a path with a model's name, slashes included, its entry: any name is served."""
-    if name := path.removeprefix(MODELS_PATH).strip("/"):
-        return _model_entry(name, status)
-    return {"object": "list", "data": [_model_entry(status.model, status)]}
-
-
-def _model_entry(name: str, status: BackendStatus) -> dict[str, Any]:
-    """Entry under `name`; `root` is the served model, `max_model_len`, as in vLLM, is left out without a limit."""
-    limit = {"max_model_len": status.context_tokens_max} if status.context_tokens_max else {}
+def build_models_reply(name: str, status: BackendStatus) -> dict[str, Any]:
+    """Entry of the served model under `name`; without a name, the list.  Fields as in vLLM."""
     about = {"object": "model", "created": status.model_created, "owned_by": "warmline", "root": status.model}
-    return {"id": name, **about, **limit}
+    entry: dict[str, Any] = {"id": name or status.model, **about}
+    if status.context_tokens_max:
+        entry["max_model_len"] = status.context_tokens_max
+    return entry if name else {"object": "list", "data": [entry]}

@@ -17,18 +17,7 @@ from warmline_common.protocol.tokens import TOKEN_BYTES, namespace, prefix_diges
 from warmline_common.storage import disk
 from warmline_common.storage.segment_copy import SegmentCopy
 from warmline_common.storage.segment_file import SegmentFileError, SegmentHeader, read_header_from, read_tokens_from
-from warmline_proxy.archive import tar
-from warmline_proxy.archive.manifest import (
-    MANIFEST,
-    PREFILL_S_PER_TOKEN_MAX,
-    CheckpointEntry,
-    LayoutEntry,
-    Manifest,
-    SegmentEntry,
-    SessionEntry,
-    TurnEntry,
-    encode_manifest,
-)
+from warmline_proxy.archive import manifest, tar
 from warmline_proxy.archive.tar import ArchiveError, Progress
 from warmline_proxy.index.index import IndexReader
 from warmline_proxy.index.reader import ConversationSnapshot
@@ -53,7 +42,7 @@ class ExportResult(msgspec.Struct, kw_only=True):
 
 
 class Exporter(AbstractContextManager["Exporter"]):
-    """Archive of a conversation to be written: a context manager, whose `read_chunks` is taken once.
+    """Archive of a conversation to be written: a context manager; `read_chunks` is called once.
 
     Raises ArchiveError where the conversation is not stored or damaged; IndexStoreError, OSError.
     """
@@ -67,7 +56,7 @@ class Exporter(AbstractContextManager["Exporter"]):
         except BaseException:
             self._files.close()
             raise
-        self._manifest_bytes = encode_manifest(self._manifest)
+        self._manifest_bytes = manifest.encode_manifest(self._manifest)
 
     def __exit__(self, *_: object) -> None:
         self._files.close()
@@ -79,15 +68,15 @@ class Exporter(AbstractContextManager["Exporter"]):
 
     @property
     def result(self) -> ExportResult:
-        manifest = self._manifest
+        content = self._manifest
         return ExportResult(
-            session=manifest.session.id,
-            model=manifest.model,
-            fingerprint=manifest.fingerprint,
-            tokens=manifest.token_count,
-            segments=len(manifest.segments),
-            checkpoints=len(manifest.checkpoints),
-            turns=len(manifest.turns),
+            session=content.session.id,
+            model=content.model,
+            fingerprint=content.fingerprint,
+            tokens=content.token_count,
+            segments=len(content.segments),
+            checkpoints=len(content.checkpoints),
+            turns=len(content.turns),
             bytes_count=self.bytes_count,
         )
 
@@ -101,7 +90,7 @@ class Exporter(AbstractContextManager["Exporter"]):
 
     def _read_chunks(self) -> Iterator[bytes]:
         made = self._manifest.made
-        yield tar.encode_header(MANIFEST, len(self._manifest_bytes), made)
+        yield tar.encode_header(manifest.MANIFEST, len(self._manifest_bytes), made)
         yield self._manifest_bytes
         yield bytes(tar.padding(len(self._manifest_bytes)))
         for (name, size), copy in zip(self._manifest.members, self._copies, strict=True):
@@ -159,9 +148,8 @@ def _build_copies(conversation: ConversationSnapshot, files: list[BinaryIO]) -> 
 def _check_places(conversation: ConversationSnapshot, headers: list[SegmentHeader], files: list[BinaryIO]) -> None:
     """Raise SegmentFileError unless each file's header and tokens are those of its row."""
     rows: list[SegmentRow | CheckpointRow] = [*conversation.segments, *conversation.checkpoints]
-    prefixes = prefix_digests(
-        conversation.session.root, conversation.tokens, [header.meta.span[0] for header in headers]
-    )
+    starts = [header.meta.span[0] for header in headers]
+    prefixes = prefix_digests(conversation.session.root, conversation.tokens, starts)
     for row, header in zip(rows, headers, strict=True):
         meta = header.meta
         if isinstance(row, SegmentRow):
@@ -177,32 +165,33 @@ def _check_places(conversation: ConversationSnapshot, headers: list[SegmentHeade
             raise SegmentFileError("tokens", f"{row.id} has other tokens than the index")
 
 
-def _build_manifest(conversation: ConversationSnapshot, copies: list[SegmentCopy]) -> Manifest:
+def _build_manifest(conversation: ConversationSnapshot, copies: list[SegmentCopy]) -> manifest.Manifest:
     session, count = conversation.session, len(conversation.segments)
     segments, states = copies[:count], copies[count:]
-    return Manifest(
+    entry = convert(session, manifest.SessionEntry, from_attributes=True)
+    return manifest.Manifest(
         made=time.time(),
         model=session.model,
         fingerprint=segments[0].meta.fingerprint,
-        layout=LayoutEntry(
+        layout=manifest.LayoutEntry(
             row_bytes=max(-(-copy.bytes_count // (copy.meta.end - copy.meta.start)) for copy in segments),
             state_bytes=max((copy.bytes_count for copy in states), default=0),
             tensors=segments[0].tensor_count,
         ),
         tokens=conversation.tokens,
         segments=[
-            SegmentEntry(end=end, bytes_count=copy.bytes_count, prefill_s=_prefill_cost_s(row, end))
+            manifest.SegmentEntry(end=end, bytes_count=copy.bytes_count, prefill_s=_prefill_cost_s(row, end))
             for row, end, copy in zip(conversation.segments, conversation.segment_ends, segments, strict=True)
         ],
-        checkpoints=[CheckpointEntry(position=copy.meta.position, bytes_count=copy.bytes_count) for copy in states],
-        session=msgspec.structs.replace(
-            convert(session, SessionEntry, from_attributes=True), turn_end=min(session.turn_end, session.tokens)
-        ),
-        turns=[convert(turn, TurnEntry, from_attributes=True) for turn in conversation.turns],
+        checkpoints=[
+            manifest.CheckpointEntry(position=each.meta.position, bytes_count=each.bytes_count) for each in states
+        ],
+        session=msgspec.structs.replace(entry, turn_end=min(session.turn_end, session.tokens)),
+        turns=[convert(turn, manifest.TurnEntry, from_attributes=True) for turn in conversation.turns],
     )
 
 
 def _prefill_cost_s(row: SegmentRow, end: int) -> float:
     """Estimate the prefill time of a segment's rows up to `end`."""
     tokens = end - row.start
-    return min(row.prefill_s * tokens / (row.end - row.start), PREFILL_S_PER_TOKEN_MAX * tokens)
+    return min(row.prefill_s * tokens / (row.end - row.start), manifest.PREFILL_S_PER_TOKEN_MAX * tokens)

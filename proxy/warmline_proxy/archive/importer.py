@@ -149,10 +149,8 @@ def _begin_save(index: Index, manifest: Manifest, headers: Sequence[SegmentHeade
         families=[],
     )
     needed, free = sum(header.file_bytes for header in headers), shutil.disk_usage(index.home.segments).free
-    if (
-        needed + FREE_BYTES_MIN > free
-        and index.match_prefix(root, manifest.tokens, manifest.token_count).tokens < manifest.token_count
-    ):
+    stored = index.match_prefix(root, manifest.tokens, manifest.token_count).tokens
+    if stored < manifest.token_count and needed + FREE_BYTES_MIN > free:
         raise DiskBudgetError(f"it takes {needed} bytes, and the disk of {index.home.segments} has {free} left")
     return index.begin_save(
         root,
@@ -235,9 +233,9 @@ def _make_reply(
 
 
 def _record_turns(index: Index, manifest: Manifest, root: bytes, reply: ImportReply) -> ImportReply:
-    """Record the archive's sampled turns, except those whose calls are known here; complete the reply."""
-    known = {call for row in index.turns(root, [turn.calls[0] for turn in manifest.turns]) for call in row.calls}
-    new = [turn for turn in manifest.turns if not known.intersection(turn.calls)]
+    """Record the archive's sampled turns, except those with stored calls; complete the reply."""
+    stored = {call for row in index.turns(root, [turn.calls[0] for turn in manifest.turns]) for call in row.calls}
+    new = [turn for turn in manifest.turns if stored.isdisjoint(turn.calls)]
     for turn in new:
         row = TurnRow(
             root=root, model=manifest.model, session=reply.session, calls=turn.calls, tokens=turn.tokens, at=time.time()

@@ -10,14 +10,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from warmline_common.protocol.tokens import TOKEN_BYTES, namespace, prefix_digests
-from warmline_common.storage.segment_file import (
-    FileMeta,
-    SegmentFileError,
-    SegmentHeader,
-    read_header_from,
-    read_tokens_from,
-    verify_open_file,
-)
+from warmline_common.storage import segment_file
+from warmline_common.storage.segment_file import FileMeta, SegmentFileError, SegmentHeader
 from warmline_proxy.archive import tar
 from warmline_proxy.archive.manifest import MANIFEST, MANIFEST_BYTES_MAX, Manifest, decode_manifest
 from warmline_proxy.archive.tar import ArchiveError, Member, MemberFile, Progress
@@ -44,11 +38,6 @@ class Archive:
 @contextmanager
 def open_archive(path: Path) -> Iterator[Archive]:
     """Open an archive and check its frame.  Raises ArchiveError."""
-    with _open_plain_file(path) as file:
-        yield read_archive(file)
-
-
-def _open_plain_file(path: Path) -> BinaryIO:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # not blocking on a pipe
     except OSError as error:
@@ -56,7 +45,8 @@ def _open_plain_file(path: Path) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise ArchiveError("it is no plain file")
-    return os.fdopen(descriptor, "rb")
+    with os.fdopen(descriptor, "rb") as file:
+        yield read_archive(file)
 
 
 def read_archive(file: BinaryIO) -> Archive:
@@ -95,11 +85,11 @@ def verify_archive(archive: Archive, progress: Progress = lambda done, total: No
     for number, (member, place) in enumerate(zip(archive.members, places, strict=True)):
         file = archive.open_member(number)
         try:
-            header = read_header_from(file)
-            verify_open_file(file, header)
+            header = segment_file.read_header_from(file)
+            segment_file.verify_open_file(file, header)
             _check_member(manifest, number, header.meta, root.hex(), prefixes[place])
             if header.meta.kind == "segment":
-                _check_segment(manifest, headers, header, read_tokens_from(file, header))
+                _check_segment(manifest, headers, header, segment_file.read_tokens_from(file, header))
         except SegmentFileError as error:
             raise ArchiveError(f"{member.name} in it can't be used: {error}") from error
         headers.append(header)

@@ -101,7 +101,7 @@ class Auditor:
             self._enqueue(case)
 
     def _enqueue(self, case: AuditCase) -> None:
-        """Add a case, collapsed answers before chosen ones; of too many the newest is dropped."""
+        """Add a case, collapsed answers before chosen requests; of too many the newest is dropped."""
         if case.trigger == GUARD:
             self._waiting.insert(sum(each.trigger == GUARD for each in self._waiting), case)
         else:
@@ -167,13 +167,9 @@ class Auditor:
         return judge(case.first_logits, cold, again, case.layout, self.config.audit_tolerance) if again else verdict
 
     async def _quarantine_case(self, case: AuditCase, cold: FirstLogits, verdict: Verdict) -> None:
-        log.error(
-            "AUDIT request=%s differs: %s; likeliest first token warm %d, cold %d; what is like it is not used now",
-            case.request_id,
-            verdict.describe(),
-            next(iter(rank_tokens(case.first_logits)), -1),
-            next(iter(rank_tokens(cold)), -1),
-        )
+        likeliest = [next(iter(rank_tokens(first)), -1) for first in (case.first_logits, cold)]
+        message = "AUDIT request=%s differs: %s; likeliest first token warm %d, cold %d; equal prefixes are not used"
+        log.error(message, case.request_id, verdict.describe(), *likeliest)
         mismatch = AuditMismatch(
             case.root, case.tokens, case.reuse, cold, case.layout, verdict.tolerance, case.started_at
         )

@@ -48,14 +48,14 @@ class Bisector:
     async def narrow_suspicion(self, case: AuditMismatch, suspicion: SuspectPrefix) -> None:
         """Raise `suspicion.trusted_tokens` to the last place that agrees, where a start from the next place differs.
 
-        It stays 0 where the stored tokens agree: then a resident was wrong, and what came of that is not known.  Where
-        the backend fails, or at the time limit, it keeps the value reached so far.
+        The value stays 0 where the stored tokens agree: then a resident was wrong, with unknown consequences.  Where
+        the backend fails, or at the time limit, the value reached so far remains.
         """
         try:
             async with asyncio.timeout(SEARCH_TIMEOUT_S):
                 await self._narrow_suspicion(case, suspicion)
         except (TimeoutError, _ProbeFailedError, ModelChangedError, UpstreamError, IndexStoreError) as error:
-            log.warning("where it goes wrong is not known any better: %s", error or "it took too long")
+            log.warning("the search for the first wrong segment ended early: %s", error or "it took too long")
 
     async def _narrow_suspicion(self, case: AuditMismatch, suspicion: SuspectPrefix) -> None:
         # Up to the start that differed: later tokens were computed from it.
@@ -83,7 +83,7 @@ class Bisector:
     async def _is_segment_good(self, case: AuditMismatch, link: SegmentRef) -> bool:
         """Judge the whole path of a segment that other conversations continue, where the prompt has no start there."""
         stored = await asyncio.to_thread(self._index.path_tokens, link.id)
-        tokens = stored + stored[-TOKEN_BYTES:]  # any one more token, which is left to compute
+        tokens = stored + stored[-TOKEN_BYTES:]  # any further token, which is left to compute
         places = plan_restores(await self._match(case, stored), case.layout)
         if not places or places[-1].reuse < link.upto:
             return False

@@ -20,7 +20,7 @@ LIKELY_NATS = 5.0  # below the likeliest token; rarer tokens hardly change the a
 # difference in the last bit into a step, and that into many in the next layers.  float32 itself: 2e-5; its 1e-3 is the
 # promise of fast mode, which products in TF32 don't keep (1e-2).
 TOLERANCES = {"float32": 1e-3, "q8": 0.4, "q4": 6.0, "float16": 0.125, "bfloat16": 2.0}
-NOISE_FACTOR = 8.0  # a warm run's largest difference from a cold one, in differences between cold runs
+NOISE_FACTOR = 8.0  # a warm run's largest difference from a cold run, in differences between cold runs
 UNUSED_BITS = {"bfloat16": 0xFFFF, "float16": 0x1FFF}  # zero in a float32 that was widened from it
 
 
@@ -70,7 +70,7 @@ def judge(
 
 
 def dtype_tolerance(dtype: str) -> float:
-    """Tolerance of a dtype in nats; an unlisted one counts as the coarsest of its kind, quantized or not."""
+    """Tolerance of a dtype in nats; an unlisted dtype counts as the coarsest of its kind, quantized or not."""
     return TOLERANCES.get(dtype, TOLERANCES["q4" if dtype.startswith("q") else "bfloat16"])
 
 

@@ -9,14 +9,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from warmline_common.protocol.messages import (
-    RESULT_EVENT,
-    FirstLogits,
-    GenerationResult,
-    PromptRequest,
-    RestoreRequest,
-    decode,
-)
+from warmline_common.protocol import messages
+from warmline_common.protocol.messages import FirstLogits, GenerationResult
 from warmline_common.protocol.sse import SseParser
 from warmline_common.protocol.tokens import TOKEN_BYTES, namespace, unpack_tokens
 from warmline_proxy.index.index import Index
@@ -49,7 +43,7 @@ class FirstTokenProbe:
     async def compute_restored(self, root: bytes, tokens: bytes, plan: RequestPlan) -> FirstLogits | None:
         """Restore the plan's chain and compute the rest.  Raises RestoreFailedError, which names the file at fault."""
         request_id = _new_request_id()
-        request = RestoreRequest(
+        request = messages.RestoreRequest(
             request_id=request_id,
             tokens=tokens[: plan.reuse * TOKEN_BYTES],
             chain=list(plan.chain),
@@ -69,12 +63,11 @@ class FirstTokenProbe:
 
     async def _compute(self, root: bytes, tokens: bytes, plan: RequestPlan, request_id: str) -> FirstLogits | None:
         body = {"prompt": unpack_tokens(tokens), "max_tokens": 1}
-        request = PromptRequest(request_id=request_id, endpoint="completion", body=body)
+        request = messages.PromptRequest(request_id=request_id, endpoint="completion", body=body)
         prompt = await self.upstream.render_prompt(request)
         if root not in {namespace(prompt.fingerprint, tenant) for tenant in self.tenants()}:
-            raise ModelChangedError(
-                "the backend serves another model, or serves it otherwise; or the client's key is gone"
-            )
+            message = "the backend serves another model, or serves it otherwise; or the client's key is gone"
+            raise ModelChangedError(message)
         stream = await self.upstream.generate(
             "completion", request_id, prompt.prompt_id, plan, root=root, background=True
         )
@@ -92,8 +85,8 @@ async def _read_result(stream: ByteStream) -> GenerationResult | None:
     try:
         async for data in stream.chunks():
             for event in parser.feed(data):
-                if event.name == RESULT_EVENT.encode():
-                    result = decode(event.data, GenerationResult)
+                if event.name == messages.RESULT_EVENT.encode():
+                    result = messages.decode(event.data, GenerationResult)
     except msgspec.DecodeError as error:
         raise InvalidReplyError(f"the end of an audit is not readable: {error}") from error
     finally:

@@ -5,6 +5,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from warmline_common.protocol.tokens import TOKEN_BYTES, count_common_tokens
@@ -52,17 +53,21 @@ class Quarantine:
         Cancelled, it quarantines everything that is not known to be right by then.  A case that had started before an
         earlier quarantine of the same prefix removes nothing: the tokens stored there now were computed later.
         """
-        if (suspicion := self._find_earlier_suspicion(case)) is not None:
-            files = list[str]()
-        else:
-            suspicion, files = await self._quarantine(case)
-        count = len(files)
+        newer = (suspicion for found_at, suspicion in self._past_suspicions if case.started_at < found_at)
+        suspicion = next((each for each in newer if each.matches(case.root, case.tokens)), None)
+        count = 0
+        if suspicion is None:
+            suspicion = self.backend_state.add_suspect(case.root, case.tokens)
+            count = await self._quarantine(case, suspicion)
         log.error("AUDIT %s: wrong from token %d on; %d files are quarantined", name, suspicion.trusted_tokens, count)
         return count
 
-    async def _quarantine(self, case: AuditMismatch) -> tuple[SuspectPrefix, list[str]]:
-        found_at, suspicion = time.monotonic(), self.backend_state.add_suspect(case.root, case.tokens)
-        residents = self.backend_state.resident_view.candidates(case.root, case.tokens)  # later ones are computed anew
+    async def _quarantine(self, case: AuditMismatch, suspicion: SuspectPrefix) -> int:
+        """Find the trusted tokens and remove the others from use; number of quarantined files."""
+        found_at = time.monotonic()
+        residents = self.backend_state.resident_view.candidates(
+            case.root, case.tokens
+        )  # later residents are computed anew
         self._mark_suspect_requests(case.root, case.tokens)
         try:
             await self.bisector.narrow_suspicion(case, suspicion)
@@ -70,16 +75,12 @@ class Quarantine:
             self._past_suspicions.append((found_at, suspicion))
             wrong = [each.resident for each in residents if each.common_tokens > suspicion.trusted_tokens]
             removal = self.background.spawn(self._remove_from_use(suspicion, wrong), "quarantine")
-            files = await asyncio.shield(removal)
-        return suspicion, files
+            count: int = await asyncio.shield(removal)
+        return count
 
     def clear_history(self) -> None:
         """Remove the tokens of past suspicions from memory, for a purge."""
         self._past_suspicions.clear()
-
-    def _find_earlier_suspicion(self, case: AuditMismatch) -> SuspectPrefix | None:
-        later = (each for found_at, each in self._past_suspicions if case.started_at < found_at)
-        return next((each for each in later if each.matches(case.root, case.tokens)), None)
 
     def _mark_suspect_requests(self, root: bytes, tokens: bytes) -> None:
         for request in self.registry:
@@ -87,48 +88,43 @@ class Quarantine:
             if is_warm and request.prompt and request.root == root:
                 request.suspect |= count_common_tokens(request.prompt.tokens, tokens) > 0
 
-    async def _remove_from_use(self, suspicion: SuspectPrefix, residents: Iterable[str]) -> list[str]:
-        """Drop the residents and quarantine the files; ids of the files."""
-        for resident in residents:  # first: a resident might be saved again after its files are gone
+    async def _remove_from_use(self, suspicion: SuspectPrefix, residents: Iterable[str]) -> int:
+        """Drop the residents and quarantine the files; number of the files."""
+        for resident in residents:  # first: a resident might be saved again after its files were removed
             self.backend_state.resident_view.exclude(resident)
-            await self._drop_resident(resident)
+            try:
+                await self.upstream.delete_resident(resident)
+            except UpstreamError as error:
+                log.warning("resident %s is suspect and not used, but may still be in memory: %s", resident, error)
         try:
             return await self._quarantine_stored(suspicion)
         except IndexStoreError as error:
-            log.error("what is suspect is not used, and can't be quarantined yet: %s", error)
+            log.error("suspect files are not used, and can't be quarantined yet: %s", error)
             self.background.spawn(self._retry_quarantine(suspicion), "quarantine")
-            return []
+            return 0
 
-    async def _quarantine_stored(self, suspicion: SuspectPrefix) -> list[str]:
-        """Quarantine files, including those of a save under way; ids of them.  Raises IndexStoreError."""
-        files = await asyncio.to_thread(self._quarantine_segments, suspicion)
-        files += await self.saver.run_between_saves(lambda: self._quarantine_segments(suspicion))
+    async def _quarantine_stored(self, suspicion: SuspectPrefix) -> int:
+        """Quarantine files, including those of a save under way; number of them.  Raises IndexStoreError."""
+        count = await asyncio.to_thread(self._quarantine_segments, suspicion)
+        count += await self.saver.run_between_saves(lambda: self._quarantine_segments(suspicion))
         self.backend_state.remove_suspect(suspicion)
-        return files
+        return count
 
     async def _retry_quarantine(self, suspicion: SuspectPrefix) -> None:
         while True:
             await asyncio.sleep(RETRY_INTERVAL_S)
-            try:
-                files = await self._quarantine_stored(suspicion)
-            except IndexStoreError:
-                continue
-            log.warning("what was suspect is quarantined now: %d files", len(files))
-            return
+            with suppress(IndexStoreError):
+                count = await self._quarantine_stored(suspicion)
+                log.warning("suspect files are quarantined now: %d files", count)
+                return
 
-    def _quarantine_segments(self, suspicion: SuspectPrefix) -> list[str]:
+    def _quarantine_segments(self, suspicion: SuspectPrefix) -> int:
         """Quarantine the first segment with an untrusted token and its descendants.  On a worker thread."""
         tokens = suspicion.tokens
         chain = self.index.match_prefix(suspicion.root, tokens, len(tokens) // TOKEN_BYTES).chain
         first = next((link for link in chain if link.upto > suspicion.trusted_tokens), None)
         if first is None:
-            return []
+            return 0
         files = self.index.quarantine(first.id, SUSPECT)
         self.metrics.quarantined.labels(reason=SUSPECT).inc()
-        return files
-
-    async def _drop_resident(self, resident: str) -> None:
-        try:
-            await self.upstream.delete_resident(resident)
-        except UpstreamError as error:
-            log.warning("resident %s is suspect and not used, but may still be in memory: %s", resident, error)
+        return len(files)

@@ -58,7 +58,7 @@ class SessionReplayer:
     async def _compare_session(self, row: SessionRow, result: ReplayResult) -> None:
         started, layout = time.monotonic(), (await self.backend_state.status()).layout
         stored = (await asyncio.to_thread(self.index.path_tokens, row.leaf))[: row.tokens * TOKEN_BYTES]
-        tokens = stored + stored[-TOKEN_BYTES:]  # any one more token to compute, so that all stored ones are used
+        tokens = stored + stored[-TOKEN_BYTES:]  # any further token to compute, so that all stored tokens are used
         count = len(tokens) // TOKEN_BYTES
         match = await asyncio.to_thread(self.index.match_prefix, row.root, stored, count - 1)
         plan = plan_restore(count, match, layout)
@@ -92,7 +92,7 @@ class SessionReplayer:
         result.difference, result.tolerance = verdict.difference, verdict.tolerance
 
     async def _quarantine_damaged(self, plan: RequestPlan, reply: RestoreRefusal, result: ReplayResult) -> None:
-        """Quarantine a file that can't be restored, as for a request; not an unreadable one: disk faults may pass."""
+        """Quarantine a file that can't be restored, as for a request; an unreadable file stays: disk faults pass."""
         if reply.reason != "io" and reply.bad in plan.file_ids:
             files = await asyncio.to_thread(self.index.quarantine, reply.bad, reply.reason)
             result.quarantined = len(files)

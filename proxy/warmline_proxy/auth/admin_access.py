@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from warmline_common.process.loopback import is_local
 from warmline_proxy.auth.principals import extract_client_key
-from warmline_proxy.errors import ClientError, bad_request
+from warmline_proxy.errors import bad_request
 from warmline_proxy.http.cors import is_same_origin
 
 ADMIN_HEADER = "X-Warmline-Admin"
@@ -68,7 +68,13 @@ def check_admin(access_request: AccessRequest, credential: str, needs_key: bool)
     if credential == SECRET:
         return
     if credential == WRONG or (credential == MISSING and (needs_key or not _is_from_this_machine(access_request))):
-        raise _admin_required(access_request, needs_key)
+        otherwise = "" if needs_key else ", or ask on the machine itself, at 127.0.0.1 or localhost"
+        advice = f"show the admin key (cachectl key show admin){otherwise}"
+        message = f"This path is for the owner of the home directory: {advice}."
+        error = bad_request(message, status=401, code="invalid_api_key")
+        if access_request.is_page:
+            error.challenge = BASIC_CHALLENGE
+        raise error
     if is_cross_site(access_request):
         raise bad_request("This path is not for other web pages.", status=403, code="foreign_page")
     if access_request.method not in SAFE_METHODS and access_request.headers.get(ADMIN_HEADER) != "1":
@@ -100,14 +106,3 @@ def is_cross_site(access_request: AccessRequest) -> bool:
         return site not in ("same-origin", "none")
     is_navigation = (headers.get("Sec-Fetch-Mode"), headers.get("Sec-Fetch-Dest")) == ("navigate", "document")
     return site == "cross-site" and not (access_request.is_page and is_navigation)
-
-
-def _admin_required(access_request: AccessRequest, needs_key: bool) -> ClientError:
-    otherwise = "" if needs_key else ", or ask on the machine itself, at 127.0.0.1 or localhost"
-    message = (
-        f"This path is for the owner of the home directory: show the admin key (cachectl key show admin){otherwise}."
-    )
-    error = bad_request(message, status=401, code="invalid_api_key")
-    if access_request.is_page:
-        error.challenge = BASIC_CHALLENGE
-    return error

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from contextlib import suppress
 
 from aiohttp import hdrs, web
 
@@ -33,7 +34,7 @@ class Authenticator:
 
     def check_host(self, request: web.Request) -> None:
         """Check the Host header, before all else."""
-        self._host_filter.check(request.headers.getall(hdrs.HOST, []), request.raw_path, _http_version(request))
+        self._host_filter.check(request.headers.getall(hdrs.HOST, []), request.raw_path, request.version)
 
     def authenticate_client(self, request: web.Request) -> Client:
         """Client of a request, by its key.  Without keys, pages of untrusted origins are refused."""
@@ -62,11 +63,10 @@ class Authenticator:
 
     def can_see_pages(self, request: web.Request) -> bool:
         """True if the request may see the dashboard; does not count as a refusal."""
-        try:
+        with suppress(ClientError):
             self._check_admin(request, is_page=True)
-        except ClientError:
-            return False
-        return True
+            return True
+        return False
 
     def _check_admin(self, request: web.Request, is_page: bool) -> None:
         access_request = _build_access_request(request, is_page)
@@ -101,8 +101,4 @@ class Authenticator:
 
 def _build_access_request(request: web.Request, is_page: bool = False) -> AccessRequest:
     hosts = request.headers.getall(hdrs.HOST, [])
-    return AccessRequest(request.method, request.remote or "", hosts, request.headers, is_page, _http_version(request))
-
-
-def _http_version(request: web.Request) -> tuple[int, int]:
-    return request.version.major, request.version.minor
+    return AccessRequest(request.method, request.remote or "", hosts, request.headers, is_page, request.version)

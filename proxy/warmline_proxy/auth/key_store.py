@@ -1,7 +1,6 @@
 """HOME/keys.json: client keys with their tenants, and the admin key.
 
-Rewritten as a whole, under a lock, by `cachectl key` and by a proxy that opens to the network.  Keys are stored as
-they
+Rewritten as a whole, under a lock, by `cachectl key` and by a proxy that opens to the network.  Keys are stored as they
 are, since they are shown again: the file is as private as the home's secret.
 """
 
@@ -84,15 +83,10 @@ def read_keys(home: Home) -> list[KeyEntry]:
     are_valid = all(each.key and each.kind in (CLIENT_KIND, ADMIN_KIND) for each in content.keys)
     if content.version != VERSION or not are_valid:
         raise KeyStoreError(f"{home.keys} is of another version of Warmline, or has an empty key")
-    if twin := _find_ambiguous_name(content.keys):
-        raise KeyStoreError(f"{home.keys} has another key called {twin!r}: whose is what is stored?  Rename that key")
+    names = [ENVIRONMENT_NAME, *(entry.name for entry in content.keys)]
+    if twin := next((name for at, name in enumerate(names) if name in names[:at]), ""):
+        raise KeyStoreError(f"{home.keys} has another key called {twin!r}: owners would be ambiguous; rename that key")
     return content.keys
-
-
-def _find_ambiguous_name(entries: Sequence[KeyEntry]) -> str:
-    """Name of two keys, or reserved for the settings' key; "" without one."""
-    names = [each.name for each in entries]
-    return next((name for at, name in enumerate(names) if name == ENVIRONMENT_NAME or name in names[:at]), "")
 
 
 def restrict_permissions(home: Home) -> None:
@@ -117,7 +111,7 @@ def find_key(entries: Sequence[KeyEntry], name: str) -> KeyEntry:
     names = ", ".join(each.name for each in clients)
     if not clients:
         raise NoClientKeysError("there is no client key yet")
-    raise KeyNotFoundError(f"there is no key {name!r}; there are {names}" if name else f"which one? there are {names}")
+    raise KeyNotFoundError(f"there is no key {name!r}; there are {names}" if name else f"name one of the keys: {names}")
 
 
 def derive_tenant(client_key: str) -> str:

@@ -18,13 +18,8 @@ import msgspec
 from warmline_common.protocol.tokens import namespace
 from warmline_common.storage.home import Home
 from warmline_common.storage.segment_file import SegmentFileError, read_header
-from warmline_proxy.auth.key_store import (
-    ENVIRONMENT_NAME,
-    KeyNotFoundError,
-    derive_tenant,
-    read_client_keys,
-    read_last_tenant,
-)
+from warmline_proxy.auth import key_store
+from warmline_proxy.auth.key_store import KeyNotFoundError
 from warmline_proxy.store.rows import RequestRecord, SegmentRow
 
 NO_KEY_LABEL, SHARED_LABEL, REMOVED_LABEL = "no key", "shared", "a removed key"
@@ -47,9 +42,7 @@ class KeyTenants(msgspec.Struct, kw_only=True, frozen=True):
             return ""
         if not name and len(self.tenants) > 1:
             names = ", ".join(self.tenants)
-            raise KeyNotFoundError(
-                f"whose is it to be?  Each key has a cache of its own: add --key with one of {names}"
-            )
+            raise KeyNotFoundError(f"each key has a cache of its own: add --key with the owner's, one of {names}")
         return self.tenants[name] if name else next(iter(self.tenants.values()))
 
     def build_labels(self) -> dict[str, str]:
@@ -106,9 +99,10 @@ def describe_owner(label: str) -> str:
 
 def load_key_tenants(home: Home, *, client_key: str, share_cache: bool) -> KeyTenants:
     """Tenants of the home's keys.  Without `client_key`, the last settings key counts.  Raises KeyStoreError."""
-    tenant = derive_tenant(client_key) or read_last_tenant(home)
-    own = {ENVIRONMENT_NAME: tenant} if tenant else {}
-    return KeyTenants(tenants=own | {each.name: each.tenant for each in read_client_keys(home)}, is_shared=share_cache)
+    tenant = key_store.derive_tenant(client_key) or key_store.read_last_tenant(home)
+    tenants = {key_store.ENVIRONMENT_NAME: tenant} if tenant else {}
+    tenants |= {entry.name: entry.tenant for entry in key_store.read_client_keys(home)}
+    return KeyTenants(tenants=tenants, is_shared=share_cache)
 
 
 def build_owner_labels(
@@ -138,7 +132,7 @@ def find_fingerprints(
     for row in rows:
         if len(by_root[row.root]) < FILES_READ_MAX:
             by_root[row.root].append(row)
-    return {root: known_fingerprints.get(root) or read_fingerprint(home, few) for root, few in by_root.items()}
+    return {root: known_fingerprints.get(root) or read_fingerprint(home, own) for root, own in by_root.items()}
 
 
 def read_fingerprint(home: Home, rows: Iterable[SegmentRow]) -> str:

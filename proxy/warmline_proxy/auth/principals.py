@@ -29,7 +29,7 @@ class Client:
     """Holder of a key; without keys, everybody."""
 
     name: str = ""  # key name
-    tenant: str = ""  # of its reusable KV, see `warmline_common.protocol.tokens.namespace`
+    tenant: str = ""  # of its reusable KV, see `warmline_common.protocol.tokens.namespace`; "" for shared caches
     key_tenant: str = ""  # the key's own, unlike a shared tenant or a reused name
 
 
@@ -118,20 +118,17 @@ class ClientKeys:
         if not self.is_required:
             return ANONYMOUS
         presented = extract_client_key(headers)
-        if (client := self._find_client(presented)) is None:
+        presented_digest = hash_key(presented)
+        # All keys are compared, so that the time reveals nothing.
+        found = [client for digest, client in self._clients if hmac.compare_digest(digest, presented_digest)]
+        if not found:
             raise unauthorized(WRONG_KEY_MESSAGE if presented else NO_KEY_MESSAGE)
-        return client
+        return found[0]
 
     def is_admin_key(self, presented: str) -> bool:
         self._reload_if_changed()
         presented_digest = hash_key(presented)
         return sum(hmac.compare_digest(each, presented_digest) for each in self._admin_digests) > 0  # constant time
-
-    def _find_client(self, presented: str) -> Client | None:
-        """Client of a key; all keys are compared, so that the time reveals nothing."""
-        presented_digest = hash_key(presented)
-        found = [client for each, client in self._clients if hmac.compare_digest(each, presented_digest)]
-        return found[0] if found else None
 
     def _reload_if_changed(self) -> None:
         """Read the keys again if the file's stamp changed."""
@@ -149,13 +146,9 @@ class ClientKeys:
             log.info("client keys: %s", ", ".join(client.name for _, client in self._clients) or "none")
 
     def _apply_entries(self, entries: list[KeyEntry]) -> None:
-        clients = [*self._settings_keys, *(each for each in entries if each.kind == CLIENT_KIND)]
+        keys = [*self._settings_keys, *(entry for entry in entries if entry.kind == CLIENT_KIND)]
         self._clients = [
-            (hash_key(each.key), Client(each.name, self._effective_tenant(each), each.tenant)) for each in clients
+            (hash_key(key.key), Client(key.name, "" if self._is_shared else key.tenant, key.tenant)) for key in keys
         ]
-        self._admin_digests = [hash_key(each.key) for each in entries if each.kind == ADMIN_KIND]
+        self._admin_digests = [hash_key(entry.key) for entry in entries if entry.kind == ADMIN_KIND]
         self._tenants.update(client.tenant for _, client in self._clients)
-
-    def _effective_tenant(self, entry: KeyEntry) -> str:
-        """ "" for shared caches: the tenant of requests without a key."""
-        return "" if self._is_shared else entry.tenant

@@ -5,7 +5,7 @@ The index is summarized on a thread, once per change; after bookkeeping alone (h
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -197,7 +197,9 @@ class BrowseRoutes:
 
     async def get_sessions(self, request: web.Request) -> web.Response:
         offset, count = _parse_page(request)
-        sort = _parse_choice(request, "sort", "-last_used", SORT_CHOICES)
+        if (sort := request.query.get("sort", "-last_used")) not in SORT_CHOICES:
+            choices = ", ".join(SORT_CHOICES)
+            raise bad_request(f"sort must be one of {choices}, not {sort[:40]!r}.", param="sort")
         search_text = request.query.get("q", "").strip().casefold()
         cache = await self._load_summary()
         return json_response(await asyncio.to_thread(_build_sessions_reply, cache, offset, count, sort, search_text))
@@ -221,7 +223,7 @@ class BrowseRoutes:
         return json_response(PathReply(nodes=nodes, tokens=conversation.row.tokens if conversation else run.end))
 
     async def _load_summary(self) -> "_SummaryCache":
-        """The cached summary while it is fresh; else a new one, built once for concurrent callers."""
+        """The cached summary while fresh, else a new summary, built once for concurrent callers."""
         async with self._build_lock:
             if self._cache is None or not self._cache.is_fresh(self._index):
                 self._cache = await asyncio.to_thread(_SummaryCache, self._index)
@@ -322,11 +324,3 @@ def _parse_number(request: web.Request, name: str, default: int, maximum: int) -
     if not (text.isascii() and text.isdecimal() and len(text) <= NUMBER_DIGITS_MAX and int(text) <= maximum):
         raise bad_request(f"{name} must be a whole number from 0 to {maximum}, not {text[:40]!r}.", param=name)
     return int(text)
-
-
-def _parse_choice(request: web.Request, name: str, default: str, choices: Collection[str]) -> str:
-    """One of the choices.  Raises ClientError 400."""
-    text = request.query.get(name, default)
-    if text not in choices:
-        raise bad_request(f"{name} must be one of {', '.join(choices)}, not {text[:40]!r}.", param=name)
-    return text

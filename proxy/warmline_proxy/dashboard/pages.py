@@ -32,7 +32,7 @@ def is_dashboard_path(path: str) -> bool:
 
 
 def is_browser_visit(request: web.Request, path: str) -> bool:
-    """True for a browser's navigation to "/", as far as the Accept header tells."""
+    """True for a browser's navigation to "/", by the Accept header."""
     kinds = (kind.partition(";")[0].strip().lower() for kind in request.headers.get(hdrs.ACCEPT, "").split(","))
     return path == "/" and request.method in (hdrs.METH_GET, hdrs.METH_HEAD) and "text/html" in kinds
 
@@ -46,22 +46,22 @@ class DashboardPages:
     """Files read once at the start; admin access was checked before."""
 
     def __init__(self) -> None:
-        folder = files(__package__) / "static"
-        self._files = {
-            each.name: each.read_bytes() for each in folder.iterdir() if _file_suffix(each.name) in CONTENT_TYPES
-        }
+        self._files: dict[str, tuple[bytes, str]] = {}  # content and its type, by name
+        for file in (files(__package__) / "static").iterdir():
+            if content_type := CONTENT_TYPES.get(file.name.rpartition(".")[2]):
+                self._files[file.name] = file.read_bytes(), content_type
 
     async def serve_file(self, request: web.Request) -> web.Response:
         """Serve a file below /admin.  Raises ClientError."""
         path = request.path.rstrip("/")
         name = path.removeprefix(DASHBOARD_PATH).removeprefix("/") or DASHBOARD_FILE
-        if (data := self._files.get(name)) is None:
+        if (file := self._files.get(name)) is None:
             message = f"No such page: {quote_text(path[:200])}; the dashboard is {DASHBOARD_PATH}."
             raise bad_request(message, status=404, code="not_found")
         if request.method not in ("GET", "HEAD"):
             raise method_not_allowed(request.method, "GET")
         headers = SECURITY_HEADERS | OPENER_POLICY_HEADERS if _is_secure_context(request) else SECURITY_HEADERS
-        return web.Response(body=data, content_type=CONTENT_TYPES[_file_suffix(name)], charset="utf-8", headers=headers)
+        return web.Response(body=file[0], content_type=file[1], charset="utf-8", headers=headers)
 
 
 def _is_secure_context(request: web.Request) -> bool:
@@ -70,7 +70,3 @@ def _is_secure_context(request: web.Request) -> bool:
     Elsewhere it warns about the opener policy.  It sends Sec-Fetch headers in secure contexts only.
     """
     return "Sec-Fetch-Dest" in request.headers or is_loopback_name(parse_host(request.headers.get(hdrs.HOST, "")))
-
-
-def _file_suffix(name: str) -> str:
-    return name.rpartition(".")[2]

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from warmline_common.process.redaction import redact
 from warmline_common.protocol.messages import decode, encode
-from warmline_proxy.errors import ClientError, bad_request
+from warmline_proxy.errors import bad_request
 
 T = TypeVar("T")
 
@@ -27,14 +27,21 @@ def json_response(value: object, *, status: int = 200, headers: Mapping[str, str
 
 async def read_body(request: web.Request, timeout_s: float) -> bytes:
     """Read the whole body, decompressed.  Raises ClientError 400, 413, or 408 after `timeout_s` without a byte."""
-    body = bytearray()
-    if (request.content_length or 0) > BODY_BYTES_MAX:
-        raise _body_too_large()
-    while piece := await _read_chunk(request, timeout_s):
-        body += piece
-        if len(body) > BODY_BYTES_MAX:
-            raise _body_too_large()
-    return bytes(body)
+    body, size = bytearray(), request.content_length or 0
+    try:
+        while size <= BODY_BYTES_MAX:
+            async with asyncio.timeout(timeout_s):
+                piece = await request.content.readany()
+            if not piece:
+                return bytes(body)
+            body += piece
+            size = len(body)
+    except TimeoutError:
+        message = f"No more of the body came for {timeout_s:g} s."
+        raise bad_request(message, status=408, code="request_timeout") from None
+    except web.RequestPayloadError as error:
+        raise bad_request(f"The body can't be read: {redact(str(error))}") from error
+    raise bad_request(f"The body is larger than {BODY_BYTES_MAX} bytes.", status=413)
 
 
 async def read_message(request: web.Request, kind: type[T], name: str, timeout_s: float) -> T:
@@ -45,25 +52,9 @@ async def read_message(request: web.Request, kind: type[T], name: str, timeout_s
         raise bad_request(f"Not a {name}: {error}") from error
 
 
-async def _read_chunk(request: web.Request, timeout_s: float) -> bytes:
-    """Next bytes; b"" at the end."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await request.content.readany()
-    except TimeoutError:
-        message = f"No more of the body came for {timeout_s:g} s."
-        raise bad_request(message, status=408, code="request_timeout") from None
-    except web.RequestPayloadError as error:
-        raise bad_request(f"The body can't be read: {redact(str(error))}") from error
-
-
 async def set_server_header(_: web.Request, response: web.StreamResponse) -> None:
     """Handler of aiohttp's on_response_prepare signal."""
     response.headers.update(SERVER_HEADERS)
-
-
-def _body_too_large() -> ClientError:
-    return bad_request(f"The body is larger than {BODY_BYTES_MAX} bytes.", status=413)
 
 
 async def write_chunk(response: web.StreamResponse, data: bytes, timeout_s: float) -> None:

@@ -11,10 +11,11 @@ import logging
 import socket
 import sys
 import weakref
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from enum import Enum
 from http import HTTPStatus
+from typing import NamedTuple
 
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage, ContentEncodingError, LineTooLong
@@ -128,29 +129,22 @@ class Connection(web.RequestHandler):
         return done
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """Response to an unreadable request or an unexpected exception of a handler."""
         if request.writer.output_size:
             raise ConnectionResetError("an answer that has begun can't become an error")
-        if status < 500:
-            reason = shorten_parser_message(message or "")
-            with request_context(get_request_id(request)):
-                log.info("refused what %s sent: %s", request.remote, reason)
-            error = _unreadable_request(exc, reason, status)
-        else:
-            with request_context(get_request_id(request)):
+        with request_context(request_id := get_request_id(request)):
+            if status < 500:
+                reason = shorten_parser_message(message or "")
+                log.info("refused an unreadable request from %s: %s", request.remote, reason)
+                error = _unreadable_request(exc, reason, status)
+            else:
                 log.error("%s %s failed", request.method[:16], redact_path(request.path), exc_info=exc)
-            error = ClientError(status, encode_error_body("The proxy failed; its log says why.", "server_error"))
+                error = ClientError(status, encode_error_body("The proxy failed; its log says why.", "server_error"))
         self._connections.on_error(error)
-        # Explicit, since garbage is parsed as HTTP/1.0.
-        response = error.build_response(
-            error.body, {"Connection": "close", **SERVER_HEADERS, **build_id_headers(get_request_id(request))}
-        )
+        headers = {"Connection": "close", **SERVER_HEADERS}  # explicit, since garbage is parsed as HTTP/1.0
+        response = error.build_response(error.body, headers | build_id_headers(request_id))
         response.force_close()
         return response
 
@@ -163,7 +157,8 @@ class Connection(web.RequestHandler):
             log.info("a client took nothing for %g s", limits.send_timeout_s)
             self.abort()
         elif self.phase is ConnectionPhase.HEAD and now - self._phase_since >= limits.receive_timeout_s:
-            self._send_error(head_timeout(limits.receive_timeout_s))
+            message = f"The request's head did not come within {limits.receive_timeout_s:g} s."
+            self._send_error(bad_request(message, status=408, code="request_timeout"))
         elif self.phase is ConnectionPhase.IDLE and now - self._phase_since >= IDLE_TIMEOUT_S:
             self.force_close()
 
@@ -217,9 +212,10 @@ class RefusedConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        if not self._connections.add_refusal(self):
+        if len(self._connections.refusals) >= REFUSALS_COUNT_MAX:
             transport.abort()
         else:
+            self._connections.refusals.add(self)
             asyncio.get_running_loop().call_later(LINGER_S, transport.abort)
 
     def data_received(self, data: bytes) -> None:
@@ -237,11 +233,7 @@ class Connections:
     """All connections of one listener, at most `count_max`."""
 
     def __init__(
-        self,
-        count_max: int,
-        receive_timeout_s: float,
-        send_timeout_s: float,
-        on_error: Callable[[ClientError], object] = str,
+        self, count_max: int, receive_timeout_s: float, send_timeout_s: float, on_error: Callable[[ClientError], object]
     ) -> None:
         """`on_error` is called with each error sent without a handler."""
         self.on_error, self.count_max = on_error, count_max
@@ -259,7 +251,10 @@ class Connections:
     def admit(self, server: web.Server) -> asyncio.Protocol:
         """Protocol for an accepted socket."""
         if self.count >= self.count_max and not self._close_longest_idle():
-            self._log_full()
+            now = asyncio.get_running_loop().time()
+            if now - self._full_logged_at >= LOG_INTERVAL_S:
+                self._full_logged_at = now
+                log.warning("%d connections are open and none is idle: newcomers are refused", self.count)
             return RefusedConnection(self)
         connection = Connection(self, server)
         self._open.add(connection)
@@ -274,12 +269,6 @@ class Connections:
     def discard(self, connection: Connection) -> None:
         self._idle.pop(connection, None)
         self._open.discard(connection)
-
-    def add_refusal(self, refusal: RefusedConnection) -> bool:
-        """False if too many refusals are being written."""
-        if len(self.refusals) < REFUSALS_COUNT_MAX:
-            self.refusals.add(refusal)
-        return refusal in self.refusals
 
     async def sweep(self) -> None:
         """Check all connections' limits periodically, until cancelled."""
@@ -303,37 +292,16 @@ class Connections:
         longest.force_close()
         return True
 
-    def _log_full(self) -> None:
-        now = asyncio.get_running_loop().time()
-        if now - self._full_logged_at >= LOG_INTERVAL_S:
-            self._full_logged_at = now
-            log.warning("%d connections are open and none is idle: newcomers are refused", self.count)
-
 
 CONNECTIONS = web.AppKey("connections", Connections)  # for the status
 
 
-class HttpListener:
+class HttpListener(NamedTuple):
     """A listening application.  `close` is idempotent."""
 
-    def __init__(self, runner: web.AppRunner, server: asyncio.Server, connections: Connections) -> None:
-        self.port: int = server.sockets[0].getsockname()[1]
-        self.connections = connections
-        self._runner = runner
-        self._server: asyncio.Server | None = server
-        self._sweep_task = asyncio.get_running_loop().create_task(connections.sweep(), name="limits of connections")
-
-    async def close(self) -> None:
-        """Stop accepting, give running handlers a short grace, and run the application's clean-up."""
-        server, self._server = self._server, None
-        if server is None:
-            return
-        server.close()
-        try:
-            await self._runner.cleanup()
-        finally:
-            self.connections.abort()
-            self._sweep_task.cancel()
+    port: int
+    connections: Connections
+    close: Callable[[], Awaitable[None]]
 
 
 @asynccontextmanager
@@ -342,7 +310,8 @@ async def listen(
 ) -> AsyncIterator[HttpListener]:
     """Serve `app` at `bind_host` and `port`, with at most as many connections as there are descriptors for.
 
-    Raises OSError if it can't listen.
+    Closing it stops accepting, gives running handlers a short grace, and runs the application's clean-up.  Raises
+    OSError if it can't listen.
     """
     count_max = compute_connections_max(config.connections_max, descriptor_count_max)
     connections = app[CONNECTIONS] = Connections(
@@ -351,29 +320,28 @@ async def listen(
     app.middlewares.insert(0, connection_middleware)
     app.on_response_prepare.append(set_server_header)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_GRACE_S)
-    await runner.setup()
-    try:
+    loop, host, port = asyncio.get_running_loop(), config.bind_host, config.port
+    async with AsyncExitStack() as stack:
+        stack.callback(connections.abort)
+        stack.callback(loop.create_task(connections.sweep(), name="limits of connections").cancel)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
         http = runner.server
         assert http is not None
-        server = await asyncio.get_running_loop().create_server(
-            lambda: connections.admit(http), config.bind_host, config.port, backlog=BACKLOG_COUNT
-        )
-    except BaseException as error:
-        await runner.cleanup()
-        if isinstance(error, OSError):
-            where = f"{config.bind_host} port {config.port}"
-            raise OSError(f"can't listen on {where}: {error}; stop what listens there, or use another port") from error
-        raise
-    listener = HttpListener(runner, server, connections)
-    try:
-        yield listener
-    finally:
-        await listener.close()
+        try:
+            server = await loop.create_server(lambda: connections.admit(http), host, port, backlog=BACKLOG_COUNT)
+        except OSError as error:
+            message = (
+                f"can't listen on {host} port {port}: {error}; stop the program that listens there, or use another port"
+            )
+            raise OSError(message) from error
+        stack.callback(server.close)
+        yield HttpListener(server.sockets[0].getsockname()[1], connections, stack.aclose)
 
 
 @web.middleware
 async def connection_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Tell the connection that its request is being handled."""
+    """Notify the connection that its request is being handled."""
     if isinstance(request.protocol, Connection):
         request.protocol.begin_request(request)
     return await handler(request)
@@ -388,10 +356,6 @@ def shorten_parser_message(message: str) -> str:
     """A parser's message without its quotes, which may contain a prompt."""
     words = " ".join(message.split()).partition(": b'")[0].partition(': b"')[0]
     return (redact(words, keep_names=False) if "'" in words or '"' in words else words)[:REASON_CHARS_MAX]
-
-
-def head_timeout(timeout_s: float) -> ClientError:
-    return bad_request(f"The request's head did not come within {timeout_s:g} s.", status=408, code="request_timeout")
 
 
 def connections_full() -> ClientError:
@@ -434,8 +398,7 @@ def _unreadable_request(exc: BaseException | None, reason: str, status: int) -> 
         message = "The body is compressed in a way that can't be undone here; send it with gzip or deflate, or plain."
         return bad_request(message, status=415)
     if isinstance(exc, LineTooLong) or (isinstance(exc, BadHttpMessage) and "Too many headers" in exc.message):
-        message = (
-            f"The request's head is too large: at most {HEADERS_COUNT_MAX} headers, of {HEAD_LINE_BYTES_MAX} bytes."
-        )
+        headers_max, bytes_max = HEADERS_COUNT_MAX, HEAD_LINE_BYTES_MAX
+        message = f"The request's head is too large: at most {headers_max} headers, of {bytes_max} bytes."
         return bad_request(message, status=431)
     return bad_request(f"This is no HTTP request that can be read: {reason}", status=status)

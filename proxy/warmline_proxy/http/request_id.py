@@ -32,7 +32,7 @@ def get_request_id(request: web.BaseRequest) -> str:
 
 
 def check_request_id(request: web.BaseRequest) -> str:
-    """Id of a request.  Raises ClientError 400 if the client gave an invalid one."""
+    """Id of a request.  Raises ClientError 400 if the client gave an invalid id."""
     if (given := request.headers.get(HEADER_REQUEST)) is not None:
         parse_request_id(given)
     return get_request_id(request)
@@ -48,21 +48,15 @@ async def request_id_middleware(request: web.Request, handler: Handler) -> web.S
     """Outermost middleware: sets the log context and logs refusals."""
     with request_context(get_request_id(request)):
         response = await handler(request)
-        if (error := response.get(CLIENT_ERROR)) is not None:
-            _log_refusal(request, error, response.headers.get(HEADER_REQUEST, get_request_id(request)))
+        error = response.get(CLIENT_ERROR)
+        if error is None or error.status == UNAUTHORIZED:  # Authenticator logs a 401, rate-limited
+            return response
+        body, method, path = decode_error_body(error), request.method[:16], redact_path(request.path)
+        with request_context(response.headers.get(HEADER_REQUEST, get_request_id(request))):
+            log.info("refused %s %s: %s (%s)", method, path, error, body.code or body.type)
         return response
 
 
 async def set_request_id_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Handler of aiohttp's on_response_prepare signal."""
     response.headers.update(build_id_headers(response.headers.get(HEADER_REQUEST) or get_request_id(request)))
-
-
-def _log_refusal(request: web.Request, error: ClientError, request_id: str) -> None:
-    if error.status == UNAUTHORIZED:  # logged by Authenticator, rate-limited
-        return
-    body = decode_error_body(error)
-    with request_context(request_id):
-        log.info(
-            "refused %s %s: %s (%s)", request.method[:16], redact_path(request.path), error, body.code or body.type
-        )

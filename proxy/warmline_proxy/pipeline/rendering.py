@@ -66,7 +66,7 @@ class RemoteRenderer:
     async def _render(self, call: ApiCall, tenant: str, request_id: str, timeout_s: float | None = None) -> PromptReply:
         """Render with the tenant's sampled turns.  Raises UpstreamStatusError for an invalid body."""
         status = await self.backend_state.status()
-        body = call.build_prompt_body(status.model)
+        body = {**call.fields, "model": status.model}
         turns = self.sampled_turns.find(namespace(status.fingerprint, tenant), body.get("messages"))
         prompt_request = PromptRequest(request_id=request_id, endpoint=call.api.endpoint, body=body, turns=turns)
         return await self.upstream.render_prompt(prompt_request, timeout_s)

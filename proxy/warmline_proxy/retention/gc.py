@@ -64,16 +64,15 @@ def _evict(index: Index, request: GcRequest) -> list[str]:
 
 
 def _delete_expired(tables: Tables, now: float, reply: GcReply) -> None:
-    """Delete old records, old turns of sessions that are gone, removal reasons when full, pins of gone sessions."""
+    """Delete old records, old turns and pins of deleted sessions, and removal reasons when full."""
     unpin_orphaned_segments(tables)
     for key, record in tables.requests():
         if record.at < now - RECORD_AGE_MAX_S:
             tables.delete("requests", key)
             reply.records += 1
     stored = {row.id for row in tables.sessions()}
-    old = [
-        (key, row) for key, row in list_turns(tables) if row.at < now - RECORD_AGE_MAX_S and row.session not in stored
-    ]
+    turns = list_turns(tables)
+    old = [(key, row) for key, row in turns if row.at < now - RECORD_AGE_MAX_S and row.session not in stored]
     remove_turns(tables, old)
     reply.turns = len(old)
     if (notes := tables.count("gone")) >= REMOVAL_REASONS_MAX:

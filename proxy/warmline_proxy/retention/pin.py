@@ -39,7 +39,7 @@ def find_pinned_segments(snapshot: IndexSnapshot, session_id: str, unpin: bool) 
 
 
 def unpin_orphaned_segments(tables: Tables) -> None:
-    """Unpin segments whose pinned sessions are all gone."""
+    """Unpin segments whose pinned sessions are all deleted."""
     snapshot = tables.snapshot()
     _set_pinned(tables, snapshot, find_pinned_segments(snapshot, "", unpin=True))
 
@@ -60,21 +60,17 @@ def _pin_session(tables: Tables, request: PinRequest, bytes_max: int) -> PinRepl
     if (row := snapshot.sessions.get(request.session)) is None:
         raise UnknownSessionError(f"no conversation is called {quote_text(request.session)}")
     segments = find_pinned_segments(snapshot, row.id, request.off)
-    weight = count_bytes(snapshot, segments)
-    if not request.off and weight > bytes_max:
-        now = count_bytes(snapshot, {each.id for each in snapshot.segments.values() if each.pinned})
+    size = count_bytes(snapshot, segments)
+    if not request.off and size > bytes_max:
+        pinned = count_bytes(snapshot, {segment.id for segment in snapshot.segments.values() if segment.pinned})
         raise PinLimitError(
-            f"with it {weight:,} bytes would be pinned (now {now:,}), and no more than {bytes_max:,} may be, "
+            f"with it {size:,} bytes would be pinned (now {pinned:,}), and no more than {bytes_max:,} may be, "
             f"{PINNED_SHARE_MAX:.0%} of the disk budget: unpin another one, or raise disk_budget_gb"
         )
     changed = _set_pinned(tables, snapshot, segments)
     tables.put_session(msgspec.structs.replace(row, pinned=not request.off))
     return PinReply(
-        session=row.id,
-        pinned=not request.off,
-        segments=sorted(changed),
-        bytes_pinned=weight,
-        bytes_pinned_max=bytes_max,
+        session=row.id, pinned=not request.off, segments=sorted(changed), bytes_pinned=size, bytes_pinned_max=bytes_max
     )
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Set
+from contextlib import closing
 from dataclasses import dataclass
 from math import inf
 
@@ -12,24 +13,14 @@ from warmline_proxy.index.index import Index, IndexReader
 from warmline_proxy.index.save import abort_save
 from warmline_proxy.index.tree import delete_subtree
 from warmline_proxy.index.turns import list_turns, remove_turns
+from warmline_proxy.retention import truncate
 from warmline_proxy.retention.pin import unpin_orphaned_segments
-from warmline_proxy.retention.truncate import (
-    Truncator,
-    find_needed_segments,
-    preview_truncation,
-    truncate_orphaned_tails,
-)
-from warmline_proxy.store.rows import (
-    IndexSnapshot,
-    PurgeReply,
-    PurgeRequest,
-    QuarantineRow,
-    SegmentRow,
-    SessionRow,
-    Truncation,
-    TurnRow,
-)
+from warmline_proxy.retention.truncate import Truncator, find_needed_segments
+from warmline_proxy.store import rows
+from warmline_proxy.store.rows import IndexSnapshot, PurgeReply, PurgeRequest, SegmentRow, SessionRow, TurnRow
 from warmline_proxy.store.tables import Tables
+
+RemovableRow = SessionRow | SegmentRow | rows.QuarantineRow
 
 
 class PurgeSelection(msgspec.Struct, kw_only=True):
@@ -51,7 +42,7 @@ def check_purge_request(request: PurgeRequest) -> None:
 
 
 def resolve_key(request: PurgeRequest, owner_labels: OwnerLabels) -> PurgeRequest:
-    """Replace a key by its roots.  Raises what OwnerLabels.find_roots does for an unknown key."""
+    """Replace a key by its roots.  Raises KeyNotFoundError for an unknown key."""
     if not request.key:
         return request
     return msgspec.structs.replace(request, key="", roots=owner_labels.find_roots(request.key))
@@ -75,7 +66,7 @@ def select_purge(snapshot: IndexSnapshot, request: PurgeRequest, now: float) -> 
         return _select_where(snapshot, lambda row: row.model == request.model)
     if request.roots is not None:  # with all quarantined files, which don't say to which root they belonged
         roots = parse_roots(request)
-        return _select_where(snapshot, lambda row: isinstance(row, QuarantineRow) or row.root in roots)
+        return _select_where(snapshot, lambda row: isinstance(row, rows.QuarantineRow) or row.root in roots)
     if request.session:
         return _select_sessions(snapshot, {request.session} & snapshot.sessions.keys())
     return _select_older_than(snapshot, now - (request.older_than_s or 0.0))
@@ -85,7 +76,7 @@ def purge(index: Index, request: PurgeRequest) -> PurgeReply:
     """Remove rows, records, files, and all bytes of them in the index.  Blocks; raises ValueError, IndexStoreError."""
     if request.dry_run:
         return preview_purge(index, request)
-    with Truncator(index) as truncator:
+    with closing(Truncator(index)) as truncator:
         while True:
             prepare_purge(index, request, truncator)
             if (reply := remove_purged_rows(index, request, truncator)) is not None:
@@ -97,10 +88,8 @@ def preview_purge(reader: IndexReader, request: PurgeRequest) -> PurgeReply:
     """Reply of a dry run.  Raises ValueError, IndexStoreError."""
     snapshot = reader.snapshot()
     selection = select_purge(snapshot, request, time.time())
-    cuts = [
-        preview_truncation(reader.home, snapshot.segments[segment], until) for segment, until in selection.cuts.items()
-    ]
-    return _make_reply(selection, cuts, dry_run=True)
+    cuts = ((snapshot.segments[segment], until) for segment, until in selection.cuts.items())
+    return _make_reply(selection, [truncate.preview_truncation(reader.home, *cut) for cut in cuts], dry_run=True)
 
 
 def prepare_purge(index: Index, request: PurgeRequest, truncator: Truncator) -> None:
@@ -114,18 +103,28 @@ def remove_purged_rows(index: Index, request: PurgeRequest, truncator: Truncator
 
     Blocks; raises ValueError, IndexStoreError.
     """
+
+    def change(tables: Tables) -> PurgeReply | None:
+        snapshot, now = tables.snapshot(), time.time()
+        selection = select_purge(snapshot, request, now)
+        if not truncator.is_ready(tables, selection.cuts):
+            return None
+        cuts = _Removal(tables, snapshot, selection, request, now).run(truncator)
+        return _make_reply(selection, cuts, dry_run=False)
+
     index.flush()
-    return index.transact(lambda tables: _select_and_remove(tables, request, truncator), frees_space=True)
+    return index.transact(change, frees_space=True)
 
 
 def remove_sampled_turns(index: Index, calls: Collection[tuple[bytes, str]]) -> None:
     """Remove sampled turns by (root, first call).  Blocks; raises IndexStoreError."""
-    if not calls:
-        return
-    index.flush()
-    index.transact(
-        lambda tables: _remove_turns(tables, lambda row: (row.root, row.calls[0]) in calls), frees_space=True
-    )
+
+    def change(tables: Tables) -> None:
+        _remove_turns(tables, lambda row: (row.root, row.calls[0]) in calls)
+
+    if calls:
+        index.flush()
+        index.transact(change, frees_space=True)
 
 
 def erase_purged_files(index: Index, reply: PurgeReply) -> PurgeReply:
@@ -135,7 +134,7 @@ def erase_purged_files(index: Index, reply: PurgeReply) -> PurgeReply:
     """
     index.sweep()
     if failed := {cut.segment for cut in reply.cuts if cut.why_not}:
-        cuts = {cut.segment: cut for cut in [*reply.cuts, *truncate_orphaned_tails(index, failed)]}
+        cuts = {cut.segment: cut for cut in [*reply.cuts, *truncate.truncate_orphaned_tails(index, failed)]}
         freed = sum(cuts[segment].bytes_count for segment in failed if not cuts[segment].why_not)
         reply = msgspec.structs.replace(reply, cuts=list(cuts.values()), bytes_freed=reply.bytes_freed + freed)
         index.sweep()
@@ -144,7 +143,7 @@ def erase_purged_files(index: Index, reply: PurgeReply) -> PurgeReply:
     return reply
 
 
-def _make_reply(selection: PurgeSelection, cuts: list[Truncation], dry_run: bool) -> PurgeReply:
+def _make_reply(selection: PurgeSelection, cuts: list[rows.Truncation], dry_run: bool) -> PurgeReply:
     return PurgeReply(
         sessions=sorted(selection.sessions),
         segments=sorted(selection.segments),
@@ -156,37 +155,27 @@ def _make_reply(selection: PurgeSelection, cuts: list[Truncation], dry_run: bool
     )
 
 
-def _select_and_remove(tables: Tables, request: PurgeRequest, truncator: Truncator) -> PurgeReply | None:
-    snapshot, now = tables.snapshot(), time.time()
-    selection = select_purge(snapshot, request, now)
-    if not truncator.is_ready(tables, selection.cuts):
-        return None
-    return _make_reply(selection, _Removal(tables, snapshot, selection, request, now).run(truncator), dry_run=False)
-
-
-def _select_where(
-    snapshot: IndexSnapshot, matches: Callable[[SessionRow | SegmentRow | QuarantineRow], bool]
-) -> PurgeSelection:
+def _select_where(snapshot: IndexSnapshot, matches: Callable[[RemovableRow], bool]) -> PurgeSelection:
     tables = (snapshot.sessions, snapshot.segments, snapshot.quarantined)
     sessions, segments, quarantined = ({row.id for row in table.values() if matches(row)} for table in tables)
-    return _make_selection(snapshot, sessions, segments, quarantined)
+    return _make_selection(snapshot, sessions, segments, quarantined, {})
 
 
 def _select_older_than(snapshot: IndexSnapshot, before: float) -> PurgeSelection:
     """Select sessions, and segments of no session, that were last used before this time."""
     old = {row.id for row in snapshot.sessions.values() if row.last_used < before}
     selection = _select_sessions(snapshot, old)
-    kept = set(find_needed_segments(snapshot, snapshot.sessions.keys() - old))
+    needed = set(find_needed_segments(snapshot, snapshot.sessions.keys() - old))
     usage = snapshot.usage
     young = {row.id for row in snapshot.segments.values() if max(row.created, usage[row.id].last_used) >= before}
-    kept |= {link.id for segment_id in young - selection.segments for link in snapshot.segment_path(segment_id)}
+    needed |= {link.id for segment_id in young - selection.segments for link in snapshot.segment_path(segment_id)}
     quarantined = {row.id for row in snapshot.quarantined.values() if row.at < before}
-    segments = selection.segments | (snapshot.segments.keys() - kept)
+    segments = selection.segments | (snapshot.segments.keys() - needed)
     return _make_selection(snapshot, old, segments, quarantined, selection.cuts)
 
 
 def _select_sessions(snapshot: IndexSnapshot, sessions: set[str]) -> PurgeSelection:
-    """Select the sessions' paths, abandoned branches and other segments they wrote, less what other sessions need."""
+    """Select the sessions' paths, abandoned branches and other own segments, except where other sessions need them."""
     needed = find_needed_segments(snapshot, snapshot.sessions.keys() - sessions)
     own = find_needed_segments(snapshot, sessions)
     wrote = {row.id for row in snapshot.segments.values() if row.session in sessions}
@@ -203,40 +192,29 @@ def _select_sessions(snapshot: IndexSnapshot, sessions: set[str]) -> PurgeSelect
 
 
 def _make_selection(
-    snapshot: IndexSnapshot,
-    sessions: set[str],
-    segments: Set[str],
-    quarantined: set[str],
-    cuts: dict[str, int] | None = None,
+    snapshot: IndexSnapshot, sessions: set[str], segments: Set[str], quarantined: set[str], cuts: dict[str, int]
 ) -> PurgeSelection:
-    gone, cuts = _add_descendants(snapshot, segments), cuts or {}
-    checkpoints = {
-        row.id
-        for row in snapshot.checkpoints.values()
-        if row.segment in gone or row.position > cuts.get(row.segment, inf)
-    }
-    lost = {row.id for row in snapshot.sessions.values() if gone.issuperset(find_needed_segments(snapshot, [row.id]))}
+    """Add the descendants of the segments, their checkpoints, and the sessions of which nothing is left."""
+    removed = set(segments)
+    for row in sorted(snapshot.segments.values(), key=lambda row: row.start):  # a parent starts before its children
+        if row.parent in removed:
+            removed.add(row.id)
+    states = snapshot.checkpoints.values()
+    checkpoints = {row.id for row in states if row.segment in removed or row.position > cuts.get(row.segment, inf)}
+    paths = {session: find_needed_segments(snapshot, [session]) for session in snapshot.sessions}
     sizes = [
-        *(snapshot.segments[file_id].bytes_on_disk for file_id in gone),
+        *(snapshot.segments[file_id].bytes_on_disk for file_id in removed),
         *(snapshot.checkpoints[file_id].bytes_on_disk for file_id in checkpoints),
         *(snapshot.quarantined[file_id].bytes_on_disk for file_id in quarantined),
     ]
     return PurgeSelection(
-        sessions=sessions | lost,
-        segments=gone,
+        sessions=sessions | {session for session, path in paths.items() if removed.issuperset(path)},
+        segments=removed,
         checkpoints=checkpoints,
         quarantined=quarantined,
         bytes_freed=sum(sizes),
         cuts=cuts,
     )
-
-
-def _add_descendants(snapshot: IndexSnapshot, segments: Set[str]) -> set[str]:
-    gone = set(segments)
-    for row in sorted(snapshot.segments.values(), key=lambda row: row.start):  # a parent starts before its children
-        if row.parent in gone:
-            gone.add(row.id)
-    return gone
 
 
 def _remove_turns(tables: Tables, is_purged: Callable[[TurnRow], bool]) -> None:
@@ -253,7 +231,7 @@ class _Removal:
     request: PurgeRequest
     now: float
 
-    def run(self, truncator: Truncator) -> list[Truncation]:
+    def run(self, truncator: Truncator) -> list[rows.Truncation]:
         self.tables.mark_purged()
         self._remove_rows()
         cuts = truncator.apply(self.tables, self.selection.cuts, owner=next(iter(self.selection.sessions), ""))
@@ -294,8 +272,8 @@ class _Removal:
 
     def _remove_records(self) -> None:
         """Delete the records of purged requests, stored or not."""
-        rows: list[SegmentRow | SessionRow] = [*self.snapshot.segments.values(), *self.snapshot.sessions.values()]
-        roots = {row.root for row in rows if self._is_in_scope(row.model, row.root)} | parse_roots(self.request)
+        stored: list[SegmentRow | SessionRow] = [*self.snapshot.segments.values(), *self.snapshot.sessions.values()]
+        roots = {row.root for row in stored if self._is_in_scope(row.model, row.root)} | parse_roots(self.request)
         for key, record in self.tables.requests():
             is_old = record.at < self._before and not self._remains(record.session)
             if self.request.everything or record.session in self.selection.sessions or record.root in roots or is_old:
@@ -304,7 +282,7 @@ class _Removal:
                 self.tables.put_request(key, msgspec.structs.replace(record, parting=None))
 
     def _is_turn_purged(self, turn: TurnRow) -> bool:
-        """Say whether a sampled turn is removed: with its session, or as an old one of a session that is gone.
+        """Say whether a sampled turn is removed: with its session, or as an old turn of a deleted session.
 
         A turn without a session yet may belong to the purged session.
         """

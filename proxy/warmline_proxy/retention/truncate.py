@@ -6,7 +6,7 @@ file is deleted once no restore reads it.  After a kill in between, the next sta
 
 import logging
 from collections.abc import Container, Iterable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from io import BufferedReader
 
@@ -42,16 +42,11 @@ class _ShortenedCopy:
     file: SavedFile | None = None
     why_not: str = ""
 
-    def is_copy_of(self, row: SegmentRow | None) -> bool:
-        """Compare everything but the parent, which may be replaced by a shortened one as well."""
-        own = self.row
-        return row is not None and (row.checksum, row.start, row.end) == (own.checksum, own.start, own.end)
 
-
-class Truncator(AbstractContextManager["Truncator"]):
+class Truncator:
     """Truncation in rounds: `prepare` copies, `apply` them in a transaction if it `is_ready`, else `prepare` again.
 
-    Copies that were not applied are deleted on exit.  Any thread, one at a time.
+    `close` deletes the copies that were not applied.  Any thread, one at a time.
     """
 
     def __init__(self, index: Index) -> None:
@@ -60,17 +55,15 @@ class Truncator(AbstractContextManager["Truncator"]):
         self._plans: list[SavePlan] = []
         self._rounds = 0
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
-        """Delete the copies that were not applied: the plans of the others are gone."""
-        with suppress(IndexStoreError):  # else the next start deletes them
-            if self._plans and any(self._index.transact(self._abort_saves, frees_space=True)):
-                self._index.sweep()
+        """Delete the copies that were not applied: the others have no plan any more."""
 
-    def _abort_saves(self, tables: Tables) -> list[list[str]]:
-        return [abort_save(tables, plan) for plan in self._plans]
+        def abort_saves(tables: Tables) -> list[list[str]]:
+            return [abort_save(tables, plan) for plan in self._plans]
+
+        with suppress(IndexStoreError):  # else the next start deletes them
+            if self._plans and any(self._index.transact(abort_saves, frees_space=True)):
+                self._index.sweep()
 
     def prepare(self, cuts: TruncationPoints) -> None:
         """Write the missing copies; blocks, for long."""
@@ -85,7 +78,7 @@ class Truncator(AbstractContextManager["Truncator"]):
         return self._rounds >= ROUNDS_MAX or all(self._find_copy(tables, *cut) for cut in cuts.items())
 
     def apply(self, tables: Tables, cuts: TruncationPoints, owner: str = "") -> list[Truncation]:
-        """Replace segments by their copies; no stored row may need the removed ones.
+        """Replace segments by their copies; no stored row may need the removed rows.
 
         A segment that can't be cut is assigned to the session `owner`: truncate_orphaned_tails cuts it later, once no
         session has this id.
@@ -112,13 +105,16 @@ class Truncator(AbstractContextManager["Truncator"]):
             self._record_failure(row, until, f"no shorter file could be written ({error})")
 
     def _record_failure(self, row: SegmentRow, until: int, why_not: str) -> None:
-        log.warning("what nobody needs of segment %s stays: %s", row.id, why_not)
+        log.warning("unneeded rows of segment %s stay: %s", row.id, why_not)
         self._copies[row.id] = _ShortenedCopy(row, until, why_not=why_not)
 
     def _find_copy(self, tables: Tables, segment: str, until: int) -> _ShortenedCopy | None:
         """Find the prepared copy of a segment, if it still fits."""
-        copy = self._copies.get(segment)
-        if copy is None or copy.until != until or not copy.is_copy_of(tables.segment(segment)):
+        copy, row = self._copies.get(segment), tables.segment(segment)
+        if copy is None or copy.until != until or row is None:
+            return None
+        # Not by the parent, which may be replaced by a shortened segment as well.
+        if (row.checksum, row.start, row.end) != (copy.row.checksum, copy.row.start, copy.row.end):
             return None
         return copy if copy.plan is None or tables.save_plan(copy.plan.id) else None
 
@@ -194,7 +190,7 @@ def _estimate_bytes(row: SegmentRow, until: int) -> int:
 
 
 def preview_truncation(home: Home, row: SegmentRow, until: int) -> Truncation:
-    """Compute what a cut would free from the file's header; an estimate where that can't be read."""
+    """Compute the bytes that a cut would free, by the file's header; estimate them where that can't be read."""
     freed = _estimate_bytes(row, until)
     with suppress(SegmentFileError, OSError), _open_segment(home, row) as source:
         freed = row.bytes_on_disk - _shorten_segment(source, row, row.id, until).bytes_count
@@ -214,7 +210,7 @@ def find_needed_segments(snapshot: IndexSnapshot, sessions: Iterable[str]) -> di
 
 
 def find_orphaned_tails(tables: Tables) -> dict[str, int]:
-    """Find the tails that no child and no session needs, of segments whose session is gone; by segment, the new end.
+    """Find the tails that no child and no session needs, of segments of a deleted session; by segment, the new end.
 
     Abandoned branches of a stored session are not among them: a client may come back to them.
     """
@@ -246,7 +242,7 @@ def truncate_orphaned_tails(index: Index, segment_ids: Container[str] | None = N
         cuts = find_truncations(tables)
         return truncator.apply(tables, cuts) if truncator.is_ready(tables, cuts) else None
 
-    with Truncator(index) as truncator:
+    with closing(Truncator(index)) as truncator:
         while found := index.transact(find_truncations, frees_space=True):
             truncator.prepare(found)
             if (cuts := index.transact(change, frees_space=True)) is not None:

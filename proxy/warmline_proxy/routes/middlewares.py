@@ -1,20 +1,20 @@
 """Middlewares of the proxy (access, error envelopes, CORS headers) and registration of routes.  Event loop thread."""
 
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from functools import wraps
 
 import aiohttp
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
 from warmline_common.process.redaction import redact_path
-from warmline_proxy.admin.routes import ADMIN_PATH_PREFIX, RouteTable, describe_routing_error
 from warmline_proxy.api.openai import MODELS_PATH
 from warmline_proxy.api.registry import APIS, COUNT_TOKENS_PATH, find_api
 from warmline_proxy.auth.authenticator import Authenticator
 from warmline_proxy.auth.principals import Client
 from warmline_proxy.dashboard.pages import is_browser_visit, is_dashboard_path, redirect_to_dashboard
-from warmline_proxy.errors import ClientError, bad_request, index_error, method_not_allowed
+from warmline_proxy.errors import ClientError, bad_request, encode_error_body, method_not_allowed
 from warmline_proxy.http.cors import build_cors_headers
 from warmline_proxy.index.index import IndexStoreError
 from warmline_proxy.metrics import METRICS
@@ -23,7 +23,12 @@ from warmline_proxy.upstream.errors import translate_upstream_error
 
 log = logging.getLogger(__name__)
 
+RouteHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+RouteTable = Mapping[tuple[str, str], RouteHandler]  # by method and path
+
 CLIENT = web.RequestKey("client", Client)
+ADMIN_PATH_PREFIX = "/warmline/"
+ADMIN_PATHS: web.AppKey[list[str]] = web.AppKey("admin_paths")
 READ_METHODS = (hdrs.METH_GET, hdrs.METH_HEAD)
 PUBLIC_PATHS = ("/health", "/ready")
 METRICS_PATH = "/metrics"
@@ -38,7 +43,7 @@ def trim_path(request: web.Request) -> str:
 
 
 def build_access_middleware(authenticator: Authenticator) -> Middleware:
-    """Middleware that checks access to every path, unknown ones included, before the route runs."""
+    """Middleware that checks access to every path, also unknown paths, before the route runs."""
 
     @web.middleware
     async def access_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -72,7 +77,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         return _build_error_response(request, _translate_routing_error(request, error))
     except IndexStoreError as error:
         log.error("%s %s: %s", request.method, redact_path(request.path), error)
-        return _build_error_response(request, index_error(str(error)))
+        body = encode_error_body(f"The index failed: {error}", "server_error", "index_failed")
+        return _build_error_response(request, ClientError(500, body))
     except ConnectionResetError:
         return web.Response(status=499, reason="Client Closed Request")
 
@@ -85,21 +91,20 @@ def _build_error_response(request: web.Request, error: ClientError) -> web.Respo
 def _translate_routing_error(request: web.Request, error: web.HTTPNotFound | web.HTTPMethodNotAllowed) -> ClientError:
     path = trim_path(request)
     if path.startswith(ADMIN_PATH_PREFIX):
-        return describe_routing_error(request, error)
+        if isinstance(error, web.HTTPMethodNotAllowed):
+            return method_not_allowed(request.method, " or a ".join(sorted(error.allowed_methods - {"HEAD"})))
+        paths = request.app[ADMIN_PATHS]
+        message = f'Unknown path "{path[:200]}"; the owner\'s are {", ".join(sorted(paths))}.'
+        return bad_request(message, status=404, code="not_found")
     is_advertised = path in SERVED_PATHS or path.startswith(f"{MODELS_PATH}/")
     if isinstance(error, web.HTTPMethodNotAllowed) and is_advertised:
         return method_not_allowed(request.method, "GET" if path.startswith(MODELS_PATH) else "POST")
-    return _path_not_found(request.path)
-
-
-def _path_not_found(path: str) -> ClientError:
-    """Error 404 without a delay: clients probe for other servers' paths and wait for the answer."""
-    message = f'Unknown path "{path[:200]}"; served are {", ".join(SERVED_PATHS)}.'
-    if meant := [known for known in SERVED_PATHS if path.endswith(known.removeprefix("/v1"))]:
-        message += f"  If {max(meant, key=len)} was meant: the base URL that the client was given doesn't lead there."
+    message = f'Unknown path "{request.path[:200]}"; served are {", ".join(SERVED_PATHS)}.'
+    if similar := [served for served in SERVED_PATHS if request.path.endswith(served.removeprefix("/v1"))]:
+        message += f"  If {max(similar, key=len)} was meant: the base URL that the client was given doesn't lead there."
     elif path.strip("/") in ("", "v1"):  # a person in a browser
         message += "  The dashboard is at /admin."
-    return bad_request(message, status=404, code="not_found")
+    return bad_request(message, status=404, code="not_found")  # at once: clients probe for other servers' paths
 
 
 async def handle_expect(request: web.Request) -> None:
@@ -113,15 +118,25 @@ async def handle_expect(request: web.Request) -> None:
     request.writer.output_size = 0  # the interim response is not part of the answer
 
 
-def build_cors_handler(
-    allowed_origins: Collection[str],
-) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+def build_cors_handler(origins: Collection[str]) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
     """Handler of aiohttp's on_response_prepare signal: lets pages of these origins read responses."""
 
     async def set_cors_headers(request: web.Request, response: web.StreamResponse) -> None:
-        response.headers.update(build_cors_headers(allowed_origins, request.method, request.path, request.headers))
+        response.headers.update(build_cors_headers(origins, request.method, request.path, request.headers))
 
     return set_cors_headers
+
+
+def disable_caching(handler: RouteHandler) -> RouteHandler:
+    """Handler whose responses are not cached: they contain conversations."""
+
+    @wraps(handler)
+    async def handle(request: web.Request) -> web.StreamResponse:
+        response = await handler(request)
+        response.headers["Cache-Control"] = "no-store"
+        return response
+
+    return handle
 
 
 def add_routes(app: web.Application, table: RouteTable) -> None:

@@ -66,7 +66,7 @@ def test_key_list_shows_no_keys(home: Home) -> None:
 def test_key_errors_are_one_line_and_exit_code(home: Home) -> None:
     key(home, "add", "one")
     key(home, "add", "two")
-    assert "which one? there are one, two" in key(home, "show", code=1).stderr
+    assert "name one of the keys: one, two" in key(home, "show", code=1).stderr
     assert "there is no key 'three'; there are one, two" in key(home, "remove", "three", code=1).stderr
     assert "already" in key(home, "add", "one", code=3).stderr
     for name in ("admin", "a b", ""):

@@ -9,7 +9,7 @@ import pytest
 from support.proxy.harness import Pair, on_loop, pair
 from support.proxy.metric_values import ended, scrape, until, when
 from warmline_common.protocol.messages import HEADER_REQUEST
-from warmline_proxy.app import REQUEST_REGISTRY, drain
+from warmline_proxy.app import COMPONENTS, REQUEST_REGISTRY
 from warmline_proxy.errors import ClientError, gateway_timeout, request_cancelled, service_unavailable
 from warmline_proxy.metrics import find_cancel_source
 
@@ -138,7 +138,7 @@ async def test_shutdown_ends_running_request(tmp_path: Path) -> None:
         proxy.backend.hold_after = 1
         running = asyncio.create_task(proxy.chat())
         await proxy.backend.holding.wait()
-        await drain(proxy.app)
+        await proxy.app[COMPONENTS].drain()
         assert (await running).status == 503
         assert await ended(proxy) == {("decode", "shutdown"): 1}
 

@@ -69,7 +69,7 @@ def test_find_key_without_name(home: Home) -> None:
     first = key_store.add_key(home, "first")
     assert key_store.find_key(key_store.read_keys(home), "") == first
     key_store.add_key(home, "second")
-    with pytest.raises(KeyNotFoundError, match=r"which one.* first, second"):
+    with pytest.raises(KeyNotFoundError, match=r"name one of the keys: first, second"):
         key_store.find_key(key_store.read_keys(home), "")
     default = key_store.add_key(home, "default")
     assert key_store.find_key(key_store.read_keys(home), "") == default
@@ -108,7 +108,7 @@ def test_ambiguous_key_name_is_refused(home: Home, name: str) -> None:
     key_store.add_key(home, "first")
     key_store.add_key(home, "second")
     home.keys.write_text(home.keys.read_text().replace('"second"', f'"{name}"'))
-    with pytest.raises(KeyStoreError, match=rf"another key called '{name}'.*Rename"):
+    with pytest.raises(KeyStoreError, match=rf"another key called '{name}'.*rename that key"):
         key_store.read_keys(home)
 
 

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 
 from support.proxy.harness import Pair, on_loop, pair
+from warmline_common.settings.parsers import parse_origins, split_names
 from warmline_common.storage.home import Home
 from warmline_proxy.config import ProxyConfig, ProxyConfigError
-from warmline_proxy.http.cors import build_cors_headers, is_untrusted_origin, parse_origins
+from warmline_proxy.http.cors import build_cors_headers, is_untrusted_origin
 
 PAGE = "https://chat.example"
+ANY = frozenset({"*"})
 ALLOW = "Access-Control-Allow-Origin"
 ASKED = {
     "Origin": PAGE,
@@ -35,7 +37,7 @@ ASKED = {
 )
 def test_build_cors_headers(allowed: str, origin: str, answer: dict[str, str]) -> None:
     request_headers = {"Origin": origin} if origin else {}
-    headers = build_cors_headers(parse_origins(allowed), "POST", "/v1/messages", request_headers)
+    headers = build_cors_headers(split_names(parse_origins(allowed)), "POST", "/v1/messages", request_headers)
     exposed = headers.pop("Access-Control-Expose-Headers", "")
     assert headers == answer
     assert ("X-Warmline-Cache" in exposed) == (ALLOW in answer)
@@ -65,22 +67,22 @@ def test_build_cors_headers(allowed: str, origin: str, answer: dict[str, str]) -
     ],
 )
 def test_is_untrusted_origin(origin: str | None, strange: bool) -> None:
-    assert is_untrusted_origin(origin, ["192.168.1.5:8026"], parse_origins(PAGE)) == strange
-    assert not is_untrusted_origin(origin, ["192.168.1.5:8026"], parse_origins("*"))
+    assert is_untrusted_origin(origin, ["192.168.1.5:8026"], {PAGE}) == strange
+    assert not is_untrusted_origin(origin, ["192.168.1.5:8026"], ANY)
 
 
 def test_preflight_headers() -> None:
-    headers = build_cors_headers(parse_origins("*"), "OPTIONS", "/v1/chat/completions", ASKED)
+    headers = build_cors_headers(ANY, "OPTIONS", "/v1/chat/completions", ASKED)
     assert headers["Access-Control-Allow-Headers"] == "authorization, content-type, Anthropic-Beta, x-stainless-lang"
     assert "POST" in headers["Access-Control-Allow-Methods"] and headers["Access-Control-Max-Age"] == "3600"
     near = {**ASKED, "Access-Control-Request-Private-Network": "true"}
     private = "Access-Control-Allow-Private-Network"
-    assert private not in headers and build_cors_headers(parse_origins("*"), "OPTIONS", "/v1", near)[private] == "true"
+    assert private not in headers and build_cors_headers(ANY, "OPTIONS", "/v1", near)[private] == "true"
 
 
 @pytest.mark.parametrize("path", ["/warmline/status", "/metrics", "/health", "/", "/v1x", "/x/v1/models"])
 def test_no_cors_headers_outside_v1(path: str) -> None:
-    assert build_cors_headers(parse_origins("*"), "GET", path, {"Origin": PAGE}) == {}
+    assert build_cors_headers(ANY, "GET", path, {"Origin": PAGE}) == {}
 
 
 @pytest.mark.parametrize("wrong", ["chat.example", "https://chat.example/", "https://*.example", "null", "*,//x"])

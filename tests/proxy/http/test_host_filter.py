@@ -7,8 +7,9 @@ import pytest
 
 from support.proxy.harness import on_loop, pair
 from warmline_common.process.loopback import parse_host
+from warmline_common.settings.parsers import parse_hosts, split_names
 from warmline_proxy.errors import ClientError
-from warmline_proxy.http.host_filter import ANY_HOST, HostFilter, find_machine_names, parse_host_names
+from warmline_proxy.http.host_filter import ANY_HOST, HostFilter, find_machine_names
 
 HTTP_1_0, HTTP_1_1 = (1, 0), (1, 1)
 HOSTS = HostFilter({"mac", "mac.local", "mac.tail1234.ts.net"})
@@ -68,17 +69,17 @@ def test_absolute_target_host_is_checked(target: str, status: int) -> None:
 
 
 def test_any_host_setting() -> None:
-    names = HostFilter(parse_host_names(" *, x.example "))
+    names = HostFilter(split_names(parse_hosts(" *, x.example ")))
     assert refusal("evil.example", names=names) == 0 and refusal("evil example", names=names) == 400
 
 
-def test_parse_host_names() -> None:
-    assert parse_host_names("") == frozenset()
-    assert parse_host_names("Mac.Example., b ,") == {"mac.example", "b"}
-    assert parse_host_names(f"{ANY_HOST},10.0.0.1") == {ANY_HOST, "10.0.0.1"}
+def test_host_names_of_the_setting() -> None:
+    assert split_names(parse_hosts("")) == frozenset()
+    assert split_names(parse_hosts("Mac.Example., b ,")) == {"mac.example", "b"}
+    assert split_names(parse_hosts(f"{ANY_HOST},10.0.0.1")) == {ANY_HOST, "10.0.0.1"}
     for bad in ("https://x", "x:80", "a/b", "*.x", "a b", "x..y"):
-        with pytest.raises(ValueError, match="expected names"):
-            parse_host_names(bad)
+        with pytest.raises(ValueError, match="expected host names"):
+            parse_hosts(bad)
 
 
 def test_find_machine_names(monkeypatch: pytest.MonkeyPatch) -> None:

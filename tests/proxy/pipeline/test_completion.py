@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from support.proxy.harness import Pair, on_loop, pair
-from warmline_proxy.app import REQUEST_REGISTRY, drain
+from warmline_proxy.app import COMPONENTS, REQUEST_REGISTRY
 from warmline_proxy.errors import request_cancelled
 from warmline_proxy.http.connections import CONNECTIONS
 
@@ -126,7 +126,7 @@ async def test_drain_finishes_running_and_refuses_new_requests(tmp_path: Path) -
         proxy.backend.hold_after = 1
         running = asyncio.create_task(proxy.chat())
         await proxy.backend.holding.wait()
-        draining = asyncio.create_task(drain(proxy.app))
+        draining = asyncio.create_task(proxy.app[COMPONENTS].drain())
         await asyncio.sleep(0)
         refused = await proxy.chat("Another one")
         assert refused.status == 503 and refused.headers["Retry-After"].isdigit()
@@ -144,7 +144,7 @@ async def test_drain_cancels_requests_after_timeout(tmp_path: Path) -> None:
         proxy.backend.hold_after = 1
         running = asyncio.create_task(proxy.chat())
         await proxy.backend.holding.wait()
-        await drain(proxy.app)
+        await proxy.app[COMPONENTS].drain()
         answer = await running
         assert answer.status == 503 and (await answer.json())["error"]["code"] == "shutting_down"
         assert len(proxy.backend.calls["cancel"]) == 1 and (await proxy.status())["totals"]["tokens"] > 0
@@ -191,7 +191,7 @@ async def test_drain_cancels_all_requests_concurrently(tmp_path: Path) -> None:
         proxy.backend._running["left"] = asyncio.Event()  # never notices its cancel
         stays = asyncio.create_task(proxy.chat("Another question"))
         await proxy.backend.called("generate", 2)
-        draining = asyncio.create_task(drain(proxy.app))
+        draining = asyncio.create_task(proxy.app[COMPONENTS].drain())
         try:
             assert (await asyncio.wait_for(stays, 5.0)).status == 503
         finally:

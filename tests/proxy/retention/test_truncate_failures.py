@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,7 @@ def test_concurrent_purges_cut_once(index: Index) -> None:
     session = save(index, LONG)
     save(index, SHORT)
     request = PurgeRequest(session=session)
-    with Truncator(index) as first:
+    with closing(Truncator(index)) as first:
         prepare_purge(index, request, first)
         assert [cut.why_not for cut in purge(index, request).cuts] == [""]
     assert purge(index, request).cuts == [] and index.totals().bytes_writing == 0

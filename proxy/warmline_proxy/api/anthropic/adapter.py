@@ -13,13 +13,7 @@ from warmline_proxy.api.anthropic.response import MessageEvents, build_error_env
 from warmline_proxy.api.base import ApiCall, ResponseEncoder, ResponseStart
 from warmline_proxy.api.chunks import EventEncoder, encode_events
 from warmline_proxy.errors import ClientError, bad_request
-from warmline_proxy.http.body_fields import (
-    check_nesting,
-    find_session_hint,
-    parse_model_name,
-    parse_retry_count,
-    strip_unprintable,
-)
+from warmline_proxy.http import body_fields
 
 _SESSION = re.compile(r"_session_([0-9A-Za-z-]{8,64})$")
 
@@ -42,14 +36,15 @@ class MessagesApi:
 
     def _build_call(self, body: MessagesBody, headers: Mapping[str, str]) -> ApiCall:
         fields = build_chat_fields(body)
-        check_nesting(fields)
+        body_fields.check_nesting(fields)
         return ApiCall(
             api=self,
             fields=fields,
-            client_model=parse_model_name(body.model),
+            client_model=body_fields.parse_model_name(body.model),
             stream=body.stream is True,
-            session_hint=find_session_hint(body.others, headers) or strip_unprintable(parse_session(body.user_id)),
-            retry_count=parse_retry_count(headers),
+            session_hint=body_fields.find_session_hint(body.others, headers)
+            or body_fields.strip_unprintable(parse_session(body.user_id)),
+            retry_count=body_fields.parse_retry_count(headers),
             api_options=body.max_tokens,
         )
 
@@ -75,19 +70,15 @@ def parse_session(user_id: str) -> str:
     return session if isinstance(session, str) and session else user_id
 
 
-def build_model_list(status: BackendStatus) -> dict[str, Any]:
-    model = build_model_info(status, status.model)
-    return {"data": [model], "has_more": False, "first_id": model["id"], "last_id": model["id"]}
-
-
-def build_model_info(status: BackendStatus, name: str) -> dict[str, Any]:
-    """The served model, under any name."""
-    return {
+def build_models_reply(name: str, status: BackendStatus) -> dict[str, Any]:
+    """Entry of the served model under `name`; without a name, the list."""
+    entry = {
         "type": "model",
-        "id": name,
+        "id": name or status.model,
         "display_name": status.model,
         "created_at": datetime.fromtimestamp(status.model_created, UTC).isoformat(),
         "lifecycle": "active",
         "max_input_tokens": status.context_tokens_max or None,
         "max_tokens": status.context_tokens_max or None,
     }
+    return entry if name else {"data": [entry], "has_more": False, "first_id": entry["id"], "last_id": entry["id"]}

@@ -13,20 +13,19 @@ Tools that run at Anthropic (web_search ...) are left out: they can't be run her
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from warmline_common.protocol.messages import decode
 from warmline_proxy.api.base import PASSTHROUGH_FIELDS, Fields
-from warmline_proxy.errors import ClientError, bad_request
+from warmline_proxy.errors import bad_request
 from warmline_proxy.http.body_fields import parse_object
 
 ChatMessage = dict[str, Any]
+ChatContent = str | list[dict[str, str]]
 
 ERROR_PREFIX = "Error: "  # before a failed tool's output, unless that says so itself
-NO_PLACEHOLDERS: Mapping[str, str] = MappingProxyType({})
 # In place of tool results that the model can't read, so that the conversation can go on.
 PLACEHOLDERS = {
     "image": "[an image, which this model can't see]",
@@ -124,8 +123,10 @@ def read_body(body: bytes) -> MessagesBody:
     fields.pop("others", None)
     try:
         parsed = decode(body, MessagesBody)
-    except msgspec.ValidationError as error:
-        raise _type_error(str(error)) from None
+    except msgspec.ValidationError as error:  # such as "Expected `str`, got `int` - at `$.messages[0].role`"
+        what, _, where = str(error).partition(" - at ")
+        path = where.strip("`").removeprefix("$").replace("[", ".").replace("]", "").strip(".")
+        raise bad_request(f"{path}: {what}" if path else what, param=path or None) from None
     except (msgspec.DecodeError, RecursionError) as error:  # e.g. a lone surrogate
         raise bad_request(f"We could not parse the JSON body of your request: {error}") from None
     parsed.others = fields
@@ -147,13 +148,6 @@ def build_chat_fields(body: MessagesBody) -> Fields:
     if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:  # a partial answer to continue
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     return fields | convert_tools(body.tools or [], body.tool_choice) | _convert_thinking(body) | _convert_format(body)
-
-
-def _type_error(message: str) -> ClientError:
-    """Error from msgspec's message, such as "Expected `str`, got `int` - at `$.messages[0].role`"."""
-    what, _, where = message.partition(" - at ")
-    path = where.strip("`").removeprefix("$").replace("[", ".").replace("]", "").strip(".")
-    return bad_request(f"{path}: {what}" if path else what, param=path or None)
 
 
 def _convert_messages(messages: Sequence[MessageParam] | None) -> list[ChatMessage]:
@@ -216,18 +210,16 @@ def _convert_tool_call(block: ContentBlock, where: str) -> dict[str, Any]:
 def _convert_tool_result(block: ContentBlock, where: str) -> ChatMessage:
     if not block.tool_use_id:
         raise bad_request(f"{where}.tool_use_id: Field required", param="messages")
-    content = _convert_content(block.content or "", f"{where}.content", PLACEHOLDERS)
+    content = _convert_content(block.content or "", f"{where}.content", with_placeholders=True)
     if block.is_error and "error" not in str(content)[:100].lower():
         content = ERROR_PREFIX + content if isinstance(content, str) else [_text_part(ERROR_PREFIX), *content]
     return {"role": "tool", "tool_call_id": call_id(block.tool_use_id), "content": content}
 
 
-def _convert_content(
-    content: str | Sequence[ContentBlock], where: str, placeholders: Mapping[str, str] = NO_PLACEHOLDERS
-) -> str | list[dict[str, str]]:
+def _convert_content(content: str | list[ContentBlock], where: str, *, with_placeholders: bool = False) -> ChatContent:
     if isinstance(content, str):
         return content
-    texts = [_read_text(block, f"{where}.{i}", placeholders) for i, block in enumerate(content)]
+    texts = [_read_text(block, f"{where}.{i}", with_placeholders) for i, block in enumerate(content)]
     return _join_texts(_separate_texts(texts))
 
 
@@ -238,7 +230,7 @@ def _separate_texts(texts: Sequence[str]) -> list[str]:
     return [text + end for text, end in zip(nonempty, [*ends, ""], strict=True)] if nonempty else []
 
 
-def _join_texts(texts: Sequence[str]) -> str | list[dict[str, str]]:
+def _join_texts(texts: Sequence[str]) -> ChatContent:
     """Content of several texts: parts, so that the ends of blocks stay visible; one text is a string."""
     texts = [text for text in texts if text]
     return [_text_part(text) for text in texts] if len(texts) > 1 else "".join(texts)
@@ -248,28 +240,23 @@ def _text_part(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
-def _read_text(block: ContentBlock, where: str, placeholders: Mapping[str, str] = NO_PLACEHOLDERS) -> str:
+def _read_text(block: ContentBlock, where: str, with_placeholders: bool = False) -> str:
     """Text of a block, or its placeholder.  Raises ClientError 400 where it has neither."""
     if block.type == "text":
         if block.text is None:
             raise bad_request(f"{where}.text: Field required", param="messages")
         return block.text
-    if block.type == "document" and (plain := _read_plain_document(block.source)) is not None:
-        return plain
+    source = block.source if isinstance(block.source, dict) else {}
+    if block.type == "document" and source.get("type") == "text" and isinstance(source.get("data"), str):
+        return str(source["data"])
     if block.type == "search_result":
         return "".join(_read_text(each, where) for each in block.content or () if isinstance(each, ContentBlock))
     if block.type == "tool_reference":
         return block.tool_name or ""
-    if block.type in placeholders:
-        return placeholders[block.type]
+    if with_placeholders and block.type in PLACEHOLDERS:
+        return PLACEHOLDERS[block.type]
     kind = block.type[:40]
     raise bad_request(f'{where}: of type "{kind}"; the model served here reads only text', param="messages")
-
-
-def _read_plain_document(source: Any) -> str | None:
-    """A document's text; None for other documents."""
-    data = source.get("data") if isinstance(source, dict) and source.get("type") == "text" else None
-    return data if isinstance(data, str) else None
 
 
 def _convert_thinking(body: MessagesBody) -> Fields:
@@ -297,7 +284,8 @@ def _convert_format(body: MessagesBody) -> Fields:
 
 def convert_tools(tools: Sequence[ToolSpec], choice: ToolChoice | None) -> Fields:
     """Raises ClientError 400."""
-    functions = [_convert_tool(tool, f"tools.{i}") for i, tool in enumerate(tools) if _is_supported(tool, f"tools.{i}")]
+    converted = (_convert_tool(tool, f"tools.{i}") for i, tool in enumerate(tools))
+    functions = [function for function in converted if function]
     fields: Fields = {"tools": functions} if functions else {}
     if choice is None:
         return fields
@@ -306,23 +294,21 @@ def convert_tools(tools: Sequence[ToolSpec], choice: ToolChoice | None) -> Field
     return fields | _convert_choice(choice, {tool["function"]["name"] for tool in functions})
 
 
-def _is_supported(tool: ToolSpec, where: str) -> bool:
-    """False for a tool that runs at Anthropic.  Raises ClientError 400 for one without a definition."""
-    if tool.type in CUSTOM_TYPES or tool.input_schema is not None:
-        return True
-    if tool.type == "function":
-        message = f"{where}: this is a function as OpenAI has them; send its name, description and input_schema alone"
-        raise bad_request(message, param="tools")
-    if tool.type.startswith(CLIENT_TOOL_PREFIXES):
-        message = f"{where}: {tool.type} is known to Anthropic's models alone; send it with an input_schema"
-        raise bad_request(message, param="tools")
-    return False
-
-
-def _convert_tool(tool: ToolSpec, where: str) -> dict[str, Any]:
+def _convert_tool(tool: ToolSpec, where: str) -> dict[str, Any] | None:
+    """Chat's function; None for a tool that runs at Anthropic.  Raises ClientError 400 without a definition."""
+    if tool.type not in CUSTOM_TYPES and tool.input_schema is None:
+        if tool.type == "function":
+            message = (
+                f"{where}: this is a function as OpenAI has them; send its name, description and input_schema alone"
+            )
+            raise bad_request(message, param="tools")
+        if tool.type.startswith(CLIENT_TOOL_PREFIXES):
+            message = f"{where}: {tool.type} is known to Anthropic's models alone; send it with an input_schema"
+            raise bad_request(message, param="tools")
+        return None
     if not tool.name:
         raise bad_request(f"{where}.name: Field required", param="tools")
-    if tool.input_schema is None:  # an empty one would make the model invent arguments
+    if tool.input_schema is None:  # an empty schema would make the model invent arguments
         raise bad_request(f"{where}.input_schema: {MISSING_SCHEMA}", param="tools")
     function: dict[str, Any] = {"name": tool.name}
     if tool.description:
@@ -334,21 +320,17 @@ def _convert_tool(tool: ToolSpec, where: str) -> dict[str, Any]:
 
 
 def _convert_choice(choice: ToolChoice, names: set[str]) -> Fields:
-    if choice.type == "tool":
-        if choice.name not in names:
-            raise _missing_tool_error(f"{choice.name!r} is none of the tools that can be called here")
-        return {"tool_choice": {"type": "function", "function": {"name": choice.name}}}
-    if choice.type == "any":
-        if not names:
-            raise _missing_tool_error("there is no tool that can be called here")
-        return {"tool_choice": "required"}
     if choice.type in ("auto", "none"):
         return {"tool_choice": choice.type} if names else {}
-    raise bad_request("tool_choice.type: must be auto, any, tool or none", param="tool_choice")
-
-
-def _missing_tool_error(why: str) -> ClientError:
-    return bad_request(f"tool_choice: {why}; tools that run at Anthropic don't run here", param="tool_choice")
+    if choice.type == "any" and names:
+        return {"tool_choice": "required"}
+    if choice.type == "tool" and choice.name in names:
+        return {"tool_choice": {"type": "function", "function": {"name": choice.name}}}
+    if choice.type not in ("any", "tool"):
+        raise bad_request("tool_choice.type: must be auto, any, tool or none", param="tool_choice")
+    missing = f"{choice.name!r} is none of the tools" if choice.type == "tool" else "there is no tool"
+    message = f"tool_choice: {missing} that can be called here; tools that run at Anthropic don't run here"
+    raise bad_request(message, param="tool_choice")
 
 
 def call_id(tool_use_id: str) -> str:

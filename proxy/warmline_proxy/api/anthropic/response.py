@@ -20,7 +20,6 @@ from warmline_proxy.errors import ClientError, decode_error_body, parse_context_
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 SIGNATURE = "d2FybWxpbmU="  # of all thinking blocks: clients send it back, and it is ignored
 TEXT, THINKING, TOOL_USE = "text", "thinking", "tool_use"
-DELTAS = {TEXT: "text_delta", THINKING: "thinking_delta"}
 ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -81,8 +80,8 @@ class MessageEvents:
     def build_result(self) -> dict[str, Any]:
         """The whole message, after `end`."""
         reason, sequence = self._stop_reason
-        content = {"content": self._content, "stop_reason": reason, "stop_sequence": sequence}
-        return {**self._build_message(), **content}
+        end = {"content": self._content, "stop_reason": reason, "stop_sequence": sequence}
+        return self._build_message() | end
 
     def _start_message(self) -> Iterator[Event]:
         if not self._has_started:
@@ -122,19 +121,16 @@ class MessageEvents:
         for call in choice.delta.tool_calls or ():
             yield from self._emit_tool_call(call)
         if choice.finish_reason:
-            stop_sequence = choice.stop_reason if isinstance(choice.stop_reason, str) else None
-            reason = STOP_REASONS.get(choice.finish_reason, "end_turn")
-            if stop_sequence and reason == "end_turn":
-                self._stop_reason = ("stop_sequence", stop_sequence)
-            else:
-                self._stop_reason = (reason, None)
+            self._stop_reason = (STOP_REASONS.get(choice.finish_reason, "end_turn"), None)
+            if self._stop_reason[0] == "end_turn" and choice.stop_reason and isinstance(choice.stop_reason, str):
+                self._stop_reason = ("stop_sequence", choice.stop_reason)
 
     def _emit_text(self, kind: str, text: str) -> Iterator[Event]:
         if not text:
             return
         if self._open_type != kind:
             yield from self._open_block(kind, {kind: "", "signature": ""} if kind == THINKING else {kind: ""})
-        yield self._append(DELTAS[kind], kind, text)
+        yield self._append(f"{kind}_delta", kind, text)
 
     def _emit_tool_call(self, call: ChunkToolCall) -> Iterator[Event]:
         if call.id or self._open_type != TOOL_USE or call.index != self._open_call_index:
@@ -173,7 +169,7 @@ class MessageEvents:
 
 
 def _encode_input(arguments: str) -> str:
-    """A call's arguments as a JSON object; other values are wrapped in one."""
+    """A call's arguments as a JSON object, which wraps other values."""
     try:
         value = msgspec.json.decode(arguments or "{}")
     except (msgspec.DecodeError, RecursionError):
@@ -189,13 +185,10 @@ def tool_use_id(call_id: str) -> str:
 def build_error_envelope(error: ClientError) -> Event:
     """Anthropic's error envelope, an event of a stream too."""
     kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 499 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": _error_message(error)}}
-
-
-def _error_message(error: ClientError) -> str:
-    if numbers := parse_context_overflow(error):
-        return f"prompt is too long: {numbers[0]} tokens > {numbers[1]} maximum"  # clients compact on these words
     body = decode_error_body(error)
-    if body.code in ("context_length_exceeded", "kv_memory_exceeded"):
-        return f"prompt is too long: {body.message}"
-    return rename_error_param(body, _FIELD_NAMES).message
+    message = rename_error_param(body, _FIELD_NAMES).message
+    if numbers := parse_context_overflow(error):
+        message = f"prompt is too long: {numbers[0]} tokens > {numbers[1]} maximum"  # clients compact on these words
+    elif body.code in ("context_length_exceeded", "kv_memory_exceeded"):
+        message = f"prompt is too long: {body.message}"
+    return {"type": "error", "error": {"type": kind, "message": message}}

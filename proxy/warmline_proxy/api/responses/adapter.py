@@ -13,16 +13,10 @@ from warmline_proxy.api.responses.items import read_input
 from warmline_proxy.api.responses.response import SERVER_ERROR, ResponseEvents, ResponseOptions, translate_error
 from warmline_proxy.api.responses.tools import JsonObject, Toolbox, read_tool_choice, read_tools
 from warmline_proxy.errors import ClientError, bad_request
-from warmline_proxy.http.body_fields import (
-    check_nesting,
-    find_session_hint,
-    parse_model_name,
-    parse_object,
-    parse_retry_count,
-)
+from warmline_proxy.http import body_fields
 
 RESPONSES_PASSTHROUGH_FIELDS = PASSTHROUGH_FIELDS | {"stop", "thinking"}  # unchanged to the backend
-# Fields repeated as they came, with the values of absent ones.
+# Fields repeated as they came, with their values where absent.
 ECHO_DEFAULTS: Mapping[str, Any] = MappingProxyType(
     dict.fromkeys(("instructions", "max_output_tokens", "max_tool_calls", "prompt_cache_key", "safety_identifier"))
     | dict.fromkeys(("temperature", "top_p", "user"))
@@ -38,9 +32,12 @@ class ResponsesApi:
     endpoint = "chat"
 
     def read_call(self, body: bytes, headers: Mapping[str, str]) -> ApiCall:
-        raw = parse_object(body)
-        fields = _decode_values(raw)
-        check_nesting(fields)
+        raw = body_fields.parse_object(body)
+        try:
+            fields = {name: msgspec.json.decode(value) for name, value in raw.items()}
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise bad_request(f"We could not parse the JSON body of your request: {error}") from None
+        body_fields.check_nesting(fields)
         _reject_stored(fields)
         if not isinstance(stream := fields.get("stream", False), bool):
             raise bad_request("'stream' must be true or false.", param="stream")
@@ -50,10 +47,10 @@ class ResponsesApi:
         return ApiCall(
             api=self,
             fields={"messages": messages, **_build_tool_fields(fields, choice, toolbox), **_build_options(fields)},
-            client_model=parse_model_name(fields.get("model")),
+            client_model=body_fields.parse_model_name(fields.get("model")),
             stream=stream,
-            session_hint=find_session_hint(raw, headers),
-            retry_count=parse_retry_count(headers),
+            session_hint=body_fields.find_session_hint(raw, headers),
+            retry_count=body_fields.parse_retry_count(headers),
             api_options=_read_response_options(fields, toolbox),
         )
 
@@ -75,22 +72,15 @@ class ResponsesApi:
 # ---- reading
 
 
-def _decode_values(raw: Mapping[str, msgspec.Raw]) -> Fields:
-    try:
-        return {name: msgspec.json.decode(value) for name, value in raw.items()}
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise bad_request(f"We could not parse the JSON body of your request: {error}") from None
-
-
 def _reject_stored(fields: Fields) -> None:
-    for name in ("previous_response_id", "conversation"):
+    codes = {"previous_response_id": "previous_response_not_found", "conversation": "unsupported_parameter"}
+    for name, code in codes.items():
         if fields.get(name) is not None:
-            raise bad_request(
+            message = (
                 f"'{name}' can't be used: no responses are stored here.  Send the whole conversation as 'input', with "
-                "the items of earlier answers in it; what was computed of it is reused.",
-                code="previous_response_not_found" if name == "previous_response_id" else "unsupported_parameter",
-                param=name,
+                "the items of earlier answers in it; what was computed of it is reused."
             )
+            raise bad_request(message, code=code, param=name)
     if fields.get("prompt") is not None:
         message = "'prompt' names a stored prompt; none are stored here.  Send it as 'instructions' and 'input'."
         raise bad_request(message, code="unsupported_parameter", param="prompt")
@@ -114,7 +104,8 @@ def _collect_tools(fields: Fields) -> object:
 def _build_tool_fields(fields: Fields, choice: Any, toolbox: Toolbox) -> Fields:
     if toolbox.tools:
         options = {"tool_choice": choice, "parallel_tool_calls": fields.get("parallel_tool_calls")}
-        return {"tools": toolbox.chat_tools} | {name: value for name, value in options.items() if value is not None}
+        functions = [{"type": "function", "function": tool.definition} for tool in toolbox.tools.values()]
+        return {"tools": functions} | {name: value for name, value in options.items() if value is not None}
     if choice in (None, "auto", "none"):
         return {}
     raise bad_request("'tool_choice' needs a tool that can be called here; 'tools' has none.", param="tool_choice")
@@ -137,15 +128,16 @@ def _convert_format(form: Any) -> JsonObject | None:
     """Chat's response_format, nested where Responses is flat; None for text."""
     if form is None:
         return None
-    if not isinstance(form, dict) or form.get("type") not in ("text", "json_object", "json_schema"):
-        message = "'text.format' must be an object of type text, json_object or json_schema."
-        raise bad_request(message, param="text.format")
-    if form["type"] == "text":
+    kind = form.get("type") if isinstance(form, dict) else None
+    if kind == "text":
         return None
-    if form["type"] == "json_object":
-        return {"type": "json_object"}
-    schema = {name: value for name, value in form.items() if name != "type" and value is not None}
-    return {"type": "json_schema", "json_schema": schema}
+    if kind == "json_object":
+        return {"type": kind}
+    if kind == "json_schema":
+        schema = {name: value for name, value in form.items() if name != "type" and value is not None}
+        return {"type": kind, "json_schema": schema}
+    message = "'text.format' must be an object of type text, json_object or json_schema."
+    raise bad_request(message, param="text.format")
 
 
 def _read_include(fields: Fields) -> list[Any]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from warmline_proxy.api.responses.tools import JsonObject, encode_arguments, qualify_name
-from warmline_proxy.errors import ClientError, bad_request
+from warmline_proxy.errors import bad_request
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
@@ -51,14 +51,8 @@ def read_input(instructions: object, value: object) -> list[JsonObject]:
     """Messages of `instructions` and `input`.  Raises ClientError 400."""
     reader = _ItemReader()
     if instructions not in (None, ""):
-        reader.add_instructions(instructions)
-    if isinstance(value, str):
-        reader.add_message("user", value)
-    elif isinstance(value, list):
-        for place, item in enumerate(value):
-            reader.add(item, f"input[{place}]")
-    else:
-        raise bad_request("'input' must be a string or a list of items.", param="input")
+        reader.add_all(instructions, "instructions", "system", "'instructions' must be a string.")
+    reader.add_all(value, "input", "user", "'input' must be a string or a list of items.")
     return reader.messages
 
 
@@ -81,25 +75,30 @@ class _ItemReader:
             "additional_tools": lambda item, where: None,  # read with the request's other tools
         }
 
-    def add_instructions(self, instructions: object) -> None:
-        if isinstance(instructions, str):
-            self.add_message("system", instructions)
-        elif isinstance(instructions, list):
-            for place, item in enumerate(instructions):
-                self.add(item, f"instructions[{place}]")
+    def add_all(self, value: object, field: str, role: str, problem: str) -> None:
+        """Read a field's value: a text of that role, or items.  Raises ClientError 400, with `problem` for others."""
+        if isinstance(value, str):
+            self._add_message(role, value)
+        elif isinstance(value, list):
+            for place, item in enumerate(value):
+                self._add(item, f"{field}[{place}]")
         else:
-            raise bad_request("'instructions' must be a string.", param="instructions")
+            raise bad_request(problem, param=field)
 
-    def add(self, item: object, where: str) -> None:
+    def _add(self, item: object, where: str) -> None:
         if not isinstance(item, dict):
             raise bad_request(f"'{where}' must be an object.", param=where)
         kind = item.get("type") or "message"
+        if kind == "item_reference":
+            message = f"'{where}' refers to a stored item; nothing is stored here, send the item itself."
+            raise bad_request(message, param=where)
         if not isinstance(kind, str) or kind not in self._readers.keys() | SKIPPED_TYPES:
-            raise _unsupported_item_error(kind, where)
+            message = f"'{where}' is of type \"{str(kind)[:40]}\", which can't be read here."
+            raise bad_request(message, param=where)
         if kind not in SKIPPED_TYPES:
             self._readers[kind](item, where)
 
-    def add_message(self, role: str, text: str) -> None:
+    def _add_message(self, role: str, text: str) -> None:
         self._open_message = None
         self.messages.append({"role": role, "content": text})
 
@@ -108,7 +107,7 @@ class _ItemReader:
         if role not in ROLES:
             raise bad_request(f"'{where}.role' must be one of {', '.join(ROLES)}.", param=f"{where}.role")
         if role != "assistant":
-            return self.add_message(role, text)
+            return self._add_message(role, text)
         message = self._join_assistant(item, after=("content", "tool_calls"))
         message["content"] = (message["content"] or "") + text
 
@@ -117,10 +116,14 @@ class _ItemReader:
         parts = item.get("content") or []
         if isinstance(parts, list):
             parts = [_decode_part(part) for part in parts]
-        self.add_message("user", _read_text(parts, f"{where}.content", image_placeholder=""))
+        self._add_message("user", _read_text(parts, f"{where}.content", image_placeholder=""))
 
     def _read_reasoning(self, item: JsonObject, where: str) -> None:
-        text = _extract_reasoning(item, where)
+        text = (
+            _read_text(item.get("content") or [], f"{where}.content", image_placeholder="")
+            or decode_reasoning(item.get("encrypted_content"))
+            or _read_text(item.get("summary") or [], f"{where}.summary", image_placeholder="")
+        )
         if text:
             message = self._join_assistant(item, after=("reasoning_content", "content", "tool_calls"))
             message["reasoning_content"] = message.get("reasoning_content", "") + text
@@ -139,12 +142,13 @@ class _ItemReader:
         self._has_results = True
 
     def _join_assistant(self, item: JsonObject, after: tuple[str, ...]) -> JsonObject:
-        """Message that an item belongs to: the open one where both come from one answer, else a new one.
+        """Message that an item belongs to: the open message where both come from one answer, else a new message.
 
-        Without ids, the open one unless its calls have results, or it has one of the fields `after`, which come after
+        Without ids, the open message unless its calls have results, or it has a field of `after`, which come after
         such an item in an answer.
         """
-        answer_id = _parse_answer_id(item)
+        own_id = _OWN_ID.fullmatch(str(item.get("id")))
+        answer_id = own_id[1] if own_id else ""
         if self._open_message is not None:
             if answer_id and self._answer_id:
                 is_same_answer = answer_id == self._answer_id
@@ -157,19 +161,6 @@ class _ItemReader:
         self._answer_id, self._has_results = answer_id, False
         self.messages.append(self._open_message)
         return self._open_message
-
-
-def _parse_answer_id(item: JsonObject) -> str:
-    return match[1] if isinstance(name := item.get("id"), str) and (match := _OWN_ID.fullmatch(name)) else ""
-
-
-def _extract_reasoning(item: JsonObject, where: str) -> str:
-    """Reasoning from the plain content, else from our encrypted_content, else from the summary."""
-    return (
-        _read_text(item.get("content") or [], f"{where}.content", image_placeholder="")
-        or decode_reasoning(item.get("encrypted_content"))
-        or _read_text(item.get("summary") or [], f"{where}.summary", image_placeholder="")
-    )
 
 
 def _read_text(content: object, where: str, image_placeholder: str) -> str:
@@ -201,10 +192,3 @@ def _read_string(item: JsonObject, name: str, where: str) -> str:
     if isinstance(value := item.get(name), str):
         return value
     raise bad_request(f"'{where}.{name}' must be a string.", param=f"{where}.{name}")
-
-
-def _unsupported_item_error(kind: object, where: str) -> ClientError:
-    if kind == "item_reference":
-        message = f"'{where}' refers to a stored item; nothing is stored here, send the item itself."
-        return bad_request(message, param=where)
-    return bad_request(f"'{where}' is of type \"{str(kind)[:40]}\", which can't be read here.", param=where)

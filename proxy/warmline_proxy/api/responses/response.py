@@ -83,7 +83,8 @@ class ResponseEvents:
         self._usage = chunk.usage or self._usage
         for choice in chunk.choices:
             if reasoning := choice.delta.reasoning_text:
-                yield from self._emit_reasoning(reasoning)
+                yield from self._ensure_item(REASONING)
+                yield self._append_text(reasoning, self._reasoning_event_name("text.delta"), delta=reasoning)
             if text := choice.delta.content:
                 yield from self._emit_text(text, (choice.logprobs or {}).get("content") or [])
             for call in choice.delta.tool_calls or ():
@@ -95,7 +96,7 @@ class ResponseEvents:
     def end(self) -> Events:
         yield from self._emit_created()
         yield from self._finish_item()
-        if not self._is_truncated and not any(item["type"] != REASONING for item in self._output):
+        if self._status == "completed" and all(item["type"] == REASONING for item in self._output):
             yield from self._add_item(MESSAGE)  # an empty answer has an empty message
             yield from self._finish_item()
         yield self._make_event(f"response.{self._status}", response=self.build_response(self._status))
@@ -103,9 +104,8 @@ class ResponseEvents:
     def fail(self, error: ClientError) -> Events:
         body = translate_error(error)
         yield from self._emit_created()
-        failed_error = {"code": body.code or SERVER_ERROR, "message": body.message}
-        failed = {**self.build_response("failed"), "error": failed_error}
-        yield self._make_event("response.failed", response=failed)
+        failure = {"error": {"code": body.code or SERVER_ERROR, "message": body.message}}
+        yield self._make_event("response.failed", response=self.build_response("failed") | failure)
 
     def build_result(self) -> JsonObject:
         """The whole response, after `end`."""
@@ -127,12 +127,8 @@ class ResponseEvents:
         }
 
     @property
-    def _is_truncated(self) -> bool:
-        return self._finish_reason == "length"
-
-    @property
     def _status(self) -> str:
-        return "incomplete" if self._is_truncated else "completed"
+        return "incomplete" if self._finish_reason == "length" else "completed"
 
     # ---- items
 
@@ -141,16 +137,13 @@ class ResponseEvents:
             for name in ("created", "in_progress"):
                 yield self._make_event(f"response.{name}", response=self.build_response("in_progress"))
 
-    def _emit_reasoning(self, text: str) -> Events:
-        if self._item is None or self._item.kind != REASONING:
+    def _ensure_item(self, kind: str) -> Events:
+        if self._item is None or self._item.kind != kind:
             yield from self._finish_item()
-            yield from self._add_item(REASONING)
-        yield self._append_text(text, self._reasoning_event_name("text.delta"), delta=text)
+            yield from self._add_item(kind)
 
     def _emit_text(self, text: str, logprobs: list[JsonObject]) -> Events:
-        if self._item is None or self._item.kind != MESSAGE:
-            yield from self._finish_item()
-            yield from self._add_item(MESSAGE)
+        yield from self._ensure_item(MESSAGE)
         assert self._item is not None
         shown_logprobs = logprobs if self._options.logprobs else []
         self._item.logprobs += shown_logprobs
@@ -208,8 +201,8 @@ class ResponseEvents:
         yield self._make_event("response.output_item.done", output_index=done.index, item=done.item)
 
     def _finish_message(self, open_item: _OpenItem) -> Events:
-        part = self._message_part(open_item)
-        fields = {"text": part["text"], "logprobs": part["logprobs"]}
+        fields = {"text": open_item.text, "logprobs": list(open_item.logprobs)}
+        part = {"type": "output_text", "annotations": [], **fields}
         yield self._item_event("output_text.done", content_index=0, **fields)
         yield self._item_event("content_part.done", content_index=0, part=part)
         open_item.item["content"] = [part]
@@ -234,10 +227,6 @@ class ResponseEvents:
             open_item.item["arguments"] = text
 
     # ---- parts
-
-    def _message_part(self, open_item: _OpenItem) -> JsonObject:
-        logprobs = list(open_item.logprobs)
-        return {"type": "output_text", "annotations": [], "text": open_item.text, "logprobs": logprobs}
 
     def _reasoning_text(self, text: str) -> JsonObject:
         return {"type": "summary_text" if self._options.summary else "reasoning_text", "text": text}

@@ -33,10 +33,6 @@ class ResponsesTool:
     def function_name(self) -> str:
         return qualify_name(self.namespace, self.name)
 
-    @property
-    def chat_tool(self) -> JsonObject:
-        return {"type": "function", "function": self.definition}
-
 
 @dataclass(frozen=True)
 class Toolbox:
@@ -44,12 +40,8 @@ class Toolbox:
 
     tools: dict[str, ResponsesTool] = field(default_factory=dict)
 
-    @property
-    def chat_tools(self) -> list[JsonObject]:
-        return [tool.chat_tool for tool in self.tools.values()]
-
     def resolve(self, function_name: str) -> ResponsesTool:
-        """Tool of a function name; for one made up by the model, a function of that name."""
+        """Tool of a function name; for a name that the model made up, a function of that name."""
         return self.tools.get(function_name) or ResponsesTool("function", function_name, "", {})
 
     def find(self, kind: str, name: str) -> ResponsesTool | None:
@@ -112,7 +104,11 @@ def _convert_function(entry: JsonObject, function_name: str) -> JsonObject:
 
 
 def _convert_custom(entry: JsonObject, function_name: str) -> JsonObject:
-    form = entry.get("format")
+    form, parts = entry.get("format"), [entry.get("description")]
+    if isinstance(form, dict) and form.get("type") == "grammar" and isinstance(form.get("definition"), str):
+        syntax = form.get("syntax") or "lark"
+        parts.append(f"'{INPUT_ARGUMENT}' must follow this {syntax} grammar:\n{form['definition']}")
+    description = "\n\n".join(part for part in parts if isinstance(part, str) and part)
     text: JsonObject = {"type": "string", "description": "The tool's input, as plain text."}
     parameters = {
         "type": "object",
@@ -120,15 +116,7 @@ def _convert_custom(entry: JsonObject, function_name: str) -> JsonObject:
         "required": [INPUT_ARGUMENT],
         "additionalProperties": False,
     }
-    parts = [entry.get("description"), _describe_grammar(form) if isinstance(form, dict) else ""]
-    description = "\n\n".join(part for part in parts if isinstance(part, str) and part)
     return {"name": function_name, "description": description, "parameters": parameters}
-
-
-def _describe_grammar(form: JsonObject) -> str:
-    if form.get("type") != "grammar" or not isinstance(form.get("definition"), str):
-        return ""
-    return f"'{INPUT_ARGUMENT}' must follow this {form.get('syntax') or 'lark'} grammar:\n{form['definition']}"
 
 
 # ---- tool_choice
