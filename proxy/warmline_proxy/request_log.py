@@ -11,8 +11,7 @@ from warmline_common.protocol.messages import HEADER_REQUEST, GenerationResult
 from warmline_proxy.errors import CLIENT_CLOSED, ClientError, bad_request
 from warmline_proxy.planner import COLD, RESTORED, RequestPlan
 from warmline_proxy.store.rows import Divergence, RequestRecord
-from warmline_proxy.upstream.client import UpstreamError
-from warmline_proxy.upstream.errors import translate_upstream_error
+from warmline_proxy.upstream.client import UpstreamError, translate_upstream_error
 
 OK, ERROR, CANCELLED = "ok", "error", "cancelled"
 RECORD_FIELDS = (

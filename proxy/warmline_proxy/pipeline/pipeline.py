@@ -35,14 +35,7 @@ from warmline_proxy.request_log import RequestLog
 from warmline_proxy.response.choices import ChoiceRequest, split_choices
 from warmline_proxy.response.fanout import Branch, Fanout
 from warmline_proxy.response.relay import ResponseWriter, relay_response
-from warmline_proxy.upstream.client import (
-    LeaderLostError,
-    UpstreamConnectionError,
-    UpstreamError,
-    UpstreamUnreachableError,
-    retry_dispatch,
-)
-from warmline_proxy.upstream.errors import translate_upstream_error
+from warmline_proxy.upstream import client as upstream
 from warmline_proxy.upstream.generation_stream import GenerationStream
 from warmline_proxy.upstream.watchdog import Watchdog
 
@@ -89,7 +82,7 @@ class Pipeline:
             body = await self._admit(http_request, request)  # 1. a bounded queue
             choices = self._normalize(http_request, api, request, body)  # 2. any model name, null is absent
             if len(choices) == 1:
-                await retry_dispatch()(self._dispatch, request)  # 3. to 6., again where the backend is lost
+                await upstream.retry_dispatch()(self._dispatch, request)  # 3. to 6., again where the backend is lost
             else:
                 await self._fan_out(request, response, choices)  # 3. to 6. for each choice
         assert response.http_response is not None
@@ -121,12 +114,12 @@ class Pipeline:
                     continue
                 try:
                     return await self._relay(request, generation, plan)
-                except LeaderLostError:
+                except upstream.LeaderLostError:
                     await self._reset(request)
-        except (UpstreamUnreachableError, UpstreamConnectionError):
+        except upstream.BACKEND_LOST_ERRORS:
             self._watchdog.recheck()
             raise
-        raise UpstreamError("what it was to start from was lost again and again")
+        raise upstream.UpstreamError("what it was to start from was lost again and again")
 
     async def _relay(self, request: Request, generation: GenerationStream, plan: RequestPlan) -> None:
         start = ResponseStart(request.log.id, request.model, request.log.prompt_tokens, plan.reuse)
@@ -139,12 +132,12 @@ class Pipeline:
             async with request.cancel_scope:
                 yield
             request.log.record_success()
-        except (ClientError, UpstreamError) as error:
+        except (ClientError, upstream.UpstreamError) as error:
             if request.cancel_scope.reason:
                 self._record_cancel(request, find_cancel_source(request.cancel_scope.reason))
             request.log.record_failure(error)
             self._steps.completion.release(request)  # first: writing to a client that does not read takes a while
-            await request.response.fail(translate_upstream_error(error))
+            await request.response.fail(upstream.translate_upstream_error(error))
         except (asyncio.CancelledError, ConnectionResetError):
             if not request.log.outcome:
                 self._record_cancel(request, "client")
@@ -195,13 +188,13 @@ class Pipeline:
         """Answer with several generations, each a request with a ticket and a record of its own."""
         assert request.call is not None
         await self._registry.cancel_superseded(request)
-        await retry_dispatch()(self._check_prompts, request, request.call, choices)
+        await upstream.retry_dispatch()(self._check_prompts, request, request.call, choices)
         fanout = Fanout(response, request.call, choices, request.log.id, self._config.running_count_max)
 
         async def compute(branch: Branch) -> None:
             branch_request = self._create_branch_request(request, branch)
             async with self._request_scope(branch_request):
-                await retry_dispatch()(self._dispatch, branch_request)
+                await upstream.retry_dispatch()(self._dispatch, branch_request)
 
         await fanout.run(compute, lambda: request.cancel_scope.reason)
 

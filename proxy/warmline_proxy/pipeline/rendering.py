@@ -13,8 +13,7 @@ from warmline_proxy.pipeline.sampled_turns import SampledTurnCache
 from warmline_proxy.request.request import Request, RequestStatus
 from warmline_proxy.request_log import new_request_id
 from warmline_proxy.upstream.backend_state import BackendState
-from warmline_proxy.upstream.client import Upstream, UpstreamStatusError
-from warmline_proxy.upstream.errors import translate_upstream_error
+from warmline_proxy.upstream.client import Upstream, UpstreamStatusError, translate_upstream_error
 
 
 @dataclass(eq=False)

@@ -19,13 +19,7 @@ from warmline_proxy.planner import COLD, RESTORED, RequestPlan, RunningRequest, 
 from warmline_proxy.request.request import Request, RequestStatus, resident_after_restore
 from warmline_proxy.store.rows import PrefixMatch
 from warmline_proxy.upstream.backend_state import BackendState
-from warmline_proxy.upstream.client import (
-    RestoreFailedError,
-    Upstream,
-    UpstreamConnectionError,
-    UpstreamError,
-    UpstreamUnreachableError,
-)
+from warmline_proxy.upstream.client import BACKEND_LOST_ERRORS, RestoreFailedError, Upstream, UpstreamError
 from warmline_proxy.upstream.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -187,7 +181,7 @@ class Starter:
                 return _RestoreResult(why_not=why_not, plan_again=True)
         except RestoreFailedError as error:
             return await self._quarantine_file(error, plan.file_ids)
-        except (UpstreamUnreachableError, UpstreamConnectionError):  # the backend is lost: dispatched again
+        except BACKEND_LOST_ERRORS:  # the backend is lost: dispatched again
             raise
         except UpstreamError as error:
             level = logging.INFO if request.release_task else logging.WARNING  # INFO: its request was cancelled

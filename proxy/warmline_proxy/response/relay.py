@@ -20,8 +20,7 @@ from warmline_proxy.api.base import Api, ApiCall, Chunk, ResponseEncoder, Respon
 from warmline_proxy.errors import ClientError, bad_gateway
 from warmline_proxy.http.bodies import write_chunk
 from warmline_proxy.request_log import RequestLog
-from warmline_proxy.upstream.client import LeaderLostError, StepFailedError, UpstreamError
-from warmline_proxy.upstream.errors import translate_upstream_error
+from warmline_proxy.upstream.client import LeaderLostError, StepFailedError, UpstreamError, translate_upstream_error
 from warmline_proxy.upstream.generation_stream import PREFILL, GenerationStream
 
 STREAM_HEADERS = {

@@ -75,7 +75,10 @@ class BackendState:
             if reply.boot != self.resident_view.boot:
                 await self._refresh()
             elif self.resident_view.is_stale(reply):
-                await self._prune_residents()
+                ids_before = self.resident_view.ids()
+                listing = await self._upstream.list_residents(ids=False)  # without token ids it is cheap
+                if listing.boot == self.resident_view.boot:
+                    self.resident_view.update(listing, ids_before)
 
     async def refresh(self) -> None:
         """Fetch listing and status; entries that the backend still has are kept.  Raises UpstreamError."""
@@ -89,17 +92,8 @@ class BackendState:
         listing = await self._upstream.list_residents(ids=True)
         # The status last: after a backend restart in between, the view is stale, and is refreshed again.
         self._status = status = await self._upstream.fetch_status()
-        self.resident_view.update_generation(listing)
-        self.resident_view.prune(listing.residents, ids_before)
-        self.resident_view.add_listed(listing.residents)
+        self.resident_view.update(listing, ids_before)
         return status
-
-    async def _prune_residents(self) -> None:
-        ids_before = self.resident_view.ids()
-        listing = await self._upstream.list_residents(ids=False)  # without token ids it is cheap
-        if listing.boot == self.resident_view.boot:
-            self.resident_view.update_generation(listing)
-            self.resident_view.prune(listing.residents, ids_before)
 
     def add_suspect(self, root: bytes, tokens: bytes) -> SuspectPrefix:
         """Exclude these tokens, on disk and in memory, from use until `remove_suspect`."""
@@ -122,10 +116,9 @@ class BackendState:
 
     def is_memory_filling(self) -> bool:
         """Say whether the backend may soon have to drop residents."""
-        status = self._status
-        return status is not None and (
-            status.resident_bytes + status.running_bytes > MEMORY_FILLING_SHARE * status.memory_budget_bytes
-        )
+        if (status := self._status) is None:
+            return False
+        return status.resident_bytes + status.running_bytes > MEMORY_FILLING_SHARE * status.memory_budget_bytes
 
     async def refresh_rates(self) -> None:
         """Fetch the backend's measured rates, at most once in RATES_INTERVAL_S.  Raises UpstreamError."""

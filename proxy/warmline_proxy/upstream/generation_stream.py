@@ -52,10 +52,7 @@ class GenerationStream:
         self._reader_task = background.spawn(self._read(), f"generation {request_id}")
 
     async def events(self) -> AsyncIterator[SseEvent]:
-        """Yield all events but Warmline's result event; `[DONE]` only after the listener has had the result.
-
-        Raises UpstreamConnectionError where the stream breaks off.
-        """
+        """Yield all but the result event, which precedes `[DONE]` for the listener.  Raises UpstreamConnectionError."""
         while (event := await self._events.get()) is not None:
             self.backlog_bytes -= len(event.raw)
             yield event

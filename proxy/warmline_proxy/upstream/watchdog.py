@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from warmline_common.protocol.messages import HealthReply
@@ -37,17 +38,13 @@ def step_limit_s(configured_s: float, pulse: HealthReply | None) -> float:
     return limit * WARM_UP_FACTOR if pulse.steps < WARM_UP_STEPS else limit
 
 
+@dataclass(eq=False)
 class StallTracker:
     """Seconds for which a backend has stalled: in one step, or silent."""
 
-    def __init__(self) -> None:
-        self.stuck_s = 0.0
-        self.silent_s = 0.0
-        self._step: tuple[str, int] | None = None
-
-    def reset(self) -> None:
-        self.stuck_s = self.silent_s = 0.0
-        self._step = None
+    stuck_s: float = 0.0
+    silent_s: float = 0.0
+    _step: tuple[str, int] | None = None
 
     def record_pulse(self, pulse: HealthReply, gap_s: float) -> bool:
         """Take a pulse `gap_s` after the last poll; say whether a step was done since the last pulse."""
@@ -183,7 +180,7 @@ class Watchdog:
 
     def _kill_backend(self, why: str) -> None:
         """Kill the process with SIGKILL, if it is a backend."""
-        pid = self._find_pid()
+        pid = self.pulse.pid if self.pulse else self._read_pid_file()
         self._mark_down("the backend was wedged and is being started again")
         if pid is None or BACKEND_COMMAND not in read_command_line(pid):
             log.error("the backend is wedged (%s), and there is no such process to end: was it started elsewhere?", why)
@@ -195,15 +192,11 @@ class Watchdog:
         except OSError as error:
             log.error("the backend (pid %d) could not be killed: %s", pid, error)
 
-    def _find_pid(self) -> int | None:
-        """Return the pid of the last pulse; before the first one, the pid file's."""
-        if self.pulse:
-            return self.pulse.pid
+    def _read_pid_file(self) -> int | None:
         with suppress(OSError, ValueError):
             return int(self._pid_file.read_text())
         return None
 
     def _mark_down(self, why: str) -> None:
-        self.pulse, self.down_reason = None, why
-        self._stall_tracker.reset()
+        self.pulse, self.down_reason, self._stall_tracker = None, why, StallTracker()
         self._up_event.clear()
