@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import msgspec
+
 from warmline_common.protocol.messages import CheckpointRef, KvLayout, MessageEnd, PrefillRate, SegmentRef
 from warmline_common.protocol.tokens import BLOCK_TOKENS
 from warmline_proxy.store.rows import PrefixMatch
@@ -65,9 +67,6 @@ class Costs:
     restore_bytes_per_s: float = 0.0
 
 
-UNMEASURED = Costs()
-
-
 @dataclass(frozen=True)
 class PromptShape:
     """Part of a PromptReply that a plan depends on."""
@@ -118,39 +117,31 @@ def plan_request(
     A running request that computes more of the prompt, and sooner, is followed.
     """
     limit, grid = prompt.tokens - 1, _grid_step(layout)
-    options = [
-        RequestPlan(COLD, 0),
-        _start_from_resident(residents, limit, grid),
-        _start_from_disk(match, limit, layout),
-    ]
-    starts = [start for start in options if start]
+    resident_start, stored_start = _start_from_resident(residents, limit, grid), _start_from_disk(match, limit, layout)
+    starts = [start for start in (RequestPlan(COLD, 0), resident_start, stored_start) if start]
     estimates = [(_estimate_ttft_s(start, prompt.tokens, layout, costs), start) for start in starts]
     seconds, start = min(estimates, key=lambda pair: (pair[0], -pair[1].reuse))
     if leader := _choose_leader(running, start.reuse, limit, grid, costs):
         start = RequestPlan(SHARED, _shareable_tokens(leader, limit, grid), leader_id=leader.request_id)
         seconds = estimate_prefill_s(min(leader.prefilled, start.reuse), prompt.tokens, costs.prefill)
-    known_prefix = _find_known_prefix(start, prompt, residents, match)
+    known = _find_known_prefix(start, prompt, residents, match)
     return replace(
         start,
-        why_not_warmer=_explain_start(start, starts, prompt, known_prefix, layout),
-        checkpoint_positions=_plan_checkpoints(prompt, start.reuse, layout, checkpoint_gap_max),
+        why_not_warmer=_explain_start(start, max(each.reuse for each in starts), prompt, known, layout),
+        checkpoint_positions=choose_checkpoint_positions(prompt, start.reuse, layout, checkpoint_gap_max),
         expected_ttft_s=seconds,
-        diverges_at=known_prefix.end if known_prefix.diverges else None,
-        diverges_from=known_prefix.resident if known_prefix.diverges else "",
+        diverges_at=known.end if known.diverges else None,
+        diverges_from=known.resident if known.diverges else "",
     )
 
 
 def plan_cold(
-    prompt: PromptShape, layout: KvLayout | None, reason: str, checkpoint_gap_max: int = 0, *, costs: Costs = UNMEASURED
+    prompt: PromptShape, layout: KvLayout | None, costs: Costs, reason: str, checkpoint_gap_max: int = 0
 ) -> RequestPlan:
     """Plan that computes the whole prompt."""
-    return RequestPlan(
-        COLD,
-        0,
-        reason,
-        checkpoint_positions=_plan_checkpoints(prompt, 0, layout, checkpoint_gap_max),
-        expected_ttft_s=estimate_prefill_s(0, prompt.tokens, costs.prefill),
-    )
+    positions = choose_checkpoint_positions(prompt, 0, layout, checkpoint_gap_max)
+    ttft_s = estimate_prefill_s(0, prompt.tokens, costs.prefill)
+    return RequestPlan(COLD, 0, reason, checkpoint_positions=positions, expected_ttft_s=ttft_s)
 
 
 def plan_restore(tokens: int, match: PrefixMatch, layout: KvLayout | None) -> RequestPlan | None:
@@ -197,18 +188,17 @@ def _choose_leader(
     return max(filter(is_worth_it, candidates), key=reach, default=None)
 
 
-def _plan_checkpoints(prompt: PromptShape, reuse: int, layout: KvLayout | None, gap_max: int) -> tuple[int, ...]:
-    if layout is None or not layout.has_states:
-        return ()
-    return choose_checkpoint_positions(prompt, reuse, gap_max, layout.grid)
-
-
-def choose_checkpoint_positions(prompt: PromptShape, start: int, gap_max: int = 0, grid: int = 0) -> tuple[int, ...]:
+def choose_checkpoint_positions(
+    prompt: PromptShape, start: int, layout: KvLayout | None, gap_max: int = 0
+) -> tuple[int, ...]:
     """Positions at the end of system and tools, at the last boundary before the generation prompt, and strides between.
 
-    With a `gap_max` strides are no longer than that, for prefixes saved during prefill.  With a `grid` all positions
-    lie on it, and its last position in the prompt is one of them.
+    None where the model has no states.  With a `gap_max` strides are no longer than that, for prefixes saved during
+    prefill.  On a grid all positions lie on it, and its last position in the prompt is one of them.
     """
+    if layout is None or not layout.has_states:
+        return ()
+    grid = layout.grid
     boundaries = {at for at in (*prompt.boundaries[:1], prompt.turn_end) if start < at < prompt.tokens}
     stride = _checkpoint_stride(prompt.tokens - start, gap_max, grid)
     stops = sorted({start, *boundaries, prompt.turn_end or prompt.tokens - 1})
@@ -268,11 +258,8 @@ def _start_from_disk(match: PrefixMatch, limit: int, layout: KvLayout | None) ->
 
 def truncate_chain(chain: Sequence[SegmentRef], position: int) -> tuple[SegmentRef, ...]:
     """Part of a chain with exactly the rows [0, position)."""
-    return tuple(
-        SegmentRef(id=link.id, start=link.start, end=link.end, upto=min(link.upto, position))
-        for link in chain
-        if link.start < position
-    )
+    covered = (link for link in chain if link.start < position)
+    return tuple(msgspec.structs.replace(link, upto=min(link.upto, position)) for link in covered)
 
 
 def _estimate_ttft_s(start: RequestPlan, tokens: int, layout: KvLayout | None, costs: Costs) -> float:
@@ -295,28 +282,34 @@ def estimate_prefill_s(start: int, end: int, rates: Sequence[PrefillRate]) -> fl
     return seconds + max(0, end - at) / last
 
 
+@dataclass(frozen=True)
+class _KnownPrefix:
+    """Prefix of the prompt that was computed before, as far as is known, and why it ends."""
+
+    end: int
+    reason: str
+    diverges: bool = False
+    resident: str = ""  # with these tokens; "" for a stored prefix
+
+
 def _explain_start(
-    start: RequestPlan,
-    options: Sequence[RequestPlan],
-    prompt: PromptShape,
-    known_prefix: "_KnownPrefix",
-    layout: KvLayout | None,
+    start: RequestPlan, reuse_max: int, prompt: PromptShape, known: _KnownPrefix, layout: KvLayout | None
 ) -> str:
+    """`reuse_max`: tokens that the best of all possible starts reuses, however long it takes."""
     limit, grid = prompt.tokens - 1, _grid_step(layout)
     if start.reuse >= limit:
         return ""
     if start.leader_id:
         return f"another request computes the first {start.reuse} tokens"
-    slower_reuse = max(other.reuse for other in options)
-    if slower_reuse > start.reuse:
-        return f"restoring {slower_reuse} tokens would take longer"
+    if reuse_max > start.reuse:
+        return f"restoring {reuse_max} tokens would take longer"
     if layout and not layout.persistent and start.source == COLD:
         return f"not persistent: {layout.why_not}" if layout.why_not else "not persistent"
     if grid and align_to_grid(limit, grid) <= start.reuse:
         return _explain_grid(grid)
-    if has_fixed_positions(layout) and start.reuse < align_to_grid(known_prefix.end, grid):
-        return f"{known_prefix.reason}; no checkpoint after token {start.reuse}"
-    return f"{known_prefix.reason}; {_explain_grid(grid)}" if grid else known_prefix.reason
+    if has_fixed_positions(layout) and start.reuse < align_to_grid(known.end, grid):
+        return f"{known.reason}; no checkpoint after token {start.reuse}"
+    return f"{known.reason}; {_explain_grid(grid)}" if grid else known.reason
 
 
 def has_fixed_positions(layout: KvLayout | None) -> bool:
@@ -326,16 +319,6 @@ def has_fixed_positions(layout: KvLayout | None) -> bool:
 
 def _explain_grid(grid: int) -> str:
     return f"exact mode keeps and reuses multiples of {grid} tokens"
-
-
-@dataclass(frozen=True)
-class _KnownPrefix:
-    """Prefix of the prompt that was computed before, as far as is known, and why it ends."""
-
-    end: int
-    reason: str
-    diverges: bool = False
-    resident: str = ""  # in which they are
 
 
 def _find_known_prefix(

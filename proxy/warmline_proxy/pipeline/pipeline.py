@@ -31,7 +31,7 @@ from warmline_proxy.request.admission import AdmissionQueue, identify_caller
 from warmline_proxy.request.deadlines import RequestTimeouts
 from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.request.request import Request
-from warmline_proxy.request_log import RequestLog
+from warmline_proxy.request_log import CANCELLED, RequestLog
 from warmline_proxy.response.choices import ChoiceRequest, split_choices
 from warmline_proxy.response.fanout import Branch, Fanout
 from warmline_proxy.response.relay import ResponseWriter, relay_response
@@ -141,7 +141,7 @@ class Pipeline:
         except (asyncio.CancelledError, ConnectionResetError):
             if not request.log.outcome:
                 self._record_cancel(request, "client")
-            request.log.record_disconnect()
+                request.log.outcome = CANCELLED
             raise
         finally:
             request.log.total_s = request.log.elapsed_s()
@@ -266,7 +266,7 @@ class Pipeline:
 
 def build_response_headers(request: Request) -> dict[str, str]:
     """X-Warmline headers; with several choices, the cache header of the first."""
-    start_log = request.branches[0].log if request.branches else request.log
-    cache = {HEADER_CACHE: start_log.format_cache_header()} if start_log.plan else {}
+    plan = (request.branches[0] if request.branches else request).log.plan
+    cache = {HEADER_CACHE: f"{plan.source} {plan.reuse}"} if plan else {}
     stabilized = {HEADER_STABILIZED: request.log.stabilization} if request.log.stabilization else {}
     return {HEADER_REQUEST: request.log.id, **cache, **stabilized}

@@ -73,8 +73,8 @@ class Starter:
         self.divergence_recorder.clear(request)
         if not request.prompt.tokens_max:  # nothing is computed
             return RequestPlan(COLD, 0, why)
-        costs, gap_max = self.backend_state.costs(), self.config.partial_save_tokens
-        plan = plan_cold(request.prompt_shape(), request.layout, why, gap_max, costs=costs)
+        gap_max = self.config.partial_save_tokens
+        plan = plan_cold(request.prompt_shape(), request.layout, self.backend_state.costs(), why, gap_max)
         return replace(plan, checkpoint_positions=()) if self.config.reuse == "off" else plan
 
     async def _start_warm(self, request: Request, running: Sequence[RunningRequest]) -> RequestPlan:
