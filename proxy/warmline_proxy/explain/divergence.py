@@ -75,9 +75,8 @@ class DivergenceRecorder:
     def start_analysis(self, request: Request) -> None:
         """Start the task that fetches the texts and finds the cause."""
         if request.log.divergence is not None:
-            request.divergence_task = self.background.spawn(
-                self._analyze(request, request.log.divergence), f"parting of {request.log.id}"
-            )
+            analysis = self._analyze(request, request.log.divergence)
+            request.divergence_task = self.background.spawn(analysis, f"parting of {request.log.id}")
 
     async def wait_for_analysis(self, request: Request) -> None:
         """Wait for the task, at most ANALYSIS_WAIT_S."""
@@ -89,9 +88,8 @@ class DivergenceRecorder:
         tokens, why = request.divergence_tokens, request.log.plan.why_not_warmer if request.log.plan else ""
         comes_later = await asyncio.to_thread(self._is_found_later, divergence, tokens)
         stored_text, prompt_text = await self._fetch_texts(divergence)
-        found = msgspec.structs.replace(
-            divergence, comes_later=comes_later, stored_text=stored_text, prompt_text=prompt_text
-        )
+        texts = {"stored_text": stored_text, "prompt_text": prompt_text}
+        found = msgspec.structs.replace(divergence, comes_later=comes_later, **texts)
         found.cause = find_cause(why, found)
         if request.log.divergence is divergence:  # else the request was planned again, or a purge cleared it
             request.log.divergence = found

@@ -1,7 +1,6 @@
 """Difference of two texts, as ranges of characters for display.  Pure."""
 
 import re
-from collections.abc import Sequence
 from difflib import SequenceMatcher
 from itertools import accumulate
 
@@ -16,25 +15,23 @@ Ranges = list[tuple[int, int]]  # [start, end) in characters, ascending
 def diff_texts(old: str, new: str) -> tuple[Ranges, Ranges]:
     """Find the different ranges of each text; text that only one has at its end, as a longer window, does not count."""
     at = count_common_chars(old, new)
-    while at and not _is_word_edge(old, new, at):
-        at -= 1  # to mark whole words
+    while at and any(_is_same_word(text[at - 1], text[at : at + 1]) for text in (old, new)):
+        at -= 1  # to mark whole words, and whole lines of signs
     words = [[found[0] for found in _WORD.finditer(text, at)] for text in (old, new)]
     matcher = SequenceMatcher(None, words[0], words[1])  # with its junk heuristic: else it takes minutes
     if _similarity(matcher, words) < SIMILARITY_MIN:
         return [(at, len(old))] * (len(old) > at), [(at, len(new))] * (len(new) > at)
     offsets = [list(accumulate(map(len, each), initial=at)) for each in words]
     ranges: tuple[Ranges, Ranges] = ([], [])
-    for tag, old_from, old_to, new_from, new_to in _drop_tail(matcher.get_opcodes()):
+    codes = matcher.get_opcodes()
+    if len(codes) > 2 and codes[-1][0] in ("insert", "delete") and codes[-2][0] == "equal":
+        codes.pop()  # one text ends earlier
+    for tag, old_from, old_to, new_from, new_to in codes:
         if tag != "equal":
             for side, (start, end) in enumerate(((old_from, old_to), (new_from, new_to))):
                 if start < end:
                     ranges[side].append((offsets[side][start], offsets[side][end]))
     return ranges
-
-
-def _is_word_edge(old: str, new: str, at: int) -> bool:
-    """Say whether no word, nor a line of signs, of either text continues there."""
-    return all(not _is_same_word(text[at - 1], text[at : at + 1]) for text in (old, new))
 
 
 def _is_same_word(a: str, b: str) -> bool:
@@ -49,8 +46,3 @@ def _similarity(matcher: SequenceMatcher[str], words: list[list[str]]) -> float:
 
 def _count_letters(words: list[str]) -> int:
     return sum(len(word) for word in words if word[0].isalnum())
-
-
-def _drop_tail(codes: Sequence[tuple[str, int, int, int, int]]) -> Sequence[tuple[str, int, int, int, int]]:
-    ends_early = len(codes) > 2 and codes[-1][0] in ("insert", "delete") and codes[-2][0] == "equal"
-    return codes[:-1] if ends_early else codes

@@ -8,7 +8,7 @@ from warmline_common.protocol.tokens import TOKEN_BYTES, namespace
 from warmline_proxy.api.base import ApiCall
 from warmline_proxy.config import ProxyConfig
 from warmline_proxy.errors import parse_context_overflow, service_unavailable
-from warmline_proxy.explain.stabilize import stabilize_fields
+from warmline_proxy.explain.prompt_head import stabilize_fields
 from warmline_proxy.pipeline.sampled_turns import SampledTurnCache
 from warmline_proxy.request.request import Request, RequestStatus
 from warmline_proxy.request_log import new_request_id
