@@ -34,7 +34,7 @@ from warmline_proxy.request.request import Request
 from warmline_proxy.request_log import CANCELLED, RequestLog
 from warmline_proxy.response.choices import ChoiceRequest, split_choices
 from warmline_proxy.response.fanout import Branch, Fanout
-from warmline_proxy.response.relay import ResponseWriter, relay_response
+from warmline_proxy.response.relay import Relay, ResponseWriter
 from warmline_proxy.upstream import client as upstream
 from warmline_proxy.upstream.generation_stream import GenerationStream
 from warmline_proxy.upstream.watchdog import Watchdog
@@ -123,7 +123,8 @@ class Pipeline:
 
     async def _relay(self, request: Request, generation: GenerationStream, plan: RequestPlan) -> None:
         start = ResponseStart(request.log.id, request.model, request.log.prompt_tokens, plan.reuse)
-        await relay_response(request.response, generation, start, request.log, request.record_first_token)
+        encoder = request.response.open_encoder(start)
+        await Relay(request.response, generation, encoder, request.log, request.record_first_token).run()
 
     @asynccontextmanager
     async def _request_scope(self, request: Request) -> AsyncIterator[None]:
@@ -189,7 +190,7 @@ class Pipeline:
         assert request.call is not None
         await self._registry.cancel_superseded(request)
         await upstream.retry_dispatch()(self._check_prompts, request, request.call, choices)
-        fanout = Fanout(response, request.call, choices, request.log.id, self._config.running_count_max)
+        fanout = Fanout(response, choices, request.log.id, self._config.running_count_max)
 
         async def compute(branch: Branch) -> None:
             branch_request = self._create_branch_request(request, branch)
