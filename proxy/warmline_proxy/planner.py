@@ -200,7 +200,9 @@ def choose_checkpoint_positions(
         return ()
     grid = layout.grid
     boundaries = {at for at in (*prompt.boundaries[:1], prompt.turn_end) if start < at < prompt.tokens}
-    stride = _checkpoint_stride(prompt.tokens - start, gap_max, grid)
+    stride = CHECKPOINT_STRIDE_TOKENS * max(1, -(-(prompt.tokens - start) // _STRIDED_TOKENS_MAX))
+    stride = min(stride, max(gap_max, CHECKPOINT_GAP_TOKENS_MIN)) if gap_max else stride
+    stride = max(grid, align_to_grid(stride, grid))
     stops = sorted({start, *boundaries, prompt.turn_end or prompt.tokens - 1})
     positions = set(boundaries)
     for low, high in pairwise(stops):
@@ -209,12 +211,6 @@ def choose_checkpoint_positions(
     if grid:
         positions = {align_to_grid(position, grid) for position in (*positions, prompt.tokens - 1)}
     return tuple(sorted(position for position in positions if position > start))
-
-
-def _checkpoint_stride(tokens: int, gap_max: int, grid: int) -> int:
-    stride = CHECKPOINT_STRIDE_TOKENS * max(1, -(-tokens // _STRIDED_TOKENS_MAX))
-    stride = min(stride, max(gap_max, CHECKPOINT_GAP_TOKENS_MIN)) if gap_max else stride
-    return max(grid, align_to_grid(stride, grid))
 
 
 def _start_from_resident(residents: Sequence[ResidentCandidate], limit: int, grid: int) -> RequestPlan | None:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Coroutine, Iterable
+from contextlib import suppress
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -37,10 +38,7 @@ class BackgroundTasks:
 
 async def wait_for_events(events: Iterable[asyncio.Event], timeout_s: float) -> None:
     """Wait until all events are set, at most `timeout_s`."""
-    waits = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        if waits:
-            await asyncio.wait(waits, timeout=timeout_s)
-    finally:
-        for wait in waits:
-            wait.cancel()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            for event in events:
+                await event.wait()

@@ -221,7 +221,9 @@ def _iter_text_causes(why: str, divergence: Divergence) -> Iterator[str]:
     old, new = divergence.stored_text, divergence.prompt_text
     at = count_common_chars(old, new)
     if old and new:
-        yield _find_volatile_cause(old, new, at)
+        span = find_replaced_span(old, new, at)
+        yield _RULE_CAUSES[span.rule] if span else ""
+        yield "number" if _has_number_at(old, at) and _has_number_at(new, at) else ""
         yield "whitespace" if _is_same_but_spaces(old[at:], new[at:]) else ""
         near = slice(max(0, at - NEAR_CHARS), at + NEAR_CHARS)
         has_lost_reasoning = _REASONING.search(old[near]) and not _REASONING.search(new[near])
@@ -233,13 +235,6 @@ def _iter_text_causes(why: str, divergence: Divergence) -> Iterator[str]:
 
 def _find_place_cause(why: str) -> str:
     return next((cause for pattern, cause in _PLACE_PATTERNS if re.search(pattern, why)), "")
-
-
-def _find_volatile_cause(old: str, new: str, at: int) -> str:
-    """Find the cause of two different times, dates, ids or numbers at the first difference; "" for other text."""
-    if (span := find_replaced_span(old, new, at)) is not None:
-        return _RULE_CAUSES[span.rule]
-    return "number" if _has_number_at(old, at) and _has_number_at(new, at) else ""
 
 
 def _has_number_at(text: str, at: int) -> bool:

@@ -43,7 +43,6 @@ class DivergenceRecorder:
 
     def record(self, request: Request, plan: RequestPlan, match: PrefixMatch) -> None:
         """Record the tokens on both sides of the plan's divergence, if it has one; takes microseconds."""
-        assert request.prompt is not None
         self.clear(request)
         if self._pause_count or (at := plan.diverges_at) is None:
             return
@@ -53,7 +52,7 @@ class DivergenceRecorder:
             return
         is_stored = match.tokens == at and match.divergent_tokens[:TOKEN_BYTES] == tokens[:TOKEN_BYTES]
         segment = match.divergent_segment if is_stored else ""
-        request.log.divergence = build_divergence(request.prompt, at, tokens, segment)
+        request.log.divergence = build_divergence(request.rendered, at, tokens, segment)
         request.divergence_tokens = tokens if resident else b""
         self._recorded_requests.add(request)
 

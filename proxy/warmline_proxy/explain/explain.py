@@ -203,10 +203,7 @@ def _read_stored_state(reader: IndexReader, record: RequestRecord) -> StoredStat
 
 
 def _is_branch_stored(reader: IndexReader, record: RequestRecord, session: SessionRow | None) -> bool:
-    """Say whether the branch from which the prompt diverged is on disk.
-
-    In the recorded segment, or in another one: small segments are rewritten, and residents are saved later.
-    """
+    """Say whether the branch from which the prompt diverged is on disk, in the recorded segment or a later one."""
     if (divergence := record.parting) is None:
         return False
     if divergence.segment and reader.segment(divergence.segment) is not None:

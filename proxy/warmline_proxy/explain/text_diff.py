@@ -19,7 +19,9 @@ def diff_texts(old: str, new: str) -> tuple[Ranges, Ranges]:
         at -= 1  # to mark whole words, and whole lines of signs
     words = [[found[0] for found in _WORD.finditer(text, at)] for text in (old, new)]
     matcher = SequenceMatcher(None, words[0], words[1])  # with its junk heuristic: else it takes minutes
-    if _similarity(matcher, words) < SIMILARITY_MIN:
+    # Letters alone are counted: spaces and signs are in every text.
+    same = sum(_count_letters(words[0][block.a : block.a + block.size]) for block in matcher.get_matching_blocks())
+    if same < SIMILARITY_MIN * max(1, min(map(_count_letters, words))):
         return [(at, len(old))] * (len(old) > at), [(at, len(new))] * (len(new) > at)
     offsets = [list(accumulate(map(len, each), initial=at)) for each in words]
     ranges: tuple[Ranges, Ranges] = ([], [])
@@ -36,12 +38,6 @@ def diff_texts(old: str, new: str) -> tuple[Ranges, Ranges]:
 
 def _is_same_word(a: str, b: str) -> bool:
     return (a.isalnum() and b.isalnum()) or (a == b and not a.isspace())
-
-
-def _similarity(matcher: SequenceMatcher[str], words: list[list[str]]) -> float:
-    """Share of common letters; spaces and signs, which are in every text, don't count."""
-    same = sum(_count_letters(words[0][block.a : block.a + block.size]) for block in matcher.get_matching_blocks())
-    return same / max(1, min(map(_count_letters, words)))
 
 
 def _count_letters(words: list[str]) -> int:

@@ -36,11 +36,10 @@ class DeadlineMonitor:
                 log.exception("looking after the requests failed")
 
     def _tick(self, now: float) -> None:
-        unfinished = [
-            request for request in self.requests if request.release_task is None and not request.response.is_closed
-        ]
         running = sum(request.is_computing for request in self.requests)
-        for request in unfinished:
+        for request in self.requests:
+            if request.release_task is not None or request.response.is_closed:
+                continue
             if error := self._find_violation(request, now, running):
                 request.cancel(error)
             elif self._is_heartbeat_due(request, now):

@@ -105,10 +105,7 @@ class ProgressListener:
             resident_view.exclude(settled.resident)
 
     def on_over(self, whole: bool) -> None:
-        """Release the ticket, whether or not the client has read all of the answer.
-
-        A broken stream keeps the ticket: for the next dispatch, or until the failure is written.
-        """
+        """Release the ticket, read or not; a broken stream keeps it for the next dispatch, or the failure's writing."""
         result = self.request.log.generation_result
         self.request.clock.mark_idle()
         self.request.mark_released()

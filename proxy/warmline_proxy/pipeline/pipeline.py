@@ -58,22 +58,15 @@ class PipelineSteps:
     completion: Completion
 
 
+@dataclass(frozen=True)
 class Pipeline:
-    """Answers generation requests.  State belongs to the event loop."""
+    """Answers generation requests.  Event loop thread."""
 
-    def __init__(
-        self,
-        config: ProxyConfig,
-        registry: RequestRegistry,
-        watchdog: Watchdog,
-        metrics: ProxyMetrics,
-        steps: PipelineSteps,
-    ) -> None:
-        self._config, self._registry, self._watchdog, self._metrics = config, registry, watchdog, metrics
-        self._steps = steps
-        self._timeouts = RequestTimeouts(
-            config.connect_timeout_s, config.queue_timeout_s, config.stall_timeout_s, config.total_timeout_s
-        )
+    config: ProxyConfig
+    registry: RequestRegistry
+    watchdog: Watchdog
+    metrics: ProxyMetrics
+    steps: PipelineSteps
 
     async def handle(self, http_request: web.Request, api: Api, client: Client) -> web.StreamResponse:
         """Answer one request.  Raises ClientError for its headers, later failures are written as the response."""
@@ -89,9 +82,7 @@ class Pipeline:
         return response.http_response
 
     async def _dispatch(self, request: Request) -> None:
-        """Dispatch once.  Raises UpstreamUnreachableError, UpstreamConnectionError or StepFailedError, with no content
-        sent, where the backend was lost.
-        """
+        """Dispatch once.  Raises BACKEND_LOST_ERRORS or StepFailedError, no content sent, where the backend is lost."""
         try:
             request.cancel_scope.raise_if_cancelled()
             await self._reset(request)
@@ -99,16 +90,16 @@ class Pipeline:
             request.log.dispatches += 1
             gone_count, refused_leaders = 0, set[str]()
             for number in range(PLANS_MAX):
-                await self._steps.renderer.render_request(request)  # 3. the prompt's token ids
-                await self._registry.cancel_superseded(request)
+                await self.steps.renderer.render_request(request)  # 3. the prompt's token ids
+                await self.registry.cancel_superseded(request)
                 await self._acquire_ticket(request)
                 can_follow = number < FOLLOW_PLANS_MAX
-                running = self._registry.find_followable(request, refused_leaders) if can_follow else []
+                running = self.registry.find_followable(request, refused_leaders) if can_follow else []
                 if not (why_cold := self._find_cold_reason(request, gone_count)):
-                    await self._registry.wait_for_releases(request)
-                    await self._registry.wait_for_saves(request, self._steps.starter.count_reusable_tokens)
-                plan = await self._steps.starter.start(request, running, why_cold)  # 4. plan, 5. restore
-                if not (generation := await self._steps.generator.start(request, plan)):  # 6. prefill and decode
+                    await self.registry.wait_for_releases(request)
+                    await self.registry.wait_for_saves(request, self.steps.starter.count_reusable_tokens)
+                plan = await self.steps.starter.start(request, running, why_cold)  # 4. plan, 5. restore
+                if not (generation := await self.steps.generator.start(request, plan)):  # 6. prefill and decode
                     refused_leaders.add(plan.leader_id)
                     gone_count += not plan.leader_id
                     continue
@@ -117,7 +108,7 @@ class Pipeline:
                 except upstream.LeaderLostError:
                     await self._reset(request)
         except upstream.BACKEND_LOST_ERRORS:
-            self._watchdog.recheck()
+            self.watchdog.recheck()
             raise
         raise upstream.UpstreamError("what it was to start from was lost again and again")
 
@@ -137,7 +128,7 @@ class Pipeline:
             if request.cancel_scope.reason:
                 self._record_cancel(request, find_cancel_source(request.cancel_scope.reason))
             request.log.record_failure(error)
-            self._steps.completion.release(request)  # first: writing to a client that does not read takes a while
+            self.steps.completion.release(request)  # first: writing to a client that does not read takes a while
             await request.response.fail(upstream.translate_upstream_error(error))
         except (asyncio.CancelledError, ConnectionResetError):
             if not request.log.outcome:
@@ -146,37 +137,36 @@ class Pipeline:
             raise
         finally:
             request.log.total_s = request.log.elapsed_s()
-            self._steps.completion.complete(request)
+            self.steps.completion.complete(request)
 
     def _record_cancel(self, request: Request, source: str) -> None:
         if not request.branches:  # else each branch records its own
-            self._metrics.record_cancel(request.status, source)
+            self.metrics.record_cancel(request.status, source)
 
     def _create_request(self, http_request: web.Request, api: Api, client: Client) -> tuple[Request, ResponseWriter]:
         """Raises ClientError for wrong headers."""
         client_request_id = http_request.headers.get(HEADER_REQUEST, "")
         request_log = RequestLog(api.name, check_request_id(http_request), client_request_id, client.name)
+        config, on_error = self.config, self.metrics.record_error
         response = ResponseWriter(
-            http_request,
-            api,
-            lambda: build_response_headers(request),
-            self._config.send_timeout_s,
-            self._metrics.record_error,
+            http_request, api, lambda: build_response_headers(request), config.send_timeout_s, on_error
         )
-        timeouts = self._timeouts.override_by_headers(http_request.headers)
-        request = self._registry.add(Request(request_log, response, timeouts, client=client))
+        timeouts = RequestTimeouts(
+            config.connect_timeout_s, config.queue_timeout_s, config.stall_timeout_s, config.total_timeout_s
+        ).override_by_headers(http_request.headers)
+        request = self.registry.add(Request(request_log, response, timeouts, client=client))
         set_request_id(request.log.id)
         return request, response
 
     async def _admit(self, http_request: web.Request, request: Request) -> bytes:
         """Body of the request.  The ticket comes first: a request that a full queue refuses costs no memory."""
         request.caller = identify_caller(request.client, http_request.headers, http_request.remote)
-        request.ticket = self._steps.admission.issue_ticket(request.caller)
-        return await read_body(http_request, self._config.receive_timeout_s)
+        request.ticket = self.steps.admission.issue_ticket(request.caller)
+        return await read_body(http_request, self.config.receive_timeout_s)
 
     def _normalize(self, http_request: web.Request, api: Api, request: Request, body: bytes) -> list[ChoiceRequest]:
         call = api.read_call(body, http_request.headers)
-        request.call, counts = self._steps.renderer.stabilize(call)
+        request.call, counts = self.steps.renderer.stabilize(call)
         request.response.call = request.call
         request.log.stabilization = ", ".join(f"{rule}={count}" for rule, count in sorted(counts.items()))
         if counts:
@@ -188,9 +178,9 @@ class Pipeline:
     async def _fan_out(self, request: Request, response: ResponseWriter, choices: Sequence[ChoiceRequest]) -> None:
         """Answer with several generations, each a request with a ticket and a record of its own."""
         assert request.call is not None
-        await self._registry.cancel_superseded(request)
+        await self.registry.cancel_superseded(request)
         await upstream.retry_dispatch()(self._check_prompts, request, request.call, choices)
-        fanout = Fanout(response, choices, request.log.id, self._config.running_count_max)
+        fanout = Fanout(response, choices, request.log.id, self.config.running_count_max)
 
         async def compute(branch: Branch) -> None:
             branch_request = self._create_branch_request(request, branch)
@@ -205,20 +195,15 @@ class Pipeline:
         if len(prompts) > 1:
             await self._connect(request)
             for fields in prompts.values():
-                await self._steps.renderer.render_call(request, replace(call, fields=fields))
+                await self.steps.renderer.render_call(request, replace(call, fields=fields))
 
     def _create_branch_request(self, request: Request, branch: Branch) -> Request:
         """Request for one choice; the first takes over the ticket of the whole, the others get extra ones."""
-        branch_log = replace(
-            request.log,
-            id=f"{request.log.id}.{branch.index}",
-            client_request_id="",
-            arrived_at=time.time(),
-            arrived_monotonic=time.monotonic(),
-        )
+        name, now = f"{request.log.id}.{branch.index}", time.monotonic()
+        branch_log = replace(request.log, id=name, client_request_id="", arrived_at=time.time(), arrived_monotonic=now)
         branch_request = Request(branch_log, branch, request.timeouts, client=request.client, caller=request.caller)
         branch_request.call = branch.call
-        self._registry.add(branch_request)
+        self.registry.add(branch_request)
         set_request_id(branch_log.id)
         first_ticket = request.branches[0].ticket if request.branches else None
         branch_request.ticket, request.ticket = first_ticket.issue_extra() if first_ticket else request.ticket, None
@@ -235,9 +220,9 @@ class Pipeline:
         """Wait for a backend that starts or restarts, in all dispatches together no longer than the limit."""
         limit_s, began = request.timeouts.connect_s, time.monotonic()
         try:
-            await self._watchdog.wait_until_up(max(0.0, limit_s - request.clock.connecting_s) if limit_s else None)
+            await self.watchdog.wait_until_up(max(0.0, limit_s - request.clock.connecting_s) if limit_s else None)
         except TimeoutError:
-            reason = self._watchdog.down_reason
+            reason = self.watchdog.down_reason
             message = f"The backend can't serve now: {reason} (waited {limit_s:g} s).  Try again soon."
             raise service_unavailable(message) from None
         finally:
@@ -256,7 +241,7 @@ class Pipeline:
     def _find_cold_reason(self, request: Request, gone_count: int) -> str:
         """Reason to reuse nothing; "" where there is none."""
         assert request.call is not None
-        if self._config.reuse == "off":
+        if self.config.reuse == "off":
             return "reuse is off"
         if request.prompt and not request.prompt.tokens_max:
             return "nothing is to be computed"

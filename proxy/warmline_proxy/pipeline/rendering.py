@@ -33,9 +33,7 @@ class RemoteRenderer:
         return replace(call, fields=fields), counts
 
     async def render_request(self, request: Request) -> None:
-        """Render into the request, with model, layout and root.  Raises UpstreamError; ClientError 503 where the
-        backend does not run in exact mode and the proxy does.
-        """
+        """Render into the request, with model, layout and root.  Raises UpstreamError; ClientError 503 if modes differ."""
         assert request.call is not None
         request.prompt = await self.render_call(request, request.call)
         request.advance(RequestStatus.WAITING)

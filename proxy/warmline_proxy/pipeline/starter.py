@@ -59,9 +59,9 @@ class Starter:
         return self._decide(request, (), EMPTY_MATCH if request.prompt is None else self._match(request)).reuse
 
     async def start(self, request: Request, running: Sequence[RunningRequest], why_cold: str) -> RequestPlan:
-        """Plan into the request's log, its resident restored; `why_cold`: reason to reuse nothing.
+        """Plan into the request's log, with its resident restored; `why_cold`: a reason to reuse nothing.
 
-        A plan's resident was in memory a moment ago.  Raises UpstreamUnreachableError, UpstreamConnectionError.
+        A plan's resident was in memory a moment ago.  Raises BACKEND_LOST_ERRORS.
         """
         plan = self._plan_cold(request, why_cold) if why_cold else await self._start_warm(request, running)
         request.log.plan = plan = self._add_cause(request, plan)
@@ -69,9 +69,8 @@ class Starter:
         return plan
 
     def _plan_cold(self, request: Request, why: str) -> RequestPlan:
-        assert request.prompt is not None
         self.divergence_recorder.clear(request)
-        if not request.prompt.tokens_max:  # nothing is computed
+        if not request.rendered.tokens_max:  # nothing is computed
             return RequestPlan(COLD, 0, why)
         gap_max = self.config.partial_save_tokens
         plan = plan_cold(request.prompt_shape(), request.layout, self.backend_state.costs(), why, gap_max)
@@ -96,8 +95,8 @@ class Starter:
 
     def _add_cause(self, request: Request, plan: RequestPlan) -> RequestPlan:
         """The plan with the client's change that explains it, where the prompt differs in its head."""
-        assert request.call is not None and request.prompt is not None
-        if plan.diverges_at is None or plan.diverges_at >= next(iter(request.prompt.boundaries), 0):
+        assert request.call is not None
+        if plan.diverges_at is None or plan.diverges_at >= next(iter(request.rendered.boundaries), 0):
             return plan
         cause = self.prompt_heads.explain_change(request.root, extract_head(request.call.fields))
         return replace(plan, why_not_warmer=f"{plan.why_not_warmer}: {cause}") if cause else plan
@@ -134,24 +133,18 @@ class Starter:
         return replace(plan, why_not_warmer="; ".join(filter(None, [*misses, plan.why_not_warmer])))
 
     def _decide(self, request: Request, running: Sequence[RunningRequest], match: PrefixMatch) -> RequestPlan:
-        assert request.prompt is not None
-        return plan_request(
-            request.prompt_shape(),
-            self.backend_state.candidates(request.root, request.prompt.tokens),
-            match,
-            request.layout,
-            self.backend_state.costs(),
-            running=running,
-            checkpoint_gap_max=self.config.partial_save_tokens,
-        )
+        prompt, layout, costs = request.prompt_shape(), request.layout, self.backend_state.costs()
+        residents = self.backend_state.candidates(request.root, request.rendered.tokens)
+        gap_max = self.config.partial_save_tokens
+        return plan_request(prompt, residents, match, layout, costs, running=running, checkpoint_gap_max=gap_max)
 
     def _match(self, request: Request) -> PrefixMatch:
-        assert request.prompt is not None
         if (limit := request.prompt_shape().tokens - 1) < 1:
             return EMPTY_MATCH
-        trusted = min(limit, self.backend_state.count_trusted_tokens(request.root, request.prompt.tokens))
+        tokens = request.rendered.tokens
+        trusted = min(limit, self.backend_state.count_trusted_tokens(request.root, tokens))
         try:
-            match = self.index.match_prefix(request.root, request.prompt.tokens, trusted)
+            match = self.index.match_prefix(request.root, tokens, trusted)
         except IndexStoreError as error:
             log.error("the index can't be read: %s", error)
             return EMPTY_MATCH

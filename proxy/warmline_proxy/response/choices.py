@@ -89,7 +89,10 @@ class ChoiceMerger:
 
     def merge_chunk(self, index: int, branch_id: str, chunk: Chunk) -> Chunk | None:
         """A choice's chunk as one of the response's, None if it has usage alone; its id ends with the `branch_id`."""
-        self._common_fields = self._common_fields or self._read_common_fields(chunk, branch_id)
+        if not self._common_fields:
+            own = decode(chunk["id"], str)
+            name = own.removesuffix(branch_id) + self._request_id if own.endswith(branch_id) else own
+            self._common_fields = {"id": _encode_raw(name), "created": chunk["created"]}
         if is_usage_chunk(chunk):
             self._last_usage_chunk, usage = chunk, decode(chunk["usage"], dict[str, Any])
             if self._choices[index].sample_index:  # a prompt counts once
@@ -105,11 +108,6 @@ class ChoiceMerger:
         total = self._usage.get("prompt_tokens", 0) + self._usage.get("completion_tokens", 0)
         usage = {**self._usage, "total_tokens": total}
         return {**self._last_usage_chunk, **self._common_fields, "usage": _encode_raw(usage)}
-
-    def _read_common_fields(self, chunk: Chunk, branch_id: str) -> dict[str, msgspec.Raw]:
-        own = decode(chunk["id"], str)
-        name = own.removesuffix(branch_id) + self._request_id if own.endswith(branch_id) else own
-        return {"id": _encode_raw(name), "created": chunk["created"]}
 
 
 def _sum_usage(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

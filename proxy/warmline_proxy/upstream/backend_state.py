@@ -41,13 +41,11 @@ class BackendState:
 
     async def status(self) -> BackendStatus:
         """Return the last status; fetch it if there is none yet, or the model was loading.  Raises UpstreamError."""
-        if (status := self._loaded_status()) is not None:
-            return status
-        async with self._refresh_lock:
-            return self._loaded_status() or await self._refresh()
-
-    def _loaded_status(self) -> BackendStatus | None:
-        return self._status if self._status and self._status.layout else None
+        if self._status is None or self._status.layout is None:
+            async with self._refresh_lock:
+                if self._status is None or self._status.layout is None:
+                    return await self._refresh()
+        return self._status
 
     @property
     def model(self) -> str:
