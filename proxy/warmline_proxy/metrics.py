@@ -61,8 +61,8 @@ class ProxyMetrics:
         def histogram(name: str, about: str, *labels: str, buckets: tuple[float, ...] = SECONDS_BUCKETS) -> Histogram:
             return Histogram(f"warmline_{name}", about, labels, buckets=buckets, registry=registry)
 
-        labels = ("api", "outcome", "source", "status")
-        self._requests = counter("requests", "Requests that were let in, and have ended.", *labels)
+        about = "Requests that were let in, and have ended."
+        self._requests = counter("requests", about, "api", "outcome", "source", "status")
         self._errors = counter("errors", "Errors that clients were told.", "status", "code")
         self.unauthorized = counter("unauthorized", "Requests without a key, or with a wrong one.", "door")
         self._cancels = counter("cancels", "Requests that were ended before their answer was whole.", "phase", "by")

@@ -79,9 +79,7 @@ class PromptShape:
 
 @dataclass(frozen=True)
 class RequestPlan:
-    """Start with `reuse` tokens of `resident`, of `chain` (and `checkpoint`) restored, of the running request
-    `leader_id`, or cold.
-    """
+    """Start with `reuse` tokens of `resident`, of a restored `chain`, of the running request `leader_id`, or cold."""
 
     source: str
     reuse: int
@@ -116,9 +114,9 @@ def plan_request(
 
     A running request that computes more of the prompt, and sooner, is followed.
     """
-    limit, grid = prompt.tokens - 1, _grid_step(layout)
-    resident_start, stored_start = _start_from_resident(residents, limit, grid), _start_from_disk(match, limit, layout)
-    starts = [start for start in (RequestPlan(COLD, 0), resident_start, stored_start) if start]
+    limit, grid = prompt.tokens - 1, layout.grid if layout else 0
+    in_memory, on_disk = _start_from_resident(residents, limit, grid), plan_restore(prompt.tokens, match, layout)
+    starts = [start for start in (RequestPlan(COLD, 0), in_memory, on_disk) if start]
     estimates = [(_estimate_ttft_s(start, prompt.tokens, layout, costs), start) for start in starts]
     seconds, start = min(estimates, key=lambda pair: (pair[0], -pair[1].reuse))
     if leader := _choose_leader(running, start.reuse, limit, grid, costs):
@@ -144,11 +142,6 @@ def plan_cold(
     return RequestPlan(COLD, 0, reason, checkpoint_positions=positions, expected_ttft_s=ttft_s)
 
 
-def plan_restore(tokens: int, match: PrefixMatch, layout: KvLayout | None) -> RequestPlan | None:
-    """Plan that restores stored rows, however long that takes; None where none can be used."""
-    return _start_from_disk(match, tokens - 1, layout)
-
-
 def plan_restores(match: PrefixMatch, layout: KvLayout | None) -> list[RequestPlan]:
     """Plans that restore, ascending: up to each file's end, or the last usable position before that."""
     ends = {link.upto for link in match.chain} | {each.position for each in match.checkpoints}
@@ -159,10 +152,6 @@ def plan_restores(match: PrefixMatch, layout: KvLayout | None) -> list[RequestPl
 def align_to_grid(position: int, grid: int) -> int:
     """The last position up to this one at which KV may end and be reused."""
     return position - position % grid if grid else position
-
-
-def _grid_step(layout: KvLayout | None) -> int:
-    return layout.grid if layout else 0
 
 
 def _shareable_tokens(leader: RunningRequest, limit: int, grid: int) -> int:
@@ -238,10 +227,11 @@ def find_usable_position(candidate: ResidentCandidate, limit: int, grid: int = 0
     return max((at for at in candidate.positions if at <= reach and at == align_to_grid(at, grid)), default=0)
 
 
-def _start_from_disk(match: PrefixMatch, limit: int, layout: KvLayout | None) -> RequestPlan | None:
+def plan_restore(tokens: int, match: PrefixMatch, layout: KvLayout | None) -> RequestPlan | None:
+    """Plan that restores stored rows of `tokens` tokens, however long that takes; None where none can be used."""
     if not layout or not layout.persistent:
         return None
-    position, checkpoint = align_to_grid(min(match.tokens, limit), layout.grid), None
+    position, checkpoint = align_to_grid(min(match.tokens, tokens - 1), layout.grid), None
     if layout.has_states:
         reachable = (each for each in match.checkpoints if each.position <= position)
         usable = (each for each in reachable if each.position == align_to_grid(each.position, layout.grid))
@@ -292,7 +282,8 @@ def _explain_start(
     start: RequestPlan, reuse_max: int, prompt: PromptShape, known: _KnownPrefix, layout: KvLayout | None
 ) -> str:
     """`reuse_max`: tokens that the best of all possible starts reuses, however long it takes."""
-    limit, grid = prompt.tokens - 1, _grid_step(layout)
+    limit, grid = prompt.tokens - 1, layout.grid if layout else 0
+    whole_steps = f"exact mode keeps and reuses multiples of {grid} tokens"
     if start.reuse >= limit:
         return ""
     if start.leader_id:
@@ -302,10 +293,10 @@ def _explain_start(
     if layout and not layout.persistent and start.source == COLD:
         return f"not persistent: {layout.why_not}" if layout.why_not else "not persistent"
     if grid and align_to_grid(limit, grid) <= start.reuse:
-        return _explain_grid(grid)
+        return whole_steps
     if has_fixed_positions(layout) and start.reuse < align_to_grid(known.end, grid):
         return f"{known.reason}; no checkpoint after token {start.reuse}"
-    return f"{known.reason}; {_explain_grid(grid)}" if grid else known.reason
+    return f"{known.reason}; {whole_steps}" if grid else known.reason
 
 
 def has_fixed_positions(layout: KvLayout | None) -> bool:
@@ -313,16 +304,10 @@ def has_fixed_positions(layout: KvLayout | None) -> bool:
     return layout is not None and (layout.has_states or layout.has_windows)
 
 
-def _explain_grid(grid: int) -> str:
-    return f"exact mode keeps and reuses multiples of {grid} tokens"
-
-
 def _find_known_prefix(
     start: RequestPlan, prompt: PromptShape, residents: Sequence[ResidentCandidate], match: PrefixMatch
 ) -> _KnownPrefix:
-    """Longest known prefix; among equals a divergent one, then one where the start is: in memory, the youngest first,
-    or on disk.
-    """
+    """Longest known prefix; of equals a divergent one, then one of the start's kind: youngest resident or stored."""
     stored = _find_stored_prefix(match, prompt)
     resident = [_find_resident_prefix(each, prompt) for each in reversed(residents)]
     prefixes = [*resident, stored] if start.source == RESIDENT else [stored, *resident]

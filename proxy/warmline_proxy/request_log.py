@@ -68,10 +68,6 @@ class RequestLog:
     def elapsed_s(self) -> float:
         return time.monotonic() - self.arrived_monotonic
 
-    def record_first_token(self) -> None:
-        """Record the time to the first token."""
-        self.ttft_s = self.ttft_s or self.elapsed_s()
-
     def record_success(self) -> None:
         """Record that the client has its whole answer; an earlier failure stays."""
         if not self.outcome:

@@ -27,8 +27,7 @@ class BackgroundTasks:
             await asyncio.wait(set(self._tasks), timeout=timeout_s)
         for task in set(self._tasks):
             task.cancel()
-        if self._tasks:
-            await asyncio.wait(set(self._tasks))
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _on_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

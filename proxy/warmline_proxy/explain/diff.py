@@ -45,15 +45,9 @@ def load_conversation(reader: IndexReader, kind: str, row_id: str) -> StoredConv
 def compare_conversations(a: StoredConversation, b: StoredConversation, records: list[RequestRecord]) -> Comparison:
     """Compare, without texts; the record of a request that diverged there names the message.  Pure."""
     at = count_common_tokens(a.tokens, b.tokens)
-    found = Comparison(
-        a=a.id,
-        b=b.id,
-        tokens_a=len(a.tokens) // TOKEN_BYTES,
-        tokens_b=len(b.tokens) // TOKEN_BYTES,
-        common=at,
-        same_root=a.root == b.root,
-    )
-    if at < min(found.tokens_a, found.tokens_b):
+    len_a, len_b = len(a.tokens) // TOKEN_BYTES, len(b.tokens) // TOKEN_BYTES
+    found = Comparison(a=a.id, b=b.id, tokens_a=len_a, tokens_b=len_b, common=at, same_root=a.root == b.root)
+    if at < min(len_a, len_b):
         divergences = (each.parting for each in records if each.parting and each.session in (a.id, b.id))
         divergence = next((each for each in divergences if each.at == at), None)
         found.where = make_point(at, max(0, at - DIVERGENCE_TOKENS_BEFORE), divergence)

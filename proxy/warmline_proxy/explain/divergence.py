@@ -73,9 +73,9 @@ class DivergenceRecorder:
 
     def start_analysis(self, request: Request) -> None:
         """Start the task that fetches the texts and finds the cause."""
-        if request.log.divergence is not None:
-            analysis = self._analyze(request, request.log.divergence)
-            request.divergence_task = self.background.spawn(analysis, f"parting of {request.log.id}")
+        if (divergence := request.log.divergence) is not None:
+            name = f"divergence of {request.log.id}"
+            request.divergence_task = self.background.spawn(self._analyze(request, divergence), name)
 
     async def wait_for_analysis(self, request: Request) -> None:
         """Wait for the task, at most ANALYSIS_WAIT_S."""
@@ -86,20 +86,15 @@ class DivergenceRecorder:
     async def _analyze(self, request: Request, divergence: Divergence) -> None:
         tokens, why = request.divergence_tokens, request.log.plan.why_not_warmer if request.log.plan else ""
         comes_later = await asyncio.to_thread(self._is_found_later, divergence, tokens)
-        stored_text, prompt_text = await self._fetch_texts(divergence)
-        texts = {"stored_text": stored_text, "prompt_text": prompt_text}
-        found = msgspec.structs.replace(divergence, comes_later=comes_later, **texts)
+        found = msgspec.structs.replace(divergence, comes_later=comes_later)
+        try:
+            texts = await self.upstream.detokenize([divergence.stored, divergence.prompt])
+            found.stored_text, found.prompt_text = texts
+        except UpstreamError as error:
+            log.debug("what stands where a prompt differs is not known as text: %s", error)
         found.cause = find_cause(why, found)
         if request.log.divergence is divergence:  # else the request was planned again, or a purge cleared it
             request.log.divergence = found
-
-    async def _fetch_texts(self, divergence: Divergence) -> tuple[str, str]:
-        try:
-            stored, prompt = await self.upstream.detokenize([divergence.stored, divergence.prompt])
-        except UpstreamError as error:
-            log.debug("what stands where a prompt differs is not known as text: %s", error)
-            return "", ""
-        return stored, prompt
 
     def _is_found_later(self, divergence: Divergence, tokens: bytes) -> bool:
         """Say whether the prompt goes on with later tokens of the other side.  On a worker thread."""

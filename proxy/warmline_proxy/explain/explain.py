@@ -108,8 +108,9 @@ def find_record(records: Sequence[RequestRecord], query: str) -> RequestRecord:
         raise RequestNotFoundError(f"{quote_text(query[:80])} may be any of {_format_ids(found)}")
     short = f" (a beginning has {ID_PREFIX_MIN} characters at least)" if len(id_prefix) < ID_PREFIX_MIN else ""
     recent = f"; the last ones are {_format_ids(records)}" if records else ""
-    called = f"is called {quote_text(query[:80])}{short}{recent}"
-    raise RequestNotFoundError(f"none of the last {len(records)} requests {called}")
+    raise RequestNotFoundError(
+        f"none of the last {len(records)} requests is called {quote_text(query[:80])}{short}{recent}"
+    )
 
 
 def find_record_with_since(records: Sequence[RequestRecord], query: str) -> tuple[RequestRecord, WarmSince | None]:
@@ -195,11 +196,9 @@ def make_sides(old: list[int], old_text: str, new: list[int], new_text: str) -> 
 
 def _read_stored_state(reader: IndexReader, record: RequestRecord) -> StoredState:
     session = _find_session(reader, record)
-    return StoredState(
-        session=session.id if session else "",
-        tokens=min(session.tokens, record.prompt_tokens) if session else 0,
-        branch=_is_branch_stored(reader, record, session),
-    )
+    branch = _is_branch_stored(reader, record, session)
+    tokens = min(session.tokens, record.prompt_tokens) if session else 0
+    return StoredState(session=session.id if session else "", tokens=tokens, branch=branch)
 
 
 def _is_branch_stored(reader: IndexReader, record: RequestRecord, session: SessionRow | None) -> bool:

@@ -104,7 +104,7 @@ def _describe_tool_changes(old: tuple[bytes, ...], new: tuple[bytes, ...]) -> st
 def _tool_names(tools: Iterable[bytes]) -> set[str]:
     functions = [msgspec.json.decode(tool).get("function") for tool in tools]
     names = [each.get("name") if isinstance(each, dict) else None for each in functions]
-    return {name if isinstance(name, str) and is_field_name(name) else "one whose name is none" for name in names}
+    return {name if isinstance(name, str) and is_field_name(name) else "an unnamed tool" for name in names}
 
 
 class PromptHeadCache:

@@ -21,19 +21,15 @@ def diff_texts(old: str, new: str) -> tuple[Ranges, Ranges]:
     matcher = SequenceMatcher(None, words[0], words[1])  # with its junk heuristic: else it takes minutes
     # Letters alone are counted: spaces and signs are in every text.
     same = sum(_count_letters(words[0][block.a : block.a + block.size]) for block in matcher.get_matching_blocks())
-    if same < SIMILARITY_MIN * max(1, min(map(_count_letters, words))):
+    if same / max(1, min(map(_count_letters, words))) < SIMILARITY_MIN:
         return [(at, len(old))] * (len(old) > at), [(at, len(new))] * (len(new) > at)
     offsets = [list(accumulate(map(len, each), initial=at)) for each in words]
-    ranges: tuple[Ranges, Ranges] = ([], [])
     codes = matcher.get_opcodes()
     if len(codes) > 2 and codes[-1][0] in ("insert", "delete") and codes[-2][0] == "equal":
         codes.pop()  # one text ends earlier
-    for tag, old_from, old_to, new_from, new_to in codes:
-        if tag != "equal":
-            for side, (start, end) in enumerate(((old_from, old_to), (new_from, new_to))):
-                if start < end:
-                    ranges[side].append((offsets[side][start], offsets[side][end]))
-    return ranges
+    changes = [places for tag, *places in codes if tag != "equal"]
+    old_ranges = [(offsets[0][start], offsets[0][end]) for start, end, _, _ in changes if start < end]
+    return old_ranges, [(offsets[1][start], offsets[1][end]) for _, _, start, end in changes if start < end]
 
 
 def _is_same_word(a: str, b: str) -> bool:

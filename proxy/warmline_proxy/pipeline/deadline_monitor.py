@@ -33,7 +33,7 @@ class DeadlineMonitor:
             try:
                 self._tick(time.monotonic())
             except Exception:  # one request's failure must not end the monitor
-                log.exception("looking after the requests failed")
+                log.exception("checking the deadlines failed")
 
     def _tick(self, now: float) -> None:
         running = sum(request.is_computing for request in self.requests)

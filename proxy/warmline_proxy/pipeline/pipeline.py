@@ -170,7 +170,7 @@ class Pipeline:
         request.response.call = request.call
         request.log.stabilization = ", ".join(f"{rule}={count}" for rule, count in sorted(counts.items()))
         if counts:
-            log.info("request %s: evened out at the top of its prompt: %s", request.log.id, request.log.stabilization)
+            log.info("request %s: stabilized in the head of its prompt: %s", request.log.id, request.log.stabilization)
         request.log.client_model = strip_unprintable(call.client_model or "")
         request.log.session_hint = call.session_hint
         return split_choices(api.endpoint, request.call.fields)

@@ -33,7 +33,7 @@ class RemoteRenderer:
         return replace(call, fields=fields), counts
 
     async def render_request(self, request: Request) -> None:
-        """Render into the request, with model, layout and root.  Raises UpstreamError; ClientError 503 if modes differ."""
+        """Render into the request, with model, layout and root.  Raises UpstreamError; ClientError 503."""
         assert request.call is not None
         request.prompt = await self.render_call(request, request.call)
         request.advance(RequestStatus.WAITING)

@@ -71,7 +71,7 @@ class Saver:
     async def _save_request(self, request: Request) -> None:
         if not (result := request.log.generation_result):
             return
-        with _log_failures("what request %s has computed could not be saved", request.log.id):
+        with _log_failures("what request %s has computed could not be saved: %s", request.log.id):
             if result.resident:
                 async with self._save_lock:
                     if self.reuse and request.is_cacheable:
@@ -96,7 +96,7 @@ class Saver:
         session = SessionUpdate(turn_end=prompt.turn_end, client=request.log.session_hint, requests=0)
         unsaved = _PendingSave(source, entry, checkpoints, request.model, layout, session)
         is_complete = False
-        with _log_failures("request %s: its first %d tokens could not be saved yet", request.log.id, until):
+        with _log_failures("request %s: its first %d tokens could not be saved yet: %s", request.log.id, until):
             async with self._save_lock:
                 if request.is_cacheable:  # else purged while this waited
                     is_complete = (await self._save(unsaved)).is_complete
@@ -119,7 +119,7 @@ class Saver:
         unsaved = self.backend_state.resident_view.non_durable_entries()
         if not self.reuse or not unsaved:
             return
-        with _log_failures("what is in memory could not all be saved"):
+        with _log_failures("what is in memory could not all be saved: %s"):
             status = await self.backend_state.status()
             if not (layout := status.layout) or not layout.persistent:
                 return
@@ -127,15 +127,12 @@ class Saver:
                 source = SaveRequest(request_id="", resident=resident)
                 session = SessionUpdate(turn_end=entry.turn_end, requests=0)
                 pending = _PendingSave(source, entry, entry.positions, status.model, layout, session)
-                await self._save_resident(pending)
-
-    async def _save_resident(self, unsaved: "_PendingSave") -> None:
-        try:
-            async with self._save_lock:
-                if self.backend_state.resident_view.get(unsaved.source.resident):  # else purged or evicted meanwhile
-                    await self._save(unsaved)
-        except DiskBudgetError as error:  # the next one may be smaller
-            log.info("%s could not be saved: %s", unsaved.source.resident, error)
+                try:
+                    async with self._save_lock:
+                        if self.backend_state.resident_view.get(resident):  # else purged or evicted meanwhile
+                            await self._save(pending)
+                except DiskBudgetError as error:  # the next one may be smaller
+                    log.info("%s could not be saved: %s", resident, error)
 
     async def _save_tail(self, request: Request, result: GenerationResult) -> None:
         request_log, layout = request.log, request.layout
@@ -317,13 +314,13 @@ class _PendingSave:
 
 @contextmanager
 def _log_failures(message: str, *values: object) -> Iterator[None]:
-    """Scope of saves: its failures are logged, but for those that SaveHealth has recorded."""
+    """Scope of saves: failures are logged, the error last in the message, except those that SaveHealth has recorded."""
     try:
         yield
     except _SaveError:
         pass
     except (client.UpstreamError, IndexStoreError, OSError) as error:
-        log.warning(f"{message}: %s", *values, error)
+        log.warning(message, *values, error)
 
 
 async def _run_in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -59,12 +59,13 @@ class Starter:
         return self._decide(request, (), EMPTY_MATCH if request.prompt is None else self._match(request)).reuse
 
     async def start(self, request: Request, running: Sequence[RunningRequest], why_cold: str) -> RequestPlan:
-        """Plan into the request's log, with its resident restored; `why_cold`: a reason to reuse nothing.
-
-        A plan's resident was in memory a moment ago.  Raises BACKEND_LOST_ERRORS.
-        """
+        """Plan into the request's log and restore; `why_cold`: reason to reuse nothing.  Raises BACKEND_LOST_ERRORS."""
+        assert request.call is not None
         plan = self._plan_cold(request, why_cold) if why_cold else await self._start_warm(request, running)
-        request.log.plan = plan = self._add_cause(request, plan)
+        in_head = plan.diverges_at is not None and plan.diverges_at < next(iter(request.rendered.boundaries), 0)
+        if in_head and (cause := self.prompt_heads.explain_change(request.root, extract_head(request.call.fields))):
+            plan = replace(plan, why_not_warmer=f"{plan.why_not_warmer}: {cause}")
+        request.log.plan = plan
         log.debug("%s", format_plan(plan, request.log.prompt_tokens))
         return plan
 
@@ -81,30 +82,16 @@ class Starter:
         for _ in range(RESTORES_MAX):
             plan = self._plan(request, misses, running)
             if plan.source != RESTORED:
-                self._record_use(plan)
                 return plan
             restored = await self._restore_with_timeout(request, plan)
             self.metrics.restores.labels(outcome="ok" if restored.resident else "failed").inc()
             if restored.resident:
-                self._record_use(plan)
+                self.index.record_use(plan.file_ids)
                 return replace(plan, resident=restored.resident)
             misses.append(restored.why_not)
             if not restored.plan_again:
                 break
         return self._plan(request, misses, running, stored=False)
-
-    def _add_cause(self, request: Request, plan: RequestPlan) -> RequestPlan:
-        """The plan with the client's change that explains it, where the prompt differs in its head."""
-        assert request.call is not None
-        if plan.diverges_at is None or plan.diverges_at >= next(iter(request.rendered.boundaries), 0):
-            return plan
-        cause = self.prompt_heads.explain_change(request.root, extract_head(request.call.fields))
-        return replace(plan, why_not_warmer=f"{plan.why_not_warmer}: {cause}") if cause else plan
-
-    def _record_use(self, plan: RequestPlan) -> None:
-        """Keep the files of a plan from eviction, of a resident's too: a restart would need them."""
-        if plan.file_ids:
-            self.index.record_use(plan.file_ids)
 
     async def _restore_with_timeout(self, request: Request, plan: RequestPlan) -> _RestoreResult:
         """As `_restore`, but ended where neither restore nor engine makes progress, and in any case after a while.
@@ -211,7 +198,7 @@ class Starter:
 
 def format_plan(plan: RequestPlan, prompt_tokens: int) -> str:
     """A plan in numbers, for the log."""
-    how = f"follows {plan.leader_id or 'nobody'}"
+    how = f"follows {plan.leader_id or 'no request'}"
     if plan.resident:
         how = f"resident {plan.resident}{' kept' * plan.copy_resident}"
     positions = ", ".join(map(str, plan.checkpoint_positions)) or "no position"

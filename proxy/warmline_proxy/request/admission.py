@@ -129,5 +129,5 @@ class AdmissionQueue:
         return next(ticket for ticket in reversed(tickets) if ticket.caller == busiest)
 
     def _queue_full_error(self) -> ClientError:
-        counts = f"{self.running_count} requests are running and {self.queued_count} are waiting"
-        return too_many_requests(f"{counts}; try again later.", self._retry_after_s())
+        message = f"{self.running_count} requests are running and {self.queued_count} are waiting; try again later."
+        return too_many_requests(message, self._retry_after_s())

@@ -86,7 +86,7 @@ class Request:
             self._status = RequestStatus.SAVING if self.released.is_set() else RequestStatus.ENDING
 
     def record_first_token(self) -> None:
-        self.log.record_first_token()
+        self.log.ttft_s = self.log.ttft_s or self.log.elapsed_s()
         self.advance(RequestStatus.ANSWERING)
 
     def mark_response_done(self) -> None:

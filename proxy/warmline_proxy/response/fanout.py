@@ -56,10 +56,10 @@ class Branch:
         return b""
 
     def encode_done(self) -> bytes:
+        """Nothing: the whole response has an end of its own."""
         return b""
 
-    def encode_json(self) -> bytes:
-        return b""
+    encode_json = encode_done
 
     def encode_stream_error(self, error: ClientError) -> bytes:
         return b""

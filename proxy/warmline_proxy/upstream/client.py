@@ -165,13 +165,11 @@ class Upstream:
             raise UpstreamUnreachableError(reply.reason)
 
     async def fetch_status(self) -> messages.BackendStatus:
-        kind = messages.BackendStatus
-        return await self._fetch(kind, "/kv/status", timeout_s=PROBE_TIMEOUT_S, repeatable=True)
+        return await self._fetch(messages.BackendStatus, "/kv/status", timeout_s=PROBE_TIMEOUT_S, repeatable=True)
 
     async def render_prompt(self, body: messages.PromptRequest, timeout_s: float | None = None) -> messages.PromptReply:
         """Render and tokenize a body.  Raises UpstreamStatusError (400) with OpenAI's error for an invalid one."""
-        kind = messages.PromptReply
-        return await self._fetch(kind, "/kv/prompts", body, timeout_s=timeout_s, repeatable=True)
+        return await self._fetch(messages.PromptReply, "/kv/prompts", body, timeout_s=timeout_s, repeatable=True)
 
     async def restore(self, request: messages.RestoreRequest) -> messages.RestoreReply:
         """Restore a chain of segments into memory.  Raises RestoreFailedError where a file is at fault."""
@@ -212,15 +210,12 @@ class Upstream:
 
     async def cancel(self, request_id: str, timeout_s: float) -> messages.GenerationResult | None:
         """Cancel a request; return the result when its step has ended, or None where it is over or unknown."""
-        return await self._cancel(f"/requests/{request_id}", timeout_s)
+        body = await self._delete(f"/requests/{request_id}", timeout_s)
+        return _decode_reply(body, messages.GenerationResult) if body != b"{}" else None
 
     async def finish_prefill(self, request_id: str, timeout_s: float) -> messages.GenerationResult | None:
         """Let a request without a client end after its prefill; None where it goes on or is over; else as `cancel`."""
-        return await self._cancel(f"/requests/{request_id}?finish=prefill", timeout_s)
-
-    async def _cancel(self, path: str, timeout_s: float) -> messages.GenerationResult | None:
-        body = await self._delete(path, timeout_s)
-        return _decode_reply(body, messages.GenerationResult) if body != b"{}" else None
+        return await self.cancel(f"{request_id}?finish=prefill", timeout_s)
 
     async def _delete(self, path: str, timeout_s: float | None = None) -> bytes:
         """Delete something; b"{}" where it is gone already."""
@@ -237,9 +232,8 @@ class Upstream:
         """Start a generation of a rendered prompt: always a stream with usage; the backend has the body already.
 
         `root`: namespace of the rows that it may start from and leaves.  In the `background` it is computed while no
-        other request wants the engine, and none of its KV is kept.
-
-        Raises UpstreamGoneError where the plan's resident, its leader or the prompt is no longer there.
+        other request wants the engine, and none of its KV is kept.  Raises UpstreamGoneError where the plan's
+        resident, its leader or the prompt is no longer there.
         """
         is_resident = not plan.leader_id and plan.reuse > 0
         headers = {

@@ -64,10 +64,8 @@ class StallTracker:
         if self.silent_s > limit:
             return f"it has not answered for {self.silent_s:.1f} s; its limit is {limit:.1f} s"
         if pulse and self.stuck_s > limit:
-            return (
-                f"a step has been going on for {pulse.step_age_s:.1f} s; the slowest of late took "
-                f"{pulse.slowest_recent_step_s:.1f} s and the limit is {limit:.1f} s"
-            )
+            slowest = f"the slowest of late took {pulse.slowest_recent_step_s:.1f} s and the limit is {limit:.1f} s"
+            return f"a step has been going on for {pulse.step_age_s:.1f} s; {slowest}"
         return ""
 
 
@@ -86,7 +84,7 @@ class Watchdog:
 
     def __init__(self, upstream: Upstream, wedge_timeout_s: float, pid_file: Path) -> None:
         self.pulse: HealthReply | None = None  # the last one; None while the process is down
-        self.down_reason = "the backend has not been heard of yet"
+        self.down_reason = "the backend has not answered yet"
         self.last_step_at = 0.0  # time.monotonic() of the poll that last saw a new step
         self.kills = 0
         self.boots = 0  # backend processes seen so far
@@ -128,9 +126,9 @@ class Watchdog:
         if self.pulse is None:
             return  # it is down already
         if time.monotonic() - self.last_step_at > self.cancel_timeout_s / 2:
-            self._kill_backend(f"it does not let go of request {request_id}")
+            self._kill_backend(f"it has not released request {request_id}")
         else:
-            log.error("the engine moves, and yet does not let go of request %s", request_id)
+            log.error("the engine takes steps, and has not released request %s", request_id)
 
     async def run(self) -> None:
         while True:
@@ -138,7 +136,7 @@ class Watchdog:
             try:
                 await self._poll()
             except Exception:  # without a watchdog, no request would be served any more
-                log.exception("looking at the backend failed")
+                log.exception("polling the backend failed")
             with suppress(TimeoutError):
                 interval_s = POLL_INTERVAL_S if self.is_up else POLL_INTERVAL_DOWN_S
                 async with asyncio.timeout(min(interval_s, self._wedge_timeout_s / 4)):
