@@ -58,26 +58,26 @@ class ProxyMetrics:
         def gauge(name: str, about: str) -> Gauge:
             return Gauge(f"warmline_{name}", about, registry=registry)
 
-        def seconds(name: str, about: str, *labels: str, buckets: tuple[float, ...] = SECONDS_BUCKETS) -> Histogram:
-            return Histogram(f"warmline_{name}_seconds", about, labels, buckets=buckets, registry=registry)
+        def histogram(name: str, about: str, *labels: str, buckets: tuple[float, ...] = SECONDS_BUCKETS) -> Histogram:
+            return Histogram(f"warmline_{name}", about, labels, buckets=buckets, registry=registry)
 
-        labels = ("api", "outcome", "source", "status")
-        self._requests = counter("requests", "Requests that were let in, and have ended.", *labels)
+        about = "Requests that were let in, and have ended."
+        self._requests = counter("requests", about, "api", "outcome", "source", "status")
         self._errors = counter("errors", "Errors that clients were told.", "status", "code")
         self.unauthorized = counter("unauthorized", "Requests without a key, or with a wrong one.", "door")
         self._cancels = counter("cancels", "Requests that were ended before their answer was whole.", "phase", "by")
         self._dispatched_again = counter("dispatched_again", "Times that a lost backend made a request be sent again.")
 
-        self._total = seconds("request", "From a request's arrival to the end of its answer.")
-        self._queue = seconds("queue", "What requests waited for their turn, here and at the backend.")
-        self._ttft = seconds("ttft", "From a request's arrival to its first token.", "source")
-        self._restore = seconds("restore", "What requests spent restoring from disk, where they did.")
-        self._prefill = seconds("prefill", "What computing the rest of prompts took.")
-        self._decode = seconds("decode", "From the end of prefills to the last token of answers.")
-        self._per_token = seconds("time_per_output_token", "Mean of an answer's tokens.", buckets=TOKEN_SECONDS_BUCKETS)
+        self._total = histogram("request_seconds", "From a request's arrival to the end of its answer.")
+        self._queue = histogram("queue_seconds", "What requests waited for their turn, here and at the backend.")
+        self._ttft = histogram("ttft_seconds", "From a request's arrival to its first token.", "source")
+        self._restore = histogram("restore_seconds", "What requests spent restoring from disk, where they did.")
+        self._prefill = histogram("prefill_seconds", "What computing the rest of prompts took.")
+        self._decode = histogram("decode_seconds", "From the end of prefills to the last token of answers.")
+        about = "Mean of an answer's tokens."
+        self._per_token = histogram("time_per_output_token_seconds", about, buckets=TOKEN_SECONDS_BUCKETS)
         about = "Time to the first token without waiting, over what was planned."
-        name = "warmline_ttft_estimate_ratio"
-        self._estimate = Histogram(name, about, ["source"], buckets=RATIO_BUCKETS, registry=registry)
+        self._estimate = histogram("ttft_estimate_ratio", about, "source", buckets=RATIO_BUCKETS)
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts by where their KV came from.", "source")
         self._generated_tokens = counter("generated_tokens", "Tokens of answers.")
 
@@ -120,37 +120,36 @@ class ProxyMetrics:
         self._queue.observe(record.queue_s)
         if record.restore_s:
             self._restore.observe(record.restore_s)
-        self._record_prompt(record)
-        self._record_generation(record)
-
-    def _record_prompt(self, record: RequestRecord) -> None:
-        """Count prompt tokens, unless nothing was computed: then nothing was reused."""
-        if not record.prefilled_tokens:
-            return
-        self._prefill.observe(record.prefill_s)
-        self._prompt_tokens.labels(source=COMPUTED).inc(record.prefilled_tokens)
-        if record.cached_tokens:
-            self._prompt_tokens.labels(source=record.source).inc(record.cached_tokens)
-
-    def _record_generation(self, record: RequestRecord) -> None:
+        if record.prefilled_tokens:  # else nothing was computed, and nothing reused
+            self._prefill.observe(record.prefill_s)
+            self._prompt_tokens.labels(source=COMPUTED).inc(record.prefilled_tokens)
+            if record.cached_tokens:
+                self._prompt_tokens.labels(source=source).inc(record.cached_tokens)
         if record.generated_tokens:
             self._generated_tokens.inc(record.generated_tokens)
             self._decode.observe(record.decode_s)
             self._per_token.observe(record.decode_s / record.generated_tokens)
         if record.ttft_s:
-            self._ttft.labels(source=record.source).observe(record.ttft_s)
+            self._ttft.labels(source=source).observe(record.ttft_s)
         if record.ttft_s and record.expected_ttft_s and record.dispatches == 1:
             actual_s = max(0.0, record.ttft_s - record.queue_s)
-            self._estimate.labels(source=record.source).observe(actual_s / record.expected_ttft_s)
+            self._estimate.labels(source=source).observe(actual_s / record.expected_ttft_s)
 
     def record_cancel(self, stage: str, cancel_source: str) -> None:
         """Count an ended request; `stage` as in `Request.status`, `cancel_source` as by `find_cancel_source`."""
         self._cancels.labels(phase=PHASE_BY_STAGE.get(stage, stage), by=cancel_source).inc()
 
     def record_error(self, error: ClientError) -> None:
-        """Count an error sent to a client."""
+        """Count an error sent to a client; its code is OTHER beyond ERROR_CODES_MAX."""
         body = decode_error_body(error)
-        self._errors.labels(status=str(error.status), code=self._label_for_code(body.code or body.type)).inc()
+        code = body.code or body.type
+        with self._lock:
+            has_room = code in self._error_codes or len(self._error_codes) < ERROR_CODES_MAX
+            if has_room and _ERROR_CODE_PATTERN.fullmatch(code):
+                self._error_codes.add(code)
+            else:
+                code = OTHER
+        self._errors.labels(status=str(error.status), code=code).inc()
 
     def record_save(self, tokens: int, bytes_written: int) -> None:
         self._saves.inc()
@@ -160,16 +159,6 @@ class ProxyMetrics:
     def record_eviction(self, why: str, file_count: int, bytes_count: int) -> None:
         self._evictions.labels(why=why).inc(file_count)
         self._evicted_bytes.labels(why=why).inc(bytes_count)
-
-    def _label_for_code(self, code: str) -> str:
-        """The code as a label, or OTHER beyond ERROR_CODES_MAX."""
-        if not _ERROR_CODE_PATTERN.fullmatch(code):
-            return OTHER
-        with self._lock:
-            if code not in self._error_codes and len(self._error_codes) >= ERROR_CODES_MAX:
-                return OTHER
-            self._error_codes.add(code)
-        return code
 
 
 METRICS = web.AppKey("metrics", ProxyMetrics)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import msgspec
+
 from warmline_common.protocol.messages import CheckpointRef, KvLayout, MessageEnd, PrefillRate, SegmentRef
 from warmline_common.protocol.tokens import BLOCK_TOKENS
 from warmline_proxy.store.rows import PrefixMatch
@@ -65,9 +67,6 @@ class Costs:
     restore_bytes_per_s: float = 0.0
 
 
-UNMEASURED = Costs()
-
-
 @dataclass(frozen=True)
 class PromptShape:
     """Part of a PromptReply that a plan depends on."""
@@ -80,9 +79,7 @@ class PromptShape:
 
 @dataclass(frozen=True)
 class RequestPlan:
-    """Start with `reuse` tokens of `resident`, of `chain` (and `checkpoint`) restored, of the running request
-    `leader_id`, or cold.
-    """
+    """Start with `reuse` tokens of `resident`, of a restored `chain`, of the running request `leader_id`, or cold."""
 
     source: str
     reuse: int
@@ -117,45 +114,32 @@ def plan_request(
 
     A running request that computes more of the prompt, and sooner, is followed.
     """
-    limit, grid = prompt.tokens - 1, _grid_step(layout)
-    options = [
-        RequestPlan(COLD, 0),
-        _start_from_resident(residents, limit, grid),
-        _start_from_disk(match, limit, layout),
-    ]
-    starts = [start for start in options if start]
+    limit, grid = prompt.tokens - 1, layout.grid if layout else 0
+    in_memory, on_disk = _start_from_resident(residents, limit, grid), plan_restore(prompt.tokens, match, layout)
+    starts = [start for start in (RequestPlan(COLD, 0), in_memory, on_disk) if start]
     estimates = [(_estimate_ttft_s(start, prompt.tokens, layout, costs), start) for start in starts]
     seconds, start = min(estimates, key=lambda pair: (pair[0], -pair[1].reuse))
     if leader := _choose_leader(running, start.reuse, limit, grid, costs):
         start = RequestPlan(SHARED, _shareable_tokens(leader, limit, grid), leader_id=leader.request_id)
         seconds = estimate_prefill_s(min(leader.prefilled, start.reuse), prompt.tokens, costs.prefill)
-    known_prefix = _find_known_prefix(start, prompt, residents, match)
+    known = _find_known_prefix(start, prompt, residents, match)
     return replace(
         start,
-        why_not_warmer=_explain_start(start, starts, prompt, known_prefix, layout),
-        checkpoint_positions=_plan_checkpoints(prompt, start.reuse, layout, checkpoint_gap_max),
+        why_not_warmer=_explain_start(start, max(each.reuse for each in starts), prompt, known, layout),
+        checkpoint_positions=choose_checkpoint_positions(prompt, start.reuse, layout, checkpoint_gap_max),
         expected_ttft_s=seconds,
-        diverges_at=known_prefix.end if known_prefix.diverges else None,
-        diverges_from=known_prefix.resident if known_prefix.diverges else "",
+        diverges_at=known.end if known.diverges else None,
+        diverges_from=known.resident if known.diverges else "",
     )
 
 
 def plan_cold(
-    prompt: PromptShape, layout: KvLayout | None, reason: str, checkpoint_gap_max: int = 0, *, costs: Costs = UNMEASURED
+    prompt: PromptShape, layout: KvLayout | None, costs: Costs, reason: str, checkpoint_gap_max: int = 0
 ) -> RequestPlan:
     """Plan that computes the whole prompt."""
-    return RequestPlan(
-        COLD,
-        0,
-        reason,
-        checkpoint_positions=_plan_checkpoints(prompt, 0, layout, checkpoint_gap_max),
-        expected_ttft_s=estimate_prefill_s(0, prompt.tokens, costs.prefill),
-    )
-
-
-def plan_restore(tokens: int, match: PrefixMatch, layout: KvLayout | None) -> RequestPlan | None:
-    """Plan that restores stored rows, however long that takes; None where none can be used."""
-    return _start_from_disk(match, tokens - 1, layout)
+    positions = choose_checkpoint_positions(prompt, 0, layout, checkpoint_gap_max)
+    ttft_s = estimate_prefill_s(0, prompt.tokens, costs.prefill)
+    return RequestPlan(COLD, 0, reason, checkpoint_positions=positions, expected_ttft_s=ttft_s)
 
 
 def plan_restores(match: PrefixMatch, layout: KvLayout | None) -> list[RequestPlan]:
@@ -168,10 +152,6 @@ def plan_restores(match: PrefixMatch, layout: KvLayout | None) -> list[RequestPl
 def align_to_grid(position: int, grid: int) -> int:
     """The last position up to this one at which KV may end and be reused."""
     return position - position % grid if grid else position
-
-
-def _grid_step(layout: KvLayout | None) -> int:
-    return layout.grid if layout else 0
 
 
 def _shareable_tokens(leader: RunningRequest, limit: int, grid: int) -> int:
@@ -197,20 +177,21 @@ def _choose_leader(
     return max(filter(is_worth_it, candidates), key=reach, default=None)
 
 
-def _plan_checkpoints(prompt: PromptShape, reuse: int, layout: KvLayout | None, gap_max: int) -> tuple[int, ...]:
-    if layout is None or not layout.has_states:
-        return ()
-    return choose_checkpoint_positions(prompt, reuse, gap_max, layout.grid)
-
-
-def choose_checkpoint_positions(prompt: PromptShape, start: int, gap_max: int = 0, grid: int = 0) -> tuple[int, ...]:
+def choose_checkpoint_positions(
+    prompt: PromptShape, start: int, layout: KvLayout | None, gap_max: int = 0
+) -> tuple[int, ...]:
     """Positions at the end of system and tools, at the last boundary before the generation prompt, and strides between.
 
-    With a `gap_max` strides are no longer than that, for prefixes saved during prefill.  With a `grid` all positions
-    lie on it, and its last position in the prompt is one of them.
+    None where the model has no states.  With a `gap_max` strides are no longer than that, for prefixes saved during
+    prefill.  On a grid all positions lie on it, and its last position in the prompt is one of them.
     """
+    if layout is None or not layout.has_states:
+        return ()
+    grid = layout.grid
     boundaries = {at for at in (*prompt.boundaries[:1], prompt.turn_end) if start < at < prompt.tokens}
-    stride = _checkpoint_stride(prompt.tokens - start, gap_max, grid)
+    stride = CHECKPOINT_STRIDE_TOKENS * max(1, -(-(prompt.tokens - start) // _STRIDED_TOKENS_MAX))
+    stride = min(stride, max(gap_max, CHECKPOINT_GAP_TOKENS_MIN)) if gap_max else stride
+    stride = max(grid, align_to_grid(stride, grid))
     stops = sorted({start, *boundaries, prompt.turn_end or prompt.tokens - 1})
     positions = set(boundaries)
     for low, high in pairwise(stops):
@@ -219,12 +200,6 @@ def choose_checkpoint_positions(prompt: PromptShape, start: int, gap_max: int = 
     if grid:
         positions = {align_to_grid(position, grid) for position in (*positions, prompt.tokens - 1)}
     return tuple(sorted(position for position in positions if position > start))
-
-
-def _checkpoint_stride(tokens: int, gap_max: int, grid: int) -> int:
-    stride = CHECKPOINT_STRIDE_TOKENS * max(1, -(-tokens // _STRIDED_TOKENS_MAX))
-    stride = min(stride, max(gap_max, CHECKPOINT_GAP_TOKENS_MIN)) if gap_max else stride
-    return max(grid, align_to_grid(stride, grid))
 
 
 def _start_from_resident(residents: Sequence[ResidentCandidate], limit: int, grid: int) -> RequestPlan | None:
@@ -252,10 +227,11 @@ def find_usable_position(candidate: ResidentCandidate, limit: int, grid: int = 0
     return max((at for at in candidate.positions if at <= reach and at == align_to_grid(at, grid)), default=0)
 
 
-def _start_from_disk(match: PrefixMatch, limit: int, layout: KvLayout | None) -> RequestPlan | None:
+def plan_restore(tokens: int, match: PrefixMatch, layout: KvLayout | None) -> RequestPlan | None:
+    """Plan that restores stored rows of `tokens` tokens, however long that takes; None where none can be used."""
     if not layout or not layout.persistent:
         return None
-    position, checkpoint = align_to_grid(min(match.tokens, limit), layout.grid), None
+    position, checkpoint = align_to_grid(min(match.tokens, tokens - 1), layout.grid), None
     if layout.has_states:
         reachable = (each for each in match.checkpoints if each.position <= position)
         usable = (each for each in reachable if each.position == align_to_grid(each.position, layout.grid))
@@ -268,11 +244,8 @@ def _start_from_disk(match: PrefixMatch, limit: int, layout: KvLayout | None) ->
 
 def truncate_chain(chain: Sequence[SegmentRef], position: int) -> tuple[SegmentRef, ...]:
     """Part of a chain with exactly the rows [0, position)."""
-    return tuple(
-        SegmentRef(id=link.id, start=link.start, end=link.end, upto=min(link.upto, position))
-        for link in chain
-        if link.start < position
-    )
+    covered = (link for link in chain if link.start < position)
+    return tuple(msgspec.structs.replace(link, upto=min(link.upto, position)) for link in covered)
 
 
 def _estimate_ttft_s(start: RequestPlan, tokens: int, layout: KvLayout | None, costs: Costs) -> float:
@@ -295,39 +268,6 @@ def estimate_prefill_s(start: int, end: int, rates: Sequence[PrefillRate]) -> fl
     return seconds + max(0, end - at) / last
 
 
-def _explain_start(
-    start: RequestPlan,
-    options: Sequence[RequestPlan],
-    prompt: PromptShape,
-    known_prefix: "_KnownPrefix",
-    layout: KvLayout | None,
-) -> str:
-    limit, grid = prompt.tokens - 1, _grid_step(layout)
-    if start.reuse >= limit:
-        return ""
-    if start.leader_id:
-        return f"another request computes the first {start.reuse} tokens"
-    slower_reuse = max(other.reuse for other in options)
-    if slower_reuse > start.reuse:
-        return f"restoring {slower_reuse} tokens would take longer"
-    if layout and not layout.persistent and start.source == COLD:
-        return f"not persistent: {layout.why_not}" if layout.why_not else "not persistent"
-    if grid and align_to_grid(limit, grid) <= start.reuse:
-        return _explain_grid(grid)
-    if has_fixed_positions(layout) and start.reuse < align_to_grid(known_prefix.end, grid):
-        return f"{known_prefix.reason}; no checkpoint after token {start.reuse}"
-    return f"{known_prefix.reason}; {_explain_grid(grid)}" if grid else known_prefix.reason
-
-
-def has_fixed_positions(layout: KvLayout | None) -> bool:
-    """True if rows can be continued only from checkpoints or window starts, not from any position."""
-    return layout is not None and (layout.has_states or layout.has_windows)
-
-
-def _explain_grid(grid: int) -> str:
-    return f"exact mode keeps and reuses multiples of {grid} tokens"
-
-
 @dataclass(frozen=True)
 class _KnownPrefix:
     """Prefix of the prompt that was computed before, as far as is known, and why it ends."""
@@ -335,15 +275,39 @@ class _KnownPrefix:
     end: int
     reason: str
     diverges: bool = False
-    resident: str = ""  # in which they are
+    resident: str = ""  # with these tokens; "" for a stored prefix
+
+
+def _explain_start(
+    start: RequestPlan, reuse_max: int, prompt: PromptShape, known: _KnownPrefix, layout: KvLayout | None
+) -> str:
+    """`reuse_max`: tokens that the best of all possible starts reuses, however long it takes."""
+    limit, grid = prompt.tokens - 1, layout.grid if layout else 0
+    whole_steps = f"exact mode keeps and reuses multiples of {grid} tokens"
+    if start.reuse >= limit:
+        return ""
+    if start.leader_id:
+        return f"another request computes the first {start.reuse} tokens"
+    if reuse_max > start.reuse:
+        return f"restoring {reuse_max} tokens would take longer"
+    if layout and not layout.persistent and start.source == COLD:
+        return f"not persistent: {layout.why_not}" if layout.why_not else "not persistent"
+    if grid and align_to_grid(limit, grid) <= start.reuse:
+        return whole_steps
+    if has_fixed_positions(layout) and start.reuse < align_to_grid(known.end, grid):
+        return f"{known.reason}; no checkpoint after token {start.reuse}"
+    return f"{known.reason}; {whole_steps}" if grid else known.reason
+
+
+def has_fixed_positions(layout: KvLayout | None) -> bool:
+    """True if rows can be continued only from checkpoints or window starts, not from any position."""
+    return layout is not None and (layout.has_states or layout.has_windows)
 
 
 def _find_known_prefix(
     start: RequestPlan, prompt: PromptShape, residents: Sequence[ResidentCandidate], match: PrefixMatch
 ) -> _KnownPrefix:
-    """Longest known prefix; among equals a divergent one, then one where the start is: in memory, the youngest first,
-    or on disk.
-    """
+    """Longest known prefix; of equals a divergent one, then one of the start's kind: youngest resident or stored."""
     stored = _find_stored_prefix(match, prompt)
     resident = [_find_resident_prefix(each, prompt) for each in reversed(residents)]
     prefixes = [*resident, stored] if start.source == RESIDENT else [stored, *resident]

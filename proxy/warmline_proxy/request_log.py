@@ -7,12 +7,11 @@ import time
 from dataclasses import dataclass, field
 
 from warmline_common.process.redaction import quote_text
-from warmline_common.protocol.messages import HEADER_REQUEST, GenerationResult
+from warmline_common.protocol.messages import HEADER_REQUEST, GenerationResult, Timings
 from warmline_proxy.errors import CLIENT_CLOSED, ClientError, bad_request
 from warmline_proxy.planner import COLD, RESTORED, RequestPlan
 from warmline_proxy.store.rows import Divergence, RequestRecord
-from warmline_proxy.upstream.client import UpstreamError
-from warmline_proxy.upstream.errors import translate_upstream_error
+from warmline_proxy.upstream.client import UpstreamError, translate_upstream_error
 
 OK, ERROR, CANCELLED = "ok", "error", "cancelled"
 RECORD_FIELDS = (
@@ -69,10 +68,6 @@ class RequestLog:
     def elapsed_s(self) -> float:
         return time.monotonic() - self.arrived_monotonic
 
-    def record_first_token(self) -> None:
-        """Record the time to the first token."""
-        self.ttft_s = self.ttft_s or self.elapsed_s()
-
     def record_success(self) -> None:
         """Record that the client has its whole answer; an earlier failure stays."""
         if not self.outcome:
@@ -84,39 +79,26 @@ class RequestLog:
         self.outcome, self.error = CANCELLED if is_cancel else ERROR, str(error)
         self.status = f"{translate_upstream_error(error).status // 100}xx"
 
-    def record_disconnect(self) -> None:
-        """Record that the client left before its answer was complete; an earlier failure stays."""
-        self.outcome = self.outcome or CANCELLED
-
-    def format_cache_header(self) -> str:
-        """X-Warmline-Cache: source of the start and reused tokens."""
-        assert self.plan is not None
-        return f"{self.plan.source} {self.plan.reuse}"
-
-    def _reused_tokens(self) -> int:
-        """Reused tokens; fewer than planned if a followed request could not be copied at the planned position."""
-        planned = self.plan.reuse if self.plan else 0
-        result = self.generation_result
-        return min(planned, self.prompt_tokens - result.timings.prefilled) if result else planned
-
     def build_record(self) -> RequestRecord:
-        plan, timings = self.plan, self.generation_result.timings if self.generation_result else None
-        reuse = self._reused_tokens()
+        plan = self.plan or RequestPlan(COLD, 0)
+        timings = self.generation_result.timings if self.generation_result else Timings()
+        # Fewer than planned if a followed request could not be copied at the planned position.
+        reuse = min(plan.reuse, self.prompt_tokens - timings.prefilled)
         return RequestRecord(
             **{name: getattr(self, name) for name in RECORD_FIELDS},
             at=self.arrived_at,
             outcome=self.outcome or ERROR,
-            source=plan.source if plan else COLD,
-            why_not_warmer=plan.why_not_warmer if plan else "",
+            source=plan.source,
+            why_not_warmer=plan.why_not_warmer,
             cached_tokens=reuse,
-            restored_tokens=reuse if plan and plan.source == RESTORED else 0,
-            prefilled_tokens=timings.prefilled if timings else 0,
-            generated_tokens=timings.decoded if timings else 0,
-            queue_s=self.queue_s + (timings.queue_s if timings else 0.0),
-            prefill_s=timings.prefill_s if timings else 0.0,
-            decode_s=timings.decode_s if timings else 0.0,
-            expected_ttft_s=plan.expected_ttft_s if plan else 0.0,
-            decode_tokens_per_s=timings.decoded / timings.decode_s if timings and timings.decode_s > 0 else 0.0,
+            restored_tokens=reuse if plan.source == RESTORED else 0,
+            prefilled_tokens=timings.prefilled,
+            generated_tokens=timings.decoded,
+            queue_s=self.queue_s + timings.queue_s,
+            prefill_s=timings.prefill_s,
+            decode_s=timings.decode_s,
+            expected_ttft_s=plan.expected_ttft_s,
+            decode_tokens_per_s=timings.decoded / timings.decode_s if timings.decode_s > 0 else 0.0,
             total_s=self.total_s or self.elapsed_s(),
             parting=self.divergence,
             guard=self.collapse,

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Coroutine, Iterable
+from contextlib import suppress
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -26,8 +27,7 @@ class BackgroundTasks:
             await asyncio.wait(set(self._tasks), timeout=timeout_s)
         for task in set(self._tasks):
             task.cancel()
-        if self._tasks:
-            await asyncio.wait(set(self._tasks))
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _on_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
@@ -37,10 +37,7 @@ class BackgroundTasks:
 
 async def wait_for_events(events: Iterable[asyncio.Event], timeout_s: float) -> None:
     """Wait until all events are set, at most `timeout_s`."""
-    waits = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        if waits:
-            await asyncio.wait(waits, timeout=timeout_s)
-    finally:
-        for wait in waits:
-            wait.cancel()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            for event in events:
+                await event.wait()

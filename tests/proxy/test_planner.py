@@ -193,15 +193,16 @@ def test_prefill_estimate_uses_rates_by_length() -> None:
     ],
 )
 def test_checkpoint_positions(prompt: PromptShape, start: int, positions: tuple[int, ...]) -> None:
-    assert choose_checkpoint_positions(prompt, start) == positions
-    assert plan_cold(prompt, layout(), "").checkpoint_positions == ()
+    assert choose_checkpoint_positions(prompt, start, HYBRID) == positions
+    assert plan_cold(prompt, layout(), COSTS, "").checkpoint_positions == ()
 
 
 def test_checkpoint_gap_is_limited() -> None:
     prompt = PromptShape(40_000, (100,), 0)
-    assert choose_checkpoint_positions(prompt, 0, 4096) == (100, *range(4096, 40_000 - 512, 4096))
-    assert choose_checkpoint_positions(prompt, 0, 8192) == choose_checkpoint_positions(prompt, 0)
-    assert choose_checkpoint_positions(prompt, 0, 1)[1:4] == (1024, 1536, 2048), "but not closer than the minimum gap"
+    assert choose_checkpoint_positions(prompt, 0, HYBRID, 4096) == (100, *range(4096, 40_000 - 512, 4096))
+    assert choose_checkpoint_positions(prompt, 0, HYBRID, 8192) == choose_checkpoint_positions(prompt, 0, HYBRID)
+    closest = choose_checkpoint_positions(prompt, 0, HYBRID, 1)
+    assert closest[1:4] == (1024, 1536, 2048), "but not closer than the minimum gap"
 
 
 SYSTEM, QUESTION = MessageEnd(end=50, number=1, role="system"), MessageEnd(end=80, number=2, role="user")
@@ -313,13 +314,14 @@ def test_leader_is_copied_on_grid(leader: RunningRequest, source: str, reuse: in
     ],
 )
 def test_checkpoint_positions_on_grid(prompt: PromptShape, start: int, positions: tuple[int, ...]) -> None:
-    assert choose_checkpoint_positions(prompt, start, grid=GRID) == positions
+    assert choose_checkpoint_positions(prompt, start, layout(has_states=True, grid=GRID)) == positions
 
 
 def test_checkpoint_strides_on_grid() -> None:
     prompt = PromptShape(20_000, (), 0)
-    assert choose_checkpoint_positions(prompt, 0, grid=4096) == (4096, 8192, 12_288, 16_384)
-    assert choose_checkpoint_positions(prompt, 0, gap_max=8192, grid=1000) == (*range(4000, 20_000, 4000), 19_000)
+    assert choose_checkpoint_positions(prompt, 0, layout(has_states=True, grid=4096)) == (4096, 8192, 12_288, 16_384)
+    uneven = choose_checkpoint_positions(prompt, 0, layout(has_states=True, grid=1000), gap_max=8192)
+    assert uneven == (*range(4000, 20_000, 4000), 19_000)
 
 
 @st.composite

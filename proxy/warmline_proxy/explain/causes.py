@@ -219,32 +219,22 @@ def _iter_text_causes(why: str, divergence: Divergence) -> Iterator[str]:
     """Yield causes, most specific first; "" for those that don't apply."""
     yield _find_place_cause(why)
     old, new = divergence.stored_text, divergence.prompt_text
+    at = count_common_chars(old, new)
     if old and new:
-        yield _find_volatile_cause(old, new)
-        yield "whitespace" if _is_same_but_spaces(old, new) else ""
-        yield "reasoning-dropped" if _has_lost_reasoning(old, new) and divergence.role in ("assistant", "") else ""
+        span = find_replaced_span(old, new, at)
+        yield _RULE_CAUSES[span.rule] if span else ""
+        yield "number" if _has_number_at(old, at) and _has_number_at(new, at) else ""
+        yield "whitespace" if _is_same_but_spaces(old[at:], new[at:]) else ""
+        near = slice(max(0, at - NEAR_CHARS), at + NEAR_CHARS)
+        has_lost_reasoning = _REASONING.search(old[near]) and not _REASONING.search(new[near])
+        yield "reasoning-dropped" if has_lost_reasoning and divergence.role in ("assistant", "") else ""
     elif "it came without reasoning" in why:
         yield "reasoning-dropped"
-    yield _find_role_cause(divergence, old, new)
+    yield _find_role_cause(divergence, old, new, at)
 
 
 def _find_place_cause(why: str) -> str:
     return next((cause for pattern, cause in _PLACE_PATTERNS if re.search(pattern, why)), "")
-
-
-def _find_volatile_cause(old: str, new: str) -> str:
-    """Find the cause of two different times, dates, ids or numbers at the first difference; "" for other text."""
-    at = count_common_chars(old, new)
-    if (span := find_replaced_span(old, new, at)) is not None:
-        return _RULE_CAUSES[span.rule]
-    return "number" if _has_number_at(old, at) and _has_number_at(new, at) else ""
-
-
-def _has_lost_reasoning(old: str, new: str) -> bool:
-    """Say whether only the old text has a reasoning tag near the first difference."""
-    at = count_common_chars(old, new)
-    near = slice(max(0, at - NEAR_CHARS), at + NEAR_CHARS)
-    return _REASONING.search(old[near]) is not None and _REASONING.search(new[near]) is None
 
 
 def _has_number_at(text: str, at: int) -> bool:
@@ -252,17 +242,16 @@ def _has_number_at(text: str, at: int) -> bool:
 
 
 def _is_same_but_spaces(old: str, new: str) -> bool:
-    at = count_common_chars(old, new)
-    unspaced = ["".join(text[at:].split()) for text in (old, new)]
+    unspaced = ["".join(text.split()) for text in (old, new)]
     shorter = min(map(len, unspaced))
     # Both windows have the same number of tokens, so one of the texts may end earlier.
     return shorter >= COMPARED_CHARS_MIN and count_common_chars(*unspaced) == shorter
 
 
-def _find_role_cause(divergence: Divergence, old: str, new: str) -> str:
+def _find_role_cause(divergence: Divergence, old: str, new: str, at: int) -> str:
     if divergence.role == TOOLS_ROLE:
         return "tools-changed"
-    if _SUMMARY.search(new[count_common_chars(old, new) :]) and not _SUMMARY.search(old):
+    if _SUMMARY.search(new[at:]) and not _SUMMARY.search(old):
         return "compacted"
     if divergence.role in _SYSTEM_ROLES:  # which may have the tools in it
         return "tools-changed" if _TOOLS.search(old) and _TOOLS.search(new) else "system-edited"

@@ -11,12 +11,10 @@ from warmline_proxy.store.rows import DIVERGENCE_TOKENS_AFTER, DIVERGENCE_TOKENS
 class StoredConversation(msgspec.Struct, kw_only=True, frozen=True):
     """Conversation of a session, or along a segment's path."""
 
-    kind: str  # "session" or "segment"
     id: str
     leaf: str  # last segment of the path
     root: bytes
-    model: str
-    tokens: bytes = b""
+    tokens: bytes
 
 
 class Comparison(msgspec.Struct, kw_only=True):
@@ -35,33 +33,26 @@ class Comparison(msgspec.Struct, kw_only=True):
 
 
 def load_conversation(reader: IndexReader, kind: str, row_id: str) -> StoredConversation | None:
-    """Load a conversation; None where it is no longer stored.  Raises IndexStoreError."""
+    """Load a session's or segment's (`kind`) conversation; None where it is not stored.  Raises IndexStoreError."""
     row = reader.session(row_id) if kind == "session" else reader.segment(row_id)
     if row is None:
         return None
     leaf, count = (row.leaf, row.tokens) if isinstance(row, SessionRow) else (row_id, row.end)
     tokens = reader.path_tokens(leaf)[: count * TOKEN_BYTES]
-    return StoredConversation(kind=kind, id=row_id, leaf=leaf, root=row.root, model=row.model, tokens=tokens)
+    return StoredConversation(id=row_id, leaf=leaf, root=row.root, tokens=tokens)
 
 
 def compare_conversations(a: StoredConversation, b: StoredConversation, records: list[RequestRecord]) -> Comparison:
     """Compare, without texts; the record of a request that diverged there names the message.  Pure."""
     at = count_common_tokens(a.tokens, b.tokens)
-    found = Comparison(
-        a=a.id,
-        b=b.id,
-        tokens_a=len(a.tokens) // TOKEN_BYTES,
-        tokens_b=len(b.tokens) // TOKEN_BYTES,
-        common=at,
-        same_root=a.root == b.root,
-    )
-    if at < min(found.tokens_a, found.tokens_b):
+    len_a, len_b = len(a.tokens) // TOKEN_BYTES, len(b.tokens) // TOKEN_BYTES
+    found = Comparison(a=a.id, b=b.id, tokens_a=len_a, tokens_b=len_b, common=at, same_root=a.root == b.root)
+    if at < min(len_a, len_b):
         divergences = (each.parting for each in records if each.parting and each.session in (a.id, b.id))
         divergence = next((each for each in divergences if each.at == at), None)
         found.where = make_point(at, max(0, at - DIVERGENCE_TOKENS_BEFORE), divergence)
-        found.side_a, found.side_b = (
-            DiffSide(tokens=unpack_tokens(window), text="", differs=[]) for window in cut_windows(a, b, at)
-        )
+        tokens_a, tokens_b = map(unpack_tokens, cut_windows(a, b, at))
+        found.side_a, found.side_b = make_sides(tokens_a, "", tokens_b, "")
     return found
 
 

@@ -43,7 +43,6 @@ class DivergenceRecorder:
 
     def record(self, request: Request, plan: RequestPlan, match: PrefixMatch) -> None:
         """Record the tokens on both sides of the plan's divergence, if it has one; takes microseconds."""
-        assert request.prompt is not None
         self.clear(request)
         if self._pause_count or (at := plan.diverges_at) is None:
             return
@@ -53,7 +52,7 @@ class DivergenceRecorder:
             return
         is_stored = match.tokens == at and match.divergent_tokens[:TOKEN_BYTES] == tokens[:TOKEN_BYTES]
         segment = match.divergent_segment if is_stored else ""
-        request.log.divergence = build_divergence(request.prompt, at, tokens, segment)
+        request.log.divergence = build_divergence(request.rendered, at, tokens, segment)
         request.divergence_tokens = tokens if resident else b""
         self._recorded_requests.add(request)
 
@@ -74,10 +73,9 @@ class DivergenceRecorder:
 
     def start_analysis(self, request: Request) -> None:
         """Start the task that fetches the texts and finds the cause."""
-        if request.log.divergence is not None:
-            request.divergence_task = self.background.spawn(
-                self._analyze(request, request.log.divergence), f"parting of {request.log.id}"
-            )
+        if (divergence := request.log.divergence) is not None:
+            name = f"divergence of {request.log.id}"
+            request.divergence_task = self.background.spawn(self._analyze(request, divergence), name)
 
     async def wait_for_analysis(self, request: Request) -> None:
         """Wait for the task, at most ANALYSIS_WAIT_S."""
@@ -88,21 +86,15 @@ class DivergenceRecorder:
     async def _analyze(self, request: Request, divergence: Divergence) -> None:
         tokens, why = request.divergence_tokens, request.log.plan.why_not_warmer if request.log.plan else ""
         comes_later = await asyncio.to_thread(self._is_found_later, divergence, tokens)
-        stored_text, prompt_text = await self._fetch_texts(divergence)
-        found = msgspec.structs.replace(
-            divergence, comes_later=comes_later, stored_text=stored_text, prompt_text=prompt_text
-        )
+        found = msgspec.structs.replace(divergence, comes_later=comes_later)
+        try:
+            texts = await self.upstream.detokenize([divergence.stored, divergence.prompt])
+            found.stored_text, found.prompt_text = texts
+        except UpstreamError as error:
+            log.debug("what stands where a prompt differs is not known as text: %s", error)
         found.cause = find_cause(why, found)
         if request.log.divergence is divergence:  # else the request was planned again, or a purge cleared it
             request.log.divergence = found
-
-    async def _fetch_texts(self, divergence: Divergence) -> tuple[str, str]:
-        try:
-            stored, prompt = await self.upstream.detokenize([divergence.stored, divergence.prompt])
-        except UpstreamError as error:
-            log.debug("what stands where a prompt differs is not known as text: %s", error)
-            return "", ""
-        return stored, prompt
 
     def _is_found_later(self, divergence: Divergence, tokens: bytes) -> bool:
         """Say whether the prompt goes on with later tokens of the other side.  On a worker thread."""

@@ -92,8 +92,10 @@ def find_record(records: Sequence[RequestRecord], query: str) -> RequestRecord:
 
     `records`: newest first.  Raises RequestNotFoundError.
     """
+    if query == LAST and not records:
+        raise RequestNotFoundError("no request is remembered: none was answered yet, or a purge has forgotten them")
     if query == LAST:
-        return _find_last(records)
+        return next((each for each in records if _find_cause(each) not in QUIET_CAUSES), records[0])
     id_prefix = match[1] if (match := _ANSWER_ID.fullmatch(query)) else query
     for name in (query, id_prefix):
         if exact := next((each for each in records if each.id == name), None):
@@ -114,24 +116,13 @@ def find_record(records: Sequence[RequestRecord], query: str) -> RequestRecord:
 def find_record_with_since(records: Sequence[RequestRecord], query: str) -> tuple[RequestRecord, WarmSince | None]:
     """Find a request as `find_record` does, with the later warm ones for "last".  Raises RequestNotFoundError."""
     record = find_record(records, query)
-    return record, _find_warm_since(records, record) if query == LAST else None
+    newer = itertools.takewhile(lambda each: each is not record, records) if query == LAST else ()
+    warm = [each for each in newer if _find_cause(each) in WARM_CAUSES and not _is_other_choice(each, record)]
+    return record, WarmSince(warm=len(warm), last=warm[0].id, at=warm[0].at) if warm else None
 
 
-def _find_warm_since(records: Sequence[RequestRecord], record: RequestRecord) -> WarmSince | None:
-    """Count later warm requests, except the other choices of the same request."""
-    newer = itertools.takewhile(lambda each: each is not record, records)
-    warm = [each for each in newer if _find_cause(each) in WARM_CAUSES and not _is_follower(each, record)]
-    return WarmSince(warm=len(warm), last=warm[0].id, at=warm[0].at) if warm else None
-
-
-def _is_follower(choice: RequestRecord, first: RequestRecord) -> bool:
+def _is_other_choice(choice: RequestRecord, first: RequestRecord) -> bool:
     return choice.source == SHARED and choice.id.rpartition(".")[0] == first.id.rpartition(".")[0] != ""
-
-
-def _find_last(records: Sequence[RequestRecord]) -> RequestRecord:
-    if not records:
-        raise RequestNotFoundError("no request is remembered: none was answered yet, or a purge has forgotten them")
-    return next((each for each in records if _find_cause(each) not in QUIET_CAUSES), records[0])
 
 
 def _format_ids(records: Sequence[RequestRecord]) -> str:
@@ -150,12 +141,8 @@ def explain(
     point = stored = prompt = None
     if divergence:
         point = make_point(divergence.at, divergence.begins, divergence)
-        stored, prompt = make_sides(
-            unpack_tokens(divergence.stored),
-            divergence.stored_text,
-            unpack_tokens(divergence.prompt),
-            divergence.prompt_text,
-        )
+        old, new = unpack_tokens(divergence.stored), unpack_tokens(divergence.prompt)
+        stored, prompt = make_sides(old, divergence.stored_text, new, divergence.prompt_text)
     return ExplainReply(
         request=msgspec.structs.replace(record, parting=None, key=owner_labels.format_key_name(record)),
         verdict=_make_report(cause, detail),
@@ -203,32 +190,24 @@ def make_point(token: int, begins: int, divergence: Divergence | None) -> Diverg
 def make_sides(old: list[int], old_text: str, new: list[int], new_text: str) -> tuple[DiffSide, DiffSide]:
     """Mark the differences of two windows."""
     old_ranges, new_ranges = diff_texts(old_text, new_text)
-    return (
-        DiffSide(tokens=old, text=old_text, differs=old_ranges),
-        DiffSide(tokens=new, text=new_text, differs=new_ranges),
-    )
+    old_side = DiffSide(tokens=old, text=old_text, differs=old_ranges)
+    return old_side, DiffSide(tokens=new, text=new_text, differs=new_ranges)
 
 
 def _read_stored_state(reader: IndexReader, record: RequestRecord) -> StoredState:
-    session = reader.session(record.session) if record.session else None
-    return StoredState(
-        session=session.id if session else "",
-        tokens=min(session.tokens, record.prompt_tokens) if session else 0,
-        branch=_is_branch_stored(reader, record, session),
-    )
+    session = _find_session(reader, record)
+    branch = _is_branch_stored(reader, record, session)
+    tokens = min(session.tokens, record.prompt_tokens) if session else 0
+    return StoredState(session=session.id if session else "", tokens=tokens, branch=branch)
 
 
 def _is_branch_stored(reader: IndexReader, record: RequestRecord, session: SessionRow | None) -> bool:
-    """Say whether the branch from which the prompt diverged is on disk.
-
-    In the recorded segment, or in another one: small segments are rewritten, and residents are saved later.
-    """
-    divergence = record.parting
-    if divergence is None:
+    """Say whether the branch from which the prompt diverged is on disk, in the recorded segment or a later one."""
+    if (divergence := record.parting) is None:
         return False
     if divergence.segment and reader.segment(divergence.segment) is not None:
         return True
-    head = reader.path_tokens(session.leaf)[: divergence.at * TOKEN_BYTES] if session else b""
+    head = _read_tokens(reader, session, divergence.at)
     if len(head) < divergence.at * TOKEN_BYTES:
         return False
     branch = head + divergence.stored[(divergence.at - divergence.begins) * TOKEN_BYTES :]
@@ -243,7 +222,7 @@ def _find_elsewhere(reader: IndexReader, record: RequestRecord, owner_labels: Ow
     others = [row for row in rows if row.root != record.root and row.created < record.at]
     if not others or not (own := read_fingerprint(reader.home, mine)):
         return "first-request", ""
-    tokens = _read_prompt(reader, record)
+    tokens = _read_tokens(reader, _find_session(reader, record), record.prompt_tokens)
     return next(_iter_other_roots(reader, own, mine[0].model, others, tokens, owner_labels), ("first-request", ""))
 
 
@@ -267,7 +246,10 @@ def _iter_other_roots(
             yield "other-model", f"everything stored for {model} before belongs to another fingerprint ({was})"
 
 
-def _read_prompt(reader: IndexReader, record: RequestRecord) -> bytes:
-    """Read the stored part of a request's prompt."""
-    session = reader.session(record.session) if record.session else None
-    return reader.path_tokens(session.leaf)[: record.prompt_tokens * TOKEN_BYTES] if session else b""
+def _find_session(reader: IndexReader, record: RequestRecord) -> SessionRow | None:
+    return reader.session(record.session) if record.session else None
+
+
+def _read_tokens(reader: IndexReader, session: SessionRow | None, count: int) -> bytes:
+    """Read the first `count` stored tokens of a conversation, packed."""
+    return reader.path_tokens(session.leaf)[: count * TOKEN_BYTES] if session else b""

@@ -1,7 +1,6 @@
 """Difference of two texts, as ranges of characters for display.  Pure."""
 
 import re
-from collections.abc import Sequence
 from difflib import SequenceMatcher
 from itertools import accumulate
 
@@ -16,41 +15,26 @@ Ranges = list[tuple[int, int]]  # [start, end) in characters, ascending
 def diff_texts(old: str, new: str) -> tuple[Ranges, Ranges]:
     """Find the different ranges of each text; text that only one has at its end, as a longer window, does not count."""
     at = count_common_chars(old, new)
-    while at and not _is_word_edge(old, new, at):
-        at -= 1  # to mark whole words
+    while at and any(_is_same_word(text[at - 1], text[at : at + 1]) for text in (old, new)):
+        at -= 1  # to mark whole words, and whole lines of signs
     words = [[found[0] for found in _WORD.finditer(text, at)] for text in (old, new)]
     matcher = SequenceMatcher(None, words[0], words[1])  # with its junk heuristic: else it takes minutes
-    if _similarity(matcher, words) < SIMILARITY_MIN:
+    # Letters alone are counted: spaces and signs are in every text.
+    same = sum(_count_letters(words[0][block.a : block.a + block.size]) for block in matcher.get_matching_blocks())
+    if same / max(1, min(map(_count_letters, words))) < SIMILARITY_MIN:
         return [(at, len(old))] * (len(old) > at), [(at, len(new))] * (len(new) > at)
     offsets = [list(accumulate(map(len, each), initial=at)) for each in words]
-    ranges: tuple[Ranges, Ranges] = ([], [])
-    for tag, old_from, old_to, new_from, new_to in _drop_tail(matcher.get_opcodes()):
-        if tag != "equal":
-            for side, (start, end) in enumerate(((old_from, old_to), (new_from, new_to))):
-                if start < end:
-                    ranges[side].append((offsets[side][start], offsets[side][end]))
-    return ranges
-
-
-def _is_word_edge(old: str, new: str, at: int) -> bool:
-    """Say whether no word, nor a line of signs, of either text continues there."""
-    return all(not _is_same_word(text[at - 1], text[at : at + 1]) for text in (old, new))
+    codes = matcher.get_opcodes()
+    if len(codes) > 2 and codes[-1][0] in ("insert", "delete") and codes[-2][0] == "equal":
+        codes.pop()  # one text ends earlier
+    changes = [places for tag, *places in codes if tag != "equal"]
+    old_ranges = [(offsets[0][start], offsets[0][end]) for start, end, _, _ in changes if start < end]
+    return old_ranges, [(offsets[1][start], offsets[1][end]) for _, _, start, end in changes if start < end]
 
 
 def _is_same_word(a: str, b: str) -> bool:
     return (a.isalnum() and b.isalnum()) or (a == b and not a.isspace())
 
 
-def _similarity(matcher: SequenceMatcher[str], words: list[list[str]]) -> float:
-    """Share of common letters; spaces and signs, which are in every text, don't count."""
-    same = sum(_count_letters(words[0][block.a : block.a + block.size]) for block in matcher.get_matching_blocks())
-    return same / max(1, min(map(_count_letters, words)))
-
-
 def _count_letters(words: list[str]) -> int:
     return sum(len(word) for word in words if word[0].isalnum())
-
-
-def _drop_tail(codes: Sequence[tuple[str, int, int, int, int]]) -> Sequence[tuple[str, int, int, int, int]]:
-    ends_early = len(codes) > 2 and codes[-1][0] in ("insert", "delete") and codes[-2][0] == "equal"
-    return codes[:-1] if ends_early else codes

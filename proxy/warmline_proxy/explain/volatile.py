@@ -66,7 +66,7 @@ class VolatileSpan:
 
 
 def find_volatile_spans(text: str, start: int = 0, end: int = TEXT_CHARS_MAX) -> Iterator[VolatileSpan]:
-    """Yield those in text[start:end], ascending, without overlaps."""
+    """Yield the volatile spans in text[start:end], ascending, without overlaps."""
     for match in _PATTERN.finditer(text, start, end):
         rule, description = next(kind for name, kind in _KINDS.items() if match[name] is not None)
         replacement = f"{match['day']} [time]" if match["stamp"] else _REPLACEMENTS[rule]

@@ -45,7 +45,7 @@ class Completion:
         request.response.close()
         request.mark_response_done()
         self.release(request)
-        self.background.spawn(self._finish(request), f"settling of {request.log.id}")
+        self.background.spawn(self._finish(request), f"saving of {request.log.id}")
 
     async def cancel(self, request: Request) -> None:
         """Cancel a request; returns when the engine has released it."""
@@ -72,8 +72,7 @@ class Completion:
                 await self.upstream.cancel(request.log.id, self.watchdog.cancel_timeout_s)
 
     async def _wait_for_responses(self, timeout_s: float) -> None:
-        unanswered = [request for request in self.registry if not request.response_done.is_set()]
-        await wait_for_events([request.response_done for request in unanswered], timeout_s)
+        await wait_for_events([request.response_done for request in self.registry], timeout_s)
 
     async def _finish(self, request: Request) -> None:
         try:
@@ -93,7 +92,7 @@ class Completion:
         except UpstreamTimeoutError:
             self.watchdog.report_cancel_timeout(request.log.id)
         except UpstreamError as error:
-            log.warning("request %s: what the backend made of it is unknown: %s", request.log.id, error)
+            log.warning("request %s: its result is unknown: %s", request.log.id, error)
         finally:
             request.mark_released()
             if request.ticket:
@@ -102,13 +101,17 @@ class Completion:
     async def _stop_generation(self, request: Request) -> None:
         """Cancel restore and generation, where they still run; prefilled rows stay for a retry."""
         await asyncio.gather(*(branch.released.wait() for branch in request.branches))
-        await self._cancel_restore(request)
+        if request.restore_task and not request.restore_task.done():
+            await self.upstream.cancel(request.log.id, self.watchdog.cancel_timeout_s)
+            await asyncio.wait({request.restore_task}, timeout=LAST_EVENT_TIMEOUT_S)
+            request.restore_task.cancel()  # in case the cancel overtook the restore
+            await asyncio.wait({request.restore_task})
         if not request.sent or (request.generation is not None and request.generation.is_over):
             return
         try:
             if not (self._can_finish_prefill(request) and await self._finish_prefill_detached(request)):
-                result = await self.upstream.cancel(request.log.id, self.watchdog.cancel_timeout_s)
-                self._record_result(request, result)
+                timeout_s = self.watchdog.cancel_timeout_s
+                self._record_result(request, await self.upstream.cancel(request.log.id, timeout_s))
         finally:
             if request.generation:
                 await request.generation.wait_ended(LAST_EVENT_TIMEOUT_S)
@@ -136,12 +139,4 @@ class Completion:
 
     def _record_result(self, request: Request, result: GenerationResult | None) -> None:
         if request.listener and result:
-            request.listener.on_settled(result)
-
-    async def _cancel_restore(self, request: Request) -> None:
-        if not request.restore_task or request.restore_task.done():
-            return
-        await self.upstream.cancel(request.log.id, self.watchdog.cancel_timeout_s)
-        await asyncio.wait({request.restore_task}, timeout=LAST_EVENT_TIMEOUT_S)
-        request.restore_task.cancel()  # in case the cancel overtook the restore
-        await asyncio.wait({request.restore_task})
+            request.listener.on_result(result)

@@ -33,14 +33,13 @@ class DeadlineMonitor:
             try:
                 self._tick(time.monotonic())
             except Exception:  # one request's failure must not end the monitor
-                log.exception("looking after the requests failed")
+                log.exception("checking the deadlines failed")
 
     def _tick(self, now: float) -> None:
-        unfinished = [
-            request for request in self.requests if request.release_task is None and not request.response.is_closed
-        ]
         running = sum(request.is_computing for request in self.requests)
-        for request in unfinished:
+        for request in self.requests:
+            if request.release_task is not None or request.response.is_closed:
+                continue
             if error := self._find_violation(request, now, running):
                 request.cancel(error)
             elif self._is_heartbeat_due(request, now):

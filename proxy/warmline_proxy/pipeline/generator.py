@@ -91,28 +91,25 @@ class ProgressListener:
             self._is_saving, self._attempted_tokens = True, tokens
             self.generator.background.spawn(self._save_prefix(tokens), f"part of {request.log.id}")
 
-    def on_settled(self, settled: GenerationResult) -> None:
+    def on_result(self, result: GenerationResult) -> None:
         """Record the result; called twice where a cancel met the end."""
         request, resident_view = self.request, self.generator.backend_state.resident_view
         if request.log.generation_result is not None:
             return
-        request.log.generation_result = settled
-        if settled.turn and not request.purged:
-            self.generator.sampled_turns.add(request.root, request.model, settled.turn)
+        request.log.generation_result = result
+        if result.turn and not request.purged:
+            self.generator.sampled_turns.add(request.root, request.model, result.turn)
         if request.is_cacheable:
-            resident_view.add(settled.resident, resident_after_generation(request, settled))
+            resident_view.add(result.resident, resident_after_generation(request, result))
         else:
-            resident_view.exclude(settled.resident)
+            resident_view.exclude(result.resident)
 
-    def on_over(self, whole: bool) -> None:
-        """Release the ticket, whether or not the client has read all of the answer.
-
-        A broken stream keeps the ticket: for the next dispatch, or until the failure is written.
-        """
+    def on_end(self, is_complete: bool) -> None:
+        """Release the ticket, read or not; a broken stream keeps it for the next dispatch, or the failure's writing."""
         result = self.request.log.generation_result
         self.request.clock.mark_idle()
         self.request.mark_released()
-        if self.request.ticket and (whole or (result and result.finish in FAILED_FINISHES)):
+        if self.request.ticket and (is_complete or (result and result.finish in FAILED_FINISHES)):
             self.request.ticket.release()
 
     async def _save_prefix(self, tokens: int) -> None:

@@ -31,18 +31,11 @@ from warmline_proxy.request.admission import AdmissionQueue, identify_caller
 from warmline_proxy.request.deadlines import RequestTimeouts
 from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.request.request import Request
-from warmline_proxy.request_log import RequestLog
+from warmline_proxy.request_log import CANCELLED, RequestLog
 from warmline_proxy.response.choices import ChoiceRequest, split_choices
 from warmline_proxy.response.fanout import Branch, Fanout
-from warmline_proxy.response.relay import ResponseWriter, relay_response
-from warmline_proxy.upstream.client import (
-    LeaderLostError,
-    UpstreamConnectionError,
-    UpstreamError,
-    UpstreamUnreachableError,
-    retry_dispatch,
-)
-from warmline_proxy.upstream.errors import translate_upstream_error
+from warmline_proxy.response.relay import Relay, ResponseWriter
+from warmline_proxy.upstream import client as upstream
 from warmline_proxy.upstream.generation_stream import GenerationStream
 from warmline_proxy.upstream.watchdog import Watchdog
 
@@ -65,22 +58,15 @@ class PipelineSteps:
     completion: Completion
 
 
+@dataclass(frozen=True)
 class Pipeline:
-    """Answers generation requests.  State belongs to the event loop."""
+    """Answers generation requests.  Event loop thread."""
 
-    def __init__(
-        self,
-        config: ProxyConfig,
-        registry: RequestRegistry,
-        watchdog: Watchdog,
-        metrics: ProxyMetrics,
-        steps: PipelineSteps,
-    ) -> None:
-        self._config, self._registry, self._watchdog, self._metrics = config, registry, watchdog, metrics
-        self._steps = steps
-        self._timeouts = RequestTimeouts(
-            config.connect_timeout_s, config.queue_timeout_s, config.stall_timeout_s, config.total_timeout_s
-        )
+    config: ProxyConfig
+    registry: RequestRegistry
+    watchdog: Watchdog
+    metrics: ProxyMetrics
+    steps: PipelineSteps
 
     async def handle(self, http_request: web.Request, api: Api, client: Client) -> web.StreamResponse:
         """Answer one request.  Raises ClientError for its headers, later failures are written as the response."""
@@ -89,16 +75,14 @@ class Pipeline:
             body = await self._admit(http_request, request)  # 1. a bounded queue
             choices = self._normalize(http_request, api, request, body)  # 2. any model name, null is absent
             if len(choices) == 1:
-                await retry_dispatch()(self._dispatch, request)  # 3. to 6., again where the backend is lost
+                await upstream.retry_dispatch()(self._dispatch, request)  # 3. to 6., again where the backend is lost
             else:
                 await self._fan_out(request, response, choices)  # 3. to 6. for each choice
         assert response.http_response is not None
         return response.http_response
 
     async def _dispatch(self, request: Request) -> None:
-        """Dispatch once.  Raises UpstreamUnreachableError, UpstreamConnectionError or StepFailedError, with no content
-        sent, where the backend was lost.
-        """
+        """Dispatch once.  Raises BACKEND_LOST_ERRORS or StepFailedError, no content sent, where the backend is lost."""
         try:
             request.cancel_scope.raise_if_cancelled()
             await self._reset(request)
@@ -106,31 +90,32 @@ class Pipeline:
             request.log.dispatches += 1
             gone_count, refused_leaders = 0, set[str]()
             for number in range(PLANS_MAX):
-                await self._steps.renderer.render_request(request)  # 3. the prompt's token ids
-                await self._registry.cancel_superseded(request)
+                await self.steps.renderer.render_request(request)  # 3. the prompt's token ids
+                await self.registry.cancel_superseded(request)
                 await self._acquire_ticket(request)
                 can_follow = number < FOLLOW_PLANS_MAX
-                running = self._registry.find_followable(request, refused_leaders) if can_follow else []
+                running = self.registry.find_followable(request, refused_leaders) if can_follow else []
                 if not (why_cold := self._find_cold_reason(request, gone_count)):
-                    await self._registry.wait_for_releases(request)
-                    await self._registry.wait_for_saves(request, self._steps.starter.count_reusable_tokens)
-                plan = await self._steps.starter.start(request, running, why_cold)  # 4. plan, 5. restore
-                if not (generation := await self._steps.generator.start(request, plan)):  # 6. prefill and decode
+                    await self.registry.wait_for_releases(request)
+                    await self.registry.wait_for_saves(request, self.steps.starter.count_reusable_tokens)
+                plan = await self.steps.starter.start(request, running, why_cold)  # 4. plan, 5. restore
+                if not (generation := await self.steps.generator.start(request, plan)):  # 6. prefill and decode
                     refused_leaders.add(plan.leader_id)
                     gone_count += not plan.leader_id
                     continue
                 try:
                     return await self._relay(request, generation, plan)
-                except LeaderLostError:
+                except upstream.LeaderLostError:
                     await self._reset(request)
-        except (UpstreamUnreachableError, UpstreamConnectionError):
-            self._watchdog.recheck()
+        except upstream.BACKEND_LOST_ERRORS:
+            self.watchdog.recheck()
             raise
-        raise UpstreamError("what it was to start from was lost again and again")
+        raise upstream.UpstreamError("what it was to start from was lost again and again")
 
     async def _relay(self, request: Request, generation: GenerationStream, plan: RequestPlan) -> None:
         start = ResponseStart(request.log.id, request.model, request.log.prompt_tokens, plan.reuse)
-        await relay_response(request.response, generation, start, request.log, request.record_first_token)
+        encoder = request.response.open_encoder(start)
+        await Relay(request.response, generation, encoder, request.log, request.record_first_token).run()
 
     @asynccontextmanager
     async def _request_scope(self, request: Request) -> AsyncIterator[None]:
@@ -139,54 +124,53 @@ class Pipeline:
             async with request.cancel_scope:
                 yield
             request.log.record_success()
-        except (ClientError, UpstreamError) as error:
+        except (ClientError, upstream.UpstreamError) as error:
             if request.cancel_scope.reason:
                 self._record_cancel(request, find_cancel_source(request.cancel_scope.reason))
             request.log.record_failure(error)
-            self._steps.completion.release(request)  # first: writing to a client that does not read takes a while
-            await request.response.fail(translate_upstream_error(error))
+            self.steps.completion.release(request)  # first: writing to a client that does not read takes a while
+            await request.response.fail(upstream.translate_upstream_error(error))
         except (asyncio.CancelledError, ConnectionResetError):
             if not request.log.outcome:
                 self._record_cancel(request, "client")
-            request.log.record_disconnect()
+                request.log.outcome = CANCELLED
             raise
         finally:
             request.log.total_s = request.log.elapsed_s()
-            self._steps.completion.complete(request)
+            self.steps.completion.complete(request)
 
     def _record_cancel(self, request: Request, source: str) -> None:
         if not request.branches:  # else each branch records its own
-            self._metrics.record_cancel(request.status, source)
+            self.metrics.record_cancel(request.status, source)
 
     def _create_request(self, http_request: web.Request, api: Api, client: Client) -> tuple[Request, ResponseWriter]:
         """Raises ClientError for wrong headers."""
         client_request_id = http_request.headers.get(HEADER_REQUEST, "")
         request_log = RequestLog(api.name, check_request_id(http_request), client_request_id, client.name)
+        config, on_error = self.config, self.metrics.record_error
         response = ResponseWriter(
-            http_request,
-            api,
-            lambda: build_response_headers(request),
-            self._config.send_timeout_s,
-            self._metrics.record_error,
+            http_request, api, lambda: build_response_headers(request), config.send_timeout_s, on_error
         )
-        timeouts = self._timeouts.override_by_headers(http_request.headers)
-        request = self._registry.add(Request(request_log, response, timeouts, client=client))
+        timeouts = RequestTimeouts(
+            config.connect_timeout_s, config.queue_timeout_s, config.stall_timeout_s, config.total_timeout_s
+        ).override_by_headers(http_request.headers)
+        request = self.registry.add(Request(request_log, response, timeouts, client=client))
         set_request_id(request.log.id)
         return request, response
 
     async def _admit(self, http_request: web.Request, request: Request) -> bytes:
         """Body of the request.  The ticket comes first: a request that a full queue refuses costs no memory."""
         request.caller = identify_caller(request.client, http_request.headers, http_request.remote)
-        request.ticket = self._steps.admission.issue_ticket(request.caller)
-        return await read_body(http_request, self._config.receive_timeout_s)
+        request.ticket = self.steps.admission.issue_ticket(request.caller)
+        return await read_body(http_request, self.config.receive_timeout_s)
 
     def _normalize(self, http_request: web.Request, api: Api, request: Request, body: bytes) -> list[ChoiceRequest]:
         call = api.read_call(body, http_request.headers)
-        request.call, counts = self._steps.renderer.stabilize(call)
+        request.call, counts = self.steps.renderer.stabilize(call)
         request.response.call = request.call
         request.log.stabilization = ", ".join(f"{rule}={count}" for rule, count in sorted(counts.items()))
         if counts:
-            log.info("request %s: evened out at the top of its prompt: %s", request.log.id, request.log.stabilization)
+            log.info("request %s: stabilized in the head of its prompt: %s", request.log.id, request.log.stabilization)
         request.log.client_model = strip_unprintable(call.client_model or "")
         request.log.session_hint = call.session_hint
         return split_choices(api.endpoint, request.call.fields)
@@ -194,14 +178,14 @@ class Pipeline:
     async def _fan_out(self, request: Request, response: ResponseWriter, choices: Sequence[ChoiceRequest]) -> None:
         """Answer with several generations, each a request with a ticket and a record of its own."""
         assert request.call is not None
-        await self._registry.cancel_superseded(request)
-        await retry_dispatch()(self._check_prompts, request, request.call, choices)
-        fanout = Fanout(response, request.call, choices, request.log.id, self._config.running_count_max)
+        await self.registry.cancel_superseded(request)
+        await upstream.retry_dispatch()(self._check_prompts, request, request.call, choices)
+        fanout = Fanout(response, choices, request.log.id, self.config.running_count_max)
 
         async def compute(branch: Branch) -> None:
             branch_request = self._create_branch_request(request, branch)
             async with self._request_scope(branch_request):
-                await retry_dispatch()(self._dispatch, branch_request)
+                await upstream.retry_dispatch()(self._dispatch, branch_request)
 
         await fanout.run(compute, lambda: request.cancel_scope.reason)
 
@@ -211,20 +195,15 @@ class Pipeline:
         if len(prompts) > 1:
             await self._connect(request)
             for fields in prompts.values():
-                await self._steps.renderer.render_call(request, replace(call, fields=fields))
+                await self.steps.renderer.render_call(request, replace(call, fields=fields))
 
     def _create_branch_request(self, request: Request, branch: Branch) -> Request:
         """Request for one choice; the first takes over the ticket of the whole, the others get extra ones."""
-        branch_log = replace(
-            request.log,
-            id=f"{request.log.id}.{branch.index}",
-            client_request_id="",
-            arrived_at=time.time(),
-            arrived_monotonic=time.monotonic(),
-        )
+        name, now = f"{request.log.id}.{branch.index}", time.monotonic()
+        branch_log = replace(request.log, id=name, client_request_id="", arrived_at=time.time(), arrived_monotonic=now)
         branch_request = Request(branch_log, branch, request.timeouts, client=request.client, caller=request.caller)
         branch_request.call = branch.call
-        self._registry.add(branch_request)
+        self.registry.add(branch_request)
         set_request_id(branch_log.id)
         first_ticket = request.branches[0].ticket if request.branches else None
         branch_request.ticket, request.ticket = first_ticket.issue_extra() if first_ticket else request.ticket, None
@@ -241,9 +220,9 @@ class Pipeline:
         """Wait for a backend that starts or restarts, in all dispatches together no longer than the limit."""
         limit_s, began = request.timeouts.connect_s, time.monotonic()
         try:
-            await self._watchdog.wait_until_up(max(0.0, limit_s - request.clock.connecting_s) if limit_s else None)
+            await self.watchdog.wait_until_up(max(0.0, limit_s - request.clock.connecting_s) if limit_s else None)
         except TimeoutError:
-            reason = self._watchdog.down_reason
+            reason = self.watchdog.down_reason
             message = f"The backend can't serve now: {reason} (waited {limit_s:g} s).  Try again soon."
             raise service_unavailable(message) from None
         finally:
@@ -262,7 +241,7 @@ class Pipeline:
     def _find_cold_reason(self, request: Request, gone_count: int) -> str:
         """Reason to reuse nothing; "" where there is none."""
         assert request.call is not None
-        if self._config.reuse == "off":
+        if self.config.reuse == "off":
             return "reuse is off"
         if request.prompt and not request.prompt.tokens_max:
             return "nothing is to be computed"
@@ -273,7 +252,7 @@ class Pipeline:
 
 def build_response_headers(request: Request) -> dict[str, str]:
     """X-Warmline headers; with several choices, the cache header of the first."""
-    start_log = request.branches[0].log if request.branches else request.log
-    cache = {HEADER_CACHE: start_log.format_cache_header()} if start_log.plan else {}
+    plan = (request.branches[0] if request.branches else request).log.plan
+    cache = {HEADER_CACHE: f"{plan.source} {plan.reuse}"} if plan else {}
     stabilized = {HEADER_STABILIZED: request.log.stabilization} if request.log.stabilization else {}
     return {HEADER_REQUEST: request.log.id, **cache, **stabilized}

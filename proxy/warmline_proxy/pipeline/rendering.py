@@ -8,13 +8,12 @@ from warmline_common.protocol.tokens import TOKEN_BYTES, namespace
 from warmline_proxy.api.base import ApiCall
 from warmline_proxy.config import ProxyConfig
 from warmline_proxy.errors import parse_context_overflow, service_unavailable
-from warmline_proxy.explain.stabilize import stabilize_fields
+from warmline_proxy.explain.prompt_head import stabilize_fields
 from warmline_proxy.pipeline.sampled_turns import SampledTurnCache
 from warmline_proxy.request.request import Request, RequestStatus
 from warmline_proxy.request_log import new_request_id
 from warmline_proxy.upstream.backend_state import BackendState
-from warmline_proxy.upstream.client import Upstream, UpstreamStatusError
-from warmline_proxy.upstream.errors import translate_upstream_error
+from warmline_proxy.upstream.client import Upstream, UpstreamStatusError, translate_upstream_error
 
 
 @dataclass(eq=False)
@@ -34,9 +33,7 @@ class RemoteRenderer:
         return replace(call, fields=fields), counts
 
     async def render_request(self, request: Request) -> None:
-        """Render into the request, with model, layout and root.  Raises UpstreamError; ClientError 503 where the
-        backend does not run in exact mode and the proxy does.
-        """
+        """Render into the request, with model, layout and root.  Raises UpstreamError; ClientError 503."""
         assert request.call is not None
         request.prompt = await self.render_call(request, request.call)
         request.advance(RequestStatus.WAITING)

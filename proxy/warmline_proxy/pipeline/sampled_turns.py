@@ -53,9 +53,14 @@ class SampledTurnCache:
                 found[turn.calls[0]] = turn
             else:
                 missing.append(call_id)
-        for turn in self._load_turns(root, missing):
+        try:
+            rows = self._index.turns(root, missing) if missing else []
+        except IndexStoreError as error:
+            log.warning("sampled turns can't be read, so calls are rendered anew: %s", error)
+            rows = []
+        for row in rows:
+            found[row.calls[0]] = turn = SampledTurn(calls=row.calls, tokens=row.tokens)
             self._insert(root, turn)
-            found[turn.calls[0]] = turn
         return list(found.values())
 
     def clear(self) -> None:
@@ -63,15 +68,6 @@ class SampledTurnCache:
         self._turns.clear()
         self._first_call_ids.clear()
         self._token_bytes = 0
-
-    def _load_turns(self, root: bytes, call_ids: list[str]) -> list[SampledTurn]:
-        if not call_ids:
-            return []
-        try:
-            return [SampledTurn(calls=row.calls, tokens=row.tokens) for row in self._index.turns(root, call_ids)]
-        except IndexStoreError as error:
-            log.warning("sampled turns can't be read, so calls are rendered anew: %s", error)
-            return []
 
     def _insert(self, root: bytes, turn: SampledTurn) -> None:
         key = (root, turn.calls[0])

@@ -24,7 +24,7 @@ FILES, INDEX, RECORDS = "segments/", "index/", "request records"  # parts that f
 
 @dataclass(eq=False)
 class SaveHealth:
-    """Failures by part, recorded by those who save.  Any thread."""
+    """Failures of saves, by part of the home.  Any thread."""
 
     metrics: ProxyMetrics
     retry_interval_s: float = RETRY_INTERVAL_S

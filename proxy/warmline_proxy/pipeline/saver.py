@@ -5,8 +5,8 @@ Event loop thread; the index is written on worker threads, one save at a time.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ParamSpec, TypeVar
@@ -27,14 +27,8 @@ from warmline_proxy.request_log import build_perf_fields, format_perf_line
 from warmline_proxy.store.errors import NO_SPACE_CODES, get_error_code
 from warmline_proxy.store.reserve import RESERVE_BYTES
 from warmline_proxy.store.rows import SavePlan, SessionUpdate
+from warmline_proxy.upstream import client
 from warmline_proxy.upstream.backend_state import BackendState
-from warmline_proxy.upstream.client import (
-    InsufficientStorageError,
-    Upstream,
-    UpstreamError,
-    UpstreamGoneError,
-    UpstreamTimeoutError,
-)
 from warmline_proxy.upstream.resident_view import ResidentEntry
 
 log = logging.getLogger(__name__)
@@ -53,7 +47,7 @@ class Saver:
     """Saves one tail at a time, in the order of the requests' ends."""
 
     index: Index
-    upstream: Upstream
+    upstream: client.Upstream
     backend_state: BackendState
     metrics: ProxyMetrics
     save_health: SaveHealth
@@ -75,53 +69,37 @@ class Saver:
             self._record_request(request)
 
     async def _save_request(self, request: Request) -> None:
-        result = request.log.generation_result
-        try:
-            if result and result.resident:
+        if not (result := request.log.generation_result):
+            return
+        with _log_failures("what request %s has computed could not be saved: %s", request.log.id):
+            if result.resident:
                 async with self._save_lock:
-                    can_save = self.reuse and request.is_cacheable
-                    await (self._save_tail(request, result) if can_save else self._drop_resident(result))
-            if result:  # residents were evicted, and rates measured meanwhile
-                await self.backend_state.sync_residents(result)
-                await self.backend_state.refresh_rates()
-        except _SaveError:
-            pass  # recorded by SaveHealth; saved once that works again
-        except (UpstreamError, IndexStoreError, OSError) as error:
-            log.warning("what request %s has computed could not be saved: %s", request.log.id, error)
-
-    async def _drop_resident(self, result: GenerationResult) -> None:
-        self.backend_state.resident_view.exclude(result.resident)
-        await self.upstream.delete_resident(result.resident)
+                    if self.reuse and request.is_cacheable:
+                        await self._save_tail(request, result)
+                    else:
+                        self.backend_state.resident_view.exclude(result.resident)
+                        await self.upstream.delete_resident(result.resident)
+            await self.backend_state.sync_residents(result)  # residents were evicted, and rates measured meanwhile
+            await self.backend_state.refresh_rates()
 
     async def save_prefix(self, request: Request, until: int) -> bool:
-        """Save the first `until` tokens of a running request; True once they are on disk.
-
-        After a failure they are saved at the request's end.
-        """
+        """Save the first `until` tokens of a running request; True once they are on disk, else the end saves them."""
         layout, prompt = request.layout, request.prompt
         if not (request.is_cacheable and self.reuse and prompt and layout and layout.persistent):
             return False
         if request.log.prompt_tokens * layout.row_bytes > self.index.budget_bytes:
             return False  # the whole prompt never fits, and a part is not worth the evictions
         positions = request.log.plan.checkpoint_positions if request.log.plan else ()
-        unsaved = _PendingSave(
-            source=SaveRequest(request_id="", running=request.log.id),
-            entry=ResidentEntry(request.root, prompt.tokens[: until * TOKEN_BYTES]),
-            checkpoints=[at for at in positions if at <= until],
-            model=request.model,
-            layout=layout,
-            session=SessionUpdate(turn_end=prompt.turn_end, client=request.log.session_hint, requests=0),
-        )
-        try:
+        checkpoints = [at for at in positions if at <= until]
+        source = SaveRequest(request_id="", running=request.log.id)
+        entry = ResidentEntry(request.root, prompt.tokens[: until * TOKEN_BYTES])
+        session = SessionUpdate(turn_end=prompt.turn_end, client=request.log.session_hint, requests=0)
+        unsaved = _PendingSave(source, entry, checkpoints, request.model, layout, session)
+        is_complete = False
+        with _log_failures("request %s: its first %d tokens could not be saved yet: %s", request.log.id, until):
             async with self._save_lock:
-                if not request.is_cacheable:  # purged while this waited
-                    return False
-                is_complete = (await self._save(unsaved)).is_complete
-        except _SaveError:
-            return False
-        except (UpstreamError, IndexStoreError, OSError) as error:
-            log.warning("request %s: its first %d tokens could not be saved yet: %s", request.log.id, until, error)
-            return False
+                if request.is_cacheable:  # else purged while this waited
+                    is_complete = (await self._save(unsaved)).is_complete
         if is_complete:
             total = request.log.prompt_tokens
             log.info("request %s: %d of %d tokens are computed and saved", request.log.id, until, total)
@@ -129,21 +107,19 @@ class Saver:
 
     async def run_between_saves(self, work: Callable[[], T]) -> T:
         """Run `work` on a thread while nothing is being saved."""
-        async with self.pause():
+        async with self._save_lock:
             return await _run_in_thread(work)
 
-    @asynccontextmanager
-    async def pause(self) -> AsyncIterator[None]:
+    def pause(self) -> asyncio.Lock:
         """Scope in which nothing is saved."""
-        async with self._save_lock:
-            yield
+        return self._save_lock
 
     async def save_residents(self) -> None:
         """Save residents not known to be on disk: an earlier proxy's, or of a save that failed."""
         unsaved = self.backend_state.resident_view.non_durable_entries()
         if not self.reuse or not unsaved:
             return
-        try:
+        with _log_failures("what is in memory could not all be saved: %s"):
             status = await self.backend_state.status()
             if not (layout := status.layout) or not layout.persistent:
                 return
@@ -151,34 +127,21 @@ class Saver:
                 source = SaveRequest(request_id="", resident=resident)
                 session = SessionUpdate(turn_end=entry.turn_end, requests=0)
                 pending = _PendingSave(source, entry, entry.positions, status.model, layout, session)
-                await self._save_resident(pending)
-        except _SaveError:
-            pass
-        except (UpstreamError, IndexStoreError, OSError) as error:
-            log.warning("what is in memory could not all be saved: %s", error)
-
-    async def _save_resident(self, unsaved: "_PendingSave") -> None:
-        try:
-            async with self._save_lock:
-                if self.backend_state.resident_view.get(unsaved.source.resident):  # else purged or evicted meanwhile
-                    await self._save(unsaved)
-        except DiskBudgetError as error:  # the next one may be smaller
-            log.info("%s could not be saved: %s", unsaved.source.resident, error)
+                try:
+                    async with self._save_lock:
+                        if self.backend_state.resident_view.get(resident):  # else purged or evicted meanwhile
+                            await self._save(pending)
+                except DiskBudgetError as error:  # the next one may be smaller
+                    log.info("%s could not be saved: %s", resident, error)
 
     async def _save_tail(self, request: Request, result: GenerationResult) -> None:
         request_log, layout = request.log, request.layout
         if not request.prompt or not layout or not layout.persistent:
             return
         is_hit = request_log.plan is not None and request_log.plan.reuse >= BLOCK_TOKENS  # less may match by chance
-        unsaved = _PendingSave(
-            source=SaveRequest(request_id="", resident=result.resident),
-            entry=resident_after_generation(request, result),
-            checkpoints=result.checkpoints,
-            model=request.model,
-            layout=layout,
-            session=SessionUpdate(turn_end=request.prompt.turn_end, client=request_log.session_hint, hit=is_hit),
-        )
-        saved = await self._save(unsaved)
+        source, entry = SaveRequest(request_id="", resident=result.resident), resident_after_generation(request, result)
+        session = SessionUpdate(turn_end=request.prompt.turn_end, client=request_log.session_hint, hit=is_hit)
+        saved = await self._save(_PendingSave(source, entry, result.checkpoints, request.model, layout, session))
         request_log.session, request_log.saved_tokens = saved.session, saved.tokens
         if result.turn and saved.session:
             self.sampled_turns.add(request.root, request.model, result.turn, saved.session)
@@ -211,24 +174,25 @@ class Saver:
 
     async def _save(self, unsaved: "_PendingSave") -> "_SaveResult":
         """Save, and end the resident's lease in any case.  Raises DiskBudgetError, or _SaveError where saving fails."""
+        resident = unsaved.source.resident
         try:
             return await self._try_save(unsaved)
-        except UpstreamGoneError:  # only this tail is lost
-            log.info("%s was gone before it was saved", unsaved.source.resident or unsaved.source.running)
-            await self._release_unsaved(unsaved)
+        except (_SaveError, client.UpstreamError, IndexStoreError, OSError) as error:
+            if resident:  # evictable although it is not saved: other requests may be waiting for its memory
+                await self.upstream.order_residents([*self.backend_state.resident_view.durable_ids(), resident])
+            if not isinstance(error, client.UpstreamGoneError):
+                raise
+            log.info("%s was gone before it was saved", resident or unsaved.source.running)  # only this tail is lost
             return _SaveResult()
-        except (_SaveError, UpstreamError, IndexStoreError, OSError):
-            await self._release_unsaved(unsaved)
-            raise
 
     async def _try_save(self, unsaved: "_PendingSave") -> "_SaveResult":
         """Save unless that has just failed.  Disk failures are recorded in SaveHealth.  Raises _SaveError for them."""
         try:
             if self.save_health.can_save():
                 return await self._save_now(unsaved)
-        except InsufficientStorageError as error:
+        except client.InsufficientStorageError as error:
             self.save_health.record_failure(FILES, error.code, str(error))
-        except UpstreamTimeoutError as error:
+        except client.UpstreamTimeoutError as error:
             self.save_health.record_failure(FILES, "ETIMEDOUT", str(error))
         except DiskBudgetError:
             raise
@@ -240,22 +204,13 @@ class Saver:
         self._has_unsaved = True
         raise _SaveError
 
-    async def _release_unsaved(self, unsaved: "_PendingSave") -> None:
-        """Let the backend evict a resident that won't be saved: other requests may be waiting for its memory."""
-        if resident := unsaved.source.resident:
-            await self.upstream.order_residents([*self.backend_state.resident_view.durable_ids(), resident])
-
     async def _save_now(self, unsaved: "_PendingSave") -> "_SaveResult":
         """The index plans, the backend writes files, one transaction commits them."""
-        resident, entry = unsaved.source.resident, unsaved.entry
+        resident, entry, layout = unsaved.source.resident, unsaved.entry, unsaved.layout
         await self._abort_saves()
-        begin = partial(
-            self.index.begin_save,
-            checkpoints=unsaved.checkpoints,
-            layout=unsaved.layout,
-            may_replace=not unsaved.layout.has_windows,  # rotating layers have lost their parent's rows
-        )
-        save = await _run_in_thread(begin, entry.root, unsaved.model, entry.tokens)
+        begin = partial(self.index.begin_save, entry.root, unsaved.model, entry.tokens)
+        may_replace = not layout.has_windows  # rotating layers have lost their parent's rows
+        save = await _run_in_thread(begin, checkpoints=unsaved.checkpoints, layout=layout, may_replace=may_replace)
         if save is None:
             await self._mark_durable(resident, leased=True)  # no save of rows has ended its lease
             session = await _run_in_thread(self.index.record_session, entry.root, entry.tokens, unsaved.session)
@@ -266,7 +221,9 @@ class Saver:
             reply = await self._write_files(save, unsaved.source)
             self.save_health.record_success(FILES)
             self._has_freed_disk = False
-            cost_s = await self._prefill_cost_s(save.matched, len(entry))
+            with suppress(client.UpstreamError):  # then the cost is by earlier rates
+                await self.backend_state.refresh_rates()
+            cost_s = estimate_prefill_s(save.matched, len(entry), self.backend_state.costs().prefill)
             commit = partial(self.index.commit_save, prefill_s=cost_s, session=unsaved.session)
             committed = await _run_in_thread(commit, save, reply)
             self.save_health.record_success(INDEX)
@@ -281,12 +238,6 @@ class Saver:
         else:
             await self._mark_durable(resident, leased=not save.segments)
         return _SaveResult(committed.session, committed.tokens_saved, is_complete=not committed.why_not)
-
-    async def _prefill_cost_s(self, start: int, end: int) -> float:
-        """Prefill time of tokens [start, end), by the latest measured rates."""
-        with suppress(UpstreamError):
-            await self.backend_state.refresh_rates()
-        return estimate_prefill_s(start, end, self.backend_state.costs().prefill)
 
     async def _mark_durable(self, resident: str, *, leased: bool = False) -> None:
         """Mark a resident as evictable; the backend is notified once its memory fills, or where it holds a lease."""
@@ -310,11 +261,11 @@ class Saver:
         try:
             try:
                 return await self.upstream.save(save_request, timeout_s)
-            except InsufficientStorageError as error:
+            except client.InsufficientStorageError as error:
                 if error.code not in NO_SPACE_CODES or not await self._free_disk(save.bytes_expected):
                     raise
                 return await self.upstream.save(save_request, timeout_s)
-        except UpstreamTimeoutError:  # the disk hangs: other saves are waiting, and this one is retried
+        except client.UpstreamTimeoutError:  # the disk hangs: other saves are waiting, and this one is retried
             await self.upstream.cancel(save_request.request_id, CANCEL_TIMEOUT_S)
             raise
 
@@ -359,6 +310,17 @@ class _PendingSave:
     model: str
     layout: KvLayout
     session: SessionUpdate
+
+
+@contextmanager
+def _log_failures(message: str, *values: object) -> Iterator[None]:
+    """Scope of saves: failures are logged, the error last in the message, except those that SaveHealth has recorded."""
+    try:
+        yield
+    except _SaveError:
+        pass
+    except (client.UpstreamError, IndexStoreError, OSError) as error:
+        log.warning(message, *values, error)
 
 
 async def _run_in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

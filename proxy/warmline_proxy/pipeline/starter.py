@@ -19,13 +19,7 @@ from warmline_proxy.planner import COLD, RESTORED, RequestPlan, RunningRequest, 
 from warmline_proxy.request.request import Request, RequestStatus, resident_after_restore
 from warmline_proxy.store.rows import PrefixMatch
 from warmline_proxy.upstream.backend_state import BackendState
-from warmline_proxy.upstream.client import (
-    RestoreFailedError,
-    Upstream,
-    UpstreamConnectionError,
-    UpstreamError,
-    UpstreamUnreachableError,
-)
+from warmline_proxy.upstream.client import BACKEND_LOST_ERRORS, RestoreFailedError, Upstream, UpstreamError
 from warmline_proxy.upstream.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -65,22 +59,22 @@ class Starter:
         return self._decide(request, (), EMPTY_MATCH if request.prompt is None else self._match(request)).reuse
 
     async def start(self, request: Request, running: Sequence[RunningRequest], why_cold: str) -> RequestPlan:
-        """Plan into the request's log, its resident restored; `why_cold`: reason to reuse nothing.
-
-        A plan's resident was in memory a moment ago.  Raises UpstreamUnreachableError, UpstreamConnectionError.
-        """
+        """Plan into the request's log and restore; `why_cold`: reason to reuse nothing.  Raises BACKEND_LOST_ERRORS."""
+        assert request.call is not None
         plan = self._plan_cold(request, why_cold) if why_cold else await self._start_warm(request, running)
-        request.log.plan = plan = self._add_cause(request, plan)
+        in_head = plan.diverges_at is not None and plan.diverges_at < next(iter(request.rendered.boundaries), 0)
+        if in_head and (cause := self.prompt_heads.explain_change(request.root, extract_head(request.call.fields))):
+            plan = replace(plan, why_not_warmer=f"{plan.why_not_warmer}: {cause}")
+        request.log.plan = plan
         log.debug("%s", format_plan(plan, request.log.prompt_tokens))
         return plan
 
     def _plan_cold(self, request: Request, why: str) -> RequestPlan:
-        assert request.prompt is not None
         self.divergence_recorder.clear(request)
-        if not request.prompt.tokens_max:  # nothing is computed
+        if not request.rendered.tokens_max:  # nothing is computed
             return RequestPlan(COLD, 0, why)
-        costs, gap_max = self.backend_state.costs(), self.config.partial_save_tokens
-        plan = plan_cold(request.prompt_shape(), request.layout, why, gap_max, costs=costs)
+        gap_max = self.config.partial_save_tokens
+        plan = plan_cold(request.prompt_shape(), request.layout, self.backend_state.costs(), why, gap_max)
         return replace(plan, checkpoint_positions=()) if self.config.reuse == "off" else plan
 
     async def _start_warm(self, request: Request, running: Sequence[RunningRequest]) -> RequestPlan:
@@ -88,30 +82,16 @@ class Starter:
         for _ in range(RESTORES_MAX):
             plan = self._plan(request, misses, running)
             if plan.source != RESTORED:
-                self._record_use(plan)
                 return plan
             restored = await self._restore_with_timeout(request, plan)
             self.metrics.restores.labels(outcome="ok" if restored.resident else "failed").inc()
             if restored.resident:
-                self._record_use(plan)
+                self.index.record_use(plan.file_ids)
                 return replace(plan, resident=restored.resident)
             misses.append(restored.why_not)
             if not restored.plan_again:
                 break
         return self._plan(request, misses, running, stored=False)
-
-    def _add_cause(self, request: Request, plan: RequestPlan) -> RequestPlan:
-        """The plan with the client's change that explains it, where the prompt differs in its head."""
-        assert request.call is not None and request.prompt is not None
-        if plan.diverges_at is None or plan.diverges_at >= next(iter(request.prompt.boundaries), 0):
-            return plan
-        cause = self.prompt_heads.explain_change(request.root, extract_head(request.call.fields))
-        return replace(plan, why_not_warmer=f"{plan.why_not_warmer}: {cause}") if cause else plan
-
-    def _record_use(self, plan: RequestPlan) -> None:
-        """Keep the files of a plan from eviction, of a resident's too: a restart would need them."""
-        if plan.file_ids:
-            self.index.record_use(plan.file_ids)
 
     async def _restore_with_timeout(self, request: Request, plan: RequestPlan) -> _RestoreResult:
         """As `_restore`, but ended where neither restore nor engine makes progress, and in any case after a while.
@@ -140,24 +120,18 @@ class Starter:
         return replace(plan, why_not_warmer="; ".join(filter(None, [*misses, plan.why_not_warmer])))
 
     def _decide(self, request: Request, running: Sequence[RunningRequest], match: PrefixMatch) -> RequestPlan:
-        assert request.prompt is not None
-        return plan_request(
-            request.prompt_shape(),
-            self.backend_state.candidates(request.root, request.prompt.tokens),
-            match,
-            request.layout,
-            self.backend_state.costs(),
-            running=running,
-            checkpoint_gap_max=self.config.partial_save_tokens,
-        )
+        prompt, layout, costs = request.prompt_shape(), request.layout, self.backend_state.costs()
+        residents = self.backend_state.candidates(request.root, request.rendered.tokens)
+        gap_max = self.config.partial_save_tokens
+        return plan_request(prompt, residents, match, layout, costs, running=running, checkpoint_gap_max=gap_max)
 
     def _match(self, request: Request) -> PrefixMatch:
-        assert request.prompt is not None
         if (limit := request.prompt_shape().tokens - 1) < 1:
             return EMPTY_MATCH
-        trusted = min(limit, self.backend_state.count_trusted_tokens(request.root, request.prompt.tokens))
+        tokens = request.rendered.tokens
+        trusted = min(limit, self.backend_state.count_trusted_tokens(request.root, tokens))
         try:
-            match = self.index.match_prefix(request.root, request.prompt.tokens, trusted)
+            match = self.index.match_prefix(request.root, tokens, trusted)
         except IndexStoreError as error:
             log.error("the index can't be read: %s", error)
             return EMPTY_MATCH
@@ -187,7 +161,7 @@ class Starter:
                 return _RestoreResult(why_not=why_not, plan_again=True)
         except RestoreFailedError as error:
             return await self._quarantine_file(error, plan.file_ids)
-        except (UpstreamUnreachableError, UpstreamConnectionError):  # the backend is lost: dispatched again
+        except BACKEND_LOST_ERRORS:  # the backend is lost: dispatched again
             raise
         except UpstreamError as error:
             level = logging.INFO if request.release_task else logging.WARNING  # INFO: its request was cancelled
@@ -224,7 +198,7 @@ class Starter:
 
 def format_plan(plan: RequestPlan, prompt_tokens: int) -> str:
     """A plan in numbers, for the log."""
-    how = f"follows {plan.leader_id or 'nobody'}"
+    how = f"follows {plan.leader_id or 'no request'}"
     if plan.resident:
         how = f"resident {plan.resident}{' kept' * plan.copy_resident}"
     positions = ", ".join(map(str, plan.checkpoint_positions)) or "no position"

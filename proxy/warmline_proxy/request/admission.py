@@ -11,12 +11,9 @@ CLOSED_RETRY_AFTER_S = 5  # by then another proxy may be up
 
 
 def identify_caller(client: Client, headers: Mapping[str, str], remote: str | None) -> str:
-    """Caller for fair admission: the key's tenant, else the key that was sent all the same, else the remote address.
-
-    A digest, since such keys must not be stored.
-    """
+    """Caller for fair admission: the key's tenant, else the key that was sent all the same, else the remote address."""
     identity = f"key {client.key_tenant}" if client.key_tenant else extract_client_key(headers) or f"at {remote}"
-    return hash_key(identity).hex()[:16]
+    return hash_key(identity).hex()[:16]  # a digest, since such keys must not be stored
 
 
 class Ticket:
@@ -132,7 +129,5 @@ class AdmissionQueue:
         return next(ticket for ticket in reversed(tickets) if ticket.caller == busiest)
 
     def _queue_full_error(self) -> ClientError:
-        return too_many_requests(
-            f"{self.running_count} requests are running and {self.queued_count} are waiting; try again later.",
-            self._retry_after_s(),
-        )
+        message = f"{self.running_count} requests are running and {self.queued_count} are waiting; try again later."
+        return too_many_requests(message, self._retry_after_s())

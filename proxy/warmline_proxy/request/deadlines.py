@@ -11,21 +11,16 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from warmline_common.process.redaction import quote_text
-from warmline_common.protocol.messages import (
-    HEADER_CONNECT_TIMEOUT,
-    HEADER_QUEUE_TIMEOUT,
-    HEADER_STALL_TIMEOUT,
-    HEADER_TOTAL_TIMEOUT,
-)
+from warmline_common.protocol import messages
 from warmline_proxy.errors import ClientError, bad_request, gateway_timeout, service_unavailable
 from warmline_proxy.upstream.watchdog import SLOWEST_STEP_FACTOR
 
 BACKLOG_BYTES_MAX = 8 << 20  # of an answer that its client does not read
 _HEADERS = {
-    "connect_s": HEADER_CONNECT_TIMEOUT,
-    "queue_s": HEADER_QUEUE_TIMEOUT,
-    "stall_s": HEADER_STALL_TIMEOUT,
-    "total_s": HEADER_TOTAL_TIMEOUT,
+    "connect_s": messages.HEADER_CONNECT_TIMEOUT,
+    "queue_s": messages.HEADER_QUEUE_TIMEOUT,
+    "stall_s": messages.HEADER_STALL_TIMEOUT,
+    "total_s": messages.HEADER_TOTAL_TIMEOUT,
 }
 
 
@@ -38,10 +33,8 @@ class RequestTimeouts:
 
     def override_by_headers(self, headers: Mapping[str, str]) -> "RequestTimeouts":
         """These timeouts with those of a request's headers.  Raises ClientError 400."""
-        given = {
-            name: _parse_seconds(header, headers[header]) for name, header in _HEADERS.items() if header in headers
-        }
-        return replace(self, **given)
+        given = {name: header for name, header in _HEADERS.items() if header in headers}
+        return replace(self, **{name: _parse_seconds(header, headers[header]) for name, header in given.items()})
 
 
 def _parse_seconds(header: str, text: str) -> float:

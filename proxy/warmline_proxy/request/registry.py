@@ -90,10 +90,8 @@ class RequestRegistry:
 
     async def wait_for_releases(self, request: Request) -> None:
         """Wait for cancelled requests with the same prefix: a step later their rows can be continued from."""
-        releasing = (
-            each for each in self if each.is_releasing and request.count_shared_tokens(each) >= WAIT_SHARED_TOKENS_MIN
-        )
-        await asyncio.gather(*[each.released.wait() for each in releasing])
+        shared = {each.released: request.count_shared_tokens(each) for each in self if each.is_releasing}
+        await asyncio.gather(*[each.wait() for each, tokens in shared.items() if tokens >= WAIT_SHARED_TOKENS_MIN])
 
     async def wait_for_saves(self, request: Request, count_reusable_tokens: Callable[[Request], int]) -> None:
         """Wait for saves in progress that would give more than can be reused now, for SAVE_WAIT_S at most.

@@ -29,12 +29,8 @@ class RequestStatus(StrEnum):
     ENDING = "ending"  # the response is over, the engine may still be at work
     SAVING = "settling"
 
-    @property
-    def order(self) -> int:
-        return _STATUS_ORDER[self]
 
-
-_STATUS_ORDER = {status: number for number, status in enumerate(RequestStatus)}
+STAGES = tuple(RequestStatus)
 
 
 @dataclass(eq=False)
@@ -78,8 +74,8 @@ class Request:
     def status(self) -> RequestStatus:
         """Present stage; with several choices that of the furthest, until the response is over."""
         if self.branches and not self.response_done.is_set():
-            furthest = max((branch.status for branch in self.branches), key=lambda status: status.order)
-            return min(furthest, RequestStatus.ANSWERING, key=lambda status: status.order)
+            furthest = max((branch.status for branch in self.branches), key=STAGES.index)
+            return min(furthest, RequestStatus.ANSWERING, key=STAGES.index)
         return self._status
 
     def advance(self, status: RequestStatus) -> None:
@@ -90,7 +86,7 @@ class Request:
             self._status = RequestStatus.SAVING if self.released.is_set() else RequestStatus.ENDING
 
     def record_first_token(self) -> None:
-        self.log.record_first_token()
+        self.log.ttft_s = self.log.ttft_s or self.log.elapsed_s()
         self.advance(RequestStatus.ANSWERING)
 
     def mark_response_done(self) -> None:
@@ -151,48 +147,39 @@ class Request:
 
     def as_running(self, other: "Request") -> RunningRequest:
         """This request as a leader that the other could follow."""
-        return RunningRequest(
-            request_id=self.log.id,
-            common_tokens=other.count_shared_tokens(self),
-            tokens=self.prompt_shape().tokens,
-            prefilled=max(self.prefilled_tokens, self._initial_tokens),
-            started=self.started,
-        )
-
-    @property
-    def _initial_tokens(self) -> int:
-        """Reused tokens at the dispatch; a follower has none before its leader has come so far."""
-        return self.stored_tokens if self.log.plan and not self.log.plan.leader_id else 0
+        is_follower = self.log.plan is None or self.log.plan.leader_id != ""  # reuses none before its leader has them
+        prefilled = max(self.prefilled_tokens, 0 if is_follower else self.stored_tokens)
+        common_tokens, tokens = other.count_shared_tokens(self), self.prompt_shape().tokens
+        return RunningRequest(self.log.id, common_tokens, tokens, prefilled, self.started)
 
     def is_retried_by(self, other: "Request") -> bool:
         """True if the other is the same client's next try: same session and body, and a higher retry count."""
-        if not (self.call and other.call):
+        if not (self.call and other.call and self.call.session_hint and self.call.retry_count < other.call.retry_count):
             return False
-        return (
-            bool(self.call.session_hint)
-            and (self.call.session_hint, self.caller) == (other.call.session_hint, other.caller)
-            and self.call.retry_count < other.call.retry_count
-            and (self.root, self.call.fields) == (other.root, other.call.fields)
-        )
+        mine = (self.call.session_hint, self.caller, self.root, self.call.fields)
+        return mine == (other.call.session_hint, other.caller, other.root, other.call.fields)
+
+    @property
+    def rendered(self) -> PromptReply:
+        """The prompt, from the rendering on."""
+        assert self.prompt is not None
+        return self.prompt
 
     def prompt_shape(self) -> PromptShape:
-        assert self.prompt is not None
-        tokens = len(self.prompt.tokens) // TOKEN_BYTES
-        return PromptShape(tokens, self.prompt.boundaries, self.prompt.turn_end, self.prompt.messages)
+        prompt = self.rendered
+        return PromptShape(len(prompt.tokens) // TOKEN_BYTES, prompt.boundaries, prompt.turn_end, prompt.messages)
 
 
 def resident_after_restore(request: Request, position: int) -> ResidentEntry:
     """Resident that a restore to `position` gives."""
-    assert request.prompt is not None
     positions = (position,) if request.layout is None or has_fixed_positions(request.layout) else ()
-    return ResidentEntry(request.root, request.prompt.tokens[: position * TOKEN_BYTES], positions)
+    return ResidentEntry(request.root, request.rendered.tokens[: position * TOKEN_BYTES], positions)
 
 
 def resident_after_generation(request: Request, result: GenerationResult) -> ResidentEntry:
     """Resident that a generation leaves: `(prompt + generated)[:prefilled_until]`."""
-    assert request.prompt is not None
-    tokens = (request.prompt.tokens + result.generated)[: result.prefilled_until * TOKEN_BYTES]
-    turn_end = request.prompt.turn_end
-    beyond = request.prompt.tokens[len(tokens) : turn_end * TOKEN_BYTES]
-    head = next(iter(request.prompt.boundaries), 0)
-    return ResidentEntry(request.root, tokens, result.positions, turn_end=turn_end, turn_tail=beyond, head_end=head)
+    prompt = request.rendered
+    tokens = (prompt.tokens + result.generated)[: result.prefilled_until * TOKEN_BYTES]
+    tail = prompt.tokens[len(tokens) : prompt.turn_end * TOKEN_BYTES]
+    head_end = next(iter(prompt.boundaries), 0)
+    return ResidentEntry(request.root, tokens, result.positions, prompt.turn_end, tail, head_end=head_end)

@@ -88,34 +88,26 @@ class ChoiceMerger:
         self._last_usage_chunk: Chunk = {}
 
     def merge_chunk(self, index: int, branch_id: str, chunk: Chunk) -> Chunk | None:
-        """A chunk of choice `index` as one of the whole response's; None for a chunk of usage alone.
-
-        `branch_id`: request id of the branch, with which its chunks' ids end.
-        """
-        self._common_fields = self._common_fields or self._read_common_fields(chunk, branch_id)
+        """A choice's chunk as one of the response's, None if it has usage alone; its id ends with the `branch_id`."""
+        if not self._common_fields:
+            own = decode(chunk["id"], str)
+            name = own.removesuffix(branch_id) + self._request_id if own.endswith(branch_id) else own
+            self._common_fields = {"id": _encode_raw(name), "created": chunk["created"]}
         if is_usage_chunk(chunk):
-            self._last_usage_chunk = chunk
-            self._add_usage(self._choices[index], decode(chunk["usage"], dict[str, Any]))
+            self._last_usage_chunk, usage = chunk, decode(chunk["usage"], dict[str, Any])
+            if self._choices[index].sample_index:  # a prompt counts once
+                usage = {name: value for name, value in usage.items() if not name.startswith("prompt_")}
+            self._usage = _sum_usage(self._usage, usage)
             return None
         choices = decode(chunk["choices"], list[dict[str, msgspec.Raw]])
         indexed = [{**choice, "index": index} for choice in choices]
         return {**chunk, **self._common_fields, "choices": _encode_raw(indexed)}
 
     def build_usage_chunk(self) -> Chunk:
-        """Usage of all choices, once they are done; a prompt counts once."""
+        """Usage of all choices, once they are done."""
         total = self._usage.get("prompt_tokens", 0) + self._usage.get("completion_tokens", 0)
         usage = {**self._usage, "total_tokens": total}
         return {**self._last_usage_chunk, **self._common_fields, "usage": _encode_raw(usage)}
-
-    def _read_common_fields(self, chunk: Chunk, branch_id: str) -> dict[str, msgspec.Raw]:
-        own = decode(chunk["id"], str)
-        name = own.removesuffix(branch_id) + self._request_id if own.endswith(branch_id) else own
-        return {"id": _encode_raw(name), "created": chunk["created"]}
-
-    def _add_usage(self, choice: ChoiceRequest, usage: dict[str, Any]) -> None:
-        if choice.sample_index:
-            usage = {name: value for name, value in usage.items() if not name.startswith("prompt_")}
-        self._usage = _sum_usage(self._usage, usage)
 
 
 def _sum_usage(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

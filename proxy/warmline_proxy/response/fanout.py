@@ -26,6 +26,7 @@ class Branch:
     def __init__(self, fanout: "Fanout", index: int, choice: ChoiceRequest, call: ApiCall) -> None:
         self.call: ApiCall | None = replace(call, fields=choice.fields, session_hint="", retry_count=0)
         self._request_id = ""  # with which its chunks' ids end
+        self._pending_chunks: list[Chunk] = []  # of a JSON response
         self.has_content = self.is_closed = False
         self.last_write_at = math.inf  # heartbeats are sent by the whole response
         self.index, self.choice = index, choice
@@ -40,17 +41,25 @@ class Branch:
     def open_encoder(self, response_start: ResponseStart) -> ResponseEncoder:
         self.started_event.set()
         self._request_id = response_start.request_id
-        self._fanout.open_branch(self.index, response_start)
+        self._pending_chunks.clear()  # of an earlier dispatch
+        self._fanout.open_encoder(response_start)
         return self
 
     def encode_chunk(self, chunk: Chunk, raw: bytes) -> bytes:
-        return self._fanout.encode_chunk(self.index, self._request_id, chunk)
+        merged_chunk = self._fanout.merger.merge_chunk(self.index, self._request_id, chunk)
+        if merged_chunk is None:
+            return b""
+        assert self.call is not None
+        if self.call.stream:
+            return self._fanout.encode(merged_chunk)
+        self._pending_chunks.append(merged_chunk)
+        return b""
 
     def encode_done(self) -> bytes:
+        """Nothing: the whole response has an end of its own."""
         return b""
 
-    def encode_json(self) -> bytes:
-        return b""
+    encode_json = encode_done
 
     def encode_stream_error(self, error: ClientError) -> bytes:
         return b""
@@ -67,7 +76,10 @@ class Branch:
         self.is_closed = True
 
     async def send_json(self, body: bytes) -> None:
-        self._fanout.flush_branch(self.index)
+        """Encode the chunks of this choice, which is complete."""
+        for chunk in self._pending_chunks:
+            self._fanout.encode(chunk)
+        self._pending_chunks.clear()
         self.is_closed = True
 
     async def fail(self, error: ClientError) -> None:
@@ -81,19 +93,13 @@ class Fanout:
     """The choices of one request, and their common response."""
 
     def __init__(
-        self,
-        response: ResponseWriter,
-        call: ApiCall,
-        choices: Sequence[ChoiceRequest],
-        request_id: str,
-        concurrency: int,
+        self, response: ResponseWriter, choices: Sequence[ChoiceRequest], request_id: str, concurrency: int
     ) -> None:
         """`concurrency`: choices computed at once, CONCURRENT_BRANCHES_MAX at most."""
-        self.response = response
-        self.branches = [Branch(self, index, choice, call) for index, choice in enumerate(choices)]
-        self._call, self._request_id = call, request_id
-        self._merger = ChoiceMerger(request_id, choices)
-        self._pending_chunks: list[list[Chunk]] = [[] for _ in choices]  # of a JSON response, by choice
+        assert response.call is not None
+        self.response, self.merger = response, ChoiceMerger(request_id, choices)
+        self.branches = [Branch(self, index, choice, response.call) for index, choice in enumerate(choices)]
+        self._call, self._request_id = response.call, request_id
         self._slots = asyncio.Semaphore(min(concurrency, CONCURRENT_BRANCHES_MAX))
 
     async def run(
@@ -138,35 +144,20 @@ class Fanout:
 
     # ---- the common response
 
-    def open_branch(self, index: int, response_start: ResponseStart) -> None:
-        """Open the common encoder, if need be; a branch's chunks of an earlier dispatch are dropped."""
+    def open_encoder(self, response_start: ResponseStart) -> None:
+        """Open the common encoder at the first branch's start."""
         if self.response.encoder is None:
             self.response.open_encoder(replace(response_start, request_id=self._request_id))
-        self._pending_chunks[index].clear()
-
-    def encode_chunk(self, index: int, branch_id: str, chunk: Chunk) -> bytes:
-        merged_chunk = self._merger.merge_chunk(index, branch_id, chunk)
-        if merged_chunk is None:
-            return b""
-        if not self._call.stream:
-            self._pending_chunks[index].append(merged_chunk)
-            return b""
-        return self._encode(merged_chunk)
-
-    def flush_branch(self, index: int) -> None:
-        """Encode the pending chunks of a choice that is complete, in a JSON response."""
-        for chunk in self._pending_chunks[index]:
-            self._encode(chunk)
-        self._pending_chunks[index].clear()
 
     async def _end(self) -> None:
-        last, encoder = self._encode(self._merger.build_usage_chunk()), self.response.encoder
+        last, encoder = self.encode(self.merger.build_usage_chunk()), self.response.encoder
         assert encoder is not None
         if self._call.stream:
             await self.response.end(last + encoder.encode_done())
         else:
             await self.response.send_json(encoder.encode_json())
 
-    def _encode(self, chunk: Chunk) -> bytes:
+    def encode(self, chunk: Chunk) -> bytes:
+        """Encode a merged chunk."""
         assert self.response.encoder is not None
         return self.response.encoder.encode_chunk(chunk, msgspec.json.encode(chunk))

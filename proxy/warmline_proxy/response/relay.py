@@ -20,8 +20,7 @@ from warmline_proxy.api.base import Api, ApiCall, Chunk, ResponseEncoder, Respon
 from warmline_proxy.errors import ClientError, bad_gateway
 from warmline_proxy.http.bodies import write_chunk
 from warmline_proxy.request_log import RequestLog
-from warmline_proxy.upstream.client import LeaderLostError, StepFailedError, UpstreamError
-from warmline_proxy.upstream.errors import translate_upstream_error
+from warmline_proxy.upstream.client import LeaderLostError, StepFailedError, UpstreamError, translate_upstream_error
 from warmline_proxy.upstream.generation_stream import PREFILL, GenerationStream
 
 STREAM_HEADERS = {
@@ -44,20 +43,14 @@ class ResponseSink(Protocol):
 
     @property
     def has_started(self) -> bool: ...
-
     def open_encoder(self, response_start: ResponseStart) -> ResponseEncoder:
         """Encoder for the content; a new one at each dispatch, before which no content was written."""
 
     async def write(self, data: bytes) -> None: ...
-
     async def send_heartbeat(self) -> None: ...
-
     async def end(self, data: bytes = b"") -> None: ...
-
     async def send_json(self, body: bytes) -> None: ...
-
     async def fail(self, error: ClientError) -> None: ...
-
     def close(self) -> None: ...
 
 
@@ -133,9 +126,7 @@ class ResponseWriter:
         self.http_response = web.Response(body=body, content_type="application/json", headers=dict(self.get_headers()))
 
     async def fail(self, error: ClientError) -> None:
-        """Write an error.  Raises ConnectionResetError where the connection is aborted instead, so that half an answer
-        does not look whole.
-        """
+        """Write an error, or abort the connection (ConnectionResetError): half an answer must not look whole."""
         self.on_error(error)
         await self._stop_heartbeats()
         if not self.has_started and not self.is_closed:
@@ -158,22 +149,9 @@ class ResponseWriter:
             self._is_heartbeat_stopped = True
 
 
-async def relay_response(
-    sink: ResponseSink,
-    generation: GenerationStream,
-    response_start: ResponseStart,
-    request_log: RequestLog,
-    on_first_token: Callable[[], None],
-) -> None:
-    """Raises ClientError or UpstreamError where no content was sent; ConnectionResetError where the client has left."""
-    assert sink.call is not None
-    relay = _Relay(sink, generation, sink.open_encoder(response_start), request_log, on_first_token)
-    await (relay.run_stream() if sink.call.stream else relay.run_json())
-
-
 @dataclass(frozen=True)
-class _Relay:
-    """One generation's way to its sink."""
+class Relay:
+    """One generation's way to its sink, encoded by the sink's encoder for this dispatch."""
 
     sink: ResponseSink
     generation: GenerationStream
@@ -181,7 +159,12 @@ class _Relay:
     request_log: RequestLog
     on_first_token: Callable[[], None]
 
-    async def run_stream(self) -> None:
+    async def run(self) -> None:
+        """Raises ClientError or UpstreamError if no content was sent, ConnectionResetError if the client has left."""
+        assert self.sink.call is not None
+        await (self._run_stream() if self.sink.call.stream else self._run_json())
+
+    async def _run_stream(self) -> None:
         try:
             is_complete = False
             async for event in self.generation.events():
@@ -199,7 +182,7 @@ class _Relay:
         else:
             await self.sink.end()
 
-    async def run_json(self) -> None:
+    async def _run_json(self) -> None:
         is_complete = False
         async for event in self.generation.events():
             if event.data == b"[DONE]":

@@ -5,6 +5,7 @@ detection is no proof: it triggers an audit, which computes the first token agai
 """
 
 from collections import deque
+from string import digits
 
 import msgspec
 
@@ -31,10 +32,9 @@ class RepetitionDetector:
         """Add the answer's next piece; empty ones are ignored."""
         if self.reason or not piece:
             return
-        self._count_digits(piece)
-        self._count_repeats(piece)
-
-    def _count_repeats(self, piece: str) -> None:
+        self._digits = self._digits + len(piece) if piece.isdecimal() else len(piece) - len(piece.rstrip(digits))
+        if self._digits >= DIGITS_MAX:
+            self.reason = f"a run of {self._digits} digits"
         repeats = self._repeats
         for period, earlier in enumerate(reversed(self._recent_pieces), start=1):
             repeats[period] = repeats[period] + 1 if piece == earlier else 0
@@ -42,14 +42,6 @@ class RepetitionDetector:
                 what = "one token" if period == 1 else f"a cycle of {period} tokens"
                 self.reason = f"{what} repeated over {repeats[period] + period} tokens"
         self._recent_pieces.append(piece)
-
-    def _count_digits(self, piece: str) -> None:
-        if piece.isdecimal():
-            self._digits += len(piece)
-        else:
-            self._digits = len(piece) - len(piece.rstrip("0123456789"))
-        if self._digits >= DIGITS_MAX:
-            self.reason = f"a run of {self._digits} digits"
 
 
 def chunk_text(chunk: bytes) -> str:

@@ -18,8 +18,7 @@ from warmline_proxy.errors import ClientError, bad_request, encode_error_body, m
 from warmline_proxy.http.cors import build_cors_headers
 from warmline_proxy.index.index import IndexStoreError
 from warmline_proxy.metrics import METRICS
-from warmline_proxy.upstream.client import UpstreamError
-from warmline_proxy.upstream.errors import translate_upstream_error
+from warmline_proxy.upstream.client import UpstreamError, translate_upstream_error
 
 log = logging.getLogger(__name__)
 

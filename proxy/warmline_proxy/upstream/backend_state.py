@@ -41,13 +41,11 @@ class BackendState:
 
     async def status(self) -> BackendStatus:
         """Return the last status; fetch it if there is none yet, or the model was loading.  Raises UpstreamError."""
-        if (status := self._loaded_status()) is not None:
-            return status
-        async with self._refresh_lock:
-            return self._loaded_status() or await self._refresh()
-
-    def _loaded_status(self) -> BackendStatus | None:
-        return self._status if self._status and self._status.layout else None
+        if self._status is None or self._status.layout is None:
+            async with self._refresh_lock:
+                if self._status is None or self._status.layout is None:
+                    return await self._refresh()
+        return self._status
 
     @property
     def model(self) -> str:
@@ -75,7 +73,10 @@ class BackendState:
             if reply.boot != self.resident_view.boot:
                 await self._refresh()
             elif self.resident_view.is_stale(reply):
-                await self._prune_residents()
+                ids_before = self.resident_view.ids()
+                listing = await self._upstream.list_residents(ids=False)  # without token ids it is cheap
+                if listing.boot == self.resident_view.boot:
+                    self.resident_view.update(listing, ids_before)
 
     async def refresh(self) -> None:
         """Fetch listing and status; entries that the backend still has are kept.  Raises UpstreamError."""
@@ -89,17 +90,8 @@ class BackendState:
         listing = await self._upstream.list_residents(ids=True)
         # The status last: after a backend restart in between, the view is stale, and is refreshed again.
         self._status = status = await self._upstream.fetch_status()
-        self.resident_view.update_generation(listing)
-        self.resident_view.prune(listing.residents, ids_before)
-        self.resident_view.add_listed(listing.residents)
+        self.resident_view.update(listing, ids_before)
         return status
-
-    async def _prune_residents(self) -> None:
-        ids_before = self.resident_view.ids()
-        listing = await self._upstream.list_residents(ids=False)  # without token ids it is cheap
-        if listing.boot == self.resident_view.boot:
-            self.resident_view.update_generation(listing)
-            self.resident_view.prune(listing.residents, ids_before)
 
     def add_suspect(self, root: bytes, tokens: bytes) -> SuspectPrefix:
         """Exclude these tokens, on disk and in memory, from use until `remove_suspect`."""
@@ -122,10 +114,9 @@ class BackendState:
 
     def is_memory_filling(self) -> bool:
         """Say whether the backend may soon have to drop residents."""
-        status = self._status
-        return status is not None and (
-            status.resident_bytes + status.running_bytes > MEMORY_FILLING_SHARE * status.memory_budget_bytes
-        )
+        if (status := self._status) is None:
+            return False
+        return status.resident_bytes + status.running_bytes > MEMORY_FILLING_SHARE * status.memory_budget_bytes
 
     async def refresh_rates(self) -> None:
         """Fetch the backend's measured rates, at most once in RATES_INTERVAL_S.  Raises UpstreamError."""

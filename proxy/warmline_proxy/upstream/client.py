@@ -12,8 +12,8 @@
         ├── UpstreamGoneError         410: the resident, the prompt or the request is gone; plan again
         └── RestoreFailedError        409 of a restore; `reply` names the file at fault
 
-Errors are translated here, once.  Only calls that are harmless to repeat are sent twice; whole requests are dispatched
-again by the pipeline, with `retry_dispatch`.
+Errors are translated here, once, and for clients by `translate_upstream_error`.  Only calls that are harmless to repeat
+are sent twice; whole requests are dispatched again by the pipeline, with `retry_dispatch`.
 """
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -28,6 +28,8 @@ from warmline_common.logging import current_request_id
 from warmline_common.process.redaction import redact
 from warmline_common.protocol import messages
 from warmline_common.protocol.messages import decode, encode
+from warmline_proxy import errors
+from warmline_proxy.errors import ClientError
 from warmline_proxy.planner import RequestPlan
 
 CONNECT_TIMEOUT_S = 5.0
@@ -100,6 +102,9 @@ class RestoreFailedError(UpstreamStatusError):
         self.reply = reply
 
 
+BACKEND_LOST_ERRORS = (UpstreamUnreachableError, UpstreamConnectionError)
+
+
 class ByteStream:
     """Body of an answer whose headers have come.  Close it, or read it to its end."""
 
@@ -119,7 +124,7 @@ class ByteStream:
 def retry_dispatch() -> AsyncRetrying:
     """Retry a request that sent nothing yet when the backend is lost, at most DISPATCHES_MAX times in all."""
     return AsyncRetrying(
-        retry=retry_if_exception_type((UpstreamUnreachableError, UpstreamConnectionError, StepFailedError)),
+        retry=retry_if_exception_type((*BACKEND_LOST_ERRORS, StepFailedError)),
         stop=stop_after_attempt(DISPATCHES_MAX),
         wait=wait_exponential(multiplier=0.1, max=2.0),
         reraise=True,
@@ -149,7 +154,7 @@ class Upstream:
 
     async def fetch_pulse(self, timeout_s: float) -> messages.HealthReply:
         """Fetch the engine's step counter.  Raises UpstreamUnreachableError, UpstreamTimeoutError."""
-        return await self._fetch(messages.HealthReply, "GET", "/health", timeout_s=timeout_s)
+        return await self._fetch(messages.HealthReply, "/health", timeout_s=timeout_s)
 
     async def check_ready(self) -> None:
         """Raise UpstreamUnreachableError with the reason unless a request would be computed now."""
@@ -160,23 +165,16 @@ class Upstream:
             raise UpstreamUnreachableError(reply.reason)
 
     async def fetch_status(self) -> messages.BackendStatus:
-        return await self._fetch(
-            messages.BackendStatus, "GET", "/kv/status", timeout_s=PROBE_TIMEOUT_S, repeatable=True
-        )
+        return await self._fetch(messages.BackendStatus, "/kv/status", timeout_s=PROBE_TIMEOUT_S, repeatable=True)
 
-    async def render_prompt(
-        self, request: messages.PromptRequest, timeout_s: float | None = None
-    ) -> messages.PromptReply:
+    async def render_prompt(self, body: messages.PromptRequest, timeout_s: float | None = None) -> messages.PromptReply:
         """Render and tokenize a body.  Raises UpstreamStatusError (400) with OpenAI's error for an invalid one."""
-        body = encode(request)
-        return await self._fetch(
-            messages.PromptReply, "POST", "/kv/prompts", body, timeout_s=timeout_s, repeatable=True
-        )
+        return await self._fetch(messages.PromptReply, "/kv/prompts", body, timeout_s=timeout_s, repeatable=True)
 
     async def restore(self, request: messages.RestoreRequest) -> messages.RestoreReply:
         """Restore a chain of segments into memory.  Raises RestoreFailedError where a file is at fault."""
         try:
-            return await self._fetch(messages.RestoreReply, "POST", "/kv/restore", encode(request))
+            return await self._fetch(messages.RestoreReply, "/kv/restore", request)
         except UpstreamStatusError as error:
             if error.status == 409:
                 raise RestoreFailedError(error.body, _decode_reply(error.body, messages.RestoreRefusal)) from error
@@ -184,13 +182,12 @@ class Upstream:
 
     async def save(self, request: messages.SaveRequest, timeout_s: float) -> messages.SaveReply:
         """Save a resident; return once all files are durable.  Raises UpstreamGoneError, UpstreamTimeoutError."""
-        return await self._fetch(messages.SaveReply, "POST", "/kv/save", encode(request), timeout_s=timeout_s)
+        return await self._fetch(messages.SaveReply, "/kv/save", request, timeout_s=timeout_s)
 
     async def detokenize(self, sequences: Sequence[bytes]) -> list[str]:
         """Decode packed tokens of the served model, one text a sequence."""
-        body = encode(messages.DetokenizeRequest(sequences=list(sequences)))
-        kind = messages.DetokenizeReply
-        reply = await self._fetch(kind, "POST", "/kv/texts", body, timeout_s=PROBE_TIMEOUT_S, repeatable=True)
+        kind, request = messages.DetokenizeReply, messages.DetokenizeRequest(sequences=list(sequences))
+        reply = await self._fetch(kind, "/kv/texts", request, timeout_s=PROBE_TIMEOUT_S, repeatable=True)
         if len(reply.texts) != len(sequences):
             raise InvalidReplyError(f"the backend gave {len(reply.texts)} texts for {len(sequences)} sequences")
         return reply.texts
@@ -198,33 +195,27 @@ class Upstream:
     async def list_residents(self, ids: bool) -> messages.ResidentsReply:
         """List the residents in memory, with their token `ids` or without."""
         path = "/kv/residents?ids=1" if ids else "/kv/residents"
-        return await self._fetch(messages.ResidentsReply, "GET", path, timeout_s=LIST_TIMEOUT_S, repeatable=True)
+        return await self._fetch(messages.ResidentsReply, path, timeout_s=LIST_TIMEOUT_S, repeatable=True)
 
     async def delete_resident(self, resident: str) -> None:
         await self._delete(f"/kv/residents/{resident}")
 
     async def purge_memory(self, keep: Sequence[str] = ()) -> None:
         """Drop all KV of conversations in memory, except running requests and the residents or requests in `keep`."""
-        await self._call("POST", "/kv/forget", encode(messages.ClearCacheRequest(keep=list(keep))))
+        await self._call("POST", "/kv/forget", messages.ClearCacheRequest(keep=list(keep)))
 
     async def order_residents(self, drop_first: list[str]) -> None:
         """Set the residents that the backend drops first when its memory is short."""
-        await self._call("PUT", "/kv/residents/order", encode(messages.EvictionOrder(drop_first=drop_first)))
+        await self._call("PUT", "/kv/residents/order", messages.EvictionOrder(drop_first=drop_first))
 
     async def cancel(self, request_id: str, timeout_s: float) -> messages.GenerationResult | None:
-        """Cancel a request; return when its step has ended: its result, or None where it is over or unknown.
-
-        Raises UpstreamTimeoutError.
-        """
-        return await self._cancel(f"/requests/{request_id}", timeout_s)
+        """Cancel a request; return the result when its step has ended, or None where it is over or unknown."""
+        body = await self._delete(f"/requests/{request_id}", timeout_s)
+        return _decode_reply(body, messages.GenerationResult) if body != b"{}" else None
 
     async def finish_prefill(self, request_id: str, timeout_s: float) -> messages.GenerationResult | None:
         """Let a request without a client end after its prefill; None where it goes on or is over; else as `cancel`."""
-        return await self._cancel(f"/requests/{request_id}?finish=prefill", timeout_s)
-
-    async def _cancel(self, path: str, timeout_s: float) -> messages.GenerationResult | None:
-        body = await self._delete(path, timeout_s)
-        return _decode_reply(body, messages.GenerationResult) if body != b"{}" else None
+        return await self.cancel(f"{request_id}?finish=prefill", timeout_s)
 
     async def _delete(self, path: str, timeout_s: float | None = None) -> bytes:
         """Delete something; b"{}" where it is gone already."""
@@ -236,61 +227,44 @@ class Upstream:
             return b"{}"
 
     async def generate(
-        self,
-        endpoint: str,
-        request_id: str,
-        prompt_id: str,
-        plan: RequestPlan,
-        *,
-        root: bytes,
-        background: bool = False,
+        self, endpoint: str, request_id: str, prompt_id: str, plan: RequestPlan, root: bytes, background: bool = False
     ) -> ByteStream:
         """Start a generation of a rendered prompt: always a stream with usage; the backend has the body already.
 
         `root`: namespace of the rows that it may start from and leaves.  In the `background` it is computed while no
-        other request wants the engine, and none of its KV is kept.
-
-        Raises UpstreamGoneError where the plan's resident, its leader or the prompt is no longer there.
+        other request wants the engine, and none of its KV is kept.  Raises UpstreamGoneError where the plan's
+        resident, its leader or the prompt is no longer there.
         """
+        is_resident = not plan.leader_id and plan.reuse > 0
         headers = {
             messages.HEADER_REQUEST: request_id,
             messages.HEADER_PROMPT: prompt_id,
             messages.HEADER_ROOT: root.hex(),
+            messages.HEADER_FOLLOW: plan.leader_id,
+            messages.HEADER_RESIDENT: plan.resident if is_resident else "",
+            messages.HEADER_KEEP: "1" if is_resident and plan.copy_resident else "",
+            messages.HEADER_REUSE: str(plan.reuse) if plan.leader_id or plan.reuse else "",
+            messages.HEADER_CHECKPOINTS: ",".join(map(str, plan.checkpoint_positions)),
+            messages.HEADER_BACKGROUND: "1" if background else "",
         }
-        if plan.leader_id:
-            headers |= {messages.HEADER_FOLLOW: plan.leader_id, messages.HEADER_REUSE: str(plan.reuse)}
-        elif plan.reuse:
-            headers |= {messages.HEADER_RESIDENT: plan.resident, messages.HEADER_REUSE: str(plan.reuse)}
-            if plan.copy_resident:
-                headers[messages.HEADER_KEEP] = "1"
-        if plan.checkpoint_positions:
-            headers[messages.HEADER_CHECKPOINTS] = ",".join(map(str, plan.checkpoint_positions))
-        if background:
-            headers[messages.HEADER_BACKGROUND] = "1"
-        request = self._request("POST", PATHS[endpoint], headers)
+        given = {name: value for name, value in headers.items() if value}
         try:
-            return ByteStream(await self._check_status(await self._send(request)))
+            return ByteStream(await self._check_status(await self._send(self._request("POST", PATHS[endpoint], given))))
         except UpstreamStatusError as error:
             if error.status in (409, 410):
                 raise UpstreamGoneError(error.status, error.body) from error
             raise
 
     async def _fetch(
-        self,
-        kind: type[T],
-        method: str,
-        path: str,
-        body: bytes = b"",
-        *,
-        timeout_s: float | None = None,
-        repeatable: bool = False,
+        self, kind: type[T], path: str, message: object = None, timeout_s: float | None = None, repeatable: bool = False
     ) -> T:
-        reply = await self._call(method, path, body, timeout_s=timeout_s, repeatable=repeatable)
-        return _decode_reply(reply, kind)
+        method = "GET" if message is None else "POST"
+        return _decode_reply(await self._call(method, path, message, timeout_s, repeatable), kind)
 
     async def _call(
-        self, method: str, path: str, body: bytes = b"", *, timeout_s: float | None = None, repeatable: bool = False
+        self, method: str, path: str, message: object = None, timeout_s: float | None = None, repeatable: bool = False
     ) -> bytes:
+        body = b"" if message is None else encode(message)
         headers = {"Content-Type": "application/json"} if body else {}
         request = self._request(method, path, headers, body, timeout_s)
         response = await self._check_status(await self._send(request, repeatable))
@@ -301,17 +275,13 @@ class Upstream:
         self, method: str, path: str, headers: Mapping[str, str], body: bytes = b"", timeout_s: float | None = None
     ) -> httpx.Request:
         """Build a request.  Connecting always has a time limit; generations, restores and most saves have no other."""
-        timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S).as_dict()
         everything = {**headers, **self._authorization}
         if request_id := current_request_id():  # for the backend's log
             everything.setdefault(messages.HEADER_REQUEST, request_id)
-        return httpx.Request(
-            method,
-            self._base_url + path,
-            headers=[(name.encode(), value.encode()) for name, value in everything.items()],
-            content=body or None,
-            extensions={"timeout": timeout},
-        )
+        encoded = [(name.encode(), value.encode()) for name, value in everything.items()]
+        extensions = {"timeout": httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S).as_dict()}
+        url = self._base_url + path
+        return httpx.Request(method, url, headers=encoded, content=body or None, extensions=extensions)
 
     async def _send(self, request: httpx.Request, repeatable: bool = False) -> httpx.Response:
         """Send a request and receive the answer's head; once more if a kept connection was just being closed."""
@@ -351,3 +321,21 @@ def _decode_reply(body: bytes, kind: type[T]) -> T:
         return decode(body, kind)
     except msgspec.DecodeError as error:
         raise InvalidReplyError(f"the backend's {kind.__name__} is not readable: {redact(str(error))}") from error
+
+
+def translate_upstream_error(error: ClientError | UpstreamError) -> ClientError:
+    """Error for the client from a failure of the backend; the backend's own refusal of a request is passed on."""
+    if isinstance(error, ClientError):
+        return error
+    if isinstance(error, UpstreamUnreachableError):
+        return errors.service_unavailable(f"The backend can't serve now: {error}.  Try again soon.")
+    if not isinstance(error, UpstreamStatusError):
+        return errors.bad_gateway(f"Computing the answer failed: {error}.")
+    if error.status == errors.UNAUTHORIZED:  # they disagree about their secret; that is not the client's key
+        return errors.bad_gateway("The backend refused the proxy: do both use one home?")
+    retry_after_s = int(error.retry_after) if error.retry_after.isdigit() else None
+    if error.status in (429, 503) and retry_after_s is None:
+        retry_after_s = errors.RETRY_AFTER_S
+    is_object = error.body.lstrip().startswith(b"{")
+    body = error.body if is_object else errors.encode_error_body(str(error), "server_error")
+    return ClientError(error.status, body, retry_after_s)

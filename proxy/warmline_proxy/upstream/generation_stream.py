@@ -25,16 +25,16 @@ class GenerationListener(Protocol):
     """Callbacks of a generation, on the event loop as its stream is read.
 
     `on_started`: the engine works on the request.  `on_prefilled`: this many prompt tokens have KV rows.
-    `on_progress`: bytes came.  `on_content`: a piece of the answer, as JSON.  `on_settled`: the result, with what the
-    backend holds of it.  `on_over`: the stream has ended, whole or broken; the last call.
+    `on_progress`: bytes came.  `on_content`: a piece of the answer, as JSON.  `on_result`: the result, with the
+    resident that the backend holds.  `on_end`: the stream has ended, whole or broken; the last call.
     """
 
     def on_started(self) -> None: ...
     def on_prefilled(self, tokens: int) -> None: ...
     def on_progress(self) -> None: ...
     def on_content(self, chunk: bytes) -> None: ...
-    def on_settled(self, settled: GenerationResult) -> None: ...
-    def on_over(self, whole: bool) -> None: ...
+    def on_result(self, result: GenerationResult) -> None: ...
+    def on_end(self, is_complete: bool) -> None: ...
 
 
 class GenerationStream:
@@ -52,10 +52,7 @@ class GenerationStream:
         self._reader_task = background.spawn(self._read(), f"generation {request_id}")
 
     async def events(self) -> AsyncIterator[SseEvent]:
-        """Yield all events but Warmline's result event; `[DONE]` only after the listener has had the result.
-
-        Raises UpstreamConnectionError where the stream breaks off.
-        """
+        """Yield all but the result event, which precedes `[DONE]` for the listener.  Raises UpstreamConnectionError."""
         while (event := await self._events.get()) is not None:
             self.backlog_bytes -= len(event.raw)
             yield event
@@ -88,7 +85,7 @@ class GenerationStream:
             if done:
                 self._enqueue_event(done)
             self._events.put_nowait(None)
-            self._listener.on_over(whole=done is not None)
+            self._listener.on_end(is_complete=done is not None)
             await self._stream.close()
 
     def _enqueue_event(self, event: SseEvent) -> None:
@@ -107,6 +104,6 @@ class GenerationStream:
 
     def _handle_result(self, event: SseEvent) -> None:
         try:
-            self._listener.on_settled(decode(event.data, GenerationResult))
+            self._listener.on_result(decode(event.data, GenerationResult))
         except msgspec.DecodeError as error:
             log.error("request %s ended with an unreadable event: %s", self.request_id, error)

@@ -5,10 +5,10 @@ a stale view a generation gets 410; then the view is refreshed and the request i
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from warmline_common.protocol.messages import Reply, Resident
+from warmline_common.protocol.messages import Reply, ResidentsReply
 from warmline_common.protocol.tokens import TOKEN_BYTES, count_common_tokens
 from warmline_proxy.planner import ResidentCandidate
 
@@ -47,22 +47,26 @@ class ResidentView:
         """Say whether the backend dropped residents, or is another process, since the last listing."""
         return reply.boot != self.boot or reply.generation > self.generation
 
-    def update_generation(self, reply: Reply) -> None:
-        """Take over the reply's boot and generation; a new boot clears all entries."""
-        if reply.boot != self.boot:
+    def update(self, listing: ResidentsReply, known_ids: Collection[str]) -> None:
+        """Take over a listing: boot, generation, positions and, where it has token ids, unknown residents with a root.
+
+        `known_ids`: the entries when the listing was requested; those that it lacks are removed, all at a new boot.
+        """
+        if listing.boot != self.boot:
             self._entries.clear()
-            self.generation = reply.generation
-        self.boot, self.generation = reply.boot, max(self.generation, reply.generation)
+            self.generation = listing.generation
+        self.boot, self.generation = listing.boot, max(self.generation, listing.generation)
+        for name in set(known_ids).difference(each.id for each in listing.residents):
+            self.remove(name)
+        for each in listing.residents:
+            if (entry := self._entries.get(each.id)) and each.id in known_ids:
+                self._entries[each.id] = replace(entry, positions=tuple(each.positions))
+            elif entry is None and each.id not in self._excluded and each.root and each.ids is not None:
+                self.add(each.id, ResidentEntry(each.root, each.ids, tuple(each.positions), turn_end=each.tokens))
 
     def add(self, resident: str, entry: ResidentEntry) -> None:
         if resident and len(entry):
             self._entries[resident] = entry
-
-    def add_listed(self, residents: Iterable[Resident]) -> None:
-        """Add unknown residents of a listing with token ids; those without a root belong to no namespace."""
-        for each in residents:
-            if each.root and each.ids is not None and each.id not in self._entries and each.id not in self._excluded:
-                self.add(each.id, ResidentEntry(each.root, each.ids, tuple(each.positions), turn_end=each.tokens))
 
     def get(self, resident: str) -> ResidentEntry | None:
         return self._entries.get(resident)
@@ -74,18 +78,6 @@ class ResidentView:
         """Remove a resident and never add it again, though the backend may still list it."""
         self.remove(resident)
         self._excluded.append(resident)
-
-    def prune(self, listed: Iterable[Resident], known_ids: Collection[str]) -> None:
-        """Remove those of `known_ids` that the listing lacks, and take over the positions of the others.
-
-        `known_ids`: the entries when the listing was requested.
-        """
-        alive = {each.id: tuple(each.positions) for each in listed}
-        for name in known_ids:
-            if name not in alive:
-                self.remove(name)
-            elif entry := self._entries.get(name):
-                self._entries[name] = replace(entry, positions=alive[name])
 
     def mark_durable(self, resident: str) -> None:
         """Record that all of a resident is on disk."""
@@ -107,7 +99,6 @@ class ResidentView:
             if entry.root == root and (common := count_common_tokens(entry.tokens, prompt)):
                 if entry.turn_tail and common == len(entry):
                     common += count_common_tokens(entry.turn_tail, prompt[len(entry.tokens) :])
-                found.append(
-                    ResidentCandidate(name, len(entry), common, entry.positions, entry.turn_end, entry.durable)
-                )
+                resident = ResidentCandidate(name, len(entry), common, entry.positions, entry.turn_end, entry.durable)
+                found.append(resident)
         return found

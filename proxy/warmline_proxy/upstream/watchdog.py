@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from warmline_common.process.pids import read_command_line, read_pid
@@ -37,17 +38,13 @@ def step_limit_s(configured_s: float, pulse: HealthReply | None) -> float:
     return limit * WARM_UP_FACTOR if pulse.steps < WARM_UP_STEPS else limit
 
 
+@dataclass(eq=False)
 class StallTracker:
     """Seconds for which a backend has stalled: in one step, or silent."""
 
-    def __init__(self) -> None:
-        self.stuck_s = 0.0
-        self.silent_s = 0.0
-        self._step: tuple[str, int] | None = None
-
-    def reset(self) -> None:
-        self.stuck_s = self.silent_s = 0.0
-        self._step = None
+    stuck_s: float = 0.0
+    silent_s: float = 0.0
+    _step: tuple[str, int] | None = None
 
     def record_pulse(self, pulse: HealthReply, gap_s: float) -> bool:
         """Take a pulse `gap_s` after the last poll; say whether a step was done since the last pulse."""
@@ -67,10 +64,8 @@ class StallTracker:
         if self.silent_s > limit:
             return f"it has not answered for {self.silent_s:.1f} s; its limit is {limit:.1f} s"
         if pulse and self.stuck_s > limit:
-            return (
-                f"a step has been going on for {pulse.step_age_s:.1f} s; the slowest of late took "
-                f"{pulse.slowest_recent_step_s:.1f} s and the limit is {limit:.1f} s"
-            )
+            slowest = f"the slowest of late took {pulse.slowest_recent_step_s:.1f} s and the limit is {limit:.1f} s"
+            return f"a step has been going on for {pulse.step_age_s:.1f} s; {slowest}"
         return ""
 
 
@@ -79,7 +74,7 @@ class Watchdog:
 
     def __init__(self, upstream: Upstream, wedge_timeout_s: float, pid_file: Path) -> None:
         self.pulse: HealthReply | None = None  # the last one; None while the process is down
-        self.down_reason = "the backend has not been heard of yet"
+        self.down_reason = "the backend has not answered yet"
         self.last_step_at = 0.0  # time.monotonic() of the poll that last saw a new step
         self.kills = 0
         self.boots = 0  # backend processes seen so far
@@ -121,9 +116,9 @@ class Watchdog:
         if self.pulse is None:
             return  # it is down already
         if time.monotonic() - self.last_step_at > self.cancel_timeout_s / 2:
-            self._kill_backend(f"it does not let go of request {request_id}")
+            self._kill_backend(f"it has not released request {request_id}")
         else:
-            log.error("the engine moves, and yet does not let go of request %s", request_id)
+            log.error("the engine takes steps, and has not released request %s", request_id)
 
     async def run(self) -> None:
         while True:
@@ -131,7 +126,7 @@ class Watchdog:
             try:
                 await self._poll()
             except Exception:  # without a watchdog, no request would be served any more
-                log.exception("looking at the backend failed")
+                log.exception("polling the backend failed")
             with suppress(TimeoutError):
                 interval_s = POLL_INTERVAL_S if self.is_up else POLL_INTERVAL_DOWN_S
                 async with asyncio.timeout(min(interval_s, self._wedge_timeout_s / 4)):
@@ -173,7 +168,7 @@ class Watchdog:
 
     def _kill_backend(self, why: str) -> None:
         """Kill the process with SIGKILL, if it is a backend."""
-        pid = self._find_pid()
+        pid = self.pulse.pid if self.pulse else read_pid(self._pid_file)
         self._mark_down("the backend was wedged and is being started again")
         if pid is None or BACKEND_COMMAND not in read_command_line(pid):
             log.error("the backend is wedged (%s), and there is no such process to end: was it started elsewhere?", why)
@@ -185,11 +180,6 @@ class Watchdog:
         except OSError as error:
             log.error("the backend (pid %d) could not be killed: %s", pid, error)
 
-    def _find_pid(self) -> int | None:
-        """Return the pid of the last pulse; before the first one, the pid file's."""
-        return self.pulse.pid if self.pulse else read_pid(self._pid_file)
-
     def _mark_down(self, why: str) -> None:
-        self.pulse, self.down_reason = None, why
-        self._stall_tracker.reset()
+        self.pulse, self.down_reason, self._stall_tracker = None, why, StallTracker()
         self._up_event.clear()

@@ -39,7 +39,7 @@ def test_stabilize_rule_keeps_next_turn_warm(steady_pair: Pair) -> None:
     assert first.headers["X-Warmline-Stabilized"] == "times=1, tool-order=1"
     assert second.headers["X-Warmline-Stabilized"] == "times=1"
     assert second.cached >= first.prompt_tokens - 1
-    assert steady_pair.logged(f"{second.headers['X-Warmline-Request']}: evened out at the top of its prompt: times=1")
+    assert steady_pair.logged(f"{second.headers['X-Warmline-Request']}: stabilized in the head of its prompt: times=1")
 
 
 def test_stabilize_rule_leaves_user_messages_unchanged(steady_pair: Pair) -> None:

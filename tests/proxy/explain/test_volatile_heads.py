@@ -4,13 +4,15 @@ import msgspec
 import pytest
 
 from warmline_proxy.explain.prompt_head import (
+    RULES,
+    TOOL_ORDER,
     TOOLS_BYTES_MAX,
     PromptHead,
     PromptHeadCache,
     describe_changes,
     extract_head,
+    stabilize_fields,
 )
-from warmline_proxy.explain.stabilize import RULES, TOOL_ORDER, stabilize_fields
 from warmline_proxy.explain.volatile import (
     BILLING,
     DATES,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from support.proxy.fake_backend import layout
 from support.proxy.harness import on_loop, pair
-from warmline_common.protocol.messages import Resident
+from warmline_common.protocol.messages import Resident, ResidentsReply
 from warmline_common.protocol.tokens import pack_tokens
 from warmline_proxy.upstream.backend_state import BackendState
 from warmline_proxy.upstream.client import Upstream
@@ -41,7 +41,7 @@ def test_residents_without_root_are_not_adopted() -> None:
         Resident(id=name, tokens=10, positions=[], bytes_held=1, last_used=0.0, ids=tokens, root=root)
         for name, root in (("said", OTHER), ("unsaid", b""))
     )
-    view.add_listed([said, unsaid])
+    view.update(ResidentsReply(boot="b", generation=0, residents=[said, unsaid]), known_ids=())
     assert view.ids() == {"said"}
     assert [each.resident for each in view.candidates(OTHER, tokens)] == ["said"]
     assert not view.candidates(ROOT, tokens) and not view.candidates(b"", tokens)

@@ -10,7 +10,7 @@ from warmline_common.settings.parsers import STABILIZE_RULES
 from warmline_common.settings.resolve import ConfigurationError, ResolvedConfig, describe_misspelt_variables, resolve
 from warmline_common.settings.table import SETTINGS, list_settings
 from warmline_proxy.config import parse_config as parse_proxy
-from warmline_proxy.explain.stabilize import RULES
+from warmline_proxy.explain.prompt_head import RULES
 from warmline_run import openblas, processes
 
 

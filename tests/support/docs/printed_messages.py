@@ -24,6 +24,7 @@ SAID = {
     "finish_sequence",
     "encode_error_body",
     "_error",
+    "_log_failures",
 }
 SAID |= {"Outcome", "ProxyReadiness", "close", "print", "_add_finding", "_reject_file"}
 VALUE = "…"
