@@ -84,7 +84,7 @@ def reconcile_index(index: Index) -> None:
             return
         except (IndexStoreError, OSError) as error:
             index.set_read_only(error)
-    log.error("%s; serving goes on with what is stored, and nothing is saved", index.read_only)
+    log.error("%s; serving continues with the stored KV, and nothing is saved", index.read_only)
 
 
 async def serve(config: ProxyConfig, secret: str, index: Index, descriptor_count_max: int) -> None:
@@ -98,7 +98,7 @@ async def serve(config: ProxyConfig, secret: str, index: Index, descriptor_count
         parts, grace_s = app[COMPONENTS], config.drain_timeout_s
         if count := parts.registry.unanswered_count:
             what = "1 request has" if count == 1 else f"{count} requests have"
-            log.info("stopping: %s %g s to finish; what was computed by then is kept", what, grace_s)
+            log.info("stopping: %s %g s to finish; the KV computed by then is kept", what, grace_s)
         else:
             log.info("stopping")
         # New requests still connect, and get a 503 with Retry-After.

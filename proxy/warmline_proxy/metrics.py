@@ -61,9 +61,9 @@ class ProxyMetrics:
         def histogram(name: str, about: str, *labels: str, buckets: tuple[float, ...] = SECONDS_BUCKETS) -> Histogram:
             return Histogram(f"warmline_{name}", about, labels, buckets=buckets, registry=registry)
 
-        about = "Requests that were let in, and have ended."
+        about = "Requests that were admitted and have ended."
         self._requests = counter("requests", about, "api", "outcome", "source", "status")
-        self._errors = counter("errors", "Errors that clients were told.", "status", "code")
+        self._errors = counter("errors", "Errors sent to clients.", "status", "code")
         self.unauthorized = counter("unauthorized", "Requests without a key, or with a wrong one.", "door")
         self._cancels = counter("cancels", "Requests that were ended before their answer was whole.", "phase", "by")
         self._dispatched_again = counter("dispatched_again", "Times that a lost backend made a request be sent again.")
@@ -76,7 +76,7 @@ class ProxyMetrics:
         self._decode = histogram("decode_seconds", "From the end of prefills to the last token of answers.")
         about = "Mean of an answer's tokens."
         self._per_token = histogram("time_per_output_token_seconds", about, buckets=TOKEN_SECONDS_BUCKETS)
-        about = "Time to the first token without waiting, over what was planned."
+        about = "Time to the first token without waiting, divided by the planned time."
         self._estimate = histogram("ttft_estimate_ratio", about, "source", buckets=RATIO_BUCKETS)
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts by where their KV came from.", "source")
         self._generated_tokens = counter("generated_tokens", "Tokens of answers.")
@@ -84,9 +84,9 @@ class ProxyMetrics:
         self._saves = counter("saves", "Saves that are in the index.")
         self._saved_tokens = counter("saved_tokens", "Tokens whose KV was saved.")
         self._saved_bytes = counter("saved_bytes", "Bytes of the files that were saved.")
-        self.persistent = gauge("persistent", "1 while what is computed can be saved, 0 while it can't.")
+        self.persistent = gauge("persistent", "1 while KV can be saved, 0 while it can't.")
         self.save_failures = counter("save_failures", "Saves that failed.", "reason")
-        self.restores = counter("restores", "Restores that requests have asked for.", "outcome")
+        self.restores = counter("restores", "Restores that requests have started.", "outcome")
         self._evictions = counter("evictions", "Files that were evicted.", "why")
         self._evicted_bytes = counter("evicted_bytes", "Bytes of files that were evicted.", "why")
         for family, values in (

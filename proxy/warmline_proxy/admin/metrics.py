@@ -63,7 +63,7 @@ class MetricsRoutes(Collector):
 
     def collect(self) -> Iterable[Metric]:
         vitals, watchdog, residents = read_process_stats(), self.watchdog, self.backend_state.resident_view
-        yield CounterMetricFamily("warmline_upstream_boots", "Backend processes that were heard of.", watchdog.boots)
+        yield CounterMetricFamily("warmline_upstream_boots", "Backend processes seen.", watchdog.boots)
         yield CounterMetricFamily("warmline_wedges", "Wedged backends that were killed.", watchdog.kills)
         gauges = [
             ("requests_running", "Requests that have a place at the backend.", self.admission.running_count),
@@ -72,7 +72,7 @@ class MetricsRoutes(Collector):
             ("connections", "Clients' connections.", self.count_connections()),
             ("upstream_up", "1 while the backend serves.", watchdog.is_up),
             ("residents", "KV in the backend's memory that is known of.", len(residents.ids())),
-            ("residents_unsaved", "Of these, what is nowhere else.", len(residents.non_durable_entries())),
+            ("residents_unsaved", "Residents that are not on disk yet.", len(residents.non_durable_entries())),
             ("disk_budget_bytes", "What the stored bytes of all kinds may come to.", self.index.budget_bytes),
             ("tasks", "Tasks of the event loop.", vitals.tasks),
             ("threads", "Threads of the process.", vitals.threads),

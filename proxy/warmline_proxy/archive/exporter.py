@@ -25,7 +25,7 @@ from warmline_proxy.store.rows import CheckpointRow, SegmentRow
 
 TRIES_MAX = 5  # to open all files before one of them is rewritten or evicted
 DESCRIPTORS_RESERVED = 64
-REPAIR_HINT = "cachectl verify --deep finds what is wrong, --repair mends it"
+REPAIR_HINT = "cachectl verify --deep finds the faults, --repair repairs them"
 
 
 class ExportResult(msgspec.Struct, kw_only=True):
@@ -98,7 +98,7 @@ class Exporter(AbstractContextManager["Exporter"]):
             try:
                 yield from copy.read_chunks()
             except SegmentFileError as error:
-                raise ArchiveError(f"what is stored of it is damaged ({error}): {REPAIR_HINT}") from error
+                raise ArchiveError(f"its stored data is damaged ({error}): {REPAIR_HINT}") from error
             yield bytes(tar.padding(size))
         yield bytes(tar.END_BYTES)
 
@@ -142,7 +142,7 @@ def _build_copies(conversation: ConversationSnapshot, files: list[BinaryIO]) -> 
             copies.append(SegmentCopy(file, header, meta))
         return copies
     except SegmentFileError as error:
-        raise ArchiveError(f"what is stored of it is damaged ({error}): {REPAIR_HINT}") from error
+        raise ArchiveError(f"its stored data is damaged ({error}): {REPAIR_HINT}") from error
 
 
 def _check_places(conversation: ConversationSnapshot, headers: list[SegmentHeader], files: list[BinaryIO]) -> None:

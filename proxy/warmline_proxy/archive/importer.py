@@ -65,7 +65,7 @@ def find_known_models(reader: IndexReader) -> KnownModels:
         except SegmentFileError:
             continue
     named = ", ".join(f"{model} {fingerprint[:FINGERPRINT_DIGITS]}" for fingerprint, model in sorted(found.items()))
-    return KnownModels(fingerprints=found, description=f"what is stored here is of {named}")
+    return KnownModels(fingerprints=found, description=f"the stored data is of {named}")
 
 
 def import_archive(

@@ -59,7 +59,7 @@ def read_member(file: BinaryIO, offset: int, expected: str) -> Member:
     except (tarfile.HeaderError, ValueError, OverflowError) as error:
         raise ArchiveError(f"no tar header where {expected} should begin ({error})") from error
     if info.type != tarfile.REGTYPE or info.name != expected:
-        raise ArchiveError(f"{info.name[:80]!r} (type {info.type!r}) stands where the file {expected} should")
+        raise ArchiveError(f"{info.name[:80]!r} (type {info.type!r}) is in the place of the file {expected}")
     if info.size < 0:
         raise ArchiveError(f"{expected} has a size that makes no sense")
     return Member(expected, offset + BLOCK_BYTES, info.size)
@@ -69,17 +69,17 @@ def check_padding(file: BinaryIO, member: Member) -> None:
     """Raise ArchiveError unless zeros fill the member's last block."""
     file.seek(member.offset + member.bytes_count)
     if any(file.read(padding(member.bytes_count))):
-        raise ArchiveError(f"something stands behind {member.name}")
+        raise ArchiveError(f"unexpected data after {member.name}")
 
 
 def check_end(file: BinaryIO, offset: int) -> None:
     """Raise ArchiveError unless the archive ends here, with zeros alone."""
     length = file.seek(0, SEEK_END) - offset
     if not END_BYTES <= length <= END_BYTES + PADDING_BYTES_MAX:
-        raise ArchiveError("it is not whole" if length < END_BYTES else f"it goes on behind its end, at byte {offset}")
+        raise ArchiveError("it is not whole" if length < END_BYTES else f"it continues after its end, at byte {offset}")
     file.seek(offset)
     if any(file.read(length)):
-        raise ArchiveError(f"something stands behind its end, at byte {offset}")
+        raise ArchiveError(f"unexpected data after its end, at byte {offset}")
 
 
 class MemberFile(RawIOBase):

@@ -183,7 +183,7 @@ class Auditor:
                 if first := await self.probe.compute_cold(case.root, case.tokens, chunk_end=chunk_end):
                     return first
             except ModelChangedError as error:
-                log.info("the audit of request %s is given up: %s", case.request_id, error)
+                log.info("the audit of request %s is cancelled: %s", case.request_id, error)
                 return None
             except UpstreamError as error:
                 log.info("the audit of request %s is tried again: %s", case.request_id, error)

@@ -68,7 +68,7 @@ def check_admin(access_request: AccessRequest, credential: str, needs_key: bool)
     if credential == SECRET:
         return
     if credential == WRONG or (credential == MISSING and (needs_key or not _is_from_this_machine(access_request))):
-        otherwise = "" if needs_key else ", or ask on the machine itself, at 127.0.0.1 or localhost"
+        otherwise = "" if needs_key else ", or send the request on the machine itself, to 127.0.0.1 or localhost"
         advice = f"show the admin key (cachectl key show admin){otherwise}"
         message = f"This path is for the owner of the home directory: {advice}."
         error = bad_request(message, status=401, code="invalid_api_key")

@@ -21,7 +21,7 @@ NO_KEY_MESSAGE = (
     "No API key provided: send this server's client key as 'Authorization: Bearer KEY' or as 'X-Api-Key: KEY'."
 )
 WRONG_KEY_MESSAGE = "Incorrect API key provided: it is no client key of this server."
-NO_KEYS_MESSAGE = "This server has no client key, and lets in nobody without one: make one (cachectl key add NAME)."
+NO_KEYS_MESSAGE = "This server has no client key, and no access without one: make one (cachectl key add NAME)."
 
 
 @dataclass(frozen=True)

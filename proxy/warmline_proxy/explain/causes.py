@@ -29,17 +29,17 @@ class Cause:
 # By name, for this module and `explain`; docs/explain.md has the same table.
 CAUSES = {
     "warm": Cause("All of the prompt but its last token was reused."),
-    "new-text": Cause("All that was known of the conversation was reused; what follows was never sent before."),
+    "new-text": Cause("The whole known part of the conversation was reused; the rest was never sent before."),
     "timestamp": Cause(
-        "A time in the prompt is another one than last time, and all that stands after it must be computed anew.",
+        "A time in the prompt has changed, and all text after it must be computed anew.",
         'In the system text, `stabilize = "times"` evens it out; elsewhere, have the client drop it or say it last.',
     ),
     "date": Cause(
-        "A date in the prompt is another one than last time, and all that stands after it must be computed anew.",
+        "A date in the prompt has changed, and all text after it must be computed anew.",
         'Once a day this is the price of telling the date; `stabilize = "dates"` takes it out of the system text.',
     ),
     "random-id": Cause(
-        "An id or a hash in the prompt is another one than last time, and all that stands after it is computed anew.",
+        "An id or a hash in the prompt has changed, and all text after it must be computed anew.",
         'In the system text, `stabilize = "ids"` evens it out; elsewhere, have the client drop it or say it last.',
     ),
     "billing-header": Cause(
@@ -51,7 +51,7 @@ CAUSES = {
         "Have the client leave it out or send it last; text that changes belongs at the end of a prompt.",
     ),
     "whitespace": Cause(
-        "Only spaces or line ends differ: the client trims or reformats what it sends back.",
+        "Only spaces or line ends differ: the client trims or reformats the text that it sends back.",
         "Have the client send texts back as they came.",
     ),
     "tools-changed": Cause(
@@ -61,30 +61,30 @@ CAUSES = {
     "tool-order": Cause("The tools are the same, in another order.", '`stabilize = "tool-order"` sorts them.'),
     "system-edited": Cause(
         "The system text was edited, or it is another agent's.",
-        "Put what changes between requests at its end, or into the last message.",
+        "Put the parts that change between requests at its end, or into the last message.",
     ),
     "message-edited": Cause(
-        "An earlier message was edited, or taken out, and the conversation goes on differently from there.",
-        "If nobody edited it, see what the client does to earlier messages: many shorten tool results.",
+        "An earlier message was edited or removed, and the conversation differs from there on.",
+        "If the user did not edit it, see how the client changes earlier messages: many shorten tool results.",
     ),
     "other-message": Cause(
         "The prompts begin alike, and the last message is another one: a new conversation, or the last message edited."
     ),
     "answer-changed": Cause(
-        "The client sends an earlier answer back otherwise than it was given, or gives one that was never generated.",
+        "The client sends an earlier answer back in another form, or sends one that was never generated.",
         "Have the client send answers back as they came, calls and reasoning included.",
     ),
     "reasoning-left-out": Cause(
         "The model's template leaves the reasoning of earlier turns out, as it does once a user has spoken again.",
-        "This is how the model was trained; what is lost is the last turn's answers. Some templates have an argument"
-        " that keeps the reasoning (`chat_template_args`).",
+        "The model was trained this way; only the last turn's answers are computed again. Some templates have an"
+        " argument that keeps the reasoning (`chat_template_args`).",
     ),
     "reasoning-dropped": Cause(
         "The client sends an answer back without the reasoning that came before it.",
         "Have the client send `reasoning_content` back with each of its messages, if it can.",
     ),
     "truncated": Cause(
-        "The client has left messages out in the middle: what follows here stood further on before.",
+        "The client has left out messages in the middle: the text after this place was further on before.",
         "Clients do this when their limit for the context is near; a higher limit makes it rarer.",
     ),
     "compacted": Cause(
@@ -95,7 +95,7 @@ CAUSES = {
         "The messages are the same, and the template ends the prompt otherwise: reasoning switched on or off, perhaps.",
         "Keep `enable_thinking`, `reasoning_effort` and template arguments the same within a conversation.",
     ),
-    "differs": Cause("Other text stands here than in all that was known."),
+    "differs": Cause("The text here differs from all known prompts."),
     "evicted": Cause(
         "The rest was stored, and was evicted since, for the disk budget.",
         "Raise `disk_budget_gb`, or pin the conversation (`cachectl pin`).",
@@ -110,10 +110,10 @@ CAUSES = {
     ),
     "suspect": Cause(
         "What is stored is being examined: an audit found an answer that differs from a cold run's.",
-        "`cachectl stats` shows the audits, docs/correctness.md what they do.",
+        "`cachectl stats` shows the audits, docs/correctness.md explains them.",
     ),
     "restore-failed": Cause(
-        "Restoring failed or took too long, and was given up.",
+        "Restoring failed or took too long, and was cancelled.",
         "The log says more; see whether the disk is slow, or the memory short (`memory_budget_gb`).",
     ),
     "gone": Cause(
@@ -121,7 +121,7 @@ CAUSES = {
         "The memory is short of conversations: raise `memory_budget_gb`, or send fewer at once.",
     ),
     "no-checkpoint": Cause(
-        "The model goes on only where a checkpoint was kept, and the last one lies before this place.",
+        "The model resumes only at a checkpoint, and the last one lies before this place.",
         "Nothing to do: the next turn starts further on.",
     ),
     "exact-grid": Cause(
@@ -141,21 +141,21 @@ CAUSES = {
     "other-model": Cause(
         "What is stored belongs to another model: its weights, configuration, adapter, KV quantization or code changed,"
         " or in exact mode mlx did.",
-        "If nobody meant that, undo it; what the other one stored is evicted by itself, or purged.",
+        "If this was not intended, undo it; the other one's data is evicted in time, or purged.",
     ),
     "other-key": Cause(
         "The same prompt is stored for another client key, or from before there were any: each has a cache of its own.",
         "`share_cache = true` has all keys use the one of requests without a key.",
     ),
     "removed-key": Cause(
-        "The same prompt is stored for a client key that was removed; nobody can use that any more.",
+        "The same prompt is stored for a client key that was removed; no request can use it any more.",
         "`cachectl key rotate` renews a key and keeps its cache; `cachectl purge --key 'a removed key'` removes what"
         " such keys have left.",
     ),
     "client-asked": Cause("The request itself forbade it.", "Leave `cache_prompt: false` out."),
     "reuse-off": Cause("The proxy runs with `reuse = off`.", 'Set `reuse = "fast"`.'),
     "nothing-asked": Cause("No token was to be computed."),
-    "not-planned": Cause("It ended before its start was planned: it was refused, or given up."),
+    "not-planned": Cause("It ended before its start was planned: it was refused or cancelled."),
     "unknown": Cause("Nothing is known of it."),
 }
 

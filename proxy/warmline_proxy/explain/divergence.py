@@ -91,7 +91,7 @@ class DivergenceRecorder:
             texts = await self.upstream.detokenize([divergence.stored, divergence.prompt])
             found.stored_text, found.prompt_text = texts
         except UpstreamError as error:
-            log.debug("what stands where a prompt differs is not known as text: %s", error)
+            log.debug("the text at a prompt's divergence is not known: %s", error)
         found.cause = find_cause(why, found)
         if request.log.divergence is divergence:  # else the request was planned again, or a purge cleared it
             request.log.divergence = found

@@ -110,7 +110,7 @@ class Pipeline:
         except upstream.BACKEND_LOST_ERRORS:
             self.watchdog.recheck()
             raise
-        raise upstream.UpstreamError("what it was to start from was lost again and again")
+        raise upstream.UpstreamError("its start was lost again and again")
 
     async def _relay(self, request: Request, generation: GenerationStream, plan: RequestPlan) -> None:
         start = ResponseStart(request.log.id, request.model, request.log.prompt_tokens, plan.reuse)
@@ -247,7 +247,7 @@ class Pipeline:
             return "nothing is to be computed"
         if not request.call.can_reuse:
             return "the client asked for no reuse"
-        return "what it was to start from was gone, twice" if gone_count >= GONE_STARTS_MAX else ""
+        return "its start was gone, twice" if gone_count >= GONE_STARTS_MAX else ""
 
 
 def build_response_headers(request: Request) -> dict[str, str]:

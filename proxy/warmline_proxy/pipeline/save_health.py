@@ -76,7 +76,7 @@ class SaveHealth:
             self.metrics.persistent.set(0)
         if is_new:
             log.error(
-                "KV can't be saved: %s: %s: %s; serving goes on, and saving is tried again every %g s",
+                "KV can't be saved: %s: %s: %s; serving continues, and saving is tried again every %g s",
                 part, why, detail, self.retry_interval_s,
             )  # fmt: skip
 

@@ -119,7 +119,7 @@ class Saver:
         unsaved = self.backend_state.resident_view.non_durable_entries()
         if not self.reuse or not unsaved:
             return
-        with _log_failures("what is in memory could not all be saved: %s"):
+        with _log_failures("not all KV in memory could be saved: %s"):
             status = await self.backend_state.status()
             if not (layout := status.layout) or not layout.persistent:
                 return
@@ -275,7 +275,7 @@ class Saver:
             return False
         self._has_freed_disk = True  # until a save works
         freed = await _run_in_thread(self.index.free_bytes, bytes_wanted)
-        log.warning("the disk is full; files evicted for what is to be saved: %d", len(freed))
+        log.warning("the disk is full; files evicted to make space for saves: %d", len(freed))
         return bool(freed)
 
     def _record_request(self, request: Request) -> None:

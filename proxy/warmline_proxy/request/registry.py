@@ -84,7 +84,7 @@ class RequestRegistry:
         """
         earlier = [each for each in self if each.release_task is None and each.is_retried_by(request)]
         if len(earlier) == 1:
-            message = "The client has sent this request again; this try is given up."
+            message = "The client has sent this request again; this try is cancelled."
             earlier[0].cancel(request_cancelled(message, cancel_source="superseded"))
             await earlier[0].released.wait()
 

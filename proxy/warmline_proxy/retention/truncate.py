@@ -179,7 +179,7 @@ def _shorten_segment(source: BufferedReader, row: SegmentRow, file_id: str, unti
     header = read_header_from(source)
     # The row's checksum covers the file's position and the checksums of its tokens and tensors.
     if header.meta.id != row.id or file_checksum(read_checksums_from(source, header)) != row.checksum:
-        raise SegmentFileError("foreign", f"it is not what was saved as {row.id}")
+        raise SegmentFileError("foreign", f"it is not the file saved as {row.id}")
     meta = msgspec.structs.replace(header.meta, id=file_id, end=until, parent=row.parent)
     return SegmentCopy(source, header, meta)
 

@@ -134,7 +134,7 @@ def test_foreign_model_needs_anyway(home: Home, exported: Path, other: Home, mon
     rewrite(path, fingerprint="model-b-fingerprint")
     refused = run(other, "import", str(exported))
     assert refused.returncode == 3
-    assert "fingerprint model-a, and what is stored here is of model-b model-b-fing" in refused.stderr
+    assert "fingerprint model-a, and the stored data is of model-b model-b-fing" in refused.stderr
     assert run(other, "import", str(exported), "--anyway").returncode == 0 and stored(other) == 1502
 
 

@@ -59,7 +59,7 @@ HOSTILE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "gzip": (lambda data: b"\x1f\x8b" + data, "no tar header"),
     "traversal": (
         lambda data: replace_second_header(data, make_header(tarfile.REGTYPE, "../../evil")),
-        "'../../evil' .* stands where",
+        "'../../evil' .* is in the place of",
     ),
     "absolute": (
         lambda data: replace_second_header(data, make_header(tarfile.REGTYPE, "/etc/passwd")),

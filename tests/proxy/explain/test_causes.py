@@ -26,7 +26,7 @@ PLANNER_REASONS = [
     ("reuse is off", "reuse-off"),
     ("nothing is to be computed", "nothing-asked"),
     ("the client asked for no reuse", "client-asked"),
-    ("what it was to start from was gone, twice", "gone"),
+    ("its start was gone, twice", "gone"),
     ("another request computes the first 128 tokens", "shared"),
     ("restoring 128 tokens would take longer", "slower"),
     ("not persistent: MambaCache has no codec", "memory"),

@@ -78,14 +78,14 @@ def _reject_stored(fields: Fields) -> None:
         if fields.get(name) is not None:
             message = (
                 f"'{name}' can't be used: no responses are stored here.  Send the whole conversation as 'input', with "
-                "the items of earlier answers in it; what was computed of it is reused."
+                "the items of earlier answers in it; its stored KV is reused."
             )
             raise bad_request(message, code=code, param=name)
     if fields.get("prompt") is not None:
         message = "'prompt' names a stored prompt; none are stored here.  Send it as 'instructions' and 'input'."
         raise bad_request(message, code="unsupported_parameter", param="prompt")
     if fields.get("background") is True:
-        message = "'background' can't be true: answers are not stored, so nobody could ask for it later."
+        message = "'background' can't be true: answers are not stored, so no client could fetch it later."
         raise bad_request(message, code="unsupported_parameter", param="background")
 
 
