@@ -197,11 +197,11 @@ class _Repairer:
             turn = DECODERS["turns"](value)
             if not any(draft.get("calls", call) for call in call_keys(turn)):
                 insert_turn(draft, key, turn)
-        self._result.orphans += [
-            path for file_id, path in self._disk_files.quarantined if file_id not in self._quarantined
-        ]
+        # A purged file that is leased still lies in quarantine: the sweep after its release deletes it.
+        orphans = [path for file_id, path in self._disk_files.quarantined if file_id not in self._excluded_ids]
         if not self._plans:
-            self._result.orphans += self._disk_files.unidentified
+            orphans += self._disk_files.unidentified
+        self._result.orphans += [path for path in orphans if path.exists()]
         for path in self._result.orphans:
             self._add_finding("deleted", "", str(path.relative_to(self._home.root)))
 
