@@ -28,7 +28,7 @@ from warmline_proxy.auth.key_store import KeyNotFoundError, KeyStoreError
 from warmline_proxy.auth.owners import KeyTenants, OwnerLabels, find_fingerprints, load_key_tenants
 from warmline_proxy.auth.owners import build_owner_labels as whose_by_keys
 from warmline_proxy.home_lock import HomeLockedError, home_lock
-from warmline_proxy.index.index import Index, IndexMissingError, IndexReader, IndexStoreError
+from warmline_proxy.index.index import Index, IndexReader, IndexStoreError
 from warmline_proxy.index.recovery import orphans as strays
 from warmline_proxy.index.recovery.repair import repair as repair_index
 from warmline_proxy.retention.gc import collect_garbage
@@ -37,6 +37,7 @@ from warmline_proxy.retention.pin import pin_session as pin_in
 from warmline_proxy.retention.purge import purge as purge_index
 from warmline_proxy.retention.purge import resolve_key
 from warmline_proxy.store.crash_probe import is_readable
+from warmline_proxy.store.errors import IndexMissingError
 from warmline_proxy.store.rows import (
     GcReply,
     GcRequest,

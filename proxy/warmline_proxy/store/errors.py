@@ -1,12 +1,12 @@
 """Errors of the index.
 
 IndexStoreError
-├── damaged        its file is no LMDB file (any more), or its content can't be read
-├── missing        there is none (yet)
-├── schema         another version of Warmline wrote it
-├── full           the map is full and can't grow: nothing more can be written
-├── read-only      nothing can be written, as was found out at the start
-└── no room        the disk budget can't hold a save, whatever is evicted
+├── IndexDamagedError    its file is no LMDB file (any more), or its content can't be read
+├── IndexMissingError    there is none (yet)
+├── IndexSchemaError     another version of Warmline wrote it
+├── IndexFullError       the map is full and can't grow: nothing more can be written
+├── IndexReadOnlyError   nothing can be written, as was found out at the start
+└── DiskBudgetError      the disk budget can't hold a save, whatever is evicted
 """
 
 import errno
@@ -48,9 +48,9 @@ class IndexReadOnlyError(IndexStoreError):
 
 
 def wrap_error(what: str, error: Exception) -> IndexStoreError:
-    """With the code of the system's error, which lmdb tells in words alone; or "damaged"."""
+    """Error with the code of the system's error, which lmdb gives in words alone; or "damaged"."""
     text = str(error)
-    if any(sign in text for sign in DAMAGE_MARKERS):
+    if any(marker in text for marker in DAMAGE_MARKERS):
         failed = IndexStoreError(f"{what}: it is damaged ({text}); {REBUILD_HINT}")
         failed.code = "damaged"
         return failed

@@ -1,6 +1,6 @@
-"""Room that is set aside on the disk: where that is full, the index can still be told of files that go.
+"""Reserved space on the disk: where that is full, the index can still record deletions.
 
-LMDB writes changed pages to new places, so a deletion takes room before it gives any.
+LMDB writes changed pages to new places, so a deletion takes space before it frees any.
 """
 
 import logging
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def allocate_reserve(home: Home) -> None:
-    """Have it, from now on.  Where the disk has no room for it, that is tried again by who calls next."""
+    """Allocate the reserve where it is not complete; a later call tries again where the disk has no space for it."""
     try:
         if not is_reserve_complete(home):
             disk.allocate(home.reserve, RESERVE_BYTES)
@@ -26,7 +26,7 @@ def allocate_reserve(home: Home) -> None:
 
 
 def is_reserve_complete(home: Home) -> bool:
-    """Not where a process was killed as it made it."""
+    """False where a process was killed while it allocated the reserve."""
     return home.reserve.exists() and home.reserve.stat().st_size >= RESERVE_BYTES
 
 

@@ -21,8 +21,8 @@ CHILD_KEY_BYTES = 1 + ID_BYTES + 4 + TOKEN_BYTES
 def find_flaws(tables: Tables) -> Iterator[IndexFinding]:
     for table in TABLES:
         for key, value in tables.items(table):
-            if what := find_flaw(table, key, value):
-                yield IndexFinding(what="entry", id=_format_key(key), detail=f"{table}: {what}")
+            if flaw := find_flaw(table, key, value):
+                yield IndexFinding(what="entry", id=_format_key(key), detail=f"{table}: {flaw}")
 
 
 def read_valid_entries(tables: Tables, table: str) -> dict[bytes, bytes]:
@@ -31,7 +31,7 @@ def read_valid_entries(tables: Tables, table: str) -> dict[bytes, bytes]:
 
 
 def find_flaw(table: str, key: bytes, value: bytes) -> str:
-    """ "" where there is none."""
+    """Flaw of an entry; "" where there is none."""
     if table in DECODERS:
         return _find_row_flaw(table, key, value)
     if table == "meta":

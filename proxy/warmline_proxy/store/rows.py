@@ -187,9 +187,7 @@ class SessionUpdate(msgspec.Struct, kw_only=True):
 class SaveResult(msgspec.Struct, kw_only=True):
     session: str  # the conversation's id; "" where nothing of it is stored
     tokens_saved: int
-    removed: list[
-        str
-    ]  # segments swallowed, and files written in vain; they are off the disk already, or as soon as unleased
+    removed: list[str]  # segments swallowed, and files written in vain; deleted, or to be once their leases end
     why_not: str = ""  # why (a part of) the plan was dropped
 
 
@@ -313,9 +311,7 @@ class GcReply(msgspec.Struct, kw_only=True):
 class RepairReply(msgspec.Struct, kw_only=True):
     """Answer of POST /warmline/repair."""
 
-    did: list[
-        IndexFinding
-    ]  # `what` was done: "adopted", "quarantined", "deleted", "dropped", "session", "entries", "mode"
+    did: list[IndexFinding]  # `what`: "adopted", "quarantined", "deleted", "dropped", "session", "entries", "mode"
 
 
 class SegmentTextsRequest(msgspec.Struct, kw_only=True):
@@ -349,22 +345,27 @@ class ReplayReply(msgspec.Struct, kw_only=True):
     replays: list[ReplayResult]
 
 
-class Totals(msgspec.Struct, kw_only=True):
-    """Totals of the disk."""
+class Sums(msgspec.Struct, kw_only=True):
+    """Sums over the tables, kept in the index."""
 
-    segments: int
-    checkpoints: int
-    sessions: int
-    quarantined: int
-    tokens: int
-    bytes_segments: int
-    bytes_checkpoints: int
-    bytes_quarantined: int
-    bytes_writing: int  # reserved by saves under way
-    bytes_doomed: int  # files whose rows are gone, about to be deleted
-    bytes_index: int
+    segments: int = 0
+    checkpoints: int = 0
+    sessions: int = 0
+    quarantined: int = 0
+    tokens: int = 0
+    bytes_segments: int = 0
+    bytes_checkpoints: int = 0
+    bytes_quarantined: int = 0
+    bytes_writing: int = 0  # reserved by saves under way
+    bytes_doomed: int = 0  # files whose rows are gone, about to be deleted
     turns: int = 0
     bytes_turns: int = 0  # within the index
+
+
+class Totals(Sums, kw_only=True):
+    """Totals of the disk."""
+
+    bytes_index: int
 
     @property
     def bytes_used(self) -> int:

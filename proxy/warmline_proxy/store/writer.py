@@ -1,4 +1,4 @@
-"""The one thread that owns every write transaction of the index."""
+"""Writer thread: the owner of every write transaction of the index."""
 
 import contextlib
 import logging
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class WriterThread:
-    """Runs what is submitted, one after the other, and `tick` every `interval_s` in between.  Thread-safe."""
+    """Runs submitted jobs one after the other, and `tick` every `interval_s` in between.  Thread-safe."""
 
     def __init__(self, tick: Callable[[], None], interval_s: float) -> None:
         self._tick = tick
@@ -35,7 +35,7 @@ class WriterThread:
         return future
 
     def close(self) -> None:
-        """Waits for what was submitted, and for a last tick."""
+        """Close; waits for submitted jobs and a last tick."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -57,7 +57,7 @@ class WriterThread:
 
 
 def _run_tick(tick: Callable[[], None]) -> None:
-    """Whatever a tick meets, the thread lives on: all who write wait for it."""
+    """Run a tick; no exception ends the thread, as all writes wait for it."""
     try:
         tick()
     except Exception:

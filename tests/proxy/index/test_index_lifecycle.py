@@ -17,15 +17,10 @@ from support.index.indexes import LAYOUT, MODEL, ROOT, make_home, matched, save
 from warmline_common.protocol.tokens import pack_tokens, unpack_tokens
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
-from warmline_proxy.index.index import (
-    Index,
-    IndexFullError,
-    IndexMissingError,
-    IndexReader,
-    IndexSchemaError,
-    IndexStoreError,
-)
+from warmline_proxy.index.index import Index, IndexReader
 from warmline_proxy.index.recovery.verify import verify_index
+from warmline_proxy.index.save import SaveIntent
+from warmline_proxy.store.errors import IndexFullError, IndexMissingError, IndexSchemaError, IndexStoreError
 from warmline_proxy.store.rows import RequestRecord
 
 A = list(range(1000, 4000))
@@ -231,7 +226,7 @@ def test_missing_index_is_reported(home: Home) -> None:
 
 
 def test_tokens_are_stored_unchanged(index: Index) -> None:
-    index.begin_save(ROOT, MODEL, b"", checkpoints=[], layout=LAYOUT)
+    index.begin_save(SaveIntent(ROOT, MODEL, b"", LAYOUT))
     save(index, [0, 2**32 - 1, 5])
     stored = index.transact(lambda tables: tables.tokens(index.segments()[0].id))
     assert unpack_tokens(stored) == [0, 2**32 - 1, 5]

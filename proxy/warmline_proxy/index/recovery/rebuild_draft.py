@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import msgspec
 
 from warmline_proxy.store.row_checks import find_flaw
-from warmline_proxy.store.tables import DECODERS, SUMS_KEY, TABLES, Sums, Tables
+from warmline_proxy.store.rows import Sums
+from warmline_proxy.store.tables import DECODERS, SUMS_KEY, TABLES, Tables
 
 NO_SUMS = msgspec.msgpack.encode(Sums())
 

@@ -15,8 +15,8 @@ from warmline_proxy.index.recovery.file_headers import FileInspection, inspect_f
 from warmline_proxy.index.turns import call_keys, list_turns
 from warmline_proxy.store import files as index_files
 from warmline_proxy.store.row_checks import find_flaws
-from warmline_proxy.store.rows import CheckpointRow, IndexFinding, SegmentRow, SessionRow
-from warmline_proxy.store.tables import Sums, Tables, encode_child_key, encode_parent_key, token_at
+from warmline_proxy.store.rows import CheckpointRow, IndexFinding, SegmentRow, SessionRow, Sums
+from warmline_proxy.store.tables import Tables, encode_child_key, encode_parent_key, token_at
 
 COMPACTION_S_MAX = 600.0
 FILE_FINDINGS = {"file", "place", "missing", "truncated", "checksum", "foreign", "tokens", "io"}

@@ -41,8 +41,8 @@ STEPS = {
     "written": "helpers.write_plan(index.home, plan)",
     "committed": "helpers.commit(index, plan)",
     "evicted": "helpers.commit(index, plan); index.budget_bytes = 1; index.sweep = lambda: 0; index.make_room()",
-    "aside": "import warmline_proxy.store.files as f; f.set_aside = lambda *a: 0; helpers.commit(index, plan); "
-    "index.quarantine(plan.segments[0].id, 'checksum')",
+    "aside": "import warmline_proxy.store.files as f; f.move_to_quarantine = lambda *a: 0; "
+    "helpers.commit(index, plan); index.quarantine(plan.segments[0].id, 'checksum')",
 }
 
 
