@@ -34,11 +34,6 @@ def bytes_to_free(used: int, needed: int, budget: int) -> int:
     return used + needed - int(budget * LOW_WATERMARK)
 
 
-def score_candidate(candidate: EvictionCandidate, bytes_count: int, now: float) -> float:
-    age_s = max(0.0, now - candidate.last_used)
-    return candidate.prefill_saved_s / max(1, bytes_count) / (age_s + AGE_FLOOR_S)
-
-
 def choose_evictions(candidates: Sequence[EvictionCandidate], bytes_wanted: int, now: float) -> dict[str, int]:
     """Files to evict to free `bytes_wanted` bytes, and the bytes of each; fewer where the rest is pinned or leased.
 
@@ -53,10 +48,11 @@ def choose_evictions(candidates: Sequence[EvictionCandidate], bytes_wanted: int,
     heap: list[tuple[float, str]] = []
 
     def offer(candidate: EvictionCandidate) -> None:
-        mine = checkpoints.get(candidate.id, [])
-        if not candidate.is_protected and not any(checkpoint.is_protected for checkpoint in mine):
-            weight = candidate.bytes_count + sum(checkpoint.bytes_count for checkpoint in mine)
-            heapq.heappush(heap, (score_candidate(candidate, weight, now), candidate.id))
+        files = [candidate, *checkpoints.get(candidate.id, [])]
+        if not any(file.is_protected for file in files):
+            saved_s_per_byte = candidate.prefill_saved_s / max(1, sum(file.bytes_count for file in files))
+            age_s = max(0.0, now - candidate.last_used)
+            heapq.heappush(heap, (saved_s_per_byte / (age_s + AGE_FLOOR_S), candidate.id))
 
     for candidate in candidates:
         if candidate.is_checkpoint or not children[candidate.id]:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -61,7 +60,7 @@ class Index(IndexReader):
         self.read_only_code = ""  # as get_error_code
         self.on_flush: Callable[[IndexStoreError | None], object] = _log_flush_error
         # Any thread: why ("budget" or "disk_full"), how many files, their bytes.
-        self.on_evicted: Callable[[str, int, int], object] = _ignore_evicted
+        self.on_evicted: Callable[[str, int, int], object] | None = None
         self.change_count = 0  # of writes, without bookkeeping: callers compare it before they use cached reads
         self.flush_count = 0  # of writes of bookkeeping
         try:
@@ -88,7 +87,7 @@ class Index(IndexReader):
         if not os.access(self.home.index, os.W_OK):
             return False
         try:
-            self._submit(self._environment.become_writable).result()
+            self._writer.submit(self._environment.become_writable).result()
         except (IndexStoreError, OSError) as error:
             self.set_read_only(error)
         else:
@@ -110,8 +109,7 @@ class Index(IndexReader):
             return plan, self._make_room(tables, 0, leased, is_required=True) if plan else {}
 
         plan, evicted = self._write(change)
-        self._notify_evicted("budget", evicted)
-        self.sweep()
+        self._finish_eviction("budget", evicted)
         return plan
 
     def commit_save(self, plan: SavePlan, reply: SaveReply, *, prefill_s: float, session: SessionUpdate) -> SaveResult:
@@ -143,12 +141,12 @@ class Index(IndexReader):
     def record_use(self, ids: Iterable[str]) -> None:
         """Count segments and checkpoints that a request reused; written within a second."""
         if self._write_behind.record_use(ids):
-            self._submit(self._tick)
+            self._writer.submit(self._tick)
 
     def record_request(self, record: RequestRecord) -> None:
         """Keep a request's record among the last 1,000; written within a second."""
         if self._write_behind.record_request(record):
-            self._submit(self._tick)
+            self._writer.submit(self._tick)
 
     def record_audit(self, request_id: str, audit: str, guard: str) -> None:
         """Add an audit's finding to a request's record; written within a second."""
@@ -157,11 +155,11 @@ class Index(IndexReader):
     def record_turn(self, row: TurnRow) -> None:
         """Keep an answer that called tools; written within a second."""
         if self._write_behind.record_turn(row):
-            self._submit(self._tick)
+            self._writer.submit(self._tick)
 
     def flush(self) -> None:
         """Write the bookkeeping now."""
-        self._submit(self._tick).result()
+        self._writer.submit(self._tick).result()
 
     # --- leases, eviction, quarantine ---
 
@@ -193,13 +191,13 @@ class Index(IndexReader):
 
     def _evict(self, why: str, change: Callable[[Tables], dict[str, int]]) -> list[str]:
         evicted = self.transact(change, frees_space=True)
-        self._notify_evicted(why, evicted)
-        self.sweep()
+        self._finish_eviction(why, evicted)
         return list(evicted)
 
-    def _notify_evicted(self, why: str, evicted: dict[str, int]) -> None:
-        if evicted:
+    def _finish_eviction(self, why: str, evicted: dict[str, int]) -> None:
+        if evicted and self.on_evicted:
             self.on_evicted(why, len(evicted), sum(evicted.values()))
+        self.sweep()
 
     def quarantine(self, file_id: str, reason: str) -> list[str]:
         """Take a damaged, foreign or suspect file out of the tree, a segment with all that builds on it; their ids.
@@ -226,14 +224,8 @@ class Index(IndexReader):
         """
         pending = self._read(Tables.pending_deletions).keys() - self._leased_ids()
         deleted = [file_id for file_id in pending if files.try_delete_file(self.home, file_id)]
-        if not deleted:
-            return 0
-
-        def change(tables: Tables) -> None:
-            for file_id in deleted:
-                tables.remove_pending_deletion(file_id)
-
-        self._write(change)
+        if deleted:
+            self._write(lambda tables: tables.remove_pending_deletions(deleted))
         return len(deleted)
 
     # --- upkeep ---
@@ -256,8 +248,7 @@ class Index(IndexReader):
 
     def allocate_reserve(self) -> None:
         """Reserve space for deletions on a full disk, as far as the disk has any."""
-        reserve.allocate_reserve(self.home)
-        self._is_reserve_used = not reserve.is_reserve_complete(self.home)
+        self._is_reserve_used = not reserve.allocate_reserve(self.home)
 
     def renew_reserve(self) -> None:
         """Allocate the reserve again where it was released."""
@@ -266,7 +257,7 @@ class Index(IndexReader):
 
     def compact(self) -> None:
         """Rewrite the index file without deleted rows.  Readers go on meanwhile."""
-        self._retry_with_reserve(lambda: self._submit(self._environment.compact).result())
+        self._retry_with_reserve(lambda: self._writer.submit(self._environment.compact).result())
 
     def erase_purged_data(self) -> bool:
         """Compact the index where an interrupted purge has not; True if it was needed."""
@@ -284,7 +275,7 @@ class Index(IndexReader):
 
     def delete_superseded(self) -> list[Path]:
         """Delete old generations and drafts of the index; on the writer thread, so that no compaction is under way."""
-        return self._submit(self._environment.delete_superseded).result()
+        return self._writer.submit(self._environment.delete_superseded).result()
 
     def is_damaged(self, *, force_probe: bool = False) -> bool:
         """True where the index lacks stored data, or has entries that can't be read.
@@ -296,12 +287,12 @@ class Index(IndexReader):
             try:
                 if (died or force_probe) and not crash_probe.is_readable(self.home.index):
                     raise IndexDamagedError("the index is damaged: no process gets through it")
-                with self._environment.read_transaction() as tables:
+                with self.read_transaction() as tables:
                     flaws = list(row_checks.find_flaws(tables))  # all: later pages may be unreadable
                     return bool(flaws) or tables.is_incomplete()
             except IndexDamagedError as error:
                 damage = error
-            self._submit(lambda: self._environment.replace_with_empty(damage)).result()
+            self._writer.submit(lambda: self._environment.replace_with_empty(damage)).result()
             return True
 
     def close(self) -> None:
@@ -313,24 +304,16 @@ class Index(IndexReader):
         with self._lock:
             return set(self._leases)
 
-    def _submit(self, work: Callable[[], T]) -> "Future[T]":
-        try:
-            return self._writer.submit(work)
-        except RuntimeError as error:
-            raise IndexStoreError(str(error)) from error
-
     def _write(self, change: Callable[[Tables], T]) -> T:
         if self.read_only:
-            error = IndexReadOnlyError(self.read_only)
-            error.code = self.read_only_code
-            raise error
+            raise IndexReadOnlyError(self.read_only, self.read_only_code)
 
         def write() -> T:
             result = self._environment.write(change)
             self.change_count += 1
             return result
 
-        return self._submit(write).result()
+        return self._writer.submit(write).result()
 
     def _tick(self) -> None:
         """Write the bookkeeping, every second and at the end, on the writer thread.  A failure is retried."""
@@ -346,10 +329,6 @@ class Index(IndexReader):
                 self.renew_reserve()
         except IndexStoreError as error:
             self.on_flush(error)
-
-
-def _ignore_evicted(why: str, files: int, bytes_count: int) -> None:
-    """Do nothing: the default of `on_evicted`."""
 
 
 def _log_flush_error(error: IndexStoreError | None) -> None:

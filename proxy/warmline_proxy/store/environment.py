@@ -8,7 +8,7 @@ keeps the number of the last transaction in a lock file of its own, which must n
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -43,7 +43,7 @@ DECODE_ERRORS = (msgspec.DecodeError, ValueError, OverflowError)  # raised for d
 T = TypeVar("T")
 
 
-class _EmptyEnvironment:
+class _EmptyEnvironment(nullcontext[None]):
     """Environment, and its transactions, where there is no index and none can be made; without tables."""
 
     def begin(self) -> Self:
@@ -61,11 +61,6 @@ class _EmptyEnvironment:
     def abort(self) -> None: ...
 
     def close(self) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
 
 
 class LmdbEnvironment:

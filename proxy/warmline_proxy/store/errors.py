@@ -20,7 +20,9 @@ REBUILD_HINT = "start Warmline again: a start makes the index anew from the file
 class IndexStoreError(Exception):
     """The index can't be opened or written.  `code`: the name of the system's error ("ENOSPC"), where there is one."""
 
-    code = ""
+    def __init__(self, message: str, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class IndexDamagedError(IndexStoreError):
@@ -51,13 +53,9 @@ def wrap_error(what: str, error: Exception) -> IndexStoreError:
     """Error with the code of the system's error, which lmdb gives in words alone; or "damaged"."""
     text = str(error)
     if any(marker in text for marker in DAMAGE_MARKERS):
-        failed = IndexStoreError(f"{what}: it is damaged ({text}); {REBUILD_HINT}")
-        failed.code = "damaged"
-        return failed
-    failed = IndexStoreError(f"{what}: {text}")
-    codes = (code for code in errno.errorcode if os.strerror(code) in text)
-    failed.code = errno.errorcode.get(next(codes, 0), "EIO")
-    return failed
+        return IndexStoreError(f"{what}: it is damaged ({text}); {REBUILD_HINT}", "damaged")
+    codes = (name for code, name in errno.errorcode.items() if os.strerror(code) in text)
+    return IndexStoreError(f"{what}: {text}", next(codes, "EIO"))
 
 
 def get_error_code(error: IndexStoreError | OSError) -> str:

@@ -14,20 +14,17 @@ RESERVE_BYTES = 8 << 20  # a segment of 8,192 tokens has its blocks in up to 128
 log = logging.getLogger(__name__)
 
 
-def allocate_reserve(home: Home) -> None:
-    """Allocate the reserve where it is not complete; a later call tries again where the disk has no space for it."""
+def allocate_reserve(home: Home) -> bool:
+    """Allocate the reserve where it is not complete; False where the disk has no space for it."""
     try:
-        if not is_reserve_complete(home):
+        if not home.reserve.exists() or home.reserve.stat().st_size < RESERVE_BYTES:  # less: killed as it was allocated
             disk.allocate(home.reserve, RESERVE_BYTES)
     except OSError as error:
         log.info("no room could be set aside: %s", error)
         with suppress(OSError):
             disk.delete(home.reserve)
-
-
-def is_reserve_complete(home: Home) -> bool:
-    """False where a process was killed while it allocated the reserve."""
-    return home.reserve.exists() and home.reserve.stat().st_size >= RESERVE_BYTES
+        return False
+    return True
 
 
 def release_reserve(home: Home) -> bool:

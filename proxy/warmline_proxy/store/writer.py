@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from warmline_proxy.store.errors import IndexStoreError
+
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -26,11 +28,11 @@ class WriterThread:
         self._thread.start()
 
     def submit(self, work: Callable[[], T]) -> "Future[T]":
-        """Raises RuntimeError once closed."""
+        """Raises IndexStoreError once closed."""
         future: Future[T] = Future()
         with self._lock:
             if self._closed:
-                raise RuntimeError("the index is closed")
+                raise IndexStoreError("the index is closed")
             self._jobs.put(lambda: _run_job(future, work))
         return future
 
@@ -52,16 +54,11 @@ class WriterThread:
                 if job is not None:
                     job()
             if time.monotonic() >= due or not running:
-                _run_tick(self._tick)
+                try:
+                    self._tick()
+                except Exception:  # must not end the thread, for which all writes wait
+                    log.exception("the index's bookkeeping failed")
                 due = time.monotonic() + self._interval_s
-
-
-def _run_tick(tick: Callable[[], None]) -> None:
-    """Run a tick; no exception ends the thread, as all writes wait for it."""
-    try:
-        tick()
-    except Exception:
-        log.exception("the index's bookkeeping failed")
 
 
 def _run_job(future: "Future[Any]", work: Callable[[], Any]) -> None:

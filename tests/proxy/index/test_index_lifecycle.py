@@ -48,7 +48,8 @@ def test_bookkeeping_is_flushed_on_close(home: Home) -> None:
         index.record_use([used])
         index.record_request(record(1))
     with IndexReader(home) as reader:
-        assert reader.usage(used).hits == 2 and reader.usage(used).last_used > 0
+        usage = reader.snapshot().usage[used]
+        assert usage.hits == 2 and usage.last_used > 0
         assert len(reader.requests()) == 1
         assert verify_index(reader, deep=True) == []
 

@@ -93,14 +93,14 @@ def test_index_is_rebuilt_from_files(home: Home) -> None:
     with Index(home, BUDGET) as index:
         talk(index)
         whole, sessions = texts(index), {(row.leaf, row.tokens) for row in index.sessions()}
-        states = {(row.segment, row.position) for row in index.checkpoints()}
+        states = {(row.segment, row.position) for row in index.snapshot().checkpoints.values()}
     (data,) = home.index.glob("*/data.mdb")
     data.write_bytes(b"garbage" * 10_000)
     with Index(home, BUDGET) as index:
         counts = reconcile(index)
         assert counts.mended and counts.files_without_row == 0
         assert texts(index) == whole
-        assert {(row.segment, row.position) for row in index.checkpoints()} == states
+        assert {(row.segment, row.position) for row in index.snapshot().checkpoints.values()} == states
         assert {row.model for row in index.segments()} == {"model-a"}
         leaves = {row.id for row in index.segments()} - {row.parent for row in index.segments()}
         assert {(row.leaf, row.tokens) for row in index.sessions()} == {
@@ -305,8 +305,8 @@ def test_segment_on_wrong_parent_is_quarantined(index: Index) -> None:
 def test_checkpoint_of_another_conversation_is_removed(index: Index) -> None:
     save(index, [1, *A[1:1500]], checkpoints=[700])
     save(index, [2, *A[1:1500]], checkpoints=[700])
-    one, two = index.checkpoints()
+    one, two = index.snapshot().checkpoints.values()
     rewrite(index.home.segment_file(one.id), prefix=read_header(index.home.segment_file(two.id)).meta.prefix)
     assert {(f.what, f.id) for f in verify_index(index)} == {("file", one.id)}
     mend(index)
-    assert [row.id for row in index.checkpoints()] == [two.id]
+    assert [row.id for row in index.snapshot().checkpoints.values()] == [two.id]
