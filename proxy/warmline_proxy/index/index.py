@@ -208,7 +208,7 @@ class Index(IndexReader):
         try:
             files.move_to_quarantine(self.home, ids)
         except OSError as error:  # out of the tree, and the next start moves it
-            log.error("%s is out of use, but stays where it is: %s", file_id, error)
+            log.error("%s is out of use, but could not be moved to quarantine: %s", file_id, error)
         self.update_quarantine_sizes()
         return ids
 

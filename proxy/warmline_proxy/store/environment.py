@@ -92,7 +92,7 @@ class LmdbEnvironment:
         try:
             return self._open_newest()
         except (IndexMissingError, IndexDamagedError) as error:
-            log.error("%s: nothing of what may be stored can be used", error)
+            log.error("%s: no stored data can be used", error)
             return EnvironmentGeneration(self._folder, _EmptyEnvironment(), dict.fromkeys(TABLES))
 
     def become_writable(self) -> None:
@@ -124,7 +124,7 @@ class LmdbEnvironment:
 
     def _create_empty(self, error: IndexDamagedError) -> EnvironmentGeneration:
         # Not kept: it holds transcripts, which neither a purge nor the budget would ever find again.
-        log.error("%s; a new one is made of the files that are stored", error)
+        log.error("%s; a new one is made from the stored files", error)
         disk.delete_tree(self._folder)
         disk.make_folders(self._folder)
         return self._open_newest()
@@ -208,14 +208,12 @@ class LmdbEnvironment:
         if not self._writable:
             self._follow_compaction()
             self._follow_growth()
-        with self._pool.acquire() as generation:
+        with self._pool.acquire() as generation, _translate_errors():
             try:
                 with generation.env.begin() as txn:
                     yield Tables(txn, generation.handles)
             except (*DAMAGE_ERRORS, *DECODE_ERRORS) as error:
                 raise IndexDamagedError(f"the index is damaged ({error}); cachectl verify --repair mends it") from error
-            except lmdb.Error as error:
-                raise IndexStoreError(f"can't read the index: {error}") from error
 
     def write(self, change: Callable[[Tables], T]) -> T:
         """Run `change` in a transaction of its own; durable when this returns, undone when it raises.
@@ -283,24 +281,27 @@ class LmdbEnvironment:
 
     def _follow_growth(self) -> None:
         """Map as much as the writing process does."""
-        with self._pool.acquire() as generation, _translate_errors("can't read the index"):
+        with self._pool.acquire() as generation, _translate_errors():
             try:
                 generation.env.begin().abort()
                 return
             except lmdb.MapResizedError:
                 pass
-        with self._follow_lock, self._pool.acquire_exclusive() as generation, _translate_errors("can't read the index"):
+        with self._follow_lock, self._pool.acquire_exclusive() as generation, _translate_errors():
             generation.env.set_mapsize(0)
 
     def bytes_used(self) -> int:
         """Bytes of the index on disk: its used pages, not the sparse map."""
-        with self._pool.acquire() as generation, _translate_errors("can't read the index"):
+        with self._pool.acquire() as generation, _translate_errors():
             return _count_used_bytes(generation.env)
 
     def reader_check(self) -> int:
         """Free the slots (and so the pages) of readers that were killed."""
-        with self._pool.acquire() as generation, _translate_errors("can't check the readers of the index"):
-            return int(generation.env.reader_check())
+        with self._pool.acquire() as generation:
+            try:
+                return int(generation.env.reader_check())
+            except lmdb.Error as error:
+                raise IndexStoreError(f"can't check the readers of the index: {error}") from error
 
     def compact(self) -> None:
         """Copy every row into a new file, and use that.
@@ -362,11 +363,11 @@ def _write_transaction(env: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def _translate_errors(message: str) -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     try:
         yield
     except lmdb.Error as error:
-        raise IndexStoreError(f"{message}: {error}") from error
+        raise IndexStoreError(f"can't read the index: {error}") from error
 
 
 def _count_used_bytes(env: Any) -> int:

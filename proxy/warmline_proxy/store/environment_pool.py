@@ -67,7 +67,7 @@ class EnvironmentPool:
             empty = self._lock.wait_for(lambda: not generation.users, EXCLUSIVE_WAIT_S)
         try:
             if not empty:
-                raise IndexFullError("the index can't be changed while somebody reads it for so long")
+                raise IndexFullError("the index can't be changed while it is read for so long")
             yield generation
         finally:
             with self._lock:

@@ -20,7 +20,7 @@ def allocate_reserve(home: Home) -> bool:
         if not home.reserve.exists() or home.reserve.stat().st_size < RESERVE_BYTES:  # less: killed as it was allocated
             disk.allocate(home.reserve, RESERVE_BYTES)
     except OSError as error:
-        log.info("no room could be set aside: %s", error)
+        log.info("no space could be reserved: %s", error)
         with suppress(OSError):
             disk.delete(home.reserve)
         return False

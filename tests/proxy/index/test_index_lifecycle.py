@@ -20,6 +20,7 @@ from warmline_common.storage.home import Home
 from warmline_proxy.index.index import Index, IndexReader
 from warmline_proxy.index.recovery.verify import verify_index
 from warmline_proxy.index.save import SaveIntent
+from warmline_proxy.store.environment import LmdbEnvironment
 from warmline_proxy.store.errors import IndexFullError, IndexMissingError, IndexSchemaError, IndexStoreError
 from warmline_proxy.store.rows import RequestRecord
 
@@ -224,6 +225,14 @@ def test_other_schema_is_refused(home: Home) -> None:
 def test_missing_index_is_reported(home: Home) -> None:
     with pytest.raises(IndexMissingError, match="no index"):
         IndexReader(home)
+
+
+def test_missing_index_opened_exclusively_is_empty(home: Home) -> None:
+    environment = LmdbEnvironment(home.index, writable=False, exclusive=True)
+    with environment.read_transaction() as tables:
+        assert not list(tables.segments()) and not tables.pending_deletions() and tables.count("requests") == 0
+    assert environment.bytes_used() == environment.reader_check() == 0
+    environment.close()
 
 
 def test_tokens_are_stored_unchanged(index: Index) -> None:

@@ -152,9 +152,9 @@ def _check_children(tables: Tables, tree: _StoredTree) -> Iterator[IndexFinding]
                 yield _finding("tree", key.hex(), f"{table} without a row")
     for key, value in tables.items("gone"):
         if key in child_keys:
-            yield _finding("tree", "", f"said to be gone ({value.decode()}), but stored")
+            yield _finding("tree", "", f"has a reason of removal ({value.decode()}), but is stored")
         elif key.startswith(b"s") and key[1:17].hex() not in tree.segments:
-            yield _finding("tree", key[1:17].hex(), "what is gone after it is noted, but it is not stored")
+            yield _finding("tree", key[1:17].hex(), "has reasons of removal of its children, but is not stored")
 
 
 def _check_blocks(tables: Tables, tree: _StoredTree) -> Iterator[IndexFinding]:
@@ -199,7 +199,7 @@ def _check_sessions(tables: Tables, tree: _StoredTree) -> Iterator[IndexFinding]
     for anchor, session in expected - anchors:
         yield _finding("session", session, f"is not anchored in {anchor}")
     for anchor, session in anchors - expected:
-        yield _finding("session", session, f"is anchored in {anchor} for no reason")
+        yield _finding("session", session, f"is anchored in {anchor}, where it does not end")
 
 
 def _find_turn_end_error(tables: Tables, tree: _StoredTree, row: SessionRow) -> str:
