@@ -25,7 +25,7 @@ from warmline_common.storage.home import Home
 from warmline_proxy.auth.key_store import KeyNotFoundError, KeyStoreError
 from warmline_proxy.auth.owners import KeyTenants, OwnerLabels, build_owner_labels, find_fingerprints, load_key_tenants
 from warmline_proxy.home_lock import HomeLockedError, home_lock
-from warmline_proxy.index.index import Index, IndexMissingError, IndexReader, IndexStoreError
+from warmline_proxy.index.index import Index, IndexReader, IndexStoreError
 from warmline_proxy.index.recovery.orphans import delete_leftovers
 from warmline_proxy.index.recovery.repair import repair as repair_index
 from warmline_proxy.retention.gc import collect_garbage
@@ -34,6 +34,7 @@ from warmline_proxy.retention.purge import purge as purge_index
 from warmline_proxy.retention.purge import resolve_key
 from warmline_proxy.store import rows
 from warmline_proxy.store.crash_probe import is_readable
+from warmline_proxy.store.errors import IndexMissingError
 
 BACKEND_TIMEOUT_S = 30.0
 CHANGE_TIMEOUT_S = 600.0  # the proxy answers when the files are gone and the index is compacted

@@ -19,6 +19,7 @@ from warmline_proxy.archive.manifest import Manifest
 from warmline_proxy.archive.reader import Archive, verify_archive
 from warmline_proxy.archive.tar import ArchiveError, Progress
 from warmline_proxy.index.index import DiskBudgetError, Index, IndexReader
+from warmline_proxy.index.save import SaveIntent
 from warmline_proxy.store.rows import SavePlan, SessionUpdate, TurnRow
 
 TRIES_MAX = 3  # when another save takes the place meanwhile
@@ -152,15 +153,16 @@ def _begin_save(index: Index, manifest: Manifest, headers: Sequence[SegmentHeade
     stored = index.match_prefix(root, manifest.tokens, manifest.token_count).tokens
     if stored < manifest.token_count and needed + FREE_BYTES_MIN > free:
         raise DiskBudgetError(f"it takes {needed} bytes, and the disk of {index.home.segments} has {free} left")
-    return index.begin_save(
-        root,
-        manifest.model,
-        manifest.tokens,
+    intent = SaveIntent(
+        root=root,
+        model=manifest.model,
+        tokens=manifest.tokens,
         checkpoints=[entry.position for entry in manifest.checkpoints],
         layout=layout,
         may_replace=False,
         segment_ends=manifest.segment_ends,
     )
+    return index.begin_save(intent)
 
 
 def _write_files(

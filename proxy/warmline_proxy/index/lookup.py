@@ -1,6 +1,7 @@
-"""Finding the longest stored prefix: a hash finds the deepest block, equality decides, a walk goes on to the token."""
+"""Lookup of the longest stored prefix: a hash finds the deepest block, then tokens are compared to the last one."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from warmline_common.protocol.messages import CheckpointRef, SegmentRef
 from warmline_common.protocol.tokens import TOKEN_BYTES, chain_hashes, count_common_tokens
@@ -20,7 +21,7 @@ class PathStep:
 
 @dataclass
 class LookupPath:
-    """A path from the root whose tokens were all compared; `matched` is where it ends."""
+    """A path from the root whose tokens were all compared."""
 
     steps: list[PathStep] = field(default_factory=list)
 
@@ -33,47 +34,39 @@ class LookupPath:
         return self.steps[-1].row.id if self.steps else ""
 
     def step_at(self, position: int) -> PathStep | None:
-        """The one in which `position` lies (start < position <= upto)."""
+        """The step in which `position` lies (start < position <= upto)."""
         return next((step for step in self.steps if step.row.start < position <= step.upto), None)
 
 
 def lookup_path(tables: Tables, root: bytes, tokens: bytes, limit: int) -> LookupPath:
     """Follow packed `tokens` as far as they are stored, at most `limit` of them."""
     limit = min(limit, len(tokens) // TOKEN_BYTES)
-    path = LookupPath(
-        _verify_path(
-            tables, _read_path(tables, root, _find_deepest_segment(tables, root, tokens, limit)), tokens, limit
-        )
-    )
-    _extend_path(tables, root, tokens, limit, path.steps)
-    return path
+    rows = segment_path(tables, _find_deepest_segment(tables, root, tokens, limit))
+    steps = _verify_path(tables, rows, tokens, limit) if rows and rows[0].root == root else []
+    _extend_path(tables, root, tokens, limit, steps)
+    return LookupPath(steps)
 
 
 def match_prefix(tables: Tables, root: bytes, tokens: bytes, limit: int) -> PrefixMatch:
     limit = min(limit, len(tokens) // TOKEN_BYTES)
     path = lookup_path(tables, root, tokens, limit)
     steps = path.steps
-    checkpoints = [
-        CheckpointRef(id=row.id, position=row.position)
-        for step in steps
-        for row in tables.checkpoints(step.row.id)
-        if row.position <= step.upto
-    ]
-    why, differs = _explain_end(tables, root, tokens, limit, path)
-    beside_in, beside = _read_diverging_tokens(tables, root, path) if differs else ("", b"")
+    rows = [row for step in steps for row in tables.checkpoints(step.row.id) if row.position <= step.upto]
+    reason, is_divergent = _explain_end(tables, root, tokens, limit, path)
+    segment_id, stored_tokens = _read_diverging_tokens(tables, root, path) if is_divergent else ("", b"")
     return PrefixMatch(
         tokens=path.matched_tokens,
         chain=[SegmentRef(id=s.row.id, start=s.row.start, end=s.row.end, upto=s.upto) for s in steps],
-        checkpoints=checkpoints,
-        end_reason=why,
-        is_divergent=differs,
-        divergent_tokens=beside,
-        divergent_segment=beside_in,
+        checkpoints=[CheckpointRef(id=row.id, position=row.position) for row in rows],
+        end_reason=reason,
+        is_divergent=is_divergent,
+        divergent_tokens=stored_tokens,
+        divergent_segment=segment_id,
     )
 
 
 def tokens_from(tables: Tables, segment_id: str, at: int, count: int) -> bytes:
-    """Packed, from `at` in this segment on, and below it along the youngest branch; at most `count`."""
+    """Packed tokens from `at` in this segment on, and below it along the youngest branch; at most `count`."""
     parts, row = list[bytes](), tables.segment(segment_id)
     while row is not None and count > 0 and at < row.end:
         part = tables.tokens(row.id)[(at - row.start) * TOKEN_BYTES :][: count * TOKEN_BYTES]
@@ -84,7 +77,7 @@ def tokens_from(tables: Tables, segment_id: str, at: int, count: int) -> bytes:
 
 
 def segment_path(tables: Tables, segment_id: str) -> list[SegmentRow]:
-    """From the root to this segment; [] where a link is missing."""
+    """Rows from the root to this segment; [] where a link is missing."""
     rows: list[SegmentRow] = []
     while segment_id:
         row = tables.segment(segment_id)
@@ -96,16 +89,18 @@ def segment_path(tables: Tables, segment_id: str) -> list[SegmentRow]:
 
 
 def path_tokens(tables: Tables, segment_id: str) -> bytes:
-    """Packed, of the path to the end of this segment; b"" where a link is missing."""
-    rows = segment_path(tables, segment_id)
-    leaves_at = [row.start for row in rows[1:]] + [row.end for row in rows[-1:]]
-    return b"".join(
-        tables.tokens(row.id)[: (until - row.start) * TOKEN_BYTES] for row, until in zip(rows, leaves_at, strict=True)
-    )
+    """Packed tokens of the path to the end of this segment; b"" where a link is missing."""
+    spans = _list_spans(segment_path(tables, segment_id))
+    return b"".join(tables.tokens(row.id)[: (end - row.start) * TOKEN_BYTES] for row, end in spans)
+
+
+def _list_spans(rows: list[SegmentRow]) -> list[tuple[SegmentRow, int]]:
+    """The segments of a path, each with the position where the next one leaves it, or its end."""
+    return [(row, child.start) for row, child in pairwise(rows)] + [(row, row.end) for row in rows[-1:]]
 
 
 def _read_diverging_tokens(tables: Tables, root: bytes, path: LookupPath) -> tuple[str, bytes]:
-    """(segment, its tokens from there on) where a prompt differs from what is stored."""
+    """(segment, its tokens from there on) where a prompt differs from the stored tokens."""
     at = path.matched_tokens
     branches = [_find_youngest_child(tables, root, path.leaf, at)]
     if path.steps and at < path.steps[-1].row.end:
@@ -115,7 +110,7 @@ def _read_diverging_tokens(tables: Tables, root: bytes, path: LookupPath) -> tup
 
 
 def _find_youngest_child(tables: Tables, root: bytes, parent: str, at: int) -> SegmentRow | None:
-    """Of the children that leave there; of very many, of some."""
+    """The youngest child that leaves a segment at a position; of very many, of some."""
     rows = (tables.segment(child) for child in tables.children(root, parent, at)[:BRANCHES_MAX])
     return max(filter(None, rows), key=lambda row: row.created, default=None)
 
@@ -133,16 +128,10 @@ def _find_deepest_segment(tables: Tables, root: bytes, tokens: bytes, limit: int
     return found
 
 
-def _read_path(tables: Tables, root: bytes, segment_id: str) -> list[SegmentRow]:
-    rows = segment_path(tables, segment_id)
-    return rows if rows and rows[0].root == root else []
-
-
 def _verify_path(tables: Tables, rows: list[SegmentRow], tokens: bytes, limit: int) -> list[PathStep]:
-    """As much of a path as has these tokens; a hash that lied only makes it shorter."""
+    """As much of a path as has these tokens: an equal hash of other tokens only makes it shorter."""
     steps: list[PathStep] = []
-    leaves_at = [row.start for row in rows[1:]] + [row.end for row in rows[-1:]]
-    for row, until in zip(rows, leaves_at, strict=True):
+    for row, until in _list_spans(rows):
         reached = _compare_tokens(tables, row, tokens, row.start, min(until, limit))
         if reached > row.start:
             steps.append(PathStep(row, reached))
@@ -152,7 +141,7 @@ def _verify_path(tables: Tables, rows: list[SegmentRow], tokens: bytes, limit: i
 
 
 def _extend_path(tables: Tables, root: bytes, tokens: bytes, limit: int, steps: list[PathStep]) -> None:
-    """Go on from the last step: to its end, then to the child that starts where it is left, and so on."""
+    """Go on from the last step: to its end, then to the child that starts there, and so on."""
     while True:
         if steps:
             last = steps[-1]
@@ -167,7 +156,7 @@ def _extend_path(tables: Tables, root: bytes, tokens: bytes, limit: int, steps: 
 
 
 def _compare_tokens(tables: Tables, row: SegmentRow, tokens: bytes, at: int, until: int) -> int:
-    """The first position from `at` on where `tokens` leave this segment, at most `until` or its end."""
+    """First position from `at` on where `tokens` differ from this segment, at most `until` or its end."""
     until = min(until, row.end)
     if at >= until:
         return at
@@ -176,12 +165,12 @@ def _compare_tokens(tables: Tables, row: SegmentRow, tokens: bytes, at: int, unt
 
 
 def _explain_end(tables: Tables, root: bytes, tokens: bytes, limit: int, path: LookupPath) -> tuple[str, bool]:
-    """Why it is no longer, and whether that is a difference."""
+    """Reason why a path is no longer, and whether that is a difference."""
     at = path.matched_tokens
     if at >= limit:
         return "all of it", False
-    if gone := tables.removal_reason(root, path.leaf, at, token_at(tokens, at)):
-        return f"{gone} after token {at}", False
+    if reason := tables.removal_reason(root, path.leaf, at, token_at(tokens, at)):
+        return f"{reason} after token {at}", False
     if not path.steps and not tables.children(root, "", 0):
         return "nothing stored", False
     if not path.steps or at < path.steps[-1].row.end or tables.children(root, path.leaf, at):

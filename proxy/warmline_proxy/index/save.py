@@ -1,8 +1,9 @@
-"""Saving: what of a conversation is to be written, making it part of the tree, and room for it."""
+"""Saves: plan of the part of a conversation to be written, its commit to the tree, and room for it."""
 
 import time
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import msgspec
 
@@ -10,10 +11,10 @@ from warmline_common.protocol.messages import CheckpointRef, KvLayout, SavedFile
 from warmline_common.protocol.tokens import SEGMENT_TOKENS_MAX, TOKEN_BYTES, chain_hashes
 from warmline_proxy.index import eviction
 from warmline_proxy.index.lookup import LookupPath, lookup_path
-from warmline_proxy.index.tree import advance_session, delete_subtree, new_id, replace_segment
+from warmline_proxy.index.tree import advance_session, delete_quarantined, delete_subtree, new_id, replace_segment
 from warmline_proxy.store.errors import DiskBudgetError
 from warmline_proxy.store.rows import CheckpointRow, SavePlan, SaveResult, SegmentRow, SessionUpdate
-from warmline_proxy.store.tables import Tables, block_range
+from warmline_proxy.store.tables import Tables, block_range, token_at
 
 SMALL_SEGMENT_TOKENS = 1024  # a parent below this is rewritten together with what follows it
 FILE_HEADER_BYTES_MAX = 4096  # a file's header, at most
@@ -22,23 +23,21 @@ TOKEN_OVERHEAD_BYTES = 4 * TOKEN_BYTES  # a row's token in the file and in the i
 COMMIT_OVERHEAD_BYTES = 16 * 4096  # the pages that one commit may add to the index
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SaveIntent:
-    """Content of a wanted save: all of `tokens`, and the states at `checkpoints`."""
+    """Content of a wanted save: all of `tokens`, which have rows in memory, and the states at `checkpoints`."""
 
     root: bytes
     model: str
-    tokens: bytes
-    checkpoints: Sequence[int]
+    tokens: bytes  # packed
     layout: KvLayout
-    may_replace: bool
-    segment_ends: Sequence[
-        int
-    ] = ()  # where segments are to end, the last at the end of all tokens; else as large as may be
+    checkpoints: Sequence[int] = ()  # positions whose state is in memory
+    may_replace: bool = True  # rows of a small parent are in memory, too: the first segment may include it
+    segment_ends: Sequence[int] = ()  # the last at the end of all tokens; without any, segments are as large as may be
 
 
 def begin_save(tables: Tables, intent: SaveIntent, leased: Container[str]) -> SavePlan | None:
-    """Plan the part that isn't stored; the plan stands in the index from now on."""
+    """Plan the part that isn't stored, and insert the plan; None where all is stored."""
     count = len(intent.tokens) // TOKEN_BYTES
     path = lookup_path(tables, intent.root, intent.tokens, count)
     small = _find_mergeable_parent(tables, path, leased) if intent.may_replace and path.matched_tokens < count else None
@@ -66,46 +65,40 @@ def _find_mergeable_parent(tables: Tables, path: LookupPath, leased: Container[s
     if not path.steps:
         return None
     row = path.steps[-1].row
-    whole = path.matched_tokens == row.end and row.end - row.start < SMALL_SEGMENT_TOKENS
-    free = not row.pinned and row.id not in leased and not tables.children(row.root, row.id)
-    return row if whole and free and row.id not in find_base_segments(tables.save_plans()) else None
+    is_small = path.matched_tokens == row.end and row.end - row.start < SMALL_SEGMENT_TOKENS
+    is_free = not row.pinned and row.id not in leased and not tables.children(row.root, row.id)
+    return row if is_small and is_free and row.id not in find_base_segments(tables.save_plans()) else None
 
 
 def find_base_segments(plans: Iterable[SavePlan]) -> set[str]:
-    """The segments that saves under way count on; perhaps "" among them."""
+    """Segments that saves under way build on or replace; perhaps "" among them."""
     return {segment for plan in plans for segment in (plan.replaces, *(spec.parent for spec in plan.segments[:1]))}
 
 
 def _split_segments(start: int, end: int, parent: str, segment_ends: Sequence[int]) -> list[SegmentSpec]:
-    cuts = [cut for cut in segment_ends if start < cut] or [
-        *range(start + SEGMENT_TOKENS_MAX, end, SEGMENT_TOKENS_MAX),
-        end,
-    ]
+    cuts = [start, *(cut for cut in segment_ends if start < cut)]
+    if len(cuts) == 1:
+        cuts = [*range(start, end, SEGMENT_TOKENS_MAX), end]
     specs: list[SegmentSpec] = []
-    for at, cut in zip([start, *cuts], cuts, strict=False):
+    for at, cut in pairwise(cuts):
         specs.append(SegmentSpec(id=new_id(), start=at, end=cut, parent=parent))
         parent = specs[-1].id
     return specs
 
 
 def _missing_checkpoints(tables: Tables, path: LookupPath, positions: Sequence[int], count: int) -> list[CheckpointRef]:
-    wanted = sorted({position for position in positions if 0 < position <= count})
-    steps = {position: path.step_at(position) for position in wanted}
     return [
         CheckpointRef(id=new_id(), position=position)
-        for position, step in steps.items()
-        if step is None or not tables.checkpoint_at(step.row.id, position)
+        for position in sorted(set(positions))
+        if 0 < position <= count
+        if (step := path.step_at(position)) is None or not tables.checkpoint_at(step.row.id, position)
     ]
 
 
 def _estimate_bytes(segments: list[SegmentSpec], checkpoints: list[CheckpointRef], layout: KvLayout) -> int:
     rows = sum(spec.end - spec.start for spec in segments) * (layout.row_bytes + TOKEN_OVERHEAD_BYTES)
-    states = len(checkpoints) * layout.state_bytes
-    return (
-        int((rows + states) * FILE_OVERHEAD_FACTOR)
-        + FILE_HEADER_BYTES_MAX * (len(segments) + len(checkpoints))
-        + COMMIT_OVERHEAD_BYTES
-    )
+    headers = FILE_HEADER_BYTES_MAX * (len(segments) + len(checkpoints))
+    return int((rows + len(checkpoints) * layout.state_bytes) * FILE_OVERHEAD_FACTOR) + headers + COMMIT_OVERHEAD_BYTES
 
 
 # --- commit ---
@@ -114,11 +107,11 @@ def _estimate_bytes(segments: list[SegmentSpec], checkpoints: list[CheckpointRef
 def commit_save(
     tables: Tables, plan: SavePlan, reply: SaveReply, prefill_s: float, update: SessionUpdate, now: float
 ) -> SaveResult:
-    """Everything at once; see Index.commit_save."""
+    """Insert all that was written; see Index.commit_save."""
     files = {file.id: file for file in [*reply.segments, *reply.checkpoints]}
     why_not = _find_conflict(tables, plan)
     if tables.save_plan(plan.id) is None:
-        files = {}  # given up: its files are deleted, or will be
+        files = {}  # aborted: its files are deleted, or will be
     tables.remove_save_plan(plan)
     rows = [] if why_not else _write_segments(tables, plan, files, prefill_s, now)
     if not why_not and len(rows) < len(plan.segments):
@@ -140,7 +133,7 @@ def commit_save(
 
 
 def _find_conflict(tables: Tables, plan: SavePlan) -> str:
-    """Why the plan no longer fits; "" where it does."""
+    """Reason why the plan no longer fits; "" where it does."""
     if tables.save_plan(plan.id) is None:
         return "it was given up"
     if not plan.segments:
@@ -152,8 +145,7 @@ def _find_conflict(tables: Tables, plan: SavePlan) -> str:
         return "the segment that it replaces is gone"
     if plan.replaces and tables.children(plan.root, plan.replaces):
         return "the segment that it replaces is built on"
-    token = plan.tokens[first.start * TOKEN_BYTES : (first.start + 1) * TOKEN_BYTES]
-    if tables.child(plan.root, first.parent, first.start, token) != plan.replaces:
+    if tables.child(plan.root, first.parent, first.start, token_at(plan.tokens, first.start)) != plan.replaces:
         return "another save was sooner"
     return ""
 
@@ -161,7 +153,7 @@ def _find_conflict(tables: Tables, plan: SavePlan) -> str:
 def _write_segments(
     tables: Tables, plan: SavePlan, files: dict[str, SavedFile], prefill_s: float, now: float
 ) -> list[SegmentRow]:
-    """Those that the backend wrote, up to the first that it did not."""
+    """Insert the segments that the backend wrote, up to the first that it did not."""
     rows: list[SegmentRow] = []
     hashes = chain_hashes(plan.root, plan.tokens)
     seconds_a_token = prefill_s / max(1, len(plan.tokens) // TOKEN_BYTES - plan.matched)
@@ -181,14 +173,14 @@ def _write_segments(
             prefill_s=seconds_a_token * (spec.end - max(spec.start, plan.matched)),
         )
         tokens = plan.tokens[row.start * TOKEN_BYTES : row.end * TOKEN_BYTES]
-        mine = list(hashes[block_range(row.start, row.end)])
+        own_hashes = list(hashes[block_range(row.start, row.end)])
         old = tables.segment(plan.replaces) if not rows else None
         if old is not None:
             row.prefill_s += old.prefill_s
             row.pinned = old.pinned
-            replace_segment(tables, old, row, tokens, mine)
+            replace_segment(tables, old, row, tokens, own_hashes)
         else:
-            tables.insert_segment(row, tokens, mine)
+            tables.insert_segment(row, tokens, own_hashes)
         rows.append(row)
     return rows
 
@@ -196,7 +188,7 @@ def _write_segments(
 def _write_checkpoints(
     tables: Tables, plan: SavePlan, files: dict[str, SavedFile], path: LookupPath, now: float
 ) -> list[str]:
-    """Those that lie on what is stored now, where no other save was sooner."""
+    """Insert the checkpoints that lie on stored segments, where no other save was sooner; returns their ids."""
     written = []
     for ref in plan.checkpoints:
         step, file = path.step_at(ref.position), files.get(ref.id)
@@ -217,7 +209,7 @@ def _write_checkpoints(
 
 
 def abort_save(tables: Tables, plan: SavePlan) -> list[str]:
-    """Forget a plan that still stands, and doom what it may have written."""
+    """Remove a plan, and mark the files that it may have written as deleted; [] where it is over already."""
     if tables.save_plan(plan.id) is None:
         return []
     tables.remove_save_plan(plan)
@@ -231,62 +223,56 @@ def abort_save(tables: Tables, plan: SavePlan) -> list[str]:
 
 def make_room(
     tables: Tables, budget: int, needed: int, bytes_index: int, leased: Container[str], is_required: bool
-) -> list[str]:
-    """Evict until the budget holds with `needed` more bytes; quarantined files go first.
+) -> dict[str, int]:
+    """Evict until the budget holds with `needed` more bytes; returns the bytes of each file.
 
-    Where that can't be: raises NoRoom if it `must` (the transaction is then undone), else evicts what may go.
+    Where that can't be: raises DiskBudgetError if `is_required`, else evicts all that may be evicted.
     """
-    now = time.time()
-    doomed = sum(size for file_id, size in tables.pending_deletions().items() if file_id not in leased)
-    used = tables.totals(bytes_index).bytes_used - doomed
-    wanted = eviction.bytes_to_free(used, needed, budget)
-    if not wanted:
-        return []
-    removed, freed = _delete_quarantined(tables, wanted, leased)
-    choice = eviction.choose_evictions(candidates(tables, leased), wanted - freed, now)
-    if is_required and used + needed - freed - choice.bytes_freed > budget:
-        most = freed + choice.bytes_freed
-        raise DiskBudgetError(f"{used + needed} bytes don't fit into {budget}, and no more than {most} may go")
-    for file_id in choice.ids:
-        removed += delete_subtree(tables, file_id, "evicted")
-    return removed
+    pending = sum(size for file_id, size in tables.pending_deletions().items() if file_id not in leased)
+    used = tables.totals(bytes_index).bytes_used - pending
+    chosen = _choose_files(tables, eviction.bytes_to_free(used, needed, budget), leased)
+    freed = sum(chosen.values())
+    if is_required and used + needed - freed > budget:
+        raise DiskBudgetError(f"{used + needed} bytes don't fit into {budget}, and no more than {freed} may go")
+    return _evict(tables, chosen)
 
 
-def free_bytes(tables: Tables, bytes_wanted: int, leased: Container[str]) -> list[str]:
-    """Evict until so many bytes are free that were not, quarantined files first; less where the rest is kept."""
-    removed, freed = _delete_quarantined(tables, bytes_wanted, leased)
-    if freed < bytes_wanted:
-        for file_id in eviction.choose_evictions(candidates(tables, leased), bytes_wanted - freed, time.time()).ids:
-            removed += delete_subtree(tables, file_id, "evicted")
-    return removed
+def free_bytes(tables: Tables, bytes_wanted: int, leased: Container[str]) -> dict[str, int]:
+    """Evict until so many more bytes are free, fewer where the rest is protected; returns the bytes of each file."""
+    return _evict(tables, _choose_files(tables, bytes_wanted, leased))
 
 
-def _delete_quarantined(tables: Tables, bytes_wanted: int, leased: Container[str]) -> tuple[list[str], int]:
-    ids, freed = [], 0
+def _choose_files(tables: Tables, bytes_wanted: int, leased: Container[str]) -> dict[str, int]:
+    """Files to evict, quarantined ones first, and the bytes of each."""
+    chosen: dict[str, int] = {}
     for row in tables.quarantined():
-        if freed >= bytes_wanted:
-            break
-        if row.id in leased:
-            continue
-        tables.remove_quarantined(row)
-        tables.mark_deleted(row.id, row.bytes_on_disk)
-        ids.append(row.id)
-        freed += row.bytes_on_disk
-    return ids, freed
+        if bytes_wanted > 0 and row.id not in leased:
+            chosen[row.id] = row.bytes_on_disk
+            bytes_wanted -= row.bytes_on_disk
+    if bytes_wanted > 0:
+        chosen |= eviction.choose_evictions(candidates(tables, leased), bytes_wanted, time.time())
+    return chosen
+
+
+def _evict(tables: Tables, chosen: dict[str, int]) -> dict[str, int]:
+    delete_quarantined(tables, chosen)
+    for file_id in chosen:
+        delete_subtree(tables, file_id, "evicted")
+    return chosen
 
 
 def candidates(tables: Tables, leased: Container[str]) -> list[eviction.EvictionCandidate]:
-    """All segments and checkpoints, as eviction wants to see them."""
-    counted_on = find_base_segments(tables.save_plans())
+    """All segments and checkpoints as candidates."""
+    bases = find_base_segments(tables.save_plans())
     found: list[eviction.EvictionCandidate] = []
     for row in tables.segments():
         before = row.start
         for checkpoint in tables.checkpoints(row.id):
-            spares_s = row.prefill_s * (checkpoint.position - before) / (row.end - row.start)
+            saved_s = row.prefill_s * (checkpoint.position - before) / (row.end - row.start)
             before = checkpoint.position
-            found.append(_make_candidate(tables, checkpoint, row.id, spares_s, row.pinned or checkpoint.id in leased))
-        kept = row.pinned or row.id in leased or row.id in counted_on
-        found.append(_make_candidate(tables, row, row.parent, row.prefill_s, kept))
+            found.append(_make_candidate(tables, checkpoint, row.id, saved_s, row.pinned or checkpoint.id in leased))
+        is_protected = row.pinned or row.id in leased or row.id in bases
+        found.append(_make_candidate(tables, row, row.parent, row.prefill_s, is_protected))
     return found
 
 

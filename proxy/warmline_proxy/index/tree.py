@@ -1,7 +1,7 @@
-"""Changes that keep the tree whole: dropping from the leaves up, and moving conversations with what they stand on."""
+"""Changes that keep the tree whole: deletion from the leaves up, and conversations moved along with their segments."""
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import msgspec
 import xxhash
@@ -16,69 +16,67 @@ def new_id() -> str:
     return secrets.token_hex(16)
 
 
-# --- dropping ---
-
-
-def subtree(tables: Tables, row: SegmentRow) -> list[SegmentRow]:
-    """The segment and all that builds on it, leaves first."""
-    rows, waiting = [], [row]
-    while waiting:
-        rows.append(waiting.pop())
-        children = (tables.segment(child) for child in tables.children(row.root, rows[-1].id))
-        waiting += [child for child in children if child is not None]
-    return rows[::-1]
+# --- deletion and quarantine ---
 
 
 def delete_subtree(tables: Tables, file_id: str, why: str) -> list[str]:
-    """Take a checkpoint, or a segment with all that builds on it, out of the index; their files are doomed."""
-    if checkpoint := tables.checkpoint(file_id):
-        _delete_checkpoint(tables, checkpoint)
-        return [file_id]
-    if (row := tables.segment(file_id)) is None:
-        return []
-    dropped: list[str] = []
-    for segment in subtree(tables, row):
-        for checkpoint in tables.checkpoints(segment.id):
-            _delete_checkpoint(tables, checkpoint)
-            dropped.append(checkpoint.id)
-        _remove_leaf(tables, segment, why)
-        tables.mark_deleted(segment.id, segment.bytes_on_disk)
-        dropped.append(segment.id)
-    return dropped
+    """Remove a checkpoint, or a segment with all that builds on it; their files are to be deleted.  Returns the ids."""
+    rows = _subtree_files(tables, file_id)
+    for row in rows:
+        _remove_file(tables, row, why)
+        tables.mark_deleted(row.id, row.bytes_on_disk)
+    return [row.id for row in rows]
 
 
 def quarantine_subtree(tables: Tables, file_id: str, reason: str, now: float) -> list[str]:
-    """As `drop`, but the files are kept aside, each with the reason."""
-    if checkpoint := tables.checkpoint(file_id):
-        _quarantine_checkpoint(tables, checkpoint, reason, now)
-        return [file_id]
-    if (row := tables.segment(file_id)) is None:
-        return []
-    quarantined: list[str] = []
-    for segment in subtree(tables, row):
-        why = reason if segment.id == file_id else f"builds on {file_id}: {reason}"
-        for checkpoint in tables.checkpoints(segment.id):
-            _quarantine_checkpoint(tables, checkpoint, f"builds on {segment.id}: {reason}", now)
-            quarantined.append(checkpoint.id)
-        _remove_leaf(tables, segment, f"quarantined ({reason})")
+    """As `delete_subtree`, but the files are kept in quarantine, each with its reason."""
+    rows = _subtree_files(tables, file_id)
+    for row in rows:
+        if isinstance(row, CheckpointRow):
+            segment, base, start, end = tables.segment(row.segment), row.segment, row.position, row.position
+        else:
+            segment, base, start, end = row, file_id, row.start, row.end
+        _remove_file(tables, row, f"quarantined ({reason})")
         tables.insert_quarantined(
             QuarantineRow(
-                id=segment.id,
-                kind="segment",
-                model=segment.model,
-                start=segment.start,
-                end=segment.end,
-                bytes_on_disk=segment.bytes_on_disk,
-                reason=why,
+                id=row.id,
+                kind="segment" if row is segment else "checkpoint",
+                model=segment.model if segment else "",
+                start=start,
+                end=end,
+                bytes_on_disk=row.bytes_on_disk,
+                reason=reason if row.id == file_id else f"builds on {base}: {reason}",
                 at=now,
             )
         )
-        quarantined.append(segment.id)
-    return quarantined
+    return [row.id for row in rows]
+
+
+def delete_quarantined(tables: Tables, ids: Container[str]) -> None:
+    """Remove these from quarantine; their files are to be deleted."""
+    for row in tables.quarantined():
+        if row.id in ids:
+            tables.remove_quarantined(row)
+            tables.mark_deleted(row.id, row.bytes_on_disk)
+
+
+def _subtree_files(tables: Tables, file_id: str) -> list[SegmentRow | CheckpointRow]:
+    """A checkpoint, or a segment with all that builds on it: leaves first, and checkpoints before their segment."""
+    if checkpoint := tables.checkpoint(file_id):
+        return [checkpoint]
+    segments, pending = list[SegmentRow](), [tables.segment(file_id)]
+    while pending:
+        if row := pending.pop():
+            segments.append(row)
+            pending += [tables.segment(child) for child in tables.children(row.root, row.id)]
+    files: list[SegmentRow | CheckpointRow] = []
+    for segment in reversed(segments):
+        files += [*tables.checkpoints(segment.id), segment]
+    return files
 
 
 def update_quarantine_sizes(tables: Tables, size_of: Callable[[str], int | None]) -> None:
-    """The budget counts what these files weigh now, not what was once written; those that are gone weigh nothing."""
+    """Let the budget count the present sizes of these files; remove the rows of files that are gone."""
     for row in tables.quarantined():
         size = size_of(row.id)
         if size != row.bytes_on_disk:
@@ -87,30 +85,11 @@ def update_quarantine_sizes(tables: Tables, size_of: Callable[[str], int | None]
                 tables.insert_quarantined(msgspec.structs.replace(row, bytes_on_disk=size))
 
 
-def _delete_checkpoint(tables: Tables, row: CheckpointRow) -> None:
-    tables.remove_checkpoint(row)
-    tables.mark_deleted(row.id, row.bytes_on_disk)
-
-
-def _quarantine_checkpoint(tables: Tables, row: CheckpointRow, reason: str, now: float) -> None:
-    segment = tables.segment(row.segment)
-    tables.remove_checkpoint(row)
-    tables.insert_quarantined(
-        QuarantineRow(
-            id=row.id,
-            kind="checkpoint",
-            model="" if segment is None else segment.model,
-            start=row.position,
-            end=row.position,
-            bytes_on_disk=row.bytes_on_disk,
-            reason=reason,
-            at=now,
-        )
-    )
-
-
-def _remove_leaf(tables: Tables, row: SegmentRow, why: str) -> None:
-    """Remove a leaf's row, its conversations first: they end at its parent now."""
+def _remove_file(tables: Tables, row: SegmentRow | CheckpointRow, why: str) -> None:
+    """Remove the row of a checkpoint, or of a leaf; conversations on a leaf end at its parent from now on."""
+    if isinstance(row, CheckpointRow):
+        tables.remove_checkpoint(row)
+        return
     for session in tables.anchored_sessions(row.id):
         _shorten_session(tables, session, row)
     tables.remove_segment(row, why)
@@ -121,9 +100,8 @@ def _shorten_session(tables: Tables, session: SessionRow, row: SegmentRow) -> No
         session.leaf, session.tokens = row.parent, row.start
     if session.turn_segment == row.id:
         session.turn_segment = ""
-    cut = not session.turn_segment
-    if not session.leaf or (cut and _is_parent_shared(tables, row, session.id)):
-        tables.remove_session(session.id)  # nothing is left that is its own
+    if not session.leaf or (not session.turn_segment and _is_parent_shared(tables, row, session.id)):
+        tables.remove_session(session.id)  # all that is left is shared
     else:
         tables.put_session(session)
 
@@ -134,9 +112,9 @@ def _is_parent_shared(tables: Tables, row: SegmentRow, session_id: str) -> bool:
 
 
 def replace_segment(tables: Tables, old: SegmentRow, new: SegmentRow, tokens: bytes, hashes: list[bytes]) -> None:
-    """Put `new` in the place of a segment that begins alike, and move over what that carried.
+    """Put `new` in the place of a segment that begins alike, with its checkpoints, sessions, usage and children.
 
-    No child and no conversation of `old` is beyond the end of `new`; states there go.
+    No child and no conversation of `old` is beyond the end of `new`; checkpoints there are deleted.
     """
     checkpoints, sessions, usage = tables.checkpoints(old.id), tables.anchored_sessions(old.id), tables.usage(old.id)
     for checkpoint in checkpoints:
@@ -160,7 +138,7 @@ def replace_segment(tables: Tables, old: SegmentRow, new: SegmentRow, tokens: by
 
 
 def _reparent_children(tables: Tables, old: SegmentRow, new: SegmentRow) -> None:
-    """The children of `old`, of which there may be thousands: their own tables stay as they are."""
+    """Move the children of `old`, of which there may be thousands; entries under their own ids stay as they are."""
     before, after = encode_parent_key(old.root, old.id), encode_parent_key(new.root, new.id)
     for key, child in list(tables.items("children", before)):
         row = tables.segment(child.hex())
@@ -176,7 +154,7 @@ def _reparent_children(tables: Tables, old: SegmentRow, new: SegmentRow) -> None
 def advance_session(
     tables: Tables, path: LookupPath, root: bytes, tokens: bytes, update: SessionUpdate, now: float
 ) -> str:
-    """Let the conversation that `tokens` belong to end where they are stored now; a new one where none fits.
+    """Move the end of the conversation of `tokens` to where they are stored now; create it where none fits.
 
     Returns its id, or "" where nothing of it is stored.
     """
@@ -204,7 +182,7 @@ def advance_session(
 
 
 def _find_session(tables: Tables, path: LookupPath, tokens: bytes, client: str) -> SessionRow | None:
-    """The session whose tokens up to the end of its last turn these begin with; the longest such, then the latest."""
+    """Session whose tokens up to the end of its last turn `tokens` begin with; the longest such, then the latest."""
     anchored = {row.id: row for step in path.steps for row in tables.anchored_sessions(step.row.id)}
     fitting = [
         row

@@ -1,6 +1,6 @@
-"""Sampled turns in the index: a row a turn under its number, and the number under each of its calls.  Oldest out first.
+"""Sampled turns in the index: a row a turn under its number, and the number under each of its calls.
 
-A call is found under the namespace of its model and tenant: nobody else's tokens are looked at.
+The oldest are evicted first.  A call is found under the namespace of its model and tenant, never another tenant's.
 """
 
 import re
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from warmline_proxy.store.rows import TurnRow
-from warmline_proxy.store.tables import Tables, encode_number
+from warmline_proxy.store.tables import Tables
 
 TURNS_MAX = 20_000
 TURN_BYTES_MAX = 64 << 20  # of all of them
@@ -28,23 +28,26 @@ def call_keys(row: TurnRow) -> list[bytes]:
 
 
 def list_turns(tables: Tables) -> Iterator[tuple[bytes, TurnRow]]:
-    """With their keys, oldest first."""
+    """Turns with their keys, oldest first."""
     return ((key, _decode(value)) for key, value in tables.items("turns"))
 
 
 def find_turn(tables: Tables, root: bytes, call_id: str) -> TurnRow | None:
     key = tables.get("calls", call_key(root, call_id))
-    found = None if key is None else tables.get("turns", key)
-    return None if found is None else _decode(found)
+    value = tables.get("turns", key) if key else None
+    return _decode(value) if value else None
 
 
 def put_turn(tables: Tables, row: TurnRow) -> None:
-    """A turn that is known is written anew in its place."""
+    """Insert a turn, in the place of one with the same calls, and evict the oldest ones above the limits."""
     key = next(filter(None, (tables.get("calls", call) for call in call_keys(row))), None)
-    if key is not None and (old := tables.get("turns", key)) is not None:
+    if key and (old := tables.get("turns", key)):
         remove_turn(tables, key, _decode(old))
-    insert_turn(tables, key or _next_key(tables), row)
-    _evict_oldest(tables)
+    insert_turn(tables, key or tables.next_key("turns"), row)
+    while (sums := tables.sums()).turns > TURNS_MAX or sums.bytes_turns > TURN_BYTES_MAX:
+        if (oldest := next(list_turns(tables), None)) is None:
+            return
+        remove_turn(tables, *oldest)
 
 
 def insert_turn(tables: Tables, key: bytes, row: TurnRow) -> None:
@@ -65,15 +68,3 @@ def remove_turn(tables: Tables, key: bytes, row: TurnRow) -> None:
 def remove_turns(tables: Tables, rows: Iterable[tuple[bytes, TurnRow]]) -> None:
     for key, row in list(rows):
         remove_turn(tables, key, row)
-
-
-def _next_key(tables: Tables) -> bytes:
-    return encode_number(int.from_bytes(tables.last_key("turns"), "big") + 1)
-
-
-def _evict_oldest(tables: Tables) -> None:
-    while (sums := tables.sums()).turns > TURNS_MAX or sums.bytes_turns > TURN_BYTES_MAX:
-        oldest = next(list_turns(tables), None)
-        if oldest is None:
-            return
-        remove_turn(tables, *oldest)

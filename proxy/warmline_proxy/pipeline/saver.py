@@ -18,6 +18,7 @@ from warmline_common.protocol.tokens import BLOCK_TOKENS, TOKEN_BYTES
 from warmline_proxy.explain.divergence import DivergenceRecorder
 from warmline_proxy.index.index import DiskBudgetError, Index, IndexStoreError
 from warmline_proxy.index.recovery.startup import reconcile
+from warmline_proxy.index.save import SaveIntent
 from warmline_proxy.metrics import ProxyMetrics
 from warmline_proxy.pipeline.sampled_turns import SampledTurnCache
 from warmline_proxy.pipeline.save_health import FILES, INDEX, SaveHealth
@@ -206,11 +207,17 @@ class Saver:
 
     async def _save_now(self, unsaved: "_PendingSave") -> "_SaveResult":
         """The index plans, the backend writes files, one transaction commits them."""
-        resident, entry, layout = unsaved.source.resident, unsaved.entry, unsaved.layout
+        resident, entry = unsaved.source.resident, unsaved.entry
         await self._abort_saves()
-        begin = partial(self.index.begin_save, entry.root, unsaved.model, entry.tokens)
-        may_replace = not layout.has_windows  # rotating layers have lost their parent's rows
-        save = await _run_in_thread(begin, checkpoints=unsaved.checkpoints, layout=layout, may_replace=may_replace)
+        intent = SaveIntent(
+            root=entry.root,
+            model=unsaved.model,
+            tokens=entry.tokens,
+            checkpoints=unsaved.checkpoints,
+            layout=unsaved.layout,
+            may_replace=not unsaved.layout.has_windows,  # rotating layers have lost their parent's rows
+        )
+        save = await _run_in_thread(self.index.begin_save, intent)
         if save is None:
             await self._mark_durable(resident, leased=True)  # no save of rows has ended its lease
             session = await _run_in_thread(self.index.record_session, entry.root, entry.tokens, unsaved.session)

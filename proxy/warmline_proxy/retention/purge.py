@@ -11,7 +11,7 @@ import msgspec
 from warmline_proxy.auth.owners import OwnerLabels
 from warmline_proxy.index.index import Index, IndexReader
 from warmline_proxy.index.save import abort_save
-from warmline_proxy.index.tree import delete_subtree
+from warmline_proxy.index.tree import delete_quarantined, delete_subtree
 from warmline_proxy.index.turns import list_turns, remove_turns
 from warmline_proxy.retention import truncate
 from warmline_proxy.retention.pin import unpin_orphaned_segments
@@ -260,10 +260,7 @@ class _Removal:
             tables.remove_session(session)
         for file_id in (*selection.segments, *selection.checkpoints):
             delete_subtree(tables, file_id, "")
-        for row in tables.quarantined():
-            if row.id in selection.quarantined:
-                tables.remove_quarantined(row)
-                tables.mark_deleted(row.id, row.bytes_on_disk)
+        delete_quarantined(tables, selection.quarantined)
         for key, _ in list(tables.items("gone")):
             tables.delete("gone", key)  # each has a token of a prompt
         for segment in self.snapshot.segments.values():  # segments that stay don't name a purged session

@@ -1,4 +1,4 @@
-"""Reading an index through in a process of its own: LMDB's assertions end the process that meets a damaged page."""
+"""Reading of a whole index in a process of its own: LMDB's assertions end the process that meets a damaged page."""
 
 import os
 import signal
@@ -15,11 +15,7 @@ from warmline_proxy.store.errors import IndexDamagedError, IndexStoreError
 from warmline_proxy.store.row_checks import find_flaws
 
 EXIT_UNREADABLE = 3
-CRASH_EXIT_CODES = {
-    -signal.SIGABRT,
-    -signal.SIGBUS,
-    -signal.SIGSEGV,
-}  # what LMDB's assertions and pages that are not there come to
+CRASH_EXIT_CODES = {-signal.SIGABRT, -signal.SIGBUS, -signal.SIGSEGV}  # of LMDB's assertions and missing pages
 
 
 def is_readable(folder: Path) -> bool:
@@ -34,7 +30,7 @@ def is_readable(folder: Path) -> bool:
 
 @contextmanager
 def mark_reading(home: Home) -> Iterator[bool]:
-    """Around reading an index through; gives whether who did so last did not come back from it, or could not say so."""
+    """Mark that an index is read whole; True where the last process that did so ended in it, or there is no mark."""
     mark = home.run / "index.reading"
     died, marked = mark.exists(), False
     with suppress(OSError):  # a full disk is no reason not to start
@@ -46,7 +42,7 @@ def mark_reading(home: Home) -> Iterator[bool]:
 
 
 def main(folder: str) -> int:
-    """The exit code: 0 where all entries could be read, flawed or not, UNREADABLE where not."""
+    """Exit code: 0 where all entries could be read, flawed or not, EXIT_UNREADABLE where not."""
     try:
         env = LmdbEnvironment(Path(folder), writable=False)
         with closing(env), env.read_transaction() as tables:

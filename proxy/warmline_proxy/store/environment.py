@@ -1,4 +1,4 @@
-"""The LMDB environment: opening, schema, transactions, compaction.  The only module that knows lmdb.
+"""LMDB environment: opening, schema, transactions, compaction.  The only importer of lmdb.
 
 `index/` holds one directory a generation (1, 2, ...).  Compaction writes the next one from scratch and renames it into
 place, so a crash leaves either; the highest number is the index.  A generation is never rewritten under a reader: LMDB
@@ -8,7 +8,8 @@ keeps the number of the last transaction in a lock file of its own, which must n
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -37,46 +38,35 @@ READERS_MAX = 512
 LOCK_BYTES = 36 << 10  # of LMDB's file of so many readers, which it makes without blocks, and writes to as memory
 SCHEMA_KEY = b"schema"
 DAMAGE_ERRORS = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError)
-DECODE_ERRORS = (msgspec.DecodeError, ValueError, OverflowError)  # what is made of damaged entries
+DECODE_ERRORS = (msgspec.DecodeError, ValueError, OverflowError)  # raised for damaged entries
 
 T = TypeVar("T")
 
 
-class _EmptyEnvironment:
-    """An environment, and its transactions, where there is no index and none can be made."""
+class _EmptyEnvironment(nullcontext[None]):
+    """Environment, and its transactions, where there is no index and none can be made; without tables."""
 
     def begin(self) -> Self:
         return self
 
-    def cursor(self, db: object) -> Self:
-        return self
-
-    def set_range(self, key: bytes) -> bool:
-        return False
-
-    def get(self, key: bytes, db: object) -> None:
-        return None
-
-    def stat(self, db: object = None) -> dict[str, int]:
-        return {"entries": 0, "psize": 0}
+    def stat(self) -> dict[str, int]:
+        return {"psize": 0}
 
     def info(self) -> dict[str, int]:
         return {"last_pgno": 0}
+
+    def reader_check(self) -> int:
+        return 0
 
     def abort(self) -> None: ...
 
     def close(self) -> None: ...
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
 
 class LmdbEnvironment:
-    """Thread-safe for readers; `write` and `compact` belong to the one writer thread.  All may raise IndexFailure.
+    """Thread-safe for readers; `write` and `compact` belong to the one writer thread.  All may raise IndexStoreError.
 
-    Not writable and `alone`: nobody else can write here either, and where there is no index there is an empty one.
+    `exclusive`, not writable: no other process can write here either, and a missing index reads as an empty one.
     """
 
     def __init__(self, folder: Path, *, writable: bool, exclusive: bool = False, map_bytes: int = MAP_BYTES) -> None:
@@ -84,7 +74,7 @@ class LmdbEnvironment:
         self._writable = writable
         self._uses_lock = not exclusive
         self._map_bytes = map_bytes
-        self._follow_lock = threading.Lock()  # of a reader: one thread at a time opens, or maps, what is new
+        self._follow_lock = threading.Lock()  # of a reader: one thread at a time follows the writer
         if writable:
             self._pool = EnvironmentPool(self._open_writable())
         else:
@@ -102,11 +92,11 @@ class LmdbEnvironment:
         try:
             return self._open_newest()
         except (IndexMissingError, IndexDamagedError) as error:
-            log.error("%s: nothing of what may be stored can be used", error)
+            log.error("%s: no stored data can be used", error)
             return EnvironmentGeneration(self._folder, _EmptyEnvironment(), dict.fromkeys(TABLES))
 
     def become_writable(self) -> None:
-        """Of an index that was opened to be read, alone; readers wait.  Raises IndexFailure or OSError: it stays so."""
+        """Reopen an index that was opened `exclusive`; readers wait.  IndexStoreError, OSError: it stays read-only."""
         with self._pool.acquire_exclusive() as generation:
             generation.env.close()
             self._writable = self._uses_lock = True
@@ -118,7 +108,7 @@ class LmdbEnvironment:
                 raise
 
     def delete_superseded(self) -> list[Path]:
-        """Remove what a compaction left that was killed (its draft, or the generation before), and what is none."""
+        """Delete the draft or the old generation that a killed compaction left, and all that is no generation."""
         paths = find_superseded(self._folder.iterdir())
         for path in paths:
             if path.is_dir():
@@ -128,13 +118,13 @@ class LmdbEnvironment:
         return paths
 
     def replace_with_empty(self, error: IndexDamagedError) -> None:
-        """Take an empty index for one that turned out not to be readable.  Nobody may be reading it."""
+        """Replace an index that turned out to be unreadable with an empty one.  No thread may be reading it."""
         self.close()
         self._pool.current = self._create_empty(error)
 
     def _create_empty(self, error: IndexDamagedError) -> EnvironmentGeneration:
-        # Not set aside: it holds transcripts, which neither a purge nor the budget would ever find again.
-        log.error("%s; a new one is made of the files that are stored", error)
+        # Not kept: it holds transcripts, which neither a purge nor the budget would ever find again.
+        log.error("%s; a new one is made from the stored files", error)
         disk.delete_tree(self._folder)
         disk.make_folders(self._folder)
         return self._open_newest()
@@ -178,18 +168,17 @@ class LmdbEnvironment:
             raise IndexMissingError(f"the index in {path} is not complete: {error}") from error
 
     def _open_lmdb(self, path: Path) -> Any:
-        def open_environment() -> Any:
-            return lmdb.open(
-                str(path),
-                map_size=self._map_bytes if self._writable else 0,  # 0: as large as it is
-                max_dbs=len(TABLES),
-                max_readers=READERS_MAX,
-                mode=0o600,
-                readonly=not self._writable,
-                create=self._writable,
-                lock=self._uses_lock,
-            )
-
+        open_environment = partial(
+            lmdb.open,
+            str(path),
+            map_size=self._map_bytes if self._writable else 0,  # 0: as large as the file's
+            max_dbs=len(TABLES),
+            max_readers=READERS_MAX,
+            mode=0o600,
+            readonly=not self._writable,
+            create=self._writable,
+            lock=self._uses_lock,
+        )
         return disk.run_lmdb("open", open_environment) if self._writable else open_environment()
 
     def _open_tables(self, env: Any, path: Path) -> dict[str, Any]:
@@ -199,7 +188,7 @@ class LmdbEnvironment:
                 if txn.get(SCHEMA_KEY, db=handles["meta"]) is None:
                     txn.put(SCHEMA_KEY, str(SCHEMA).encode(), db=handles["meta"])
                     txn.put(INCOMPLETE_KEY, b"", db=handles["meta"])
-        else:  # not within one transaction: LMDB forgets what was opened in a read transaction when that ends
+        else:  # not within one transaction: LMDB forgets handles that were opened in a read transaction when that ends
             handles = {name: _open_table(env, name) for name in TABLES}
         with env.begin() as txn:
             found = txn.get(SCHEMA_KEY, db=handles["meta"])
@@ -215,18 +204,16 @@ class LmdbEnvironment:
 
     @contextmanager
     def read_transaction(self) -> Iterator[Tables]:
-        """A consistent snapshot; never waits for a transaction of the writer."""
+        """Tables of a consistent snapshot; never waits for a transaction of the writer."""
         if not self._writable:
             self._follow_compaction()
             self._follow_growth()
-        with self._pool.acquire() as generation:
+        with self._pool.acquire() as generation, _translate_errors():
             try:
                 with generation.env.begin() as txn:
                     yield Tables(txn, generation.handles)
             except (*DAMAGE_ERRORS, *DECODE_ERRORS) as error:
                 raise IndexDamagedError(f"the index is damaged ({error}); cachectl verify --repair mends it") from error
-            except lmdb.Error as error:
-                raise IndexStoreError(f"can't read the index: {error}") from error
 
     def write(self, change: Callable[[Tables], T]) -> T:
         """Run `change` in a transaction of its own; durable when this returns, undone when it raises.
@@ -245,7 +232,7 @@ class LmdbEnvironment:
                 raise wrap_error("can't write the index", error) from error
 
     def _write(self, change: Callable[[Tables], T]) -> T:
-        """Raises MapFullError, PanicError, IndexFailure."""
+        """Raises MapFullError, PanicError, IndexStoreError."""
         with self._pool.acquire() as generation:
             try:
                 with _write_transaction(generation.env) as txn:
@@ -261,7 +248,7 @@ class LmdbEnvironment:
                 raise wrap_error("can't write the index", error) from error
 
     def _grow_map(self) -> None:
-        """Twice the map.  Raises IndexFull where there is no address space or memory for it."""
+        """Double the map.  Raises IndexFullError where there is no address space or memory for it."""
         with self._pool.acquire_exclusive() as generation:
             old = generation.map_bytes()
             try:
@@ -279,43 +266,34 @@ class LmdbEnvironment:
             self._replace_generation(generation)
 
     def _replace_generation(self, generation: EnvironmentGeneration) -> None:
-        """Close an environment and open the newest.  Alone."""
+        """Close an environment and open the newest.  The caller has exclusive access."""
         generation.lost = True
         generation.env.close()
         self._pool.current = self._open_newest()
 
     def _follow_compaction(self) -> None:
-        """Take the generation that the process that writes has taken: nothing is written to this one any more."""
-        if not self._uses_lock:  # there is no such process
+        """Open the writing process's generation where it has compacted: the old one is written no more."""
+        if not self._uses_lock:  # no process writes
             return
         with self._follow_lock, suppress(IndexMissingError):
             if _list_generations(self._folder)[-1:] != [self._pool.current.path]:
                 self._pool.swap(self._open_newest())
 
     def _follow_growth(self) -> None:
-        """Map as much as the process that writes does."""
-        with self._pool.acquire() as generation:
+        """Map as much as the writing process does."""
+        with self._pool.acquire() as generation, _translate_errors():
             try:
                 generation.env.begin().abort()
                 return
             except lmdb.MapResizedError:
                 pass
-            except lmdb.Error as error:
-                raise IndexStoreError(f"can't read the index: {error}") from error
-        with self._follow_lock, self._pool.acquire_exclusive() as generation:
-            try:
-                generation.env.set_mapsize(0)
-            except lmdb.Error as error:
-                raise IndexStoreError(f"can't read the index: {error}") from error
+        with self._follow_lock, self._pool.acquire_exclusive() as generation, _translate_errors():
+            generation.env.set_mapsize(0)
 
     def bytes_used(self) -> int:
         """Bytes of the index on disk: its used pages, not the sparse map."""
-        with self._pool.acquire() as generation:
-            try:
-                pages = int(generation.env.info()["last_pgno"]) + 1
-                return pages * int(generation.env.stat()["psize"])
-            except lmdb.Error as error:
-                raise IndexStoreError(f"can't read the index: {error}") from error
+        with self._pool.acquire() as generation, _translate_errors():
+            return _count_used_bytes(generation.env)
 
     def reader_check(self) -> int:
         """Free the slots (and so the pages) of readers that were killed."""
@@ -326,13 +304,13 @@ class LmdbEnvironment:
                 raise IndexStoreError(f"can't check the readers of the index: {error}") from error
 
     def compact(self) -> None:
-        """Copy every row into a new file and take that.
+        """Copy every row into a new file, and use that.
 
-        LMDB's own compacting copy copies pages as they are, with what was deleted still in their slack.
+        LMDB's own compacting copy copies pages as they are, with deleted rows still in their slack.
         """
         try:
             old = self._pool.swap(self._write_compacted())
-            disk.delete_tree(old.path)  # whoever still reads it has it open
+            disk.delete_tree(old.path)  # its readers have it open
         except (lmdb.Error, OSError) as error:
             raise wrap_error("can't compact the index", error) from error
 
@@ -359,22 +337,22 @@ class LmdbEnvironment:
             raise
 
     def _undo_compaction(self, path: Path, draft: Path) -> None:
-        """Else the next start would take it for the index, without what is yet to come."""
+        """Else the next start would take it for the index, without the rows of later writes."""
         try:
             disk.rename(path, draft)
             disk.delete_tree(draft)
         except OSError:
-            if path.exists():  # then so must we
+            if path.exists():  # then this process must use it, too
                 self._reopen()
 
     def close(self) -> None:
-        """Waits for who is inside."""
+        """Close; waits for transactions to end."""
         self._pool.close()
 
 
 @contextmanager
 def _write_transaction(env: Any) -> Iterator[Any]:
-    """A write transaction; committed at the end, undone where something is raised."""
+    """A write transaction; committed at the end, undone by an exception."""
     txn = env.begin(write=True)
     try:
         yield txn
@@ -384,18 +362,30 @@ def _write_transaction(env: Any) -> Iterator[Any]:
         raise
 
 
-def _lengthen_data_file(env: Any, path: Path) -> None:
-    """LMDB maps the file, and reading past its end would end the process; zeros it takes for the damage that they are.
+@contextmanager
+def _translate_errors() -> Iterator[None]:
+    try:
+        yield
+    except lmdb.Error as error:
+        raise IndexStoreError(f"can't read the index: {error}") from error
 
-    Pages at the end that were never needed make it a little short, too.
+
+def _count_used_bytes(env: Any) -> int:
+    return (int(env.info()["last_pgno"]) + 1) * int(env.stat()["psize"])
+
+
+def _lengthen_data_file(env: Any, path: Path) -> None:
+    """Append zeros for pages past the end: LMDB maps the file, and reading there would end the process.
+
+    LMDB reports zeros as damage.  Pages at the end that were never needed make the file a little short, too.
     """
-    wanted = (int(env.info()["last_pgno"]) + 1) * int(env.stat()["psize"])
-    if (path / "data.mdb").stat().st_size < wanted:
-        disk.lengthen(path / "data.mdb", wanted)
+    size = _count_used_bytes(env)
+    if (path / "data.mdb").stat().st_size < size:
+        disk.lengthen(path / "data.mdb", size)
 
 
 def _open_table(env: Any, name: str) -> Any:
-    """To be read; None where an older version wrote the index, which did not have it."""
+    """Handle of a table to read; None where an older version, without that table, wrote the index."""
     try:
         return env.open_db(name.encode(), create=False)
     except lmdb.NotFoundError:

@@ -1,4 +1,4 @@
-"""Pool of users of an open environment: it is closed, grown or replaced while it has none."""
+"""Pool of users of an open environment, which is closed, grown or replaced only while it has none."""
 
 import threading
 from collections.abc import Iterator
@@ -21,27 +21,27 @@ class EnvironmentGeneration:
     handles: dict[str, Any]
     users: int = 0
     retired: bool = False
-    lost: bool = False  # to be opened again before anybody uses it
+    lost: bool = False  # to be opened again before its next use
 
     def map_bytes(self) -> int:
         return int(self.env.info()["map_size"])
 
 
 class EnvironmentPool:
-    """The way into the current generation.  Thread-safe; `alone` and `take` are for one thread at a time."""
+    """Access to the current generation.  Thread-safe; `acquire_exclusive` and `swap` are for one thread at a time."""
 
     def __init__(self, current: EnvironmentGeneration) -> None:
         self.current = current
         self._lock = threading.Condition()
         self._is_exclusive_wanted = False
-        self._thread_state = threading.local()  # how often this thread is
+        self._thread_state = threading.local()  # `depth`: how often this thread has acquired it
 
     @contextmanager
     def acquire(self) -> Iterator[EnvironmentGeneration]:
-        """Raises IndexFailure where it is closed, or could not be opened again."""
+        """Raises IndexStoreError where it is closed, or could not be opened again."""
         depth = getattr(self._thread_state, "depth", 0)
         with self._lock:
-            if not depth:  # who is inside already is waited for
+            if not depth:  # a thread with a use already would wait for itself
                 self._lock.wait_for(lambda: not self._is_exclusive_wanted)
             generation = self.current
             if generation.retired or generation.lost:
@@ -60,14 +60,14 @@ class EnvironmentPool:
 
     @contextmanager
     def acquire_exclusive(self) -> Iterator[EnvironmentGeneration]:
-        """Nobody else is inside meanwhile; newcomers wait.  Raises IndexFull where somebody does not come to an end."""
+        """Wait for users to end; new ones wait meanwhile.  Raises IndexFullError where one does not end in time."""
         with self._lock:
             self._is_exclusive_wanted = True
             generation = self.current
             empty = self._lock.wait_for(lambda: not generation.users, EXCLUSIVE_WAIT_S)
         try:
             if not empty:
-                raise IndexFullError("the index can't be changed while somebody reads it for so long")
+                raise IndexFullError("the index can't be changed while it is read for so long")
             yield generation
         finally:
             with self._lock:
@@ -82,7 +82,7 @@ class EnvironmentPool:
         return old
 
     def close(self) -> None:
-        """Waits for who is inside."""
+        """Close; waits for users to end."""
         self._retire(self.current)
         with self._lock:
             self._lock.wait_for(lambda: not self.current.users, EXCLUSIVE_WAIT_S)

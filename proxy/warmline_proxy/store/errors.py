@@ -1,12 +1,12 @@
 """Errors of the index.
 
 IndexStoreError
-├── damaged        its file is no LMDB file (any more), or its content can't be read
-├── missing        there is none (yet)
-├── schema         another version of Warmline wrote it
-├── full           the map is full and can't grow: nothing more can be written
-├── read-only      nothing can be written, as was found out at the start
-└── no room        the disk budget can't hold a save, whatever is evicted
+├── IndexDamagedError    its file is no LMDB file (any more), or its content can't be read
+├── IndexMissingError    there is none (yet)
+├── IndexSchemaError     another version of Warmline wrote it
+├── IndexFullError       the map is full and can't grow: nothing more can be written
+├── IndexReadOnlyError   nothing can be written, as was found out at the start
+└── DiskBudgetError      the disk budget can't hold a save, whatever is evicted
 """
 
 import errno
@@ -20,7 +20,9 @@ REBUILD_HINT = "start Warmline again: a start makes the index anew from the file
 class IndexStoreError(Exception):
     """The index can't be opened or written.  `code`: the name of the system's error ("ENOSPC"), where there is one."""
 
-    code = ""
+    def __init__(self, message: str, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class IndexDamagedError(IndexStoreError):
@@ -48,16 +50,12 @@ class IndexReadOnlyError(IndexStoreError):
 
 
 def wrap_error(what: str, error: Exception) -> IndexStoreError:
-    """With the code of the system's error, which lmdb tells in words alone; or "damaged"."""
+    """Error with the code of the system's error, which lmdb gives in words alone; or "damaged"."""
     text = str(error)
-    if any(sign in text for sign in DAMAGE_MARKERS):
-        failed = IndexStoreError(f"{what}: it is damaged ({text}); {REBUILD_HINT}")
-        failed.code = "damaged"
-        return failed
-    failed = IndexStoreError(f"{what}: {text}")
-    codes = (code for code in errno.errorcode if os.strerror(code) in text)
-    failed.code = errno.errorcode.get(next(codes, 0), "EIO")
-    return failed
+    if any(marker in text for marker in DAMAGE_MARKERS):
+        return IndexStoreError(f"{what}: it is damaged ({text}); {REBUILD_HINT}", "damaged")
+    codes = (name for code, name in errno.errorcode.items() if os.strerror(code) in text)
+    return IndexStoreError(f"{what}: {text}", next(codes, "EIO"))
 
 
 def get_error_code(error: IndexStoreError | OSError) -> str:

@@ -1,4 +1,4 @@
-"""The files that the index accounts for: deleting, setting aside, listing, and who may read them."""
+"""Files that the index accounts for: deletion, quarantine, listing, modes."""
 
 import logging
 import os
@@ -23,22 +23,18 @@ def quarantine_path(home: Home, file_id: str) -> Path:
 
 
 def read_quarantined_size(home: Home, file_id: str) -> int | None:
-    """Of a file that was set aside, or is on its way there; None where it is gone."""
-    for path in (home.segment_file(file_id), quarantine_path(home, file_id)):  # as it moves, lest both looks miss it
+    """Bytes of a file that is in quarantine, or on its way there; None where it is gone."""
+    for path in (home.segment_file(file_id), quarantine_path(home, file_id)):  # in the order of its move
         with suppress(FileNotFoundError):
             return path.stat().st_size
     return None
 
 
-def delete_file(home: Home, file_id: str) -> None:
-    disk.delete(home.segment_file(file_id))
-    disk.delete(quarantine_path(home, file_id))
-
-
 def try_delete_file(home: Home, file_id: str) -> bool:
-    """Delete it; False where the disk doesn't let it go."""
+    """Delete a file, in quarantine or not; False where the disk refuses."""
     try:
-        delete_file(home, file_id)
+        disk.delete(home.segment_file(file_id))
+        disk.delete(quarantine_path(home, file_id))
     except OSError as error:
         log.info("%s could not be deleted: %s", file_id, error)
         return False
@@ -46,7 +42,7 @@ def try_delete_file(home: Home, file_id: str) -> bool:
 
 
 def move_to_quarantine(home: Home, ids: Iterable[str]) -> None:
-    """Idempotent: what is aside, or gone, stays so."""
+    """Move files into quarantine, but for those that are there, or gone."""
     disk.make_folders(home.segments / QUARANTINE_FOLDER)
     for file_id in ids:
         with suppress(FileNotFoundError):
@@ -54,15 +50,15 @@ def move_to_quarantine(home: Home, ids: Iterable[str]) -> None:
 
 
 def list_stored(home: Home) -> Iterator[tuple[str, Path]]:
-    """(id, path) of each segment and checkpoint file in its place; id "" for what is none (a temporary file)."""
-    aside_folder = str(home.segments / QUARANTINE_FOLDER)
-    for folder, below, names in os.walk(home.segments):
-        below[:] = [name for name in below if f"{folder}/{name}" != aside_folder]
+    """(id, path) of each segment and checkpoint file in its place; id "" for other files (temporary ones)."""
+    quarantine = str(home.segments / QUARANTINE_FOLDER)
+    for folder, subfolders, names in os.walk(home.segments):
+        subfolders[:] = [name for name in subfolders if f"{folder}/{name}" != quarantine]
         yield from _identify_files(folder, names, home.segment_file)
 
 
 def list_quarantined(home: Home) -> Iterator[tuple[str, Path]]:
-    """The same of the files that were set aside."""
+    """(id, path) of each file in quarantine, as `list_stored` gives them."""
     for folder, _, names in os.walk(home.segments / QUARANTINE_FOLDER):
         yield from _identify_files(folder, names, lambda file_id: quarantine_path(home, file_id))
 
@@ -75,14 +71,14 @@ def _identify_files(folder: str, names: Iterable[str], path_of: Callable[[str], 
 
 
 def find_superseded(index: Iterable[Path]) -> list[Path]:
-    """Of what lies in the index's folder, all but the newest generation: what a compaction left that was killed."""
+    """All paths in the index's folder but the newest generation: the rest of a compaction that was killed."""
     paths = list(index)
     newest = max((int(path.name) for path in paths if path.name.isdigit()), default=0)
     return [path for path in paths if path.name != str(newest)]
 
 
 def find_non_private(home: Home) -> Iterator[tuple[Path, int]]:
-    """Folders and files with what was said or computed that others than their owner may use, and their mode."""
+    """Folders and files with transcripts or KV that others than their owner may use, and their modes."""
     for path in (str(home.root / "secret"), *_list_tree(home.index), *_list_tree(home.segments)):
         with suppress(FileNotFoundError):
             mode = stat.S_IMODE(os.lstat(path).st_mode)
@@ -91,14 +87,14 @@ def find_non_private(home: Home) -> Iterator[tuple[Path, int]]:
 
 
 def _list_tree(folder: Path) -> Iterator[str]:
-    """Also the folder.  Strings, for there may be tens of thousands, and the proxy looks at each before it serves."""
+    """The folder and all below it.  Strings: there may be tens of thousands, and a start checks each of them."""
     for path, _, names in os.walk(folder):
         yield path
         yield from (f"{path}/{name}" for name in names)
 
 
 def make_private(home: Home) -> list[Path]:
-    """Set what `too_open` has found; the paths."""
+    """Close to others all that `find_non_private` finds; returns the paths."""
     found = [path for path, _ in find_non_private(home)]
     for path in found:
         disk.set_mode(path, 0o700 if path.is_dir() else 0o600)

@@ -1,6 +1,6 @@
-"""Room that is set aside on the disk: where that is full, the index can still be told of files that go.
+"""Reserved space on the disk: where that is full, the index can still record deletions.
 
-LMDB writes changed pages to new places, so a deletion takes room before it gives any.
+LMDB writes changed pages to new places, so a deletion takes space before it frees any.
 """
 
 import logging
@@ -14,20 +14,17 @@ RESERVE_BYTES = 8 << 20  # a segment of 8,192 tokens has its blocks in up to 128
 log = logging.getLogger(__name__)
 
 
-def allocate_reserve(home: Home) -> None:
-    """Have it, from now on.  Where the disk has no room for it, that is tried again by who calls next."""
+def allocate_reserve(home: Home) -> bool:
+    """Allocate the reserve where it is not complete; False where the disk has no space for it."""
     try:
-        if not is_reserve_complete(home):
+        if not home.reserve.exists() or home.reserve.stat().st_size < RESERVE_BYTES:  # less: killed as it was allocated
             disk.allocate(home.reserve, RESERVE_BYTES)
     except OSError as error:
-        log.info("no room could be set aside: %s", error)
+        log.info("no space could be reserved: %s", error)
         with suppress(OSError):
             disk.delete(home.reserve)
-
-
-def is_reserve_complete(home: Home) -> bool:
-    """Not where a process was killed as it made it."""
-    return home.reserve.exists() and home.reserve.stat().st_size >= RESERVE_BYTES
+        return False
+    return True
 
 
 def release_reserve(home: Home) -> bool:

@@ -21,8 +21,9 @@ CHILD_KEY_BYTES = 1 + ID_BYTES + 4 + TOKEN_BYTES
 def find_flaws(tables: Tables) -> Iterator[IndexFinding]:
     for table in TABLES:
         for key, value in tables.items(table):
-            if what := find_flaw(table, key, value):
-                yield IndexFinding(what="entry", id=_format_key(key), detail=f"{table}: {what}")
+            if flaw := find_flaw(table, key, value):
+                name = key.decode() if key.isascii() and key.decode().isprintable() else key.hex()
+                yield IndexFinding(what="entry", id=name, detail=f"{table}: {flaw}")
 
 
 def read_valid_entries(tables: Tables, table: str) -> dict[bytes, bytes]:
@@ -31,15 +32,12 @@ def read_valid_entries(tables: Tables, table: str) -> dict[bytes, bytes]:
 
 
 def find_flaw(table: str, key: bytes, value: bytes) -> str:
-    """ "" where there is none."""
-    if table in DECODERS:
-        return _find_row_flaw(table, key, value)
+    """Flaw of an entry; "" where there is none."""
     if table == "meta":
         return _find_meta_flaw(key, value)
-    return "" if _SHAPE_CHECKS[table](key, value) else f"an entry of {len(key)} and {len(value)} bytes makes no sense"
-
-
-def _find_row_flaw(table: str, key: bytes, value: bytes) -> str:
+    if table not in DECODERS:
+        is_sound = _SHAPE_CHECKS[table](key, value)
+        return "" if is_sound else f"an entry of {len(key)} and {len(value)} bytes makes no sense"
     try:
         row = DECODERS[table](value)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -86,10 +84,6 @@ def _is_text(value: bytes) -> bool:
         return bool(value.decode())
     except UnicodeDecodeError:
         return False
-
-
-def _format_key(key: bytes) -> str:
-    return key.decode() if key.isascii() and key.decode().isprintable() else key.hex()
 
 
 _SHAPE_CHECKS: dict[str, Callable[[bytes, bytes], bool]] = {

@@ -30,8 +30,8 @@ class SegmentRow(msgspec.Struct, kw_only=True):
     bytes_on_disk: int = 0
     checksum: str = ""
     created: float = 0.0  # Unix seconds
-    session: str = ""  # which conversation wrote it
-    prefill_s: float = 0.0  # what computing these rows cost; eviction weighs it against the bytes
+    session: str = ""  # id of the conversation that wrote it
+    prefill_s: float = 0.0  # of these rows; eviction weighs it against the bytes
     pinned: bool = False
 
 
@@ -72,8 +72,8 @@ class SessionRow(msgspec.Struct, kw_only=True):
     last_used: float
     requests: int = 1
     hits: int = 0
-    client: str = ""  # what the client called it (X-Session-ID ...); a hint for people, never proof
-    pinned: bool = False  # what was stored of it when it was pinned is not evicted
+    client: str = ""  # the client's name for it (X-Session-ID ...); a hint for people, never proof
+    pinned: bool = False  # files that were stored when it was pinned are not evicted
 
 
 class TurnRow(msgspec.Struct, kw_only=True):
@@ -87,7 +87,7 @@ class TurnRow(msgspec.Struct, kw_only=True):
     at: float  # Unix seconds
 
 
-DIVERGENCE_TOKENS_BEFORE, DIVERGENCE_TOKENS_AFTER = 32, 96  # what a parting shows on both sides of its place
+DIVERGENCE_TOKENS_BEFORE, DIVERGENCE_TOKENS_AFTER = 32, 96  # shown on both sides of a divergence
 
 
 class Divergence(msgspec.Struct, kw_only=True):
@@ -97,17 +97,17 @@ class Divergence(msgspec.Struct, kw_only=True):
     """
 
     at: Position  # the first token that differs
-    begins: Position  # both windows begin here, somewhat before
-    stored: bytes  # u32le: what is known from there on
-    prompt: bytes  # u32le: what came instead
-    stored_text: str = ""  # the same as text; "" where nobody could say
+    begins: Position  # start of both windows, somewhat before
+    stored: bytes  # u32le: the known tokens from there on
+    prompt: bytes  # u32le: the prompt's tokens
+    stored_text: str = ""  # the same as text; "" where the backend could not decode it
     prompt_text: str = ""
     segment: MaybeFileId = ""  # in which the known tokens are stored; "" where they were in memory alone
     message: int = 0  # of the prompt, from 1; 0 for tools, or where that is not known
     message_last: int = 0  # more than `message` where it is one of several
     role: str = ""  # "tools" for tools; "" where that is not known
     messages: int = 0  # of the prompt in all, as far as is known
-    comes_later: bool = False  # what came instead stands further on in what is known
+    comes_later: bool = False  # the prompt's tokens stand further on in the known ones
     cause: str = ""  # the likeliest one, as `causes` names them
 
 
@@ -138,11 +138,11 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     expected_ttft_s: float = 0.0  # as planned, without waiting for a turn; 0.0: nothing was planned
     key: str = ""  # name of the client key that it showed; "" without one
     root: bytes = b""  # namespace of its prompt; b"" where it had none
-    parting: Divergence | None = None  # where it differs from what was known
+    parting: Divergence | None = None  # from the longest known prefix
     error: str = ""
     dispatches: int = 1  # more than one where the backend was lost under it
     audit: str = ""  # computed again, cold: "equal", "within", "differs", "unstable" or "abandoned"; "": it was not
-    guard: str = ""  # how its answer collapsed; "model: ..." or "cache: ..." once it is known whose doing that was
+    guard: str = ""  # how its answer collapsed; "model: ..." or "cache: ..." once the cause is known
 
 
 class PrefixMatch(msgspec.Struct, kw_only=True):
@@ -187,9 +187,7 @@ class SessionUpdate(msgspec.Struct, kw_only=True):
 class SaveResult(msgspec.Struct, kw_only=True):
     session: str  # the conversation's id; "" where nothing of it is stored
     tokens_saved: int
-    removed: list[
-        str
-    ]  # segments swallowed, and files written in vain; they are off the disk already, or as soon as unleased
+    removed: list[str]  # segments swallowed, and files written in vain; deleted, or to be once their leases end
     why_not: str = ""  # why (a part of) the plan was dropped
 
 
@@ -225,7 +223,7 @@ class IndexSnapshot(msgspec.Struct, kw_only=True):
 
 
 class IndexFinding(msgspec.Struct, kw_only=True):
-    """Something that `verify` holds against the index or a file."""
+    """Finding of `verify` about the index or a file."""
 
     what: str  # "tree", "block", "session", "sum", "missing", "orphan", "checksum" ...
     id: str
@@ -237,7 +235,7 @@ class PurgeRequest(msgspec.Struct, kw_only=True):
 
     session: str = ""
     model: str = ""
-    key: str = ""  # whose it is: a client key's name, or what else `whose` calls it
+    key: str = ""  # an owner: a client key's name, or another label of `OwnerLabels`
     roots: list[RootId] | None = None  # the same, by all roots that are theirs
     older_than_s: float | None = None
     everything: bool = False
@@ -245,7 +243,7 @@ class PurgeRequest(msgspec.Struct, kw_only=True):
 
 
 class Truncation(msgspec.Struct, kw_only=True):
-    """A segment that others stand on and that loses the rows from `until` on, which nobody else needs.
+    """A shared segment that loses the rows from `until` on, which no other conversation needs.
 
     It becomes another file; where it can't (`why_not`), all of it stays.
     """
@@ -253,7 +251,7 @@ class Truncation(msgspec.Struct, kw_only=True):
     segment: FileId
     until: Position
     end: Position  # where it ended
-    bytes_count: int  # of what is cut away, or stays
+    bytes_count: int  # of the rows that are cut away, or stay
     became: MaybeFileId = ""  # "" where it is not cut (yet)
     why_not: str = ""
 
@@ -265,7 +263,7 @@ class PurgeReply(msgspec.Struct, kw_only=True):
     segments: list[str]  # whole ones
     checkpoints: list[str]
     quarantined: list[str]
-    bytes_freed: int  # of files, with what is cut away
+    bytes_freed: int  # of files, and of rows that are cut away
     dry_run: bool
     cuts: list[Truncation] = []
 
@@ -288,24 +286,24 @@ class PinReply(msgspec.Struct, kw_only=True):
 class GcRequest(msgspec.Struct, kw_only=True):
     """POST /warmline/gc of the proxy."""
 
-    to_bytes: int | None = None  # evict until no more are used; None: what the budget wants
+    to_bytes: int | None = None  # evict until no more are used; None: until the budget holds
 
 
 class GcReply(msgspec.Struct, kw_only=True):
     """Counts of deleted entries and files, and bytes used on disk."""
 
     evicted: list[str] = []  # segments, checkpoints and quarantined files
-    orphans: int = 0  # files that nobody claimed
+    orphans: int = 0  # files without a row
     drafts: int = 0  # of saves and compactions that were killed
     bytes_strays: int = 0  # of these two
     doomed: int = 0  # files whose rows were gone already
     records: int = 0  # of requests, too old
-    turns: int = 0  # sampled, too old, of what is not stored
+    turns: int = 0  # sampled, too old, of conversations that are not stored
     notes: int = 0  # on why something is no longer stored
-    cuts: list[Truncation] = []  # what only conversations that are gone needed
+    cuts: list[Truncation] = []  # rows that only deleted conversations needed
     bytes_before: int = 0
     bytes_after: int = 0
-    bytes_wanted: int = 0  # more than these are only left where what is pinned or in use needs them
+    bytes_wanted: int = 0  # more are left only for pinned files and files in use
     bytes_index_before: int = 0
     bytes_index_after: int = 0
 
@@ -313,13 +311,11 @@ class GcReply(msgspec.Struct, kw_only=True):
 class RepairReply(msgspec.Struct, kw_only=True):
     """Answer of POST /warmline/repair."""
 
-    did: list[
-        IndexFinding
-    ]  # `what` was done: "adopted", "quarantined", "deleted", "dropped", "session", "entries", "mode"
+    did: list[IndexFinding]  # `what`: "adopted", "quarantined", "deleted", "dropped", "session", "entries", "mode"
 
 
 class SegmentTextsRequest(msgspec.Struct, kw_only=True):
-    """POST /warmline/texts of the proxy: what these packed tokens say to the model that wrote the segment."""
+    """POST /warmline/texts of the proxy: these packed tokens as text of the model that wrote the segment."""
 
     segment: FileId
     sequences: list[bytes]
@@ -333,7 +329,7 @@ class ReplayRequest(msgspec.Struct, kw_only=True):
 
 
 class ReplayResult(msgspec.Struct, kw_only=True):
-    """One conversation's first token, computed from what is stored of it and again cold."""
+    """A conversation's first token, computed from its stored KV and again cold."""
 
     session: str
     tokens: int  # that are stored
@@ -349,22 +345,27 @@ class ReplayReply(msgspec.Struct, kw_only=True):
     replays: list[ReplayResult]
 
 
-class Totals(msgspec.Struct, kw_only=True):
-    """Totals of the disk."""
+class Sums(msgspec.Struct, kw_only=True):
+    """Sums over the tables, kept in the index."""
 
-    segments: int
-    checkpoints: int
-    sessions: int
-    quarantined: int
-    tokens: int
-    bytes_segments: int
-    bytes_checkpoints: int
-    bytes_quarantined: int
-    bytes_writing: int  # reserved by saves under way
-    bytes_doomed: int  # files whose rows are gone, about to be deleted
-    bytes_index: int
+    segments: int = 0
+    checkpoints: int = 0
+    sessions: int = 0
+    quarantined: int = 0
+    tokens: int = 0
+    bytes_segments: int = 0
+    bytes_checkpoints: int = 0
+    bytes_quarantined: int = 0
+    bytes_writing: int = 0  # reserved by saves under way
+    bytes_doomed: int = 0  # files whose rows are gone, about to be deleted
     turns: int = 0
     bytes_turns: int = 0  # within the index
+
+
+class Totals(Sums, kw_only=True):
+    """Totals of the disk."""
+
+    bytes_index: int
 
     @property
     def bytes_used(self) -> int:

@@ -1,94 +1,45 @@
-"""The index's tables, row by row, inside one transaction.  Here keys and sums agree; the tree is index_tree's.
+"""Tables of the index, row by row, inside one transaction.  Keys and sums agree here; `index.tree` keeps the tree.
 
 segments     id                     SegmentRow          tokens    id              packed ids of [start, end)
 children     parent, start, token   id                  hashes    id              its chain hashes, end to end
 blocks       chain hash             id of the segment in which the block ends
 checkpoints  id                     CheckpointRow       places    segment, position   checkpoint id
 sessions     id                     SessionRow          anchors   segment, session    ""
-usage        id                     Usage               requests  number          RequestRecord
+usage        id                     FileUsage               requests  number          RequestRecord
 saves        plan id                SavePlan            doomed    id              bytes: row gone, file not yet
 quarantine   id                     QuarantineRow       gone      as children     why that child is no longer stored
 turns        number                 TurnRow             calls     root, call id   its turn's number
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from warmline_common.protocol.tokens import BLOCK_TOKENS, TOKEN_BYTES
-from warmline_proxy.store.rows import (
-    CheckpointRow,
-    FileUsage,
-    IndexSnapshot,
-    QuarantineRow,
-    RequestRecord,
-    SavePlan,
-    SegmentRow,
-    SessionRow,
-    Totals,
-    TurnRow,
-)
+from warmline_proxy.store import rows
 
-TABLES = (
-    "meta",
-    "segments",
-    "tokens",
-    "children",
-    "hashes",
-    "blocks",
-    "checkpoints",
-    "places",
-    "sessions",
-    "anchors",
-    "usage",
-    "requests",
-    "saves",
-    "doomed",
-    "quarantine",
-    "gone",
-    "turns",
-    "calls",
-)
 TABLES_ADDED = frozenset({"turns", "calls"})  # an index that an older version wrote lacks them, until a proxy has it
 SUMS_KEY = b"sums"
-INCOMPLETE_KEY = b"anew"  # in meta, from when there was no index until all that is stored is in it
-PURGED_DATA_KEY = (
-    b"traces"  # in meta, from a purge until the file has no trace of what went, which a compaction sees to
-)
-PURGE_NOTICE_KEY = b"untold"  # in meta, from a purge until no backend can have in memory what went
+INCOMPLETE_KEY = b"anew"  # in meta, from the creation of the index until it has all stored files
+PURGED_DATA_KEY = b"traces"  # in meta, from a purge until a compaction has removed its traces from the index's file
+PURGE_NOTICE_KEY = b"untold"  # in meta, from a purge until no backend can have purged KV in memory
 REQUESTS_MAX = 1000
 REMOVAL_REASONS_MAX = 10_000
 HASH_BYTES = 16
 
 
-class Sums(msgspec.Struct, kw_only=True):
-    segments: int = 0
-    checkpoints: int = 0
-    sessions: int = 0
-    quarantined: int = 0
-    tokens: int = 0
-    bytes_segments: int = 0
-    bytes_checkpoints: int = 0
-    bytes_quarantined: int = 0
-    bytes_writing: int = 0
-    bytes_doomed: int = 0
-    turns: int = 0
-    bytes_turns: int = 0
-
-
 _encode = msgspec.msgpack.Encoder().encode
 
-
 # Made while one thread imports this: msgspec (0.22) crashes where two meet a struct for the first time at once.
-_decode_segment = msgspec.msgpack.Decoder(SegmentRow).decode
-_decode_checkpoint = msgspec.msgpack.Decoder(CheckpointRow).decode
-_decode_session = msgspec.msgpack.Decoder(SessionRow).decode
-_decode_usage = msgspec.msgpack.Decoder(FileUsage).decode
-_decode_request = msgspec.msgpack.Decoder(RequestRecord).decode
-_decode_save_plan = msgspec.msgpack.Decoder(SavePlan).decode
-_decode_quarantine = msgspec.msgpack.Decoder(QuarantineRow).decode
-decode_sums = msgspec.msgpack.Decoder(Sums).decode
+_decode_segment = msgspec.msgpack.Decoder(rows.SegmentRow).decode
+_decode_checkpoint = msgspec.msgpack.Decoder(rows.CheckpointRow).decode
+_decode_session = msgspec.msgpack.Decoder(rows.SessionRow).decode
+_decode_usage = msgspec.msgpack.Decoder(rows.FileUsage).decode
+_decode_request = msgspec.msgpack.Decoder(rows.RequestRecord).decode
+_decode_save_plan = msgspec.msgpack.Decoder(rows.SavePlan).decode
+_decode_quarantine = msgspec.msgpack.Decoder(rows.QuarantineRow).decode
+decode_sums = msgspec.msgpack.Decoder(rows.Sums).decode
 DECODERS: dict[str, Callable[[bytes], Any]] = {
     "segments": _decode_segment,
     "checkpoints": _decode_checkpoint,
@@ -97,8 +48,10 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     "requests": _decode_request,
     "saves": _decode_save_plan,
     "quarantine": _decode_quarantine,
-    "turns": msgspec.msgpack.Decoder(TurnRow).decode,
+    "turns": msgspec.msgpack.Decoder(rows.TurnRow).decode,
 }
+TABLES = ("meta", *DECODERS, "tokens", "children", "hashes", "blocks", "places", "anchors", "doomed", "gone", "calls")
+T = TypeVar("T")
 
 
 def encode_number(value: int) -> bytes:
@@ -120,20 +73,27 @@ def block_range(start: int, end: int) -> slice:
 
 
 class Tables:
-    """One transaction's view.  `txn` is LMDB's; those that write need a write transaction."""
+    """View of one transaction.  `txn` is LMDB's; methods that write need a write transaction."""
 
     def __init__(self, txn: Any, handles: dict[str, Any]) -> None:
         self._txn = txn
         self._handles = handles
-        self._changed_sums: Sums | None = None
+        self._changed_sums: rows.Sums | None = None
 
     # --- plain access ---
 
     def get(self, table: str, key: bytes) -> bytes | None:
-        if (handle := self._handles[table]) is None:
-            return None
-        value: bytes | None = self._txn.get(key, db=handle)
+        handle = self._handles[table]
+        value: bytes | None = None if handle is None else self._txn.get(key, db=handle)
         return value
+
+    def _find(self, table: str, key: bytes, decode: Callable[[bytes], T]) -> T | None:
+        value = self.get(table, key)
+        return None if value is None else decode(value)
+
+    def _find_id(self, table: str, key: bytes) -> str:
+        """Id of the file that an entry names; "" without an entry."""
+        return (self.get(table, key) or b"").hex()
 
     def put(self, table: str, key: bytes, value: bytes) -> None:
         self._txn.put(key, value, db=self._handles[table])
@@ -157,18 +117,15 @@ class Tables:
         handle = self._handles[table]
         return 0 if handle is None else int(self._txn.stat(db=handle)["entries"])
 
-    def last_key(self, table: str) -> bytes:
-        """The last key; b"" where there is none."""
+    def next_key(self, table: str) -> bytes:
+        """Key after the last one of a table with numbers as keys."""
         cursor = self._txn.cursor(db=self._handles[table])
-        return bytes(cursor.key()) if cursor.last() else b""
+        return encode_number(int.from_bytes(cursor.key(), "big") + 1 if cursor.last() else 1)
 
     # --- sums ---
 
-    def sums(self) -> Sums:
-        if self._changed_sums is not None:
-            return self._changed_sums
-        found = self.get("meta", SUMS_KEY)
-        return Sums() if found is None else decode_sums(found)
+    def sums(self) -> rows.Sums:
+        return self._changed_sums or self._find("meta", SUMS_KEY, decode_sums) or rows.Sums()
 
     def add_to_sums(self, **amounts: int) -> None:
         sums = self._changed_sums = self.sums()
@@ -184,7 +141,7 @@ class Tables:
         return self.get("meta", INCOMPLETE_KEY) is not None
 
     def mark_complete(self) -> None:
-        """From now on it lacks nothing."""
+        """Note that the index has all stored files."""
         self.delete("meta", INCOMPLETE_KEY)
 
     def has_purged_data(self) -> bool:
@@ -192,7 +149,7 @@ class Tables:
         return self.get("meta", PURGED_DATA_KEY) is not None
 
     def mark_purged(self) -> None:
-        """Something is purged: until that is seen to, the file may hold it, and a backend may, too."""
+        """Note that the index's file, and a backend's memory, may still hold purged data."""
         self.put("meta", PURGED_DATA_KEY, b"")
         self.put("meta", PURGE_NOTICE_KEY, b"")
 
@@ -203,11 +160,11 @@ class Tables:
     def clear_purge_notice(self) -> None:
         self.delete("meta", PURGE_NOTICE_KEY)
 
-    def totals(self, bytes_index: int) -> Totals:
-        return Totals(**msgspec.structs.asdict(self.sums()), bytes_index=bytes_index)
+    def totals(self, bytes_index: int) -> rows.Totals:
+        return rows.Totals(**msgspec.structs.asdict(self.sums()), bytes_index=bytes_index)
 
-    def snapshot(self) -> IndexSnapshot:
-        return IndexSnapshot(
+    def snapshot(self) -> rows.IndexSnapshot:
+        return rows.IndexSnapshot(
             segments={row.id: row for row in self.segments()},
             checkpoints={row.id: row for row in self.checkpoints()},
             sessions={row.id: row for row in self.sessions()},
@@ -217,11 +174,10 @@ class Tables:
 
     # --- segments ---
 
-    def segment(self, segment_id: str) -> SegmentRow | None:
-        found = self.get("segments", bytes.fromhex(segment_id)) if segment_id else None
-        return None if found is None else _decode_segment(found)
+    def segment(self, segment_id: str) -> rows.SegmentRow | None:
+        return self._find("segments", bytes.fromhex(segment_id), _decode_segment) if segment_id else None
 
-    def segments(self) -> Iterator[SegmentRow]:
+    def segments(self) -> Iterator[rows.SegmentRow]:
         return (_decode_segment(value) for _, value in self.items("segments"))
 
     def tokens(self, segment_id: str) -> bytes:
@@ -232,19 +188,17 @@ class Tables:
         return [joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)]
 
     def block_segment(self, chain_hash: bytes) -> str:
-        found = self.get("blocks", chain_hash)
-        return "" if found is None else found.hex()
+        return self._find_id("blocks", chain_hash)
 
     def child(self, root: bytes, parent: str, start: int, token: bytes) -> str:
-        found = self.get("children", encode_child_key(root, parent, start, token))
-        return "" if found is None else found.hex()
+        return self._find_id("children", encode_child_key(root, parent, start, token))
 
     def children(self, root: bytes, parent: str, start: int | None = None) -> list[str]:
-        """All, or those that leave at `start`."""
+        """All children, or those that leave at `start`."""
         prefix = encode_parent_key(root, parent) + (b"" if start is None else start.to_bytes(4, "big"))
         return [value.hex() for _, value in self.items("children", prefix)]
 
-    def insert_segment(self, row: SegmentRow, tokens: bytes, hashes: Iterable[bytes]) -> None:
+    def insert_segment(self, row: rows.SegmentRow, tokens: bytes, hashes: Iterable[bytes]) -> None:
         key, hashes = bytes.fromhex(row.id), list(hashes)
         place = encode_child_key(row.root, row.parent, row.start, tokens[:TOKEN_BYTES])
         self.put("segments", key, _encode(row))
@@ -256,12 +210,12 @@ class Tables:
             self.put("blocks", chain_hash, key)
         self.add_to_sums(segments=1, tokens=row.end - row.start, bytes_segments=row.bytes_on_disk)
 
-    def update_segment(self, row: SegmentRow) -> None:
-        """For what is no part of a key or a sum: session, pinned; a parent together with its children's table."""
+    def update_segment(self, row: rows.SegmentRow) -> None:
+        """Write fields that are no part of a key or a sum: session, pinned; a parent only with its `children` entry."""
         self.put("segments", bytes.fromhex(row.id), _encode(row))
 
-    def remove_segment(self, row: SegmentRow, why: str) -> None:
-        """Its row, tokens, blocks and slot; `why` ("" for nothing) stays in the slot for who looks for it."""
+    def remove_segment(self, row: rows.SegmentRow, why: str) -> None:
+        """Remove its row, tokens, blocks and `children` entry; `why`, unless "", is kept in `gone` for lookups."""
         key = bytes.fromhex(row.id)
         place = encode_child_key(row.root, row.parent, row.start, self.tokens(row.id)[:TOKEN_BYTES])
         for chain_hash in self.hashes(row.id):
@@ -281,28 +235,26 @@ class Tables:
 
     # --- checkpoints ---
 
-    def checkpoint(self, checkpoint_id: str) -> CheckpointRow | None:
-        found = self.get("checkpoints", bytes.fromhex(checkpoint_id))
-        return None if found is None else _decode_checkpoint(found)
+    def checkpoint(self, checkpoint_id: str) -> rows.CheckpointRow | None:
+        return self._find("checkpoints", bytes.fromhex(checkpoint_id), _decode_checkpoint)
 
-    def checkpoints(self, segment_id: str = "") -> list[CheckpointRow]:
-        """Those of one segment by position, or all."""
+    def checkpoints(self, segment_id: str = "") -> list[rows.CheckpointRow]:
+        """Checkpoints of one segment by position, or all."""
         if not segment_id:
             return [_decode_checkpoint(value) for _, value in self.items("checkpoints")]
         ids = [value for _, value in self.items("places", bytes.fromhex(segment_id))]
         return [_decode_checkpoint(self.get("checkpoints", key) or b"") for key in ids]
 
     def checkpoint_at(self, segment_id: str, position: int) -> str:
-        found = self.get("places", bytes.fromhex(segment_id) + encode_number(position))
-        return "" if found is None else found.hex()
+        return self._find_id("places", bytes.fromhex(segment_id) + encode_number(position))
 
-    def insert_checkpoint(self, row: CheckpointRow) -> None:
+    def insert_checkpoint(self, row: rows.CheckpointRow) -> None:
         key = bytes.fromhex(row.id)
         self.put("checkpoints", key, _encode(row))
         self.put("places", bytes.fromhex(row.segment) + encode_number(row.position), key)
         self.add_to_sums(checkpoints=1, bytes_checkpoints=row.bytes_on_disk)
 
-    def remove_checkpoint(self, row: CheckpointRow) -> None:
+    def remove_checkpoint(self, row: rows.CheckpointRow) -> None:
         key = bytes.fromhex(row.id)
         self.delete("checkpoints", key)
         self.delete("usage", key)
@@ -314,25 +266,24 @@ class Tables:
         key = bytes.fromhex(file_id)
         return self.get("segments", key) is not None or self.get("checkpoints", key) is not None
 
-    def files(self) -> list[SegmentRow | CheckpointRow]:
+    def files(self) -> list[rows.SegmentRow | rows.CheckpointRow]:
         return [*self.segments(), *self.checkpoints()]
 
     # --- sessions ---
 
-    def session(self, session_id: str) -> SessionRow | None:
-        found = self.get("sessions", session_id.encode())
-        return None if found is None else _decode_session(found)
+    def session(self, session_id: str) -> rows.SessionRow | None:
+        return self._find("sessions", session_id.encode(), _decode_session)
 
-    def sessions(self) -> Iterator[SessionRow]:
+    def sessions(self) -> Iterator[rows.SessionRow]:
         return (_decode_session(value) for _, value in self.items("sessions"))
 
-    def anchored_sessions(self, segment_id: str) -> list[SessionRow]:
+    def anchored_sessions(self, segment_id: str) -> list[rows.SessionRow]:
         """The sessions whose leaf or turn end lies in this segment."""
         prefix = bytes.fromhex(segment_id)
         ids = [key[len(prefix) :] for key, _ in self.items("anchors", prefix)]
         return [_decode_session(self.get("sessions", key) or b"") for key in ids]
 
-    def put_session(self, row: SessionRow) -> None:
+    def put_session(self, row: rows.SessionRow) -> None:
         self.remove_session(row.id)
         key = row.id.encode()
         self.put("sessions", key, _encode(row))
@@ -351,47 +302,45 @@ class Tables:
 
     # --- bookkeeping ---
 
-    def usage(self, file_id: str) -> FileUsage:
-        found = self.get("usage", bytes.fromhex(file_id))
-        return FileUsage() if found is None else _decode_usage(found)
+    def usage(self, file_id: str) -> rows.FileUsage:
+        return self._find("usage", bytes.fromhex(file_id), _decode_usage) or rows.FileUsage()
 
-    def put_usage(self, file_id: str, usage: FileUsage) -> None:
+    def put_usage(self, file_id: str, usage: rows.FileUsage) -> None:
         self.put("usage", bytes.fromhex(file_id), _encode(usage))
 
-    def requests(self) -> list[tuple[bytes, RequestRecord]]:
-        """With their keys, oldest first."""
+    def requests(self) -> list[tuple[bytes, rows.RequestRecord]]:
+        """Records with their keys, oldest first."""
         return [(key, _decode_request(value)) for key, value in self.items("requests")]
 
-    def append_request(self, record: RequestRecord) -> None:
-        self.put("requests", encode_number(int.from_bytes(self.last_key("requests"), "big") + 1), _encode(record))
+    def append_request(self, record: rows.RequestRecord) -> None:
+        self.put("requests", self.next_key("requests"), _encode(record))
         if self.count("requests") > REQUESTS_MAX and (oldest := next(self.items("requests"), None)):
             self.delete("requests", oldest[0])
 
-    def put_request(self, key: bytes, record: RequestRecord) -> None:
+    def put_request(self, key: bytes, record: rows.RequestRecord) -> None:
         self.put("requests", key, _encode(record))
 
     def record_audits(self, audits: dict[str, tuple[str, str]]) -> None:
-        """Of those among the last requests."""
+        """Add (audit, guard) by request id to the records that are still kept."""
         for key, record in self.requests():
-            if found := audits.get(record.id):
-                audit, guard = found
+            if record.id in audits:
+                audit, guard = audits[record.id]
                 self.put_request(key, msgspec.structs.replace(record, audit=audit, guard=guard))
 
     # --- saves under way, files to delete, quarantine ---
 
-    def save_plan(self, plan_id: str) -> SavePlan | None:
-        found = self.get("saves", plan_id.encode())
-        return None if found is None else _decode_save_plan(found)
+    def save_plan(self, plan_id: str) -> rows.SavePlan | None:
+        return self._find("saves", plan_id.encode(), _decode_save_plan)
 
-    def save_plans(self) -> list[SavePlan]:
+    def save_plans(self) -> list[rows.SavePlan]:
         return [_decode_save_plan(value) for _, value in self.items("saves")]
 
-    def insert_save_plan(self, plan: SavePlan) -> None:
-        """Without its tokens: nobody needs them before it is committed."""
+    def insert_save_plan(self, plan: rows.SavePlan) -> None:
+        """Insert a plan without its tokens: the index needs them only from its commit on."""
         self.put("saves", plan.id.encode(), _encode(msgspec.structs.replace(plan, tokens=b"")))
         self.add_to_sums(bytes_writing=plan.bytes_expected)
 
-    def remove_save_plan(self, plan: SavePlan) -> None:
+    def remove_save_plan(self, plan: rows.SavePlan) -> None:
         if self.delete("saves", plan.id.encode()):
             self.add_to_sums(bytes_writing=-plan.bytes_expected)
 
@@ -399,28 +348,28 @@ class Tables:
         return {key.hex(): int.from_bytes(value, "big") for key, value in self.items("doomed")}
 
     def mark_deleted(self, file_id: str, bytes_count: int) -> None:
-        self.remove_pending_deletion(file_id)
+        self.remove_pending_deletions([file_id])
         self.put("doomed", bytes.fromhex(file_id), encode_number(bytes_count))
         self.add_to_sums(bytes_doomed=bytes_count)
 
-    def remove_pending_deletion(self, file_id: str) -> None:
-        key = bytes.fromhex(file_id)
-        if (found := self.get("doomed", key)) is not None:
-            self.delete("doomed", key)
-            self.add_to_sums(bytes_doomed=-int.from_bytes(found, "big"))
+    def remove_pending_deletions(self, ids: Iterable[str]) -> None:
+        for key in map(bytes.fromhex, ids):
+            if (size := self.get("doomed", key)) is not None:
+                self.delete("doomed", key)
+                self.add_to_sums(bytes_doomed=-int.from_bytes(size, "big"))
 
-    def quarantined(self) -> list[QuarantineRow]:
+    def quarantined(self) -> list[rows.QuarantineRow]:
         """Oldest first."""
         return sorted((_decode_quarantine(value) for _, value in self.items("quarantine")), key=lambda row: row.at)
 
     def is_quarantined(self, file_id: str) -> bool:
         return self.get("quarantine", bytes.fromhex(file_id)) is not None
 
-    def insert_quarantined(self, row: QuarantineRow) -> None:
+    def insert_quarantined(self, row: rows.QuarantineRow) -> None:
         self.put("quarantine", bytes.fromhex(row.id), _encode(row))
         self.add_to_sums(quarantined=1, bytes_quarantined=row.bytes_on_disk)
 
-    def remove_quarantined(self, row: QuarantineRow) -> None:
+    def remove_quarantined(self, row: rows.QuarantineRow) -> None:
         if self.delete("quarantine", bytes.fromhex(row.id)):
             self.add_to_sums(quarantined=-1, bytes_quarantined=-row.bytes_on_disk)
 

@@ -1,4 +1,4 @@
-"""The one thread that owns every write transaction of the index."""
+"""Writer thread: the owner of every write transaction of the index."""
 
 import contextlib
 import logging
@@ -9,12 +9,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from warmline_proxy.store.errors import IndexStoreError
+
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 class WriterThread:
-    """Runs what is submitted, one after the other, and `tick` every `interval_s` in between.  Thread-safe."""
+    """Runs submitted jobs one after the other, and `tick` every `interval_s` in between.  Thread-safe."""
 
     def __init__(self, tick: Callable[[], None], interval_s: float) -> None:
         self._tick = tick
@@ -26,16 +28,16 @@ class WriterThread:
         self._thread.start()
 
     def submit(self, work: Callable[[], T]) -> "Future[T]":
-        """Raises RuntimeError once closed."""
+        """Raises IndexStoreError once closed."""
         future: Future[T] = Future()
         with self._lock:
             if self._closed:
-                raise RuntimeError("the index is closed")
+                raise IndexStoreError("the index is closed")
             self._jobs.put(lambda: _run_job(future, work))
         return future
 
     def close(self) -> None:
-        """Waits for what was submitted, and for a last tick."""
+        """Close; waits for submitted jobs and a last tick."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -52,16 +54,11 @@ class WriterThread:
                 if job is not None:
                     job()
             if time.monotonic() >= due or not running:
-                _run_tick(self._tick)
+                try:
+                    self._tick()
+                except Exception:  # must not end the thread, for which all writes wait
+                    log.exception("the index's bookkeeping failed")
                 due = time.monotonic() + self._interval_s
-
-
-def _run_tick(tick: Callable[[], None]) -> None:
-    """Whatever a tick meets, the thread lives on: all who write wait for it."""
-    try:
-        tick()
-    except Exception:
-        log.exception("the index's bookkeeping failed")
 
 
 def _run_job(future: "Future[Any]", work: Callable[[], Any]) -> None:

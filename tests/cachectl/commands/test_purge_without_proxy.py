@@ -14,7 +14,7 @@ from warmline_cachectl import client
 from warmline_common.storage.file_lock import process_lock
 from warmline_common.storage.home import Home
 from warmline_proxy.index.index import Index
-from warmline_proxy.store import files as index_files
+from warmline_proxy.store.files import list_stored
 from warmline_proxy.store.rows import PurgeRequest
 
 
@@ -117,9 +117,9 @@ def test_purge_removes_drafts_of_killed_pair(home: Home) -> None:
     draft = home.segment_file(kept).with_name(".ab.0123.tmp")
     draft.write_bytes(b"rows")
     client.purge(home, PurgeRequest(session=session, dry_run=True))
-    assert len(list(index_files.list_stored(home))) == 3
+    assert len(list(list_stored(home))) == 3
     client.purge(home, PurgeRequest(older_than_s=3600.0))
-    assert [file_id for file_id, _ in index_files.list_stored(home)] == [kept]
+    assert [file_id for file_id, _ in list_stored(home)] == [kept]
     with Index(home, 1 << 30) as index:
         assert index.totals().bytes_writing == 0
 

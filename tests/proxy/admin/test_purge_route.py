@@ -26,8 +26,8 @@ from warmline_common.protocol.messages import SampledTurn, encode
 from warmline_common.protocol.tokens import namespace, pack_tokens
 from warmline_proxy.app import REQUEST_REGISTRY
 from warmline_proxy.auth import key_store
-from warmline_proxy.index.index import IndexFullError
 from warmline_proxy.retention import purge as purging
+from warmline_proxy.store.errors import IndexFullError
 
 
 @on_loop

@@ -134,7 +134,7 @@ def test_export_of_unknown_session_is_refused(index: Index) -> None:
 @pytest.mark.parametrize("damage", ["missing", "tensor", "swapped"])
 def test_export_of_damaged_conversation_is_refused(index: Index, damage: str) -> None:
     session = talk(index)
-    row = index.segment_path(index.sessions()[0].leaf)[0]
+    row = index.snapshot().segment_path(index.sessions()[0].leaf)[0]
     path = index.home.segment_file(row.id)
     whole = path.read_bytes()
     if damage == "missing":
@@ -142,7 +142,9 @@ def test_export_of_damaged_conversation_is_refused(index: Index, damage: str) ->
     elif damage == "tensor":
         path.write_bytes(whole[:-60] + bytes([whole[-60] ^ 1]) + whole[-59:])
     else:
-        path.write_bytes(index.home.segment_file(index.segment_path(index.sessions()[0].leaf)[1].id).read_bytes())
+        path.write_bytes(
+            index.home.segment_file(index.snapshot().segment_path(index.sessions()[0].leaf)[1].id).read_bytes()
+        )
     with pytest.raises(ArchiveError, match="cachectl verify --deep"):
         archived(index, session)
     path.write_bytes(whole)

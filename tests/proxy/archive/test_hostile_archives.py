@@ -79,10 +79,16 @@ HOSTILE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         lambda data: replace_second_header(data, make_header(tarfile.GNUTYPE_SPARSE, FIRST, size=1 << 60)),
         "type b'S'",
     ),
-    "pax": (lambda data: replace_second_header(data, make_header(tarfile.XHDTYPE, "x", size=1 << 60)), "stands where"),
+    "pax": (
+        lambda data: replace_second_header(data, make_header(tarfile.XHDTYPE, "x", size=1 << 60)),
+        "is in the place of",
+    ),
+        lambda data: replace_second_header(data, make_header(tarfile.XHDTYPE, "x", size=1 << 60)),
+        "is in the place of",
+    ),
     "long name": (
         lambda data: replace_second_header(data, make_header(tarfile.GNUTYPE_LONGNAME, "x", size=1 << 60)),
-        "stands where",
+        "is in the place of",
     ),
     "huge": (
         lambda data: replace_second_header(data, make_header(tarfile.REGTYPE, FIRST, size=1 << 62)),
@@ -96,10 +102,10 @@ HOSTILE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "cut manifest": (lambda data: data[:900], "not whole"),
     "cut": (lambda data: data[:-4000], "not whole"),
     "without its end": (lambda data: data[: -tar.END_BYTES], "not whole"),
-    "more behind it": (lambda data: data[:-1] + b"x", "stands behind its end"),
-    "two archives": (lambda data: data + data, "stands behind its end"),
-    "endless zeros": (lambda data: data + bytes(2 << 20), "goes on behind its end"),
-    "files swapped": (lambda data: swap_segments(data), "stands where|the manifest says"),
+    "more behind it": (lambda data: data[:-1] + b"x", "after its end"),
+    "two archives": (lambda data: data + data, "after its end"),
+    "endless zeros": (lambda data: data + bytes(2 << 20), "continues after its end"),
+    "files swapped": (lambda data: swap_segments(data), "is in the place of|the manifest says"),
     "other format": (lambda data: replace_manifest(data, format=2), "format 2, this version reads 1"),
     "other model": (
         lambda data: replace_manifest(data, fingerprint="0123456789ab" + "0" * 52),

@@ -19,8 +19,9 @@ from warmline_proxy.explain.explain import (
     find_record,
     find_record_with_since,
 )
-from warmline_proxy.index import lookup as index_walk
+from warmline_proxy.index import lookup
 from warmline_proxy.index.index import Index
+from warmline_proxy.index.save import SaveIntent
 from warmline_proxy.retention.purge import purge
 from warmline_proxy.store.rows import DIVERGENCE_TOKENS_AFTER, Divergence, PurgeRequest, RequestRecord, SessionUpdate
 from warmline_proxy.store.tables import Tables
@@ -43,7 +44,7 @@ def parted(at: int = 40, **fields: object) -> Divergence:
 
 def save_under(index: Index, root: bytes, ids: Iterable[int]) -> str:
     """The session's id."""
-    plan = index.begin_save(root, MODEL, pack_tokens(ids), checkpoints=[], layout=LAYOUT)
+    plan = index.begin_save(SaveIntent(root, MODEL, pack_tokens(ids), LAYOUT))
     assert plan is not None
     reply = write_plan(index.home, plan, fingerprint=FINGERPRINTS[root])
     return index.commit_save(plan, reply, prefill_s=1.0, session=SessionUpdate(turn_end=0)).session
@@ -73,7 +74,7 @@ def test_divergence_in_long_prompt_reads_once_more(index: Index, monkeypatch: py
     match = index.match_prefix(ROOT, prompt, 1702)
     assert unpack_tokens(match.divergent_tokens) == list(range(1700, 1700 + DIVERGENCE_TOKENS_AFTER))
     count = len(reads)
-    monkeypatch.setattr(index_walk, "_read_diverging_tokens", lambda *_: ("", b""))
+    monkeypatch.setattr(lookup, "_read_diverging_tokens", lambda *_: ("", b""))
     reads.clear()
     assert index.match_prefix(ROOT, prompt, 1702).divergent_tokens == b""
     assert len(reads) == count - 1

@@ -111,7 +111,7 @@ def test_match_returns_checkpoints_on_path(index: Index) -> None:
     save(index, branch, checkpoints=[750])
     assert [ref.position for ref in index.match_prefix(ROOT, pack_tokens(branch), 750).checkpoints] == [500, 750]
     assert [ref.position for ref in index.match_prefix(ROOT, pack_tokens(A), 1999).checkpoints] == [500, 1000]
-    assert [row.position for row in index.checkpoints()] and index.totals().checkpoints == 4
+    assert index.totals().checkpoints == 4
 
 
 # --- saving ---
@@ -160,7 +160,7 @@ def test_small_parent_is_merged(index: Index) -> None:
     found = index.match_prefix(ROOT, pack_tokens(A), 1900)
     assert [(ref.start, ref.end) for ref in found.chain] == [(0, 1500), (1500, 1900)]
     assert [ref.position for ref in found.checkpoints] == [1600]
-    assert index.usage(found.chain[-1].id).hits == 1
+    assert index.snapshot().usage[found.chain[-1].id].hits == 1
     assert len(index.sessions()) == 1
 
 
@@ -210,7 +210,7 @@ def test_first_of_two_equal_saves_stays(index: Index) -> None:
     late = commit(index, second)
     assert late.why_not == "another save was sooner" and late.tokens_saved == 0
     assert matched(index, A) == 500
-    assert [row.position for row in index.checkpoints()] == [300]  # its state is good all the same
+    assert [row.position for row in index.snapshot().checkpoints.values()] == [300]  # its state is good all the same
     assert not file_exists(index, second.segments[0].id)
 
 
@@ -228,7 +228,7 @@ def test_checkpoint_with_evicted_rows_is_dropped(index: Index) -> None:
     index.quarantine(index.segments()[0].id, "checksum")
     committed = commit(index, plan)
     assert committed.why_not == "the rows that its states belong to are gone"
-    assert committed.removed == plan.file_ids and index.checkpoints() == []
+    assert committed.removed == plan.file_ids and not index.snapshot().checkpoints
 
 
 def test_save_merges_only_childless_parent(index: Index) -> None:
@@ -248,7 +248,7 @@ def test_half_written_save_keeps_written_part(index: Index) -> None:
     committed = index.commit_save(plan, reply, prefill_s=1.0, session=SessionUpdate(turn_end=15_000))
     assert committed.why_not and committed.tokens_saved == 8192
     assert matched(index, ids) == 8192
-    assert [row.position for row in index.checkpoints()] == [100]
+    assert [row.position for row in index.snapshot().checkpoints.values()] == [100]
     assert not file_exists(index, plan.segments[2].id)
 
 

@@ -17,15 +17,11 @@ from support.index.indexes import LAYOUT, MODEL, ROOT, make_home, matched, save
 from warmline_common.protocol.tokens import pack_tokens, unpack_tokens
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
-from warmline_proxy.index.index import (
-    Index,
-    IndexFullError,
-    IndexMissingError,
-    IndexReader,
-    IndexSchemaError,
-    IndexStoreError,
-)
+from warmline_proxy.index.index import Index, IndexReader
 from warmline_proxy.index.recovery.verify import verify_index
+from warmline_proxy.index.save import SaveIntent
+from warmline_proxy.store.environment import LmdbEnvironment
+from warmline_proxy.store.errors import IndexFullError, IndexMissingError, IndexSchemaError, IndexStoreError
 from warmline_proxy.store.rows import RequestRecord
 
 A = list(range(1000, 4000))
@@ -53,7 +49,8 @@ def test_bookkeeping_is_flushed_on_close(home: Home) -> None:
         index.record_use([used])
         index.record_request(record(1))
     with IndexReader(home) as reader:
-        assert reader.usage(used).hits == 2 and reader.usage(used).last_used > 0
+        usage = reader.snapshot().usage[used]
+        assert usage.hits == 2 and usage.last_used > 0
         assert len(reader.requests()) == 1
         assert verify_index(reader, deep=True) == []
 
@@ -230,8 +227,16 @@ def test_missing_index_is_reported(home: Home) -> None:
         IndexReader(home)
 
 
+def test_missing_index_opened_exclusively_is_empty(home: Home) -> None:
+    environment = LmdbEnvironment(home.index, writable=False, exclusive=True)
+    with environment.read_transaction() as tables:
+        assert not list(tables.segments()) and not tables.pending_deletions() and tables.count("requests") == 0
+    assert environment.bytes_used() == environment.reader_check() == 0
+    environment.close()
+
+
 def test_tokens_are_stored_unchanged(index: Index) -> None:
-    index.begin_save(ROOT, MODEL, b"", checkpoints=[], layout=LAYOUT)
+    index.begin_save(SaveIntent(ROOT, MODEL, b"", LAYOUT))
     save(index, [0, 2**32 - 1, 5])
     stored = index.transact(lambda tables: tables.tokens(index.segments()[0].id))
     assert unpack_tokens(stored) == [0, 2**32 - 1, 5]

@@ -169,6 +169,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule()
     def repair(self) -> None:
         """At any moment, saves under way included: what is whole is left alone."""
+        self.index.flush()  # else the use of a leased file may be written in between
         before = self.index.snapshot()
         assert repair(self.index, deep=False, is_saving=True).did == []
         assert self.index.snapshot() == before

@@ -20,6 +20,7 @@ from warmline_proxy.auth.owners import (
 )
 from warmline_proxy.explain.explain import explain
 from warmline_proxy.index.index import Index
+from warmline_proxy.index.save import SaveIntent
 from warmline_proxy.store.rows import RequestRecord, SessionUpdate
 
 TALK = list(range(1000, 1200))
@@ -29,7 +30,7 @@ OTHER_MODEL = "model-b"
 def stored_for(index: Index, tenant: str, model: str = MODEL) -> bytes:
     """Its root, once a conversation is stored there."""
     root = namespace(model, tenant)
-    plan = index.begin_save(root, MODEL, pack_tokens(TALK), checkpoints=[], layout=LAYOUT)
+    plan = index.begin_save(SaveIntent(root, MODEL, pack_tokens(TALK), LAYOUT))
     assert plan is not None
     index.commit_save(plan, write_plan(index.home, plan, model), prefill_s=1.0, session=SessionUpdate(turn_end=0))
     return root

@@ -64,13 +64,13 @@ def test_gc_deletes_orphans_and_keeps_files_being_saved(index: Index, is_saving:
 
 def test_gc_ignores_file_deleted_during_scan(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saves and sweeps delete listed files."""
-    orphan, list_claimed = write_orphan(index, ".ab.tmp", ORPHAN_AGE_MIN_S + 60), orphans._list_claimed
+    orphan, list_owned_ids = write_orphan(index, ".ab.tmp", ORPHAN_AGE_MIN_S + 60), orphans._list_owned_ids
 
     def list_after_deletion(tables: Tables) -> set[str]:
         orphan.unlink()
-        return list_claimed(tables)
+        return list_owned_ids(tables)
 
-    monkeypatch.setattr(orphans, "_list_claimed", list_after_deletion)
+    monkeypatch.setattr(orphans, "_list_owned_ids", list_after_deletion)
     assert collect_garbage(index, GcRequest(), is_saving=True).drafts == 0
 
 

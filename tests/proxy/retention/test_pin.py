@@ -44,7 +44,7 @@ def test_pinned_segments_are_not_evicted(index: Index) -> None:
     assert reply.bytes_pinned_max == pin_limit_bytes(BUDGET)
     index.free_bytes(BUDGET)
     assert matched(index, [*A[:1500], 2, 2]) == 1502 and matched(index, [3] * 9) == 0
-    assert len(index.checkpoints()) == 1, "nor is its checkpoint"
+    assert len(index.snapshot().checkpoints) == 1, "nor is its checkpoint"
     assert verify_index(index) == []
 
 
@@ -91,7 +91,7 @@ def test_purge_unpins_segments_that_others_need(index: Index) -> None:
 def test_gc_unpins_segments_of_lost_session(index: Index) -> None:
     second = find_session(index, "second")
     pin_session(index, PinRequest(session=second))
-    index.quarantine(index.segment_path(index.snapshot().sessions[second].leaf)[-1].id, "checksum")
+    index.quarantine(index.snapshot().sessions[second].leaf, "checksum")
     assert second not in index.snapshot().sessions and pinned_spans(index) == {(0, 1502)}
     collect_garbage(index, GcRequest(), is_saving=True)
     assert pinned_spans(index) == set()

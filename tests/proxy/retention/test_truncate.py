@@ -103,7 +103,7 @@ def test_copy_takes_over_pin_usage_and_cost(index: Index) -> None:
     index.record_use([old.id])
     purged(index, session)
     new = segment(index, SHORT)
-    assert (new.pinned, index.usage(new.id).hits, index.usage(old.id).hits) == (True, 1, 0)
+    assert new.pinned and index.transact(lambda tables: [tables.usage(row.id).hits for row in (new, old)]) == [1, 0]
     assert new.prefill_s == pytest.approx(old.prefill_s / 10)
     pin_session(index, PinRequest(session=other, off=True))
     assert not any(row.pinned for row in index.segments())

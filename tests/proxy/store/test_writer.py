@@ -5,6 +5,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
+from warmline_proxy.store.errors import IndexStoreError
 from warmline_proxy.store.writer import WriterThread
 
 WAIT_S = 20
@@ -37,5 +38,5 @@ def test_write_fails_alone_and_can_be_cancelled() -> None:
     with pytest.raises(CancelledError):
         second.result(WAIT_S)
     writer.close()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(IndexStoreError, match="closed"):
         writer.submit(lambda: 1)

@@ -14,7 +14,7 @@ from support.cachectl.homes import run
 from support.index.indexes import ROOT, make_home, save
 from warmline_common.protocol.tokens import pack_tokens
 from warmline_common.storage.home import Home
-from warmline_proxy.index import tree as index_tree
+from warmline_proxy.index import tree
 from warmline_proxy.index.index import Index
 from warmline_proxy.store.rows import RequestRecord
 
@@ -41,7 +41,7 @@ class _SameIds:
 
 def documented(path: Path) -> Home:
     home = make_home(path)
-    with mock.patch.object(index_tree, "secrets", _SameIds()), Index(home, 1 << 30) as index:
+    with mock.patch.object(tree, "secrets", _SameIds()), Index(home, 1 << 30) as index:
         save(index, [*STEM, 1, *range(900)], checkpoints=[6000], turn_end=6001, client="terminal-agent/task-17")
         save(index, [*STEM, 2, *range(9000)], turn_end=6001, client="terminal-agent/task-18")
         save(index, [7] * 2500, client="opencode")

@@ -20,9 +20,9 @@ from warmline_proxy.archive.exporter import Exporter
 from warmline_proxy.archive.importer import KnownModels, import_archive
 from warmline_proxy.archive.reader import read_archive
 from warmline_proxy.index import eviction
-from warmline_proxy.index import save as index_save
 from warmline_proxy.index.index import Index
 from warmline_proxy.index.recovery.startup import reconcile
+from warmline_proxy.index.save import SaveIntent
 from warmline_proxy.retention.gc import collect_garbage
 from warmline_proxy.retention.pin import pin_session
 from warmline_proxy.retention.purge import purge
@@ -65,7 +65,7 @@ def small_world(name: str) -> Iterator[None]:
         return (xxhash.xxh3_128_hexdigest(f"{name} {next(numbers)}".encode()) * 2)[: 2 * count]
 
     with (
-        mock.patch.multiple(index_save, SEGMENT_TOKENS_MAX=150, SMALL_SEGMENT_TOKENS=70),
+        mock.patch.multiple("warmline_proxy.index.save", SEGMENT_TOKENS_MAX=150, SMALL_SEGMENT_TOKENS=70),
         mock.patch.object(eviction, "LOW_WATERMARK", 1.0),
         mock.patch("secrets.token_hex", token_hex),
         mock.patch("warmline_proxy.index.index.FLUSH_INTERVAL_S", 3600.0),
@@ -244,7 +244,7 @@ def save(index: Index, ids: Sequence[int], checkpoints: Sequence[int], prefill_s
 
 
 def planned(index: Index, ids: Sequence[int], checkpoints: Sequence[int]) -> SavePlan:
-    plan = index.begin_save(ROOT, FINGERPRINT, pack_tokens(ids), checkpoints=checkpoints, layout=LAYOUT)
+    plan = index.begin_save(SaveIntent(ROOT, FINGERPRINT, pack_tokens(ids), LAYOUT, checkpoints))
     assert plan is not None
     return plan
 

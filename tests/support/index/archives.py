@@ -25,6 +25,7 @@ from warmline_proxy.archive.exporter import Exporter
 from warmline_proxy.archive.importer import ImportReply, KnownModels, import_archive
 from warmline_proxy.archive.reader import read_archive
 from warmline_proxy.index.index import Index
+from warmline_proxy.index.save import SaveIntent
 from warmline_proxy.store.rows import SavePlan, SessionUpdate
 
 FINGERPRINT = "0123456789abcdef" * 4
@@ -59,7 +60,7 @@ def save(
 ) -> str:
     """A conversation that goes on to these tokens; its session's id."""
     tokens, root = pack_tokens(ids), namespace(FINGERPRINT, tenant)
-    plan = index.begin_save(root, MODEL, tokens, checkpoints=checkpoints, layout=LAYOUT, may_replace=may_replace)
+    plan = index.begin_save(SaveIntent(root, MODEL, tokens, LAYOUT, checkpoints, may_replace))
     assert plan is not None
     reply = SaveReply(boot="b", generation=0, segments=[], checkpoints=[], seconds=0.0)
     for spec in plan.segments:

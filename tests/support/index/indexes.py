@@ -11,8 +11,8 @@ from warmline_common.protocol.messages import KvLayout, SavedFile, SaveReply
 from warmline_common.protocol.tokens import TOKEN_BYTES, namespace, pack_tokens, prefix_digest
 from warmline_common.storage.home import Home
 from warmline_common.storage.segment_file import FileMeta, file_checksum, read_checksums
-from warmline_proxy.index import save as index_save
 from warmline_proxy.index.index import Index
+from warmline_proxy.index.save import SaveIntent
 from warmline_proxy.store.rows import SavePlan, SaveResult, SessionUpdate, TurnRow
 
 ROOT = namespace("model-a")
@@ -72,9 +72,7 @@ def _keys(page: bytearray) -> list[bytes]:
 def begin(
     index: Index, ids: Sequence[int], checkpoints: Sequence[int] = (), root: bytes = ROOT, may_replace: bool = True
 ) -> SavePlan | None:
-    return index.begin_save(
-        root, MODEL, pack_tokens(ids), checkpoints=checkpoints, layout=LAYOUT, may_replace=may_replace
-    )
+    return index.begin_save(SaveIntent(root, MODEL, pack_tokens(ids), LAYOUT, checkpoints, may_replace))
 
 
 def planned(index: Index, ids: Sequence[int], checkpoints: Sequence[int] = (), may_replace: bool = True) -> SavePlan:
@@ -158,5 +156,5 @@ def files_on_disk(home: Home) -> int:
 @contextmanager
 def short_segments() -> Iterator[None]:
     """Cuts and swallowing happen within a few blocks."""
-    with mock.patch.multiple(index_save, SEGMENT_TOKENS_MAX=150, SMALL_SEGMENT_TOKENS=70):
+    with mock.patch.multiple("warmline_proxy.index.save", SEGMENT_TOKENS_MAX=150, SMALL_SEGMENT_TOKENS=70):
         yield

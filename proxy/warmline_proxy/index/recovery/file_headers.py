@@ -1,5 +1,6 @@
-"""Headers of stored files, as far as they can be trusted, for verification and rebuilding."""
+"""Headers of stored files, checked, for verification and rebuilding."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,39 +15,52 @@ from warmline_common.storage.segment_file import (
     verify_file,
 )
 
-ROOT_BYTES = 16
+ROOT = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
-class FileInspection:
-    """A segment or checkpoint file; `reason` (a word of SegmentFileError) and `detail` say why it can't be used."""
+class ValidFile:
+    """A segment or checkpoint file."""
 
     id: str
-    bytes_on_disk: int = 0
-    written_at: float = 0.0  # Unix seconds
-    meta: FileMeta | None = None  # None where there is a reason
-    tokens: bytes = b""  # packed, of a segment
-    checksum: str = ""  # as in SavedFile
-    reason: str = ""
-    detail: str = ""
+    bytes_on_disk: int
+    written_at: float  # Unix seconds
+    meta: FileMeta
+    tokens: bytes  # packed; b"" of a checkpoint
+    checksum: str  # as in SavedFile
 
     @property
     def root(self) -> bytes:
-        return bytes.fromhex(self.meta.root) if self.meta else b""
+        return bytes.fromhex(self.meta.root)
 
 
-def inspect_file(home: Home, file_id: str, *, deep: bool) -> FileInspection:
-    """Its header and tokens, their checksums compared; `deep` compares all the others too.  Never raises."""
+@dataclass(frozen=True)
+class InvalidFile:
+    """A file that can't be used; `reason` is one of SegmentFileError's."""
+
+    id: str
+    bytes_on_disk: int
+    reason: str
+    detail: str
+
+
+def inspect_file(home: Home, file_id: str, *, deep: bool) -> ValidFile | InvalidFile:
+    """Read a file's header and tokens, and compare their checksums; `deep`: all checksums.  Never raises."""
     path = home.segment_file(file_id)
     try:
         return _inspect(path, file_id, deep)
     except SegmentFileError as error:
-        return FileInspection(file_id, _size(path), reason=error.reason, detail=error.detail)
+        reason, detail = error.reason, error.detail
     except OSError as error:
-        return FileInspection(file_id, _size(path), reason="io", detail=str(error))
+        reason, detail = "io", str(error)
+    try:
+        size = path.stat().st_size
+    except OSError:
+        size = 0
+    return InvalidFile(file_id, size, reason, detail)
 
 
-def _inspect(path: Path, file_id: str, deep: bool) -> FileInspection:
+def _inspect(path: Path, file_id: str, deep: bool) -> ValidFile:
     header, checksums = read_header(path), read_checksums(path)
     header.verify(checksums)
     if deep:
@@ -54,9 +68,9 @@ def _inspect(path: Path, file_id: str, deep: bool) -> FileInspection:
     meta = header.meta
     if meta.id != file_id:
         raise SegmentFileError("foreign", f"is {meta.kind} {meta.id}")
-    if not _is_root(meta.root):
-        raise SegmentFileError("foreign", "does not say whose it is")
-    return FileInspection(
+    if not ROOT.fullmatch(meta.root):
+        raise SegmentFileError("foreign", "names no root of its model and tenant")
+    return ValidFile(
         file_id,
         bytes_on_disk=header.file_bytes,
         written_at=path.stat().st_mtime,
@@ -64,17 +78,3 @@ def _inspect(path: Path, file_id: str, deep: bool) -> FileInspection:
         tokens=read_tokens(path) if meta.kind == "segment" else b"",
         checksum=file_checksum(checksums),
     )
-
-
-def _is_root(text: str) -> bool:
-    try:
-        return len(bytes.fromhex(text)) == ROOT_BYTES
-    except ValueError:
-        return False
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

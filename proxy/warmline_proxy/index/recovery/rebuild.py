@@ -1,4 +1,4 @@
-"""The tree of segments as their files prove it: each on the parent whose tokens its rows were computed after."""
+"""Tree of segments rebuilt from their files: each on the parent whose tokens its rows were computed after."""
 
 from bisect import bisect_right
 from collections import defaultdict
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from warmline_common.protocol.tokens import TOKEN_BYTES, PrefixHash
-from warmline_proxy.index.recovery.file_headers import FileInspection
+from warmline_proxy.index.recovery.file_headers import ValidFile
 from warmline_proxy.store.tables import encode_child_key, token_at
 
 
@@ -33,16 +33,15 @@ class RebuiltSegment:
 
 
 class RebuiltTree:
-    """Grows from the root, in the order of `start`: a segment finds a place only after its parent has."""
+    """Grows from the root, in the order of `start`: a segment is placed only after its parent."""
 
     def __init__(self) -> None:
         self.segments: dict[str, RebuiltSegment] = {}
         self._child_keys: set[bytes] = set()
-        self._digest_index: dict[tuple[bytes, int], dict[str, str]] = {}  # by root and position, as `_places_at` says
+        self._digest_index: dict[tuple[bytes, int], dict[str, str]] = {}  # by root and position, from `_index_digests`
 
-    def add_segment(self, file: FileInspection) -> str:
-        """Place a sound segment; why it has no place, "" where it has."""
-        assert file.meta is not None
+    def add_segment(self, file: ValidFile) -> str:
+        """Place a sound segment; returns the reason why it has no place, or ""."""
         meta, parent = file.meta, self._find_parent(file)
         if meta.parent and parent is None:
             return f"its parent {meta.parent} is not stored"
@@ -54,25 +53,23 @@ class RebuiltTree:
         token = token_at(file.tokens, 0)
         if parent and token_at(parent.tokens, meta.start - parent.start) == token:
             return "begins like the rest of its parent"
-        hangs_on = parent.id if parent else ""
-        place = encode_child_key(file.root, hangs_on, meta.start, token)
-        if place in self._child_keys:
+        base = parent.id if parent else ""
+        key = encode_child_key(file.root, base, meta.start, token)
+        if key in self._child_keys:
             return "another segment begins alike"
-        self._child_keys.add(place)
-        self.segments[file.id] = RebuiltSegment(file.id, hangs_on, file.root, meta.start, meta.end, file.tokens, before)
+        self._child_keys.add(key)
+        self.segments[file.id] = RebuiltSegment(file.id, base, file.root, meta.start, meta.end, file.tokens, before)
         return ""
 
-    def has_named_parent(self, file: FileInspection) -> bool:
+    def has_named_parent(self, file: ValidFile) -> bool:
         """True where the file's parent is the one that its header names, or none."""
-        assert file.meta is not None
         meta, named = file.meta, self.segments.get(file.meta.parent)
         if named is None:
             return not meta.parent
         return _is_within(file, named) and named.prefix_at(meta.start).digest == meta.prefix
 
-    def _find_parent(self, file: FileInspection) -> RebuiltSegment | None:
-        """The one that it names; else, as that may have been cut, the one with the very tokens before it."""
-        assert file.meta is not None
+    def _find_parent(self, file: ValidFile) -> RebuiltSegment | None:
+        """The parent that a file names; else, as that may have been cut, the segment with the very tokens before it."""
         meta, named = file.meta, self.segments.get(file.meta.parent)
         if self.has_named_parent(file):
             return named
@@ -82,16 +79,16 @@ class RebuiltTree:
         return self.segments.get(self._digest_index[place].get(meta.prefix, ""), named)
 
     def _index_digests(self, root: bytes, position: int) -> dict[str, str]:
-        """The segments in which a position lies, by the digest of all tokens before it: each has others."""
-        there = (each for each in self.segments.values() if each.root == root and each.start < position <= each.end)
-        return {each.prefix_at(position).digest: each.id for each in there}
+        """The segments in which a position lies, by the digest of all tokens before it, which differ."""
+        found = (each for each in self.segments.values() if each.root == root and each.start < position <= each.end)
+        return {each.prefix_at(position).digest: each.id for each in found}
 
     def leaves(self) -> list[RebuiltSegment]:
         parents = {segment.parent for segment in self.segments.values()}
         return [segment for segment in self.segments.values() if segment.id not in parents]
 
     def find_on_path(self, segment_id: str, position: int) -> RebuiltSegment | None:
-        """The segment of this one's path in which a position lies."""
+        """The segment on this segment's path in which a position lies."""
         while segment := self.segments.get(segment_id):
             if segment.start < position:
                 return segment
@@ -99,7 +96,7 @@ class RebuiltTree:
         return None
 
     def find_places(self, positions_by_root: Iterable[tuple[bytes, int]]) -> dict[tuple[bytes, int, str], str]:
-        """Segments by (root, position, prefix digest there), for positions that are `wanted` of a root."""
+        """Segments by (root, position, prefix digest there), for positions by their root."""
         positions: dict[bytes, set[int]] = defaultdict(set)
         for root, position in positions_by_root:
             positions[root].add(position)
@@ -111,8 +108,7 @@ class RebuiltTree:
         }
 
 
-def _is_within(file: FileInspection, parent: RebuiltSegment) -> bool:
-    assert file.meta is not None
+def _is_within(file: ValidFile, parent: RebuiltSegment) -> bool:
     return parent.root == file.root and parent.start < file.meta.start <= parent.end
 
 

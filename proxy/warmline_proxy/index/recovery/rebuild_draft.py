@@ -1,17 +1,18 @@
-"""An index in memory, made from scratch and then taken over: only what differs is written."""
+"""Draft of a rebuilt index in memory; only its differences are written to the index."""
 
 from collections.abc import Iterator
 
 import msgspec
 
 from warmline_proxy.store.row_checks import find_flaw
-from warmline_proxy.store.tables import DECODERS, SUMS_KEY, TABLES, Sums, Tables
+from warmline_proxy.store.rows import Sums
+from warmline_proxy.store.tables import DECODERS, SUMS_KEY, TABLES, Tables
 
 NO_SUMS = msgspec.msgpack.encode(Sums())
 
 
 class DraftTables(Tables):
-    """Takes what `Tables` puts.  Nothing that looks for a prefix is fast."""
+    """Tables in memory.  Lookups by prefix are slow."""
 
     def __init__(self) -> None:
         super().__init__(None, {})
@@ -33,7 +34,7 @@ class DraftTables(Tables):
         return len(self._entries[table])
 
     def apply_to(self, tables: Tables) -> dict[str, int]:
-        """Make `tables` say what this one says; how many entries of each table said otherwise."""
+        """Write the differences to `tables`; returns how many entries of each table differed."""
         self.add_to_sums()
         self.write_sums()
         changed = {table: self._apply_table(tables, table) for table in TABLES if table != "meta"}
@@ -44,22 +45,18 @@ class DraftTables(Tables):
         return {table: count for table, count in changed.items() if count}
 
     def _apply_table(self, tables: Tables, table: str) -> int:
-        wanted, found = self._entries[table], dict(tables.items(table))
-        superfluous = found.keys() - wanted.keys()
-        different = {key for key, value in wanted.items() if not _is_same_entry(table, key, value, found.get(key))}
+        new, old = self._entries[table], dict(tables.items(table))
+        superfluous = old.keys() - new.keys()
+        different = {key for key, value in new.items() if not _is_same_entry(table, key, value, old.get(key))}
         for key in superfluous:
             tables.delete(table, key)
         for key in different:
-            tables.put(table, key, wanted[key])
+            tables.put(table, key, new[key])
         return len(superfluous) + len(different)
 
 
 def _is_same_entry(table: str, key: bytes, expected: bytes, found: bytes | None) -> bool:
-    """Also where an older version wrote the row, which had fewer fields."""
-    if found is None or expected == found:
-        return found is not None
-    return (
-        table in DECODERS
-        and not find_flaw(table, key, found)
-        and bool(DECODERS[table](found) == DECODERS[table](expected))
-    )
+    """True also for a row that an older version wrote with fewer fields."""
+    if found is None or expected == found or table not in DECODERS or find_flaw(table, key, found):
+        return expected == found
+    return bool(DECODERS[table](found) == DECODERS[table](expected))

@@ -1,17 +1,16 @@
-"""Start-up: make index and files agree again, whatever was killed in between.  Needs `home.lock`, no save running."""
+"""Start-up: makes index and files agree again after any kill.  Needs `home.lock`, no save running."""
 
 import logging
 import time
-from pathlib import Path
 
 import msgspec
 
-from warmline_common.storage import disk
 from warmline_proxy.index.index import Index, IndexStoreError
+from warmline_proxy.index.recovery.orphans import delete_orphans
 from warmline_proxy.index.recovery.repair import repair
 from warmline_proxy.index.save import abort_save
 from warmline_proxy.index.tree import delete_subtree, quarantine_subtree
-from warmline_proxy.store import files as index_files
+from warmline_proxy.store import files as stored_files
 from warmline_proxy.store.tables import Tables
 
 log = logging.getLogger(__name__)
@@ -20,7 +19,7 @@ log = logging.getLogger(__name__)
 class ReconcileReport(msgspec.Struct, kw_only=True):
     """Counts of repaired entries and deleted files; all 0 after a clean end."""
 
-    mended: int = 0  # what a repair did, where the index was damaged
+    mended: int = 0  # findings of a repair, where the index was damaged
     saves_rolled_back: int = 0
     rows_without_file: int = 0  # dropped, segments and checkpoints, with what built on them
     rows_of_other_size: int = 0  # quarantined, with what built on them
@@ -29,7 +28,7 @@ class ReconcileReport(msgspec.Struct, kw_only=True):
     files_doomed: int = 0  # rows were gone already
     modes_set: int = 0  # of files and folders that others than their owner could use
     evicted: int = 0  # the budget became smaller meanwhile
-    purges_ended: int = 0  # 1 where the index still had traces of what was removed
+    purges_ended: int = 0  # 1 where the index still had traces of purged data
 
     def __str__(self) -> str:
         done = [f"{name} {count}" for name, count in msgspec.structs.asdict(self).items() if count]
@@ -43,14 +42,15 @@ def reconcile(index: Index) -> ReconcileReport:
         log.warning("the index was mended: it has %d segments now, %d tokens", stored.segments, stored.tokens)
     saves = index.transact(lambda tables: [abort_save(tables, plan) for plan in tables.save_plans()], frees_space=True)
     counts.saves_rolled_back = len(saves)
-    files = list(index_files.list_stored(home))
-    sizes = {file_id: path.stat().st_size for file_id, path in files if file_id}
+    sizes = {file_id: path.stat().st_size for file_id, path in stored_files.list_stored(home) if file_id}
     index.transact(lambda tables: _delete_stale_rows(tables, sizes, counts), frees_space=True)
-    index_files.move_to_quarantine(home, [row.id for row in index.quarantined()])
+    stored_files.move_to_quarantine(home, [row.id for row in index.quarantined()])
     index.update_quarantine_sizes()
     counts.files_doomed = index.sweep()
-    _delete_orphans(index, files, counts)
-    counts.modes_set = len(index_files.make_private(home))
+    orphans = delete_orphans(index)
+    counts.files_temporary = sum(not file_id for file_id, _ in orphans)
+    counts.files_without_row = len(orphans) - counts.files_temporary
+    counts.modes_set = len(stored_files.make_private(home))
     counts.evicted = len(index.make_room())
     counts.purges_ended = _finish_purge(index)
     return counts
@@ -68,30 +68,10 @@ def _finish_purge(index: Index) -> int:
 def _delete_stale_rows(tables: Tables, sizes: dict[str, int], counts: ReconcileReport) -> None:
     for row in tables.files():
         if not tables.has_file(row.id):
-            continue  # it went with what it built on
+            continue  # removed with a segment that it built on
         size = sizes.get(row.id)
         if size is None:
             counts.rows_without_file += len(delete_subtree(tables, row.id, "missing"))
         elif size != row.bytes_on_disk:
             reason = "truncated" if size < row.bytes_on_disk else "foreign"
             counts.rows_of_other_size += len(quarantine_subtree(tables, row.id, reason, time.time()))
-
-
-def _delete_orphans(index: Index, files: list[tuple[str, Path]], counts: ReconcileReport) -> None:
-    snapshot = index.snapshot()
-    known = snapshot.segments.keys() | snapshot.checkpoints.keys()
-    for file_id, path in files:
-        if not file_id:
-            counts.files_temporary += _delete_path(path)
-        elif file_id not in known:
-            counts.files_without_row += _delete_path(path)
-    for file_id, path in list(index_files.list_quarantined(index.home)):
-        if file_id not in snapshot.quarantined:
-            counts.files_without_row += _delete_path(path)
-
-
-def _delete_path(path: Path) -> int:
-    """1 where it is not set aside, or deleted, already."""
-    was_there = path.exists()
-    disk.delete(path)
-    return int(was_there)

@@ -1,7 +1,7 @@
 """Verification of the index and its files, in one snapshot."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,30 +11,24 @@ from warmline_common.protocol.tokens import TOKEN_BYTES, PrefixHash
 from warmline_common.storage.file_lock import find_lock_holder
 from warmline_common.storage.home import Home
 from warmline_proxy.index.reader import IndexReader
-from warmline_proxy.index.recovery.file_headers import FileInspection, inspect_file
+from warmline_proxy.index.recovery.file_headers import InvalidFile, ValidFile, inspect_file
 from warmline_proxy.index.turns import call_keys, list_turns
-from warmline_proxy.store import files as index_files
+from warmline_proxy.store import files as stored_files
 from warmline_proxy.store.row_checks import find_flaws
-from warmline_proxy.store.rows import CheckpointRow, IndexFinding, SegmentRow, SessionRow
-from warmline_proxy.store.tables import Sums, Tables, encode_child_key, encode_parent_key, token_at
+from warmline_proxy.store.rows import CheckpointRow, IndexFinding, SegmentRow, SessionRow, Sums
+from warmline_proxy.store.tables import Tables, encode_child_key, token_at
 
 COMPACTION_S_MAX = 600.0
 FILE_FINDINGS = {"file", "place", "missing", "truncated", "checksum", "foreign", "tokens", "io"}
 
 
 @dataclass(frozen=True)
-class DiskListing:
+class _DiskListing:
     """Listing of the disk, made before the snapshot: a file saved later is then no orphan."""
 
     stored: list[tuple[str, Path]]  # (id, path) of the files in their places
     quarantined: list[tuple[str, Path]]
     index: list[Path]  # generations of the index and their drafts
-
-    @classmethod
-    def from_home(cls, home: Home) -> "DiskListing":
-        return cls(
-            list(index_files.list_stored(home)), list(index_files.list_quarantined(home)), list(home.index.iterdir())
-        )
 
 
 def verify_index(
@@ -42,24 +36,21 @@ def verify_index(
 ) -> list[IndexFinding]:
     """Every structural invariant, and every file's header, tokens and place; `deep` reads all their bytes.
 
-    `progress` is called with each file's bytes after that file was checked.  Any thread; takes no lock.
+    Where an entry can't be read, only that is reported.  `progress` gets each file's bytes once that file is checked.
+    Any thread; takes no lock.
     """
-    listing = DiskListing.from_home(reader.home)
+    home = reader.home
+    stored, quarantined = list(stored_files.list_stored(home)), list(stored_files.list_quarantined(home))
+    listing = _DiskListing(stored, quarantined, list(home.index.iterdir()))
     with reader.read_transaction() as tables:
-        findings = verify(tables, reader.home, listing, deep, progress)
+        findings = list(find_flaws(tables)) or _check_all(tables, home, listing, deep, progress)
     with reader.read_transaction() as tables:
-        return filter_stored(tables, findings)
+        return [finding for finding in findings if _is_current(tables, finding)]
 
 
-def verify(
-    tables: Tables, home: Home, listing: DiskListing, deep: bool, progress: Callable[[int], object]
+def _check_all(
+    tables: Tables, home: Home, listing: _DiskListing, deep: bool, progress: Callable[[int], object]
 ) -> list[IndexFinding]:
-    """Findings about the index and its files.  Where an entry can't be read, only that is reported.
-
-    `progress` receives each file's bytes once it was checked.
-    """
-    if unreadable := list(find_flaws(tables)):
-        return unreadable
     tree = _StoredTree.from_tables(tables)
     return [
         *_check_segments(tables, tree),
@@ -78,20 +69,16 @@ def verify(
     ]
 
 
-def filter_stored(tables: Tables, findings: Iterable[IndexFinding]) -> list[IndexFinding]:
-    """Without those about files that were evicted, or purged from quarantine, while they were looked at."""
-
-    def is_stored(finding: IndexFinding) -> bool:
-        if finding.what in FILE_FINDINGS:
-            return tables.has_file(finding.id)
-        return finding.what != "quarantine" or tables.is_quarantined(finding.id)
-
-    return [finding for finding in findings if is_stored(finding)]
+def _is_current(tables: Tables, finding: IndexFinding) -> bool:
+    """False for a file that was evicted, or purged from quarantine, during the checks."""
+    if finding.what in FILE_FINDINGS:
+        return tables.has_file(finding.id)
+    return finding.what != "quarantine" or tables.is_quarantined(finding.id)
 
 
 @dataclass(frozen=True)
 class _StoredTree:
-    """The segments, and of each whose path to the root is whole all tokens before it."""
+    """The segments, and the prefixes before those whose path to the root is whole."""
 
     segments: dict[str, SegmentRow]
     prefixes: dict[str, PrefixHash]
@@ -153,33 +140,30 @@ def _check_parent(tables: Tables, row: SegmentRow, parent: SegmentRow | None) ->
 
 
 def _check_children(tables: Tables, tree: _StoredTree) -> Iterator[IndexFinding]:
-    """Everything that hangs on a segment hangs on one that is stored."""
-    slots = {
-        encode_child_key(r.root, r.parent, r.start, tables.tokens(r.id)[:TOKEN_BYTES]) for r in tree.segments.values()
-    }
+    """Entries under a segment's id, or a parent's, belong to a stored segment."""
+    rows = tree.segments.values()
+    child_keys = {encode_child_key(r.root, r.parent, r.start, tables.tokens(r.id)[:TOKEN_BYTES]) for r in rows}
     for key, value in tables.items("children"):
-        if key not in slots:
+        if key not in child_keys:
             yield _finding("tree", value.hex(), "named as a child, but not stored")
     for table in ("tokens", "hashes"):
         for key, _ in tables.items(table):
             if key.hex() not in tree.segments:
                 yield _finding("tree", key.hex(), f"{table} without a row")
-    hooks = {encode_parent_key(b"", segment_id) for segment_id in tree.segments}
     for key, value in tables.items("gone"):
-        if key in slots:
-            yield _finding("tree", "", f"said to be gone ({value.decode()}), but stored")
-        elif key.startswith(b"s") and key[:17] not in hooks:
-            yield _finding("tree", key[1:17].hex(), "what is gone after it is noted, but it is not stored")
+        if key in child_keys:
+            yield _finding("tree", "", f"has a reason of removal ({value.decode()}), but is stored")
+        elif key.startswith(b"s") and key[1:17].hex() not in tree.segments:
+            yield _finding("tree", key[1:17].hex(), "has reasons of removal of its children, but is not stored")
 
 
 def _check_blocks(tables: Tables, tree: _StoredTree) -> Iterator[IndexFinding]:
     expected: dict[bytes, str] = {}
     for row in tree.segments.values():
-        mine = tables.hashes(row.id)
-        before = tree.prefixes.get(row.id)
-        if before is None or mine != before.extend_with_hashes(tables.tokens(row.id))[1]:
+        hashes, before = tables.hashes(row.id), tree.prefixes.get(row.id)
+        if before is None or hashes != before.extend_with_hashes(tables.tokens(row.id))[1]:
             yield _finding("block", row.id, "its chain hashes are not those of its tokens")
-        expected |= dict.fromkeys(mine, row.id)
+        expected |= dict.fromkeys(hashes, row.id)
     actual = {key: value.hex() for key, value in tables.items("blocks")}
     for key in expected.keys() | actual.keys():
         if expected.get(key) != actual.get(key):
@@ -203,19 +187,19 @@ def _check_checkpoints(tables: Tables, tree: _StoredTree) -> Iterator[IndexFindi
 
 
 def _check_sessions(tables: Tables, tree: _StoredTree) -> Iterator[IndexFinding]:
-    wanted = set()
+    expected = set()
     for row in tables.sessions():
         leaf = tree.segments.get(row.leaf)
         if leaf is None or leaf.root != row.root or not leaf.start < row.tokens <= leaf.end:
             yield _finding("session", row.id, f"ends at {row.tokens}, outside its segment {row.leaf}")
         elif detail := _find_turn_end_error(tables, tree, row):
             yield _finding("session", row.id, detail)
-        wanted |= {(anchor, row.id) for anchor in {row.leaf, row.turn_segment} - {""}}
+        expected |= {(anchor, row.id) for anchor in {row.leaf, row.turn_segment} - {""}}
     anchors = {(key[:16].hex(), key[16:].decode(errors="replace")) for key, _ in tables.items("anchors")}
-    for anchor, session in wanted - anchors:
+    for anchor, session in expected - anchors:
         yield _finding("session", session, f"is not anchored in {anchor}")
-    for anchor, session in anchors - wanted:
-        yield _finding("session", session, f"is anchored in {anchor} for no reason")
+    for anchor, session in anchors - expected:
+        yield _finding("session", session, f"is anchored in {anchor}, where it does not end")
 
 
 def _find_turn_end_error(tables: Tables, tree: _StoredTree, row: SessionRow) -> str:
@@ -226,7 +210,7 @@ def _find_turn_end_error(tables: Tables, tree: _StoredTree, row: SessionRow) -> 
     if segment is None or not segment.start < row.turn_end <= min(segment.end, row.tokens):
         return f"its turn ends at {row.turn_end}, outside segment {row.turn_segment}"
     if row.turn_segment not in tree.prefixes:
-        return ""  # the tree is broken there, which is told of its segments
+        return ""  # the tree is broken there: a finding of its segments
     if not tree.is_on_path(row.turn_segment, row.leaf):
         return f"its turn ends in {row.turn_segment}, which is not on its path"
     if tree.prefix_at(tables, row.turn_segment, row.turn_end).tokens_digest != row.turn_digest:
@@ -245,38 +229,38 @@ def _check_usage(tables: Tables, tree: _StoredTree) -> Iterator[IndexFinding]:
 
 
 def _check_turns(tables: Tables) -> Iterator[IndexFinding]:
-    """Each is found under its calls, and nothing else is."""
-    wanted: dict[bytes, bytes] = {}
+    """Each turn, and nothing else, is found under its calls."""
+    expected: dict[bytes, bytes] = {}
     for key, row in list_turns(tables):
         for call, call_id in zip(call_keys(row), row.calls, strict=True):
-            if wanted.setdefault(call, key) != key:
+            if expected.setdefault(call, key) != key:
                 yield _finding("turn", call_id, "is in two turns")
-    found = dict(tables.items("calls"))
-    for call in wanted.keys() | found.keys():
-        if wanted.get(call) != found.get(call):
+    actual = dict(tables.items("calls"))
+    for call in expected.keys() | actual.keys():
+        if expected.get(call) != actual.get(call):
             yield _finding("turn", f"call_{call[16:].hex()}", "is not found under its turn")
 
 
 def _check_file_states(tables: Tables) -> Iterator[IndexFinding]:
-    """A file is stored, or being written, or set aside, or about to be deleted; one of these."""
+    """A file is either stored, or being written, or quarantined, or about to be deleted."""
     seen: dict[str, str] = {}
-    standings = {
+    states = {
         "stored": [row.id for row in tables.files()],
         "being written": [file_id for plan in tables.save_plans() for file_id in plan.file_ids],
         "quarantined": [row.id for row in tables.quarantined()],
         "about to be deleted": list(tables.pending_deletions()),
     }
-    for standing, ids in standings.items():
+    for state, ids in states.items():
         for file_id in ids:
             if file_id in seen:
-                yield _finding("standing", file_id, f"both {seen[file_id]} and {standing}")
-            seen[file_id] = standing
+                yield _finding("standing", file_id, f"both {seen[file_id]} and {state}")
+            seen[file_id] = state
 
 
 def _check_sums(tables: Tables) -> Iterator[IndexFinding]:
     segments, checkpoints, quarantined = list(tables.segments()), tables.checkpoints(), tables.quarantined()
-    sampled = [row for _, row in list_turns(tables)]
-    counted = Sums(
+    turns = [row for _, row in list_turns(tables)]
+    expected = Sums(
         segments=len(segments),
         checkpoints=len(checkpoints),
         sessions=tables.count("sessions"),
@@ -287,13 +271,13 @@ def _check_sums(tables: Tables) -> Iterator[IndexFinding]:
         bytes_quarantined=sum(row.bytes_on_disk for row in quarantined),
         bytes_writing=sum(plan.bytes_expected for plan in tables.save_plans()),
         bytes_doomed=sum(tables.pending_deletions().values()),
-        turns=len(sampled),
-        bytes_turns=sum(len(row.tokens) for row in sampled),
+        turns=len(turns),
+        bytes_turns=sum(len(row.tokens) for row in turns),
     )
-    kept = msgspec.structs.asdict(tables.sums())
-    for name, value in msgspec.structs.asdict(counted).items():
-        if kept[name] != value:
-            yield _finding("sum", "", f"{name} is {value}, the index says {kept[name]}")
+    actual = msgspec.structs.asdict(tables.sums())
+    for name, value in msgspec.structs.asdict(expected).items():
+        if actual[name] != value:
+            yield _finding("sum", "", f"{name} is {value}, the index says {actual[name]}")
 
 
 # --- files ---
@@ -304,7 +288,7 @@ def _check_files(
 ) -> Iterator[IndexFinding]:
     for row in tables.files():
         file = inspect_file(home, row.id, deep=deep)
-        if file.reason:
+        if isinstance(file, InvalidFile):
             yield _finding(file.reason, row.id, file.detail)
         elif detail := _find_row_mismatch(tables, row, file):
             yield _finding("file", row.id, detail)
@@ -313,20 +297,19 @@ def _check_files(
         progress(row.bytes_on_disk)
 
 
-def _find_row_mismatch(tables: Tables, row: SegmentRow | CheckpointRow, file: FileInspection) -> str:
+def _find_row_mismatch(tables: Tables, row: SegmentRow | CheckpointRow, file: ValidFile) -> str:
     """Difference between a row and its file's header; "" where they agree.
 
     The parent is excluded: another one with the same tokens may have taken its place (see `_find_place_mismatch`).
     """
-    assert file.meta is not None
     meta = file.meta
     if file.bytes_on_disk != row.bytes_on_disk:
         return f"has {file.bytes_on_disk} bytes, {row.bytes_on_disk} were saved"
     if isinstance(row, SegmentRow):
-        same = (meta.kind, meta.start, meta.end) == ("segment", row.start, row.end)
+        is_same = (meta.kind, meta.start, meta.end) == ("segment", row.start, row.end)
     else:
-        same = (meta.kind, meta.position) == ("checkpoint", row.position)
-    if not same:
+        is_same = (meta.kind, meta.position) == ("checkpoint", row.position)
+    if not is_same:
         return f"is a {meta.kind} of [{meta.start}, {meta.end}), position {meta.position}"
     if file.checksum != row.checksum:
         return "its checksums are not those of when it was saved"
@@ -335,14 +318,11 @@ def _find_row_mismatch(tables: Tables, row: SegmentRow | CheckpointRow, file: Fi
     return ""
 
 
-def _find_place_mismatch(
-    tables: Tables, tree: _StoredTree, row: SegmentRow | CheckpointRow, file: FileInspection
-) -> str:
+def _find_place_mismatch(tables: Tables, tree: _StoredTree, row: SegmentRow | CheckpointRow, file: ValidFile) -> str:
     """Error where a file's content was not computed after the tokens that the index has before it."""
-    assert file.meta is not None
     segment_id = row.id if isinstance(row, SegmentRow) else row.segment
     if segment_id not in tree.prefixes:
-        return ""  # the tree is broken there, which is told of its segments
+        return ""  # the tree is broken there: a finding of its segments
     position = row.start if isinstance(row, SegmentRow) else row.position
     if file.root != tree.segments[segment_id].root:
         return "belongs to another model or tenant"
@@ -353,24 +333,23 @@ def _find_place_mismatch(
 
 def _check_quarantine(tables: Tables, home: Home) -> Iterator[IndexFinding]:
     for row in tables.quarantined():
-        size = index_files.read_quarantined_size(home, row.id)
+        size = stored_files.read_quarantined_size(home, row.id)
         if size is None:
             yield _finding("quarantine", row.id, "its file is gone")
         elif size != row.bytes_on_disk:
             yield _finding("quarantine", row.id, f"has {size} bytes, the index says {row.bytes_on_disk}")
 
 
-def _check_orphans(tables: Tables, home: Home, listing: DiskListing) -> Iterator[IndexFinding]:
-    """Files that nobody accounts for; those being written, or about to be deleted, are accounted for."""
+def _check_orphans(tables: Tables, home: Home, listing: _DiskListing) -> Iterator[IndexFinding]:
+    """Files that are not stored, being written, quarantined or about to be deleted."""
     plans = tables.save_plans()
-    known = {file_id for plan in plans for file_id in plan.file_ids} | tables.pending_deletions().keys()
-    known |= {row.id for row in tables.files()}
-    quarantined = {row.id for row in tables.quarantined()}
+    ids = {file_id for plan in plans for file_id in plan.file_ids} | tables.pending_deletions().keys()
+    ids |= {row.id for row in (*tables.files(), *tables.quarantined())}
     orphans = [
         # A quarantined file may still be on its way.  A temporary file is right only while something is being written.
-        *((i, path) for i, path in listing.stored if not (i in known | quarantined if i else plans)),
-        *((i, path) for i, path in listing.quarantined if i not in quarantined | known),
-        *(("", path) for path in index_files.find_superseded(listing.index) if not _may_be_compacting(home, path)),
+        *((i, path) for i, path in listing.stored if not (i in ids if i else plans)),
+        *((i, path) for i, path in listing.quarantined if i not in ids),
+        *(("", path) for path in stored_files.find_superseded(listing.index) if not _may_be_compacting(home, path)),
     ]
     for file_id, path in orphans:
         if path.exists():
@@ -378,7 +357,7 @@ def _check_orphans(tables: Tables, home: Home, listing: DiskListing) -> Iterator
 
 
 def _may_be_compacting(home: Home, path: Path) -> bool:
-    """True where the home's holder may be writing, or deleting, this generation of the index at this moment."""
+    """True where the process with the home's lock may be writing, or deleting, this generation of the index now."""
     try:
         age_s = time.time() - path.stat().st_mtime
     except FileNotFoundError:
@@ -387,6 +366,6 @@ def _may_be_compacting(home: Home, path: Path) -> bool:
 
 
 def _check_permissions(home: Home) -> Iterator[IndexFinding]:
-    """KV is as private as the transcript."""
-    for path, mode in index_files.find_non_private(home):
+    """Files with KV are as private as the transcript."""
+    for path, mode in stored_files.find_non_private(home):
         yield _finding("mode", "", f"{path.relative_to(home.root)} is {mode:o}, open to others than its owner")

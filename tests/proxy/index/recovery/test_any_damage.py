@@ -37,8 +37,9 @@ def test_repair_after_any_damage_leaves_true_index(template: Home, damages: list
         for damage in sorted(damages, key=lambda damage: damage == "index_overwritten"):
             getattr(vandal, damage)()
         with IndexReader(template) as truth:
-            known, states = texts(truth), {row.id: row.position for row in truth.checkpoints()}
-            state_texts = {row.id: truth.path_tokens(row.segment)[: 4 * row.position] for row in truth.checkpoints()}
+            known, checkpoints = texts(truth), truth.snapshot().checkpoints.values()
+            states = {row.id: row.position for row in checkpoints}
+            state_texts = {row.id: truth.path_tokens(row.segment)[: 4 * row.position] for row in checkpoints}
         with Index(home, BUDGET) as index:
             if index.is_damaged():
                 reconcile(index)
@@ -48,7 +49,7 @@ def test_repair_after_any_damage_leaves_true_index(template: Home, damages: list
                 assert known[segment] == (root, text)
                 found = index.match_prefix(root, pack_tokens(text), len(text))
                 assert found.tokens == len(text) and found.chain[-1].id == segment
-            for row in index.checkpoints():
+            for row in index.snapshot().checkpoints.values():
                 assert row.position == states[row.id]
                 assert index.path_tokens(row.segment)[: 4 * row.position] == state_texts[row.id]
             save(index, [*A[:390], 1, 2, 3], checkpoints=[391])

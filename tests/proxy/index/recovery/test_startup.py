@@ -41,8 +41,8 @@ STEPS = {
     "written": "helpers.write_plan(index.home, plan)",
     "committed": "helpers.commit(index, plan)",
     "evicted": "helpers.commit(index, plan); index.budget_bytes = 1; index.sweep = lambda: 0; index.make_room()",
-    "aside": "import warmline_proxy.store.files as f; f.set_aside = lambda *a: 0; helpers.commit(index, plan); "
-    "index.quarantine(plan.segments[0].id, 'checksum')",
+    "aside": "import warmline_proxy.store.files as f; f.move_to_quarantine = lambda *a: 0; "
+    "helpers.commit(index, plan); index.quarantine(plan.segments[0].id, 'checksum')",
 }
 
 
@@ -94,7 +94,7 @@ def test_startup_reconciles_files_and_rows(home: Home) -> None:
         assert counts.files_temporary == 1 and counts.files_without_row == 2 and counts.modes_set > 0
         assert verify_index(index, deep=True) == []
         assert [matched(index, ids) for ids in (A, [1, *A], [2, *A])] == [1500, 0, 1501]
-        assert [row.position for row in index.checkpoints()] == [1000]
+        assert [row.position for row in index.snapshot().checkpoints.values()] == [1000]
         (aside,) = index.quarantined()
         assert (aside.id, aside.reason, aside.bytes_on_disk) == (damaged, "truncated", 100)
         assert index.match_prefix(ROOT, pack_tokens([1]), 1).end_reason == "quarantined (truncated) after token 0"
@@ -182,7 +182,8 @@ def test_purge_leaves_no_bytes(home: Home) -> None:
         for length in (20, 60, 200, 900):  # small rows lie inside pages, among others
             save(index, secret[:length], may_replace=False, turn_end=10)
             save(index, kept[:length], may_replace=False, turn_end=10)
-        session = next(row for row in index.sessions() if index.segment_path(row.leaf)[0].id in _ids(index, secret)).id
+        snapshot, ids = index.snapshot(), _ids(index, secret)
+        session = next(row for row in snapshot.sessions.values() if snapshot.segment_path(row.leaf)[0].id in ids).id
         assert needle(secret[5:8]) in everything(home)
         reply = purge(index, PurgeRequest(session=session, dry_run=True))
         assert reply.dry_run and len(reply.segments) == 4 and matched(index, secret) == 900
