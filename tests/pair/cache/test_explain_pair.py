@@ -130,7 +130,7 @@ def test_cachectl_shows_both_texts_with_and_without_proxy(pair: Pair, monkeypatc
     told = asked(pair, body(clock("15:00:00")))
     first = told["request"]["id"]
     by_proxy = pair.cachectl("explain", first)
-    monkeypatch.setattr("warmline_cachectl.client._read_announcement", lambda home: ("", ""))
+    monkeypatch.setattr("warmline_cachectl.client.find_lock_holder", lambda _: "")
     assert pair.cachectl("explain", first[:8]) == by_proxy == told
     assert pair.cachectl("explain", "nobody", code=1) is None
     monkeypatch.setattr(sides, "make_console", lambda: Console(width=80))
@@ -145,7 +145,7 @@ def test_explain_reports_later_warm_requests(pair: Pair, monkeypatch: pytest.Mon
     assert by_proxy["request"]["id"] == cold
     assert (by_proxy["since"]["warm"], by_proxy["since"]["last"]) == (2, warm[-1])
     assert pair.cachectl("explain", cold)["since"] is None
-    monkeypatch.setattr("warmline_cachectl.client._read_announcement", lambda home: ("", ""))
+    monkeypatch.setattr("warmline_cachectl.client.find_lock_holder", lambda _: "")
     assert pair.cachectl("explain") == by_proxy
     text = CliRunner().invoke(app, ["explain", "--home", str(pair.home.root)]).stdout
     assert text.startswith(f"The last one that was not warm; 2 requests since then were, the last of them {warm[-1]} (")
