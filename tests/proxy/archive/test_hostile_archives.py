@@ -83,9 +83,6 @@ HOSTILE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         lambda data: replace_second_header(data, make_header(tarfile.XHDTYPE, "x", size=1 << 60)),
         "is in the place of",
     ),
-        lambda data: replace_second_header(data, make_header(tarfile.XHDTYPE, "x", size=1 << 60)),
-        "is in the place of",
-    ),
     "long name": (
         lambda data: replace_second_header(data, make_header(tarfile.GNUTYPE_LONGNAME, "x", size=1 << 60)),
         "is in the place of",
