@@ -50,7 +50,7 @@ def export(
     home: HomeOption = HOME,
     as_json: JsonOption = False,
 ) -> None:
-    """Write what is stored of a conversation into one file, for another machine with the same model, or as a backup.
+    """Write a stored conversation into one file, for another machine with the same model, or as a backup.
 
     It is as private as the conversation. Nothing is removed here, and the proxy may run meanwhile.
     """

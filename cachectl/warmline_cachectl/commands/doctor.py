@@ -19,7 +19,7 @@ app = CommandApp("Check")
 
 @app.add("Look for common problems.", "cachectl doctor", "cachectl doctor --json")
 def doctor(quiet: QuietOption = False, home: HomeOption = HOME, as_json: JsonOption = False) -> None:
-    """The home, the index, the running pair and this machine, each finding with its mend; exit code 1 where any is.
+    """Check the home, the index, the running pair and this machine; each finding has a remedy.  Exit code 1 on any.
 
     (`warmline doctor` is about a model: whether it can be served, and how.)
     """

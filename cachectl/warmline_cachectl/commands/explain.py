@@ -50,7 +50,7 @@ def explain_(
     home: HomeOption = HOME,
     as_json: JsonOption = False,
 ) -> None:
-    """Show where a prompt left what was stored, at which token and in which message; both texts side by side; the
+    """Show where a prompt diverged from stored ones: token, message, and both texts side by side; the
     likeliest cause, and what to do about it.
 
     Without a request: the last one that was not fully warm for a reason.
@@ -85,7 +85,7 @@ def diff(
     home: HomeOption = HOME,
     as_json: JsonOption = False,
 ) -> None:
-    """Show how many tokens two stored conversations have in common, and both texts where they part.
+    """Show how many tokens two stored conversations have in common, and both texts where they diverge.
 
     Texts take a running pair; without one, token ids are shown.
     """

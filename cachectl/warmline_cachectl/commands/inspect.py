@@ -27,9 +27,9 @@ app = CommandApp("Look")
     name="ls",
 )
 def list_(session: SessionArgument = "", home: HomeOption = HOME, as_json: JsonOption = False) -> None:
-    """The conversations shortly, last used first; or the segments that one of them stands on.
+    """List conversations, last used first; or the segments of one of them.
 
-    `key` says whose they are, where there are keys: purge --key takes what stands there.
+    `key` names the owner, where there are keys; it is the argument of purge --key.
     """
     forest = _read_forest(home)
     if session:
@@ -57,7 +57,7 @@ def inspect(
     home: HomeOption = HOME,
     as_json: JsonOption = False,
 ) -> None:
-    """All conversations; or one with its path of segments; or one file's row.
+    """Show all conversations; or one with its path of segments; or one file's row.
 
     `alone` is what no other conversation shares, `files` are segments + checkpoints, `hits` those of its requests that
     reused a block (64 tokens) or more.
@@ -82,7 +82,7 @@ def tree(
     home: HomeOption = HOME,
     as_json: JsonOption = False,
 ) -> None:
-    """A radix tree for each model and key: conversations that begin alike share segments, and end at a ●.
+    """Show a radix tree for each model and key: conversations with a common prefix share segments, and end at a ●.
 
     A line is a run of tokens up to the next fork, with its last segment's id. Where there are too many lines, the
     heaviest are shown; --json has all.

@@ -65,7 +65,7 @@ def add(
     home: HomeOption = HOME,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a key and print it.  What is stored under it is reused for no other key, unless share_cache is set."""
+    """Make a key and print it.  Its stored data is reused for no other key, unless share_cache is set."""
     try:
         key_store.check_key_name(name)
     except key_store.KeyStoreError as error:
@@ -80,7 +80,7 @@ def add(
     "cachectl key rotate laptop  # the old one opens nothing any more, the cache stays warm",
 )
 def rotate(name: NameArgument = "", home: HomeOption = HOME, as_json: JsonOption = False) -> None:
-    """Give a key another value and print that.  What is stored under it is still its own."""
+    """Give a key another value and print that.  The key keeps its stored data."""
     with exit_on_error():
         entry = key_store.rotate_key(make_home(home), name)
     _show_key(entry, as_json)
@@ -93,7 +93,7 @@ def remove(
     home: HomeOption = HOME,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove a key.  What is stored under it is used by nobody any more, and stays until its room is needed."""
+    """Remove a key.  Its stored data is not used any more, and stays until the space is needed."""
     place = make_home(home)
     roots, stored = list[str](), list[str]()
     # without --purge a key can be removed whatever is stored

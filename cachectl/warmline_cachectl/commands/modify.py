@@ -82,7 +82,7 @@ def pin(
     home: HomeOption = HOME,
     as_json: JsonOption = False,
 ) -> None:
-    """Keep what is stored of a conversation, however long it is not used; at most four fifths of the budget.
+    """Keep a stored conversation, however long it is not used; at most four fifths of the budget.
 
     What it gains later is pinned once you pin it again. A purge removes it all the same.
     """
@@ -106,9 +106,9 @@ def gc(
     home: HomeOption = HOME,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete files and drafts that nobody claims and records older than 30 days, compact the index, evict.
+    """Delete orphaned files and drafts and records older than 30 days, compact the index, evict.
 
-    What is pinned, in use or being written stays.
+    Pinned data, and data in use or being written, stays.
     """
     if to_gb is not None and not to_gb <= TO_GB_MAX:  # nan is neither
         fail(f"--to-gb {to_gb} is no size", EXIT_USAGE)

@@ -37,7 +37,7 @@ def top(
     home: HomeOption = HOME,
     as_json: JsonOption = False,
 ) -> None:
-    """Requests with their phase and prefill, the queue, memory, disk, and how much of the prompts was reused.
+    """Show requests with their phase and prefill, the queue, memory, disk, and the reused share of prompts.
 
     It asks the proxy, and keeps trying where none runs. Without a terminal it prints one look, as with --once.
     """
