@@ -10,7 +10,7 @@ import pytest
 
 from support.browser.chromium import Chromium
 from support.many_segments import CHAIN, fill
-from support.processes import Running, free_port
+from support.processes import RunningProcess, free_port
 from warmline_common.storage.home import Home
 from warmline_proxy.auth.key_store import ADMIN_KIND, ensure_key
 from warmline_proxy.index.index import Index
@@ -37,8 +37,8 @@ class Proxy:
         self._command += ["--backend-url", "http://127.0.0.1:9", "--disk-budget-gb", str(BUDGET_GB), *flags]
         self.running = self.start()
 
-    def start(self) -> Running:
-        self.running = Running(self._command)
+    def start(self) -> RunningProcess:
+        self.running = RunningProcess(self._command)
         self.running.wait_for("listening|serving|http://127", 60)
         return self.running
 

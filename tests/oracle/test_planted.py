@@ -79,7 +79,7 @@ def test_oracle_sees_planted_bug(
     duel = make_duel(family, mode)
     play(duel, script)
     duel.empty()
-    with duel.planted.bug(bug), pytest.raises(Difference, match="cold"):
+    with duel.planted.active_bug(bug), pytest.raises(Difference, match="cold"):
         play(duel, script)
     duel.failure = None
     duel.empty()

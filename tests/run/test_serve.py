@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 
 from support import tiny_models
-from support.processes import Running, free_port, writes_of
+from support.processes import RunningProcess, capture_writes, free_port
 from warmline_common.storage.home import Home
 
 
 @contextmanager
-def served(home: Path, *arguments: str, **environment: str) -> Iterator[tuple[Running, str]]:
+def served(home: Path, *arguments: str, **environment: str) -> Iterator[tuple[RunningProcess, str]]:
     """(serve, ready and running; the base URL)."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WARMLINE_")}
     ports = ("--port", str(free_port()), "--backend-port", str(free_port()))
     command = [sys.executable, "-m", "warmline_run.cli", "serve", "--home", str(home), *ports, *arguments]
-    with Running(command, {**clean, **environment}) as serve:
+    with RunningProcess(command, {**clean, **environment}) as serve:
         yield serve, serve.wait_for(r"^ready (http://\S+/v1)$", timeout_s=60)[1]
         if serve.process.poll() is None:
             serve.process.terminate()
@@ -84,7 +84,7 @@ def test_missing_model_exits_with_2(tmp_path: Path) -> None:
     ports = ("--port", str(free_port()), "--backend-port", str(free_port()))
     nowhere = str(tmp_path / "nowhere")
     command = [sys.executable, "-m", "warmline_run.cli", "serve", "--home", str(tmp_path), "--model", nowhere, *ports]
-    with writes_of(command) as (serve, writes):
+    with capture_writes(command) as (serve, writes):
         lines = list(writes)
         assert serve.wait() == 2
         assert any(nowhere in line for line in lines)

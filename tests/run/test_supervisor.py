@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import Running, free_port, writes_of
+from support.processes import RunningProcess, capture_writes, free_port
 from warmline_run import probe as asking
 from warmline_run import supervisor as supervise
 from warmline_run.address import Address
@@ -21,11 +21,11 @@ def driven(*manner: str) -> list[str]:
     return [sys.executable, DRIVER, str(free_port()), str(free_port()), *manner]
 
 
-def start(*manner: str) -> Running:
-    return Running(driven(*manner))
+def start(*manner: str) -> RunningProcess:
+    return RunningProcess(driven(*manner))
 
 
-def wait_until_up(serve: Running) -> None:
+def wait_until_up(serve: RunningProcess) -> None:
     """Both children would say that they stop.  "ready" tells this of the proxy alone."""
     serve.wait_for_all("^backend up ", "^proxy up ", "^ready ")
 
@@ -38,7 +38,7 @@ def test_supervisor_prints_ready_and_example() -> None:
 
 def test_printed_lines_are_whole_after_kill() -> None:
     """Whole lines a write, or others, who print to the same place, come in between."""
-    with writes_of(driven()) as (serve, writes):
+    with capture_writes(driven()) as (serve, writes):
         announced = next(write for write in writes if write.startswith("ready "))
         assert re.fullmatch(r"ready http://\S+/v1\ncurl .+\n", announced)
         serve.terminate()

@@ -11,7 +11,7 @@ import pytest
 from support.backend.engine_driver import Drive
 from support.backend.families import prompt_of, served
 from support.backend.live_backend import BODY, SECRET, WAIT_S, LiveBackend, live, read_result, with_backend
-from support.metrics_text import Scraped
+from support.metrics_text import MetricsText
 from warmline_backend.engine import kv_transfer
 from warmline_backend.generation.sequence import Sequence
 from warmline_backend.generation.step_stats import StepHistogram
@@ -28,10 +28,10 @@ ID = "a" * 32
 P = "warmline_backend_"
 
 
-async def scrape(backend: LiveBackend, **headers: str) -> Scraped:
+async def scrape(backend: LiveBackend, **headers: str) -> MetricsText:
     async with backend.session.get("/metrics", headers=headers) as response:  # without a secret
         assert response.status == 200
-        return Scraped(await response.text(), openmetrics="openmetrics" in response.content_type)
+        return MetricsText(await response.text(), openmetrics="openmetrics" in response.content_type)
 
 
 # ---- what is counted
@@ -119,7 +119,7 @@ def test_exposition_has_all_metrics(tiny_folder: FolderOf, tmp_path: Path, monke
         status_now, snapshot = backend.service.read_status(), backend.engine.snapshot
         assert found.total(f"{P}prefilled_tokens_total") > tokens == ended.timings.prefilled
         assert found.total(f"{P}decoded_tokens_total") > ended.timings.decoded == 6
-        assert found.by(f"{P}generations_total", "finish") == {("length",): 2}
+        assert found.group_by(f"{P}generations_total", "finish") == {("length",): 2}
         for kind in ("prefill", "decode", "other"):
             assert found.total(f"{P}step_seconds_count", kind=kind) > 0, kind
         steps = found.total(f"{P}step_seconds_count", kind="decode")
@@ -128,8 +128,8 @@ def test_exposition_has_all_metrics(tiny_folder: FolderOf, tmp_path: Path, monke
         file_bytes = backend.home.segment_file(ID).stat().st_size
         assert found.total(f"{P}save_bytes_total") == file_bytes
         assert 0 < found.total(f"{P}restore_bytes_total") <= file_bytes
-        assert found.by(f"{P}restore_failures_total", "reason") == {("missing",): 1}
-        assert found.by(f"{P}save_failures_total", "reason") == {("ENOSPC",): 1}
+        assert found.group_by(f"{P}restore_failures_total", "reason") == {("missing",): 1}
+        assert found.group_by(f"{P}save_failures_total", "reason") == {("ENOSPC",): 1}
         assert found.total(f"{P}render_seconds_count") == 2 and found.total(f"{P}grammar_compile_seconds_count") >= 1
         assert found.total(f"{P}residents") == status_now.residents == 2
         assert found.total(f"{P}resident_bytes") == status_now.resident_bytes > 0

@@ -23,7 +23,7 @@ from support.backend.live_backend import (
     wait_until,
     with_backend,
 )
-from support.processes import Running, free_port
+from support.processes import RunningProcess, free_port
 from warmline_backend.config import BackendConfigError, parse_config
 from warmline_backend.server import shutdown
 from warmline_backend.server.shutdown import drain
@@ -210,7 +210,7 @@ class Backend:
     ) -> None:
         self.home, self._port = Home(folder / "home"), free_port()
         flags = ["--home", str(self.home.root), "--model", str(model), "--port", str(self._port)]
-        self.running = Running([sys.executable, *program, *flags, *rest])
+        self.running = RunningProcess([sys.executable, *program, *flags, *rest])
         self.running.wait_for(says, 60)
 
     def stream(self, body: object) -> HTTPResponse:
@@ -288,7 +288,7 @@ def test_second_backend_on_home_is_refused_before_writing(tiny_folder: FolderOf,
         draft.touch()
         pid = first.home.pid_file("backend").read_text()
         program = ["-c", QUICK, "--home", str(first.home.root), "--model", str(model), "--port", str(free_port())]
-        with Running([sys.executable, *program]) as second:
+        with RunningProcess([sys.executable, *program]) as second:
             second.wait_for(f"in use by process {first.running.process.pid}, another backend")
             assert second.process.wait(WAIT_S) == 2
         assert draft.exists() and first.home.pid_file("backend").read_text() == pid

@@ -7,7 +7,7 @@ from typing import Any
 from typer.testing import CliRunner, Result
 
 from support.pair.pair import FolderOf, Pair
-from support.planted.faults import Planted
+from support.planted.faults import FaultControl
 from support.planted.site import planted_bugs
 from warmline_run.cli import app
 
@@ -43,14 +43,14 @@ def test_random_model_passes_format_checks(warm_pair: Pair) -> None:
 def test_restart_check_passes_and_detects_planted_bug(tiny_folder: FolderOf, tmp_path: Path) -> None:
     """Nothing looks wrong but the answer: restored as long as it was, with HTTP 200."""
     only = ("--only", "restart", "--restart", "--long-tokens", "1500")
-    with Planted(restart_delay_s=0.1) as planted:
+    with FaultControl(restart_delay_s=0.1) as planted:
         environment = {**planted.environment, "PLANTED_BUGS": "1"}
         with Pair(tmp_path, tiny_folder("llama"), environment=environment) as pair:
             backend = pair.pid("backend")
             code, seen = report(pair, *only)
             assert (code, seen["restart"]["result"]) == (0, "passed"), seen
             assert pair.pid("backend") != backend
-            with planted.bug(planted_bugs.SKIPPED_LAYER):
+            with planted.active_bug(planted_bugs.SKIPPED_LAYER):
                 code, seen = report(pair, *only)
             assert (code, seen["restart"]["result"]) == (1, "failed"), seen
             assert "the warm answer is not the cold one" in seen["restart"]["detail"]

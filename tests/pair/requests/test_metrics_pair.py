@@ -4,7 +4,7 @@ import sys
 import time
 from typing import Any
 
-from support.metrics_text import Scraped
+from support.metrics_text import MetricsText
 from support.pair.pair import POLL_S, SETTLE_TIMEOUT_S, Pair, Reply, ask
 
 CANARY = "heliotrope"
@@ -18,7 +18,7 @@ class Both:
         proxy, backend = (ask(f"{url}/metrics", None, {}, "GET") for url in (pair.url, pair.backend_url))
         assert proxy.status == backend.status == 200
         self.text = (proxy.raw + backend.raw).decode()
-        self.proxy, self.backend = Scraped(proxy.raw.decode()), Scraped(backend.raw.decode())
+        self.proxy, self.backend = MetricsText(proxy.raw.decode()), MetricsText(backend.raw.decode())
 
 
 def test_metrics_of_both_processes_agree(warm_pair: Pair) -> None:

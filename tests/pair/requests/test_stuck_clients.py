@@ -7,9 +7,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from support.pair.answers import WITH_LOGPROBS, explain_difference
-from support.pair.clients import head
+from support.pair.clients import make_request_head
 from support.pair.pair import FolderOf, Message, Pair
-from support.pair.waiting import until
+from support.pair.waiting import wait_until
 
 STUCK = 8
 # Much to send for each token: the answer fills all buffers between the engine and a client that reads nothing.
@@ -29,7 +29,7 @@ def sent(pair: Pair, data: bytes) -> Iterator[socket.socket]:
 def request(number: int) -> tuple[bytes, bytes]:
     """(head, body)"""
     body = json.dumps({"messages": [{"role": "user", "content": f"Client {number}."}], **LONG}).encode()
-    return head("/v1/chat/completions", body, {}), body
+    return make_request_head("/v1/chat/completions", body, {}), body
 
 
 def test_eight_stuck_clients_do_not_slow_a_ninth(tiny_folder: FolderOf, tmp_path: Path) -> None:
@@ -39,12 +39,12 @@ def test_eight_stuck_clients_do_not_slow_a_ninth(tiny_folder: FolderOf, tmp_path
     with Pair(tmp_path / "home", tiny_folder("llama"), "--running-count-max", str(STUCK)) as pair, ExitStack() as stuck:
         for number in range(STUCK):
             stuck.enter_context(sent(pair, b"".join(request(number))))
-        until(lambda: pair.proxy_status()["lives"] == STUCK, "they all come in")
+        wait_until(lambda: pair.proxy_status()["lives"] == STUCK, "they all come in")
         for number in range(STUCK):
             top, body = request(number)
             stuck.enter_context(sent(pair, top + body[:-5]))
-        until(lambda: pair.proxy_status()["lives"] == 2 * STUCK, "and those that send slowly")
-        until(lambda: pair.proxy_status()["running"] == 0, "the engine is done with those that read nothing")
+        wait_until(lambda: pair.proxy_status()["lives"] == 2 * STUCK, "and those that send slowly")
+        wait_until(lambda: pair.proxy_status()["running"] == 0, "the engine is done with those that read nothing")
         messages: list[Message] = [{"role": "user", "content": "And I am the ninth."}]
         reply = pair.chat(messages, max_tokens=8, **WITH_LOGPROBS)
         assert pair.proxy_status()["lives"] >= 2 * STUCK, "all of them are still there"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.pair.pair import POLL_S, WARMLINE, FolderOf, Message, Pair, Reply
-from support.planted.faults import Planted
+from support.planted.faults import FaultControl
 from support.processes import free_port
 
 ANSWER = {"max_tokens": 6, "ignore_eos": True}
@@ -97,13 +97,13 @@ def said(pair: Pair, words: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def planted() -> Iterator[Planted]:
-    with Planted(retry_interval_s=0.3) as planted:
+def planted() -> Iterator[FaultControl]:
+    with FaultControl(retry_interval_s=0.3) as planted:
         yield planted
 
 
 @pytest.fixture(scope="module")
-def pair(planted: Planted, tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(planted: FaultControl, tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     home = tmp_path_factory.mktemp("home") / "h"
     with Pair(home, tiny_folder("llama"), *SLOW, environment=planted.environment) as pair:
         yield pair
@@ -121,7 +121,7 @@ def pair(planted: Planted, tiny_folder: FolderOf, tmp_path_factory: pytest.TempP
     ],
 )
 def test_serving_continues_without_persistence(
-    pair: Pair, planted: Planted, process: str, code: str, steps: list[str]
+    pair: Pair, planted: FaultControl, process: str, code: str, steps: list[str]
 ) -> None:
     begun, ended = said(pair, BEGINS), said(pair, ENDS)
     talk = Talk(pair, f"{process} {code}")
@@ -138,14 +138,14 @@ def test_serving_continues_without_persistence(
         assert code in persistence(pair)
         assert f'warmline_save_failures_total{{reason="{code}"}}' in get(pair, "/metrics")
     finally:
-        planted.mend_disk(process)
+        planted.restore_disk(process)
     wait_until_saved(pair)
     assert talk.again().cached > saved, "what could not be saved then is saved now"
     assert said(pair, ENDS) - ended == 1
     assert 1 <= said(pair, BEGINS) - begun <= 2, "one line a part that fails, not one a request"
 
 
-def test_full_disk_evicts_below_budget(pair: Pair, planted: Planted) -> None:
+def test_full_disk_evicts_below_budget(pair: Pair, planted: FaultControl) -> None:
     sacrificed = Talk(pair, "of little use")
     sacrificed.turn("first")
     talk = Talk(pair, "of more use")
@@ -154,13 +154,13 @@ def test_full_disk_evicts_below_budget(pair: Pair, planted: Planted) -> None:
     try:
         talk.turn("first")
     finally:
-        planted.mend_disk("backend")
+        planted.restore_disk("backend")
     assert persistence(pair) == "ok" and said(pair, BEGINS) == begun
     assert talk.again().cached
     assert said(pair, "the disk is full") == full + 1
 
 
-def test_unreadable_files_are_kept(pair: Pair, planted: Planted) -> None:
+def test_unreadable_files_are_kept(pair: Pair, planted: FaultControl) -> None:
     talk = Talk(pair, "unreadable")
     talk.turn("first")
     saved = talk.again().cached
@@ -168,12 +168,12 @@ def test_unreadable_files_are_kept(pair: Pair, planted: Planted) -> None:
     try:
         assert talk.refused().cached < SHARED_TOKENS_MAX
     finally:
-        planted.mend_disk("backend")
+        planted.restore_disk("backend")
     assert talk.again().cached == saved > SHARED_TOKENS_MAX
 
 
 @pytest.mark.parametrize("nth", [0, 1, 2])
-def test_manually_deleted_segment_is_a_miss(pair: Pair, planted: Planted, nth: int) -> None:
+def test_manually_deleted_segment_is_a_miss(pair: Pair, planted: FaultControl, nth: int) -> None:
     """Before it is looked for (0); when a restore opens it, to look at its header (1) or to read it (2)."""
     talk = Talk(pair, f"deleted {nth}")
     before = set(pair.home.segments.rglob("*.safetensors"))
@@ -184,7 +184,7 @@ def test_manually_deleted_segment_is_a_miss(pair: Pair, planted: Planted, nth: i
     else:
         path.unlink()
     assert talk.refused().cached < SHARED_TOKENS_MAX
-    planted.mend_disk("backend")
+    planted.restore_disk("backend")
     assert not path.exists()
     assert talk.again().cached > SHARED_TOKENS_MAX, "it was saved anew"
     assert pair.cachectl("verify", "--deep")["findings"] == []
@@ -201,7 +201,7 @@ def test_second_pair_on_home_is_refused(pair: Pair, tiny_folder: FolderOf) -> No
 
 
 def test_read_only_home_at_start(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    with Planted(retry_interval_s=0.3) as planted:
+    with FaultControl(retry_interval_s=0.3) as planted:
         pair = Pair(tmp_path / "h", tiny_folder("llama"), *SLOW, environment=planted.environment)
         talk = Talk(pair, "read only")
         with pair:
@@ -214,14 +214,14 @@ def test_read_only_home_at_start(tiny_folder: FolderOf, tmp_path: Path) -> None:
             assert saved, "what is stored is used"
             assert talk.turn("second").cached >= saved
             for process in ("backend", "proxy"):
-                planted.mend_disk(process)
+                planted.restore_disk(process)
             wait_until_saved(pair)
             assert talk.again().cached > saved
             assert pair.cachectl("verify", "--deep")["findings"] == []
 
 
 def test_index_outgrows_map(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    with Planted(map_bytes=1 << 18, retry_interval_s=0.3) as planted:
+    with FaultControl(map_bytes=1 << 18, retry_interval_s=0.3) as planted:
         pair = Pair(tmp_path / "h", tiny_folder("llama"), *SLOW, environment=planted.environment)
         with pair:
             planted.fail_disk("proxy", "ENOMEM", ["run_lmdb"], under="grow")
@@ -234,7 +234,7 @@ def test_index_outgrows_map(tiny_folder: FolderOf, tmp_path: Path) -> None:
             assert "index" in persistence(pair)
             talk = Talk(pair, "the last")
             talk.turn("first")
-            planted.mend_disk("proxy")
+            planted.restore_disk("proxy")
             wait_until_saved(pair)
             assert talk.again().cached
             assert said(pair, "the map of the index grew")

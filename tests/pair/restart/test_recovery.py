@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from support.pair.answers import WITH_LOGPROBS, explain_difference
-from support.pair.clients import Asked
+from support.pair.clients import ClientRequest
 from support.pair.pair import FolderOf, Message, Pair, Reply, ask
-from support.pair.waiting import until, wait_until_idle
-from support.planted.faults import FAULTS, WEDGES, Gate, Planted, Step
+from support.pair.waiting import wait_until, wait_until_idle
+from support.planted.faults import FAULTS, WEDGES, FaultControl, Gate, HeldStep
 from warmline_common.protocol.messages import ProcessStats
 
 STEP, PART = 64, 256
@@ -28,13 +28,13 @@ THREADS_MORE_MAX = 8  # of pools that had not started all of theirs
 
 
 @pytest.fixture(scope="module")
-def planted() -> Iterator[Planted]:
-    with Planted(restart_delay_s=0.1) as planted:
+def planted() -> Iterator[FaultControl]:
+    with FaultControl(restart_delay_s=0.1) as planted:
         yield planted
 
 
 @pytest.fixture(scope="module")
-def pair(planted: Planted, tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(planted: FaultControl, tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     home = tmp_path_factory.mktemp("recovery")
     with Pair(home, tiny_folder("llama"), *FLAGS, environment=planted.environment) as pair:
         yield pair
@@ -80,34 +80,34 @@ class Crowd:
     def name(self, word: str) -> str:
         return f"{self._words}-{word}"
 
-    def hold(self, phase: str, word: str) -> Step:
+    def hold(self, phase: str, word: str) -> HeldStep:
         """The next step of this phase and request, held."""
-        return self._gate.wait_for(phase, self.name(word))
+        return self._gate.wait_for_step(phase, self.name(word))
 
     @property
-    def silent(self) -> list[Asked]:
+    def silent(self) -> list[ClientRequest]:
         """Those that have been sent no content."""
         return [self.collecting, *self.reading]
 
-    def check(self, asked: Asked) -> None:
+    def check(self, request: ClientRequest) -> None:
         """It ended well, with the answer of an undisturbed run."""
-        reply = asked.wait_until_over().reply
-        assert explain_difference(self._pair.direct(asked.messages, **asked.options), reply) == ""
+        reply = request.wait_until_ended().reply
+        assert explain_difference(self._pair.direct(request.messages, **request.options), reply) == ""
 
-    def _ask(self, word: str, tokens: int, **options: object) -> Asked:
+    def _ask(self, word: str, tokens: int, **options: object) -> ClientRequest:
         messages = prompt(f"{self._words} {word}", tokens)
-        return Asked(self._pair, messages, headers={NAME: self.name(word)}, **options)
+        return ClientRequest(self._pair, messages, headers={NAME: self.name(word)}, **options)
 
     def _let_pass_until(self, phase: str, word: str) -> None:
         assert self.hold(phase, word).let_pass()
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in WEDGES])
-def test_fault_while_decoding(fault: str, pair: Pair, planted: Planted, before: ProcessStats) -> None:
+def test_fault_while_decoding(fault: str, pair: Pair, planted: FaultControl, before: ProcessStats) -> None:
     check_fault_while_decoding(fault, pair, planted)
 
 
-def test_wedge_while_decoding(planted: Planted, tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_wedge_while_decoding(planted: FaultControl, tiny_folder: FolderOf, tmp_path: Path) -> None:
     """Nothing moves, or not even the process answers: it is killed, and the rest is as after any other end."""
     flags = (*FLAGS, "--wedge-timeout-s", "2")
     with Pair(tmp_path / "home", tiny_folder("llama"), *flags, environment=planted.environment) as pair:
@@ -116,21 +116,21 @@ def test_wedge_while_decoding(planted: Planted, tiny_folder: FolderOf, tmp_path:
             assert pair.proxy_status()["backend_kills"] == number
 
 
-def check_fault_while_decoding(fault: str, pair: Pair, planted: Planted) -> None:
+def check_fault_while_decoding(fault: str, pair: Pair, planted: FaultControl) -> None:
     earlier = prompt(f"earlier {fault}", 1000)
     told = pair.chat(earlier, **ANSWER)
     pair.settle()
     boot = pair.status().boot
-    with planted.gate() as gate:
+    with planted.make_gate() as gate:
         crowd = Crowd(pair, gate, fault)
         step = crowd.hold("decode", "speaking")
-        planted.order(fault, "decode")
+        planted.plant_fault(fault, "decode")
         step.start()
         planted.wait_until_taken()
-    for asked in crowd.silent:
-        crowd.check(asked)
-    spoken = crowd.speaking.wait_until_over()
-    assert spoken.text and spoken.error and not spoken.done, "who has heard a part is told that no more comes"
+    for request in crowd.silent:
+        crowd.check(request)
+    spoken = crowd.speaking.wait_until_ended()
+    assert spoken.text and spoken.error and not spoken.is_complete, "who has heard a part is told that no more comes"
     assert is_ready(pair)
     assert (pair.status().boot == boot) == (fault == "raise"), "only an exception is survived"
     check_next_turn(pair, earlier, told.text, told.prompt_tokens)
@@ -150,7 +150,7 @@ def check_let_go(pair: Pair) -> None:
     wait_until_idle(pair)
     proxy = pair.proxy_status()
     assert (proxy["lives"], proxy["running"], proxy["queued"]) == (0, 0, 0)
-    until(lambda: abs(unaccounted_bytes(pair)) < (1 << 20), "memory that nobody accounts for")
+    wait_until(lambda: abs(unaccounted_bytes(pair)) < (1 << 20), "memory that nobody accounts for")
 
 
 def unaccounted_bytes(pair: Pair) -> int:
@@ -159,15 +159,15 @@ def unaccounted_bytes(pair: Pair) -> int:
     return pair.status().vitals.bytes_unaccounted
 
 
-def test_exception_during_prefill(pair: Pair, planted: Planted, before: ProcessStats) -> None:
-    with planted.gate() as gate:
+def test_exception_during_prefill(pair: Pair, planted: FaultControl, before: ProcessStats) -> None:
+    with planted.make_gate() as gate:
         crowd = Crowd(pair, gate, "reading")
         step = crowd.hold("prefill", "reading-True")
-        planted.order("raise", "prefill")
+        planted.plant_fault("raise", "prefill")
         step.start()
         planted.wait_until_taken()
-    for asked in (*crowd.silent, crowd.speaking):  # another batch's fault is not its own
-        crowd.check(asked)
+    for request in (*crowd.silent, crowd.speaking):  # another batch's fault is not its own
+        crowd.check(request)
     check_let_go(pair)
 
 
@@ -178,31 +178,31 @@ def saved_tokens(pair: Pair) -> int:
     return int(pair.cachectl("stats")["stored"]["tokens"])
 
 
-def test_backend_killed_in_long_prefill(pair: Pair, planted: Planted, before: ProcessStats) -> None:
+def test_backend_killed_in_long_prefill(pair: Pair, planted: FaultControl, before: ProcessStats) -> None:
     """At most a part, a chunk, and the tokens computed while the part before was saved are lost."""
     messages = prompt("killed backend", 2000)
-    with planted.gate() as gate:
-        asked = Asked(pair, messages, stream=True, **ANSWER)
+    with planted.make_gate() as gate:
+        request = ClientRequest(pair, messages, stream=True, **ANSWER)
         done = prefill_parts(pair, gate)
         os.kill(pair.pid("backend"), signal.SIGKILL)
-    check_goes_on(pair, messages, done, asked.wait_until_over().reply)
+    check_goes_on(pair, messages, done, request.wait_until_ended().reply)
     check_let_go(pair)
 
 
 def test_proxy_leaks_nothing_after_faults(pair: Pair, before: ProcessStats) -> None:
-    until(lambda: proxy_vitals(pair).tasks <= before.tasks, "tasks are left")
-    until(lambda: proxy_vitals(pair).descriptors <= before.descriptors, "descriptors are left")
+    wait_until(lambda: proxy_vitals(pair).tasks <= before.tasks, "tasks are left")
+    wait_until(lambda: proxy_vitals(pair).descriptors <= before.descriptors, "descriptors are left")
     assert proxy_vitals(pair).threads <= before.threads + THREADS_MORE_MAX
     assert pair.cachectl("verify", "--deep")["findings"] == []
 
 
-def test_pair_killed_in_long_prefill(pair: Pair, planted: Planted) -> None:
+def test_pair_killed_in_long_prefill(pair: Pair, planted: FaultControl) -> None:
     messages = prompt("killed pair", 2000)
-    with planted.gate() as gate:
-        asked = Asked(pair, messages, stream=True, **ANSWER)
+    with planted.make_gate() as gate:
+        request = ClientRequest(pair, messages, stream=True, **ANSWER)
         done = prefill_parts(pair, gate)
         pair.kill()
-    asked.wait_until_over()
+    request.wait_until_ended()
     pair.start()
     check_goes_on(pair, messages, done, pair.chat(messages, **ANSWER))
     assert pair.cachectl("verify", "--deep")["findings"] == []
@@ -213,9 +213,9 @@ def prefill_parts(pair: Pair, gate: Gate) -> int:
     before = saved_tokens(pair)
     done = sum(prefill_a_part(pair, gate, part, before) for part in (1, 2))
     while done < 3 * PART:
-        assert gate.wait_for("prefill").let_pass()
+        assert gate.wait_for_step("prefill").let_pass()
         done += STEP
-    gate.wait_for("prefill")
+    gate.wait_for_step("prefill")
     return done
 
 
@@ -224,11 +224,11 @@ def prefill_a_part(pair: Pair, gate: Gate, part: int, before: int) -> int:
     done = STEP if part > 1 else 0  # it began while the one before was saved
     gate.forget_commands()
     while done < PART:
-        assert gate.wait_for("prefill").let_pass()
+        assert gate.wait_for_step("prefill").let_pass()
         done += STEP
     gate.wait_for_command("find_kv")
-    assert gate.wait_for("prefill").let_pass()
-    until(lambda: saved_tokens(pair) >= before + part * PART - SHARED_MAX, "the part is not saved")
+    assert gate.wait_for_step("prefill").let_pass()
+    wait_until(lambda: saved_tokens(pair) >= before + part * PART - SHARED_MAX, "the part is not saved")
     return done + STEP - (STEP if part > 1 else 0)
 
 

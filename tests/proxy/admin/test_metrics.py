@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from support.metrics_text import Scraped
+from support.metrics_text import MetricsText
 from support.proxy.harness import Pair, on_loop, pair
 from support.proxy.metric_values import ended, scrape, until, when
 from warmline_common.protocol.messages import HEADER_REQUEST, PrefillRate
@@ -24,8 +24,8 @@ LONG = "A long question. " * 20
 NOTHING = PrefixMatch(tokens=0, chain=[], checkpoints=[], end_reason="nothing stored")
 
 
-def scraped(metrics: ProxyMetrics) -> Scraped:
-    return Scraped(metrics.render_exposition()[0].decode())
+def scraped(metrics: ProxyMetrics) -> MetricsText:
+    return MetricsText(metrics.render_exposition()[0].decode())
 
 
 def record(**facts: Any) -> RequestRecord:
@@ -56,11 +56,11 @@ def test_record_request_counts_outcome_and_times() -> None:
     metrics.record_request(warm, "2xx")
     metrics.record_request(record(endpoint="messages", outcome="cancelled", queue_s=3.0, total_s=3.0), "none")
     found = scraped(metrics)
-    assert found.by("warmline_requests_total", "api", "outcome", "source", "status") == {
+    assert found.group_by("warmline_requests_total", "api", "outcome", "source", "status") == {
         ("chat", "ok", "restored", "2xx"): 1,
         ("messages", "cancelled", "cold", "none"): 1,
     }
-    assert found.by("warmline_prompt_tokens_total", "source") == {("restored",): 900, ("computed",): 100}
+    assert found.group_by("warmline_prompt_tokens_total", "source") == {("restored",): 900, ("computed",): 100}
     assert found.total("warmline_generated_tokens_total") == 50
     assert {name: (found.total(f"{name}_count"), found.total(f"{name}_sum")) for name in histograms(found)} == {
         "warmline_request_seconds": (2, 12.0),
@@ -74,7 +74,7 @@ def test_record_request_counts_outcome_and_times() -> None:
     }
 
 
-def histograms(found: Scraped) -> list[str]:
+def histograms(found: MetricsText) -> list[str]:
     return [name for name, family in found.families.items() if family.type == "histogram"]
 
 
@@ -115,7 +115,7 @@ async def test_prompt_tokens_by_source_sum_to_total(tmp_path: Path, monkeypatch:
             assert answer.status == 200
         records, found = await proxy.settled(), await scrape(proxy)
         assert [answer.headers["X-Warmline-Cache"].split()[0] for answer in answers] == ["cold", "resident", "restored"]
-        assert found.by("warmline_requests_total", "api", "source", "outcome", "status") == {
+        assert found.group_by("warmline_requests_total", "api", "source", "outcome", "status") == {
             ("chat", "cold", "ok", "2xx"): 1,
             ("chat", "resident", "ok", "2xx"): 1,
             ("chat", "restored", "ok", "2xx"): 1,
@@ -126,7 +126,7 @@ async def test_prompt_tokens_by_source_sum_to_total(tmp_path: Path, monkeypatch:
         for name in ("request", "queue", "ttft", "prefill", "decode"):
             assert found.total(f"warmline_{name}_seconds_count") == len(records), name
         assert found.total("warmline_restore_seconds_count") == 1
-        assert found.by("warmline_restores_total", "outcome") == {("ok",): 1}
+        assert found.group_by("warmline_restores_total", "outcome") == {("ok",): 1}
         assert found.total("warmline_saves_total") >= 2
         assert found.total("warmline_saved_bytes_total") == 4 * found.total("warmline_stored_files", kind="segments")
 
@@ -147,7 +147,7 @@ async def test_expected_ttft_recorded_and_compared(tmp_path: Path) -> None:
         assert cold.expected_ttft_s == cold.prompt_tokens
         assert warm.source == "resident" and warm.expected_ttft_s == warm.prompt_tokens - warm.cached_tokens
         found = await scrape(proxy)
-        assert found.by("warmline_ttft_estimate_ratio_count", "source") == {("cold",): 1, ("resident",): 1}
+        assert found.group_by("warmline_ttft_estimate_ratio_count", "source") == {("cold",): 1, ("resident",): 1}
         assert 0 < found.total("warmline_ttft_estimate_ratio_sum", source="cold") < 1
 
 
@@ -191,7 +191,7 @@ async def test_errors_by_status_and_code(tmp_path: Path) -> None:
         await send_garbage(proxy)
         assert statuses == [429, 400, 400, 404, 404]
         found = await scrape(proxy)
-        assert found.by("warmline_errors_total", "status", "code") == {
+        assert found.group_by("warmline_errors_total", "status", "code") == {
             ("429", "queue_full"): 1,
             ("400", "invalid_request_error"): 3,
             ("404", "not_found"): 2,
@@ -215,8 +215,8 @@ async def test_error_in_stream_is_counted(tmp_path: Path) -> None:
         assert answer.status == 200
         await proxy.settled()
         found = await scrape(proxy)
-        assert found.by("warmline_requests_total", "outcome", "status") == {("error", "5xx"): 1}
-        assert found.by("warmline_errors_total", "status") == {("502",): 1}
+        assert found.group_by("warmline_requests_total", "outcome", "status") == {("error", "5xx"): 1}
+        assert found.group_by("warmline_errors_total", "status") == {("502",): 1}
 
 
 @on_loop
@@ -231,7 +231,9 @@ async def test_refused_connection_is_counted(tmp_path: Path) -> None:
             assert b" 503 " in await reader.readline()
             writer.close()
         await ended(proxy)
-        assert (await scrape(proxy)).by("warmline_errors_total", "status", "code") == {("503", "connections_full"): 1}
+        assert (await scrape(proxy)).group_by("warmline_errors_total", "status", "code") == {
+            ("503", "connections_full"): 1
+        }
 
 
 def test_error_code_labels_are_bounded() -> None:
@@ -240,7 +242,7 @@ def test_error_code_labels_are_bounded() -> None:
         metrics.record_error(bad_request("no", code=f"code_{number}"))
     for code in ("a code of words", "x" * 41, ""):
         metrics.record_error(ClientError(400, encode_error_body("no", "a type", code)))
-    found = scraped(metrics).by("warmline_errors_total", "code")
+    found = scraped(metrics).group_by("warmline_errors_total", "code")
     assert len(found) == ERROR_CODES_MAX + 1 and found[("other",)] == 8
 
 
@@ -257,7 +259,7 @@ async def test_metrics_access_for_clients_and_owner(tmp_path: Path) -> None:
         async with proxy.client.get(f"{proxy.url}/warmline/status", headers={"X-Api-Key": "wrong"}) as response:
             assert response.status == 401
         found = await scrape(proxy, Authorization="Bearer sesame")
-        assert found.by("warmline_unauthorized_total", "door") == {("client",): 2, ("owner",): 1}
+        assert found.group_by("warmline_unauthorized_total", "door") == {("client",): 2, ("owner",): 1}
         assert found.total("warmline_errors_total", status="401") == 3
 
 
@@ -269,10 +271,10 @@ async def test_text_and_openmetrics_formats(tmp_path: Path) -> None:
         headers = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
         async with proxy.client.get(f"{proxy.url}/metrics", headers=headers) as response:
             assert response.content_type == "application/openmetrics-text"
-            found = Scraped(await response.text(), openmetrics=True)
+            found = MetricsText(await response.text(), openmetrics=True)
         async with proxy.client.get(f"{proxy.url}/metrics") as response:
             assert response.content_type == "text/plain"
-            plain = Scraped(await response.text())
+            plain = MetricsText(await response.text())
         assert found.total("warmline_requests_total") == plain.total("warmline_requests_total") == 1
         assert not [name for name in plain.families if name.endswith("_created")]
 
@@ -300,7 +302,7 @@ async def test_storage_gauges_and_evictions(tmp_path: Path, monkeypatch: pytest.
         evicted += (rest := await asyncio.to_thread(proxy.index.make_room))
         found = await scrape(proxy)
         assert len(evicted) == totals.segments and rest
-        assert found.by("warmline_evictions_total", "why") == {
+        assert found.group_by("warmline_evictions_total", "why") == {
             ("disk_full",): len(evicted) - len(rest),
             ("budget",): len(rest),
         }
@@ -317,8 +319,8 @@ async def test_failed_restore_is_counted(tmp_path: Path) -> None:
         proxy.backend.refuse_restores = ["checksum"]
         assert (await proxy.chat(LONG)).status == 200
         found = await scrape(proxy)
-        assert found.by("warmline_restores_total", "outcome") == {("failed",): 1}
-        assert found.by("warmline_quarantined_total", "reason") == {("checksum",): 1}
+        assert found.group_by("warmline_restores_total", "outcome") == {("failed",): 1}
+        assert found.group_by("warmline_quarantined_total", "reason") == {("checksum",): 1}
 
 
 @on_loop

@@ -35,8 +35,11 @@ async def test_cancel_while_queued(tmp_path: Path) -> None:
         assert [(await each).status for each in (first, second)] == [200, 499]
         assert await ended(proxy) == {("waiting", "delete"): 1}
         found = await scrape(proxy)
-        assert found.by("warmline_requests_total", "outcome", "status") == {("ok", "2xx"): 1, ("cancelled", "4xx"): 1}
-        assert found.by("warmline_errors_total", "status", "code") == {("499", "cancelled"): 1}
+        assert found.group_by("warmline_requests_total", "outcome", "status") == {
+            ("ok", "2xx"): 1,
+            ("cancelled", "4xx"): 1,
+        }
+        assert found.group_by("warmline_errors_total", "status", "code") == {("499", "cancelled"): 1}
 
 
 async def is_queued(proxy: Pair) -> bool:
@@ -70,7 +73,7 @@ async def test_client_disconnect_by_phase(tmp_path: Path, after: int, phase: str
         await proxy.backend.called("cancel")
         assert await ended(proxy) == {(phase, "client"): 1}
         found = await scrape(proxy)
-        assert found.by("warmline_requests_total", "outcome", "status") == {("cancelled", "none"): 1}
+        assert found.group_by("warmline_requests_total", "outcome", "status") == {("cancelled", "none"): 1}
         assert found.total("warmline_errors_total") == 0
 
 
@@ -104,7 +107,7 @@ async def test_deadline_exceeded(tmp_path: Path, settings: dict[str, Any], heade
         proxy.backend.hold_after = 1
         assert (await proxy.chat(headers=headers)).status == 504
         assert await ended(proxy) == {("decode", by): 1}
-        assert (await scrape(proxy)).by("warmline_requests_total", "outcome", "status") == {("error", "5xx"): 1}
+        assert (await scrape(proxy)).group_by("warmline_requests_total", "outcome", "status") == {("error", "5xx"): 1}
 
 
 @on_loop

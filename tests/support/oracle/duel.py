@@ -20,9 +20,9 @@ from support.oracle.conversations import Conversations, Question
 from support.oracle.reference import STEP_TOKENS, Reference
 from support.oracle.steps import LEAVE_IN_DECODE, LEAVE_IN_PREFILL, Ask, Forget, Fresh, Kill, Purge, Restart, Together
 from support.oracle.verdict import Difference, Verdict, compare
-from support.pair.clients import Asked
+from support.pair.clients import ClientRequest
 from support.pair.pair import START_TIMEOUT_S, Pair, Reply, ask
-from support.planted.faults import Gate, Planted
+from support.planted.faults import FaultControl, Gate
 
 NAME, CACHE = "X-Warmline-Request", "x-warmline-cache"
 LEAVE_PHASES = {LEAVE_IN_PREFILL: ("prefill", "first"), LEAVE_IN_DECODE: ("decode",)}
@@ -75,7 +75,7 @@ class Duel:
         self._homes, self._talks, self._requests = 0, Conversations(), 0
         self._faults, self._small_memory = 0, False
         self._pair: Pair | None = None
-        self.planted = Planted(RESTART_DELAY_S)
+        self.planted = FaultControl(RESTART_DELAY_S)
 
     def __enter__(self) -> "Duel":
         self.planted.__enter__()
@@ -186,26 +186,26 @@ class Duel:
         if not question.ask.fault or self._faults == FAULTS_MAX:
             return self._ask_to_end(pair, question)
         self._faults += 1
-        self.planted.order("raise", question.ask.fault)
+        self.planted.plant_fault("raise", question.ask.fault)
         try:
             return self._ask_to_end(pair, question)
         finally:
-            self.planted.withdraw()
+            self.planted.withdraw_fault()
 
     def _ask_to_end(self, pair: Pair, question: Question) -> Reply | None:
         if question.ask.stream:
             return self._check_end(
-                Asked(pair, question.messages, stream=True, **question.options).wait_until_over(), question
+                ClientRequest(pair, question.messages, stream=True, **question.options).wait_until_ended(), question
             )
         reply = pair.post("/v1/chat/completions", question.body)
         if reply.status == 200:
             return reply
         return self._check_refusal(question, reply.raw.decode())
 
-    def _check_end(self, asked: Asked, question: Question) -> Reply | None:
-        if asked.done and not asked.error:
-            return asked.reply
-        return self._check_refusal(question, asked.told)
+    def _check_end(self, request: ClientRequest, question: Question) -> Reply | None:
+        if request.is_complete and not request.error:
+            return request.reply
+        return self._check_refusal(question, request.summary)
 
     def _check_refusal(self, question: Question, told: str) -> None:
         """Raise Difference unless the request may fail: after content was sent, or with little memory."""
@@ -216,17 +216,19 @@ class Duel:
         """Ask, and leave during the given step of the engine; None, or the answer if it ended before."""
         self._requests += 1
         name, phases = f"oracle-{self._homes}-{self._requests}", LEAVE_PHASES[question.ask.end]
-        with self.planted.gate() as gate:
-            asked = Asked(pair, question.messages, headers={NAME: name}, stream=question.ask.stream, **question.options)
+        with self.planted.make_gate() as gate:
+            request = ClientRequest(
+                pair, question.messages, headers={NAME: name}, stream=question.ask.stream, **question.options
+            )
             steps_left = question.ask.after
-            while (step := gate.next_step_unless(lambda: asked.over)) is not None:
+            while (step := gate.next_step_unless(lambda: request.is_ended)) is not None:
                 if name in step.requests and step.phase in phases and (steps_left == 0 or step.phase == "first"):
-                    leave(asked, gate)
+                    leave(request, gate)
                     step.let_pass()
                     return None
                 steps_left -= name in step.requests and step.phase in phases
                 step.let_pass()
-        return self._check_end(asked.wait_until_over(), question)
+        return self._check_end(request.wait_until_ended(), question)
 
     def _compare(self, question: Question, warm: Reply) -> None:
         verdict = compare(self._reference.compute_cold(question.body), warm, self._tolerance)
@@ -274,17 +276,17 @@ class Duel:
         """Kill a process at a disk operation between a request and the end of its save, if it makes as many."""
         question, planted, pid = self._talks.question(step.ask), self.planted, pair.pid(step.process)
         planted.kill_at(step.process, step.nth, step.when)
-        asked = Asked(pair, question.messages, **question.options).wait_until_over()
-        wait_until(lambda: planted.killed(step.process) or is_settled(pair), "neither killed nor settled")
-        planted.mend_disk(step.process)
-        if planted.killed(step.process):
+        request = ClientRequest(pair, question.messages, **question.options).wait_until_ended()
+        wait_until(lambda: planted.is_killed(step.process) or is_settled(pair), "neither killed nor settled")
+        planted.restore_disk(step.process)
+        if planted.is_killed(step.process):
             self.tally.counts["killed at the disk"] += 1
             wait_for_new_process(pair, step.process, pid)
-        if asked.done:
-            self._compare(question, asked.reply)
-        elif not planted.killed(step.process):
-            raise Difference(f"{step} was not answered: {asked.told}")
-        self._talks.record_answer(question, asked.text if asked.done else None)
+        if request.is_complete:
+            self._compare(question, request.reply)
+        elif not planted.is_killed(step.process):
+            raise Difference(f"{step} was not answered: {request.summary}")
+        self._talks.record_answer(question, request.text if request.is_complete else None)
 
     def _start(self, step: Restart | None = None) -> None:
         flags = [*FLAGS, "--reuse", self.mode, *self.family.flags]
@@ -311,10 +313,10 @@ def find_start(reply: Reply) -> str:
     return next((value for name, value in reply.headers.items() if name.lower() == CACHE), "unknown")
 
 
-def leave(asked: Asked, gate: Gate) -> None:
+def leave(request: ClientRequest, gate: Gate) -> None:
     """Leave, and return when the cancel is in the engine's mailbox."""
     gate.forget_commands()
-    asked.leave()
+    request.disconnect()
     gate.wait_for_command("cancel")
 
 

@@ -13,7 +13,7 @@ from support import tiny_models
 from support.oracle.verdict import Difference
 from support.pair.answers import TOLERANCE, TOLERANCE_QUANTIZED
 from support.pair.pair import START_TIMEOUT_S, WARMLINE, Reply, ask
-from support.processes import Running, free_port
+from support.processes import RunningProcess, free_port
 from warmline_common.storage.home import Home
 
 STEP_TOKENS = 64
@@ -86,7 +86,7 @@ class Reference:
         own = ("--model", str(self.model), "--backend-port", str(port), *self.family.flags)
         with tempfile.TemporaryDirectory(prefix="reference-") as folder:
             flags = ("--home", folder, *own, "--reuse", "off", "--prefill-step-size", str(step_tokens))
-            with Running([WARMLINE, "backend", *flags]) as process:
+            with RunningProcess([WARMLINE, "backend", *flags]) as process:
                 process.wait_for("serving .* at http://", START_TIMEOUT_S)
                 yield Backend(f"http://127.0.0.1:{port}", Home(Path(folder)).load_secret())
 

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from typer.testing import CliRunner
 
-from support.processes import Running, free_port
+from support.processes import RunningProcess, free_port
 from warmline_cachectl.cli import app as cachectl
 from warmline_common.protocol.messages import (
     BackendStatus,
@@ -75,7 +75,7 @@ class Pair:
     def __init__(self, home: Path, model: Path, *flags: str, environment: Mapping[str, str] | None = None) -> None:
         self.home, self._model, self._flags, self._environment = Home(home), model, flags, environment
         self.port, self.backend_port = free_port(), free_port()
-        self._serve: Running | None = None
+        self._serve: RunningProcess | None = None
 
     @property
     def url(self) -> str:
@@ -94,7 +94,7 @@ class Pair:
         ports = ["--port", str(self.port), "--backend-port", str(self.backend_port)]
         given = ["--audit-fraction", "0", *self._flags]  # no audits by chance, unless a test wants them
         arguments = ["serve", "--home", str(self.home.root), "--model", str(self._model), *ports, *given]
-        self._serve = Running([WARMLINE, *arguments], self._environment)
+        self._serve = RunningProcess([WARMLINE, *arguments], self._environment)
         self._serve.wait_for("^ready http://", START_TIMEOUT_S)
         return self
 

@@ -4,15 +4,15 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from support.metrics_text import Scraped
+from support.metrics_text import MetricsText
 from support.proxy.harness import Pair
 from warmline_proxy.app import REQUEST_REGISTRY
 
 
-async def scrape(proxy: Pair, **headers: str) -> Scraped:
+async def scrape(proxy: Pair, **headers: str) -> MetricsText:
     async with proxy.client.get(f"{proxy.url}/metrics", headers=headers) as response:
         assert response.status == 200
-        return Scraped(await response.text())
+        return MetricsText(await response.text())
 
 
 async def until(true: Callable[[], Coroutine[Any, Any, bool]]) -> None:
@@ -28,4 +28,4 @@ async def when(true: Callable[[], object]) -> None:
 async def ended(proxy: Pair) -> dict[tuple[str, ...], float]:
     """Cancel counts by (phase, source), once no request is left."""
     await when(lambda: not len(proxy.app[REQUEST_REGISTRY]))
-    return (await scrape(proxy)).by("warmline_cancels_total", "phase", "by")
+    return (await scrape(proxy)).group_by("warmline_cancels_total", "phase", "by")
