@@ -21,8 +21,8 @@ def chromium() -> Iterator[Chromium]:
 def browser(chromium: Chromium) -> Chromium:
     """At a desktop's size, with nothing told yet."""
     chromium.open("about:blank")
-    chromium.show(1280, 900)
-    chromium.told("")
+    chromium.set_viewport(1280, 900)
+    chromium.list_events("")
     chromium.events.clear()
     return chromium
 

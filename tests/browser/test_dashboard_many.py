@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.browser.chromium import Chromium
-from support.many_segments import CHAIN, fill
+from support.many_segments import CHAIN, fill_index
 from support.processes import RunningProcess, free_port
 from warmline_common.storage.home import Home
 from warmline_proxy.auth.key_store import ADMIN_KIND, ensure_key
@@ -82,7 +82,7 @@ def proxy(chromium: Chromium) -> Iterator[Proxy]:
         home = Home(Path(folder) / "home")
         home.prepare()
         with Index(home, 1 << 30) as index:
-            fill(index, SEGMENTS)
+            fill_index(index, SEGMENTS)
             remember(index)
         proxy = Proxy(home)
         yield proxy
@@ -119,16 +119,16 @@ def test_tree_of_thousands_is_paged(page: Chromium, screenshots: Path) -> None:
     page.press("Enter")
     page.wait("document.querySelectorAll('#tree [aria-level=\"3\"]').length === 61")
     assert page.run("document.activeElement.getAttribute('aria-posinset')") == "31", "on the first that came"
-    page.picture(screenshots / "ten-thousand.png")
+    page.save_screenshot(screenshots / "ten-thousand.png")
     page.press("ArrowLeft")
     settled(page, "0\u2013128")
     page.press("ArrowLeft")
     page.wait("document.querySelectorAll('#tree [aria-level=\"3\"]').length === 0")
     assert page.run("document.querySelectorAll('#tree [tabindex=\"0\"]').length") == 1
-    sizes = [each["encodedDataLength"] for each in page.told("Network.loadingFinished")]
+    sizes = [each["encodedDataLength"] for each in page.list_events("Network.loadingFinished")]
     assert len(sizes) > 15 and max(sizes) < ANSWER_BYTES_MAX
     assert page.run("document.querySelectorAll('*').length") < ELEMENTS_MAX
-    assert page.complaints() == []
+    assert page.list_problems() == []
 
 
 def test_search_finds_conversation(page: Chromium) -> None:
@@ -191,7 +191,7 @@ def test_hidden_page_does_not_poll(browser: Chromium, proxy: Proxy) -> None:
     browser.open(f"{proxy.url}/admin")
     browser.wait("document.querySelector('#curl').textContent !== ''")
     browser.call("Page.removeScriptToEvaluateOnNewDocument", **hiding)
-    assert [url for url in browser.asked_for() if "/warmline/" in url] == []
+    assert [url for url in browser.list_requested_urls() if "/warmline/" in url] == []
     browser.run("delete document.visibilityState; document.dispatchEvent(new Event('visibilitychange'))")
     browser.wait("Number(document.documentElement.dataset.asked) >= 1")
 
@@ -221,9 +221,9 @@ def test_requests_are_paged(page: Chromium, screenshots: Path) -> None:
     spans = [round(float(width.removesuffix("%")) * longest_s / 100, 1) for width in widths]
     assert spans == [0.1, 0.0, 0.5, 6.0, 2.4], "in the end what is none of them"
     for width in (360, 1280):
-        page.show(width, 800)
+        page.set_viewport(width, 800)
         assert page.run("looks.wide()") == page.run("looks.faint()") == []
-        page.picture(screenshots / f"thousands-{width}.png")
+        page.save_screenshot(screenshots / f"thousands-{width}.png")
 
 
 def test_page_beyond_last_request_returns(page: Chromium) -> None:
@@ -290,11 +290,11 @@ def test_admin_key_opens_dashboard(browser: Chromium, tmp_path: Path) -> None:
     proxy = Proxy(home, "--admin-needs-key")
     url = proxy.url.replace("127.0.0.1", "0.0.0.0")  # an address that a browser trusts as little as one in the network
     try:
-        with browser.typing(key) as asked:
+        with browser.given_password(key) as asked:
             browser.open(f"{url}/admin")
             browser.wait("Number(document.documentElement.dataset.asked) >= 1")
         assert asked == [f"{url}/admin"], "asked once, for the page"
         assert not browser.run("isSecureContext")
-        assert browser.complaints() == []
+        assert browser.list_problems() == []
     finally:
         proxy.kill()

@@ -57,7 +57,7 @@ def test_empty_dashboard_shows_instructions(browser: Chromium, pair: Pair, scree
     url, body = found.groups()
     assert url == f"{pair.url}/v1/chat/completions"
     assert browser.run("looks.wide()") == browser.run("looks.faint()") == []
-    browser.picture(screenshots / "empty.png")
+    browser.save_screenshot(screenshots / "empty.png")
     assert pair.post("/v1/chat/completions", json.loads(body)).status == 200, "what it says to send is answered"
     pair.settle()
     unnamed_is_told_apart(browser, pair)
@@ -100,7 +100,7 @@ def test_conversation_from_warm_to_purged(browser: Chromium, pair: Pair, screens
     names = browser.run("[...document.querySelectorAll('#session-rows b')].map((each) => each.textContent)")
     assert names == [HOSTILE, "steady"]
     assert browser.run("document.images.length") == 0 and browser.run("document.title") == "Warmline"
-    browser.picture(screenshots / "desktop-light.png")
+    browser.save_screenshot(screenshots / "desktop-light.png")
 
     # why not warmer
     browser.run("document.querySelector('.row').focus()")
@@ -116,24 +116,24 @@ def test_conversation_from_warm_to_purged(browser: Chromium, pair: Pair, screens
     browser.wait("document.activeElement.matches('[role=treeitem].on-path')")
     assert "ends at token" in browser.run("document.activeElement.firstChild.textContent")
     assert "reused up to token" in browser.run("document.querySelector('#tree').textContent")
-    browser.picture(screenshots / "explained.png")
+    browser.save_screenshot(screenshots / "explained.png")
     check_all_looks(browser, screenshots)
 
     pin_and_purge(browser, pair, screenshots)
-    assert browser.complaints() == []
-    assert [url for url in browser.asked_for() if not url.startswith(f"{pair.url}/")] == []
+    assert browser.list_problems() == []
+    assert [url for url in browser.list_requested_urls() if not url.startswith(f"{pair.url}/")] == []
 
 
 def check_all_looks(browser: Chromium, screenshots: Path) -> None:
     """In each the text is readable, and nothing is wider than the window."""
     for name, size in (("desktop", DESKTOP), ("phone", PHONE)):
         for scheme in ("light", "dark"):
-            browser.show(*size, scheme=scheme, motion="reduce")
+            browser.set_viewport(*size, scheme=scheme, motion="reduce")
             wrong = {each: browser.run(f"looks.{each}()") for each in ("faint", "wide", "small")}
             assert wrong == {"faint": [], "wide": [], "small": []}, (name, scheme)
             assert browser.run("getComputedStyle(document.querySelector('.bar i')).transitionDuration") == "0s"
-            browser.picture(screenshots / f"{name}-{scheme}.png")
-    browser.show(*DESKTOP)
+            browser.save_screenshot(screenshots / f"{name}-{scheme}.png")
+    browser.set_viewport(*DESKTOP)
 
 
 def pin_and_purge(browser: Chromium, pair: Pair, screenshots: Path) -> None:
@@ -143,9 +143,9 @@ def pin_and_purge(browser: Chromium, pair: Pair, screenshots: Path) -> None:
     browser.wait(f"{row}.querySelector('.pin').getAttribute('aria-pressed') === 'true'")
     visit(browser, pair)
     browser.wait(f"{row}.querySelector('.pin').textContent === 'Pinned'")
-    browser.show(*DESKTOP, scheme="dark")
+    browser.set_viewport(*DESKTOP, scheme="dark")
     assert browser.run("looks.faint()") == []
-    browser.show(*DESKTOP)
+    browser.set_viewport(*DESKTOP)
     before = pair.cachectl("inspect")["sessions"]
     kept, gone = (next(each for each in before if each["client"] == name) for name in ("steady", HOSTILE))
 
@@ -156,7 +156,7 @@ def pin_and_purge(browser: Chromium, pair: Pair, screenshots: Path) -> None:
     would = f"Conversation {gone['id']} goes: 1 segment, {gone['bytes_alone'] / 1000:.0f} KB."
     assert browser.run("document.querySelector('#dialog-text').textContent").startswith(would)
     assert browser.run("looks.faint()") == browser.run("looks.wide()") == []
-    browser.picture(screenshots / "purge.png")
+    browser.save_screenshot(screenshots / "purge.png")
     held = []
     for _ in range(4):
         held.append(browser.run("document.activeElement.id"))

@@ -24,7 +24,7 @@ TEXT = (Path(__file__).parents[2] / "docs" / "glm-5.2.md").read_text()
 
 @pytest.fixture(scope="module")
 def examined(tmp_path_factory: pytest.TempPathFactory) -> Examination:
-    folder = glm_5_2.write(tmp_path_factory.mktemp("glm") / "GLM-5.2-mxfp4")
+    folder = glm_5_2.write_folder(tmp_path_factory.mktemp("glm") / "GLM-5.2-mxfp4")
     return examine_model(DoctorSettings(str(folder), memory_gb=512, prefill_tokens_s=179, disk_gb_s=3))
 
 

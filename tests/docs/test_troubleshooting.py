@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from support.docs.commands import ROOT
-from support.docs.printed_messages import Said, messages, words
+from support.docs.printed_messages import PrintedMessage, find_messages, split_words
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 CODES_MIN = 20
@@ -25,7 +25,7 @@ class Family:
     why: str
     heading: str = ""
 
-    def has(self, said: Said) -> bool:
+    def has(self, said: PrintedMessage) -> bool:
         return fnmatch(said.module, self.modules) and (not self.carriers or said.carrier in self.carriers)
 
 
@@ -86,7 +86,7 @@ BESIDES = {
     "nothing was changed",
 }
 
-MESSAGES = messages(ROOT)
+MESSAGES = find_messages(ROOT)
 
 
 def entries(page: str) -> list[str]:
@@ -114,8 +114,8 @@ def bare(text: str) -> str:
     return text.replace("`", "")
 
 
-def has_to_be_there(said: Said) -> bool:
-    return " " in said.text and len(words(bare(said.text))) >= WORDS_MIN and said.text not in BESIDES
+def has_to_be_there(said: PrintedMessage) -> bool:
+    return " " in said.text and len(split_words(bare(said.text))) >= WORDS_MIN and said.text not in BESIDES
 
 
 def test_each_message_has_an_entry() -> None:
@@ -137,7 +137,7 @@ def test_each_entry_matches_a_message() -> None:
 def test_entries_are_unique_and_specific() -> None:
     known = entries(PAGE)
     assert len(known) == len(set(known))
-    assert [entry for entry in known if not words(entry)] == []
+    assert [entry for entry in known if not split_words(entry)] == []
 
 
 def test_listed_api_codes_exist_in_source() -> None:

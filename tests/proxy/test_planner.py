@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.proxy.fake_backend import layout
+from support.proxy.fake_backend import make_layout
 from warmline_common.protocol.messages import CheckpointRef, KvLayout, MessageEnd, PrefillRate, SegmentRef
 from warmline_proxy.planner import (
     Costs,
@@ -21,7 +21,7 @@ from warmline_proxy.planner import (
 from warmline_proxy.store.rows import PrefixMatch
 
 COSTS = Costs([PrefillRate(tokens=1000, tokens_per_s=100.0)], 1e6)  # 10 ms a token to compute, 0.1 ms a row to read
-HYBRID = layout(has_states=True, state_bytes=1000)
+HYBRID = make_layout(has_states=True, state_bytes=1000)
 
 
 def stored(tokens: int, checkpoints: tuple[int, ...] = (), why: str = "differs") -> PrefixMatch:
@@ -39,7 +39,7 @@ class Case:
     prompt: int = 300
     residents: list[ResidentCandidate] = field(default_factory=list)
     match: PrefixMatch = field(default_factory=lambda: stored(0, why="nothing stored"))
-    layout: KvLayout | None = field(default_factory=layout)
+    layout: KvLayout | None = field(default_factory=make_layout)
     why: str = ""
 
 
@@ -55,7 +55,7 @@ CASES = [
          match=stored(280), why="differs"),
     Case("memory where disk gains too little", "resident", 278, residents=[ResidentCandidate("r", 278, 278)],
          match=stored(280), why="restoring 280 tokens would take longer"),
-    Case("cold where reading costs more", "cold", 0, match=stored(1), layout=layout(row_bytes=10**6),
+    Case("cold where reading costs more", "cold", 0, match=stored(1), layout=make_layout(row_bytes=10**6),
          why="restoring 1 tokens would take longer"),
     Case("a resident only at its positions", "resident", 120,
          residents=[ResidentCandidate("r", 250, 200, (50, 120, 250))], layout=HYBRID,
@@ -68,7 +68,7 @@ CASES = [
          why="differs; no checkpoint after token 0"),
     Case("a checkpoint at the very end is too far", "restored", 150, match=stored(300, (150, 300)), layout=HYBRID,
          why="all of it is stored; no checkpoint after token 150"),
-    Case("no codec", "cold", 0, match=stored(250), layout=layout(persistent=False, why_not="no codec for X"),
+    Case("no codec", "cold", 0, match=stored(250), layout=make_layout(persistent=False, why_not="no codec for X"),
          why="not persistent: no codec for X"),
     Case("layout not known yet", "cold", 0, match=stored(250), layout=None, why="differs"),
 ]  # fmt: skip
@@ -85,7 +85,7 @@ def test_plan(case: Case) -> None:
 
 def test_shortest_of_equal_residents_is_chosen() -> None:
     residents = [ResidentCandidate("long", 900, 200), ResidentCandidate("exact", 200, 200)]
-    assert plan_request(PromptShape(300), residents, stored(0), layout(), COSTS).resident == "exact"
+    assert plan_request(PromptShape(300), residents, stored(0), make_layout(), COSTS).resident == "exact"
 
 
 @pytest.mark.parametrize(
@@ -96,15 +96,15 @@ def test_shortest_of_equal_residents_is_chosen() -> None:
 def test_only_same_conversation_takes_resident_over(common: int, keep: bool) -> None:
     """A prompt that repeats all messages of the last turn continues it; one that shares less branches off."""
     resident = ResidentCandidate("r", 250, common, turn_end=180, durable=True)
-    plan = plan_request(PromptShape(300), [resident], stored(0), layout(), COSTS)
+    plan = plan_request(PromptShape(300), [resident], stored(0), make_layout(), COSTS)
     assert (plan.resident, plan.reuse, plan.copy_resident) == ("r", common, keep)
 
 
 def test_unsaved_tail_is_copied() -> None:
     fresh = ResidentCandidate("r", 250, 200, turn_end=180)
-    assert plan_request(PromptShape(300), [fresh], stored(0), layout(), COSTS).copy_resident
+    assert plan_request(PromptShape(300), [fresh], stored(0), make_layout(), COSTS).copy_resident
     whole = ResidentCandidate("r", 250, 250, turn_end=180)
-    assert not plan_request(PromptShape(300), [whole], stored(0), layout(), COSTS).copy_resident
+    assert not plan_request(PromptShape(300), [whole], stored(0), make_layout(), COSTS).copy_resident
 
 
 @pytest.mark.parametrize("mine_first", [True, False])
@@ -115,11 +115,11 @@ def test_own_resident_goes_before_copied_one(mine_first: bool) -> None:
         ResidentCandidate("others", 200, 240, turn_end=250),
     )
     residents = [mine, others] if mine_first else [others, mine]
-    plan = plan_request(PromptShape(300), residents, stored(0), layout(grid=100), COSTS)
+    plan = plan_request(PromptShape(300), residents, stored(0), make_layout(grid=100), COSTS)
     assert (plan.resident, plan.reuse, plan.copy_resident) == ("mine", 200, False)
     longer = replace(mine, tokens=280, common_tokens=220, turn_end=210, durable=True)
     plan = plan_request(
-        PromptShape(300), [replace(others, common_tokens=220), longer], stored(0), layout(grid=100), COSTS
+        PromptShape(300), [replace(others, common_tokens=220), longer], stored(0), make_layout(grid=100), COSTS
     )
     assert (plan.resident, plan.copy_resident) == ("mine", False)
 
@@ -151,25 +151,28 @@ LEADER = RunningRequest("leader", common_tokens=300, tokens=300, prefilled=100, 
     ],
 )
 def test_running_prefill_is_shared(running: list[RunningRequest], source: str, reuse: int) -> None:
-    plan = plan_request(PromptShape(300), [], stored(0), layout(), COSTS, running=running)
+    plan = plan_request(PromptShape(300), [], stored(0), make_layout(), COSTS, running=running)
     assert (plan.source, plan.reuse) == (source, reuse)
     assert plan.leader_id == (running[-1].request_id if source == "shared" else "")
 
 
 def test_no_leader_for_known_prefix() -> None:
     resident = ResidentCandidate("r", 290, 290)
-    assert plan_request(PromptShape(300), [resident], stored(0), layout(), COSTS, running=[LEADER]).source == "resident"
+    assert (
+        plan_request(PromptShape(300), [resident], stored(0), make_layout(), COSTS, running=[LEADER]).source
+        == "resident"
+    )
     behind = replace(LEADER, prefilled=0)
     assert (
         plan_request(
-            PromptShape(300), [ResidentCandidate("r", 200, 200)], stored(0), layout(), COSTS, running=[behind]
+            PromptShape(300), [ResidentCandidate("r", 200, 200)], stored(0), make_layout(), COSTS, running=[behind]
         ).resident
         == "r"
     )
 
 
 def test_plan_without_measured_rates() -> None:
-    assert plan_request(PromptShape(300), [], stored(200), layout(), Costs()).source == "restored"
+    assert plan_request(PromptShape(300), [], stored(200), make_layout(), Costs()).source == "restored"
 
 
 def test_prefill_estimate_uses_rates_by_length() -> None:
@@ -194,7 +197,7 @@ def test_prefill_estimate_uses_rates_by_length() -> None:
 )
 def test_checkpoint_positions(prompt: PromptShape, start: int, positions: tuple[int, ...]) -> None:
     assert choose_checkpoint_positions(prompt, start) == positions
-    assert plan_cold(prompt, layout(), "").checkpoint_positions == ()
+    assert plan_cold(prompt, make_layout(), "").checkpoint_positions == ()
 
 
 def test_checkpoint_gap_is_limited() -> None:
@@ -225,22 +228,22 @@ def test_divergence_is_located_in_messages(at: int, where: str) -> None:
     prompt = PromptShape(300, messages=(TOOLS, SYSTEM, QUESTION, ANSWER, LAST))
     here = stored(at, why=f"differs from what is stored at token {at}")
     here.is_divergent = True
-    plan = plan_request(prompt, [], here, layout(), COSTS)
+    plan = plan_request(prompt, [], here, make_layout(), COSTS)
     assert plan.why_not_warmer == f"differs from what is stored at token {at}{where}"
     resident = ResidentCandidate("r", at + 1, at)
-    plan = plan_request(prompt, [resident], stored(0), layout(), COSTS)
+    plan = plan_request(prompt, [resident], stored(0), make_layout(), COSTS)
     assert plan.why_not_warmer == f"differs from what is in memory at token {at}{where}"
 
 
 def test_reason_of_longest_prefix_is_given() -> None:
     prompt, stopped = PromptShape(300, messages=(QUESTION,)), stored(200, why="stored up to token 200")
-    plan = plan_request(prompt, [ResidentCandidate("r", 90, 60)], stopped, layout(), COSTS)
+    plan = plan_request(prompt, [ResidentCandidate("r", 90, 60)], stopped, make_layout(), COSTS)
     assert plan.why_not_warmer == "stored up to token 200"
-    assert plan_request(prompt, [ResidentCandidate("r", 250, 220)], stopped, layout(), COSTS).why_not_warmer.startswith(
-        "differs"
-    )
+    assert plan_request(
+        prompt, [ResidentCandidate("r", 250, 220)], stopped, make_layout(), COSTS
+    ).why_not_warmer.startswith("differs")
     assert (
-        plan_request(PromptShape(300), [], stored(0, why="nothing stored"), layout(), COSTS).why_not_warmer
+        plan_request(PromptShape(300), [], stored(0, why="nothing stored"), make_layout(), COSTS).why_not_warmer
         == "nothing stored"
     )
 
@@ -248,7 +251,7 @@ def test_reason_of_longest_prefix_is_given() -> None:
 # ---- exact mode: everything on the grid
 
 GRID = 64
-EXACT, EXACT_HYBRID = layout(grid=GRID), layout(grid=GRID, has_states=True, state_bytes=1000)
+EXACT, EXACT_HYBRID = make_layout(grid=GRID), make_layout(grid=GRID, has_states=True, state_bytes=1000)
 ON_GRID = "exact mode keeps and reuses multiples of 64 tokens"
 
 
@@ -367,7 +370,7 @@ def test_any_plan_is_continuable(
     has_states: bool,
     grid: int,
 ) -> None:
-    plan = plan_request(prompt, residents, match, layout(grid=grid, has_states=has_states), COSTS, running=running)
+    plan = plan_request(prompt, residents, match, make_layout(grid=grid, has_states=has_states), COSTS, running=running)
     assert 0 <= plan.reuse < prompt.tokens, "never the whole prompt"
     assert all(plan.reuse < at < prompt.tokens for at in plan.checkpoint_positions)
     assert list(plan.checkpoint_positions) == sorted(set(plan.checkpoint_positions))

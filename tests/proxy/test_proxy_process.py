@@ -110,7 +110,7 @@ async def test_address_file_is_retried(
 @asynccontextmanager
 async def running(folder: Path, backend: FakeBackend, *flags: str) -> AsyncIterator[tuple[subprocess.Popen[str], str]]:
     """(proxy process in front of `backend`, its URL)."""
-    below, port = await serve(backend.app())
+    below, port = await serve(backend.make_app())
     process = start(folder, "--backend-url", f"http://127.0.0.1:{port}", *flags)
     try:
         yield process, str((await asyncio.to_thread(wait_for_address, folder, process))["url"])
@@ -142,7 +142,7 @@ async def test_drain_finishes_running_and_refuses_new(tmp_path: Path) -> None:
         while (refusal := await chat(client, url))[0] == 200:  # the signal may take a moment
             pass
         assert refusal[0] == 503 and int(refusal[1]["Retry-After"]) > 0
-        backend.let_go.set()
+        backend.may_continue.set()
         status, _, body = await answer
         assert (status, body["choices"][0]["message"]["content"]) == (200, "Paris.")
         assert await asyncio.to_thread(process.wait, START_TIMEOUT_S) == 0

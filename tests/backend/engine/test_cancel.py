@@ -32,12 +32,12 @@ LONG = {**BODY, "messages": [{"role": "user", "content": "hello " * 3_000}]}  # 
 
 
 def asked(backend: LiveBackend, name: str, body: object) -> "asyncio.Task[tuple[int, Any]]":
-    call = backend.json("POST", "/v1/chat/completions", body, **{HEADER_REQUEST: name})
+    call = backend.request_json("POST", "/v1/chat/completions", body, **{HEADER_REQUEST: name})
     return asyncio.ensure_future(call)
 
 
 async def cancelled(backend: LiveBackend, request_id: str, query: str = "") -> tuple[int, dict[str, Any]]:
-    return await backend.json("DELETE", f"/requests/{request_id}{query}")
+    return await backend.request_json("DELETE", f"/requests/{request_id}{query}")
 
 
 async def assert_nothing_is_left(backend: LiveBackend, *, residents: int = 0) -> None:
@@ -49,7 +49,7 @@ async def assert_nothing_is_left(backend: LiveBackend, *, residents: int = 0) ->
 
 async def saved(backend: LiveBackend) -> RestoreRequest:
     """A conversation on disk, and no longer in memory."""
-    async with backend.generation("first", await backend.prompt()) as response:
+    async with backend.start_generation("first", await backend.render_prompt()) as response:
         end = await read_result(response)
     upto, file = end.prefilled_until, "a" * 32
     (resident,) = backend.service.list_residents(with_ids=True).residents
@@ -109,9 +109,9 @@ def test_cancel_in_prefill_and_decode(tiny_folder: FolderOf, tmp_path: Path, mon
     chunks = ChunkGate(monkeypatch)
 
     async def work(backend: LiveBackend) -> None:
-        prompt = await backend.prompt(ENDLESS)
-        async with backend.generation("a", prompt) as response:
-            await chunks.wait_begun()
+        prompt = await backend.render_prompt(ENDLESS)
+        async with backend.start_generation("a", prompt) as response:
+            await chunks.wait_for_chunk()
             assert await read_until(response, b": ") == b": started\n"
             cancelling = asyncio.ensure_future(cancelled(backend, "a"))
             await wait_until(lambda: not backend.engine._commands.empty())
@@ -119,8 +119,8 @@ def test_cancel_in_prefill_and_decode(tiny_folder: FolderOf, tmp_path: Path, mon
             _, reply = await cancelling
             assert (reply["finish"], reply["prefilled_until"]) == ("cancelled", 64)
             assert (await read_result(response)).resident == reply["resident"] != ""
-        chunks.open_all()
-        async with backend.generation("b", prompt) as response:
+        chunks.open_for_all()
+        async with backend.start_generation("b", prompt) as response:
             await read_until(response, b'"content":"')
             status, reply = await cancelled(backend, "b")
             assert status == 200 and reply["finish"] == "cancelled" and reply["resident"]
@@ -139,20 +139,20 @@ def test_detached_prefill_finishes_alone(
     chunks = ChunkGate(monkeypatch)
 
     async def work(backend: LiveBackend) -> None:
-        prompt = await backend.prompt(ENDLESS)
-        async with backend.generation("a", prompt):
-            await chunks.wait_begun()
+        prompt = await backend.render_prompt(ENDLESS)
+        async with backend.start_generation("a", prompt):
+            await chunks.wait_for_chunk()
             finishing = asyncio.ensure_future(cancelled(backend, "a", "?finish=prefill"))
             await wait_until(lambda: not backend.engine._commands.empty())
             chunks.release()
             assert await finishing == (202, {})
-        chunks.open_all()  # its connection is closed, and it goes on all the same
+        chunks.open_for_all()  # its connection is closed, and it goes on all the same
         await asyncio.wait_for(backend.service.inflight.wait_until_empty(), WAIT_S)
         (resident,) = backend.service.list_residents(with_ids=False).residents
         assert resident.tokens == PROMPT_TOKENS - 1
         status, reply = await cancelled(backend, "a")
         assert (status, reply["finish"], reply["resident"]) == (200, "cancelled", resident.id)
-        async with backend.generation("b", prompt) as response:
+        async with backend.start_generation("b", prompt) as response:
             await read_until(response, b'"content":"')
             status, reply = await cancelled(backend, "b", "?finish=prefill")
             assert (status, reply["finish"]) == (200, "cancelled"), "it decodes already"
@@ -173,13 +173,13 @@ def test_interrupted_detach_leaves_nothing_running(
         prompt = await service.render_prompt("chat", ENDLESS, 10)
         with service.accept("a") as call:
             await service.generate(call, prompt)
-            await chunks.wait_begun()
+            await chunks.wait_for_chunk()
             finishing = asyncio.ensure_future(service.finish_prefill("a"))
             await wait_until(lambda: not backend.engine._commands.empty())
             finishing.cancel()
             await asyncio.wait({finishing})
             assert finishing.cancelled() and not call.detached
-        chunks.open_all()
+        chunks.open_for_all()
         await asyncio.wait_for(service.inflight.wait_until_empty(), WAIT_S)
         assert (await service.cancel("a")).finish == "cancelled"
         await assert_nothing_is_left(backend, residents=1)
@@ -198,14 +198,14 @@ def test_detach_of_closed_stream_is_cancelled(
         prompt = await service.render_prompt("chat", ENDLESS, 10)
         with service.accept("a") as call:
             await service.generate(call, prompt)
-            await chunks.wait_begun()
+            await chunks.wait_for_chunk()
             finishing = asyncio.ensure_future(service.finish_prefill("a"))
             await wait_until(lambda: call.detached)
         assert not call.cancel_sent
         finishing.cancel()
         await asyncio.wait({finishing})
         assert call.cancel_sent
-        chunks.open_all()
+        chunks.open_for_all()
         await asyncio.wait_for(service.inflight.wait_until_empty(), WAIT_S)
         await assert_nothing_is_left(backend, residents=1)
 
@@ -233,9 +233,9 @@ def test_unread_answer_is_cancelled_beyond_queue_limit(
 
 def test_second_call_with_same_id_cancels_first(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: LiveBackend) -> None:
-        async with backend.generation("a", await backend.prompt(ENDLESS)) as first:
+        async with backend.start_generation("a", await backend.render_prompt(ENDLESS)) as first:
             await read_until(first, b'"content":"')
-            async with backend.generation("a", await backend.prompt()) as second:
+            async with backend.start_generation("a", await backend.render_prompt()) as second:
                 assert (await read_result(first)).finish == "cancelled"
                 assert (await read_result(second)).finish == "length"
         await assert_nothing_is_left(backend, residents=2)
@@ -395,7 +395,7 @@ def test_restore_cancelled_while_installing_leaves_no_resident(
 
 def test_cancel_save_in_each_phase(tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(backend: LiveBackend) -> None:
-        async with backend.generation("a", await backend.prompt()) as response:
+        async with backend.start_generation("a", await backend.render_prompt()) as response:
             end = await read_result(response)
         spec = SegmentSpec(id="a" * 32, start=0, end=end.prefilled_until)
         request = SaveRequest(request_id="save", resident=end.resident, segments=[spec])
@@ -422,8 +422,8 @@ def test_cancel_save_in_each_phase(tiny_folder: FolderOf, tmp_path: Path, monkey
             assert go_on.wait(WAIT_S)
             return write_segment_file(*arguments)  # type: ignore[arg-type]
 
-        with monkeypatch.context() as planted:
-            planted.setattr(kv_transfer, "write_segment_file", slow)
+        with monkeypatch.context() as patch:
+            patch.setattr(kv_transfer, "write_segment_file", slow)
             task = saving()
             assert await asyncio.to_thread(writing.wait, WAIT_S)
             cancelling = asyncio.ensure_future(acknowledged(backend, task, "save"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support import tiny_models
-from support.backend.families import served
+from support.backend.families import load_family
 from warmline_backend.__main__ import _make_scheduler
 from warmline_backend.config import BackendConfigError, parse_config
 from warmline_backend.engine import chunk_size
@@ -129,7 +129,7 @@ def test_real_model_is_measured_once_and_remembered(
 ) -> None:
     monkeypatch.setattr(chunk_size, "STEPS", (32, 64))
     caplog.set_level("INFO")
-    model = served("llama", root)
+    model = load_family("llama", root)
     step = resolve_step_size(model, "f" * 64, BUDGET, tmp_path)
     assert step in (32, 64) and "tokens/s by step: 32: " in caplog.text
     monkeypatch.setattr(chunk_size, "time_chunks", lambda *_: pytest.fail("measured again"))
@@ -139,7 +139,7 @@ def test_real_model_is_measured_once_and_remembered(
 
 def test_rotating_recurrent_and_sparse_models_are_measured(root: Path) -> None:
     for family in ("gemma3", "qwen3_5", "deepseek_v32"):
-        model = served(family, root)
+        model = load_family(family, root)
         assert chunk_size.time_chunks(model, [40, 8]).seconds > 0
         assert chunk_size.compute_limits(model, BUDGET).tokens_max == model.context_tokens_max
 
@@ -154,7 +154,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Machine:
 def test_other_model_device_or_mlx_is_measured_anew(
     root: Path, tmp_path: Path, measured: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, counts = served("llama", root), []
+    model, counts = load_family("llama", root), []
     for fingerprint, device in (("a", "x"), ("a", "x"), ("b", "x"), ("b", "y"), ("a", "x"), ("b", "y")):
         measured.asked.clear()
         monkeypatch.setattr(chunk_size, "describe_device", lambda device=device: device)
@@ -180,7 +180,7 @@ def test_other_model_device_or_mlx_is_measured_anew(
 def test_damaged_file_is_replaced(root: Path, tmp_path: Path, measured: Machine, damage: bytes) -> None:
     key = f"a {chunk_size.describe_device()}"
     (tmp_path / chunk_size.FILE).write_bytes(damage.replace(b"KEY", key.encode()))
-    assert resolve_step_size(served("llama", root), "a", BUDGET, tmp_path) == 4096
+    assert resolve_step_size(load_family("llama", root), "a", BUDGET, tmp_path) == 4096
     assert json.loads((tmp_path / chunk_size.FILE).read_text()) == {key: 4096}
 
 
@@ -191,7 +191,7 @@ def test_read_only_home_only_loses_the_memory(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(disk, "write_durable", full)
-    assert resolve_step_size(served("llama", root), "a", BUDGET, tmp_path) == 4096
+    assert resolve_step_size(load_family("llama", root), "a", BUDGET, tmp_path) == 4096
     assert "will be measured again at the next start" in caplog.text
 
 
@@ -201,7 +201,7 @@ def test_drafts_are_deleted_and_oldest_models_dropped(
     monkeypatch.setattr(chunk_size, "MODELS_MAX", 2)
     (tmp_path / ".prefill_steps.0123.tmp").write_text("half")
     for fingerprint in ("a", "b", "c"):
-        resolve_step_size(served("llama", root), fingerprint, BUDGET, tmp_path)
+        resolve_step_size(load_family("llama", root), fingerprint, BUDGET, tmp_path)
     (left,) = tmp_path.iterdir()
     assert [key[0] for key in json.loads(left.read_text())] == ["b", "c"]
 
@@ -212,7 +212,7 @@ def test_device_failure_message_has_remedy(root: Path, tmp_path: Path, monkeypat
 
     monkeypatch.setattr(chunk_size, "time_chunks", fail)
     with pytest.raises(ModelError, match="measuring the prefill step failed: out of memory; give one"):
-        resolve_step_size(served("llama", root), "a", BUDGET, tmp_path)
+        resolve_step_size(load_family("llama", root), "a", BUDGET, tmp_path)
 
 
 # ---- the flag

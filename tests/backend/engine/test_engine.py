@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from support.backend.engine_driver import Drive, EventLog
-from support.backend.families import prompt_of, served
+from support.backend.engine_driver import EventLog, SchedulerDriver
+from support.backend.families import load_family, make_prompt
 from support.backend.live_backend import BODY, LiveBackend, with_backend
 from warmline_backend.engine.engine import Engine, EngineStoppedError
 from warmline_backend.generation.events import EndedEvent, GenerationEvent, PrefillProgress, TokenEvent
@@ -25,7 +25,7 @@ WAIT_S = 20
 
 def started(root: Path) -> Engine:
     # Made on its own thread, as a model is: mlx arrays belong to the thread that computes with them.
-    engine = Engine(lambda: Drive(served.__wrapped__("llama", root)).scheduler)
+    engine = Engine(lambda: SchedulerDriver(load_family.__wrapped__("llama", root)).scheduler)
     engine.start()
     engine.loaded.result(WAIT_S)
     return engine
@@ -39,7 +39,7 @@ def generation(name: str, ended: "Future[EventLog]", max_tokens: int = 5) -> Gen
         if isinstance(event, EndedEvent):
             ended.set_result(log)
 
-    return GenerationRequest(name, prompt_of(40), GenerationParams(max_tokens=max_tokens, ignore_eos=True), listen)
+    return GenerationRequest(name, make_prompt(40), GenerationParams(max_tokens=max_tokens, ignore_eos=True), listen)
 
 
 def test_snapshot_shows_resident_at_end(root: Path) -> None:
@@ -60,7 +60,7 @@ def test_cancel_takes_effect_after_present_step(
     root: Path, moment: type[GenerationEvent], prefilled_until: int
 ) -> None:
     """Cancelled in the middle of a turn, which would go on for eight tokens."""
-    engine = Engine(lambda: Drive(served.__wrapped__("llama", root), step=16).scheduler)
+    engine = Engine(lambda: SchedulerDriver(load_family.__wrapped__("llama", root), step=16).scheduler)
     engine.start()
     engine.loaded.result(WAIT_S)
     ended, cancelled = Future[EventLog](), list[Future[GenerationResult | None]]()

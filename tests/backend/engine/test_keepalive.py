@@ -9,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from support.backend.engine_driver import Drive
-from support.backend.families import prompt_of, served
+from support.backend.engine_driver import SchedulerDriver
+from support.backend.families import load_family, make_prompt
 from warmline_backend.config import BackendConfigError, parse_config
 from warmline_backend.engine import engine as engine_module
 from warmline_backend.engine.engine import Engine
@@ -54,7 +54,7 @@ class Kept:
         monkeypatch.setattr(engine_module.time, "monotonic", lambda: self.clock[0])
         monkeypatch.setattr(engine_module, "REST_S", rest_s)
         self._wait = 0.0
-        self.engine = Engine(lambda: Drive(served.__wrapped__("llama", root)).scheduler, keepalive_s)
+        self.engine = Engine(lambda: SchedulerDriver(load_family.__wrapped__("llama", root)).scheduler, keepalive_s)
         self.mailbox = Mailbox()
         self.engine._commands = self.mailbox  # type: ignore[assignment]
         self.engine.start()
@@ -94,7 +94,7 @@ def generation(ended: "Future[None]", first: "Future[None]") -> GenerationReques
         if isinstance(event, EndedEvent):
             ended.set_result(None)
 
-    return GenerationRequest("a", prompt_of(20), GenerationParams(max_tokens=4, ignore_eos=True), listen)
+    return GenerationRequest("a", make_prompt(20), GenerationParams(max_tokens=4, ignore_eos=True), listen)
 
 
 def test_keepalive_computes_token_after_each_idle_period(kept: Kept) -> None:

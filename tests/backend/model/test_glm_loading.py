@@ -15,8 +15,17 @@ from mlx_lm.utils import quantize_model, save_model
 
 import warmline_backend.model.model
 from support import tiny_models
-from support.glm.golden_glm import TOLERANCE, arguments, assert_as_reference, golden, in_chunks, loaded, weights, write
-from support.glm.recipe import CASES, tokens
+from support.glm.golden_glm import (
+    TOLERANCE,
+    assert_equals_reference,
+    compute_in_chunks,
+    load_weights,
+    make_arguments,
+    make_weights,
+    read_golden,
+    write_folder,
+)
+from support.glm.recipe import CASES, make_tokens
 from warmline_backend.model.architectures.glm_moe_dsa import Model
 from warmline_backend.model.loader import (
     ModelError,
@@ -47,19 +56,19 @@ def mismatch(folder: Path) -> ParameterMismatchError:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return write(CONFIG, tmp_path / "glm")
+    return write_folder(CONFIG, tmp_path / "glm")
 
 
 def test_every_parameter_equals_checkpoint(folder: Path) -> None:
     """The model of the folder is that of the golden test, bit for bit."""
     model, config = load_lazy_model(folder, trust_remote_code=False)
     assert config["model_type"] == "glm_moe_dsa"
-    held = dict(tree_flatten(loaded(Model(arguments(CONFIG)), weights(CONFIG)).parameters()))
+    held = dict(tree_flatten(load_weights(Model(make_arguments(CONFIG)), make_weights(CONFIG)).parameters()))
     found = dict(tree_flatten(model.parameters()))
     assert found.keys() == held.keys()
     for name, array in found.items():
         assert mx.array_equal(array, held[name]), name
-    assert_as_reference(CASE, in_chunks(model, tokens(CASE), 20))
+    assert_equals_reference(CASE, compute_in_chunks(model, make_tokens(CASE), 20))
 
 
 def test_indexers_are_never_random(folder: Path) -> None:
@@ -119,12 +128,14 @@ def test_invalid_config_values_are_refused(folder: Path, changes: dict[str, Any]
 def test_rope_settings_of_older_configs_are_read() -> None:
     theta = CONFIG["rope_parameters"]["rope_theta"]
     plain = {**CONFIG, "rope_parameters": None, "rope_theta": theta}
-    assert arguments(plain).rope_parameters == arguments(CONFIG).rope_parameters
+    assert make_arguments(plain).rope_parameters == make_arguments(CONFIG).rope_parameters
     yarn = CASES["yarn"]["rope_parameters"]
     scaled = {"type" if key == "rope_type" else key: value for key, value in yarn.items()}
     older = {**CASES["yarn"], "rope_parameters": None, "rope_scaling": scaled}
-    prompt = mx.array([tokens("yarn")])
-    logits, expected = (loaded(Model(arguments(each)), weights(each))(prompt) for each in (older, CASES["yarn"]))
+    prompt = mx.array([make_tokens("yarn")])
+    logits, expected = (
+        load_weights(Model(make_arguments(each)), make_weights(each))(prompt) for each in (older, CASES["yarn"])
+    )
     assert mx.array_equal(logits, expected)
 
 
@@ -273,7 +284,7 @@ def test_unreachable_repository_names_remedy(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(("mode", "bits", "group_size"), [("affine", 4, 32), ("affine", 8, 32), ("mxfp4", 4, 32)])
 def test_quantized_weights_equal_dequantized_logits(mode: str, bits: int, group_size: int, tmp_path: Path) -> None:
     """Weights as a converter writes them give the logits of the same numbers as floats."""
-    model = loaded(Model(arguments(CONFIG)), weights(CONFIG))
+    model = load_weights(Model(make_arguments(CONFIG)), make_weights(CONFIG))
     quantized, config = quantize_model(model, dict(CONFIG), group_size, bits, mode)
     save_model(tmp_path, quantized)
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -281,12 +292,14 @@ def test_quantized_weights_equal_dequantized_logits(mode: str, bits: int, group_
     names = dict(tree_flatten(served.parameters()))
     assert {f"model.layers.0.self_attn.{part}.scales" for part in ("embed_q", "unembed_out", "o_proj")} <= names.keys()
     assert "model.layers.1.mlp.switch_mlp.up_proj.scales" in names
-    floats = Model(arguments(CONFIG))
+    floats = Model(make_arguments(CONFIG))
     floats.load_weights(list(dequantized(names, mode, bits, group_size).items()))
-    prompt = tokens(CASE)
-    difference = mx.abs(in_chunks(served, prompt, 20, 3) - in_chunks(floats, prompt, 20, 3)).max().item()
+    prompt = make_tokens(CASE)
+    difference = (
+        mx.abs(compute_in_chunks(served, prompt, 20, 3) - compute_in_chunks(floats, prompt, 20, 3)).max().item()
+    )
     assert difference < TOLERANCE
-    apart = np.abs(np.array(in_chunks(served, prompt, 20)) - golden(CASE, "logits")).max()
+    apart = np.abs(np.array(compute_in_chunks(served, prompt, 20)) - read_golden(CASE, "logits")).max()
     assert apart > 1e-3, "nothing was quantized"
 
 
@@ -307,13 +320,13 @@ def dequantized(names: dict[str, mx.array], mode: str, bits: int, group_size: in
 @pytest.mark.parametrize(("mode", "bits", "group_size"), [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)])
 def test_quantized_kv_projection_is_dequantized_before_split(mode: str, bits: int, group_size: int) -> None:
     """Keys and values of a head share one matrix in checkpoints; these modes have no biases."""
-    held = weights(CONFIG)
+    held = make_weights(CONFIG)
     rounded = dict(held)
     for layer in range(CONFIG["num_hidden_layers"]):
         name = f"model.layers.{layer}.self_attn.kv_b_proj"
         packed, scales = mx.quantize(held[f"{name}.weight"], group_size=group_size, bits=bits, mode=mode)
         held |= {f"{name}.weight": packed, f"{name}.scales": scales}
         rounded[f"{name}.weight"] = mx.dequantize(packed, scales, group_size=group_size, bits=bits, mode=mode)
-    prompt = mx.array([tokens(CASE)])
-    ours, expected = (loaded(Model(arguments(CONFIG)), given)(prompt) for given in (held, rounded))
+    prompt = mx.array([make_tokens(CASE)])
+    ours, expected = (load_weights(Model(make_arguments(CONFIG)), given)(prompt) for given in (held, rounded))
     assert mx.array_equal(ours, expected)

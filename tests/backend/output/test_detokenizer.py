@@ -7,19 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from support.backend.small_tokenizers import byte_level, sentence_piece
+from support.backend.small_tokenizers import make_byte_level_tokenizer, make_sentence_piece_tokenizer
 from warmline_backend.output.events import Part, Text
 from warmline_backend.output.parser import OutputParser
 
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
-    return byte_level(tmp_path_factory.mktemp("bpe"))
+    return make_byte_level_tokenizer(tmp_path_factory.mktemp("bpe"))
 
 
 @pytest.fixture(scope="module")
 def spm(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
-    return sentence_piece(tmp_path_factory.mktemp("spm"))
+    return make_sentence_piece_tokenizer(tmp_path_factory.mktemp("spm"))
 
 
 def ids(tokenizer: TokenizerWrapper, text: str) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from mlx_lm.utils import load_tokenizer
 
-from support.backend.live_backend import Live, with_backend
+from support.backend.live_backend import LiveBackend, with_backend
 from warmline_backend.output.detokenizer import render_echo
 from warmline_backend.request.params import BadRequestError, GenerationParams, parse_params
 
@@ -54,13 +54,13 @@ def test_echo_is_prompt_as_sent(tiny_folder: FolderOf) -> None:
 
 
 def test_backend_echoes_without_engine(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    async def work(backend: Live) -> None:
+    async def work(backend: LiveBackend) -> None:
         body = {"prompt": "Say this", "echo": True, "max_tokens": 0}
-        status, answer = await backend.json("POST", "/v1/completions", body)
+        status, answer = await backend.request_json("POST", "/v1/completions", body)
         assert status == 200 and answer["choices"][0]["text"] == "Say this"
         assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == 0
-        status, model = await backend.json("GET", "/v1/models/any/name")
+        status, model = await backend.request_json("GET", "/v1/models/any/name")
         assert status == 200 and model["id"] == "any/name" and model["created"] > 1_600_000_000
-        assert model["root"] == (await backend.json("GET", "/v1/models"))[1]["data"][0]["id"]
+        assert model["root"] == (await backend.request_json("GET", "/v1/models"))[1]["data"][0]["id"]
 
     with_backend(tiny_folder("llama"), tmp_path, work)

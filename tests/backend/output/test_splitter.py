@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from support.backend.small_tokenizers import byte_level
+from support.backend.small_tokenizers import make_byte_level_tokenizer
 from support.backend.tool_families import BY_NAME, HARMONY, TOOLS
 from warmline_backend.output.dialect import Dialect, detect_dialect
 from warmline_backend.output.events import Part, Reasoning, Text, ToolCall
@@ -157,7 +157,7 @@ def test_stop_word_applies_to_content_only(bpe: TokenizerWrapper, text: str, sto
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
-    return byte_level(tmp_path_factory.mktemp("bpe"))
+    return make_byte_level_tokenizer(tmp_path_factory.mktemp("bpe"))
 
 
 def test_call_is_emitted_once_complete(dialects: dict[str, Dialect]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from support.backend.small_tokenizers import CHATML, byte_level, sentence_piece
+from support.backend.small_tokenizers import CHATML, make_byte_level_tokenizer, make_sentence_piece_tokenizer
 from support.tool_templates import TOOL_TEMPLATE
 from warmline_backend.prompt.renderer import RenderedPrompt, TemplateRenderer
 from warmline_backend.request.params import BadRequestError
@@ -40,7 +40,7 @@ CLOSED = CHATML + "{% if not add_generation_prompt %}<|im_end|>{% endif %}"
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def renderer(template: str | None = CHATML) -> TemplateRenderer:
-        return TemplateRenderer(byte_level(tmp_path_factory.mktemp("model"), template))
+        return TemplateRenderer(make_byte_level_tokenizer(tmp_path_factory.mktemp("model"), template))
 
     return renderer
 
@@ -418,7 +418,7 @@ def test_concurrent_rendering(make: Any) -> None:
 
 
 def test_boundaries_with_sentencepiece_tokenizer(tmp_path: Path) -> None:
-    tokenizer: TokenizerWrapper = sentence_piece(tmp_path)
+    tokenizer: TokenizerWrapper = make_sentence_piece_tokenizer(tmp_path)
     renderer = TemplateRenderer(tokenizer)
     rendered = renderer.render("chat", {"messages": [SYSTEM, USER]})
     expected = tokenizer.apply_chat_template([SYSTEM, USER], add_generation_prompt=True)
@@ -427,7 +427,7 @@ def test_boundaries_with_sentencepiece_tokenizer(tmp_path: Path) -> None:
 
 
 def test_truncation_in_tokenizer_file_is_ignored(tmp_path: Path) -> None:
-    tokenizer = byte_level(tmp_path)
+    tokenizer = make_byte_level_tokenizer(tmp_path)
     tokenizer.backend_tokenizer.enable_truncation(max_length=8)
     rendered = TemplateRenderer(tokenizer).render(
         "chat", {"messages": [{"role": "user", "content": "the quick " * 20}]}

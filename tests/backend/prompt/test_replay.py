@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from support.backend import small_tokenizers
-from support.backend.small_tokenizers import CHATML, byte_level, sentence_piece
+from support.backend.small_tokenizers import CHATML, make_byte_level_tokenizer, make_sentence_piece_tokenizer
 from support.tool_templates import TOOL_TEMPLATE
 from warmline_backend.output.parser import make_turn_parser
 from warmline_backend.prompt import replay
@@ -82,7 +82,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
                     "SPECIAL",
                     [*small_tokenizers.SPECIAL, *(HEADERS if template == HEADED else SPECIAL)],
                 )
-                tokenizer = byte_level(tmp_path_factory.mktemp("model"), template)
+                tokenizer = make_byte_level_tokenizer(tmp_path_factory.mktemp("model"), template)
             made[template] = TemplateRenderer(tokenizer, parse_turn=make_turn_parser(tokenizer))
         return made[template]
 
@@ -296,7 +296,9 @@ def test_continued_message_is_not_replayed(make: Make) -> None:
 
 def test_replay_with_tokenizer_that_adds_spaces(tmp_path: Path) -> None:
     """Text that follows begins with a special token here, or the message stays as it is rendered."""
-    tokenizer = sentence_piece(tmp_path, ECHOING.replace("<|im_start|>assistant\n", "<|im_start|>assistant"))
+    tokenizer = make_sentence_piece_tokenizer(
+        tmp_path, ECHOING.replace("<|im_start|>assistant\n", "<|im_start|>assistant")
+    )
     renderer = TemplateRenderer(tokenizer, parse_turn=make_turn_parser(tokenizer))
     messages = talk('{"path": "the"}')
     sampled = turn(renderer, '<tool_call>{"arguments":{"path":"the"},"name":"look"}</tool_call>')

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.backend.small_tokenizers import CHATML, byte_level
+from support.backend.small_tokenizers import CHATML, make_byte_level_tokenizer
 from warmline_backend.prompt.renderer import TemplateRenderer
 from warmline_backend.request.params import BadRequestError
 
@@ -71,7 +71,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def renderer(template: str) -> TemplateRenderer:
         if template not in made:
-            made[template] = TemplateRenderer(byte_level(tmp_path_factory.mktemp("model"), template))
+            made[template] = TemplateRenderer(make_byte_level_tokenizer(tmp_path_factory.mktemp("model"), template))
         return made[template]
 
     return renderer
@@ -261,7 +261,7 @@ def test_unknown_reasoning_options_are_refused(make: Any, body: dict[str, Any], 
 
 
 def test_request_kwargs_override_server_settings(tmp_path: Path) -> None:
-    renderer = TemplateRenderer(byte_level(tmp_path, SWITCH), template_args={"enable_thinking": False})
+    renderer = TemplateRenderer(make_byte_level_tokenizer(tmp_path, SWITCH), template_args={"enable_thinking": False})
     assert shown(renderer, USER).endswith("(off)")
     assert shown(renderer, USER, reasoning_effort="low").endswith("(on)")
     assert shown(renderer, USER, thinking={"type": "adaptive"}).endswith("(off)")

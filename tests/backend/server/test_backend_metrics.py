@@ -8,9 +8,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from support.backend.engine_driver import Drive
-from support.backend.families import prompt_of, served
-from support.backend.live_backend import BODY, SECRET, WAIT_S, LiveBackend, live, read_result, with_backend
+from support.backend.engine_driver import SchedulerDriver
+from support.backend.families import load_family, make_prompt
+from support.backend.live_backend import BODY, SECRET, WAIT_S, LiveBackend, read_result, run_backend, with_backend
 from support.metrics_text import MetricsText
 from warmline_backend.engine import kv_transfer
 from warmline_backend.generation.sequence import Sequence
@@ -48,30 +48,30 @@ def test_histogram_buckets_are_cumulative() -> None:
 
 
 def test_step_stats_match_request_events(root: Path) -> None:
-    drive = Drive(served("llama", root), step=16)
-    _, one = drive.submit(prompt_of(40), 60)
-    _, two = drive.submit(prompt_of(40, 2), 60)
-    drive.until(lambda: one.is_ended and two.is_ended)
-    stats, timings = drive.scheduler.step_stats, [each.result.timings for each in (one, two)]
+    driver = SchedulerDriver(load_family("llama", root), step=16)
+    _, one = driver.submit(make_prompt(40), 60)
+    _, two = driver.submit(make_prompt(40, 2), 60)
+    driver.run_until(lambda: one.is_ended and two.is_ended)
+    stats, timings = driver.scheduler.step_stats, [each.result.timings for each in (one, two)]
     assert stats.prefilled_tokens == sum(each.prefilled for each in timings) == 80
     assert stats.decoded_tokens == sum(each.decoded for each in timings) == 120
     assert stats.batch_sizes.sum == 120, "a token for each sequence of each step"
     assert stats.batch_sizes.count == stats.decode_seconds.count < 120, "two shared some steps"
     assert stats.chunk_seconds.count == 6, "39 tokens, 16 at a time, twice"
     assert {finish: count for finish, count in stats.finish_counts.items() if count} == {"length": 2}
-    drive.step()
+    driver.step()
     assert stats.copy() is not stats and stats.copy().finish_counts == stats.finish_counts
 
 
 def test_failed_step_counts_discarded_requests(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drive = Drive(served("llama", root))
+    driver = SchedulerDriver(load_family("llama", root))
 
     def fail(sequence: Sequence, step: int) -> int:
         raise RuntimeError("a planted fault")
 
     monkeypatch.setattr(Sequence, "prefill_chunk", fail)
-    drive.run(prompt_of(40))
-    assert drive.scheduler.step_stats.failed_steps == 1 and drive.scheduler.step_stats.finish_counts["discarded"] == 1
+    driver.run(make_prompt(40))
+    assert driver.scheduler.step_stats.failed_steps == 1 and driver.scheduler.step_stats.finish_counts["discarded"] == 1
 
 
 @pytest.mark.parametrize(
@@ -97,24 +97,24 @@ def test_failure_reasons_are_single_words(error: BaseException, reason: str) -> 
 
 def test_exposition_has_all_metrics(tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(backend: LiveBackend) -> None:
-        prompt = await backend.prompt()
+        prompt = await backend.render_prompt()
         tokens = len(prompt.tokens) // 4
-        async with backend.generation("a", prompt) as response:
+        async with backend.start_generation("a", prompt) as response:
             ended = await read_result(response)
         kept = ended.prefilled_until
         save = SaveRequest(request_id="s", resident=ended.resident, segments=[SegmentSpec(id=ID, start=0, end=kept)])
-        with monkeypatch.context() as planted:
-            planted.setattr(kv_transfer, "write_segment_file", no_space)
-            assert (await backend.json("POST", "/kv/save", save))[0] == 507
-        assert (await backend.json("POST", "/kv/save", save))[0] == 200
+        with monkeypatch.context() as patch:
+            patch.setattr(kv_transfer, "write_segment_file", no_space)
+            assert (await backend.request_json("POST", "/kv/save", save))[0] == 507
+        assert (await backend.request_json("POST", "/kv/save", save))[0] == 200
         chain = [SegmentRef(id=ID, start=0, end=kept, upto=kept)]
         held = backend.service.list_residents(with_ids=True).residents[-1].ids or b""
         for name, status in ((ID, 200), ("b" * 32, 409)):
             chain[0].id = name
             restore = RestoreRequest(request_id=name, tokens=held, chain=chain)
-            assert (await backend.json("POST", "/kv/restore", restore))[0] == status
+            assert (await backend.request_json("POST", "/kv/restore", restore))[0] == status
         constrained = {**BODY, "response_format": {"type": "json_object"}, "ignore_eos": False}
-        await backend.json("POST", "/v1/chat/completions", constrained)
+        await backend.request_json("POST", "/v1/chat/completions", constrained)
         found = await scrape(backend)
         status_now, snapshot = backend.service.read_status(), backend.engine.snapshot
         assert found.total(f"{P}prefilled_tokens_total") > tokens == ended.timings.prefilled
@@ -157,7 +157,7 @@ def test_metrics_need_no_secret_on_loopback_while_loading(tiny_folder: FolderOf,
         return build()
 
     async def run() -> None:
-        async with live(tiny_folder("llama"), tmp_path, make=make) as backend:
+        async with run_backend(tiny_folder("llama"), tmp_path, make=make) as backend:
             loading = await scrape(backend)
             assert loading.total(f"{P}ready") == 0 and loading.total(f"{P}weight_bytes") == 0
             load_now.set()

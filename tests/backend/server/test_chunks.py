@@ -9,14 +9,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from support.backend.small_tokenizers import byte_level, sentence_piece
+from support.backend.small_tokenizers import make_byte_level_tokenizer, make_sentence_piece_tokenizer
 from warmline_backend.server.chunk_encoder import ChunkEncoder, TokenDecoder
 from warmline_common.protocol.sse import ChunkAggregator, SseParser
 
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
-    return byte_level(tmp_path_factory.mktemp("bpe"))
+    return make_byte_level_tokenizer(tmp_path_factory.mktemp("bpe"))
 
 
 def payloads(*events: bytes) -> list[dict[str, Any]]:
@@ -113,7 +113,7 @@ def test_half_character_token_has_exact_bytes(bpe: TokenizerWrapper) -> None:
 
 
 def test_byte_fallback_tokens_have_exact_bytes(tmp_path: Path) -> None:
-    tokenizer = sentence_piece(tmp_path)
+    tokenizer = make_sentence_piece_tokenizer(tmp_path)
     ids = tokenizer.encode("é", add_special_tokens=False)[-2:]
     assert b"".join(TokenDecoder(tokenizer).decode_logprob(token, -1.0).raw for token in ids) == "é".encode()
 

@@ -17,22 +17,22 @@ FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "
 
 def test_forget_releases_all_prompt_text_and_tokens(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: LiveBackend) -> None:
-        prompt = await backend.prompt(SAID)
-        waiting = await backend.prompt({**SAID, "response_format": FORM})
-        async with backend.generation("a", prompt) as response:
+        prompt = await backend.render_prompt(SAID)
+        waiting = await backend.render_prompt({**SAID, "response_format": FORM})
+        async with backend.start_generation("a", prompt) as response:
             assert (await read_result(response)).resident
         tokens = unpack_tokens(prompt.tokens)[20:60]
         assert len(holding(CANARY, tokens)) >= 2
         (resident,) = backend.service.list_residents(with_ids=False).residents
         for kept in (resident.id, "a"):
-            status, _ = await backend.json("POST", "/kv/forget", ClearCacheRequest(keep=[kept]))
+            status, _ = await backend.request_json("POST", "/kv/forget", ClearCacheRequest(keep=[kept]))
             assert status == 200 and backend.service.list_residents(with_ids=False).residents == [resident]
-        status, _ = await backend.json("POST", "/kv/forget")
+        status, _ = await backend.request_json("POST", "/kv/forget")
         assert status == 200 and backend.service.list_residents(with_ids=False).residents == []
         del resident
-        async with backend.generation("b", waiting) as response:
+        async with backend.start_generation("b", waiting) as response:
             assert response.status == 410, "it is rendered again by who still wants it"
-        assert (await backend.json("DELETE", "/requests/a"))[0] == 404
+        assert (await backend.request_json("DELETE", "/requests/a"))[0] == 404
         del prompt, waiting, response
         assert holding(CANARY, tokens) == []
 

@@ -15,9 +15,9 @@ from support.backend.live_backend import (
     ChunkGate,
     EngineHold,
     LiveBackend,
-    live,
     read_result,
     read_until,
+    run_backend,
     with_backend,
 )
 from warmline_backend.scheduler.scheduler import Scheduler
@@ -42,7 +42,7 @@ async def at_rest(backend: LiveBackend) -> HealthReply:
 
 
 async def ready(backend: LiveBackend) -> tuple[int, str]:
-    status, reply = await backend.json("GET", "/ready")
+    status, reply = await backend.request_json("GET", "/ready")
     assert reply["ready"] == (status == 200)
     return status, reply["reason"]
 
@@ -60,7 +60,7 @@ def test_health_while_model_loads(tiny_folder: FolderOf, tmp_path: Path) -> None
         return build()
 
     async def run() -> None:
-        async with live(tiny_folder("llama"), tmp_path, make=make) as backend:
+        async with run_backend(tiny_folder("llama"), tmp_path, make=make) as backend:
             health = await read_health(backend)
             assert (health.ready, health.busy, health.steps, health.step_age_s) == (False, False, 0, 0.0)
             assert health.failure == "the model is still loading"
@@ -75,7 +75,7 @@ def test_health_while_model_loads(tiny_folder: FolderOf, tmp_path: Path) -> None
 
 def test_health_counts_steps_and_shows_hanging_step(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: LiveBackend) -> None:
-        async with backend.generation("a", await backend.prompt()) as response:
+        async with backend.start_generation("a", await backend.render_prompt()) as response:
             assert (await read_result(response)).finish == "length"
         idle = await at_rest(backend)
         assert idle.steps >= 7 and idle.step_age_s == 0.0  # a chunk and six tokens
@@ -90,7 +90,7 @@ def test_health_counts_steps_and_shows_hanging_step(tiny_folder: FolderOf, tmp_p
 
 def test_waiting_calls_get_engine_end(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: LiveBackend) -> None:
-        async with backend.generation("a", await backend.prompt(ENDLESS)) as response:
+        async with backend.start_generation("a", await backend.render_prompt(ENDLESS)) as response:
             await read_until(response, b'"content":"')
 
             def break_it(scheduler: Scheduler) -> None:
@@ -104,7 +104,7 @@ def test_waiting_calls_get_engine_end(tiny_folder: FolderOf, tmp_path: Path) -> 
         health = await read_health(backend)
         assert not health.ready and not health.busy and health.failure == "the engine has ended: division by zero"
         assert await ready(backend) == (503, health.failure)
-        status, reply = await backend.json("DELETE", "/requests/a")
+        status, reply = await backend.request_json("DELETE", "/requests/a")
         assert (status, reply["error"]["message"]) == (503, health.failure)
 
     with_backend(tiny_folder("llama"), tmp_path, work)
@@ -149,11 +149,11 @@ def test_hanging_probe_is_not_ready(tiny_folder: FolderOf, tmp_path: Path, monke
             begun.set()
             assert go_on.wait(WAIT_S)
 
-        with monkeypatch.context() as planted:
-            planted.setattr(backend.engine.scheduler, "probe", hang)
+        with monkeypatch.context() as patch:
+            patch.setattr(backend.engine.scheduler, "probe", hang)
             asking = asyncio.ensure_future(ready_at_rest(backend))
             assert await asyncio.to_thread(begun.wait, WAIT_S)
-            planted.setattr(health, "PROBE_TIMEOUT_S", 0.01)
+            patch.setattr(health, "PROBE_TIMEOUT_S", 0.01)
             assert await ready(backend) == (503, "the engine has not computed a token in 0.01 s")
             go_on.set()
             assert await asking == (200, ""), "who has asked before hears of it when it comes"
@@ -170,13 +170,13 @@ def test_busy_engine_is_ready_while_step_is_young(
 
     async def work(backend: LiveBackend) -> None:
         monkeypatch.setattr(backend.engine.scheduler, "probe", lambda: 1 / 0)
-        async with backend.generation("a", await backend.prompt()):
-            await chunks.wait_begun()
+        async with backend.start_generation("a", await backend.render_prompt()):
+            await chunks.wait_for_chunk()
             assert await ready(backend) == (200, "")
             monkeypatch.setattr(health, "STEP_AGE_MAX_S", 0.0)
             status, reason = await ready(backend)
             assert status == 503 and reason.startswith("the engine's present step has been going on for ")
-            chunks.open_all()
+            chunks.open_for_all()
 
     with_backend(tiny_folder("llama"), tmp_path, work, step=16)
 
@@ -200,13 +200,13 @@ def test_memory_and_tasks_are_stable_over_requests(tiny_folder: FolderOf, tmp_pa
             memory.
             """
             await backend.run_on_engine(lambda _: mx.synchronize())
-            async with backend.call("GET", "/kv/status") as response:
+            async with backend.send("GET", "/kv/status") as response:
                 return decode(await response.read(), BackendStatus)
 
         async def leave(name: str) -> None:
-            async with backend.generation(name, await backend.prompt(ENDLESS)) as response:
+            async with backend.start_generation(name, await backend.render_prompt(ENDLESS)) as response:
                 await read_until(response, b'"content":"')
-                status, _ = await backend.json("DELETE", f"/requests/{name}")
+                status, _ = await backend.request_json("DELETE", f"/requests/{name}")
                 assert status == 200
                 resident = (await read_result(response)).resident
             assert await backend.service.delete_resident(resident)

@@ -97,8 +97,8 @@ def test_failed_save_deletes_its_files(tmp_path: Path, monkeypatch: pytest.Monke
                 raise OSError(28, "No space left on device")
             return write_segment_file(path, *rest)  # type: ignore[arg-type]
 
-        with monkeypatch.context() as planted:
-            planted.setattr(kv_transfer, "write_segment_file", disk_full)
+        with monkeypatch.context() as patch:
+            patch.setattr(kv_transfer, "write_segment_file", disk_full)
             with pytest.raises(OSError, match="No space left"):
                 await service.save(save_request(result))
         assert stored(home) == []

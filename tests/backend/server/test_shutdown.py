@@ -48,17 +48,19 @@ def drained(backend: LiveBackend, timeout_s: float, hurry: asyncio.Event) -> "as
 
 def test_drain_lets_running_requests_end_and_refuses_new_ones(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: LiveBackend) -> None:
-        later = await backend.prompt()
-        async with backend.generation("a", await backend.prompt(FEW)) as response:
+        later = await backend.render_prompt()
+        async with backend.start_generation("a", await backend.render_prompt(FEW)) as response:
             await read_until(response, b'"content":"')
             task = drained(backend, WAIT_S, asyncio.Event())
             await asyncio.sleep(0)
             new = [
-                await backend.json("POST", "/kv/prompts", PromptRequest(request_id="p", endpoint="chat", body=BODY)),
-                await backend.json("POST", "/v1/chat/completions", BODY),
-                await backend.json("POST", "/kv/restore", RestoreRequest(request_id="r", tokens=b"", chain=[])),
+                await backend.request_json(
+                    "POST", "/kv/prompts", PromptRequest(request_id="p", endpoint="chat", body=BODY)
+                ),
+                await backend.request_json("POST", "/v1/chat/completions", BODY),
+                await backend.request_json("POST", "/kv/restore", RestoreRequest(request_id="r", tokens=b"", chain=[])),
             ]
-            async with backend.generation("b", later) as refused:
+            async with backend.start_generation("b", later) as refused:
                 new.append((refused.status, await refused.json()))
             assert [(status, reply["error"]["message"]) for status, reply in new] == [(503, "shutting down")] * 4
             end = await read_result(response)
@@ -66,7 +68,7 @@ def test_drain_lets_running_requests_end_and_refuses_new_ones(tiny_folder: Folde
         assert not task.done(), "what it has left is not saved yet"
         spec = SegmentSpec(id="a" * 32, start=0, end=end.prefilled_until)
         save = SaveRequest(request_id="s", resident=end.resident, segments=[spec])
-        assert (await backend.json("POST", "/kv/save", save))[0] == 200
+        assert (await backend.request_json("POST", "/kv/save", save))[0] == 200
         await asyncio.wait_for(task, WAIT_S)
 
     with_backend(tiny_folder("llama"), tmp_path, work)
@@ -78,11 +80,11 @@ def test_drain_cancels_background_requests(
     monkeypatch.setattr(shutdown, "SAVES_WAIT_S", 0.01)  # nobody saves what the other one leaves
 
     async def work(backend: LiveBackend) -> None:
-        audited = await backend.prompt({**BODY, "max_tokens": 1})
-        async with backend.generation("a", await backend.prompt(ENDLESS)) as response:
+        audited = await backend.render_prompt({**BODY, "max_tokens": 1})
+        async with backend.start_generation("a", await backend.render_prompt(ENDLESS)) as response:
             await read_until(response, b'"content":"')
             headers = {HEADER_REQUEST: "b", HEADER_PROMPT: audited.prompt_id, HEADER_BACKGROUND: "1"}
-            async with backend.call("POST", "/v1/chat/completions", **headers) as background:
+            async with backend.send("POST", "/v1/chat/completions", **headers) as background:
                 hurry = asyncio.Event()
                 task = drained(backend, WAIT_S, hurry)
                 assert (await read_result(background)).finish == "cancelled"
@@ -101,7 +103,7 @@ def test_drain_timeout_cancels_and_keeps_kv(
     monkeypatch.setattr(shutdown, "SAVES_WAIT_S", 0.01)  # nobody saves it
 
     async def work(backend: LiveBackend) -> None:
-        async with backend.generation("a", await backend.prompt(ENDLESS)) as response:
+        async with backend.start_generation("a", await backend.render_prompt(ENDLESS)) as response:
             await read_until(response, b'"content":"')
             hurry = asyncio.Event()
             task = drained(backend, 0.01 if ending == "the time is over" else WAIT_S, hurry)
@@ -123,7 +125,7 @@ def test_drain_does_not_wait_for_hanging_engine(
     monkeypatch.setattr(shutdown, "CANCEL_WAIT_S", 0.01)
 
     async def work(backend: LiveBackend) -> None:
-        async with backend.generation("a", await backend.prompt(ENDLESS)) as response:
+        async with backend.start_generation("a", await backend.render_prompt(ENDLESS)) as response:
             await read_until(response, b'"content":"')
             async with EngineHold(backend.engine):
                 await asyncio.wait_for(drained(backend, 0.01, asyncio.Event()), WAIT_S)

@@ -11,9 +11,9 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
-from support.backend.engine_driver import Drive
-from support.backend.families import served
-from support.backend.small_tokenizers import CHATML, byte_level
+from support.backend.engine_driver import SchedulerDriver
+from support.backend.families import load_family
+from support.backend.small_tokenizers import CHATML, make_byte_level_tokenizer
 from warmline_backend.config import RESERVED_TEMPLATE_ARGS, BackendConfigError, parse_config
 from warmline_backend.engine.engine import Engine
 from warmline_backend.prompt.renderer import TemplateRenderer
@@ -42,7 +42,7 @@ MakeRenderer = Callable[..., TemplateRenderer]
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
-    return byte_level(tmp_path_factory.mktemp("model"), THINKING)
+    return make_byte_level_tokenizer(tmp_path_factory.mktemp("model"), THINKING)
 
 
 def tail(renderer: TemplateRenderer, **body: Any) -> str:
@@ -73,7 +73,9 @@ def test_request_arguments_override_settings_by_key(
 
 
 def test_null_is_passed_as_value(tmp_path: Path) -> None:
-    tokenizer = byte_level(tmp_path, CHATML + "{{ 'undefined' if depth is not defined else depth is none }}")
+    tokenizer = make_byte_level_tokenizer(
+        tmp_path, CHATML + "{{ 'undefined' if depth is not defined else depth is none }}"
+    )
     body = {"messages": [USER]}
     rendered = {
         name: tokenizer.decode(TemplateRenderer(tokenizer, template_args=args).render("chat", body).tokens)
@@ -107,12 +109,12 @@ def test_template_error_by_settings_is_reported_at_start(tokenizer: TokenizerWra
 
 def test_template_error_without_arguments_does_not_blame_them(tmp_path: Path) -> None:
     strict = "{% if messages|length < 2 %}{{ raise_exception('more, please') }}{% endif %}" + CHATML
-    renderer = TemplateRenderer(byte_level(tmp_path, strict), template_args={"enable_thinking": False})
+    renderer = TemplateRenderer(make_byte_level_tokenizer(tmp_path, strict), template_args={"enable_thinking": False})
     assert renderer.render("chat", {"messages": [USER, ANSWER, USER]}).tokens
 
 
 def test_missing_template_is_reported_and_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    renderer = TemplateRenderer(byte_level(tmp_path, None), template_args={"enable_thinking": False})
+    renderer = TemplateRenderer(make_byte_level_tokenizer(tmp_path, None), template_args={"enable_thinking": False})
     assert "has no effect, this model has no chat template" in caplog.text
     assert renderer.render("completion", {"prompt": "hello"}).tokens
 
@@ -125,9 +127,9 @@ def test_process_refuses_settings_that_template_refuses(tmp_path: Path) -> None:
     home.prepare()
 
     def make() -> Any:
-        model = served.__wrapped__("llama", tmp_path)
-        object.__setattr__(model, "tokenizer", byte_level(tmp_path / "tokenizer", THINKING))
-        return Drive(model).scheduler
+        model = load_family.__wrapped__("llama", tmp_path)
+        object.__setattr__(model, "tokenizer", make_byte_level_tokenizer(tmp_path / "tokenizer", THINKING))
+        return SchedulerDriver(model).scheduler
 
     async def start() -> None:
         engine = Engine(make)

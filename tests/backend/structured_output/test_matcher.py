@@ -12,12 +12,12 @@ from support.backend.grammar_cases import (
     EOS,
     PADDING,
     THINKS,
-    accepts_tokens,
+    is_accepted,
     make_compiler,
     make_tokenizer,
     sample_tokens,
 )
-from support.backend.small_tokenizers import sentence_piece
+from support.backend.small_tokenizers import make_sentence_piece_tokenizer
 from warmline_backend.request.params import BadRequestError
 from warmline_backend.structured_output.compiler import SLOW_TOKENIZER_MESSAGE, GrammarCompiler
 from warmline_backend.structured_output.matcher import GrammarDeadEndError, Matcher
@@ -70,14 +70,14 @@ def allowed(tokenizer: TokenizerWrapper, guide: Matcher) -> set[str]:
 def test_form_begins_after_reasoning(thinking: Any, tail: str, answer: str, fits: bool) -> None:
     tokenizer, grammars = thinking
     guide = make_matcher(grammars, tail)
-    assert accepts_tokens(guide, ids(tokenizer, answer)) == fits
+    assert is_accepted(guide, ids(tokenizer, answer)) == fits
     assert guide.is_complete == (fits and answer.endswith(EOS))
 
 
 def test_completions_have_no_reasoning(thinking: Any) -> None:
     tokenizer, grammars = thinking
     constraint = grammars.build_constraint("completion", YES_OR_NO, None, "")
-    assert not accepts_tokens(grammars.create_matcher(constraint), ids(tokenizer, THINKS[0]))
+    assert not is_accepted(grammars.create_matcher(constraint), ids(tokenizer, THINKS[0]))
 
 
 def test_think_start_may_share_tokens_with_form(folder: Path) -> None:
@@ -93,7 +93,7 @@ def test_think_start_may_share_tokens_with_form(folder: Path) -> None:
         ("<|open|>tools", False),
         ("<|open|>response<|sep|>maybe", False),
     ):
-        assert accepts_tokens(make_matcher(grammars), ids(tokenizer, answer)) == fits, answer
+        assert is_accepted(make_matcher(grammars), ids(tokenizer, answer)) == fits, answer
 
 
 def test_channels_are_part_of_grammar(folder: Path) -> None:
@@ -108,7 +108,7 @@ def test_channels_are_part_of_grammar(folder: Path) -> None:
         (thought + thought + "<|channel|>final<|message|>maybe", False),
         ("yes", False),
     ):
-        assert accepts_tokens(make_matcher(grammars, "<|start|>assistant"), ids(tokenizer, answer)) == fits, answer
+        assert is_accepted(make_matcher(grammars, "<|start|>assistant"), ids(tokenizer, answer)) == fits, answer
 
 
 def test_text_like_markers_is_not_a_marker(thinking: Any) -> None:
@@ -151,7 +151,7 @@ def test_matcher_masks_as_logits_processor(thinking: Any) -> None:
 def test_only_eos_follows_complete_answer(thinking: Any) -> None:
     tokenizer, grammars = thinking
     guide = make_matcher(grammars, "</think>")
-    assert accepts_tokens(guide, ids(tokenizer, "yes"))
+    assert is_accepted(guide, ids(tokenizer, "yes"))
     assert guide.compute_allowed().nonzero()[0].tolist() == [tokenizer.eos_token_id]
     guide.advance(tokenizer.eos_token_id)
     guide.advance(tokenizer.eos_token_id)
@@ -169,12 +169,12 @@ def test_matchers_of_one_constraint_are_independent(thinking: Any) -> None:
     tokenizer, grammars = thinking
     constraint = grammars.build_constraint("chat", YES_OR_NO, None, "</think>")
     one, other = grammars.create_matcher(constraint), grammars.create_matcher(constraint)
-    assert accepts_tokens(one, ids(tokenizer, "ye"))
+    assert is_accepted(one, ids(tokenizer, "ye"))
     assert allowed(tokenizer, one) == {"s"} and allowed(tokenizer, other) == {"y", "n"}
 
 
 def test_sentencepiece_tokens_are_matched_as_bytes(tmp_path: Path) -> None:
-    tokenizer = sentence_piece(tmp_path)
+    tokenizer = make_sentence_piece_tokenizer(tmp_path)
     grammars = make_compiler(tokenizer)
     for seed in range(3):
         guide = make_matcher(grammars, structured_outputs={"json": {"const": {"the": "hé"}}})
@@ -228,5 +228,5 @@ def test_compiled_grammars_are_bounded(thinking: Any, monkeypatch: pytest.Monkey
     ]
     monkeypatch.setattr("warmline_backend.structured_output.compiler.MATCHER_COUNT_MAX", 2)
     for constraint, word in [*zip(constraints, ("ab", "cd", "ef"), strict=True)] * 2:
-        assert accepts_tokens(grammars.create_matcher(constraint), ids(tokenizer, word + EOS))
+        assert is_accepted(grammars.create_matcher(constraint), ids(tokenizer, word + EOS))
     assert len(grammars._matchers) == 2

@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from support.backend.grammar_cases import (
     EOS,
     MARKERS,
-    accepts_tokens,
+    is_accepted,
     make_compiler,
     make_family_tokenizer,
     make_tokenizer,
@@ -184,7 +184,7 @@ def test_grammar_accepts_calls_of_family(family: str, families: dict[str, Any]) 
     for choice in ("required", "auto"):
         constraint = grammars.build_constraint("chat", {"tools": tools, "tool_choice": choice}, tools, "")
         guide = grammars.create_matcher(constraint)
-        assert accepts_tokens(guide, tokens), (choice, written)
+        assert is_accepted(guide, tokens), (choice, written)
         assert guide.is_complete or guide.state == "free"
     if theirs is not None:
         read = [(name, json.loads(arguments)) for name, arguments in parse_turn(tokens[:-1], tokenizer, tools)[1]]
@@ -200,12 +200,12 @@ def test_strict_tools_constrain_calls_only(families: dict[str, Any]) -> None:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     guide, call = grammars.create_matcher(constraint), WRITTEN["json_tools"]
-    assert accepts_tokens(guide, tokens("Let me look. " + call + " and " + call)) and guide.state == "free"
-    assert not accepts_tokens(grammars.create_matcher(constraint), tokens("Well: " + call.replace("city", "town")))
-    assert not accepts_tokens(grammars.create_matcher(constraint), tokens(call.replace("2", "99")))
+    assert is_accepted(guide, tokens("Let me look. " + call + " and " + call)) and guide.state == "free"
+    assert not is_accepted(grammars.create_matcher(constraint), tokens("Well: " + call.replace("city", "town")))
+    assert not is_accepted(grammars.create_matcher(constraint), tokens(call.replace("2", "99")))
     single = {"tools": strict, "parallel_tool_calls": False}
     once = grammars.create_matcher(grammars.build_constraint("chat", single, strict, ""))
-    assert accepts_tokens(once, tokens("Well. " + call)) and np_count(once) == 1
+    assert is_accepted(once, tokens("Well. " + call)) and np_count(once) == 1
 
 
 def test_allowed_tools_limit_calls(families: dict[str, Any]) -> None:
@@ -215,11 +215,11 @@ def test_allowed_tools_limit_calls(families: dict[str, Any]) -> None:
     constraint = grammars.build_constraint("chat", body, FLAT, "")
     for written, fits in ((WRITTEN["json_tools"], False), (WRITTEN["json_tools"].replace("get_weather", "now"), False)):
         assert (
-            accepts_tokens(grammars.create_matcher(constraint), tokenizer.encode(written, add_special_tokens=False))
+            is_accepted(grammars.create_matcher(constraint), tokenizer.encode(written, add_special_tokens=False))
             == fits
         )
     now = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-    assert accepts_tokens(grammars.create_matcher(constraint), tokenizer.encode("So: " + now, add_special_tokens=False))
+    assert is_accepted(grammars.create_matcher(constraint), tokenizer.encode("So: " + now, add_special_tokens=False))
 
 
 def np_count(guide: Any) -> int:
@@ -245,7 +245,7 @@ def test_harmony_allows_reasoning_and_one_call(tmp_path: Path) -> None:
         ):
             guide = grammars.create_matcher(constraint)
             tokens = tokenizer.encode(written + EOS, add_special_tokens=False)
-            assert accepts_tokens(guide, tokens) == guide.is_complete == fits, (choice, written)
+            assert is_accepted(guide, tokens) == guide.is_complete == fits, (choice, written)
     tokens = tokenizer.encode(call, add_special_tokens=False)
     assert parse_turn(tokens, tokenizer, FLAT)[1] == [("get_weather", '{"city": "köln", "days": 2}')]
 
@@ -284,7 +284,7 @@ def test_unusable_schema_is_refused_only_for_strict_tools(families: dict[str, An
     body = {"tools": tools, "tool_choice": "required"}
     written = '<tool_call>\n{"name": "f", "arguments": {"a": [1]}}\n</tool_call>' + EOS
     guide = grammars.create_matcher(grammars.build_constraint("chat", body, tools, ""))
-    assert accepts_tokens(guide, tokenizer.encode(written, add_special_tokens=False)) and guide.is_complete
+    assert is_accepted(guide, tokenizer.encode(written, add_special_tokens=False)) and guide.is_complete
     strict = [function("f", odd, strict=True)]
     with pytest.raises(BadRequestError, match=r"'tools\[0\].function.parameters' can't be used") as caught:
         grammars.build_constraint("chat", {**body, "tools": strict}, strict, "")
@@ -300,4 +300,4 @@ def test_calls_and_form_are_alternatives(families: dict[str, Any]) -> None:
     for constraint, call_fits, form_fits in ((either, True, True), (calls, True, False), (text, False, True)):
         for written, fits in ((WRITTEN["json_tools"], call_fits), ('{"a": 1}', form_fits)):
             tokens = tokenizer.encode(written + EOS, add_special_tokens=False)
-            assert accepts_tokens(grammars.create_matcher(constraint), tokens) == fits, (written, constraint.grammar)
+            assert is_accepted(grammars.create_matcher(constraint), tokens) == fits, (written, constraint.grammar)

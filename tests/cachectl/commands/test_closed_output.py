@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.cachectl.homes import called
+from support.cachectl.homes import find_session
 from warmline_common.storage.home import Home
 
 PROGRAM = "from warmline_cachectl.cli import app; app()"
@@ -17,7 +17,7 @@ PROGRAM = "from warmline_cachectl.cli import app; app()"
 def test_closed_pipe_exits_with_141(home: Home, words: list[str]) -> None:
     unread, output = os.pipe()
     os.close(unread)
-    words = [called(home, "first") if word == "SESSION" else word for word in words]
+    words = [find_session(home, "first") if word == "SESSION" else word for word in words]
     assert code_and_errors(home, words, output) == (141, "")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.index.indexes import planned, save, write_plan
+from support.index.indexes import plan_save, save, write_plan
 from warmline_cachectl import client
 from warmline_common.storage.file_lock import process_lock
 from warmline_common.storage.home import Home
@@ -112,7 +112,7 @@ def test_purge_removes_drafts_of_killed_pair(home: Home) -> None:
     with Index(home, 1 << 30) as index:
         session = save(index, [5] * 100).session
         kept = index.segments()[0].id
-        plan = planned(index, [5] * 100 + [6] * 2000)
+        plan = plan_save(index, [5] * 100 + [6] * 2000)
         write_plan(home, plan)
     draft = home.segment_file(kept).with_name(".ab.0123.tmp")
     draft.write_bytes(b"rows")

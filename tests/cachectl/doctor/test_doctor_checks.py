@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from support.cachectl.homes import answer, run
+from support.cachectl.homes import read_json, run_cachectl
 from warmline_cachectl.doctor import facts as gathering
 from warmline_cachectl.doctor.checks import CHECKS, FAIL, OK, WARN, Diagnosis, run_checks
 from warmline_cachectl.doctor.facts import Facts, IndexFacts, MachineFacts, SettingsFacts, gather
@@ -229,15 +229,15 @@ def test_running_proxy_address_precedes_settings_file(home: Home, bound: str, on
 
 
 def test_doctor_command_exit_code_and_output(home: Home) -> None:
-    done = run(home, "doctor", columns=80)
+    done = run_cachectl(home, "doctor", columns=80)
     assert done.returncode == 1 and "→ start it: warmline serve" in done.stdout and "quarantine" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
 def test_healthy_home_exits_with_0(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("warmline_cachectl.commands.doctor.gather", lambda _: WELL)
-    assert answer(home, "doctor")["findings"] == 0
-    assert "all is well" in run(home, "doctor").stdout
+    assert read_json(home, "doctor")["findings"] == 0
+    assert "all is well" in run_cachectl(home, "doctor").stdout
 
 
 def test_missing_system_command_is_ignored() -> None:

@@ -8,8 +8,8 @@ from threading import Thread
 
 import pytest
 
-from support.cachectl.homes import answer, run
-from support.index.indexes import MODEL, begin, commit, make_home
+from support.cachectl.homes import read_json, run_cachectl
+from support.index.indexes import MODEL, begin_save, commit_save, make_home
 from warmline_common.protocol.messages import encode
 from warmline_common.protocol.tokens import namespace
 from warmline_common.storage.home import Home
@@ -26,9 +26,9 @@ TALK = list(range(1000, 1300))
 def stored_for(home: Home, tenant: str, client: str, model: str = MODEL) -> str:
     """A file's id."""
     with Index(home, 1 << 30) as index:
-        plan = begin(index, TALK, root=namespace(model, tenant))
+        plan = begin_save(index, TALK, root=namespace(model, tenant))
         assert plan is not None
-        commit(index, plan, client=client)
+        commit_save(index, plan, client=client)
         return plan.segments[0].id
 
 
@@ -45,7 +45,7 @@ def home(tmp_path: Path) -> Home:
 
 
 def told(home: Home) -> dict[str, str]:
-    return {row["client"]: row["key"] for row in answer(home, "ls")["sessions"]}
+    return {row["client"]: row["key"] for row in read_json(home, "ls")["sessions"]}
 
 
 WORDS = {"first": "no key", "second": "a removed key", "third": "default", "fourth": "laptop"}
@@ -54,21 +54,23 @@ WORDS = {"first": "no key", "second": "a removed key", "third": "default", "four
 def test_conversations_show_key_names(home: Home) -> None:
     assert told(home) == WORDS
     for words in (["ls"], ["inspect"]):
-        shown = run(home, *words, columns=80).stdout
+        shown = run_cachectl(home, *words, columns=80).stdout
         assert " key " in shown.splitlines()[1] and all(f"│ {word[:9]}" in shown for word in WORDS.values())
-        assert " key " not in run(home, *words, columns=40).stdout.splitlines()[1], "it goes where there is no room"
-    trees = answer(home, "tree")["trees"]
+        assert " key " not in run_cachectl(home, *words, columns=40).stdout.splitlines()[1], (
+            "it goes where there is no room"
+        )
+    trees = read_json(home, "tree")["trees"]
     assert {each["key"] for each in trees} == set(WORDS.values())
-    heads = [line for line in run(home, "tree").stdout.splitlines() if MODEL in line]
+    heads = [line for line in run_cachectl(home, "tree").stdout.splitlines() if MODEL in line]
     assert sorted(heads) == sorted(
         f"{each['key']}, {MODEL} ({each['root'][:8]}): 1 conversation, 1 segment, {_size(home)}" for each in trees
     )
-    (leaf,) = {row["leaf"] for row in answer(home, "inspect")["sessions"] if row["client"] == "second"}
-    assert answer(home, "inspect", leaf)["segment"]["key"] == "a removed key"
+    (leaf,) = {row["leaf"] for row in read_json(home, "inspect")["sessions"] if row["client"] == "second"}
+    assert read_json(home, "inspect", leaf)["segment"]["key"] == "a removed key"
 
 
 def _size(home: Home) -> str:
-    (size,) = {row["bytes"] for row in answer(home, "ls")["sessions"]}
+    (size,) = {row["bytes"] for row in read_json(home, "ls")["sessions"]}
     return f"{size / 1000:.1f} KB"
 
 
@@ -76,8 +78,8 @@ def test_no_key_column_without_keys(tmp_path: Path) -> None:
     home = make_home(tmp_path / "home")
     stored_for(home, "", "first")
     assert told(home) == {"first": ""}
-    assert " key " not in run(home, "ls").stdout + run(home, "inspect").stdout
-    assert run(home, "tree").stdout.startswith(MODEL)
+    assert " key " not in run_cachectl(home, "ls").stdout + run_cachectl(home, "inspect").stdout
+    assert run_cachectl(home, "tree").stdout.startswith(MODEL)
 
 
 def test_settings_key_is_labelled(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +96,7 @@ def test_settings_key_is_labelled(home: Home, monkeypatch: pytest.MonkeyPatch) -
 def test_read_commands_need_no_keys_file(home: Home) -> None:
     home.keys.write_text("{")
     assert set(told(home).values()) == {""}
-    done = run(home, "purge", "--key", "laptop", "--yes")
+    done = run_cachectl(home, "purge", "--key", "laptop", "--yes")
     assert done.returncode == 3 and "is damaged" in done.stderr
 
 
@@ -138,30 +140,30 @@ def test_running_proxy_labels_owners(home: Home, proxy: Callable[[OwnerLabels], 
     ],
 )
 def test_purge_by_key(home: Home, words: str, left: str) -> None:
-    would = run(home, "purge", "--key", words, "--dry-run")
+    would = run_cachectl(home, "purge", "--key", words, "--dry-run")
     assert would.stdout.startswith("would purge 1 conversation: 1 segment") and told(home) == WORDS
-    assert run(home, "purge", "--key", words).returncode == 2, "it asks"
-    assert run(home, "purge", "--key", words, "--yes").stdout.startswith("purged 1 conversation: 1 segment")
+    assert run_cachectl(home, "purge", "--key", words).returncode == 2, "it asks"
+    assert run_cachectl(home, "purge", "--key", words, "--yes").stdout.startswith("purged 1 conversation: 1 segment")
     assert set(told(home)) == set(left.split())
-    assert run(home, "purge", "--key", words, "--yes").returncode == 1, "nothing is left"
+    assert run_cachectl(home, "purge", "--key", words, "--yes").returncode == 1, "nothing is left"
 
 
 def test_removed_keys_are_named_by_root(home: Home) -> None:
     stored_for(home, "another", "fifth")
     root = namespace(MODEL, "another").hex()
-    assert run(home, "purge", "--key", f"a removed key ({root[:8]})", "--yes").returncode == 0
+    assert run_cachectl(home, "purge", "--key", f"a removed key ({root[:8]})", "--yes").returncode == 0
     assert told(home) == WORDS
 
 
 def test_purge_of_unknown_key_name_is_refused(home: Home) -> None:
-    done = run(home, "purge", "--key", "desktop", "--yes")
+    done = run_cachectl(home, "purge", "--key", "desktop", "--yes")
     assert (done.returncode, done.stdout) == (1, "")
     assert "no client key 'desktop'; there are default, laptop, no key, a removed key" in done.stderr
-    assert run(home, "purge", "--key", "laptop", "--all", "--yes").returncode == 2
+    assert run_cachectl(home, "purge", "--key", "laptop", "--all", "--yes").returncode == 2
     keys_file.add_key(home, "desktop")
-    assert "nothing matches\n" in run(home, "purge", "--key", "desktop", "--yes").stderr
+    assert "nothing matches\n" in run_cachectl(home, "purge", "--key", "desktop", "--yes").stderr
     (home.root / "warmline.toml").write_text("share_cache = true")
-    assert "all keys share a cache: --key 'shared'" in run(home, "purge", "--key", "desktop", "--yes").stderr
+    assert "all keys share a cache: --key 'shared'" in run_cachectl(home, "purge", "--key", "desktop", "--yes").stderr
 
 
 def test_purge_by_key_reports_ambiguous_data(home: Home) -> None:
@@ -169,31 +171,31 @@ def test_purge_by_key_reports_ambiguous_data(home: Home) -> None:
     tenant = keys_file.find_key(keys_file.read_keys(home), "laptop").tenant
     home.segment_file(stored_for(home, tenant, "fifth", model="lost")).write_bytes(b"")
     assert told(home) == WORDS | {"fifth": ""}
-    done = run(home, "purge", "--key", "laptop", "--yes")
+    done = run_cachectl(home, "purge", "--key", "laptop", "--yes")
     assert done.stdout.startswith("purged 1 conversation") and done.returncode == 3
     assert "1 more segment may be that key's too" in done.stderr
 
 
 def test_key_remove_reports_stored_data(home: Home) -> None:
-    done = run(home, "key", "remove", "laptop")
-    roots = {each["root"][:8] for each in answer(home, "tree")["trees"] if each["key"] == "a removed key"}
+    done = run_cachectl(home, "key", "remove", "laptop")
+    roots = {each["root"][:8] for each in read_json(home, "tree")["trees"] if each["key"] == "a removed key"}
     (command,) = [line.split("`")[1] for line in done.stdout.splitlines() if "`" in line]
     assert command.removeprefix("cachectl purge --key 'a removed key ").removesuffix("'") in roots
-    assert run(home, "purge", "--yes", "--key", command.split("'")[1]).returncode == 0
+    assert run_cachectl(home, "purge", "--yes", "--key", command.split("'")[1]).returncode == 0
     assert told(home) == {client: word for client, word in WORDS.items() if client != "fourth"}
-    gone = answer(home, "key", "remove", "default", "--purge")
+    gone = read_json(home, "key", "remove", "default", "--purge")
     assert (gone["removed"], gone["stored"], len(gone["purged"]["sessions"])) == ("default", [], 1)
     assert told(home) == {"first": "no key", "second": "a removed key"}
     keys_file.add_key(home, "desktop")
-    assert run(home, "key", "remove", "desktop", "--purge").stdout.startswith("removed desktop\n")
+    assert run_cachectl(home, "key", "remove", "desktop", "--purge").stdout.startswith("removed desktop\n")
 
 
 def test_key_remove_works_with_any_stored_data(home: Home) -> None:
     for data in home.index.glob("*/data.mdb"):
         data.write_bytes(b"no index at all" * 1000)
-    assert run(home, "key", "remove", "laptop", "--purge").returncode == 3
+    assert run_cachectl(home, "key", "remove", "laptop", "--purge").returncode == 3
     assert [each.name for each in keys_file.read_keys(home)] == ["default", "laptop"]
-    assert run(home, "key", "remove", "laptop").stdout == "removed laptop\n"
+    assert run_cachectl(home, "key", "remove", "laptop").stdout == "removed laptop\n"
 
 
 def test_purge_by_key_removes_records_without_segments(home: Home) -> None:
@@ -212,8 +214,8 @@ def test_purge_by_key_removes_records_without_segments(home: Home) -> None:
             )
         )
         index.flush()
-    assert run(home, "purge", "--key", "desktop", "--dry-run").returncode == 1
-    done = run(home, "purge", "--key", "desktop", "--yes")
+    assert run_cachectl(home, "purge", "--key", "desktop", "--dry-run").returncode == 1
+    done = run_cachectl(home, "purge", "--key", "desktop", "--yes")
     assert done.returncode == 1 and done.stderr.endswith("nothing matches\n")
     with IndexReader(home) as reader:
         assert reader.requests() == [] and len(reader.sessions()) == len(WORDS)

@@ -98,13 +98,13 @@ def test_audit_detects_false_file(pair: Pair, mode: str) -> None:
     wrong = talk.turn()
     assert wrong.headers["X-Warmline-Cache"].startswith("restored"), "or it proves nothing"
     assert talk.audit(wrong) == "differs"
-    assert "ERROR" in pair.logged(f"AUDIT request={wrong.headers['X-Warmline-Request']} differs: ")
-    assert "ERROR" in pair.logged(f"AUDIT request={wrong.headers['X-Warmline-Request']}: .* quarantined")
+    assert "ERROR" in pair.wait_for_log_line(f"AUDIT request={wrong.headers['X-Warmline-Request']} differs: ")
+    assert "ERROR" in pair.wait_for_log_line(f"AUDIT request={wrong.headers['X-Warmline-Request']}: .* quarantined")
     assert any(row["reason"] == "suspect" for row in pair.cachectl("inspect")["quarantined"])
     talk.messages.append({"role": "user", "content": "And now?"})
     again = pair.chat(talk.messages, max_tokens=6)
     assert again.headers["X-Warmline-Cache"] == "cold 0"
-    assert again.text == pair.direct(talk.messages, max_tokens=6).text
+    assert again.text == pair.ask_backend(talk.messages, max_tokens=6).text
     pair.settle()
     assert not pair.cachectl("verify", "--deep")["findings"]
 

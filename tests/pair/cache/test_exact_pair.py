@@ -22,7 +22,7 @@ WORDS = "Go on from there, and say what became of them in the end, once the stor
 
 def told(pair: Pair, messages: list[Message]) -> tuple[Any, str]:
     """Cold numbers and text of the backend."""
-    reply = pair.direct(messages, **ALL)
+    reply = pair.ask_backend(messages, **ALL)
     return reply.json["choices"][0]["logprobs"], reply.text
 
 
@@ -61,7 +61,7 @@ def regenerated_and_edited(pair: Pair, messages: list[Message]) -> None:
     assert f"exact mode keeps and reuses multiples of {GRID} tokens" in pair.perf_line(again)
     assert (again.json["choices"][0]["logprobs"], again.text) == told(pair, messages)
     edited = [*messages[:3], {"role": "assistant", "content": "No."}, *messages[4:]]
-    shared = count_common_tokens(pair.rendered(messages).tokens, pair.rendered(edited).tokens)
+    shared = count_common_tokens(pair.render_prompt(messages).tokens, pair.render_prompt(edited).tokens)
     reply = pair.chat(edited, **ALL)
     assert 0 < reply.cached <= shared and reply.cached % GRID == 0
     assert reply.cached >= last_place(shared) - GRID, "states are kept at the last place of each turn"

@@ -54,7 +54,7 @@ def asked(pair: Pair, sent: Body, **headers: str) -> Any:
 
 
 def parts_at(pair: Pair, before: Body, after: Body) -> int:
-    tokens = [pair.rendered(each["messages"], tools=each.get("tools")).tokens for each in (before, after)]
+    tokens = [pair.render_prompt(each["messages"], tools=each.get("tools")).tokens for each in (before, after)]
     return count_common_tokens(*tokens)
 
 

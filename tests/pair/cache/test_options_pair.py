@@ -94,7 +94,7 @@ def test_keepalive_counts_tokens(pair: Pair) -> None:
 
 
 def rendered(pair: Pair, messages: list[Message], **kwargs: Any) -> bytes:
-    return pair.rendered(messages, chat_template_kwargs=kwargs).tokens
+    return pair.render_prompt(messages, chat_template_kwargs=kwargs).tokens
 
 
 def test_changed_template_arguments_reuse_common_prefix(pair: Pair) -> None:
@@ -113,7 +113,7 @@ def test_changed_template_arguments_reuse_common_prefix(pair: Pair) -> None:
         pair.settle()
         cached.append(reply.cached)
         assert reply.cached == max((count_common_tokens(prompt, ids) for ids in held), default=0), (kwargs, cached)
-        assert explain_difference(pair.direct(messages, **options), reply) == ""
+        assert explain_difference(pair.ask_backend(messages, **options), reply) == ""
         messages += [
             {"role": "assistant", "content": reply.text},
             {"role": "user", "content": f"{len(cached)}? {LONG}"},

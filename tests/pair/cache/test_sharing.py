@@ -35,7 +35,7 @@ def ask(pair: Pair, messages: list[Message]) -> bytes:
     pair.settle()
     answer: Message = {"role": "assistant", "content": reply.text}
     # All tokens generated have KV, the last one too: the engine computes one step ahead.
-    return pair.rendered([*messages, answer]).tokens[: (reply.prompt_tokens + TOKENS) * TOKEN_BYTES]
+    return pair.render_prompt([*messages, answer]).tokens[: (reply.prompt_tokens + TOKENS) * TOKEN_BYTES]
 
 
 def stored(pair: Pair) -> dict[str, Any]:

@@ -39,11 +39,13 @@ def test_stabilize_rule_keeps_next_turn_warm(steady_pair: Pair) -> None:
     assert first.headers["X-Warmline-Stabilized"] == "times=1, tool-order=1"
     assert second.headers["X-Warmline-Stabilized"] == "times=1"
     assert second.cached >= first.prompt_tokens - 1
-    assert steady_pair.logged(f"{second.headers['X-Warmline-Request']}: evened out at the top of its prompt: times=1")
+    assert steady_pair.wait_for_log_line(
+        f"{second.headers['X-Warmline-Request']}: evened out at the top of its prompt: times=1"
+    )
 
 
 def test_stabilize_rule_leaves_user_messages_unchanged(steady_pair: Pair) -> None:
     sent = [{"role": "user", "content": "It is 14:22:33, what now?"}]
     reply = steady_pair.chat(sent, max_tokens=1)
     assert "X-Warmline-Stabilized" not in reply.headers
-    assert reply.prompt_tokens == steady_pair.direct(sent, max_tokens=1).prompt_tokens
+    assert reply.prompt_tokens == steady_pair.ask_backend(sent, max_tokens=1).prompt_tokens

@@ -99,7 +99,7 @@ def goes_on_after_a_restart(agent: Agent) -> None:
     before = agent.rendered.turn_end
     agent.calls("", '{"path": "/home"}', reasoning_content="Once more.")
     reply, before = advances(agent, before), agent.rendered.turn_end
-    cold = agent.pair.direct(agent.messages, max_tokens=8, **WITH_LOGPROBS, **agent.options)
+    cold = agent.pair.ask_backend(agent.messages, max_tokens=8, **WITH_LOGPROBS, **agent.options)
     assert not explain_difference(cold, reply)
     agent.calls("", '{"path": "/opt"}', reasoning_content="And again.")
     advances(agent, before)
@@ -116,7 +116,7 @@ def leaves_out_its_reasoning(agent: Agent) -> None:
     assert why, line
     has_states = "no checkpoint after" in line
     assert reply.cached == (asked if has_states else int(why[1])) < before, "the longest prefix that is the same"
-    cold = agent.pair.direct(agent.messages, max_tokens=8, **WITH_LOGPROBS, **agent.options)
+    cold = agent.pair.ask_backend(agent.messages, max_tokens=8, **WITH_LOGPROBS, **agent.options)
     assert not explain_difference(cold, reply)
     before = agent.rendered.turn_end
     agent.calls("", '{"path": "/usr"}', reasoning_content=reply.reasoning)

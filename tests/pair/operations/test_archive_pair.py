@@ -36,7 +36,7 @@ def test_imported_conversation_continues_warm(warm_pair: Pair, elsewhere: Pair, 
     here = warm_pair.chat(more, **GREEDY)
     assert here.cached > first.prompt_tokens - 20
     warm_pair.settle()
-    rendered = warm_pair.rendered(TALK).tokens
+    rendered = warm_pair.render_prompt(TALK).tokens
     warm_pair.cachectl("purge", "--session", session, "--yes")
     assert holding(warm_pair, rendered[-80:]) == holding(warm_pair, b"moving") == []
 
@@ -81,5 +81,5 @@ def test_packed_tokens_search_finds_tokens(warm_pair: Pair) -> None:
     """Else the search above would find nothing for a reason of its own."""
     warm_pair.chat(TALK, session_id="searched", **GREEDY)
     warm_pair.settle()
-    tokens = warm_pair.rendered(TALK).tokens
+    tokens = warm_pair.render_prompt(TALK).tokens
     assert pack_tokens([]) == b"" and len(holding(warm_pair, tokens[-80:])) >= 2

@@ -9,7 +9,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from support.pair.pair import Message, Pair, ask
+from support.pair.pair import Message, Pair, send_request
 from warmline_cachectl.cli import app
 
 TIMEOUT_S = 30.0
@@ -70,7 +70,7 @@ def test_bad_owner_requests_are_refused(
     warm_pair: Pair, path: str, body: dict[str, object], code: int, says: str
 ) -> None:
     headers = {"Authorization": f"Bearer {warm_pair.home.load_secret()}", "Content-Type": "application/json"}
-    reply = ask(f"{warm_pair.url}/warmline/{path}", json.dumps(body).encode(), headers)
+    reply = send_request(f"{warm_pair.url}/warmline/{path}", json.dumps(body).encode(), headers)
     assert reply.status == code and says in reply.json["error"]["message"]
 
 

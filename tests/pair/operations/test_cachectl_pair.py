@@ -43,7 +43,7 @@ def speak(pair: Pair, name: str, words: str = "Hello there.") -> bytes:
     reply = pair.chat(messages, max_tokens=TOKENS, session_id=name)
     pair.settle()
     messages.append({"role": "assistant", "content": reply.text})
-    return pair.rendered(messages).tokens[: (reply.prompt_tokens + TOKENS) * TOKEN_BYTES]
+    return pair.render_prompt(messages).tokens[: (reply.prompt_tokens + TOKENS) * TOKEN_BYTES]
 
 
 def holding(pair: Pair, wanted: bytes) -> set[str]:
@@ -133,7 +133,7 @@ def test_purge_truncates_to_token_and_keeps_shared_prefix(running: Pair) -> None
         messages: list[Message] = [alike, {"role": "user", "content": text}]
         running.chat(messages, max_tokens=TOKENS, session_id=name)
         running.settle()
-        tokens[name] = running.rendered(messages).tokens
+        tokens[name] = running.render_prompt(messages).tokens
     gone, left = (session(running, name) for name in texts)
     told = running.cachectl("purge", "--session", gone, "--dry-run")
     done = running.cachectl("purge", "--session", gone, "--yes")

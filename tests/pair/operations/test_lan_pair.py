@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from support.pair.pair import FolderOf, Pair, Reply, ask
+from support.pair.pair import FolderOf, Pair, Reply, send_request
 from warmline_common.storage.home import Home
 from warmline_proxy.auth import key_store as keys_file
 
@@ -46,8 +46,8 @@ def test_keys_have_separate_persistent_caches(tiny_folder: FolderOf, tmp_path: P
         (home.root / "warmline.toml").touch()
         pair = Pair(home.root, tiny_folder("llama"), "--lan", "--log-files")
         with pair:
-            assert pair.logged(r"^(ready|also) .*\.local:")
-            assert f"cachectl key show --home {home.root})" in pair.logged("^curl ")
+            assert pair.wait_for_log_line(r"^(ready|also) .*\.local:")
+            assert f"cachectl key show --home {home.root})" in pair.wait_for_log_line("^curl ")
             one = pair.cachectl("key", "show")["key"]
             two, three = (pair.cachectl("key", "add", name)["key"] for name in ("two", "three"))
             assert (
@@ -82,7 +82,7 @@ def wait_until_up(pair: Pair) -> None:
     """Another proxy than before answers."""
     while True:
         try:
-            if ask(f"{pair.url}/ready", None, {}, "GET").status == 200:
+            if send_request(f"{pair.url}/ready", None, {}, "GET").status == 200:
                 return
         except OSError:
             pass
@@ -99,7 +99,7 @@ def owner_is_asked_who_he_is(pair: Pair, client_key: str) -> None:
         ({"Host": "evil.example", "X-Api-Key": admin}, 403),
         ({"X-Forwarded-For": "192.168.1.7"}, 401),
     ):
-        assert ask(f"{pair.url}/warmline/status", None, headers, "GET").status == status, headers
+        assert send_request(f"{pair.url}/warmline/status", None, headers, "GET").status == status, headers
 
 
 def assert_private(home: Home) -> None:

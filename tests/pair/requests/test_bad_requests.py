@@ -162,7 +162,7 @@ def test_unusual_request_is_answered(warm_pair: Pair, good: str, name: str) -> N
 
 def test_exact_repeat_computes_one_token(warm_pair: Pair) -> None:
     sent = [{"role": "user", "content": "Repeat after me, exactly."}]
-    cold = warm_pair.direct(sent, max_tokens=12)
+    cold = warm_pair.ask_backend(sent, max_tokens=12)
     for _ in range(3):
         reply = warm_pair.chat(sent, max_tokens=12)
         assert reply.text == cold.text

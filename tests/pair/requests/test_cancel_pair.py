@@ -12,7 +12,7 @@ import pytest
 
 from support.pair.answers import WITH_LOGPROBS, explain_difference
 from support.pair.clients import ClientRequest
-from support.pair.pair import FolderOf, Message, Pair, Reply, ask
+from support.pair.pair import FolderOf, Message, Pair, Reply, send_request
 from support.pair.waiting import wait_until, wait_until_idle, wait_until_prefilling
 from support.planted.faults import FaultControl, Gate
 
@@ -93,7 +93,7 @@ class Deletion(Disconnect):
 
 
 def delete(pair: Pair, name: str) -> Reply:
-    return ask(f"{pair.url}/v1/requests/{name}", None, {}, "DELETE")
+    return send_request(f"{pair.url}/v1/requests/{name}", None, {}, "DELETE")
 
 
 DISCONNECTS = [Disconnect, Reset, Deletion]
@@ -144,7 +144,7 @@ def test_disconnect_in_decode_keeps_tokens(
     wait_until_idle(pair)
     retry = pair.chat(messages, max_tokens=8, **WITH_LOGPROBS)
     assert retry.cached == retry.prompt_tokens - 1
-    assert explain_difference(pair.direct(messages, max_tokens=8, **WITH_LOGPROBS), retry) == ""
+    assert explain_difference(pair.ask_backend(messages, max_tokens=8, **WITH_LOGPROBS), retry) == ""
 
 
 @pytest.mark.parametrize("disconnect_type", DISCONNECTS)
@@ -210,7 +210,7 @@ def test_prompt_cancelled_three_times_is_prefilled_once(pair: Pair, planted: Fau
     reply = pair.chat(messages, **answer)
     assert is_only(reply.cached, 3 * 4 * STEP)
     assert is_only(reply.prompt_tokens, count_prefilled(pair, "cut", 4)), "each token once"
-    assert reply.text == pair.direct(messages, max_tokens=4).text
+    assert reply.text == pair.ask_backend(messages, max_tokens=4).text
 
 
 @pytest.mark.parametrize("streams", [(True, True), (False, False), (True, False)])
@@ -230,7 +230,7 @@ def test_two_identical_requests_share_one_prefill(
     # One token more: each computes the prompt's last one itself, for its own first answer.
     assert is_only(replies[0].prompt_tokens + 1, count_prefilled(pair, model, 2))
     assert replies[1].cached == replies[1].prompt_tokens - 1
-    cold = pair.direct(messages, **answer)
+    cold = pair.ask_backend(messages, **answer)
     assert [explain_difference(cold, reply) for reply in replies] == ["", ""]
 
 
@@ -263,7 +263,7 @@ def check_joining(pair: Pair, planted: FaultControl) -> None:
     reply = retry.wait_until_ended().reply
     assert reply.cached == reply.prompt_tokens - 1
     assert is_only(reply.prompt_tokens, count_prefilled(pair, "joined", 2)), "in sum once"
-    assert reply.text == pair.direct(messages, max_tokens=4).text
+    assert reply.text == pair.ask_backend(messages, max_tokens=4).text
 
 
 def check_finishing_alone(pair: Pair, planted: FaultControl) -> None:

@@ -88,7 +88,7 @@ def row_bytes(pair: Pair) -> int:
 def check_retry(pair: Pair, messages: list[Message]) -> None:
     retry = pair.chat(messages, max_tokens=8, **WITH_LOGPROBS)
     assert retry.cached == retry.prompt_tokens - 1, "prefill that was done is kept"
-    assert explain_difference(pair.direct(messages, max_tokens=8, **WITH_LOGPROBS), retry) == ""
+    assert explain_difference(pair.ask_backend(messages, max_tokens=8, **WITH_LOGPROBS), retry) == ""
 
 
 def test_concurrent_answers_equal_sequential_ones(warm_pair: Pair) -> None:
@@ -110,7 +110,7 @@ def test_concurrent_answers_equal_sequential_ones(warm_pair: Pair) -> None:
         talks = list(pool.map(talk, range(CLIENTS)))
     for replies in talks:
         for messages, reply in replies:
-            alone = warm_pair.direct(messages, max_tokens=24, **WITH_LOGPROBS)
+            alone = warm_pair.ask_backend(messages, max_tokens=24, **WITH_LOGPROBS)
             assert explain_difference(alone, reply) == ""
         first, second = (reply for _, reply in replies)
         assert second.cached == first.prompt_tokens + 24
@@ -161,7 +161,7 @@ def check_divergent_prompt(pair: Pair, source: str) -> None:
     line = pair.perf_line(reply)
     assert f" source={source} " in line and f" cached={reply.cached} " in line
     assert first.prompt_tokens <= reply.cached < reply.prompt_tokens - len("And of the hills. " * 9)
-    assert explain_difference(pair.direct(divergent, max_tokens=4, **WITH_LOGPROBS), reply) == ""
+    assert explain_difference(pair.ask_backend(divergent, max_tokens=4, **WITH_LOGPROBS), reply) == ""
 
 
 def test_large_concurrent_conversations_are_all_saved(tiny_folder: FolderOf, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from support.metrics_text import MetricsText
-from support.pair.pair import POLL_S, SETTLE_TIMEOUT_S, Pair, Reply, ask
+from support.pair.pair import POLL_S, SETTLE_TIMEOUT_S, Pair, Reply, send_request
 
 CANARY = "heliotrope"
 P = "warmline_backend_"
@@ -15,7 +15,7 @@ class Both:
     """One scrape of each, without a key or a secret."""
 
     def __init__(self, pair: Pair) -> None:
-        proxy, backend = (ask(f"{url}/metrics", None, {}, "GET") for url in (pair.url, pair.backend_url))
+        proxy, backend = (send_request(f"{url}/metrics", None, {}, "GET") for url in (pair.url, pair.backend_url))
         assert proxy.status == backend.status == 200
         self.text = (proxy.raw + backend.raw).decode()
         self.proxy, self.backend = MetricsText(proxy.raw.decode()), MetricsText(backend.raw.decode())

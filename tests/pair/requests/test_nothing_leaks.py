@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from support.pair.pair import FolderOf, Pair, Reply, ask
+from support.pair.pair import FolderOf, Pair, Reply, send_request
 
 KEY = "wl-zq91-the-key-of-a-client"
 TEXT = "zq73 wombats sang of the river, and nobody heard them until the morning came"  # of messages: nowhere
@@ -142,7 +142,7 @@ def written(
             pair.kill()  # a backend that is just being started takes a while to stop
         else:
             pair.stop()
-            pair.last_words()
+            pair.read_output()
         told.look_at_files()
     yield told
 
@@ -161,7 +161,7 @@ class Written:
         self.bad += [self.pair.post(CHAT, chat(), **{**mine, **headers}) for headers in HEADERS]
         self.bad += [self.pair.post(path, b"", **{**mine, "Authorization": ""}) for path in PATHS]
         self.bad.append(self.pair.post(CHAT, gzip.compress(TEXT.encode())[:-9], **mine, **{"Content-Encoding": "gzip"}))
-        self.bad.append(ask(f"{self.pair.url}/v1/requests/zq55", None, mine, "DELETE"))
+        self.bad.append(send_request(f"{self.pair.url}/v1/requests/zq55", None, mine, "DELETE"))
         for lines in RAW:
             send(self.pair.port, lines.encode())
 
@@ -178,7 +178,7 @@ class Written:
     def look(self) -> None:
         """While it runs: what others may read of it."""
         mine = {"Authorization": f"Bearer {KEY}"}
-        self.texts["/metrics"] = ask(f"{self.pair.url}/metrics", None, mine, "GET").raw.decode()
+        self.texts["/metrics"] = send_request(f"{self.pair.url}/metrics", None, mine, "GET").raw.decode()
         self.texts |= {str(file): file.read_text() for file in self.pair.home.run.iterdir()}
 
     def look_at_files(self) -> None:

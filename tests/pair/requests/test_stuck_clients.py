@@ -48,4 +48,4 @@ def test_eight_stuck_clients_do_not_slow_a_ninth(tiny_folder: FolderOf, tmp_path
         messages: list[Message] = [{"role": "user", "content": "And I am the ninth."}]
         reply = pair.chat(messages, max_tokens=8, **WITH_LOGPROBS)
         assert pair.proxy_status()["lives"] >= 2 * STUCK, "all of them are still there"
-        assert explain_difference(pair.direct(messages, max_tokens=8, **WITH_LOGPROBS), reply) == ""
+        assert explain_difference(pair.ask_backend(messages, max_tokens=8, **WITH_LOGPROBS), reply) == ""

@@ -35,7 +35,7 @@ class Talk:
     def turn(self, question: str) -> Reply:
         self.messages.append({"role": "user", "content": f"{question} " * 10})
         reply = self._pair.chat(self.messages, **ANSWER)
-        assert reply.text == self._pair.direct(self.messages, **ANSWER).text
+        assert reply.text == self._pair.ask_backend(self.messages, **ANSWER).text
         self.messages.append({"role": "assistant", "content": reply.text})
         return self._settled(reply)
 

@@ -162,7 +162,7 @@ def aftermath(
         for talk in talks.values():
             talk.warm = talk.say(pair, "And about ships?")
             talk.perf = pair.perf_line(talk.warm)
-            talk.cold = pair.direct(talk.messages[:-1], max_tokens=TOKENS, **WITH_LOGPROBS)
+            talk.cold = pair.ask_backend(talk.messages[:-1], max_tokens=TOKENS, **WITH_LOGPROBS)
         yield Aftermath(pair, cases, talks)
 
 
@@ -224,7 +224,7 @@ def test_file_deleted_at_runtime_is_a_miss(aftermath: Aftermath) -> None:
     pair.forget_residents()
     talk.warm = talk.say(pair, "Tell me about the sea.")
     assert talk.warm.cached == 0 and "missing" in pair.perf_line(talk.warm)
-    cold = pair.direct(talk.messages[:-1], max_tokens=TOKENS, **WITH_LOGPROBS)
+    cold = pair.ask_backend(talk.messages[:-1], max_tokens=TOKENS, **WITH_LOGPROBS)
     assert explain_difference(cold, talk.warm) == ""
     pair.settle()
     assert pair.cachectl("verify", "--deep")["findings"] == []

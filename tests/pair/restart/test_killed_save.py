@@ -127,8 +127,8 @@ def check_after(pair: Pair, messages: list[Message], durable: bytes, **answer: o
     verify(pair)
     assert not files(pair, ".*.tmp"), "drafts are swept at the start"
     warm = pair.chat(messages, **answer)
-    assert warm.text == pair.direct(messages, **answer).text, f"seed {SEED}"
-    assert warm.cached >= count_common_tokens(durable, pair.rendered(messages).tokens)
+    assert warm.text == pair.ask_backend(messages, **answer).text, f"seed {SEED}"
+    assert warm.cached >= count_common_tokens(durable, pair.render_prompt(messages).tokens)
     pair.settle()
     verify(pair)
     held = pair.longest_resident()

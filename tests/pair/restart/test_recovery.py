@@ -13,7 +13,7 @@ import pytest
 
 from support.pair.answers import WITH_LOGPROBS, explain_difference
 from support.pair.clients import ClientRequest
-from support.pair.pair import FolderOf, Message, Pair, Reply, ask
+from support.pair.pair import FolderOf, Message, Pair, Reply, send_request
 from support.pair.waiting import wait_until, wait_until_idle
 from support.planted.faults import FAULTS, WEDGES, FaultControl, Gate, HeldStep
 from warmline_common.protocol.messages import ProcessStats
@@ -58,7 +58,7 @@ def prompt(words: str, tokens: int) -> list[Message]:
 
 
 def is_ready(pair: Pair) -> bool:
-    return ask(f"{pair.url}/ready", None, {}, "GET").status == 200
+    return send_request(f"{pair.url}/ready", None, {}, "GET").status == 200
 
 
 class Crowd:
@@ -92,7 +92,7 @@ class Crowd:
     def check(self, request: ClientRequest) -> None:
         """It ended well, with the answer of an undisturbed run."""
         reply = request.wait_until_ended().reply
-        assert explain_difference(self._pair.direct(request.messages, **request.options), reply) == ""
+        assert explain_difference(self._pair.ask_backend(request.messages, **request.options), reply) == ""
 
     def _ask(self, word: str, tokens: int, **options: object) -> ClientRequest:
         messages = prompt(f"{self._words} {word}", tokens)
@@ -143,7 +143,7 @@ def check_next_turn(pair: Pair, earlier: list[Message], answer: str, tokens: int
     following = pair.chat(messages, **ANSWER)
     if following.cached < tokens + len(answer):
         assert "would take longer" in pair.perf_line(following)
-    assert explain_difference(pair.direct(messages, **ANSWER), following) == ""
+    assert explain_difference(pair.ask_backend(messages, **ANSWER), following) == ""
 
 
 def check_let_go(pair: Pair) -> None:
@@ -234,4 +234,4 @@ def prefill_a_part(pair: Pair, gate: Gate, part: int, before: int) -> int:
 
 def check_goes_on(pair: Pair, messages: list[Message], done: int, reply: Reply) -> None:
     assert done - reply.cached <= PART + 2 * STEP
-    assert explain_difference(pair.direct(messages, **ANSWER), reply) == ""
+    assert explain_difference(pair.ask_backend(messages, **ANSWER), reply) == ""

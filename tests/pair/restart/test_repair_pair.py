@@ -19,7 +19,7 @@ class Talk:
         """A turn; its answer is compared with a cold one, and its tail is on disk when this returns."""
         self.messages.append({"role": "user", "content": words})
         reply = self.pair.chat(self.messages, max_tokens=TOKENS, **WITH_LOGPROBS)
-        cold = self.pair.direct(self.messages, max_tokens=TOKENS, **WITH_LOGPROBS)
+        cold = self.pair.ask_backend(self.messages, max_tokens=TOKENS, **WITH_LOGPROBS)
         assert explain_difference(cold, reply) == ""
         self.messages.append({"role": "assistant", "content": reply.text})
         self.pair.settle()

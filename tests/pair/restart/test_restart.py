@@ -29,13 +29,13 @@ def check_restart(pair: Pair, tolerance: float, tokens: int) -> None:
         messages, _ = converse(pair, 3, **answer)
         pair.settle()
         held = pair.longest_resident()
-        turn_end = pair.rendered(messages[:-1]).turn_end
+        turn_end = pair.render_prompt(messages[:-1]).turn_end
         pair.kill()
     messages.append({"role": "user", "content": QUESTIONS[3]})
     with pair:
-        prompt = pair.rendered(messages).tokens
+        prompt = pair.render_prompt(messages).tokens
         warm = pair.chat(messages, **answer)
-        cold = pair.direct(messages, **answer)
+        cold = pair.ask_backend(messages, **answer)
         pair.settle()
         assert warm.headers["X-Warmline-Cache"] == f"restored {warm.cached}"
     repeated = min(count_common_tokens(held, prompt), len(prompt) // TOKEN_BYTES - 1)

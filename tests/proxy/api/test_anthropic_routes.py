@@ -8,8 +8,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from support.proxy.fake_backend import chunk
-from support.proxy.harness import Pair, on_loop, pair
+from support.proxy.fake_backend import make_chunk
+from support.proxy.harness import ProxyHarness, on_loop, run_proxy
 from warmline_common.protocol.sse import SseParser, encode_event
 
 PATH = "/v1/messages"
@@ -20,7 +20,7 @@ def body(text: str = "Where?", **fields: Any) -> dict[str, Any]:
     return {"model": "claude", "max_tokens": 9, "messages": [{"role": "user", "content": text}], **fields}
 
 
-async def post(proxy: Pair, path: str, sent: Any, **headers: str) -> aiohttp.ClientResponse:
+async def post(proxy: ProxyHarness, path: str, sent: Any, **headers: str) -> aiohttp.ClientResponse:
     response = await proxy.client.post(proxy.url + path, json=sent, headers=headers)
     await response.read()
     return response
@@ -35,7 +35,7 @@ async def read_error(response: aiohttp.ClientResponse) -> tuple[int, str]:
 @pytest.mark.parametrize("path", [f"{PATH}?beta=true", f"{PATH}/"])
 @on_loop
 async def test_message_is_recorded_and_next_turn_is_warm(tmp_path: Path, path: str) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         first = await (await post(proxy, path, body())).json()
         assert first["content"] == [{"type": "text", "text": "Paris."}] and first["stop_reason"] == "end_turn"
         talk = [
@@ -47,27 +47,27 @@ async def test_message_is_recorded_and_next_turn_is_warm(tmp_path: Path, path: s
         usage, reused = (await response.json())["usage"], len("<user>Where?\n<assistant>Paris.")
         assert usage["cache_read_input_tokens"] == reused
         assert response.headers["X-Warmline-Cache"] == f"resident {reused}"
-        record = (await proxy.settled())[0]
+        record = (await proxy.wait_until_saved())[0]
         assert (record.endpoint, record.client_model, record.cached_tokens) == ("messages", "claude", reused)
 
 
 @on_loop
 async def test_count_tokens_needs_no_ticket(tmp_path: Path) -> None:
-    async with pair(tmp_path, running_count_max=1, queue_count_max=0) as proxy:
+    async with run_proxy(tmp_path, running_count_max=1, queue_count_max=0) as proxy:
         proxy.backend.hold_after = 1
         running = asyncio.create_task(proxy.chat())
         await proxy.backend.holding.wait()
         assert await read_error(await post(proxy, PATH, body())) == (429, "rate_limit_error")
         response = await post(proxy, COUNT, {**body(), "max_tokens": None})
         assert await response.json() == {"input_tokens": len("<user>Where?\n<assistant>")}
-        proxy.backend.let_go.set()
+        proxy.backend.may_continue.set()
         await running
         assert len(proxy.backend.calls["generate"]) == 1
 
 
 @on_loop
 async def test_count_tokens_equals_usage_of_stabilized_prompt(tmp_path: Path) -> None:
-    async with pair(tmp_path, stabilize="times") as proxy:
+    async with run_proxy(tmp_path, stabilize="times") as proxy:
         sent = body(system="It is 14:22.")
         counted = (await (await post(proxy, COUNT, sent)).json())["input_tokens"]
         response = await post(proxy, PATH, sent)
@@ -79,7 +79,7 @@ async def test_count_tokens_equals_usage_of_stabilized_prompt(tmp_path: Path) ->
 
 @on_loop
 async def test_models_are_listed_under_any_name(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         proxy.client.headers["anthropic-version"] = "2023-06-01"
         async with proxy.client.get(f"{proxy.url}/v1/models?limit=1000") as response:
             listed = await response.json()
@@ -92,7 +92,7 @@ async def test_models_are_listed_under_any_name(tmp_path: Path) -> None:
 
 @on_loop
 async def test_wrong_keys_and_methods_are_refused(tmp_path: Path) -> None:
-    async with pair(tmp_path, client_key="sesame") as proxy:
+    async with run_proxy(tmp_path, client_key="sesame") as proxy:
         assert await read_error(await post(proxy, PATH, body())) == (401, "authentication_error")
         assert await read_error(await post(proxy, COUNT, body(), **{"x-api-key": "other"})) == (
             401,
@@ -107,7 +107,7 @@ async def test_wrong_keys_and_methods_are_refused(tmp_path: Path) -> None:
 
 @on_loop
 async def test_refusals_have_anthropic_error_types(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         assert await read_error(await post(proxy, PATH, {})) == (400, "invalid_request_error")
         assert await read_error(await post(proxy, COUNT, {"messages": []})) == (400, "invalid_request_error")
         refused = await post(proxy, PATH, body(stop_sequences=["x"]))  # as scripted
@@ -118,8 +118,8 @@ async def test_refusals_have_anthropic_error_types(tmp_path: Path) -> None:
 
 @on_loop
 async def test_broken_stream_ends_with_error_event(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
-        proxy.backend.mishaps = ["cut after content"]
+    async with run_proxy(tmp_path) as proxy:
+        proxy.backend.generation_faults = ["cut after content"]
         response = await post(proxy, PATH, body(stream=True))
         events = list(SseParser().feed(await response.read()))
         names = [event.name.decode() for event in events if event.data]
@@ -129,15 +129,15 @@ async def test_broken_stream_ends_with_error_event(tmp_path: Path) -> None:
 
 @on_loop
 async def test_invalid_chunk_returns_502(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
-        nonsense = {**chunk({"messages": []}, "x"), "choices": [{"delta": {"content": 5}}]}
+    async with run_proxy(tmp_path) as proxy:
+        nonsense = {**make_chunk({"messages": []}, "x"), "choices": [{"delta": {"content": 5}}]}
         proxy.backend.raw = [encode_event(json.dumps(nonsense).encode()), b"data: [DONE]\n\n"]
         assert await read_error(await post(proxy, PATH, body())) == (502, "api_error")
 
 
 @on_loop
 async def test_delete_by_message_id_cancels(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         proxy.backend.hold_after = 1
         async with proxy.client.post(proxy.url + PATH, json=body(stream=True)) as response:
             parser, start = SseParser(), dict[str, Any]()

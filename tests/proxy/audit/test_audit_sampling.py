@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from support.proxy.fake_backend import first_logits, layout, packed
+from support.proxy.fake_backend import make_first_logits, make_layout, pack_text
 from warmline_common.storage.home import Home
 from warmline_proxy.audit.auditor import WAITING_MAX, Auditor, IdleCheck
 from warmline_proxy.config import ProxyConfig
@@ -35,10 +35,10 @@ def make_request(
         collapse=collapse,
         outcome=outcome,
         plan=SimpleNamespace(reuse=reuse),
-        generation_result=SimpleNamespace(first=first_logits(-1.0)),
+        generation_result=SimpleNamespace(first=make_first_logits(-1.0)),
     )
-    prompt = SimpleNamespace(tokens=packed(b"x" * length))
-    return SimpleNamespace(log=log, is_cacheable=is_cacheable, prompt=prompt, layout=layout(), root=b"root")
+    prompt = SimpleNamespace(tokens=pack_text(b"x" * length))
+    return SimpleNamespace(log=log, is_cacheable=is_cacheable, prompt=prompt, layout=make_layout(), root=b"root")
 
 
 def waiting_ids(auditor: Any) -> list[str]:

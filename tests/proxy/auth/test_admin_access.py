@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from multidict import CIMultiDict
 
-from support.proxy.harness import Pair, on_loop, pair
+from support.proxy.harness import ProxyHarness, on_loop, run_proxy
 from warmline_common.storage.home import Home
 from warmline_proxy.auth import key_store as keys_file
 from warmline_proxy.auth.admin_access import ADMIN, MISSING, SECRET, WRONG, AccessRequest, check_admin, extract_key
@@ -146,7 +146,7 @@ def test_extract_key(headers: dict[str, str], shown: str) -> None:
     assert extract_key(CIMultiDict(headers)) == shown
 
 
-async def send(proxy: Pair, method: str, path: str, headers: dict[str, str], **more: Any) -> tuple[int, str]:
+async def send(proxy: ProxyHarness, method: str, path: str, headers: dict[str, str], **more: Any) -> tuple[int, str]:
     async with proxy.client.request(method, proxy.url + path, headers=headers, **more) as response:
         return response.status, response.headers.get("WWW-Authenticate", "")
 
@@ -160,7 +160,7 @@ def test_refusal_mentions_local_access_if_sufficient(needs_key: bool) -> None:
 
 @on_loop
 async def test_client_key_and_admin_key_are_separate(tmp_path: Path) -> None:
-    async with pair(tmp_path, admin_needs_key=True) as proxy:
+    async with run_proxy(tmp_path, admin_needs_key=True) as proxy:
         admin = keys_file.ensure_key(proxy.home, keys_file.ADMIN_KIND).key
         client = keys_file.add_key(proxy.home, "me").key
         away, secret = {"X-Forwarded-For": "10.0.0.1"}, proxy.home.load_secret()
@@ -196,9 +196,9 @@ async def test_client_key_and_admin_key_are_separate(tmp_path: Path) -> None:
 
 @on_loop
 async def test_page_refusal_has_basic_challenge(tmp_path: Path) -> None:
-    async with pair(tmp_path, admin_needs_key=True) as proxy:
+    async with run_proxy(tmp_path, admin_needs_key=True) as proxy:
         assert await send(proxy, "GET", "/admin", {}) == (401, 'Basic realm="Warmline", charset="UTF-8"')
-    async with pair(tmp_path / "open") as proxy:
+    async with run_proxy(tmp_path / "open") as proxy:
         assert (await send(proxy, "GET", "/admin", VISIT))[0] == 200
         assert (await send(proxy, "GET", "/warmline/status", VISIT))[0] == 403
         assert (await send(proxy, "GET", "/warmline/status", {}))[0] == 200
@@ -210,7 +210,7 @@ async def test_local_peer_is_not_owner_behind_proxy(
     tmp_path: Path,
 ) -> None:
     """Further host names on loopback imply a reverse proxy, which may add no header."""
-    async with pair(tmp_path, allowed_hosts="llm.example.org") as proxy:
+    async with run_proxy(tmp_path, allowed_hosts="llm.example.org") as proxy:
         assert (await send(proxy, "GET", "/warmline/status", {}))[0] == 401
         async with proxy.client.get(
             f"{proxy.url}/warmline/status", headers={"X-Api-Key": proxy.home.load_secret()}
@@ -228,7 +228,7 @@ BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 @on_loop
 async def test_browser_is_redirected_to_dashboard(tmp_path: Path) -> None:
     """Only with access to the dashboard; other clients' requests for "/" are answered and counted as before."""
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
 
         async def visit(method: str, headers: dict[str, str], path: str = "/") -> tuple[int, str]:
             more = {"headers": headers, "allow_redirects": False}
@@ -269,7 +269,7 @@ async def test_browser_is_redirected_to_dashboard(tmp_path: Path) -> None:
 )
 @on_loop
 async def test_opener_policy_only_in_secure_contexts(tmp_path: Path, headers: dict[str, str], alone: bool) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         shown = {"Authorization": f"Bearer {proxy.home.load_secret()}", **headers}
         async with proxy.client.get(f"{proxy.url}/admin", headers=shown) as response:
             assert response.status == 200

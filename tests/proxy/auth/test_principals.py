@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support.proxy.harness import Pair, on_loop, pair
+from support.proxy.harness import ProxyHarness, on_loop, run_proxy
 from warmline_common.protocol.messages import SampledTurn
 from warmline_common.storage.home import Home
 from warmline_proxy.app import build_app
@@ -163,7 +163,7 @@ def test_client_key_in_each_header() -> None:
 # ---- two keys, one proxy
 
 
-async def chat_source(proxy: Pair, key: str, text: str = PROMPT, **headers: str) -> tuple[str, int]:
+async def chat_source(proxy: ProxyHarness, key: str, text: str = PROMPT, **headers: str) -> tuple[str, int]:
     """(source in X-Warmline-Cache, cached tokens in the usage)."""
     response = await proxy.chat(text, headers={**bearer(key), **headers})
     assert response.status == 200
@@ -173,48 +173,48 @@ async def chat_source(proxy: Pair, key: str, text: str = PROMPT, **headers: str)
 
 @on_loop
 async def test_keys_do_not_share_cache(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         one, two = (key_store.add_key(proxy.home, name).key for name in ("one", "two"))
         assert await chat_source(proxy, one) == ("cold 0", 0)
         assert await chat_source(proxy, two) == ("cold 0", 0), "in memory"
-        await proxy.settled()
+        await proxy.wait_until_saved()
         proxy.backend.restart()
         assert (await chat_source(proxy, one))[0].startswith("restored")
         three = key_store.add_key(proxy.home, "three").key
         assert await chat_source(proxy, three) == ("cold 0", 0), "on disk"
-        records = await proxy.settled()
+        records = await proxy.wait_until_saved()
         assert [each.key for each in records] == ["three", "one", "two", "one"]
         assert len({each.root for each in records}) == 3
 
 
 @on_loop
 async def test_share_cache_reuses_across_keys(tmp_path: Path) -> None:
-    async with pair(tmp_path, share_cache=True) as proxy:
+    async with run_proxy(tmp_path, share_cache=True) as proxy:
         one, two = (key_store.add_key(proxy.home, name).key for name in ("one", "two"))
         assert await chat_source(proxy, one) == ("cold 0", 0)
         assert (await chat_source(proxy, two))[0].startswith("resident")
-        assert [each.key for each in await proxy.settled()] == ["two", "one"]
+        assert [each.key for each in await proxy.wait_until_saved()] == ["two", "one"]
 
 
 @on_loop
 async def test_residents_adopted_for_their_tenant(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         one, two = (key_store.add_key(proxy.home, name).key for name in ("one", "two"))
         await chat_source(proxy, one)
-        await proxy.settled()
+        await proxy.wait_until_saved()
         backend_url, backend = proxy.backend_url, proxy.backend
         await proxy.stop_proxy()
         config = ProxyConfig(home=proxy.home, port=0, backend_url=backend_url, audit_fraction=0.0)
         async with listen(build_app(config, proxy.home.load_secret(), proxy.index), config) as another:
             proxy.url = f"http://127.0.0.1:{another.port}"
-            assert len(backend.held) == 1
+            assert len(backend.residents) == 1
             assert await chat_source(proxy, two) == ("cold 0", 0)
             assert (await chat_source(proxy, one))[0].startswith("resident")
 
 
 @on_loop
 async def test_other_keys_requests_are_inaccessible(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         one, two = (key_store.add_key(proxy.home, name).key for name in ("one", "two"))
         proxy.backend.hold_after = 1
         name = {"X-Warmline-Request": "mine"}
@@ -247,7 +247,7 @@ async def test_other_keys_requests_are_inaccessible(tmp_path: Path) -> None:
 
 @on_loop
 async def test_sampled_turns_are_per_tenant(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         one, two = (key_store.add_key(proxy.home, name).key for name in ("one", "two"))
         call = "call_" + "0" * 24
         proxy.backend.turn = SampledTurn(calls=[call], tokens=b"\x01\x00\x00\x00")

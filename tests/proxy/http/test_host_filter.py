@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from support.proxy.harness import on_loop, pair
+from support.proxy.harness import on_loop, run_proxy
 from warmline_common.process.loopback import parse_host
 from warmline_proxy.errors import ClientError
 from warmline_proxy.http.host_filter import ANY_HOST, HostFilter, find_machine_names, parse_host_names
@@ -102,7 +102,7 @@ async def fetch_status(url: str, head: str) -> int:
 
 @on_loop
 async def test_host_checked_on_every_path_despite_key(tmp_path: Path) -> None:
-    async with pair(tmp_path, client_key="sesame", allowed_hosts="mac.example") as proxy:
+    async with run_proxy(tmp_path, client_key="sesame", allowed_hosts="mac.example") as proxy:
         secret = proxy.home.load_secret()
         for key in ("sesame", secret):
             for path in ("/health", "/ready", "/metrics", "/v1/models", "/warmline/status", "/admin", "/none"):

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from support.index.indexes import ROOT, begin, commit, files_on_disk, matched, planned, save
+from support.index.indexes import ROOT, begin_save, commit_save, count_file_bytes, count_matched, plan_save, save
 from warmline_common.protocol.tokens import pack_tokens
 from warmline_common.storage.home import Home
 from warmline_proxy.index.eviction import LOW_WATERMARK, EvictionCandidate, bytes_to_free, choose_evictions
@@ -68,14 +68,14 @@ def test_budget_holds_before_each_save(home: Home) -> None:
     budget = 1_600_000
     with Index(home, budget) as index:
         for number in range(60):
-            plan = planned(index, [number, *range(4000)], checkpoints=[1000])
+            plan = plan_save(index, [number, *range(4000)], checkpoints=[1000])
             assert index.totals().bytes_used <= budget
-            assert files_on_disk(home) + plan.bytes_expected <= budget
-            commit(index, plan)
-            assert files_on_disk(home) + index.totals().bytes_index <= budget
+            assert count_file_bytes(home) + plan.bytes_expected <= budget
+            commit_save(index, plan)
+            assert count_file_bytes(home) + index.totals().bytes_index <= budget
         assert verify_index(index) == []
-        assert matched(index, [59, *range(4000)]) == 4001
-        assert matched(index, [0, *range(4000)]) == 0
+        assert count_matched(index, [59, *range(4000)]) == 4001
+        assert count_matched(index, [0, *range(4000)]) == 0
         assert index.match_prefix(ROOT, pack_tokens([0]), 1).end_reason == "evicted after token 0"
         assert 3 < index.totals().segments < 30
 
@@ -87,15 +87,15 @@ def test_leased_and_parent_files_are_not_evicted(home: Home) -> None:
         save(index, [3, *range(4000)], prefill_s=9.0)
         leased = index.match_prefix(ROOT, pack_tokens([1]), 1).chain[0].id
         index.lease([leased])
-        growing = begin(index, [2, *range(5000)])
+        growing = begin_save(index, [2, *range(5000)])
         index.budget_bytes = 1
         index.make_room()
-        assert [matched(index, [number, *range(4000)]) for number in (1, 2, 3)] == [4001, 4001, 0]
+        assert [count_matched(index, [number, *range(4000)]) for number in (1, 2, 3)] == [4001, 4001, 0]
         with pytest.raises(DiskBudgetError):
             index.make_room(1)
         with pytest.raises(DiskBudgetError, match="don't fit"):
-            begin(index, [4])
-        assert growing is not None and commit(index, growing).why_not == ""
+            begin_save(index, [4])
+        assert growing is not None and commit_save(index, growing).why_not == ""
         index.release([leased])
         index.make_room()
         assert index.totals().segments == 0
@@ -123,8 +123,8 @@ def test_quarantined_files_are_evicted_first(home: Home) -> None:
         assert index.totals().bytes_quarantined > 0
         index.budget_bytes = index.totals().bytes_used - 1
         assert len(index.make_room()) == 1
-        assert index.quarantined() == [] and matched(index, [2, *range(4000)]) == 4001
-        assert files_on_disk(home) == index.totals().bytes_segments
+        assert index.quarantined() == [] and count_matched(index, [2, *range(4000)]) == 4001
+        assert count_file_bytes(home) == index.totals().bytes_segments
 
 
 def test_leased_file_stays_in_quarantine(home: Home) -> None:
@@ -155,4 +155,4 @@ def test_used_files_are_kept(home: Home) -> None:
         index.flush()
         index.budget_bytes = int((index.totals().bytes_index + 90_000) / LOW_WATERMARK)  # room for one
         index.make_room()
-        assert [matched(index, [number, *range(4000)]) for number in range(4)] == [4001, 0, 0, 0]
+        assert [count_matched(index, [number, *range(4000)]) for number in range(4)] == [4001, 0, 0, 0]

@@ -5,7 +5,16 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from support.index.indexes import LAYOUT, MODEL, ROOT, files_on_disk, matched, save, why, write_plan
+from support.index.indexes import (
+    LAYOUT,
+    MODEL,
+    ROOT,
+    count_file_bytes,
+    count_matched,
+    find_end_reason,
+    save,
+    write_plan,
+)
 from warmline_common.protocol.tokens import namespace, pack_tokens, unpack_tokens
 from warmline_proxy.explain.causes import find_cause
 from warmline_proxy.explain.diff import compare_conversations, load_conversation
@@ -81,9 +90,9 @@ def test_divergence_in_long_prompt_reads_once_more(index: Index, monkeypatch: py
 
 def test_evicted_prefix_is_reported(index: Index) -> None:
     save(index, PROMPT)
-    index.free_bytes(files_on_disk(index.home))
-    assert matched(index, PROMPT) == 0
-    assert find_cause(why(index, PROMPT), None) == "evicted"
+    index.free_bytes(count_file_bytes(index.home))
+    assert count_matched(index, PROMPT) == 0
+    assert find_cause(find_end_reason(index, PROMPT), None) == "evicted"
 
 
 @pytest.mark.parametrize("tokens", [150, 37], ids=["blocks", "less than a block"])

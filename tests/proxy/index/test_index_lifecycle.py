@@ -13,7 +13,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from support.index.indexes import LAYOUT, MODEL, ROOT, make_home, matched, save
+from support.index.indexes import LAYOUT, MODEL, ROOT, count_matched, make_home, save
 from warmline_common.protocol.tokens import pack_tokens, unpack_tokens
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
@@ -62,7 +62,7 @@ def test_index_survives_reopen_and_is_private(home: Home) -> None:
     with Index(home, 1 << 30) as index:
         save(index, A[:3000], checkpoints=[100])
     with Index(home, 1 << 30) as index:
-        assert matched(index, A) == 3000
+        assert count_matched(index, A) == 3000
         assert verify_index(index) == []
     modes = {path.name: path.stat().st_mode & 0o777 for path in home.index.rglob("*")}
     assert modes == {"1": 0o700, "data.mdb": 0o600, "lock.mdb": 0o600}
@@ -76,10 +76,10 @@ def test_full_map_grows(tmp_path: Path) -> None:
             save(index, [number, *range(3000)])
         index.compact()
         save(index, A[:2000])
-        assert matched(index, A) == 2000
+        assert count_matched(index, A) == 2000
         assert index.totals().bytes_index > 1 << 18
     with Index(home, 1 << 30, map_bytes=1 << 18) as index:  # smaller than what is there
-        assert matched(index, A) == 2000
+        assert count_matched(index, A) == 2000
 
 
 READER = """
@@ -123,11 +123,11 @@ def test_map_growth_failure_refuses_save_only(tmp_path: Path, monkeypatch: pytes
         for number in range(2000):
             index.record_request(record(number))  # more than fits: bookkeeping is lost, the writer lives on
         index.flush()
-        assert matched(index, A) == 1000
+        assert count_matched(index, A) == 1000
         assert index.match_prefix(ROOT, pack_tokens(A), 10).tokens == 10
         monkeypatch.undo()
         save(index, A[:2000])
-        assert matched(index, A) == 2000
+        assert count_matched(index, A) == 2000
 
 
 def test_map_grows_after_readers_leave(tmp_path: Path) -> None:
@@ -162,10 +162,10 @@ def test_failed_commit_changes_nothing(code: str, index: Index, monkeypatch: pyt
     with pytest.raises(IndexStoreError, match=re.escape(os.strerror(number))) as failed:
         save(index, A[:2000])
     assert failed.value.code == code
-    assert matched(index, A) == 1000
+    assert count_matched(index, A) == 1000
     monkeypatch.undo()
     save(index, A[:2000])
-    assert matched(index, A) == 2000
+    assert count_matched(index, A) == 2000
 
 
 def test_failed_write_reopens_environment(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_failed_write_reopens_environment(index: Index, monkeypatch: pytest.Monk
     with pytest.raises(IndexStoreError):
         save(index, A[:2000])
     save(index, A[:2000])
-    assert matched(index, A) == 2000
+    assert count_matched(index, A) == 2000
 
 
 @pytest.mark.parametrize("fault", ["panic", "growth"])
@@ -202,7 +202,7 @@ def test_failed_reopen_is_retried(fault: str, tmp_path: Path, monkeypatch: pytes
                 index.totals()
         monkeypatch.undo()
         save(index, A[:2000])
-        assert matched(index, A) == 2000
+        assert count_matched(index, A) == 2000
 
 
 def failing_in_lmdb(monkeypatch: pytest.MonkeyPatch, what: str, error: Exception, times: int = 1_000_000) -> None:

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from support.index.indexes import ROOT, begin, commit, make_home, short_segments
+from support.index.indexes import ROOT, begin_save, commit_save, make_home, short_segments
 from warmline_common.protocol.tokens import namespace, pack_tokens, unpack_tokens
 from warmline_proxy.index.index import Index
 from warmline_proxy.index.recovery.repair import repair
@@ -63,7 +63,7 @@ class IndexMachine(RuleBasedStateMachine):
         whole = self.texts[-1 - text % len(self.texts)]
         ids = whole[: round(len(whole) * length)]
         with short_segments():
-            plan = begin(self.index, ids, states, root, may_replace)
+            plan = begin_save(self.index, ids, states, root, may_replace)
         if plan is not None:
             assert plan.matched == self.expected(root, ids)
             self.pending.append(plan)
@@ -83,7 +83,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.think_of_a_text(-1 - base, keep, tail, token)
         ids = self.texts[-1]
         with short_segments():
-            plan = begin(self.index, ids, [round(len(ids) * share) for share in states], root)
+            plan = begin_save(self.index, ids, [round(len(ids) * share) for share in states], root)
         if plan is not None:
             self.pending.append(plan)
             self.commit(-1, len(ids) - 1)
@@ -93,7 +93,7 @@ class IndexMachine(RuleBasedStateMachine):
     def commit(self, which: int, turn_end: int) -> None:
         plan = self.pending.pop(which % len(self.pending))
         text = tuple(unpack_tokens(plan.tokens))
-        committed = commit(self.index, plan, turn_end)
+        committed = commit_save(self.index, plan, turn_end)
         for spec in plan.segments:
             self.segments[spec.id] = (plan.root, text[: spec.end])
         for ref in plan.checkpoints:

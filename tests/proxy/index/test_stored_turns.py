@@ -3,7 +3,7 @@
 import lmdb
 import pytest
 
-from support.index.indexes import BUDGET, MODEL, ROOT, save, turn
+from support.index.indexes import BUDGET, MODEL, ROOT, make_turn, save
 from warmline_common.protocol.messages import SampledTurn
 from warmline_common.protocol.tokens import namespace, pack_tokens
 from warmline_common.storage.home import Home
@@ -35,7 +35,7 @@ def note(index: Index, *rows: TurnRow) -> None:
 
 
 def test_turn_is_found_by_any_call_id(index: Index) -> None:
-    note(index, turn(1, 2), turn(3))
+    note(index, make_turn(1, 2), make_turn(3))
     assert kept(index, 2) == [call_ids(1, 2)]
     assert kept(index, 1, 2, 9, 3) == [call_ids(1, 2), call_ids(3)]
     assert kept(index, 1, root=OTHER) == [], "another model's, or somebody else's"
@@ -43,8 +43,8 @@ def test_turn_is_found_by_any_call_id(index: Index) -> None:
 
 
 def test_repeated_turn_replaces_stored_one(index: Index) -> None:
-    note(index, turn(1, 2), turn(3))
-    note(index, turn(1, 2, session="abc"))
+    note(index, make_turn(1, 2), make_turn(3))
+    note(index, make_turn(1, 2, session="abc"))
     assert [(row.calls, row.session) for row in rows(index)] == [(call_ids(1, 2), "abc"), (call_ids(3), "")]
     assert index.totals().turns == 2 and index.totals().bytes_turns == 12
     assert verify_index(index) == []
@@ -57,15 +57,15 @@ def rows(index: Index) -> list[TurnRow]:
 @pytest.mark.parametrize(("limit", "value"), [("TURNS_MAX", 2), ("TURN_BYTES_MAX", 16)])
 def test_oldest_turns_are_removed_first(index: Index, monkeypatch: pytest.MonkeyPatch, limit: str, value: int) -> None:
     monkeypatch.setattr(index_turns, limit, value)
-    note(index, turn(1, 2), turn(3, 4))
-    note(index, turn(5, 6))
+    note(index, make_turn(1, 2), make_turn(3, 4))
+    note(index, make_turn(5, 6))
     assert kept(index, 1, 2) == [] and kept(index, 3, 5) == [call_ids(3, 4), call_ids(5, 6)]
     assert verify_index(index) == []
 
 
 def test_turns_survive_restart(home: Home) -> None:
     with Index(home, BUDGET) as index:
-        index.record_turn(turn(1))
+        index.record_turn(make_turn(1))
     with IndexReader(home) as reader:
         assert [row.tokens for row in reader.turns(ROOT, call_ids(1))] == [pack_tokens([1])]
 
@@ -81,7 +81,7 @@ def test_turns_survive_restart(home: Home) -> None:
 )
 def test_purged_turns_are_deleted(index: Index, request_: PurgeRequest, left: list[int]) -> None:
     save(index, range(100))
-    note(index, turn(1), turn(2), turn(3, at=1e12), turn(5, model="other"))
+    note(index, make_turn(1), make_turn(2), make_turn(3, at=1e12), make_turn(5, model="other"))
     purge(index, request_)
     assert [row.calls[0] for row in rows(index)] == call_ids(*left)
     assert verify_index(index, deep=True) == []
@@ -91,7 +91,7 @@ def test_old_turn_stays_with_conversation(index: Index) -> None:
     """Without it the rest of the conversation would be rendered otherwise, and computed anew."""
     save(index, range(100))
     (session,) = index.sessions()
-    note(index, turn(1, session=session.id), turn(2, session="evicted"))
+    note(index, make_turn(1, session=session.id), make_turn(2, session="evicted"))
     purge(index, PurgeRequest(older_than_s=60.0))
     assert [row.calls for row in rows(index)] == [call_ids(1)]
 
@@ -101,7 +101,7 @@ def test_purge_deletes_turns_without_trace(home: Home) -> None:
     with Index(home, BUDGET) as index:
         save(index, range(100))
         (session,) = index.sessions()
-        note(index, turn(1, session=session.id, tokens=secret), turn(2, session="another"))
+        note(index, make_turn(1, session=session.id, tokens=secret), make_turn(2, session="another"))
         assert any(secret in path.read_bytes() for path in home.index.rglob("data.mdb"))
         purge(index, PurgeRequest(session=session.id))
         assert kept(index, 1, 2) == [call_ids(2)]
@@ -126,7 +126,7 @@ def double_a_turn(tables: Tables) -> None:
 
 @pytest.mark.parametrize("damage", [remove_a_call, lead_a_call_astray, lose_a_turn, double_a_turn])
 def test_damaged_turns_are_found_and_repaired(index: Index, damage: object) -> None:
-    note(index, turn(1, 2), turn(3))
+    note(index, make_turn(1, 2), make_turn(3))
     index.transact(damage)  # type: ignore[arg-type]
     assert "turn" in {finding.what for finding in verify_index(index)}
     assert repair(index, deep=True, is_saving=False).did
@@ -146,7 +146,7 @@ def test_index_without_turns_table_is_read(home: Home) -> None:
     with IndexReader(home) as reader:
         assert reader.turns(ROOT, call_ids(1)) == [] and verify_index(reader) == []
     with Index(home, BUDGET) as index:
-        note(index, turn(1))
+        note(index, make_turn(1))
         assert kept(index, 1) == [call_ids(1)]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from support.index.indexes import make_home, matched, save
+from support.index.indexes import count_matched, make_home, save
 from warmline_proxy.index.index import Index
 from warmline_proxy.index.recovery.verify import verify_index
 from warmline_proxy.retention.gc import collect_garbage
@@ -43,7 +43,7 @@ def test_pinned_segments_are_not_evicted(index: Index) -> None:
     assert reply.bytes_pinned == count_bytes(snapshot, set(reply.segments)) > 0
     assert reply.bytes_pinned_max == pin_limit_bytes(BUDGET)
     index.free_bytes(BUDGET)
-    assert matched(index, [*A[:1500], 2, 2]) == 1502 and matched(index, [3] * 9) == 0
+    assert count_matched(index, [*A[:1500], 2, 2]) == 1502 and count_matched(index, [3] * 9) == 0
     assert len(index.checkpoints()) == 1, "nor is its checkpoint"
     assert verify_index(index) == []
 
@@ -85,7 +85,7 @@ def test_purge_unpins_segments_that_others_need(index: Index) -> None:
     """The shared segment would stay pinned for good, without a session to unpin."""
     pin_session(index, PinRequest(session=find_session(index, "first")))
     purge(index, PurgeRequest(session=find_session(index, "first")))
-    assert pinned_spans(index) == set() and matched(index, [*A[:1500], 2, 2]) == 1502
+    assert pinned_spans(index) == set() and count_matched(index, [*A[:1500], 2, 2]) == 1502
 
 
 def test_gc_unpins_segments_of_lost_session(index: Index) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from support.index.archives import check_content, save
 from support.index.indexes import BUDGET, make_home
-from support.index.truncation import ROOT, forget_all, holding, purged, stored
+from support.index.truncation import ROOT, clear_tables, count_stored, find_files_containing, purge_session
 from warmline_common.protocol.tokens import count_common_tokens, pack_tokens, unpack_tokens
 from warmline_proxy.index import save as save_module
 from warmline_proxy.index.index import Index
@@ -72,13 +72,16 @@ def check_purge(index: Index, sessions: Sequence[SessionRow], number: int) -> No
     texts = {row.id: unpack_tokens(index.path_tokens(row.leaf))[: row.tokens] for row in sessions}
     gone = texts[sessions[number].id]
     before = {row.id: checkpoint_positions(index, texts[row.id]) for row in sessions}
-    purged(index, sessions[number].id)
+    purge_session(index, sessions[number].id)
     remaining = [row.id for row in index.sessions()]
     assert {*remaining, sessions[number].id} == texts.keys()
     common = max((count_common_tokens(pack_tokens(gone), pack_tokens(texts[each])) for each in remaining), default=0)
-    assert stored(index, gone) == common
+    assert count_stored(index, gone) == common
     assert (
-        len(gone) < common + 2 or holding(index.home, gone[common : common + 2]) == holding(index.home, gone[-2:]) == []
+        len(gone) < common + 2
+        or find_files_containing(index.home, gone[common : common + 2])
+        == find_files_containing(index.home, gone[-2:])
+        == []
     )
     for each in remaining:
         check_content(index, texts[each], checkpoints=before[each])
@@ -90,7 +93,7 @@ def check_regrown(index: Index) -> None:
     rows = index.sessions()
     texts = [unpack_tokens(index.path_tokens(row.leaf))[: row.tokens] for row in rows]
     before = [checkpoint_positions(index, text) for text in texts]
-    index.transact(forget_all)
+    index.transact(clear_tables)
     repair(index, deep=False, is_saving=False)
     for text, states in zip(texts, before, strict=True):
         check_content(index, text, checkpoints=states)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from support import tiny_models
-from support.run.fake_managers import User
+from support.run.fake_managers import FakeUser
 from warmline_common.storage.home import Home
 
 
-def ask(user: User) -> dict[str, Any]:
+def ask(user: FakeUser) -> dict[str, Any]:
     body = {"model": "any", "messages": [{"role": "user", "content": "hello " * 30}], "max_tokens": 4}
     request = urllib.request.Request(
         f"http://127.0.0.1:{user.port}/v1/chat/completions",
@@ -30,7 +30,7 @@ def cached(answer: dict[str, Any]) -> int:
 
 
 def test_pair_runs_under_launchd_plists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    user = User(tmp_path, monkeypatch, "launchctl")
+    user = FakeUser(tmp_path, monkeypatch, "launchctl")
     user.then("run")
     model = tiny_models.build("llama", tmp_path / "tiny")
     try:

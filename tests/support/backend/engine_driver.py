@@ -59,13 +59,8 @@ class EventLog:
         """Ends of its prefill chunks."""
         return [event.done for event in self.events if isinstance(event, PrefillProgress) and event.done]
 
-    settled, over = result, is_ended  # former names
 
-
-Heard = EventLog  # former name
-
-
-class Drive:
+class SchedulerDriver:
     """A scheduler with shortcuts for tests."""
 
     def __init__(
@@ -104,13 +99,13 @@ class Drive:
         **params: object,
     ) -> tuple[str, EventLog]:
         self._count += 1
-        name, heard = f"r{self._count}", EventLog()
+        name, log = f"r{self._count}", EventLog()
         wanted = GenerationParams(max_tokens=max_tokens, **{"ignore_eos": True, **params})
         generation = GenerationRequest(
             name,
             prompt,
             wanted,
-            heard.events.append,
+            log.events.append,
             resident_id=resident,
             leader_id=follow,
             reuse_tokens=reuse,
@@ -121,36 +116,34 @@ class Drive:
             checkpoints=checkpoints,
         )
         self.scheduler.submit(generation)
-        return name, heard
+        return name, log
 
     def step(self) -> None:
         """Run one whole turn."""
         for _ in self.scheduler.step():
             pass
 
-    def until(self, done: Callable[[], bool]) -> None:
+    def run_until(self, done: Callable[[], bool]) -> None:
         for _ in range(TURNS_MAX):
             if done():
                 return
             self.step()
         raise AssertionError("the scheduler did not get there")
 
-    def mark_saved(self, heard: EventLog) -> str:
+    def mark_saved(self, log: EventLog) -> str:
         """Mark a request's resident as saved, as after the proxy's save; returns its id."""
-        result = heard.result
+        result = log.result
         self.scheduler.save_source.mark_saved(result.resident, "", result.prefilled_until)
         return result.resident
 
-    saved = mark_saved  # former name
-
     def run(self, prompt: list[int], max_tokens: int = 8, **options: object) -> EventLog:
         """Run one request alone, to its end."""
-        _, heard = self.submit(prompt, max_tokens, **options)
-        self.until(lambda: heard.is_ended)
-        return heard
+        _, log = self.submit(prompt, max_tokens, **options)
+        self.run_until(lambda: log.is_ended)
+        return log
 
 
-def save(kv: KV, folder: Path, cuts: list[int]) -> tuple[list[SegmentRef], list[CheckpointRef]]:
+def save_segments(kv: KV, folder: Path, cuts: list[int]) -> tuple[list[SegmentRef], list[CheckpointRef]]:
     """Write `kv` as segments that end at `cuts`, and all of its checkpoints."""
     chain, start, root = [], 0, b""
     prefixes = prefix_digests(root, pack_tokens(kv.tokens), range(len(kv.tokens) + 1))
@@ -187,7 +180,7 @@ def save(kv: KV, folder: Path, cuts: list[int]) -> tuple[list[SegmentRef], list[
     return chain, checkpoints
 
 
-def loader(served: ServedModel, folder: Path, pool: ThreadPoolExecutor) -> ChainLoader:
+def make_loader(served: ServedModel, folder: Path, pool: ThreadPoolExecutor) -> ChainLoader:
     return ChainLoader(
         served.layout,
         served.row_names,

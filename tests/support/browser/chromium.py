@@ -35,7 +35,7 @@ KEYS = {
 }  # fmt: skip
 
 
-def executable() -> str:
+def find_executable() -> str:
     """Chromium's path; without one the test is skipped, or fails where TESTS_BROWSER=required."""
     found = next(filter(None, map(shutil.which, EXECUTABLES)), None)
     if found:
@@ -46,7 +46,7 @@ def executable() -> str:
     pytest.skip(message)
 
 
-def _pipe() -> tuple[int, int]:
+def _open_pipe() -> tuple[int, int]:
     """Its ends, away from 3 and 4, which are to become the browser's."""
     ends = os.pipe()
     moved = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, DESCRIPTOR_MIN) for end in ends]
@@ -64,9 +64,9 @@ class Chromium:
         self.reactions: dict[str, Callable[[Any], object]] = {}  # by method; called as its events come
         self._buffer = b""
         self._number = 0
-        reads, self._to = _pipe()
-        self._from, writes = _pipe()
-        command = [executable(), *FLAGS, f"--user-data-dir={self._profile.name}", "about:blank"]
+        reads, self._to = _open_pipe()
+        self._from, writes = _open_pipe()
+        command = [find_executable(), *FLAGS, f"--user-data-dir={self._profile.name}", "about:blank"]
         shell = f'exec "$@" 3<&{reads} 4>&{writes} {reads}<&- {writes}>&-'
         self._process = subprocess.Popen(
             ["bash", "-c", shell, "chromium", *command],
@@ -99,7 +99,7 @@ class Chromium:
     def call(self, method: str, **parameters: Any) -> Any:
         """Raises AssertionError where the browser refuses."""
         number = self.send(method, **parameters)
-        while (answer := self._next()).get("id") != number:
+        while (answer := self._read_message()).get("id") != number:
             self.events.append(answer)
             if react := self.reactions.get(answer.get("method", "")):
                 react(answer["params"])
@@ -115,7 +115,7 @@ class Chromium:
         os.write(self._to, json.dumps(message).encode() + b"\0")
         return self._number
 
-    def _next(self) -> Any:
+    def _read_message(self) -> Any:
         limit = time.monotonic() + WAIT_S
         while b"\0" not in self._buffer:
             readable, _, _ = select.select([self._from], [], [], limit - time.monotonic())
@@ -131,7 +131,7 @@ class Chromium:
         self.call("Page.navigate", url=url)
 
     @contextmanager
-    def typing(self, password: str) -> Iterator[list[str]]:
+    def given_password(self, password: str) -> Iterator[list[str]]:
         """Whenever the browser asks for a password it gets this one; what URLs asked."""
         asked: list[str] = []
 
@@ -177,7 +177,7 @@ class Chromium:
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **event)
         self.call("Input.dispatchKeyEvent", type="keyUp", **event)
 
-    def show(self, width: int, height: int, *, scheme: str = "light", motion: str = "no-preference") -> None:
+    def set_viewport(self, width: int, height: int, *, scheme: str = "light", motion: str = "no-preference") -> None:
         """The size of the window, and what its person prefers."""
         mobile = width < 500
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
@@ -187,7 +187,7 @@ class Chromium:
         ]
         self.call("Emulation.setEmulatedMedia", features=features)
 
-    def picture(self, path: Path) -> None:
+    def save_screenshot(self, path: Path) -> None:
         """All of the page, as PNG."""
         path.parent.mkdir(parents=True, exist_ok=True)
         answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
@@ -195,18 +195,22 @@ class Chromium:
 
     # ---- what it did
 
-    def told(self, method: str) -> list[Any]:
+    def list_events(self, method: str) -> list[Any]:
         self.run("0")  # all that came before its answer is in `events` then
         return [event["params"] for event in self.events if event.get("method") == method]
 
-    def asked_for(self) -> list[str]:
+    def list_requested_urls(self) -> list[str]:
         """The URLs of all that it fetched."""
-        return [each["request"]["url"] for each in self.told("Network.requestWillBeSent")]
+        return [each["request"]["url"] for each in self.list_events("Network.requestWillBeSent")]
 
-    def complaints(self) -> list[str]:
+    def list_problems(self) -> list[str]:
         """Errors and warnings in the console, and what nobody caught."""
         logged = [
-            str(each["entry"]) for each in self.told("Log.entryAdded") if each["entry"]["level"] in ("error", "warning")
+            str(each["entry"])
+            for each in self.list_events("Log.entryAdded")
+            if each["entry"]["level"] in ("error", "warning")
         ]
-        printed = [str(each) for each in self.told("Runtime.consoleAPICalled") if each["type"] in ("error", "warning")]
-        return logged + printed + [str(each) for each in self.told("Runtime.exceptionThrown")]
+        printed = [
+            str(each) for each in self.list_events("Runtime.consoleAPICalled") if each["type"] in ("error", "warning")
+        ]
+        return logged + printed + [str(each) for each in self.list_events("Runtime.exceptionThrown")]

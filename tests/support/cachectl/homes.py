@@ -18,7 +18,7 @@ A = list(range(1000, 4000))
 BAD = "7a" * 16
 
 
-def filled(path: Path) -> Home:
+def make_filled_home(path: Path) -> Home:
     """Two conversations with one beginning, a quarantined file, two requests."""
     home = make_home(path)
     with Index(home, 1 << 30) as index:
@@ -43,26 +43,26 @@ def filled(path: Path) -> Home:
     return home
 
 
-class Done(NamedTuple):
+class CommandResult(NamedTuple):
     returncode: int
     stdout: str
     stderr: str
 
 
-def run(home: Home, *words: str, columns: int = 0) -> Done:
+def run_cachectl(home: Home, *words: str, columns: int = 0) -> CommandResult:
     """In this process, which must not have the index open."""
     environment = {"WARMLINE_HOME": str(home.root), "COLUMNS": str(columns) if columns else None}
     result = CliRunner().invoke(app, words, env=environment, prog_name="cachectl")
-    return Done(result.exit_code, result.stdout, result.stderr)
+    return CommandResult(result.exit_code, result.stdout, result.stderr)
 
 
-def answer(home: Home, *words: str, via: Callable[..., Done] = run) -> dict[str, Any]:
-    done = via(home, *words, "--json")
+def read_json(home: Home, *words: str, runner: Callable[..., CommandResult] = run_cachectl) -> dict[str, Any]:
+    done = runner(home, *words, "--json")
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
 
 
-def called(home: Home, client: str) -> str:
+def find_session(home: Home, client: str) -> str:
     """The id of the conversation that its client calls so."""
-    (found,) = [row["id"] for row in answer(home, "ls")["sessions"] if row["client"] == client]
+    (found,) = [row["id"] for row in read_json(home, "ls")["sessions"] if row["client"] == client]
     return str(found)

@@ -49,7 +49,7 @@ def has_commands(text: str) -> bool:
     return bool(_BLOCK.search(text))
 
 
-def commands_in(text: str) -> list[Command]:
+def list_commands(text: str) -> list[Command]:
     """In their order.  A line goes on after a backslash, within quotes, and within a heredoc."""
     found = []
     for block in _BLOCK.finditer(text):
@@ -57,7 +57,7 @@ def commands_in(text: str) -> list[Command]:
         begun: list[str] = []
         for number, line in enumerate(block[1].splitlines(), at):
             begun.append(line)
-            if _is_whole("\n".join(begun)):
+            if _is_complete("\n".join(begun)):
                 command = "\n".join(begun).strip()
                 if command and not command.startswith("#"):
                     found.append(Command(command, number - len(begun) + 1))
@@ -67,7 +67,7 @@ def commands_in(text: str) -> list[Command]:
     return found
 
 
-def outside_of_blocks(text: str) -> list[str]:
+def find_commands_outside_blocks(text: str) -> list[str]:
     """Lines of indented and other fenced blocks that look like commands all the same, and ```sh where it is no block.
 
     In ```console blocks programs of others may be typed.
@@ -75,18 +75,18 @@ def outside_of_blocks(text: str) -> list[str]:
     rest = _BLOCK.sub("", text)
     found = [line for line in rest.splitlines() if "```sh" in line]
     for block in _OTHER_BLOCK.finditer(rest):
-        found += [line for line in block[2].splitlines() if _is_told(line, is_transcript=block[1] == "console")]
+        found += [line for line in block[2].splitlines() if _is_command(line, is_transcript=block[1] == "console")]
     indented = [line[4:] for line in _OTHER_BLOCK.sub("", rest).splitlines() if line.startswith("    ")]
-    return [*found, *filter(_is_told, indented)]
+    return [*found, *filter(_is_command, indented)]
 
 
-def _is_told(line: str, is_transcript: bool = False) -> bool:
+def _is_command(line: str, is_transcript: bool = False) -> bool:
     found = _COMMAND.match(line)
     is_cut = line.endswith("...")  # and so only shown
     return bool(found) and not is_cut and not (is_transcript and found[1] and found[2] in OTHERS)
 
 
-def _is_whole(text: str) -> bool:
+def _is_complete(text: str) -> bool:
     """As bash says, which also warns of a heredoc without an end; it is asked where there is anything to ask."""
     if text.rstrip().endswith("\\"):
         return False

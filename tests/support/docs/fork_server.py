@@ -32,22 +32,22 @@ def serve(address: Path) -> None:
             with caller:
                 if not os.fork():
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    answer(caller)
+                    run_for_caller(caller)
                     os._exit(0)
 
 
-def answer(caller: socket.socket) -> None:
+def run_for_caller(caller: socket.socket) -> None:
     """In a process of its own, which stays while the command runs: that one may become another program."""
     _, files, _, _ = socket.recv_fds(caller, 1, FILES)
     asked = json.loads(b"".join(iter(lambda: caller.recv(1 << 16), b"")))
     if not (pid := os.fork()):
         for number, file in enumerate(files):
             os.dup2(file, number)
-        os._exit(run(**asked))
+        os._exit(run_command(**asked))
     caller.sendall(bytes([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF]))
 
 
-def run(program: str, arguments: list[str], folder: str, variables: dict[str, str]) -> int:
+def run_command(program: str, arguments: list[str], folder: str, variables: dict[str, str]) -> int:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)

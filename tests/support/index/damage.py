@@ -9,7 +9,7 @@ from pathlib import Path
 
 import lmdb
 
-from support.index.indexes import ROOT, begin, commit, save, short_segments, turn
+from support.index.indexes import ROOT, begin_save, commit_save, make_turn, save, short_segments
 from warmline_common.protocol.tokens import namespace, pack_tokens, unpack_tokens
 from warmline_common.storage.home import Home
 from warmline_proxy.index.index import Index
@@ -41,9 +41,9 @@ def save_conversations(index: Index) -> None:
         save(index, [*A[:130], *range(90)], turn_end=200, client="second")
         save(index, [*A[:64], 7, 7, 7], turn_end=66)
         save(index, [5, 5, 5, 5], checkpoints=[2])
-        plan = begin(index, A[:300], [100], root=OTHER)
+        plan = begin_save(index, A[:300], [100], root=OTHER)
         assert plan is not None
-        commit(index, plan, 299)
+        commit_save(index, plan, 299)
         save(index, [9] * 100)
         index.quarantine(list_chain(index, [9] * 100)[0], "checksum")
         index.record_use(list_chain(index, A[:400]))
@@ -51,7 +51,7 @@ def save_conversations(index: Index) -> None:
             RequestRecord(id="r", at=1.0, endpoint="chat", client_model="m", outcome="ok", source="cold")
         )
         for first in range(3):
-            index.record_turn(turn(2 * first, 2 * first + 1))
+            index.record_turn(make_turn(2 * first, 2 * first + 1))
         index.flush()
 
 

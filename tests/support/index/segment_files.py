@@ -37,7 +37,7 @@ def _shape(name: str, meta: FileMeta, data: bytes) -> list[int]:
     return [1, 1, meta.end - meta.start, len(data) // (meta.end - meta.start)] if is_row else [len(data)]
 
 
-def rewrite(path: Path, **changed: object) -> None:
+def rewrite_meta(path: Path, **changed: object) -> None:
     """Have a file say something else of itself, its header's checksum made to fit."""
     header = read_header(path)
     meta = msgspec.structs.replace(header.meta, **changed)

@@ -111,7 +111,7 @@ class Pair:
     def is_up(self) -> bool:
         return self._serve is not None and self._serve.process.poll() is None
 
-    def last_words(self) -> list[str]:
+    def read_output(self) -> list[str]:
         """All that it printed, once it has ended."""
         assert self._serve is not None
         return self._serve.wait_for_silence()
@@ -136,14 +136,14 @@ class Pair:
 
     def post(self, path: str, body: object, **headers: str) -> Reply:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return ask(self.url + path, data, {"Content-Type": "application/json", **headers})
+        return send_request(self.url + path, data, {"Content-Type": "application/json", **headers})
 
     def chat(self, messages: list[Message], **options: object) -> Reply:
         reply = self.post("/v1/chat/completions", {"model": "any/name", "messages": messages, **options})
         assert reply.status == 200, "\n".join([str(reply.raw), *self.log[-LOG_LINES:]])
         return reply
 
-    def direct(self, messages: list[Message], **options: object) -> Reply:
+    def ask_backend(self, messages: list[Message], **options: object) -> Reply:
         """The same asked of the backend itself, which without the proxy's word reuses nothing: the cold answer."""
         body = json.dumps({"messages": messages, **options}).encode()
         return self.as_owner("POST", self.backend_url + "/v1/chat/completions", body)
@@ -164,7 +164,7 @@ class Pair:
     def proxy_status(self) -> Any:
         return self.as_owner("GET", self.url + "/warmline/status").json
 
-    def logged(self, pattern: str) -> str:
+    def wait_for_log_line(self, pattern: str) -> str:
         """The next line that it logs, or has logged and nobody waited for, that matches."""
         assert self._serve is not None
         return self._serve.wait_for(pattern, SETTLE_TIMEOUT_S).string
@@ -190,7 +190,7 @@ class Pair:
         with IndexReader(self.home) as reader:
             return [msgspec.to_builtins(record) for record in reader.requests()]
 
-    def rendered(self, messages: list[Message], **fields: Any) -> PromptReply:
+    def render_prompt(self, messages: list[Message], **fields: Any) -> PromptReply:
         """The prompt that these messages, and what else is in the body, become."""
         request = PromptRequest(request_id="test", endpoint="chat", body={"messages": messages, **fields})
         return decode(self.as_owner("POST", self.backend_url + "/kv/prompts", encode(request)).raw, PromptReply)
@@ -209,10 +209,12 @@ class Pair:
             self.as_owner("DELETE", f"{self.backend_url}/kv/residents/{resident.id}")
 
     def as_owner(self, method: str, url: str, data: bytes | None = None) -> Reply:
-        return ask(url, data, {"Authorization": f"Bearer {self.home.load_secret()}"}, method)
+        return send_request(url, data, {"Authorization": f"Bearer {self.home.load_secret()}"}, method)
 
 
-def ask(url: str, data: bytes | None, headers: dict[str, str], method: str = "POST", timeout_s: float = 300) -> Reply:
+def send_request(
+    url: str, data: bytes | None, headers: dict[str, str], method: str = "POST", timeout_s: float = 300
+) -> Reply:
     request = urllib.request.Request(url, data, headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:

@@ -15,7 +15,7 @@ from warmline_run.cli import app
 HERE = Path(__file__).parent
 
 
-class User:
+class FakeUser:
     """`warmline` in this process, everything else as this user would meet it."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, tool: str) -> None:

@@ -19,7 +19,7 @@ UNITS = Path(os.environ["HOME"]) / ".config" / "systemd" / "user"
 ENDING_S = 60
 
 
-def run(unit: Path) -> int:
+def start_unit(unit: Path) -> int:
     """The pid of what the unit says, which nobody waits for: an orphan, that init reaps."""
     lines = [line.partition("=") for line in unit.read_text().splitlines()]
     said = {name: value.replace("%%", "%") for name, _, value in lines}
@@ -37,7 +37,7 @@ def run(unit: Path) -> int:
         ).pid
 
 
-def end(state: Path) -> None:
+def end_unit(state: Path) -> None:
     """With its process, if it has one."""
     kind, _, number = (state.read_text() if state.exists() else "").partition(" ")
     state.unlink(missing_ok=True)
@@ -73,16 +73,16 @@ def main(user: str, verb: str, *words: str) -> int:
         print(f"ExecMainCode={1 if kind == 'exit' else 0}\nExecMainStatus={number if kind == 'exit' else 0}")
         print(f"ExecMainExitTimestampMonotonic={1 if kind == 'exit' else 0}")
     elif verb == "stop":
-        end(state)
+        end_unit(state)
     elif not is_there:
         sys.stderr.write(f"Failed to {verb} unit: Unit file {unit} does not exist.\n")
         return 1
     elif verb == "restart":
-        end(state)
+        end_unit(state)
         then = os.environ.get("FAKE_MANAGER_THEN", "run")
-        state.write_text(f"run {run(UNITS / unit)}" if then == "run" else then)
+        state.write_text(f"run {start_unit(UNITS / unit)}" if then == "run" else then)
     elif verb == "disable":
-        end(state)
+        end_unit(state)
     return 0
 
 

@@ -14,7 +14,7 @@ from warmline_run.processes import Command
 STANDIN = str(Path(__file__).with_name("stand_in_process.py"))
 
 
-def child(name: str, port: str, drain_timeout_s: float, *manner: str) -> Command:
+def make_child(name: str, port: str, drain_timeout_s: float, *manner: str) -> Command:
     return Command(name, [sys.executable, STANDIN, name, port, *manner], os.environ, drain_timeout_s)
 
 
@@ -24,5 +24,8 @@ if __name__ == "__main__":
     if grace_s:
         supervise.STOP_MARGIN_S = 0
     drain_timeout_s = float(grace_s[0]) if grace_s else 30.0
-    backend, proxy = child("backend", backend_port, drain_timeout_s, *manner), child("proxy", port, drain_timeout_s)
+    backend, proxy = (
+        make_child("backend", backend_port, drain_timeout_s, *manner),
+        make_child("proxy", port, drain_timeout_s),
+    )
     sys.exit(supervise.run(backend, proxy, Address("127.0.0.1", int(port))))

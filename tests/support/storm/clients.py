@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from support.pair.clients import ClientRequest, make_request_head
-from support.pair.pair import Pair, ask
+from support.pair.pair import Pair, send_request
 from support.storm.log import StormLog
 from support.storm.prompts import StormPrompt, StormPrompts
 
@@ -88,7 +88,7 @@ class StormClient:
                 self._wait_for_end(request, prompt)
                 return
             with contextlib.suppress(OSError):
-                reply = ask(f"{self.pair.url}/v1/requests/{name}", None, {}, "DELETE")
+                reply = send_request(f"{self.pair.url}/v1/requests/{name}", None, {}, "DELETE")
                 self.log.count(f"DELETE {reply.status}")
             self._wait_for_end(request, prompt)
 

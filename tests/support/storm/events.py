@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from support.pair.pair import Pair, ask
+from support.pair.pair import Pair, send_request
 from support.planted.faults import FaultControl
 from support.storm.log import StormLog
 from warmline_common.protocol.messages import HealthReply, decode
@@ -90,12 +90,14 @@ class FaultInjector:
 
     def _fetch_status(self, path: str) -> int:
         with contextlib.suppress(*UNREACHABLE_ERRORS):
-            return ask(self._pair.url + path, None, {}, "GET", ANSWER_MAX_S).status
+            return send_request(self._pair.url + path, None, {}, "GET", ANSWER_MAX_S).status
         return 0
 
     def _read_boot(self) -> str:
         with contextlib.suppress(*UNREACHABLE_ERRORS):
-            return decode(ask(f"{self._pair.backend_url}/health", None, {}, "GET", ANSWER_MAX_S).raw, HealthReply).boot
+            return decode(
+                send_request(f"{self._pair.backend_url}/health", None, {}, "GET", ANSWER_MAX_S).raw, HealthReply
+            ).boot
         return ""
 
     def _read_pid(self, process: str) -> int:

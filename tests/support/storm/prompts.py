@@ -50,7 +50,7 @@ def ask_cold(pair: Pair, rng: random.Random, long: Sequence[int]) -> StormPrompt
 
     def ask(messages: list[Message], tokens: int) -> StormPrompt:
         options = {"max_tokens": tokens, **WITH_LOGPROBS}
-        return StormPrompt(messages, options, pair.direct(messages, **options))
+        return StormPrompt(messages, options, pair.ask_backend(messages, **options))
 
     def single(length: int, tokens: int) -> StormPrompt:
         return ask([{"role": "user", "content": make_text(length, rng)}], tokens)

@@ -65,7 +65,7 @@ class StormReport:
         leaks = [f"leaked {count} {what}" for what, count in self.leaks.items() if count]
         return [*self.log.problems, *self.wrong, *leaks, *self.unclean]
 
-    def table(self) -> str:
+    def format_table(self) -> str:
         counts = self.log.counts
         rows = [
             ("seed", self.seed),
@@ -73,10 +73,10 @@ class StormReport:
             ("answered", counts["answered"]),
             *((outcome, count) for outcome, count in sorted(counts.items()) if outcome != "answered"),
             *((f"fault: {fault}", count) for fault, count in sorted(self.log.faults.items())),
-            ("backend started again", self._lines("the backend ", "starting it again")),
-            ("proxy started again", self._lines("the proxy ", "starting it again")),
-            ("killed as wedged", self._lines("is wedged and is killed")),
-            ("answered after being sent again", self._lines("PERF ", "outcome=ok", "dispatches=")),
+            ("backend started again", self._count_lines("the backend ", "starting it again")),
+            ("proxy started again", self._count_lines("the proxy ", "starting it again")),
+            ("killed as wedged", self._count_lines("is wedged and is killed")),
+            ("answered after being sent again", self._count_lines("PERF ", "outcome=ok", "dispatches=")),
             ("near ties", self.near_ties),
             ("wrong", len(self.wrong)),
             ("hung", counts["hung"]),
@@ -84,22 +84,22 @@ class StormReport:
             *(
                 row
                 for beside in ("none", "part of a prefill", "a prefill", "a recovery")
-                for row in self._latency(beside)
+                for row in self._format_latency(beside)
             ),
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
-    def _lines(self, *words: str) -> int:
+    def _count_lines(self, *words: str) -> int:
         return sum(all(word in line for word in words) for line in self.printed)
 
-    def _latency(self, beside: str) -> list[tuple[str, str]]:
+    def _format_latency(self, beside: str) -> list[tuple[str, str]]:
         found = [latency.seconds for latency in self.log.latencies if latency.beside == beside]
         what = f"small request beside {beside}"
         return [(f"{what}, p50 p99", f"{quantile(found, 0.5):.3f} s  {quantile(found, 0.99):.3f} s  (n={len(found)})")]
 
 
-def run(seconds: float, seed: int, home: Path, model: Path, long: Sequence[int] = LONG) -> StormReport:
+def run_storm(seconds: float, seed: int, home: Path, model: Path, long: Sequence[int] = LONG) -> StormReport:
     """Run a storm over a new pair, and check answers, leaks and the home; takes a minute longer than `seconds`.
 
     `long`: lengths of long prompts, about, in tokens.
@@ -115,7 +115,7 @@ def run(seconds: float, seed: int, home: Path, model: Path, long: Sequence[int] 
             planted.withdraw_fault()
             check_leaks(pair, baseline, report)
             check_home(pair, report)
-        report.printed = pair.last_words()
+        report.printed = pair.read_output()
     compare_replies(report)
     return report
 
@@ -264,10 +264,10 @@ def main() -> int:
     from support.tiny_models import build
 
     with tempfile.TemporaryDirectory(prefix="storm-") as folder:
-        report = run(given.seconds, given.seed, Path(folder) / "home", build("bench", Path(folder) / "bench"))
+        report = run_storm(given.seconds, given.seed, Path(folder) / "home", build("bench", Path(folder) / "bench"))
     if given.log:
         given.log.write_text("\n".join(report.printed))
-    print(report.table())
+    print(report.format_table())
     for failure in report.failures:
         print(f"FAILED: {failure}")
     return 1 if report.failures else 0

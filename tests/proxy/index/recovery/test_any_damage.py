@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.index.damage import DAMAGES, A, IndexCorruptor, list_texts, repair_and_verify, save_conversations
-from support.index.indexes import BUDGET, make_home, matched, save
+from support.index.indexes import BUDGET, count_matched, make_home, save
 from warmline_common.protocol.tokens import pack_tokens
 from warmline_common.storage.home import Home
 from warmline_proxy.index.index import Index, IndexReader
@@ -52,5 +52,5 @@ def test_repair_after_any_damage_leaves_true_index(template: Home, damages: list
                 assert row.position == states[row.id]
                 assert index.path_tokens(row.segment)[: 4 * row.position] == state_texts[row.id]
             save(index, [*A[:390], 1, 2, 3], checkpoints=[391])
-            assert matched(index, [*A[:390], 1, 2, 3]) == 393
+            assert count_matched(index, [*A[:390], 1, 2, 3]) == 393
             assert verify_index(index, deep=True) == []

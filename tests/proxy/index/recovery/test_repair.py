@@ -28,13 +28,13 @@ from support.index.indexes import (
     OVERFLOW,
     PAGE_BYTES,
     break_page,
-    commit,
-    matched,
-    planned,
+    commit_save,
+    count_matched,
+    plan_save,
     save,
     write_plan,
 )
-from support.index.segment_files import rewrite
+from support.index.segment_files import rewrite_meta
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
 from warmline_common.storage.segment_file import file_checksum, read_checksums, read_header
@@ -52,12 +52,12 @@ def done(reply: RepairReply) -> set[str]:
 
 def test_repair_leaves_sound_index_unchanged(index: Index) -> None:
     save_conversations(index)
-    running = planned(index, [3] * 50)
+    running = plan_save(index, [3] * 50)
     write_plan(index.home, running)
     before = index.snapshot()
     assert repair(index, deep=True, is_saving=True).did == []
     assert index.snapshot() == before
-    assert commit(index, running).tokens_saved == 50
+    assert commit_save(index, running).tokens_saved == 50
 
 
 def test_concurrent_repairs_change_nothing(index: Index) -> None:
@@ -80,7 +80,7 @@ def test_concurrent_repairs_change_nothing(index: Index) -> None:
         assert [each for each in repair(index, deep=False, is_saving=True).did if each.what != "deleted"] == []
         repairs += 1
     thread.join()
-    assert matched(index, [24, *A[:200]]) == 201 and matched(index, [1, *A[:200]]) == 0
+    assert count_matched(index, [24, *A[:200]]) == 201 and count_matched(index, [1, *A[:200]]) == 0
 
 
 def test_index_is_rebuilt_from_files(home: Home) -> None:
@@ -242,7 +242,7 @@ def test_derived_tables_are_rebuilt(home: Home) -> None:
         assert verify_index(index)
         reply = repair_and_verify(index)
         assert done(reply) == {"entries"} and index.snapshot() == before
-        assert matched(index, A[:400]) == 400
+        assert count_matched(index, A[:400]) == 400
 
 
 def test_orphans_are_adopted_where_they_fit(home: Home) -> None:
@@ -273,7 +273,7 @@ def test_damaged_files_are_quarantined_with_descendants(index: Index) -> None:
     reasons = {row.id: row.reason for row in index.quarantined()}
     assert reasons[second] == "checksum" and all(reasons[it] == f"builds on {second}: checksum" for it in rest[:1])
     assert list_chain(index, A[:400]) == [first]
-    assert matched(index, A[:300], OTHER) == 300
+    assert count_matched(index, A[:300], OTHER) == 300
 
 
 def test_segment_on_wrong_parent_is_quarantined(index: Index) -> None:
@@ -284,7 +284,7 @@ def test_segment_on_wrong_parent_is_quarantined(index: Index) -> None:
     save(index, [2, *A[1:3000]], may_replace=False)
     (_, mine), (_, theirs) = list_chain(index, [1, *A[1:]]), list_chain(index, [2, *A[1:]])
     path, other = index.home.segment_file(mine), read_header(index.home.segment_file(theirs)).meta
-    rewrite(path, prefix=other.prefix)
+    rewrite_meta(path, prefix=other.prefix)
     row = index.segment(mine)
     assert row is not None
     row.checksum, size = file_checksum(read_checksums(path)), path.stat().st_size
@@ -293,14 +293,14 @@ def test_segment_on_wrong_parent_is_quarantined(index: Index) -> None:
     assert {(f.what, f.id) for f in verify_index(index)} == {("place", mine)}
     repair_and_verify(index)
     assert {row.id: row.reason for row in index.quarantined()} == {mine: "foreign"}
-    assert matched(index, [2, *A[1:]]) == 3000 and matched(index, [1, *A[1:]]) == 1500
+    assert count_matched(index, [2, *A[1:]]) == 3000 and count_matched(index, [1, *A[1:]]) == 1500
 
 
 def test_checkpoint_of_another_conversation_is_removed(index: Index) -> None:
     save(index, [1, *A[1:1500]], checkpoints=[700])
     save(index, [2, *A[1:1500]], checkpoints=[700])
     one, two = index.checkpoints()
-    rewrite(index.home.segment_file(one.id), prefix=read_header(index.home.segment_file(two.id)).meta.prefix)
+    rewrite_meta(index.home.segment_file(one.id), prefix=read_header(index.home.segment_file(two.id)).meta.prefix)
     assert {(f.what, f.id) for f in verify_index(index)} == {("file", one.id)}
     repair_and_verify(index)
     assert [row.id for row in index.checkpoints()] == [two.id]

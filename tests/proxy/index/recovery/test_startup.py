@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.index.indexes import ROOT, make_home, matched, planned, save, write_plan
+from support.index.indexes import ROOT, count_matched, make_home, plan_save, save, write_plan
 from warmline_common.protocol.tokens import pack_tokens
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
@@ -57,7 +57,7 @@ def test_kill_during_save_loses_only_that_save(home: Home, step: str) -> None:
     with Index(home, 1 << 30) as index:
         counts = reconcile(index)
         assert verify_index(index, deep=True) == []
-        assert matched(index, [*A, *range(3000)]) == {"committed": 6000, "evicted": 0}.get(step, 3000)
+        assert count_matched(index, [*A, *range(3000)]) == {"committed": 6000, "evicted": 0}.get(step, 3000)
         if step in ("planned", "half written", "written"):
             assert counts.saves_rolled_back == 1
         if step == "evicted":
@@ -93,7 +93,7 @@ def test_startup_reconciles_files_and_rows(home: Home) -> None:
         assert counts.rows_without_file == 2 and counts.rows_of_other_size == 1
         assert counts.files_temporary == 1 and counts.files_without_row == 2 and counts.modes_set > 0
         assert verify_index(index, deep=True) == []
-        assert [matched(index, ids) for ids in (A, [1, *A], [2, *A])] == [1500, 0, 1501]
+        assert [count_matched(index, ids) for ids in (A, [1, *A], [2, *A])] == [1500, 0, 1501]
         assert [row.position for row in index.checkpoints()] == [1000]
         (aside,) = index.quarantined()
         assert (aside.id, aside.reason, aside.bytes_on_disk) == (damaged, "truncated", 100)
@@ -152,7 +152,7 @@ with IndexReader(Home(Path(sys.argv[1]))) as reader:
         plan = None
         for number in range(1, 5):
             save(index, [number, *A[:1100]])
-            plan = planned(index, [number, *A[:1200]])
+            plan = plan_save(index, [number, *A[:1200]])
             write_plan(home, plan)  # its files are on disk, but not in the tree
             child.stdin.write("\n")
             child.stdin.flush()
@@ -185,10 +185,10 @@ def test_purge_leaves_no_bytes(home: Home) -> None:
         session = next(row for row in index.sessions() if index.segment_path(row.leaf)[0].id in _ids(index, secret)).id
         assert needle(secret[5:8]) in everything(home)
         reply = purge(index, PurgeRequest(session=session, dry_run=True))
-        assert reply.dry_run and len(reply.segments) == 4 and matched(index, secret) == 900
+        assert reply.dry_run and len(reply.segments) == 4 and count_matched(index, secret) == 900
         reply = purge(index, PurgeRequest(session=session))
         assert len(reply.segments) == 4 and reply.sessions == [session]
-        assert matched(index, secret) == 0 and matched(index, kept) == 900
+        assert count_matched(index, secret) == 0 and count_matched(index, kept) == 900
         left = everything(home)
         for at in range(0, 890, 2):
             assert needle(secret[at : at + 3]) not in left
@@ -198,7 +198,7 @@ def test_purge_leaves_no_bytes(home: Home) -> None:
         save(index, secret)  # the new generation takes writes
         assert [path.name for path in home.index.iterdir()] == ["2"]
     with Index(home, 1 << 30) as index:
-        assert matched(index, secret) == 900
+        assert count_matched(index, secret) == 900
 
 
 def _ids(index: Index, ids: list[int]) -> set[str]:
@@ -215,8 +215,8 @@ def test_purge_keeps_shared_segments(index: Index) -> None:
     assert save(index, [*system, *range(5000, 5300), 1, 2], turn_end=1402).session == second
     reply = purge(index, PurgeRequest(session=second))
     assert len(reply.segments) == 3  # its own tail, the answer that it went on with, and the one that it left
-    assert matched(index, [*system, *range(300)]) == 1400
-    assert matched(index, [*system, *range(5000, 5300)]) == 1100
+    assert count_matched(index, [*system, *range(300)]) == 1400
+    assert count_matched(index, [*system, *range(5000, 5300)]) == 1100
     assert purge(index, PurgeRequest(session=second)).segments == []
 
 
@@ -232,7 +232,7 @@ def test_purge_by_model_age_and_everything(index: Index) -> None:
     reply = purge(index, PurgeRequest(older_than_s=0))
     assert len(reply.segments) == len(reply.checkpoints) == len(reply.quarantined) == len(reply.sessions) == 1
     save(index, A[:1500])
-    running = planned(index, [9, *A])
+    running = plan_save(index, [9, *A])
     reply = purge(index, PurgeRequest(everything=True))
     assert len(reply.segments) == 1
     assert index.totals().bytes_used == index.totals().bytes_index
@@ -256,14 +256,14 @@ def test_killed_compaction_loses_nothing(tmp_path: Path) -> None:
         (home.index / ".2.tmp" / "data.mdb").write_bytes(b"half")
     with Index(home, 1 << 30) as index:
         assert not (home.index / ".2.tmp").exists()
-        assert matched(index, A) == 3000
+        assert count_matched(index, A) == 3000
         with IndexReaderInThread(index) as before:
             index.compact()
             assert before() == 3000  # a snapshot taken before goes on
     (home.index / "1").mkdir()  # killed after the rename, before the old one went
     with Index(home, 1 << 30) as index:
         assert [path.name for path in home.index.iterdir()] == ["2"]
-        assert matched(index, A) == 3000
+        assert count_matched(index, A) == 3000
     with IndexReader(home) as reader:
         assert reader.totals().segments == 1
 
@@ -285,7 +285,7 @@ def test_failed_compaction_keeps_index(home: Home, monkeypatch: pytest.MonkeyPat
         assert [path.name for path in home.index.iterdir()] == ["1"]
         save(index, [7, *A])
     with Index(home, 1 << 30) as index:
-        assert (matched(index, A), matched(index, [7, *A])) == (3000, 3001)
+        assert (count_matched(index, A), count_matched(index, [7, *A])) == (3000, 3001)
 
 
 def test_lmdb_mapped_pages_have_disk_blocks(home: Home) -> None:
@@ -300,7 +300,7 @@ def test_lmdb_mapped_pages_have_disk_blocks(home: Home) -> None:
     with Index(home, 1 << 30) as index:
         lock = (home.index / "2" / "lock.mdb").stat()
         assert lock.st_blocks * 512 >= lock.st_size or not hasattr(os, "posix_fallocate")
-        assert matched(index, A) == 3000
+        assert count_matched(index, A) == 3000
 
 
 @pytest.mark.parametrize("undone", [True, False])
@@ -324,7 +324,7 @@ def test_undurable_compaction_loses_no_later_writes(home: Home, undone: bool, mo
                 index.compact()
         save(index, [7, *A])
     with Index(home, 1 << 30) as index:
-        assert (matched(index, A), matched(index, [7, *A])) == (3000, 3001)
+        assert (count_matched(index, A), count_matched(index, [7, *A])) == (3000, 3001)
 
 
 def test_read_only_start_serves_stored_data(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +338,7 @@ def test_read_only_start_serves_stored_data(home: Home, monkeypatch: pytest.Monk
         monkeypatch.setattr(disk, name, full)
     with Index(home, 1 << 30) as index:
         reconcile_index(index)
-        assert index.read_only_code == "ENOSPC" and matched(index, A) == 3000
+        assert index.read_only_code == "ENOSPC" and count_matched(index, A) == 3000
         with pytest.raises(IndexStoreError) as refused:
             save(index, [1, *A])
         assert refused.value.code == "ENOSPC"
@@ -377,6 +377,6 @@ def test_rebuilt_index_has_only_file_content(tmp_path: Path) -> None:
         IndexReader(home)
     with Index(home, 1 << 30) as index:
         reconcile(index)
-        assert matched(index, A) == len(A) and verify_index(index, deep=True) == []
+        assert count_matched(index, A) == len(A) and verify_index(index, deep=True) == []
         save(index, [*A, 1])
     assert b"garbage" not in b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())

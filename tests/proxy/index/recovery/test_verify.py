@@ -6,8 +6,8 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from support.index.indexes import ROOT, matched, save, turn
-from support.index.segment_files import rewrite
+from support.index.indexes import ROOT, count_matched, make_turn, save
+from support.index.segment_files import rewrite_meta
 from warmline_common.protocol.tokens import pack_tokens
 from warmline_common.storage.segment_file import file_checksum, read_checksums
 from warmline_proxy.home_lock import home_lock
@@ -30,7 +30,7 @@ def talk(index: Index) -> Index:
     save(index, [9] * 70)
     index.quarantine(index.match_prefix(ROOT, pack_tokens([9]), 1).chain[0].id, "checksum")
     index.record_use(ref.id for ref in index.match_prefix(ROOT, pack_tokens(WHOLE), 1503).chain)
-    index.record_turn(turn(1, 2))
+    index.record_turn(make_turn(1, 2))
     index.record_request(RequestRecord(id="r", at=1.0, endpoint="chat", client_model="m", outcome="ok", source="cold"))
     index.flush()
     return index
@@ -77,7 +77,7 @@ def on_disk(change: Callable[[Index, SegmentRow], object]) -> Callable[[Index], 
 def of_another_place(index: Index, leaf: SegmentRow) -> None:
     """Sound in itself, and what the row says but for what comes before."""
     file = index.home.segment_file(leaf.id)
-    rewrite(file, prefix="ab" * 16)
+    rewrite_meta(file, prefix="ab" * 16)
     leaf.checksum = file_checksum(read_checksums(file))
     index.transact(lambda tables: tables.update_segment(leaf))
 
@@ -208,7 +208,7 @@ def test_each_damage_is_found_and_repaired(talk: Index, damage: str) -> None:
     assert what in {finding.what for finding in verify_index(talk, deep=True)}
     assert repair(talk, deep=True, is_saving=False).did
     assert verify_index(talk, deep=True) == []
-    assert matched(talk, WHOLE) in (1503, 1400)
+    assert count_matched(talk, WHOLE) in (1503, 1400)
 
 
 @pytest.mark.parametrize("table", [table for table in TABLES if table not in ("saves", "gone", "doomed")])
@@ -220,7 +220,7 @@ def test_unreadable_entry_is_found_in_every_table(talk: Index, table: str) -> No
     talk.transact(change)
     assert {(finding.what, finding.detail.split(":")[0]) for finding in verify_index(talk)} == {("entry", table)}
     assert repair(talk, deep=True, is_saving=False).did
-    assert verify_index(talk, deep=True) == [] and matched(talk, WHOLE) == 1503
+    assert verify_index(talk, deep=True) == [] and count_matched(talk, WHOLE) == 1503
 
 
 def test_running_compaction_is_no_orphan(talk: Index) -> None:
