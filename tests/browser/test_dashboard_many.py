@@ -27,7 +27,7 @@ POLL = "document.dispatchEvent(new Event('visibilitychange'))"
 FOCUSED = "document.activeElement.firstChild.textContent"
 
 
-class Proxy:
+class ProxyProcess:
     """On one port, however often it is started."""
 
     def __init__(self, home: Home, *flags: str) -> None:
@@ -47,7 +47,7 @@ class Proxy:
         self.running.process.wait()
 
 
-def remember(index: Index) -> None:
+def record_requests(index: Index) -> None:
     """As many requests as are kept, one every two minutes, the last one now; each went on with a conversation."""
     sources, now = ("resident", "restored", "cold"), time.time()
     sessions = [row.id for row in index.sessions()]
@@ -76,28 +76,28 @@ def remember(index: Index) -> None:
 
 
 @pytest.fixture(scope="module")
-def proxy(chromium: Chromium) -> Iterator[Proxy]:
+def proxy(chromium: Chromium) -> Iterator[ProxyProcess]:
     """Started only where there is a browser."""
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
         home = Home(Path(folder) / "home")
         home.prepare()
         with Index(home, 1 << 30) as index:
             fill_index(index, SEGMENTS)
-            remember(index)
-        proxy = Proxy(home)
+            record_requests(index)
+        proxy = ProxyProcess(home)
         yield proxy
         proxy.kill()
 
 
 @pytest.fixture
-def page(browser: Chromium, proxy: Proxy) -> Chromium:
+def page(browser: Chromium, proxy: ProxyProcess) -> Chromium:
     browser.open(f"{proxy.url}/admin")
     browser.wait("document.querySelectorAll('#tree > li').length === 2")
     browser.run(LOOKS)
     return browser
 
 
-def settled(page: Chromium, shown: str) -> None:
+def wait_for_focus(page: Chromium, shown: str) -> None:
     """Until the tree's focus is on what says so."""
     page.wait(f"document.activeElement.matches('[role=treeitem]') && {FOCUSED}.includes('{shown}')")
 
@@ -110,18 +110,18 @@ def test_tree_of_thousands_is_paged(page: Chromium, screenshots: Path) -> None:
     page.press("ArrowRight")
     page.wait("document.activeElement.getAttribute('aria-expanded') === 'true'")
     page.press("ArrowRight")
-    settled(page, "0\u2013128")
+    wait_for_focus(page, "0\u2013128")
     page.press("ArrowRight")
     page.wait("document.querySelectorAll('#tree [aria-level=\"3\"]').length === 31")
     page.press("End")
     page.press("ArrowUp")
-    settled(page, "Show 30 more of 470")
+    wait_for_focus(page, "Show 30 more of 470")
     page.press("Enter")
     page.wait("document.querySelectorAll('#tree [aria-level=\"3\"]').length === 61")
     assert page.run("document.activeElement.getAttribute('aria-posinset')") == "31", "on the first that came"
     page.save_screenshot(screenshots / "ten-thousand.png")
     page.press("ArrowLeft")
-    settled(page, "0\u2013128")
+    wait_for_focus(page, "0\u2013128")
     page.press("ArrowLeft")
     page.wait("document.querySelectorAll('#tree [aria-level=\"3\"]').length === 0")
     assert page.run("document.querySelectorAll('#tree [tabindex=\"0\"]').length") == 1
@@ -138,7 +138,7 @@ def test_search_finds_conversation(page: Chromium) -> None:
     page.wait("document.querySelector('#sessions-count').textContent === '1 of 1,334'")
     assert page.run("document.querySelector('#session-rows b').textContent") == "client-877"
     page.run("document.querySelector('#session-rows .actions :nth-child(2)').click()")
-    settled(page, "ends at token 768")
+    wait_for_focus(page, "ends at token 768")
     assert page.run("document.querySelectorAll('.on-path').length") == 3
     assert "client-877" in page.run(FOCUSED)
     page.run("document.querySelector('#tree-clear').click()")
@@ -168,7 +168,7 @@ def test_columns_sort_both_ways(page: Chromium) -> None:
     assert page.run(f"{sizes}[0]") == f"{256 * (CHAIN // 2 + 2) / 1000:.1f} KB"
 
 
-def test_dead_proxy_is_reported_and_reconnected(page: Chromium, proxy: Proxy) -> None:
+def test_dead_proxy_is_reported_and_reconnected(page: Chromium, proxy: ProxyProcess) -> None:
     assert page.run("document.querySelector('#state').textContent") == "Backend down"
     assert page.run("document.querySelector('#why').checkVisibility()")
     before = page.run("document.querySelector('main').getBoundingClientRect().top + scrollY")
@@ -185,7 +185,7 @@ def test_dead_proxy_is_reported_and_reconnected(page: Chromium, proxy: Proxy) ->
     page.wait("!document.querySelector('#banner').checkVisibility()")
 
 
-def test_hidden_page_does_not_poll(browser: Chromium, proxy: Proxy) -> None:
+def test_hidden_page_does_not_poll(browser: Chromium, proxy: ProxyProcess) -> None:
     hide = "Object.defineProperty(document, 'visibilityState', { value: 'hidden', configurable: true })"
     hiding = browser.call("Page.addScriptToEvaluateOnNewDocument", source=hide)
     browser.open(f"{proxy.url}/admin")
@@ -240,13 +240,13 @@ def test_page_beyond_last_request_returns(page: Chromium) -> None:
     page.wait(f"{reasons}[0] === 'stored up to token 1099'")
 
 
-def test_purged_conversation_leaves_tree(page: Chromium, proxy: Proxy) -> None:
+def test_purged_conversation_leaves_tree(page: Chromium, proxy: ProxyProcess) -> None:
     """A conversation far beyond what is shown of its branch, and by somebody else than this page."""
     page.run("""document.querySelector('#search').value = 'client-901';
         document.querySelector('#search').dispatchEvent(new Event('input'))""")
     page.wait("document.querySelector('#session-rows b').textContent === 'client-901'")
     page.run("document.querySelector('#session-rows .actions :nth-child(2)').click()")
-    settled(page, "ends at token 768")
+    wait_for_focus(page, "ends at token 768")
     gone = page.run("document.activeElement.dataset.key")
     shown = f"document.querySelector('[data-key=\"{gone}\"]')"
     session = page.run("document.querySelector('#session-rows tr').dataset.key")
@@ -263,14 +263,14 @@ def test_expanded_branch_reloads_whole(page: Chromium) -> None:
     page.press("ArrowRight")
     page.wait("document.activeElement.getAttribute('aria-expanded') === 'true'")
     page.press("ArrowRight")
-    settled(page, "0\u2013128")
+    wait_for_focus(page, "0\u2013128")
     page.press("ArrowRight")
     runs = "document.querySelectorAll('#tree [aria-level=\"3\"]')"
     for shown in range(31, 241, 30):
         page.wait(f"{runs}.length === {shown}")
         page.press("End")
         page.press("ArrowUp")
-        settled(page, "more of")
+        wait_for_focus(page, "more of")
         page.press("Enter")
     page.wait(f"{runs}.length === 241")
     key = page.run(f"{runs}[5].dataset.key")
@@ -287,7 +287,7 @@ def test_admin_key_opens_dashboard(browser: Chromium, tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
     home.prepare()
     key = ensure_key(home, ADMIN_KIND).key
-    proxy = Proxy(home, "--admin-needs-key")
+    proxy = ProxyProcess(home, "--admin-needs-key")
     url = proxy.url.replace("127.0.0.1", "0.0.0.0")  # an address that a browser trusts as little as one in the network
     try:
         with browser.given_password(key) as asked:

@@ -55,7 +55,7 @@ def test_typed_decoding_goes_through_guarded_functions() -> None:
     """But with decoders that were made while the module was imported."""
     paths = [path for path in PACKAGES.glob("*/warmline_*/**/*.py") if path.name != DECODE]
     assert len(paths) > 250
-    typed = [f"{path.name}:{line}" for path in paths for line in lines_of_typed_decoding(path)]
+    typed = [f"{path.name}:{line}" for path in paths for line in find_typed_decoding(path)]
     assert not typed, "use warmline_common.protocol.messages.decode"
 
 
@@ -65,7 +65,7 @@ def test_malformed_json_raises_decode_error(data: bytes) -> None:
         decode(data, ErrorBody)
 
 
-def lines_of_typed_decoding(path: Path) -> list[int]:
+def find_typed_decoding(path: Path) -> list[int]:
     """In its functions."""
     functions = (each for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, FUNCTIONS))
     calls = (each for function in functions for each in ast.walk(function) if isinstance(each, ast.Call))

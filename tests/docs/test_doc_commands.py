@@ -19,7 +19,7 @@ PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 WITH_PYTHON = [document for document, text in TEXTS.items() if PYTHON.search(text)]
 
 
-def name(document: Path) -> str:
+def get_document_name(document: Path) -> str:
     return str(document.relative_to(ROOT))
 
 
@@ -36,7 +36,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory, pair: Pair, tiny_folder: Fo
         yield reader
 
 
-@pytest.mark.parametrize("document", WITH_COMMANDS, ids=name)
+@pytest.mark.parametrize("document", WITH_COMMANDS, ids=get_document_name)
 def test_documented_commands_succeed(document: Path, reader: DocumentReader) -> None:
     try:
         reader.type_commands(document)
@@ -51,14 +51,14 @@ def test_failing_command_is_named(tmp_path: Path, reader: DocumentReader) -> Non
         reader.type_commands(document)
 
 
-@pytest.mark.parametrize("document", WITH_PYTHON, ids=name)
+@pytest.mark.parametrize("document", WITH_PYTHON, ids=get_document_name)
 def test_documented_python_runs(document: Path, pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     for example in PYTHON.finditer(TEXTS[document]):
         exec(compile(example[1].replace(":8026", f":{pair.port}"), str(document), "exec"), {})
         assert capsys.readouterr().out
 
 
-@pytest.mark.parametrize("document", [each for each in DOCUMENTS if each not in HELD_ELSEWHERE], ids=name)
+@pytest.mark.parametrize("document", [each for each in DOCUMENTS if each not in HELD_ELSEWHERE], ids=get_document_name)
 def test_commands_are_in_sh_blocks(document: Path) -> None:
     assert find_commands_outside_blocks(TEXTS[document]) == []
 

@@ -18,17 +18,17 @@ MADE_LATER = {"build/screenshots"}
 OF_CLIENTS = {"WARMLINE_API_KEY"}  # named so in a client's own file
 
 
-def name(document: Path) -> str:
+def get_document_name(document: Path) -> str:
     return str(document.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=get_document_name)
 def test_named_commands_and_flags_exist(document: Path) -> None:
     found = [find_problem(span, PROGRAMS) for span in list_spans(TEXTS[document])]
     assert list(filter(None, found)) == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=get_document_name)
 def test_named_files_exist(document: Path) -> None:
     named = {path for span in list_spans(TEXTS[document]) for path in list_paths(span)}
     assert [path for path in sorted(named - MADE_LATER) if is_missing(path, ROOT)] == []

@@ -65,13 +65,13 @@ def test_glm_doctor_needs_no_weights(examined: Examination) -> None:
     assert "21 x CacheList(KVCache, KVCache), 57 x CacheList(KVCache)" in " ".join(f.what for f in examined.findings)
 
 
-def commands(start: str) -> list[list[str]]:
+def find_commands(start: str) -> list[list[str]]:
     lines = re.sub(r" \\\n +", " ", TEXT).splitlines()
     return [shlex.split(line) for line in lines if line.startswith(start)]
 
 
 def test_glm_serve_command_is_valid() -> None:
-    (words,) = commands(".venv/bin/warmline serve")
+    (words,) = find_commands(".venv/bin/warmline serve")
     flags = dict(zip(words[2::2], words[3::2], strict=True))
     config = resolve({flag.removeprefix("--").replace("-", "_"): value for flag, value in flags.items()}, {})
     assert config["prefill_step_size"] == "auto" and config["gpu_keepalive"] == 20
@@ -82,7 +82,7 @@ def test_glm_toml_equals_command(tmp_path: Path) -> None:
     (text,) = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)
     (tmp_path / "warmline.toml").write_text(text)
     written = resolve({"home": str(tmp_path)}, {})
-    (words,) = commands(".venv/bin/warmline serve")
+    (words,) = find_commands(".venv/bin/warmline serve")
     typed = dict(zip(words[2::2], words[3::2], strict=True))
     said = tomllib.loads(text)
     assert {SETTINGS[name].flag for name in said} == typed.keys()
@@ -91,7 +91,7 @@ def test_glm_toml_equals_command(tmp_path: Path) -> None:
 
 
 def test_glm_service_install_is_valid(tmp_path: Path) -> None:
-    (words,) = commands(".venv/bin/warmline launchd install")
+    (words,) = find_commands(".venv/bin/warmline launchd install")
     (text,) = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)
     (tmp_path / "warmline.toml").write_text(text)
     rehearsal = [*words[1:], "--home", str(tmp_path), "--dry-run", "--out", str(tmp_path)]

@@ -77,14 +77,14 @@ def test_oracle_sees_planted_bug(
     bug: str, family: str, mode: str, script: tuple[Any, ...], make_duel: MakeDuel
 ) -> None:
     duel = make_duel(family, mode)
-    play(duel, script)
+    play_script(duel, script)
     duel.empty()
     with duel.planted.active_bug(bug), pytest.raises(Difference, match="cold"):
-        play(duel, script)
+        play_script(duel, script)
     duel.failure = None
     duel.empty()
 
 
-def play(duel: Duel, script: tuple[Any, ...]) -> None:
+def play_script(duel: Duel, script: tuple[Any, ...]) -> None:
     for step in (Fresh(1), *script):
         duel.do(step)

@@ -31,12 +31,12 @@ PROMPT_TOKENS = 199  # of BODY
 LONG = {**BODY, "messages": [{"role": "user", "content": "hello " * 3_000}]}  # rendered on a thread of its own
 
 
-def asked(backend: LiveBackend, name: str, body: object) -> "asyncio.Task[tuple[int, Any]]":
+def start_request(backend: LiveBackend, name: str, body: object) -> "asyncio.Task[tuple[int, Any]]":
     call = backend.request_json("POST", "/v1/chat/completions", body, **{HEADER_REQUEST: name})
     return asyncio.ensure_future(call)
 
 
-async def cancelled(backend: LiveBackend, request_id: str, query: str = "") -> tuple[int, dict[str, Any]]:
+async def cancel_request(backend: LiveBackend, request_id: str, query: str = "") -> tuple[int, dict[str, Any]]:
     return await backend.request_json("DELETE", f"/requests/{request_id}{query}")
 
 
@@ -47,7 +47,7 @@ async def assert_nothing_is_left(backend: LiveBackend, *, residents: int = 0) ->
     assert backend.service.inflight.request_ids == [] and not backend.service.runtime.kv_transfer.is_saving
 
 
-async def saved(backend: LiveBackend) -> RestoreRequest:
+async def save_conversation(backend: LiveBackend) -> RestoreRequest:
     """A conversation on disk, and no longer in memory."""
     async with backend.start_generation("first", await backend.render_prompt()) as response:
         end = await read_result(response)
@@ -74,9 +74,9 @@ def test_cancel_before_submit(tiny_folder: FolderOf, tmp_path: Path, monkeypatch
             return real(*arguments)  # type: ignore[arg-type]
 
         monkeypatch.setattr(renderer, "render", slow)
-        asking = asked(backend, "early", LONG)
+        asking = start_request(backend, "early", LONG)
         assert await asyncio.to_thread(rendering.wait, WAIT_S)
-        status, reply = await cancelled(backend, "early")
+        status, reply = await cancel_request(backend, "early")
         assert status == 200 and (reply["finish"], reply["resident"]) == ("cancelled", "")
         go_on.set()
         status, reply = await asking
@@ -89,10 +89,10 @@ def test_cancel_before_submit(tiny_folder: FolderOf, tmp_path: Path, monkeypatch
 def test_cancel_during_submit(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: LiveBackend) -> None:
         async with EngineHold(backend.engine):
-            asking = asked(backend, "a", ENDLESS)
+            asking = start_request(backend, "a", ENDLESS)
             await wait_until(lambda: "a" in backend.service.inflight.request_ids)
-            cancelling = asyncio.ensure_future(cancelled(backend, "a"))
-            leaving = asked(backend, "b", ENDLESS)
+            cancelling = asyncio.ensure_future(cancel_request(backend, "a"))
+            leaving = start_request(backend, "b", ENDLESS)
             await wait_until(lambda: "b" in backend.service.inflight.request_ids)
             leaving.cancel()  # its connection breaks off
             await wait_until(lambda: backend.service.inflight._by_id["b"].abandoned)
@@ -113,7 +113,7 @@ def test_cancel_in_prefill_and_decode(tiny_folder: FolderOf, tmp_path: Path, mon
         async with backend.start_generation("a", prompt) as response:
             await chunks.wait_for_chunk()
             assert await read_until(response, b": ") == b": started\n"
-            cancelling = asyncio.ensure_future(cancelled(backend, "a"))
+            cancelling = asyncio.ensure_future(cancel_request(backend, "a"))
             await wait_until(lambda: not backend.engine._commands.empty())
             chunks.release()  # one, and no more
             _, reply = await cancelling
@@ -122,12 +122,12 @@ def test_cancel_in_prefill_and_decode(tiny_folder: FolderOf, tmp_path: Path, mon
         chunks.open_for_all()
         async with backend.start_generation("b", prompt) as response:
             await read_until(response, b'"content":"')
-            status, reply = await cancelled(backend, "b")
+            status, reply = await cancel_request(backend, "b")
             assert status == 200 and reply["finish"] == "cancelled" and reply["resident"]
             end = await read_result(response)
             assert end.prefilled_until == PROMPT_TOKENS + len(end.generated) // 4
-        assert (await cancelled(backend, "b"))[1] == reply, "how it ended is remembered"
-        assert (await cancelled(backend, "nobody"))[0] == 404
+        assert (await cancel_request(backend, "b"))[1] == reply, "how it ended is remembered"
+        assert (await cancel_request(backend, "nobody"))[0] == 404
         await assert_nothing_is_left(backend, residents=2)
 
     with_backend(tiny_folder("llama"), tmp_path, work, step=64)
@@ -142,7 +142,7 @@ def test_detached_prefill_finishes_alone(
         prompt = await backend.render_prompt(ENDLESS)
         async with backend.start_generation("a", prompt):
             await chunks.wait_for_chunk()
-            finishing = asyncio.ensure_future(cancelled(backend, "a", "?finish=prefill"))
+            finishing = asyncio.ensure_future(cancel_request(backend, "a", "?finish=prefill"))
             await wait_until(lambda: not backend.engine._commands.empty())
             chunks.release()
             assert await finishing == (202, {})
@@ -150,13 +150,13 @@ def test_detached_prefill_finishes_alone(
         await asyncio.wait_for(backend.service.inflight.wait_until_empty(), WAIT_S)
         (resident,) = backend.service.list_residents(with_ids=False).residents
         assert resident.tokens == PROMPT_TOKENS - 1
-        status, reply = await cancelled(backend, "a")
+        status, reply = await cancel_request(backend, "a")
         assert (status, reply["finish"], reply["resident"]) == (200, "cancelled", resident.id)
         async with backend.start_generation("b", prompt) as response:
             await read_until(response, b'"content":"')
-            status, reply = await cancelled(backend, "b", "?finish=prefill")
+            status, reply = await cancel_request(backend, "b", "?finish=prefill")
             assert (status, reply["finish"]) == (200, "cancelled"), "it decodes already"
-        status, reply = await cancelled(backend, "b", "?finish=never")
+        status, reply = await cancel_request(backend, "b", "?finish=never")
         assert status == 400 and "expected prefill" in str(reply["error"])
 
     with_backend(tiny_folder("llama"), tmp_path, work, step=64)
@@ -261,29 +261,29 @@ def test_second_call_cancels_first_before_its_submit(tiny_folder: FolderOf, tmp_
 # ---- restores and saves
 
 
-async def given_up(backend: LiveBackend) -> None:
+async def wait_for_cancel(backend: LiveBackend) -> None:
     await wait_until(lambda: any(job.cancelled.is_set() for job in backend.service.runtime.kv_transfer._jobs))
 
 
-async def acknowledged(backend: LiveBackend, work: "asyncio.Task[object]", name: str) -> None:
+async def check_cancel_acknowledged(backend: LiveBackend, work: "asyncio.Task[object]", name: str) -> None:
     """Cancel a restore or save by its id; both calls are answered."""
-    status, reply = await cancelled(backend, name)
+    status, reply = await cancel_request(backend, name)
     assert (status, reply["finish"]) == (200, "cancelled")
     with pytest.raises(segment_io.OperationCancelledError):
         await work
 
 
-def restoring(backend: LiveBackend, request: RestoreRequest) -> "asyncio.Task[object]":
+def restore_chain(backend: LiveBackend, request: RestoreRequest) -> "asyncio.Task[object]":
     return asyncio.ensure_future(backend.service.restore(request))
 
 
 def test_cancel_restore_before_engine_gets_it(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: LiveBackend) -> None:
-        request = await saved(backend)
+        request = await save_conversation(backend)
         async with EngineHold(backend.engine):
-            task = restoring(backend, request)
+            task = restore_chain(backend, request)
             await wait_until(lambda: not backend.engine._commands.empty())
-            await acknowledged(backend, task, "restore")  # while the engine is still at something else
+            await check_cancel_acknowledged(backend, task, "restore")  # while the engine is still at something else
         await assert_nothing_is_left(backend)
 
     with_backend(tiny_folder("llama"), tmp_path, work)
@@ -291,14 +291,14 @@ def test_cancel_restore_before_engine_gets_it(tiny_folder: FolderOf, tmp_path: P
 
 def test_cancel_restore_waiting_for_memory(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: LiveBackend) -> None:
-        request = await saved(backend)
+        request = await save_conversation(backend)
         await backend.run_on_engine(
             lambda scheduler: scheduler.admission.reserve("other", scheduler.residents.budget_bytes, lambda: None)
         )
-        task = restoring(backend, request)
+        task = restore_chain(backend, request)
         while not await backend.run_on_engine(lambda scheduler: scheduler.is_blocked):
             pass
-        await acknowledged(backend, task, "restore")
+        await check_cancel_acknowledged(backend, task, "restore")
         await backend.run_on_engine(lambda scheduler: scheduler.admission.release("other"))
         await assert_nothing_is_left(backend)
         assert (await backend.service.restore(request)).position == len(request.tokens) // 4
@@ -309,16 +309,16 @@ def test_cancel_restore_waiting_for_memory(tiny_folder: FolderOf, tmp_path: Path
 
 def test_cancel_restore_waiting_for_reader(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: LiveBackend) -> None:
-        request = await saved(backend)
+        request = await save_conversation(backend)
         go_on = threading.Event()
         busy = [
             backend.service.runtime.kv_transfer._loader_pool.submit(go_on.wait, WAIT_S)
             for _ in range(kv_transfer.LOADER_THREADS)
         ]
-        task = restoring(backend, request)
+        task = restore_chain(backend, request)
         while not await backend.run_on_engine(lambda scheduler: scheduler.running_bytes):
             pass
-        await acknowledged(backend, task, "restore")
+        await check_cancel_acknowledged(backend, task, "restore")
         await assert_nothing_is_left(backend)
         go_on.set()
         assert all(future.result(WAIT_S) for future in busy)
@@ -338,13 +338,13 @@ def test_cancelled_restore_keeps_memory_until_reader_stops(
         return real(path)
 
     async def work(backend: LiveBackend) -> None:
-        request = await saved(backend)
+        request = await save_conversation(backend)
         monkeypatch.setattr(segment_io, "read_header", slow)
-        task = restoring(backend, request)
+        task = restore_chain(backend, request)
         assert await asyncio.to_thread(reading.wait, WAIT_S)
         if leaving == "cancelled":
-            ending = asyncio.ensure_future(acknowledged(backend, task, "restore"))
-            await given_up(backend)
+            ending = asyncio.ensure_future(check_cancel_acknowledged(backend, task, "restore"))
+            await wait_for_cancel(backend)
             assert not ending.done()
         else:
             task.cancel()
@@ -365,7 +365,7 @@ def test_restore_cancelled_while_installing_leaves_no_resident(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaving: str
 ) -> None:
     async def work(backend: LiveBackend) -> None:
-        request = await saved(backend)
+        request = await save_conversation(backend)
         scheduler = backend.engine.scheduler
         installing, go_on, real = threading.Event(), threading.Event(), scheduler.install_resident
 
@@ -375,11 +375,11 @@ def test_restore_cancelled_while_installing_leaves_no_resident(
             return real(*arguments)  # type: ignore[arg-type]
 
         monkeypatch.setattr(scheduler, "install_resident", slow)
-        task = restoring(backend, request)
+        task = restore_chain(backend, request)
         assert await asyncio.to_thread(installing.wait, WAIT_S)
         if leaving == "cancelled":
-            cancelling = asyncio.ensure_future(acknowledged(backend, task, "restore"))
-            await given_up(backend)
+            cancelling = asyncio.ensure_future(check_cancel_acknowledged(backend, task, "restore"))
+            await wait_for_cancel(backend)
             go_on.set()
             await cancelling
         else:
@@ -406,13 +406,13 @@ def test_cancel_save_in_each_phase(tiny_folder: FolderOf, tmp_path: Path, monkey
         async with EngineHold(backend.engine):
             task = saving()
             await asyncio.sleep(0)
-            await acknowledged(backend, task, "save")
+            await check_cancel_acknowledged(backend, task, "save")
 
         go_on = threading.Event()
         backend.service.runtime.kv_transfer._writer_pool.submit(go_on.wait, WAIT_S)  # another save is being written
         task = saving()
         await wait_until(lambda: backend.service.runtime.kv_transfer._writer_pool._work_queue.qsize() > 0)
-        await acknowledged(backend, task, "save")
+        await check_cancel_acknowledged(backend, task, "save")
         go_on.set()
 
         writing, go_on = threading.Event(), threading.Event()
@@ -426,8 +426,8 @@ def test_cancel_save_in_each_phase(tiny_folder: FolderOf, tmp_path: Path, monkey
             patch.setattr(kv_transfer, "write_segment_file", slow)
             task = saving()
             assert await asyncio.to_thread(writing.wait, WAIT_S)
-            cancelling = asyncio.ensure_future(acknowledged(backend, task, "save"))
-            await given_up(backend)
+            cancelling = asyncio.ensure_future(check_cancel_acknowledged(backend, task, "save"))
+            await wait_for_cancel(backend)
             go_on.set()
             await cancelling
         assert list(backend.home.segments.rglob("*.safetensors")) == []

@@ -23,7 +23,7 @@ FolderOf = Callable[..., Path]
 WAIT_S = 20
 
 
-def started(root: Path) -> Engine:
+def run_engine(root: Path) -> Engine:
     # Made on its own thread, as a model is: mlx arrays belong to the thread that computes with them.
     engine = Engine(lambda: SchedulerDriver(load_family.__wrapped__("llama", root)).scheduler)
     engine.start()
@@ -31,7 +31,7 @@ def started(root: Path) -> Engine:
     return engine
 
 
-def generation(name: str, ended: "Future[EventLog]", max_tokens: int = 5) -> GenerationRequest:
+def make_generation(name: str, ended: "Future[EventLog]", max_tokens: int = 5) -> GenerationRequest:
     log = EventLog()
 
     def listen(event: GenerationEvent) -> None:
@@ -43,8 +43,8 @@ def generation(name: str, ended: "Future[EventLog]", max_tokens: int = 5) -> Gen
 
 
 def test_snapshot_shows_resident_at_end(root: Path) -> None:
-    engine, ended = started(root), Future[EventLog]()
-    engine.submit(lambda scheduler: scheduler.submit(generation("a", ended))).result(WAIT_S)
+    engine, ended = run_engine(root), Future[EventLog]()
+    engine.submit(lambda scheduler: scheduler.submit(make_generation("a", ended))).result(WAIT_S)
     log = ended.result(WAIT_S)
     assert [resident.id for resident in engine.snapshot.residents] == [log.result.resident]
     assert engine.submit(lambda scheduler: scheduler.residents.delete(log.result.resident)).result(WAIT_S)
@@ -64,7 +64,7 @@ def test_cancel_takes_effect_after_present_step(
     engine.start()
     engine.loaded.result(WAIT_S)
     ended, cancelled = Future[EventLog](), list[Future[GenerationResult | None]]()
-    wanted = generation("a", ended, 1000)
+    wanted = make_generation("a", ended, 1000)
 
     def listen(event: GenerationEvent) -> None:
         wanted.listener(event)
@@ -81,8 +81,8 @@ def test_cancel_takes_effect_after_present_step(
 
 
 def test_stop_takes_effect_after_present_step(root: Path) -> None:
-    engine, ended = started(root), Future[EventLog]()
-    wanted = generation("a", ended, 1000)
+    engine, ended = run_engine(root), Future[EventLog]()
+    wanted = make_generation("a", ended, 1000)
     pieces: list[GenerationEvent] = []
 
     def listen(event: GenerationEvent) -> None:
@@ -97,7 +97,7 @@ def test_stop_takes_effect_after_present_step(root: Path) -> None:
 
 
 def test_failing_command_fails_alone(root: Path) -> None:
-    engine = started(root)
+    engine = run_engine(root)
     with pytest.raises(ZeroDivisionError):
         engine.submit(lambda scheduler: 1 / 0).result(WAIT_S)
     assert engine.submit(lambda scheduler: scheduler.is_idle).result(WAIT_S)
@@ -108,7 +108,7 @@ def test_failing_command_fails_alone(root: Path) -> None:
 
 
 def test_failure_outside_requests_ends_engine(root: Path) -> None:
-    engine = started(root)
+    engine = run_engine(root)
 
     def break_it(scheduler: Scheduler) -> None:
         scheduler._admit = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]

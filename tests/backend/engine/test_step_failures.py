@@ -13,11 +13,11 @@ from warmline_backend.scheduler.decode_group import DecodeGroup
 from warmline_backend.scheduler.scheduler import FAILED_STEPS_MAX, DeviceBrokenError
 
 
-class Planted(RuntimeError):
+class PlantedError(RuntimeError):
     pass
 
 
-class FailsAt:
+class FailingModel:
     """A model that raises once, at its `calls`-th call (of those with a batch of `batch`)."""
 
     def __init__(self, model: object, calls: int, batch: int = 0) -> None:
@@ -27,20 +27,20 @@ class FailsAt:
         if not self._batch or tokens.shape[0] == self._batch:
             self._left -= 1
             if self._left == 0:
-                raise Planted("a planted fault")
+                raise PlantedError("a planted fault")
         return self._model(tokens, *args, **kwargs)  # type: ignore[operator]
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._model, name)
 
 
-def failing(root: Path, calls: int, batch: int = 0) -> SchedulerDriver:
+def make_failing_driver(root: Path, calls: int, batch: int = 0) -> SchedulerDriver:
     model = load_family("llama", root)
-    return SchedulerDriver(replace(model, model=FailsAt(model.model, calls, batch)), step=1000)
+    return SchedulerDriver(replace(model, model=FailingModel(model.model, calls, batch)), step=1000)
 
 
 def test_failed_step_discards_only_its_batch(root: Path) -> None:
-    driver = failing(root, 5, batch=2)
+    driver = make_failing_driver(root, 5, batch=2)
     _, one = driver.submit(make_prompt(40), 30)
     _, mate = driver.submit(make_prompt(41, 2), 30)
     _, apart = driver.submit(make_prompt(400, 3), 30)
@@ -56,7 +56,7 @@ def test_failed_step_discards_only_its_batch(root: Path) -> None:
 
 
 def test_failed_prefill_is_reported_and_not_retried(root: Path) -> None:
-    driver = failing(root, 1)
+    driver = make_failing_driver(root, 1)
     log = driver.run(make_prompt(40))
     assert log.result.finish == "discarded" and driver.scheduler.is_idle
     assert (
@@ -66,21 +66,21 @@ def test_failed_prefill_is_reported_and_not_retried(root: Path) -> None:
 
 
 def test_too_many_failed_steps_end_process(root: Path) -> None:
-    driver = failing(root, 0)
+    driver = make_failing_driver(root, 0)
     for number in range(FAILED_STEPS_MAX - 1):
-        driver.scheduler.finisher.discard([], Planted(number))
+        driver.scheduler.finisher.discard([], PlantedError(number))
         driver.step()
     assert driver.run(make_prompt(40), 5).result.finish == "length"
-    driver.scheduler.finisher.discard([], Planted("the last"))
+    driver.scheduler.finisher.discard([], PlantedError("the last"))
     with pytest.raises(DeviceBrokenError, match="steps have failed"):
         driver.step()
 
 
 def test_broken_device_ends_turn(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = failing(root, 0)
+    driver = make_failing_driver(root, 0)
     _, log = driver.submit(make_prompt(40), 30)
     driver.run_until(lambda: len(log.events) > 3)
-    monkeypatch.setattr(FailsAt, "__call__", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr(FailingModel, "__call__", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(DeviceBrokenError, match="division by zero"):
         driver.step()
     assert log.result.finish == "discarded"
@@ -88,14 +88,14 @@ def test_broken_device_ends_turn(root: Path, monkeypatch: pytest.MonkeyPatch) ->
         driver.scheduler.probe()
 
 
-def decoding_together(driver: SchedulerDriver) -> tuple[str, EventLog, EventLog]:
+def start_batch(driver: SchedulerDriver) -> tuple[str, EventLog, EventLog]:
     """Two requests in one batch: the first one's id, and both logs."""
     (name, one), (_, other) = (driver.submit(make_prompt(60, seed), 50) for seed in (1, 2))
     driver.run_until(lambda: len(driver.scheduler._queues.groups) == 1 and min(len(one.events), len(other.events)) > 5)
     return name, one, other
 
 
-def can_not_be_left(driver: SchedulerDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def make_batch_unleavable(driver: SchedulerDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     (group,) = driver.scheduler._queues.groups
     monkeypatch.setattr(group.batch.prompt_cache[0], "filter", lambda keep: 1 / 0)
 
@@ -103,8 +103,8 @@ def can_not_be_left(driver: SchedulerDriver, monkeypatch: pytest.MonkeyPatch) ->
 def test_failed_batch_removal_discards_the_rest(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise it would go on with the rows of the removed one."""
     driver = SchedulerDriver(load_family("llama", root))
-    name, one, other = decoding_together(driver)
-    can_not_be_left(driver, monkeypatch)
+    name, one, other = start_batch(driver)
+    make_batch_unleavable(driver, monkeypatch)
     result = driver.scheduler.cancel(name)
     assert result is not None and (result.finish, result.resident) == ("cancelled", "")
     assert (other.result.finish, other.result.resident) == ("discarded", "")
@@ -117,8 +117,8 @@ def test_failed_batch_removal_discards_the_rest(root: Path, monkeypatch: pytest.
 
 def test_failed_command_at_rest_checks_device(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = SchedulerDriver(load_family("llama", root))
-    name, _, _ = decoding_together(driver)
-    can_not_be_left(driver, monkeypatch)
+    name, _, _ = start_batch(driver)
+    make_batch_unleavable(driver, monkeypatch)
     driver.scheduler.cancel(name)
     assert driver.scheduler.is_idle
     monkeypatch.setattr(driver.scheduler, "probe", lambda: 1 / 0)
@@ -129,7 +129,7 @@ def test_failed_command_at_rest_checks_device(root: Path, monkeypatch: pytest.Mo
 def test_discarded_batch_is_freed_before_probe(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch that filled the memory must not make the probe fail."""
     driver = SchedulerDriver(load_family("llama", root))
-    _, one, other = decoding_together(driver)
+    _, one, other = start_batch(driver)
     (group,) = driver.scheduler._queues.groups
     held = [*map(weakref.ref, group.sequences), *map(weakref.ref, group.batch.prompt_cache)]
     del group

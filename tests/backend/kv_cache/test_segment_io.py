@@ -24,7 +24,7 @@ CHECKPOINTS = (30, 90, 169)
 POOL = ThreadPoolExecutor(3)
 
 
-def positions(driver: SchedulerDriver, tokens: int) -> list[int]:
+def list_positions(driver: SchedulerDriver, tokens: int) -> list[int]:
     return [*CHECKPOINTS, tokens] if driver.served.layout.has_states else [1, 31, 32, 33, 64, 100, 169, 171, tokens]
 
 
@@ -38,7 +38,7 @@ def test_any_position_restores(family: str, root: Path, tmp_path: Path) -> None:
     chain, checkpoints = save_segments(kv, tmp_path, [64, 100, 210])
     for path in tmp_path.iterdir():
         verify_file(path)
-    for position in positions(driver, 210):
+    for position in list_positions(driver, 210):
         at = next((ref for ref in checkpoints if ref.position == position), None)
         read = make_loader(driver.served, tmp_path, POOL).load(
             pack_tokens(tokens[:position]), cut_chain(chain, position), at, lambda: False
@@ -130,7 +130,7 @@ def stored(root: Path, tmp_path: Path) -> tuple[SchedulerDriver, list, bytes, Pa
     return driver, chain, pack_tokens(kv.tokens), tmp_path
 
 
-def flip(path: Path, at: int) -> None:
+def flip_bit(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 0x10
     path.write_bytes(data)
@@ -143,7 +143,7 @@ def test_damage_names_file_and_intact_prefix(stored, damage: str) -> None:  # ty
     wanted = make_loader(driver.served, folder, POOL)
     match damage:
         case "flip":
-            flip(path, path.stat().st_size - 100)
+            flip_bit(path, path.stat().st_size - 100)
         case "truncate":
             path.write_bytes(path.read_bytes()[:-100])
         case "empty":
@@ -167,7 +167,7 @@ def test_any_flipped_byte_is_detected(stored) -> None:  # type: ignore[no-untype
     path = folder / f"{chain[0].id}.safetensors"
     sound = path.read_bytes()
     for at in range(0, len(sound), 97):
-        flip(path, at)
+        flip_bit(path, at)
         with pytest.raises(DamagedFileError):
             make_loader(driver.served, folder, POOL).load(tokens[: 64 * 4], chain[:1], None, lambda: False)
         path.write_bytes(sound)

@@ -41,14 +41,14 @@ CONFIG = CASES[CASE]
 INDEXER = ("k_norm.bias", "k_norm.weight", "weights_proj.weight", "wk.weight", "wq_b.weight")
 
 
-def rewrite(folder: Path, **changes: Any) -> Path:
+def rewrite_config(folder: Path, **changes: Any) -> Path:
     """Change entries of config.json; None removes an entry."""
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
     return folder
 
 
-def mismatch(folder: Path) -> ParameterMismatchError:
+def catch_mismatch(folder: Path) -> ParameterMismatchError:
     with pytest.raises(ParameterMismatchError) as raised:
         load_lazy_model(folder, trust_remote_code=False)
     return raised.value
@@ -73,7 +73,7 @@ def test_every_parameter_equals_checkpoint(folder: Path) -> None:
 
 def test_indexers_are_never_random(folder: Path) -> None:
     """A loader that takes every layer for full would make up indexers of the shared ones, which select garbage."""
-    error = mismatch(rewrite(folder, indexer_types=None))
+    error = catch_mismatch(rewrite_config(folder, indexer_types=None))
     shared = [1, 2, 4]
     assert set(error.missing) == {f"model.layers.{n}.self_attn.indexer.{name}" for n in shared for name in INDEXER}
     assert not error.unexpected and not error.wrong_shape
@@ -83,7 +83,7 @@ def test_indexers_are_never_random(folder: Path) -> None:
 
 
 def test_indexer_of_shared_layer_is_unexpected(folder: Path) -> None:
-    error = mismatch(rewrite(folder, indexer_types=["full", "shared", "shared", "shared", "shared"]))
+    error = catch_mismatch(rewrite_config(folder, indexer_types=["full", "shared", "shared", "shared", "shared"]))
     assert set(error.unexpected) == {f"model.layers.3.self_attn.indexer.{name}" for name in INDEXER}
     assert not error.missing and "model.layers.*.self_attn.indexer.wk.weight: 1 layer (3)" in str(error)
 
@@ -98,7 +98,7 @@ def test_indexer_of_shared_layer_is_unexpected(folder: Path) -> None:
 )
 def test_invalid_indexer_types_are_refused(folder: Path, types: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        load_lazy_model(rewrite(folder, indexer_types=types), trust_remote_code=False)
+        load_lazy_model(rewrite_config(folder, indexer_types=types), trust_remote_code=False)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_invalid_indexer_types_are_refused(folder: Path, types: list[str], said:
 def test_invalid_config_values_are_refused(folder: Path, changes: dict[str, Any], said: str) -> None:
     """Some of them would be computed with, and answer."""
     with pytest.raises(ValueError, match=said):
-        load_lazy_model(rewrite(folder, **changes), trust_remote_code=False)
+        load_lazy_model(rewrite_config(folder, **changes), trust_remote_code=False)
 
 
 def test_rope_settings_of_older_configs_are_read() -> None:
@@ -145,12 +145,12 @@ def test_eight_bit_floats_are_refused(folder: Path, name: str) -> None:
     held = mx.load(str(folder / "model.safetensors"))
     held[name] = held[name].astype(mx.uint8)
     mx.save_safetensors(str(folder / "model.safetensors"), held)
-    error = mismatch(folder)
+    error = catch_mismatch(folder)
     assert error.wrong_type == ((name, "float32", "uint8"),) and "1 of another type" in str(error)
 
 
 def test_wrong_shape_reports_needed_and_found(folder: Path) -> None:
-    error = mismatch(rewrite(folder, index_head_dim=64))
+    error = catch_mismatch(rewrite_config(folder, index_head_dim=64))
     kind = "model.layers.*.self_attn.indexer.wk.weight"
     assert f"{kind}: 2 layers (0, 3)" in str(error) and f"{kind}: needed (64, 64), found (32, 64)" in str(error)
 
@@ -165,7 +165,7 @@ def test_only_layer_ignored_by_reference_is_skipped(folder: Path, caplog: pytest
     held["model.layers.6.enorm.weight"] = mx.zeros((2, 2))
     held["model.rotary.weight"] = mx.zeros((2, 2))
     mx.save_safetensors(str(folder / "model.safetensors"), held)
-    assert mismatch(folder).unexpected == ("model.layers.6.enorm.weight", "model.rotary.weight")
+    assert catch_mismatch(folder).unexpected == ("model.layers.6.enorm.weight", "model.rotary.weight")
 
 
 def test_parameters_of_mlx_lm_architectures_are_checked(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_parameters_of_mlx_lm_architectures_are_checked(tmp_path: Path) -> None:
     del held["model.layers.1.mlp.up_proj.weight"]
     held["model.layers.0.mlp.side_proj.weight"] = mx.zeros((2, 2))
     mx.save_safetensors(str(folder / "model.safetensors"), held)
-    error = mismatch(folder)
+    error = catch_mismatch(folder)
     assert error.missing == ("model.layers.1.mlp.up_proj.weight",)
     assert error.unexpected == ("model.layers.0.mlp.side_proj.weight",)
 
@@ -182,15 +182,15 @@ def test_parameters_of_mlx_lm_architectures_are_checked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda folder: rewrite(folder, hidden_size=None),
-        lambda folder: rewrite(folder, hidden_size="64"),
-        lambda folder: rewrite(folder, rope_scaling={"rope_type": "yarn"}),
-        lambda folder: rewrite(folder, text_config="x"),
+        lambda folder: rewrite_config(folder, hidden_size=None),
+        lambda folder: rewrite_config(folder, hidden_size="64"),
+        lambda folder: rewrite_config(folder, rope_scaling={"rope_type": "yarn"}),
+        lambda folder: rewrite_config(folder, text_config="x"),
         lambda folder: (folder / "model.safetensors").write_bytes(bytes(8)),
         lambda folder: (folder / "generation_config.json").write_text("[]"),
         lambda folder: (folder / "config.json").write_text("[" * 100_000),
-        lambda folder: rewrite(folder, model_type=["llama"]),
-        lambda folder: rewrite(folder, num_hidden_layers=10**9),
+        lambda folder: rewrite_config(folder, model_type=["llama"]),
+        lambda folder: rewrite_config(folder, num_hidden_layers=10**9),
     ],
 )
 def test_any_loading_failure_raises_model_error(spoil: Callable[[Path], object], tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_path_with_glob_characters_is_refused(tmp_path: Path, name: str) -> None
 
 
 def test_model_code_cannot_exit_process(tmp_path: Path) -> None:
-    folder = rewrite(tiny_models.build("llama", tmp_path / "llama"), model_file="own.py")
+    folder = rewrite_config(tiny_models.build("llama", tmp_path / "llama"), model_file="own.py")
     (folder / "own.py").write_text("raise SystemExit(0)")
     with pytest.raises(ModelError, match="SystemExit: 0"):
         load_lazy_model(folder, trust_remote_code=True)
@@ -264,7 +264,7 @@ def test_backend_has_no_unchecked_load() -> None:
 
 
 def test_failing_model_code_is_named(folder: Path) -> None:
-    (rewrite(folder, model_file="mine.py") / "mine.py").write_text("import no_such_package")
+    (rewrite_config(folder, model_file="mine.py") / "mine.py").write_text("import no_such_package")
     with pytest.raises(ModelError, match=r"mine\.py, code that comes with the model, fails; .*no_such_package"):
         load_lazy_model(folder, trust_remote_code=True)
 
@@ -293,7 +293,7 @@ def test_quantized_weights_equal_dequantized_logits(mode: str, bits: int, group_
     assert {f"model.layers.0.self_attn.{part}.scales" for part in ("embed_q", "unembed_out", "o_proj")} <= names.keys()
     assert "model.layers.1.mlp.switch_mlp.up_proj.scales" in names
     floats = Model(make_arguments(CONFIG))
-    floats.load_weights(list(dequantized(names, mode, bits, group_size).items()))
+    floats.load_weights(list(dequantize(names, mode, bits, group_size).items()))
     prompt = make_tokens(CASE)
     difference = (
         mx.abs(compute_in_chunks(served, prompt, 20, 3) - compute_in_chunks(floats, prompt, 20, 3)).max().item()
@@ -303,7 +303,7 @@ def test_quantized_weights_equal_dequantized_logits(mode: str, bits: int, group_
     assert apart > 1e-3, "nothing was quantized"
 
 
-def dequantized(names: dict[str, mx.array], mode: str, bits: int, group_size: int) -> dict[str, mx.array]:
+def dequantize(names: dict[str, mx.array], mode: str, bits: int, group_size: int) -> dict[str, mx.array]:
     floats = {}
     for name, array in names.items():
         prefix, _, field = name.rpartition(".")

@@ -14,14 +14,14 @@ from warmline_backend.request.params import BadRequestError, GenerationParams, p
 FolderOf = Callable[..., Path]
 
 
-def parse(endpoint: str = "completion", **body: Any) -> GenerationParams:
+def parse_body(endpoint: str = "completion", **body: Any) -> GenerationParams:
     return parse_params(endpoint, body, context_tokens_max=100, prompt_tokens=10, vocabulary_size=300)
 
 
 def test_echo_with_zero_tokens_generates_nothing() -> None:
-    assert (parse(echo=True, max_tokens=0).max_tokens, parse(echo=True).max_tokens) == (0, 90)
-    assert parse(echo=True).echo and not parse(echo=False).echo and not parse(echo=None).echo
-    assert not parse("chat", echo=False).echo
+    assert (parse_body(echo=True, max_tokens=0).max_tokens, parse_body(echo=True).max_tokens) == (0, 90)
+    assert parse_body(echo=True).echo and not parse_body(echo=False).echo and not parse_body(echo=None).echo
+    assert not parse_body("chat", echo=False).echo
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_echo_with_zero_tokens_generates_nothing() -> None:
 )
 def test_invalid_echo_is_refused(endpoint: str, body: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequestError) as refused:
-        parse(endpoint, **body)
+        parse_body(endpoint, **body)
     assert refused.value.param == param and f"'{param}'" in refused.value.message
 
 

@@ -28,7 +28,7 @@ def test_stream_continues_during_long_prefill(root: Path) -> None:
     assert len(stream.events) - before >= 9 * DECODE_STEPS_PER_CHUNK
 
 
-class Clock:
+class FakeClock:
     """Replaces the scheduler's clock: a chunk takes 8 s, a decode step 0.1 s."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +50,7 @@ class Clock:
 
 
 def test_decode_gets_its_share_beside_long_chunks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Clock(monkeypatch)
+    FakeClock(monkeypatch)
     driver = SchedulerDriver(load_family("llama", root), step=16)
     _, stream = driver.submit(make_prompt(10), 2000)
     driver.run_until(lambda: len(stream.events) > 2)
@@ -63,7 +63,7 @@ def test_decode_gets_its_share_beside_long_chunks(root: Path, monkeypatch: pytes
 
 
 def test_new_prompt_precedes_owed_decode_steps(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Clock(monkeypatch)
+    FakeClock(monkeypatch)
     driver = SchedulerDriver(load_family("llama", root), step=16)
     _, stream = driver.submit(make_prompt(10), 2000)
     _, long = driver.submit(make_prompt(400), 2)
@@ -79,7 +79,7 @@ def test_new_prompt_precedes_owed_decode_steps(root: Path, monkeypatch: pytest.M
 
 def test_small_request_ends_between_two_long_chunks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Owed decode steps are also the new request's: it does not wait for another chunk in between."""
-    Clock(monkeypatch)
+    FakeClock(monkeypatch)
     driver = SchedulerDriver(load_family("llama", root), step=16)
     driver.submit(make_prompt(10), 2000)
     _, long = driver.submit(make_prompt(400), 2)

@@ -263,13 +263,13 @@ def test_batches_merge_only_with_room_to_copy(root: Path) -> None:
 
 
 @contextmanager
-def peak_above(base: int) -> Iterator[Callable[[], int]]:
+def measure_peak_above(base: int) -> Iterator[Callable[[], int]]:
     mx.clear_cache()
     mx.reset_peak_memory()
     yield lambda: mx.get_peak_memory() - base
 
 
-class Restore:
+class PendingRestore:
     """A restore of a saved prompt's first 700 tokens once memory is granted, and a request that continues it."""
 
     def __init__(self, driver: SchedulerDriver, folder: Path) -> None:
@@ -281,13 +281,13 @@ class Restore:
         self._chain, checkpoints = save_segments(kv, folder, [300, 700])
         self._checkpoint = next((ref for ref in checkpoints if ref.position == 700), None)
 
-    def ask(self) -> None:
+    def request_memory(self) -> None:
         self._drive.scheduler.admission.reserve("restore", self._drive.served.kv_bytes(700), self._grant)
 
     def _grant(self) -> None:
         self.granted = True
 
-    def go_on(self) -> EventLog:
+    def continue_prompt(self) -> EventLog:
         driver = self._drive
         with ThreadPoolExecutor(2) as pool:
             tokens = pack_tokens(make_prompt(700, 9))
@@ -302,22 +302,22 @@ def test_peak_memory_stays_within_budget_and_chunk_memory(root: Path, tmp_path: 
     model = load_family("llama", root)
     budget = 6 * model.kv_bytes(768)
     driver = SchedulerDriver(model, step=16, budget=budget)
-    restore = Restore(driver, tmp_path)
+    restore = PendingRestore(driver, tmp_path)
     gc.collect()
     base = mx.get_active_memory()
-    with peak_above(base) as peak:
+    with measure_peak_above(base) as peak:
         alone = SchedulerDriver(model, step=16).run(make_prompt(700), 40)
         workspace = peak() - model.kv_bytes(768)
     del alone
-    with peak_above(base) as peak:
+    with measure_peak_above(base) as peak:
         running = [driver.submit(make_prompt(length, length), 40)[1] for length in (700, 710, 690, 400, 720, 680)]
         driver.run_until(lambda: running[3].is_ended)
-        restore.ask()
+        restore.request_memory()
         saved: set[int] = set()
         while not all(log.is_ended for log in running):
             driver.step()
             if restore.granted and len(running) == 6:
-                running.append(restore.go_on())
+                running.append(restore.continue_prompt())
             for n, log in enumerate(running):
                 if log.is_ended and n not in saved:
                     saved.add(n)

@@ -104,7 +104,7 @@ def test_exposition_has_all_metrics(tiny_folder: FolderOf, tmp_path: Path, monke
         kept = ended.prefilled_until
         save = SaveRequest(request_id="s", resident=ended.resident, segments=[SegmentSpec(id=ID, start=0, end=kept)])
         with monkeypatch.context() as patch:
-            patch.setattr(kv_transfer, "write_segment_file", no_space)
+            patch.setattr(kv_transfer, "write_segment_file", raise_no_space)
             assert (await backend.request_json("POST", "/kv/save", save))[0] == 507
         assert (await backend.request_json("POST", "/kv/save", save))[0] == 200
         chain = [SegmentRef(id=ID, start=0, end=kept, upto=kept)]
@@ -145,7 +145,7 @@ def test_exposition_has_all_metrics(tiny_folder: FolderOf, tmp_path: Path, monke
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def no_space(*_: object) -> None:
+def raise_no_space(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
@@ -165,16 +165,16 @@ def test_metrics_need_no_secret_on_loopback_while_loading(tiny_folder: FolderOf,
             openmetrics = await scrape(backend, Accept="application/openmetrics-text;version=1.0.0")
             assert openmetrics.total(f"{P}ready") == 1 and openmetrics.total(f"{P}weight_bytes") > 0
             rebound = {"Host": "attacker.example:8025"}
-            assert await status_of(backend, rebound) == 401
-            assert await status_of(backend, {**rebound, "Authorization": f"Bearer {SECRET}"}) == 200
-            assert await status_of(backend, {"Host": "localhost:8025"}) == 200
-            assert await status_of(backend, {"Host": "host.docker.internal:8025"}) == 200
-            assert await status_of(backend, {**rebound, "Authorization": "Bearer \udcff"}) == 401
+            assert await fetch_metrics_status(backend, rebound) == 401
+            assert await fetch_metrics_status(backend, {**rebound, "Authorization": f"Bearer {SECRET}"}) == 200
+            assert await fetch_metrics_status(backend, {"Host": "localhost:8025"}) == 200
+            assert await fetch_metrics_status(backend, {"Host": "host.docker.internal:8025"}) == 200
+            assert await fetch_metrics_status(backend, {**rebound, "Authorization": "Bearer \udcff"}) == 401
 
     asyncio.run(run())
 
 
-async def status_of(backend: LiveBackend, headers: dict[str, str]) -> int:
+async def fetch_metrics_status(backend: LiveBackend, headers: dict[str, str]) -> int:
     async with backend.session.get("/metrics", headers=headers) as response:
         assert isinstance(response, aiohttp.ClientResponse)
         return response.status

@@ -22,7 +22,7 @@ def test_forget_releases_all_prompt_text_and_tokens(tiny_folder: FolderOf, tmp_p
         async with backend.start_generation("a", prompt) as response:
             assert (await read_result(response)).resident
         tokens = unpack_tokens(prompt.tokens)[20:60]
-        assert len(holding(CANARY, tokens)) >= 2
+        assert len(find_objects_holding(CANARY, tokens)) >= 2
         (resident,) = backend.service.list_residents(with_ids=False).residents
         for kept in (resident.id, "a"):
             status, _ = await backend.request_json("POST", "/kv/forget", ClearCacheRequest(keep=[kept]))
@@ -34,12 +34,12 @@ def test_forget_releases_all_prompt_text_and_tokens(tiny_folder: FolderOf, tmp_p
             assert response.status == 410, "it is rendered again by who still wants it"
         assert (await backend.request_json("DELETE", "/requests/a"))[0] == 404
         del prompt, waiting, response
-        assert holding(CANARY, tokens) == []
+        assert find_objects_holding(CANARY, tokens) == []
 
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def holding(text: str, tokens: list[int]) -> list[str]:
+def find_objects_holding(text: str, tokens: list[int]) -> list[str]:
     """Objects of the process with an attribute or element that contains the text or the tokens, except this test's."""
     gc.collect()
     packed, found = pack_tokens(tokens), []
@@ -51,12 +51,12 @@ def holding(text: str, tokens: list[int]) -> list[str]:
                 found.append(f"{type(holder)}: text")
             elif isinstance(value, bytes) and (packed in value or text.encode() in value):
                 found.append(f"{type(holder)}: bytes")
-            elif type(value) is list and len(value) > len(tokens) and contains(value, tokens):
+            elif type(value) is list and len(value) > len(tokens) and is_containing(value, tokens):
                 found.append(f"{type(holder)}: tokens")
     return found
 
 
-def contains(values: list[object], tokens: list[int]) -> bool:
+def is_containing(values: list[object], tokens: list[int]) -> bool:
     return any(values[at : at + len(tokens)] == tokens for at, each in enumerate(values) if each == tokens[0])
 
 

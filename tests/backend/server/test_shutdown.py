@@ -42,7 +42,7 @@ FolderOf = Callable[..., Path]
 FEW = {**BODY, "max_tokens": 300}
 
 
-def drained(backend: LiveBackend, timeout_s: float, hurry: asyncio.Event) -> "asyncio.Task[None]":
+def drain_backend(backend: LiveBackend, timeout_s: float, hurry: asyncio.Event) -> "asyncio.Task[None]":
     return asyncio.ensure_future(drain(backend.service, timeout_s, hurry))
 
 
@@ -51,7 +51,7 @@ def test_drain_lets_running_requests_end_and_refuses_new_ones(tiny_folder: Folde
         later = await backend.render_prompt()
         async with backend.start_generation("a", await backend.render_prompt(FEW)) as response:
             await read_until(response, b'"content":"')
-            task = drained(backend, WAIT_S, asyncio.Event())
+            task = drain_backend(backend, WAIT_S, asyncio.Event())
             await asyncio.sleep(0)
             new = [
                 await backend.request_json(
@@ -86,7 +86,7 @@ def test_drain_cancels_background_requests(
             headers = {HEADER_REQUEST: "b", HEADER_PROMPT: audited.prompt_id, HEADER_BACKGROUND: "1"}
             async with backend.send("POST", "/v1/chat/completions", **headers) as background:
                 hurry = asyncio.Event()
-                task = drained(backend, WAIT_S, hurry)
+                task = drain_backend(backend, WAIT_S, hurry)
                 assert (await read_result(background)).finish == "cancelled"
                 assert backend.service.inflight.request_ids == ["a"]
                 hurry.set()
@@ -106,7 +106,7 @@ def test_drain_timeout_cancels_and_keeps_kv(
         async with backend.start_generation("a", await backend.render_prompt(ENDLESS)) as response:
             await read_until(response, b'"content":"')
             hurry = asyncio.Event()
-            task = drained(backend, 0.01 if ending == "the time is over" else WAIT_S, hurry)
+            task = drain_backend(backend, 0.01 if ending == "the time is over" else WAIT_S, hurry)
             if ending == "in a hurry":
                 await asyncio.sleep(0)
                 assert not task.done()
@@ -128,7 +128,7 @@ def test_drain_does_not_wait_for_hanging_engine(
         async with backend.start_generation("a", await backend.render_prompt(ENDLESS)) as response:
             await read_until(response, b'"content":"')
             async with EngineHold(backend.engine):
-                await asyncio.wait_for(drained(backend, 0.01, asyncio.Event()), WAIT_S)
+                await asyncio.wait_for(drain_backend(backend, 0.01, asyncio.Event()), WAIT_S)
                 assert backend.service.inflight.request_ids == ["a"]
             assert (await read_result(response)).finish == "cancelled"
 
@@ -204,7 +204,7 @@ sys.exit(__main__.main(sys.argv[1:]))
 """
 
 
-class Backend:
+class BackendProcess:
     """A backend process of its own."""
 
     def __init__(
@@ -237,7 +237,7 @@ def read_lines_until(response: HTTPResponse, word: bytes) -> None:
 
 
 def test_second_sigterm_ends_process_at_once_with_0(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    backend = Backend(tiny_folder("llama"), tmp_path, ["-m", "warmline_backend"], "--drain-timeout-s", "1000")
+    backend = BackendProcess(tiny_folder("llama"), tmp_path, ["-m", "warmline_backend"], "--drain-timeout-s", "1000")
     with backend.running as running, backend.stream({**ENDLESS, "stream": True}) as response:
         read_lines_until(response, b'"content":"')
         backend.signal(signal.SIGTERM)
@@ -253,7 +253,7 @@ def test_second_sigterm_ends_process_at_once_with_0(tiny_folder: FolderOf, tmp_p
 
 def test_broken_device_ends_process_with_1(tiny_folder: FolderOf, tmp_path: Path) -> None:
     order = tmp_path / "order"
-    backend = Backend(tiny_folder("llama"), tmp_path, ["-c", BREAKING], str(order))
+    backend = BackendProcess(tiny_folder("llama"), tmp_path, ["-c", BREAKING], str(order))
     with backend.running as running, backend.stream({**ENDLESS, "stream": True}) as response:
         read_lines_until(response, b'"content":"')
         order.touch()
@@ -264,7 +264,7 @@ def test_broken_device_ends_process_with_1(tiny_folder: FolderOf, tmp_path: Path
 
 
 def test_hanging_disk_does_not_delay_exit(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    backend = Backend(tiny_folder("llama"), tmp_path, ["-c", HANGING], says="the disk does not answer")
+    backend = BackendProcess(tiny_folder("llama"), tmp_path, ["-c", HANGING], says="the disk does not answer")
     with backend.running as running:
         backend.signal(signal.SIGTERM)
         running.wait_for(r"helper_\d: still at work; the process ends without waiting")
@@ -273,7 +273,7 @@ def test_hanging_disk_does_not_delay_exit(tiny_folder: FolderOf, tmp_path: Path)
 
 
 def test_abort_at_exit_does_not_change_exit_code(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    backend = Backend(tiny_folder("llama"), tmp_path, ["-c", ABORTING])
+    backend = BackendProcess(tiny_folder("llama"), tmp_path, ["-c", ABORTING])
     with backend.running as running:
         backend.signal(signal.SIGTERM)
         assert backend.code() == 0
@@ -283,7 +283,7 @@ def test_abort_at_exit_does_not_change_exit_code(tiny_folder: FolderOf, tmp_path
 def test_second_backend_on_home_is_refused_before_writing(tiny_folder: FolderOf, tmp_path: Path) -> None:
     """Otherwise it would delete the first one's drafts, and overwrite its pid file."""
     model = tiny_folder("llama")
-    first = Backend(model, tmp_path, ["-m", "warmline_backend"])
+    first = BackendProcess(model, tmp_path, ["-m", "warmline_backend"])
     with first.running:
         draft = first.home.segments / "ab" / ".draft.tmp"
         draft.parent.mkdir()

@@ -45,7 +45,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
     return make_byte_level_tokenizer(tmp_path_factory.mktemp("model"), THINKING)
 
 
-def tail(renderer: TemplateRenderer, **body: Any) -> str:
+def render_tail(renderer: TemplateRenderer, **body: Any) -> str:
     """End of the prompt, after the assistant's header."""
     tokens = renderer.render("chat", {"messages": [USER], **body}).tokens
     return str(renderer._wrapper.decode(tokens)).rpartition("assistant\n")[2]
@@ -69,7 +69,10 @@ def tail(renderer: TemplateRenderer, **body: Any) -> str:
 def test_request_arguments_override_settings_by_key(
     tokenizer: TokenizerWrapper, settings: dict[str, Any], request_kwargs: dict[str, Any] | None, expected: str
 ) -> None:
-    assert tail(TemplateRenderer(tokenizer, template_args=settings), chat_template_kwargs=request_kwargs) == expected
+    assert (
+        render_tail(TemplateRenderer(tokenizer, template_args=settings), chat_template_kwargs=request_kwargs)
+        == expected
+    )
 
 
 def test_null_is_passed_as_value(tmp_path: Path) -> None:
@@ -97,9 +100,9 @@ def test_enable_thinking_changes_tokens(tokenizer: TokenizerWrapper) -> None:
 def test_template_error_by_request_arguments_returns_400(tokenizer: TokenizerWrapper) -> None:
     renderer = TemplateRenderer(tokenizer, template_args={"effort": "high"})
     with pytest.raises(BadRequestError, match=r'\{"effort": "mid"\}: effort must be low or high') as caught:
-        tail(renderer, chat_template_kwargs={"effort": "mid"})
+        render_tail(renderer, chat_template_kwargs={"effort": "mid"})
     assert caught.value.status == 400
-    assert tail(renderer) == "[high]<think>", "whoever comes next is served"
+    assert render_tail(renderer) == "[high]<think>", "whoever comes next is served"
 
 
 def test_template_error_by_settings_is_reported_at_start(tokenizer: TokenizerWrapper) -> None:

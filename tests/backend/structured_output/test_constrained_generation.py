@@ -50,7 +50,9 @@ def make_matcher(grammars: GrammarCompiler, schema: dict[str, Any]) -> Matcher:
     return grammars.create_matcher(constraint)
 
 
-def submit(driver: SchedulerDriver, guided: Matcher | None, prompt: list[int] = PROMPT, **params: Any) -> EventLog:
+def submit_constrained(
+    driver: SchedulerDriver, guided: Matcher | None, prompt: list[int] = PROMPT, **params: Any
+) -> EventLog:
     log, count = EventLog(), driver.scheduler.running_count + driver.scheduler.queued_count
     wanted = GenerationParams(**{"max_tokens": 200, **params})
     driver.scheduler.submit(GenerationRequest(f"g{count}", prompt, wanted, log.events.append, matcher=guided))
@@ -59,7 +61,7 @@ def submit(driver: SchedulerDriver, guided: Matcher | None, prompt: list[int] = 
 
 def generate_alone(served: ServedModel, guided: Matcher | None, prompt: list[int] = PROMPT, **params: Any) -> EventLog:
     driver = SchedulerDriver(served)
-    log = submit(driver, guided, prompt, **params)
+    log = submit_constrained(driver, guided, prompt, **params)
     driver.run_until(lambda: log.is_ended)
     return log
 
@@ -81,7 +83,7 @@ def test_constrained_and_free_sequences_share_batch(served: ServedModel, grammar
 
     driver, prompts = SchedulerDriver(served), [[*PROMPT[:-1], 90 + n] for n in range(len(MIXED))]
     log = [
-        submit(driver, guided(schema), prompt, **params)
+        submit_constrained(driver, guided(schema), prompt, **params)
         for (schema, params), prompt in zip(MIXED, prompts, strict=True)
     ]
     driver.run_until(lambda: max((len(group.sequences) for group in driver.scheduler._queues.groups), default=0) > 4)
@@ -197,7 +199,7 @@ def test_failing_matcher_ends_its_request_only(
 
     driver, broken = SchedulerDriver(served), make_matcher(grammars, PEOPLE)
     monkeypatch.setattr(broken, "advance", fails)
-    failed, other = submit(driver, broken), submit(driver, make_matcher(grammars, FIXED))
+    failed, other = submit_constrained(driver, broken), submit_constrained(driver, make_matcher(grammars, FIXED))
     driver.run_until(lambda: failed.is_ended and other.is_ended)
     assert failed.result.finish == "error" and "a limit was met" in failed.result.error
     assert other.result.finish == "stop" and json.loads(other.text) == FIXED["const"]

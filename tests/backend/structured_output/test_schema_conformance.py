@@ -33,7 +33,7 @@ def grammars(served: ServedModel) -> GrammarCompiler:
     return GrammarCompiler(served.tokenizer, served.vocabulary_size)
 
 
-def answers(
+def sample_answers(
     served: ServedModel, grammars: GrammarCompiler, schemas: dict[int, dict[str, Any]], temperature: float
 ) -> dict[int, EventLog]:
     """Sample all answers at once, one row each."""
@@ -56,7 +56,7 @@ def answers(
     return log
 
 
-def check(served: ServedModel, schema: dict[str, Any], log: EventLog) -> None:
+def check_answer(served: ServedModel, schema: dict[str, Any], log: EventLog) -> None:
     assert log.result.finish == "stop", (log.result.error, log.text[-200:], schema)
     validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
     validator.validate(json.loads(log.text))
@@ -66,11 +66,11 @@ def check(served: ServedModel, schema: dict[str, Any], log: EventLog) -> None:
 def test_sampled_answers_conform_to_schemas(level: int, served: ServedModel, grammars: GrammarCompiler) -> None:
     seeds = range(level * SCHEMAS // LEVELS, (level + 1) * SCHEMAS // LEVELS)
     schemas = {seed: make_schema(seed, level) for seed in seeds}
-    for seed, one in answers(served, grammars, schemas, temperature=1.0).items():
-        check(served, schemas[seed], one)
+    for seed, one in sample_answers(served, grammars, schemas, temperature=1.0).items():
+        check_answer(served, schemas[seed], one)
 
 
 def test_greedy_answers_conform_to_schemas(served: ServedModel, grammars: GrammarCompiler) -> None:
     schemas = {seed: make_schema(seed, seed % 4) for seed in range(SCHEMAS, SCHEMAS + 32)}
-    for seed, one in answers(served, grammars, schemas, temperature=0.0).items():
-        check(served, schemas[seed], one)
+    for seed, one in sample_answers(served, grammars, schemas, temperature=0.0).items():
+        check_answer(served, schemas[seed], one)

@@ -26,7 +26,7 @@ from warmline_proxy.retention.purge import purge
 from warmline_proxy.store.rows import PurgeRequest, ReplayReply, ReplayRequest, ReplayResult
 
 
-def process(home: Home, *words: str, stdin: int = subprocess.DEVNULL) -> CommandResult:
+def run_process(home: Home, *words: str, stdin: int = subprocess.DEVNULL) -> CommandResult:
     environment = {**os.environ, "WARMLINE_HOME": str(home.root)}
     command = [sys.executable, "-c", "from warmline_cachectl.cli import app; app()", *words]
     done = subprocess.run(command, env=environment, stdin=stdin, capture_output=True, text=True, check=False)
@@ -98,9 +98,9 @@ def test_crashing_pages_are_reported_and_repaired(home: Home) -> None:
             save(index, [number] * 5)
         rows = {row.id for row in index.segments()}
     break_page(home, max(rows))
-    done = process(home, "verify")
+    done = run_process(home, "verify")
     assert done.returncode == 3 and "no process gets through it" in done.stderr
-    assert process(home, "verify", "--repair").returncode == 0
+    assert run_process(home, "verify", "--repair").returncode == 0
     with Index(home, 1 << 30) as index:
         assert {row.id for row in index.segments()} == rows
 
@@ -139,7 +139,7 @@ def test_purge_dry_run_then_purge(home: Home) -> None:
 def test_purge_asks_for_confirmation_on_terminal(home: Home, typed: str, left: int) -> None:
     ours, theirs = pty.openpty()
     os.write(ours, f"{typed}\n".encode())
-    done = process(home, "purge", "--all", stdin=theirs)
+    done = run_process(home, "purge", "--all", stdin=theirs)
     os.close(ours)
     os.close(theirs)
     assert done.returncode == 0 and "purge 2 conversations" in done.stderr
@@ -193,14 +193,14 @@ class FakeProxy(HTTPServer):
     """Owns the index and does what the proxy's handler does."""
 
     def __init__(self, home: Home, index: Index) -> None:
-        super().__init__(("127.0.0.1", 0), FakeHandler)
+        super().__init__(("127.0.0.1", 0), FakeProxyHandler)
         self.home, self.index = home, index
         self.replays: list[ReplayResult] = []
         self.asked: list[ReplayRequest] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
-class FakeHandler(BaseHTTPRequestHandler):
+class FakeProxyHandler(BaseHTTPRequestHandler):
     server: FakeProxy
 
     def do_POST(self) -> None:
@@ -238,14 +238,14 @@ def proxy(home: Home) -> Iterator[FakeProxy]:
 
 def test_commands_beside_running_proxy_delegate_purge(proxy: FakeProxy) -> None:
     home, index = proxy.home, proxy.index
-    assert len(read_json(home, "inspect", runner=process)["sessions"]) == 2
+    assert len(read_json(home, "inspect", runner=run_process)["sessions"]) == 2
     plan = begin_save(index, [7, *A[:100]])
     assert plan is not None
-    assert read_json(home, "verify", "--deep", runner=process)["findings"] == []
+    assert read_json(home, "verify", "--deep", runner=run_process)["findings"] == []
     commit_save(index, plan)
-    assert len(read_json(home, "purge", "--all", "--yes", runner=process)["sessions"]) == 3
+    assert len(read_json(home, "purge", "--all", "--yes", runner=run_process)["sessions"]) == 3
     assert index.totals().segments == 0
-    assert read_json(home, "inspect", runner=process)["sessions"] == []
+    assert read_json(home, "inspect", runner=run_process)["sessions"] == []
 
 
 def test_running_proxy_repairs_beside_saves(proxy: FakeProxy) -> None:
@@ -253,7 +253,7 @@ def test_running_proxy_repairs_beside_saves(proxy: FakeProxy) -> None:
     plan = begin_save(index, [7, *A[:100]])
     assert plan is not None
     home.segment_file(index.sessions()[0].leaf).unlink()
-    done = read_json(home, "verify", "--repair", runner=process)
+    done = read_json(home, "verify", "--repair", runner=run_process)
     assert done["findings"] == [] and "dropped" in {each["what"] for each in done["did"]}
     assert commit_save(index, plan).tokens_saved == 101
 
@@ -261,7 +261,7 @@ def test_running_proxy_repairs_beside_saves(proxy: FakeProxy) -> None:
 def test_proxy_refusal_is_quoted(proxy: FakeProxy) -> None:
     (proxy.home.root / "secret").write_text("another")
     proxy.home = Home(proxy.home.run)  # whose secret is its own
-    done = process(Home(proxy.index.home.root), "purge", "--all", "--yes")
+    done = run_process(Home(proxy.index.home.root), "purge", "--all", "--yes")
     assert (done.returncode, done.stderr) == (3, "cachectl: not for you\n")
 
 
@@ -288,12 +288,12 @@ def test_stale_proxy_address_is_not_contacted(proxy: FakeProxy, home: Home, url:
 
 def test_verify_replay_runs_in_the_pair(proxy: FakeProxy) -> None:
     home = proxy.home
-    session = read_json(home, "inspect", runner=process)["sessions"][0]["id"]
+    session = read_json(home, "inspect", runner=run_process)["sessions"][0]["id"]
     proxy.replays = [
         ReplayResult(session=session, tokens=1502, reused=1501, outcome="within", difference=1e-4, tolerance=1e-3)
     ]
-    assert read_json(home, "verify", "--replay", session[:6], runner=process)["replays"][0]["outcome"] == "within"
-    shown = process(home, "verify", "--replay")
+    assert read_json(home, "verify", "--replay", session[:6], runner=run_process)["replays"][0]["outcome"] == "within"
+    shown = run_process(home, "verify", "--replay")
     assert shown.returncode == 0 and "1,501" in shown.stdout and "1.00e-04" in shown.stdout
     assert [each.session for each in proxy.asked] == [session, ""]
 
@@ -302,7 +302,7 @@ def test_verify_replay_runs_in_the_pair(proxy: FakeProxy) -> None:
 def test_verify_replay_exit_codes(proxy: FakeProxy, outcome: str, code: int) -> None:
     proxy.replays = [ReplayResult(session="a", tokens=9, reused=8, outcome="equal")]
     proxy.replays.append(ReplayResult(session="b", tokens=9, reused=8, outcome=outcome, quarantined=3 * code))
-    done = process(proxy.home, "verify", "--replay")
+    done = run_process(proxy.home, "verify", "--replay")
     assert done.returncode == code and outcome in done.stdout
 
 

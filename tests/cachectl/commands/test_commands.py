@@ -171,14 +171,14 @@ def test_unreadable_secret_is_reported(home: Home) -> None:
 # --- help ---
 
 
-def examples_of(home: Home, verb: str) -> list[str]:
+def list_help_examples(home: Home, verb: str) -> list[str]:
     text = run_cachectl(home, verb, "--help").stdout
     return [line.partition("  # ")[0].strip() for line in text.partition("Examples:")[2].splitlines() if line.strip()]
 
 
 @pytest.mark.parametrize("verb", OURS)
 def test_help_examples_run(home: Home, verb: str) -> None:
-    found = examples_of(home, verb)
+    found = list_help_examples(home, verb)
     assert 1 <= len(found) <= 3 and all(line.startswith(f"cachectl {verb}") for line in found)
     segment = read_json(home, "ls", find_session(home, "first"))["segments"][0]["id"]
     for line in found:
@@ -192,13 +192,13 @@ def test_help_examples_run(home: Home, verb: str) -> None:
 
 def test_help_lists_commands_in_groups(home: Home) -> None:
     text = run_cachectl(home, "--help").stdout
-    groups = {head: re.findall(r"^  (\w+) ", body, re.MULTILINE) for head, body in sections(text).items()}
+    groups = {head: re.findall(r"^  (\w+) ", body, re.MULTILINE) for head, body in split_sections(text).items()}
     assert {"ls", "inspect", "tree", "stats", "top"} <= set(groups["Look"])
     assert {"verify", "doctor"} <= set(groups["Check"]) and {"purge", "pin", "gc"} <= set(groups["Change"])
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
-def sections(text: str) -> dict[str, str]:
+def split_sections(text: str) -> dict[str, str]:
     found = re.split(r"^(\w+):$", text, flags=re.MULTILINE)
     return dict(zip(found[1::2], found[2::2], strict=True))
 
@@ -316,7 +316,9 @@ def test_pin_limit_is_enforced(home: Home) -> None:
 # --- completion ---
 
 
-def completed(home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str) -> list[str]:
+def complete_line(
+    home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str
+) -> list[str]:
     words = line.split(" ")
     monkeypatch.setenv("WARMLINE_HOME", str(home.root))
     monkeypatch.setenv("_CACHECTL_COMPLETE", "complete_bash")
@@ -334,13 +336,13 @@ def test_shell_completes_commands_and_ids(
 ) -> None:
     session = find_session(home, "first")
     segment = read_json(home, "ls", session)["segments"][0]["id"]
-    assert completed(home, monkeypatch, capsys, "cachectl pi") == ["pin"]
-    assert session in completed(home, monkeypatch, capsys, "cachectl pin ")
-    assert completed(home, monkeypatch, capsys, f"cachectl ls {session[:5]}") == [session]
-    assert segment in completed(home, monkeypatch, capsys, f"cachectl inspect {segment[:5]}")
-    assert session in completed(home, monkeypatch, capsys, "cachectl purge --session ")
+    assert complete_line(home, monkeypatch, capsys, "cachectl pi") == ["pin"]
+    assert session in complete_line(home, monkeypatch, capsys, "cachectl pin ")
+    assert complete_line(home, monkeypatch, capsys, f"cachectl ls {session[:5]}") == [session]
+    assert segment in complete_line(home, monkeypatch, capsys, f"cachectl inspect {segment[:5]}")
+    assert session in complete_line(home, monkeypatch, capsys, "cachectl purge --session ")
     for nothing in (make_home(home.root / "new"), Home(home.root / "none")):
-        assert completed(nothing, monkeypatch, capsys, "cachectl pin ") == []
+        assert complete_line(nothing, monkeypatch, capsys, "cachectl pin ") == []
 
 
 def test_completion_help_is_one_line(home: Home) -> None:

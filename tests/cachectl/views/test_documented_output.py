@@ -11,7 +11,7 @@ from warmline_cachectl.cli import app
 from warmline_cachectl.views.top import build_snapshot
 
 
-def structure(text: str) -> str:
+def remove_variable_parts(text: str) -> str:
     """Without what another run, or another version's file sizes, would have otherwise."""
     text = re.sub(r"/\S+/home\b", "HOME", text)
     text = re.sub(r"\b\d[\d,.]*(?: [KMGT]?B\b|[smhd]\b)?", "N", text)
@@ -24,7 +24,7 @@ def test_documented_examples_match_output(tmp_path: Path) -> None:
     assert len(told) >= 10
     for command, output in told:
         printed = "\n".join(line.rstrip() for line in run_example(home, command).splitlines())
-        assert structure(printed) == structure(output), command
+        assert remove_variable_parts(printed) == remove_variable_parts(output), command
 
 
 def test_documented_top_screen_matches_output() -> None:

@@ -23,7 +23,7 @@ from warmline_proxy.store.rows import RequestRecord
 TALK = list(range(1000, 1300))
 
 
-def stored_for(home: Home, tenant: str, client: str, model: str = MODEL) -> str:
+def store_under_key(home: Home, tenant: str, client: str, model: str = MODEL) -> str:
     """A file's id."""
     with Index(home, 1 << 30) as index:
         plan = begin_save(index, TALK, root=namespace(model, tenant))
@@ -36,15 +36,15 @@ def stored_for(home: Home, tenant: str, client: str, model: str = MODEL) -> str:
 def home(tmp_path: Path) -> Home:
     """Conversations without a key, of a `default` that was removed, of another one of that name, and of `laptop`."""
     home = make_home(tmp_path / "home")
-    stored_for(home, "", "first")
-    stored_for(home, keys_file.add_key(home, "default").tenant, "second")
+    store_under_key(home, "", "first")
+    store_under_key(home, keys_file.add_key(home, "default").tenant, "second")
     keys_file.remove_key(home, "default")
-    stored_for(home, keys_file.add_key(home, "default").tenant, "third")
-    stored_for(home, keys_file.add_key(home, "laptop").tenant, "fourth")
+    store_under_key(home, keys_file.add_key(home, "default").tenant, "third")
+    store_under_key(home, keys_file.add_key(home, "laptop").tenant, "fourth")
     return home
 
 
-def told(home: Home) -> dict[str, str]:
+def list_labels(home: Home) -> dict[str, str]:
     return {row["client"]: row["key"] for row in read_json(home, "ls")["sessions"]}
 
 
@@ -52,7 +52,7 @@ WORDS = {"first": "no key", "second": "a removed key", "third": "default", "four
 
 
 def test_conversations_show_key_names(home: Home) -> None:
-    assert told(home) == WORDS
+    assert list_labels(home) == WORDS
     for words in (["ls"], ["inspect"]):
         shown = run_cachectl(home, *words, columns=80).stdout
         assert " key " in shown.splitlines()[1] and all(f"│ {word[:9]}" in shown for word in WORDS.values())
@@ -63,39 +63,40 @@ def test_conversations_show_key_names(home: Home) -> None:
     assert {each["key"] for each in trees} == set(WORDS.values())
     heads = [line for line in run_cachectl(home, "tree").stdout.splitlines() if MODEL in line]
     assert sorted(heads) == sorted(
-        f"{each['key']}, {MODEL} ({each['root'][:8]}): 1 conversation, 1 segment, {_size(home)}" for each in trees
+        f"{each['key']}, {MODEL} ({each['root'][:8]}): 1 conversation, 1 segment, {_count_bytes(home)}"
+        for each in trees
     )
     (leaf,) = {row["leaf"] for row in read_json(home, "inspect")["sessions"] if row["client"] == "second"}
     assert read_json(home, "inspect", leaf)["segment"]["key"] == "a removed key"
 
 
-def _size(home: Home) -> str:
+def _count_bytes(home: Home) -> str:
     (size,) = {row["bytes"] for row in read_json(home, "ls")["sessions"]}
     return f"{size / 1000:.1f} KB"
 
 
 def test_no_key_column_without_keys(tmp_path: Path) -> None:
     home = make_home(tmp_path / "home")
-    stored_for(home, "", "first")
-    assert told(home) == {"first": ""}
+    store_under_key(home, "", "first")
+    assert list_labels(home) == {"first": ""}
     assert " key " not in run_cachectl(home, "ls").stdout + run_cachectl(home, "inspect").stdout
     assert run_cachectl(home, "tree").stdout.startswith(MODEL)
 
 
 def test_settings_key_is_labelled(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored_for(home, derive_tenant("wl-settings"), "fifth")
-    assert told(home)["fifth"] == "a removed key"
+    store_under_key(home, derive_tenant("wl-settings"), "fifth")
+    assert list_labels(home)["fifth"] == "a removed key"
     home.settings_tenant.write_text(derive_tenant("wl-settings"))
-    assert told(home)["fifth"] == "environment", "as the last proxy knew, which alone may have been given it"
+    assert list_labels(home)["fifth"] == "environment", "as the last proxy knew, which alone may have been given it"
     home.settings_tenant.unlink()
     monkeypatch.setenv("WARMLINE_CLIENT_KEY", "wl-settings")
     (home.root / "warmline.toml").write_text("share_cache = true")
-    assert told(home) == WORDS | {"first": "shared", "fifth": "environment"}
+    assert list_labels(home) == WORDS | {"first": "shared", "fifth": "environment"}
 
 
 def test_read_commands_need_no_keys_file(home: Home) -> None:
     home.keys.write_text("{")
-    assert set(told(home).values()) == {""}
+    assert set(list_labels(home).values()) == {""}
     done = run_cachectl(home, "purge", "--key", "laptop", "--yes")
     assert done.returncode == 3 and "is damaged" in done.stderr
 
@@ -127,7 +128,7 @@ def proxy(home: Home) -> Iterator[Callable[[OwnerLabels], None]]:
 
 def test_running_proxy_labels_owners(home: Home, proxy: Callable[[OwnerLabels], None]) -> None:
     proxy(OwnerLabels(keys=["environment"], words={namespace(MODEL).hex(): "environment"}))
-    assert told(home) == {"first": "environment", "second": "", "third": "", "fourth": ""}
+    assert list_labels(home) == {"first": "environment", "second": "", "third": "", "fourth": ""}
 
 
 @pytest.mark.parametrize(
@@ -141,18 +142,18 @@ def test_running_proxy_labels_owners(home: Home, proxy: Callable[[OwnerLabels], 
 )
 def test_purge_by_key(home: Home, words: str, left: str) -> None:
     would = run_cachectl(home, "purge", "--key", words, "--dry-run")
-    assert would.stdout.startswith("would purge 1 conversation: 1 segment") and told(home) == WORDS
+    assert would.stdout.startswith("would purge 1 conversation: 1 segment") and list_labels(home) == WORDS
     assert run_cachectl(home, "purge", "--key", words).returncode == 2, "it asks"
     assert run_cachectl(home, "purge", "--key", words, "--yes").stdout.startswith("purged 1 conversation: 1 segment")
-    assert set(told(home)) == set(left.split())
+    assert set(list_labels(home)) == set(left.split())
     assert run_cachectl(home, "purge", "--key", words, "--yes").returncode == 1, "nothing is left"
 
 
 def test_removed_keys_are_named_by_root(home: Home) -> None:
-    stored_for(home, "another", "fifth")
+    store_under_key(home, "another", "fifth")
     root = namespace(MODEL, "another").hex()
     assert run_cachectl(home, "purge", "--key", f"a removed key ({root[:8]})", "--yes").returncode == 0
-    assert told(home) == WORDS
+    assert list_labels(home) == WORDS
 
 
 def test_purge_of_unknown_key_name_is_refused(home: Home) -> None:
@@ -169,8 +170,8 @@ def test_purge_of_unknown_key_name_is_refused(home: Home) -> None:
 def test_purge_by_key_reports_ambiguous_data(home: Home) -> None:
     """A model that no file names: of which key the root is can't be found."""
     tenant = keys_file.find_key(keys_file.read_keys(home), "laptop").tenant
-    home.segment_file(stored_for(home, tenant, "fifth", model="lost")).write_bytes(b"")
-    assert told(home) == WORDS | {"fifth": ""}
+    home.segment_file(store_under_key(home, tenant, "fifth", model="lost")).write_bytes(b"")
+    assert list_labels(home) == WORDS | {"fifth": ""}
     done = run_cachectl(home, "purge", "--key", "laptop", "--yes")
     assert done.stdout.startswith("purged 1 conversation") and done.returncode == 3
     assert "1 more segment may be that key's too" in done.stderr
@@ -182,10 +183,10 @@ def test_key_remove_reports_stored_data(home: Home) -> None:
     (command,) = [line.split("`")[1] for line in done.stdout.splitlines() if "`" in line]
     assert command.removeprefix("cachectl purge --key 'a removed key ").removesuffix("'") in roots
     assert run_cachectl(home, "purge", "--yes", "--key", command.split("'")[1]).returncode == 0
-    assert told(home) == {client: word for client, word in WORDS.items() if client != "fourth"}
+    assert list_labels(home) == {client: word for client, word in WORDS.items() if client != "fourth"}
     gone = read_json(home, "key", "remove", "default", "--purge")
     assert (gone["removed"], gone["stored"], len(gone["purged"]["sessions"])) == ("default", [], 1)
-    assert told(home) == {"first": "no key", "second": "a removed key"}
+    assert list_labels(home) == {"first": "no key", "second": "a removed key"}
     keys_file.add_key(home, "desktop")
     assert run_cachectl(home, "key", "remove", "desktop", "--purge").stdout.startswith("removed desktop\n")
 

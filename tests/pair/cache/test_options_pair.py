@@ -93,7 +93,7 @@ def test_keepalive_counts_tokens(pair: Pair) -> None:
     assert pair.chat([{"role": "user", "content": "hello again"}]).text
 
 
-def rendered(pair: Pair, messages: list[Message], **kwargs: Any) -> bytes:
+def render_text(pair: Pair, messages: list[Message], **kwargs: Any) -> bytes:
     return pair.render_prompt(messages, chat_template_kwargs=kwargs).tokens
 
 
@@ -101,13 +101,13 @@ def test_changed_template_arguments_reuse_common_prefix(pair: Pair) -> None:
     """Exactly the common prefix is reused after a change, and the answer equals a cold one."""
     messages: list[Message] = [{"role": "user", "content": LONG}]
     off, on, low = {}, {"enable_thinking": True}, {"enable_thinking": True, "effort": "low"}
-    prompts = [rendered(pair, messages, **kwargs) for kwargs in (off, on, low)]
+    prompts = [render_text(pair, messages, **kwargs) for kwargs in (off, on, low)]
     assert len(set(prompts)) == 3
-    assert rendered(pair, messages, enable_thinking=False) == prompts[0]
+    assert render_text(pair, messages, enable_thinking=False) == prompts[0]
     cached = []
     for kwargs in (off, on, off, low, on):
         held = [resident.ids or b"" for resident in pair.residents()]
-        prompt = rendered(pair, messages, **kwargs)
+        prompt = render_text(pair, messages, **kwargs)
         options = {"temperature": 0, "max_tokens": 8, "chat_template_kwargs": kwargs, **WITH_LOGPROBS}
         reply = pair.chat(messages, **options)
         pair.settle()

@@ -12,7 +12,7 @@ TOOLS = [
 ]
 
 
-def asking(clock: str, *more: str) -> list[Message]:
+def make_messages(clock: str, *more: str) -> list[Message]:
     system = "You watch a harbour and write down which ships come and go.\nThe clock shows " + clock + "."
     texts = ("Which ship came first this morning, and from where?", *more)
     talk = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
@@ -26,15 +26,15 @@ def steady_pair(tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory)
 
 
 def test_miss_names_the_clock_line(warm_pair: Pair) -> None:
-    warm_pair.chat(asking("14:22:33"), max_tokens=4)
-    cold = warm_pair.chat(asking("14:25:01"), max_tokens=4)
+    warm_pair.chat(make_messages("14:22:33"), max_tokens=4)
+    cold = warm_pair.chat(make_messages("14:25:01"), max_tokens=4)
     cause = "in message 1 (system): a time of day in line 2 of the system text is new"
     assert cause in warm_pair.perf_line(cold)
 
 
 def test_stabilize_rule_keeps_next_turn_warm(steady_pair: Pair) -> None:
-    first = steady_pair.chat(asking("14:22:33"), max_tokens=4, tools=TOOLS)
-    more = asking("14:25:01", first.text, "And after that?")
+    first = steady_pair.chat(make_messages("14:22:33"), max_tokens=4, tools=TOOLS)
+    more = make_messages("14:25:01", first.text, "And after that?")
     second = steady_pair.chat(more, max_tokens=4, tools=TOOLS[::-1])
     assert first.headers["X-Warmline-Stabilized"] == "times=1, tool-order=1"
     assert second.headers["X-Warmline-Stabilized"] == "times=1"

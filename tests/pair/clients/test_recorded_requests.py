@@ -18,13 +18,13 @@ def test_recorded_turns_are_answered_warm(client: str, agent_pair: Pair) -> None
         assert answer.text == turn.get("text", "")
         assert answer.calls == [tuple(call) for call in turn.get("calls", [])]
         if told:
-            kept = kept_of(told, turn["goes_on_from"])
+            kept = count_reusable(told, turn["goes_on_from"])
             assert answer.cached_tokens >= kept, f"{answer.cached_tokens} of {kept}: {agent_pair.requests()[:1]}"
         told.append(answer)
         agent_pair.settle()
 
 
-def kept_of(told: list[RecordedAnswer], goes_on_from: str) -> int:
+def count_reusable(told: list[RecordedAnswer], goes_on_from: str) -> int:
     """Tokens that the next turn may reuse, by what it is like.
 
     - "answer": all that was said comes back and is shown: to the last token said, which has no row yet.

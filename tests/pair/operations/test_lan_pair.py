@@ -15,7 +15,7 @@ TALE = "A stranger came to the village and told us the following. " * 12
 
 
 @contextmanager
-def careless() -> Iterator[None]:
+def open_umask() -> Iterator[None]:
     """Whatever is made now is open to all, unless whoever makes it takes care."""
     before = os.umask(0)
     try:
@@ -24,14 +24,14 @@ def careless() -> Iterator[None]:
         os.umask(before)
 
 
-def asked(pair: Pair, key: str) -> Reply:
+def chat_with_key(pair: Pair, key: str) -> Reply:
     body = {"messages": [{"role": "user", "content": TALE}], "max_tokens": 4, "temperature": 0}
     return pair.post("/v1/chat/completions", body, Authorization=f"Bearer {key}")
 
 
-def cached(pair: Pair, key: str) -> int:
+def count_cached(pair: Pair, key: str) -> int:
     """Tokens that the key's holder reuses; header and usage agree."""
-    reply = asked(pair, key)
+    reply = chat_with_key(pair, key)
     assert reply.status == 200, reply.raw
     source, _, count = reply.headers["X-Warmline-Cache"].partition(" ")
     assert reply.cached == int(count) and (source == "cold") == (reply.cached == 0)
@@ -41,7 +41,7 @@ def cached(pair: Pair, key: str) -> int:
 
 def test_keys_have_separate_persistent_caches(tiny_folder: FolderOf, tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
-    with careless():
+    with open_umask():
         home.segments.mkdir(parents=True)
         (home.root / "warmline.toml").touch()
         pair = Pair(home.root, tiny_folder("llama"), "--lan", "--log-files")
@@ -51,30 +51,30 @@ def test_keys_have_separate_persistent_caches(tiny_folder: FolderOf, tmp_path: P
             one = pair.cachectl("key", "show")["key"]
             two, three = (pair.cachectl("key", "add", name)["key"] for name in ("two", "three"))
             assert (
-                asked(pair, "").status
-                == asked(pair, "wl-guessed").status
-                == asked(pair, home.load_secret()).status
+                chat_with_key(pair, "").status
+                == chat_with_key(pair, "wl-guessed").status
+                == chat_with_key(pair, home.load_secret()).status
                 == 401
             )
-            assert cached(pair, one) == 0
-            whole = cached(pair, one)
+            assert count_cached(pair, one) == 0
+            whole = count_cached(pair, one)
             assert whole > 100
-            assert cached(pair, two) == 0, "what one had computed is in memory, and on disk"
+            assert count_cached(pair, two) == 0, "what one had computed is in memory, and on disk"
 
             os.kill(pair.pid("proxy"), signal.SIGKILL)
             wait_until_up(pair)
-            assert cached(pair, three) == 0, "what is in memory was adopted for whom it belongs to"
-            assert cached(pair, one) == whole
+            assert count_cached(pair, three) == 0, "what is in memory was adopted for whom it belongs to"
+            assert count_cached(pair, one) == whole
             pair.kill()
             pair.start()
             four = pair.cachectl("key", "add", "four")["key"]
-            assert cached(pair, four) == 0, "what is on disk, too"
-            assert cached(pair, one) == whole and cached(pair, two) == whole
+            assert count_cached(pair, four) == 0, "what is on disk, too"
+            assert count_cached(pair, one) == whole and count_cached(pair, two) == whole
 
             renewed = pair.cachectl("key", "rotate", "default")["key"]
-            assert asked(pair, one).status == 401
-            assert cached(pair, renewed) == whole
-            owner_is_asked_who_he_is(pair, renewed)
+            assert chat_with_key(pair, one).status == 401
+            assert count_cached(pair, renewed) == whole
+            check_owner_authentication(pair, renewed)
         assert_private(home)
 
 
@@ -88,7 +88,7 @@ def wait_until_up(pair: Pair) -> None:
             pass
 
 
-def owner_is_asked_who_he_is(pair: Pair, client_key: str) -> None:
+def check_owner_authentication(pair: Pair, client_key: str) -> None:
     """By the address that others use; on this machine nothing is asked."""
     admin, elsewhere = pair.cachectl("key", "show", "admin")["key"], {"Host": f"192.168.1.5:{pair.port}"}
     for headers, status in (

@@ -53,7 +53,7 @@ def test_disconnect_during_stream(warm_pair: Pair) -> None:
 def test_disconnect_before_json_answer(warm_pair: Pair) -> None:
     messages: list[Message] = [{"role": "user", "content": "Now everything at once."}]
     client = DisconnectingClient(warm_pair, messages, **ENDLESS)
-    wait_until(lambda: warm_pair.status().running_bytes > 400 * row_bytes(warm_pair), "the answer does not begin")
+    wait_until(lambda: warm_pair.status().running_bytes > 400 * get_row_bytes(warm_pair), "the answer does not begin")
     client.disconnect()
     wait_until_idle(warm_pair)
     check_retry(warm_pair, messages)
@@ -79,7 +79,7 @@ def test_immediate_retry_prefills_nothing_twice(warm_pair: Pair) -> None:
     wait_until_idle(warm_pair)
 
 
-def row_bytes(pair: Pair) -> int:
+def get_row_bytes(pair: Pair) -> int:
     layout = pair.status().layout
     assert layout is not None
     return layout.row_bytes

@@ -17,7 +17,7 @@ LONG = {"max_tokens": 300, "ignore_eos": True, "stream": True, "logprobs": True,
 
 
 @contextmanager
-def sent(pair: Pair, data: bytes) -> Iterator[socket.socket]:
+def connect_and_send(pair: Pair, data: bytes) -> Iterator[socket.socket]:
     """A client that has sent this, and does nothing more."""
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -26,7 +26,7 @@ def sent(pair: Pair, data: bytes) -> Iterator[socket.socket]:
         yield client
 
 
-def request(number: int) -> tuple[bytes, bytes]:
+def make_request(number: int) -> tuple[bytes, bytes]:
     """(head, body)"""
     body = json.dumps({"messages": [{"role": "user", "content": f"Client {number}."}], **LONG}).encode()
     return make_request_head("/v1/chat/completions", body, {}), body
@@ -38,11 +38,11 @@ def test_eight_stuck_clients_do_not_slow_a_ninth(tiny_folder: FolderOf, tmp_path
     """
     with Pair(tmp_path / "home", tiny_folder("llama"), "--running-count-max", str(STUCK)) as pair, ExitStack() as stuck:
         for number in range(STUCK):
-            stuck.enter_context(sent(pair, b"".join(request(number))))
+            stuck.enter_context(connect_and_send(pair, b"".join(make_request(number))))
         wait_until(lambda: pair.proxy_status()["lives"] == STUCK, "they all come in")
         for number in range(STUCK):
-            top, body = request(number)
-            stuck.enter_context(sent(pair, top + body[:-5]))
+            top, body = make_request(number)
+            stuck.enter_context(connect_and_send(pair, top + body[:-5]))
         wait_until(lambda: pair.proxy_status()["lives"] == 2 * STUCK, "and those that send slowly")
         wait_until(lambda: pair.proxy_status()["running"] == 0, "the engine is done with those that read nothing")
         messages: list[Message] = [{"role": "user", "content": "And I am the ninth."}]

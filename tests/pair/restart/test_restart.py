@@ -13,7 +13,7 @@ QUANTIZED = ("--kv-bits", "8", "--kv-group-size", "32")
 QUESTIONS = ["Hello, who are you?", "Tell me about the sea.", "And about ships?", "Thanks. And the moon?"]
 
 
-def converse(pair: Pair, turns: int, **options: object) -> tuple[list[Message], Reply]:
+def hold_conversation(pair: Pair, turns: int, **options: object) -> tuple[list[Message], Reply]:
     messages: list[Message] = [{"role": "system", "content": "You answer shortly."}]
     for question in QUESTIONS[:turns]:
         messages.append({"role": "user", "content": question})
@@ -26,7 +26,7 @@ def check_restart(pair: Pair, tolerance: float, tokens: int) -> None:
     """Against what the backend computes, asked directly."""
     answer = {"max_tokens": tokens, **WITH_LOGPROBS}
     with pair:
-        messages, _ = converse(pair, 3, **answer)
+        messages, _ = hold_conversation(pair, 3, **answer)
         pair.settle()
         held = pair.longest_resident()
         turn_end = pair.render_prompt(messages[:-1]).turn_end

@@ -24,11 +24,11 @@ LONG = "A long question. " * 20
 NOTHING = PrefixMatch(tokens=0, chain=[], checkpoints=[], end_reason="nothing stored")
 
 
-def scraped(metrics: ProxyMetrics) -> MetricsText:
+def parse_metrics(metrics: ProxyMetrics) -> MetricsText:
     return MetricsText(metrics.render_exposition()[0].decode())
 
 
-def record(**facts: Any) -> RequestRecord:
+def make_record(**facts: Any) -> RequestRecord:
     usual = {"id": "r", "at": 1.0, "endpoint": "chat", "client_model": "any", "outcome": "ok", "source": "cold"}
     return RequestRecord(**usual | facts)
 
@@ -38,7 +38,7 @@ def record(**facts: Any) -> RequestRecord:
 
 def test_record_request_counts_outcome_and_times() -> None:
     metrics = ProxyMetrics()
-    warm = record(
+    warm = make_record(
         source="restored",
         prompt_tokens=1000,
         cached_tokens=900,
@@ -54,15 +54,15 @@ def test_record_request_counts_outcome_and_times() -> None:
         dispatches=1,
     )
     metrics.record_request(warm, "2xx")
-    metrics.record_request(record(endpoint="messages", outcome="cancelled", queue_s=3.0, total_s=3.0), "none")
-    found = scraped(metrics)
+    metrics.record_request(make_record(endpoint="messages", outcome="cancelled", queue_s=3.0, total_s=3.0), "none")
+    found = parse_metrics(metrics)
     assert found.group_by("warmline_requests_total", "api", "outcome", "source", "status") == {
         ("chat", "ok", "restored", "2xx"): 1,
         ("messages", "cancelled", "cold", "none"): 1,
     }
     assert found.group_by("warmline_prompt_tokens_total", "source") == {("restored",): 900, ("computed",): 100}
     assert found.total("warmline_generated_tokens_total") == 50
-    assert {name: (found.total(f"{name}_count"), found.total(f"{name}_sum")) for name in histograms(found)} == {
+    assert {name: (found.total(f"{name}_count"), found.total(f"{name}_sum")) for name in list_histograms(found)} == {
         "warmline_request_seconds": (2, 12.0),
         "warmline_queue_seconds": (2, 4.0),
         "warmline_ttft_seconds": (1, 4.0),
@@ -74,30 +74,30 @@ def test_record_request_counts_outcome_and_times() -> None:
     }
 
 
-def histograms(found: MetricsText) -> list[str]:
+def list_histograms(found: MetricsText) -> list[str]:
     return [name for name, family in found.families.items() if family.type == "histogram"]
 
 
 def test_redispatched_request_excluded_from_estimate() -> None:
     metrics = ProxyMetrics()
-    metrics.record_request(record(ttft_s=4.0, expected_ttft_s=2.0, dispatches=3), "2xx")
-    found = scraped(metrics)
+    metrics.record_request(make_record(ttft_s=4.0, expected_ttft_s=2.0, dispatches=3), "2xx")
+    found = parse_metrics(metrics)
     assert found.total("warmline_dispatched_again_total") == 2
     assert found.total("warmline_ttft_estimate_ratio_count") == 0 and found.total("warmline_ttft_seconds_count") == 1
 
 
 def test_prefill_buckets_cover_hours() -> None:
     metrics = ProxyMetrics()
-    metrics.record_request(record(prefilled_tokens=1, prefill_s=7000.0), "2xx")
-    assert scraped(metrics).total("warmline_prefill_seconds_bucket", le="7200.0") == 1
-    assert scraped(metrics).total("warmline_prefill_seconds_bucket", le="3600.0") == 0
+    metrics.record_request(make_record(prefilled_tokens=1, prefill_s=7000.0), "2xx")
+    assert parse_metrics(metrics).total("warmline_prefill_seconds_bucket", le="7200.0") == 1
+    assert parse_metrics(metrics).total("warmline_prefill_seconds_bucket", le="3600.0") == 0
 
 
 def test_each_proxy_has_its_own_registry() -> None:
     metrics = ProxyMetrics()
-    metrics.record_request(record(), "2xx")
-    assert scraped(metrics).total("warmline_requests_total") == 1
-    assert scraped(ProxyMetrics()).total("warmline_requests_total") == 0
+    metrics.record_request(make_record(), "2xx")
+    assert parse_metrics(metrics).total("warmline_requests_total") == 1
+    assert parse_metrics(ProxyMetrics()).total("warmline_requests_total") == 0
 
 
 @on_loop
@@ -242,7 +242,7 @@ def test_error_code_labels_are_bounded() -> None:
         metrics.record_error(bad_request("no", code=f"code_{number}"))
     for code in ("a code of words", "x" * 41, ""):
         metrics.record_error(ClientError(400, encode_error_body("no", "a type", code)))
-    found = scraped(metrics).group_by("warmline_errors_total", "code")
+    found = parse_metrics(metrics).group_by("warmline_errors_total", "code")
     assert len(found) == ERROR_CODES_MAX + 1 and found[("other",)] == 8
 
 

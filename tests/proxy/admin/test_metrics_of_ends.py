@@ -17,7 +17,7 @@ LONG = "A long question. " * 20
 WITH_ID = {HEADER_REQUEST: "mine-1"}
 
 
-async def delete(proxy: ProxyHarness) -> None:
+async def delete_request(proxy: ProxyHarness) -> None:
     async with proxy.client.delete(f"{proxy.url}/v1/requests/mine-1") as response:
         assert response.status == 200
 
@@ -30,7 +30,7 @@ async def test_cancel_while_queued(tmp_path: Path) -> None:
         await proxy.backend.holding.wait()
         second = asyncio.create_task(proxy.chat(headers=WITH_ID))
         await wait_until_async(lambda: is_queued(proxy))
-        await delete(proxy)
+        await delete_request(proxy)
         proxy.backend.may_continue.set()
         assert [(await each).status for each in (first, second)] == [200, 499]
         assert await count_cancels(proxy) == {("waiting", "delete"): 1}
@@ -56,7 +56,7 @@ async def test_cancel_while_restoring(tmp_path: Path) -> None:
         proxy.backend.restoring_allowed.clear()
         running = asyncio.create_task(proxy.chat(LONG, headers=WITH_ID))
         await proxy.backend.wait_for_calls("restore")
-        await delete(proxy)
+        await delete_request(proxy)
         assert (await running).status == 499
         assert await count_cancels(proxy) == {("restoring", "delete"): 1}
 
@@ -170,7 +170,7 @@ async def test_choices_are_counted_separately(tmp_path: Path) -> None:
         await wait_until(lambda: [request.status for request in proxy.app[REQUEST_REGISTRY]].count("answering") == 3)
         live = [(each["phase"], each["choices"]) for each in (await proxy.status())["live"]]
         assert live == [("answering", 2), ("answering", 0), ("answering", 0)]
-        await delete(proxy)
+        await delete_request(proxy)
         assert (await running).status == 499
         assert await count_cancels(proxy) == {("decode", "delete"): 2}
         found = await scrape(proxy)

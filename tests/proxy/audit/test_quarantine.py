@@ -43,7 +43,7 @@ async def test_differing_prefix_is_never_reused(tmp_path: Path, caplog: pytest.L
         assert count_audits(proxy.backend) == 3, "nothing but that, that again, and the start from what is stored"
 
 
-def segment_ends(proxy: ProxyHarness) -> list[int]:
+def list_segment_ends(proxy: ProxyHarness) -> list[int]:
     """List the ends of a single path's segments."""
     return sorted(row.end for row in proxy.index.segments())
 
@@ -59,14 +59,17 @@ async def test_segments_before_first_wrong_one_stay(tmp_path: Path, right: int, 
             await proxy.wait_until_saved()
         await wait_for_audits(proxy, 2)
         backend.restart()
-        positions = segment_ends(proxy)
+        positions = list_segment_ends(proxy)
         backend.correct_until = [0, *positions][right]
         backend.cold_logprobs = [-3.0] * 9
         warm = await proxy.chat(**make_turn(3, backend))
         assert warm.headers["X-Warmline-Cache"] == f"restored {align_to_grid(positions[-1], grid)}"
         await wait_for_audits(proxy, 3)
         await proxy.wait_until_saved()
-        assert segment_ends(proxy) == positions[:right] and len(proxy.index.quarantined()) == len(positions) - right + 1
+        assert (
+            list_segment_ends(proxy) == positions[:right]
+            and len(proxy.index.quarantined()) == len(positions) - right + 1
+        )
         assert all(len(asked.tokens) // 4 % (grid or 1) == 0 for asked in backend.calls["restore"])
         backend.restart()
         expected = f"restored {backend.correct_until}" if right else "cold 0"

@@ -235,14 +235,14 @@ async def test_index_error_envelope(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert response.status == 500
             error = (await response.json())["error"]
         assert error["code"] == "index_failed" and "no space left" in error["message"]
-        monkeypatch.setattr(disk, "make_folders", full)
+        monkeypatch.setattr(disk, "make_folders", raise_disk_full)
         async with proxy.client.post(f"{proxy.url}/warmline/repair", headers=owner) as response:
             assert response.status == 500
             error = (await response.json())["error"]
         assert error["code"] == "index_failed" and "No space left" in error["message"]
 
 
-def full(_: Path) -> None:
+def raise_disk_full(_: Path) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

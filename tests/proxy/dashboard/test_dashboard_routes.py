@@ -89,7 +89,7 @@ async def test_recreated_key_has_own_label(tmp_path: Path) -> None:
         for number in (2, 3):
             key = keys_file.add_key(served.home, "default")
             store_session(served, key.tenant, number)
-            served.index.record_request(record(number, namespace(MODEL, key.tenant)))
+            served.index.record_request(make_record(number, namespace(MODEL, key.tenant)))
             assert (await list_key_labels(served))[-1] == "default"
             keys_file.remove_key(served.home, "default")
             assert (await list_key_labels(served))[-1] == "a removed key", "only the keys have changed"
@@ -100,7 +100,7 @@ async def test_recreated_key_has_own_label(tmp_path: Path) -> None:
         assert sorted(each["key"] for each in tree["nodes"]) == sorted(await list_key_labels(served))
         found = await get_json(served, "/warmline/sessions", q="removed")
         assert found["matching"] == 2
-        served.index.record_request(record(4, namespace(MODEL, key.tenant)))
+        served.index.record_request(make_record(4, namespace(MODEL, key.tenant)))
         served.index.flush()
         activity = await get_json(served, "/warmline/activity")
         assert [each["key"] for each in activity["requests"]] == ["default", "default (removed)", "default (removed)"]
@@ -119,7 +119,7 @@ def store_session(served: ProxyHarness, tenant: str, number: int) -> None:
     commit_save(served.index, plan, client=str(number))
 
 
-def record(number: int, root: bytes) -> RequestRecord:
+def make_record(number: int, root: bytes) -> RequestRecord:
     return RequestRecord(
         id=f"request-{number}",
         at=float(number),

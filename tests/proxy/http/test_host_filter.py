@@ -28,7 +28,7 @@ MALFORMED = [
 ]  # fmt: skip
 
 
-def refusal(
+def find_refusal(
     *hosts: str, target: str = "/v1/models", version: tuple[int, int] = HTTP_1_1, names: HostFilter = HOSTS
 ) -> int:
     """HTTP status of the refusal; 0 without one."""
@@ -42,13 +42,13 @@ def refusal(
 
 @pytest.mark.parametrize(("hosts", "status"), [(ALLOWED, 0), (FOREIGN, 403), (MALFORMED, 400)])
 def test_allowed_hosts(hosts: list[str], status: int) -> None:
-    assert {host: refusal(host) for host in hosts} == dict.fromkeys(hosts, status)
+    assert {host: find_refusal(host) for host in hosts} == dict.fromkeys(hosts, status)
 
 
 def test_single_host_header_required() -> None:
-    assert refusal("localhost", "localhost") == refusal("localhost", "evil.example") == 400
-    assert refusal() == 400
-    assert refusal(version=HTTP_1_0) == 0, "browsers do not use HTTP/1.0"
+    assert find_refusal("localhost", "localhost") == find_refusal("localhost", "evil.example") == 400
+    assert find_refusal() == 400
+    assert find_refusal(version=HTTP_1_0) == 0, "browsers do not use HTTP/1.0"
 
 
 @pytest.mark.parametrize(
@@ -64,12 +64,12 @@ def test_single_host_header_required() -> None:
     ],
 )
 def test_absolute_target_host_is_checked(target: str, status: int) -> None:
-    assert refusal("localhost", target=target) == status
+    assert find_refusal("localhost", target=target) == status
 
 
 def test_any_host_setting() -> None:
     names = HostFilter(parse_host_names(" *, x.example "))
-    assert refusal("evil.example", names=names) == 0 and refusal("evil example", names=names) == 400
+    assert find_refusal("evil.example", names=names) == 0 and find_refusal("evil example", names=names) == 400
 
 
 def test_parse_host_names() -> None:

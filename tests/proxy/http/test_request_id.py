@@ -14,7 +14,7 @@ from warmline_proxy.http.connections import connections_full, encode_error_respo
 NAMES = ("X-Warmline-Request", "X-Request-Id", "Request-Id")
 
 
-def id_in(headers: Mapping[str, str]) -> str:
+def get_request_id(headers: Mapping[str, str]) -> str:
     (request_id,) = {headers[name] for name in NAMES}
     return request_id
 
@@ -35,13 +35,13 @@ async def test_every_response_has_unique_id(tmp_path: Path) -> None:
         streamed = await proxy.chat(stream=True)
         answered = await proxy.chat()
         wrong = await proxy.client.post(f"{proxy.url}/v1/messages", data=b"no JSON")
-        ids = [id_in(response.headers) for response in (streamed, answered, wrong)]
+        ids = [get_request_id(response.headers) for response in (streamed, answered, wrong)]
         for path in ("/health", "/nowhere", "/v1/models"):
             async with proxy.client.get(proxy.url + path) as response:
-                ids.append(id_in(response.headers))
+                ids.append(get_request_id(response.headers))
         ids += [
-            id_in(await fetch_raw(proxy, b"no HTTP\r\n\r\n")),
-            id_in(await fetch_raw(proxy, b"GET / HTTP/1.1\r\nA\r\n\r\n")),
+            get_request_id(await fetch_raw(proxy, b"no HTTP\r\n\r\n")),
+            get_request_id(await fetch_raw(proxy, b"GET / HTTP/1.1\r\nA\r\n\r\n")),
         ]
         assert len(set(ids)) == len(ids)
 
@@ -51,16 +51,16 @@ async def test_client_request_id_is_kept_if_valid(tmp_path: Path) -> None:
     async with run_proxy(tmp_path) as proxy:
         for path in ("/v1/models", "/nowhere"):
             async with proxy.client.get(proxy.url + path, headers={NAMES[0]: "mine-1"}) as response:
-                assert id_in(response.headers) == "mine-1"
+                assert get_request_id(response.headers) == "mine-1"
         answered = await proxy.chat(headers={NAMES[0]: "mine-2"})
-        assert answered.status == 200 and id_in(answered.headers) == "mine-2"
+        assert answered.status == 200 and get_request_id(answered.headers) == "mine-2"
         refused = await proxy.chat(headers={NAMES[0]: "not one"})
-        assert refused.status == 400 and id_in(refused.headers) != "not one"
+        assert refused.status == 400 and get_request_id(refused.headers) != "not one"
 
 
 def test_refused_connection_has_request_id() -> None:
     head = encode_error_response(connections_full()).partition(b"\r\n\r\n")[0].decode()
-    assert len(id_in(dict(line.split(": ", 1) for line in head.splitlines()[1:]))) == 24
+    assert len(get_request_id(dict(line.split(": ", 1) for line in head.splitlines()[1:]))) == 24
 
 
 class LogCapture(logging.Handler):

@@ -14,13 +14,13 @@ from warmline_proxy.index.recovery.verify import verify_index
 NOW = 1_000_000.0
 
 
-def segment(
+def make_segment(
     name: str, parent: str = "", size: int = 100, saves_s: float = 1.0, age_s: float = 0.0, kept: bool = False
 ) -> EvictionCandidate:
     return EvictionCandidate(name, parent, False, size, saves_s, NOW - age_s, kept)
 
 
-def state(name: str, parent: str, size: int = 100, saves_s: float = 1.0, kept: bool = False) -> EvictionCandidate:
+def make_state(name: str, parent: str, size: int = 100, saves_s: float = 1.0, kept: bool = False) -> EvictionCandidate:
     return EvictionCandidate(name, parent, True, size, saves_s, NOW, kept)
 
 
@@ -30,7 +30,7 @@ def test_eviction_runs_between_watermarks() -> None:
 
 
 def test_leaves_are_evicted_before_cheaper_parents() -> None:
-    tree = [segment("a", saves_s=0.0, age_s=1e6), segment("b", "a"), segment("c", "b")]
+    tree = [make_segment("a", saves_s=0.0, age_s=1e6), make_segment("b", "a"), make_segment("c", "b")]
     assert choose_evictions(tree, 250, NOW).ids == ["c", "b", "a"]
     assert choose_evictions(tree, 100, NOW).ids == ["c"]
     assert choose_evictions(tree, 0, NOW).ids == []
@@ -39,10 +39,10 @@ def test_leaves_are_evicted_before_cheaper_parents() -> None:
 @pytest.mark.parametrize(
     ("cheap", "dear"),
     [
-        (segment("cheap", saves_s=1.0), segment("dear", saves_s=2.0)),
-        (segment("cheap", size=200), segment("dear", size=100)),
-        (segment("cheap", age_s=500.0), segment("dear", age_s=5.0)),
-        (segment("cheap", age_s=0.0, saves_s=1.0), segment("dear", age_s=600.0, saves_s=20.0)),
+        (make_segment("cheap", saves_s=1.0), make_segment("dear", saves_s=2.0)),
+        (make_segment("cheap", size=200), make_segment("dear", size=100)),
+        (make_segment("cheap", age_s=500.0), make_segment("dear", age_s=5.0)),
+        (make_segment("cheap", age_s=0.0, saves_s=1.0), make_segment("dear", age_s=600.0, saves_s=20.0)),
     ],
 )
 def test_lowest_value_per_byte_is_evicted_first(cheap: EvictionCandidate, dear: EvictionCandidate) -> None:
@@ -50,14 +50,20 @@ def test_lowest_value_per_byte_is_evicted_first(cheap: EvictionCandidate, dear: 
 
 
 def test_checkpoint_is_evicted_alone_or_with_segment() -> None:
-    tree = [segment("a"), state("s", "a", saves_s=0.1), state("t", "a", saves_s=50.0)]
+    tree = [make_segment("a"), make_state("s", "a", saves_s=0.1), make_state("t", "a", saves_s=50.0)]
     assert choose_evictions(tree, 100, NOW).ids == ["s"]
     everything = choose_evictions(tree, 10_000, NOW)
     assert everything.ids == ["s", "t", "a"] and everything.bytes_freed == 300
 
 
 def test_pinned_and_leased_keep_ancestors() -> None:
-    tree = [segment("a"), segment("b", "a", kept=True), segment("c", "a"), segment("d"), state("s", "d", kept=True)]
+    tree = [
+        make_segment("a"),
+        make_segment("b", "a", kept=True),
+        make_segment("c", "a"),
+        make_segment("d"),
+        make_state("s", "d", kept=True),
+    ]
     assert choose_evictions(tree, 10_000, NOW).ids == ["c"]
 
 

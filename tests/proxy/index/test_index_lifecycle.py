@@ -31,7 +31,7 @@ from warmline_proxy.store.rows import RequestRecord
 A = list(range(1000, 4000))
 
 
-def record(number: int) -> RequestRecord:
+def make_record(number: int) -> RequestRecord:
     return RequestRecord(
         id=str(number), at=float(number), endpoint="chat", client_model="m", outcome="ok", source="cold"
     )
@@ -39,7 +39,7 @@ def record(number: int) -> RequestRecord:
 
 def test_last_1000_request_records_are_kept(index: Index) -> None:
     for number in range(1100):
-        index.record_request(record(number))
+        index.record_request(make_record(number))
     index.flush()
     assert len(index.requests()) == 1000
     assert [row.id for row in index.requests(2)] == ["1099", "1098"]
@@ -51,7 +51,7 @@ def test_bookkeeping_is_flushed_on_close(home: Home) -> None:
         used = index.segments()[0].id
         index.record_use([used, "ab" * 16])  # one that is gone by now
         index.record_use([used])
-        index.record_request(record(1))
+        index.record_request(make_record(1))
     with IndexReader(home) as reader:
         assert reader.usage(used).hits == 2 and reader.usage(used).last_used > 0
         assert len(reader.requests()) == 1
@@ -98,14 +98,14 @@ def test_reader_follows_growing_map(home: Home) -> None:
         save(index, A[:1000])
         other = [sys.executable, "-c", READER, str(home.root)]
         with subprocess.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
-            assert ask(reader) == 1
+            assert read_segment_count(reader) == 1
             for number in range(20):
                 save(index, [number, *range(3000)])
-            assert ask(reader) == 21
+            assert read_segment_count(reader) == 21
             reader.communicate()
 
 
-def ask(reader: "subprocess.Popen[str]") -> int:
+def read_segment_count(reader: "subprocess.Popen[str]") -> int:
     assert reader.stdin and reader.stdout
     reader.stdin.write("how many?\n")
     reader.stdin.flush()
@@ -116,12 +116,12 @@ def test_map_growth_failure_refuses_save_only(tmp_path: Path, monkeypatch: pytes
     home = make_home(tmp_path / "h")
     with Index(home, 1 << 30, map_bytes=1 << 18) as index:
         save(index, A[:1000])
-        failing_in_lmdb(monkeypatch, "grow", OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)))
+        fail_in_lmdb(monkeypatch, "grow", OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)))
         with pytest.raises(IndexFullError, match=r"256 KiB and can't grow: .*memory"):
             for number in range(100):
                 save(index, [number, *range(3000)])
         for number in range(2000):
-            index.record_request(record(number))  # more than fits: bookkeeping is lost, the writer lives on
+            index.record_request(make_record(number))  # more than fits: bookkeeping is lost, the writer lives on
         index.flush()
         assert count_matched(index, A) == 1000
         assert index.match_prefix(ROOT, pack_tokens(A), 10).tokens == 10
@@ -158,7 +158,7 @@ def test_map_grows_after_readers_leave(tmp_path: Path) -> None:
 def test_failed_commit_changes_nothing(code: str, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     save(index, A[:1000])
     number = getattr(errno, code)
-    failing_in_lmdb(monkeypatch, "commit", OSError(number, os.strerror(number)))
+    fail_in_lmdb(monkeypatch, "commit", OSError(number, os.strerror(number)))
     with pytest.raises(IndexStoreError, match=re.escape(os.strerror(number))) as failed:
         save(index, A[:2000])
     assert failed.value.code == code
@@ -170,7 +170,7 @@ def test_failed_commit_changes_nothing(code: str, index: Index, monkeypatch: pyt
 
 def test_failed_write_reopens_environment(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     save(index, A[:1000])
-    failing_in_lmdb(monkeypatch, "commit", lmdb.PanicError("a write failed"), times=1)
+    fail_in_lmdb(monkeypatch, "commit", lmdb.PanicError("a write failed"), times=1)
     with pytest.raises(IndexStoreError):
         save(index, A[:2000])
     save(index, A[:2000])
@@ -205,7 +205,7 @@ def test_failed_reopen_is_retried(fault: str, tmp_path: Path, monkeypatch: pytes
         assert count_matched(index, A) == 2000
 
 
-def failing_in_lmdb(monkeypatch: pytest.MonkeyPatch, what: str, error: Exception, times: int = 1_000_000) -> None:
+def fail_in_lmdb(monkeypatch: pytest.MonkeyPatch, what: str, error: Exception, times: int = 1_000_000) -> None:
     left = itertools.count(times, -1)
 
     def in_lmdb(asked: str, act: Callable[[], object]) -> object:

@@ -22,7 +22,7 @@ ROOTS = (ROOT, namespace("model-b"))
 Text = tuple[int, ...]
 
 
-def shared(a: Text, b: Text) -> int:
+def count_shared(a: Text, b: Text) -> int:
     return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -144,7 +144,9 @@ class IndexMachine(RuleBasedStateMachine):
         left = {each.id: texts[each.id] for each in self.index.sessions()}
         assert left.keys() == texts.keys() - set(reply.sessions)
         said = [text for root, text in left.values() if root == row.root]
-        self.is_stored(row.root, texts[row.id][1], max((shared(texts[row.id][1], text) for text in said), default=0))
+        self.is_stored(
+            row.root, texts[row.id][1], max((count_shared(texts[row.id][1], text) for text in said), default=0)
+        )
         for root, text in left.values():
             self.is_stored(root, text, len(text))
 
@@ -196,7 +198,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.states.pop(file_id, None)
 
     def expected(self, root: bytes, text: Text) -> int:
-        return max((shared(stored, text) for where, stored in self.segments.values() if where == root), default=0)
+        return max((count_shared(stored, text) for where, stored in self.segments.values() if where == root), default=0)
 
     @invariant()
     def matches_what_is_stored(self) -> None:

@@ -15,7 +15,7 @@ from warmline_proxy.http.connections import CONNECTIONS
 NAMED = {"X-Warmline-Request": "mine-1"}
 
 
-async def delete(proxy: ProxyHarness, name: str) -> aiohttp.ClientResponse:
+async def delete_request(proxy: ProxyHarness, name: str) -> aiohttp.ClientResponse:
     response = await proxy.client.delete(f"{proxy.url}/v1/requests/{name}")
     await response.read()
     return response
@@ -28,12 +28,12 @@ async def test_delete_returns_after_engine_release(tmp_path: Path, name: str) ->
         proxy.backend.hold_after = 1
         asking = asyncio.create_task(proxy.chat(headers=NAMED))
         await proxy.backend.holding.wait()
-        deleted = await delete(proxy, name)
+        deleted = await delete_request(proxy, name)
         assert (deleted.status, await deleted.json()) == (200, {"id": "mine-1", "object": "request", "cancelled": True})
         assert not proxy.backend.is_running
         answer = await asking
         assert answer.status == 499 and (await answer.json())["error"]["code"] == "cancelled"
-        assert (await delete(proxy, name)).status == 404
+        assert (await delete_request(proxy, name)).status == 404
 
 
 @on_loop
@@ -55,7 +55,7 @@ async def test_delete_ends_stream_with_error_event(tmp_path: Path) -> None:
         proxy.backend.hold_after = 1
         asking = asyncio.create_task(proxy.chat(headers=NAMED, stream=True))
         await proxy.backend.holding.wait()
-        assert (await delete(proxy, "mine-1")).status == 200
+        assert (await delete_request(proxy, "mine-1")).status == 200
         text = await (await asking).text()
         assert '"Par"' in text and '"code":"cancelled"' in text and "[DONE]" not in text
 
@@ -69,7 +69,7 @@ async def test_delete_removes_queued_request(tmp_path: Path) -> None:
         second = asyncio.create_task(proxy.chat(headers=NAMED))
         while not (await proxy.status())["queued"]:
             pass
-        assert (await delete(proxy, "mine-1")).status == 200
+        assert (await delete_request(proxy, "mine-1")).status == 200
         assert (await second).status == 499 and (await proxy.status())["queued"] == 0
         proxy.backend.may_continue.set()
         assert (await first).status == 200
@@ -86,7 +86,7 @@ async def test_delete_cancels_restore(tmp_path: Path) -> None:
         proxy.backend.restoring_allowed.clear()
         asking = asyncio.create_task(proxy.chat(question, headers=NAMED))
         await proxy.backend.wait_for_calls("restore")
-        assert (await delete(proxy, "mine-1")).status == 200
+        assert (await delete_request(proxy, "mine-1")).status == 200
         assert proxy.backend.calls["cancel"] == ["mine-1"]
         assert (await asking).status == 499 and len(proxy.backend.calls["generate"]) == 1
 
@@ -114,7 +114,7 @@ async def test_request_name_is_reusable_after_disconnect(tmp_path: Path) -> None
         await proxy.backend.wait_for_calls("finish")
         retry = asyncio.create_task(proxy.chat("A long question. " * 20, headers=NAMED))
         await proxy.backend.wait_for_calls("generate", 2)
-        assert (await delete(proxy, "mine-1")).status == 200, "the later try is meant"
+        assert (await delete_request(proxy, "mine-1")).status == 200, "the later try is meant"
         answer = await retry
         assert answer.status == 499 and answer.headers["X-Warmline-Request"].startswith("mine-1.")
         proxy.backend.may_continue.set()

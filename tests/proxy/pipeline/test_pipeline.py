@@ -18,7 +18,7 @@ from warmline_common.protocol.tokens import namespace, unpack_tokens
 TEXT = "word " * 40
 
 
-def second_turn(text: str = TEXT) -> dict[str, Any]:
+def make_second_turn(text: str = TEXT) -> dict[str, Any]:
     messages = [("user", text), ("assistant", "Paris."), ("user", "And of Spain?")]
     return {"messages": [{"role": role, "content": content} for role, content in messages]}
 
@@ -28,7 +28,7 @@ async def test_next_turn_starts_from_resident(tmp_path: Path, caplog: pytest.Log
     caplog.set_level("INFO")
     async with run_proxy(tmp_path) as proxy:
         await proxy.chat(TEXT)
-        response = await proxy.chat(**second_turn())
+        response = await proxy.chat(**make_second_turn())
         reused = len(f"<user>{TEXT}\n<assistant>Paris.")
         assert response.headers["X-Warmline-Cache"] == f"resident {reused}"
         assert proxy.backend.calls["generate"][1][HEADER_REUSE] == str(reused)
@@ -45,7 +45,7 @@ async def test_next_turn_is_restored_after_restart(tmp_path: Path) -> None:
         await proxy.chat(TEXT)
         await proxy.wait_until_saved()
         proxy.backend.restart()
-        response = await proxy.chat(**second_turn())
+        response = await proxy.chat(**make_second_turn())
         reused = len(f"<user>{TEXT}\n<assistant>Paris.")
         assert response.headers["X-Warmline-Cache"] == f"restored {reused}"
         restore = proxy.backend.calls["restore"][0]
@@ -96,7 +96,7 @@ async def test_exact_mode_reuse_and_checkpoints_are_on_grid(tmp_path: Path) -> N
         await proxy.chat(TEXT)
         await proxy.wait_until_saved()
         proxy.backend.restart()
-        response = await proxy.chat(**second_turn())
+        response = await proxy.chat(**make_second_turn())
         reused = len(f"<user>{TEXT}\n<assistant>") // 64 * 64
         assert response.headers["X-Warmline-Cache"] == f"restored {reused}"
         checkpoints = [headers.get(HEADER_CHECKPOINTS, "") for headers in proxy.backend.calls["generate"]]
@@ -131,7 +131,7 @@ async def test_damaged_segment_is_quarantined_and_start_is_cold(tmp_path: Path) 
         await proxy.wait_until_saved()
         proxy.backend.restart()
         proxy.backend.restore_refusals = ["checksum"]
-        response = await proxy.chat(**second_turn())
+        response = await proxy.chat(**make_second_turn())
         assert (await response.json())["choices"][0]["message"]["content"] == "Paris."
         assert response.headers["X-Warmline-Cache"] == "cold 0"
         bad = proxy.backend.calls["restore"][0].chain[-1].id
@@ -148,11 +148,11 @@ async def test_missing_resident_is_planned_again(tmp_path: Path) -> None:
         await proxy.wait_until_saved()
         proxy.backend.residents.clear()  # unnoticed by the proxy's view
         proxy.backend.gone_count = 1
-        response = await proxy.chat(**second_turn())
+        response = await proxy.chat(**make_second_turn())
         assert response.status == 200
         assert response.headers["X-Warmline-Cache"].startswith("restored ")
         proxy.backend.gone_count = 2
-        assert (await proxy.chat(**second_turn())).headers["X-Warmline-Cache"] == "cold 0"
+        assert (await proxy.chat(**make_second_turn())).headers["X-Warmline-Cache"] == "cold 0"
 
 
 @on_loop
@@ -268,7 +268,7 @@ async def test_restarting_backend_is_waited_for(tmp_path: Path) -> None:
         await proxy.wait_until_saved()
         port = int(str(proxy.backend_url).rsplit(":", 1)[1])
         await proxy.stop_backend()
-        asking = asyncio.ensure_future(proxy.chat(**second_turn()))
+        asking = asyncio.ensure_future(proxy.chat(**make_second_turn()))
         await asyncio.sleep(0.05)  # the first dispatch finds no backend
         proxy.backend.restart()
         again, _ = await serve(proxy.backend.make_app(), port)

@@ -28,7 +28,7 @@ def make_stream(size: int) -> list[bytes]:
     return [encode_event(piece)] * (size // 100_000) + [DONE]
 
 
-def read_code(error: ClientError | None) -> str:
+def get_error_code(error: ClientError | None) -> str:
     return "" if error is None else error.body.decode().split('"code":"')[1].split('"')[0]
 
 
@@ -49,14 +49,14 @@ def test_invalid_timeout_header_returns_400(text: str) -> None:
 def test_total_deadline_counts_from_arrival() -> None:
     clock = Clock(started_at=100.0)
     assert find_missed_deadline(RequestTimeouts(total_s=5), clock, 105.0, 0.0, 1) is None
-    assert read_code(find_missed_deadline(RequestTimeouts(total_s=5), clock, 105.1, 0.0, 1)) == "deadline_exceeded"
+    assert get_error_code(find_missed_deadline(RequestTimeouts(total_s=5), clock, 105.1, 0.0, 1)) == "deadline_exceeded"
     assert find_missed_deadline(RequestTimeouts(), clock, 1e9, 0.0, 1) is None
 
 
 def test_queue_deadline_sums_waiting_time() -> None:
     clock = Clock(started_at=0.0, waited_s=3.0, waiting_since=50.0)
     assert find_missed_deadline(RequestTimeouts(queue_s=5), clock, 52.0, 0.0, 1) is None
-    assert read_code(find_missed_deadline(RequestTimeouts(queue_s=5), clock, 52.1, 0.0, 1)) == "queue_timeout"
+    assert get_error_code(find_missed_deadline(RequestTimeouts(queue_s=5), clock, 52.1, 0.0, 1)) == "queue_timeout"
     clock.waiting_since = None
     assert find_missed_deadline(RequestTimeouts(queue_s=5), clock, 1e9, 0.0, 1) is None
 
@@ -64,13 +64,13 @@ def test_queue_deadline_sums_waiting_time() -> None:
 def test_stall_deadline_counts_from_last_progress() -> None:
     clock = Clock(started_at=0.0, progressed_at=1000.0)
     assert find_missed_deadline(RequestTimeouts(stall_s=10), clock, 1010.0, 0.0, 1) is None
-    assert read_code(find_missed_deadline(RequestTimeouts(stall_s=10), clock, 1010.1, 0.0, 1)) == "stalled"
+    assert get_error_code(find_missed_deadline(RequestTimeouts(stall_s=10), clock, 1010.1, 0.0, 1)) == "stalled"
 
 
 def test_stall_deadline_scales_with_slowest_step_and_running() -> None:
     clock = Clock(started_at=0.0, progressed_at=0.0)
     assert find_missed_deadline(RequestTimeouts(stall_s=10), clock, 285.0, 57.0, 1) is None
-    assert read_code(find_missed_deadline(RequestTimeouts(stall_s=10), clock, 285.1, 57.0, 1)) == "stalled"
+    assert get_error_code(find_missed_deadline(RequestTimeouts(stall_s=10), clock, 285.1, 57.0, 1)) == "stalled"
     assert find_missed_deadline(RequestTimeouts(stall_s=10), clock, 855.0, 57.0, 3) is None
 
 

@@ -15,12 +15,12 @@ from warmline_proxy.app import REQUEST_REGISTRY
 QUESTION = "A long question. " * 20
 
 
-def events(text: str) -> list[Any]:
+def parse_events(text: str) -> list[Any]:
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
-def texts(chunks: list[Any]) -> dict[int, str]:
+def join_texts(chunks: list[Any]) -> dict[int, str]:
     contents: dict[int, str] = defaultdict(str)
     for chunk in chunks:
         for choice in chunk["choices"]:
@@ -28,13 +28,13 @@ def texts(chunks: list[Any]) -> dict[int, str]:
     return dict(contents)
 
 
-async def complete(proxy: ProxyHarness, **fields: Any) -> aiohttp.ClientResponse:
+async def post_completion(proxy: ProxyHarness, **fields: Any) -> aiohttp.ClientResponse:
     response = await proxy.client.post(f"{proxy.url}/v1/completions", json={"model": "any", **fields})
     await response.read()
     return response
 
 
-def dispatched_ids(proxy: ProxyHarness) -> list[str]:
+def list_dispatched(proxy: ProxyHarness) -> list[str]:
     return [call["X-Warmline-Request"] for call in proxy.backend.calls["generate"]]
 
 
@@ -68,26 +68,26 @@ async def test_stream_has_all_choices(tmp_path: Path) -> None:
     async with run_proxy(tmp_path) as proxy:
         options = {"include_usage": True}
         response = await proxy.chat(QUESTION, n=2, stream=True, stream_options=options)
-        *chunks, last, done = events(await response.text())
-        assert done == "[DONE]" and texts(chunks) == {0: "Paris.", 1: "Paris."}
+        *chunks, last, done = parse_events(await response.text())
+        assert done == "[DONE]" and join_texts(chunks) == {0: "Paris.", 1: "Paris."}
         finishes = [each["index"] for chunk in chunks for each in chunk["choices"] if each["finish_reason"] == "stop"]
         assert sorted(finishes) == [0, 1]
         assert last["choices"] == [] and last["usage"]["completion_tokens"] == 12
         assert len({chunk["id"] for chunk in [*chunks, last]}) == 1 and {chunk["model"] for chunk in chunks} == {"any"}
-        plain = events(await (await proxy.chat(QUESTION, n=2, stream=True)).text())
+        plain = parse_events(await (await proxy.chat(QUESTION, n=2, stream=True)).text())
         assert all("usage" not in chunk and chunk["choices"] for chunk in plain[:-1])
 
 
 @on_loop
 async def test_completion_of_several_prompts(tmp_path: Path) -> None:
     async with run_proxy(tmp_path) as proxy:
-        answer = await (await complete(proxy, prompt=["one", "three", list(b"ids")], n=2)).json()
+        answer = await (await post_completion(proxy, prompt=["one", "three", list(b"ids")], n=2)).json()
         assert [each["index"] for each in answer["choices"]] == list(range(6))
         assert {each["text"] for each in answer["choices"]} == {"Paris."}
         assert answer["usage"]["prompt_tokens"] == len("one" + "three" + "ids")
         assert answer["usage"]["completion_tokens"] == 36
         proxy.backend.calls.clear()
-        refused = await complete(proxy, prompt=["good", "bad"], stream=True)
+        refused = await post_completion(proxy, prompt=["good", "bad"], stream=True)
         assert refused.status == 400 and not proxy.backend.calls["generate"]
 
 
@@ -99,10 +99,12 @@ async def test_lost_choice_without_content_is_dispatched_again(tmp_path: Path, s
         response = await proxy.chat(QUESTION, n=2, stream=stream)
         text = await response.text()
         contents = (
-            texts(events(text)[:-1]) if stream else [each["message"]["content"] for each in json.loads(text)["choices"]]
+            join_texts(parse_events(text)[:-1])
+            if stream
+            else [each["message"]["content"] for each in json.loads(text)["choices"]]
         )
         assert contents == ({0: "Paris.", 1: "Paris."} if stream else ["Paris."] * 2)
-        assert len(dispatched_ids(proxy)) == 3
+        assert len(list_dispatched(proxy)) == 3
 
 
 @on_loop
@@ -130,7 +132,7 @@ async def test_failed_choice_after_content_ends_stream_with_error(tmp_path: Path
         proxy.backend.hold_after = 1
         proxy.backend.generation_faults = ["", "invalid"]
         response = await proxy.chat(QUESTION, n=2, stream=True)
-        last = events(await response.text())[-1]
+        last = parse_events(await response.text())[-1]
         assert response.status == 200 and last["error"]["message"] == "as scripted"
 
 
@@ -162,7 +164,7 @@ async def test_cancel_and_deadline_end_all_choices(tmp_path: Path, ending: str) 
 async def test_choices_complete_with_few_tickets(tmp_path: Path) -> None:
     """One after the other with one ticket and no queue, and beside other requests."""
     async with run_proxy(tmp_path, running_count_max=1, queue_count_max=0) as proxy:
-        answer = await (await complete(proxy, prompt=["a", "b"], n=3)).json()
+        answer = await (await post_completion(proxy, prompt=["a", "b"], n=3)).json()
         assert [each["text"] for each in answer["choices"]] == ["Paris."] * 6
     async with run_proxy(tmp_path / "two", running_count_max=2, queue_count_max=2) as proxy:
         answers = await asyncio.gather(*(proxy.chat(f"{number} {QUESTION}", n=4) for number in range(3)))
@@ -180,7 +182,7 @@ async def test_running_choices_are_limited_by_tickets(tmp_path: Path) -> None:
         assert (status["running"], status["queued"], status["lives"]) == (2, 0, 3), "the request itself is one"
         assert proxy.app[REQUEST_REGISTRY].unanswered_count == 1
         proxy.backend.may_continue.set()
-        assert (await asking).status == 200 and len(dispatched_ids(proxy)) == 4
+        assert (await asking).status == 200 and len(list_dispatched(proxy)) == 4
 
 
 @on_loop

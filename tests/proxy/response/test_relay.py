@@ -13,12 +13,12 @@ from warmline_common.protocol.sse import SseParser
 CHAT = {"messages": []}
 
 
-def events(body: bytes) -> list[dict[str, Any]]:
+def parse_events(body: bytes) -> list[dict[str, Any]]:
     parsed = [event.data for event in SseParser().feed(body) if event.data and event.data != b"[DONE]"]
     return [json.loads(data) for data in parsed]
 
 
-def whole(*chunks: dict[str, Any]) -> bytes:
+def make_stream(*chunks: dict[str, Any]) -> bytes:
     return b"".join(b"data: " + json.dumps(each, ensure_ascii=False).encode() + b"\n\n" for each in chunks)
 
 
@@ -28,7 +28,7 @@ async def test_response_has_client_model_name(tmp_path: Path) -> None:
         for name in ("openai/glm-5.2", "gpt-4o", SERVED, 'odd "name" \u2028 é'):
             folded = await (await proxy.chat(model=name)).json()
             assert folded["model"] == name
-            streamed = events(await (await proxy.chat(model=name, stream=True)).read())
+            streamed = parse_events(await (await proxy.chat(model=name, stream=True)).read())
             assert [each["model"] for each in streamed] == [name] * len(streamed)
         assert {body["model"] for body in proxy.backend.calls["prompts"]} == {SERVED}
 
@@ -71,8 +71,8 @@ async def test_stream_has_usage_only_when_asked(tmp_path: Path, asked: bool) -> 
     async with run_proxy(tmp_path) as proxy:
         options = {"stream_options": {"include_usage": True}} if asked else {}
         body = await (await proxy.chat(stream=True, **options)).read()
-        assert [each["usage"]["completion_tokens"] for each in events(body) if each.get("usage")] == [6] * asked
-        assert all(("usage" in each) == asked for each in events(body))
+        assert [each["usage"]["completion_tokens"] for each in parse_events(body) if each.get("usage")] == [6] * asked
+        assert all(("usage" in each) == asked for each in parse_events(body))
         assert body.endswith(b"data: [DONE]\n\n")
         assert b": prefill 0/" in body
         assert b"event: warmline" not in body
@@ -82,11 +82,11 @@ async def test_stream_has_usage_only_when_asked(tmp_path: Path, asked: bool) -> 
 async def test_special_bytes_arrive_unchanged(tmp_path: Path) -> None:
     async with run_proxy(tmp_path) as proxy:
         text = 'line\u2028sep\u0085next "model": "x" data: [DONE]\r\n\n\\ \U0001f600'
-        stream = whole(make_chunk(CHAT, text), make_chunk(CHAT, "", "stop"), make_usage_chunk(1, 1, 0))
+        stream = make_stream(make_chunk(CHAT, text), make_chunk(CHAT, "", "stop"), make_usage_chunk(1, 1, 0))
         proxy.backend.raw = [bytes([byte]) for byte in stream] + [b"data: [DONE]\n\n"]
         answer = await (await proxy.chat()).json()
         assert answer["choices"][0]["message"]["content"] == text
-        streamed = events(await (await proxy.chat(stream=True)).read())
+        streamed = parse_events(await (await proxy.chat(stream=True)).read())
         assert streamed[0]["choices"][0]["delta"]["content"] == text
         assert streamed[0]["model"] == "any"
 
@@ -97,7 +97,7 @@ async def test_multi_line_data_is_one_event(tmp_path: Path) -> None:
         lines = json.dumps(make_chunk(CHAT, "hi", "stop"), indent=1).encode().split(b"\n")
         event = b"".join(b"data: " + line + b"\n" for line in lines) + b"\n"
         proxy.backend.raw = [event[:40], event[40:], b"data: [DONE]\n\n"]
-        streamed = events(await (await proxy.chat(stream=True)).read())
+        streamed = parse_events(await (await proxy.chat(stream=True)).read())
         assert [each["choices"][0]["delta"] for each in streamed] == [{"content": "hi"}]
 
 
@@ -108,7 +108,7 @@ ERROR = {"error": {"message": "out of memory", "type": "server_error", "param": 
 @on_loop
 async def test_error_before_content_is_http_status(tmp_path: Path, stream: bool) -> None:
     async with run_proxy(tmp_path) as proxy:
-        proxy.backend.raw = [whole(ERROR)]
+        proxy.backend.raw = [make_stream(ERROR)]
         response = await proxy.chat(stream=stream)
         assert response.status == 500
         assert await response.json() == ERROR
@@ -118,11 +118,11 @@ async def test_error_before_content_is_http_status(tmp_path: Path, stream: bool)
 @on_loop
 async def test_error_after_content_is_event_without_done(tmp_path: Path) -> None:
     async with run_proxy(tmp_path) as proxy:
-        proxy.backend.raw = [whole(make_chunk(CHAT, "Par"), ERROR)]
+        proxy.backend.raw = [make_stream(make_chunk(CHAT, "Par"), ERROR)]
         response = await proxy.chat(stream=True)
         body = await response.read()
         assert response.status == 200
-        assert events(body)[-1] == ERROR
+        assert parse_events(body)[-1] == ERROR
         assert b"[DONE]" not in body
         assert (await proxy.chat(stream=False)).status == 500
 
@@ -130,9 +130,9 @@ async def test_error_after_content_is_event_without_done(tmp_path: Path) -> None
 @on_loop
 async def test_truncated_backend_stream_is_error(tmp_path: Path) -> None:
     async with run_proxy(tmp_path) as proxy:
-        proxy.backend.raw = [whole(make_chunk(CHAT, "Par"))]
+        proxy.backend.raw = [make_stream(make_chunk(CHAT, "Par"))]
         body = await (await proxy.chat(stream=True)).read()
-        assert "error" in events(body)[-1] and b"[DONE]" not in body
+        assert "error" in parse_events(body)[-1] and b"[DONE]" not in body
         answer = await proxy.chat()
         assert answer.status == 502
         assert (await answer.json())["error"]["code"] == "backend_failed"

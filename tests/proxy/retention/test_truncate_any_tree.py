@@ -21,7 +21,7 @@ from warmline_proxy.store.rows import SessionRow
 
 
 @dataclass(frozen=True)
-class Conversation:
+class TreeConversation:
     """Conversation that keeps a share of an earlier one; `base`: 0 the last one."""
 
     base: int
@@ -31,7 +31,7 @@ class Conversation:
 
 
 CONVERSATIONS = st.builds(
-    Conversation,
+    TreeConversation,
     st.integers(0, 9),
     st.sampled_from([0.1, 0.5, 0.9, 1.0]),
     st.integers(2, 200),
@@ -45,21 +45,21 @@ CONVERSATIONS = st.builds(
     order=st.lists(st.integers(0, 9), min_size=1, max_size=3),
 )
 def test_any_conversation_of_any_tree_is_purged_to_the_token(
-    conversations: list[Conversation], order: list[int]
+    conversations: list[TreeConversation], order: list[int]
 ) -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         Index(make_home(Path(folder)), BUDGET) as index,
         mock.patch.multiple(save_module, SEGMENT_TOKENS_MAX=150, SMALL_SEGMENT_TOKENS=70),
     ):
-        grow(index, conversations)
+        save_conversations(index, conversations)
         for number in order:
             if sessions := sorted(index.sessions(), key=lambda row: row.client):
                 check_purge(index, sessions, number % len(sessions))
         check_regrown(index)
 
 
-def grow(index: Index, conversations: Sequence[Conversation]) -> None:
+def save_conversations(index: Index, conversations: Sequence[TreeConversation]) -> None:
     texts: list[list[int]] = [[]]
     for number, talk in enumerate(conversations, 1):
         old = texts[-1 - talk.base % len(texts)]
@@ -71,7 +71,7 @@ def grow(index: Index, conversations: Sequence[Conversation]) -> None:
 def check_purge(index: Index, sessions: Sequence[SessionRow], number: int) -> None:
     texts = {row.id: unpack_tokens(index.path_tokens(row.leaf))[: row.tokens] for row in sessions}
     gone = texts[sessions[number].id]
-    before = {row.id: checkpoint_positions(index, texts[row.id]) for row in sessions}
+    before = {row.id: list_checkpoints(index, texts[row.id]) for row in sessions}
     purge_session(index, sessions[number].id)
     remaining = [row.id for row in index.sessions()]
     assert {*remaining, sessions[number].id} == texts.keys()
@@ -92,7 +92,7 @@ def check_regrown(index: Index) -> None:
     """Rebuild from the files alone, whose named parents are replaced ones, finds everything again."""
     rows = index.sessions()
     texts = [unpack_tokens(index.path_tokens(row.leaf))[: row.tokens] for row in rows]
-    before = [checkpoint_positions(index, text) for text in texts]
+    before = [list_checkpoints(index, text) for text in texts]
     index.transact(clear_tables)
     repair(index, deep=False, is_saving=False)
     for text, states in zip(texts, before, strict=True):
@@ -100,5 +100,5 @@ def check_regrown(index: Index) -> None:
     assert verify_index(index) == []
 
 
-def checkpoint_positions(index: Index, ids: Sequence[int]) -> list[int]:
+def list_checkpoints(index: Index, ids: Sequence[int]) -> list[int]:
     return [ref.position for ref in index.match_prefix(ROOT, pack_tokens(ids), len(ids)).checkpoints]

@@ -27,7 +27,7 @@ from warmline_proxy.upstream.watchdog import (
 )
 
 
-def pulse(step_age_s: float = 0.0, slowest_s: float = 0.0, steps: int = 1000) -> HealthReply:
+def make_pulse(step_age_s: float = 0.0, slowest_s: float = 0.0, steps: int = 1000) -> HealthReply:
     return HealthReply(
         boot="b",
         pid=1,
@@ -39,7 +39,7 @@ def pulse(step_age_s: float = 0.0, slowest_s: float = 0.0, steps: int = 1000) ->
     )
 
 
-def track(pulse: HealthReply | None, seconds: float, silent: bool = False) -> StallTracker:
+def track_pulse(pulse: HealthReply | None, seconds: float, silent: bool = False) -> StallTracker:
     """Track a backend polled once a second that stays in one step, or silent."""
     tracker = StallTracker()
     if pulse:
@@ -54,28 +54,28 @@ def track(pulse: HealthReply | None, seconds: float, silent: bool = False) -> St
 
 def test_step_limit_is_configured_or_five_times_slowest() -> None:
     assert step_limit_s(120, None) == 120
-    assert step_limit_s(120, pulse(slowest_s=10)) == 120
-    assert step_limit_s(120, pulse(slowest_s=57)) == 285
-    long_step = pulse(step_age_s=300, slowest_s=57)
-    assert track(long_step, 285).find_stall_reason(120, long_step) == ""
-    assert "300.0 s" in track(long_step, 286).find_stall_reason(120, long_step)
+    assert step_limit_s(120, make_pulse(slowest_s=10)) == 120
+    assert step_limit_s(120, make_pulse(slowest_s=57)) == 285
+    long_step = make_pulse(step_age_s=300, slowest_s=57)
+    assert track_pulse(long_step, 285).find_stall_reason(120, long_step) == ""
+    assert "300.0 s" in track_pulse(long_step, 286).find_stall_reason(120, long_step)
 
 
 def test_warm_up_steps_have_larger_limit() -> None:
-    first = pulse(step_age_s=1e6, steps=WARM_UP_STEPS - 1)
-    assert track(first, 599).find_stall_reason(120, first) == ""
-    ninth = pulse(step_age_s=1e6, steps=WARM_UP_STEPS)
-    assert track(ninth, 121).find_stall_reason(120, ninth) != ""
+    first = make_pulse(step_age_s=1e6, steps=WARM_UP_STEPS - 1)
+    assert track_pulse(first, 599).find_stall_reason(120, first) == ""
+    ninth = make_pulse(step_age_s=1e6, steps=WARM_UP_STEPS)
+    assert track_pulse(ninth, 121).find_stall_reason(120, ninth) != ""
 
 
 def test_silence_stalls_even_without_first_pulse() -> None:
-    assert track(None, 10).find_stall_reason(10, None) == ""
-    assert "not answered for 11.0 s" in track(None, 11).find_stall_reason(10, None)
-    assert "not answered" in track(pulse(), 11, silent=True).find_stall_reason(10, pulse())
+    assert track_pulse(None, 10).find_stall_reason(10, None) == ""
+    assert "not answered for 11.0 s" in track_pulse(None, 11).find_stall_reason(10, None)
+    assert "not answered" in track_pulse(make_pulse(), 11, silent=True).find_stall_reason(10, make_pulse())
 
 
 def test_sleep_of_machine_is_no_stall() -> None:
-    asleep = pulse(step_age_s=3600)
+    asleep = make_pulse(step_age_s=3600)
     tracker = StallTracker()
     tracker.record_pulse(asleep, 1.0)
     tracker.record_pulse(asleep, 3600.0)
@@ -83,10 +83,10 @@ def test_sleep_of_machine_is_no_stall() -> None:
 
 
 def test_new_step_resets_stall() -> None:
-    tracker = track(pulse(step_age_s=100), 100)
-    assert tracker.record_pulse(pulse(step_age_s=1, steps=1001), 1.0)
+    tracker = track_pulse(make_pulse(step_age_s=100), 100)
+    assert tracker.record_pulse(make_pulse(step_age_s=1, steps=1001), 1.0)
     assert tracker.stuck_s == 0.0
-    assert not tracker.record_pulse(pulse(step_age_s=2, steps=1001), 1.0)
+    assert not tracker.record_pulse(make_pulse(step_age_s=2, steps=1001), 1.0)
     assert tracker.stuck_s == 1.0
 
 

@@ -13,7 +13,7 @@ from support.run.fake_managers import FakeUser
 from warmline_common.storage.home import Home
 
 
-def ask(user: FakeUser) -> dict[str, Any]:
+def ask_pair(user: FakeUser) -> dict[str, Any]:
     body = {"model": "any", "messages": [{"role": "user", "content": "hello " * 30}], "max_tokens": 4}
     request = urllib.request.Request(
         f"http://127.0.0.1:{user.port}/v1/chat/completions",
@@ -25,7 +25,7 @@ def ask(user: FakeUser) -> dict[str, Any]:
         return answer
 
 
-def cached(answer: dict[str, Any]) -> int:
+def get_cached_tokens(answer: dict[str, Any]) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
@@ -37,7 +37,7 @@ def test_pair_runs_under_launchd_plists(tmp_path: Path, monkeypatch: pytest.Monk
         said = user.install("--model", str(model), "--wait-s", "60").stdout
         assert f"ready http://127.0.0.1:{user.port}/v1\nmodel      tiny on " in said
         assert f"\ndashboard  http://127.0.0.1:{user.port}/admin\n" in said
-        assert cached(ask(user)) == 0
+        assert get_cached_tokens(ask_pair(user)) == 0
         before = {role: agent["pid"] for role, agent in user.status()["agents"].items()}
         assert before == {role: int(Home(user.home).pid_file(role).read_text()) for role in ("proxy", "backend")}
 
@@ -46,7 +46,7 @@ def test_pair_runs_under_launchd_plists(tmp_path: Path, monkeypatch: pytest.Monk
         after = {role: agent["pid"] for role, agent in found["agents"].items()}
         assert after["backend"] == before["backend"] and after["proxy"] != before["proxy"]
         assert found["ready"] and found["model"] == "tiny"
-        assert cached(ask(user)) > 0, "the backend has kept what it had"
+        assert get_cached_tokens(ask_pair(user)) > 0, "the backend has kept what it had"
 
         # A configuration error ends with 0, so that launchd leaves it, and its one line is what the user is told.
         said = user.install("--model", str(tmp_path / "nowhere"), "--wait-s", "60", code=1).output

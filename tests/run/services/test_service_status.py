@@ -59,7 +59,7 @@ def test_systemctl_output_is_parsed(shown: str, state: ServiceState) -> None:
 
 
 @contextmanager
-def answering(*answers: tuple[int, Any]) -> Iterator[Address]:
+def run_fake_proxy(*answers: tuple[int, Any]) -> Iterator[Address]:
     """A proxy that says these one after the other to whoever asks, and the last one for ever."""
     left = list(answers)
 
@@ -79,7 +79,7 @@ def answering(*answers: tuple[int, Any]) -> Iterator[Address]:
         server.shutdown()
 
 
-class Running(LaunchdManager):
+class RunningServices(LaunchdManager):
     """Agents of which all run."""
 
     def read_state(self, which: object) -> ServiceState:
@@ -90,11 +90,11 @@ def test_wait_until_ready_prints_each_reason_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(actions, "POLL_S", 0)
     loading = (503, {"ready": False, "reason": "loading"})
     told: list[str] = []
-    with answering(loading, loading, (503, []), (200, {"model": "tiny"})) as address:
-        assert actions.wait_until_ready(Running(), "", address, {}, 60, told.append) == ""
+    with run_fake_proxy(loading, loading, (503, []), (200, {"model": "tiny"})) as address:
+        assert actions.wait_until_ready(RunningServices(), "", address, {}, 60, told.append) == ""
     assert told == ["waiting: loading", "waiting: the proxy answers 503"]
-    with answering(loading) as address:
-        problem = actions.wait_until_ready(Running(), "", address, {}, 0, told.append)
+    with run_fake_proxy(loading) as address:
+        problem = actions.wait_until_ready(RunningServices(), "", address, {}, 0, told.append)
         assert problem == "not ready after 0 s: loading; it goes on starting"
 
 

@@ -58,7 +58,7 @@ SMALL = Scale(turns_count=6, turn_bytes=400, long_tokens=1500, quick_s=0.0)
 TIMEOUT_S = 20.0
 
 
-def outcomes(
+def run_gates(
     server: type[HonestServer],
     names: Sequence[str] = (),
     *,
@@ -75,7 +75,7 @@ def outcomes(
 
 
 def test_honest_server_passes_all_checks_without_restart() -> None:
-    seen = outcomes(HonestServer)
+    seen = run_gates(HonestServer)
     assert list(seen) == NAMES
     assert {name: outcome.detail for name, outcome in seen.items() if outcome.result == FAILED} == {}
     assert [name for name in NAMES if seen[name].result == NOT_RUN] == ["restart"]
@@ -113,22 +113,22 @@ def test_honest_server_passes_all_checks_without_restart() -> None:
 def test_each_wrong_server_fails_its_check(
     server: type[HonestServer], gate: str, said: str, others: Sequence[str]
 ) -> None:
-    seen = outcomes(server)
+    seen = run_gates(server)
     failed = {name: outcome.detail for name, outcome in seen.items() if outcome.result == FAILED}
     assert set(failed) == {gate, *others}, failed
     assert said in failed[gate]
 
 
 def test_clear_refusal_is_not_a_failure() -> None:
-    seen = outcomes(RefusesResponseFormat, ["exact-answer", "three-at-once"])
+    seen = run_gates(RefusesResponseFormat, ["exact-answer", "three-at-once"])
     assert seen["exact-answer"].result == NOT_RUN and "no forms here" in seen["exact-answer"].detail
     assert seen["three-at-once"].result == PASSED and "none can be held to a value" in seen["three-at-once"].detail
 
 
 def test_exact_mode_reuse_is_judged_by_grid() -> None:
-    told = outcomes(CachesWholeSteps, grid_tokens=CachesWholeSteps.STEP_TOKENS)
+    told = run_gates(CachesWholeSteps, grid_tokens=CachesWholeSteps.STEP_TOKENS)
     assert {name: outcome.detail for name, outcome in told.items() if outcome.result == FAILED} == {}
-    untold = outcomes(CachesWholeSteps)
+    untold = run_gates(CachesWholeSteps)
     assert {name for name, outcome in untold.items() if outcome.result == FAILED} == {
         "tool-result",
         "long-transcript",
@@ -207,15 +207,15 @@ def test_url_of_other_api_fails_at_once(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize("server", [NeverAnswers, NeverReady])
 def test_silent_server_times_out(server: type[HonestServer]) -> None:
-    seen = outcomes(server, ["load"], timeout_s=0.3)["load"]
+    seen = run_gates(server, ["load"], timeout_s=0.3)["load"]
     assert seen.result == FAILED
     assert ("no whole answer within 0.3 s" if server is NeverAnswers else "the model is being loaded") in seen.detail
 
 
 def test_restart_check_ignores_other_homes(tmp_path: Path) -> None:
-    assert "can't be read" in outcomes(HonestServer, ["restart"], home=tmp_path)["restart"].detail
+    assert "can't be read" in run_gates(HonestServer, ["restart"], home=tmp_path)["restart"].detail
     (tmp_path / "secret").write_text("other")
-    seen = outcomes(HonestServer, ["restart"], home=tmp_path)["restart"]
+    seen = run_gates(HonestServer, ["restart"], home=tmp_path)["restart"]
     assert seen.result == NOT_RUN and "does not run from" in seen.detail
 
 
@@ -240,4 +240,4 @@ def test_smoke_exit_codes(server: type[HonestServer], names: list[str], key: str
 
 def test_checks_run_in_fixed_order() -> None:
     assert [gate.name for gate in find_checks(["streaming", "load"])] == ["load", "streaming"]
-    assert {outcome.result for outcome in outcomes(HonestServer, ["streaming", "load"]).values()} == {PASSED}
+    assert {outcome.result for outcome in run_gates(HonestServer, ["streaming", "load"]).values()} == {PASSED}

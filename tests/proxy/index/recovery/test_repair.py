@@ -46,7 +46,7 @@ from warmline_proxy.retention.purge import purge
 from warmline_proxy.store.rows import PurgeRequest, RepairReply
 
 
-def done(reply: RepairReply) -> set[str]:
+def list_repairs(reply: RepairReply) -> set[str]:
     return {finding.what for finding in reply.did}
 
 
@@ -226,7 +226,7 @@ def test_unreadable_entry_is_reported_and_repaired(home: Home) -> None:
     with IndexReader(home) as reader:
         assert {finding.what for finding in verify_index(reader)} == {"entry"}
     with Index(home, BUDGET) as index:
-        assert {"adopted", "entries"} <= done(repair_and_verify(index))
+        assert {"adopted", "entries"} <= list_repairs(repair_and_verify(index))
         assert list_texts(index) == whole
 
 
@@ -241,7 +241,7 @@ def test_derived_tables_are_rebuilt(home: Home) -> None:
     with Index(home, BUDGET) as index:
         assert verify_index(index)
         reply = repair_and_verify(index)
-        assert done(reply) == {"entries"} and index.snapshot() == before
+        assert list_repairs(reply) == {"entries"} and index.snapshot() == before
         assert count_matched(index, A[:400]) == 400
 
 
@@ -269,7 +269,7 @@ def test_damaged_files_are_quarantined_with_descendants(index: Index) -> None:
     first, second, *rest = list_chain(index, A[:400])
     flip_bit(index.home.segment_file(second), -9)
     reply = repair_and_verify(index)
-    assert done(reply) == {"quarantined", "session"} | ({"entries"} & done(reply))
+    assert list_repairs(reply) == {"quarantined", "session"} | ({"entries"} & list_repairs(reply))
     reasons = {row.id: row.reason for row in index.quarantined()}
     assert reasons[second] == "checksum" and all(reasons[it] == f"builds on {second}: checksum" for it in rest[:1])
     assert list_chain(index, A[:400]) == [first]

@@ -33,15 +33,15 @@ from support.index import indexes as helpers
 from warmline_proxy.index.index import Index
 from warmline_common.storage.home import Home
 index = Index(Home(Path(sys.argv[1])), 1 << 30)
-plan = helpers.planned(index, [*range(100_000, 103_000), *range(3000)], checkpoints=[3500])
+plan = helpers.plan_save(index, [*range(100_000, 103_000), *range(3000)], checkpoints=[3500])
 """
 STEPS = {
     "planned": "",
     "half written": "helpers.write_plan(index.home, plan); index.home.segment_file(plan.file_ids[-1]).unlink()",
     "written": "helpers.write_plan(index.home, plan)",
-    "committed": "helpers.commit(index, plan)",
-    "evicted": "helpers.commit(index, plan); index.budget_bytes = 1; index.sweep = lambda: 0; index.make_room()",
-    "aside": "import warmline_proxy.store.files as f; f.set_aside = lambda *a: 0; helpers.commit(index, plan); "
+    "committed": "helpers.commit_save(index, plan)",
+    "evicted": "helpers.commit_save(index, plan); index.budget_bytes = 1; index.sweep = lambda: 0; index.make_room()",
+    "aside": "import warmline_proxy.store.files as f; f.set_aside = lambda *a: 0; helpers.commit_save(index, plan); "
     "index.quarantine(plan.segments[0].id, 'checksum')",
 }
 
@@ -167,11 +167,11 @@ with IndexReader(Home(Path(sys.argv[1]))) as reader:
 # --- purge ---
 
 
-def everything(home: Home) -> bytes:
+def list_files(home: Home) -> bytes:
     return b"".join(path.read_bytes() for path in home.root.rglob("*") if path.is_file())
 
 
-def needle(ids: list[int]) -> bytes:
+def make_needle(ids: list[int]) -> bytes:
     return pack_tokens(ids)
 
 
@@ -182,17 +182,19 @@ def test_purge_leaves_no_bytes(home: Home) -> None:
         for length in (20, 60, 200, 900):  # small rows lie inside pages, among others
             save(index, secret[:length], may_replace=False, turn_end=10)
             save(index, kept[:length], may_replace=False, turn_end=10)
-        session = next(row for row in index.sessions() if index.segment_path(row.leaf)[0].id in _ids(index, secret)).id
-        assert needle(secret[5:8]) in everything(home)
+        session = next(
+            row for row in index.sessions() if index.segment_path(row.leaf)[0].id in _list_ids(index, secret)
+        ).id
+        assert make_needle(secret[5:8]) in list_files(home)
         reply = purge(index, PurgeRequest(session=session, dry_run=True))
         assert reply.dry_run and len(reply.segments) == 4 and count_matched(index, secret) == 900
         reply = purge(index, PurgeRequest(session=session))
         assert len(reply.segments) == 4 and reply.sessions == [session]
         assert count_matched(index, secret) == 0 and count_matched(index, kept) == 900
-        left = everything(home)
+        left = list_files(home)
         for at in range(0, 890, 2):
-            assert needle(secret[at : at + 3]) not in left
-        assert needle(kept[5:8]) in left
+            assert make_needle(secret[at : at + 3]) not in left
+        assert make_needle(kept[5:8]) in left
         assert session.encode() not in left
         assert verify_index(index, deep=True) == []
         save(index, secret)  # the new generation takes writes
@@ -201,7 +203,7 @@ def test_purge_leaves_no_bytes(home: Home) -> None:
         assert count_matched(index, secret) == 900
 
 
-def _ids(index: Index, ids: list[int]) -> set[str]:
+def _list_ids(index: Index, ids: list[int]) -> set[str]:
     return {ref.id for ref in index.match_prefix(ROOT, pack_tokens(ids), len(ids)).chain}
 
 
@@ -335,7 +337,7 @@ def test_read_only_start_serves_stored_data(home: Home, monkeypatch: pytest.Monk
     stray.parent.mkdir(exist_ok=True, mode=0o700)
     stray.write_bytes(b"x")
     for name in ("create", "delete"):
-        monkeypatch.setattr(disk, name, full)
+        monkeypatch.setattr(disk, name, raise_disk_full)
     with Index(home, 1 << 30) as index:
         reconcile_index(index)
         assert index.read_only_code == "ENOSPC" and count_matched(index, A) == 3000
@@ -349,7 +351,7 @@ def test_read_only_start_serves_stored_data(home: Home, monkeypatch: pytest.Monk
         assert verify_index(index, deep=True) == []
 
 
-def full(*_: object) -> None:
+def raise_disk_full(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
