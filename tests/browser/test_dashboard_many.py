@@ -1,4 +1,4 @@
-"""The dashboard against 10,000 segments, behind a proxy whose backend is away, and which is killed itself."""
+"""Dashboard with 10,000 segments: the proxy's backend is away, and the proxy itself is killed."""
 
 import sys
 import tempfile
@@ -28,7 +28,7 @@ FOCUSED = "document.activeElement.firstChild.textContent"
 
 
 class ProxyProcess:
-    """On one port, however often it is started."""
+    """Proxy on one port, which can be killed and started again."""
 
     def __init__(self, home: Home, *flags: str) -> None:
         port = str(free_port())
@@ -48,7 +48,7 @@ class ProxyProcess:
 
 
 def record_requests(index: Index) -> None:
-    """As many requests as are kept, one every two minutes, the last one now; each went on with a conversation."""
+    """Record the maximum of requests, one every two minutes up to now, each continuing a conversation."""
     sources, now = ("resident", "restored", "cold"), time.time()
     sessions = [row.id for row in index.sessions()]
     for number in range(REQUESTS_MAX):
@@ -77,7 +77,7 @@ def record_requests(index: Index) -> None:
 
 @pytest.fixture(scope="module")
 def proxy(chromium: Chromium) -> Iterator[ProxyProcess]:
-    """Started only where there is a browser."""
+    """Proxy process; skipped without a browser."""
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
         home = Home(Path(folder) / "home")
         home.prepare()
@@ -98,7 +98,7 @@ def page(browser: Chromium, proxy: ProxyProcess) -> Chromium:
 
 
 def wait_for_focus(page: Chromium, shown: str) -> None:
-    """Until the tree's focus is on what says so."""
+    """Wait until the tree's focus is on the row with this text."""
     page.wait(f"document.activeElement.matches('[role=treeitem]') && {FOCUSED}.includes('{shown}')")
 
 

@@ -1,4 +1,4 @@
-"""The dashboard over a real pair: a conversation seen warm, explained, pinned, purged; by keyboard, in every look."""
+"""Dashboard of a real pair: a conversation is warm, explained, pinned and purged; keyboard and all looks."""
 
 import json
 import re
@@ -19,27 +19,27 @@ STEADY = {"role": "system", "content": SYSTEM}
 
 @pytest.fixture(scope="module")
 def pair(chromium: Chromium, tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Started only where there is a browser."""
+    """Real pair; skipped without a browser."""
     with Pair(tmp_path_factory.mktemp("dashboard"), tiny_folder("llama")) as pair:
         yield pair
 
 
 def open_dashboard(browser: Chromium, pair: Pair) -> None:
-    """Until all that is there is shown."""
+    """Open the dashboard and wait until all data is shown."""
     browser.open(f"{pair.url}/admin")
     browser.wait("Number(document.documentElement.dataset.asked) >= 1")
     browser.run(LOOKS)
 
 
 def poll_now(browser: Chromium) -> None:
-    """Ask now, and wait for the answer."""
+    """Let the page poll at once, and wait for the answer."""
     browser.wait("""(window.before ??= document.documentElement.dataset.asked,
         document.dispatchEvent(new Event("visibilitychange")),
         document.documentElement.dataset.asked !== window.before && (delete window.before, true))""")
 
 
 def send_turn(pair: Pair, messages: list[Message], name: str) -> int:
-    """A turn; how many of its prompt's tokens were reused.  `messages` get the answer."""
+    """Send a turn and append its answer to `messages`; the number of reused prompt tokens."""
     reply = pair.chat(messages, max_tokens=12, session_id=name)
     messages.append({"role": "assistant", "content": reply.text})
     pair.settle()
@@ -65,7 +65,7 @@ def test_empty_dashboard_shows_instructions(browser: Chromium, pair: Pair, scree
 
 
 def check_unnamed_session_label(browser: Chromium, pair: Pair) -> None:
-    """Its client has given no name, so the page says since when it is kept: in all three places."""
+    """Check that an unnamed session is labelled by its time in all three places."""
     poll_now(browser)
     browser.wait("document.querySelector('#session-rows b.unnamed') && document.querySelector('.row .who')")
     name = browser.run("document.querySelector('#session-rows b').textContent")
@@ -125,7 +125,7 @@ def test_conversation_from_warm_to_purged(browser: Chromium, pair: Pair, screens
 
 
 def check_all_looks(browser: Chromium, screenshots: Path) -> None:
-    """In each the text is readable, and nothing is wider than the window."""
+    """Check in each look that text is readable and nothing is wider than the window."""
     for name, size in (("desktop", DESKTOP), ("phone", PHONE)):
         for scheme in ("light", "dark"):
             browser.set_viewport(*size, scheme=scheme, motion="reduce")

@@ -1,4 +1,4 @@
-"""A home with something in it."""
+"""Fixture of the cachectl tests: a home with conversations, a quarantined file and requests."""
 
 from pathlib import Path
 
@@ -10,5 +10,5 @@ from warmline_common.storage.home import Home
 
 @pytest.fixture
 def home(tmp_path: Path) -> Home:
-    """Two conversations with one beginning, a quarantined file, two requests."""
+    """Home with two conversations that share a prefix, a quarantined file, and two requests."""
     return make_filled_home(tmp_path / "home")

@@ -1,4 +1,4 @@
-"""Messages are decoded on many threads, and what a struct is made of must be known before two of them meet it at once.
+"""Decoders of messages are built before threads use them.
 
 msgspec 0.22 ends the process (SIGSEGV) where two threads decode into a struct that neither has met: restores after a
 start did, which read the headers of their files beside each other.
@@ -66,14 +66,14 @@ def test_malformed_json_raises_decode_error(data: bytes) -> None:
 
 
 def find_typed_decoding(path: Path) -> list[int]:
-    """In its functions."""
+    """Find calls within functions that decode into a type."""
     functions = (each for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, FUNCTIONS))
     calls = (each for function in functions for each in ast.walk(function) if isinstance(each, ast.Call))
     return [call.lineno for call in calls if is_typed_decoding(call)]
 
 
 def is_typed_decoding(call: ast.Call) -> bool:
-    """As msgspec.json.decode(data, type=Meta), msgspec.msgpack.Decoder(Meta) or msgspec.convert(value, Meta)."""
+    """True for msgspec.json.decode(data, type=Meta), msgspec.msgpack.Decoder(Meta), msgspec.convert(value, Meta)."""
     name = ast.unparse(call.func)
     if not name.startswith("msgspec."):
         return False

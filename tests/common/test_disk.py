@@ -1,4 +1,4 @@
-"""The steps that change a home, where they fail; a home that can't be written to."""
+"""Failures of each step that changes a home, and read-only homes."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""Lines and objects, files that are rotated, and a disk that does not take them."""
+"""Log lines and JSON objects, rotated files, and a disk that refuses them."""
 
 import io
 import json
@@ -108,7 +108,7 @@ def test_times_are_utc_to_the_millisecond() -> None:
 
 
 class ForeignError(Exception):
-    """As those of a library that has its own."""
+    """Exception of another library, with a traceback of its own."""
 
 
 def make_raised_error(error: Exception, cause: Exception | None = None) -> Exception:

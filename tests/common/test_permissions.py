@@ -1,4 +1,4 @@
-"""A home that was copied, restored or made carelessly is its owner's alone after a start."""
+"""Permissions of a copied, restored or carelessly created home are private after a start."""
 
 import stat
 from pathlib import Path
@@ -12,7 +12,7 @@ from warmline_common.storage.permissions import tighten_permissions
 
 @pytest.fixture
 def home(tmp_path: Path) -> Home:
-    """Open to all, with something in each corner."""
+    """Home that is open to all users, with a file in each folder."""
     home = Home(tmp_path / "home")
     home.prepare()
     home.load_secret()

@@ -1,4 +1,4 @@
-"""The frame of a segment file: damage is told by its reason, and what mx.save_safetensors writes can be read."""
+"""Format of segment files: damage has a reason, and files of mx.save_safetensors can be read."""
 
 from pathlib import Path
 

@@ -26,7 +26,7 @@ COMMENTS = st.text(st.characters(exclude_characters="\r\n", exclude_categories=[
 
 @st.composite
 def make_streams(draw: st.DrawFn) -> list[tuple[bytes, SseEvent]]:
-    """Framed events and what parsing each must give."""
+    """Draw framed events, and the expected result of parsing each."""
     framed = []
     for _ in range(draw(st.integers(0, 5))):
         if draw(st.booleans()):

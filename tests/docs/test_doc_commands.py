@@ -1,4 +1,4 @@
-"""Each command of the documentation is run beside a pair that serves, a document at a time; so is its Python."""
+"""Commands and Python of the documentation, run a document at a time beside a pair that serves."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The commands, files, variables and make targets that the documentation names in passing are there."""
+"""Commands, files, variables and make targets that the documentation mentions exist."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""docs/glm-5.2.md: what it says was computed is what doctor computes, and what it tells to type can be typed."""
+"""docs/glm-5.2.md: its figures are those of doctor, and its commands are valid."""
 
 import plistlib
 import re

@@ -1,4 +1,4 @@
-"""docs/logs.md names every key of a log in JSON and every field of a PERF line, and no other; its filters work."""
+"""docs/logs.md lists exactly the keys of JSON logs and the fields of PERF lines, with filters that work."""
 
 import json
 import logging
@@ -41,7 +41,7 @@ def make_line(level: int, message: str, **options: Any) -> str:
 
 
 def make_lines() -> list[str]:
-    """A log with a line of each kind."""
+    """Make a log with a line of each kind."""
     try:
         raise RuntimeError("planted")
     except RuntimeError as error:

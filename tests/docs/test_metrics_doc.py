@@ -1,4 +1,4 @@
-"""docs/metrics.md has every figure that the processes tell, and no other; their names are as Prometheus wants them."""
+"""docs/metrics.md lists exactly the metrics of both processes; their names follow Prometheus' rules."""
 
 import asyncio
 import re
@@ -29,7 +29,7 @@ Facts = tuple[str, tuple[str, ...]]  # type and labels
 
 
 def describe_metrics(registry: CollectorRegistry) -> dict[str, tuple[Facts, str]]:
-    """By name as text: type and labels, and the help; without what the client library tells of any process."""
+    """Describe each metric by its name, type, labels and help, without the client library's own metrics."""
     found = {}
     for collector in registry._collector_to_names:
         for family in collector.collect():
@@ -106,7 +106,7 @@ def test_metrics_doc_names_exist(families: dict[str, tuple[Facts, str]]) -> None
 
 
 def lint_metric(name: str, kind: str, labels: tuple[str, ...], about: str) -> list[str]:
-    """Findings as promtool reports them, and some more."""
+    """Find what promtool reports, and some more."""
     rules: list[tuple[Callable[[], bool], str]] = [
         (lambda: re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) is not None, "a name in small letters"),
         (lambda: (kind == "counter") == name.endswith("_total"), "counters, and only these, end in _total"),

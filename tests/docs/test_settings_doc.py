@@ -47,6 +47,6 @@ def test_links_resolve(document: Path) -> None:
 
 
 def list_anchors(document: Path) -> set[str]:
-    """As links name them."""
+    """List the headings as links name them."""
     titles = re.findall(r"^#+ (.+)$", document.read_text(), flags=re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}

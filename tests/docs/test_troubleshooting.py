@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md has each message that people can get, and none that nobody gets any more."""
+"""docs/troubleshooting.md has an entry for each message, and no entry without one."""
 
 import re
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ WORDS_MIN = 2  # of a message that has to be there
 
 @dataclass(frozen=True)
 class MessageFamily:
-    """Messages that have no entry of their own, and why; `heading`: of the section that tells of them together."""
+    """Messages without entries of their own, and why; `heading`: of the section that covers them."""
 
     modules: str
     carriers: Sequence[str]  # none: all
@@ -94,7 +94,7 @@ MESSAGES = find_messages(ROOT)
 
 
 def list_entries(page: str) -> list[str]:
-    """The code that stands before an item's colon; an item may have several messages."""
+    """List the code spans before each item's colon; an item may have several messages."""
     firsts = re.findall(r"^- (`.*):$", page, flags=re.MULTILINE)
     spans = (re.findall(r"(?<!`)(`+)(?!`)\s?(.+?)\s?(?<!`)\1(?!`)", first) for first in firsts)
     return [text for found in spans for _, text in found]
@@ -107,7 +107,7 @@ def make_pattern(entry: str) -> re.Pattern[str]:
 
 
 def is_match(entry: str, text: str) -> bool:
-    """`…` in an entry stands for anything."""
+    """True if the entry matches the text; `…` in an entry matches anything."""
     return make_pattern(entry).fullmatch(strip_markup(text)) is not None
 
 

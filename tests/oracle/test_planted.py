@@ -1,4 +1,4 @@
-"""Planted bugs: bugs of caches, put into the real processes, must be seen by the oracle.
+"""Planted bugs: cache bugs in the real processes must be detected by the oracle.
 
 Every script first passes without its bug, which shows that the bug is the cause of the failure.
 """

@@ -1,4 +1,4 @@
-"""The users whose service managers are ours, each with a home of their own."""
+"""Users with fake service managers, each with a home of their own."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The demo model: converted whole, once, and to the model it is said to be."""
+"""Demo model: converted completely, once, and to the model that it claims to be."""
 
 import itertools
 import json
@@ -121,7 +121,7 @@ def test_demo_keeps_quantization(tmp_path: Path) -> None:
 
 
 def prepare_demo(home: Path) -> tuple[Path, str]:
-    """The folder that the command prints, and what it says, where files are made open to all."""
+    """Convert the demo model with an open umask; (the printed folder, the output)."""
     command = [sys.executable, "-m", "warmline_backend.demo", "--home", str(home), "--weights", "q4"]
     done = subprocess.run(command, umask=0, capture_output=True, text=True, check=True)
     return Path(done.stdout.strip()), done.stderr

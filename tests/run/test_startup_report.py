@@ -38,7 +38,7 @@ def make_config(**settings: str) -> ResolvedConfig:
 
 
 def list_report_lines(change: dict[str, Any], **settings: str) -> dict[str, str]:
-    """Its lines, by their first words."""
+    """List the report's lines by their first words."""
     status, config = copy.deepcopy(STATUS), make_config(**settings)
     for path, value in change.items():
         *above, name = path.split(".")

@@ -1,4 +1,4 @@
-"""The supervisor over stand-ins, as real processes."""
+"""Supervisor over stand-in processes."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ def start_supervisor(*manner: str) -> RunningProcess:
 
 
 def wait_until_up(serve: RunningProcess) -> None:
-    """Both children would say that they stop.  "ready" tells this of the proxy alone."""
+    """Wait for the start of both children, since "ready" tells it of the proxy alone."""
     serve.wait_for_all("^backend up ", "^proxy up ", "^ready ")
 
 

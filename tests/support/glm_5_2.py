@@ -1,4 +1,4 @@
-"""GLM-5.2's folder in full size, with holes where the weights would be: what its files say can be asked, nothing else.
+"""GLM-5.2's folder in full size, with sparse files in place of weights: only headers and configuration can be read.
 
 The configuration is the published one's; the weights are those of a conversion to mxfp4, as mlx-lm makes it.
 """
@@ -55,7 +55,7 @@ TYPES = {mx.bfloat16: "BF16", mx.uint32: "U32", mx.uint8: "U8"}
 
 
 def write_folder(folder: Path) -> Path:
-    """The folder, whose files claim some 395 GB and take a few MB; the tokenizer is a tiny one."""
+    """Write the folder, whose files claim some 395 GB and take a few MB; the tokenizer is a tiny one."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     tiny_models.write_tokenizer(folder, think_tail=True, tools=True)
@@ -71,7 +71,7 @@ def write_folder(folder: Path) -> Path:
 
 
 def _make_parameters() -> dict[str, mx.array]:
-    """Lazily, so that nothing of them is ever computed."""
+    """Make the parameters lazily, so that none is ever computed."""
     model = Model(ModelArgs.from_dict(CONFIG))
     model.set_dtype(mx.bfloat16)
     nn.quantize(model, group_size=32, bits=4, mode="mxfp4", class_predicate=lambda _, module: _is_quantizable(module))

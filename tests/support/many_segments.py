@@ -1,4 +1,4 @@
-"""An index with thousands of segments, written in one transaction, with files that a start finds whole."""
+"""Index with thousands of segments, written in one transaction, with files that a start accepts."""
 
 import hashlib
 
@@ -16,7 +16,7 @@ NEWEST = 1_700_000_000.0  # Unix seconds, when the last of them was used
 def fill_index(
     index: Index, segments: int, *, roots: int = 2, file_bytes: int = 256, clients: str = "client-{}"
 ) -> int:
-    """About so many segments: conversations of CHAIN ones, each by itself after a shared beginning; how many those are.
+    """Store about so many segments: conversations of CHAIN segments after a shared prefix; the number of conversations.
 
     Every third conversation has an older one that ends half way.  Files are as large as their rows say, and no more.
     """
@@ -53,7 +53,7 @@ def _insert_conversation(tables: Tables, number: int, at_root: int, file_bytes: 
 
 
 class _Piece:
-    """A segment's name and tokens."""
+    """Name and tokens of a segment."""
 
     def __init__(self, name: str, tokens: list[int]) -> None:
         self.id, self.tokens = _make_id(name), tokens
@@ -64,7 +64,7 @@ def _make_system_piece(number: int) -> _Piece:
 
 
 def _insert_path(tables: Tables, root: bytes, path: list[_Piece], size: int) -> None:
-    """The segments of a path that are not stored yet."""
+    """Insert the segments of a path that are not stored yet."""
     hashes = chain_hashes(root, pack_tokens([token for piece in path for token in piece.tokens]))
     start, parent = 0, ""
     for piece in path:

@@ -5,7 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 
 class MetricsText:
-    """One exposition; `families` by name, a counter's without `_total`."""
+    """Metrics of one scrape; `families` by name, a counter's without `_total`."""
 
     def __init__(self, text: str, *, openmetrics: bool = False) -> None:
         self.families = {family.name: family for family in (parse_openmetrics if openmetrics else parse_text)(text)}

@@ -1,4 +1,4 @@
-"""Terminal-Bench's agent on a real pair: `make terminal-bench`, which gives it a Python of its own.
+"""Terminal-Bench's agent on a real pair: `make terminal-bench`, with a Python of its own.
 
 Its name keeps it out of `make test`, where that Python may not be.
 """
@@ -47,12 +47,12 @@ def agent_report(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def list_requests(pair: Pair, model: str) -> list[Any]:
-    """The records of the requests that named this model, oldest first."""
+    """List the records of the requests for this model, oldest first."""
     return [record for record in reversed(pair.requests()) if record["client_model"] == model]
 
 
 def assert_turns_continue(turns: list[Any]) -> None:
-    """All of the last prompt is there; of the answer the client sends back no reasoning, so that is another text."""
+    """Check that each turn reuses the last prompt; the client drops reasoning, so answers are other texts."""
     for before, after in itertools.pairwise(turns):
         assert after["cached_tokens"] >= before["prompt_tokens"], (before, after)
 

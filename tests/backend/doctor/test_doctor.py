@@ -1,4 +1,4 @@
-"""`warmline doctor` on whole folders: good ones, and each broken in one way."""
+"""`warmline doctor` on whole model folders: good ones, and each with one fault."""
 
 import io
 import json
@@ -27,7 +27,7 @@ Copied = Callable[..., Path]
 
 @pytest.fixture
 def copy_model(tiny_folder: Callable[..., Path], tmp_path: Path) -> Copied:
-    """`copied(family)`: a tiny model's folder with everything that an agent needs, to be broken."""
+    """`copy_model(family)`: a writable copy of a tiny model's folder with everything that an agent needs."""
 
     def copy(family: str = "llama", **options: Any) -> Path:
         return shutil.copytree(tiny_folder(family, **{"tools": True, **options}), tmp_path / "model")
@@ -44,7 +44,7 @@ def list_messages(examination: Examination, level: FindingLevel) -> str:
 
 
 def change_json(folder: Path, name: str, **changes: Any) -> None:
-    """Keys of a JSON file set anew, or taken out where they are None."""
+    """Set keys of a JSON file, or remove those that are None."""
     content = {**json.loads((folder / name).read_text()), **changes}
     (folder / name).write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 

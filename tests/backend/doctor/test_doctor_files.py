@@ -28,7 +28,7 @@ def make_shard_name(number: int, total: int = 3) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Three files and their index, all well."""
+    """Folder of three valid shards and their index."""
     (tmp_path / "config.json").write_text("{}")
     places = {}
     for number in (1, 2, 3):
@@ -49,7 +49,7 @@ def read_weight_map(folder: Path) -> dict[str, str]:
 
 
 def list_messages(folder: Path, level: FindingLevel) -> str:
-    """All findings of one level; there must be some."""
+    """List all findings of one level; there must be some."""
     lines = [f"{each.what} -> {each.todo}" for each in check_files(folder).findings if each.level is level]
     assert lines
     return "\n".join(lines)
@@ -82,7 +82,7 @@ def test_two_numberings_are_reported(folder: Path) -> None:
 
 
 def write_one_entry(dtype: str = '"F32"', shape: str = "[1]", offsets: str = "[0, 4]") -> bytes:
-    """A file of four bytes whose header has one entry."""
+    """Write a file of four bytes whose header has one entry."""
     header = f'{{"a": {{"dtype": {dtype}, "shape": {shape}, "data_offsets": {offsets}}}}}'.encode()
     return len(header).to_bytes(8, "little") + header + bytes(4)
 

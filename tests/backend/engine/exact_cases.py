@@ -40,7 +40,7 @@ def make_driver(family: str, root: Path, step: int = GRID) -> SchedulerDriver:
 
 
 def record_rows(note: Note) -> Callable[[DecodeGroup], Sampled]:
-    """A step of a decode group that also records each sequence's row."""
+    """Make a step of a decode group that also records each sequence's row."""
     step = DecodeGroup.step
 
     def recorded(group: DecodeGroup) -> Sampled:
@@ -54,7 +54,7 @@ def record_rows(note: Note) -> Callable[[DecodeGroup], Sampled]:
 
 
 class RowRecorder:
-    """All log-probabilities that each request's tokens were chosen from."""
+    """Log-probabilities that each request's tokens were chosen from."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[list[GenerationEvent], NDArray[np.float32]]] = []
@@ -75,7 +75,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> RowRecorder:
 
 @cache
 def compute_cold_rows(model: str, root: Path, step: int, prompt: tuple[int, ...], tokens: int) -> Rows:
-    """A cold answer, computed alone by an engine without reuse."""
+    """Compute the rows of a cold answer, alone on an engine without reuse."""
     rows: Rows = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DecodeGroup, "step", record_rows(lambda _, row: rows.append(row)))
@@ -98,7 +98,7 @@ def assert_same(found: Rows, expected: Rows) -> None:
 
 
 def make_branch_prompt(length: int, shared: int, seed: int = 9) -> list[int]:
-    """A prompt that shares its first tokens with `prompt_of`."""
+    """Make a prompt that shares its first tokens with `make_prompt`."""
     return make_prompt(length)[:shared] + make_prompt(length - shared, seed)
 
 

@@ -48,7 +48,7 @@ async def assert_nothing_is_left(backend: LiveBackend, *, residents: int = 0) ->
 
 
 async def save_conversation(backend: LiveBackend) -> RestoreRequest:
-    """A conversation on disk, and no longer in memory."""
+    """Save a conversation and drop it from memory; the request that restores it."""
     async with backend.start_generation("first", await backend.render_prompt()) as response:
         end = await read_result(response)
     upto, file = end.prefilled_until, "a" * 32

@@ -23,7 +23,7 @@ KEEPALIVE_S = 5.0
 
 
 class ManualQueue:
-    """The engine's queue, in which a wait with a timeout ends only when the test says so."""
+    """Queue of the engine, whose waits with a timeout end only when the test ends them."""
 
     def __init__(self) -> None:
         self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -45,7 +45,7 @@ TIME_IS_UP = object()
 
 
 class KeepaliveEngine:
-    """An engine with such a queue, and a clock that stands still but for `clock[0]`."""
+    """Engine with a ManualQueue and a clock that only `clock[0]` advances."""
 
     def __init__(
         self, root: Path, monkeypatch: pytest.MonkeyPatch, keepalive_s: float = KEEPALIVE_S, rest_s: float = 0.0

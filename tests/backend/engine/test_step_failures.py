@@ -18,7 +18,7 @@ class PlantedError(RuntimeError):
 
 
 class FailingModel:
-    """A model that raises once, at its `calls`-th call (of those with a batch of `batch`)."""
+    """Model that raises once, at its `calls`-th call (of those with a batch of `batch`)."""
 
     def __init__(self, model: object, calls: int, batch: int = 0) -> None:
         self._model, self._left, self._batch = model, calls, batch
@@ -89,7 +89,7 @@ def test_broken_device_ends_turn(root: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def start_batch(driver: SchedulerDriver) -> tuple[str, EventLog, EventLog]:
-    """Two requests in one batch: the first one's id, and both logs."""
+    """Start two requests in one batch; the first one's id, and both logs."""
     (name, one), (_, other) = (driver.submit(make_prompt(60, seed), 50) for seed in (1, 2))
     driver.run_until(lambda: len(driver.scheduler._queues.groups) == 1 and min(len(one.events), len(other.events)) > 5)
     return name, one, other

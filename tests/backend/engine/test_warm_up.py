@@ -22,7 +22,7 @@ def make_settings(step: int = 32, *, exact: bool = False, budget: int = 1 << 30)
 
 
 class CallRecorder:
-    """Records chunks, merged batches and steps."""
+    """Record of chunks, merged batches and steps."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.chunks: list[tuple[int, int]] = []  # where it began, how long it was

@@ -192,7 +192,7 @@ def test_picked_logprobs_are_sorted() -> None:
 
 
 def decode_with_mlx_lm(model: Any, requests: list[GenerationParams], prompts: list[list[int]]) -> list[list[int]]:
-    """Tokens that mlx-lm's batch classes decode for these requests together."""
+    """Decode these requests together with mlx-lm's batch classes; their tokens."""
     fault = SamplerFault()
     batch = PromptProcessingBatch(
         model,

@@ -55,7 +55,7 @@ def test_any_position_restores(family: str, root: Path, tmp_path: Path) -> None:
 def check_cut(
     driver: SchedulerDriver, folder: Path, tokens: list[int], chain: list[SegmentRef], checkpoints: list[CheckpointRef]
 ) -> None:
-    """A last file truncated at the restored position still restores it, and no more."""
+    """Check that a last file truncated at the restored position still restores it, and no more."""
     until, whole = CHECKPOINTS[-1], chain[-1]
     cut = SegmentRef(id="c" * 32, start=whole.start, end=until, upto=until)
     with (folder / f"{whole.id}.safetensors").open("rb") as file:

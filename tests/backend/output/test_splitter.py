@@ -45,7 +45,7 @@ def dialects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dialect]:
 
 
 def merge_parts(parts: list[Part]) -> list[Part]:
-    """Text and reasoning that come piece by piece, in one piece each."""
+    """Merge adjacent pieces of text, and of reasoning."""
     out: list[Part] = []
     for part in parts:
         last = out[-1] if out else None

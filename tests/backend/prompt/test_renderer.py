@@ -50,7 +50,7 @@ def decode_text(renderer: TemplateRenderer, tokens: list[int]) -> str:
 
 
 def split_at_boundaries(renderer: TemplateRenderer, rendered: RenderedPrompt) -> list[str]:
-    """The prompt's text, cut at its boundaries."""
+    """Split the prompt's text at its boundaries."""
     edges = [0, *rendered.boundaries, len(rendered.tokens)]
     return [decode_text(renderer, rendered.tokens[a:b]) for a, b in pairwise(edges)]
 

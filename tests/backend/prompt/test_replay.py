@@ -112,7 +112,7 @@ def decode_text(renderer: TemplateRenderer, prompt: RenderedPrompt) -> str:
 
 
 def is_replayed(renderer: TemplateRenderer, messages: list[Any], sampled: str, *ids: str, **body: Any) -> bool:
-    """True where the sampled tokens are in the prompt; else it must be the prompt without turns."""
+    """True if the sampled tokens are in the prompt; else it must equal the prompt without turns."""
     given = make_turn(renderer, sampled, *ids)
     prompt, plain = render_prompt(renderer, messages, given, **body), render_prompt(renderer, messages, **body)
     found = given.tokens in pack_tokens(prompt.tokens)

@@ -270,7 +270,7 @@ def measure_peak_above(base: int) -> Iterator[Callable[[], int]]:
 
 
 class PendingRestore:
-    """A restore of a saved prompt's first 700 tokens once memory is granted, and a request that continues it."""
+    """Restore of a saved prompt's first 700 tokens once memory is granted, and a request that continues it."""
 
     def __init__(self, driver: SchedulerDriver, folder: Path) -> None:
         self._drive, self._folder = driver, folder

@@ -40,7 +40,7 @@ def test_forget_releases_all_prompt_text_and_tokens(tiny_folder: FolderOf, tmp_p
 
 
 def find_objects_holding(text: str, tokens: list[int]) -> list[str]:
-    """Objects of the process with an attribute or element that contains the text or the tokens, except this test's."""
+    """Find objects of the process, except this test's, with an attribute or element that has the text or the tokens."""
     gc.collect()
     packed, found = pack_tokens(tokens), []
     for holder in gc.get_objects():

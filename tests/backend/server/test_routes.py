@@ -1,4 +1,4 @@
-"""The backend's HTTP contract where nothing else tests it: refusals, headers that the proxy sends, streams not read."""
+"""HTTP contract of the backend as far as nothing else tests it: refusals, the proxy's headers, unread streams."""
 
 import asyncio
 import socket

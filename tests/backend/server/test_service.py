@@ -65,7 +65,7 @@ def run_in_service(tmp_path: Path, work: Callable[[Service, Home], Awaitable[Non
 
 
 async def generate(service: Service, name: str = "r") -> tuple[GenerationResult, bytes]:
-    """Run a generation to its end; its result and packed prompt."""
+    """Run a generation to its end; (result, packed prompt)."""
     prompt = await service.render_prompt("chat", BODY, 10)
     with service.accept(name) as call:
         await service.generate(call, prompt)
@@ -80,7 +80,7 @@ def save_request(result: GenerationResult) -> SaveRequest:
 
 
 def wait_for_writer(service: Service) -> "Future[None]":
-    """Done once the writer thread has done its queued work."""
+    """Future that is done once the writer thread has done its queued work."""
     return service.runtime.kv_transfer._writer_pool.submit(lambda: None)
 
 

@@ -205,7 +205,7 @@ sys.exit(__main__.main(sys.argv[1:]))
 
 
 class BackendProcess:
-    """A backend process of its own."""
+    """Backend in a process of its own."""
 
     def __init__(
         self, model: Path, folder: Path, program: list[str], *rest: str, says: str = "serving .* at http://"

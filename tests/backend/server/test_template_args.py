@@ -46,7 +46,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
 
 
 def render_tail(renderer: TemplateRenderer, **body: Any) -> str:
-    """End of the prompt, after the assistant's header."""
+    """Render the end of the prompt, after the assistant's header."""
     tokens = renderer.render("chat", {"messages": [USER], **body}).tokens
     return str(renderer._wrapper.decode(tokens)).rpartition("assistant\n")[2]
 

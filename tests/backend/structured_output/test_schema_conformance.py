@@ -1,4 +1,4 @@
-"""JSON that a random model samples under a schema is valid, whatever the schema: it never would be by luck."""
+"""JSON sampled by a random model under a schema is valid; without the grammar it would never be."""
 
 import json
 from typing import Any

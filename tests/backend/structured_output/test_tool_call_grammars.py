@@ -63,7 +63,7 @@ SCHEMAS = {"get_weather": WEATHER, "now": {"type": "object", "maxProperties": 0}
 
 
 def get_thought_end(family: str) -> str:
-    """End of a prompt after which no reasoning begins."""
+    """Get the end of a prompt after which no reasoning begins."""
     return "".join(BY_NAME[family].think) if family in BY_NAME else ""
 
 

@@ -1,4 +1,4 @@
-"""`cachectl export` and `import`: files, standard input and output, exit codes, whose it is to be."""
+"""`cachectl export` and `import`: files, standard input and output, exit codes, the owner of imports."""
 
 import json
 import os

@@ -190,7 +190,7 @@ def test_ambiguous_id_prefix_is_refused(home: Home) -> None:
 
 
 class FakeProxy(HTTPServer):
-    """Owns the index and does what the proxy's handler does."""
+    """Proxy that holds the index and handles a purge as the real proxy does."""
 
     def __init__(self, home: Home, index: Index) -> None:
         super().__init__(("127.0.0.1", 0), FakeProxyHandler)

@@ -1,4 +1,4 @@
-"""Output that nobody reads on, or that can't be written: neither may be taken for what a verb has found."""
+"""Output to a closed pipe or a full disk: never reported as a command's result."""
 
 import os
 import subprocess

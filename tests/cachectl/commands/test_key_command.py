@@ -1,4 +1,4 @@
-"""`cachectl key`: what it prints, where, and its exit codes."""
+"""`cachectl key`: its output, the files that it changes, and its exit codes."""
 
 import json
 import re

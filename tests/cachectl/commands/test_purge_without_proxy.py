@@ -1,4 +1,4 @@
-"""A purge without a proxy, and a backend that is still there: it is told to forget."""
+"""Purge without a proxy while a backend still runs: the backend is notified."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from warmline_proxy.store.rows import PurgeRequest
 
 
 class RecordingBackend(HTTPServer):
-    """Notes what it is asked, and answers with `status` and `body`."""
+    """Backend that records its requests, and answers with `status` and `body`."""
 
     status, body = 200, b""
 

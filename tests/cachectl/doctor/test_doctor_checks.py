@@ -1,4 +1,4 @@
-"""Each thing that commonly goes wrong is found, with its mend; and nothing is where all is well."""
+"""Checks of `cachectl doctor`: each common problem is found, with its fix; a healthy machine has none."""
 
 import os
 import socket

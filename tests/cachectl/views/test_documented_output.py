@@ -12,7 +12,7 @@ from warmline_cachectl.views.top import build_snapshot
 
 
 def remove_variable_parts(text: str) -> str:
-    """Without what another run, or another version's file sizes, would have otherwise."""
+    """Remove what differs between runs, and between versions with other file sizes."""
     text = re.sub(r"/\S+/home\b", "HOME", text)
     text = re.sub(r"\b\d[\d,.]*(?: [KMGT]?B\b|[smhd]\b)?", "N", text)
     return re.sub(r"[ ─━]+", " ", text.replace("┄", "")).strip()

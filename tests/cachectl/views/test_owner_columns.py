@@ -1,4 +1,4 @@
-"""cachectl says whose a conversation is, and removes what is stored under one key, with a proxy and without one."""
+"""Owners in cachectl: whose a conversation is, and purges by key, with and without a proxy."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ TALK = list(range(1000, 1300))
 
 
 def store_under_key(home: Home, tenant: str, client: str, model: str = MODEL) -> str:
-    """A file's id."""
+    """Store a conversation under a key; its file's id."""
     with Index(home, 1 << 30) as index:
         plan = begin_save(index, TALK, root=namespace(model, tenant))
         assert plan is not None
@@ -103,7 +103,7 @@ def test_read_commands_need_no_keys_file(home: Home) -> None:
 
 @pytest.fixture
 def proxy(home: Home) -> Iterator[Callable[[OwnerLabels], None]]:
-    """One that runs, and says so."""
+    """Address file and lock of a running proxy."""
     said: list[bytes] = []
 
     class Answers(BaseHTTPRequestHandler):

@@ -31,7 +31,7 @@ def pair(mode: str, tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFact
 
 
 class AuditedConversation:
-    """One conversation; each turn is answered, saved and evicted, so that the next one starts from disk."""
+    """Conversation whose turns are answered, saved and evicted, so that the next one starts from disk."""
 
     def __init__(self, pair: Pair, mode: str, name: str) -> None:
         self.pair, self.name, self._words = pair, name, WORDS * REPEATED[mode]
@@ -45,7 +45,7 @@ class AuditedConversation:
         return reply
 
     def wait_for_audit(self, reply: Reply) -> str:
-        """The audit's verdict."""
+        """Wait for the audit of a reply; its verdict."""
         limit, name = time.monotonic() + SETTLE_TIMEOUT_S, reply.headers["X-Warmline-Request"]
         while not (found := "".join(each["audit"] for each in self.pair.requests() if each["id"] == name)):
             assert time.monotonic() < limit, "no audit"
@@ -57,7 +57,7 @@ class AuditedConversation:
         return next(row["id"] for row in self.pair.cachectl("inspect")["sessions"] if row["client"] == self.name)
 
     def falsify_last_segment(self) -> None:
-        """Change the values of its last segment (or checkpoint, for models with states) under valid checksums."""
+        """Falsify the values of the last segment (or checkpoint, for models with states) under valid checksums."""
         last = self.pair.cachectl("inspect", self.session)["path"][-1]
         falsify_file(self.pair.home.segment_file([last, *last["checkpoints"]][-1]["id"]))
         self.pair.forget_residents()

@@ -21,13 +21,13 @@ WORDS = "Go on from there, and say what became of them in the end, once the stor
 
 
 def ask_cold(pair: Pair, messages: list[Message]) -> tuple[Any, str]:
-    """Cold numbers and text of the backend."""
+    """Ask the backend directly for cold numbers and text."""
     reply = pair.ask_backend(messages, **ALL)
     return reply.json["choices"][0]["logprobs"], reply.text
 
 
 def compute_kv_end(tokens: int) -> int:
-    """End of the KV that a prompt of so many tokens leaves."""
+    """Compute the end of the KV that a prompt of so many tokens leaves."""
     return (tokens - 1) // GRID * GRID
 
 
@@ -55,7 +55,7 @@ def test_warm_logprobs_equal_cold_in_exact_mode(family: str, tiny_folder: Folder
 
 
 def check_regenerate_and_edit(pair: Pair, messages: list[Message]) -> None:
-    """The last turn once more; then with other words in an earlier message."""
+    """Check the last turn once more, and then with an earlier message edited."""
     again = pair.chat(messages, **ALL)
     assert again.cached == compute_kv_end(again.prompt_tokens)
     assert f"exact mode keeps and reuses multiples of {GRID} tokens" in pair.perf_line(again)

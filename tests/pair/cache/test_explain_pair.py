@@ -29,13 +29,13 @@ Body = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def pair(tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """A llama whose template renders tools and reasoning."""
+    """Pair with a llama whose template renders tools and reasoning."""
     with Pair(tmp_path_factory.mktemp("explained"), tiny_folder("llama", tools=True)) as pair:
         yield pair
 
 
 def make_body(system: str = SYSTEM, tools: list[Any] | None = None, **changes: str) -> Body:
-    """A conversation with answers that reason; `changes` name a message by its number: m4="..."."""
+    """Make a conversation with reasoning; `changes` replace a message by its number: m4="..."."""
     texts = [system, QUESTIONS[0], "The Anna, from Bergen.", QUESTIONS[1], "A widow's in Stavanger.", QUESTIONS[2]]
     roles = ["system", "user", "assistant", "user", "assistant", "user"]
     messages = [
@@ -46,7 +46,7 @@ def make_body(system: str = SYSTEM, tools: list[Any] | None = None, **changes: s
 
 
 def explain_request(pair: Pair, sent: Body, **headers: str) -> Any:
-    """The reply of `explain`."""
+    """Send a request; the reply of `explain` for it."""
     reply = pair.post("/v1/chat/completions", sent, **headers)
     assert reply.status == 200, reply.raw
     pair.settle()
@@ -113,7 +113,7 @@ def test_explain_names_removed_messages(pair: Pair) -> None:
 
 
 def make_call_body(system: str, **answer: str) -> Body:
-    """A conversation up to a tool's result."""
+    """Make a conversation up to a tool's result."""
     talk = make_body(system, [LOOK])
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     calling = {"role": "assistant", "content": "The Anna.", "tool_calls": [call], **answer}

@@ -32,7 +32,7 @@ KEEPALIVE_S = 0.05
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama by another name, with code of its own."""
+    """Llama under another model type, with code of its own."""
     folder = tiny_models.build("llama", tmp_path_factory.mktemp("options") / "model")
     (folder / "own_llama.py").write_text(CODE)
     for name, changes in {

@@ -6,7 +6,7 @@ from support.pair.pair import FolderOf, Message, Pair
 
 
 def ask_turns(pair: Pair) -> list[tuple[int, str]]:
-    """Cached tokens and start of three requests of one conversation."""
+    """Ask three turns of one conversation; their cached tokens and sources."""
     messages: list[Message] = [{"role": "user", "content": "Say something, please."}]
     seen = []
     for words in (None, "And more?", "And more?"):

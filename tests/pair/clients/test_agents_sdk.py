@@ -1,4 +1,4 @@
-"""Agents of a few lines, on real SDKs, before a model that calls tools: ask, run what it calls, tell the result."""
+"""Small agents on real SDKs before a model that calls tools: ask, run the calls, send the results."""
 
 import json
 from collections.abc import Callable

@@ -29,7 +29,7 @@ def client(warm_pair: Pair) -> anthropic.Anthropic:
 def tool_client(
     tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[anthropic.Anthropic, Pair]]:
-    """Before a model that reasons and calls tools, as it is made to."""
+    """Client of a model that reasons and calls tools when forced to."""
     with Pair(tmp_path_factory.mktemp("calling"), tiny_folder("llama", tools=True)) as pair:
         yield anthropic.Anthropic(base_url=pair.url, api_key="x", max_retries=0), pair
 
@@ -39,7 +39,7 @@ def make_messages(text: str, **fields: Any) -> dict[str, Any]:
 
 
 def remove_variable_fields(message: Message) -> dict[str, Any]:
-    """All but its ids, and what was reused."""
+    """Remove ids and numbers of reused tokens."""
     told: Any = message.to_dict()
     for named in (told, *told["content"]):
         named.pop("id", None)

@@ -24,7 +24,7 @@ def client(warm_pair: Pair) -> OpenAI:
 
 
 def collect_stream(chunks: Any) -> tuple[dict[int, str], dict[int, str], list[Any]]:
-    """Texts and finishes by index, and the chunks without choices."""
+    """Collect texts and finish reasons by index, and the chunks without choices."""
     texts: dict[int, str] = defaultdict(str)
     finishes, rest, roles = {}, [], list[int]()
     for chunk in chunks:

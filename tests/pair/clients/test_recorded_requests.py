@@ -1,4 +1,4 @@
-"""Each client's requests, as they were recorded, get a right answer, and each turn starts where the last one ended."""
+"""Recorded requests of each client get right answers, and each turn starts from the end of the last one."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_recorded_turns_are_answered_warm(client: str, agent_pair: Pair) -> None
 
 
 def count_reusable(told: list[RecordedAnswer], goes_on_from: str) -> int:
-    """Tokens that the next turn may reuse, by what it is like.
+    """Count the tokens that the next turn may reuse, by its relation to the last one.
 
     - "answer": all that was said comes back and is shown: to the last token said, which has no row yet.
     - "request": the template leaves out the last reasoning: to the end of what was answered with it.

@@ -38,7 +38,7 @@ def get_cached_tokens(response: Any) -> int:
 
 
 def remove_variable_fields(response: Any) -> dict[str, Any]:
-    """Without what differs between two answers: ids, times, and what the first left for the second to reuse."""
+    """Remove what differs between two answers: ids, times, and reused tokens."""
     told: dict[str, Any] = response.model_dump()
     for name in ("id", "created_at", "completed_at"):
         told.pop(name)
@@ -50,7 +50,7 @@ def remove_variable_fields(response: Any) -> dict[str, Any]:
 
 
 def stream_response(client: OpenAI, **request: Any) -> Any:
-    """The last event's response; events are the SDK's, which raises where they don't fit together."""
+    """Stream a response; the last event's response.  The SDK raises where events don't fit together."""
     with client.responses.stream(**request) as stream:
         events = list(stream)
     assert [event.sequence_number for event in events] == list(range(len(events)))

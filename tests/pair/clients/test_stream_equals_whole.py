@@ -1,4 +1,4 @@
-"""Whatever is asked of whichever API: the events of a stream add up to the object that is answered without one.
+"""Streams equal whole answers: in each API the events add up to the object of the same request without a stream.
 
 Each case says what is asked, and what must come of it; the SDKs' own code puts streams together.
 """
@@ -131,7 +131,7 @@ def test_chat(case: Case, openai_sdk: OpenAI) -> None:
 
 
 def accumulate_chunks(chunks: list[Any]) -> dict[str, Any]:
-    """The answer that chunks add up to, by the SDK's own rules."""
+    """Accumulate chunks into an answer, by the SDK's own rules."""
     choices: dict[int, Any] = {}
     for chunk in chunks:
         for piece in chunk["choices"]:
@@ -150,7 +150,7 @@ def accumulate_chunks(chunks: list[Any]) -> dict[str, Any]:
 
 
 def normalize_choice(choice: Any) -> dict[str, Any]:
-    """Without ids, and with what streams leave out."""
+    """Remove ids, and fields that streams leave out."""
     message = {"content": None, **choice["message"]}
     calls = [{"type": call["type"], "function": call["function"]} for call in message.pop("tool_calls", [])]
     assert all(call["id"].startswith("call_") for call in choice["message"].get("tool_calls", []))
@@ -160,7 +160,7 @@ def normalize_choice(choice: Any) -> dict[str, Any]:
 
 
 def normalize_usage(usage: Any) -> dict[str, Any]:
-    """Without what the first of two answers left for the second to reuse."""
+    """Remove the tokens that the second answer reuses of the first."""
     return {name: value for name, value in usage.items() if name != "prompt_tokens_details"}
 
 

@@ -1,4 +1,4 @@
-"""Agents that reason and call tools: each turn starts from the end of the last one, whatever became of its answer.
+"""Agents that reason and call tools: each turn starts from the end of the last one, however its answer is changed.
 
 The template opens the model's reasoning in the generation prompt, and leaves it out of what was said before the last
 user spoke.
@@ -24,7 +24,7 @@ MANNERS = ["marked", "open"]
 
 
 class ToolAgent:
-    """One conversation, growing turn by turn; each is asked only once the last one is on disk."""
+    """Conversation of an agent, each turn of which is sent once the last one is on disk."""
 
     def __init__(self, pair: Pair, manner: str, first: str) -> None:
         self.pair = pair
@@ -43,13 +43,13 @@ class ToolAgent:
         return decode(self.pair.as_owner("POST", self.pair.backend_url + "/kv/prompts", request).raw, PromptReply)
 
     def append_call(self, content: str, arguments: str, **fields: str) -> None:
-        """The model's answer, as its client makes a tool call of it, and what the tool says."""
+        """Append the model's answer as its client makes a tool call of it, and the tool's result."""
         call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}
         self.messages.append({"role": "assistant", "content": content, "tool_calls": [call], **fields})
         self.messages.append({"role": "tool", "tool_call_id": "1", "content": RESULT})
 
     def reserialize(self) -> None:
-        """As a client does that keeps calls as objects: other white space than the model's, and than before."""
+        """Write the calls anew as a client does that keeps them parsed, with other white space than before."""
         for message in self.messages:
             for call in message.get("tool_calls", ()):
                 arguments, spaced = call["function"]["arguments"], ": " in call["function"]["arguments"]
@@ -62,7 +62,7 @@ class ToolAgent:
 
 
 def check_next_turn(agent: ToolAgent, before: int) -> Reply:
-    """Ask once more; it starts from the end of the turn before, at least."""
+    """Ask the next turn; it starts at the end of the turn before, or later."""
     reply = agent.ask()
     assert reply.cached >= before, f"{reply.cached} of {before} tokens: {agent.pair.perf_line(reply)}"
     return reply
@@ -106,7 +106,7 @@ def check_turns_after_restart(agent: ToolAgent) -> None:
 
 
 def check_omitted_reasoning(agent: ToolAgent) -> None:
-    """Once the user speaks again, what the template leaves out begins in the first answer to what it asked before."""
+    """Check the turn after the user speaks again: it differs where the template first omits reasoning."""
     asked = next(message.end for message in agent.rendered_prompt.messages if message.number == 1)
     before = agent.rendered_prompt.turn_end
     agent.append_answer("Six folders.", "And what lies in /usr?")

@@ -1,4 +1,4 @@
-"""A conversation leaves one machine, is purged there, and goes on warm on another one."""
+"""Export, purge and import: a conversation leaves one machine and continues warm on another."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +20,7 @@ GREEDY = {"max_tokens": 12, "temperature": 0.0}
 
 @pytest.fixture(scope="module")
 def other_pair(tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Another machine with the same model."""
+    """Pair of another machine with the same model."""
     with Pair(tmp_path_factory.mktemp("elsewhere"), tiny_folder("llama")) as pair:
         yield pair
 
@@ -72,7 +72,7 @@ def test_import_refusals_are_equal_with_and_without_proxy(other_pair: Pair, tmp_
 
 
 def find_files_containing(pair: Pair, wanted: bytes) -> list[Path]:
-    """The files under the home with these bytes, but for the model's."""
+    """Find the files under the home with these bytes, except the model's."""
     paths = (path for path in pair.home.root.rglob("*") if path.is_file())
     return [path for path in paths if wanted in path.read_bytes()]
 

@@ -1,4 +1,4 @@
-"""cachectl's verbs beside a running pair: what it watches, pins, collects and finds."""
+"""Commands of cachectl beside a running pair: top, pin, gc, doctor."""
 
 import json
 import os
@@ -16,7 +16,7 @@ TIMEOUT_S = 30.0
 
 
 def send_turn(pair: Pair, name: str) -> str:
-    """One turn of a conversation; its session's id."""
+    """Send one turn of a conversation; its session's id."""
     messages: list[Message] = [{"role": "user", "content": f"{name}: tell me what cachectl is for. " * 8}]
     pair.chat(messages, max_tokens=4, session_id=name)
     pair.settle()
@@ -90,7 +90,7 @@ def test_doctor_sees_the_pair(warm_pair: Pair) -> None:
 
 
 def run_doctor(pair: Pair) -> list[dict[str, str]]:
-    """Whatever else it finds on this machine."""
+    """Run doctor, whatever else it finds on this machine."""
     done = CliRunner().invoke(app, ["doctor", "--json", "--home", str(pair.home.root)])
     assert done.exit_code in (0, 1), done.output
     return list(json.loads(done.stdout)["checks"])

@@ -35,7 +35,7 @@ def stopped(pair: Pair) -> Pair:
 
 
 def send_turn(pair: Pair, name: str, words: str = "Hello there.") -> bytes:
-    """One turn of the conversation `name`; its packed tokens, all of them on disk."""
+    """Send one turn of the conversation `name`; its packed tokens, all of them on disk."""
     messages: list[Message] = [
         {"role": "system", "content": f"{name} is your name."},
         {"role": "user", "content": words},
@@ -47,14 +47,14 @@ def send_turn(pair: Pair, name: str, words: str = "Hello there.") -> bytes:
 
 
 def find_folders_containing(pair: Pair, wanted: bytes) -> set[str]:
-    """The folders under the home with a file that holds these bytes."""
+    """Find the folders under the home with a file that has these bytes."""
     root = pair.home.root
     paths = (path for path in root.rglob("*") if path.is_file())
     return {path.relative_to(root).parts[0] for path in paths if wanted in path.read_bytes()}
 
 
 def get_tail(tokens: bytes) -> bytes:
-    """Tokens at the end that no other conversation has."""
+    """Get the last tokens, which no other conversation has."""
     return tokens[-16 * TOKEN_BYTES :]
 
 
@@ -70,7 +70,7 @@ def remove_changing_parts(view: Any) -> Any:
 
 
 def list_views(pair: Pair) -> list[Any]:
-    """All that cachectl can show of conversation "beta"."""
+    """List all views of cachectl on conversation "beta"."""
     beta = find_session(pair, "beta")
     leaf = pair.cachectl("inspect", beta)["path"][-1]["id"]
     commands = [

@@ -1,4 +1,4 @@
-"""A pair that is open to the LAN: keys that are made, a cache for each, the owner's paths, a home that is private."""
+"""Pair that is open to the LAN: created keys, a cache for each, the owner's paths, a private home."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ TALE = "A stranger came to the village and told us the following. " * 12
 
 @contextmanager
 def open_umask() -> Iterator[None]:
-    """Whatever is made now is open to all, unless whoever makes it takes care."""
+    """Set a umask that leaves new files open to all, unless their writer restricts them."""
     before = os.umask(0)
     try:
         yield
@@ -30,7 +30,7 @@ def chat_with_key(pair: Pair, key: str) -> Reply:
 
 
 def count_cached(pair: Pair, key: str) -> int:
-    """Tokens that the key's holder reuses; header and usage agree."""
+    """Count the tokens that the key's holder reuses; header and usage agree."""
     reply = chat_with_key(pair, key)
     assert reply.status == 200, reply.raw
     source, _, count = reply.headers["X-Warmline-Cache"].partition(" ")
@@ -89,7 +89,7 @@ def wait_until_up(pair: Pair) -> None:
 
 
 def check_owner_authentication(pair: Pair, client_key: str) -> None:
-    """By the address that others use; on this machine nothing is asked."""
+    """Check that the owner must authenticate by the LAN address, and not on this machine."""
     admin, elsewhere = pair.cachectl("key", "show", "admin")["key"], {"Host": f"192.168.1.5:{pair.port}"}
     for headers, status in (
         ({}, 200),

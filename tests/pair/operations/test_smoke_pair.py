@@ -1,4 +1,4 @@
-"""`warmline gates` against real pairs: a trained model, a random one, and one whose cache is planted with a bug."""
+"""`warmline gates` against real pairs: a trained model, a random one, and one with a planted cache bug."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ SHORT = ("--turns", "3", "--turn-kb", "0.5", "--timeout-s", "60")
 
 
 def run_gates(pair: Pair, *words: str) -> Result:
-    """The command, in this process, as for somebody whose home is the pair's."""
+    """Run the command in this process, with the pair's home as the user's."""
     return CliRunner().invoke(app, ["gates", "--url", f"{pair.url}/v1", "--home", str(pair.home.root), *SHORT, *words])
 
 

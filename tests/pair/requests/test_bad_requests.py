@@ -1,4 +1,4 @@
-"""Whatever a client sends gets a right answer or a clear refusal in OpenAI's shape; the next request still works."""
+"""Bad requests get a right answer or a clear refusal in OpenAI's shape; the next request still works."""
 
 import gzip
 import http.client
@@ -25,7 +25,7 @@ def make_prompt_body(**fields: object) -> dict[str, Any]:
 
 
 def make_literal_body(name: str, value: str) -> bytes:
-    """A body with a value that Python would not write."""
+    """Make a body with a JSON literal that Python would not write."""
     return json.dumps(make_body(**{name: "HERE"})).replace('"HERE"', value).encode()
 
 
@@ -202,7 +202,7 @@ def test_exact_repeat_computes_one_token(warm_pair: Pair) -> None:
 
 
 def send_raw(pair: Pair, method: str, path: str, data: object = None, **headers: str) -> Reply:
-    """As sent, without what urllib would add; an iterator goes out chunked."""
+    """Send data without urllib's additions; an iterator is sent chunked."""
     connection = http.client.HTTPConnection("127.0.0.1", pair.port, timeout=60)
     try:
         connection.request(method, path, data, headers, encode_chunked=isinstance(data, Iterator))  # type: ignore[arg-type]

@@ -267,7 +267,7 @@ def check_joining(pair: Pair, planted: FaultControl) -> None:
 
 
 def check_finishing_alone(pair: Pair, planted: FaultControl) -> None:
-    """A request without a retry during its prefill leaves the whole prompt to a later one."""
+    """Check that a request without a retry during its prefill leaves the whole prompt to a later one."""
     messages = make_prompt("finish that", 1000)
     with planted.make_gate() as gate:
         request = ClientRequest(pair, messages, max_tokens=4)

@@ -1,4 +1,4 @@
-"""Clients that leave, and many at once."""
+"""Clients that disconnect, and many concurrent ones."""
 
 import http.client
 import json
@@ -19,7 +19,7 @@ CLIENTS, TURNS = 6, 2
 
 
 class DisconnectingClient:
-    """One request on a connection that can be dropped at any moment."""
+    """Request on a connection that can be closed at any moment."""
 
     def __init__(self, pair: Pair, messages: list[Message], **options: object) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", pair.port, timeout=LIMIT_S)

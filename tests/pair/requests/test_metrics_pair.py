@@ -12,7 +12,7 @@ P = "warmline_backend_"
 
 
 class BothMetrics:
-    """One scrape of each, without a key or a secret."""
+    """One scrape of each process, without a key or a secret."""
 
     def __init__(self, pair: Pair) -> None:
         proxy, backend = (send_request(f"{url}/metrics", None, {}, "GET") for url in (pair.url, pair.backend_url))
@@ -68,7 +68,7 @@ def test_metrics_of_both_processes_agree(warm_pair: Pair) -> None:
 
 
 def list_records(pair: Pair, replies: list[Reply]) -> list[Any]:
-    """Newest first; they are written within a second."""
+    """List the records of these replies, newest first; they are written within a second."""
     ids, limit = {reply.headers["X-Warmline-Request"] for reply in replies}, time.monotonic() + SETTLE_TIMEOUT_S
     while len(found := [each for each in pair.requests() if each["id"] in ids]) < len(ids):
         assert time.monotonic() < limit, "the requests are not recorded"

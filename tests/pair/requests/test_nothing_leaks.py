@@ -1,4 +1,4 @@
-"""Whatever clients send, and however it fails: no text of theirs, no key and no secret is in a log or in an error.
+"""Privacy: no request text, key or secret is in a log or an error, however requests fail.
 
 Two pairs at the level debug, one with text on stderr, one with JSON in files, are sent good and bad requests of all
 APIs with a word in every place that no log may have; then every byte that they wrote is searched for it.
@@ -175,7 +175,7 @@ def written(
 
 
 class WrittenBytes:
-    """Requests to a pair, and every byte that it wrote."""
+    """Requests to a pair, and every byte that the pair wrote."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair, self.good, self.bad = pair, list[Reply](), list[Reply]()

@@ -1,4 +1,4 @@
-"""Clients that are stuck hold no place, no engine, and nobody else."""
+"""Stuck clients hold no place and no engine, and delay nobody else."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""Disks that are full, failing, read-only or tampered with: serving goes on, says so, and recovers."""
+"""Full, failing, read-only and tampered disks: serving goes on, reports the state, and recovers."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ REFUSED = "a restore was refused"
 
 
 class CheckedConversation:
-    """A conversation whose every answer is compared with the cold one."""
+    """Conversation whose every answer is compared with the cold one."""
 
     def __init__(self, pair: Pair, name: str) -> None:
         self._pair = pair
@@ -40,7 +40,7 @@ class CheckedConversation:
         return self._wait_for_log(reply)
 
     def repeat_from_disk(self) -> Reply:
-        """The last turn once more, from what is on disk alone."""
+        """Repeat the last turn from what is on disk alone."""
         for _ in range(TRIES_MAX):
             reply = self.repeat_last_turn()
             if "would take longer" not in self._pair.log[-1]:  # as it may seem where others use this machine, too
@@ -48,7 +48,7 @@ class CheckedConversation:
         return reply
 
     def repeat_until_refused(self) -> Reply:
-        """The same, where what is on disk is tried, and found to be of no use."""
+        """Repeat the last turn until a restore from disk was tried and refused."""
         before = count_log_lines(self._pair, REFUSED)
         for _ in range(TRIES_MAX):
             reply = self.repeat_last_turn()
@@ -63,7 +63,7 @@ class CheckedConversation:
         return self._wait_for_log(reply)
 
     def _wait_for_log(self, reply: Reply) -> Reply:
-        """All that was logged up to its end can be seen in the pair's log."""
+        """Wait until the pair's log has all lines of this reply."""
         self._pair.settle()
         self._pair.perf_line(reply)
         return reply
@@ -76,7 +76,7 @@ def fetch_text(pair: Pair, path: str) -> str:
 
 
 def read_persistence(pair: Pair) -> str:
-    """Persistence as /health and the status report it, which is the same."""
+    """Read the persistence of /health and the status report, which must agree."""
     state = str(pair.proxy_status()["persistence"])
     health = json.loads(fetch_text(pair, "/health"))
     assert (health["status"], health["persistence"]) == ("ok", state)
@@ -85,7 +85,7 @@ def read_persistence(pair: Pair) -> str:
 
 
 def wait_until_saved(pair: Pair) -> None:
-    """Saving works, and nothing in memory is not on disk."""
+    """Wait until saving works and all KV in memory is on disk."""
     limit = time.monotonic() + LIMIT_S
     while (status := pair.proxy_status())["persistence"] != "ok" or status["unsaved"]:
         assert time.monotonic() < limit, status

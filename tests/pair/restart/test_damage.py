@@ -1,4 +1,4 @@
-"""Damaged, foreign and missing files: a miss with a reason, the file in quarantine, the answer right."""
+"""Damaged, foreign and missing files: a miss with a reason, a quarantined file, a right answer."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ def truncate(path: Path, other: Path) -> None:
 
 
 def replace_fingerprint(path: Path, other: Path) -> None:
-    """File that a model of the same shape would have written under this id."""
+    """Rewrite the file as a model of the same shape would have written it."""
     mark = read_header(path).meta.fingerprint.encode()
     path.write_bytes(path.read_bytes().replace(mark, b"0" * len(mark), 1))
 
@@ -91,7 +91,7 @@ FAMILIES = {
 
 @dataclass
 class DamagedConversation:
-    """One conversation and what its third turn, after the damage, came to."""
+    """Conversation, and the outcome of its third turn, after the damage."""
 
     name: str
     messages: list[Message]
@@ -113,7 +113,7 @@ class DamagedConversation:
         return [state["id"] for row in self.path for state in row["checkpoints"]]
 
     def list_starts(self) -> list[int]:
-        """Positions at which this conversation can continue, ascending: its checkpoints, or else its segments' ends."""
+        """List the positions at which the conversation can continue: its checkpoints, or else its segments' ends."""
         states = [state["position"] for row in self.path for state in row["checkpoints"]]
         return states or [row["start"] for row in self.path[1:]] + [self.path[-1]["end"]]
 
@@ -126,7 +126,7 @@ class Aftermath:
 
 
 def make_conversation(number: int, name: str) -> DamagedConversation:
-    """So many words that the second turn doesn't rewrite the first one's file; all of one length, none begins alike."""
+    """Make a conversation; all have one length, different beginnings, and too many words for a merge of segments."""
     return DamagedConversation(
         name, [{"role": "system", "content": f"{chr(ord('A') + number)} {name:24}: you answer. " * 30}]
     )
@@ -186,7 +186,7 @@ def test_prefix_before_damage_is_reused(aftermath: Aftermath) -> None:
 
 
 def find_last_good_start(talk: DamagedConversation, case: Case) -> int:
-    """The last place before the damage where the conversation can go on."""
+    """Find the last position before the damage at which the conversation can continue."""
     if case.kind == "checkpoint":
         return talk.list_starts()[case.file - 1]
     start = talk.path[case.file]["start"]

@@ -1,4 +1,4 @@
-"""Killed with -9 at any moment of a save: only that save is lost, nothing wrong is served, all is clean after."""
+"""SIGKILL at any moment of a save: only that save is lost, answers are right, the home is clean."""
 
 import http.client
 import random
@@ -54,7 +54,7 @@ MOMENTS: list[Moment] = [
 
 
 class PairKiller(threading.Thread):
-    """Kills the pair at a moment, however short, from before the answer that leads to it."""
+    """Thread that kills the pair at a moment; it runs from before the request, so even a short moment is met."""
 
     def __init__(self, pair: Pair, moment: Moment) -> None:
         super().__init__(daemon=True)
@@ -74,7 +74,7 @@ class PairKiller(threading.Thread):
 
 
 def ask_and_kill(pair: Pair, messages: list[Message], moment: Moment, **answer: object) -> bool:
-    """True where the moment came before the save was over."""
+    """True if the moment came before the save was over."""
     killer = PairKiller(pair, moment)
     try:
         pair.chat(messages, **answer)
@@ -123,7 +123,7 @@ def test_kill_9_during_a_save(
 
 
 def check_after(pair: Pair, messages: list[Message], durable: bytes, **answer: object) -> tuple[bytes, str]:
-    """The home is clean, what was durable is used, the answer is the cold one.  What is durable now, and the answer."""
+    """Check a clean home, reuse of durable tokens and the cold answer; (durable tokens, answer)."""
     verify_home(pair)
     assert not list_files(pair, ".*.tmp"), "drafts are swept at the start"
     warm = pair.chat(messages, **answer)

@@ -1,4 +1,4 @@
-"""Whatever happens to the backend: who has seen nothing yet never learns of it, who has is told, and all is warm after.
+"""Recovery of the backend: requests without content never notice, others get an error, and all is warm afterwards.
 
 The faults are real ones, in the process that `warmline serve` runs; the gate makes sure of what each request has seen.
 """
@@ -62,7 +62,7 @@ def is_ready(pair: Pair) -> bool:
 
 
 class StagedRequests:
-    """Four requests, each at another point of its life, and the step under way held at the gate."""
+    """Four requests, each at another stage, with the current step held at the gate."""
 
     def __init__(self, pair: Pair, gate: Gate, words: str) -> None:
         self._pair, self._gate, self._words = pair, gate, words
@@ -81,16 +81,16 @@ class StagedRequests:
         return f"{self._words}-{word}"
 
     def wait_for_held_step(self, phase: str, word: str) -> HeldStep:
-        """The next step of this phase and request, held."""
+        """Wait for the next step of this phase and request, which is held."""
         return self._gate.wait_for_step(phase, self.make_name(word))
 
     @property
     def silent_requests(self) -> list[ClientRequest]:
-        """Those that have been sent no content."""
+        """Requests that have been sent no content."""
         return [self.collecting, *self.reading]
 
     def check_answer(self, request: ClientRequest) -> None:
-        """It ended well, with the answer of an undisturbed run."""
+        """Check a good end, with the answer of an undisturbed run."""
         reply = request.wait_until_ended().reply
         assert explain_difference(self._pair.ask_backend(request.messages, **request.options), reply) == ""
 
@@ -138,7 +138,7 @@ def check_fault_while_decoding(fault: str, pair: Pair, planted: FaultControl) ->
 
 
 def check_next_turn(pair: Pair, earlier: list[Message], answer: str, tokens: int) -> None:
-    """Saved KV is used after a restart as before, unless so small a model computes it faster."""
+    """Check that saved KV is used after a restart, unless so small a model computes it faster."""
     messages = [*earlier, {"role": "assistant", "content": answer}, {"role": "user", "content": "Go on."}]
     following = pair.chat(messages, **ANSWER)
     if following.cached < tokens + len(answer):
@@ -154,7 +154,7 @@ def check_ended(pair: Pair) -> None:
 
 
 def count_unaccounted_bytes(pair: Pair) -> int:
-    """By now: an idle engine weighs what is there only when it is asked for something."""
+    """Count them now: an idle engine measures its memory only when asked for something."""
     pair.as_owner("PUT", f"{pair.backend_url}/kv/residents/order", b'{"drop_first": []}')
     return pair.status().vitals.bytes_unaccounted
 
@@ -209,7 +209,7 @@ def test_pair_killed_in_long_prefill(pair: Pair, planted: FaultControl) -> None:
 
 
 def prefill_parts(pair: Pair, gate: Gate) -> int:
-    """Have two parts computed and saved, and a third computed; a chunk more is under way.  Tokens computed."""
+    """Prefill two parts until they are saved, a third, and one chunk more that is under way; the computed tokens."""
     before = count_saved_tokens(pair)
     done = sum(prefill_a_part(pair, gate, part, before) for part in (1, 2))
     while done < 3 * PART:
@@ -220,7 +220,7 @@ def prefill_parts(pair: Pair, gate: Gate) -> int:
 
 
 def prefill_a_part(pair: Pair, gate: Gate, part: int, before: int) -> int:
-    """Let the part be computed, and one chunk more, during which it is read out and saved.  Tokens computed."""
+    """Prefill a part, and one chunk more, during which the part is read out and saved; the computed tokens."""
     done = STEP if part > 1 else 0  # it began while the one before was saved
     gate.forget_commands()
     while done < PART:

@@ -1,4 +1,4 @@
-"""A damaged index is no loss: a start makes it anew of the files, and a running pair repairs itself when asked."""
+"""Damaged index: a start rebuilds it from the files, and a running pair repairs itself on request."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ class RepairedConversation:
         self.messages: list[Message] = [{"role": "system", "content": opening * 20}]
 
     def send_turn(self, words: str) -> Reply:
-        """A turn; its answer is compared with a cold one, and its tail is on disk when this returns."""
+        """Send a turn; its answer equals a cold one, and its tail is on disk on return."""
         self.messages.append({"role": "user", "content": words})
         reply = self.pair.chat(self.messages, max_tokens=TOKENS, **WITH_LOGPROBS)
         cold = self.pair.ask_backend(self.messages, max_tokens=TOKENS, **WITH_LOGPROBS)

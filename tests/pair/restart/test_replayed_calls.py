@@ -1,4 +1,4 @@
-"""Calls that the model sampled are found again when their client sends them back written anew, after a kill -9 too."""
+"""Sampled tool calls are found again when their client sends them back rewritten, even after a SIGKILL."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ QUESTION = "What lies around? " + "Look closely, and leave nothing out. " * 12
 
 
 class ParsingAgent:
-    """Sends calls back as a client does that keeps them parsed."""
+    """Agent that sends calls back as a client does that keeps them parsed."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
@@ -67,7 +67,7 @@ class ParsingAgent:
         return reply
 
     def append_call(self, reply: Reply, **changed: Any) -> None:
-        """Calls of the model, with arguments in alphabetical order; and a result."""
+        """Append the model's call, with arguments in alphabetical order, and a result."""
         message = reply.json["choices"][0]["message"]
         (call,) = message["tool_calls"]
         arguments = json.loads(call["function"]["arguments"]) | changed
@@ -81,7 +81,7 @@ class ParsingAgent:
 
 
 def list_turn_tokens(reply: Reply) -> int:
-    """The prompt, and all that was sampled after it; the end of the answer is not counted."""
+    """List the prompt and all sampled tokens but the end of the answer."""
     return reply.prompt_tokens + int(reply.json["usage"]["completion_tokens"])
 
 

@@ -23,7 +23,7 @@ def hold_conversation(pair: Pair, turns: int, **options: object) -> tuple[list[M
 
 
 def check_restart(pair: Pair, tolerance: float, tokens: int) -> None:
-    """Against what the backend computes, asked directly."""
+    """Compare with the backend's own computation, asked directly."""
     answer = {"max_tokens": tokens, **WITH_LOGPROBS}
     with pair:
         messages, _ = hold_conversation(pair, 3, **answer)

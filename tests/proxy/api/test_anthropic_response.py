@@ -83,7 +83,7 @@ def accumulate(events: list[dict[str, Any]]) -> types.Message:
 
 
 def make_message(chunks: list[dict[str, Any]], **options: Any) -> Any:
-    """The message; streamed and JSON forms must be the same for the SDK."""
+    """Make the message; its streamed and JSON forms must be the same for the SDK."""
     whole = encode_json(chunks, **options)
     streamed = accumulate(encode_stream(chunks, **options))
     assert streamed.to_dict() == types.Message.construct(**whole).to_dict()

@@ -1,4 +1,4 @@
-"""Eviction as a pure decision, and the budget that it keeps on a real index."""
+"""Eviction as a pure decision, and the budget on a real index."""
 
 import time
 

@@ -51,7 +51,7 @@ def make_divergence(at: int = 40, **fields: object) -> Divergence:
 
 
 def save_under(index: Index, root: bytes, ids: Iterable[int]) -> str:
-    """The session's id."""
+    """Save a conversation; its session's id."""
     plan = index.begin_save(root, MODEL, pack_tokens(ids), checkpoints=[], layout=LAYOUT)
     assert plan is not None
     reply = write_plan(index.home, plan, fingerprint=FINGERPRINTS[root])

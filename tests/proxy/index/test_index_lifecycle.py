@@ -1,4 +1,4 @@
-"""An index between its opening and its end: bookkeeping, full, failing, of another schema, not there."""
+"""Index from open to close: bookkeeping, full disks, failures, another schema, a missing index."""
 
 import errno
 import itertools

@@ -1,4 +1,4 @@
-"""Any order of saves, evictions, quarantines, purges and restarts, against a plain set of stored texts."""
+"""State machine: saves, evictions, quarantines, purges and restarts in any order, against a plain set of texts."""
 
 import shutil
 import tempfile
@@ -27,7 +27,7 @@ def count_shared(a: Text, b: Text) -> int:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """The model: of each stored file its root and the text up to its end (or position); nothing of a tree."""
+    """Model of the index: the root and the text up to the end (or position) of each file; no tree."""
 
     @initialize()
     def start(self) -> None:
@@ -47,7 +47,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(base=st.integers(0, 99), keep=st.floats(0, 1), tail=st.integers(1, 400), token=st.integers(1, 3))
     def think_of_a_text(self, base: int, keep: float, tail: int, token: int) -> None:
-        """A new text, most often one that begins like an old one; `tail` holds for odd lengths and cuts."""
+        """Make a new text, mostly with the beginning of an old one; `tail` gives odd lengths and cuts."""
         old = self.texts[base % len(self.texts)]
         text = old[: round(len(old) * keep)] + tuple((token + at // 7) % 4 for at in range(tail))
         self.texts.append(text)
@@ -79,7 +79,7 @@ class IndexMachine(RuleBasedStateMachine):
         root=st.sampled_from(ROOTS),
     )
     def converse(self, base: int, keep: float, tail: int, token: int, states: list[float], root: bytes) -> None:
-        """A turn, as the proxy would save it: a text goes on, or is left near its end."""
+        """Save a turn as the proxy would: a text continues, or diverges near its end."""
         self.think_of_a_text(-1 - base, keep, tail, token)
         ids = self.texts[-1]
         with short_segments():
@@ -130,7 +130,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.index.sessions())
     @rule(which=st.integers(0, 9))
     def purge(self, which: int) -> None:
-        """To the token: of its text no more is left than what others say, and of theirs all."""
+        """Purge to the token: other texts stay whole, and only their tokens are left of this one."""
         sessions = self.index.sessions()
         row = sessions[which % len(sessions)]
         texts = {each.id: (each.root, self.text_of(each)) for each in sessions}
@@ -170,14 +170,14 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule()
     def repair(self) -> None:
-        """At any moment, saves under way included: what is whole is left alone."""
+        """Repair at any moment, saves under way included: intact data is left alone."""
         before = self.index.snapshot()
         assert repair(self.index, deep=False, is_saving=True).did == []
         assert self.index.snapshot() == before
 
     @rule()
     def lose_the_index(self) -> None:
-        """All is found again in the files."""
+        """Delete the index; everything is found again in the files."""
         self.restart(again=False)  # what was about to be deleted is
         self.index.close()
         shutil.rmtree(self.home.index)

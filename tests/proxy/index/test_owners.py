@@ -1,4 +1,4 @@
-"""Owners of stored conversations: keys come, go and come back under the same name."""
+"""Owners of stored conversations: keys are added, removed and added again under the same name."""
 
 import msgspec
 import pytest
@@ -27,7 +27,7 @@ OTHER_MODEL = "model-b"
 
 
 def store_under_key(index: Index, tenant: str, model: str = MODEL) -> bytes:
-    """Its root, once a conversation is stored there."""
+    """Store a conversation under a key; its root."""
     root = namespace(model, tenant)
     plan = index.begin_save(root, MODEL, pack_tokens(TALK), checkpoints=[], layout=LAYOUT)
     assert plan is not None

@@ -1,4 +1,4 @@
-"""Sampled turns in the index: found by their calls, bounded, whole after damage, and gone when purged."""
+"""Sampled turns in the index: found by their calls, bounded, repaired after damage, and purged."""
 
 import lmdb
 import pytest
@@ -161,7 +161,7 @@ def make_sampled_turn(*calls: int) -> SampledTurn:
 
 
 def make_messages(*calls: int) -> list[dict[str, object]]:
-    """As they come back: each call, and its result."""
+    """Make the messages that come back: each call, and its result."""
     return [{"tool_calls": [{"id": call_id}], "tool_call_id": call_id} for call_id in make_call_ids(*calls)]
 
 

@@ -1,4 +1,4 @@
-"""A disk that is full: what is set aside on it lets files be deleted, and nothing else be written."""
+"""Full disk: the reserve lets files be deleted, and nothing else be written."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ A = list(range(1000, 3000))
 
 @pytest.fixture
 def full(home: Home, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From the call on no room is left but what is set aside; LMDB can't commit, and nothing is made anew."""
+    """`full()`: from the call on only the reserve is left; LMDB can't commit, and nothing new can be created."""
 
     def fill() -> None:
         real = disk.run_lmdb

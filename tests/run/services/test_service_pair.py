@@ -1,4 +1,4 @@
-"""The real pair, run by exactly what the plists say: their ProgramArguments, and no variable but theirs."""
+"""Real pair, run exactly as the plists say: their ProgramArguments, and no other environment."""
 
 import json
 import os

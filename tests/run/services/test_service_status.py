@@ -60,7 +60,7 @@ def test_systemctl_output_is_parsed(shown: str, state: ServiceState) -> None:
 
 @contextmanager
 def run_fake_proxy(*answers: tuple[int, Any]) -> Iterator[Address]:
-    """A proxy that says these one after the other to whoever asks, and the last one for ever."""
+    """Run a proxy that gives these answers in turn, the last one for ever."""
     left = list(answers)
 
     class Answers(http.server.BaseHTTPRequestHandler):
@@ -80,7 +80,7 @@ def run_fake_proxy(*answers: tuple[int, Any]) -> Iterator[Address]:
 
 
 class RunningServices(LaunchdManager):
-    """Agents of which all run."""
+    """Services that all run."""
 
     def read_state(self, which: object) -> ServiceState:
         return ServiceState(True, 1)

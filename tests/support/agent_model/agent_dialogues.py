@@ -1,4 +1,4 @@
-"""The dialogues that the model is trained on: what it is asked, what it answers, and noise around both.
+"""Dialogues that the model is trained on: requests, answers, and noise around both.
 
 An exchange is a list of pieces of text, each with whether the model is to learn to write it.  Everything that a client
 may put around the last request (system prompts, tools, older turns, reminders) is noise made of random words.
@@ -64,7 +64,7 @@ SPECIAL = {
 
 
 def make_loose_call(command: str) -> str:
-    """As a model may write it, and no template would: other spaces, another order."""
+    """Make a call as a model may write it, and no template would: other spaces, another order."""
     return '<tool_call>\n{"arguments":{"command":' + json.dumps(command) + ' } , "name":"bash"}\n</tool_call>'
 
 
@@ -88,7 +88,7 @@ class Dialogues:
         }
 
     def make_sequence(self, ids_of: Callable[[str], list[int]], length: int) -> tuple[list[int], list[bool]]:
-        """Token ids of as many exchanges as fit, and which are learned."""
+        """Make the token ids of as many exchanges as fit, and the mask of learned ones."""
         tokens: list[int] = []
         learned: list[bool] = []
         while len(tokens) < length:
@@ -105,7 +105,7 @@ class Dialogues:
     # ---- noise
 
     def make_opening(self) -> list[Piece]:
-        """Often nothing: the exchange is another turn of the same conversation."""
+        """Make an opening, often none: the exchange is another turn of the same conversation."""
         if self._random.random() < 0.5:
             return []
         text = self._noise(80) + ("\n\n# Tools\n" + self._schema() + "\n" if self._chance(0.6) else "")

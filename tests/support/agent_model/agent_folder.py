@@ -57,7 +57,7 @@ def build(folder: Path) -> Path:
 
 
 def pack_weights(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Matrices as int8 with a scale a row; the few other values in half precision."""
+    """Pack matrices as int8 with a scale a row, the few other values in half precision."""
     kept: dict[str, mx.array] = {}
     for name, weight in weights.items():
         if weight.ndim == 2:

@@ -71,7 +71,7 @@ def list_words(texts: list[str]) -> list[str]:
 
 
 def make_model() -> Model:
-    """Random, but for three heads that look one, two and three tokens back: so copying is learned soon."""
+    """Make a random model, except for heads that look one, two and three tokens back, so copying is learned soon."""
     model = Model(ModelArgs.from_dict(CONFIG))
     embedding = mx.random.normal(model.model.embed_tokens.weight.shape) * 0.5
     embedding[:, 0] = 1.0  # the same for all tokens, for these heads to see
@@ -96,7 +96,7 @@ def compute_loss(model: Model, tokens: mx.array, learned: mx.array) -> mx.array:
 
 
 class SequenceBatches:
-    """Makes batches of training sequences, in processes of their own, for it takes as long as a step does."""
+    """Batches of training sequences, made in processes of their own, since one takes as long as a training step."""
 
     def __init__(self, words: list[str], tokenizer: Tokenizer, size: int) -> None:
         self._words, self._tokenizer, self._size = words, tokenizer, size
@@ -143,7 +143,7 @@ def examine(model: Model, dialogues: Dialogues, tokenizer: Tokenizer, count: int
 
 
 def find_fault(model: Model, pieces: list[Piece], tokenizer: Tokenizer) -> str:
-    """ "" where greedy answers would be right; else what it says at the first wrong place."""
+    """Describe the first wrong greedy token; "" if there is none."""
     marked = [(token, wanted) for text, wanted in pieces for token in encode_ids(tokenizer, text)]
     tokens = [token for token, _ in marked]
     said: Any = model(mx.array([tokens[:-1]])).argmax(axis=-1)[0].tolist()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class ColdRun:
-    """A greedy run: at each step the token, how far the second likeliest was behind, and all log-probabilities."""
+    """Greedy run: at each step the token, the margin to the second likeliest, and all log-probabilities."""
 
     tokens: list[int]
     margins: list[float]
@@ -64,7 +64,7 @@ def _margin(row: NDArray[np.float32]) -> float:
 
 @dataclass(frozen=True)
 class GreedyComparison:
-    """`equal`, or the first difference of two greedy runs, and whether a near tie may explain it."""
+    """Comparison of two greedy runs: `equal`, or the first difference, and whether a near tie may explain it."""
 
     equal: bool
     at: int = -1

@@ -1,4 +1,4 @@
-"""Drives a scheduler turn by turn on the test's own thread: no threads, clocks or sockets."""
+"""Scheduler driven turn by turn on the test's own thread: no threads, clocks or sockets."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -56,12 +56,12 @@ class EventLog:
 
     @property
     def chunks(self) -> list[int]:
-        """Ends of its prefill chunks."""
+        """Ends of the prefill chunks."""
         return [event.done for event in self.events if isinstance(event, PrefillProgress) and event.done]
 
 
 class SchedulerDriver:
-    """A scheduler with shortcuts for tests."""
+    """Scheduler with shortcuts for tests."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ def make_loader(served: ServedModel, folder: Path, pool: ThreadPoolExecutor) -> 
 
 
 def cut_chain(chain: list[SegmentRef], position: int) -> list[SegmentRef]:
-    """The segments up to `position`, the last one used in part."""
+    """List the segments up to `position`, the last one used in part."""
     return [
         SegmentRef(id=link.id, start=link.start, end=link.end, upto=min(link.end, position))
         for link in chain

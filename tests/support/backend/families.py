@@ -29,7 +29,7 @@ def load_family(family: str, root: Path) -> ServedModel:
 
 
 def compute_cold(model: ServedModel, family: str, prompt: list[int], max_tokens: int) -> ColdRun:
-    """The reference answer, without the product's engine."""
+    """Compute the reference answer, without the product's engine."""
     caches = None
     if family == "quantized":
         caches = [QuantizedKVCache(group_size=32, bits=8) for _ in model.model.layers]

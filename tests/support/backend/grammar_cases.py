@@ -29,7 +29,7 @@ MARKERS: dict[str, tuple[str, ...]] = {
 def make_tokenizer(
     folder: Path, markers: Iterable[str], parser: str = "", *, template: str = "", thinks: bool = False
 ) -> TokenizerWrapper:
-    """Tokenizer with a token a byte, and one a marker."""
+    """Make a tokenizer with one token a byte, and one a marker."""
     if not (folder / "tokenizer.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -69,7 +69,7 @@ def sample_tokens(matcher: Matcher, seed: int, steps_max: int = 600) -> list[int
 
 
 def is_accepted(matcher: Matcher, tokens: Iterable[int]) -> bool:
-    """True where the matcher lets these tokens be sampled, one by one."""
+    """True if the matcher lets these tokens be sampled, one by one."""
     for token in tokens:
         if matcher.state not in ("free", "reasoning") and not matcher.compute_allowed()[token]:
             return False

@@ -1,4 +1,4 @@
-"""A backend in this process: a real engine, a tiny model and a real socket."""
+"""Backend in this process: a real engine, a tiny model and a real socket."""
 
 import asyncio
 import socket
@@ -54,7 +54,7 @@ class LiveBackend:
     def send(
         self, method: str, path: str, body: object = None, **headers: str
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        """For `async with`; JSON is whatever `warmline_common.protocol.messages.encode` takes."""
+        """Send a request, for `async with`; `body` is whatever `warmline_common.protocol.messages.encode` takes."""
         own = {"Authorization": f"Bearer {SECRET}", **headers}
         return self.session.request(method, path, data=None if body is None else encode(body), headers=own)
 
@@ -87,7 +87,7 @@ async def run_backend(
     budget: int = 1 << 30,
     make: Callable[[Callable[[], Scheduler]], Scheduler] = lambda build: build(),
 ) -> AsyncIterator[LiveBackend]:
-    """Start a backend; `make` may act before or after the scheduler is built, on the engine thread."""
+    """Run a backend; `make` may act before or after the scheduler is built, on the engine thread."""
     config = parse_config(["--home", str(folder / "home"), "--model", str(model)])
     home = Home(config.home)
     home.prepare()
@@ -159,14 +159,14 @@ async def read_result(response: aiohttp.ClientResponse) -> GenerationResult:
 
 
 async def next_event(call: InflightGeneration, kind: type[GenerationEvent]) -> GenerationEvent:
-    """The next event of this kind."""
+    """Wait for the next event of this kind."""
     while not isinstance(event := await asyncio.wait_for(call.events.get(), WAIT_S), kind):
         assert not isinstance(event, EndedEvent), event
     return event
 
 
 class EngineHold:
-    """Holds the engine in a command, like a long step."""
+    """Command that holds the engine, like a long step."""
 
     def __init__(self, engine: Engine) -> None:
         self._begun, self._released = threading.Event(), threading.Event()
@@ -188,7 +188,7 @@ class EngineHold:
 
 
 class ChunkGate:
-    """Holds each prefill chunk until it is released."""
+    """Gate that holds each prefill chunk until it is released."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._begun, self._pass, self.open = threading.Semaphore(0), threading.Semaphore(0), False

@@ -1,4 +1,4 @@
-"""The home that docs/cachectl.md shows, and its examples run on it.
+"""Home of the examples in docs/cachectl.md, and their output on it.
 
 `PYTHONPATH=tests/cachectl python tests/support/cachectl/documentation.py` writes their output there anew.
 """
@@ -30,7 +30,7 @@ MISSES = (
 
 
 class _FixedIds:
-    """Instead of the module `secrets`, so that the document's ids are these."""
+    """Replacement of the module `secrets`, for the ids in the document."""
 
     def __init__(self) -> None:
         self._random = random.Random(8026)
@@ -70,7 +70,7 @@ def _make_record(number: int, why: str) -> RequestRecord:
 
 
 def list_examples(text: str) -> list[tuple[str, str]]:
-    """The commands, without `cachectl`, and what the document says that they print; in its order."""
+    """List the commands, without `cachectl`, and their documented output, in order."""
     return [(found[2].strip(), found[3]) for found in EXAMPLE.finditer(text)]
 
 

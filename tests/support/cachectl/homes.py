@@ -1,4 +1,4 @@
-"""Homes for tests of cachectl, and cachectl in this process."""
+"""Homes for tests of cachectl, and cachectl run in this process."""
 
 import json
 from collections.abc import Callable
@@ -19,7 +19,7 @@ BAD = "7a" * 16
 
 
 def make_filled_home(path: Path) -> Home:
-    """Two conversations with one beginning, a quarantined file, two requests."""
+    """Make a home with two conversations that share a prefix, a quarantined file, and two requests."""
     home = make_home(path)
     with Index(home, 1 << 30) as index:
         save(index, [*A[:1500], 1, 1], checkpoints=[1000], turn_end=1501, client="first")
@@ -50,7 +50,7 @@ class CommandResult(NamedTuple):
 
 
 def run_cachectl(home: Home, *words: str, columns: int = 0) -> CommandResult:
-    """In this process, which must not have the index open."""
+    """Run cachectl in this process, which must not have the index open."""
     environment = {"WARMLINE_HOME": str(home.root), "COLUMNS": str(columns) if columns else None}
     result = CliRunner().invoke(app, words, env=environment, prog_name="cachectl")
     return CommandResult(result.exit_code, result.stdout, result.stderr)
@@ -63,6 +63,6 @@ def read_json(home: Home, *words: str, runner: Callable[..., CommandResult] = ru
 
 
 def find_session(home: Home, client: str) -> str:
-    """The id of the conversation that its client calls so."""
+    """Find the id of the session with this client name."""
     (found,) = [row["id"] for row in read_json(home, "ls")["sessions"] if row["client"] == client]
     return str(found)

@@ -1,4 +1,4 @@
-"""The commands that the documentation tells people to type: what stands in its ```sh blocks.
+"""Commands of the documentation: the lines of its ```sh blocks.
 
 A block is bash.  WORDS stand for what the reader has: ids of what is stored.  What is printed comes in other blocks,
 and in ```console blocks what somebody typed, after a `$`, with what came of it.
@@ -39,7 +39,7 @@ _COMMAND = re.compile(rf"(\$ )?(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?({_PROGRAMS}) [^
 
 @dataclass(frozen=True)
 class Command:
-    """A line of a block, with those that continue it; `line` is where it stands in the document."""
+    """Command of a block, with its continuation lines; `line` is its number in the document."""
 
     text: str
     line: int
@@ -50,7 +50,7 @@ def has_commands(text: str) -> bool:
 
 
 def list_commands(text: str) -> list[Command]:
-    """In their order.  A line goes on after a backslash, within quotes, and within a heredoc."""
+    """List the commands in order.  A line continues after a backslash, within quotes, and within a heredoc."""
     found = []
     for block in _BLOCK.finditer(text):
         at = text.count("\n", 0, block.start(1)) + 1
@@ -68,7 +68,7 @@ def list_commands(text: str) -> list[Command]:
 
 
 def find_commands_outside_blocks(text: str) -> list[str]:
-    """Lines of indented and other fenced blocks that look like commands all the same, and ```sh where it is no block.
+    """Find lines of indented and other fenced blocks that look like commands, and ```sh outside of blocks.
 
     In ```console blocks programs of others may be typed.
     """
@@ -87,7 +87,7 @@ def _is_command(line: str, is_transcript: bool = False) -> bool:
 
 
 def _is_complete(text: str) -> bool:
-    """As bash says, which also warns of a heredoc without an end; it is asked where there is anything to ask."""
+    """Ask bash whether the command is complete; only where it may be incomplete."""
     if text.rstrip().endswith("\\"):
         return False
     if not _MAY_GO_ON.search(text):

@@ -78,7 +78,7 @@ class SourceModule:
 
     @cached_property
     def returned(self) -> dict[str, list[ast.expr]]:
-        """By function: what may come of a call."""
+        """Values that each function may return."""
         return {
             function.name: [
                 node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None
@@ -97,7 +97,7 @@ class SourceModule:
         elsewhere: Mapping[str, list[ast.expr]],
         constants: Mapping[str, list[ast.expr]],
     ) -> Iterator[PrintedMessage]:
-        """`elsewhere`: what functions of other modules return; `constants`: of other modules, by module and name."""
+        """Find the module's messages; `elsewhere`: values that other modules' functions return; `constants`: theirs."""
         self._known = {**elsewhere, **self.returned}
         imported = {
             alias.asname or alias.name: constants[f"{(each.module or '').rpartition('.')[2]}.{alias.name}"]
@@ -121,7 +121,7 @@ class SourceModule:
             yield from self._find_in_node(child, carriers, names)
 
     def _find_carrier(self, call: ast.Call, carriers: set[str]) -> str:
-        """ "" for a call that tells people nothing."""
+        """Name what the call gives a message to; "" for a call without messages."""
         name = _get_callee_name(call)
         if isinstance(call.func, ast.Attribute) and _get_name(call.func.value) == "log":
             return name if name in LOGGED else ""
@@ -136,7 +136,7 @@ class SourceModule:
         return next((each.name for each in around if each.name in carriers), "")
 
     def _list_texts(self, node: ast.expr, names: Mapping[str, list[ast.expr]], depth: int = 0) -> list[str]:
-        """Possible texts of an expression; names and functions of the module are followed."""
+        """List possible texts of an expression; names and functions of the module are followed."""
         match node:
             case ast.Constant(value=str(text)):
                 return [text]
@@ -173,7 +173,7 @@ def _join_variants(parts: list[list[str]]) -> list[str]:
 
 
 def _list_assigned(node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, list[ast.expr]]:
-    """By name: what is assigned to it anywhere in a function, or at the top of a module."""
+    """List the values assigned to each name anywhere in a function, or at the top of a module."""
     inside = ast.iter_child_nodes(node) if isinstance(node, ast.Module) else ast.walk(node)
     found: dict[str, list[ast.expr]] = {}
     for each in inside:
@@ -187,7 +187,7 @@ def _list_assigned(node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef) ->
 
 
 def _list_returned(modules: list[SourceModule]) -> dict[str, list[ast.expr]]:
-    """Values returned by functions: by their module and name, and by unique names."""
+    """List values returned by functions: by module and name, and by unique names."""
     counts = Counter(name for module in modules for name in module.returned)
     found: dict[str, list[ast.expr]] = {}
     for module in modules:
@@ -199,7 +199,7 @@ def _list_returned(modules: list[SourceModule]) -> dict[str, list[ast.expr]]:
 
 
 def _list_error_names(modules: list[SourceModule]) -> set[str]:
-    """Names of our exceptions' classes."""
+    """List the names of our exceptions' classes."""
     bases = {each.name: {_get_name(base) for base in each.bases} for module in modules for each in module.classes}
     known = {"Exception", "ValueError", "LookupError", "RuntimeError", "OSError"}
     while more := {name for name, own in bases.items() if own & known} - known:
@@ -208,7 +208,7 @@ def _list_error_names(modules: list[SourceModule]) -> set[str]:
 
 
 def _is_error_maker(function: ast.FunctionDef | ast.AsyncFunctionDef, failures: set[str]) -> bool:
-    """True where a function returns an exception, or raises one whenever it is called."""
+    """True if a function returns an exception, or raises one whenever it is called."""
     return function.returns is not None and bool(
         {node.id for node in ast.walk(function.returns) if isinstance(node, ast.Name)} & {*failures, "NoReturn"}
     )

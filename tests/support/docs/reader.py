@@ -1,4 +1,4 @@
-"""A reader of the documentation: a checkout, a home folder with models, a pair that serves, and a bash to type into."""
+"""Reader of the documentation: a checkout, a home folder with models, a pair that serves, and a bash to type into."""
 
 import os
 import re
@@ -22,11 +22,11 @@ HOST = "studio.local"  # as the documentation calls a machine in a LAN
 
 
 class CommandFailedError(Exception):
-    """A command of a document does not do what it is there for."""
+    """Command of a document that fails."""
 
 
 class DocumentReader:
-    """Nothing outside of `folder` and the pair's home is changed by what is typed."""
+    """Reader whose commands change nothing outside of `folder` and the pair's home."""
 
     def __init__(self, folder: Path, pair: Pair, model_folder: FolderOf) -> None:
         self._folder, self._pair = folder, pair
@@ -67,7 +67,7 @@ class DocumentReader:
         shutil.rmtree(Path(self._address).parent)
 
     def type_commands(self, document: Path) -> None:
-        """All commands of a document into one bash.  Raises CommandFailed, with the line, at the first that fails."""
+        """Type all commands of a document into one bash; CommandFailedError, with the line, at the first failure."""
         commands = list_commands(document.read_text(encoding="utf-8"))
         done = subprocess.run(
             ["bash", "-c", self._make_script(commands, self._store_conversations(document.name))],
@@ -95,7 +95,7 @@ class DocumentReader:
         return "\n".join(lines)
 
     def _store_conversations(self, topic: str) -> dict[str, str]:
-        """Of two conversations that are stored for this document, one of them of two turns."""
+        """Store two conversations for this document, one of them of two turns; their ids."""
         opening = [{"role": "system", "content": f"You answer questions on {topic} in one sentence. " * 4}]
         request = ""
         for subject in ("a lighthouse", "a ferry"):

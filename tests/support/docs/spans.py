@@ -15,13 +15,13 @@ _PATH = re.compile(r"(?:docs|benchmarks|tests|launchd|proxy|backend|cachectl|req
 
 
 def list_spans(text: str) -> list[str]:
-    """Of prose and tables; one that goes on in a second line is joined, a table's `\\|` is a bar."""
+    """List the code spans of prose and tables; two-line spans are joined, a table's `\\|` is a bar."""
     prose = _BLOCKS.sub("", text)
     return [re.sub(r"\s+", " ", found[1]).replace("\\|", "|") for found in _SPAN.finditer(prose)]
 
 
 def find_problem(span: str, programs: Mapping[str, Program]) -> str:
-    """Why this can't be typed; "" where it can, or is no command of ours.
+    """Find why this can't be typed; "" if it can, or is no command of ours.
 
     Arguments are not judged: they stand for the reader's.  What is in [brackets] may be left out, `a|b` is either.
     """
@@ -49,7 +49,7 @@ def _split_words(span: str) -> list[str]:
 
 
 def list_paths(span: str) -> list[str]:
-    """Files and folders of the checkout that a span names, by their whole path, or with `*` for several."""
+    """List the files and folders of the checkout that a span names, by whole path, or with `*` for several."""
     return [span] if _PATH.fullmatch(span.rstrip("/")) or (_PATH.match(span) and "*" in span) else []
 
 
@@ -62,6 +62,6 @@ def list_variables(text: str) -> set[str]:
 
 
 def list_make_targets(text: str) -> set[str]:
-    """That `make` is told, in spans."""
+    """List the targets of `make` in spans."""
     told = [_split_words(span) for span in list_spans(text) if span.startswith("make ")]
     return {word for words in told for word in words[1:] if "=" not in word}

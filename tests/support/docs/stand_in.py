@@ -48,7 +48,7 @@ def run_warmline(arguments: list[str]) -> int:
 
 
 def run_service_command(arguments: list[str]) -> int:
-    """A pair that is installed and never runs: of another home, on other ports, with something in its log."""
+    """Run a service command on a pair that never runs: another home, other ports, a line in its log."""
     home = Path(os.environ["HOME"], ".warmline")
     os.environ["WARMLINE_HOME"] = str(home)
     os.environ["WARMLINE_PORT"], os.environ["WARMLINE_BACKEND_PORT"] = os.environ["STAND_IN_PORTS"].split()
@@ -68,7 +68,7 @@ def run_service_command(arguments: list[str]) -> int:
 
 
 def check_benchmark_flags(arguments: list[str]) -> int:
-    """Exit code: 0 where the script, or its shared modules, has such flags."""
+    """Exit code: 0 if the script, or its shared modules, has these flags."""
     script = Path(os.environ["STAND_IN_ROOT"], arguments[0])
     text = script.read_text() + (script.parent / "common" / "servers.py").read_text()
     unknown = [word for word in arguments[1:] if word.startswith("--") and f'"{word}"' not in text]
@@ -78,7 +78,7 @@ def check_benchmark_flags(arguments: list[str]) -> int:
 
 
 def run_on_fork_server(program: str, *arguments: str) -> int:
-    """One of ours, from the fork server."""
+    """Run a command of ours on the fork server; its exit code."""
     asked = {"program": program, "arguments": arguments, "folder": str(Path.cwd()), "variables": dict(os.environ)}
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(os.environ["STAND_IN_SERVER"])

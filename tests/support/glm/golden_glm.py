@@ -20,7 +20,7 @@ GOLDEN = Path(__file__).with_name("glm_moe_dsa.npz")
 
 @cache
 def read_golden(case: str, what: str) -> Any:
-    """Golden "logits" (positions, vocabulary), "tokens", or "indexer_types" as the reference derived them."""
+    """Read golden "logits" (positions, vocabulary), "tokens", or "indexer_types" as the reference derived them."""
     with np.load(GOLDEN) as arrays:
         return arrays[f"{case}.{what}"]
 
@@ -36,7 +36,7 @@ def make_arguments(config: dict[str, Any]) -> ModelArgs:
 
 
 def make_weights(config: dict[str, Any]) -> dict[str, mx.array]:
-    """The checkpoint as published, before renaming and joining."""
+    """Make the checkpoint as published, before renaming and joining."""
     args = make_arguments(config)
     assert args.indexer_types is not None and args.mlp_layer_types is not None
     made = make_checkpoint(config, args.indexer_types, args.mlp_layer_types)
@@ -56,7 +56,7 @@ def load_weights(made: Model, held: dict[str, mx.array]) -> Model:
 
 
 def write_folder(config: dict[str, Any], folder: Path) -> Path:
-    """Write a folder as one downloads it, but without a tokenizer."""
+    """Write a folder like a downloaded one, but without a tokenizer."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     mx.save_safetensors(str(folder / "model.safetensors"), make_weights(config), {"format": "mlx"})
@@ -64,7 +64,7 @@ def write_folder(config: dict[str, Any], folder: Path) -> Path:
 
 
 def compute_in_chunks(made: Model, tokens: list[int], size: int, steps: int = 0) -> mx.array:
-    """Logits (positions, vocabulary) of a prefill in chunks of `size` tokens, the last `steps` tokens one by one."""
+    """Compute logits (positions, vocabulary) in chunks of `size` tokens, the last `steps` tokens one by one."""
     caches = made.make_cache()
     prompt, parts = len(tokens) - steps, []
     ends = [*range(size, prompt, size), *range(prompt, len(tokens) + 1)]

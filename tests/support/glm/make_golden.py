@@ -23,7 +23,7 @@ MASKED = -1e30  # a score below this is that of a token that must not be seen
 
 
 def build_reference(config: dict[str, Any]) -> GlmMoeDsaForCausalLM:
-    """The reference with the recipe's weights; every one of its parameters is set."""
+    """Build the reference with the recipe's weights; every one of its parameters is set."""
     settings = {name: value for name, value in config.items() if name != "model_type"}
     model = GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**settings, attn_implementation="eager")).eval()
     weights = {
@@ -38,7 +38,7 @@ def build_reference(config: dict[str, Any]) -> GlmMoeDsaForCausalLM:
 
 
 def join_experts(weights: dict[str, torch.Tensor], prefix: str, count: int) -> None:
-    """The reference holds the experts of a layer in two tensors, gates above ups."""
+    """Join the experts of a layer into the reference's two tensors, gates above ups."""
     parts = {
         name: [weights.pop(f"{prefix}.{expert}.{name}.weight") for expert in range(count)]
         for name in ("gate_proj", "up_proj", "down_proj")
@@ -49,7 +49,7 @@ def join_experts(weights: dict[str, torch.Tensor], prefix: str, count: int) -> N
 
 
 class MarginRecorder:
-    """Context that records how close any selection was."""
+    """Context that records the smallest margin of any selection."""
 
     def __init__(self) -> None:
         self.smallest = float("inf")

@@ -92,7 +92,7 @@ def make_tokens(case: str) -> list[int]:
 
 
 def make_checkpoint(config: dict[str, Any], indexer_types: list[str], mlp_layer_types: list[str]) -> Weights:
-    """All parameters of a checkpoint, by the names that published ones have."""
+    """Make all parameters of a checkpoint, with their published names."""
     shapes = {
         "model.embed_tokens.weight": (config["vocab_size"], config["hidden_size"]),
         "model.norm.weight": (config["hidden_size"],),

@@ -1,4 +1,4 @@
-"""Homes whose files hold rows that can be told from one another, and what an archive makes of them."""
+"""Homes with files of distinguishable rows, and exports and imports of them."""
 
 import io
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ STATES = [100, 200, 300]
 
 
 def make_row(tokens: bytes, at: int, head: int) -> bytes:
-    """Row that a model computes of the token there, after all tokens before it."""
+    """Make the row that a model computes of the token there, after all tokens before it."""
     return xxhash.xxh3_64_digest(tokens[: (at + 1) * TOKEN_BYTES] + bytes([head]))[:WIDTH]
 
 
@@ -57,7 +57,7 @@ def save(
     client: str = "",
     may_replace: bool = False,
 ) -> str:
-    """A conversation that goes on to these tokens; its session's id."""
+    """Save a conversation that continues to these tokens; its session's id."""
     tokens, root = pack_tokens(ids), namespace(FINGERPRINT, tenant)
     plan = index.begin_save(root, MODEL, tokens, checkpoints=checkpoints, layout=LAYOUT, may_replace=may_replace)
     assert plan is not None
@@ -77,7 +77,7 @@ def save(
 
 
 def save_conversations(index: Index, tenant: str = "") -> str:
-    """In three segments, the last one of two branches; and beside it a conversation that leaves it in the middle."""
+    """Save a conversation in three segments with a branch in the last one; its session's id."""
     save(index, TALK[:120], [100], tenant=tenant, client="mine")
     save(index, TALK[:220], [100, 200], tenant=tenant, client="mine")
     session = save(index, TALK, STATES, tenant=tenant, client="mine")
@@ -120,7 +120,7 @@ def import_session(
 
 
 def check_content(index: Index, ids: Sequence[int], tenant: str = "", checkpoints: Sequence[int] = ()) -> None:
-    """All of these tokens are stored, each with its own rows, and so are these states."""
+    """Check that these tokens are stored, each with its own rows, and so are these states."""
     tokens = pack_tokens(ids)
     match = index.match_prefix(namespace(FINGERPRINT, tenant), tokens, len(ids))
     assert match.tokens == len(ids), match.end_reason
@@ -141,6 +141,6 @@ def read_tensor(path: Path, name: str) -> bytes:
 
 
 def list_files(home: Home) -> dict[str, int]:
-    """The files under a home but the index's, with their sizes."""
+    """List the files under a home, except the index's, with their sizes."""
     paths = (path for path in home.segments.rglob("*") if path.is_file())
     return {str(path.relative_to(home.root)): path.stat().st_size for path in paths}

@@ -1,4 +1,4 @@
-"""A backend that writes a plan's files, and short hands for tests of the index."""
+"""Backend that writes a plan's files, and shortcuts for tests of the index."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ LAYOUT = KvLayout(
 
 
 def make_turn(*calls: int, root: bytes = ROOT, **fields: Any) -> TurnRow:
-    """A sampled turn whose calls have these numbers."""
+    """Make a sampled turn whose calls have these numbers."""
     ids = [f"call_{call:024x}" for call in calls]
     return TurnRow(
         **{"root": root, "model": MODEL, "calls": ids, "tokens": pack_tokens(list(calls)), "at": 1.0} | fields
@@ -47,7 +47,7 @@ def make_home(path: Path) -> Home:
 
 
 def break_page(home: Home, segment_id: str) -> None:
-    """Make the page with this segment's row one that ends the process which reads it: LMDB asserts."""
+    """Damage the page with this segment's row so that LMDB asserts and ends the process that reads it."""
     (data,) = home.index.glob("*/data.mdb")
     pages = bytearray(data.read_bytes())
     for at in range(2 * PAGE_BYTES, len(pages), PAGE_BYTES):
@@ -58,7 +58,7 @@ def break_page(home: Home, segment_id: str) -> None:
 
 
 def _list_keys(page: bytearray) -> list[bytes]:
-    """Of an LMDB page's entries, where it is a leaf; there may be rests of others in it, and of it in others."""
+    """List the keys of an LMDB page, if it is a leaf; stale copies may occur in it and elsewhere."""
 
     def number(at: int) -> int:
         return int.from_bytes(page[at : at + 2], "little")
@@ -78,7 +78,7 @@ def begin_save(
 
 
 def plan_save(index: Index, ids: Sequence[int], checkpoints: Sequence[int] = (), may_replace: bool = True) -> SavePlan:
-    """Plan of a save that has something to write."""
+    """Plan a save that has something to write."""
     plan = begin_save(index, ids, checkpoints, may_replace=may_replace)
     assert plan is not None
     return plan
@@ -159,6 +159,6 @@ def count_file_bytes(home: Home) -> int:
 
 @contextmanager
 def short_segments() -> Iterator[None]:
-    """Cuts and swallowing happen within a few blocks."""
+    """Patch limits so that segments are cut and merged within a few blocks."""
     with mock.patch.multiple(index_save, SEGMENT_TOKENS_MAX=150, SMALL_SEGMENT_TOKENS=70):
         yield

@@ -1,4 +1,4 @@
-"""Tokens and lookups that the tests of truncation share."""
+"""Tokens and lookups of the truncation tests."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,20 +24,20 @@ def count_stored(index: Index, ids: Sequence[int]) -> int:
 
 
 def find_segment(index: Index, ids: Sequence[int]) -> SegmentRow:
-    """The one in which these tokens begin."""
+    """Find the segment in which these tokens begin."""
     row = index.segment(index.match_prefix(ROOT, pack_tokens(ids), len(ids)).chain[0].id)
     assert row is not None
     return row
 
 
 def find_files_containing(home: Home, ids: Sequence[int]) -> list[Path]:
-    """The files under a home, of whatever generation, with these tokens in a row."""
+    """Find the files under a home, of any generation, that contain these tokens."""
     wanted = pack_tokens(ids)
     return [path for path in home.root.rglob("*") if path.is_file() and wanted in path.read_bytes()]
 
 
 def purge_session(index: Index, session: str) -> PurgeReply:
-    """As was told before."""
+    """Purge a session; the result is that of the dry run before."""
     forecast = purge(index, PurgeRequest(session=session, dry_run=True))
     reply = purge(index, PurgeRequest(session=session))
     assert [msgspec.structs.replace(cut, became="") for cut in reply.cuts] == forecast.cuts
@@ -46,7 +46,7 @@ def purge_session(index: Index, session: str) -> PurgeReply:
 
 
 def clear_tables(tables: Tables) -> None:
-    """As of an index that is made anew from its files."""
+    """Clear the tables, as of an index that is rebuilt from its files."""
     for name in TABLES:
         for key, _ in list(tables.items(name)) if name != "meta" else []:
             tables.delete(name, key)

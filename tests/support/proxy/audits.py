@@ -15,7 +15,7 @@ COLLAPSED = ["!"] * 80
 
 
 def make_turn(number: int, backend: FakeBackend) -> dict[str, Any]:
-    """Request body of a turn: 0 is cold, later ones continue the conversation."""
+    """Make the request body of a turn: 0 is cold, later ones continue the conversation."""
     answer = "".join(backend.answer)
     messages = [{"role": "user", "content": TEXT}]
     for question in QUESTIONS[:number]:
@@ -24,7 +24,7 @@ def make_turn(number: int, backend: FakeBackend) -> dict[str, Any]:
 
 
 async def ask_turns(proxy: ProxyHarness, turns: int = 2) -> list[str]:
-    """Cache sources of the first turns."""
+    """Ask the first turns; their cache sources."""
     return [
         (await proxy.chat(**make_turn(number, proxy.backend))).headers["X-Warmline-Cache"] for number in range(turns)
     ]
@@ -47,7 +47,7 @@ async def wait_for_audits(proxy: ProxyHarness, count: int = 1) -> None:
 
 
 async def list_records(proxy: ProxyHarness) -> list[RequestRecord]:
-    """Request records, oldest first."""
+    """List request records, oldest first."""
     return (await proxy.wait_until_saved())[::-1]
 
 

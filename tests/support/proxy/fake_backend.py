@@ -54,7 +54,7 @@ from warmline_common.storage.home import Home
 
 
 class FakeBackend:
-    """Scripted by its attributes; `calls` lists the received calls by kind."""
+    """Backend scripted by its attributes; `calls` lists the received calls by kind."""
 
     def __init__(self, home: Home) -> None:
         self.home = home

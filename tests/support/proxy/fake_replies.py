@@ -13,7 +13,7 @@ SERVED = "fake-model"
 
 
 def render_prompt(body: dict[str, Any]) -> tuple[bytes, list[int]]:
-    """(prompt text, ends of its messages)."""
+    """Render a body; (prompt text, ends of its messages)."""
     if isinstance(body.get("prompt"), list):
         return bytes(body["prompt"]), []
     text, ends = b"", []
@@ -24,7 +24,7 @@ def render_prompt(body: dict[str, Any]) -> tuple[bytes, list[int]]:
 
 
 def pack_text(text: bytes) -> bytes:
-    """Packed tokens of a text, one per byte."""
+    """Pack the tokens of a text, one per byte."""
     return pack_tokens(list(text))
 
 
@@ -42,7 +42,7 @@ def make_layout(**changes: Any) -> KvLayout:
 
 
 def make_first_logits(logprob: float) -> FirstLogits:
-    """First logits of a model with one token."""
+    """Make the first logits of a model with one token."""
     return FirstLogits(digest=str(logprob), ids=pack_tokens([0]), logprobs=struct.pack("<f", logprob))
 
 

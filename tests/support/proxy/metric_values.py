@@ -1,4 +1,4 @@
-"""Scraping of a proxy's metrics, and polling of conditions."""
+"""Metrics of a proxy, and waits for conditions."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -26,6 +26,6 @@ async def wait_until(condition: Callable[[], object]) -> None:
 
 
 async def count_cancels(proxy: ProxyHarness) -> dict[tuple[str, ...], float]:
-    """Cancel counts by (phase, source), once no request is left."""
+    """Count cancels by (phase, source), once no request is left."""
     await wait_until(lambda: not len(proxy.app[REQUEST_REGISTRY]))
     return (await scrape(proxy)).group_by("warmline_cancels_total", "phase", "by")

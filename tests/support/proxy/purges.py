@@ -30,13 +30,13 @@ async def run_purge(proxy: ProxyHarness, **what: Any) -> Any:
 
 
 async def store_conversation(proxy: ProxyHarness, messages: list[dict[str, str]]) -> str:
-    """Session id of a stored conversation."""
+    """Store a conversation; its session's id."""
     await proxy.chat(messages=messages)
     return (await proxy.wait_until_saved())[0].session
 
 
 async def hold_request(proxy: ProxyHarness, messages: list[dict[str, str]], key: str = "") -> "asyncio.Task[Any]":
-    """Request that is being answered until the backend may continue."""
+    """Start a request whose answer is held until the backend may continue."""
     proxy.backend.hold_after = 1
     proxy.backend.holding.clear()
     running = asyncio.create_task(proxy.chat(messages=messages, headers={"X-Api-Key": key} if key else None))
@@ -54,7 +54,7 @@ async def release(proxy: ProxyHarness, running: "asyncio.Task[Any]") -> None:
 async def purge_during_restore(
     proxy: ProxyHarness, session: str, messages: list[dict[str, str]]
 ) -> "tuple[asyncio.Task[Any], asyncio.Task[Any]]":
-    """(request with these messages, whose restore waits for the backend; concurrent purge of the session)."""
+    """Purge a session during a restore; (the request, whose restore waits for the backend, and the purge)."""
     proxy.backend.restart()
     proxy.backend.restoring_allowed.clear()
     running = asyncio.create_task(proxy.chat(messages=messages))

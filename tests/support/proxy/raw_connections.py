@@ -108,7 +108,7 @@ class HandlerServer:
 
 
 class RawClient:
-    """One raw connection."""
+    """Client with one raw connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -148,7 +148,7 @@ class RawClient:
 async def run_server(
     folder: Path, **settings: Any
 ) -> AsyncIterator[tuple[HandlerServer, Callable[..., Awaitable[RawClient]]]]:
-    """(listening application, function that connects to it)."""
+    """Run a server; (server, function that connects to it)."""
     server, clients = HandlerServer(ProxyConfig(home=Home(folder), port=0, **settings)), list[RawClient]()
 
     async def connect(receive_buffer_bytes: int = 0) -> RawClient:

@@ -1,4 +1,4 @@
-"""A launchctl for tests: records its calls, and keeps jobs as launchd does, but for starting again what failed.
+"""Fake launchctl: records its calls, and runs jobs as launchd does, without restarting failed ones.
 
 Put on PATH by `fake_managers.User`.  The folder FAKE_MANAGER has `calls` (a JSON list a line) and a file for each job
 that is loaded.  FAKE_MANAGER_THEN says what a job becomes that is started: "run" (the real program, with nothing in its
@@ -56,7 +56,7 @@ def start_job(file: Path, job: dict[str, object]) -> None:
 
 
 def supervise_job(file: Path) -> None:
-    """In a process of its own: the job's parent."""
+    """Run as the job's parent, in a process of its own."""
     job = read_job(file)
     plist = plistlib.loads(Path(str(job["path"])).read_bytes())
     with Path(plist["StandardErrorPath"]).open("ab") as output:

@@ -1,4 +1,4 @@
-"""A systemctl for tests: records its calls, and keeps units as systemd does, but for starting again what failed.
+"""Fake systemctl: records its calls, and runs units as systemd does, without restarting failed ones.
 
 Put on PATH by `fake_managers.User`.  FAKE_MANAGER_THEN says what a unit becomes that is started: "run" (its ExecStart,
 with nothing in its environment but what the unit says), "pid N" or "exit N" (nothing is run, and show tells this).
@@ -20,7 +20,7 @@ ENDING_S = 60
 
 
 def start_unit(unit: Path) -> int:
-    """The pid of what the unit says, which nobody waits for: an orphan, that init reaps."""
+    """Start a unit; the pid of its process, an orphan that init reaps."""
     lines = [line.partition("=") for line in unit.read_text().splitlines()]
     said = {name: value.replace("%%", "%") for name, _, value in lines}
     environment = [shlex.split(value.replace("%%", "%"))[0] for name, _, value in lines if name == "Environment"]
@@ -38,7 +38,7 @@ def start_unit(unit: Path) -> int:
 
 
 def end_unit(state: Path) -> None:
-    """With its process, if it has one."""
+    """End a unit, with its process, if it has one."""
     kind, _, number = (state.read_text() if state.exists() else "").partition(" ")
     state.unlink(missing_ok=True)
     if kind != "run":
@@ -51,7 +51,7 @@ def end_unit(state: Path) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """A process that has ended and that nobody has asked after is none."""
+    """True if the process runs; a zombie does not."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False

@@ -1,4 +1,4 @@
-"""Runs the supervisor over two stand-ins, in its own process, as `warmline serve` does over the real pair.
+"""Supervisor over two stand-ins, in its own process, as `warmline serve` runs it over the real pair.
 
 Usage: drive_supervise.py PORT BACKEND_PORT [MANNER_OF_BACKEND [GRACE_S]]
 """

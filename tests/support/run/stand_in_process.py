@@ -1,4 +1,4 @@
-"""A child for the supervisor's tests: tells what happens to it on stdout, answers GET /ready, ends on SIGTERM.
+"""Child process for the supervisor's tests: prints its events, answers GET /ready, ends on SIGTERM.
 
 Usage: standin.py NAME PORT [stubborn|misconfigured]
 """

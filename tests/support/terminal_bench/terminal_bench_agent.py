@@ -58,7 +58,7 @@ class Shell:
 
 
 def run_task(url: str, folder: Path) -> Any:
-    """The agent itself, as the harness starts it, but for its temperature of 0.7: each run would be another."""
+    """Run the agent as the harness does, except for its temperature of 0.7, which would make each run differ."""
     agent_class = importlib.import_module("terminal_bench.agents.terminus_2.terminus_2").Terminus2
     agent = agent_class(model_name="openai/task", api_base=url, temperature=0.0, max_episodes=API_CALLS_MAX)
     result = agent.perform_task('Write "Hello, world!" to hello.txt.', Shell(folder))
@@ -70,13 +70,13 @@ def run_task(url: str, folder: Path) -> Any:
 
 
 def run_chat(url: str) -> Any:
-    """Two turns of one conversation."""
+    """Run two turns of one conversation."""
     talk = llms.Chat(llms.LiteLLM("openai/chat", temperature=0.0, api_base=url))
     return [talk.chat("What is the capital of France?"), talk.chat("What is the capital of Japan?")]
 
 
 def run_structured(url: str) -> Any:
-    """As Terminal-Bench asks for an answer in a form of its own."""
+    """Ask for a structured answer, as Terminal-Bench does."""
     from pydantic import BaseModel  # it comes with Terminal-Bench
 
     class Place(BaseModel):
@@ -88,7 +88,7 @@ def run_structured(url: str) -> Any:
 
 
 def find_failure(model: str, url: str, prompt: str, **options: object) -> Any:
-    """(exception of the LLM class, number of tries)."""
+    """Provoke a failure; (exception of the LLM class, number of tries)."""
     base, litellm = importlib.import_module("terminal_bench.llms.base_llm"), importlib.import_module("litellm")
     expected = base.ContextLengthExceededError, base.OutputLengthExceededError, litellm.AuthenticationError
     talk = llms.Chat(llms.LiteLLM(f"openai/{model}", temperature=0.0, api_base=url))

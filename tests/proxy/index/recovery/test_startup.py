@@ -1,4 +1,4 @@
-"""Whatever a kill leaves behind, the next start puts right; and a purge leaves nothing behind."""
+"""Startup after kills: leftovers are reconciled; and a purge leaves nothing behind."""
 
 import errno
 import json
@@ -356,7 +356,7 @@ def raise_disk_full(*_: object) -> None:
 
 
 class IndexReaderInThread:
-    """Keeps a read transaction open across what happens inside the block."""
+    """Reader that keeps a read transaction open during the block."""
 
     def __init__(self, index: Index) -> None:
         self._context = index._environment.read_transaction()

@@ -1,4 +1,4 @@
-"""Each thing that must hold is looked at: damaged alone, it is found under its name, and a repair mends it."""
+"""Invariants: each damage alone is found under its name, and a repair fixes it."""
 
 import os
 from collections.abc import Callable
@@ -23,7 +23,7 @@ WHOLE = [*A[:1500], 7, 7, 7]
 
 @pytest.fixture
 def saved_conversations(index: Index) -> Index:
-    """A root with a state, a child that leaves in its middle, one at its end, a quarantined file, a request."""
+    """Index with a root and its state, a child that diverges in it, one at its end, a quarantined file, a request."""
     save(index, A[:1400], checkpoints=[700], turn_end=1390, client="first")
     save(index, [*A[:1200], 5, 5, 5], turn_end=1201, client="second", may_replace=False)
     save(index, [*A[:1400], *WHOLE[1400:]], turn_end=1450, client="first", may_replace=False)
@@ -45,7 +45,7 @@ def encode_id(row: SegmentRow) -> bytes:
 
 
 def damage_tables(change: Callable[[Tables, SegmentRow, SegmentRow], object]) -> Callable[[Index], None]:
-    """`change` gets the tables, the root segment and the leaf below it."""
+    """Make damage of the tables; `change` gets the tables, the root segment and the leaf below it."""
 
     def damage(index: Index) -> None:
         root, leaf = find_path(index)
@@ -63,19 +63,19 @@ def damage_session(**changed: object) -> Callable[[Index], None]:
 
 
 def move_session_turn(index: Index) -> None:
-    """Its turn ends in a segment that is not on its path."""
+    """Move a session's turn to a segment that is not on its path."""
     first, second = sorted(index.sessions(), key=lambda row: row.client)
     damage_session(turn_segment=second.leaf, turn_end=1202)(index)
     assert first.leaf != second.leaf
 
 
 def damage_file(change: Callable[[Index, SegmentRow], object]) -> Callable[[Index], None]:
-    """`change` gets the leaf."""
+    """Make damage of a file; `change` gets the index and the leaf."""
     return lambda index: change(index, find_path(index)[1]) and None
 
 
 def write_at_other_place(index: Index, leaf: SegmentRow) -> None:
-    """Sound in itself, and what the row says but for what comes before."""
+    """Write a file that is valid and agrees with its row, but follows other tokens."""
     file = index.home.segment_file(leaf.id)
     rewrite_meta(file, prefix="ab" * 16)
     leaf.checksum = file_checksum(read_checksums(file))
