@@ -103,7 +103,7 @@ def test_read_commands_need_no_keys_file(home: Home) -> None:
 
 @pytest.fixture
 def proxy(home: Home) -> Iterator[Callable[[OwnerLabels], None]]:
-    """Address file and lock of a running proxy."""
+    """Running proxy that answers GET /warmline/whose with the labels passed to the fixture's function."""
     said: list[bytes] = []
 
     class Answers(BaseHTTPRequestHandler):
