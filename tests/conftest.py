@@ -22,7 +22,7 @@ settings.load_profile("any machine")
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
-    """`tiny_folder(family, **options)`: the folder of a tiny model, made once a session.  Not to be written to."""
+    """`tiny_folder(family, **options)`: the folder of a tiny model, made once a session; read-only by convention."""
     root = tmp_path_factory.mktemp("models")
 
     def folder(family: str, **options: object) -> Path:
@@ -36,7 +36,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
 
 @pytest.fixture(scope="session")
 def demo_home() -> Iterator[Home]:
-    """A home with the demo model converted to float32; half a gigabyte, so removed at the end."""
+    """Home with the demo model converted to float32; half a gigabyte, so removed at the end."""
     from warmline_backend import demo
 
     with tempfile.TemporaryDirectory(prefix="warmline-demo-") as folder:

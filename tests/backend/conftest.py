@@ -13,7 +13,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_decode_owed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No decode steps are owed after slow chunks, so that the order of steps is the same in every run.
+    """Make the order of steps repeatable: after slow chunks no decode steps are owed.
 
     test_fairness.py has a clock of its own.
     """

@@ -1,4 +1,4 @@
-"""One browser for all tests of the dashboard: it takes a second to start."""
+"""Fixtures of the dashboard tests: one browser for all, since a start takes a second."""
 
 import os
 from collections.abc import Iterator
@@ -19,15 +19,15 @@ def chromium() -> Iterator[Chromium]:
 
 @pytest.fixture
 def browser(chromium: Chromium) -> Chromium:
-    """At a desktop's size, with nothing told yet."""
+    """Browser with a desktop's window size and no recorded events."""
     chromium.open("about:blank")
-    chromium.show(1280, 900)
-    chromium.told("")
+    chromium.set_viewport(1280, 900)
+    chromium.list_events("")
     chromium.events.clear()
     return chromium
 
 
 @pytest.fixture(scope="session")
 def screenshots() -> Path:
-    """A folder that continuous integration keeps."""
+    """Folder for screenshots, which continuous integration keeps."""
     return Path(os.environ.get("TESTS_SCREENSHOTS", BUILD / "screenshots"))

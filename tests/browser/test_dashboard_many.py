@@ -1,4 +1,4 @@
-"""The dashboard against 10,000 segments, behind a proxy whose backend is away, and which is killed itself."""
+"""Dashboard with 10,000 segments: the proxy's backend is away, and the proxy itself is killed."""
 
 import sys
 import tempfile
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from support.browser.chromium import Chromium
-from support.many_segments import CHAIN, fill
-from support.processes import Running, free_port
+from support.many_segments import CHAIN, fill_index
+from support.processes import RunningProcess, free_port
 from warmline_common.storage.home import Home
 from warmline_proxy.auth.key_store import ADMIN_KIND, ensure_key
 from warmline_proxy.index.index import Index
@@ -27,8 +27,8 @@ POLL = "document.dispatchEvent(new Event('visibilitychange'))"
 FOCUSED = "document.activeElement.firstChild.textContent"
 
 
-class Proxy:
-    """On one port, however often it is started."""
+class ProxyProcess:
+    """Proxy on one port, which can be killed and started again."""
 
     def __init__(self, home: Home, *flags: str) -> None:
         port = str(free_port())
@@ -37,8 +37,8 @@ class Proxy:
         self._command += ["--backend-url", "http://127.0.0.1:9", "--disk-budget-gb", str(BUDGET_GB), *flags]
         self.running = self.start()
 
-    def start(self) -> Running:
-        self.running = Running(self._command)
+    def start(self) -> RunningProcess:
+        self.running = RunningProcess(self._command)
         self.running.wait_for("listening|serving|http://127", 60)
         return self.running
 
@@ -47,8 +47,8 @@ class Proxy:
         self.running.process.wait()
 
 
-def remember(index: Index) -> None:
-    """As many requests as are kept, one every two minutes, the last one now; each went on with a conversation."""
+def record_requests(index: Index) -> None:
+    """Record the maximum of requests, one every two minutes up to now, each continuing a conversation."""
     sources, now = ("resident", "restored", "cold"), time.time()
     sessions = [row.id for row in index.sessions()]
     for number in range(REQUESTS_MAX):
@@ -76,29 +76,29 @@ def remember(index: Index) -> None:
 
 
 @pytest.fixture(scope="module")
-def proxy(chromium: Chromium) -> Iterator[Proxy]:
-    """Started only where there is a browser."""
+def proxy(chromium: Chromium) -> Iterator[ProxyProcess]:
+    """Proxy process; skipped without a browser."""
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
         home = Home(Path(folder) / "home")
         home.prepare()
         with Index(home, 1 << 30) as index:
-            fill(index, SEGMENTS)
-            remember(index)
-        proxy = Proxy(home)
+            fill_index(index, SEGMENTS)
+            record_requests(index)
+        proxy = ProxyProcess(home)
         yield proxy
         proxy.kill()
 
 
 @pytest.fixture
-def page(browser: Chromium, proxy: Proxy) -> Chromium:
+def page(browser: Chromium, proxy: ProxyProcess) -> Chromium:
     browser.open(f"{proxy.url}/admin")
     browser.wait("document.querySelectorAll('#tree > li').length === 2")
     browser.run(LOOKS)
     return browser
 
 
-def settled(page: Chromium, shown: str) -> None:
-    """Until the tree's focus is on what says so."""
+def wait_for_focus(page: Chromium, shown: str) -> None:
+    """Wait until the tree's focus is on the row with this text."""
     page.wait(f"document.activeElement.matches('[role=treeitem]') && {FOCUSED}.includes('{shown}')")
 
 
@@ -110,25 +110,25 @@ def test_tree_of_thousands_is_paged(page: Chromium, screenshots: Path) -> None:
     page.press("ArrowRight")
     page.wait("document.activeElement.getAttribute('aria-expanded') === 'true'")
     page.press("ArrowRight")
-    settled(page, "0\u2013128")
+    wait_for_focus(page, "0\u2013128")
     page.press("ArrowRight")
     page.wait("document.querySelectorAll('#tree [aria-level=\"3\"]').length === 31")
     page.press("End")
     page.press("ArrowUp")
-    settled(page, "Show 30 more of 470")
+    wait_for_focus(page, "Show 30 more of 470")
     page.press("Enter")
     page.wait("document.querySelectorAll('#tree [aria-level=\"3\"]').length === 61")
     assert page.run("document.activeElement.getAttribute('aria-posinset')") == "31", "on the first that came"
-    page.picture(screenshots / "ten-thousand.png")
+    page.save_screenshot(screenshots / "ten-thousand.png")
     page.press("ArrowLeft")
-    settled(page, "0\u2013128")
+    wait_for_focus(page, "0\u2013128")
     page.press("ArrowLeft")
     page.wait("document.querySelectorAll('#tree [aria-level=\"3\"]').length === 0")
     assert page.run("document.querySelectorAll('#tree [tabindex=\"0\"]').length") == 1
-    sizes = [each["encodedDataLength"] for each in page.told("Network.loadingFinished")]
+    sizes = [each["encodedDataLength"] for each in page.list_events("Network.loadingFinished")]
     assert len(sizes) > 15 and max(sizes) < ANSWER_BYTES_MAX
     assert page.run("document.querySelectorAll('*').length") < ELEMENTS_MAX
-    assert page.complaints() == []
+    assert page.list_problems() == []
 
 
 def test_search_finds_conversation(page: Chromium) -> None:
@@ -138,7 +138,7 @@ def test_search_finds_conversation(page: Chromium) -> None:
     page.wait("document.querySelector('#sessions-count').textContent === '1 of 1,334'")
     assert page.run("document.querySelector('#session-rows b').textContent") == "client-877"
     page.run("document.querySelector('#session-rows .actions :nth-child(2)').click()")
-    settled(page, "ends at token 768")
+    wait_for_focus(page, "ends at token 768")
     assert page.run("document.querySelectorAll('.on-path').length") == 3
     assert "client-877" in page.run(FOCUSED)
     page.run("document.querySelector('#tree-clear').click()")
@@ -168,7 +168,7 @@ def test_columns_sort_both_ways(page: Chromium) -> None:
     assert page.run(f"{sizes}[0]") == f"{256 * (CHAIN // 2 + 2) / 1000:.1f} KB"
 
 
-def test_dead_proxy_is_reported_and_reconnected(page: Chromium, proxy: Proxy) -> None:
+def test_dead_proxy_is_reported_and_reconnected(page: Chromium, proxy: ProxyProcess) -> None:
     assert page.run("document.querySelector('#state').textContent") == "Backend down"
     assert page.run("document.querySelector('#why').checkVisibility()")
     before = page.run("document.querySelector('main').getBoundingClientRect().top + scrollY")
@@ -185,13 +185,13 @@ def test_dead_proxy_is_reported_and_reconnected(page: Chromium, proxy: Proxy) ->
     page.wait("!document.querySelector('#banner').checkVisibility()")
 
 
-def test_hidden_page_does_not_poll(browser: Chromium, proxy: Proxy) -> None:
+def test_hidden_page_does_not_poll(browser: Chromium, proxy: ProxyProcess) -> None:
     hide = "Object.defineProperty(document, 'visibilityState', { value: 'hidden', configurable: true })"
     hiding = browser.call("Page.addScriptToEvaluateOnNewDocument", source=hide)
     browser.open(f"{proxy.url}/admin")
     browser.wait("document.querySelector('#curl').textContent !== ''")
     browser.call("Page.removeScriptToEvaluateOnNewDocument", **hiding)
-    assert [url for url in browser.asked_for() if "/warmline/" in url] == []
+    assert [url for url in browser.list_requested_urls() if "/warmline/" in url] == []
     browser.run("delete document.visibilityState; document.dispatchEvent(new Event('visibilitychange'))")
     browser.wait("Number(document.documentElement.dataset.asked) >= 1")
 
@@ -221,9 +221,9 @@ def test_requests_are_paged(page: Chromium, screenshots: Path) -> None:
     spans = [round(float(width.removesuffix("%")) * longest_s / 100, 1) for width in widths]
     assert spans == [0.1, 0.0, 0.5, 6.0, 2.4], "in the end what is none of them"
     for width in (360, 1280):
-        page.show(width, 800)
+        page.set_viewport(width, 800)
         assert page.run("looks.wide()") == page.run("looks.faint()") == []
-        page.picture(screenshots / f"thousands-{width}.png")
+        page.save_screenshot(screenshots / f"thousands-{width}.png")
 
 
 def test_page_beyond_last_request_returns(page: Chromium) -> None:
@@ -240,13 +240,13 @@ def test_page_beyond_last_request_returns(page: Chromium) -> None:
     page.wait(f"{reasons}[0] === 'stored up to token 1099'")
 
 
-def test_purged_conversation_leaves_tree(page: Chromium, proxy: Proxy) -> None:
+def test_purged_conversation_leaves_tree(page: Chromium, proxy: ProxyProcess) -> None:
     """A conversation far beyond what is shown of its branch, and by somebody else than this page."""
     page.run("""document.querySelector('#search').value = 'client-901';
         document.querySelector('#search').dispatchEvent(new Event('input'))""")
     page.wait("document.querySelector('#session-rows b').textContent === 'client-901'")
     page.run("document.querySelector('#session-rows .actions :nth-child(2)').click()")
-    settled(page, "ends at token 768")
+    wait_for_focus(page, "ends at token 768")
     gone = page.run("document.activeElement.dataset.key")
     shown = f"document.querySelector('[data-key=\"{gone}\"]')"
     session = page.run("document.querySelector('#session-rows tr').dataset.key")
@@ -263,14 +263,14 @@ def test_expanded_branch_reloads_whole(page: Chromium) -> None:
     page.press("ArrowRight")
     page.wait("document.activeElement.getAttribute('aria-expanded') === 'true'")
     page.press("ArrowRight")
-    settled(page, "0\u2013128")
+    wait_for_focus(page, "0\u2013128")
     page.press("ArrowRight")
     runs = "document.querySelectorAll('#tree [aria-level=\"3\"]')"
     for shown in range(31, 241, 30):
         page.wait(f"{runs}.length === {shown}")
         page.press("End")
         page.press("ArrowUp")
-        settled(page, "more of")
+        wait_for_focus(page, "more of")
         page.press("Enter")
     page.wait(f"{runs}.length === 241")
     key = page.run(f"{runs}[5].dataset.key")
@@ -287,14 +287,14 @@ def test_admin_key_opens_dashboard(browser: Chromium, tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
     home.prepare()
     key = ensure_key(home, ADMIN_KIND).key
-    proxy = Proxy(home, "--admin-needs-key")
+    proxy = ProxyProcess(home, "--admin-needs-key")
     url = proxy.url.replace("127.0.0.1", "0.0.0.0")  # an address that a browser trusts as little as one in the network
     try:
-        with browser.typing(key) as asked:
+        with browser.given_password(key) as asked:
             browser.open(f"{url}/admin")
             browser.wait("Number(document.documentElement.dataset.asked) >= 1")
         assert asked == [f"{url}/admin"], "asked once, for the page"
         assert not browser.run("isSecureContext")
-        assert browser.complaints() == []
+        assert browser.list_problems() == []
     finally:
         proxy.kill()

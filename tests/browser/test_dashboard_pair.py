@@ -1,4 +1,4 @@
-"""The dashboard over a real pair: a conversation seen warm, explained, pinned, purged; by keyboard, in every look."""
+"""Dashboard of a real pair: a conversation is warm, explained, pinned and purged; keyboard and all looks."""
 
 import json
 import re
@@ -19,27 +19,27 @@ STEADY = {"role": "system", "content": SYSTEM}
 
 @pytest.fixture(scope="module")
 def pair(chromium: Chromium, tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Started only where there is a browser."""
+    """Real pair; skipped without a browser."""
     with Pair(tmp_path_factory.mktemp("dashboard"), tiny_folder("llama")) as pair:
         yield pair
 
 
-def visit(browser: Chromium, pair: Pair) -> None:
-    """Until all that is there is shown."""
+def open_dashboard(browser: Chromium, pair: Pair) -> None:
+    """Open the dashboard and wait until all data is shown."""
     browser.open(f"{pair.url}/admin")
     browser.wait("Number(document.documentElement.dataset.asked) >= 1")
     browser.run(LOOKS)
 
 
-def poll(browser: Chromium) -> None:
-    """Ask now, and wait for the answer."""
+def poll_now(browser: Chromium) -> None:
+    """Let the page poll at once, and wait for the answer."""
     browser.wait("""(window.before ??= document.documentElement.dataset.asked,
         document.dispatchEvent(new Event("visibilitychange")),
         document.documentElement.dataset.asked !== window.before && (delete window.before, true))""")
 
 
-def speak(pair: Pair, messages: list[Message], name: str) -> int:
-    """A turn; how many of its prompt's tokens were reused.  `messages` get the answer."""
+def send_turn(pair: Pair, messages: list[Message], name: str) -> int:
+    """Send a turn and append its answer to `messages`; the number of reused prompt tokens."""
     reply = pair.chat(messages, max_tokens=12, session_id=name)
     messages.append({"role": "assistant", "content": reply.text})
     pair.settle()
@@ -47,7 +47,7 @@ def speak(pair: Pair, messages: list[Message], name: str) -> int:
 
 
 def test_empty_dashboard_shows_instructions(browser: Chromium, pair: Pair, screenshots: Path) -> None:
-    visit(browser, pair)
+    open_dashboard(browser, pair)
     assert browser.run("document.querySelector('#state').textContent") == "Ready"
     shown = browser.run(
         "document.querySelector('#curl').checkVisibility() && document.querySelector('#curl').textContent"
@@ -57,16 +57,16 @@ def test_empty_dashboard_shows_instructions(browser: Chromium, pair: Pair, scree
     url, body = found.groups()
     assert url == f"{pair.url}/v1/chat/completions"
     assert browser.run("looks.wide()") == browser.run("looks.faint()") == []
-    browser.picture(screenshots / "empty.png")
+    browser.save_screenshot(screenshots / "empty.png")
     assert pair.post("/v1/chat/completions", json.loads(body)).status == 200, "what it says to send is answered"
     pair.settle()
-    unnamed_is_told_apart(browser, pair)
+    check_unnamed_session_label(browser, pair)
     pair.cachectl("purge", "--all", "--yes")
 
 
-def unnamed_is_told_apart(browser: Chromium, pair: Pair) -> None:
-    """Its client has given no name, so the page says since when it is kept: in all three places."""
-    poll(browser)
+def check_unnamed_session_label(browser: Chromium, pair: Pair) -> None:
+    """Check that an unnamed session is labelled by its time in all three places."""
+    poll_now(browser)
     browser.wait("document.querySelector('#session-rows b.unnamed') && document.querySelector('.row .who')")
     name = browser.run("document.querySelector('#session-rows b').textContent")
     assert re.fullmatch(r"conversation started \d\d:\d\d:\d\d", name)
@@ -81,12 +81,12 @@ def unnamed_is_told_apart(browser: Chromium, pair: Pair) -> None:
 
 def test_conversation_from_warm_to_purged(browser: Chromium, pair: Pair, screenshots: Path) -> None:
     talk: list[Message] = [STEADY, {"role": "user", "content": "What is a spring tide?"}]
-    assert speak(pair, talk, "steady") == 0
+    assert send_turn(pair, talk, "steady") == 0
     talk.append({"role": "user", "content": "And a neap tide?"})
-    cached = speak(pair, talk, "steady")
+    cached = send_turn(pair, talk, "steady")
     edited: list[Message] = [{"role": "system", "content": SYSTEM.replace("tides", "winds", 1)}, talk[1]]
-    speak(pair, edited, HOSTILE)
-    visit(browser, pair)
+    send_turn(pair, edited, HOSTILE)
+    open_dashboard(browser, pair)
 
     # warm, and by whom
     browser.wait("document.querySelectorAll('.row').length === 3")
@@ -100,7 +100,7 @@ def test_conversation_from_warm_to_purged(browser: Chromium, pair: Pair, screens
     names = browser.run("[...document.querySelectorAll('#session-rows b')].map((each) => each.textContent)")
     assert names == [HOSTILE, "steady"]
     assert browser.run("document.images.length") == 0 and browser.run("document.title") == "Warmline"
-    browser.picture(screenshots / "desktop-light.png")
+    browser.save_screenshot(screenshots / "desktop-light.png")
 
     # why not warmer
     browser.run("document.querySelector('.row').focus()")
@@ -116,36 +116,36 @@ def test_conversation_from_warm_to_purged(browser: Chromium, pair: Pair, screens
     browser.wait("document.activeElement.matches('[role=treeitem].on-path')")
     assert "ends at token" in browser.run("document.activeElement.firstChild.textContent")
     assert "reused up to token" in browser.run("document.querySelector('#tree').textContent")
-    browser.picture(screenshots / "explained.png")
+    browser.save_screenshot(screenshots / "explained.png")
     check_all_looks(browser, screenshots)
 
-    pin_and_purge(browser, pair, screenshots)
-    assert browser.complaints() == []
-    assert [url for url in browser.asked_for() if not url.startswith(f"{pair.url}/")] == []
+    check_pin_and_purge(browser, pair, screenshots)
+    assert browser.list_problems() == []
+    assert [url for url in browser.list_requested_urls() if not url.startswith(f"{pair.url}/")] == []
 
 
 def check_all_looks(browser: Chromium, screenshots: Path) -> None:
-    """In each the text is readable, and nothing is wider than the window."""
+    """Check in each look that text is readable and nothing is wider than the window."""
     for name, size in (("desktop", DESKTOP), ("phone", PHONE)):
         for scheme in ("light", "dark"):
-            browser.show(*size, scheme=scheme, motion="reduce")
+            browser.set_viewport(*size, scheme=scheme, motion="reduce")
             wrong = {each: browser.run(f"looks.{each}()") for each in ("faint", "wide", "small")}
             assert wrong == {"faint": [], "wide": [], "small": []}, (name, scheme)
             assert browser.run("getComputedStyle(document.querySelector('.bar i')).transitionDuration") == "0s"
-            browser.picture(screenshots / f"{name}-{scheme}.png")
-    browser.show(*DESKTOP)
+            browser.save_screenshot(screenshots / f"{name}-{scheme}.png")
+    browser.set_viewport(*DESKTOP)
 
 
-def pin_and_purge(browser: Chromium, pair: Pair, screenshots: Path) -> None:
+def check_pin_and_purge(browser: Chromium, pair: Pair, screenshots: Path) -> None:
     rows = "[...document.querySelectorAll('#session-rows tr')]"
     row = f"{rows}.find((each) => each.textContent.includes({json.dumps(HOSTILE)}))"
     browser.run(f"{row}.querySelector('.pin').click()")
     browser.wait(f"{row}.querySelector('.pin').getAttribute('aria-pressed') === 'true'")
-    visit(browser, pair)
+    open_dashboard(browser, pair)
     browser.wait(f"{row}.querySelector('.pin').textContent === 'Pinned'")
-    browser.show(*DESKTOP, scheme="dark")
+    browser.set_viewport(*DESKTOP, scheme="dark")
     assert browser.run("looks.faint()") == []
-    browser.show(*DESKTOP)
+    browser.set_viewport(*DESKTOP)
     before = pair.cachectl("inspect")["sessions"]
     kept, gone = (next(each for each in before if each["client"] == name) for name in ("steady", HOSTILE))
 
@@ -156,7 +156,7 @@ def pin_and_purge(browser: Chromium, pair: Pair, screenshots: Path) -> None:
     would = f"Conversation {gone['id']} goes: 1 segment, {gone['bytes_alone'] / 1000:.0f} KB."
     assert browser.run("document.querySelector('#dialog-text').textContent").startswith(would)
     assert browser.run("looks.faint()") == browser.run("looks.wide()") == []
-    browser.picture(screenshots / "purge.png")
+    browser.save_screenshot(screenshots / "purge.png")
     held = []
     for _ in range(4):
         held.append(browser.run("document.activeElement.id"))
@@ -178,7 +178,7 @@ def pin_and_purge(browser: Chromium, pair: Pair, screenshots: Path) -> None:
 
 
 def test_dashboard_works_by_keyboard(browser: Chromium, pair: Pair) -> None:
-    visit(browser, pair)
+    open_dashboard(browser, pair)
     browser.wait("document.querySelectorAll('#session-rows tr').length > 0")
     expected, met = browser.run("looks.operable()"), []
     for _ in expected:
@@ -192,9 +192,9 @@ def test_dashboard_works_by_keyboard(browser: Chromium, pair: Pair) -> None:
 def test_polling_shifts_no_layout(browser: Chromium, pair: Pair) -> None:
     """A turn more of a conversation that is shown: rows stay where they are while one is open."""
     talk: list[Message] = [{"role": "user", "content": "Something else meanwhile."}]
-    speak(pair, talk, "meanwhile")
+    send_turn(pair, talk, "meanwhile")
     talk.append({"role": "user", "content": "More."})
-    visit(browser, pair)
+    open_dashboard(browser, pair)
     browser.wait("document.querySelectorAll('#session-rows tr').length > 0")
     browser.run("document.querySelector('.row').click()")
     browser.wait("document.querySelector('.panel .facts')")
@@ -202,11 +202,11 @@ def test_polling_shifts_no_layout(browser: Chromium, pair: Pair) -> None:
     browser.run("""window.shifts = [];
         new PerformanceObserver((list) => shifts.push(...list.getEntries().flatMap((each) =>
             each.sources.map((source) => source.node?.outerHTML ?? "gone")))).observe({ type: "layout-shift" })""")
-    speak(pair, talk, "meanwhile")
-    poll(browser)
+    send_turn(pair, talk, "meanwhile")
+    poll_now(browser)
     browser.wait("document.querySelector('#newer').checkVisibility()")
     browser.run("document.activeElement.blur()")
-    poll(browser)
+    poll_now(browser)
     assert browser.run("new Promise((done) => requestAnimationFrame(() => setTimeout(() => done(shifts))))") == []
 
 
@@ -233,7 +233,7 @@ STATUS = """{
     ],
 )
 def test_problems_are_shown_in_words(browser: Chromium, pair: Pair, change: str, state: str, text: str) -> None:
-    visit(browser, pair)
+    open_dashboard(browser, pair)
     changed = f"const status = {STATUS}; status.{change}; page.showStatus(status)"
     browser.run(f"import('/admin/overview.js').then((page) => {{ {changed} }})")
     assert browser.run("document.querySelector('#state').dataset.state") == state
@@ -247,8 +247,8 @@ def test_purged_request_is_not_explained(browser: Chromium, pair: Pair) -> None:
     """Its texts don't stay in a panel that was open, whoever purged it."""
     for name in ("harbours", "crews"):
         system = {"role": "system", "content": SYSTEM.replace("ships", name)}
-        speak(pair, [system, {"role": "user", "content": "What else?"}], name)
-    visit(browser, pair)
+        send_turn(pair, [system, {"role": "user", "content": "What else?"}], name)
+    open_dashboard(browser, pair)
     browser.wait("document.querySelector('#session-rows b').textContent === 'crews'")
     browser.wait("document.querySelector('.row .who').textContent.startsWith('crews')")
     browser.run("document.querySelector('.row').click()")
@@ -258,7 +258,7 @@ def test_purged_request_is_not_explained(browser: Chromium, pair: Pair) -> None:
     browser.run(f"{button}.focus()")
     session = browser.run("document.querySelector('#session-rows tr').dataset.key")
     browser.run(f"import('/admin/api.js').then((api) => api.post('purge', {{ session: '{session}' }}))")
-    poll(browser)
+    poll_now(browser)
     browser.wait(f"{panel}.includes('No more is known of it') && !{panel}.includes('What came instead')")
     assert browser.run(f"document.activeElement === {button}"), "the focus stays"
 
@@ -266,8 +266,8 @@ def test_purged_request_is_not_explained(browser: Chromium, pair: Pair) -> None:
 def test_one_dialog_at_a_time(browser: Chromium, pair: Pair) -> None:
     """And none about what somebody else has purged meanwhile."""
     for name in ("first", "second"):
-        speak(pair, [{"role": "user", "content": name * 40}], name)
-    visit(browser, pair)
+        send_turn(pair, [{"role": "user", "content": name * 40}], name)
+    open_dashboard(browser, pair)
     first, second = (
         f"[...document.querySelectorAll('#session-rows tr')].find((each) => each.textContent.startsWith('{name}'))"
         for name in ("first", "second")
@@ -288,7 +288,7 @@ def test_one_dialog_at_a_time(browser: Chromium, pair: Pair) -> None:
 
 def test_invisible_characters_are_escaped(browser: Chromium, pair: Pair) -> None:
     """Texts may differ by that alone, and what turns text around would hide where they do."""
-    visit(browser, pair)
+    open_dashboard(browser, pair)
     text = json.dumps("a\u200bb\u202ec\x1b[1m\x00\u2028\n\tä 字 ✓")
     shown = browser.run(f"import('/admin/format.js').then((page) => page.visible({text}))")
     assert shown == "a\\u{200b}b\\u{202e}c\\u{1b}[1m\\u{0}\\u{2028}\n\tä 字 ✓"
@@ -304,18 +304,18 @@ def test_invisible_characters_are_escaped(browser: Chromium, pair: Pair) -> None
     ],
 )
 def test_unexpected_answers_are_reported(browser: Chromium, pair: Pair, answer: str, said: str) -> None:
-    visit(browser, pair)
+    open_dashboard(browser, pair)
     browser.run(f"window.asks = window.fetch, window.fetch = async () => {answer}, 0")
     browser.run("document.dispatchEvent(new Event('visibilitychange'))")
     browser.wait("document.querySelector('#banner').checkVisibility()")
     assert browser.run("document.querySelector('#banner').textContent").startswith(said)
     browser.run("window.fetch = window.asks, 0")
-    poll(browser)
+    poll_now(browser)
     assert not browser.run("document.querySelector('#banner').checkVisibility()")
 
 
 def test_running_requests_show_progress(browser: Chromium, pair: Pair) -> None:
-    visit(browser, pair)
+    open_dashboard(browser, pair)
     live = """{id: "a", endpoint: "chat", client_model: "m", client_session: "<b>s</b>", phase: "prefilling",
         source: "restored", age_s: 3, queue_s: 0, restore_s: 0, ttft_s: 0, prompt_tokens: 20000, reused_tokens: 4000,
         prefilled_tokens: 5000}"""
@@ -335,7 +335,7 @@ def test_running_requests_show_progress(browser: Chromium, pair: Pair) -> None:
 
 def test_requests_with_same_name_have_own_rows(browser: Chromium, pair: Pair) -> None:
     """Clients may name them."""
-    visit(browser, pair)
+    open_dashboard(browser, pair)
     rows = browser.run("""import('/admin/requests.js').then((page) => {
         const line = (at) => ({ id: "mine", at, endpoint: "chat", client_model: "m", session: "", client: "", key: "",
             outcome: "ok", source: "cold", why_not_warmer: `at ${at}`, error: "", cause: "", audit: "", guard: "",

@@ -1,4 +1,4 @@
-"""Messages are decoded on many threads, and what a struct is made of must be known before two of them meet it at once.
+"""Decoders of messages are built before threads use them.
 
 msgspec 0.22 ends the process (SIGSEGV) where two threads decode into a struct that neither has met: restores after a
 start did, which read the headers of their files beside each other.
@@ -55,7 +55,7 @@ def test_typed_decoding_goes_through_guarded_functions() -> None:
     """But with decoders that were made while the module was imported."""
     paths = [path for path in PACKAGES.glob("*/warmline_*/**/*.py") if path.name != DECODE]
     assert len(paths) > 250
-    typed = [f"{path.name}:{line}" for path in paths for line in lines_of_typed_decoding(path)]
+    typed = [f"{path.name}:{line}" for path in paths for line in find_typed_decoding(path)]
     assert not typed, "use warmline_common.protocol.messages.decode"
 
 
@@ -65,15 +65,15 @@ def test_malformed_json_raises_decode_error(data: bytes) -> None:
         decode(data, ErrorBody)
 
 
-def lines_of_typed_decoding(path: Path) -> list[int]:
-    """In its functions."""
+def find_typed_decoding(path: Path) -> list[int]:
+    """Find calls within functions that decode into a type."""
     functions = (each for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, FUNCTIONS))
     calls = (each for function in functions for each in ast.walk(function) if isinstance(each, ast.Call))
     return [call.lineno for call in calls if is_typed_decoding(call)]
 
 
 def is_typed_decoding(call: ast.Call) -> bool:
-    """As msgspec.json.decode(data, type=Meta), msgspec.msgpack.Decoder(Meta) or msgspec.convert(value, Meta)."""
+    """True for msgspec.json.decode(data, type=Meta), msgspec.msgpack.Decoder(Meta), msgspec.convert(value, Meta)."""
     name = ast.unparse(call.func)
     if not name.startswith("msgspec."):
         return False

@@ -1,4 +1,4 @@
-"""The steps that change a home, where they fail; a home that can't be written to."""
+"""Failures of each step that changes a home, and read-only homes."""
 
 import errno
 import fcntl
@@ -14,13 +14,13 @@ from warmline_common.storage.file_lock import LockedError, find_lock_holder, pro
 from warmline_common.storage.home import Home
 
 
-def fail(*_: object) -> None:
+def raise_os_error(*_: object) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 @pytest.mark.parametrize("step", ["create", "write", "sync", "rename"])
 def test_failed_write_leaves_no_file(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, step, fail)
+    monkeypatch.setattr(disk, step, raise_os_error)
     with pytest.raises(OSError, match="Input/output"):
         disk.write_durable(tmp_path / "a" / "file", [b"one", b"two"])
     assert list((tmp_path / "a").iterdir()) == []
@@ -31,7 +31,7 @@ def test_first_failure_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(disk, "write", full)
-    monkeypatch.setattr(disk, "delete", fail)
+    monkeypatch.setattr(disk, "delete", raise_os_error)
     with pytest.raises(OSError, match="No space"):
         disk.write_durable(tmp_path / "file", [b"one"])
 
@@ -86,7 +86,7 @@ def test_lock_holder_unknown_without_lock_support(tmp_path: Path, monkeypatch: p
     with process_lock(tmp_path / "lock"):
         assert find_lock_holder(tmp_path / "lock") == str(os.getpid())
     assert find_lock_holder(tmp_path / "lock") == ""
-    monkeypatch.setattr(lock_module.fcntl, "flock", fail)
+    monkeypatch.setattr(lock_module.fcntl, "flock", raise_os_error)
     assert find_lock_holder(tmp_path / "lock") == ""
 
 

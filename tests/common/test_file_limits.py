@@ -1,4 +1,4 @@
-"""The limit of open descriptors, raised in a process of its own: a test run must not change its own."""
+"""Limit of open descriptors, raised in a process of its own to keep the test run's."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Lines and objects, files that are rotated, and a disk that does not take them."""
+"""Log lines and JSON objects, rotated files, and a disk that refuses them."""
 
 import io
 import json
@@ -27,7 +27,7 @@ SECRET = "once upon a time"
 
 
 @pytest.fixture
-def heard() -> io.StringIO:
+def captured_logs() -> io.StringIO:
     return io.StringIO()
 
 
@@ -39,7 +39,7 @@ def log() -> Iterator[logging.Logger]:
         handler.close()
 
 
-def add(log: logging.Logger, handler: logging.Handler, formatter: logging.Formatter) -> logging.Handler:
+def add_handler(log: logging.Logger, handler: logging.Handler, formatter: logging.Formatter) -> logging.Handler:
     handler.setFormatter(formatter)
     log.addHandler(handler)
     return handler
@@ -48,8 +48,8 @@ def add(log: logging.Logger, handler: logging.Handler, formatter: logging.Format
 # ---- formats
 
 
-def test_line_names_request_once(log: logging.Logger, heard: io.StringIO) -> None:
-    add(log, logging.StreamHandler(heard), TextFormatter("%(levelname)s %(name)s: %(message)s"))
+def test_line_names_request_once(log: logging.Logger, captured_logs: io.StringIO) -> None:
+    add_handler(log, logging.StreamHandler(captured_logs), TextFormatter("%(levelname)s %(name)s: %(message)s"))
     log.info("nobody's")
     with request_context("r-1"):
         log.info("somebody's")
@@ -57,7 +57,7 @@ def test_line_names_request_once(log: logging.Logger, heard: io.StringIO) -> Non
         set_request_id("r-2")
         log.warning("another's")
     log.info("nobody's again")
-    assert heard.getvalue().splitlines() == [
+    assert captured_logs.getvalue().splitlines() == [
         "INFO warmline_test: nobody's",
         "INFO warmline_test: somebody's (request r-1)",
         "INFO warmline_test: request r-1 is named",
@@ -66,11 +66,11 @@ def test_line_names_request_once(log: logging.Logger, heard: io.StringIO) -> Non
     ]
 
 
-def test_text_cannot_forge_log_lines(log: logging.Logger, heard: io.StringIO) -> None:
-    add(log, logging.StreamHandler(heard), TextFormatter("%(levelname)s %(message)s"))
+def test_text_cannot_forge_log_lines(log: logging.Logger, captured_logs: io.StringIO) -> None:
+    add_handler(log, logging.StreamHandler(captured_logs), TextFormatter("%(levelname)s %(message)s"))
     log.info("called %s", "x\nERROR all is lost \x1b[2K\r\u202eend\u2028")
     log.error("fails", exc_info=RuntimeError("\x1b[2J"))
-    assert heard.getvalue().splitlines() == [
+    assert captured_logs.getvalue().splitlines() == [
         "INFO called x",
         r"    ERROR all is lost \x1b[2K\r\u202eend\u2028",
         "ERROR fails",
@@ -79,12 +79,12 @@ def test_text_cannot_forge_log_lines(log: logging.Logger, heard: io.StringIO) ->
     ]
 
 
-def test_json_log_is_one_object_per_line(log: logging.Logger, heard: io.StringIO) -> None:
-    add(log, logging.StreamHandler(heard), JsonFormatter("proxy"))
+def test_json_log_is_one_object_per_line(log: logging.Logger, captured_logs: io.StringIO) -> None:
+    add_handler(log, logging.StreamHandler(captured_logs), JsonFormatter("proxy"))
     with request_context("r-1"):
         log.info('two\nlines and a "quote"')
     log.info("PERF ...", extra={"fields": {"event": "perf", "request": "r-2", "queue_s": 0.5}})
-    first, second = map(json.loads, heard.getvalue().splitlines())
+    first, second = map(json.loads, captured_logs.getvalue().splitlines())
     assert first.pop("time").endswith("Z") and second.pop("time").endswith("Z")
     assert first == {
         "level": "info",
@@ -107,11 +107,11 @@ def test_times_are_utc_to_the_millisecond() -> None:
 # ---- exceptions
 
 
-class Foreign(Exception):
-    """As those of a library that has its own."""
+class ForeignError(Exception):
+    """Exception of another library, with a traceback of its own."""
 
 
-def raised(error: Exception, cause: Exception | None = None) -> Exception:
+def make_raised_error(error: Exception, cause: Exception | None = None) -> Exception:
     try:
         raise error from cause
     except Exception as caught:  # noqa: BLE001  it is what was asked for
@@ -121,7 +121,7 @@ def raised(error: Exception, cause: Exception | None = None) -> Exception:
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (Foreign(SECRET), "Foreign"),
+        (ForeignError(SECRET), "Foreign"),
         (KeyError(SECRET), "KeyError"),
         (ValueError(SECRET), "ValueError"),
         (ValueError("[reshape] Cannot reshape array of size 2"), "[reshape] Cannot reshape array of size 2"),
@@ -134,17 +134,17 @@ def test_exception_text_is_redacted(error: Exception, told: str) -> None:
 
 
 def test_traceback_has_frames_and_types_of_all_causes() -> None:
-    inner = raised(KeyError(SECRET))
-    told = format_traceback(raised(Foreign(SECRET), inner))
+    inner = make_raised_error(KeyError(SECRET))
+    told = format_traceback(make_raised_error(ForeignError(SECRET), inner))
     assert SECRET not in told and told.index("KeyError\n") < told.index("direct cause") < told.index("Foreign")
     assert told.count("in raised") == 2
 
 
-def test_formatters_write_redacted_tracebacks(log: logging.Logger, heard: io.StringIO) -> None:
-    add(log, logging.StreamHandler(heard), TextFormatter(TEXT_FORMAT))
-    add(log, logging.StreamHandler(heard), JsonFormatter("backend"))
-    log.error("it failed", exc_info=raised(Foreign(SECRET)))
-    text = heard.getvalue()
+def test_formatters_write_redacted_tracebacks(log: logging.Logger, captured_logs: io.StringIO) -> None:
+    add_handler(log, logging.StreamHandler(captured_logs), TextFormatter(TEXT_FORMAT))
+    add_handler(log, logging.StreamHandler(captured_logs), JsonFormatter("backend"))
+    log.error("it failed", exc_info=make_raised_error(ForeignError(SECRET)))
+    text = captured_logs.getvalue()
     assert SECRET not in text and "Foreign\n{" in text
     assert json.loads(text[text.index("{") :])["traceback"].endswith("Foreign")
 
@@ -152,15 +152,15 @@ def test_formatters_write_redacted_tracebacks(log: logging.Logger, heard: io.Str
 # ---- files
 
 
-def rotated(log: logging.Logger, path: Path, otherwise: io.StringIO, **limits: int) -> logging.Handler:
+def write_until_rotated(log: logging.Logger, path: Path, otherwise: io.StringIO, **limits: int) -> logging.Handler:
     last = logging.StreamHandler(otherwise)
     last.setFormatter(logging.Formatter("%(message)s"))
-    return add(log, LogFileHandler(path, last, **limits), logging.Formatter("%(message)s"))
+    return add_handler(log, LogFileHandler(path, last, **limits), logging.Formatter("%(message)s"))
 
 
-def test_files_are_rotated_and_private(log: logging.Logger, heard: io.StringIO, tmp_path: Path) -> None:
+def test_files_are_rotated_and_private(log: logging.Logger, captured_logs: io.StringIO, tmp_path: Path) -> None:
     path = tmp_path / "logs" / "proxy.log"
-    rotated(log, path, heard, bytes_max=100, backup_count=2)
+    write_until_rotated(log, path, captured_logs, bytes_max=100, backup_count=2)
     for number in range(20):
         log.info("line %02d %s", number, "-" * 32)
     names = sorted(file.name for file in path.parent.iterdir())
@@ -168,32 +168,32 @@ def test_files_are_rotated_and_private(log: logging.Logger, heard: io.StringIO, 
     files = [path.with_name(name) for name in reversed(names)]
     assert "".join(file.read_text() for file in files).splitlines()[-1].startswith("line 19 ")
     assert all(file.stat().st_size <= 100 and file.stat().st_mode & 0o777 == 0o600 for file in files)
-    assert not heard.getvalue()
+    assert not captured_logs.getvalue()
 
 
 def test_unwritable_log_folder_loses_no_line_and_warns_once(
-    log: logging.Logger, heard: io.StringIO, tmp_path: Path
+    log: logging.Logger, captured_logs: io.StringIO, tmp_path: Path
 ) -> None:
     (tmp_path / "logs").write_text("a file")
-    rotated(log, tmp_path / "logs" / "proxy.log", heard)
+    write_until_rotated(log, tmp_path / "logs" / "proxy.log", captured_logs)
     log.info("first")
     log.info("second")
-    complaint, *lines = heard.getvalue().splitlines()
+    complaint, *lines = captured_logs.getvalue().splitlines()
     assert "can't be written to" in complaint and lines == ["first", "second"]
     (tmp_path / "logs").unlink()
     log.info("third")
     assert (tmp_path / "logs" / "proxy.log").read_text() == "third\n"
 
 
-def test_full_disk_loses_no_log_line(log: logging.Logger, heard: io.StringIO, tmp_path: Path) -> None:
+def test_full_disk_loses_no_log_line(log: logging.Logger, captured_logs: io.StringIO, tmp_path: Path) -> None:
     path = tmp_path / "proxy.log"
     path.symlink_to("/dev/full")
     if not path.exists():
         pytest.skip("there is no /dev/full")
-    rotated(log, path, heard)
+    write_until_rotated(log, path, captured_logs)
     log.info("first")
     log.info("second")
-    complaint, *lines = heard.getvalue().splitlines()
+    complaint, *lines = captured_logs.getvalue().splitlines()
     assert "No space left" in complaint and lines == ["first", "second"]
 
 
@@ -209,7 +209,7 @@ start_logging("proxy", "info", sys.argv[2], sys.argv[3] == "files", Home(Path(sy
 """
 
 
-def run(home: Path, script: str, format: str = "text", files: str = "files") -> Any:
+def run_script(home: Path, script: str, format: str = "text", files: str = "files") -> Any:
     return subprocess.run(
         [sys.executable, "-c", START + script, str(home), format, files], capture_output=True, text=True, check=False
     )
@@ -223,7 +223,7 @@ thread.start()
 thread.join()
 raise ValueError("a time")
 """
-    done = run(tmp_path, script)
+    done = run_script(tmp_path, script)
     logged = (tmp_path / "logs" / "proxy.log").read_text()
     for text in (done.stderr, logged):
         assert "proxy: the last words" in text
@@ -233,16 +233,16 @@ raise ValueError("a time")
 
 
 def test_json_on_stderr_is_json_in_all_lines(tmp_path: Path) -> None:
-    done = run(tmp_path, 'write_line("the last words")\nraise ValueError("a time")', "json", "no files")
+    done = run_script(tmp_path, 'write_line("the last words")\nraise ValueError("a time")', "json", "no files")
     said, ended = map(json.loads, done.stderr.splitlines())
     assert said["message"] == "the last words" and ended["traceback"].endswith("ValueError")
     assert not (tmp_path / "logs").exists()
 
 
 def test_native_fault_is_logged_by_next_start(tmp_path: Path) -> None:
-    run(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    run_script(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     assert "Segmentation fault" in (tmp_path / "logs" / "proxy.fault").read_text()
-    told = run(tmp_path, "")
+    told = run_script(tmp_path, "")
     assert "Segmentation fault" in told.stderr
     assert "ended by a fault" in (tmp_path / "logs" / "proxy.log").read_text()
-    assert not run(tmp_path, "").stderr and (tmp_path / "logs" / "proxy.fault").stat().st_mode & 0o777 == 0o600
+    assert not run_script(tmp_path, "").stderr and (tmp_path / "logs" / "proxy.fault").stat().st_mode & 0o777 == 0o600

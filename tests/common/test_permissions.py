@@ -1,4 +1,4 @@
-"""A home that was copied, restored or made carelessly is its owner's alone after a start."""
+"""Permissions of a copied, restored or carelessly created home are private after a start."""
 
 import stat
 from pathlib import Path
@@ -12,7 +12,7 @@ from warmline_common.storage.permissions import tighten_permissions
 
 @pytest.fixture
 def home(tmp_path: Path) -> Home:
-    """Open to all, with something in each corner."""
+    """Home that is open to all users, with a file in each folder."""
     home = Home(tmp_path / "home")
     home.prepare()
     home.load_secret()
@@ -24,15 +24,15 @@ def home(tmp_path: Path) -> Home:
     return home
 
 
-def open_to_others(home: Home) -> list[str]:
+def list_open_to_others(home: Home) -> list[str]:
     paths = (home.root, *home.root.rglob("*"))
     return sorted(path.name for path in paths if stat.S_IMODE(path.lstat().st_mode) & 0o077)
 
 
 def test_open_permissions_are_tightened_and_reported_once(home: Home) -> None:
-    count = len(open_to_others(home))
+    count = len(list_open_to_others(home))
     said = str(tighten_permissions(home))
-    assert open_to_others(home) == [] and stat.S_IMODE(home.segments.stat().st_mode) == 0o700
+    assert list_open_to_others(home) == [] and stat.S_IMODE(home.segments.stat().st_mode) == 0o700
     assert said == f"{count} files and folders were open to others, such as {home.root}: private now"
     assert str(tighten_permissions(home)) == ""
     home.root.chmod(0o755)
@@ -45,7 +45,7 @@ def test_foreign_files_keep_permissions_and_are_reported(home: Home, tmp_path: P
     (home.models / "linked").symlink_to(elsewhere)
     (home.root / "holiday.jpg").touch(0o644)
     said = str(tighten_permissions(home))
-    assert open_to_others(home) == ["holiday.jpg", "home", "linked"]
+    assert list_open_to_others(home) == ["holiday.jpg", "home", "linked"]
     assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o755
     assert said.endswith(f"open to others, and left so: {home.root} (it holds other things, too)")
 

@@ -1,4 +1,4 @@
-"""Of a message's quoted texts a log gets names of fields, and nothing else."""
+"""Redaction: of a message's quoted texts only names of fields reach the log."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The frame of a segment file: damage is told by its reason, and what mx.save_safetensors writes can be read."""
+"""Format of segment files: damage has a reason, and files of mx.save_safetensors can be read."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def reason(path: Path) -> str:
+def find_reason(path: Path) -> str:
     with pytest.raises(SegmentFileError) as caught:
         verify_file(path)
     return caught.value.reason
@@ -63,10 +63,10 @@ def test_flipped_bytes_and_truncation_are_detected(path: Path) -> None:
     first = min(place.offset for place in header.tensors.values())
     for at in range(first, len(whole)):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        assert reason(path) == "checksum"
+        assert find_reason(path) == "checksum"
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        assert reason(path) == "truncated"
+        assert find_reason(path) == "truncated"
 
 
 def test_damaged_header_is_never_another_place(path: Path) -> None:
@@ -84,15 +84,15 @@ def test_damaged_header_is_never_another_place(path: Path) -> None:
 
 
 def test_error_names_reason(path: Path, tmp_path: Path) -> None:
-    assert reason(tmp_path / "none") == "missing"
+    assert find_reason(tmp_path / "none") == "missing"
     path.write_bytes(path.read_bytes() + b"x")
-    assert reason(path) == "truncated"
+    assert find_reason(path) == "truncated"
     mx.save_safetensors(str(path), {"a": mx.zeros(3)})
-    assert reason(path) == "foreign"
+    assert find_reason(path) == "foreign"
     write_segment_file(path, msgspec.structs.replace(META, format=99), TOKENS, {})
-    assert reason(path) == "foreign"
+    assert find_reason(path) == "foreign"
     write_segment_file(path, META, pack_tokens(range(4)), {})
-    assert reason(path) == "tokens"
+    assert find_reason(path) == "tokens"
 
 
 def test_overlapping_tensors_are_refused(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_overlapping_tensors_are_refused(tmp_path: Path) -> None:
     packed = b"".join(value.to_bytes(8, "little") for value in sums)
     path = tmp_path / "bomb"
     path.write_bytes(len(text).to_bytes(8, "little") + text + data + TOKENS + packed)
-    assert reason(path) == "checksum"
+    assert find_reason(path) == "checksum"
 
 
 def test_checkpoint_is_bound_to_position(tmp_path: Path) -> None:
@@ -118,4 +118,4 @@ def test_checkpoint_is_bound_to_position(tmp_path: Path) -> None:
     write_segment_file(path, meta, None, {"0.arrays.0": b"s" * 16})
     verify_file(path)
     path.write_bytes(path.read_bytes().replace(b'\\"position\\":7', b'\\"position\\":8'))
-    assert reason(path) == "checksum"
+    assert find_reason(path) == "checksum"

@@ -25,8 +25,8 @@ COMMENTS = st.text(st.characters(exclude_characters="\r\n", exclude_categories=[
 
 
 @st.composite
-def streams(draw: st.DrawFn) -> list[tuple[bytes, SseEvent]]:
-    """Framed events and what parsing each must give."""
+def make_streams(draw: st.DrawFn) -> list[tuple[bytes, SseEvent]]:
+    """Draw framed events, and the expected result of parsing each."""
     framed = []
     for _ in range(draw(st.integers(0, 5))):
         if draw(st.booleans()):
@@ -43,16 +43,16 @@ def streams(draw: st.DrawFn) -> list[tuple[bytes, SseEvent]]:
     return framed
 
 
-def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
+def split_data(data: bytes, cuts: list[int]) -> list[bytes]:
     return [data[a:b] for a, b in pairwise([0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)])]
 
 
-@given(streams(), st.lists(st.integers(0), max_size=12), st.booleans())
+@given(make_streams(), st.lists(st.integers(0), max_size=12), st.booleans())
 def test_events_are_whole_for_any_split(stream: list[tuple[bytes, SseEvent]], cuts: list[int], crlf: bool) -> None:
     data = b"".join(raw for raw, _ in stream)
     data = data.replace(b"\n", b"\r\n") if crlf else data
     parser = SseParser()
-    got = [event for piece in pieces(data, cuts) for event in parser.feed(piece)]
+    got = [event for piece in split_data(data, cuts) for event in parser.feed(piece)]
     assert got == [event for _, event in stream]
 
 
@@ -88,7 +88,7 @@ def chat_chunk(delta: dict[str, Any], **choice: Any) -> dict[str, Any]:
     return {**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, **choice}]}
 
 
-def folded(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+def aggregate(chunks: list[dict[str, Any]]) -> dict[str, Any]:
     fold = ChunkAggregator()
     for chunk in chunks:
         fold.add(chunk)
@@ -103,7 +103,7 @@ def test_chat_chunks_aggregate_to_chat_completion() -> None:
         entry = {"token": token, "logprob": -0.5, "bytes": list(token.encode()), "top_logprobs": []}
         return {"content": [entry]}
 
-    answer = folded(
+    answer = aggregate(
         [
             chat_chunk({"role": "assistant", "content": ""}),
             chat_chunk({"content": "Par"}, logprobs=logprob("Par")),
@@ -123,7 +123,7 @@ def test_chat_chunks_aggregate_to_chat_completion() -> None:
 
 
 def test_other_delta_text_fields_are_aggregated() -> None:
-    answer = folded(
+    answer = aggregate(
         [chat_chunk({"reasoning_content": "hm"}), chat_chunk({"reasoning_content": "m"}), chat_chunk({"content": "x"})]
     )
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": "x", "reasoning_content": "hmm"}
@@ -134,7 +134,7 @@ def test_tool_calls_aggregate_by_index() -> None:
         function = {"name": name, "arguments": arguments} if name else {"arguments": arguments}
         return {"tool_calls": [{"index": index, "function": function, **fields}]}
 
-    answer = folded(
+    answer = aggregate(
         [
             chat_chunk({"role": "assistant", "content": ""}),
             chat_chunk(call(0, "f", '{"a": ', id="call_0", type="function")),
@@ -158,7 +158,7 @@ def test_choices_aggregate_separately_in_any_order() -> None:
         chat_chunk({"content": "b"}, index=1, finish_reason="length"),
         chat_chunk({"content": "a"}, index=0, finish_reason="stop"),
     ]
-    answer = folded(chunks)
+    answer = aggregate(chunks)
     ChatCompletion.model_validate(answer, strict=True)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
     assert [choice["message"]["content"] for choice in answer["choices"]] == ["a", "Bb"]
@@ -177,7 +177,7 @@ def test_completion_chunks_aggregate_to_completion() -> None:
         )
         return {**head, "choices": [{"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}]}
 
-    answer = folded(
+    answer = aggregate(
         [chunk("a", offset=0), chunk("b", offset=1), chunk("", "length"), {**head, "choices": [], "usage": USAGE}]
     )
     completion = Completion.model_validate(answer, strict=True)
@@ -189,6 +189,6 @@ def test_completion_chunks_aggregate_to_completion() -> None:
 
 @pytest.mark.parametrize("finish", ["stop", "length"])
 def test_empty_answer_aggregates(finish: str) -> None:
-    answer = folded([chat_chunk({"role": "assistant", "content": ""}), chat_chunk({}, finish_reason=finish)])
+    answer = aggregate([chat_chunk({"role": "assistant", "content": ""}), chat_chunk({}, finish_reason=finish)])
     completion = ChatCompletion.model_validate(answer, strict=True)
     assert completion.choices[0].message.content == "" and completion.usage is None

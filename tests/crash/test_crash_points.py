@@ -1,4 +1,4 @@
-"""Killed with SIGKILL at every single step that changes a home: the next start finds all of it right."""
+"""Crash points: SIGKILL at every step that changes a home; the next start finds all stored data intact."""
 
 import ast
 import json
@@ -13,8 +13,8 @@ POINTS = Path(__file__).parents[1] / "support" / "crash" / "points.py"
 PACKAGES = Path(__file__).parents[2]
 SEAM = PACKAGES / "backend" / "warmline_common" / "storage" / "disk.py"
 
-# What changes a home must go through the seam.  `demo` makes a model's folder, whose files are written by mlx and
-# tokenizers, and which is no part of what is stored; `lock` a file that holds nothing; agents' files are no home's.
+# Changes of a home must go through the seam.  Exempt: `demo`, which makes a model's folder, whose files are written by
+# mlx and tokenizers and are not part of the store; `file_lock`, whose file is empty; service files, outside the home.
 EXEMPT = ("/demo.py", "/file_lock.py", "/services/manager.py", "/services/actions.py")
 OF_PATHS = {"rename", "unlink", "rmdir", "mkdir", "hardlink_to", "symlink_to", "write_text", "write_bytes", "touch"}
 OF_PATHS |= {"chmod"}
@@ -28,57 +28,57 @@ OF_MODULES = {
 WRITING = set("wax+")
 
 
-def run(life: str, *flags: str) -> Any:
-    in_memory = Path("/dev/shm")  # where it is to be had: a process that is killed loses nothing that a disk would keep
+def run_scenario(scenario: str, *flags: str) -> Any:
+    in_memory = Path("/dev/shm")  # where available: a killed process loses nothing that a disk would keep
     with tempfile.TemporaryDirectory(dir=in_memory if os.access(in_memory, os.W_OK) else None) as folder:
         done = subprocess.run(
-            [sys.executable, POINTS, folder, life, *flags], capture_output=True, text=True, check=False
+            [sys.executable, POINTS, folder, scenario, *flags], capture_output=True, text=True, check=False
         )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def test_kill_at_every_storing_step_loses_nothing() -> None:
-    life = run("storing")
-    assert not life["wrong"], "\n".join(life["wrong"])
-    assert life["points"] > len(life["steps"]) > 250
-    after = {errand: stored for errand, (_, stored) in life["stored"].items()}
+    record = run_scenario("storing")
+    assert not record["wrong"], "\n".join(record["wrong"])
+    assert record["points"] > len(record["steps"]) > 250
+    after = {operation: stored for operation, (_, stored) in record["stored"].items()}
     assert after["first save"]["talk"] == 400
     assert after["second save"]["again"] == 550
     assert after["branch"]["branch"] == 340
     assert after["merge"]["longer"] == 240
-    assert (after["eviction for a save"]["again"], after["eviction for a save"]["new"]) == (400, 260)
+    assert (after["eviction for save"]["again"], after["eviction for save"]["new"]) == (400, 260)
     assert after["quarantine"]["branch"] == 220
-    assert after["purge of a conversation"]["longer"] == 0
+    assert after["purge conversation"]["longer"] == 0
     assert after["start after a kill"]["newer"] == 0
 
 
 def test_kill_at_every_upkeep_step_is_atomic() -> None:
-    life = run("upkeep")
-    assert not life["wrong"], "\n".join(life["wrong"])
-    assert life["points"] > 70
-    after = {errand: stored for errand, (_, stored) in life["stored"].items()}
-    assert (after["gc down to what is pinned"]["talk"], after["gc down to what is pinned"]["new"]) == (400, 0)
-    assert after["import of a conversation"]["new"] == after["two saves"]["new"] == 260
-    assert after["purge of what another one shares"] == after["branch"] | {"talk": 220, "again": 220}
+    record = run_scenario("upkeep")
+    assert not record["wrong"], "\n".join(record["wrong"])
+    assert record["points"] > 70
+    after = {operation: stored for operation, (_, stored) in record["stored"].items()}
+    assert (after["gc to pinned"]["talk"], after["gc to pinned"]["new"]) == (400, 0)
+    assert after["import conversation"]["new"] == after["two saves"]["new"] == 260
+    assert after["purge shared conversation"] == after["branch"] | {"talk": 220, "again": 220}
 
 
 def test_planted_early_delete_is_detected() -> None:
-    life = run("storing", "--only", "merge", "--fault")
-    assert any("longer: 0 tokens are stored" in wrong for wrong in life["wrong"])
+    record = run_scenario("storing", "--only", "merge", "--fault")
+    assert any("longer: 0 tokens are stored" in wrong for wrong in record["wrong"])
 
 
-def modules() -> list[Path]:
+def list_modules() -> list[Path]:
     found = [path for package in PACKAGES.glob("*/warmline_*") for path in package.rglob("*.py")]
     assert len(found) > 240
     return [path for path in found if not str(path).endswith((SEAM.name, *EXEMPT))]
 
 
-def forbidden(call: ast.Call) -> str:
+def describe_disk_change(call: ast.Call) -> str:
     """Call that changes the disk outside the seam; "" where there is none."""
     name = call.func
     if isinstance(name, ast.Name):
-        return "open for writing" if name.id == "open" and _writes(call.args[1:2]) else ""
+        return "open for writing" if name.id == "open" and _is_write_mode(call.args[1:2]) else ""
     if not isinstance(name, ast.Attribute):
         return ""
     owner = name.value.id if isinstance(name.value, ast.Name) else ""
@@ -88,19 +88,19 @@ def forbidden(call: ast.Call) -> str:
         return f"{owner}.{name.attr}"
     if name.attr == "replace" and len(call.args) == 1 and not call.keywords:
         return ".replace with one argument, as of a Path"
-    return "open for writing" if name.attr == "open" and _writes(call.args[:1]) else ""
+    return "open for writing" if name.attr == "open" and _is_write_mode(call.args[:1]) else ""
 
 
-def _writes(mode: list[ast.expr]) -> bool:
+def _is_write_mode(mode: list[ast.expr]) -> bool:
     return any(isinstance(each, ast.Constant) and WRITING & set(str(each.value)) for each in mode)
 
 
 def test_disk_changes_go_through_disk_module() -> None:
     steps = {each.name for each in ast.parse(SEAM.read_text()).body if isinstance(each, ast.FunctionDef)}
     problems = []
-    for path in modules():
+    for path in list_modules():
         name, nodes = path.relative_to(PACKAGES), list(ast.walk(ast.parse(path.read_text())))
-        calls = [(node.lineno, forbidden(node)) for node in nodes if isinstance(node, ast.Call)]
+        calls = [(node.lineno, describe_disk_change(node)) for node in nodes if isinstance(node, ast.Call)]
         problems += [f"{name}:{line}: {call}" for line, call in calls if call]
         imported = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
         problems += [f"{name}: call it as disk.{step}, where tests step in" for step in sorted(imported & steps)]

@@ -1,4 +1,4 @@
-"""Each command of the documentation is run beside a pair that serves, a document at a time; so is its Python."""
+"""Commands and Python of the documentation, run a document at a time beside a pair that serves."""
 
 import re
 from collections.abc import Iterator
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from support.docs.commands import DOCUMENTS, ROOT, commands_in, has_commands, outside_of_blocks
-from support.docs.reader import HOST, CommandFailed, Reader
+from support.docs.commands import DOCUMENTS, ROOT, find_commands_outside_blocks, has_commands, list_commands
+from support.docs.reader import HOST, CommandFailedError, DocumentReader
 from support.pair.pair import FolderOf, Pair
 
 # Their transcripts of our own commands are held to the truth elsewhere.
@@ -19,7 +19,7 @@ PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 WITH_PYTHON = [document for document, text in TEXTS.items() if PYTHON.search(text)]
 
 
-def name(document: Path) -> str:
+def get_document_name(document: Path) -> str:
     return str(document.relative_to(ROOT))
 
 
@@ -31,36 +31,36 @@ def pair(tmp_path_factory: pytest.TempPathFactory, tiny_folder: FolderOf) -> Ite
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory, pair: Pair, tiny_folder: FolderOf) -> Iterator[Reader]:
-    with Reader(tmp_path_factory.mktemp("reader"), pair, tiny_folder) as reader:
+def reader(tmp_path_factory: pytest.TempPathFactory, pair: Pair, tiny_folder: FolderOf) -> Iterator[DocumentReader]:
+    with DocumentReader(tmp_path_factory.mktemp("reader"), pair, tiny_folder) as reader:
         yield reader
 
 
-@pytest.mark.parametrize("document", WITH_COMMANDS, ids=name)
-def test_documented_commands_succeed(document: Path, reader: Reader) -> None:
+@pytest.mark.parametrize("document", WITH_COMMANDS, ids=get_document_name)
+def test_documented_commands_succeed(document: Path, reader: DocumentReader) -> None:
     try:
-        reader.types(document)
+        reader.type_commands(document)
     finally:
-        reader.forget()
+        reader.remove_keys()
 
 
-def test_failing_command_is_named(tmp_path: Path, reader: Reader) -> None:
+def test_failing_command_is_named(tmp_path: Path, reader: DocumentReader) -> None:
     document = tmp_path / "wrong.md"
     document.write_text("Look:\n\n```sh\ncd .\ncurl http://127.0.0.1:8026/v1/none\n```\n")
-    with pytest.raises(CommandFailed, match=r"line 5: curl .*\nexit code 22"):
-        reader.types(document)
+    with pytest.raises(CommandFailedError, match=r"line 5: curl .*\nexit code 22"):
+        reader.type_commands(document)
 
 
-@pytest.mark.parametrize("document", WITH_PYTHON, ids=name)
+@pytest.mark.parametrize("document", WITH_PYTHON, ids=get_document_name)
 def test_documented_python_runs(document: Path, pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     for example in PYTHON.finditer(TEXTS[document]):
         exec(compile(example[1].replace(":8026", f":{pair.port}"), str(document), "exec"), {})
         assert capsys.readouterr().out
 
 
-@pytest.mark.parametrize("document", [each for each in DOCUMENTS if each not in HELD_ELSEWHERE], ids=name)
+@pytest.mark.parametrize("document", [each for each in DOCUMENTS if each not in HELD_ELSEWHERE], ids=get_document_name)
 def test_commands_are_in_sh_blocks(document: Path) -> None:
-    assert outside_of_blocks(TEXTS[document]) == []
+    assert find_commands_outside_blocks(TEXTS[document]) == []
 
 
 def test_transcript_tests_exist() -> None:
@@ -70,13 +70,13 @@ def test_transcript_tests_exist() -> None:
 
 def test_command_extraction() -> None:
     text = "```sh\n# why\ncd x  # there\n\ncurl a \\\n  -d '{\n  }'\npython - <<END\nprint()\nEND\n```\n"
-    assert [(command.line, command.text.split()[0]) for command in commands_in(text)] == [
+    assert [(command.line, command.text.split()[0]) for command in list_commands(text)] == [
         (3, "cd"),
         (5, "curl"),
         (8, "python"),
     ]
     with pytest.raises(ValueError, match="line 2: a command has no end"):
-        commands_in("```sh\ncurl 'a\n```\n")
+        list_commands("```sh\ncurl 'a\n```\n")
 
 
 @pytest.mark.parametrize(
@@ -94,4 +94,4 @@ def test_command_extraction() -> None:
     ],
 )
 def test_text_outside_blocks(text: str, found: int) -> None:
-    assert len(outside_of_blocks(text)) == found
+    assert len(find_commands_outside_blocks(text)) == found

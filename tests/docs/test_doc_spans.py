@@ -1,4 +1,4 @@
-"""The commands, files, variables and make targets that the documentation names in passing are there."""
+"""Commands, files, variables and make targets that the documentation mentions exist."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from typer.main import get_command
 
 from support.docs.commands import DOCUMENTS, ROOT
-from support.docs.spans import missing, paths, problem_with, spans, targets, variables
+from support.docs.spans import find_problem, is_missing, list_make_targets, list_paths, list_spans, list_variables
 from warmline_cachectl.cli import app as cachectl
 from warmline_common.settings.table import SETTINGS
 from warmline_run.cli import app as warmline
@@ -18,34 +18,34 @@ MADE_LATER = {"build/screenshots"}
 OF_CLIENTS = {"WARMLINE_API_KEY"}  # named so in a client's own file
 
 
-def name(document: Path) -> str:
+def get_document_name(document: Path) -> str:
     return str(document.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=get_document_name)
 def test_named_commands_and_flags_exist(document: Path) -> None:
-    found = [problem_with(span, PROGRAMS) for span in spans(TEXTS[document])]
+    found = [find_problem(span, PROGRAMS) for span in list_spans(TEXTS[document])]
     assert list(filter(None, found)) == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=get_document_name)
 def test_named_files_exist(document: Path) -> None:
-    named = {path for span in spans(TEXTS[document]) for path in paths(span)}
-    assert [path for path in sorted(named - MADE_LATER) if missing(path, ROOT)] == []
+    named = {path for span in list_spans(TEXTS[document]) for path in list_paths(span)}
+    assert [path for path in sorted(named - MADE_LATER) if is_missing(path, ROOT)] == []
 
 
 def test_named_variables_are_read() -> None:
-    named = set().union(*map(variables, TEXTS.values())) - OF_CLIENTS
+    named = set().union(*map(list_variables, TEXTS.values())) - OF_CLIENTS
     of_settings = {setting.variable for setting in SETTINGS.values()}
     folders = ("backend", "proxy", "cachectl", "launchd", "tests", "benchmarks")
     sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    read = set().union(*(variables(path.read_text(encoding="utf-8")) for path in sources))
+    read = set().union(*(list_variables(path.read_text(encoding="utf-8")) for path in sources))
     assert sorted(named - of_settings - read) == []
 
 
 def test_named_make_targets_exist() -> None:
     there = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    assert sorted(set().union(*map(targets, TEXTS.values())) - there) == []
+    assert sorted(set().union(*map(list_make_targets, TEXTS.values())) - there) == []
 
 
 def test_picture_shows_benchmark_figures() -> None:
@@ -62,7 +62,7 @@ def test_picture_shows_benchmark_figures() -> None:
 
 
 def test_code_span_extraction() -> None:
-    assert spans("`a` and `b\nc`, ``d`` | `e\\|f` |\n\n    `g`\n\n```sh\n`h`\n```\n") == ["a", "b c", "e|f"]
+    assert list_spans("`a` and `b\nc`, ``d`` | `e\\|f` |\n\n    `g`\n\n```sh\n`h`\n```\n") == ["a", "b c", "e|f"]
 
 
 @pytest.mark.parametrize(
@@ -80,5 +80,5 @@ def test_code_span_extraction() -> None:
     ],
 )
 def test_typed_command_detection(span: str, problem: str) -> None:
-    found = problem_with(span, PROGRAMS)
+    found = find_problem(span, PROGRAMS)
     assert problem in found and bool(problem) == bool(found)

@@ -1,4 +1,4 @@
-"""docs/glm-5.2.md: what it says was computed is what doctor computes, and what it tells to type can be typed."""
+"""docs/glm-5.2.md: its figures are those of doctor, and its commands are valid."""
 
 import plistlib
 import re
@@ -24,7 +24,7 @@ TEXT = (Path(__file__).parents[2] / "docs" / "glm-5.2.md").read_text()
 
 @pytest.fixture(scope="module")
 def examined(tmp_path_factory: pytest.TempPathFactory) -> Examination:
-    folder = glm_5_2.write(tmp_path_factory.mktemp("glm") / "GLM-5.2-mxfp4")
+    folder = glm_5_2.write_folder(tmp_path_factory.mktemp("glm") / "GLM-5.2-mxfp4")
     return examine_model(DoctorSettings(str(folder), memory_gb=512, prefill_tokens_s=179, disk_gb_s=3))
 
 
@@ -65,13 +65,13 @@ def test_glm_doctor_needs_no_weights(examined: Examination) -> None:
     assert "21 x CacheList(KVCache, KVCache), 57 x CacheList(KVCache)" in " ".join(f.what for f in examined.findings)
 
 
-def commands(start: str) -> list[list[str]]:
+def find_commands(start: str) -> list[list[str]]:
     lines = re.sub(r" \\\n +", " ", TEXT).splitlines()
     return [shlex.split(line) for line in lines if line.startswith(start)]
 
 
 def test_glm_serve_command_is_valid() -> None:
-    (words,) = commands(".venv/bin/warmline serve")
+    (words,) = find_commands(".venv/bin/warmline serve")
     flags = dict(zip(words[2::2], words[3::2], strict=True))
     config = resolve({flag.removeprefix("--").replace("-", "_"): value for flag, value in flags.items()}, {})
     assert config["prefill_step_size"] == "auto" and config["gpu_keepalive"] == 20
@@ -82,7 +82,7 @@ def test_glm_toml_equals_command(tmp_path: Path) -> None:
     (text,) = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)
     (tmp_path / "warmline.toml").write_text(text)
     written = resolve({"home": str(tmp_path)}, {})
-    (words,) = commands(".venv/bin/warmline serve")
+    (words,) = find_commands(".venv/bin/warmline serve")
     typed = dict(zip(words[2::2], words[3::2], strict=True))
     said = tomllib.loads(text)
     assert {SETTINGS[name].flag for name in said} == typed.keys()
@@ -91,7 +91,7 @@ def test_glm_toml_equals_command(tmp_path: Path) -> None:
 
 
 def test_glm_service_install_is_valid(tmp_path: Path) -> None:
-    (words,) = commands(".venv/bin/warmline launchd install")
+    (words,) = find_commands(".venv/bin/warmline launchd install")
     (text,) = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)
     (tmp_path / "warmline.toml").write_text(text)
     rehearsal = [*words[1:], "--home", str(tmp_path), "--dry-run", "--out", str(tmp_path)]

@@ -1,4 +1,4 @@
-"""docs/logs.md names every key of a log in JSON and every field of a PERF line, and no other; its filters work."""
+"""docs/logs.md lists exactly the keys of JSON logs and the fields of PERF lines, with filters that work."""
 
 import json
 import logging
@@ -34,26 +34,26 @@ SLOW = RequestRecord(
 )
 
 
-def line(level: int, message: str, **options: Any) -> str:
+def make_line(level: int, message: str, **options: Any) -> str:
     record = logging.LogRecord("warmline_proxy", level, __file__, 1, message, (), options.pop("exc_info", None))
     record.__dict__.update(options)
     return JsonFormatter("proxy").format(record)
 
 
-def lines() -> list[str]:
-    """A log with a line of each kind."""
+def make_lines() -> list[str]:
+    """Make a log with a line of each kind."""
     try:
         raise RuntimeError("planted")
     except RuntimeError as error:
         failed = (type(error), error, error.__traceback__)
     with request_context("ID"):
-        named = line(logging.INFO, "it is planned")
-    perf = line(logging.INFO, "PERF", fields=build_perf_fields(SLOW, "a talk"))
-    return [line(logging.INFO, "listening"), named, perf, line(logging.ERROR, "it failed", exc_info=failed)]
+        named = make_line(logging.INFO, "it is planned")
+    perf = make_line(logging.INFO, "PERF", fields=build_perf_fields(SLOW, "a talk"))
+    return [make_line(logging.INFO, "listening"), named, perf, make_line(logging.ERROR, "it failed", exc_info=failed)]
 
 
 def test_logs_doc_has_all_json_keys() -> None:
-    keys = {key for each in lines() for key in json.loads(each)}
+    keys = {key for each in make_lines() for key in json.loads(each)}
     assert sorted(key for key, _ in ROWS) == sorted(keys)
 
 
@@ -72,19 +72,19 @@ def test_logs_doc_has_all_perf_fields() -> None:
     ],
 )
 def test_logs_doc_filters_match(number: int, found: list[str], tmp_path: Path) -> None:
-    shown = jq(FILTERS[number], tmp_path, *(["-s"] if number == 0 else []))
+    shown = run_jq(FILTERS[number], tmp_path, *(["-s"] if number == 0 else []))
     assert [text.removeprefix(text[:25]) if text[10:11] == "T" else text for text in shown] == found
 
 
 @pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
 def test_logs_doc_last_filter_shows_tracebacks(tmp_path: Path) -> None:
-    first, *rest = jq(FILTERS[3], tmp_path)
+    first, *rest = run_jq(FILTERS[3], tmp_path)
     assert first.endswith(" it failed") and rest[0].startswith("Traceback") and rest[-1] == "RuntimeError: planted"
 
 
-def jq(words: str, folder: Path, *flags: str) -> list[str]:
+def run_jq(words: str, folder: Path, *flags: str) -> list[str]:
     log = folder / "proxy.log"
-    log.write_text("\n".join(lines()) + "\n")
+    log.write_text("\n".join(make_lines()) + "\n")
     done = subprocess.run(["jq", "-r", *flags, words, str(log)], capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
 

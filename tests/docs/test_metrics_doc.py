@@ -1,4 +1,4 @@
-"""docs/metrics.md has every figure that the processes tell, and no other; their names are as Prometheus wants them."""
+"""docs/metrics.md lists exactly the metrics of both processes; their names follow Prometheus' rules."""
 
 import asyncio
 import re
@@ -28,8 +28,8 @@ NO_UNITS = ("milliseconds", "_ms", "minutes", "kilobytes", "megabytes", "_mb", "
 Facts = tuple[str, tuple[str, ...]]  # type and labels
 
 
-def told(registry: CollectorRegistry) -> dict[str, tuple[Facts, str]]:
-    """By name as text: type and labels, and the help; without what the client library tells of any process."""
+def describe_metrics(registry: CollectorRegistry) -> dict[str, tuple[Facts, str]]:
+    """Describe each metric by its name, type, labels and help, without the client library's own metrics."""
     found = {}
     for collector in registry._collector_to_names:
         for family in collector.collect():
@@ -44,7 +44,7 @@ def told(registry: CollectorRegistry) -> dict[str, tuple[Facts, str]]:
     return found
 
 
-def of_the_proxy(home: Home) -> dict[str, tuple[Facts, str]]:
+def list_proxy_metrics(home: Home) -> dict[str, tuple[Facts, str]]:
     async def tell() -> dict[str, tuple[Facts, str]]:
         with Index(home, 1 << 30) as index:
             app = build_app(ProxyConfig(home=home), home.load_secret(), index)
@@ -52,24 +52,24 @@ def of_the_proxy(home: Home) -> dict[str, tuple[Facts, str]]:
             for collector in metrics._registry._collector_to_names:
                 if refresh := getattr(collector, "refresh", None):
                     await refresh()
-            return told(metrics._registry)
+            return describe_metrics(metrics._registry)
 
     return asyncio.run(tell())
 
 
-def of_the_backend(home: Home) -> dict[str, tuple[Facts, str]]:
+def list_backend_metrics(home: Home) -> dict[str, tuple[Facts, str]]:
     async def tell() -> dict[str, tuple[Facts, str]]:
         config = parse_config(["--home", str(home.root), "--model", "none"])
-        service = Service(config, home, Engine(no_model), "boot")
+        service = Service(config, home, Engine(raise_no_model), "boot")
         try:
-            return told(service.metrics._registry)
+            return describe_metrics(service.metrics._registry)
         finally:
             service.close()
 
     return asyncio.run(tell())
 
 
-def no_model() -> Any:
+def raise_no_model() -> Any:
     raise AssertionError("the engine is not started")
 
 
@@ -77,7 +77,7 @@ def no_model() -> Any:
 def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Facts, str]]:
     home = Home(tmp_path_factory.mktemp("home"))
     home.prepare()
-    proxy, backend = of_the_proxy(home), of_the_backend(home)
+    proxy, backend = list_proxy_metrics(home), list_backend_metrics(home)
     assert not [name for name in proxy if name.startswith("warmline_backend_")]
     assert all(name.startswith("warmline_backend_") for name in backend)
     return proxy | backend
@@ -105,8 +105,8 @@ def test_metrics_doc_names_exist(families: dict[str, tuple[Facts, str]]) -> None
     assert set(re.findall(r"\bwarmline_\w+", DOCUMENT)) <= known
 
 
-def lint(name: str, kind: str, labels: tuple[str, ...], about: str) -> list[str]:
-    """Findings as promtool reports them, and some more."""
+def lint_metric(name: str, kind: str, labels: tuple[str, ...], about: str) -> list[str]:
+    """Find what promtool reports, and some more."""
     rules: list[tuple[Callable[[], bool], str]] = [
         (lambda: re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) is not None, "a name in small letters"),
         (lambda: (kind == "counter") == name.endswith("_total"), "counters, and only these, end in _total"),
@@ -123,7 +123,7 @@ def lint(name: str, kind: str, labels: tuple[str, ...], about: str) -> list[str]
 
 def test_metric_names_follow_prometheus_rules(families: dict[str, tuple[Facts, str]]) -> None:
     told = ((name, kind, labels, about) for name, ((kind, labels), about) in families.items())
-    assert [problem for each in told for problem in lint(*each)] == []
+    assert [problem for each in told for problem in lint_metric(*each)] == []
 
 
 def test_metrics_doc_examples_are_valid_yaml() -> None:

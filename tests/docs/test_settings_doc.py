@@ -15,7 +15,7 @@ DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
 
 def test_settings_table_is_generated() -> None:
     """`make reference` writes it anew."""
-    text = text_of("settings.md")
+    text = read_document("settings.md")
     assert replace_table(text) == text
     made = text[text.index(BEGIN) : text.index(END)]
     assert re.findall(r"^\| `(\w+)` \|", made, flags=re.MULTILINE) == list(SETTINGS)
@@ -27,11 +27,11 @@ def test_reference_refuses_document_without_marks() -> None:
 
 
 def test_gates_doc_lists_checks_in_order() -> None:
-    named = re.findall(r"^\| `([a-z][\w-]*)` \|", text_of("gates.md"), flags=re.MULTILINE)
+    named = re.findall(r"^\| `([a-z][\w-]*)` \|", read_document("gates.md"), flags=re.MULTILINE)
     assert named == [gate.name for gate in CHECKS]
 
 
-def text_of(document: str) -> str:
+def read_document(document: str) -> str:
     return (ROOT / "docs" / document).read_text()
 
 
@@ -43,10 +43,10 @@ def test_links_resolve(document: Path) -> None:
         path, _, heading = target.partition("#")
         led_to = document.parent / path if path else document
         assert led_to.is_file(), target
-        assert not heading or heading in headings(led_to), target
+        assert not heading or heading in list_anchors(led_to), target
 
 
-def headings(document: Path) -> set[str]:
-    """As links name them."""
+def list_anchors(document: Path) -> set[str]:
+    """List the headings as links name them."""
     titles = re.findall(r"^#+ (.+)$", document.read_text(), flags=re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}

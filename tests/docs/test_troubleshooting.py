@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md has each message that people can get, and none that nobody gets any more."""
+"""docs/troubleshooting.md has an entry for each message, and no entry without one."""
 
 import re
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from support.docs.commands import ROOT
-from support.docs.printed_messages import Said, messages, words
+from support.docs.printed_messages import PrintedMessage, find_messages, split_words
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 CODES_MIN = 20
@@ -17,16 +17,16 @@ WORDS_MIN = 2  # of a message that has to be there
 
 
 @dataclass(frozen=True)
-class Family:
-    """Messages that have no entry of their own, and why; `heading`: of the section that tells of them together."""
+class MessageFamily:
+    """Messages without entries of their own, and why; `heading`: of the section that covers them."""
 
     modules: str
     carriers: Sequence[str]  # none: all
     why: str
     heading: str = ""
 
-    def has(self, said: Said) -> bool:
-        return fnmatch(said.module, self.modules) and (not self.carriers or said.carrier in self.carriers)
+    def has(self, message: PrintedMessage) -> bool:
+        return fnmatch(message.module, self.modules) and (not self.carriers or message.carrier in self.carriers)
 
 
 BACKEND, PROXY, RUN = "backend/warmline_backend", "proxy/warmline_proxy", "launchd/warmline_run"
@@ -41,38 +41,42 @@ REFUSALS = (
 PARTS_OF_400 = ("make_error", "_unexpected", "UnsupportedToolError")
 
 FAMILIES = (
-    Family(f"{BACKEND}/doctor/*", (), "a finding, which is printed with its mend", "warmline doctor"),
-    Family(
+    MessageFamily(f"{BACKEND}/doctor/*", (), "a finding, which is printed with its mend", "warmline doctor"),
+    MessageFamily(
         f"{RUN}/smoke/*",
         ("CheckFailedError", "CheckNotRunError", "MalformedAnswerError", "ValueError"),
         "printed with its advice",
         "warmline gates",
     ),
-    Family(
+    MessageFamily(
         "*",
         ("SegmentFileError", "DamagedFileError"),
         "the detail behind what is logged or found",
         "Files that are damaged",
     ),
-    Family(f"{PROXY}/archive/*", ("ArchiveError",), "what of an archive is wrong", "Export and import"),
-    Family(
+    MessageFamily(f"{PROXY}/archive/*", ("ArchiveError",), "what of an archive is wrong", "Export and import"),
+    MessageFamily(
         f"{PROXY}/index/recovery/repair.py",
         ("_add_finding", "_reject_file"),
         "what a repair did",
         "The index, and cachectl verify",
     ),
-    Family(
+    MessageFamily(
         f"{COMMON}/settings/parsers.py", ("ValueError",), "what was expected, behind the setting's name", "Settings"
     ),
-    Family(f"{BACKEND}/*", PARTS_OF_400, "a part of a message that has an entry", "What is wrong with a request"),
-    Family(f"{BACKEND}/model/architectures/*_config.py", ("ValueError",), "what of config.json can't be", "The model"),
-    Family(f"{BACKEND}/*", REFUSALS, "told to the proxy, which plans again"),
-    Family(f"{BACKEND}/output/*", (), "caught: the call is passed on as text"),
-    Family(f"{BACKEND}/tool_parsers/*", (), "caught: the call is passed on as text"),
-    Family(f"{BACKEND}/output/*", ("ToolCallParseError", "ValueError"), "caught: the call is passed on as text"),
-    Family(f"{PROXY}/*", ("ConnectionResetError",), "ends the handling of a client that is gone"),
-    Family(f"{RUN}/services/*d.py", ("ValueError",), "caught: `status` says that the file is not ours"),
-    Family(f"{RUN}/settings/reference.py", (), "told to who changes the settings' table"),
+    MessageFamily(
+        f"{BACKEND}/*", PARTS_OF_400, "a part of a message that has an entry", "What is wrong with a request"
+    ),
+    MessageFamily(
+        f"{BACKEND}/model/architectures/*_config.py", ("ValueError",), "what of config.json can't be", "The model"
+    ),
+    MessageFamily(f"{BACKEND}/*", REFUSALS, "told to the proxy, which plans again"),
+    MessageFamily(f"{BACKEND}/output/*", (), "caught: the call is passed on as text"),
+    MessageFamily(f"{BACKEND}/tool_parsers/*", (), "caught: the call is passed on as text"),
+    MessageFamily(f"{BACKEND}/output/*", ("ToolCallParseError", "ValueError"), "caught: the call is passed on as text"),
+    MessageFamily(f"{PROXY}/*", ("ConnectionResetError",), "ends the handling of a client that is gone"),
+    MessageFamily(f"{RUN}/services/*d.py", ("ValueError",), "caught: `status` says that the file is not ours"),
+    MessageFamily(f"{RUN}/settings/reference.py", (), "told to who changes the settings' table"),
 )
 
 SPEAKERS = ("warmline backend: ", "warmline proxy: ", "standard input: ")  # stand before a message
@@ -86,58 +90,64 @@ BESIDES = {
     "nothing was changed",
 }
 
-MESSAGES = messages(ROOT)
+MESSAGES = find_messages(ROOT)
 
 
-def entries(page: str) -> list[str]:
-    """The code that stands before an item's colon; an item may have several messages."""
+def list_entries(page: str) -> list[str]:
+    """List the code spans before each item's colon; an item may have several messages."""
     firsts = re.findall(r"^- (`.*):$", page, flags=re.MULTILINE)
     spans = (re.findall(r"(?<!`)(`+)(?!`)\s?(.+?)\s?(?<!`)\1(?!`)", first) for first in firsts)
     return [text for found in spans for _, text in found]
 
 
 @cache
-def pattern(entry: str) -> re.Pattern[str]:
+def make_pattern(entry: str) -> re.Pattern[str]:
     pieces = (re.escape(" ".join(piece.replace("`", "").split())) for piece in re.split("…+", entry))
     return re.compile(r"\s?.*\s?".join(pieces), re.DOTALL)
 
 
-def matches(entry: str, text: str) -> bool:
-    """`…` in an entry stands for anything."""
-    return pattern(entry).fullmatch(bare(text)) is not None
+def is_match(entry: str, text: str) -> bool:
+    """True if the entry matches the text; `…` in an entry matches anything."""
+    return make_pattern(entry).fullmatch(strip_markup(text)) is not None
 
 
 @cache
-def bare(text: str) -> str:
+def strip_markup(text: str) -> str:
     for speaker in SPEAKERS:
         text = text.removeprefix(speaker)
     return text.replace("`", "")
 
 
-def has_to_be_there(said: Said) -> bool:
-    return " " in said.text and len(words(bare(said.text))) >= WORDS_MIN and said.text not in BESIDES
+def is_entry_required(message: PrintedMessage) -> bool:
+    return (
+        " " in message.text
+        and len(split_words(strip_markup(message.text))) >= WORDS_MIN
+        and message.text not in BESIDES
+    )
 
 
 def test_each_message_has_an_entry() -> None:
-    known = entries(PAGE)
+    known = list_entries(PAGE)
     missing = [
-        str(said)
-        for said in MESSAGES
-        if has_to_be_there(said)
-        and not any(family.has(said) for family in FAMILIES)
-        and not any(matches(entry, said.text) for entry in known)
+        str(message)
+        for message in MESSAGES
+        if is_entry_required(message)
+        and not any(family.has(message) for family in FAMILIES)
+        and not any(is_match(entry, message.text) for entry in known)
     ]
     assert missing == []
 
 
 def test_each_entry_matches_a_message() -> None:
-    assert [entry for entry in entries(PAGE) if not any(matches(entry, said.text) for said in MESSAGES)] == []
+    assert [
+        entry for entry in list_entries(PAGE) if not any(is_match(entry, message.text) for message in MESSAGES)
+    ] == []
 
 
 def test_entries_are_unique_and_specific() -> None:
-    known = entries(PAGE)
+    known = list_entries(PAGE)
     assert len(known) == len(set(known))
-    assert [entry for entry in known if not words(entry)] == []
+    assert [entry for entry in known if not split_words(entry)] == []
 
 
 def test_listed_api_codes_exist_in_source() -> None:
@@ -149,14 +159,14 @@ def test_listed_api_codes_exist_in_source() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: f"{family.modules} {family.why}")
-def test_families_have_members_and_section(family: Family) -> None:
-    assert any(family.has(said) for said in MESSAGES)
+def test_families_have_members_and_section(family: MessageFamily) -> None:
+    assert any(family.has(message) for message in MESSAGES)
     assert not family.heading or re.search(rf"^##+ {re.escape(family.heading)}$", PAGE.replace("`", ""), re.MULTILINE)
 
 
 def test_messages_are_found_in_all_forms() -> None:
     """One of each way in which a message comes to be said."""
-    texts = {said.text for said in MESSAGES}
+    texts = {message.text for message in MESSAGES}
     assert {
         "port and backend_port are both …; they must differ",  # in a raise
         "Computing the answer failed: ….",  # given to a function that makes an exception
@@ -169,6 +179,6 @@ def test_messages_are_found_in_all_forms() -> None:
 
 
 def test_message_without_entry_is_detected() -> None:
-    assert not matches("the index is closed", "the index is open")
-    assert matches("can't listen on … port …: …", "can't listen on … port … (…): ……")
-    assert entries("- `one …` or `two`:\n  means this. `not this`\n- `three`: nor this") == ["one …", "two"]
+    assert not is_match("the index is closed", "the index is open")
+    assert is_match("can't listen on … port …: …", "can't listen on … port … (…): ……")
+    assert list_entries("- `one …` or `two`:\n  means this. `not this`\n- `three`: nor this") == ["one …", "two"]

@@ -1,4 +1,4 @@
-"""Planted bugs: bugs of caches, put into the real processes, must be seen by the oracle.
+"""Planted bugs: cache bugs in the real processes must be detected by the oracle.
 
 Every script first passes without its bug, which shows that the bug is the cause of the failure.
 """
@@ -77,14 +77,14 @@ def test_oracle_sees_planted_bug(
     bug: str, family: str, mode: str, script: tuple[Any, ...], make_duel: MakeDuel
 ) -> None:
     duel = make_duel(family, mode)
-    play(duel, script)
+    play_script(duel, script)
     duel.empty()
-    with duel.planted.bug(bug), pytest.raises(Difference, match="cold"):
-        play(duel, script)
+    with duel.planted.active_bug(bug), pytest.raises(Difference, match="cold"):
+        play_script(duel, script)
     duel.failure = None
     duel.empty()
 
 
-def play(duel: Duel, script: tuple[Any, ...]) -> None:
+def play_script(duel: Duel, script: tuple[Any, ...]) -> None:
     for step in (Fresh(1), *script):
         duel.do(step)

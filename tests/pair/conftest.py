@@ -12,14 +12,14 @@ from support.pair.pair import FolderOf, Pair
 
 @pytest.fixture(scope="session")
 def warm_pair(tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """A llama; begin conversations with unique words, since other tests' prompts may be cached."""
+    """Pair with a llama; begin conversations with unique words, since other tests' prompts may be cached."""
     with Pair(tmp_path_factory.mktemp("warm"), tiny_folder("llama")) as pair:
         yield pair
 
 
 @pytest.fixture(scope="session")
 def agent_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the trained model that calls tools (tests/support/agent_model).  Not to be written to."""
+    """Folder of the trained model that calls tools (tests/support/agent_model); read-only by convention."""
     from support.agent_model.agent_folder import build  # here, so that tests without a model don't import mlx
 
     return build(tmp_path_factory.mktemp("models") / "agent")
@@ -27,7 +27,7 @@ def agent_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def agent_pair(agent_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """A pair that serves the trained model; begin conversations with unique words, as with `warm_pair`."""
+    """Pair with the trained model; begin conversations with unique words, as with `warm_pair`."""
     with Pair(tmp_path_factory.mktemp("agents"), agent_folder, "--prefill-step-size", "512") as pair:
         yield pair
 

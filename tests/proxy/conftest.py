@@ -16,7 +16,7 @@ def home(tmp_path: Path) -> Home:
 
 @pytest.fixture
 def index(home: Home) -> Iterator[Index]:
-    """Its invariants are checked after every test that uses it."""
+    """Index whose invariants are checked after every test."""
     with Index(home, BUDGET) as index:
         yield index
         assert verify_index(index, deep=True) == []
@@ -24,7 +24,7 @@ def index(home: Home) -> Iterator[Index]:
 
 @pytest.fixture
 def other(tmp_path: Path) -> Iterator[Index]:
-    """Another home's index; its invariants are checked after every test."""
+    """Another home's index, whose invariants are checked after every test."""
     with Index(make_home(tmp_path / "other"), BUDGET) as index:
         yield index
         assert verify_index(index, deep=True) == []

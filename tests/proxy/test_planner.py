@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.proxy.fake_backend import layout
+from support.proxy.fake_backend import make_layout
 from warmline_common.protocol.messages import CheckpointRef, KvLayout, MessageEnd, PrefillRate, SegmentRef
 from warmline_proxy.planner import (
     Costs,
@@ -21,10 +21,10 @@ from warmline_proxy.planner import (
 from warmline_proxy.store.rows import PrefixMatch
 
 COSTS = Costs([PrefillRate(tokens=1000, tokens_per_s=100.0)], 1e6)  # 10 ms a token to compute, 0.1 ms a row to read
-HYBRID = layout(has_states=True, state_bytes=1000)
+HYBRID = make_layout(has_states=True, state_bytes=1000)
 
 
-def stored(tokens: int, checkpoints: tuple[int, ...] = (), why: str = "differs") -> PrefixMatch:
+def make_match(tokens: int, checkpoints: tuple[int, ...] = (), why: str = "differs") -> PrefixMatch:
     chain = [SegmentRef(id=f"s{start}", start=start, end=start + 100, upto=min(tokens, start + 100))
              for start in range(0, tokens, 100)]  # fmt: skip
     at = [CheckpointRef(id=f"c{position}", position=position) for position in checkpoints]
@@ -38,8 +38,8 @@ class Case:
     reuse: int
     prompt: int = 300
     residents: list[ResidentCandidate] = field(default_factory=list)
-    match: PrefixMatch = field(default_factory=lambda: stored(0, why="nothing stored"))
-    layout: KvLayout | None = field(default_factory=layout)
+    match: PrefixMatch = field(default_factory=lambda: make_match(0, why="nothing stored"))
+    layout: KvLayout | None = field(default_factory=make_layout)
     why: str = ""
 
 
@@ -47,30 +47,30 @@ CASES = [
     Case("nothing known", "cold", 0, why="nothing stored"),
     Case("a resident", "resident", 200, residents=[ResidentCandidate("r", 200, 200)], why="in memory up to token 200"),
     Case("never the whole prompt", "resident", 299, residents=[ResidentCandidate("r", 400, 300)]),
-    Case("never the whole prompt, restored", "restored", 299, match=stored(300)),
-    Case("a prompt of one token", "cold", 0, prompt=1, residents=[ResidentCandidate("r", 9, 1)], match=stored(1)),
-    Case("memory beats disk", "resident", 200, residents=[ResidentCandidate("r", 200, 200)], match=stored(200),
+    Case("never the whole prompt, restored", "restored", 299, match=make_match(300)),
+    Case("a prompt of one token", "cold", 0, prompt=1, residents=[ResidentCandidate("r", 9, 1)], match=make_match(1)),
+    Case("memory beats disk", "resident", 200, residents=[ResidentCandidate("r", 200, 200)], match=make_match(200),
          why="in memory up to token 200"),
     Case("disk where it reaches further", "restored", 280, residents=[ResidentCandidate("r", 90, 90)],
-         match=stored(280), why="differs"),
+         match=make_match(280), why="differs"),
     Case("memory where disk gains too little", "resident", 278, residents=[ResidentCandidate("r", 278, 278)],
-         match=stored(280), why="restoring 280 tokens would take longer"),
-    Case("cold where reading costs more", "cold", 0, match=stored(1), layout=layout(row_bytes=10**6),
+         match=make_match(280), why="restoring 280 tokens would take longer"),
+    Case("cold where reading costs more", "cold", 0, match=make_match(1), layout=make_layout(row_bytes=10**6),
          why="restoring 1 tokens would take longer"),
     Case("a resident only at its positions", "resident", 120,
          residents=[ResidentCandidate("r", 250, 200, (50, 120, 250))], layout=HYBRID,
          why="differs from what is in memory at token 200; no checkpoint after token 120"),
     Case("a resident past all its positions", "cold", 0, residents=[ResidentCandidate("r", 250, 200, (250,))],
          layout=HYBRID, why="differs from what is in memory at token 200; no checkpoint after token 0"),
-    Case("states restore at checkpoints", "restored", 150, match=stored(250, (40, 150, 290)), layout=HYBRID,
+    Case("states restore at checkpoints", "restored", 150, match=make_match(250, (40, 150, 290)), layout=HYBRID,
          why="differs; no checkpoint after token 150"),
-    Case("states without a checkpoint", "cold", 0, match=stored(250), layout=HYBRID,
+    Case("states without a checkpoint", "cold", 0, match=make_match(250), layout=HYBRID,
          why="differs; no checkpoint after token 0"),
-    Case("a checkpoint at the very end is too far", "restored", 150, match=stored(300, (150, 300)), layout=HYBRID,
+    Case("a checkpoint at the very end is too far", "restored", 150, match=make_match(300, (150, 300)), layout=HYBRID,
          why="all of it is stored; no checkpoint after token 150"),
-    Case("no codec", "cold", 0, match=stored(250), layout=layout(persistent=False, why_not="no codec for X"),
+    Case("no codec", "cold", 0, match=make_match(250), layout=make_layout(persistent=False, why_not="no codec for X"),
          why="not persistent: no codec for X"),
-    Case("layout not known yet", "cold", 0, match=stored(250), layout=None, why="differs"),
+    Case("layout not known yet", "cold", 0, match=make_match(250), layout=None, why="differs"),
 ]  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def test_plan(case: Case) -> None:
 
 def test_shortest_of_equal_residents_is_chosen() -> None:
     residents = [ResidentCandidate("long", 900, 200), ResidentCandidate("exact", 200, 200)]
-    assert plan_request(PromptShape(300), residents, stored(0), layout(), COSTS).resident == "exact"
+    assert plan_request(PromptShape(300), residents, make_match(0), make_layout(), COSTS).resident == "exact"
 
 
 @pytest.mark.parametrize(
@@ -96,15 +96,15 @@ def test_shortest_of_equal_residents_is_chosen() -> None:
 def test_only_same_conversation_takes_resident_over(common: int, keep: bool) -> None:
     """A prompt that repeats all messages of the last turn continues it; one that shares less branches off."""
     resident = ResidentCandidate("r", 250, common, turn_end=180, durable=True)
-    plan = plan_request(PromptShape(300), [resident], stored(0), layout(), COSTS)
+    plan = plan_request(PromptShape(300), [resident], make_match(0), make_layout(), COSTS)
     assert (plan.resident, plan.reuse, plan.copy_resident) == ("r", common, keep)
 
 
 def test_unsaved_tail_is_copied() -> None:
     fresh = ResidentCandidate("r", 250, 200, turn_end=180)
-    assert plan_request(PromptShape(300), [fresh], stored(0), layout(), COSTS).copy_resident
+    assert plan_request(PromptShape(300), [fresh], make_match(0), make_layout(), COSTS).copy_resident
     whole = ResidentCandidate("r", 250, 250, turn_end=180)
-    assert not plan_request(PromptShape(300), [whole], stored(0), layout(), COSTS).copy_resident
+    assert not plan_request(PromptShape(300), [whole], make_match(0), make_layout(), COSTS).copy_resident
 
 
 @pytest.mark.parametrize("mine_first", [True, False])
@@ -115,11 +115,11 @@ def test_own_resident_goes_before_copied_one(mine_first: bool) -> None:
         ResidentCandidate("others", 200, 240, turn_end=250),
     )
     residents = [mine, others] if mine_first else [others, mine]
-    plan = plan_request(PromptShape(300), residents, stored(0), layout(grid=100), COSTS)
+    plan = plan_request(PromptShape(300), residents, make_match(0), make_layout(grid=100), COSTS)
     assert (plan.resident, plan.reuse, plan.copy_resident) == ("mine", 200, False)
     longer = replace(mine, tokens=280, common_tokens=220, turn_end=210, durable=True)
     plan = plan_request(
-        PromptShape(300), [replace(others, common_tokens=220), longer], stored(0), layout(grid=100), COSTS
+        PromptShape(300), [replace(others, common_tokens=220), longer], make_match(0), make_layout(grid=100), COSTS
     )
     assert (plan.resident, plan.copy_resident) == ("mine", False)
 
@@ -151,25 +151,28 @@ LEADER = RunningRequest("leader", common_tokens=300, tokens=300, prefilled=100, 
     ],
 )
 def test_running_prefill_is_shared(running: list[RunningRequest], source: str, reuse: int) -> None:
-    plan = plan_request(PromptShape(300), [], stored(0), layout(), COSTS, running=running)
+    plan = plan_request(PromptShape(300), [], make_match(0), make_layout(), COSTS, running=running)
     assert (plan.source, plan.reuse) == (source, reuse)
     assert plan.leader_id == (running[-1].request_id if source == "shared" else "")
 
 
 def test_no_leader_for_known_prefix() -> None:
     resident = ResidentCandidate("r", 290, 290)
-    assert plan_request(PromptShape(300), [resident], stored(0), layout(), COSTS, running=[LEADER]).source == "resident"
+    assert (
+        plan_request(PromptShape(300), [resident], make_match(0), make_layout(), COSTS, running=[LEADER]).source
+        == "resident"
+    )
     behind = replace(LEADER, prefilled=0)
     assert (
         plan_request(
-            PromptShape(300), [ResidentCandidate("r", 200, 200)], stored(0), layout(), COSTS, running=[behind]
+            PromptShape(300), [ResidentCandidate("r", 200, 200)], make_match(0), make_layout(), COSTS, running=[behind]
         ).resident
         == "r"
     )
 
 
 def test_plan_without_measured_rates() -> None:
-    assert plan_request(PromptShape(300), [], stored(200), layout(), Costs()).source == "restored"
+    assert plan_request(PromptShape(300), [], make_match(200), make_layout(), Costs()).source == "restored"
 
 
 def test_prefill_estimate_uses_rates_by_length() -> None:
@@ -194,7 +197,7 @@ def test_prefill_estimate_uses_rates_by_length() -> None:
 )
 def test_checkpoint_positions(prompt: PromptShape, start: int, positions: tuple[int, ...]) -> None:
     assert choose_checkpoint_positions(prompt, start, HYBRID) == positions
-    assert plan_cold(prompt, layout(), COSTS, "").checkpoint_positions == ()
+    assert plan_cold(prompt, make_layout(), COSTS, "").checkpoint_positions == ()
 
 
 def test_checkpoint_gap_is_limited() -> None:
@@ -224,24 +227,24 @@ TOOLS, LAST = MessageEnd(end=40, number=0, role="tools"), MessageEnd(end=290, nu
 )
 def test_divergence_is_located_in_messages(at: int, where: str) -> None:
     prompt = PromptShape(300, messages=(TOOLS, SYSTEM, QUESTION, ANSWER, LAST))
-    here = stored(at, why=f"differs from what is stored at token {at}")
+    here = make_match(at, why=f"differs from what is stored at token {at}")
     here.is_divergent = True
-    plan = plan_request(prompt, [], here, layout(), COSTS)
+    plan = plan_request(prompt, [], here, make_layout(), COSTS)
     assert plan.why_not_warmer == f"differs from what is stored at token {at}{where}"
     resident = ResidentCandidate("r", at + 1, at)
-    plan = plan_request(prompt, [resident], stored(0), layout(), COSTS)
+    plan = plan_request(prompt, [resident], make_match(0), make_layout(), COSTS)
     assert plan.why_not_warmer == f"differs from what is in memory at token {at}{where}"
 
 
 def test_reason_of_longest_prefix_is_given() -> None:
-    prompt, stopped = PromptShape(300, messages=(QUESTION,)), stored(200, why="stored up to token 200")
-    plan = plan_request(prompt, [ResidentCandidate("r", 90, 60)], stopped, layout(), COSTS)
+    prompt, stopped = PromptShape(300, messages=(QUESTION,)), make_match(200, why="stored up to token 200")
+    plan = plan_request(prompt, [ResidentCandidate("r", 90, 60)], stopped, make_layout(), COSTS)
     assert plan.why_not_warmer == "stored up to token 200"
-    assert plan_request(prompt, [ResidentCandidate("r", 250, 220)], stopped, layout(), COSTS).why_not_warmer.startswith(
-        "differs"
-    )
+    assert plan_request(
+        prompt, [ResidentCandidate("r", 250, 220)], stopped, make_layout(), COSTS
+    ).why_not_warmer.startswith("differs")
     assert (
-        plan_request(PromptShape(300), [], stored(0, why="nothing stored"), layout(), COSTS).why_not_warmer
+        plan_request(PromptShape(300), [], make_match(0, why="nothing stored"), make_layout(), COSTS).why_not_warmer
         == "nothing stored"
     )
 
@@ -249,7 +252,7 @@ def test_reason_of_longest_prefix_is_given() -> None:
 # ---- exact mode: everything on the grid
 
 GRID = 64
-EXACT, EXACT_HYBRID = layout(grid=GRID), layout(grid=GRID, has_states=True, state_bytes=1000)
+EXACT, EXACT_HYBRID = make_layout(grid=GRID), make_layout(grid=GRID, has_states=True, state_bytes=1000)
 ON_GRID = "exact mode keeps and reuses multiples of 64 tokens"
 
 
@@ -258,15 +261,15 @@ ON_GRID = "exact mode keeps and reuses multiples of 64 tokens"
     [
         Case("a resident up to the grid", "resident", 128, residents=[ResidentCandidate("r", 128, 150)],
              why=f"in memory up to token 128; {ON_GRID}"),
-        Case("disk up to the grid", "restored", 192, match=stored(200), why=f"differs; {ON_GRID}"),
-        Case("all but what lies past the grid", "restored", 256, match=stored(300), why=ON_GRID),
-        Case("never the whole prompt", "restored", 192, prompt=256, match=stored(256), why=ON_GRID),
-        Case("a prompt shorter than the grid", "cold", 0, prompt=64, match=stored(63), why=ON_GRID),
+        Case("disk up to the grid", "restored", 192, match=make_match(200), why=f"differs; {ON_GRID}"),
+        Case("all but what lies past the grid", "restored", 256, match=make_match(300), why=ON_GRID),
+        Case("never the whole prompt", "restored", 192, prompt=256, match=make_match(256), why=ON_GRID),
+        Case("a prompt shorter than the grid", "cold", 0, prompt=64, match=make_match(63), why=ON_GRID),
         Case("nothing stored", "cold", 0, why=f"nothing stored; {ON_GRID}"),
-        Case("less than the grid in common", "cold", 0, match=stored(63), why=f"differs; {ON_GRID}"),
+        Case("less than the grid in common", "cold", 0, match=make_match(63), why=f"differs; {ON_GRID}"),
         Case("positions off the grid are not used", "resident", 64,
              residents=[ResidentCandidate("r", 250, 250, (64, 100, 250))], why=f"in memory up to token 250; {ON_GRID}"),
-        Case("nor checkpoints", "restored", 128, match=stored(250, (64, 128, 200)),
+        Case("nor checkpoints", "restored", 128, match=make_match(250, (64, 128, 200)),
              layout=EXACT_HYBRID, why="differs; no checkpoint after token 128"),
     ],
     ids=lambda case: case.name,
@@ -281,7 +284,7 @@ def test_exact_plan(case: Case) -> None:
 )
 def test_resident_shorter_than_its_turn_is_taken_over_by_own_conversation(common: int, keep: bool) -> None:
     resident = ResidentCandidate("r", 128, common, turn_end=140, durable=True)
-    plan = plan_request(PromptShape(300), [resident], stored(0), EXACT, COSTS)
+    plan = plan_request(PromptShape(300), [resident], make_match(0), EXACT, COSTS)
     assert (plan.resident, plan.reuse, plan.copy_resident) == ("r", 128, keep)
 
 
@@ -296,7 +299,7 @@ def test_resident_shorter_than_its_turn_is_taken_over_by_own_conversation(common
     ids=["the same prompt", "a part of it", "its last token comes after its last place", "less than the grid"],
 )
 def test_leader_is_copied_on_grid(leader: RunningRequest, source: str, reuse: int) -> None:
-    plan = plan_request(PromptShape(300), [], stored(0), EXACT, COSTS, running=[leader])
+    plan = plan_request(PromptShape(300), [], make_match(0), EXACT, COSTS, running=[leader])
     assert (plan.source, plan.reuse) == (source, reuse)
 
 
@@ -314,18 +317,23 @@ def test_leader_is_copied_on_grid(leader: RunningRequest, source: str, reuse: in
     ],
 )
 def test_checkpoint_positions_on_grid(prompt: PromptShape, start: int, positions: tuple[int, ...]) -> None:
-    assert choose_checkpoint_positions(prompt, start, layout(has_states=True, grid=GRID)) == positions
+    assert choose_checkpoint_positions(prompt, start, make_layout(has_states=True, grid=GRID)) == positions
 
 
 def test_checkpoint_strides_on_grid() -> None:
     prompt = PromptShape(20_000, (), 0)
-    assert choose_checkpoint_positions(prompt, 0, layout(has_states=True, grid=4096)) == (4096, 8192, 12_288, 16_384)
-    uneven = choose_checkpoint_positions(prompt, 0, layout(has_states=True, grid=1000), gap_max=8192)
+    assert choose_checkpoint_positions(prompt, 0, make_layout(has_states=True, grid=4096)) == (
+        4096,
+        8192,
+        12_288,
+        16_384,
+    )
+    uneven = choose_checkpoint_positions(prompt, 0, make_layout(has_states=True, grid=1000), gap_max=8192)
     assert uneven == (*range(4000, 20_000, 4000), 19_000)
 
 
 @st.composite
-def candidates(draw: st.DrawFn) -> ResidentCandidate:
+def draw_candidates(draw: st.DrawFn) -> ResidentCandidate:
     tokens = draw(st.integers(1, 900))
     common = draw(st.integers(1, tokens + 100))
     positions = draw(st.just(()) | st.lists(st.integers(1, tokens), unique=True).map(lambda at: tuple(sorted(at))))
@@ -333,31 +341,31 @@ def candidates(draw: st.DrawFn) -> ResidentCandidate:
 
 
 @st.composite
-def runnings(draw: st.DrawFn) -> RunningRequest:
+def draw_running(draw: st.DrawFn) -> RunningRequest:
     tokens = draw(st.integers(1, 900))
     common = draw(st.integers(1, tokens))
     return RunningRequest("leader", common, tokens, draw(st.integers(0, tokens)), draw(st.booleans()))
 
 
 @st.composite
-def matches(draw: st.DrawFn) -> PrefixMatch:
+def draw_matches(draw: st.DrawFn) -> PrefixMatch:
     tokens = draw(st.integers(0, 800))
     at = draw(st.lists(st.integers(1, tokens), unique=True, max_size=4)) if tokens else []
-    return stored(tokens, tuple(sorted(at)))
+    return make_match(tokens, tuple(sorted(at)))
 
 
 @st.composite
-def prompts(draw: st.DrawFn) -> PromptShape:
+def draw_prompts(draw: st.DrawFn) -> PromptShape:
     tokens = draw(st.integers(1, 900))
     boundaries = sorted(draw(st.lists(st.integers(1, tokens), unique=True, max_size=5)))
     return PromptShape(tokens, boundaries, draw(st.sampled_from([0, *boundaries])))
 
 
 @given(
-    prompt=prompts(),
-    residents=st.lists(candidates(), max_size=3),
-    match=matches(),
-    running=st.lists(runnings(), max_size=2),
+    prompt=draw_prompts(),
+    residents=st.lists(draw_candidates(), max_size=3),
+    match=draw_matches(),
+    running=st.lists(draw_running(), max_size=2),
     has_states=st.booleans(),
     grid=st.sampled_from([0, 16, 64, 512]),
 )
@@ -369,7 +377,7 @@ def test_any_plan_is_continuable(
     has_states: bool,
     grid: int,
 ) -> None:
-    plan = plan_request(prompt, residents, match, layout(grid=grid, has_states=has_states), COSTS, running=running)
+    plan = plan_request(prompt, residents, match, make_layout(grid=grid, has_states=has_states), COSTS, running=running)
     assert 0 <= plan.reuse < prompt.tokens, "never the whole prompt"
     assert all(plan.reuse < at < prompt.tokens for at in plan.checkpoint_positions)
     assert list(plan.checkpoint_positions) == sorted(set(plan.checkpoint_positions))

@@ -35,7 +35,7 @@ sys.exit(proxy.main(["--home", sys.argv[1], "--port", "0"]))
 """
 
 
-def start(home: Path, *flags: str) -> subprocess.Popen[str]:
+def start_proxy(home: Path, *flags: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "warmline_proxy", "--home", str(home), "--port", "0", *flags]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
@@ -51,7 +51,7 @@ def wait_for_address(home: Path, process: subprocess.Popen[str]) -> dict[str, st
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_address_file_and_clean_exit(tmp_path: Path, number: signal.Signals) -> None:
-    process = start(tmp_path, "--backend-url", "http://127.0.0.1:9")
+    process = start_proxy(tmp_path, "--backend-url", "http://127.0.0.1:9")
     address = wait_for_address(tmp_path, process)
     assert address["pid"] == process.pid == int((tmp_path / "run" / "proxy.pid").read_text())
     with urllib.request.urlopen(f"{address['url']}/health") as response:
@@ -67,12 +67,12 @@ def test_address_file_and_clean_exit(tmp_path: Path, number: signal.Signals) -> 
 
 
 def test_home_lock_released_after_kill(tmp_path: Path) -> None:
-    first = start(tmp_path)
+    first = start_proxy(tmp_path)
     wait_for_address(tmp_path, first)
     first.kill()
     first.communicate()
     (tmp_path / "run" / "proxy.pid").unlink()
-    second = start(tmp_path)
+    second = start_proxy(tmp_path)
     assert wait_for_address(tmp_path, second)["pid"] == second.pid
     second.terminate()
     second.communicate()
@@ -108,10 +108,12 @@ async def test_address_file_is_retried(
 
 
 @asynccontextmanager
-async def running(folder: Path, backend: FakeBackend, *flags: str) -> AsyncIterator[tuple[subprocess.Popen[str], str]]:
+async def run_proxy(
+    folder: Path, backend: FakeBackend, *flags: str
+) -> AsyncIterator[tuple[subprocess.Popen[str], str]]:
     """(proxy process in front of `backend`, its URL)."""
-    below, port = await serve(backend.app())
-    process = start(folder, "--backend-url", f"http://127.0.0.1:{port}", *flags)
+    below, port = await serve(backend.make_app())
+    process = start_proxy(folder, "--backend-url", f"http://127.0.0.1:{port}", *flags)
     try:
         yield process, str((await asyncio.to_thread(wait_for_address, folder, process))["url"])
     finally:
@@ -120,7 +122,7 @@ async def running(folder: Path, backend: FakeBackend, *flags: str) -> AsyncItera
         await below.cleanup()
 
 
-def chat(client: aiohttp.ClientSession, url: str) -> "asyncio.Task[tuple[int, Any, Any]]":
+def start_chat(client: aiohttp.ClientSession, url: str) -> "asyncio.Task[tuple[int, Any, Any]]":
     """Start a chat request; the task returns (status, headers, JSON)."""
 
     async def ask() -> tuple[int, Any, Any]:
@@ -135,14 +137,14 @@ def chat(client: aiohttp.ClientSession, url: str) -> "asyncio.Task[tuple[int, An
 async def test_drain_finishes_running_and_refuses_new(tmp_path: Path) -> None:
     backend = FakeBackend(Home(tmp_path))
     backend.hold_after = 1
-    async with running(tmp_path, backend) as (process, url), aiohttp.ClientSession() as client:
-        answer = chat(client, url)
+    async with run_proxy(tmp_path, backend) as (process, url), aiohttp.ClientSession() as client:
+        answer = start_chat(client, url)
         await backend.holding.wait()
         process.terminate()
-        while (refusal := await chat(client, url))[0] == 200:  # the signal may take a moment
+        while (refusal := await start_chat(client, url))[0] == 200:  # the signal may take a moment
             pass
         assert refusal[0] == 503 and int(refusal[1]["Retry-After"]) > 0
-        backend.let_go.set()
+        backend.may_continue.set()
         status, _, body = await answer
         assert (status, body["choices"][0]["message"]["content"]) == (200, "Paris.")
         assert await asyncio.to_thread(process.wait, START_TIMEOUT_S) == 0
@@ -153,8 +155,8 @@ async def test_second_signal_aborts_drain(tmp_path: Path) -> None:
     backend = FakeBackend(Home(tmp_path))
     backend.hold_after = 1
     flags = ("--drain-timeout-s", "600")
-    async with running(tmp_path, backend, *flags) as (process, url), aiohttp.ClientSession() as client:
-        answer = chat(client, url)
+    async with run_proxy(tmp_path, backend, *flags) as (process, url), aiohttp.ClientSession() as client:
+        answer = start_chat(client, url)
         await backend.holding.wait()
         process.terminate()
         assert process.stderr
@@ -177,7 +179,7 @@ async def test_second_signal_aborts_drain(tmp_path: Path) -> None:
     ],
 )
 def test_bad_settings_exit_code_2(tmp_path: Path, flags: list[str], words: str) -> None:
-    process = start(tmp_path, *flags)
+    process = start_proxy(tmp_path, *flags)
     _, errors = process.communicate(timeout=START_TIMEOUT_S)
     assert process.returncode == 2
     assert words in errors and errors.count("\n") == 1
@@ -185,7 +187,7 @@ def test_bad_settings_exit_code_2(tmp_path: Path, flags: list[str], words: str) 
 
 def test_unusable_home_message(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    process = start(tmp_path / "file" / "home")
+    process = start_proxy(tmp_path / "file" / "home")
     _, errors = process.communicate(timeout=START_TIMEOUT_S)
     assert process.returncode == 2, "starting again would not help"
     assert "is not complete and can't be made so" in errors and "use another --home" in errors

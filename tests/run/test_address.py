@@ -10,7 +10,7 @@ from warmline_run.address import Address, make_address
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "Studio.home.arpa")
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr(address, "lan_address", lambda: "192.168.1.5")

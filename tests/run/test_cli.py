@@ -13,7 +13,7 @@ import pytest
 from support.processes import free_port
 
 
-def warmline(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_warmline(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WARMLINE_")}
     return subprocess.run(
         [sys.executable, "-m", "warmline_run.cli", *arguments],
@@ -26,14 +26,14 @@ def warmline(*arguments: str, **environment: str) -> subprocess.CompletedProcess
 
 def test_config_prints_each_setting_with_its_source(tmp_path: Path) -> None:
     (tmp_path / "warmline.toml").write_text('served_name = "mine"\nclient_key = "hush"')
-    answer = warmline("config", "--home", str(tmp_path), "--port", "9000", "--json", WARMLINE_REUSE="off")
+    answer = run_warmline("config", "--home", str(tmp_path), "--port", "9000", "--json", WARMLINE_REUSE="off")
     shown = json.loads(answer.stdout)
     assert shown["served_name"] == {"value": "mine", "source": str(tmp_path / "warmline.toml")}
     assert shown["port"] == {"value": 9000, "source": "--port"}
     assert shown["reuse"] == {"value": "off", "source": "WARMLINE_REUSE"}
     assert shown["backend_port"] == {"value": 8025, "source": "default"}
     assert shown["client_key"]["value"] == "(set)" and "hush" not in answer.stdout
-    table = warmline("config", "--home", str(tmp_path), "--port", "9000").stdout
+    table = run_warmline("config", "--home", str(tmp_path), "--port", "9000").stdout
     shown_rows = [line.split() for line in table.splitlines()]
     for row in (["port", "9000", "--port"], ["lan", "false", "default"], ["disk_budget_gb", "50", "default"]):
         assert row in shown_rows, "as it is typed"
@@ -50,14 +50,14 @@ def test_config_prints_each_setting_with_its_source(tmp_path: Path) -> None:
 )
 def test_bad_command_line_exits_with_2(tmp_path: Path, arguments: list[str], message: str) -> None:
     for command in ("serve", "proxy", "backend", "config"):
-        answer = warmline(command, "--home", str(tmp_path), *arguments)
+        answer = run_warmline(command, "--home", str(tmp_path), *arguments)
         assert answer.returncode == 2
         assert message in answer.stderr
         assert "Traceback" not in answer.stderr
 
 
 def test_misspelt_variable_is_reported(tmp_path: Path) -> None:
-    answer = warmline("config", "--home", str(tmp_path), "--json", WARMLINE_STALL_TIMEOUT="5")
+    answer = run_warmline("config", "--home", str(tmp_path), "--json", WARMLINE_STALL_TIMEOUT="5")
     assert answer.returncode == 0
     assert answer.stderr == (
         "warmline: WARMLINE_STALL_TIMEOUT is no setting and has no effect; did you mean WARMLINE_STALL_TIMEOUT_S?\n"
@@ -67,7 +67,7 @@ def test_misspelt_variable_is_reported(tmp_path: Path) -> None:
 
 def test_bad_toml_exits_with_2(tmp_path: Path) -> None:
     (tmp_path / "warmline.toml").write_text("prefil_step_size = 3")
-    answer = warmline("serve", "--home", str(tmp_path))
+    answer = run_warmline("serve", "--home", str(tmp_path))
     assert answer.returncode == 2
     assert answer.stderr.count("\n") == 1 and "prefill_step_size" in answer.stderr
 
@@ -80,7 +80,7 @@ def test_port_in_use_is_reported(tmp_path: Path, flag: str) -> None:
         holder.listen()
         ports[flag] = holder.getsockname()[1]
         chosen = [text for pair in ports.items() for text in map(str, pair)]
-        answer = warmline("serve", "--home", str(tmp_path), "--model", str(tmp_path), *chosen)
+        answer = run_warmline("serve", "--home", str(tmp_path), "--model", str(tmp_path), *chosen)
     assert answer.returncode == 2
     assert f"port {ports[flag]} ({flag})" in answer.stderr and "in use" in answer.stderr
 
@@ -98,17 +98,17 @@ def test_port_in_use_is_reported(tmp_path: Path, flag: str) -> None:
     ],
 )
 def test_gates_list_and_unknown_gate(arguments: list[str], code: int, said: str) -> None:
-    answer = warmline("gates", *arguments)
+    answer = run_warmline("gates", *arguments)
     assert answer.returncode == code
     assert said in answer.stdout + answer.stderr and "Traceback" not in answer.stderr
 
 
 def test_gates_exit_with_2_without_server(tmp_path: Path) -> None:
-    answer = warmline("gates", "--home", str(tmp_path), WARMLINE_PORT=str(port := free_port()))
+    answer = run_warmline("gates", "--home", str(tmp_path), WARMLINE_PORT=str(port := free_port()))
     assert answer.returncode == 2
     assert f"nothing answers at http://127.0.0.1:{port}/v1/models" in answer.stderr and "--url" in answer.stderr
 
 
 def test_warmline_version_is_installed_version() -> None:
-    answer = warmline("--version")
+    answer = run_warmline("--version")
     assert (answer.returncode, answer.stdout) == (0, f"warmline {version('warmline')}\n")

@@ -1,4 +1,4 @@
-"""The demo model: converted whole, once, and to the model it is said to be."""
+"""Demo model: converted completely, once, and to the model that it claims to be."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ ODD_TEXTS = [
 GPT2_WORDS = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
 
 
-def model(home: Home) -> Path:
+def load_demo(home: Home) -> Path:
     return home.models / f"{demo.NAME}-float32"
 
 
@@ -75,7 +75,7 @@ class ReferenceTokenizer:
 def test_demo_tokenizer_round_trips(demo_home: Home) -> None:
     from transformers import AutoTokenizer
 
-    tokenizer, reference = AutoTokenizer.from_pretrained(model(demo_home)), ReferenceTokenizer()
+    tokenizer, reference = AutoTokenizer.from_pretrained(load_demo(demo_home)), ReferenceTokenizer()
     for text in ODD_TEXTS:
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert ids == reference.encode(text), text
@@ -86,29 +86,29 @@ def test_demo_tokenizer_round_trips(demo_home: Home) -> None:
 
 def test_demo_chat_template_is_from_file(demo_home: Home) -> None:
     _, facts = mx.load(str(demo.find_gguf_file()), return_metadata=True)
-    settings = json.loads((model(demo_home) / "tokenizer_config.json").read_text())
+    settings = json.loads((load_demo(demo_home) / "tokenizer_config.json").read_text())
     assert settings["chat_template"] == facts["tokenizer.chat_template"]
 
 
 def test_demo_weights_answer_capital_of_france(demo_home: Home) -> None:
-    loaded, tokenizer = load(str(model(demo_home)))[:2]
+    loaded, tokenizer = load(str(load_demo(demo_home)))[:2]
     logits = loaded(mx.array([tokenizer.encode("The capital of France is")]))[0, -1]
     assert logits.dtype == mx.float32
     assert tokenizer.decode([int(logits.argmax())]) == " Paris"
 
 
 def test_demo_is_converted_once(demo_home: Home) -> None:
-    before = (model(demo_home) / "model.safetensors").stat()
+    before = (load_demo(demo_home) / "model.safetensors").stat()
     command = [sys.executable, "-m", "warmline_backend.demo", "--home", str(demo_home.root), "--weights", "float32"]
     answer = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert (answer.stdout, answer.stderr) == (f"{model(demo_home)}\n", "")
-    after = (model(demo_home) / "model.safetensors").stat()
+    assert (answer.stdout, answer.stderr) == (f"{load_demo(demo_home)}\n", "")
+    after = (load_demo(demo_home) / "model.safetensors").stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
     assert before.st_size == pytest.approx(demo.FLOAT32_BYTES, rel=0.01)
 
 
 def test_demo_keeps_quantization(tmp_path: Path) -> None:
-    folder, said = prepared(tmp_path)
+    folder, said = prepare_demo(tmp_path)
     assert {path: path.stat().st_mode & 0o077 for path in tmp_path.rglob("*") if path.stat().st_mode & 0o077} == {}
     found = re.fullmatch(rf"warmline: writing the demo model to {folder}, once: about (\d+) MB\n", said)
     assert found is not None, said
@@ -120,8 +120,8 @@ def test_demo_keeps_quantization(tmp_path: Path) -> None:
     assert {weights[name].dtype for name in weights} == {mx.uint32, mx.float16}
 
 
-def prepared(home: Path) -> tuple[Path, str]:
-    """The folder that the command prints, and what it says, where files are made open to all."""
+def prepare_demo(home: Path) -> tuple[Path, str]:
+    """Convert the demo model with an open umask; (the printed folder, the output)."""
     command = [sys.executable, "-m", "warmline_backend.demo", "--home", str(home), "--weights", "q4"]
     done = subprocess.run(command, umask=0, capture_output=True, text=True, check=True)
     return Path(done.stdout.strip()), done.stderr

@@ -7,7 +7,7 @@ import pytest
 from warmline_run import openblas
 
 
-def library(root: Path, place: str) -> Path:
+def make_library(root: Path, place: str) -> Path:
     path = root / place
     path.parent.mkdir(parents=True)
     path.touch()
@@ -15,8 +15,8 @@ def library(root: Path, place: str) -> Path:
 
 
 def test_threaded_build_is_preferred(tmp_path: Path) -> None:
-    library(tmp_path, "usr/lib/aarch64-linux-gnu/libopenblas.so.0")
-    threaded = library(tmp_path, "usr/lib/aarch64-linux-gnu/openblas-pthread/libopenblas.so.0")
+    make_library(tmp_path, "usr/lib/aarch64-linux-gnu/libopenblas.so.0")
+    threaded = make_library(tmp_path, "usr/lib/aarch64-linux-gnu/openblas-pthread/libopenblas.so.0")
     assert openblas.find_library(tmp_path) == threaded
 
 

@@ -31,13 +31,13 @@ STATUS: dict[str, Any] = {
 }
 
 
-def config_of(**settings: str) -> ResolvedConfig:
+def make_config(**settings: str) -> ResolvedConfig:
     return resolve({"home": "/nowhere", **settings}, {})
 
 
-def said(change: dict[str, Any], **settings: str) -> dict[str, str]:
-    """Its lines, by their first words."""
-    status, config = copy.deepcopy(STATUS), config_of(**settings)
+def list_report_lines(change: dict[str, Any], **settings: str) -> dict[str, str]:
+    """List the report's lines by their first words."""
+    status, config = copy.deepcopy(STATUS), make_config(**settings)
     for path, value in change.items():
         *above, name = path.split(".")
         holder = status
@@ -49,7 +49,7 @@ def said(change: dict[str, Any], **settings: str) -> dict[str, str]:
 
 
 def test_each_fact_has_a_line() -> None:
-    assert said({}) == {
+    assert list_report_lines({}) == {
         "model": "a-model on Apple M2 Ultra, KV in bfloat16",
         "context": "131,072 tokens",
         "memory": "64 GB for conversations",
@@ -72,7 +72,7 @@ def test_each_fact_has_a_line() -> None:
     ],
 )
 def test_report_explains_missing_persistence(change: dict[str, Any], kept: str) -> None:
-    assert said(change)["kept"] == kept
+    assert list_report_lines(change)["kept"] == kept
 
 
 @pytest.mark.parametrize(
@@ -91,21 +91,21 @@ def test_report_explains_missing_persistence(change: dict[str, Any], kept: str) 
     ],
 )
 def test_report_names_dashboard_and_key(settings: dict[str, str], where: str) -> None:
-    assert said({}, **settings)["dashboard"] == where
+    assert list_report_lines({}, **settings)["dashboard"] == where
 
 
 def test_unknown_facts_are_omitted() -> None:
-    assert said({"engine.context_tokens_max": 0})["context"] == "the model does not say how long"
+    assert list_report_lines({"engine.context_tokens_max": 0})["context"] == "the model does not say how long"
     empty = {"sessions": 0, "tokens": 0, **dict.fromkeys(STATUS["totals"].keys() - {"sessions", "tokens"}, 0)}
-    assert said({"totals": empty})["disk"] == "0 B of 50 GB used: no conversation is stored"
+    assert list_report_lines({"totals": empty})["disk"] == "0 B of 50 GB used: no conversation is stored"
     for broken in ({}, {"engine": None}, {**STATUS, "totals": {}}, {**STATUS, "engine": {"model": "m"}}):
-        assert startup_report.format_report(broken, config_of(), Address("127.0.0.1", 80)) == ""
+        assert startup_report.format_report(broken, make_config(), Address("127.0.0.1", 80)) == ""
 
 
 def test_silent_proxy_prints_nothing(tmp_path: Path) -> None:
-    assert startup_report.read_report(config_of(home=str(tmp_path), port="9")) == "", "no secret"
+    assert startup_report.read_report(make_config(home=str(tmp_path), port="9")) == "", "no secret"
     (tmp_path / "secret").write_text("hush\n")
-    assert startup_report.read_report(config_of(home=str(tmp_path), port="9")) == "", "nobody listens"
+    assert startup_report.read_report(make_config(home=str(tmp_path), port="9")) == "", "nobody listens"
 
 
 def test_secret_is_not_sent_to_other_listener(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_secret_is_not_sent_to_other_listener(tmp_path: Path) -> None:
         with lock.open() as held:
             fcntl.flock(held, fcntl.LOCK_EX)
             assert ports.is_listening(tmp_path, port) and not ports.is_listening(tmp_path, port + 1)
-            config = config_of(home=str(tmp_path), port=str(port))
+            config = make_config(home=str(tmp_path), port=str(port))
             assert f"(process {os.getpid()} serves {tmp_path} at {place['url']}; " in ports.describe_occupied_port(
                 config
             )

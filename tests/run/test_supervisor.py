@@ -1,4 +1,4 @@
-"""The supervisor over stand-ins, as real processes."""
+"""Supervisor over stand-in processes."""
 
 import asyncio
 import os
@@ -9,35 +9,35 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import Running, free_port, writes_of
+from support.processes import RunningProcess, capture_writes, free_port
 from warmline_run import probe, supervisor
 from warmline_run.address import Address
 
 DRIVER = str(Path(__file__).parents[1] / "support" / "run" / "run_supervisor.py")
 
 
-def driven(*manner: str) -> list[str]:
+def make_command(*manner: str) -> list[str]:
     return [sys.executable, DRIVER, str(free_port()), str(free_port()), *manner]
 
 
-def start(*manner: str) -> Running:
-    return Running(driven(*manner))
+def start_supervisor(*manner: str) -> RunningProcess:
+    return RunningProcess(make_command(*manner))
 
 
-def wait_until_up(serve: Running) -> None:
-    """Both children would say that they stop.  "ready" tells this of the proxy alone."""
+def wait_until_up(serve: RunningProcess) -> None:
+    """Wait for the start of both children, since "ready" tells it of the proxy alone."""
     serve.wait_for_all("^backend up ", "^proxy up ", "^ready ")
 
 
 def test_supervisor_prints_ready_and_example() -> None:
-    with start() as serve:
+    with start_supervisor() as serve:
         url = serve.wait_for(r"^ready (http://127\.0\.0\.1:\d+/v1)$")[1]
         serve.wait_for(rf"^curl {url}/chat/completions -H 'Content-Type: application/json' -d '\{{.*France")
 
 
 def test_printed_lines_are_whole_after_kill() -> None:
     """Whole lines a write, or others, who print to the same place, come in between."""
-    with writes_of(driven()) as (serve, writes):
+    with capture_writes(make_command()) as (serve, writes):
         announced = next(write for write in writes if write.startswith("ready "))
         assert re.fullmatch(r"ready http://\S+/v1\ncurl .+\n", announced)
         serve.terminate()
@@ -48,7 +48,7 @@ def test_printed_lines_are_whole_after_kill() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_stops_proxy_before_backend(number: signal.Signals) -> None:
-    with start() as serve:
+    with start_supervisor() as serve:
         wait_until_up(serve)
         serve.process.send_signal(number)
         serve.wait_for("^warmline: stopping; once more to end at once$")
@@ -59,7 +59,7 @@ def test_signal_stops_proxy_before_backend(number: signal.Signals) -> None:
 
 
 def test_killed_child_restarts_with_backoff() -> None:
-    with start() as serve:
+    with start_supervisor() as serve:
         up, _ = serve.wait_for_all(r"^backend up (\d+)", "^ready ")
         first = int(up[1])
         os.kill(first, signal.SIGKILL)
@@ -119,14 +119,14 @@ def test_ready_again_is_printed_once(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_configuration_error_of_child_ends_serve_with_2() -> None:
-    with start("misconfigured") as serve:
+    with start_supervisor("misconfigured") as serve:
         lines = serve.wait_for_silence()
         assert "backend: no such model" in lines
         assert serve.process.wait() == 2
 
 
 def test_no_child_outlives_a_killed_serve() -> None:
-    with start() as serve:
+    with start_supervisor() as serve:
         wait_until_up(serve)
         serve.process.kill()
         lines = serve.wait_for_silence()  # both stand-ins held the output open
@@ -134,14 +134,14 @@ def test_no_child_outlives_a_killed_serve() -> None:
 
 
 def test_child_that_ignores_killed_serve_is_killed() -> None:
-    with start("stubborn") as serve:
+    with start_supervisor("stubborn") as serve:
         wait_until_up(serve)
         serve.process.kill()
         assert "backend stopping" in serve.wait_for_silence()
 
 
 def test_child_is_killed_after_its_grace_period() -> None:
-    with start("stubborn", "0.3") as serve:
+    with start_supervisor("stubborn", "0.3") as serve:
         wait_until_up(serve)
         serve.process.terminate()
         serve.wait_for("^backend stopping$")
@@ -151,7 +151,7 @@ def test_child_is_killed_after_its_grace_period() -> None:
 
 
 def test_second_signal_kills_children() -> None:
-    with start("stubborn") as serve:
+    with start_supervisor("stubborn") as serve:
         wait_until_up(serve)
         serve.process.send_signal(signal.SIGINT)
         serve.wait_for("^backend stopping$")

@@ -1,4 +1,4 @@
-"""GLM-5.2's folder in full size, with holes where the weights would be: what its files say can be asked, nothing else.
+"""GLM-5.2's folder in full size, with sparse files in place of weights: only headers and configuration can be read.
 
 The configuration is the published one's; the weights are those of a conversion to mxfp4, as mlx-lm makes it.
 """
@@ -54,12 +54,12 @@ SHARD_BYTES = 5 << 30
 TYPES = {mx.bfloat16: "BF16", mx.uint32: "U32", mx.uint8: "U8"}
 
 
-def write(folder: Path) -> Path:
-    """The folder, whose files claim some 395 GB and take a few MB; the tokenizer is a tiny one."""
+def write_folder(folder: Path) -> Path:
+    """Write the folder, whose files claim some 395 GB and take a few MB; the tokenizer is a tiny one."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     tiny_models.write_tokenizer(folder, think_tail=True, tools=True)
-    shards = _shards(_parameters())
+    shards = _split_shards(_make_parameters())
     names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
         _write_shard(folder / name, shard)
@@ -70,19 +70,19 @@ def write(folder: Path) -> Path:
     return folder
 
 
-def _parameters() -> dict[str, mx.array]:
-    """Lazily, so that nothing of them is ever computed."""
+def _make_parameters() -> dict[str, mx.array]:
+    """Make the parameters lazily, so that none is ever computed."""
     model = Model(ModelArgs.from_dict(CONFIG))
     model.set_dtype(mx.bfloat16)
-    nn.quantize(model, group_size=32, bits=4, mode="mxfp4", class_predicate=lambda _, module: _quantizable(module))
+    nn.quantize(model, group_size=32, bits=4, mode="mxfp4", class_predicate=lambda _, module: _is_quantizable(module))
     return dict(tree_flatten(model.parameters()))
 
 
-def _quantizable(module: nn.Module) -> bool:
+def _is_quantizable(module: nn.Module) -> bool:
     return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
 
 
-def _shards(parameters: dict[str, mx.array]) -> list[dict[str, mx.array]]:
+def _split_shards(parameters: dict[str, mx.array]) -> list[dict[str, mx.array]]:
     shards: list[dict[str, mx.array]] = [{}]
     for name, array in parameters.items():
         if sum(held.nbytes for held in shards[-1].values()) + array.nbytes > SHARD_BYTES and shards[-1]:

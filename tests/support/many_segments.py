@@ -1,4 +1,4 @@
-"""An index with thousands of segments, written in one transaction, with files that a start finds whole."""
+"""Index with thousands of segments, written in one transaction, with files that a start accepts."""
 
 import hashlib
 
@@ -13,8 +13,10 @@ CHAIN = 10  # segments of a conversation after the part that all of a namespace 
 NEWEST = 1_700_000_000.0  # Unix seconds, when the last of them was used
 
 
-def fill(index: Index, segments: int, *, roots: int = 2, file_bytes: int = 256, clients: str = "client-{}") -> int:
-    """About so many segments: conversations of CHAIN ones, each by itself after a shared beginning; how many those are.
+def fill_index(
+    index: Index, segments: int, *, roots: int = 2, file_bytes: int = 256, clients: str = "client-{}"
+) -> int:
+    """Store about so many segments: conversations of CHAIN segments after a shared prefix; the number of conversations.
 
     Every third conversation has an older one that ends half way.  Files are as large as their rows say, and no more.
     """
@@ -23,9 +25,9 @@ def fill(index: Index, segments: int, *, roots: int = 2, file_bytes: int = 256, 
     def change(tables: Tables) -> None:
         tables.mark_complete()
         for number in range(roots):
-            _grow(tables, namespace(f"fingerprint {number}"), [_system(number)], file_bytes)
+            _insert_path(tables, namespace(f"fingerprint {number}"), [_make_system_piece(number)], file_bytes)
         for number in range(conversations):
-            _converse(tables, number, number % roots, file_bytes, clients)
+            _insert_conversation(tables, number, number % roots, file_bytes, clients)
 
     index.transact(change)
     for row in index.segments():
@@ -37,30 +39,32 @@ def fill(index: Index, segments: int, *, roots: int = 2, file_bytes: int = 256, 
     return conversations
 
 
-def _converse(tables: Tables, number: int, at_root: int, file_bytes: int, clients: str) -> None:
+def _insert_conversation(tables: Tables, number: int, at_root: int, file_bytes: int, clients: str) -> None:
     root = namespace(f"fingerprint {at_root}")
     turns = [_Piece(f"{number} {turn}", [number, *range(turn, turn + TURN_TOKENS - 1)]) for turn in range(CHAIN)]
-    _grow(tables, root, [_system(at_root), *turns], file_bytes + number % 9)
+    _insert_path(tables, root, [_make_system_piece(at_root), *turns], file_bytes + number % 9)
     ends = [SYSTEM_TOKENS + (turn + 1) * TURN_TOKENS for turn in range(CHAIN)]
     if number % 3 == 0:
         half = CHAIN // 2
-        _end(tables, f"half {number}", root, turns[half].id, ends[half], number, clients.format(f"half-{number}"))
-    _end(tables, f"whole {number}", root, turns[-1].id, ends[-1], number, clients.format(number))
+        _put_session(
+            tables, f"half {number}", root, turns[half].id, ends[half], number, clients.format(f"half-{number}")
+        )
+    _put_session(tables, f"whole {number}", root, turns[-1].id, ends[-1], number, clients.format(number))
 
 
 class _Piece:
-    """A segment's name and tokens."""
+    """Name and tokens of a segment."""
 
     def __init__(self, name: str, tokens: list[int]) -> None:
-        self.id, self.tokens = _id(name), tokens
+        self.id, self.tokens = _make_id(name), tokens
 
 
-def _system(number: int) -> _Piece:
+def _make_system_piece(number: int) -> _Piece:
     return _Piece(f"system {number}", list(range(SYSTEM_TOKENS)))
 
 
-def _grow(tables: Tables, root: bytes, path: list[_Piece], size: int) -> None:
-    """The segments of a path that are not stored yet."""
+def _insert_path(tables: Tables, root: bytes, path: list[_Piece], size: int) -> None:
+    """Insert the segments of a path that are not stored yet."""
     hashes = chain_hashes(root, pack_tokens([token for piece in path for token in piece.tokens]))
     start, parent = 0, ""
     for piece in path:
@@ -74,9 +78,9 @@ def _grow(tables: Tables, root: bytes, path: list[_Piece], size: int) -> None:
         start, parent = end, piece.id
 
 
-def _end(tables: Tables, name: str, root: bytes, leaf: str, tokens: int, number: int, client: str) -> None:
+def _put_session(tables: Tables, name: str, root: bytes, leaf: str, tokens: int, number: int, client: str) -> None:
     row = SessionRow(
-        id=_id(name)[:12],
+        id=_make_id(name)[:12],
         root=root,
         model=MODEL,
         leaf=leaf,
@@ -91,5 +95,5 @@ def _end(tables: Tables, name: str, root: bytes, leaf: str, tokens: int, number:
     tables.put_session(row)
 
 
-def _id(name: str) -> str:
+def _make_id(name: str) -> str:
     return hashlib.md5(name.encode(), usedforsecurity=False).hexdigest()

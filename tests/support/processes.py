@@ -1,4 +1,4 @@
-"""Starting real processes in tests and reading what they print, as events."""
+"""Real processes in tests, and their output as events."""
 
 import os
 import queue
@@ -20,8 +20,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class Running:
-    """A process whose output is read line by line; killed at the end of the `with`."""
+class RunningProcess:
+    """Process whose output is read line by line; killed at the end of the `with`."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         self.process = subprocess.Popen(
@@ -38,7 +38,7 @@ class Running:
         self._lines.put(None)
 
     def wait_for(self, pattern: str, timeout_s: float = 20) -> re.Match[str]:
-        """The first line from here on that matches."""
+        """Wait for the next line that matches."""
         while (line := self._lines.get(timeout=timeout_s)) is not None:
             self.seen.append(line)
             if match := re.search(pattern, line):
@@ -46,7 +46,7 @@ class Running:
         raise AssertionError(f"ended without a line like {pattern!r}:\n" + "\n".join(self.seen))
 
     def wait_for_all(self, *patterns: str, timeout_s: float = 20) -> list[re.Match[str]]:
-        """For each pattern the first line that matches, in whatever order they come."""
+        """Wait for a line that matches each pattern, in any order."""
         found: dict[str, re.Match[str]] = {}
         while len(found) < len(patterns):
             line = self.wait_for("|".join(f"(?:{pattern})" for pattern in patterns if pattern not in found), timeout_s)
@@ -55,12 +55,12 @@ class Running:
         return [found[pattern] for pattern in patterns]
 
     def wait_for_silence(self, timeout_s: float = 20) -> list[str]:
-        """All lines up to the end of the output: the process *and all who inherited its output* have ended."""
+        """Wait for the end of the output, when the process *and all children that inherited its output* have ended."""
         while (line := self._lines.get(timeout=timeout_s)) is not None:
             self.seen.append(line)
         return self.seen
 
-    def __enter__(self) -> "Running":
+    def __enter__(self) -> "RunningProcess":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -69,28 +69,28 @@ class Running:
 
 
 @contextmanager
-def writes_of(
+def capture_writes(
     arguments: Sequence[str], timeout_s: float = 60
 ) -> Iterator[tuple[subprocess.Popen[bytes], Iterator[str]]]:
-    """A process, and each write to its output by itself, its children's too, until it has ended; nothing is buffered.
+    """Start a process and yield each write to its output, its children's too, until it has ended; unbuffered.
 
-    A socket of datagrams keeps apart what a pipe runs together.
+    A datagram socket keeps writes apart, which a pipe would join.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     ours.settimeout(timeout_s)
     process = subprocess.Popen(arguments, stdout=theirs, stderr=theirs, env={**os.environ, "PYTHONUNBUFFERED": "1"})
 
-    def tell_the_end() -> None:
+    def send_end() -> None:
         process.wait()
-        with suppress(OSError):  # nobody listens any more
+        with suppress(OSError):  # the reader is closed
             theirs.send(END)
 
-    teller = threading.Thread(target=tell_the_end, daemon=True)
-    teller.start()
+    sender = threading.Thread(target=send_end, daemon=True)
+    sender.start()
     try:
         yield process, (data.decode() for data in iter(lambda: ours.recv(WRITE_BYTES_MAX), END))
     finally:
         process.kill()
         ours.close()
-        teller.join()
+        sender.join()
         theirs.close()

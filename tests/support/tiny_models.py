@@ -192,20 +192,20 @@ def build(
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     config = FAMILIES[family]
-    mx.save_safetensors(str(folder / "model.safetensors"), _weights(config, stops, seed), {"format": "mlx"})
+    mx.save_safetensors(str(folder / "model.safetensors"), _make_weights(config, stops, seed), {"format": "mlx"})
     write_tokenizer(folder, think_tail, tools)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder
 
 
-def _weights(config: dict[str, Any], stops: bool, seed: int) -> dict[str, mx.array]:
+def _make_weights(config: dict[str, Any], stops: bool, seed: int) -> dict[str, mx.array]:
     model_class, args_class = find_model_classes(config)
     mx.random.seed(seed)
     model: nn.Module = model_class(args_class.from_dict(config))
-    model.update(tree_map(_scaled, model.parameters()))
+    model.update(tree_map(_scale_parameter, model.parameters()))
     weights = dict(tree_flatten(model.parameters()))
     (head,) = (name for name in weights if name.endswith("lm_head.weight"))
-    weights[head] = weights[head] * output_scale(stops)[:, None]
+    weights[head] = weights[head] * make_output_scale(stops)[:, None]
     for name in weights:
         if name.endswith((".conv_k", ".conv_v")):  # 0 where they were not trained, which would hide a wrong state
             weights[name] = mx.random.normal(weights[name].shape)
@@ -213,28 +213,28 @@ def _weights(config: dict[str, Any], stops: bool, seed: int) -> dict[str, mx.arr
     return weights
 
 
-def _scaled(parameter: mx.array) -> mx.array:
+def _scale_parameter(parameter: mx.array) -> mx.array:
     if not mx.issubdtype(parameter.dtype, mx.floating):
         return parameter
     return (parameter * 3.0 if parameter.ndim == 2 else parameter).astype(mx.float32)
 
 
-def output_scale(stops: bool) -> mx.array:
+def make_output_scale(stops: bool) -> mx.array:
     """3 for every token that may be generated, 0 for the others."""
-    allowed = {_byte_alphabet().index(chr(code)) for code in range(0x21, 0x7F) if chr(code) != "<"}
+    allowed = {_make_byte_alphabet().index(chr(code)) for code in range(0x21, 0x7F) if chr(code) != "<"}
     if stops:
         allowed.add(EOS)
     return mx.array([3.0 if token in allowed else 0.0 for token in range(VOCABULARY)])
 
 
-def _byte_alphabet() -> list[str]:
+def _make_byte_alphabet() -> list[str]:
     """Alphabet of one character a byte; the graphic ASCII bytes stand for themselves.  The position is the token id."""
     return sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def write_tokenizer(folder: Path, think_tail: bool = False, tools: bool = False) -> None:
     plain = TEMPLATE.replace("THINK_TAIL", "<think>\\n" if think_tail else "")
-    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(_byte_alphabet())}, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(_make_byte_alphabet())}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=text.startswith("<|")) for text in SPECIAL_TOKENS])

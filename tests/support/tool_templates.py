@@ -1,4 +1,4 @@
-"""A chat template that treats reasoning and tools as hybrid reasoning models' templates do, in two manners.
+"""Chat template that treats reasoning and tools as hybrid reasoning models' templates do, in two variants.
 
 Common to both: the generation prompt opens the reasoning; that of the assistant's messages is rendered only after the
 last message of a user (a tool's result is not one), and left out of earlier turns.

@@ -1,4 +1,4 @@
-"""Terminal-Bench's agent on a real pair: `make terminal-bench`, which gives it a Python of its own.
+"""Terminal-Bench's agent on a real pair: `make terminal-bench`, with a Python of its own.
 
 Its name keeps it out of `make test`, where that Python may not be.
 """
@@ -31,7 +31,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 @pytest.fixture(scope="module")
-def seen(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def agent_report(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Report of the agent about all that it did."""
     folder = tmp_path_factory.mktemp("work")
     done = subprocess.run(
@@ -46,48 +46,48 @@ def seen(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def requests(pair: Pair, model: str) -> list[Any]:
-    """The records of the requests that named this model, oldest first."""
+def list_requests(pair: Pair, model: str) -> list[Any]:
+    """List the records of the requests for this model, oldest first."""
     return [record for record in reversed(pair.requests()) if record["client_model"] == model]
 
 
-def assert_each_turn_starts_where_the_last_one_ended(turns: list[Any]) -> None:
-    """All of the last prompt is there; of the answer the client sends back no reasoning, so that is another text."""
+def assert_turns_continue(turns: list[Any]) -> None:
+    """Check that each turn reuses the last prompt; the client drops reasoning, so answers are other texts."""
     for before, after in itertools.pairwise(turns):
         assert after["cached_tokens"] >= before["prompt_tokens"], (before, after)
 
 
-def test_the_agent_does_its_task(pair: Pair, seen: Any) -> None:
-    assert seen["task"]["failure"] == "none"
-    assert seen["task"]["text"] == "Hello, world!\n"
+def test_the_agent_does_its_task(pair: Pair, agent_report: Any) -> None:
+    assert agent_report["task"]["failure"] == "none"
+    assert agent_report["task"]["text"] == "Hello, world!\n"
     said = [f"Episode {turn}: {count} commands" for turn, count in enumerate([1, 1, 0, 0])]
-    assert seen["task"]["commands"] == said
-    turns = requests(pair, "task")
+    assert agent_report["task"]["commands"] == said
+    turns = list_requests(pair, "task")
     assert len(turns) == 4 and {turn["outcome"] for turn in turns} == {"ok"}
-    assert_each_turn_starts_where_the_last_one_ended(turns)
+    assert_turns_continue(turns)
 
 
-def test_a_chat_is_answered_right_and_warm(pair: Pair, seen: Any) -> None:
-    assert seen["chat"] == ["Paris.", "Tokyo."]
-    turns = requests(pair, "chat")
+def test_a_chat_is_answered_right_and_warm(pair: Pair, agent_report: Any) -> None:
+    assert agent_report["chat"] == ["Paris.", "Tokyo."]
+    turns = list_requests(pair, "chat")
     assert len(turns) == 2
-    assert_each_turn_starts_where_the_last_one_ended(turns)
+    assert_turns_continue(turns)
 
 
-def test_an_answer_has_the_form_that_was_asked_for(seen: Any) -> None:
-    assert seen["structured"] == {"city": "Rome", "country": "Italy"}
+def test_an_answer_has_the_form_that_was_asked_for(agent_report: Any) -> None:
+    assert agent_report["structured"] == {"city": "Rome", "country": "Italy"}
 
 
-def test_a_prompt_that_is_too_long_is_known_for_that_at_once(pair: Pair, seen: Any) -> None:
-    assert seen["too-long"] == {"raised": "ContextLengthExceededError", "tries": 1}
-    assert len(requests(pair, "too-long")) <= 1  # never sent again
+def test_a_prompt_that_is_too_long_is_known_for_that_at_once(pair: Pair, agent_report: Any) -> None:
+    assert agent_report["too-long"] == {"raised": "ContextLengthExceededError", "tries": 1}
+    assert len(list_requests(pair, "too-long")) <= 1  # never sent again
 
 
-def test_an_answer_that_is_cut_says_so(pair: Pair, seen: Any) -> None:
-    assert seen["cut"] == {"raised": "OutputLengthExceededError", "tries": 1}
-    assert len(requests(pair, "cut")) == 1
+def test_an_answer_that_is_cut_says_so(pair: Pair, agent_report: Any) -> None:
+    assert agent_report["cut"] == {"raised": "OutputLengthExceededError", "tries": 1}
+    assert len(list_requests(pair, "cut")) == 1
 
 
-def test_a_wrong_key_is_not_tried_again(pair: Pair, seen: Any) -> None:
-    assert seen["wrong-key"] == {"raised": "AuthenticationError", "tries": 1}
-    assert requests(pair, "wrong-key") == []
+def test_a_wrong_key_is_not_tried_again(pair: Pair, agent_report: Any) -> None:
+    assert agent_report["wrong-key"] == {"raised": "AuthenticationError", "tries": 1}
+    assert list_requests(pair, "wrong-key") == []

@@ -1,4 +1,4 @@
-"""`warmline doctor` on whole folders: good ones, and each broken in one way."""
+"""`warmline doctor` on whole model folders: good ones, and each with one fault."""
 
 import io
 import json
@@ -26,8 +26,8 @@ Copied = Callable[..., Path]
 
 
 @pytest.fixture
-def copied(tiny_folder: Callable[..., Path], tmp_path: Path) -> Copied:
-    """`copied(family)`: a tiny model's folder with everything that an agent needs, to be broken."""
+def copy_model(tiny_folder: Callable[..., Path], tmp_path: Path) -> Copied:
+    """`copy_model(family)`: a writable copy of a tiny model's folder with everything that an agent needs."""
 
     def copy(family: str = "llama", **options: Any) -> Path:
         return shutil.copytree(tiny_folder(family, **{"tools": True, **options}), tmp_path / "model")
@@ -35,16 +35,16 @@ def copied(tiny_folder: Callable[..., Path], tmp_path: Path) -> Copied:
     return copy
 
 
-def look(folder: Path, **options: Any) -> Examination:
+def examine_folder(folder: Path, **options: Any) -> Examination:
     return examine_model(DoctorSettings(str(folder), **options))
 
 
-def said(examination: Examination, level: FindingLevel) -> str:
+def list_messages(examination: Examination, level: FindingLevel) -> str:
     return "\n".join(f"{each.area}: {each.what} -> {each.todo}" for each in examination.findings if each.level is level)
 
 
-def change(folder: Path, name: str, **changes: Any) -> None:
-    """Keys of a JSON file set anew, or taken out where they are None."""
+def change_json(folder: Path, name: str, **changes: Any) -> None:
+    """Set keys of a JSON file, or remove those that are None."""
     content = {**json.loads((folder / name).read_text()), **changes}
     (folder / name).write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
@@ -58,7 +58,7 @@ def change_weights(folder: Path, change: Callable[[dict[str, mx.array]], None]) 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "baichuan_m1", "glm_moe_dsa"])
 def test_good_folder_is_ok(tiny_folder: Callable[..., Path], family: str) -> None:
-    examination = look(tiny_folder(family, tools=True))
+    examination = examine_folder(tiny_folder(family, tools=True))
     assert [finding for finding in examination.findings if finding.level is not FindingLevel.OK] == []
     assert examination.verdict is FindingLevel.OK
     assert {finding.area for finding in examination.findings} >= {"files", "config", "parameters", "cache", "memory"}
@@ -67,7 +67,7 @@ def test_good_folder_is_ok(tiny_folder: Callable[..., Path], family: str) -> Non
 
 def test_serve_command_is_not_wrapped(tiny_folder: Callable[..., Path]) -> None:
     arguments = json.dumps({"enable_thinking": False, "reasoning_effort": None, "words": "of any number " * 9})
-    examination = look(tiny_folder("llama", tools=True), chat_template_args=arguments)
+    examination = examine_folder(tiny_folder("llama", tools=True), chat_template_args=arguments)
     console = Console(file=io.StringIO(), width=40)
     report.print_report(examination, console)
     assert isinstance(console.file, io.StringIO)
@@ -76,32 +76,32 @@ def test_serve_command_is_not_wrapped(tiny_folder: Callable[..., Path]) -> None:
 
 def test_recurrent_model_with_added_token(tiny_folder: Callable[..., Path]) -> None:
     """transformers gives it <|endoftext|>, for which the tiny model has no row; all else is well."""
-    examination = look(tiny_folder("qwen3_5", tools=True))
+    examination = examine_folder(tiny_folder("qwen3_5", tools=True))
     (wrong,) = [finding for finding in examination.findings if finding.level is not FindingLevel.OK]
     assert wrong.area == "tokenizer" and "<|endoftext|>" in wrong.what
-    assert "3 x ArraysCache, 1 x KVCache" in said(examination, FindingLevel.OK)
-    assert "resumes at its checkpoints" in said(examination, FindingLevel.OK)
+    assert "3 x ArraysCache, 1 x KVCache" in list_messages(examination, FindingLevel.OK)
+    assert "resumes at its checkpoints" in list_messages(examination, FindingLevel.OK)
 
 
 def test_layers_and_caches_are_listed(tiny_folder: Callable[..., Path]) -> None:
-    examination = look(tiny_folder("glm_moe_dsa", tools=True))
-    assert "2 x CacheList(KVCache, KVCache), 2 x CacheList(KVCache)" in said(examination, FindingLevel.OK)
-    assert "2 layers select tokens, 2 share a selection" in said(examination, FindingLevel.OK)
+    examination = examine_folder(tiny_folder("glm_moe_dsa", tools=True))
+    assert "2 x CacheList(KVCache, KVCache), 2 x CacheList(KVCache)" in list_messages(examination, FindingLevel.OK)
+    assert "2 layers select tokens, 2 share a selection" in list_messages(examination, FindingLevel.OK)
 
 
 def test_missing_folder_and_file_are_refused(tmp_path: Path) -> None:
     for model in (str(tmp_path / "none"), "none", str(Path(__file__))):
         examination = examine_model(DoctorSettings(model))
         assert examination.verdict is FindingLevel.FAIL and examination.serve_command == ""
-    assert "there is no such folder" in said(look(tmp_path / "none"), FindingLevel.FAIL)
-    assert "no config.json" in said(look(tmp_path), FindingLevel.FAIL)
+    assert "there is no such folder" in list_messages(examine_folder(tmp_path / "none"), FindingLevel.FAIL)
+    assert "no config.json" in list_messages(examine_folder(tmp_path), FindingLevel.FAIL)
 
 
 def test_repository_is_found_in_hub_cache(
     tiny_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "HF_HUB_CACHE", str(tmp_path))
-    assert "hf download owner/tiny" in said(examine_model(DoctorSettings("owner/tiny")), FindingLevel.FAIL)
+    assert "hf download owner/tiny" in list_messages(examine_model(DoctorSettings("owner/tiny")), FindingLevel.FAIL)
     repository = tmp_path / "models--owner--tiny"
     shutil.copytree(tiny_folder("llama", tools=True), repository / "snapshots" / "abc")
     (repository / "refs").mkdir()
@@ -109,30 +109,30 @@ def test_repository_is_found_in_hub_cache(
     assert examine_model(DoctorSettings("owner/tiny")).serve_command == "warmline serve --model owner/tiny"
     (repository / "blobs").mkdir()
     (repository / "blobs" / "0123.incomplete").touch()
-    assert "interrupted download" in said(examine_model(DoctorSettings("owner/tiny")), FindingLevel.WARN)
+    assert "interrupted download" in list_messages(examine_model(DoctorSettings("owner/tiny")), FindingLevel.WARN)
 
 
-def test_broken_files_never_reach_mlx(copied: Copied) -> None:
-    folder = copied()
+def test_broken_files_never_reach_mlx(copy_model: Copied) -> None:
+    folder = copy_model()
     whole = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(whole[: len(whole) // 2])
-    examination = look(folder)
-    assert "truncated" in said(examination, FindingLevel.FAIL)
+    examination = examine_folder(folder)
+    assert "truncated" in list_messages(examination, FindingLevel.FAIL)
     assert {finding.area for finding in examination.findings if finding.level is FindingLevel.FAIL} == {"files"}
     assert "parameters" not in {finding.area for finding in examination.findings}
     assert "template" in {finding.area for finding in examination.findings}  # what can still be seen, is
 
 
-def test_truncated_file_hides_no_indexer_finding(copied: Copied) -> None:
+def test_truncated_file_hides_no_indexer_finding(copy_model: Copied) -> None:
     """Else the advice would be to look for another model, where a download is to be finished."""
-    folder = copied("glm_moe_dsa")
+    folder = copy_model("glm_moe_dsa")
     (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-100])
-    examination = look(folder)
+    examination = examine_folder(folder)
     assert {finding.area for finding in examination.findings if finding.level is FindingLevel.FAIL} == {"files"}
 
 
-def test_missing_unexpected_and_misshapen_parameters(copied: Copied) -> None:
-    folder = copied()
+def test_missing_unexpected_and_misshapen_parameters(copy_model: Copied) -> None:
+    folder = copy_model()
 
     def spoil(weights: dict[str, mx.array]) -> None:
         for layer in (0, 1):
@@ -141,7 +141,7 @@ def test_missing_unexpected_and_misshapen_parameters(copied: Copied) -> None:
         weights["model.norm.weight"] = mx.zeros((3,))
 
     change_weights(folder, spoil)
-    told = said(look(folder), FindingLevel.FAIL)
+    told = list_messages(examine_folder(folder), FindingLevel.FAIL)
     assert "2 parameters that the model needs are not in the weights" in told
     assert "model.layers.*.self_attn.q_proj.weight: 2 layers (0-1)" in told
     assert "1 parameters of the weights are not in the model" in told
@@ -162,10 +162,10 @@ def test_missing_unexpected_and_misshapen_parameters(copied: Copied) -> None:
         (None, '2 layers are "full" in indexer_types and have no indexer in the weights: 1, 3'),
     ],
 )
-def test_contradictory_indexer_types_are_found(copied: Copied, types: list[str] | None, what: str) -> None:
-    folder = copied("glm_moe_dsa")
-    change(folder, "config.json", indexer_types=types)
-    assert what in said(look(folder), FindingLevel.FAIL)
+def test_contradictory_indexer_types_are_found(copy_model: Copied, types: list[str] | None, what: str) -> None:
+    folder = copy_model("glm_moe_dsa")
+    change_json(folder, "config.json", indexer_types=types)
+    assert what in list_messages(examine_folder(folder), FindingLevel.FAIL)
 
 
 @pytest.mark.parametrize(
@@ -185,25 +185,31 @@ def test_contradictory_indexer_types_are_found(copied: Copied, types: list[str] 
         ({"quantization": {"bits": 4}}, "quantization in config.json lacks group_size"),
     ],
 )
-def test_wrong_config_is_found(copied: Copied, changes: dict[str, Any], what: str) -> None:
-    folder = copied()
-    change(folder, "config.json", **changes)
-    assert what in said(look(folder), FindingLevel.FAIL)
+def test_wrong_config_is_found(copy_model: Copied, changes: dict[str, Any], what: str) -> None:
+    folder = copy_model()
+    change_json(folder, "config.json", **changes)
+    assert what in list_messages(examine_folder(folder), FindingLevel.FAIL)
 
 
 @pytest.mark.parametrize(
     ("spoil", "what"),
     [
         (lambda folder: (folder / "generation_config.json").write_text("[]"), "generation_config.json in"),
-        (lambda folder: change(folder, "tokenizer_config.json", model_max_length="x"), "the tokenizer can't be loaded"),
-        (lambda folder: change(folder, "tokenizer_config.json", tool_parser_type="none"), "mlx_lm.tool_parsers.none"),
+        (
+            lambda folder: change_json(folder, "tokenizer_config.json", model_max_length="x"),
+            "the tokenizer can't be loaded",
+        ),
+        (
+            lambda folder: change_json(folder, "tokenizer_config.json", tool_parser_type="none"),
+            "mlx_lm.tool_parsers.none",
+        ),
         (lambda folder: (folder / "chat_template.jinja").write_text("{{ 'x' * 10**15 }}"), "the chat template in"),
     ],
 )
-def test_any_damage_is_a_finding(copied: Copied, spoil: Callable[[Path], object], what: str) -> None:
-    folder = copied()
+def test_any_damage_is_a_finding(copy_model: Copied, spoil: Callable[[Path], object], what: str) -> None:
+    folder = copy_model()
     spoil(folder)
-    assert what in said(look(folder), FindingLevel.FAIL)
+    assert what in list_messages(examine_folder(folder), FindingLevel.FAIL)
 
 
 def test_unexpected_exception_is_a_finding(tiny_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,20 +218,20 @@ def test_unexpected_exception_is_a_finding(tiny_folder: Callable[..., Path], mon
 
     folder = tiny_folder("llama", tools=True)
     monkeypatch.setattr("warmline_backend.doctor.examine.check_cache", fails)
-    (wrong,) = [finding for finding in look(folder).findings if finding.level is FindingLevel.FAIL]
+    (wrong,) = [finding for finding in examine_folder(folder).findings if finding.level is FindingLevel.FAIL]
     assert wrong.area == "cache" and str(folder) in wrong.what and "ZeroDivisionError: unheard of" in wrong.what
     monkeypatch.setattr("warmline_backend.doctor.files.read_shard", fails)
-    assert f"{WEIGHTS} can't be examined: ZeroDivisionError" in said(look(folder), FindingLevel.FAIL)
+    assert f"{WEIGHTS} can't be examined: ZeroDivisionError" in list_messages(examine_folder(folder), FindingLevel.FAIL)
 
 
-def test_end_tokens_of_generation_config_are_used(copied: Copied) -> None:
-    folder = copied()
+def test_end_tokens_of_generation_config_are_used(copy_model: Copied) -> None:
+    folder = copy_model()
     (folder / "generation_config.json").write_text('{"eos_token_id": [260, 257]}')
-    assert "answers end at <|im_end|>, <tool_call>" in said(look(folder), FindingLevel.OK)
+    assert "answers end at <|im_end|>, <tool_call>" in list_messages(examine_folder(folder), FindingLevel.OK)
 
 
-def test_names_are_escaped_for_terminal(copied: Copied, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = copied()
+def test_names_are_escaped_for_terminal(copy_model: Copied, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = copy_model()
     change_weights(folder, lambda weights: weights.update({"\x1b[2J[red]" + "x" * 10_000: mx.zeros(1)}))
     assert command.main([str(folder)]) == 1
     told = capsys.readouterr().out
@@ -240,8 +246,8 @@ def test_invalid_folder_names_are_refused(model: str) -> None:
     assert examination.verdict is FindingLevel.FAIL and examination.folder is None
 
 
-def test_quantized_model_is_described(copied: Copied) -> None:
-    folder = copied()
+def test_quantized_model_is_described(copy_model: Copied) -> None:
+    folder = copy_model()
 
     def quantize(weights: dict[str, mx.array]) -> None:
         for name in [name for name in weights if name.endswith("_proj.weight")]:
@@ -250,21 +256,21 @@ def test_quantized_model_is_described(copied: Copied) -> None:
             weights |= {name: packed, prefix + "scales": scales, prefix + "biases": biases}
 
     change_weights(folder, quantize)
-    change(folder, "config.json", quantization={"bits": 4, "group_size": 32})
-    examination = look(folder)
+    change_json(folder, "config.json", quantization={"bits": 4, "group_size": 32})
+    examination = examine_folder(folder)
     assert examination.verdict is FindingLevel.OK
-    assert "quantized: 14 modules 4 bits in groups of 32, affine" in said(examination, FindingLevel.OK)
+    assert "quantized: 14 modules 4 bits in groups of 32, affine" in list_messages(examination, FindingLevel.OK)
 
 
-def test_tokenizer_problems_are_found(copied: Copied) -> None:
-    folder = copied()
-    change(folder, "tokenizer_config.json", chat_template=None)
-    assert "there is no chat template" in said(look(folder), FindingLevel.WARN)
-    change(folder, "tokenizer_config.json", eos_token=None)
-    change(folder, "config.json", eos_token_id=None)
-    assert "no token is known to end an answer" in said(look(folder), FindingLevel.FAIL)
+def test_tokenizer_problems_are_found(copy_model: Copied) -> None:
+    folder = copy_model()
+    change_json(folder, "tokenizer_config.json", chat_template=None)
+    assert "there is no chat template" in list_messages(examine_folder(folder), FindingLevel.WARN)
+    change_json(folder, "tokenizer_config.json", eos_token=None)
+    change_json(folder, "config.json", eos_token_id=None)
+    assert "no token is known to end an answer" in list_messages(examine_folder(folder), FindingLevel.FAIL)
     (folder / "tokenizer.json").write_text("{")
-    assert "the tokenizer can't be loaded" in said(look(folder), FindingLevel.FAIL)
+    assert "the tokenizer can't be loaded" in list_messages(examine_folder(folder), FindingLevel.FAIL)
 
 
 @pytest.mark.parametrize(
@@ -286,34 +292,38 @@ def test_tokenizer_problems_are_found(copied: Copied) -> None:
         ("{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}", FindingLevel.WARN, "the date"),
     ],
 )
-def test_template_problems_are_found(copied: Copied, template: str, level: FindingLevel, what: str) -> None:
-    folder = copied()
-    change(folder, "tokenizer_config.json", chat_template=template)
-    assert what in said(look(folder), level)
+def test_template_problems_are_found(copy_model: Copied, template: str, level: FindingLevel, what: str) -> None:
+    folder = copy_model()
+    change_json(folder, "tokenizer_config.json", chat_template=template)
+    assert what in list_messages(examine_folder(folder), level)
 
 
 def test_impossible_kv_quantization_is_found(tiny_folder: Callable[..., Path]) -> None:
     folder = tiny_folder("gemma3", tools=True)
-    assert "--kv-bits 8: only plain KV caches can be quantized" in said(look(folder, kv_bits=8), FindingLevel.FAIL)
+    assert "--kv-bits 8: only plain KV caches can be quantized" in list_messages(
+        examine_folder(folder, kv_bits=8), FindingLevel.FAIL
+    )
     folder = tiny_folder("llama", tools=True)
-    assert "--kv-group-size that divides" in said(look(folder, kv_bits=8, kv_group_size=64), FindingLevel.FAIL)
-    examination = look(folder, kv_bits=8, kv_group_size=32)
+    assert "--kv-group-size that divides" in list_messages(
+        examine_folder(folder, kv_bits=8, kv_group_size=64), FindingLevel.FAIL
+    )
+    examination = examine_folder(folder, kv_bits=8, kv_group_size=32)
     assert examination.serve_command.endswith(" --kv-bits 8 --kv-group-size 32")
 
 
-def test_custom_code_is_not_run_without_trust(copied: Copied) -> None:
-    folder = copied()
-    change(folder, "config.json", model_file="own.py")
+def test_custom_code_is_not_run_without_trust(copy_model: Copied) -> None:
+    folder = copy_model()
+    change_json(folder, "config.json", model_file="own.py")
     (folder / "own.py").write_text("from mlx_lm.models.llama import Model, ModelArgs\n")
-    assert "ask again with --trust-remote-code" in said(look(folder), FindingLevel.FAIL)
-    examination = look(folder, trust_remote_code=True)
-    assert "own.py" in said(examination, FindingLevel.WARN)
+    assert "ask again with --trust-remote-code" in list_messages(examine_folder(folder), FindingLevel.FAIL)
+    examination = examine_folder(folder, trust_remote_code=True)
+    assert "own.py" in list_messages(examination, FindingLevel.WARN)
     assert examination.verdict is FindingLevel.WARN and examination.serve_command.endswith(" --trust-remote-code")
 
 
-def test_weights_are_not_read(copied: Copied) -> None:
+def test_weights_are_not_read(copy_model: Copied) -> None:
     """A file whose tensors are 100 GB of nothing: whoever read them would need as much memory."""
-    folder = copied()
+    folder = copy_model()
     vocabulary = HUGE_BYTES // (64 * 4)
     header = {}
     end = 0
@@ -327,17 +337,17 @@ def test_weights_are_not_read(copied: Copied) -> None:
     with (folder / WEIGHTS).open("wb") as file:
         file.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
         file.truncate(LENGTH_BYTES + len(text) + end)
-    change(folder, "config.json", vocab_size=vocabulary)
+    change_json(folder, "config.json", vocab_size=vocabulary)
     held = mx.get_active_memory()
     mx.reset_peak_memory()
-    examination = look(folder, memory_gb=512)
+    examination = examine_folder(folder, memory_gb=512)
     assert mx.get_peak_memory() - held < 1 << 20
     assert examination.weights is not None and examination.weights.weight_bytes > 2 * HUGE_BYTES
-    assert examination.verdict is FindingLevel.OK and "whole context fit" in said(examination, FindingLevel.OK)
+    assert examination.verdict is FindingLevel.OK and "whole context fit" in list_messages(examination, FindingLevel.OK)
 
 
-def test_doctor_json_and_exit_codes(copied: Copied, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = copied("gemma3")
+def test_doctor_json_and_exit_codes(copy_model: Copied, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = copy_model("gemma3")
     assert command.main([str(folder), "--json", "--memory-gb", "16", "--called", "my model"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert set(told) == {"model", "folder", "verdict", "findings", "weights", "cache", "memory", "serve"}
@@ -347,7 +357,7 @@ def test_doctor_json_and_exit_codes(copied: Copied, capsys: pytest.CaptureFixtur
     assert told["cache"]["window_tokens"] == tiny_models.SLIDING_WINDOW and told["cache"]["persistent"] is True
     assert [length["tokens"] for length in told["memory"]["lengths"]] == [8_192, 32_768, 131_072, 200_000]
     assert told["weights"]["bytes"] == told["weights"]["bytes_by_dtype"]["float32"]
-    change(folder, "tokenizer_config.json", chat_template=None)
+    change_json(folder, "tokenizer_config.json", chat_template=None)
     assert command.main([str(folder)]) == 0
     assert "It can be served; see the warnings." in capsys.readouterr().out
     (folder / WEIGHTS).unlink()

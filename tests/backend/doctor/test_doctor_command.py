@@ -13,7 +13,7 @@ import typer
 from warmline_run.cli import app
 
 
-def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WARMLINE_")}
     return subprocess.run(
         [sys.executable, "-m", "warmline_run.cli", "doctor", *arguments],
@@ -28,7 +28,9 @@ def test_printed_serve_command_runs(tiny_folder: Callable[..., Path], tmp_path: 
     folder = tmp_path / "a model's folder"
     folder.symlink_to(tiny_folder("llama", tools=True))
     args = ("--home", str(tmp_path), "--kv-bits", "8", "--json")
-    answer = doctor(str(folder), *args, WARMLINE_KV_GROUP_SIZE="32", WARMLINE_CHAT_TEMPLATE_ARGS='{"manner": "open"}')
+    answer = run_doctor(
+        str(folder), *args, WARMLINE_KV_GROUP_SIZE="32", WARMLINE_CHAT_TEMPLATE_ARGS='{"manner": "open"}'
+    )
     assert answer.returncode == 0, answer.stderr
     told = json.loads(answer.stdout)
     words = shlex.split(told["serve"])
@@ -42,12 +44,12 @@ def test_printed_serve_command_runs(tiny_folder: Callable[..., Path], tmp_path: 
 
 def test_demo_write_error_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    answer = doctor("--home", str(tmp_path / "file" / "home"), "--json")
+    answer = run_doctor("--home", str(tmp_path / "file" / "home"), "--json")
     assert (answer.returncode, answer.stdout) == (2, "")
     assert answer.stderr.startswith("warmline: ") and answer.stderr.count("\n") == 1
 
 
 def test_usage_errors_exit_with_2(tmp_path: Path) -> None:
     for arguments in (("--memory-gb", "much"), (" ",), ("--kv-bits", "5")):
-        answer = doctor("--home", str(tmp_path), *arguments)
+        answer = run_doctor("--home", str(tmp_path), *arguments)
         assert answer.returncode == 2 and "Traceback" not in answer.stderr

@@ -22,18 +22,18 @@ def write_shard(path: Path, tensors: Tensors) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
 
 
-def shard_name(number: int, total: int = 3) -> str:
+def make_shard_name(number: int, total: int = 3) -> str:
     return f"model-{number:05}-of-{total:05}.safetensors"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Three files and their index, all well."""
+    """Folder of three valid shards and their index."""
     (tmp_path / "config.json").write_text("{}")
     places = {}
     for number in (1, 2, 3):
-        write_shard(tmp_path / shard_name(number), {f"layers.{number}.weight": 8, f"layers.{number}.bias": 2})
-        places |= {f"layers.{number}.{kind}": shard_name(number) for kind in ("weight", "bias")}
+        write_shard(tmp_path / make_shard_name(number), {f"layers.{number}.weight": 8, f"layers.{number}.bias": 2})
+        places |= {f"layers.{number}.{kind}": make_shard_name(number) for kind in ("weight", "bias")}
     write_index(tmp_path, places)
     return tmp_path
 
@@ -43,7 +43,7 @@ def write_index(folder: Path, places: Mapping[str, str], total_size: int = 120) 
     (folder / INDEX_NAME).write_text(json.dumps(index))
 
 
-def places_in(folder: Path) -> dict[str, str]:
+def read_weight_map(folder: Path) -> dict[str, str]:
     places: dict[str, str] = json.loads((folder / INDEX_NAME).read_text())["weight_map"]
     return places
 
@@ -54,7 +54,7 @@ def find(folder: Path) -> Findings:
     return findings
 
 
-def said(folder: Path, level: FindingLevel) -> str:
+def list_messages(folder: Path, level: FindingLevel) -> str:
     """All findings of one level; there must be some."""
     lines = [f"{each.what} -> {each.todo}" for each in find(folder) if each.level is level]
     assert lines
@@ -68,24 +68,26 @@ def test_whole_files_are_ok(folder: Path) -> None:
 
 
 def test_missing_indexed_file_is_named(folder: Path) -> None:
-    (folder / shard_name(2)).unlink()
-    assert f"1 of 3 files that the index names are missing: {shard_name(2)}" in said(folder, FindingLevel.FAIL)
+    (folder / make_shard_name(2)).unlink()
+    assert f"1 of 3 files that the index names are missing: {make_shard_name(2)}" in list_messages(
+        folder, FindingLevel.FAIL
+    )
 
 
 def test_missing_file_is_found_by_numbering(folder: Path) -> None:
     (folder / INDEX_NAME).unlink()
-    (folder / shard_name(3)).unlink()
-    assert f"1 of 3 files are missing: {shard_name(3)}" in said(folder, FindingLevel.FAIL)
+    (folder / make_shard_name(3)).unlink()
+    assert f"1 of 3 files are missing: {make_shard_name(3)}" in list_messages(folder, FindingLevel.FAIL)
 
 
 def test_two_numberings_are_reported(folder: Path) -> None:
     (folder / INDEX_NAME).unlink()
-    write_shard(folder / shard_name(1, 2), {"other": 1})
-    assert "1 of 2, 3 of 3" in said(folder, FindingLevel.FAIL)
+    write_shard(folder / make_shard_name(1, 2), {"other": 1})
+    assert "1 of 2, 3 of 3" in list_messages(folder, FindingLevel.FAIL)
 
 
-def entry(dtype: str = '"F32"', shape: str = "[1]", offsets: str = "[0, 4]") -> bytes:
-    """A file of four bytes whose header has one entry."""
+def write_one_entry(dtype: str = '"F32"', shape: str = "[1]", offsets: str = "[0, 4]") -> bytes:
+    """Write a file of four bytes whose header has one entry."""
     header = f'{{"a": {{"dtype": {dtype}, "shape": {shape}, "data_offsets": {offsets}}}}}'.encode()
     return len(header).to_bytes(8, "little") + header + bytes(4)
 
@@ -103,83 +105,89 @@ def entry(dtype: str = '"F32"', shape: str = "[1]", offsets: str = "[0, 4]") -> 
         (bytes(8), "no JSON"),
         ((4).to_bytes(8, "little") + b'{"\xff"', "no JSON"),
         ((100_000).to_bytes(8, "little") + b"[" * 100_000, "no JSON"),
-        (entry(shape="[1e999]"), "entry for a is damaged"),
-        (entry(shape="[-1, -1]"), "entry for a is damaged"),
-        (entry(shape="[1.7]"), "entry for a is damaged"),
-        (entry(shape='"1"', offsets='"04"'), "entry for a is damaged"),
-        (entry(dtype="null"), "entry for a is damaged"),
-        (entry(shape=f"[{10**30}]"), "entry for a is damaged"),
+        (write_one_entry(shape="[1e999]"), "entry for a is damaged"),
+        (write_one_entry(shape="[-1, -1]"), "entry for a is damaged"),
+        (write_one_entry(shape="[1.7]"), "entry for a is damaged"),
+        (write_one_entry(shape='"1"', offsets='"04"'), "entry for a is damaged"),
+        (write_one_entry(dtype="null"), "entry for a is damaged"),
+        (write_one_entry(shape=f"[{10**30}]"), "entry for a is damaged"),
     ],
 )
 def test_non_safetensors_file_is_found(folder: Path, content: bytes, what: str) -> None:
-    (folder / shard_name(2)).write_bytes(content)
-    assert what in said(folder, FindingLevel.FAIL)
+    (folder / make_shard_name(2)).write_bytes(content)
+    assert what in list_messages(folder, FindingLevel.FAIL)
 
 
 def test_truncated_file_reports_missing_bytes(folder: Path) -> None:
-    path = folder / shard_name(2)
+    path = folder / make_shard_name(2)
     path.write_bytes(path.read_bytes()[:-7])
-    assert f"{shard_name(2)}: truncated: 7 of" in said(folder, FindingLevel.FAIL)
+    assert f"{make_shard_name(2)}: truncated: 7 of" in list_messages(folder, FindingLevel.FAIL)
 
 
 def test_tensor_with_wrong_size_is_found(folder: Path) -> None:
-    path = folder / shard_name(2)
+    path = folder / make_shard_name(2)
     path.write_bytes(path.read_bytes().replace(b'"shape": [8]', b'"shape": [9]'))
-    assert "layers.2.weight is F32 [9] in 32 bytes" in said(folder, FindingLevel.FAIL)
+    assert "layers.2.weight is F32 [9] in 32 bytes" in list_messages(folder, FindingLevel.FAIL)
 
 
 def test_overlapping_tensors_are_found(folder: Path) -> None:
-    path = folder / shard_name(2)
+    path = folder / make_shard_name(2)
     path.write_bytes(path.read_bytes().replace(b'"data_offsets": [32, 40]', b'"data_offsets": [28, 36]'))
-    assert "layers.2.weight and layers.2.bias share bytes" in said(folder, FindingLevel.FAIL)
+    assert "layers.2.weight and layers.2.bias share bytes" in list_messages(folder, FindingLevel.FAIL)
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
 def test_folder_named_like_file_is_found(folder: Path, make: Callable[[Path], None]) -> None:
-    (folder / shard_name(2)).unlink()
-    make(folder / shard_name(2))
-    assert f"{shard_name(2)}: is no file" in said(folder, FindingLevel.FAIL)
+    (folder / make_shard_name(2)).unlink()
+    make(folder / make_shard_name(2))
+    assert f"{make_shard_name(2)}: is no file" in list_messages(folder, FindingLevel.FAIL)
 
 
 def test_dangling_link_is_found(folder: Path) -> None:
     """The hub's cache is made of links."""
-    (folder / shard_name(2)).unlink()
-    (folder / shard_name(2)).symlink_to(folder / "blobs" / "gone")
-    assert "a link to a file that is not there" in said(folder, FindingLevel.FAIL)
+    (folder / make_shard_name(2)).unlink()
+    (folder / make_shard_name(2)).symlink_to(folder / "blobs" / "gone")
+    assert "a link to a file that is not there" in list_messages(folder, FindingLevel.FAIL)
 
 
 def test_misplaced_and_duplicate_tensors_are_found(folder: Path) -> None:
-    write_index(folder, {**places_in(folder), "layers.9.weight": shard_name(1)})
-    assert "1 tensors are not in the file that the index names, nor in another" in said(folder, FindingLevel.FAIL)
-    write_index(folder, {**places_in(folder), "layers.1.bias": shard_name(3), "layers.9.weight": shard_name(1)})
-    assert "1 tensors are in another file than the index says: layers.1.bias" in said(folder, FindingLevel.WARN)
-    write_shard(folder / shard_name(3), {"layers.3.weight": 8, "layers.3.bias": 2, "layers.1.bias": 2})
-    assert "1 tensors are in several files" in said(folder, FindingLevel.FAIL)
+    write_index(folder, {**read_weight_map(folder), "layers.9.weight": make_shard_name(1)})
+    assert "1 tensors are not in the file that the index names, nor in another" in list_messages(
+        folder, FindingLevel.FAIL
+    )
+    write_index(
+        folder, {**read_weight_map(folder), "layers.1.bias": make_shard_name(3), "layers.9.weight": make_shard_name(1)}
+    )
+    assert "1 tensors are in another file than the index says: layers.1.bias" in list_messages(
+        folder, FindingLevel.WARN
+    )
+    write_shard(folder / make_shard_name(3), {"layers.3.weight": 8, "layers.3.bias": 2, "layers.1.bias": 2})
+    assert "1 tensors are in several files" in list_messages(folder, FindingLevel.FAIL)
 
 
 def test_unindexed_files_and_tensors_are_found(folder: Path) -> None:
     write_shard(folder / "model-mtp.safetensors", {"extra": 1})
-    warnings = said(folder, FindingLevel.WARN)
+    warnings = list_messages(folder, FindingLevel.WARN)
     assert "does not name model-mtp.safetensors" in warnings and "not in the index: extra" in warnings
 
 
 def test_wrong_total_size_is_found(folder: Path) -> None:
-    write_index(folder, places_in(folder), total_size=121)
-    assert "121 bytes of tensors, the files hold 120" in said(folder, FindingLevel.WARN)
+    write_index(folder, read_weight_map(folder), total_size=121)
+    assert "121 bytes of tensors, the files hold 120" in list_messages(folder, FindingLevel.WARN)
 
 
 @pytest.mark.parametrize("place", [".", ".cache/huggingface/download"])
 def test_interrupted_download_is_found(folder: Path, place: str) -> None:
     (folder / place).mkdir(parents=True, exist_ok=True)
     (folder / place / "abc.incomplete").touch()
-    assert "an interrupted download left abc.incomplete" in said(folder, FindingLevel.WARN)
+    assert "an interrupted download left abc.incomplete" in list_messages(folder, FindingLevel.WARN)
 
 
 def test_other_weight_formats_are_found(folder: Path) -> None:
     for path in [*folder.glob("*.safetensors"), folder / INDEX_NAME]:
         path.unlink()
     (folder / "pytorch_model.bin").touch()
-    assert "there is pytorch_model.bin, which mlx-lm does not read" in said(folder, FindingLevel.FAIL)
+    assert "there is pytorch_model.bin, which mlx-lm does not read" in list_messages(folder, FindingLevel.FAIL)
 
 
 @pytest.mark.parametrize(
@@ -196,15 +204,17 @@ def test_other_weight_formats_are_found(folder: Path) -> None:
 def test_damaged_config_or_index_is_found(folder: Path, text: bytes, what: str) -> None:
     for name in ("config.json", INDEX_NAME):
         (folder / name).write_bytes(text)
-        assert f"{name} " in said(folder, FindingLevel.FAIL) and what in said(folder, FindingLevel.FAIL)
+        assert f"{name} " in list_messages(folder, FindingLevel.FAIL) and what in list_messages(
+            folder, FindingLevel.FAIL
+        )
 
 
 @pytest.mark.parametrize("metadata", [[1], "120", None, {"total_size": 1.5}, {"total_size": "120"}])
 def test_extra_index_fields_are_ignored(folder: Path, metadata: object) -> None:
-    (folder / INDEX_NAME).write_text(json.dumps({"metadata": metadata, "weight_map": places_in(folder)}))
+    (folder / INDEX_NAME).write_text(json.dumps({"metadata": metadata, "weight_map": read_weight_map(folder)}))
     assert [finding.level for finding in find(folder)] == [FindingLevel.OK]
 
 
 def test_index_without_weight_map_is_found(folder: Path) -> None:
     (folder / INDEX_NAME).write_text('{"weight_map": {"a": 1}}')
-    assert "has no weight_map" in said(folder, FindingLevel.FAIL)
+    assert "has no weight_map" in list_messages(folder, FindingLevel.FAIL)

@@ -18,7 +18,7 @@ ROW = 100_000
 STEP_GB = 5
 
 
-def needs(weights_gb: float, context: int = 300_000) -> MemoryNeeds:
+def make_memory_needs(weights_gb: float, context: int = 300_000) -> MemoryNeeds:
     return MemoryNeeds(int(weights_gb * GB), ROW, 0, context, lambda tokens: STEP_GB * GB)
 
 
@@ -28,21 +28,23 @@ def check(needs: MemoryNeeds, machine: MachineMemory) -> list[DoctorFinding]:
     return findings
 
 
-def verdicts(weights_gb: float, machine_gb: float, budget_gb: float = 0, context: int = 300_000) -> list[str]:
-    planned = plan_memory(needs(weights_gb, context), MachineMemory(int(machine_gb * GB), "test"), int(budget_gb * GB))
+def list_verdicts(weights_gb: float, machine_gb: float, budget_gb: float = 0, context: int = 300_000) -> list[str]:
+    planned = plan_memory(
+        make_memory_needs(weights_gb, context), MachineMemory(int(machine_gb * GB), "test"), int(budget_gb * GB)
+    )
     return [length.verdict for length in planned.lengths]
 
 
 def test_each_length_has_verdict() -> None:
-    assert verdicts(10, 100) == ["fits"] * 4
-    assert verdicts(10, 100, context=131_072) == ["fits"] * 3 + ["beyond the context"]
-    assert verdicts(10, 28.5) == ["fits", "fits", "needs a budget", "does not fit"]  # a share of 18.5 GB is 12.95
-    assert verdicts(10, 28.5, budget_gb=14) == ["fits", "fits", "fits", "does not fit"]
-    assert verdicts(24, 28) == ["does not fit"] * 4
+    assert list_verdicts(10, 100) == ["fits"] * 4
+    assert list_verdicts(10, 100, context=131_072) == ["fits"] * 3 + ["beyond the context"]
+    assert list_verdicts(10, 28.5) == ["fits", "fits", "needs a budget", "does not fit"]  # a share of 18.5 GB is 12.95
+    assert list_verdicts(10, 28.5, budget_gb=14) == ["fits", "fits", "fits", "does not fit"]
+    assert list_verdicts(24, 28) == ["does not fit"] * 4
 
 
 def test_longest_conversation_just_fits() -> None:
-    ours = needs(10)
+    ours = make_memory_needs(10)
     planned = plan_memory(ours, MachineMemory(29 * GB, "test"))
     assert ours.total_bytes(planned.tokens_max) <= 29 * GB < ours.total_bytes(planned.tokens_max + 256)
     assert planned.budget_needed_gb * GB >= ours.kv_bytes(planned.tokens_max) > planned.budget_bytes
@@ -53,18 +55,18 @@ def test_mac_needs_raised_limit() -> None:
     machine = estimate_mac(512)
     assert machine.usable_bytes == 384 * GIB
     assert estimate_mac(24).usable_bytes == 16 * GIB
-    ours = needs(410)
+    ours = make_memory_needs(410)
     (finding,) = check(ours, machine)
     assert finding.level is FindingLevel.FAIL
     limit = int(finding.todo.split("iogpu.wired_limit_mb=")[1].split()[0])
     assert ours.total_bytes(200_000) <= limit << 20 < 512 * GIB
-    ours = needs(600)
+    ours = make_memory_needs(600)
     (finding,) = check(ours, machine)
     assert finding.level is FindingLevel.FAIL and "larger machine" in finding.todo
 
 
 def test_fitting_lengths_are_reported() -> None:
-    ours = needs(10)
+    ours = make_memory_needs(10)
     short, budget = check(ours, MachineMemory(29 * GB, "test"))
     assert short.level is budget.level is FindingLevel.WARN
     assert "200,000 do not" in short.what and budget.todo.startswith("--memory-budget-gb ")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support import tiny_models
-from support.backend.families import served
+from support.backend.families import load_family
 from warmline_backend.__main__ import _make_scheduler
 from warmline_backend.config import BackendConfigError, parse_config
 from warmline_backend.engine import chunk_size
@@ -32,7 +32,7 @@ ROOMY = ChunkLimits(tokens_max=1 << 20, working_bytes_max=1 << 40)
 BUDGET = 1 << 30
 
 
-class Machine:
+class FakeMachine:
     """Chunks of `tokens` take `seconds(tokens)` each from an empty context, and `bytes_` a token of their length."""
 
     def __init__(self, seconds: Callable[[int], float], bytes_: int = 0) -> None:
@@ -71,7 +71,7 @@ def test_steps_are_compared_over_same_tokens() -> None:
     By tokens/s from an empty context, 1,024 would seem to be best.
     """
 
-    class Attending(Machine):
+    class Attending(FakeMachine):
         def __call__(self, lengths: Sequence[int]) -> ChunkTiming:
             self.asked.append(list(lengths))
             return ChunkTiming(0.1 * len(lengths) + 1e-7 * sum(lengths) ** 2, 0)
@@ -81,7 +81,7 @@ def test_steps_are_compared_over_same_tokens() -> None:
 
 
 def test_linear_machine_has_constant_speed() -> None:
-    speeds = measure_speeds(Machine(lambda tokens: 0.1 + tokens / 2000), ROOMY)
+    speeds = measure_speeds(FakeMachine(lambda tokens: 0.1 + tokens / 2000), ROOMY)
     assert speeds == pytest.approx({step: step / (0.1 + step / 2000) for step in STEPS if step / 2000 + 0.1 < 10})
 
 
@@ -89,34 +89,34 @@ def test_linear_machine_has_constant_speed() -> None:
 
 
 def test_no_step_exceeds_time_limit() -> None:
-    slow = Machine(lambda tokens: 1 + tokens / 150)  # a very large model: 1,024 tokens take eight seconds
+    slow = FakeMachine(lambda tokens: 1 + tokens / 150)  # a very large model: 1,024 tokens take eight seconds
     assert list(measure_speeds(slow, ROOMY)) == [256, 512, 1024]
     assert slow.longest == 1024
 
-    sudden = Machine(lambda tokens: 0.1 + 0.004 * tokens if tokens < 1024 else 2 * CHUNK_S_MAX)
+    sudden = FakeMachine(lambda tokens: 0.1 + 0.004 * tokens if tokens < 1024 else 2 * CHUNK_S_MAX)
     assert 1024 not in measure_speeds(sudden, ROOMY), "what took too long after all is not chosen"
     assert sudden.longest == 1024
 
 
 def test_slow_machine_measures_little() -> None:
-    snail = Machine(lambda tokens: tokens / 7)
+    snail = FakeMachine(lambda tokens: tokens / 7)
     assert measure_speeds(snail, ROOMY) == {} and snail.asked == [[64]]
 
 
 @pytest.mark.parametrize(("tokens_max", "longest"), [(100_000, 8192), (8191, 4096), (600, 512), (256, 256)])
 def test_no_step_exceeds_context_and_memory(tokens_max: int, longest: int) -> None:
-    machine = Machine(lambda _: 0.1)
+    machine = FakeMachine(lambda _: 0.1)
     assert max(measure_speeds(machine, ChunkLimits(tokens_max, 1 << 40))) == machine.longest == longest
     assert measure_speeds(machine, ChunkLimits(255, 1 << 40)) == {}
 
 
 def test_no_step_exceeds_working_memory() -> None:
-    machine = Machine(lambda _: 0.1, bytes_=1000)
+    machine = FakeMachine(lambda _: 0.1, bytes_=1000)
     assert list(measure_speeds(machine, ChunkLimits(1 << 20, 2_500_000))) == [256, 512, 1024]
 
 
 def test_measuring_ends_when_longer_is_not_faster() -> None:
-    machine = Machine(lambda tokens: tokens / 1000 if tokens <= 512 else tokens / 900)
+    machine = FakeMachine(lambda tokens: tokens / 1000 if tokens <= 512 else tokens / 900)
     speeds = measure_speeds(machine, ROOMY)
     assert choose_step_size(speeds) == 256 and machine.longest == 512
 
@@ -129,7 +129,7 @@ def test_real_model_is_measured_once_and_remembered(
 ) -> None:
     monkeypatch.setattr(chunk_size, "STEPS", (32, 64))
     caplog.set_level("INFO")
-    model = served("llama", root)
+    model = load_family("llama", root)
     step = resolve_step_size(model, "f" * 64, BUDGET, tmp_path)
     assert step in (32, 64) and "tokens/s by step: 32: " in caplog.text
     monkeypatch.setattr(chunk_size, "time_chunks", lambda *_: pytest.fail("measured again"))
@@ -139,27 +139,27 @@ def test_real_model_is_measured_once_and_remembered(
 
 def test_rotating_recurrent_and_sparse_models_are_measured(root: Path) -> None:
     for family in ("gemma3", "qwen3_5", "deepseek_v32"):
-        model = served(family, root)
+        model = load_family(family, root)
         assert chunk_size.time_chunks(model, [40, 8]).seconds > 0
         assert chunk_size.compute_limits(model, BUDGET).tokens_max == model.context_tokens_max
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    machine = Machine(lambda tokens: 0.1 + tokens / 2000)
+def fake_machine(monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
+    machine = FakeMachine(lambda tokens: 0.1 + tokens / 2000)
     monkeypatch.setattr(chunk_size, "time_chunks", lambda _, lengths: machine(lengths))
     return machine
 
 
 def test_other_model_device_or_mlx_is_measured_anew(
-    root: Path, tmp_path: Path, measured: Machine, monkeypatch: pytest.MonkeyPatch
+    root: Path, tmp_path: Path, fake_machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, counts = served("llama", root), []
+    model, counts = load_family("llama", root), []
     for fingerprint, device in (("a", "x"), ("a", "x"), ("b", "x"), ("b", "y"), ("a", "x"), ("b", "y")):
-        measured.asked.clear()
+        fake_machine.asked.clear()
         monkeypatch.setattr(chunk_size, "describe_device", lambda device=device: device)
         assert resolve_step_size(model, fingerprint, BUDGET, tmp_path) == 4096
-        counts.append(bool(measured.asked))
+        counts.append(bool(fake_machine.asked))
     assert counts == [True, False, True, True, False, False]
 
 
@@ -177,31 +177,35 @@ def test_other_model_device_or_mlx_is_measured_anew(
         b"[" * 100_000,
     ],
 )
-def test_damaged_file_is_replaced(root: Path, tmp_path: Path, measured: Machine, damage: bytes) -> None:
+def test_damaged_file_is_replaced(root: Path, tmp_path: Path, fake_machine: FakeMachine, damage: bytes) -> None:
     key = f"a {chunk_size.describe_device()}"
     (tmp_path / chunk_size.FILE).write_bytes(damage.replace(b"KEY", key.encode()))
-    assert resolve_step_size(served("llama", root), "a", BUDGET, tmp_path) == 4096
+    assert resolve_step_size(load_family("llama", root), "a", BUDGET, tmp_path) == 4096
     assert json.loads((tmp_path / chunk_size.FILE).read_text()) == {key: 4096}
 
 
 def test_read_only_home_only_loses_the_memory(
-    root: Path, tmp_path: Path, measured: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    root: Path,
+    tmp_path: Path,
+    fake_machine: FakeMachine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(disk, "write_durable", full)
-    assert resolve_step_size(served("llama", root), "a", BUDGET, tmp_path) == 4096
+    assert resolve_step_size(load_family("llama", root), "a", BUDGET, tmp_path) == 4096
     assert "will be measured again at the next start" in caplog.text
 
 
 def test_drafts_are_deleted_and_oldest_models_dropped(
-    root: Path, tmp_path: Path, measured: Machine, monkeypatch: pytest.MonkeyPatch
+    root: Path, tmp_path: Path, fake_machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunk_size, "MODELS_MAX", 2)
     (tmp_path / ".prefill_steps.0123.tmp").write_text("half")
     for fingerprint in ("a", "b", "c"):
-        resolve_step_size(served("llama", root), fingerprint, BUDGET, tmp_path)
+        resolve_step_size(load_family("llama", root), fingerprint, BUDGET, tmp_path)
     (left,) = tmp_path.iterdir()
     assert [key[0] for key in json.loads(left.read_text())] == ["b", "c"]
 
@@ -212,7 +216,7 @@ def test_device_failure_message_has_remedy(root: Path, tmp_path: Path, monkeypat
 
     monkeypatch.setattr(chunk_size, "time_chunks", fail)
     with pytest.raises(ModelError, match="measuring the prefill step failed: out of memory; give one"):
-        resolve_step_size(served("llama", root), "a", BUDGET, tmp_path)
+        resolve_step_size(load_family("llama", root), "a", BUDGET, tmp_path)
 
 
 # ---- the flag
@@ -232,7 +236,7 @@ def test_prefill_step_size_takes_auto_or_a_number() -> None:
 
 
 @pytest.mark.parametrize("reuse", ["fast", "exact"])
-def test_process_uses_and_reports_step(reuse: str, root: Path, tmp_path: Path, measured: Machine) -> None:
+def test_process_uses_and_reports_step(reuse: str, root: Path, tmp_path: Path, fake_machine: FakeMachine) -> None:
     folder = tiny_models.build("llama", root / "llama")
     home = Home(tmp_path)
     home.prepare()
@@ -253,7 +257,7 @@ def test_process_uses_and_reports_step(reuse: str, root: Path, tmp_path: Path, m
 
     for _ in range(2):
         asyncio.run(start())
-        measured.asked.clear()
+        fake_machine.asked.clear()
     first, second = statuses
     assert first.prefill_step_size == second.prefill_step_size == 4096
     assert first.fingerprint == second.fingerprint

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from support.backend.engine_driver import Drive, EventLog
-from support.backend.families import prompt_of, served
+from support.backend.engine_driver import EventLog, SchedulerDriver
+from support.backend.families import load_family, make_prompt
 from support.backend.live_backend import BODY, LiveBackend, with_backend
 from warmline_backend.engine.engine import Engine, EngineStoppedError
 from warmline_backend.generation.events import EndedEvent, GenerationEvent, PrefillProgress, TokenEvent
@@ -23,15 +23,15 @@ FolderOf = Callable[..., Path]
 WAIT_S = 20
 
 
-def started(root: Path) -> Engine:
+def run_engine(root: Path) -> Engine:
     # Made on its own thread, as a model is: mlx arrays belong to the thread that computes with them.
-    engine = Engine(lambda: Drive(served.__wrapped__("llama", root)).scheduler)
+    engine = Engine(lambda: SchedulerDriver(load_family.__wrapped__("llama", root)).scheduler)
     engine.start()
     engine.loaded.result(WAIT_S)
     return engine
 
 
-def generation(name: str, ended: "Future[EventLog]", max_tokens: int = 5) -> GenerationRequest:
+def make_generation(name: str, ended: "Future[EventLog]", max_tokens: int = 5) -> GenerationRequest:
     log = EventLog()
 
     def listen(event: GenerationEvent) -> None:
@@ -39,12 +39,12 @@ def generation(name: str, ended: "Future[EventLog]", max_tokens: int = 5) -> Gen
         if isinstance(event, EndedEvent):
             ended.set_result(log)
 
-    return GenerationRequest(name, prompt_of(40), GenerationParams(max_tokens=max_tokens, ignore_eos=True), listen)
+    return GenerationRequest(name, make_prompt(40), GenerationParams(max_tokens=max_tokens, ignore_eos=True), listen)
 
 
 def test_snapshot_shows_resident_at_end(root: Path) -> None:
-    engine, ended = started(root), Future[EventLog]()
-    engine.submit(lambda scheduler: scheduler.submit(generation("a", ended))).result(WAIT_S)
+    engine, ended = run_engine(root), Future[EventLog]()
+    engine.submit(lambda scheduler: scheduler.submit(make_generation("a", ended))).result(WAIT_S)
     log = ended.result(WAIT_S)
     assert [resident.id for resident in engine.snapshot.residents] == [log.result.resident]
     assert engine.submit(lambda scheduler: scheduler.residents.delete(log.result.resident)).result(WAIT_S)
@@ -60,11 +60,11 @@ def test_cancel_takes_effect_after_present_step(
     root: Path, moment: type[GenerationEvent], prefilled_until: int
 ) -> None:
     """Cancelled in the middle of a turn, which would go on for eight tokens."""
-    engine = Engine(lambda: Drive(served.__wrapped__("llama", root), step=16).scheduler)
+    engine = Engine(lambda: SchedulerDriver(load_family.__wrapped__("llama", root), step=16).scheduler)
     engine.start()
     engine.loaded.result(WAIT_S)
     ended, cancelled = Future[EventLog](), list[Future[GenerationResult | None]]()
-    wanted = generation("a", ended, 1000)
+    wanted = make_generation("a", ended, 1000)
 
     def listen(event: GenerationEvent) -> None:
         wanted.listener(event)
@@ -81,8 +81,8 @@ def test_cancel_takes_effect_after_present_step(
 
 
 def test_stop_takes_effect_after_present_step(root: Path) -> None:
-    engine, ended = started(root), Future[EventLog]()
-    wanted = generation("a", ended, 1000)
+    engine, ended = run_engine(root), Future[EventLog]()
+    wanted = make_generation("a", ended, 1000)
     pieces: list[GenerationEvent] = []
 
     def listen(event: GenerationEvent) -> None:
@@ -97,7 +97,7 @@ def test_stop_takes_effect_after_present_step(root: Path) -> None:
 
 
 def test_failing_command_fails_alone(root: Path) -> None:
-    engine = started(root)
+    engine = run_engine(root)
     with pytest.raises(ZeroDivisionError):
         engine.submit(lambda scheduler: 1 / 0).result(WAIT_S)
     assert engine.submit(lambda scheduler: scheduler.is_idle).result(WAIT_S)
@@ -108,7 +108,7 @@ def test_failing_command_fails_alone(root: Path) -> None:
 
 
 def test_failure_outside_requests_ends_engine(root: Path) -> None:
-    engine = started(root)
+    engine = run_engine(root)
 
     def break_it(scheduler: Scheduler) -> None:
         scheduler._admit = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]

@@ -1,4 +1,4 @@
-"""Runs exact_cases.py in a process of its own, with OpenBLAS in place of the reference BLAS.
+"""Exact mode: exact_cases.py, run in a process with OpenBLAS in place of the reference BLAS.
 
 A BLAS can only be chosen before a process starts.  Where there is no OpenBLAS to choose (on macOS, with CUDA), mlx's
 results differ from shape to shape anyway, as the cases' own control checks.

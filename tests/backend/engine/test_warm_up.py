@@ -5,8 +5,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from support.backend.engine_driver import Drive
-from support.backend.families import FAMILIES, prompt_of, served
+from support.backend.engine_driver import SchedulerDriver
+from support.backend.families import FAMILIES, load_family, make_prompt
 from warmline_backend.engine import warm_up as module
 from warmline_backend.engine.warm_up import prompt_lengths, warm_up
 from warmline_backend.generation.sequence import Sequence
@@ -17,12 +17,12 @@ from warmline_backend.scheduler.scheduler import SchedulerSettings
 LONG_S = 600.0
 
 
-def settings(step: int = 32, *, exact: bool = False, budget: int = 1 << 30) -> SchedulerSettings:
+def make_settings(step: int = 32, *, exact: bool = False, budget: int = 1 << 30) -> SchedulerSettings:
     return SchedulerSettings("test", budget, step, 8, True, exact)
 
 
-class Watched:
-    """Records chunks, merged batches and steps."""
+class CallRecorder:
+    """Record of chunks, merged batches and steps."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.chunks: list[tuple[int, int]] = []  # where it began, how long it was
@@ -47,22 +47,22 @@ class Watched:
 def test_warm_up_runs_full_chunk_single_and_batched_decode(
     family: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, watched = served(family, root), Watched(monkeypatch)
-    warm_up(model, settings(), LONG_S)
+    model, watched = load_family(family, root), CallRecorder(monkeypatch)
+    warm_up(model, make_settings(), LONG_S)
     assert (0, 32) in watched.chunks
     assert 1 in watched.batches
     assert (2 in watched.batches) == model.layout.is_batchable
 
 
 def test_warm_up_of_sparse_model_passes_selection_start(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = Watched(monkeypatch)
-    warm_up(served("deepseek_v32", root), settings(), LONG_S)  # selects from 16 tokens on
+    watched = CallRecorder(monkeypatch)
+    warm_up(load_family("deepseek_v32", root), make_settings(), LONG_S)  # selects from 16 tokens on
     assert {(0, 32), (32, 32), (64, 16)} <= set(watched.chunks)
 
 
 def test_warm_up_in_exact_mode_shares_no_batch(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = Watched(monkeypatch)
-    warm_up(served("llama", root), settings(exact=True), LONG_S)
+    watched = CallRecorder(monkeypatch)
+    warm_up(load_family("llama", root), make_settings(exact=True), LONG_S)
     assert (0, 32) in watched.chunks and set(watched.batches) == {1}
 
 
@@ -95,19 +95,19 @@ def test_warm_up_ends_at_time_limit(root: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Sequence, "prefill_chunk", slow)
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
-    model, few, two = served("llama", root), 4, 8
+    model, few, two = load_family("llama", root), 4, 8
     for seconds_max, seconds in ((0.0, few), (few + two, few + two), (100.0, few + two + 16 + 32), (40.0, 4 + 8 + 16)):
         began = clock[0]
-        warm_up(model, settings(), seconds_max)
+        warm_up(model, make_settings(), seconds_max)
         assert clock[0] - began == seconds, seconds_max
 
 
 def test_warm_up_stays_within_memory_and_context(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, watched = served("llama", root), Watched(monkeypatch)
-    warm_up(model, settings(2048, budget=300 * model.row_bytes), LONG_S)  # 256 rows, in whole buffers
+    model, watched = load_family("llama", root), CallRecorder(monkeypatch)
+    warm_up(model, make_settings(2048, budget=300 * model.row_bytes), LONG_S)  # 256 rows, in whole buffers
     assert max(tokens for _, tokens in watched.chunks) == 253
     watched.chunks.clear()
-    warm_up(model, settings(2048, budget=0), LONG_S)
+    warm_up(model, make_settings(2048, budget=0), LONG_S)
     assert max(tokens for _, tokens in watched.chunks) == 4
 
 
@@ -117,17 +117,17 @@ def test_failing_device_is_reported_at_once(root: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Sequence, "prefill_chunk", fail)
     with pytest.raises(ModelError, match=r"can't compute 6 tokens.* no memory; a smaller --prefill-step-size"):
-        warm_up(served("llama", root), settings(), LONG_S)
+        warm_up(load_family("llama", root), make_settings(), LONG_S)
 
 
 def test_warm_up_leaves_no_memory_and_same_answers(root: Path) -> None:
-    model = served("llama", root)
-    before = Drive(model).run(prompt_of(40), temperature=1.0, seed=5).generated
-    warm_up(model, settings(), LONG_S)
+    model = load_family("llama", root)
+    before = SchedulerDriver(model).run(make_prompt(40), temperature=1.0, seed=5).generated
+    warm_up(model, make_settings(), LONG_S)
     held = mx.get_active_memory()
-    warm_up(model, settings(), LONG_S)
+    warm_up(model, make_settings(), LONG_S)
     assert mx.get_active_memory() == held
-    assert Drive(model).run(prompt_of(40), temperature=1.0, seed=5).generated == before
+    assert SchedulerDriver(model).run(make_prompt(40), temperature=1.0, seed=5).generated == before
 
 
 def test_warm_up_on_cpu_is_short() -> None:
@@ -136,7 +136,7 @@ def test_warm_up_on_cpu_is_short() -> None:
 
 
 def test_slow_machine_computes_one_token(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, model, watched = [0.0], served("llama", root), Watched(monkeypatch)
+    clock, model, watched = [0.0], load_family("llama", root), CallRecorder(monkeypatch)
     compute = mx.eval
 
     def slow(*arrays: object) -> None:
@@ -145,5 +145,5 @@ def test_slow_machine_computes_one_token(root: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(module.mx, "eval", slow)
-    assert warm_up(model, settings(), 2.0) == 1
+    assert warm_up(model, make_settings(), 2.0) == 1
     assert watched.chunks == watched.batches == []

@@ -17,62 +17,62 @@ from warmline_backend.request.params import GenerationParams
 VOCABULARY = 50
 
 
-def params(**fields: Any) -> GenerationParams:
+def make_params(**fields: Any) -> GenerationParams:
     return GenerationParams(max_tokens=10, **fields)
 
 
-def logprobs_of(step: int = 0, rows: int = 1) -> mx.array:
+def make_logprobs(step: int = 0, rows: int = 1) -> mx.array:
     logits = mx.random.normal((rows, VOCABULARY), key=mx.random.key(step)) * 2
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
-def sampler(fault: SamplerFault | None = None, **fields: Any) -> Sampler:
-    return make_sampler(params(**{"temperature": 1.0, **fields}), fault or SamplerFault())
+def build_sampler(fault: SamplerFault | None = None, **fields: Any) -> Sampler:
+    return make_sampler(make_params(**{"temperature": 1.0, **fields}), fault or SamplerFault())
 
 
-def draws(sample: Sampler, steps: int = 40) -> list[int]:
-    return [int(sample(logprobs_of(step)).tolist()[0]) for step in range(steps)]
+def draw_tokens(sample: Sampler, steps: int = 40) -> list[int]:
+    return [int(sample(make_logprobs(step)).tolist()[0]) for step in range(steps)]
 
 
-def random_state() -> list[Any]:
+def get_random_state() -> list[Any]:
     return [np.array(state).tolist() for state in mx.random.state]
 
 
 def test_greedy_requests_share_mlx_lm_sampler() -> None:
-    assert sampler(temperature=0.0) is greedy_sampler
-    assert sampler(top_k=1) is greedy_sampler
+    assert build_sampler(temperature=0.0) is greedy_sampler
+    assert build_sampler(top_k=1) is greedy_sampler
 
 
 def test_seed_repeats_draws() -> None:
-    assert draws(sampler(seed=7)) == draws(sampler(seed=7))
-    assert draws(sampler(seed=7)) != draws(sampler(seed=8))
-    assert draws(sampler()) != draws(sampler())
-    assert draws(sampler(seed=-1)) == draws(sampler(seed=-1))
+    assert draw_tokens(build_sampler(seed=7)) == draw_tokens(build_sampler(seed=7))
+    assert draw_tokens(build_sampler(seed=7)) != draw_tokens(build_sampler(seed=8))
+    assert draw_tokens(build_sampler()) != draw_tokens(build_sampler())
+    assert draw_tokens(build_sampler(seed=-1)) == draw_tokens(build_sampler(seed=-1))
 
 
 def test_interleaved_sequences_draw_as_alone() -> None:
-    lone = [draws(sampler(seed=1)), draws(sampler(seed=2, top_p=0.9))]
-    one, other = sampler(seed=1), sampler(seed=2, top_p=0.9)
-    together = [(int(one(logprobs_of(step)).item()), int(other(logprobs_of(step)).item())) for step in range(40)]
+    lone = [draw_tokens(build_sampler(seed=1)), draw_tokens(build_sampler(seed=2, top_p=0.9))]
+    one, other = build_sampler(seed=1), build_sampler(seed=2, top_p=0.9)
+    together = [(int(one(make_logprobs(step)).item()), int(other(make_logprobs(step)).item())) for step in range(40)]
     assert [list(pair) for pair in zip(*together, strict=True)] == lone
 
 
 def test_global_random_state_is_unused() -> None:
     mx.random.seed(1)
-    before = random_state()
-    first = draws(sampler(seed=3, top_p=0.9, min_p=0.01, top_k=20))
-    assert random_state() == before
+    before = get_random_state()
+    first = draw_tokens(build_sampler(seed=3, top_p=0.9, min_p=0.01, top_k=20))
+    assert get_random_state() == before
     mx.random.seed(2)
-    assert draws(sampler(seed=3, top_p=0.9, min_p=0.01, top_k=20)) == first
+    assert draw_tokens(build_sampler(seed=3, top_p=0.9, min_p=0.01, top_k=20)) == first
 
 
 def test_sampler_works_on_another_thread() -> None:
-    sample, result = sampler(seed=5, top_p=0.8), []
-    processors = make_processors(params(logit_bias={3: 100.0}, presence_penalty=1.0), 0, SamplerFault())
-    expected = draws(sampler(seed=5, top_p=0.8))
+    sample, result = build_sampler(seed=5, top_p=0.8), []
+    processors = make_processors(make_params(logit_bias={3: 100.0}, presence_penalty=1.0), 0, SamplerFault())
+    expected = draw_tokens(build_sampler(seed=5, top_p=0.8))
 
     def step() -> None:
-        result.append(draws(sample))
+        result.append(draw_tokens(sample))
         logits = mx.zeros((1, VOCABULARY))
         for processor in processors:
             logits = processor(mx.array([1, 2]), logits)
@@ -84,45 +84,45 @@ def test_sampler_works_on_another_thread() -> None:
     assert result == [expected, 3]
 
 
-def counts(sample: Sampler, logprobs: mx.array, steps: int = 300) -> dict[int, int]:
+def count_tokens(sample: Sampler, logprobs: mx.array, steps: int = 300) -> dict[int, int]:
     tokens = [int(sample(logprobs).item()) for _ in range(steps)]
     return {token: tokens.count(token) for token in set(tokens)}
 
 
 def test_filters_select_expected_tokens() -> None:
     logprobs = mx.log(mx.array([[0.4, 0.3, 0.2, 0.06, 0.04]]))
-    assert set(counts(sampler(seed=1), logprobs)) == {0, 1, 2, 3, 4}
-    assert set(counts(sampler(seed=1, top_k=2), logprobs)) == {0, 1}
-    assert set(counts(sampler(seed=1, top_p=0.65), logprobs)) == {0, 1}
-    assert set(counts(sampler(seed=1, min_p=0.4), logprobs)) == {0, 1, 2}
+    assert set(count_tokens(build_sampler(seed=1), logprobs)) == {0, 1, 2, 3, 4}
+    assert set(count_tokens(build_sampler(seed=1, top_k=2), logprobs)) == {0, 1}
+    assert set(count_tokens(build_sampler(seed=1, top_p=0.65), logprobs)) == {0, 1}
+    assert set(count_tokens(build_sampler(seed=1, min_p=0.4), logprobs)) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("top_k", [5, 6, 10**9])
 def test_top_k_of_vocabulary_or_more_is_no_limit(top_k: int) -> None:
     logprobs, fault = mx.log(mx.array([[0.2] * 5])), SamplerFault()
-    assert set(counts(sampler(fault, seed=1, top_k=top_k), logprobs)) == {0, 1, 2, 3, 4}
+    assert set(count_tokens(build_sampler(fault, seed=1, top_k=top_k), logprobs)) == {0, 1, 2, 3, 4}
     assert fault.error is None
 
 
 def test_temperature_scales_distribution() -> None:
     logprobs = mx.log(mx.array([[0.6, 0.4]]))
-    assert counts(sampler(seed=1, temperature=0.05), logprobs) == {0: 300}
-    assert abs(counts(sampler(seed=1, temperature=1.0), logprobs)[0] - 180) < 40
-    assert abs(counts(sampler(seed=1, temperature=100.0), logprobs)[0] - 150) < 40
+    assert count_tokens(build_sampler(seed=1, temperature=0.05), logprobs) == {0: 300}
+    assert abs(count_tokens(build_sampler(seed=1, temperature=1.0), logprobs)[0] - 180) < 40
+    assert abs(count_tokens(build_sampler(seed=1, temperature=100.0), logprobs)[0] - 150) < 40
 
 
-def processed(tokens: list[int], prompt_tokens: int, **fields: Any) -> list[float]:
+def process_logits(tokens: list[int], prompt_tokens: int, **fields: Any) -> list[float]:
     logits = mx.ones((1, 6))
-    for processor in make_processors(params(**fields), prompt_tokens, SamplerFault()):
+    for processor in make_processors(make_params(**fields), prompt_tokens, SamplerFault()):
         logits = processor(mx.array(tokens), logits)
     return [round(value, 4) for value in np.array(logits)[0].tolist()]
 
 
 def test_presence_and_frequency_count_generated_tokens_only() -> None:
     tokens = [5, 5, *[1, 1, 1, 2], *[3] * 30]
-    assert processed(tokens, 2, presence_penalty=0.5) == [1, 0.5, 0.5, 0.5, 1, 1]
-    assert processed(tokens, 2, frequency_penalty=0.5) == [1, -0.5, 0.5, -14, 1, 1]
-    assert processed([5, 5], 2, presence_penalty=0.5, frequency_penalty=0.5) == [1] * 6
+    assert process_logits(tokens, 2, presence_penalty=0.5) == [1, 0.5, 0.5, 0.5, 1, 1]
+    assert process_logits(tokens, 2, frequency_penalty=0.5) == [1, -0.5, 0.5, -14, 1, 1]
+    assert process_logits([5, 5], 2, presence_penalty=0.5, frequency_penalty=0.5) == [1] * 6
 
 
 LEAST = round(float(mx.finfo(mx.float32).min), 4)
@@ -130,7 +130,7 @@ LEAST = round(float(mx.finfo(mx.float32).min), 4)
 
 def test_min_tokens_makes_ends_last_choice() -> None:
     def held(tokens: int, **fields: Any) -> list[float]:
-        asked, logits = params(min_tokens=3, **fields), mx.ones((1, 4))
+        asked, logits = make_params(min_tokens=3, **fields), mx.ones((1, 4))
         for processor in make_processors(asked, 2, SamplerFault(), {3}):
             logits = processor(mx.array([1] * (2 + tokens)), logits)
         return [round(value, 4) for value in np.array(logits)[0].tolist()]
@@ -142,25 +142,25 @@ def test_min_tokens_makes_ends_last_choice() -> None:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_min_tokens_allows_end_where_nothing_else_is(dtype: mx.Dtype) -> None:
-    (hold,) = make_processors(params(min_tokens=3), 0, SamplerFault(), {3})
+    (hold,) = make_processors(make_params(min_tokens=3), 0, SamplerFault(), {3})
     logits = mx.where(mx.array([False, False, False, True]), hold(mx.array([0]), mx.ones((1, 4), dtype)), -mx.inf)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    assert int(sampler(seed=1)(logprobs).item()) == int(mx.argmax(logprobs).item()) == 3
+    assert int(build_sampler(seed=1)(logprobs).item()) == int(mx.argmax(logprobs).item()) == 3
 
 
 def test_allowed_token_ids_restrict_sampling() -> None:
-    assert processed([5], 1, allowed_token_ids=(4, 1)) == [-np.inf, 1, -np.inf, -np.inf, 1, -np.inf]
-    assert processed([5], 1, allowed_token_ids=(4,), logit_bias={2: 100.0})[2] == -np.inf
+    assert process_logits([5], 1, allowed_token_ids=(4, 1)) == [-np.inf, 1, -np.inf, -np.inf, 1, -np.inf]
+    assert process_logits([5], 1, allowed_token_ids=(4,), logit_bias={2: 100.0})[2] == -np.inf
 
 
 def test_repetition_counts_last_prompt_and_answer_tokens() -> None:
-    assert processed([0, 1, 2], 3, repetition_penalty=2.0) == [0.5, 0.5, 0.5, 1, 1, 1]
-    assert processed([0, 1, 2], 3, repetition_penalty=2.0, repetition_context_size=2) == [1, 0.5, 0.5, 1, 1, 1]
+    assert process_logits([0, 1, 2], 3, repetition_penalty=2.0) == [0.5, 0.5, 0.5, 1, 1, 1]
+    assert process_logits([0, 1, 2], 3, repetition_penalty=2.0, repetition_context_size=2) == [1, 0.5, 0.5, 1, 1, 1]
 
 
 def test_bias_is_added_and_defaults_need_no_processor() -> None:
-    assert processed([0], 1, logit_bias={2: -100.0, 3: 5.0}) == [1, 1, -99, 6, 1, 1]
-    assert make_processors(params(), 5, SamplerFault()) == []
+    assert process_logits([0], 1, logit_bias={2: -100.0, 3: 5.0}) == [1, 1, -99, 6, 1, 1]
+    assert make_processors(make_params(), 5, SamplerFault()) == []
 
 
 def test_fault_is_recorded_and_decoding_continues_greedily() -> None:
@@ -170,7 +170,7 @@ def test_fault_is_recorded_and_decoding_continues_greedily() -> None:
     def broken_processor(tokens: mx.array, logits: mx.array) -> mx.array:
         raise IndexError("also")
 
-    fault, logprobs = SamplerFault(), logprobs_of()
+    fault, logprobs = SamplerFault(), make_logprobs()
     sampled = fault.guard_sampler(broken)(logprobs)
     assert sampled.tolist() == greedy_sampler(logprobs).tolist()
     assert isinstance(fault.error, ValueError)
@@ -191,8 +191,8 @@ def test_picked_logprobs_are_sorted() -> None:
     assert len(pick_logprobs(row, 1, 20)[1]) == 4
 
 
-def decoded(model: Any, requests: list[GenerationParams], prompts: list[list[int]]) -> list[list[int]]:
-    """Tokens that mlx-lm's batch classes decode for these requests together."""
+def decode_with_mlx_lm(model: Any, requests: list[GenerationParams], prompts: list[list[int]]) -> list[list[int]]:
+    """Decode these requests together with mlx-lm's batch classes; their tokens."""
     fault = SamplerFault()
     batch = PromptProcessingBatch(
         model,
@@ -212,13 +212,13 @@ def decoded(model: Any, requests: list[GenerationParams], prompts: list[list[int
 def test_seeded_requests_equal_alone_and_batched(tiny_folder: Any) -> None:
     model, *_ = load(str(tiny_folder("llama")))
     requests = [
-        params(temperature=1.0, seed=1),
-        params(temperature=0.8, seed=2, top_p=0.9, frequency_penalty=1.0),
-        params(),
+        make_params(temperature=1.0, seed=1),
+        make_params(temperature=0.8, seed=2, top_p=0.9, frequency_penalty=1.0),
+        make_params(),
     ]
     prompts = [[40 + i] * 9 for i in range(3)]
-    together = decoded(model, requests, prompts)
+    together = decode_with_mlx_lm(model, requests, prompts)
     assert together == [
-        decoded(model, [request], [prompt])[0] for request, prompt in zip(requests, prompts, strict=True)
+        decode_with_mlx_lm(model, [request], [prompt])[0] for request, prompt in zip(requests, prompts, strict=True)
     ]
-    assert together[0] != decoded(model, [params(temperature=1.0, seed=3)], prompts[:1])[0]
+    assert together[0] != decode_with_mlx_lm(model, [make_params(temperature=1.0, seed=3)], prompts[:1])[0]

@@ -4,29 +4,29 @@ from pathlib import Path
 
 import pytest
 
-from support.backend.engine_driver import Drive
-from support.backend.families import prompt_of, served
+from support.backend.engine_driver import SchedulerDriver
+from support.backend.families import load_family, make_prompt
 from warmline_backend.kv_cache.residents import ResidentMismatchError
 
 MINE, THEIRS = b"m" * 16, b"t" * 16
 
 
 def test_resident_of_other_root_is_refused(root: Path) -> None:
-    drive, prompt = Drive(served("llama", root)), prompt_of(70)
-    resident = drive.run(prompt, 2, root=MINE).result.resident
-    assert [each.root for each in drive.scheduler.residents.list_residents()] == [MINE]
+    driver, prompt = SchedulerDriver(load_family("llama", root)), make_prompt(70)
+    resident = driver.run(prompt, 2, root=MINE).result.resident
+    assert [each.root for each in driver.scheduler.residents.list_residents()] == [MINE]
     for other in (THEIRS, b""):
         for keep in (True, False):
             with pytest.raises(ResidentMismatchError, match="another model or tenant"):
-                drive.submit(prompt, 2, resident=resident, reuse=64, keep=keep, root=other)
-    assert drive.run(prompt, 2, resident=resident, reuse=64, root=MINE).reused == 64
+                driver.submit(prompt, 2, resident=resident, reuse=64, keep=keep, root=other)
+    assert driver.run(prompt, 2, resident=resident, reuse=64, root=MINE).reused == 64
 
 
 def test_leader_of_other_root_is_refused(root: Path) -> None:
-    drive, prompt = Drive(served("llama", root), step=16), prompt_of(70)
-    name, leader = drive.submit(prompt, 2, root=MINE)
+    driver, prompt = SchedulerDriver(load_family("llama", root), step=16), make_prompt(70)
+    name, leader = driver.submit(prompt, 2, root=MINE)
     with pytest.raises(ResidentMismatchError, match="another tenant"):
-        drive.submit(prompt, 2, follow=name, reuse=64, root=THEIRS)
-    _, follower = drive.submit(prompt, 2, follow=name, reuse=64, root=MINE)
-    drive.until(lambda: leader.is_ended and follower.is_ended)
+        driver.submit(prompt, 2, follow=name, reuse=64, root=THEIRS)
+    _, follower = driver.submit(prompt, 2, follow=name, reuse=64, root=MINE)
+    driver.run_until(lambda: leader.is_ended and follower.is_ended)
     assert follower.reused == 64

@@ -30,7 +30,7 @@ def home(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def digested_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that were read to be digested."""
     names: list[str] = []
     digest = module.hashlib.file_digest
@@ -43,71 +43,73 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def fingerprint_of(model: Path, home: Path, **changes: object) -> str:
+def fingerprint_folder(model: Path, home: Path, **changes: object) -> str:
     settings = {"adapter_path": None, "kv_bits": None, "kv_group_size": 64, "dtype": "float32"} | changes
     return compute_fingerprint(model, home_models_dir=home, **settings)  # type: ignore[arg-type]
 
 
-def flip(path: Path, at: int) -> None:
+def flip_bit(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
 
 
-def test_fingerprint_is_stable_and_reads_weights_once(model: Path, home: Path, reads: list[str]) -> None:
-    first = fingerprint_of(model, home)
+def test_fingerprint_is_stable_and_reads_weights_once(model: Path, home: Path, digested_files: list[str]) -> None:
+    first = fingerprint_folder(model, home)
     assert len(first) == 64 and int(first, 16) > 0
-    assert fingerprint_of(model, home) == first
-    assert reads == ["model.safetensors"]
+    assert fingerprint_folder(model, home) == first
+    assert digested_files == ["model.safetensors"]
 
 
-def test_digest_cache_is_private_and_rebuilt_when_damaged(model: Path, home: Path, reads: list[str]) -> None:
-    first = fingerprint_of(model, home)
+def test_digest_cache_is_private_and_rebuilt_when_damaged(model: Path, home: Path, digested_files: list[str]) -> None:
+    first = fingerprint_folder(model, home)
     path = home / "digests.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and list(home.iterdir()) == [path]
     for damage in ("{", "[]", '{"a": 5}', "[" * 100_000):
         path.write_text(damage)
-        assert fingerprint_of(model, home) == first
-    assert len(reads) == 5
+        assert fingerprint_folder(model, home) == first
+    assert len(digested_files) == 5
 
 
-def test_changed_modification_time_rereads_weights(model: Path, home: Path, reads: list[str]) -> None:
-    first = fingerprint_of(model, home)
+def test_changed_modification_time_rereads_weights(model: Path, home: Path, digested_files: list[str]) -> None:
+    first = fingerprint_folder(model, home)
     os.utime(model / "model.safetensors", ns=(1, 1))
-    assert fingerprint_of(model, home) == first and len(reads) == 2
+    assert fingerprint_folder(model, home) == first and len(digested_files) == 2
 
 
 def test_changed_byte_changes_fingerprint(model: Path, home: Path) -> None:
-    first, weights = fingerprint_of(model, home), model / "model.safetensors"
+    first, weights = fingerprint_folder(model, home), model / "model.safetensors"
     before = weights.stat()
-    flip(weights, -1)
+    flip_bit(weights, -1)
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))  # as a copy that keeps dates does
-    assert fingerprint_of(model, home) != first
+    assert fingerprint_folder(model, home) != first
 
 
-def test_renamed_folder_keeps_fingerprint_without_reading(model: Path, home: Path, reads: list[str]) -> None:
-    first = fingerprint_of(model, home)
-    assert fingerprint_of(model.rename(model.with_name("other")), home) == first and len(reads) == 1
+def test_renamed_folder_keeps_fingerprint_without_reading(model: Path, home: Path, digested_files: list[str]) -> None:
+    first = fingerprint_folder(model, home)
+    assert fingerprint_folder(model.rename(model.with_name("other")), home) == first and len(digested_files) == 1
 
 
 def test_copied_folder_keeps_fingerprint(model: Path, home: Path) -> None:
-    assert fingerprint_of(Path(shutil.copytree(model, model.with_name("copy"))), home) == fingerprint_of(model, home)
+    assert fingerprint_folder(Path(shutil.copytree(model, model.with_name("copy"))), home) == fingerprint_folder(
+        model, home
+    )
 
 
 def test_tokenizer_and_template_leave_fingerprint(model: Path, home: Path) -> None:
-    first = fingerprint_of(model, home)
+    first = fingerprint_folder(model, home)
     (model / "tokenizer_config.json").write_text("{}")
-    flip(model / "tokenizer.json", 5)
-    assert fingerprint_of(model, home) == first
+    flip_bit(model / "tokenizer.json", 5)
+    assert fingerprint_folder(model, home) == first
 
 
 def test_config_values_change_fingerprint_but_not_their_order(model: Path, home: Path) -> None:
-    first = fingerprint_of(model, home)
+    first = fingerprint_folder(model, home)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(dict(reversed(config.items())), indent=4))
-    assert fingerprint_of(model, home) == first
+    assert fingerprint_folder(model, home) == first
     (model / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
-    assert fingerprint_of(model, home) != first
+    assert fingerprint_folder(model, home) != first
 
 
 def test_each_setting_changes_fingerprint(model: Path, home: Path) -> None:
@@ -121,8 +123,8 @@ def test_each_setting_changes_fingerprint(model: Path, home: Path) -> None:
         {"grid": 2048},
         {"grid": 512},
     ]
-    assert len({fingerprint_of(model, home, **setting) for setting in settings}) == len(settings)
-    assert fingerprint_of(model, home, kv_group_size=32) == fingerprint_of(model, home), (
+    assert len({fingerprint_folder(model, home, **setting) for setting in settings}) == len(settings)
+    assert fingerprint_folder(model, home, kv_group_size=32) == fingerprint_folder(model, home), (
         "without quantization its group size means nothing"
     )
 
@@ -130,10 +132,10 @@ def test_each_setting_changes_fingerprint(model: Path, home: Path) -> None:
 def test_numerics_change_fingerprint_in_exact_mode_only(
     model: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fast, exact = fingerprint_of(model, home), {fingerprint_of(model, home, grid=2048)}
+    fast, exact = fingerprint_folder(model, home), {fingerprint_folder(model, home, grid=2048)}
     real = json.dumps(numerics.describe_numerics())
     assert all(json.dumps([name, metadata.version(name)]) in real for name in ("mlx", "mlx-lm"))
-    assert fingerprint_of(model, home, grid=2048) in exact
+    assert fingerprint_folder(model, home, grid=2048) in exact
     blas = {"user_api": "blas", "filepath": "/usr/lib/libopenblas.so", "internal_api": "openblas", "version": "0.3.21"}
     machines: list[list[dict[str, object]]] = [
         [blas],
@@ -144,20 +146,20 @@ def test_numerics_change_fingerprint_in_exact_mode_only(
     ]
     for libraries in machines:
         monkeypatch.setattr(numerics, "threadpool_info", lambda libraries=libraries: libraries)
-        exact.add(fingerprint_of(model, home, grid=2048))
+        exact.add(fingerprint_folder(model, home, grid=2048))
     monkeypatch.setattr(numerics.mx, "device_info", lambda: {"device_name": "another", "free_memory": 1})
-    exact.add(fingerprint_of(model, home, grid=2048))
+    exact.add(fingerprint_folder(model, home, grid=2048))
     monkeypatch.setenv("MLX_ENABLE_TF32", "0")
-    exact.add(fingerprint_of(model, home, grid=2048))
-    assert len(exact) == 8 and fingerprint_of(model, home) == fast
+    exact.add(fingerprint_folder(model, home, grid=2048))
+    assert len(exact) == 8 and fingerprint_folder(model, home) == fast
 
 
 def test_blas_of_numpy_leaves_fingerprint(model: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numpys = {"user_api": "blas", "filepath": "/site-packages/numpy.libs/libscipy_openblas.so", "version": "1"}
     monkeypatch.setattr(numerics, "threadpool_info", list)
-    without = fingerprint_of(model, home, grid=2048)
+    without = fingerprint_folder(model, home, grid=2048)
     monkeypatch.setattr(numerics, "threadpool_info", lambda: [numpys, {"user_api": "openmp", "filepath": ""}])
-    assert fingerprint_of(model, home, grid=2048) == without
+    assert fingerprint_folder(model, home, grid=2048) == without
 
 
 def test_code_of_architecture_and_its_dependencies_changes_fingerprint(
@@ -167,12 +169,12 @@ def test_code_of_architecture_and_its_dependencies_changes_fingerprint(
     seen = {name for name, _ in module._hash_sources(qwen)}
     used = ["qwen3_5", "qwen3_next", "gated_delta", "rope_utils", "switch_layers", "base", "cache"]
     assert seen >= {f"mlx_lm.models.{name}" for name in used} and "mlx_lm.models.llama" not in seen
-    first = fingerprint_of(qwen, home)
+    first = fingerprint_folder(qwen, home)
     source = module.inspect.getsource
     monkeypatch.setattr(
         module.inspect, "getsource", lambda m: source(m) + ("#" if m.__name__.endswith("gated_delta") else "")
     )
-    assert fingerprint_of(qwen, home) != first
+    assert fingerprint_folder(qwen, home) != first
 
 
 def test_own_architectures_are_part_of_fingerprint(tiny_folder: object) -> None:
@@ -229,28 +231,28 @@ def test_adapter_changes_fingerprint(model: Path, home: Path, tmp_path: Path) ->
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
     (adapter / "adapters.safetensors").write_bytes(b"a")
-    first = fingerprint_of(model, home, adapter_path=adapter)
-    assert first != fingerprint_of(model, home)
+    first = fingerprint_folder(model, home, adapter_path=adapter)
+    assert first != fingerprint_folder(model, home)
     (adapter / "adapters.safetensors").write_bytes(b"bb")
-    assert fingerprint_of(model, home, adapter_path=adapter) != first
+    assert fingerprint_folder(model, home, adapter_path=adapter) != first
 
 
-def test_second_shard_changes_fingerprint(model: Path, home: Path, reads: list[str]) -> None:
-    first = fingerprint_of(model, home)
+def test_second_shard_changes_fingerprint(model: Path, home: Path, digested_files: list[str]) -> None:
+    first = fingerprint_folder(model, home)
     shutil.copy(model / "model.safetensors", model / "model-2.safetensors")
-    assert fingerprint_of(model, home) != first
-    assert sorted(reads) == ["model-2.safetensors", "model.safetensors"]
+    assert fingerprint_folder(model, home) != first
+    assert sorted(digested_files) == ["model-2.safetensors", "model.safetensors"]
 
 
 def test_folder_without_weights_raises_file_not_found(model: Path, home: Path) -> None:
     (model / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="no model"):
-        fingerprint_of(model, home)
+        fingerprint_folder(model, home)
 
 
 def test_digest_cache_is_bounded(model: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "DIGESTS_MAX", 2)
     for i in range(4):
         (model / f"model-{i}.safetensors").write_bytes(bytes(i))
-    fingerprint_of(model, home)
+    fingerprint_folder(model, home)
     assert len(json.loads((home / "digests.json").read_text())) == 2

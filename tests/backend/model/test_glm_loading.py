@@ -15,8 +15,17 @@ from mlx_lm.utils import quantize_model, save_model
 
 import warmline_backend.model.model
 from support import tiny_models
-from support.glm.golden_glm import TOLERANCE, arguments, assert_as_reference, golden, in_chunks, loaded, weights, write
-from support.glm.recipe import CASES, tokens
+from support.glm.golden_glm import (
+    TOLERANCE,
+    assert_equals_reference,
+    compute_in_chunks,
+    load_weights,
+    make_arguments,
+    make_weights,
+    read_golden,
+    write_folder,
+)
+from support.glm.recipe import CASES, make_tokens
 from warmline_backend.model.architectures.glm_moe_dsa import Model
 from warmline_backend.model.loader import (
     ModelError,
@@ -32,14 +41,14 @@ CONFIG = CASES[CASE]
 INDEXER = ("k_norm.bias", "k_norm.weight", "weights_proj.weight", "wk.weight", "wq_b.weight")
 
 
-def rewrite(folder: Path, **changes: Any) -> Path:
+def rewrite_config(folder: Path, **changes: Any) -> Path:
     """Change entries of config.json; None removes an entry."""
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
     return folder
 
 
-def mismatch(folder: Path) -> ParameterMismatchError:
+def catch_mismatch(folder: Path) -> ParameterMismatchError:
     with pytest.raises(ParameterMismatchError) as raised:
         load_lazy_model(folder, trust_remote_code=False)
     return raised.value
@@ -47,24 +56,24 @@ def mismatch(folder: Path) -> ParameterMismatchError:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return write(CONFIG, tmp_path / "glm")
+    return write_folder(CONFIG, tmp_path / "glm")
 
 
 def test_every_parameter_equals_checkpoint(folder: Path) -> None:
     """The model of the folder is that of the golden test, bit for bit."""
     model, config = load_lazy_model(folder, trust_remote_code=False)
     assert config["model_type"] == "glm_moe_dsa"
-    held = dict(tree_flatten(loaded(Model(arguments(CONFIG)), weights(CONFIG)).parameters()))
+    held = dict(tree_flatten(load_weights(Model(make_arguments(CONFIG)), make_weights(CONFIG)).parameters()))
     found = dict(tree_flatten(model.parameters()))
     assert found.keys() == held.keys()
     for name, array in found.items():
         assert mx.array_equal(array, held[name]), name
-    assert_as_reference(CASE, in_chunks(model, tokens(CASE), 20))
+    assert_equals_reference(CASE, compute_in_chunks(model, make_tokens(CASE), 20))
 
 
 def test_indexers_are_never_random(folder: Path) -> None:
     """A loader that takes every layer for full would make up indexers of the shared ones, which select garbage."""
-    error = mismatch(rewrite(folder, indexer_types=None))
+    error = catch_mismatch(rewrite_config(folder, indexer_types=None))
     shared = [1, 2, 4]
     assert set(error.missing) == {f"model.layers.{n}.self_attn.indexer.{name}" for n in shared for name in INDEXER}
     assert not error.unexpected and not error.wrong_shape
@@ -74,7 +83,7 @@ def test_indexers_are_never_random(folder: Path) -> None:
 
 
 def test_indexer_of_shared_layer_is_unexpected(folder: Path) -> None:
-    error = mismatch(rewrite(folder, indexer_types=["full", "shared", "shared", "shared", "shared"]))
+    error = catch_mismatch(rewrite_config(folder, indexer_types=["full", "shared", "shared", "shared", "shared"]))
     assert set(error.unexpected) == {f"model.layers.3.self_attn.indexer.{name}" for name in INDEXER}
     assert not error.missing and "model.layers.*.self_attn.indexer.wk.weight: 1 layer (3)" in str(error)
 
@@ -89,7 +98,7 @@ def test_indexer_of_shared_layer_is_unexpected(folder: Path) -> None:
 )
 def test_invalid_indexer_types_are_refused(folder: Path, types: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        load_lazy_model(rewrite(folder, indexer_types=types), trust_remote_code=False)
+        load_lazy_model(rewrite_config(folder, indexer_types=types), trust_remote_code=False)
 
 
 @pytest.mark.parametrize(
@@ -113,18 +122,20 @@ def test_invalid_indexer_types_are_refused(folder: Path, types: list[str], said:
 def test_invalid_config_values_are_refused(folder: Path, changes: dict[str, Any], said: str) -> None:
     """Some of them would be computed with, and answer."""
     with pytest.raises(ValueError, match=said):
-        load_lazy_model(rewrite(folder, **changes), trust_remote_code=False)
+        load_lazy_model(rewrite_config(folder, **changes), trust_remote_code=False)
 
 
 def test_rope_settings_of_older_configs_are_read() -> None:
     theta = CONFIG["rope_parameters"]["rope_theta"]
     plain = {**CONFIG, "rope_parameters": None, "rope_theta": theta}
-    assert arguments(plain).rope_parameters == arguments(CONFIG).rope_parameters
+    assert make_arguments(plain).rope_parameters == make_arguments(CONFIG).rope_parameters
     yarn = CASES["yarn"]["rope_parameters"]
     scaled = {"type" if key == "rope_type" else key: value for key, value in yarn.items()}
     older = {**CASES["yarn"], "rope_parameters": None, "rope_scaling": scaled}
-    prompt = mx.array([tokens("yarn")])
-    logits, expected = (loaded(Model(arguments(each)), weights(each))(prompt) for each in (older, CASES["yarn"]))
+    prompt = mx.array([make_tokens("yarn")])
+    logits, expected = (
+        load_weights(Model(make_arguments(each)), make_weights(each))(prompt) for each in (older, CASES["yarn"])
+    )
     assert mx.array_equal(logits, expected)
 
 
@@ -134,12 +145,12 @@ def test_eight_bit_floats_are_refused(folder: Path, name: str) -> None:
     held = mx.load(str(folder / "model.safetensors"))
     held[name] = held[name].astype(mx.uint8)
     mx.save_safetensors(str(folder / "model.safetensors"), held)
-    error = mismatch(folder)
+    error = catch_mismatch(folder)
     assert error.wrong_type == ((name, "float32", "uint8"),) and "1 of another type" in str(error)
 
 
 def test_wrong_shape_reports_needed_and_found(folder: Path) -> None:
-    error = mismatch(rewrite(folder, index_head_dim=64))
+    error = catch_mismatch(rewrite_config(folder, index_head_dim=64))
     kind = "model.layers.*.self_attn.indexer.wk.weight"
     assert f"{kind}: 2 layers (0, 3)" in str(error) and f"{kind}: needed (64, 64), found (32, 64)" in str(error)
 
@@ -154,7 +165,7 @@ def test_only_layer_ignored_by_reference_is_skipped(folder: Path, caplog: pytest
     held["model.layers.6.enorm.weight"] = mx.zeros((2, 2))
     held["model.rotary.weight"] = mx.zeros((2, 2))
     mx.save_safetensors(str(folder / "model.safetensors"), held)
-    assert mismatch(folder).unexpected == ("model.layers.6.enorm.weight", "model.rotary.weight")
+    assert catch_mismatch(folder).unexpected == ("model.layers.6.enorm.weight", "model.rotary.weight")
 
 
 def test_parameters_of_mlx_lm_architectures_are_checked(tmp_path: Path) -> None:
@@ -163,7 +174,7 @@ def test_parameters_of_mlx_lm_architectures_are_checked(tmp_path: Path) -> None:
     del held["model.layers.1.mlp.up_proj.weight"]
     held["model.layers.0.mlp.side_proj.weight"] = mx.zeros((2, 2))
     mx.save_safetensors(str(folder / "model.safetensors"), held)
-    error = mismatch(folder)
+    error = catch_mismatch(folder)
     assert error.missing == ("model.layers.1.mlp.up_proj.weight",)
     assert error.unexpected == ("model.layers.0.mlp.side_proj.weight",)
 
@@ -171,15 +182,15 @@ def test_parameters_of_mlx_lm_architectures_are_checked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda folder: rewrite(folder, hidden_size=None),
-        lambda folder: rewrite(folder, hidden_size="64"),
-        lambda folder: rewrite(folder, rope_scaling={"rope_type": "yarn"}),
-        lambda folder: rewrite(folder, text_config="x"),
+        lambda folder: rewrite_config(folder, hidden_size=None),
+        lambda folder: rewrite_config(folder, hidden_size="64"),
+        lambda folder: rewrite_config(folder, rope_scaling={"rope_type": "yarn"}),
+        lambda folder: rewrite_config(folder, text_config="x"),
         lambda folder: (folder / "model.safetensors").write_bytes(bytes(8)),
         lambda folder: (folder / "generation_config.json").write_text("[]"),
         lambda folder: (folder / "config.json").write_text("[" * 100_000),
-        lambda folder: rewrite(folder, model_type=["llama"]),
-        lambda folder: rewrite(folder, num_hidden_layers=10**9),
+        lambda folder: rewrite_config(folder, model_type=["llama"]),
+        lambda folder: rewrite_config(folder, num_hidden_layers=10**9),
     ],
 )
 def test_any_loading_failure_raises_model_error(spoil: Callable[[Path], object], tmp_path: Path) -> None:
@@ -203,7 +214,7 @@ def test_path_with_glob_characters_is_refused(tmp_path: Path, name: str) -> None
 
 
 def test_model_code_cannot_exit_process(tmp_path: Path) -> None:
-    folder = rewrite(tiny_models.build("llama", tmp_path / "llama"), model_file="own.py")
+    folder = rewrite_config(tiny_models.build("llama", tmp_path / "llama"), model_file="own.py")
     (folder / "own.py").write_text("raise SystemExit(0)")
     with pytest.raises(ModelError, match="SystemExit: 0"):
         load_lazy_model(folder, trust_remote_code=True)
@@ -253,7 +264,7 @@ def test_backend_has_no_unchecked_load() -> None:
 
 
 def test_failing_model_code_is_named(folder: Path) -> None:
-    (rewrite(folder, model_file="mine.py") / "mine.py").write_text("import no_such_package")
+    (rewrite_config(folder, model_file="mine.py") / "mine.py").write_text("import no_such_package")
     with pytest.raises(ModelError, match=r"mine\.py, code that comes with the model, fails; .*no_such_package"):
         load_lazy_model(folder, trust_remote_code=True)
 
@@ -273,7 +284,7 @@ def test_unreachable_repository_names_remedy(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(("mode", "bits", "group_size"), [("affine", 4, 32), ("affine", 8, 32), ("mxfp4", 4, 32)])
 def test_quantized_weights_equal_dequantized_logits(mode: str, bits: int, group_size: int, tmp_path: Path) -> None:
     """Weights as a converter writes them give the logits of the same numbers as floats."""
-    model = loaded(Model(arguments(CONFIG)), weights(CONFIG))
+    model = load_weights(Model(make_arguments(CONFIG)), make_weights(CONFIG))
     quantized, config = quantize_model(model, dict(CONFIG), group_size, bits, mode)
     save_model(tmp_path, quantized)
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -281,16 +292,18 @@ def test_quantized_weights_equal_dequantized_logits(mode: str, bits: int, group_
     names = dict(tree_flatten(served.parameters()))
     assert {f"model.layers.0.self_attn.{part}.scales" for part in ("embed_q", "unembed_out", "o_proj")} <= names.keys()
     assert "model.layers.1.mlp.switch_mlp.up_proj.scales" in names
-    floats = Model(arguments(CONFIG))
-    floats.load_weights(list(dequantized(names, mode, bits, group_size).items()))
-    prompt = tokens(CASE)
-    difference = mx.abs(in_chunks(served, prompt, 20, 3) - in_chunks(floats, prompt, 20, 3)).max().item()
+    floats = Model(make_arguments(CONFIG))
+    floats.load_weights(list(dequantize(names, mode, bits, group_size).items()))
+    prompt = make_tokens(CASE)
+    difference = (
+        mx.abs(compute_in_chunks(served, prompt, 20, 3) - compute_in_chunks(floats, prompt, 20, 3)).max().item()
+    )
     assert difference < TOLERANCE
-    apart = np.abs(np.array(in_chunks(served, prompt, 20)) - golden(CASE, "logits")).max()
+    apart = np.abs(np.array(compute_in_chunks(served, prompt, 20)) - read_golden(CASE, "logits")).max()
     assert apart > 1e-3, "nothing was quantized"
 
 
-def dequantized(names: dict[str, mx.array], mode: str, bits: int, group_size: int) -> dict[str, mx.array]:
+def dequantize(names: dict[str, mx.array], mode: str, bits: int, group_size: int) -> dict[str, mx.array]:
     floats = {}
     for name, array in names.items():
         prefix, _, field = name.rpartition(".")
@@ -307,13 +320,13 @@ def dequantized(names: dict[str, mx.array], mode: str, bits: int, group_size: in
 @pytest.mark.parametrize(("mode", "bits", "group_size"), [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)])
 def test_quantized_kv_projection_is_dequantized_before_split(mode: str, bits: int, group_size: int) -> None:
     """Keys and values of a head share one matrix in checkpoints; these modes have no biases."""
-    held = weights(CONFIG)
+    held = make_weights(CONFIG)
     rounded = dict(held)
     for layer in range(CONFIG["num_hidden_layers"]):
         name = f"model.layers.{layer}.self_attn.kv_b_proj"
         packed, scales = mx.quantize(held[f"{name}.weight"], group_size=group_size, bits=bits, mode=mode)
         held |= {f"{name}.weight": packed, f"{name}.scales": scales}
         rounded[f"{name}.weight"] = mx.dequantize(packed, scales, group_size=group_size, bits=bits, mode=mode)
-    prompt = mx.array([tokens(CASE)])
-    ours, expected = (loaded(Model(arguments(CONFIG)), given)(prompt) for given in (held, rounded))
+    prompt = mx.array([make_tokens(CASE)])
+    ours, expected = (load_weights(Model(make_arguments(CONFIG)), given)(prompt) for given in (held, rounded))
     assert mx.array_equal(ours, expected)

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from support.glm.golden_glm import arguments, assert_as_reference
+from support.glm.golden_glm import assert_equals_reference, make_arguments
 from support.glm.recipe import CASES
 from support.processes import free_port
 from warmline_backend.model.architectures.glm_moe_dsa import Layers
@@ -33,7 +33,7 @@ def test_two_ranks_match_reference_logits(how: str, tmp_path: Path) -> None:
         for rank in range(2)
     ]
     assert [rank.wait(120) for rank in ranks] == [0, 0]
-    assert_as_reference(CASE, mx.array(np.load(tmp_path / "logits.npy")))
+    assert_equals_reference(CASE, mx.array(np.load(tmp_path / "logits.npy")))
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,6 @@ def test_split_at_shared_layer_is_refused() -> None:
     class Group:
         rank, size = staticmethod(lambda: 0), staticmethod(lambda: 2)
 
-    layers = Layers(arguments(CASES["shared_as_listed"]))  # full shared shared full shared
+    layers = Layers(make_arguments(CASES["shared_as_listed"]))  # full shared shared full shared
     with pytest.raises(ValueError, match="starts a rank with layer 2, which shares the selection of a layer before it"):
         layers.pipeline(Group(), [3, 2])

@@ -77,38 +77,38 @@ def render_answers(tokenizer: TokenizerWrapper, events: list[GenerationEvent]) -
 
     async def run() -> tuple[bytes, object]:
         streamed = b"".join(
-            [data async for data in _asked(tokenizer, events).stream(_queue(events), closing_event=True)]
+            [data async for data in _make_encoder(tokenizer, events).stream(_make_queue(events), closing_event=True)]
         )
-        return streamed, await _asked(tokenizer, events).fold(_queue(events))
+        return streamed, await _make_encoder(tokenizer, events).fold(_make_queue(events))
 
     streamed, whole = asyncio.run(run())
     assert isinstance(whole, dict)
     return list(SseParser().feed(streamed)), whole
 
 
-def _asked(tokenizer: TokenizerWrapper, events: list[GenerationEvent]) -> GenerationResponse:
+def _make_encoder(tokenizer: TokenizerWrapper, events: list[GenerationEvent]) -> GenerationResponse:
     return GenerationResponse(PROMPT, "r", "m", TokenDecoder(tokenizer), with_usage=True)
 
 
-def _queue(events: list[GenerationEvent]) -> "asyncio.Queue[GenerationEvent]":
+def _make_queue(events: list[GenerationEvent]) -> "asyncio.Queue[GenerationEvent]":
     queue: asyncio.Queue[GenerationEvent] = asyncio.Queue()
     for event in events:
         queue.put_nowait(event)
     return queue
 
 
-def chunks_in(sent: list[Sent]) -> list[dict[str, Any]]:
+def parse_chunks(sent: list[Sent]) -> list[dict[str, Any]]:
     return [json.loads(event.data) for event in sent if event.data not in (b"", b"[DONE]") and not event.name]
 
 
-def folded(sent: list[Sent]) -> dict[str, Any]:
+def aggregate(sent: list[Sent]) -> dict[str, Any]:
     fold = ChunkAggregator()
-    for chunk in chunks_in(sent):
+    for chunk in parse_chunks(sent):
         fold.add(chunk)
     return fold.result()
 
 
-def without_ids(answer: dict[str, Any]) -> str:
+def remove_ids(answer: dict[str, Any]) -> str:
     return re.sub(r"call_[0-9a-f]{24}", "call_", json.dumps(answer))
 
 
@@ -118,9 +118,9 @@ def find_result(sent: list[Sent]) -> GenerationResult:
 
 def test_streamed_and_whole_answers_are_equal_to_sdk(tokenizer: TokenizerWrapper) -> None:
     sent, whole = render_answers(tokenizer, make_events(tokenizer, f"Hm.\n</think>\n\nI look.\n{CALL}\n{CALL}"))
-    for chunk in chunks_in(sent):
+    for chunk in parse_chunks(sent):
         ChatCompletionChunk.model_validate(chunk, strict=True)
-    assert without_ids(folded(sent)) == without_ids(whole)
+    assert remove_ids(aggregate(sent)) == remove_ids(whole)
     (choice,) = ChatCompletion.model_validate(whole, strict=True).choices
     message = whole["choices"][0]["message"]
     assert (message["reasoning_content"], message["reasoning"], message["content"]) == ("Hm.", "Hm.", "I look.")
@@ -131,7 +131,7 @@ def test_streamed_and_whole_answers_are_equal_to_sdk(tokenizer: TokenizerWrapper
         {"name": "get_weather", "arguments": '{"days": 3, "city": "São Paulo"}'}
     ] * 2
     assert choice.finish_reason == "tool_calls"
-    assert chunks_in(sent)[0]["choices"][0]["delta"] == {"role": "assistant"}
+    assert parse_chunks(sent)[0]["choices"][0]["delta"] == {"role": "assistant"}
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_content_deltas_add_up_by_sdk_rules(tokenizer: TokenizerWrapper, text: s
     """Content is null beside calls and "" without any other part, in a stream as well."""
     sent, whole = render_answers(tokenizer, make_events(tokenizer, text))
     message: dict[object, object] = {}
-    for chunk in chunks_in(sent):
+    for chunk in parse_chunks(sent):
         for choice in chunk["choices"]:
             message = accumulate_delta(message, choice["delta"])
     assert message.get("content") == whole["choices"][0]["message"]["content"]
@@ -149,7 +149,7 @@ def test_content_deltas_add_up_by_sdk_rules(tokenizer: TokenizerWrapper, text: s
 
 def test_calls_without_text_have_null_content(tokenizer: TokenizerWrapper) -> None:
     sent, whole = render_answers(tokenizer, make_events(tokenizer, f"Hm.\n</think>\n\n{CALL}"))
-    assert whole["choices"][0]["message"]["content"] is None is folded(sent)["choices"][0]["message"]["content"]
+    assert whole["choices"][0]["message"]["content"] is None is aggregate(sent)["choices"][0]["message"]["content"]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_finish_reason_is_tool_calls_only_with_a_call(
 
 def test_sampled_turn_parses_to_emitted_parts(tokenizer: TokenizerWrapper) -> None:
     sent, _ = render_answers(tokenizer, make_events(tokenizer, f"Hm.\n</think>\n\nI look.\n{CALL}\n{CALL}\n"))
-    turn, message = find_result(sent).turn, folded(sent)["choices"][0]["message"]
+    turn, message = find_result(sent).turn, aggregate(sent)["choices"][0]["message"]
     assert turn is not None and turn.calls == [call["id"] for call in message["tool_calls"]]
     tokens = unpack_tokens(turn.tokens)
     assert tokenizer.decode(tokens) == f"\n\nI look.\n{CALL}\n{CALL}"
@@ -193,7 +193,7 @@ def test_reasoning_tokens_are_counted(tokenizer: TokenizerWrapper) -> None:
     assert (
         whole["usage"]["completion_tokens_details"]
         == {"reasoning_tokens": 4}
-        == folded(sent)["usage"]["completion_tokens_details"]
+        == aggregate(sent)["usage"]["completion_tokens_details"]
     )
     assert whole["usage"]["completion_tokens"] == 8
 
@@ -207,7 +207,7 @@ def test_logprobs_of_every_token_are_emitted_once_in_order(tokenizer: TokenizerW
         == text.encode()
         == b"".join(
             bytes(entry["bytes"])
-            for chunk in chunks_in(sent)
+            for chunk in parse_chunks(sent)
             for choice in chunk["choices"]
             for entry in (choice["logprobs"] or {"content": []})["content"]
         )

@@ -7,26 +7,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from support.backend.small_tokenizers import byte_level, sentence_piece
+from support.backend.small_tokenizers import make_byte_level_tokenizer, make_sentence_piece_tokenizer
 from warmline_backend.output.events import Part, Text
 from warmline_backend.output.parser import OutputParser
 
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
-    return byte_level(tmp_path_factory.mktemp("bpe"))
+    return make_byte_level_tokenizer(tmp_path_factory.mktemp("bpe"))
 
 
 @pytest.fixture(scope="module")
 def spm(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
-    return sentence_piece(tmp_path_factory.mktemp("spm"))
+    return make_sentence_piece_tokenizer(tmp_path_factory.mktemp("spm"))
 
 
-def ids(tokenizer: TokenizerWrapper, text: str) -> list[int]:
+def encode_text(tokenizer: TokenizerWrapper, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def text(parts: Sequence[Part]) -> str:
+def join_text(parts: Sequence[Part]) -> str:
     return "".join(part.text for part in parts if isinstance(part, Text))
 
 
@@ -34,20 +34,20 @@ def emit_tokens(stream: OutputParser, tokens: list[int]) -> list[str]:
     """Text emitted for each token, and at the end, up to a stop word."""
     out = []
     for token in tokens:
-        out.append(text(stream.add(token)))
+        out.append(join_text(stream.add(token)))
         if stream.is_stopped:
             return out
-    return [*out, text(stream.finish())]
+    return [*out, join_text(stream.finish())]
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
 def test_streamed_text_equals_text(bpe: TokenizerWrapper, text: str) -> None:
-    assert "".join(emit_tokens(OutputParser(bpe), ids(bpe, text))) == text
+    assert "".join(emit_tokens(OutputParser(bpe), encode_text(bpe, text))) == text
 
 
 @given(text=st.text("the lazy<x>é😀 ", max_size=30))
 def test_streamed_text_equals_decoded_text_with_byte_fallback(spm: TokenizerWrapper, text: str) -> None:
-    tokens = ids(spm, text)
+    tokens = encode_text(spm, text)
     assert "".join(emit_tokens(OutputParser(spm), tokens)) == spm.decode(tokens)
 
 
@@ -62,34 +62,34 @@ def test_invalid_utf8_is_held_for_few_tokens(bpe: TokenizerWrapper, tokens: list
 
 def test_leading_space_is_kept(bpe: TokenizerWrapper) -> None:
     """The client sends it back next turn; without it the text would become other tokens."""
-    assert "".join(emit_tokens(OutputParser(bpe), ids(bpe, " Paris"))) == " Paris"
+    assert "".join(emit_tokens(OutputParser(bpe), encode_text(bpe, " Paris"))) == " Paris"
 
 
 def test_multibyte_character_is_emitted_whole(bpe: TokenizerWrapper) -> None:
     stream = OutputParser(bpe)
-    assert [text(stream.add(token)) for token in ids(bpe, "😀")] == ["", "", "", "😀"]
+    assert [join_text(stream.add(token)) for token in encode_text(bpe, "😀")] == ["", "", "", "😀"]
 
 
 def test_incomplete_character_at_end_is_replaced(bpe: TokenizerWrapper) -> None:
-    assert emit_tokens(OutputParser(bpe), ids(bpe, "a😀")[:-1])[-1] == "\ufffd"
+    assert emit_tokens(OutputParser(bpe), encode_text(bpe, "a😀")[:-1])[-1] == "\ufffd"
 
 
 def test_added_special_tokens_are_text(bpe: TokenizerWrapper) -> None:
-    tokens = ids(bpe, "<think>a</think>b<|im_start|>")
+    tokens = encode_text(bpe, "<think>a</think>b<|im_start|>")
     assert "".join(emit_tokens(OutputParser(bpe), tokens)) == "<think>a</think>b<|im_start|>"
 
 
 def test_possible_stop_word_is_held(bpe: TokenizerWrapper) -> None:
-    letters = [ids(bpe, letter)[0] for letter in "xENxEND!"]
+    letters = [encode_text(bpe, letter)[0] for letter in "xENxEND!"]
     stream = OutputParser(bpe, ["END"])
-    assert [text(stream.add(token)) for token in letters] == ["x", "", "", "ENx", "", "", "", ""]
-    assert stream.is_stopped and text(stream.finish()) == ""
+    assert [join_text(stream.add(token)) for token in letters] == ["x", "", "", "ENx", "", "", "", ""]
+    assert stream.is_stopped and join_text(stream.finish()) == ""
 
 
 def test_held_text_is_emitted_at_finish(bpe: TokenizerWrapper) -> None:
     stream = OutputParser(bpe, ["END"])
-    assert [text(stream.add(ids(bpe, letter)[0])) for letter in "aEN"] == ["a", "", ""]
-    assert text(stream.finish()) == "EN" and not stream.is_stopped
+    assert [join_text(stream.add(encode_text(bpe, letter)[0])) for letter in "aEN"] == ["a", "", ""]
+    assert join_text(stream.finish()) == "EN" and not stream.is_stopped
 
 
 @given(
@@ -98,7 +98,7 @@ def test_held_text_is_emitted_at_finish(bpe: TokenizerWrapper) -> None:
 )
 def test_text_ends_before_first_complete_stop_word(bpe: TokenizerWrapper, text: str, words: list[str]) -> None:
     stream = OutputParser(bpe, words)
-    emitted = "".join(emit_tokens(stream, [ids(bpe, letter)[0] for letter in text]))
+    emitted = "".join(emit_tokens(stream, [encode_text(bpe, letter)[0] for letter in text]))
     hits = [(at + len(word), at) for word in words if (at := text.find(word)) >= 0]
     assert stream.is_stopped == bool(hits)
     assert emitted == (text[: min(hits)[1]] if hits else text)
@@ -106,14 +106,14 @@ def test_text_ends_before_first_complete_stop_word(bpe: TokenizerWrapper, text: 
 
 
 def test_stop_words_apply_after_min_tokens(bpe: TokenizerWrapper) -> None:
-    letters = [ids(bpe, letter)[0] for letter in "abcabcab"]
+    letters = [encode_text(bpe, letter)[0] for letter in "abcabcab"]
     for least, told in ((2, "a"), (3, "abca"), (5, "abca"), (6, "abcabca"), (8, "abcabca"), (9, "abcabcab")):
         stream = OutputParser(bpe, ["b"], min_tokens=least)
         assert "".join(emit_tokens(stream, letters)) == told and stream.is_stopped == (least < 9), least
 
 
 def test_stop_word_may_span_tokens(bpe: TokenizerWrapper) -> None:
-    tokens = ids(bpe, "the quick brown fox")
+    tokens = encode_text(bpe, "the quick brown fox")
     assert len(tokens) < len("the quick brown fox")
     stream = OutputParser(bpe, ["ck bro"])
     assert "".join(emit_tokens(stream, tokens)) == "the qui" and stream.is_stopped and stream.stop_word == "ck bro"
@@ -121,4 +121,4 @@ def test_stop_word_may_span_tokens(bpe: TokenizerWrapper) -> None:
 
 def test_stop_word_may_be_completed_at_finish(bpe: TokenizerWrapper) -> None:
     stream = OutputParser(bpe, ["a\ufffd"])
-    assert emit_tokens(stream, ids(bpe, "xa😀")[:-1])[-1] == "" and stream.is_stopped
+    assert emit_tokens(stream, encode_text(bpe, "xa😀")[:-1])[-1] == "" and stream.is_stopped

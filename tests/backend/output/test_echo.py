@@ -7,21 +7,21 @@ from typing import Any
 import pytest
 from mlx_lm.utils import load_tokenizer
 
-from support.backend.live_backend import Live, with_backend
+from support.backend.live_backend import LiveBackend, with_backend
 from warmline_backend.output.detokenizer import render_echo
 from warmline_backend.request.params import BadRequestError, GenerationParams, parse_params
 
 FolderOf = Callable[..., Path]
 
 
-def parse(endpoint: str = "completion", **body: Any) -> GenerationParams:
+def parse_body(endpoint: str = "completion", **body: Any) -> GenerationParams:
     return parse_params(endpoint, body, context_tokens_max=100, prompt_tokens=10, vocabulary_size=300)
 
 
 def test_echo_with_zero_tokens_generates_nothing() -> None:
-    assert (parse(echo=True, max_tokens=0).max_tokens, parse(echo=True).max_tokens) == (0, 90)
-    assert parse(echo=True).echo and not parse(echo=False).echo and not parse(echo=None).echo
-    assert not parse("chat", echo=False).echo
+    assert (parse_body(echo=True, max_tokens=0).max_tokens, parse_body(echo=True).max_tokens) == (0, 90)
+    assert parse_body(echo=True).echo and not parse_body(echo=False).echo and not parse_body(echo=None).echo
+    assert not parse_body("chat", echo=False).echo
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_echo_with_zero_tokens_generates_nothing() -> None:
 )
 def test_invalid_echo_is_refused(endpoint: str, body: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequestError) as refused:
-        parse(endpoint, **body)
+        parse_body(endpoint, **body)
     assert refused.value.param == param and f"'{param}'" in refused.value.message
 
 
@@ -54,13 +54,13 @@ def test_echo_is_prompt_as_sent(tiny_folder: FolderOf) -> None:
 
 
 def test_backend_echoes_without_engine(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    async def work(backend: Live) -> None:
+    async def work(backend: LiveBackend) -> None:
         body = {"prompt": "Say this", "echo": True, "max_tokens": 0}
-        status, answer = await backend.json("POST", "/v1/completions", body)
+        status, answer = await backend.request_json("POST", "/v1/completions", body)
         assert status == 200 and answer["choices"][0]["text"] == "Say this"
         assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == 0
-        status, model = await backend.json("GET", "/v1/models/any/name")
+        status, model = await backend.request_json("GET", "/v1/models/any/name")
         assert status == 200 and model["id"] == "any/name" and model["created"] > 1_600_000_000
-        assert model["root"] == (await backend.json("GET", "/v1/models"))[1]["data"][0]["id"]
+        assert model["root"] == (await backend.request_json("GET", "/v1/models"))[1]["data"][0]["id"]
 
     with_backend(tiny_folder("llama"), tmp_path, work)

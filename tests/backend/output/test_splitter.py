@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from support.backend.small_tokenizers import byte_level
+from support.backend.small_tokenizers import make_byte_level_tokenizer
 from support.backend.tool_families import BY_NAME, HARMONY, TOOLS
 from warmline_backend.output.dialect import Dialect, detect_dialect
 from warmline_backend.output.events import Part, Reasoning, Text, ToolCall
@@ -44,8 +44,8 @@ def dialects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dialect]:
     return {family.name: detect_dialect(family.tokenizer(folder)) for family in families}
 
 
-def merged(parts: list[Part]) -> list[Part]:
-    """Text and reasoning that come piece by piece, in one piece each."""
+def merge_parts(parts: list[Part]) -> list[Part]:
+    """Merge adjacent pieces of text, and of reasoning."""
     out: list[Part] = []
     for part in parts:
         last = out[-1] if out else None
@@ -58,7 +58,7 @@ def merged(parts: list[Part]) -> list[Part]:
     return out
 
 
-def split(dialect: Dialect, pieces: list[str], expected: ExpectedOutput, natural: bool) -> list[Part]:
+def split_pieces(dialect: Dialect, pieces: list[str], expected: ExpectedOutput, natural: bool) -> list[Part]:
     splitter, parts = make_splitter(dialect, expected), []
     for piece in pieces:
         if not splitter.is_done:
@@ -66,10 +66,10 @@ def split(dialect: Dialect, pieces: list[str], expected: ExpectedOutput, natural
     return parts if splitter.is_done else [*parts, *splitter.finish(natural)]
 
 
-def names_and_texts(parts: list[Part]) -> list[tuple[str, str]]:
+def list_names_and_texts(parts: list[Part]) -> list[tuple[str, str]]:
     return [
         (part.name, part.arguments) if isinstance(part, ToolCall) else (type(part).__name__, part.text)
-        for part in merged(parts)
+        for part in merge_parts(parts)
     ]
 
 
@@ -79,11 +79,11 @@ def test_constrained_content_may_contain_markers(dialects: dict[str, Dialect], p
     for before, reasoning in (("", []), ("<think>\nHm.\n</think>\n\n", [("Reasoning", "Hm.")])):
         answer = list(before + form) if pieces == "letters" else [before + form]
         for tools in (None, TOOLS):
-            parts = split(
+            parts = split_pieces(
                 dialects["json_tools"], answer, ExpectedOutput(has_parts=True, tools=tools, is_constrained=True), True
             )
-            assert names_and_texts(parts) == [*reasoning, ("Text", form)]
-    called = split(
+            assert list_names_and_texts(parts) == [*reasoning, ("Text", form)]
+    called = split_pieces(
         dialects["json_tools"], [CALL], ExpectedOutput(has_parts=True, tools=TOOLS, is_constrained=True), True
     )
     assert [part.name for part in called if isinstance(part, ToolCall)] == ["now"]
@@ -111,12 +111,12 @@ def test_parts_are_independent_of_tokenization(
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
     pieces = [text[a:b] for a, b in pairwise([0, *sorted(cuts), len(text)])]
     expected = ExpectedOutput(has_parts=True, tail=tail, tools=TOOLS, parallel=parallel)
-    whole = split(dialects[name], [text], expected, natural)
-    assert names_and_texts(split(dialects[name], pieces, expected, natural)) == names_and_texts(whole)
-    assert names_and_texts(split(dialects[name], [*text], expected, natural)) == names_and_texts(whole)
+    whole = split_pieces(dialects[name], [text], expected, natural)
+    assert list_names_and_texts(split_pieces(dialects[name], pieces, expected, natural)) == list_names_and_texts(whole)
+    assert list_names_and_texts(split_pieces(dialects[name], [*text], expected, natural)) == list_names_and_texts(whole)
 
 
-def letters(text: str) -> str:
+def split_letters(text: str) -> str:
     return "".join(text.split())
 
 
@@ -127,17 +127,19 @@ def test_only_markers_and_calls_are_removed_from_text(
     dialects: dict[str, Dialect], words: list[str], tail: str, natural: bool
 ) -> None:
     text = "".join(words)
-    parts = split(dialects["json_tools"], [text], ExpectedOutput(has_parts=True, tail=tail, tools=TOOLS), natural)
-    told = letters("".join(part.text for part in parts if not isinstance(part, ToolCall)))
+    parts = split_pieces(
+        dialects["json_tools"], [text], ExpectedOutput(has_parts=True, tail=tail, tools=TOOLS), natural
+    )
+    told = split_letters("".join(part.text for part in parts if not isinstance(part, ToolCall)))
     calls = sum(isinstance(part, ToolCall) for part in parts)
-    rest = letters(text)
+    rest = split_letters(text)
     for part in told:
         assert part in rest
     for marker in ("<think>", "</think>", "</tool_call>"):
         rest, told = rest.replace(marker, ""), told.replace(marker, "")
     assert calls <= text.count('{"name": "now", "arguments": {"a": "b"}}')
     for _ in range(calls):
-        rest = rest.replace(letters(CALL).replace("</tool_call>", ""), "", 1)
+        rest = rest.replace(split_letters(CALL).replace("</tool_call>", ""), "", 1)
     assert sorted(told) == sorted(rest)
 
 
@@ -157,7 +159,7 @@ def test_stop_word_applies_to_content_only(bpe: TokenizerWrapper, text: str, sto
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
-    return byte_level(tmp_path_factory.mktemp("bpe"))
+    return make_byte_level_tokenizer(tmp_path_factory.mktemp("bpe"))
 
 
 def test_call_is_emitted_once_complete(dialects: dict[str, Dialect]) -> None:

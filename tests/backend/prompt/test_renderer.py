@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from support.backend.small_tokenizers import CHATML, byte_level, sentence_piece
+from support.backend.small_tokenizers import CHATML, make_byte_level_tokenizer, make_sentence_piece_tokenizer
 from support.tool_templates import TOOL_TEMPLATE
 from warmline_backend.prompt.renderer import RenderedPrompt, TemplateRenderer
 from warmline_backend.request.params import BadRequestError
@@ -40,26 +40,26 @@ CLOSED = CHATML + "{% if not add_generation_prompt %}<|im_end|>{% endif %}"
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def renderer(template: str | None = CHATML) -> TemplateRenderer:
-        return TemplateRenderer(byte_level(tmp_path_factory.mktemp("model"), template))
+        return TemplateRenderer(make_byte_level_tokenizer(tmp_path_factory.mktemp("model"), template))
 
     return renderer
 
 
-def text_of(renderer: TemplateRenderer, tokens: list[int]) -> str:
+def decode_text(renderer: TemplateRenderer, tokens: list[int]) -> str:
     return str(renderer._wrapper.decode(tokens))
 
 
 def split_at_boundaries(renderer: TemplateRenderer, rendered: RenderedPrompt) -> list[str]:
-    """The prompt's text, cut at its boundaries."""
+    """Split the prompt's text at its boundaries."""
     edges = [0, *rendered.boundaries, len(rendered.tokens)]
-    return [text_of(renderer, rendered.tokens[a:b]) for a, b in pairwise(edges)]
+    return [decode_text(renderer, rendered.tokens[a:b]) for a, b in pairwise(edges)]
 
 
-def chat(renderer: TemplateRenderer, *messages: Any, **body: Any) -> RenderedPrompt:
+def render_chat(renderer: TemplateRenderer, *messages: Any, **body: Any) -> RenderedPrompt:
     return renderer.render("chat", {"messages": list(messages), **body})
 
 
-def refusal(renderer: TemplateRenderer, endpoint: str = "chat", **body: Any) -> BadRequestError:
+def catch_refusal(renderer: TemplateRenderer, endpoint: str = "chat", **body: Any) -> BadRequestError:
     with pytest.raises(BadRequestError) as caught:
         renderer.render(endpoint, body)
     assert caught.value.status == 400
@@ -69,12 +69,12 @@ def refusal(renderer: TemplateRenderer, endpoint: str = "chat", **body: Any) -> 
 def test_chat_tokens_equal_tokenized_template(make: Any) -> None:
     renderer = make()
     expected = renderer._wrapper.apply_chat_template([SYSTEM, USER], add_generation_prompt=True)
-    assert chat(renderer, SYSTEM, USER).tokens == expected
+    assert render_chat(renderer, SYSTEM, USER).tokens == expected
 
 
 def test_boundaries_are_ends_of_system_and_messages(make: Any) -> None:
     renderer = make()
-    rendered = chat(renderer, SYSTEM, USER, ANSWER, USER)
+    rendered = render_chat(renderer, SYSTEM, USER, ANSWER, USER)
     assert split_at_boundaries(renderer, rendered) == [
         "<|im_start|>system\nbe brief<|im_end|>\n",
         "<|im_start|>user\nhello 😀<|im_end|>\n",
@@ -87,7 +87,7 @@ def test_boundaries_are_ends_of_system_and_messages(make: Any) -> None:
 
 def test_first_boundary_without_system_is_a_message_end(make: Any) -> None:
     renderer = make()
-    assert split_at_boundaries(renderer, chat(renderer, USER)) == [
+    assert split_at_boundaries(renderer, render_chat(renderer, USER)) == [
         "<|im_start|>user\nhello 😀<|im_end|>\n",
         "<|im_start|>assistant\n",
     ]
@@ -95,14 +95,14 @@ def test_first_boundary_without_system_is_a_message_end(make: Any) -> None:
 
 def test_end_of_tools_is_found_without_system_message(make: Any) -> None:
     renderer = make()
-    first, second, *_ = split_at_boundaries(renderer, chat(renderer, USER, tools=[TOOL]))
+    first, second, *_ = split_at_boundaries(renderer, render_chat(renderer, USER, tools=[TOOL]))
     assert first.endswith("<|im_end|>\n<|im_start|>user\n") and '"look"' in first
     assert second == "hello 😀<|im_end|>\n"
 
 
 def test_system_end_is_found_where_template_requires_user(make: Any) -> None:
     renderer = make(STRICT)
-    assert split_at_boundaries(renderer, chat(renderer, SYSTEM, USER, tools=[TOOL]))[0].endswith(
+    assert split_at_boundaries(renderer, render_chat(renderer, SYSTEM, USER, tools=[TOOL]))[0].endswith(
         "be brief<|im_end|>\n<|im_start|>user\n"
     )
 
@@ -110,25 +110,26 @@ def test_system_end_is_found_where_template_requires_user(make: Any) -> None:
 def test_system_end_is_found_where_template_moves_system_text(make: Any) -> None:
     renderer = make(MERGED)
     assert (
-        split_at_boundaries(renderer, chat(renderer, SYSTEM, USER, ANSWER, USER))[0] == "<|im_start|>user\nbe brief\n\n"
+        split_at_boundaries(renderer, render_chat(renderer, SYSTEM, USER, ANSWER, USER))[0]
+        == "<|im_start|>user\nbe brief\n\n"
     )
 
 
 def test_turn_end_precedes_think_tail(make: Any) -> None:
     renderer = make(THINKING)
-    rendered = chat(renderer, USER)
-    assert text_of(renderer, rendered.tokens[rendered.turn_end :]) == "<|im_start|>assistant\n<think>\n"
+    rendered = render_chat(renderer, USER)
+    assert decode_text(renderer, rendered.tokens[rendered.turn_end :]) == "<|im_start|>assistant\n<think>\n"
 
 
 def test_turn_end_is_found_where_template_closes_last_message(make: Any) -> None:
     renderer = make(CLOSED)
-    rendered = chat(renderer, USER)
-    assert text_of(renderer, rendered.tokens[rendered.turn_end :]) == "<|im_start|>assistant\n"
+    rendered = render_chat(renderer, USER)
+    assert decode_text(renderer, rendered.tokens[rendered.turn_end :]) == "<|im_start|>assistant\n"
 
 
 def test_rewritten_turns_give_fewer_but_correct_boundaries(make: Any) -> None:
     renderer = make(FORGETFUL)
-    rendered = chat(renderer, SYSTEM, USER, ANSWER, USER)
+    rendered = render_chat(renderer, SYSTEM, USER, ANSWER, USER)
     assert (
         split_at_boundaries(renderer, rendered)[2]
         == "<|im_start|>assistant\ni<|im_end|>\n<|im_start|>user\nhello 😀<|im_end|>\n"
@@ -137,7 +138,7 @@ def test_rewritten_turns_give_fewer_but_correct_boundaries(make: Any) -> None:
 
 def test_next_turn_shares_boundaries(make: Any) -> None:
     renderer = make(THINKING)
-    before, after = chat(renderer, SYSTEM, USER), chat(renderer, SYSTEM, USER, ANSWER, USER)
+    before, after = render_chat(renderer, SYSTEM, USER), render_chat(renderer, SYSTEM, USER, ANSWER, USER)
     assert before.turn_end in after.boundaries
     assert before.tokens[: before.turn_end] == after.tokens[: before.turn_end]
 
@@ -145,11 +146,11 @@ def test_next_turn_shares_boundaries(make: Any) -> None:
 # ---- reasoning and tools
 
 
-def call(**arguments: object) -> dict[str, Any]:
+def make_call(**arguments: object) -> dict[str, Any]:
     return {"id": "1", "type": "function", "function": {"name": "look", "arguments": json.dumps(arguments)}}
 
 
-LOOKS = {"role": "assistant", "content": "", "reasoning_content": "let me look", "tool_calls": [call(path="/")]}
+LOOKS = {"role": "assistant", "content": "", "reasoning_content": "let me look", "tool_calls": [make_call(path="/")]}
 SEEN = {"role": "tool", "content": "bin etc", "tool_call_id": "1"}
 SAYS = {"role": "assistant", "content": "<think>\nnow I know\n</think>\n\nTwo folders."}
 MORE = {"role": "user", "content": "and more?"}
@@ -161,7 +162,7 @@ def list_messages(renderer: TemplateRenderer, rendered: RenderedPrompt) -> list[
     """Number, role, note and text of each message with a known end."""
     starts = [0, *(message.end for message in rendered.messages)]
     return [
-        (message.number, message.role, message.note, text_of(renderer, rendered.tokens[start : message.end]))
+        (message.number, message.role, message.note, decode_text(renderer, rendered.tokens[start : message.end]))
         for start, message in zip(starts, rendered.messages, strict=False)
     ]
 
@@ -170,8 +171,8 @@ def list_messages(renderer: TemplateRenderer, rendered: RenderedPrompt) -> list[
 def test_tool_loop_prompts_share_prefix_up_to_turn_end(make: Any, manner: dict[str, Any]) -> None:
     renderer, messages, before = make(TOOL_TEMPLATE), [USER], None
     for step in ([LOOKS, SEEN], [{**LOOKS, "reasoning_content": None}, SEEN], [SAYS, MORE], [LOOKS, SEEN, SEEN], []):
-        rendered = chat(renderer, *messages, tools=[TOOL], **manner)
-        assert "think" in text_of(renderer, rendered.tokens[rendered.turn_end :]), "the tail comes after the turn"
+        rendered = render_chat(renderer, *messages, tools=[TOOL], **manner)
+        assert "think" in decode_text(renderer, rendered.tokens[rendered.turn_end :]), "the tail comes after the turn"
         if before and messages[-1] is not MORE:
             assert rendered.tokens[: before.turn_end] == before.tokens[: before.turn_end]
             assert before.turn_end in [message.end for message in rendered.messages]
@@ -181,11 +182,11 @@ def test_tool_loop_prompts_share_prefix_up_to_turn_end(make: Any, manner: dict[s
 @MANNERS
 def test_messages_without_their_reasoning_are_noted(make: Any, manner: dict[str, Any]) -> None:
     renderer = make(TOOL_TEMPLATE)
-    within = list_messages(renderer, chat(renderer, USER, LOOKS, SEEN, SAYS, SEEN, **manner))
+    within = list_messages(renderer, render_chat(renderer, USER, LOOKS, SEEN, SAYS, SEEN, **manner))
     assert [(number, role, note) for number, role, note, _ in within] == [
         (1, "user", ""), (2, "assistant", ""), (3, "tool", ""), (4, "assistant", ""), (5, "tool", "")
     ]  # fmt: skip
-    rendered = chat(renderer, USER, LOOKS, SEEN, {**SAYS, "content": "Two folders."}, MORE, **manner)
+    rendered = render_chat(renderer, USER, LOOKS, SEEN, {**SAYS, "content": "Two folders."}, MORE, **manner)
     after = list_messages(renderer, rendered)
     assert [(number, role, note) for number, role, note, _ in after] == [
         (1, "user", ""), (2, "assistant", LEFT_OUT), (3, "tool", ""), (4, "assistant", WITHOUT), (5, "user", "")
@@ -199,14 +200,14 @@ def test_messages_without_their_reasoning_are_noted(make: Any, manner: dict[str,
 
 def test_disabled_reasoning_is_not_noted(make: Any) -> None:
     renderer = make(TOOL_TEMPLATE)
-    rendered = chat(renderer, USER, ANSWER, USER, chat_template_kwargs={"enable_thinking": False})
+    rendered = render_chat(renderer, USER, ANSWER, USER, chat_template_kwargs={"enable_thinking": False})
     assert [message.note for message in rendered.messages] == ["", "", ""]
 
 
 def test_start_of_long_tool_loop_is_listed(make: Any) -> None:
     """There the prompt diverges once its reasoning is left out."""
     renderer = make(TOOL_TEMPLATE)
-    rendered = chat(renderer, USER, *[LOOKS, SEEN] * 20, SAYS, MORE)
+    rendered = render_chat(renderer, USER, *[LOOKS, SEEN] * 20, SAYS, MORE)
     numbers = [message.number for message in rendered.messages]
     assert numbers == [1, 2, 43]
     assert rendered.messages[1].note == LEFT_OUT and rendered.messages[2].note == ""
@@ -215,18 +216,18 @@ def test_start_of_long_tool_loop_is_listed(make: Any) -> None:
 def test_token_across_boundary_is_excluded(make: Any) -> None:
     """Here "the" ends one message and " quick" begins the next, without a special token between them."""
     renderer = make("{% for m in messages %}{{ m.content }}{% endfor %}")
-    rendered = chat(renderer, {"role": "user", "content": "the qu"}, {"role": "user", "content": "ick"})
+    rendered = render_chat(renderer, {"role": "user", "content": "the qu"}, {"role": "user", "content": "ick"})
     (first, *_) = rendered.boundaries
     whole = renderer._wrapper.encode("the quick", add_special_tokens=False)
     assert rendered.tokens == whole
-    assert "the qu".startswith(text_of(renderer, whole[:first])) and len(text_of(renderer, whole[: first + 1])) > len(
-        "the qu"
-    )
+    assert "the qu".startswith(decode_text(renderer, whole[:first])) and len(
+        decode_text(renderer, whole[: first + 1])
+    ) > len("the qu")
 
 
 def test_long_conversation_finds_first_and_last_boundaries(make: Any) -> None:
     renderer = make()
-    rendered = chat(renderer, SYSTEM, *[USER, ANSWER] * 20)
+    rendered = render_chat(renderer, SYSTEM, *[USER, ANSWER] * 20)
     parts = split_at_boundaries(renderer, rendered)
     assert len(rendered.boundaries) == 10 and parts[0].startswith("<|im_start|>system")
     assert parts[1].count("<|im_end|>") == 32  # the middle, in one piece
@@ -241,7 +242,7 @@ def test_long_transcript_needs_few_tokenizations(make: Any) -> None:
     tokens = renderer._wrapper.encode(text, add_special_tokens=False)
     once = time.thread_time() - started
     started = time.thread_time()
-    rendered = chat(renderer, *messages)
+    rendered = render_chat(renderer, *messages)
     assert len(rendered.tokens) >= len(tokens) > 200_000
     assert time.thread_time() - started < 4 * once + 0.5
 
@@ -253,7 +254,7 @@ def test_string_and_part_contents_render_alike(make: Any) -> None:
         "content": [{"type": "text", "text": "hello "}, {"type": "text", "text": "😀"}],
         "name": None,
     }
-    assert chat(renderer, SYSTEM, parts) == chat(renderer, SYSTEM, USER)
+    assert render_chat(renderer, SYSTEM, parts) == render_chat(renderer, SYSTEM, USER)
 
 
 def test_tool_call_arguments_are_objects_in_template(make: Any) -> None:
@@ -262,7 +263,7 @@ def test_tool_call_arguments_are_objects_in_template(make: Any) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1, "b": "x"}'}}
     none = {"id": "2", "type": "function", "function": {"name": "g", "arguments": ""}}
     message = {"role": "assistant", "content": None, "tool_calls": [call, none]}
-    assert text_of(renderer, chat(renderer, message).tokens) == "a=1;b=x;|"
+    assert decode_text(renderer, render_chat(renderer, message).tokens) == "a=1;b=x;|"
     assert call["function"]["arguments"] == '{"a": 1, "b": "x"}', "the client's body is left as it was"  # type: ignore[index]
 
 
@@ -271,39 +272,41 @@ def test_invalid_arguments_stay_a_string(make: Any, arguments: str) -> None:
     calls = "{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}"
     renderer = make("{% for m in messages %}" + calls + "{% endfor %}")
     message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
-    assert text_of(renderer, chat(renderer, message).tokens) == arguments
+    assert decode_text(renderer, render_chat(renderer, message).tokens) == arguments
 
 
 def test_developer_role_becomes_system(make: Any) -> None:
     developer = {"role": "developer", "content": "be brief"}
     renderer = make()
-    assert chat(renderer, developer, USER) == chat(renderer, SYSTEM, USER)
+    assert render_chat(renderer, developer, USER) == render_chat(renderer, SYSTEM, USER)
     knowing = make(CHATML + "{# developer #}")
-    rendered = chat(knowing, developer, USER)
+    rendered = render_chat(knowing, developer, USER)
     assert split_at_boundaries(knowing, rendered)[0] == "<|im_start|>developer\nbe brief<|im_end|>\n"
 
 
 def test_template_kwargs_are_passed_except_reserved(make: Any) -> None:
     renderer = make("{{ mood }}{% for m in messages %}{{ m.content }}{% endfor %}")
-    assert text_of(renderer, chat(renderer, USER, chat_template_kwargs={"mood": "gay"}).tokens) == "gayhello 😀"
+    assert (
+        decode_text(renderer, render_chat(renderer, USER, chat_template_kwargs={"mood": "gay"}).tokens) == "gayhello 😀"
+    )
     for name in ("chat_template", "tokenize", "messages", "add_generation_prompt"):
-        assert name in refusal(renderer, messages=[USER], chat_template_kwargs={name: "x"}).message
+        assert name in catch_refusal(renderer, messages=[USER], chat_template_kwargs={name: "x"}).message
 
 
 def test_last_message_can_be_continued(make: Any) -> None:
     renderer = make()
-    rendered = chat(renderer, USER, ANSWER, continue_final_message=True, add_generation_prompt=False)
+    rendered = render_chat(renderer, USER, ANSWER, continue_final_message=True, add_generation_prompt=False)
     assert split_at_boundaries(renderer, rendered) == [
         "<|im_start|>user\nhello 😀<|im_end|>\n",
         "<|im_start|>assistant\nhi",
     ]
     assert rendered.turn_end == rendered.boundaries[-1]
-    error = refusal(renderer, messages=[USER, ANSWER], continue_final_message=True)
+    error = catch_refusal(renderer, messages=[USER, ANSWER], continue_final_message=True)
     assert error.param == "continue_final_message"
 
 
 def test_last_boundary_without_generation_prompt_is_prompt_end(make: Any) -> None:
-    rendered = chat(make(), USER, add_generation_prompt=False)
+    rendered = render_chat(make(), USER, add_generation_prompt=False)
     assert rendered.boundaries == [len(rendered.tokens)] and rendered.turn_end == len(rendered.tokens)
 
 
@@ -343,30 +346,30 @@ def test_last_boundary_without_generation_prompt_is_prompt_end(make: Any) -> Non
     ],
 )
 def test_malformed_chat_names_field(make: Any, body: dict[str, Any], where: str) -> None:
-    error = refusal(make(), **body)
+    error = catch_refusal(make(), **body)
     assert error.param == where and f"'{where}'" in error.message
 
 
 def test_images_are_refused(make: Any) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:..."}}
-    error = refusal(make(), messages=[{"role": "user", "content": [image]}])
+    error = catch_refusal(make(), messages=[{"role": "user", "content": [image]}])
     assert "image_url" in error.message and "only text" in error.message
 
 
 def test_template_error_is_reported(make: Any) -> None:
-    error = refusal(make(STRICT), messages=[SYSTEM])
+    error = catch_refusal(make(STRICT), messages=[SYSTEM])
     assert "No user query" in error.message and error.param == "messages"
-    assert "chat template" in refusal(make("{{ messages[0].content + 1 }}"), messages=[USER]).message
+    assert "chat template" in catch_refusal(make("{{ messages[0].content + 1 }}"), messages=[USER]).message
 
 
 def test_chat_without_template_is_refused(make: Any) -> None:
-    assert "no chat template" in refusal(make(None), messages=[USER]).message
+    assert "no chat template" in catch_refusal(make(None), messages=[USER]).message
 
 
 def test_lone_surrogate_is_refused(make: Any) -> None:
     renderer = make()
-    assert "surrogate" in refusal(renderer, messages=[{"role": "user", "content": "\ud800"}]).message
-    assert "surrogate" in refusal(renderer, "completion", prompt="\ud800").message
+    assert "surrogate" in catch_refusal(renderer, messages=[{"role": "user", "content": "\ud800"}]).message
+    assert "surrogate" in catch_refusal(renderer, "completion", prompt="\ud800").message
 
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3]]])
@@ -388,7 +391,7 @@ def test_completion_accepts_text(make: Any, wrap: bool) -> None:
     "prompt", [None, "", [], [""], [[]], ["a", "b"], [[1], [2]], 5, {}, [1, "a"], [True], [-1], [10**9], [1.0]]
 )
 def test_invalid_prompts_are_refused(make: Any, prompt: object) -> None:
-    assert refusal(make(), "completion", prompt=prompt).param == "prompt"
+    assert catch_refusal(make(), "completion", prompt=prompt).param == "prompt"
 
 
 @pytest.mark.parametrize("body", [None, [], "x"])
@@ -398,16 +401,16 @@ def test_body_must_be_object(make: Any, body: object) -> None:
 
 
 def test_empty_prompt_is_refused(make: Any) -> None:
-    assert "empty" in refusal(make("{# nothing #}"), messages=[USER]).message
+    assert "empty" in catch_refusal(make("{# nothing #}"), messages=[USER]).message
 
 
 def test_concurrent_rendering(make: Any) -> None:
     renderer, wrong = make(), []
     bodies = [[SYSTEM, {"role": "user", "content": f"the quick {i} " * 50}] for i in range(4)]
-    expected = [chat(renderer, *messages) for messages in bodies]
+    expected = [render_chat(renderer, *messages) for messages in bodies]
 
     def work(i: int) -> None:
-        wrong.extend(i for _ in range(20) if chat(renderer, *bodies[i]) != expected[i])
+        wrong.extend(i for _ in range(20) if render_chat(renderer, *bodies[i]) != expected[i])
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
     for thread in threads:
@@ -418,7 +421,7 @@ def test_concurrent_rendering(make: Any) -> None:
 
 
 def test_boundaries_with_sentencepiece_tokenizer(tmp_path: Path) -> None:
-    tokenizer: TokenizerWrapper = sentence_piece(tmp_path)
+    tokenizer: TokenizerWrapper = make_sentence_piece_tokenizer(tmp_path)
     renderer = TemplateRenderer(tokenizer)
     rendered = renderer.render("chat", {"messages": [SYSTEM, USER]})
     expected = tokenizer.apply_chat_template([SYSTEM, USER], add_generation_prompt=True)
@@ -427,7 +430,7 @@ def test_boundaries_with_sentencepiece_tokenizer(tmp_path: Path) -> None:
 
 
 def test_truncation_in_tokenizer_file_is_ignored(tmp_path: Path) -> None:
-    tokenizer = byte_level(tmp_path)
+    tokenizer = make_byte_level_tokenizer(tmp_path)
     tokenizer.backend_tokenizer.enable_truncation(max_length=8)
     rendered = TemplateRenderer(tokenizer).render(
         "chat", {"messages": [{"role": "user", "content": "the quick " * 20}]}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from support.backend import small_tokenizers
-from support.backend.small_tokenizers import CHATML, byte_level, sentence_piece
+from support.backend.small_tokenizers import CHATML, make_byte_level_tokenizer, make_sentence_piece_tokenizer
 from support.tool_templates import TOOL_TEMPLATE
 from warmline_backend.output.parser import make_turn_parser
 from warmline_backend.prompt import replay
@@ -82,19 +82,19 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
                     "SPECIAL",
                     [*small_tokenizers.SPECIAL, *(HEADERS if template == HEADED else SPECIAL)],
                 )
-                tokenizer = byte_level(tmp_path_factory.mktemp("model"), template)
+                tokenizer = make_byte_level_tokenizer(tmp_path_factory.mktemp("model"), template)
             made[template] = TemplateRenderer(tokenizer, parse_turn=make_turn_parser(tokenizer))
         return made[template]
 
     return renderer
 
 
-def turn(renderer: TemplateRenderer, text: str, *ids: str) -> SampledTurn:
+def make_turn(renderer: TemplateRenderer, text: str, *ids: str) -> SampledTurn:
     tokens = renderer._wrapper.encode(text, add_special_tokens=False)
     return SampledTurn(calls=list(ids or [ID]), tokens=pack_tokens(tokens))
 
 
-def talk(arguments: str = '{"deep":true,"path":"/"}', content: str | None = None, **fields: Any) -> list[Any]:
+def make_messages(arguments: str = '{"deep":true,"path":"/"}', content: str | None = None, **fields: Any) -> list[Any]:
     call = {"id": ID, "type": "function", "function": {"name": "look", "arguments": arguments}}
     return [
         {"role": "user", "content": "what is there?"},
@@ -103,18 +103,18 @@ def talk(arguments: str = '{"deep":true,"path":"/"}', content: str | None = None
     ]
 
 
-def rendered(renderer: TemplateRenderer, messages: list[Any], *turns: SampledTurn, **body: Any) -> RenderedPrompt:
+def render_prompt(renderer: TemplateRenderer, messages: list[Any], *turns: SampledTurn, **body: Any) -> RenderedPrompt:
     return renderer.render("chat", {"messages": messages, "tools": [TOOL], **body}, turns)
 
 
-def text(renderer: TemplateRenderer, prompt: RenderedPrompt) -> str:
+def decode_text(renderer: TemplateRenderer, prompt: RenderedPrompt) -> str:
     return str(renderer._wrapper.decode(prompt.tokens))
 
 
-def replays(renderer: TemplateRenderer, messages: list[Any], sampled: str, *ids: str, **body: Any) -> bool:
-    """True where the sampled tokens are in the prompt; else it must be the prompt without turns."""
-    given = turn(renderer, sampled, *ids)
-    prompt, plain = rendered(renderer, messages, given, **body), rendered(renderer, messages, **body)
+def is_replayed(renderer: TemplateRenderer, messages: list[Any], sampled: str, *ids: str, **body: Any) -> bool:
+    """True if the sampled tokens are in the prompt; else it must equal the prompt without turns."""
+    given = make_turn(renderer, sampled, *ids)
+    prompt, plain = render_prompt(renderer, messages, given, **body), render_prompt(renderer, messages, **body)
     found = given.tokens in pack_tokens(prompt.tokens)
     assert found or prompt == plain
     return found
@@ -122,12 +122,14 @@ def replays(renderer: TemplateRenderer, messages: list[Any], sampled: str, *ids:
 
 def test_replayed_prompt_continues_sampled_tokens(make: Make) -> None:
     renderer = make(ECHOING)
-    first = rendered(renderer, talk()[:1])
-    sampled = turn(renderer, "Let me look.\n" + SAMPLED)
-    second = rendered(renderer, talk(content="Let me look."), sampled)
+    first = render_prompt(renderer, make_messages()[:1])
+    sampled = make_turn(renderer, "Let me look.\n" + SAMPLED)
+    second = render_prompt(renderer, make_messages(content="Let me look."), sampled)
     assert pack_tokens(second.tokens).startswith(pack_tokens(first.tokens) + sampled.tokens)
-    plain = text(renderer, rendered(renderer, talk(content="Let me look.\n")))
-    assert text(renderer, second) == plain.replace(ANEW, SAMPLED), "and all else is as it was, the name said again too"
+    plain = decode_text(renderer, render_prompt(renderer, make_messages(content="Let me look.\n")))
+    assert decode_text(renderer, second) == plain.replace(ANEW, SAMPLED), (
+        "and all else is as it was, the name said again too"
+    )
 
 
 @pytest.mark.parametrize("manner", ["marked", "open"])
@@ -140,12 +142,12 @@ def test_replay_keeps_boundaries(make: Make, manner: str) -> None:
         else "<tool_call>look\n<arg_key>deep</arg_key> <arg_value>true</arg_value></tool_call>"
     )
     arguments = '{"deep":true,"path":"/"}' if manner == "marked" else '{"deep": true}'
-    messages = [*talk(arguments, reasoning_content="hm"), *talk(arguments)[1:]]
+    messages = [*make_messages(arguments, reasoning_content="hm"), *make_messages(arguments)[1:]]
     prompt, plain = (
-        rendered(renderer, messages, turn(renderer, sampled), **kwargs),
-        rendered(renderer, messages, **kwargs),
+        render_prompt(renderer, messages, make_turn(renderer, sampled), **kwargs),
+        render_prompt(renderer, messages, **kwargs),
     )
-    assert text(renderer, prompt) != text(renderer, plain)
+    assert decode_text(renderer, prompt) != decode_text(renderer, plain)
     assert len(prompt.boundaries) == len(plain.boundaries)
 
     def last_words(of: RenderedPrompt) -> list[str]:
@@ -171,12 +173,12 @@ def test_replay_keeps_boundaries(make: Make, manner: str) -> None:
     ],
 )
 def test_changed_arguments_are_not_replayed(make: Make, arguments: str, same: bool) -> None:
-    assert replays(make(ECHOING), talk(arguments), SAMPLED) is same
+    assert is_replayed(make(ECHOING), make_messages(arguments), SAMPLED) is same
 
 
 def test_equal_numbers_are_replayed(make: Make) -> None:
     sampled = '<tool_call>{"name": "look", "arguments": {"depth": 1.0}}</tool_call>'
-    assert replays(make(ECHOING), talk('{"depth":1}'), sampled)
+    assert is_replayed(make(ECHOING), make_messages('{"depth":1}'), sampled)
 
 
 @pytest.mark.parametrize(
@@ -189,50 +191,54 @@ def test_equal_numbers_are_replayed(make: Make) -> None:
     ],
 )
 def test_changed_content_is_not_replayed(make: Make, changed: dict[str, Any], same: bool) -> None:
-    messages = talk()
+    messages = make_messages()
     messages[1] |= changed
-    assert replays(make(ECHOING), messages, "Hm.\n" + SAMPLED) is same
+    assert is_replayed(make(ECHOING), messages, "Hm.\n" + SAMPLED) is same
 
 
 def test_changed_ids_names_and_counts_are_not_replayed(make: Make) -> None:
     renderer = make(ECHOING)
-    assert not replays(renderer, talk(), SAMPLED, OTHER_ID)
-    assert not replays(renderer, talk(), SAMPLED + SAMPLED)
-    assert not replays(renderer, talk(), SAMPLED.replace("look", "loop"))
-    assert not replays(renderer, talk(), "no call at all")
-    assert not replays(renderer, talk(), SAMPLED, tools=None), "nothing is read as a call where no tools are"
+    assert not is_replayed(renderer, make_messages(), SAMPLED, OTHER_ID)
+    assert not is_replayed(renderer, make_messages(), SAMPLED + SAMPLED)
+    assert not is_replayed(renderer, make_messages(), SAMPLED.replace("look", "loop"))
+    assert not is_replayed(renderer, make_messages(), "no call at all")
+    assert not is_replayed(renderer, make_messages(), SAMPLED, tools=None), (
+        "nothing is read as a call where no tools are"
+    )
 
 
 def test_several_calls_are_replayed(make: Make) -> None:
     renderer = make(ECHOING)
-    messages = talk()
+    messages = make_messages()
     second = {"id": OTHER_ID, "type": "function", "function": {"name": "look", "arguments": '{"depth": 2}'}}
     messages[1]["tool_calls"].append(second)
     sampled = SAMPLED + '\n\n<tool_call>{"name":"look","arguments":{"depth":2}}</tool_call>'
-    assert replays(renderer, messages, sampled, ID, OTHER_ID)
-    assert not replays(renderer, messages, sampled, OTHER_ID, ID)
+    assert is_replayed(renderer, messages, sampled, ID, OTHER_ID)
+    assert not is_replayed(renderer, messages, sampled, OTHER_ID, ID)
 
 
 def test_reasoning_precedes_replayed_tokens(make: Make) -> None:
     renderer = make(MARKED)
-    messages = talk(reasoning_content="I should look.")
-    given = turn(renderer, "\n\n" + SAMPLED)
-    assert f"<think>\nI should look.\n</think>\n\n{SAMPLED}<|im_end|>" in text(
-        renderer, rendered(renderer, messages, given)
+    messages = make_messages(reasoning_content="I should look.")
+    given = make_turn(renderer, "\n\n" + SAMPLED)
+    assert f"<think>\nI should look.\n</think>\n\n{SAMPLED}<|im_end|>" in decode_text(
+        renderer, render_prompt(renderer, messages, given)
     )
-    without = text(renderer, rendered(renderer, talk(), given))
+    without = decode_text(renderer, render_prompt(renderer, make_messages(), given))
     assert f"<|im_start|>assistant\n{SAMPLED}<|im_end|>" in without, "no empty lines in place of what is not there"
-    within = talk(content="<think>\nI should look.\n</think>\n\n")
-    assert f"</think>\n\n{SAMPLED}<|im_end|>" in text(renderer, rendered(renderer, within, given))
+    within = make_messages(content="<think>\nI should look.\n</think>\n\n")
+    assert f"</think>\n\n{SAMPLED}<|im_end|>" in decode_text(renderer, render_prompt(renderer, within, given))
 
 
 def test_call_without_end_marker_is_replayed(make: Make) -> None:
     renderer = make(LISTED)
     sampled = '[TOOL_CALLS] [{"name":"look","arguments":{"path":"/" , "deep":true}}]'
-    messages = talk(content="dropped by the template")
-    assert replays(renderer, messages, "dropped by the template" + sampled)
-    assert replays(renderer, talk(), sampled)
-    prompt = text(renderer, rendered(renderer, talk(), turn(renderer, sampled + "<|im_end|>")))
+    messages = make_messages(content="dropped by the template")
+    assert is_replayed(renderer, messages, "dropped by the template" + sampled)
+    assert is_replayed(renderer, make_messages(), sampled)
+    prompt = decode_text(
+        renderer, render_prompt(renderer, make_messages(), make_turn(renderer, sampled + "<|im_end|>"))
+    )
     assert f"[/INST]{sampled}<|im_end|>[TOOL_RESULTS]" in prompt, "the answer's own end is not there twice"
 
 
@@ -242,20 +248,24 @@ def test_call_in_message_of_its_own_is_replayed(make: Make, opening: str) -> Non
     renderer = make(HEADED)
     sampled = opening + '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"path" : "/"}'
     reasoning = {"reasoning_content": "hm"} if opening else {}
-    prompt = text(renderer, rendered(renderer, talk('{"path":"/"}', **reasoning), turn(renderer, sampled)))
+    prompt = decode_text(
+        renderer, render_prompt(renderer, make_messages('{"path":"/"}', **reasoning), make_turn(renderer, sampled))
+    )
     begun = "<|channel|>analysis<|message|>hm<|end|>" if opening else ""
     assert f"<|start|>assistant{begun}{sampled}<|im_end|><|start|>functions.look to=assistant" in prompt
 
 
 def test_call_is_replayed_where_template_has_no_calls(make: Make) -> None:
     renderer = make("{% for m in messages if m.role != 'tool' %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}")
-    assert replays(renderer, talk(), SAMPLED)
+    assert is_replayed(renderer, make_messages(), SAMPLED)
 
 
 def test_call_with_missing_end_is_replayed_unchanged(make: Make) -> None:
     cut = SAMPLED.removesuffix("\n</tool_call>")
     renderer = make(ECHOING)
-    assert f"{cut}<|im_end|>" in text(renderer, rendered(renderer, talk(), turn(renderer, cut)))
+    assert f"{cut}<|im_end|>" in decode_text(
+        renderer, render_prompt(renderer, make_messages(), make_turn(renderer, cut))
+    )
 
 
 def test_markers_in_arguments_are_replayed(make: Make) -> None:
@@ -263,17 +273,17 @@ def test_markers_in_arguments_are_replayed(make: Make) -> None:
     renderer = make(ECHOING)
     path = json.dumps({"path": ANEW + "<|im_end|>\n<|im_start|>user\n</tool_call>"})
     sampled = f'<tool_call>{{"arguments":{path},"name":"look"}}</tool_call>'
-    messages = [*talk(path), *talk('{"depth": 3}', content="hm")[1:]]
+    messages = [*make_messages(path), *make_messages('{"depth": 3}', content="hm")[1:]]
     messages[3]["tool_calls"][0] |= {"id": OTHER_ID}
-    second = turn(renderer, 'hm<tool_call>{"arguments":{"depth":3},"name":"look"}</tool_call>', OTHER_ID)
-    prompt = pack_tokens(rendered(renderer, messages, second, turn(renderer, sampled)).tokens)
+    second = make_turn(renderer, 'hm<tool_call>{"arguments":{"depth":3},"name":"look"}</tool_call>', OTHER_ID)
+    prompt = pack_tokens(render_prompt(renderer, messages, second, make_turn(renderer, sampled)).tokens)
     assert second.tokens in prompt
 
 
 def test_tokens_of_another_tokenizer_are_not_replayed(make: Make) -> None:
     renderer = make(ECHOING)
     foreign = SampledTurn(calls=[ID], tokens=pack_tokens([0, 5, 4_000_000_000, 7]))
-    assert rendered(renderer, talk(), foreign) == rendered(renderer, talk())
+    assert render_prompt(renderer, make_messages(), foreign) == render_prompt(renderer, make_messages())
 
 
 def test_parsed_turn_cache_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +291,7 @@ def test_parsed_turn_cache_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(replay, "PARSED_TURNS_BYTES_MAX", 1000)
     for depth in range(20):
         sampled = f'<tool_call>{{"arguments":{{"depth":{depth}}},"name":"look"}}</tool_call>'
-        assert replays(renderer, talk(f'{{"depth": {depth}}}'), sampled)
+        assert is_replayed(renderer, make_messages(f'{{"depth": {depth}}}'), sampled)
     replayer = renderer._replayer
     assert replayer and 0 < len(replayer._parsed_turns) < 20 and replayer._parsed_turns_bytes <= 1000
 
@@ -289,27 +299,29 @@ def test_parsed_turn_cache_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatc
 def test_continued_message_is_not_replayed(make: Make) -> None:
     renderer = make(ECHOING)
     body = {"continue_final_message": True, "add_generation_prompt": False}
-    given = turn(renderer, "Hm.\n" + SAMPLED)
-    messages = talk(content="Hm.")[:2]
-    assert rendered(renderer, messages, given, **body) == rendered(renderer, messages, **body)
+    given = make_turn(renderer, "Hm.\n" + SAMPLED)
+    messages = make_messages(content="Hm.")[:2]
+    assert render_prompt(renderer, messages, given, **body) == render_prompt(renderer, messages, **body)
 
 
 def test_replay_with_tokenizer_that_adds_spaces(tmp_path: Path) -> None:
     """Text that follows begins with a special token here, or the message stays as it is rendered."""
-    tokenizer = sentence_piece(tmp_path, ECHOING.replace("<|im_start|>assistant\n", "<|im_start|>assistant"))
+    tokenizer = make_sentence_piece_tokenizer(
+        tmp_path, ECHOING.replace("<|im_start|>assistant\n", "<|im_start|>assistant")
+    )
     renderer = TemplateRenderer(tokenizer, parse_turn=make_turn_parser(tokenizer))
-    messages = talk('{"path": "the"}')
-    sampled = turn(renderer, '<tool_call>{"arguments":{"path":"the"},"name":"look"}</tool_call>')
-    prompt = rendered(renderer, messages, sampled)
+    messages = make_messages('{"path": "the"}')
+    sampled = make_turn(renderer, '<tool_call>{"arguments":{"path":"the"},"name":"look"}</tool_call>')
+    prompt = render_prompt(renderer, messages, sampled)
     before, found, after = pack_tokens(prompt.tokens).partition(sampled.tokens)
-    plain = pack_tokens(rendered(renderer, messages).tokens)
+    plain = pack_tokens(render_prompt(renderer, messages).tokens)
     assert found and plain.startswith(before) and plain.endswith(after)
     assert unpack_tokens(after)[0] == tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
 def test_replay_of_long_loop_is_linear(make: Make) -> None:
     renderer, rounds = make(MARKED), 60
-    messages, turns = [talk()[0]], []
+    messages, turns = [make_messages()[0]], []
     for number in range(rounds):
         call_id = f"call_{number:024x}"
         arguments = {"path": "the quick " * 20, "depth": number}
@@ -319,10 +331,10 @@ def test_replay_of_long_loop_is_linear(make: Make) -> None:
             {"role": "tool", "tool_call_id": call_id, "content": "bin"},
         ]
         written = json.dumps(arguments, separators=(" , ", " :"))
-        turns.append(turn(renderer, f'<tool_call>{{"arguments":{written},"name":"look"}}</tool_call>', call_id))
+        turns.append(make_turn(renderer, f'<tool_call>{{"arguments":{written},"name":"look"}}</tool_call>', call_id))
     templates, asked = renderer._render_messages, []
     renderer._render_messages = lambda *args, **kwargs: asked.append(1) or templates(*args, **kwargs)  # type: ignore[method-assign,func-returns-value]
-    plain, renders = rendered(renderer, messages), len(asked)
-    prompt = pack_tokens(rendered(renderer, messages, *turns).tokens)
+    plain, renders = render_prompt(renderer, messages), len(asked)
+    prompt = pack_tokens(render_prompt(renderer, messages, *turns).tokens)
     assert len(asked) == 2 * renders, "not one more"
     assert all(given.tokens in prompt for given in turns) and plain.tokens

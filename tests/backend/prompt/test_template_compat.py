@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.backend.small_tokenizers import CHATML, byte_level
+from support.backend.small_tokenizers import CHATML, make_byte_level_tokenizer
 from warmline_backend.prompt.renderer import TemplateRenderer
 from warmline_backend.request.params import BadRequestError
 
@@ -20,11 +20,11 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 RESULT = {"role": "tool", "tool_call_id": ID, "content": "bin"}
 
 
-def call(call_id: str = ID, arguments: Any = '{"path": "/"}') -> dict[str, Any]:
+def make_call(call_id: str = ID, arguments: Any = '{"path": "/"}') -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": "look", "arguments": arguments}}
 
 
-CALLING = {"role": "assistant", "content": None, "tool_calls": [call()]}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [make_call()]}
 
 CALL = "[{{ c.id }} {{ c.function.name }} {{ c.function.arguments | tojson }}]"
 CALLS = "{% for c in m.tool_calls or [] %}" + CALL + "{% endfor %}"
@@ -35,18 +35,20 @@ LOOP = (
 PLAIN = LOOP.replace("BEFORE", "")
 
 
-def raising(condition: str, what: str) -> str:
+def make_raising_template(condition: str, what: str) -> str:
     return LOOP.replace("BEFORE", "{% if " + condition + " %}{{ raise_exception('" + what + "') }}{% endif %}")
 
 
-FIRST_ONLY = raising("m.role == 'system' and not loop.first", "the system message must be first")
-NO_SYSTEM = raising("m.role == 'system'", "no system")
+FIRST_ONLY = make_raising_template("m.role == 'system' and not loop.first", "the system message must be first")
+NO_SYSTEM = make_raising_template("m.role == 'system'", "no system")
 HOISTING = (
     "{% for m in messages if m.role == 'system' %}{{ m.content }};{% endfor %}"
     "{% for m in messages if m.role != 'system' %}{{ m.role }}:{{ m.content }};{% endfor %}"
 )
-ALTERNATING = raising("not loop.first and m.role == loop.previtem.role and m.role != 'tool'", "roles must alternate")
-STRICT = raising(
+ALTERNATING = make_raising_template(
+    "not loop.first and m.role == loop.previtem.role and m.role != 'tool'", "roles must alternate"
+)
+STRICT = make_raising_template(
     "(m.role == 'user' and not loop.first and loop.previtem.role != 'assistant')"
     " or (m.tool_calls and m.tool_calls[0].id | length != 9)",
     "no",
@@ -60,7 +62,7 @@ BY_ID = PLAIN.replace("{{ c.id }} {{ c.function.name }}", "{{ c.id }}").replace(
 )
 NAMING = PLAIN.replace("{{ m.content }}", "{{ m.content }}{% if m.role == 'tool' %} by {{ m.name }}{% endif %}")
 THINKING = PLAIN.replace("{{ m.content }}", "({{ m.thinking }}|{{ m.reasoning_content }}){{ m.content }}")
-ONE_THOUGHT = raising("m.tool_calls and m.content and m.thinking", "either content or thinking").replace(
+ONE_THOUGHT = make_raising_template("m.tool_calls and m.content and m.thinking", "either content or thinking").replace(
     "{{ m.content }}", "({{ m.thinking }}){{ m.content }}"
 )
 
@@ -71,13 +73,13 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def renderer(template: str) -> TemplateRenderer:
         if template not in made:
-            made[template] = TemplateRenderer(byte_level(tmp_path_factory.mktemp("model"), template))
+            made[template] = TemplateRenderer(make_byte_level_tokenizer(tmp_path_factory.mktemp("model"), template))
         return made[template]
 
     return renderer
 
 
-def shown(renderer: TemplateRenderer, *messages: Any, **body: Any) -> str:
+def render_text(renderer: TemplateRenderer, *messages: Any, **body: Any) -> str:
     return str(renderer._wrapper.decode(renderer.render("chat", {"messages": list(messages), **body}).tokens))
 
 
@@ -102,12 +104,18 @@ def shown(renderer: TemplateRenderer, *messages: Any, **body: Any) -> str:
         (NAMING, [USER, CALLING, RESULT], f'user:hello;assistant:[{ID} look {{"path": "/"}}];tool:bin by look;'),
         (
             JSON_ARGUMENTS,
-            [USER, {**CALLING, "tool_calls": [call(arguments={"a": "é"})]}, RESULT],
+            [USER, {**CALLING, "tool_calls": [make_call(arguments={"a": "é"})]}, RESULT],
             f'user:hello;assistant:[{ID} look {{"a": "é"}}];tool:bin;',
         ),
         (
             BY_ID,
-            [USER, CALLING, RESULT, {**CALLING, "tool_calls": [call(OTHER_ID)]}, {**RESULT, "tool_call_id": OTHER_ID}],
+            [
+                USER,
+                CALLING,
+                RESULT,
+                {**CALLING, "tool_calls": [make_call(OTHER_ID)]},
+                {**RESULT, "tool_call_id": OTHER_ID},
+            ],
             'user:hello;assistant:[functions.look:0 {"path": "/"}];tool:binfunctions.look:0;'
             'assistant:[functions.look:1 {"path": "/"}];tool:binfunctions.look:1;',
         ),
@@ -120,46 +128,46 @@ def shown(renderer: TemplateRenderer, *messages: Any, **body: Any) -> str:
     ],
 )
 def test_every_message_is_rendered_in_order(make: Any, template: str, messages: list[Any], expected: str) -> None:
-    assert shown(make(template), *messages) == expected
+    assert render_text(make(template), *messages) == expected
 
 
 def test_call_ids_are_shortened_consistently(make: Any) -> None:
     template = STRICT.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_call_id }}")
     renderer = make(template)
-    text = shown(renderer, USER, CALLING, RESULT)
+    text = render_text(renderer, USER, CALLING, RESULT)
     (short,) = {word for word in text.replace("[", " ").replace("bin", " ").replace(";", " ").split() if len(word) == 9}
     assert short.isalnum() and text.count(short) == 2 and ID not in text
-    assert shown(renderer, USER, CALLING, RESULT) == text, "the same each time"
-    given = {**CALLING, "tool_calls": [call("abc123XYZ")]}
-    assert shown(renderer, USER, given, {**RESULT, "tool_call_id": "abc123XYZ"}).count("abc123XYZ") == 2
+    assert render_text(renderer, USER, CALLING, RESULT) == text, "the same each time"
+    given = {**CALLING, "tool_calls": [make_call("abc123XYZ")]}
+    assert render_text(renderer, USER, given, {**RESULT, "tool_call_id": "abc123XYZ"}).count("abc123XYZ") == 2
 
 
 def test_user_after_tool_result_is_rendered(make: Any) -> None:
-    assert shown(make(STRICT), USER, CALLING, RESULT, MORE).endswith("tool:bin\n\nand more;")
+    assert render_text(make(STRICT), USER, CALLING, RESULT, MORE).endswith("tool:bin\n\nand more;")
 
 
 def test_omitted_tools_are_described_in_system_message(make: Any) -> None:
-    text = shown(make(TOOLLESS), SYSTEM, USER, tools=[TOOL])
+    text = render_text(make(TOOLLESS), SYSTEM, USER, tools=[TOOL])
     assert text.startswith("system:be brief;system:# Tools\n") and json.dumps(TOOL["function"]) in text
-    assert shown(make(PLAIN), USER, tools=[TOOL]).count("look") == 1
+    assert render_text(make(PLAIN), USER, tools=[TOOL]).count("look") == 1
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_uses_field_of_template(make: Any, field: str) -> None:
-    assert shown(make(THINKING), USER, {**ANSWER, field: "hm"}).endswith("assistant:(hm|hm)hi;")
+    assert render_text(make(THINKING), USER, {**ANSWER, field: "hm"}).endswith("assistant:(hm|hm)hi;")
 
 
 def test_content_joins_reasoning_where_they_are_exclusive(make: Any) -> None:
-    text = shown(make(ONE_THOUGHT), USER, {**CALLING, "content": "So.", "reasoning": "hm"}, RESULT)
+    text = render_text(make(ONE_THOUGHT), USER, {**CALLING, "content": "So.", "reasoning": "hm"}, RESULT)
     assert "assistant:(hm\n\nSo.)[" in text
 
 
 def test_sdk_fields_of_answers_are_ignored(make: Any) -> None:
     extras = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
-    assert shown(make(PLAIN), USER, {**ANSWER, **extras}) == shown(make(PLAIN), USER, ANSWER)
-    assert shown(make(PLAIN), {"role": "assistant", "content": None, "refusal": "no"}) == "assistant:no;"
+    assert render_text(make(PLAIN), USER, {**ANSWER, **extras}) == render_text(make(PLAIN), USER, ANSWER)
+    assert render_text(make(PLAIN), {"role": "assistant", "content": None, "refusal": "no"}) == "assistant:no;"
     part = [{"type": "refusal", "refusal": "no"}]
-    assert shown(make(PLAIN), {"role": "assistant", "content": part}) == "assistant:no;"
+    assert render_text(make(PLAIN), {"role": "assistant", "content": part}) == "assistant:no;"
 
 
 POETIC = LOOP.replace("BEFORE", "{% if m.role == 'poet' %}~{% endif %}")
@@ -171,23 +179,23 @@ def test_unknown_or_hidden_role_is_refused(make: Any, template: str) -> None:
     with pytest.raises(
         BadRequestError, match=r"'messages\[1\]\.role' is \"poet\".*system, developer, .* or tool"
     ) as refused:
-        shown(make(template), USER, {"role": "poet", "content": "a rose"})
+        render_text(make(template), USER, {"role": "poet", "content": "a rose"})
     assert refused.value.param == "messages[1].role"
 
 
 def test_known_role_is_accepted(make: Any) -> None:
-    assert shown(make(POETIC), USER, {"role": "poet", "content": "a rose"}) == "user:hello;~poet:a rose;"
-    assert shown(make(POETIC), USER, {"role": "poet"}) == "user:hello;~poet:;"
+    assert render_text(make(POETIC), USER, {"role": "poet", "content": "a rose"}) == "user:hello;~poet:a rose;"
+    assert render_text(make(POETIC), USER, {"role": "poet"}) == "user:hello;~poet:;"
 
 
 def test_empty_assistant_message_is_accepted(make: Any) -> None:
-    assert shown(make(PLAIN), USER, {"role": "assistant"}) == "user:hello;assistant:;"
+    assert render_text(make(PLAIN), USER, {"role": "assistant"}) == "user:hello;assistant:;"
 
 
 @pytest.mark.parametrize("function", [None, "look", {}, {"name": 5}])
 def test_call_without_function_is_refused(make: Any, function: Any) -> None:
     with pytest.raises(BadRequestError, match=r"messages\[0\]\.tool_calls\[0\]\.function"):
-        shown(make(PLAIN), {"role": "assistant", "tool_calls": [{"id": ID, "function": function}]})
+        render_text(make(PLAIN), {"role": "assistant", "tool_calls": [{"id": ID, "function": function}]})
 
 
 # ---- how much to reason
@@ -238,7 +246,7 @@ def test_reasoning_options_of_all_clients(
     make: Any, body: dict[str, Any], switch: str, other: str, effort: str, efforts: str
 ) -> None:
     for template, expected in ((SWITCH, switch), (OTHER_SWITCH, other), (EFFORT, effort), (EFFORTS, efforts)):
-        assert shown(make(template), USER, **body).endswith(expected)
+        assert render_text(make(template), USER, **body).endswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -256,12 +264,12 @@ def test_reasoning_options_of_all_clients(
 )
 def test_unknown_reasoning_options_are_refused(make: Any, body: dict[str, Any], param: str, expected: str) -> None:
     with pytest.raises(BadRequestError, match=expected) as refused:
-        shown(make(SWITCH), USER, **body)
+        render_text(make(SWITCH), USER, **body)
     assert refused.value.param == param
 
 
 def test_request_kwargs_override_server_settings(tmp_path: Path) -> None:
-    renderer = TemplateRenderer(byte_level(tmp_path, SWITCH), template_args={"enable_thinking": False})
-    assert shown(renderer, USER).endswith("(off)")
-    assert shown(renderer, USER, reasoning_effort="low").endswith("(on)")
-    assert shown(renderer, USER, thinking={"type": "adaptive"}).endswith("(off)")
+    renderer = TemplateRenderer(make_byte_level_tokenizer(tmp_path, SWITCH), template_args={"enable_thinking": False})
+    assert render_text(renderer, USER).endswith("(off)")
+    assert render_text(renderer, USER, reasoning_effort="low").endswith("(on)")
+    assert render_text(renderer, USER, thinking={"type": "adaptive"}).endswith("(off)")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from support.backend.small_tokenizers import byte_level
+from support.backend.small_tokenizers import make_byte_level_tokenizer
 from warmline_backend.prompt.renderer import TemplateRenderer
 from warmline_backend.request.params import BadRequestError
 
@@ -26,14 +26,14 @@ REFUSES = "the model's chat template refuses these messages"
     ],
 )
 def test_template_error_hides_message_text(template: str, told: str, tmp_path: Path) -> None:
-    renderer = TemplateRenderer(byte_level(tmp_path, template))
+    renderer = TemplateRenderer(make_byte_level_tokenizer(tmp_path, template))
     with pytest.raises(BadRequestError) as refused:
         renderer.render("chat", {"messages": [{"role": "user", "content": SAID}]})
     assert refused.value.message == f"{REFUSES}: {told}"
 
 
 def test_template_error_shows_short_arguments_only(tmp_path: Path) -> None:
-    renderer = TemplateRenderer(byte_level(tmp_path, "{{ raise_exception('it is no good') }}"))
+    renderer = TemplateRenderer(make_byte_level_tokenizer(tmp_path, "{{ raise_exception('it is no good') }}"))
     body = {
         "messages": [{"role": "user", "content": SAID}],
         "chat_template_kwargs": {"a": "low", "b": SAID * 9, "c": [1]},

@@ -12,7 +12,7 @@ from warmline_backend.request.params import TOKENS_UNBOUNDED, BadRequestError, G
 VOCABULARY = 1000
 
 
-def parse(
+def parse_body(
     endpoint: str = "chat", *, context: int = 100, prompt: int = 10, default: int = 0, **body: Any
 ) -> GenerationParams:
     return parse_params(
@@ -25,16 +25,16 @@ def parse(
     )
 
 
-def refusal(endpoint: str = "chat", **body: Any) -> BadRequestError:
+def catch_refusal(endpoint: str = "chat", **body: Any) -> BadRequestError:
     with pytest.raises(BadRequestError) as caught:
-        parse(endpoint, **body)
+        parse_body(endpoint, **body)
     assert caught.value.status == 400
     return caught.value
 
 
 def test_empty_body_is_greedy_up_to_context() -> None:
-    assert parse() == GenerationParams(max_tokens=90)
-    assert parse().is_greedy
+    assert parse_body() == GenerationParams(max_tokens=90)
+    assert parse_body().is_greedy
 
 
 NULLS = [
@@ -47,15 +47,15 @@ NULLS = [
 
 @pytest.mark.parametrize("endpoint", ["chat", "completion"])
 def test_null_means_absent(endpoint: str) -> None:
-    assert parse(endpoint, **dict.fromkeys(NULLS)) == parse(endpoint)
+    assert parse_body(endpoint, **dict.fromkeys(NULLS)) == parse_body(endpoint)
 
 
 def test_unknown_fields_are_ignored() -> None:
-    assert parse(user="me", metadata={"a": 1}, reasoning_effort="high") == parse()
+    assert parse_body(user="me", metadata={"a": 1}, reasoning_effort="high") == parse_body()
 
 
 def test_all_fields_are_parsed() -> None:
-    params = parse(
+    params = parse_body(
         temperature=1,
         top_p=0.5,
         top_k=40,
@@ -112,22 +112,22 @@ def test_all_fields_are_parsed() -> None:
     ],
 )
 def test_max_tokens(body: dict[str, Any], expected: int) -> None:
-    assert parse(**body).max_tokens == expected
+    assert parse_body(**body).max_tokens == expected
 
 
 def test_min_tokens_beyond_max_tokens_is_refused() -> None:
-    assert parse(min_tokens=90).min_tokens == 90
-    assert parse(min_tokens=500).min_tokens == 90, "what the context leaves"
-    assert parse(min_tokens=5, max_tokens=5).min_tokens == 5
+    assert parse_body(min_tokens=90).min_tokens == 90
+    assert parse_body(min_tokens=500).min_tokens == 90, "what the context leaves"
+    assert parse_body(min_tokens=5, max_tokens=5).min_tokens == 5
     for name in ("max_tokens", "max_completion_tokens"):
-        error = refusal(min_tokens=6, **{name: 5})
+        error = catch_refusal(min_tokens=6, **{name: 5})
         assert error.param == "min_tokens" and f"more than '{name}', 5" in error.message
 
 
 def test_default_max_tokens() -> None:
-    assert parse(default=20).max_tokens == 20
-    assert parse(default=20, max_tokens=30).max_tokens == 30
-    assert parse(default=20, prompt=95).max_tokens == 5
+    assert parse_body(default=20).max_tokens == 20
+    assert parse_body(default=20, max_tokens=30).max_tokens == 30
+    assert parse_body(default=20, prompt=95).max_tokens == 5
 
 
 def test_default_sampling() -> None:
@@ -147,12 +147,12 @@ def test_default_sampling() -> None:
     assert sampling(temperature=None, top_p=None) == (0.7, 0.9)
     assert sampling(temperature=0) == (0.0, 0.9)
     assert sampling(temperature=1.2, top_p=1) == (1.2, 1.0)
-    assert parse(context=0).max_tokens == TOKENS_UNBOUNDED
+    assert parse_body(context=0).max_tokens == TOKENS_UNBOUNDED
 
 
 @pytest.mark.parametrize("prompt", [100, 101, 5000])
 def test_context_overflow_names_token_counts(prompt: int) -> None:
-    error = refusal(prompt=prompt, messages=[])
+    error = catch_refusal(prompt=prompt, messages=[])
     assert error.code == "context_length_exceeded" and error.param == "messages"
     assert "maximum context length is 100 tokens" in error.message and f"{prompt} tokens" in error.message
 
@@ -160,7 +160,7 @@ def test_context_overflow_names_token_counts(prompt: int) -> None:
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "5", True, [], {}])
 def test_max_tokens_must_be_positive_integers(name: str, value: object) -> None:
-    error = refusal(**{name: value})
+    error = catch_refusal(**{name: value})
     assert error.param == name and name in error.message and "an integer of at least 1" in error.message
 
 
@@ -199,7 +199,7 @@ def test_max_tokens_must_be_positive_integers(name: str, value: object) -> None:
 )
 def test_wrong_values_name_field(name: str, wrong: list[object]) -> None:
     for value in wrong:
-        error = refusal(**{name: value})
+        error = catch_refusal(**{name: value})
         assert error.param is not None and error.param.split(".")[0] == name, value
         assert f"'{name}" in error.message, (value, error.message)
         assert len(error.message) < 300
@@ -209,13 +209,13 @@ def test_wrong_values_name_field(name: str, wrong: list[object]) -> None:
 @pytest.mark.parametrize("value", ["x", -1])
 def test_completion_fields(name: str, value: object) -> None:
     if (name, value) != ("suffix", -1):
-        assert refusal("completion", **{name: value}).param == name
+        assert catch_refusal("completion", **{name: value}).param == name
 
 
 def test_completion_logprobs_are_a_count() -> None:
-    asked = parse("completion", logprobs=3)
+    asked = parse_body("completion", logprobs=3)
     assert (asked.logprobs, asked.top_logprobs) == (True, 3)
-    assert (parse("completion", logprobs=0).logprobs, parse("completion").logprobs) == (True, False)
+    assert (parse_body("completion", logprobs=0).logprobs, parse_body("completion").logprobs) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -250,16 +250,16 @@ def test_completion_logprobs_are_a_count() -> None:
     ],
 )
 def test_unusual_values_are_accepted(body: dict[str, Any]) -> None:
-    assert parse(**body).max_tokens == 90
+    assert parse_body(**body).max_tokens == 90
 
 
 def test_greedy_settings() -> None:
     assert (
-        parse(temperature=1, top_p=0).is_greedy
-        and parse(temperature=1, top_k=1).is_greedy
-        and parse(temperature=1e-9).is_greedy
+        parse_body(temperature=1, top_p=0).is_greedy
+        and parse_body(temperature=1, top_k=1).is_greedy
+        and parse_body(temperature=1e-9).is_greedy
     )
-    assert not parse(temperature=0.5).is_greedy
+    assert not parse_body(temperature=0.5).is_greedy
 
 
 @pytest.mark.parametrize("body", [None, [], "x", 5, True])
@@ -269,7 +269,7 @@ def test_body_must_be_object(body: object) -> None:
 
 
 def test_refusal_is_openai_error_object() -> None:
-    assert json.loads(refusal(stop=[5]).encode_reply()) == {
+    assert json.loads(catch_refusal(stop=[5]).encode_reply()) == {
         "error": {
             "message": "'stop' must be a string or a list of up to 16 strings, none empty, not an array",
             "type": "invalid_request_error",
@@ -289,7 +289,7 @@ JSON = st.recursive(
 @given(st.sampled_from(["chat", "completion"]), st.dictionaries(st.sampled_from(NULLS), JSON))
 def test_any_json_is_parsed_or_refused(endpoint: str, body: dict[str, Any]) -> None:
     try:
-        params = parse(endpoint, **body)
+        params = parse_body(endpoint, **body)
     except BadRequestError as error:
         assert json.loads(error.encode_reply())["error"]["message"]
     else:

@@ -19,26 +19,26 @@ TOOLS = [
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
-def parse(tools: list[dict[str, Any]] | None = None, endpoint: str = "chat", **body: Any) -> ResponseFormat:
+def parse_body(tools: list[dict[str, Any]] | None = None, endpoint: str = "chat", **body: Any) -> ResponseFormat:
     return parse_response_format(endpoint, body, tools)
 
 
-def refusal(tools: list[dict[str, Any]] | None = None, **body: Any) -> BadRequestError:
+def catch_refusal(tools: list[dict[str, Any]] | None = None, **body: Any) -> BadRequestError:
     with pytest.raises(BadRequestError) as caught:
-        parse(tools, **body)
+        parse_body(tools, **body)
     assert len(caught.value.message) < 300
     return caught.value
 
 
-def named(name: object) -> dict[str, Any]:
+def make_named_choice(name: object) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
 def test_most_bodies_are_unconstrained() -> None:
     nulls = dict.fromkeys(["response_format", "structured_outputs", "guided_json", "tool_choice", "tools"])
     for body in ({}, nulls, {"response_format": {"type": "text"}}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
-        assert parse(**body).is_unconstrained
-    assert parse(TOOLS[:1]).is_unconstrained and parse(TOOLS[:1], tool_choice="auto").is_unconstrained
+        assert parse_body(**body).is_unconstrained
+    assert parse_body(TOOLS[:1]).is_unconstrained and parse_body(TOOLS[:1], tool_choice="auto").is_unconstrained
     assert not has_format_fields(nulls)
 
 
@@ -83,7 +83,7 @@ def test_most_bodies_are_unconstrained() -> None:
 )
 @pytest.mark.parametrize("endpoint", ["chat", "completion"])
 def test_text_formats(endpoint: str, body: dict[str, Any], form: TextFormat) -> None:
-    assert parse(None, endpoint, **body).text_format == form
+    assert parse_body(None, endpoint, **body).text_format == form
     assert has_format_fields(body)
 
 
@@ -137,39 +137,40 @@ def test_text_formats(endpoint: str, body: dict[str, Any], form: TextFormat) -> 
     ],
 )
 def test_wrong_text_formats_name_field(body: dict[str, Any], param: str, words: str) -> None:
-    error = refusal(**body)
+    error = catch_refusal(**body)
     assert error.param == param and words in error.message, error.message
 
 
 def test_tool_choices() -> None:
-    assert [tool.name for tool in parse(TOOLS, tool_choice="required").tools] == ["f", "g"]
-    one = parse(TOOLS, tool_choice=named("g"), parallel_tool_calls=False)
+    assert [tool.name for tool in parse_body(TOOLS, tool_choice="required").tools] == ["f", "g"]
+    one = parse_body(TOOLS, tool_choice=make_named_choice("g"), parallel_tool_calls=False)
     assert (one.tool_choice, [tool.name for tool in one.tools], one.parallel) == ("required", ["g"], False)
     for mode in ("auto", "required"):
-        some = parse(
-            TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named("f")]}}
+        some = parse_body(
+            TOOLS,
+            tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [make_named_choice("f")]}},
         )
         assert (some.tool_choice, [tool.name for tool in some.tools]) == (mode, ["f"])
         assert some.has_restricted_tools and not some.is_unconstrained
-    assert not parse(TOOLS).is_unconstrained, "one of them is strict"
-    assert not parse(TOOLS, tool_choice="none").is_unconstrained
-    assert parse(TOOLS, "completion", tool_choice="required").is_unconstrained
+    assert not parse_body(TOOLS).is_unconstrained, "one of them is strict"
+    assert not parse_body(TOOLS, tool_choice="none").is_unconstrained
+    assert parse_body(TOOLS, "completion", tool_choice="required").is_unconstrained
 
 
 @pytest.mark.parametrize(
     ("tools", "choice", "param", "words"),
     [
         (None, "required", "tool_choice", "no 'tools'"),
-        (None, named("f"), "tool_choice", "no 'tools'"),
-        (TOOLS, named("h"), "tool_choice", 'names "h", which is not among'),
-        (TOOLS, named(None), "tool_choice", "must be the name of one of 'tools'"),
+        (None, make_named_choice("f"), "tool_choice", "no 'tools'"),
+        (TOOLS, make_named_choice("h"), "tool_choice", 'names "h", which is not among'),
+        (TOOLS, make_named_choice(None), "tool_choice", "must be the name of one of 'tools'"),
         (TOOLS, {"type": "function"}, "tool_choice", "must be the name of one of 'tools'"),
         (TOOLS, "sometimes", "tool_choice", 'not "sometimes"'),
         (TOOLS, {"type": "custom", "name": "f"}, "tool_choice", 'not "custom"'),
         (TOOLS, {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}, "tool_choice", "a list of functions"),
         (
             TOOLS,
-            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named("h")]}},
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [make_named_choice("h")]}},
             "tool_choice",
             'names "h"',
         ),
@@ -177,5 +178,5 @@ def test_tool_choices() -> None:
     ],
 )
 def test_wrong_tool_choices_are_refused(tools: Any, choice: object, param: str, words: str) -> None:
-    error = refusal(tools, tool_choice=choice)
+    error = catch_refusal(tools, tool_choice=choice)
     assert error.param == param and words in error.message, error.message

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from support.backend.engine_driver import Drive
-from support.backend.families import prompt_of, served
+from support.backend.engine_driver import SchedulerDriver
+from support.backend.families import load_family, make_prompt
 from warmline_backend.generation.sequence import Sequence
 from warmline_backend.scheduler import scheduler
 from warmline_backend.scheduler.decode_group import DecodeGroup
@@ -19,16 +19,16 @@ from warmline_backend.scheduler.scheduler import (
 
 
 def test_stream_continues_during_long_prefill(root: Path) -> None:
-    drive = Drive(served("llama", root), step=16)
-    _, stream = drive.submit(prompt_of(10), 200)
-    drive.until(lambda: len(stream.events) > 2)
+    driver = SchedulerDriver(load_family("llama", root), step=16)
+    _, stream = driver.submit(make_prompt(10), 200)
+    driver.run_until(lambda: len(stream.events) > 2)
     before = len(stream.events)
-    _, long = drive.submit(prompt_of(161), 2)
-    drive.until(lambda: len(long.chunks) == 10)
+    _, long = driver.submit(make_prompt(161), 2)
+    driver.run_until(lambda: len(long.chunks) == 10)
     assert len(stream.events) - before >= 9 * DECODE_STEPS_PER_CHUNK
 
 
-class Clock:
+class FakeClock:
     """Replaces the scheduler's clock: a chunk takes 8 s, a decode step 0.1 s."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,27 +50,27 @@ class Clock:
 
 
 def test_decode_gets_its_share_beside_long_chunks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Clock(monkeypatch)
-    drive = Drive(served("llama", root), step=16)
-    _, stream = drive.submit(prompt_of(10), 2000)
-    drive.until(lambda: len(stream.events) > 2)
-    _, long = drive.submit(prompt_of(400), 2)
-    drive.until(lambda: len(long.chunks) == 1)
+    FakeClock(monkeypatch)
+    driver = SchedulerDriver(load_family("llama", root), step=16)
+    _, stream = driver.submit(make_prompt(10), 2000)
+    driver.run_until(lambda: len(stream.events) > 2)
+    _, long = driver.submit(make_prompt(400), 2)
+    driver.run_until(lambda: len(long.chunks) == 1)
     before = len(stream.events)
-    drive.until(lambda: len(long.chunks) == 11)
+    driver.run_until(lambda: len(long.chunks) == 11)
     owed = 10 * 8.0 * DECODE_SHARE / (1 - DECODE_SHARE)
     assert abs((len(stream.events) - before) * 0.1 - owed) < 2.0
 
 
 def test_new_prompt_precedes_owed_decode_steps(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Clock(monkeypatch)
-    drive = Drive(served("llama", root), step=16)
-    _, stream = drive.submit(prompt_of(10), 2000)
-    _, long = drive.submit(prompt_of(400), 2)
-    drive.until(lambda: len(long.chunks) == 2)
-    turn = drive.scheduler.step()
+    FakeClock(monkeypatch)
+    driver = SchedulerDriver(load_family("llama", root), step=16)
+    _, stream = driver.submit(make_prompt(10), 2000)
+    _, long = driver.submit(make_prompt(400), 2)
+    driver.run_until(lambda: len(long.chunks) == 2)
+    turn = driver.scheduler.step()
     next(turn)
-    _, small = drive.submit(prompt_of(12), 1)
+    _, small = driver.submit(make_prompt(12), 1)
     before = len(stream.events)
     for _ in turn:
         pass
@@ -79,27 +79,27 @@ def test_new_prompt_precedes_owed_decode_steps(root: Path, monkeypatch: pytest.M
 
 def test_small_request_ends_between_two_long_chunks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Owed decode steps are also the new request's: it does not wait for another chunk in between."""
-    Clock(monkeypatch)
-    drive = Drive(served("llama", root), step=16)
-    drive.submit(prompt_of(10), 2000)
-    _, long = drive.submit(prompt_of(400), 2)
-    drive.until(lambda: len(long.chunks) == 2)
-    _, small = drive.submit(prompt_of(12), 20)
+    FakeClock(monkeypatch)
+    driver = SchedulerDriver(load_family("llama", root), step=16)
+    driver.submit(make_prompt(10), 2000)
+    _, long = driver.submit(make_prompt(400), 2)
+    driver.run_until(lambda: len(long.chunks) == 2)
+    _, small = driver.submit(make_prompt(12), 20)
     while not small.is_ended:
-        for _ in drive.scheduler.step():
+        for _ in driver.scheduler.step():
             if small.is_ended:
                 break
     assert len(long.chunks) == 2
 
 
 def test_shortest_prompt_first_without_starvation(root: Path) -> None:
-    drive = Drive(served("llama", root), step=16)
-    _, long = drive.submit(prompt_of(400), 1)
-    drive.until(lambda: len(long.chunks) == 2)
-    _, short = drive.submit(prompt_of(12), 1)
-    drive.until(lambda: short.is_ended)
+    driver = SchedulerDriver(load_family("llama", root), step=16)
+    _, long = driver.submit(make_prompt(400), 1)
+    driver.run_until(lambda: len(long.chunks) == 2)
+    _, short = driver.submit(make_prompt(12), 1)
+    driver.run_until(lambda: short.is_ended)
     assert len(long.chunks) <= 3
     seen = len(long.chunks)
-    shorts = [drive.submit(prompt_of(12, seed), 1)[1] for seed in range(2, 2 + 3 * (CHUNKS_SKIPPED_MAX + 1))]
-    drive.until(lambda: all(one.is_ended for one in shorts))
+    shorts = [driver.submit(make_prompt(12, seed), 1)[1] for seed in range(2, 2 + 3 * (CHUNKS_SKIPPED_MAX + 1))]
+    driver.run_until(lambda: all(one.is_ended for one in shorts))
     assert len(long.chunks) >= seen + 2

@@ -8,10 +8,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from support.backend.engine_driver import Drive
-from support.backend.families import prompt_of, served
-from support.backend.live_backend import BODY, SECRET, WAIT_S, LiveBackend, live, read_result, with_backend
-from support.metrics_text import Scraped
+from support.backend.engine_driver import SchedulerDriver
+from support.backend.families import load_family, make_prompt
+from support.backend.live_backend import BODY, SECRET, WAIT_S, LiveBackend, read_result, run_backend, with_backend
+from support.metrics_text import MetricsText
 from warmline_backend.generation.sequence import Sequence
 from warmline_backend.generation.step_stats import StepHistogram
 from warmline_backend.kv_cache import segment_io
@@ -28,10 +28,10 @@ ID = "a" * 32
 P = "warmline_backend_"
 
 
-async def scrape(backend: LiveBackend, **headers: str) -> Scraped:
+async def scrape(backend: LiveBackend, **headers: str) -> MetricsText:
     async with backend.session.get("/metrics", headers=headers) as response:  # without a secret
         assert response.status == 200
-        return Scraped(await response.text(), openmetrics="openmetrics" in response.content_type)
+        return MetricsText(await response.text(), openmetrics="openmetrics" in response.content_type)
 
 
 def count_values(histogram: StepHistogram) -> float:
@@ -52,30 +52,30 @@ def test_histogram_buckets_are_cumulative() -> None:
 
 
 def test_step_stats_match_request_events(root: Path) -> None:
-    drive = Drive(served("llama", root), step=16)
-    _, one = drive.submit(prompt_of(40), 60)
-    _, two = drive.submit(prompt_of(40, 2), 60)
-    drive.until(lambda: one.is_ended and two.is_ended)
-    stats, timings = drive.scheduler.step_stats, [each.result.timings for each in (one, two)]
+    driver = SchedulerDriver(load_family("llama", root), step=16)
+    _, one = driver.submit(make_prompt(40), 60)
+    _, two = driver.submit(make_prompt(40, 2), 60)
+    driver.run_until(lambda: one.is_ended and two.is_ended)
+    stats, timings = driver.scheduler.step_stats, [each.result.timings for each in (one, two)]
     assert stats.prefilled_tokens == sum(each.prefilled for each in timings) == 80
     assert stats.decoded_tokens == sum(each.decoded for each in timings) == 120
     assert stats.batch_sizes.sum == 120, "a token for each sequence of each step"
     assert count_values(stats.batch_sizes) == count_values(stats.decode_seconds) < 120, "two shared some steps"
     assert count_values(stats.chunk_seconds) == 6, "39 tokens, 16 at a time, twice"
     assert {finish: count for finish, count in stats.finish_counts.items() if count} == {"length": 2}
-    drive.step()
+    driver.step()
     assert stats.copy() is not stats and stats.copy().finish_counts == stats.finish_counts
 
 
 def test_failed_step_counts_discarded_requests(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drive = Drive(served("llama", root))
+    driver = SchedulerDriver(load_family("llama", root))
 
     def fail(sequence: Sequence, step: int) -> int:
         raise RuntimeError("a planted fault")
 
     monkeypatch.setattr(Sequence, "prefill_chunk", fail)
-    drive.run(prompt_of(40))
-    assert drive.scheduler.step_stats.failed_steps == 1 and drive.scheduler.step_stats.finish_counts["discarded"] == 1
+    driver.run(make_prompt(40))
+    assert driver.scheduler.step_stats.failed_steps == 1 and driver.scheduler.step_stats.finish_counts["discarded"] == 1
 
 
 @pytest.mark.parametrize(
@@ -101,29 +101,29 @@ def test_failure_reasons_are_single_words(error: BaseException, reason: str) -> 
 
 def test_exposition_has_all_metrics(tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(backend: LiveBackend) -> None:
-        prompt = await backend.prompt()
+        prompt = await backend.render_prompt()
         tokens = len(prompt.tokens) // 4
-        async with backend.generation("a", prompt) as response:
+        async with backend.start_generation("a", prompt) as response:
             ended = await read_result(response)
         kept = ended.prefilled_until
         save = SaveRequest(request_id="s", resident=ended.resident, segments=[SegmentSpec(id=ID, start=0, end=kept)])
         with monkeypatch.context() as planted:
-            planted.setattr(segment_io, "write_segment_file", no_space)
-            assert (await backend.json("POST", "/kv/save", save))[0] == 507
-        assert (await backend.json("POST", "/kv/save", save))[0] == 200
+            planted.setattr(segment_io, "write_segment_file", raise_no_space)
+            assert (await backend.request_json("POST", "/kv/save", save))[0] == 507
+        assert (await backend.request_json("POST", "/kv/save", save))[0] == 200
         chain = [SegmentRef(id=ID, start=0, end=kept, upto=kept)]
         held = backend.service.list_residents(with_ids=True).residents[-1].ids or b""
         for name, status in ((ID, 200), ("b" * 32, 409)):
             chain[0].id = name
             restore = RestoreRequest(request_id=name, tokens=held, chain=chain)
-            assert (await backend.json("POST", "/kv/restore", restore))[0] == status
+            assert (await backend.request_json("POST", "/kv/restore", restore))[0] == status
         constrained = {**BODY, "response_format": {"type": "json_object"}, "ignore_eos": False}
-        await backend.json("POST", "/v1/chat/completions", constrained)
+        await backend.request_json("POST", "/v1/chat/completions", constrained)
         found = await scrape(backend)
         status_now, snapshot = backend.service.read_status(), backend.engine.snapshot
         assert found.total(f"{P}prefilled_tokens_total") > tokens == ended.timings.prefilled
         assert found.total(f"{P}decoded_tokens_total") > ended.timings.decoded == 6
-        assert found.by(f"{P}generations_total", "finish") == {("length",): 2}
+        assert found.group_by(f"{P}generations_total", "finish") == {("length",): 2}
         for kind in ("prefill", "decode", "other"):
             assert found.total(f"{P}step_seconds_count", kind=kind) > 0, kind
         steps = found.total(f"{P}step_seconds_count", kind="decode")
@@ -132,8 +132,8 @@ def test_exposition_has_all_metrics(tiny_folder: FolderOf, tmp_path: Path, monke
         file_bytes = backend.home.segment_file(ID).stat().st_size
         assert found.total(f"{P}save_bytes_total") == file_bytes
         assert 0 < found.total(f"{P}restore_bytes_total") <= file_bytes
-        assert found.by(f"{P}restore_failures_total", "reason") == {("missing",): 1}
-        assert found.by(f"{P}save_failures_total", "reason") == {("ENOSPC",): 1}
+        assert found.group_by(f"{P}restore_failures_total", "reason") == {("missing",): 1}
+        assert found.group_by(f"{P}save_failures_total", "reason") == {("ENOSPC",): 1}
         assert found.total(f"{P}render_seconds_count") == 2 and found.total(f"{P}grammar_compile_seconds_count") >= 1
         assert found.total(f"{P}residents") == status_now.residents == 2
         assert found.total(f"{P}resident_bytes") == status_now.resident_bytes > 0
@@ -149,7 +149,7 @@ def test_exposition_has_all_metrics(tiny_folder: FolderOf, tmp_path: Path, monke
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def no_space(*_: object) -> None:
+def raise_no_space(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
@@ -161,7 +161,7 @@ def test_metrics_need_no_secret_on_loopback_while_loading(tiny_folder: FolderOf,
         return build()
 
     async def run() -> None:
-        async with live(tiny_folder("llama"), tmp_path, make=make) as backend:
+        async with run_backend(tiny_folder("llama"), tmp_path, make=make) as backend:
             loading = await scrape(backend)
             assert loading.total(f"{P}ready") == 0 and loading.total(f"{P}weight_bytes") == 0
             load_now.set()
@@ -169,16 +169,16 @@ def test_metrics_need_no_secret_on_loopback_while_loading(tiny_folder: FolderOf,
             openmetrics = await scrape(backend, Accept="application/openmetrics-text;version=1.0.0")
             assert openmetrics.total(f"{P}ready") == 1 and openmetrics.total(f"{P}weight_bytes") > 0
             rebound = {"Host": "attacker.example:8025"}
-            assert await status_of(backend, rebound) == 401
-            assert await status_of(backend, {**rebound, "Authorization": f"Bearer {SECRET}"}) == 200
-            assert await status_of(backend, {"Host": "localhost:8025"}) == 200
-            assert await status_of(backend, {"Host": "host.docker.internal:8025"}) == 200
-            assert await status_of(backend, {**rebound, "Authorization": "Bearer \udcff"}) == 401
+            assert await fetch_metrics_status(backend, rebound) == 401
+            assert await fetch_metrics_status(backend, {**rebound, "Authorization": f"Bearer {SECRET}"}) == 200
+            assert await fetch_metrics_status(backend, {"Host": "localhost:8025"}) == 200
+            assert await fetch_metrics_status(backend, {"Host": "host.docker.internal:8025"}) == 200
+            assert await fetch_metrics_status(backend, {**rebound, "Authorization": "Bearer \udcff"}) == 401
 
     asyncio.run(run())
 
 
-async def status_of(backend: LiveBackend, headers: dict[str, str]) -> int:
+async def fetch_metrics_status(backend: LiveBackend, headers: dict[str, str]) -> int:
     async with backend.session.get("/metrics", headers=headers) as response:
         assert isinstance(response, aiohttp.ClientResponse)
         return response.status

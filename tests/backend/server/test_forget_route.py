@@ -17,30 +17,30 @@ FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "
 
 def test_forget_releases_all_prompt_text_and_tokens(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: LiveBackend) -> None:
-        prompt = await backend.prompt(SAID)
-        waiting = await backend.prompt({**SAID, "response_format": FORM})
-        async with backend.generation("a", prompt) as response:
+        prompt = await backend.render_prompt(SAID)
+        waiting = await backend.render_prompt({**SAID, "response_format": FORM})
+        async with backend.start_generation("a", prompt) as response:
             assert (await read_result(response)).resident
         tokens = unpack_tokens(prompt.tokens)[20:60]
-        assert len(holding(CANARY, tokens)) >= 2
+        assert len(find_objects_holding(CANARY, tokens)) >= 2
         (resident,) = backend.service.list_residents(with_ids=False).residents
         for kept in (resident.id, "a"):
-            status, _ = await backend.json("POST", "/kv/forget", ClearCacheRequest(keep=[kept]))
+            status, _ = await backend.request_json("POST", "/kv/forget", ClearCacheRequest(keep=[kept]))
             assert status == 200 and backend.service.list_residents(with_ids=False).residents == [resident]
-        status, _ = await backend.json("POST", "/kv/forget")
+        status, _ = await backend.request_json("POST", "/kv/forget")
         assert status == 200 and backend.service.list_residents(with_ids=False).residents == []
         del resident
-        async with backend.generation("b", waiting) as response:
+        async with backend.start_generation("b", waiting) as response:
             assert response.status == 410, "it is rendered again by who still wants it"
-        assert (await backend.json("DELETE", "/requests/a"))[0] == 404
+        assert (await backend.request_json("DELETE", "/requests/a"))[0] == 404
         del prompt, waiting, response
-        assert holding(CANARY, tokens) == []
+        assert find_objects_holding(CANARY, tokens) == []
 
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
-def holding(text: str, tokens: list[int]) -> list[str]:
-    """Objects of the process with an attribute or element that contains the text or the tokens, except this test's."""
+def find_objects_holding(text: str, tokens: list[int]) -> list[str]:
+    """Find objects of the process, except this test's, with an attribute or element that has the text or the tokens."""
     gc.collect()
     packed, found = pack_tokens(tokens), []
     for holder in gc.get_objects():
@@ -51,12 +51,12 @@ def holding(text: str, tokens: list[int]) -> list[str]:
                 found.append(f"{type(holder)}: text")
             elif isinstance(value, bytes) and (packed in value or text.encode() in value):
                 found.append(f"{type(holder)}: bytes")
-            elif type(value) is list and len(value) > len(tokens) and contains(value, tokens):
+            elif type(value) is list and len(value) > len(tokens) and is_containing(value, tokens):
                 found.append(f"{type(holder)}: tokens")
     return found
 
 
-def contains(values: list[object], tokens: list[int]) -> bool:
+def is_containing(values: list[object], tokens: list[int]) -> bool:
     return any(values[at : at + len(tokens)] == tokens for at, each in enumerate(values) if each == tokens[0])
 
 

@@ -15,9 +15,9 @@ from support.backend.live_backend import (
     ChunkGate,
     EngineHold,
     LiveBackend,
-    live,
     read_result,
     read_until,
+    run_backend,
     with_backend,
 )
 from warmline_backend.scheduler.scheduler import Scheduler
@@ -33,7 +33,7 @@ async def read_health(backend: LiveBackend) -> HealthReply:
         return decode(await response.read(), HealthReply)
 
 
-async def at_rest(backend: LiveBackend) -> HealthReply:
+async def wait_until_idle(backend: LiveBackend) -> HealthReply:
     """Wait until the engine has nothing left to do."""
     async with asyncio.timeout(WAIT_S):
         while (health := await read_health(backend)).busy:
@@ -41,15 +41,15 @@ async def at_rest(backend: LiveBackend) -> HealthReply:
     return health
 
 
-async def ready(backend: LiveBackend) -> tuple[int, str]:
-    status, reply = await backend.json("GET", "/ready")
+async def read_ready(backend: LiveBackend) -> tuple[int, str]:
+    status, reply = await backend.request_json("GET", "/ready")
     assert reply["ready"] == (status == 200)
     return status, reply["reason"]
 
 
-async def ready_at_rest(backend: LiveBackend) -> tuple[int, str]:
-    await at_rest(backend)
-    return await ready(backend)
+async def read_ready_when_idle(backend: LiveBackend) -> tuple[int, str]:
+    await wait_until_idle(backend)
+    return await read_ready(backend)
 
 
 def test_health_while_model_loads(tiny_folder: FolderOf, tmp_path: Path) -> None:
@@ -60,11 +60,11 @@ def test_health_while_model_loads(tiny_folder: FolderOf, tmp_path: Path) -> None
         return build()
 
     async def run() -> None:
-        async with live(tiny_folder("llama"), tmp_path, make=make) as backend:
+        async with run_backend(tiny_folder("llama"), tmp_path, make=make) as backend:
             health = await read_health(backend)
             assert (health.ready, health.busy, health.steps, health.step_age_s) == (False, False, 0, 0.0)
             assert health.failure == "the model is still loading"
-            assert await ready(backend) == (503, "the model is still loading")
+            assert await read_ready(backend) == (503, "the model is still loading")
             load_now.set()
             await backend.service.wait_until_loaded()
             health = await read_health(backend)
@@ -75,22 +75,22 @@ def test_health_while_model_loads(tiny_folder: FolderOf, tmp_path: Path) -> None
 
 def test_health_counts_steps_and_shows_hanging_step(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: LiveBackend) -> None:
-        async with backend.generation("a", await backend.prompt()) as response:
+        async with backend.start_generation("a", await backend.render_prompt()) as response:
             assert (await read_result(response)).finish == "length"
-        idle = await at_rest(backend)
+        idle = await wait_until_idle(backend)
         assert idle.steps >= 7 and idle.step_age_s == 0.0  # a chunk and six tokens
         async with EngineHold(backend.engine):
             first, second = await read_health(backend), await read_health(backend)
             assert first.busy and first.ready and first.steps == second.steps
             assert 0 < first.step_age_s < second.step_age_s
-        assert (await at_rest(backend)).steps > second.steps
+        assert (await wait_until_idle(backend)).steps > second.steps
 
     with_backend(tiny_folder("llama"), tmp_path, work)
 
 
 def test_waiting_calls_get_engine_end(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: LiveBackend) -> None:
-        async with backend.generation("a", await backend.prompt(ENDLESS)) as response:
+        async with backend.start_generation("a", await backend.render_prompt(ENDLESS)) as response:
             await read_until(response, b'"content":"')
 
             def break_it(scheduler: Scheduler) -> None:
@@ -103,8 +103,8 @@ def test_waiting_calls_get_engine_end(tiny_folder: FolderOf, tmp_path: Path) -> 
         assert (end.finish, end.resident, end.error) == ("discarded", "", "the engine has ended: division by zero")
         health = await read_health(backend)
         assert not health.ready and not health.busy and health.failure == "the engine has ended: division by zero"
-        assert await ready(backend) == (503, health.failure)
-        status, reply = await backend.json("DELETE", "/requests/a")
+        assert await read_ready(backend) == (503, health.failure)
+        status, reply = await backend.request_json("DELETE", "/requests/a")
         assert (status, reply["error"]["message"]) == (503, health.failure)
 
     with_backend(tiny_folder("llama"), tmp_path, work)
@@ -126,7 +126,7 @@ def test_idle_engine_is_ready_after_probe(
             real()
 
         monkeypatch.setattr(scheduler, "probe", counted)
-        assert [await ready_at_rest(backend) for _ in range(3)] == [(200, "")] * 3
+        assert [await read_ready_when_idle(backend) for _ in range(3)] == [(200, "")] * 3
         assert probes == ["engine"], "one for all who ask within five seconds"
 
         def broken() -> None:
@@ -134,7 +134,7 @@ def test_idle_engine_is_ready_after_probe(
 
         monkeypatch.setattr(scheduler, "probe", broken)
         monkeypatch.setattr(health, "PROBE_INTERVAL_S", 0.0)
-        assert await ready_at_rest(backend) == (503, "the engine could not compute a token: the device is gone")
+        assert await read_ready_when_idle(backend) == (503, "the engine could not compute a token: the device is gone")
         gc.collect()
         assert complaints == [], "whoever asked has heard"
 
@@ -149,15 +149,15 @@ def test_hanging_probe_is_not_ready(tiny_folder: FolderOf, tmp_path: Path, monke
             begun.set()
             assert go_on.wait(WAIT_S)
 
-        with monkeypatch.context() as planted:
-            planted.setattr(backend.engine.scheduler, "probe", hang)
-            asking = asyncio.ensure_future(ready_at_rest(backend))
+        with monkeypatch.context() as patch:
+            patch.setattr(backend.engine.scheduler, "probe", hang)
+            asking = asyncio.ensure_future(read_ready_when_idle(backend))
             assert await asyncio.to_thread(begun.wait, WAIT_S)
-            planted.setattr(health, "PROBE_TIMEOUT_S", 0.01)
-            assert await ready(backend) == (503, "the engine has not computed a token in 0.01 s")
+            patch.setattr(health, "PROBE_TIMEOUT_S", 0.01)
+            assert await read_ready(backend) == (503, "the engine has not computed a token in 0.01 s")
             go_on.set()
             assert await asking == (200, ""), "who has asked before hears of it when it comes"
-        assert await ready_at_rest(backend) == (200, "")
+        assert await read_ready_when_idle(backend) == (200, "")
 
     with_backend(tiny_folder("llama"), tmp_path, work)
 
@@ -170,13 +170,13 @@ def test_busy_engine_is_ready_while_step_is_young(
 
     async def work(backend: LiveBackend) -> None:
         monkeypatch.setattr(backend.engine.scheduler, "probe", lambda: 1 / 0)
-        async with backend.generation("a", await backend.prompt()):
-            await chunks.wait_begun()
-            assert await ready(backend) == (200, "")
+        async with backend.start_generation("a", await backend.render_prompt()):
+            await chunks.wait_for_chunk()
+            assert await read_ready(backend) == (200, "")
             monkeypatch.setattr(health, "STEP_AGE_MAX_S", 0.0)
-            status, reason = await ready(backend)
+            status, reason = await read_ready(backend)
             assert status == 503 and reason.startswith("the engine's present step has been going on for ")
-            chunks.open_all()
+            chunks.open_for_all()
 
     with_backend(tiny_folder("llama"), tmp_path, work, step=16)
 
@@ -184,7 +184,7 @@ def test_busy_engine_is_ready_while_step_is_young(
 def test_shutting_down_process_is_not_ready(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: LiveBackend) -> None:
         backend.service.shut_down()
-        assert await ready(backend) == (503, "shutting down")
+        assert await read_ready(backend) == (503, "shutting down")
         async with EngineHold(backend.engine):
             health = await read_health(backend)
             assert (health.ready, health.failure) == (False, "shutting down")
@@ -200,13 +200,13 @@ def test_memory_and_tasks_are_stable_over_requests(tiny_folder: FolderOf, tmp_pa
             memory.
             """
             await backend.run_on_engine(lambda _: mx.synchronize())
-            async with backend.call("GET", "/kv/status") as response:
+            async with backend.send("GET", "/kv/status") as response:
                 return decode(await response.read(), BackendStatus)
 
         async def leave(name: str) -> None:
-            async with backend.generation(name, await backend.prompt(ENDLESS)) as response:
+            async with backend.start_generation(name, await backend.render_prompt(ENDLESS)) as response:
                 await read_until(response, b'"content":"')
-                status, _ = await backend.json("DELETE", f"/requests/{name}")
+                status, _ = await backend.request_json("DELETE", f"/requests/{name}")
                 assert status == 200
                 resident = (await read_result(response)).resident
             assert await backend.service.delete_resident(resident)

@@ -1,4 +1,4 @@
-"""The backend's HTTP contract where nothing else tests it: refusals, headers that the proxy sends, streams not read."""
+"""HTTP contract of the backend as far as nothing else tests it: refusals, the proxy's headers, unread streams."""
 
 import asyncio
 import socket
@@ -39,10 +39,10 @@ def test_evicted_prompt_returns_410(tiny_folder: FolderOf, tmp_path: Path, monke
     monkeypatch.setattr(prompt_store, "PROMPTS_MAX", 1)
 
     async def work(backend: LiveBackend) -> None:
-        first, second = await backend.prompt(), await backend.prompt()
-        async with backend.generation("a", first) as response:
+        first, second = await backend.render_prompt(), await backend.render_prompt()
+        async with backend.start_generation("a", first) as response:
             assert response.status == 410 and "it is too old" in await response.text()
-        async with backend.generation("a", second) as response:
+        async with backend.start_generation("a", second) as response:
             assert (await read_result(response)).finish == "length"
 
     with_backend(tiny_folder("llama"), tmp_path, work)
@@ -52,12 +52,12 @@ def test_prompt_over_capacity_returns_400(tiny_folder: FolderOf, tmp_path: Path)
     async def work(backend: LiveBackend) -> None:
         wanted = PromptRequest(request_id="p", endpoint="chat", body=ENDLESS)
         for path, body in (("/kv/prompts", wanted), ("/v1/chat/completions", ENDLESS)):
-            status, reply = await backend.json("POST", path, body)
+            status, reply = await backend.request_json("POST", path, body)
             error = reply["error"]
             assert (status, error["code"]) == (400, "kv_memory_exceeded"), reply
             assert "takes 0.3 MB, the memory budget is 0.2 MB" in error["message"]
             assert "shorten the prompt or raise --memory-budget-gb" in error["message"]
-        assert (await backend.json("POST", "/v1/chat/completions", BODY))[0] == 200
+        assert (await backend.request_json("POST", "/v1/chat/completions", BODY))[0] == 200
         same = GenerationRequest("a", [1] * 199, GenerationParams(max_tokens=50_000), listener=print)
         with pytest.raises(KvTooLargeError) as refused:
             await backend.run_on_engine(lambda scheduler: scheduler.submit(same))
@@ -72,22 +72,22 @@ def test_follower_reuses_leaders_prefill(
     chunks = ChunkGate(monkeypatch)
 
     async def work(backend: LiveBackend) -> None:
-        prompt = await backend.prompt()
+        prompt = await backend.render_prompt()
         headers = {HEADER_PROMPT: prompt.prompt_id, HEADER_REUSE: "198"}
 
         def follower(name: str, leader: str) -> "asyncio.Task[tuple[int, bytes]]":
             async def ask() -> tuple[int, bytes]:
                 own = {**headers, HEADER_REQUEST: name, HEADER_FOLLOW: leader}
-                async with backend.call("POST", "/v1/chat/completions", **own) as response:
+                async with backend.send("POST", "/v1/chat/completions", **own) as response:
                     return response.status, await response.read()
 
             return asyncio.ensure_future(ask())
 
-        async with backend.generation("leader", prompt) as response:
-            await chunks.wait_begun()
+        async with backend.start_generation("leader", prompt) as response:
+            await chunks.wait_for_chunk()
             following = follower("follower", "leader")
             await wait_until(lambda: not backend.engine._commands.empty())
-            chunks.open_all()
+            chunks.open_for_all()
             assert (await read_result(response)).finish == "length"
         status, said = await following
         assert status == 200 and b'"cached_tokens":198' in said
@@ -103,14 +103,14 @@ def test_orphaned_follower_returns_503_leaderless(
     chunks = ChunkGate(monkeypatch)
 
     async def work(backend: LiveBackend) -> None:
-        async with backend.generation("leader", await backend.prompt()):
-            await chunks.wait_begun()
+        async with backend.start_generation("leader", await backend.render_prompt()):
+            await chunks.wait_for_chunk()
             headers = {HEADER_FOLLOW: "leader", HEADER_REUSE: "198"}
-            asking = asyncio.ensure_future(backend.json("POST", "/v1/chat/completions", BODY, **headers))
+            asking = asyncio.ensure_future(backend.request_json("POST", "/v1/chat/completions", BODY, **headers))
             await wait_until(lambda: not backend.engine._commands.empty())
-            cancelling = asyncio.ensure_future(backend.json("DELETE", "/requests/leader"))
+            cancelling = asyncio.ensure_future(backend.request_json("DELETE", "/requests/leader"))
             await wait_until(lambda: backend.engine._commands.qsize() == 2)
-            chunks.open_all()
+            chunks.open_for_all()
             assert (await cancelling)[0] == 200
         status, reply = await asking
         assert (status, reply["error"]["code"]) == (503, "leaderless")
@@ -121,7 +121,7 @@ def test_orphaned_follower_returns_503_leaderless(
 def test_leader_and_resident_together_return_400(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: LiveBackend) -> None:
         headers = {HEADER_FOLLOW: "leader", HEADER_RESIDENT: "resident", HEADER_REUSE: "10"}
-        status, reply = await backend.json("POST", "/v1/chat/completions", BODY, **headers)
+        status, reply = await backend.request_json("POST", "/v1/chat/completions", BODY, **headers)
         assert status == 400 and "not from both" in reply["error"]["message"]
 
     with_backend(tiny_folder("llama"), tmp_path, work)
@@ -133,7 +133,7 @@ def test_reader_that_takes_nothing_is_disconnected(
     monkeypatch.setattr(routes, "SEND_TIMEOUT_S", 0.05)
 
     async def work(backend: LiveBackend) -> None:
-        prompt = await backend.prompt(ENDLESS)
+        prompt = await backend.render_prompt(ENDLESS)
         loop, reader = asyncio.get_running_loop(), socket.socket()
         backend.listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the connection's, too
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -155,7 +155,7 @@ def test_reader_that_takes_nothing_is_disconnected(
 
 def test_started_comment_comes_first(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: LiveBackend) -> None:
-        async with backend.generation("a", await backend.prompt()) as response:
+        async with backend.start_generation("a", await backend.render_prompt()) as response:
             assert await read_until(response, b":") == b": started\n"
             assert (await read_result(response)).finish == "length"
 

@@ -32,7 +32,7 @@ IDS = ["a" * 32, "b" * 32]
 
 
 @asynccontextmanager
-async def running(folder: Path, *flags: str) -> AsyncIterator[tuple[Service, Home]]:
+async def run_service(folder: Path, *flags: str) -> AsyncIterator[tuple[Service, Home]]:
     model = tiny_models.build("llama", folder / "model")
     config = parse_config(["--home", str(folder / "home"), "--model", str(model), *flags])
     home = Home(config.home)
@@ -56,16 +56,16 @@ async def running(folder: Path, *flags: str) -> AsyncIterator[tuple[Service, Hom
         await asyncio.wrap_future(engine.ended)
 
 
-def in_service(tmp_path: Path, work: Callable[[Service, Home], Awaitable[None]], *flags: str) -> None:
+def run_in_service(tmp_path: Path, work: Callable[[Service, Home], Awaitable[None]], *flags: str) -> None:
     async def run() -> None:
-        async with running(tmp_path, *flags) as (service, home):
+        async with run_service(tmp_path, *flags) as (service, home):
             await work(service, home)
 
     asyncio.run(run())
 
 
-async def generated(service: Service, name: str = "r") -> tuple[GenerationResult, bytes]:
-    """Run a generation to its end; its result and packed prompt."""
+async def generate(service: Service, name: str = "r") -> tuple[GenerationResult, bytes]:
+    """Run a generation to its end; (result, packed prompt)."""
     prompt = await service.render_prompt("chat", BODY, 10)
     with service.accept(name) as call:
         await service.generate(call, prompt)
@@ -79,39 +79,39 @@ def save_request(result: GenerationResult) -> SaveRequest:
     return SaveRequest(request_id="save", resident=result.resident, segments=specs)
 
 
-def behind(service: Service) -> "Future[None]":
-    """Done once the writer thread has done its queued work."""
+def wait_for_writer(service: Service) -> "Future[None]":
+    """Future that is done once the writer thread has done its queued work."""
     return service.runtime.kv_transfer._writer_pool.submit(lambda: None)
 
 
-def stored(home: Home) -> list[str]:
+def list_stored(home: Home) -> list[str]:
     return sorted(path.stem for path in home.segments.rglob("*.safetensors"))
 
 
 def test_failed_save_deletes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(service: Service, home: Home) -> None:
-        result, _ = await generated(service)
+        result, _ = await generate(service)
 
         def disk_full(path: Path, *rest: object) -> object:
             if path.stem == IDS[1]:
                 raise OSError(28, "No space left on device")
             return write_segment_file(path, *rest)  # type: ignore[arg-type]
 
-        with monkeypatch.context() as planted:
-            planted.setattr(segment_io, "write_segment_file", disk_full)
+        with monkeypatch.context() as patch:
+            patch.setattr(segment_io, "write_segment_file", disk_full)
             with pytest.raises(OSError, match="No space left"):
                 await service.save(save_request(result))
-        assert stored(home) == []
+        assert list_stored(home) == []
         await service.save(save_request(result))
-        assert stored(home) == IDS
+        assert list_stored(home) == IDS
 
-    in_service(tmp_path, work)
+    run_in_service(tmp_path, work)
 
 
 @pytest.mark.parametrize("leaving", ["the caller is gone", "gone once it is written", "cancelled by id"])
 def test_cancelled_save_deletes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaving: str) -> None:
     async def work(service: Service, home: Home) -> None:
-        result, _ = await generated(service)
+        result, _ = await generate(service)
         writing, go_on, written = threading.Event(), threading.Event(), threading.Event()
 
         def slow(path: Path, *rest: object) -> object:
@@ -146,9 +146,9 @@ def test_cancelled_save_deletes_its_files(tmp_path: Path, monkeypatch: pytest.Mo
         await asyncio.get_running_loop().run_in_executor(
             service.runtime.kv_transfer._writer_pool, lambda: None
         )  # behind what was being written
-        assert stored(home) == []
+        assert list_stored(home) == []
 
-    in_service(tmp_path, work)
+    run_in_service(tmp_path, work)
 
 
 def test_prompt_store_evicts_beyond_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,14 +167,14 @@ def test_prompt_store_evicts_beyond_limits(tmp_path: Path, monkeypatch: pytest.M
         held = replace(latest, constraint=Constraint(grammar="x" * 100 * prompt_store.CHARS_PER_TOKEN))
         assert held.weight_tokens == latest.weight_tokens + 100, "a form may be longer than its prompt"
 
-    in_service(tmp_path, work)
+    run_in_service(tmp_path, work)
 
 
 def test_saved_kv_is_restored_and_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "SAMPLE_BYTES_MIN", 1)
 
     async def work(service: Service, home: Home) -> None:
-        result, tokens = await generated(service)
+        result, tokens = await generate(service)
         await service.save(save_request(result))
         assert await service.delete_resident(result.resident)
         end = result.prefilled_until
@@ -184,24 +184,24 @@ def test_saved_kv_is_restored_and_continued(tmp_path: Path, monkeypatch: pytest.
         assert [resident.id for resident in service.list_residents(with_ids=False).residents] == [reply.resident]
         assert service.read_status().restore_bytes_per_s > 0
 
-    in_service(tmp_path, work)
+    run_in_service(tmp_path, work)
 
 
 def test_cancel_returns_result_of_ended_request(tmp_path: Path) -> None:
     async def work(service: Service, home: Home) -> None:
-        result, _ = await generated(service, "early")
+        result, _ = await generate(service, "early")
         assert await service.cancel("early") == result
         with pytest.raises(UnknownGenerationError):
             await service.cancel("nobody")
 
-    in_service(tmp_path, work)
+    run_in_service(tmp_path, work)
 
 
 def test_exact_mode_reports_grid_and_refuses_restore_off_grid(tmp_path: Path) -> None:
     async def work(service: Service, home: Home) -> None:
         layout = service.read_status().layout
         assert layout is not None and (layout.grid, layout.dtype) == (64, "float32")
-        result, tokens = await generated(service)
+        result, tokens = await generate(service)
         end = result.prefilled_until
         assert end == 192 and len(tokens) == 4 * end
         await service.save(save_request(result))
@@ -217,7 +217,7 @@ def test_exact_mode_reports_grid_and_refuses_restore_off_grid(tmp_path: Path) ->
             else:
                 assert (await service.restore(request)).position == position
 
-    in_service(tmp_path, work, "--reuse", "exact", "--prefill-step-size", "64")
+    run_in_service(tmp_path, work, "--reuse", "exact", "--prefill-step-size", "64")
 
 
 def test_fast_mode_has_no_grid(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_fast_mode_has_no_grid(tmp_path: Path) -> None:
         layout = service.read_status().layout
         assert layout is not None and (layout.grid, layout.dtype) == (0, "q8")
 
-    in_service(tmp_path, work, "--kv-bits", "8", "--kv-group-size", "32")
+    run_in_service(tmp_path, work, "--kv-bits", "8", "--kv-group-size", "32")
 
 
 def test_exact_mode_needs_steps_of_two_tokens() -> None:

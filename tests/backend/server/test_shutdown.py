@@ -23,7 +23,7 @@ from support.backend.live_backend import (
     wait_until,
     with_backend,
 )
-from support.processes import Running, free_port
+from support.processes import RunningProcess, free_port
 from warmline_backend.config import BackendConfigError, parse_config
 from warmline_backend.server import shutdown
 from warmline_backend.server.shutdown import drain
@@ -42,23 +42,25 @@ FolderOf = Callable[..., Path]
 FEW = {**BODY, "max_tokens": 300}
 
 
-def drained(backend: LiveBackend, timeout_s: float, hurry: asyncio.Event) -> "asyncio.Task[None]":
+def drain_backend(backend: LiveBackend, timeout_s: float, hurry: asyncio.Event) -> "asyncio.Task[None]":
     return asyncio.ensure_future(drain(backend.service, timeout_s, hurry))
 
 
 def test_drain_lets_running_requests_end_and_refuses_new_ones(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: LiveBackend) -> None:
-        later = await backend.prompt()
-        async with backend.generation("a", await backend.prompt(FEW)) as response:
+        later = await backend.render_prompt()
+        async with backend.start_generation("a", await backend.render_prompt(FEW)) as response:
             await read_until(response, b'"content":"')
-            task = drained(backend, WAIT_S, asyncio.Event())
+            task = drain_backend(backend, WAIT_S, asyncio.Event())
             await asyncio.sleep(0)
             new = [
-                await backend.json("POST", "/kv/prompts", PromptRequest(request_id="p", endpoint="chat", body=BODY)),
-                await backend.json("POST", "/v1/chat/completions", BODY),
-                await backend.json("POST", "/kv/restore", RestoreRequest(request_id="r", tokens=b"", chain=[])),
+                await backend.request_json(
+                    "POST", "/kv/prompts", PromptRequest(request_id="p", endpoint="chat", body=BODY)
+                ),
+                await backend.request_json("POST", "/v1/chat/completions", BODY),
+                await backend.request_json("POST", "/kv/restore", RestoreRequest(request_id="r", tokens=b"", chain=[])),
             ]
-            async with backend.generation("b", later) as refused:
+            async with backend.start_generation("b", later) as refused:
                 new.append((refused.status, await refused.json()))
             assert [(status, reply["error"]["message"]) for status, reply in new] == [(503, "shutting down")] * 4
             end = await read_result(response)
@@ -66,7 +68,7 @@ def test_drain_lets_running_requests_end_and_refuses_new_ones(tiny_folder: Folde
         assert not task.done(), "what it has left is not saved yet"
         spec = SegmentSpec(id="a" * 32, start=0, end=end.prefilled_until)
         save = SaveRequest(request_id="s", resident=end.resident, segments=[spec])
-        assert (await backend.json("POST", "/kv/save", save))[0] == 200
+        assert (await backend.request_json("POST", "/kv/save", save))[0] == 200
         await asyncio.wait_for(task, WAIT_S)
 
     with_backend(tiny_folder("llama"), tmp_path, work)
@@ -78,13 +80,13 @@ def test_drain_cancels_background_requests(
     monkeypatch.setattr(shutdown, "SAVES_WAIT_S", 0.01)  # nobody saves what the other one leaves
 
     async def work(backend: LiveBackend) -> None:
-        audited = await backend.prompt({**BODY, "max_tokens": 1})
-        async with backend.generation("a", await backend.prompt(ENDLESS)) as response:
+        audited = await backend.render_prompt({**BODY, "max_tokens": 1})
+        async with backend.start_generation("a", await backend.render_prompt(ENDLESS)) as response:
             await read_until(response, b'"content":"')
             headers = {HEADER_REQUEST: "b", HEADER_PROMPT: audited.prompt_id, HEADER_BACKGROUND: "1"}
-            async with backend.call("POST", "/v1/chat/completions", **headers) as background:
+            async with backend.send("POST", "/v1/chat/completions", **headers) as background:
                 hurry = asyncio.Event()
-                task = drained(backend, WAIT_S, hurry)
+                task = drain_backend(backend, WAIT_S, hurry)
                 assert (await read_result(background)).finish == "cancelled"
                 assert backend.service.inflight.request_ids == ["a"]
                 hurry.set()
@@ -101,10 +103,10 @@ def test_drain_timeout_cancels_and_keeps_kv(
     monkeypatch.setattr(shutdown, "SAVES_WAIT_S", 0.01)  # nobody saves it
 
     async def work(backend: LiveBackend) -> None:
-        async with backend.generation("a", await backend.prompt(ENDLESS)) as response:
+        async with backend.start_generation("a", await backend.render_prompt(ENDLESS)) as response:
             await read_until(response, b'"content":"')
             hurry = asyncio.Event()
-            task = drained(backend, 0.01 if ending == "the time is over" else WAIT_S, hurry)
+            task = drain_backend(backend, 0.01 if ending == "the time is over" else WAIT_S, hurry)
             if ending == "in a hurry":
                 await asyncio.sleep(0)
                 assert not task.done()
@@ -123,10 +125,10 @@ def test_drain_does_not_wait_for_hanging_engine(
     monkeypatch.setattr(shutdown, "CANCEL_WAIT_S", 0.01)
 
     async def work(backend: LiveBackend) -> None:
-        async with backend.generation("a", await backend.prompt(ENDLESS)) as response:
+        async with backend.start_generation("a", await backend.render_prompt(ENDLESS)) as response:
             await read_until(response, b'"content":"')
             async with EngineHold(backend.engine):
-                await asyncio.wait_for(drained(backend, 0.01, asyncio.Event()), WAIT_S)
+                await asyncio.wait_for(drain_backend(backend, 0.01, asyncio.Event()), WAIT_S)
                 assert backend.service.inflight.request_ids == ["a"]
             assert (await read_result(response)).finish == "cancelled"
 
@@ -202,15 +204,15 @@ sys.exit(__main__.main(sys.argv[1:]))
 """
 
 
-class Backend:
-    """A backend process of its own."""
+class BackendProcess:
+    """Backend in a process of its own."""
 
     def __init__(
         self, model: Path, folder: Path, program: list[str], *rest: str, says: str = "serving .* at http://"
     ) -> None:
         self.home, self._port = Home(folder / "home"), free_port()
         flags = ["--home", str(self.home.root), "--model", str(model), "--port", str(self._port)]
-        self.running = Running([sys.executable, *program, *flags, *rest])
+        self.running = RunningProcess([sys.executable, *program, *flags, *rest])
         self.running.wait_for(says, 60)
 
     def stream(self, body: object) -> HTTPResponse:
@@ -235,7 +237,7 @@ def read_lines_until(response: HTTPResponse, word: bytes) -> None:
 
 
 def test_second_sigterm_ends_process_at_once_with_0(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    backend = Backend(tiny_folder("llama"), tmp_path, ["-m", "warmline_backend"], "--drain-timeout-s", "1000")
+    backend = BackendProcess(tiny_folder("llama"), tmp_path, ["-m", "warmline_backend"], "--drain-timeout-s", "1000")
     with backend.running as running, backend.stream({**ENDLESS, "stream": True}) as response:
         read_lines_until(response, b'"content":"')
         backend.signal(signal.SIGTERM)
@@ -251,7 +253,7 @@ def test_second_sigterm_ends_process_at_once_with_0(tiny_folder: FolderOf, tmp_p
 
 def test_broken_device_ends_process_with_1(tiny_folder: FolderOf, tmp_path: Path) -> None:
     order = tmp_path / "order"
-    backend = Backend(tiny_folder("llama"), tmp_path, ["-c", BREAKING], str(order))
+    backend = BackendProcess(tiny_folder("llama"), tmp_path, ["-c", BREAKING], str(order))
     with backend.running as running, backend.stream({**ENDLESS, "stream": True}) as response:
         read_lines_until(response, b'"content":"')
         order.touch()
@@ -262,7 +264,7 @@ def test_broken_device_ends_process_with_1(tiny_folder: FolderOf, tmp_path: Path
 
 
 def test_hanging_disk_does_not_delay_exit(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    backend = Backend(tiny_folder("llama"), tmp_path, ["-c", HANGING], says="the disk does not answer")
+    backend = BackendProcess(tiny_folder("llama"), tmp_path, ["-c", HANGING], says="the disk does not answer")
     with backend.running as running:
         backend.signal(signal.SIGTERM)
         running.wait_for(r"helper_\d: still at work; the process ends without waiting")
@@ -271,7 +273,7 @@ def test_hanging_disk_does_not_delay_exit(tiny_folder: FolderOf, tmp_path: Path)
 
 
 def test_abort_at_exit_does_not_change_exit_code(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    backend = Backend(tiny_folder("llama"), tmp_path, ["-c", ABORTING])
+    backend = BackendProcess(tiny_folder("llama"), tmp_path, ["-c", ABORTING])
     with backend.running as running:
         backend.signal(signal.SIGTERM)
         assert backend.code() == 0
@@ -281,14 +283,14 @@ def test_abort_at_exit_does_not_change_exit_code(tiny_folder: FolderOf, tmp_path
 def test_second_backend_on_home_is_refused_before_writing(tiny_folder: FolderOf, tmp_path: Path) -> None:
     """Otherwise it would delete the first one's drafts, and overwrite its pid file."""
     model = tiny_folder("llama")
-    first = Backend(model, tmp_path, ["-m", "warmline_backend"])
+    first = BackendProcess(model, tmp_path, ["-m", "warmline_backend"])
     with first.running:
         draft = first.home.segments / "ab" / ".draft.tmp"
         draft.parent.mkdir()
         draft.touch()
         pid = first.home.pid_file("backend").read_text()
         program = ["-c", QUICK, "--home", str(first.home.root), "--model", str(model), "--port", str(free_port())]
-        with Running([sys.executable, *program]) as second:
+        with RunningProcess([sys.executable, *program]) as second:
             second.wait_for(f"in use by process {first.running.process.pid}, another backend")
             assert second.process.wait(WAIT_S) == 2
         assert draft.exists() and first.home.pid_file("backend").read_text() == pid

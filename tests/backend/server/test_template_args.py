@@ -11,9 +11,9 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
-from support.backend.engine_driver import Drive
-from support.backend.families import served
-from support.backend.small_tokenizers import CHATML, byte_level
+from support.backend.engine_driver import SchedulerDriver
+from support.backend.families import load_family
+from support.backend.small_tokenizers import CHATML, make_byte_level_tokenizer
 from warmline_backend.config import RESERVED_TEMPLATE_ARGS, BackendConfigError, parse_config
 from warmline_backend.engine.engine import Engine
 from warmline_backend.prompt.renderer import TemplateRenderer
@@ -42,11 +42,11 @@ MakeRenderer = Callable[..., TemplateRenderer]
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
-    return byte_level(tmp_path_factory.mktemp("model"), THINKING)
+    return make_byte_level_tokenizer(tmp_path_factory.mktemp("model"), THINKING)
 
 
-def tail(renderer: TemplateRenderer, **body: Any) -> str:
-    """End of the prompt, after the assistant's header."""
+def render_tail(renderer: TemplateRenderer, **body: Any) -> str:
+    """Render the end of the prompt, after the assistant's header."""
     tokens = renderer.render("chat", {"messages": [USER], **body}).tokens
     return str(renderer._wrapper.decode(tokens)).rpartition("assistant\n")[2]
 
@@ -69,11 +69,16 @@ def tail(renderer: TemplateRenderer, **body: Any) -> str:
 def test_request_arguments_override_settings_by_key(
     tokenizer: TokenizerWrapper, settings: dict[str, Any], request_kwargs: dict[str, Any] | None, expected: str
 ) -> None:
-    assert tail(TemplateRenderer(tokenizer, template_args=settings), chat_template_kwargs=request_kwargs) == expected
+    assert (
+        render_tail(TemplateRenderer(tokenizer, template_args=settings), chat_template_kwargs=request_kwargs)
+        == expected
+    )
 
 
 def test_null_is_passed_as_value(tmp_path: Path) -> None:
-    tokenizer = byte_level(tmp_path, CHATML + "{{ 'undefined' if depth is not defined else depth is none }}")
+    tokenizer = make_byte_level_tokenizer(
+        tmp_path, CHATML + "{{ 'undefined' if depth is not defined else depth is none }}"
+    )
     body = {"messages": [USER]}
     rendered = {
         name: tokenizer.decode(TemplateRenderer(tokenizer, template_args=args).render("chat", body).tokens)
@@ -95,9 +100,9 @@ def test_enable_thinking_changes_tokens(tokenizer: TokenizerWrapper) -> None:
 def test_template_error_by_request_arguments_returns_400(tokenizer: TokenizerWrapper) -> None:
     renderer = TemplateRenderer(tokenizer, template_args={"effort": "high"})
     with pytest.raises(BadRequestError, match=r'\{"effort": "mid"\}: effort must be low or high') as caught:
-        tail(renderer, chat_template_kwargs={"effort": "mid"})
+        render_tail(renderer, chat_template_kwargs={"effort": "mid"})
     assert caught.value.status == 400
-    assert tail(renderer) == "[high]<think>", "whoever comes next is served"
+    assert render_tail(renderer) == "[high]<think>", "whoever comes next is served"
 
 
 def test_template_error_by_settings_is_reported_at_start(tokenizer: TokenizerWrapper) -> None:
@@ -107,12 +112,12 @@ def test_template_error_by_settings_is_reported_at_start(tokenizer: TokenizerWra
 
 def test_template_error_without_arguments_does_not_blame_them(tmp_path: Path) -> None:
     strict = "{% if messages|length < 2 %}{{ raise_exception('more, please') }}{% endif %}" + CHATML
-    renderer = TemplateRenderer(byte_level(tmp_path, strict), template_args={"enable_thinking": False})
+    renderer = TemplateRenderer(make_byte_level_tokenizer(tmp_path, strict), template_args={"enable_thinking": False})
     assert renderer.render("chat", {"messages": [USER, ANSWER, USER]}).tokens
 
 
 def test_missing_template_is_reported_and_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    renderer = TemplateRenderer(byte_level(tmp_path, None), template_args={"enable_thinking": False})
+    renderer = TemplateRenderer(make_byte_level_tokenizer(tmp_path, None), template_args={"enable_thinking": False})
     assert "has no effect, this model has no chat template" in caplog.text
     assert renderer.render("completion", {"prompt": "hello"}).tokens
 
@@ -125,9 +130,9 @@ def test_process_refuses_settings_that_template_refuses(tmp_path: Path) -> None:
     home.prepare()
 
     def make() -> Any:
-        model = served.__wrapped__("llama", tmp_path)
-        object.__setattr__(model, "tokenizer", byte_level(tmp_path / "tokenizer", THINKING))
-        return Drive(model).scheduler
+        model = load_family.__wrapped__("llama", tmp_path)
+        object.__setattr__(model, "tokenizer", make_byte_level_tokenizer(tmp_path / "tokenizer", THINKING))
+        return SchedulerDriver(model).scheduler
 
     async def start() -> None:
         engine = Engine(make)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from support import tiny_models
-from support.backend.engine_driver import Drive, Heard
-from support.backend.live_backend import Live, with_backend
+from support.backend.engine_driver import EventLog, SchedulerDriver
+from support.backend.live_backend import LiveBackend, with_backend
 from warmline_backend.generation.events import TokenEvent
 from warmline_backend.generation.sampling import LOGPROB_MIN
 from warmline_backend.generation.sequence import GenerationRequest
@@ -50,18 +50,20 @@ def make_matcher(grammars: GrammarCompiler, schema: dict[str, Any]) -> Matcher:
     return grammars.create_matcher(constraint)
 
 
-def submit(drive: Drive, guided: Matcher | None, prompt: list[int] = PROMPT, **params: Any) -> Heard:
-    heard, count = Heard(), drive.scheduler.running_count + drive.scheduler.queued_count
+def submit_constrained(
+    driver: SchedulerDriver, guided: Matcher | None, prompt: list[int] = PROMPT, **params: Any
+) -> EventLog:
+    log, count = EventLog(), driver.scheduler.running_count + driver.scheduler.queued_count
     wanted = GenerationParams(**{"max_tokens": 200, **params})
-    drive.scheduler.submit(GenerationRequest(f"g{count}", prompt, wanted, heard.events.append, matcher=guided))
-    return heard
+    driver.scheduler.submit(GenerationRequest(f"g{count}", prompt, wanted, log.events.append, matcher=guided))
+    return log
 
 
-def generate_alone(served: ServedModel, guided: Matcher | None, prompt: list[int] = PROMPT, **params: Any) -> Heard:
-    drive = Drive(served)
-    heard = submit(drive, guided, prompt, **params)
-    drive.until(lambda: heard.over)
-    return heard
+def generate_alone(served: ServedModel, guided: Matcher | None, prompt: list[int] = PROMPT, **params: Any) -> EventLog:
+    driver = SchedulerDriver(served)
+    log = submit_constrained(driver, guided, prompt, **params)
+    driver.run_until(lambda: log.is_ended)
+    return log
 
 
 MIXED: list[tuple[dict[str, Any] | None, dict[str, Any]]] = [
@@ -79,17 +81,18 @@ def test_constrained_and_free_sequences_share_batch(served: ServedModel, grammar
     def guided(schema: dict[str, Any] | None) -> Matcher | None:
         return None if schema is None else make_matcher(grammars, schema)
 
-    drive, prompts = Drive(served), [[*PROMPT[:-1], 90 + n] for n in range(len(MIXED))]
-    heard = [
-        submit(drive, guided(schema), prompt, **params) for (schema, params), prompt in zip(MIXED, prompts, strict=True)
+    driver, prompts = SchedulerDriver(served), [[*PROMPT[:-1], 90 + n] for n in range(len(MIXED))]
+    log = [
+        submit_constrained(driver, guided(schema), prompt, **params)
+        for (schema, params), prompt in zip(MIXED, prompts, strict=True)
     ]
-    drive.until(lambda: max((len(group.sequences) for group in drive.scheduler._queues.groups), default=0) > 4)
-    drive.until(lambda: all(one.over for one in heard))
-    for (schema, params), prompt, one in zip(MIXED, prompts, heard, strict=True):
+    driver.run_until(lambda: max((len(group.sequences) for group in driver.scheduler._queues.groups), default=0) > 4)
+    driver.run_until(lambda: all(one.is_ended for one in log))
+    for (schema, params), prompt, one in zip(MIXED, prompts, log, strict=True):
         by_itself = generate_alone(served, guided(schema), prompt, **params)
-        assert (one.text, one.settled.finish) == (by_itself.text, by_itself.settled.finish)
+        assert (one.text, one.result.finish) == (by_itself.text, by_itself.result.finish)
         if schema is not None:
-            assert one.settled.finish == "stop"
+            assert one.result.finish == "stop"
             read = json.loads(one.text)
             assert read == FIXED["const"] if schema is FIXED else len(read) in (2, 3)
 
@@ -97,19 +100,19 @@ def test_constrained_and_free_sequences_share_batch(served: ServedModel, grammar
 def test_cut_answer_finishes_with_length(served: ServedModel, grammars: GrammarCompiler) -> None:
     whole = generate_alone(served, make_matcher(grammars, PEOPLE)).text
     cut = generate_alone(served, make_matcher(grammars, PEOPLE), max_tokens=20)
-    assert (cut.settled.finish, cut.text) == ("length", whole[:20])
+    assert (cut.result.finish, cut.text) == ("length", whole[:20])
     endless = generate_alone(served, make_matcher(grammars, {"type": "string", "minLength": 500}), max_tokens=30)
-    assert endless.settled.finish == "length" and endless.text.startswith('"') and '"' not in endless.text[1:]
+    assert endless.result.finish == "length" and endless.text.startswith('"') and '"' not in endless.text[1:]
 
 
 def test_complete_form_ends_answer_despite_ignore_eos(served: ServedModel, grammars: GrammarCompiler) -> None:
     ended = generate_alone(served, make_matcher(grammars, FIXED), ignore_eos=True)
-    assert ended.settled.finish == "stop" and json.loads(ended.text) == FIXED["const"]
+    assert ended.result.finish == "stop" and json.loads(ended.text) == FIXED["const"]
 
 
 def test_complete_form_ends_answer_before_min_tokens(served: ServedModel, grammars: GrammarCompiler) -> None:
     ended = generate_alone(served, make_matcher(grammars, FIXED), min_tokens=150, stop_token_ids=(5,))
-    assert ended.settled.finish == "stop" and json.loads(ended.text) == FIXED["const"]
+    assert ended.result.finish == "stop" and json.loads(ended.text) == FIXED["const"]
 
 
 def test_min_tokens_holds_without_form(served: ServedModel) -> None:
@@ -118,7 +121,7 @@ def test_min_tokens_holds_without_form(served: ServedModel) -> None:
     assert generate_alone(served, None, **wants_to_end).generated == [eos]
     for sampling in ({}, {"temperature": 1.0, "seed": 4}):
         held = generate_alone(served, None, min_tokens=6, **wants_to_end, **sampling)
-        assert held.settled.finish == "stop" and len(held.generated) == 7
+        assert held.result.finish == "stop" and len(held.generated) == 7
         assert held.generated.index(eos) == 6
 
 
@@ -127,14 +130,14 @@ def test_stop_token_ends_answer_without_text(served: ServedModel) -> None:
     stop = whole.generated[4]
     at = whole.generated.index(stop)
     cut = generate_alone(served, None, max_tokens=20, ignore_eos=True, stop_token_ids=(stop,))
-    assert (cut.settled.finish, cut.generated, cut.text) == ("stop", whole.generated[: at + 1], whole.text[:at])
+    assert (cut.result.finish, cut.generated, cut.text) == ("stop", whole.generated[: at + 1], whole.text[:at])
     late = generate_alone(served, None, max_tokens=20, ignore_eos=True, stop_token_ids=(stop,), min_tokens=10)
     assert stop not in late.generated[:10]
 
 
 def test_allowed_token_ids_limit_sampling(served: ServedModel) -> None:
-    heard = generate_alone(served, None, max_tokens=12, temperature=1.0, seed=1, allowed_token_ids=(65, 66))
-    assert set(heard.generated) == {65, 66} and heard.settled.finish == "length"
+    log = generate_alone(served, None, max_tokens=12, temperature=1.0, seed=1, allowed_token_ids=(65, 66))
+    assert set(log.generated) == {65, 66} and log.result.finish == "length"
 
 
 def test_allowed_token_ids_with_form_are_refused(grammars: GrammarCompiler) -> None:
@@ -150,9 +153,9 @@ def test_gbnf_grammar_is_followed(served: ServedModel, grammars: GrammarCompiler
 
 
 def test_logprobs_have_no_infinity(served: ServedModel, grammars: GrammarCompiler) -> None:
-    heard = generate_alone(served, make_matcher(grammars, FIXED), logprobs=True, top_logprobs=5)
-    told = [event.logprobs for event in heard.events if isinstance(event, TokenEvent) and event.logprobs]
-    assert len(told) == len(heard.text.encode())
+    log = generate_alone(served, make_matcher(grammars, FIXED), logprobs=True, top_logprobs=5)
+    told = [event.logprobs for event in log.events if isinstance(event, TokenEvent) and event.logprobs]
+    assert len(told) == len(log.text.encode())
     for one in told:
         assert one.logprob == pytest.approx(0.0, abs=1e-5)
         assert [value for _, value in one.top[1:]] == [LOGPROB_MIN] * 4
@@ -163,29 +166,29 @@ def test_first_logits_are_unmasked(served: ServedModel, grammars: GrammarCompile
         generate_alone(served, None, max_tokens=2),
         generate_alone(served, make_matcher(grammars, FIXED), max_tokens=2),
     )
-    assert free.settled.first == guided.settled.first is not None
+    assert free.result.first == guided.result.first is not None
 
 
 def test_warm_start_equals_cold_answer(served: ServedModel, grammars: GrammarCompiler) -> None:
-    drive = Drive(served)
-    first = drive.run(PROMPT, 4)
-    resident = drive.saved(first)
+    driver = SchedulerDriver(served)
+    first = driver.run(PROMPT, 4)
+    resident = driver.mark_saved(first)
     prompt = PROMPT + first.generated + [70, 71, 72]
-    heard, wanted = Heard(), GenerationParams(max_tokens=200, temperature=1.0, seed=3)
-    drive.scheduler.submit(
+    log, wanted = EventLog(), GenerationParams(max_tokens=200, temperature=1.0, seed=3)
+    driver.scheduler.submit(
         GenerationRequest(
             "warm",
             prompt,
             wanted,
-            heard.events.append,
+            log.events.append,
             matcher=make_matcher(grammars, PEOPLE),
             resident_id=resident,
             reuse_tokens=len(PROMPT),
         )
     )
-    drive.until(lambda: heard.over)
-    assert heard.reused == len(PROMPT)
-    assert heard.text == generate_alone(served, make_matcher(grammars, PEOPLE), prompt, temperature=1.0, seed=3).text
+    driver.run_until(lambda: log.is_ended)
+    assert log.reused == len(PROMPT)
+    assert log.text == generate_alone(served, make_matcher(grammars, PEOPLE), prompt, temperature=1.0, seed=3).text
 
 
 def test_failing_matcher_ends_its_request_only(
@@ -194,12 +197,12 @@ def test_failing_matcher_ends_its_request_only(
     def fails(token: int) -> None:
         raise GrammarDeadEndError("a limit was met")
 
-    drive, broken = Drive(served), make_matcher(grammars, PEOPLE)
+    driver, broken = SchedulerDriver(served), make_matcher(grammars, PEOPLE)
     monkeypatch.setattr(broken, "advance", fails)
-    failed, other = submit(drive, broken), submit(drive, make_matcher(grammars, FIXED))
-    drive.until(lambda: failed.over and other.over)
-    assert failed.settled.finish == "error" and "a limit was met" in failed.settled.error
-    assert other.settled.finish == "stop" and json.loads(other.text) == FIXED["const"]
+    failed, other = submit_constrained(driver, broken), submit_constrained(driver, make_matcher(grammars, FIXED))
+    driver.run_until(lambda: failed.is_ended and other.is_ended)
+    assert failed.result.finish == "error" and "a limit was met" in failed.result.error
+    assert other.result.finish == "stop" and json.loads(other.text) == FIXED["const"]
 
 
 TOOL = {
@@ -226,26 +229,26 @@ ASKS = {
 def test_service_follows_forms_and_required_calls(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_models.build("llama", tmp_path / "model", stops=True, tools=True)
 
-    async def work(live: Live) -> None:
+    async def work(live: LiveBackend) -> None:
         bodies = [
             {**ASKS, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
             {**ASKS, "structured_outputs": {"regex": "ab{3}"}, "temprature": 0.1},
         ]
         for body in bodies:
-            prompt = await live.prompt(body)
-            async with live.generation("r", prompt) as response:
+            prompt = await live.render_prompt(body)
+            async with live.start_generation("r", prompt) as response:
                 text = (await response.read()).decode()
             if "tools" in body:
                 assert '"finish_reason":"tool_calls"' in text and '"name":"add"' in text
             else:
                 assert '"finish_reason":"stop"' in text
-        async with live.generation("c", await live.prompt({**bodies[0], "max_tokens": 12})) as response:
+        async with live.start_generation("c", await live.render_prompt({**bodies[0], "max_tokens": 12})) as response:
             cut = (await response.read()).decode()
         assert '"finish_reason":"length"' in cut and '"tool_calls"' not in cut and '"content":"' in cut
         slips = [record.getMessage() for record in caplog.records if "did you mean" in record.getMessage()]
         assert len(slips) == 1 and "'temprature'" in slips[0] and "0.1" not in slips[0]
         wrong = PromptRequest(request_id="p", endpoint="chat", body={**ASKS, "guided_regex": "("})
-        status, reply = await live.json("POST", "/kv/prompts", wrong)
+        status, reply = await live.request_json("POST", "/kv/prompts", wrong)
         assert status == 400 and "'guided_regex' can't be used" in reply["error"]["message"]
         assert reply["error"]["param"] == "guided_regex"
 

@@ -9,7 +9,7 @@ from warmline_backend.request.params import BadRequestError
 from warmline_backend.structured_output.json_schema import SCHEMA_DEPTH_MAX, SCHEMA_NODES_MAX, adapt_schema
 
 
-def branch(tag: object, **more: Any) -> dict[str, Any]:
+def make_branch(tag: object, **more: Any) -> dict[str, Any]:
     return {"type": "object", "properties": {"kind": {"const": tag}}, "required": ["kind"], **more}
 
 
@@ -18,12 +18,12 @@ def branch(tag: object, **more: Any) -> dict[str, Any]:
     [
         [{"type": "string"}, {"type": "integer"}],
         [{"type": ["string", "null"]}, {"type": "array"}],
-        [branch("a"), branch("b"), branch(1)],
-        [{"$ref": "#/$defs/a"}, branch("b")],
+        [make_branch("a"), make_branch("b"), make_branch(1)],
+        [{"$ref": "#/$defs/a"}, make_branch("b")],
     ],
 )
 def test_exclusive_one_of_becomes_any_of(branches: list[Any]) -> None:
-    made = adapt_schema({"oneOf": branches, "$defs": {"a": branch("a")}}, "x")
+    made = adapt_schema({"oneOf": branches, "$defs": {"a": make_branch("a")}}, "x")
     assert made["anyOf"] == branches and "oneOf" not in made
 
 
@@ -31,8 +31,8 @@ def test_exclusive_one_of_becomes_any_of(branches: list[Any]) -> None:
     "branches",
     [
         [{"type": "number"}, {"type": "integer"}],
-        [branch("a"), branch("a")],
-        [branch("a"), branch("b", required=[])],
+        [make_branch("a"), make_branch("a")],
+        [make_branch("a"), make_branch("b", required=[])],
         [{"type": "string"}, {}],
         [{"$ref": "#/nowhere"}, {"type": "string"}],
         [{"type": "string"}, True],
@@ -62,14 +62,14 @@ def test_unchecked_formats_are_removed_but_not_property_names() -> None:
     }
 
 
-def nested(levels: int) -> dict[str, Any]:
+def make_nested(levels: int) -> dict[str, Any]:
     return functools.reduce(lambda inner, _: {"type": "array", "items": inner}, range(levels), {"type": "null"})
 
 
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
-        (nested(SCHEMA_DEPTH_MAX), "nests deeper"),
+        (make_nested(SCHEMA_DEPTH_MAX), "nests deeper"),
         ({"enum": list(range(SCHEMA_NODES_MAX))}, "too large"),
         ({"const": "x" * (1 << 18)}, "too large"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "requires itself"),
@@ -89,7 +89,7 @@ def test_too_large_or_infinite_schema_is_refused(schema: dict[str, Any], words: 
 @pytest.mark.parametrize(
     "schema",
     [
-        nested(SCHEMA_DEPTH_MAX - 2),
+        make_nested(SCHEMA_DEPTH_MAX - 2),
         {"type": "object", "properties": {"a": {"$ref": "#"}}},
         {"type": "array", "items": {"$ref": "#"}},
         {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
@@ -104,7 +104,7 @@ def test_recursive_schema_that_can_end_is_accepted(schema: dict[str, Any]) -> No
 
 def test_references_are_encoded() -> None:
     schema = {"oneOf": [{"$ref": "#/$defs/Größe"}, {"$ref": "#/$defs/a b"}]}
-    defs = {"Größe": branch("a"), "a b": branch("b")}
+    defs = {"Größe": make_branch("a"), "a b": make_branch("b")}
     made = adapt_schema({**schema, "$defs": defs}, "x")
     assert made == {"anyOf": [{"$ref": "#/$defs/Gr%C3%B6%C3%9Fe"}, {"$ref": "#/$defs/a%20b"}], "$defs": defs}
 

@@ -12,12 +12,12 @@ from support.backend.grammar_cases import (
     EOS,
     PADDING,
     THINKS,
-    accepts_tokens,
+    is_accepted,
     make_compiler,
     make_tokenizer,
     sample_tokens,
 )
-from support.backend.small_tokenizers import sentence_piece
+from support.backend.small_tokenizers import make_sentence_piece_tokenizer
 from warmline_backend.request.params import BadRequestError
 from warmline_backend.structured_output.compiler import SLOW_TOKENIZER_MESSAGE, GrammarCompiler
 from warmline_backend.structured_output.matcher import GrammarDeadEndError, Matcher
@@ -42,12 +42,12 @@ def make_matcher(grammars: GrammarCompiler, tail: str = "", **body: Any) -> Matc
     return grammars.create_matcher(constraint)
 
 
-def ids(tokenizer: TokenizerWrapper, text: str) -> list[int]:
+def encode_text(tokenizer: TokenizerWrapper, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def allowed(tokenizer: TokenizerWrapper, guide: Matcher) -> set[str]:
-    return {tokenizer.decode([token]) for token in guide.compute_allowed().nonzero()[0].tolist()}
+def list_allowed(tokenizer: TokenizerWrapper, matcher: Matcher) -> set[str]:
+    return {tokenizer.decode([token]) for token in matcher.compute_allowed().nonzero()[0].tolist()}
 
 
 @pytest.mark.parametrize(
@@ -69,15 +69,15 @@ def allowed(tokenizer: TokenizerWrapper, guide: Matcher) -> set[str]:
 )
 def test_form_begins_after_reasoning(thinking: Any, tail: str, answer: str, fits: bool) -> None:
     tokenizer, grammars = thinking
-    guide = make_matcher(grammars, tail)
-    assert accepts_tokens(guide, ids(tokenizer, answer)) == fits
-    assert guide.is_complete == (fits and answer.endswith(EOS))
+    matcher = make_matcher(grammars, tail)
+    assert is_accepted(matcher, encode_text(tokenizer, answer)) == fits
+    assert matcher.is_complete == (fits and answer.endswith(EOS))
 
 
 def test_completions_have_no_reasoning(thinking: Any) -> None:
     tokenizer, grammars = thinking
     constraint = grammars.build_constraint("completion", YES_OR_NO, None, "")
-    assert not accepts_tokens(grammars.create_matcher(constraint), ids(tokenizer, THINKS[0]))
+    assert not is_accepted(grammars.create_matcher(constraint), encode_text(tokenizer, THINKS[0]))
 
 
 def test_think_start_may_share_tokens_with_form(folder: Path) -> None:
@@ -93,7 +93,7 @@ def test_think_start_may_share_tokens_with_form(folder: Path) -> None:
         ("<|open|>tools", False),
         ("<|open|>response<|sep|>maybe", False),
     ):
-        assert accepts_tokens(make_matcher(grammars), ids(tokenizer, answer)) == fits, answer
+        assert is_accepted(make_matcher(grammars), encode_text(tokenizer, answer)) == fits, answer
 
 
 def test_channels_are_part_of_grammar(folder: Path) -> None:
@@ -108,21 +108,21 @@ def test_channels_are_part_of_grammar(folder: Path) -> None:
         (thought + thought + "<|channel|>final<|message|>maybe", False),
         ("yes", False),
     ):
-        assert accepts_tokens(make_matcher(grammars, "<|start|>assistant"), ids(tokenizer, answer)) == fits, answer
+        assert is_accepted(make_matcher(grammars, "<|start|>assistant"), encode_text(tokenizer, answer)) == fits, answer
 
 
 def test_text_like_markers_is_not_a_marker(thinking: Any) -> None:
     tokenizer, grammars = thinking
-    guide = make_matcher(grammars, "</think>", structured_outputs={"json": {"const": "a<think>" + EOS}})
-    tokens = sample_tokens(guide, 1)
+    matcher = make_matcher(grammars, "</think>", structured_outputs={"json": {"const": "a<think>" + EOS}})
+    tokens = sample_tokens(matcher, 1)
     assert tokenizer.decode(tokens) == f'"a<think>{EOS}"'
     assert all(token < 256 for token in tokens)
 
 
 def test_padding_logits_are_masked(thinking: Any) -> None:
     tokenizer, grammars = thinking
-    guide = make_matcher(grammars, "</think>", guided_regex="(?s:.*)")
-    mask = guide.compute_allowed()
+    matcher = make_matcher(grammars, "</think>", guided_regex="(?s:.*)")
+    mask = matcher.compute_allowed()
     assert mask.shape == (len(tokenizer) + PADDING,)
     assert mask[:256].any() and not mask[-PADDING:].any()
     assert {token for token in mask.nonzero()[0].tolist() if token >= 256} == {tokenizer.eos_token_id}
@@ -131,54 +131,54 @@ def test_padding_logits_are_masked(thinking: Any) -> None:
 def test_matcher_masks_as_logits_processor(thinking: Any) -> None:
     tokenizer, grammars = thinking
     width = len(tokenizer) + PADDING
-    guide = make_matcher(grammars, "<think>")
+    matcher = make_matcher(grammars, "<think>")
     logits, prompt = mx.zeros((1, width), mx.bfloat16), [65] * 5
 
     def step(*answer: str) -> set[int]:
-        tokens = [token for word in answer for token in ids(tokenizer, word)]
-        made = guide(mx.array(prompt + tokens), logits)
+        tokens = [token for word in answer for token in encode_text(tokenizer, word)]
+        made = matcher(mx.array(prompt + tokens), logits)
         assert made.dtype == mx.bfloat16 and made.shape == (1, width)
         return {token for token, value in enumerate(made[0].tolist()) if value == 0}
 
     assert step() == set(range(width)) - {tokenizer.eos_token_id}, "an answer can't end before it has its form"
     assert len(step("x")) == width - 1
-    assert step("x", "</think>") == {*ids(tokenizer, "yn\n")}
-    assert step("x", "</think>", "y") == {*ids(tokenizer, "e")}
-    guide.set_sampled(mx.array([0, ids(tokenizer, "e")[0], 0]), 1)  # what is said so goes before the context
-    assert step("x", "</think>", "y", "?") == {*ids(tokenizer, "s")}
+    assert step("x", "</think>") == {*encode_text(tokenizer, "yn\n")}
+    assert step("x", "</think>", "y") == {*encode_text(tokenizer, "e")}
+    matcher.set_sampled(mx.array([0, encode_text(tokenizer, "e")[0], 0]), 1)  # what is said so goes before the context
+    assert step("x", "</think>", "y", "?") == {*encode_text(tokenizer, "s")}
 
 
 def test_only_eos_follows_complete_answer(thinking: Any) -> None:
     tokenizer, grammars = thinking
-    guide = make_matcher(grammars, "</think>")
-    assert accepts_tokens(guide, ids(tokenizer, "yes"))
-    assert guide.compute_allowed().nonzero()[0].tolist() == [tokenizer.eos_token_id]
-    guide.advance(tokenizer.eos_token_id)
-    guide.advance(tokenizer.eos_token_id)
-    assert guide.is_complete
+    matcher = make_matcher(grammars, "</think>")
+    assert is_accepted(matcher, encode_text(tokenizer, "yes"))
+    assert matcher.compute_allowed().nonzero()[0].tolist() == [tokenizer.eos_token_id]
+    matcher.advance(tokenizer.eos_token_id)
+    matcher.advance(tokenizer.eos_token_id)
+    assert matcher.is_complete
 
 
 def test_token_outside_grammar_raises(thinking: Any) -> None:
     tokenizer, grammars = thinking
-    guide = make_matcher(grammars, "</think>")
+    matcher = make_matcher(grammars, "</think>")
     with pytest.raises(GrammarDeadEndError, match="can't go on in the form asked for"):
-        guide.advance(ids(tokenizer, "?")[0])
+        matcher.advance(encode_text(tokenizer, "?")[0])
 
 
 def test_matchers_of_one_constraint_are_independent(thinking: Any) -> None:
     tokenizer, grammars = thinking
     constraint = grammars.build_constraint("chat", YES_OR_NO, None, "</think>")
     one, other = grammars.create_matcher(constraint), grammars.create_matcher(constraint)
-    assert accepts_tokens(one, ids(tokenizer, "ye"))
-    assert allowed(tokenizer, one) == {"s"} and allowed(tokenizer, other) == {"y", "n"}
+    assert is_accepted(one, encode_text(tokenizer, "ye"))
+    assert list_allowed(tokenizer, one) == {"s"} and list_allowed(tokenizer, other) == {"y", "n"}
 
 
 def test_sentencepiece_tokens_are_matched_as_bytes(tmp_path: Path) -> None:
-    tokenizer = sentence_piece(tmp_path)
+    tokenizer = make_sentence_piece_tokenizer(tmp_path)
     grammars = make_compiler(tokenizer)
     for seed in range(3):
-        guide = make_matcher(grammars, structured_outputs={"json": {"const": {"the": "hé"}}})
-        assert tokenizer.decode(sample_tokens(guide, seed)).strip() == '{"the": "hé"}'
+        matcher = make_matcher(grammars, structured_outputs={"json": {"const": {"the": "hé"}}})
+        assert tokenizer.decode(sample_tokens(matcher, seed)).strip() == '{"the": "hé"}'
 
 
 def test_slow_tokenizer_is_refused(thinking: Any) -> None:
@@ -231,5 +231,5 @@ def test_compiled_grammars_are_bounded(thinking: Any, monkeypatch: pytest.Monkey
     bounded = GrammarCompiler(tokenizer, len(tokenizer), compile_times.append)
     for constraint, word in [*zip(constraints, ("ab", "cd", "ef"), strict=True)] * 2:
         for _ in range(2):
-            assert accepts_tokens(bounded.create_matcher(constraint), ids(tokenizer, word + EOS))
+            assert is_accepted(bounded.create_matcher(constraint), encode_text(tokenizer, word + EOS))
     assert len(compile_times) == 6  # each was evicted before its next turn, and found in between

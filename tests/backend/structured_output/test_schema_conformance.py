@@ -1,4 +1,4 @@
-"""JSON that a random model samples under a schema is valid, whatever the schema: it never would be by luck."""
+"""JSON sampled by a random model under a schema is valid; without the grammar it would never be."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 
 from support import tiny_models
-from support.backend.engine_driver import Drive, Heard
+from support.backend.engine_driver import EventLog, SchedulerDriver
 from support.backend.nasty_schemas import is_endless, make_schema
 from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.model.model import ServedModel, load_served_model
@@ -33,44 +33,44 @@ def grammars(served: ServedModel) -> GrammarCompiler:
     return GrammarCompiler(served.tokenizer, served.vocabulary_size)
 
 
-def answers(
+def sample_answers(
     served: ServedModel, grammars: GrammarCompiler, schemas: dict[int, dict[str, Any]], temperature: float
-) -> dict[int, Heard]:
+) -> dict[int, EventLog]:
     """Sample all answers at once, one row each."""
-    drive, heard = Drive(served, places=TOGETHER), {seed: Heard() for seed in schemas}
+    driver, log = SchedulerDriver(served, places=TOGETHER), {seed: EventLog() for seed in schemas}
     for seed, schema in schemas.items():
         constraint = grammars.build_constraint("chat", {"structured_outputs": {"json": schema}}, None, THOUGHT)
         assert constraint is not None
         nulls = {served.tokenizer.encode("n")[0]: 8.0} if is_endless(schema) else {}  # so that lists come to an end
         params = GenerationParams(max_tokens=TOKENS_MAX, temperature=temperature, seed=seed, logit_bias=nulls)
         prompt = [33 + seed % 90] * 8
-        drive.scheduler.submit(
+        driver.scheduler.submit(
             GenerationRequest(
-                f"{seed}", prompt, params, heard[seed].events.append, matcher=grammars.create_matcher(constraint)
+                f"{seed}", prompt, params, log[seed].events.append, matcher=grammars.create_matcher(constraint)
             )
         )
-    with pytest.MonkeyPatch.context() as planted:  # all begin to decode together, and share a batch
-        planted.setattr(scheduler, "DECODE_STEPS_PER_CHUNK", 0)
-        drive.until(lambda: not (drive.scheduler.queued_count or drive.scheduler._queues.prefilling))
-    drive.until(lambda: all(one.over for one in heard.values()))
-    return heard
+    with pytest.MonkeyPatch.context() as patch:  # all begin to decode together, and share a batch
+        patch.setattr(scheduler, "DECODE_STEPS_PER_CHUNK", 0)
+        driver.run_until(lambda: not (driver.scheduler.queued_count or driver.scheduler._queues.prefilling))
+    driver.run_until(lambda: all(one.is_ended for one in log.values()))
+    return log
 
 
-def check(served: ServedModel, schema: dict[str, Any], heard: Heard) -> None:
-    assert heard.settled.finish == "stop", (heard.settled.error, heard.text[-200:], schema)
+def check_answer(served: ServedModel, schema: dict[str, Any], log: EventLog) -> None:
+    assert log.result.finish == "stop", (log.result.error, log.text[-200:], schema)
     validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
-    validator.validate(json.loads(heard.text))
+    validator.validate(json.loads(log.text))
 
 
 @pytest.mark.parametrize("level", range(LEVELS))
 def test_sampled_answers_conform_to_schemas(level: int, served: ServedModel, grammars: GrammarCompiler) -> None:
     seeds = range(level * SCHEMAS // LEVELS, (level + 1) * SCHEMAS // LEVELS)
     schemas = {seed: make_schema(seed, level) for seed in seeds}
-    for seed, one in answers(served, grammars, schemas, temperature=1.0).items():
-        check(served, schemas[seed], one)
+    for seed, one in sample_answers(served, grammars, schemas, temperature=1.0).items():
+        check_answer(served, schemas[seed], one)
 
 
 def test_greedy_answers_conform_to_schemas(served: ServedModel, grammars: GrammarCompiler) -> None:
     schemas = {seed: make_schema(seed, seed % 4) for seed in range(SCHEMAS, SCHEMAS + 32)}
-    for seed, one in answers(served, grammars, schemas, temperature=0.0).items():
-        check(served, schemas[seed], one)
+    for seed, one in sample_answers(served, grammars, schemas, temperature=0.0).items():
+        check_answer(served, schemas[seed], one)

@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from support.backend.grammar_cases import (
     EOS,
     MARKERS,
-    accepts_tokens,
+    is_accepted,
     make_compiler,
     make_family_tokenizer,
     make_tokenizer,
@@ -52,22 +52,22 @@ NESTED = {
 }
 
 
-def function(name: str, parameters: Any = None, **more: Any) -> dict[str, Any]:
+def make_function(name: str, parameters: Any = None, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
 
 
 NAMES = [*BY_NAME, *MARKERS]
-TOOLS = [function("get_weather", WEATHER), function("now"), function("draw", NESTED)]
+TOOLS = [make_function("get_weather", WEATHER), make_function("now"), make_function("draw", NESTED)]
 FLAT = TOOLS[:2]  # FunctionGemma's notation knows no nesting that can be read back
 SCHEMAS = {"get_weather": WEATHER, "now": {"type": "object", "maxProperties": 0}, "draw": NESTED}
 
 
-def thought(family: str) -> str:
-    """End of a prompt after which no reasoning begins."""
+def get_thought_end(family: str) -> str:
+    """Get the end of a prompt after which no reasoning begins."""
     return "".join(BY_NAME[family].think) if family in BY_NAME else ""
 
 
-def tools_for(family: str) -> list[dict[str, Any]]:
+def make_tools(family: str) -> list[dict[str, Any]]:
     return FLAT if family == "function_gemma" else TOOLS
 
 
@@ -81,9 +81,9 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokeni
 @pytest.mark.parametrize("family", NAMES)
 def test_required_calls_parse_with_valid_arguments(family: str, families: dict[str, Any]) -> None:
     tokenizer, grammars = families[family]
-    tools = tools_for(family)
+    tools = make_tools(family)
     body = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
-    constraint = grammars.build_constraint("chat", body, tools, thought(family))
+    constraint = grammars.build_constraint("chat", body, tools, get_thought_end(family))
     called = set()
     for seed in range(12):
         tokens = sample_tokens(grammars.create_matcher(constraint), seed)
@@ -98,8 +98,10 @@ def test_required_calls_parse_with_valid_arguments(family: str, families: dict[s
 @pytest.mark.parametrize("family", NAMES)
 def test_parallel_calls_are_allowed(family: str, families: dict[str, Any]) -> None:
     tokenizer, grammars = families[family]
-    tools = tools_for(family)
-    constraint = grammars.build_constraint("chat", {"tools": tools, "tool_choice": "required"}, tools, thought(family))
+    tools = make_tools(family)
+    constraint = grammars.build_constraint(
+        "chat", {"tools": tools, "tool_choice": "required"}, tools, get_thought_end(family)
+    )
     counts = set()
     for seed in range(12):
         tokens = sample_tokens(grammars.create_matcher(constraint), seed, 6000)
@@ -115,7 +117,9 @@ def test_parallel_calls_are_allowed(family: str, families: dict[str, Any]) -> No
 def test_named_tool_is_called(family: str, families: dict[str, Any]) -> None:
     tokenizer, grammars = families[family]
     body = {"tools": FLAT, "tool_choice": {"type": "function", "function": {"name": "now"}}}
-    constraint = grammars.build_constraint("chat", {**body, "parallel_tool_calls": False}, FLAT, thought(family))
+    constraint = grammars.build_constraint(
+        "chat", {**body, "parallel_tool_calls": False}, FLAT, get_thought_end(family)
+    )
     answers = [sample_tokens(grammars.create_matcher(constraint), seed) for seed in range(3)]
     calls = {tuple(parse_turn(answer, tokenizer, FLAT)[1]) for answer in answers}
     assert calls == {(("now", "{}"),)}
@@ -125,24 +129,26 @@ DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
 POINT = {"type": "object", "properties": {"x": DIGIT}, "required": ["x"], "additionalProperties": False}
 
 
-def exactly(**properties: Any) -> dict[str, Any]:
+def make_exact_schema(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 
 AWKWARD = {
-    "references into properties": exactly(a=POINT, b={"$ref": "#/properties/a"}, c={"enum": [7]}),
-    "a reference to all of it": {**exactly(v=DIGIT), "properties": {"v": DIGIT, "next": {"$ref": "#"}}},
-    "one branch of all": {**exactly(a={"allOf": [{"$ref": "#/definitions/p"}]}), "definitions": {"p": POINT}},
-    "all of two": exactly(a={"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 6}]}),
-    "or null": exactly(
+    "references into properties": make_exact_schema(a=POINT, b={"$ref": "#/properties/a"}, c={"enum": [7]}),
+    "a reference to all of it": {**make_exact_schema(v=DIGIT), "properties": {"v": DIGIT, "next": {"$ref": "#"}}},
+    "one branch of all": {**make_exact_schema(a={"allOf": [{"$ref": "#/definitions/p"}]}), "definitions": {"p": POINT}},
+    "all of two": make_exact_schema(a={"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 6}]}),
+    "or null": make_exact_schema(
         a={"anyOf": [DIGIT, {"type": "null"}]},
         b={"anyOf": [{"type": "string", "enum": ["x", "null "]}, {"type": "null"}], "title": "B"},
         c={"type": ["string", "null"], "pattern": "^[a-c]{2}$"},
         d={"type": ["string", "null"], "enum": ["z", None]},
     ),
-    "words and numbers": exactly(a={"enum": [1, 2.5, "x", None, True]}, b={"anyOf": [{"const": "q"}, DIGIT]}),
-    "one item at most": exactly(a={"type": "array", "items": DIGIT, "maxItems": 1}),
-    "a tuple": exactly(a={"type": "array", "prefixItems": [DIGIT, {"const": "s"}], "items": False, "minItems": 1}),
+    "words and numbers": make_exact_schema(a={"enum": [1, 2.5, "x", None, True]}, b={"anyOf": [{"const": "q"}, DIGIT]}),
+    "one item at most": make_exact_schema(a={"type": "array", "items": DIGIT, "maxItems": 1}),
+    "a tuple": make_exact_schema(
+        a={"type": "array", "prefixItems": [DIGIT, {"const": "s"}], "items": False, "minItems": 1}
+    ),
 }
 
 
@@ -150,9 +156,9 @@ AWKWARD = {
 def test_complex_schemas_are_followed(family: str, families: dict[str, Any]) -> None:
     tokenizer, grammars = families[family]
     for name, schema in AWKWARD.items():
-        tools = [function("f", schema, strict=True)]
+        tools = [make_function("f", schema, strict=True)]
         body = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
-        constraint = grammars.build_constraint("chat", body, tools, thought(family))
+        constraint = grammars.build_constraint("chat", body, tools, get_thought_end(family))
         for seed in range(4):
             tokens = sample_tokens(grammars.create_matcher(constraint), seed)
             calls = parse_turn(tokens, tokenizer, tools)[1]
@@ -172,7 +178,7 @@ WRITTEN = {
     "</atem:invoke>\n</atem:function_calls>",
     "function_gemma": "<start_function_call>call:get_weather{city:<escape>köln<escape>,days:2}<end_function_call>",
 }
-MINE = [function("get_weather", {**WEATHER, "additionalProperties": False}, strict=True), FLAT[1]]
+MINE = [make_function("get_weather", {**WEATHER, "additionalProperties": False}, strict=True), FLAT[1]]
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -183,9 +189,9 @@ def test_grammar_accepts_calls_of_family(family: str, families: dict[str, Any]) 
     tokens = tokenizer.encode(written + EOS, add_special_tokens=False)
     for choice in ("required", "auto"):
         constraint = grammars.build_constraint("chat", {"tools": tools, "tool_choice": choice}, tools, "")
-        guide = grammars.create_matcher(constraint)
-        assert accepts_tokens(guide, tokens), (choice, written)
-        assert guide.is_complete or guide.state == "free"
+        matcher = grammars.create_matcher(constraint)
+        assert is_accepted(matcher, tokens), (choice, written)
+        assert matcher.is_complete or matcher.state == "free"
     if theirs is not None:
         read = [(name, json.loads(arguments)) for name, arguments in parse_turn(tokens[:-1], tokenizer, tools)[1]]
         assert read == CALLS
@@ -193,19 +199,19 @@ def test_grammar_accepts_calls_of_family(family: str, families: dict[str, Any]) 
 
 def test_strict_tools_constrain_calls_only(families: dict[str, Any]) -> None:
     tokenizer, grammars = families["json_tools"]
-    strict = [function("get_weather", {**WEATHER, "additionalProperties": False}, strict=True)]
+    strict = [make_function("get_weather", {**WEATHER, "additionalProperties": False}, strict=True)]
     constraint = grammars.build_constraint("chat", {"tools": strict}, strict, "")
 
     def tokens(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
-    guide, call = grammars.create_matcher(constraint), WRITTEN["json_tools"]
-    assert accepts_tokens(guide, tokens("Let me look. " + call + " and " + call)) and guide.state == "free"
-    assert not accepts_tokens(grammars.create_matcher(constraint), tokens("Well: " + call.replace("city", "town")))
-    assert not accepts_tokens(grammars.create_matcher(constraint), tokens(call.replace("2", "99")))
+    matcher, call = grammars.create_matcher(constraint), WRITTEN["json_tools"]
+    assert is_accepted(matcher, tokens("Let me look. " + call + " and " + call)) and matcher.state == "free"
+    assert not is_accepted(grammars.create_matcher(constraint), tokens("Well: " + call.replace("city", "town")))
+    assert not is_accepted(grammars.create_matcher(constraint), tokens(call.replace("2", "99")))
     single = {"tools": strict, "parallel_tool_calls": False}
     once = grammars.create_matcher(grammars.build_constraint("chat", single, strict, ""))
-    assert accepts_tokens(once, tokens("Well. " + call)) and np_count(once) == 1
+    assert is_accepted(once, tokens("Well. " + call)) and count_allowed(once) == 1
 
 
 def test_allowed_tools_limit_calls(families: dict[str, Any]) -> None:
@@ -215,15 +221,15 @@ def test_allowed_tools_limit_calls(families: dict[str, Any]) -> None:
     constraint = grammars.build_constraint("chat", body, FLAT, "")
     for written, fits in ((WRITTEN["json_tools"], False), (WRITTEN["json_tools"].replace("get_weather", "now"), False)):
         assert (
-            accepts_tokens(grammars.create_matcher(constraint), tokenizer.encode(written, add_special_tokens=False))
+            is_accepted(grammars.create_matcher(constraint), tokenizer.encode(written, add_special_tokens=False))
             == fits
         )
     now = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-    assert accepts_tokens(grammars.create_matcher(constraint), tokenizer.encode("So: " + now, add_special_tokens=False))
+    assert is_accepted(grammars.create_matcher(constraint), tokenizer.encode("So: " + now, add_special_tokens=False))
 
 
-def np_count(guide: Any) -> int:
-    return int(guide.compute_allowed().sum())
+def count_allowed(matcher: Any) -> int:
+    return int(matcher.compute_allowed().sum())
 
 
 def test_harmony_allows_reasoning_and_one_call(tmp_path: Path) -> None:
@@ -243,16 +249,16 @@ def test_harmony_allows_reasoning_and_one_call(tmp_path: Path) -> None:
             (call.replace("2", "99"), False),
             (final, choice == "auto"),
         ):
-            guide = grammars.create_matcher(constraint)
+            matcher = grammars.create_matcher(constraint)
             tokens = tokenizer.encode(written + EOS, add_special_tokens=False)
-            assert accepts_tokens(guide, tokens) == guide.is_complete == fits, (choice, written)
+            assert is_accepted(matcher, tokens) == matcher.is_complete == fits, (choice, written)
     tokens = tokenizer.encode(call, add_special_tokens=False)
     assert parse_turn(tokens, tokenizer, FLAT)[1] == [("get_weather", '{"city": "köln", "days": 2}')]
 
 
 def test_family_without_syntax_refuses_constraints(tmp_path: Path) -> None:
     grammars = make_compiler(make_tokenizer(tmp_path, ()))
-    strict = [function("f", {"type": "object", "properties": {}}, strict=True)]
+    strict = [make_function("f", {"type": "object", "properties": {}}, strict=True)]
     with pytest.raises(BadRequestError, match="way of calling tools has no grammar") as caught:
         grammars.build_constraint("chat", {"tools": FLAT, "tool_choice": "required"}, FLAT, "")
     assert caught.value.param == "tool_choice"
@@ -272,7 +278,7 @@ def test_tool_choice_none_forbids_call_marker(families: dict[str, Any]) -> None:
 @pytest.mark.parametrize("family", ["pythonic", "gemma4"])
 def test_unwritable_names_are_refused(family: str, families: dict[str, Any]) -> None:
     _, grammars = families[family]
-    tools = [function("f", {"type": "object", "properties": {"a-b": {}}, "required": ["a-b"]})]
+    tools = [make_function("f", {"type": "object", "properties": {"a-b": {}}, "required": ["a-b"]})]
     with pytest.raises(BadRequestError, match=r"can't name the argument \"a-b\""):
         grammars.build_constraint("chat", {"tools": tools, "tool_choice": "required"}, tools, "")
 
@@ -280,12 +286,12 @@ def test_unwritable_names_are_refused(family: str, families: dict[str, Any]) -> 
 def test_unusable_schema_is_refused_only_for_strict_tools(families: dict[str, Any]) -> None:
     tokenizer, grammars = families["json_tools"]
     odd = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y"}}, "required": ["a"]}
-    tools = [function("f", odd)]
+    tools = [make_function("f", odd)]
     body = {"tools": tools, "tool_choice": "required"}
     written = '<tool_call>\n{"name": "f", "arguments": {"a": [1]}}\n</tool_call>' + EOS
-    guide = grammars.create_matcher(grammars.build_constraint("chat", body, tools, ""))
-    assert accepts_tokens(guide, tokenizer.encode(written, add_special_tokens=False)) and guide.is_complete
-    strict = [function("f", odd, strict=True)]
+    matcher = grammars.create_matcher(grammars.build_constraint("chat", body, tools, ""))
+    assert is_accepted(matcher, tokenizer.encode(written, add_special_tokens=False)) and matcher.is_complete
+    strict = [make_function("f", odd, strict=True)]
     with pytest.raises(BadRequestError, match=r"'tools\[0\].function.parameters' can't be used") as caught:
         grammars.build_constraint("chat", {**body, "tools": strict}, strict, "")
     assert caught.value.param == "tools[0].function.parameters"
@@ -300,4 +306,4 @@ def test_calls_and_form_are_alternatives(families: dict[str, Any]) -> None:
     for constraint, call_fits, form_fits in ((either, True, True), (calls, True, False), (text, False, True)):
         for written, fits in ((WRITTEN["json_tools"], call_fits), ('{"a": 1}', form_fits)):
             tokens = tokenizer.encode(written + EOS, add_special_tokens=False)
-            assert accepts_tokens(grammars.create_matcher(constraint), tokens) == fits, (written, constraint.grammar)
+            assert is_accepted(grammars.create_matcher(constraint), tokens) == fits, (written, constraint.grammar)

@@ -266,7 +266,7 @@ def test_llama_answer_is_call_or_text(folder: Path, text: str, expected: list[An
 # ---- types
 
 
-def schema(**properties: Any) -> dict[str, Any]:
+def make_schema(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "$defs": {"tag": {"type": "string"}}}
 
 
@@ -328,16 +328,16 @@ def schema(**properties: Any) -> dict[str, Any]:
     ],
 )
 def test_arguments_are_converted_to_schema_types(kind: Any, given: Any, expected: Any) -> None:
-    got = convert_arguments({"x": given}, schema(x=kind))
+    got = convert_arguments({"x": given}, make_schema(x=kind))
     assert (got, type(got["x"]).__name__) == ({"x": expected}, type(expected).__name__)
 
 
 def test_recursive_schemas_terminate() -> None:
     loop = {"$ref": "#/properties/x"}
-    assert convert_arguments({"x": {"x": "1"}}, schema(x=loop)) == {"x": {"x": "1"}}
+    assert convert_arguments({"x": {"x": "1"}}, make_schema(x=loop)) == {"x": {"x": "1"}}
     tree = {"type": "object", "properties": {"n": {"type": "integer"}, "next": {"$ref": "#"}}}
     assert convert_arguments({"n": "1", "next": {"n": "2"}}, tree) == {"n": 1, "next": {"n": 2}}
-    assert convert_arguments({"x": "1"}, schema(x={"$ref": "#an-anchor"})) == {"x": "1"}
+    assert convert_arguments({"x": "1"}, make_schema(x={"$ref": "#an-anchor"})) == {"x": "1"}
 
 
 def test_doubling_unions_are_visited_once() -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from support.cachectl.homes import A, Done, answer, run
-from support.index.indexes import begin, break_page, commit, make_home, matched, save
+from support.cachectl.homes import A, CommandResult, read_json, run_cachectl
+from support.index.indexes import begin_save, break_page, commit_save, count_matched, make_home, save
 from warmline_cachectl import lookup
 from warmline_common.protocol.messages import decode, encode
 from warmline_common.storage.home import Home
@@ -26,69 +26,69 @@ from warmline_proxy.retention.purge import purge
 from warmline_proxy.store.rows import PurgeRequest, ReplayReply, ReplayRequest, ReplayResult
 
 
-def process(home: Home, *words: str, stdin: int = subprocess.DEVNULL) -> Done:
+def run_process(home: Home, *words: str, stdin: int = subprocess.DEVNULL) -> CommandResult:
     environment = {**os.environ, "WARMLINE_HOME": str(home.root)}
     command = [sys.executable, "-c", "from warmline_cachectl.cli import app; app()", *words]
     done = subprocess.run(command, env=environment, stdin=stdin, capture_output=True, text=True, check=False)
-    return Done(done.returncode, done.stdout, done.stderr)
+    return CommandResult(done.returncode, done.stdout, done.stderr)
 
 
 def test_inspect_shows_conversations_paths_and_files(home: Home) -> None:
-    view = answer(home, "inspect")
+    view = read_json(home, "inspect")
     first, second = sorted(view["sessions"], key=lambda row: row["client"], reverse=True)
     assert (first["tokens"], first["client"], first["model"]) == (1502, "first", "model-a")
     assert first["bytes"] > first["bytes_alone"] == 0  # the other leaves it in the middle of its only segment
     assert second["bytes"] > second["bytes_alone"] > 0
     assert view["quarantined"][0]["reason"] == "checksum"
-    path = answer(home, "inspect", second["id"])["path"]
+    path = read_json(home, "inspect", second["id"])["path"]
     assert [(row["start"], row["end"], row["shared"]) for row in path] == [(0, 1502, True), (1500, 1502, False)]
-    row = answer(home, "inspect", path[0]["id"][:8])["segment"]
+    row = read_json(home, "inspect", path[0]["id"][:8])["segment"]
     assert row["children"] == [path[1]["id"]] and len(row["sessions"]) == 2
     assert [state["position"] for state in row["checkpoints"]] == [1000]
-    assert answer(home, "inspect", row["checkpoints"][0]["id"])["checkpoint"]["position"] == 1000
-    assert answer(home, "inspect", view["quarantined"][0]["id"])["quarantined"]["end"] == 3
+    assert read_json(home, "inspect", row["checkpoints"][0]["id"])["checkpoint"]["position"] == 1000
+    assert read_json(home, "inspect", view["quarantined"][0]["id"])["quarantined"]["end"] == 3
     for words in (["inspect"], ["inspect", second["id"]], ["inspect", row["id"]]):
-        text = run(home, *words)
+        text = run_cachectl(home, *words)
         assert text.returncode == 0 and words[-1].removeprefix("inspect") in text.stdout
 
 
 def test_stats_totals(home: Home) -> None:
-    view = answer(home, "stats")
+    view = read_json(home, "stats")
     assert view["stored"]["segments"] == 2 and view["stored"]["tokens"] == 1504
     assert view["stored"]["bytes_used"] > view["stored"]["bytes_segments"]
     assert view["requests"]["sources"] == {"cold": 1, "restored": 1}
     assert view["requests"]["cached_share"] == 0.25
     assert view["requests"]["why_not_warmer"] == {"checksum in ID: N.N.keys of segment ID; nothing after token N": 2}
-    assert "used on disk" in run(home, "stats").stdout
+    assert "used on disk" in run_cachectl(home, "stats").stdout
 
 
 def test_verify_finds_damage(home: Home) -> None:
-    assert answer(home, "verify", "--deep")["findings"] == []
+    assert read_json(home, "verify", "--deep")["findings"] == []
     with Index(home, 1 << 30) as index:
         file = home.segment_file(max(index.segments(), key=lambda row: row.bytes_on_disk).id)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    assert run(home, "verify").returncode == 0  # its frame is whole; only reading it all can tell
-    done = run(home, "verify", "--deep", "--json")
+    assert run_cachectl(home, "verify").returncode == 0  # its frame is whole; only reading it all can tell
+    done = run_cachectl(home, "verify", "--deep", "--json")
     assert done.returncode == 1
     assert [finding["what"] for finding in json.loads(done.stdout)["findings"]] == ["checksum"]
-    assert "checksum" in run(home, "verify", "--deep").stdout
+    assert "checksum" in run_cachectl(home, "verify", "--deep").stdout
     file.unlink()
-    assert run(home, "verify").returncode == 1
+    assert run_cachectl(home, "verify").returncode == 1
 
 
 def test_repair_reports_changes(home: Home) -> None:
-    clean = answer(home, "verify", "--repair")
+    clean = read_json(home, "verify", "--repair")
     assert (clean["did"], clean["findings"], clean["deep"]) == ([], [], True)
     with Index(home, 1 << 30) as index:
         ((leaf,), (other,)) = ([row.leaf] for row in index.sessions())
     home.segment_file(leaf).write_bytes(b"x")
     home.segment_file(other).chmod(0o644)
-    assert run(home, "verify").returncode == 1
-    done = answer(home, "verify", "--repair")
+    assert run_cachectl(home, "verify").returncode == 1
+    done = read_json(home, "verify", "--repair")
     assert done["findings"] == [] and {each["what"] for each in done["did"]} >= {"quarantined", "mode", "session"}
-    shown = run(home, "verify", "--repair")
+    shown = run_cachectl(home, "verify", "--repair")
     assert shown.returncode == 0 and "0 repairs" in shown.stdout and "0 findings" in shown.stdout
 
 
@@ -98,9 +98,9 @@ def test_crashing_pages_are_reported_and_repaired(home: Home) -> None:
             save(index, [number] * 5)
         rows = {row.id for row in index.segments()}
     break_page(home, max(rows))
-    done = process(home, "verify")
+    done = run_process(home, "verify")
     assert done.returncode == 3 and "no process gets through it" in done.stderr
-    assert process(home, "verify", "--repair").returncode == 0
+    assert run_process(home, "verify", "--repair").returncode == 0
     with Index(home, 1 << 30) as index:
         assert {row.id for row in index.segments()} == rows
 
@@ -108,42 +108,42 @@ def test_crashing_pages_are_reported_and_repaired(home: Home) -> None:
 def test_unreadable_index_is_repaired(home: Home) -> None:
     (data,) = home.index.glob("*/data.mdb")
     data.write_bytes(b"garbage" * 1000)
-    refused = run(home, "verify")
+    refused = run_cachectl(home, "verify")
     assert refused.returncode == 3 and "damaged" in refused.stderr
-    done = answer(home, "verify", "--repair")
+    done = read_json(home, "verify", "--repair")
     assert done["findings"] == [] and (done["segments"], done["checkpoints"]) == (2, 1)
-    assert [row["tokens"] for row in answer(home, "inspect")["sessions"]] == [1502]  # one a leaf of the tree
+    assert [row["tokens"] for row in read_json(home, "inspect")["sessions"]] == [1502]  # one a leaf of the tree
 
 
 def test_purge_dry_run_then_purge(home: Home) -> None:
-    sessions = {row["client"]: row["id"] for row in answer(home, "inspect")["sessions"]}
-    dry = answer(home, "purge", "--session", sessions[""][:6], "--dry-run")
+    sessions = {row["client"]: row["id"] for row in read_json(home, "inspect")["sessions"]}
+    dry = read_json(home, "purge", "--session", sessions[""][:6], "--dry-run")
     assert dry["dry_run"] and len(dry["segments"]) == 1
-    refused = run(home, "purge", "--session", sessions[""])
+    refused = run_cachectl(home, "purge", "--session", sessions[""])
     assert refused.returncode == 2 and "--yes" in refused.stderr
-    done = answer(home, "purge", "--session", sessions[""], "--yes")
+    done = read_json(home, "purge", "--session", sessions[""], "--yes")
     assert done == dry | {"dry_run": False}
-    again = run(home, "purge", "--session", sessions[""], "--yes")
+    again = run_cachectl(home, "purge", "--session", sessions[""], "--yes")
     assert again.returncode == 1 and "nothing stored" in again.stderr
     with Index(home, 1 << 30) as index:
-        assert matched(index, [*A[:1500], 1, 1]) == 1502
+        assert count_matched(index, [*A[:1500], 1, 1]) == 1502
         assert verify_index(index, deep=True) == []
-    assert run(home, "purge", "--older-than", "7d", "--yes").returncode == 1
-    assert run(home, "purge", "--model", "other", "--yes").returncode == 1
+    assert run_cachectl(home, "purge", "--older-than", "7d", "--yes").returncode == 1
+    assert run_cachectl(home, "purge", "--model", "other", "--yes").returncode == 1
     assert len(done["quarantined"]) == 1, "which conversation it was of is not known, so it goes with any of its model"
-    assert answer(home, "purge", "--all", "--yes")["segments"]
-    assert answer(home, "inspect") == {"sessions": [], "quarantined": []}
+    assert read_json(home, "purge", "--all", "--yes")["segments"]
+    assert read_json(home, "inspect") == {"sessions": [], "quarantined": []}
 
 
 @pytest.mark.parametrize(("typed", "left"), [("n", 2), ("y", 0)])
 def test_purge_asks_for_confirmation_on_terminal(home: Home, typed: str, left: int) -> None:
     ours, theirs = pty.openpty()
     os.write(ours, f"{typed}\n".encode())
-    done = process(home, "purge", "--all", stdin=theirs)
+    done = run_process(home, "purge", "--all", stdin=theirs)
     os.close(ours)
     os.close(theirs)
     assert done.returncode == 0 and "purge 2 conversations" in done.stderr
-    assert len(answer(home, "inspect")["sessions"]) == left
+    assert len(read_json(home, "inspect")["sessions"]) == left
 
 
 @pytest.mark.parametrize(
@@ -161,17 +161,17 @@ def test_purge_asks_for_confirmation_on_terminal(home: Home, typed: str, left: i
     ],
 )
 def test_usage_errors_exit_with_2(home: Home, words: list[str], says: str) -> None:
-    done = run(home, *words)
+    done = run_cachectl(home, *words)
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
 
 
 def test_empty_home_is_reported(tmp_path: Path) -> None:
-    done = run(make_home(tmp_path / "new"), "inspect")
+    done = run_cachectl(make_home(tmp_path / "new"), "inspect")
     assert done.returncode == 2 and "nothing was ever stored" in done.stderr
 
 
 def test_unknown_id_exits_with_1(home: Home) -> None:
-    done = run(home, "inspect", "feedfeed")
+    done = run_cachectl(home, "inspect", "feedfeed")
     assert done.returncode == 1 and "feedfeed" in done.stderr
 
 
@@ -190,17 +190,17 @@ def test_ambiguous_id_prefix_is_refused(home: Home) -> None:
 
 
 class FakeProxy(HTTPServer):
-    """Owns the index and does what the proxy's handler does."""
+    """Proxy that holds the index and handles a purge as the real proxy does."""
 
     def __init__(self, home: Home, index: Index) -> None:
-        super().__init__(("127.0.0.1", 0), FakeHandler)
+        super().__init__(("127.0.0.1", 0), FakeProxyHandler)
         self.home, self.index = home, index
         self.replays: list[ReplayResult] = []
         self.asked: list[ReplayRequest] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
-class FakeHandler(BaseHTTPRequestHandler):
+class FakeProxyHandler(BaseHTTPRequestHandler):
     server: FakeProxy
 
     def do_POST(self) -> None:
@@ -238,39 +238,39 @@ def proxy(home: Home) -> Iterator[FakeProxy]:
 
 def test_commands_beside_running_proxy_delegate_purge(proxy: FakeProxy) -> None:
     home, index = proxy.home, proxy.index
-    assert len(answer(home, "inspect", via=process)["sessions"]) == 2
-    plan = begin(index, [7, *A[:100]])
+    assert len(read_json(home, "inspect", runner=run_process)["sessions"]) == 2
+    plan = begin_save(index, [7, *A[:100]])
     assert plan is not None
-    assert answer(home, "verify", "--deep", via=process)["findings"] == []
-    commit(index, plan)
-    assert len(answer(home, "purge", "--all", "--yes", via=process)["sessions"]) == 3
+    assert read_json(home, "verify", "--deep", runner=run_process)["findings"] == []
+    commit_save(index, plan)
+    assert len(read_json(home, "purge", "--all", "--yes", runner=run_process)["sessions"]) == 3
     assert index.totals().segments == 0
-    assert answer(home, "inspect", via=process)["sessions"] == []
+    assert read_json(home, "inspect", runner=run_process)["sessions"] == []
 
 
 def test_running_proxy_repairs_beside_saves(proxy: FakeProxy) -> None:
     home, index = proxy.home, proxy.index
-    plan = begin(index, [7, *A[:100]])
+    plan = begin_save(index, [7, *A[:100]])
     assert plan is not None
     home.segment_file(index.sessions()[0].leaf).unlink()
-    done = answer(home, "verify", "--repair", via=process)
+    done = read_json(home, "verify", "--repair", runner=run_process)
     assert done["findings"] == [] and "dropped" in {each["what"] for each in done["did"]}
-    assert commit(index, plan).tokens_saved == 101
+    assert commit_save(index, plan).tokens_saved == 101
 
 
 def test_proxy_refusal_is_quoted(proxy: FakeProxy) -> None:
     (proxy.home.root / "secret").write_text("another")
     proxy.home = Home(proxy.home.run)  # whose secret is its own
-    done = process(Home(proxy.index.home.root), "purge", "--all", "--yes")
+    done = run_process(Home(proxy.index.home.root), "purge", "--all", "--yes")
     assert (done.returncode, done.stderr) == (3, "cachectl: not for you\n")
 
 
 def test_home_held_by_silent_process_is_refused(home: Home) -> None:
     (home.run / "proxy.json").write_text('{"pid": 1, "url": "http://127.0.0.1:9"}')  # nobody listens there
     with home_lock(home):
-        done = run(home, "purge", "--all", "--yes")
+        done = run_cachectl(home, "purge", "--all", "--yes")
         assert done.returncode == 3 and f"process {os.getpid()}" in done.stderr
-    assert run(home, "purge", "--all", "--yes").returncode == 0
+    assert run_cachectl(home, "purge", "--all", "--yes").returncode == 0
 
 
 @pytest.mark.parametrize("url", ["", "nonsense", "http://[::1"])
@@ -279,21 +279,21 @@ def test_stale_proxy_address_is_not_contacted(proxy: FakeProxy, home: Home, url:
     other = Home(home.root.with_name("other"))
     shutil.copytree(home.root, other.root)
     (other.run / "proxy.json").write_text(json.dumps({"pid": os.getpid(), "url": url or proxy.url}))
-    assert run(other, "gc").returncode == 0
+    assert run_cachectl(other, "gc").returncode == 0
     with home_lock(other):  # by a cachectl, say
         (other.run / "proxy.json").write_text(json.dumps({"pid": 1, "url": url or proxy.url}))
-        assert f"process {os.getpid()}" in run(other, "gc").stderr
-    assert run(other, "verify", "--replay").returncode == 3
+        assert f"process {os.getpid()}" in run_cachectl(other, "gc").stderr
+    assert run_cachectl(other, "verify", "--replay").returncode == 3
 
 
 def test_verify_replay_runs_in_the_pair(proxy: FakeProxy) -> None:
     home = proxy.home
-    session = answer(home, "inspect", via=process)["sessions"][0]["id"]
+    session = read_json(home, "inspect", runner=run_process)["sessions"][0]["id"]
     proxy.replays = [
         ReplayResult(session=session, tokens=1502, reused=1501, outcome="within", difference=1e-4, tolerance=1e-3)
     ]
-    assert answer(home, "verify", "--replay", session[:6], via=process)["replays"][0]["outcome"] == "within"
-    shown = process(home, "verify", "--replay")
+    assert read_json(home, "verify", "--replay", session[:6], runner=run_process)["replays"][0]["outcome"] == "within"
+    shown = run_process(home, "verify", "--replay")
     assert shown.returncode == 0 and "1,501" in shown.stdout and "1.00e-04" in shown.stdout
     assert [each.session for each in proxy.asked] == [session, ""]
 
@@ -302,15 +302,15 @@ def test_verify_replay_runs_in_the_pair(proxy: FakeProxy) -> None:
 def test_verify_replay_exit_codes(proxy: FakeProxy, outcome: str, code: int) -> None:
     proxy.replays = [ReplayResult(session="a", tokens=9, reused=8, outcome="equal")]
     proxy.replays.append(ReplayResult(session="b", tokens=9, reused=8, outcome=outcome, quarantined=3 * code))
-    done = process(proxy.home, "verify", "--replay")
+    done = run_process(proxy.home, "verify", "--replay")
     assert done.returncode == code and outcome in done.stdout
 
 
 def test_verify_replay_needs_running_pair(home: Home) -> None:
     (home.run / "proxy.json").unlink(missing_ok=True)
     for _ in range(2):
-        done = run(home, "verify", "--replay")
+        done = run_cachectl(home, "verify", "--replay")
         assert done.returncode == 3 and "warmline serve" in done.stderr
         (home.run / "proxy.json").write_text('{"pid": 1, "url": "http://127.0.0.1:9"}')  # nobody listens there
-    unknown = run(home, "verify", "--replay", "feedfeed")
+    unknown = run_cachectl(home, "verify", "--replay", "feedfeed")
     assert unknown.returncode == 1 and "feedfeed" in unknown.stderr

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from support.cachectl.documentation import OURS
-from support.cachectl.homes import A, answer, called, run
-from support.index.indexes import BUDGET, make_home, matched, save
+from support.cachectl.homes import A, find_session, read_json, run_cachectl
+from support.index.indexes import BUDGET, count_matched, make_home, save
 from warmline_cachectl import client
 from warmline_cachectl.cli import app
 from warmline_cachectl.completion import complete_session_ids
@@ -77,8 +77,8 @@ SHAPES = {  # by verb: the names at the top, and of the first row of each list
 
 @pytest.mark.parametrize("words", SHAPES)
 def test_json_names_of_each_command(home: Home, words: str) -> None:
-    session = called(home, "first")
-    done = run(home, *words.replace("SESSION", session).split(), "--json")
+    session = find_session(home, "first")
+    done = run_cachectl(home, *words.replace("SESSION", session).split(), "--json")
     view = json.loads(done.stdout)
     expected = {place: set(names.split()) for place, names in SHAPES[words].items()}
     found: dict[str, set[str]] = {"": set(view)}
@@ -121,7 +121,7 @@ def test_json_names_of_each_command(home: Home, words: str) -> None:
     ],
 )
 def test_exit_codes(home: Home, words: str, code: int) -> None:
-    done = run(home, *words.replace("SESSION", called(home, "first")).split())
+    done = run_cachectl(home, *words.replace("SESSION", find_session(home, "first")).split())
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
 
@@ -129,7 +129,7 @@ def test_exit_codes(home: Home, words: str, code: int) -> None:
 @pytest.mark.parametrize("verb", OURS)
 def test_every_command_reports_missing_home(verb: str, tmp_path: Path) -> None:
     words = {"purge": ["--all", "--yes"], "pin": ["feedfeed"]}.get(verb, [])
-    done = run(Home(tmp_path / "none"), verb, *words)
+    done = run_cachectl(Home(tmp_path / "none"), verb, *words)
     assert done.returncode == 2 and "no home at" in done.stderr + done.stdout
     assert not (tmp_path / "none").exists()
 
@@ -138,22 +138,22 @@ def test_every_command_reports_missing_home(verb: str, tmp_path: Path) -> None:
 def test_empty_home_is_reported_and_stays_empty(verb: str, tmp_path: Path) -> None:
     home = make_home(tmp_path / "new")
     words = {"purge": ["--all", "--yes"], "pin": ["feedfeed"]}.get(verb, [])
-    done = run(home, verb, *words)
+    done = run_cachectl(home, verb, *words)
     assert done.returncode == 2 and "nothing was ever stored" in done.stderr
     assert not any(home.index.iterdir())
 
 
 @pytest.mark.parametrize("words", ["pin SESSION", "gc", "purge --all --yes"])
 def test_locked_home_is_refused(home: Home, words: str) -> None:
-    typed = words.replace("SESSION", called(home, "first")).split()
+    typed = words.replace("SESSION", find_session(home, "first")).split()
     with home_lock(home):
-        done = run(home, *typed)
+        done = run_cachectl(home, *typed)
     assert done.returncode == 3 and f"process {os.getpid()}" in done.stderr
 
 
 def test_doctor_reports_proxy_of_another_version(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "request_proxy", lambda *_: {"backend": "", "engine": None, "totals": {}})
-    done = run(home, "doctor")
+    done = run_cachectl(home, "doctor")
     assert done.returncode == 3
     assert "(another version?): it does not tell disk_budget_bytes, persistence" in done.stderr
 
@@ -162,8 +162,8 @@ def test_unreadable_secret_is_reported(home: Home) -> None:
     (home.run / "proxy.json").write_text(json.dumps({"pid": os.getpid(), "url": "http://127.0.0.1:9"}))
     (home.root / "secret").mkdir()
     with home_lock(home):
-        for words in (("gc",), ("explain",), ("pin", called(home, "first"))):
-            done = run(home, *words)
+        for words in (("gc",), ("explain",), ("pin", find_session(home, "first"))):
+            done = run_cachectl(home, *words)
             assert done.returncode in (0, 3), "explain reads the index then"
     assert done.returncode == 3 and "without the home's secret the proxy can't be asked" in done.stderr
 
@@ -171,19 +171,19 @@ def test_unreadable_secret_is_reported(home: Home) -> None:
 # --- help ---
 
 
-def examples_of(home: Home, verb: str) -> list[str]:
-    text = run(home, verb, "--help").stdout
+def list_help_examples(home: Home, verb: str) -> list[str]:
+    text = run_cachectl(home, verb, "--help").stdout
     return [line.partition("  # ")[0].strip() for line in text.partition("Examples:")[2].splitlines() if line.strip()]
 
 
 @pytest.mark.parametrize("verb", OURS)
 def test_help_examples_run(home: Home, verb: str) -> None:
-    found = examples_of(home, verb)
+    found = list_help_examples(home, verb)
     assert 1 <= len(found) <= 3 and all(line.startswith(f"cachectl {verb}") for line in found)
-    segment = answer(home, "ls", called(home, "first"))["segments"][0]["id"]
+    segment = read_json(home, "ls", find_session(home, "first"))["segments"][0]["id"]
     for line in found:
-        typed = line.replace("SESSION", called(home, "first")).replace("SEGMENT", segment).split()[1:]
-        done = run(home, *typed)
+        typed = line.replace("SESSION", find_session(home, "first")).replace("SEGMENT", segment).split()[1:]
+        done = run_cachectl(home, *typed)
         usual = {"doctor": (1,), "top": (3,)}.get(verb, (0, 1) if "--key" in line else (0,))
         assert done.returncode in usual, (line, done.stderr)
         if "--all" in line:
@@ -191,14 +191,14 @@ def test_help_examples_run(home: Home, verb: str) -> None:
 
 
 def test_help_lists_commands_in_groups(home: Home) -> None:
-    text = run(home, "--help").stdout
-    groups = {head: re.findall(r"^  (\w+) ", body, re.MULTILINE) for head, body in sections(text).items()}
+    text = run_cachectl(home, "--help").stdout
+    groups = {head: re.findall(r"^  (\w+) ", body, re.MULTILINE) for head, body in split_sections(text).items()}
     assert {"ls", "inspect", "tree", "stats", "top"} <= set(groups["Look"])
     assert {"verify", "doctor"} <= set(groups["Check"]) and {"purge", "pin", "gc"} <= set(groups["Change"])
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
-def sections(text: str) -> dict[str, str]:
+def split_sections(text: str) -> dict[str, str]:
     found = re.split(r"^(\w+):$", text, flags=re.MULTILINE)
     return dict(zip(found[1::2], found[2::2], strict=True))
 
@@ -207,18 +207,18 @@ def sections(text: str) -> dict[str, str]:
 
 
 def test_short_and_unknown_ids_are_distinguished(home: Home) -> None:
-    session = called(home, "first")
-    assert "at least its first 4 characters" in run(home, "inspect", session[:3]).stderr
+    session = find_session(home, "first")
+    assert "at least its first 4 characters" in run_cachectl(home, "inspect", session[:3]).stderr
     near = session[:-2] + ("00" if not session.endswith("00") else "11")
-    assert f"near it: {session}" in run(home, "ls", near).stderr
-    assert f"near it: {session}" in run(home, "ls", "first").stderr, "what its client calls it"
-    assert "near it" not in run(home, "ls", "zzzzzzzz").stderr
+    assert f"near it: {session}" in run_cachectl(home, "ls", near).stderr
+    assert f"near it: {session}" in run_cachectl(home, "ls", "first").stderr, "what its client calls it"
+    assert "near it" not in run_cachectl(home, "ls", "zzzzzzzz").stderr
 
 
 def test_counts_of_one_are_singular(home: Home) -> None:
     with Index(home, 1 << 30) as index:
         home.segment_file(index.sessions()[0].leaf).chmod(0o644)
-    assert "2 segments and 1 checkpoint checked: 1 finding\n" in run(home, "verify").stdout
+    assert "2 segments and 1 checkpoint checked: 1 finding\n" in run_cachectl(home, "verify").stdout
 
 
 # --- tables ---
@@ -230,9 +230,9 @@ def test_lines_fit_terminal_width(home: Home, columns: int) -> None:
         save(
             index, [8] * 2000, client="a name that is longer than anybody would like to see it, with a word at its end"
         )
-    session = answer(home, "ls")["sessions"][0]["id"]
+    session = read_json(home, "ls")["sessions"][0]["id"]
     for words in (["ls"], ["inspect"], ["inspect", session], ["tree"], ["stats"], ["ls", session], ["verify"]):
-        done = run(home, *words, columns=columns)
+        done = run_cachectl(home, *words, columns=columns)
         tables = [line for line in done.stdout.splitlines() if not line.startswith("(no room for")]
         assert max(map(len, tables)) <= columns, words
         if words in (["ls"], ["inspect"]):
@@ -244,19 +244,19 @@ def test_client_names_are_printed_as_text(home: Home) -> None:
     with Index(home, 1 << 30) as index:
         save(index, [8] * 2000, client="[red]:smile:[/nope]\x1b[31m\nx")
     for verb in ("ls", "inspect", "tree"):
-        shown = run(home, verb).stdout
+        shown = run_cachectl(home, verb).stdout
         assert "[red]:smile:[/nope]" in shown and "\x1b" not in shown
 
 
 def test_tree_shows_shared_segments(home: Home) -> None:
-    view = answer(home, "tree")
+    view = read_json(home, "tree")
     stem, branch = view["nodes"]
     assert (branch["parent"], stem["parent"]) == (stem["id"], "") and stem["bytes_below"] > stem["bytes"]
     assert [row["client"] for row in stem["sessions"]] == ["first"]
     (tree,) = view["trees"]
     assert (tree["segments"], tree["sessions"], tree["bytes"]) == (2, 2, stem["bytes_below"])
-    assert answer(home, "tree", "--depth", "1")["omitted"] == 1
-    shown = run(home, "tree").stdout
+    assert read_json(home, "tree", "--depth", "1")["omitted"] == 1
+    shown = run_cachectl(home, "tree").stdout
     assert "2 conversations, 2 segments" in shown and "0-1,502" in shown and "first" in shown
 
 
@@ -264,59 +264,61 @@ def test_tree_shows_shared_segments(home: Home) -> None:
 
 
 def test_pin_and_gc(home: Home) -> None:
-    session = called(home, "first")
-    pinned = answer(home, "pin", session[:6])
+    session = find_session(home, "first")
+    pinned = read_json(home, "pin", session[:6])
     assert pinned["pinned"] and pinned["bytes_pinned_max"] == pin_limit_bytes(50_000_000_000)
-    assert {row["id"] for row in answer(home, "ls")["sessions"] if row["pinned"]} == {session}
-    assert "pinned" in run(home, "ls", session).stdout and "(pinned)" in run(home, "ls").stdout
-    assert answer(home, "stats")["stored"]["bytes_pinned"] == pinned["bytes_pinned"]
-    gone = answer(home, "gc", "--to-gb", "0")
+    assert {row["id"] for row in read_json(home, "ls")["sessions"] if row["pinned"]} == {session}
+    assert "pinned" in run_cachectl(home, "ls", session).stdout and "(pinned)" in run_cachectl(home, "ls").stdout
+    assert read_json(home, "stats")["stored"]["bytes_pinned"] == pinned["bytes_pinned"]
+    gone = read_json(home, "gc", "--to-gb", "0")
     assert len(gone["evicted"]) == 2, "the quarantined file, and the other's tail"
-    assert "more than the 0 B wanted" in run(home, "gc", "--to-gb", "0").stdout
-    off = run(home, "pin", session, "--off").stdout
+    assert "more than the 0 B wanted" in run_cachectl(home, "gc", "--to-gb", "0").stdout
+    off = run_cachectl(home, "pin", session, "--off").stdout
     assert "no longer pinned: 1 segment fewer; 0 B of at most" in off
-    run(home, "gc", "--to-gb", "0")
+    run_cachectl(home, "gc", "--to-gb", "0")
     with Index(home, BUDGET) as index:
-        assert matched(index, A[:10]) == 0
+        assert count_matched(index, A[:10]) == 0
 
 
 def test_purge_reports_truncated_shared_files(home: Home) -> None:
     """The one that came first holds what the other begins with, and more."""
-    first = called(home, "first")
-    told = run(home, "purge", "--session", first, "--dry-run").stdout
+    first = find_session(home, "first")
+    told = run_cachectl(home, "purge", "--session", first, "--dry-run").stdout
     assert told.startswith("would purge 1 conversation: 0 segments, a part of 1 more, ")
-    done = run(home, "purge", "--session", first, "--yes")
+    done = run_cachectl(home, "purge", "--session", first, "--yes")
     assert (done.returncode, done.stdout) == (0, told.replace("would purge", "purged"))
 
 
 def test_purge_reports_failed_truncation_and_gc_finishes(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = called(home, "first")
+    first = find_session(home, "first")
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(index_cut.disk, "write_durable", full)
     for words in (["purge", "--session", first, "--yes"], ["gc"]):
-        done = run(home, *words, "--json")
+        done = run_cachectl(home, *words, "--json")
         assert done.returncode == 3 and "No space left on device" in json.loads(done.stdout)["cuts"][0]["why_not"]
         assert "of unneeded data could not be cut away; cachectl gc tries again: segment " in done.stderr
     monkeypatch.undo()
-    done = run(home, "gc")
+    done = run_cachectl(home, "gc")
     assert done.returncode == 0 and done.stdout.startswith("cut 1 segment\n")
 
 
 def test_pin_limit_is_enforced(home: Home) -> None:
-    session = called(home, "first")
+    session = find_session(home, "first")
     (home.root / "warmline.toml").write_text("disk_budget_gb = 0.00003")
-    done = run(home, "pin", session)
+    done = run_cachectl(home, "pin", session)
     assert done.returncode == 3 and "no more than 24,000 may be, 80% of the disk budget" in done.stderr
-    assert answer(home, "stats")["stored"]["bytes_pinned"] == 0
+    assert read_json(home, "stats")["stored"]["bytes_pinned"] == 0
 
 
 # --- completion ---
 
 
-def completed(home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str) -> list[str]:
+def complete_line(
+    home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str
+) -> list[str]:
     words = line.split(" ")
     monkeypatch.setenv("WARMLINE_HOME", str(home.root))
     monkeypatch.setenv("_CACHECTL_COMPLETE", "complete_bash")
@@ -332,15 +334,15 @@ def completed(home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 def test_shell_completes_commands_and_ids(
     home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session = called(home, "first")
-    segment = answer(home, "ls", session)["segments"][0]["id"]
-    assert completed(home, monkeypatch, capsys, "cachectl pi") == ["pin"]
-    assert session in completed(home, monkeypatch, capsys, "cachectl pin ")
-    assert completed(home, monkeypatch, capsys, f"cachectl ls {session[:5]}") == [session]
-    assert segment in completed(home, monkeypatch, capsys, f"cachectl inspect {segment[:5]}")
-    assert session in completed(home, monkeypatch, capsys, "cachectl purge --session ")
+    session = find_session(home, "first")
+    segment = read_json(home, "ls", session)["segments"][0]["id"]
+    assert complete_line(home, monkeypatch, capsys, "cachectl pi") == ["pin"]
+    assert session in complete_line(home, monkeypatch, capsys, "cachectl pin ")
+    assert complete_line(home, monkeypatch, capsys, f"cachectl ls {session[:5]}") == [session]
+    assert segment in complete_line(home, monkeypatch, capsys, f"cachectl inspect {segment[:5]}")
+    assert session in complete_line(home, monkeypatch, capsys, "cachectl purge --session ")
     for nothing in (make_home(home.root / "new"), Home(home.root / "none")):
-        assert completed(nothing, monkeypatch, capsys, "cachectl pin ") == []
+        assert complete_line(nothing, monkeypatch, capsys, "cachectl pin ") == []
 
 
 def test_completion_help_is_one_line(home: Home) -> None:
@@ -367,5 +369,5 @@ def test_command_imports_no_heavy_libraries() -> None:
 
 
 def test_version_is_installed_version(home: Home) -> None:
-    done = run(home, "--version")
+    done = run_cachectl(home, "--version")
     assert (done.returncode, done.stdout) == (0, f"cachectl {version('warmline')}\n")

@@ -1,4 +1,4 @@
-"""`cachectl key`: what it prints, where, and its exit codes."""
+"""`cachectl key`: its output, the files that it changes, and its exit codes."""
 
 import json
 import re
@@ -21,59 +21,59 @@ def home(tmp_path: Path) -> Home:
     return Home(tmp_path / "home")
 
 
-def key(home: Home, *words: str, code: int = 0) -> Result:
+def run_key(home: Home, *words: str, code: int = 0) -> Result:
     done = CliRunner().invoke(app, ["key", *words, "--home", str(home.root)])
     assert done.exit_code == code, done.output
     return done
 
 
-def as_json(home: Home, *words: str) -> Any:
-    return json.loads(key(home, *words, "--json").stdout)
+def read_keys(home: Home, *words: str) -> Any:
+    return json.loads(run_key(home, *words, "--json").stdout)
 
 
 def test_key_is_printed_alone(home: Home) -> None:
-    made = key(home, "add", "laptop")
+    made = run_key(home, "add", "laptop")
     assert made.stdout == f"{keys_file.read_keys(home)[0].key}\n" and not made.stderr
-    assert key(home, "show").stdout == key(home, "show", "laptop").stdout == made.stdout
-    renewed = key(home, "rotate", "laptop").stdout
-    assert renewed != made.stdout and key(home, "show").stdout == renewed
+    assert run_key(home, "show").stdout == run_key(home, "show", "laptop").stdout == made.stdout
+    renewed = run_key(home, "rotate", "laptop").stdout
+    assert renewed != made.stdout and run_key(home, "show").stdout == renewed
 
 
 def test_missing_key_prints_hint_on_stderr(home: Home) -> None:
     for verb in ("show", "rotate"):
-        done = key(home, verb, code=1)
+        done = run_key(home, verb, code=1)
         assert done.stdout == "" and "cachectl key add NAME" in done.stderr and "--lan" in done.stderr
-    assert "cachectl key add NAME" in key(home, "list").stdout
+    assert "cachectl key add NAME" in run_key(home, "list").stdout
 
 
 def test_admin_key_is_created_when_first_shown(home: Home) -> None:
-    admin = key(home, "show", "admin").stdout
-    assert key(home, "show", "admin").stdout == admin
-    assert key(home, "show", code=1).stdout == "", "it is no client's"
-    assert key(home, "rotate", "admin").stdout != admin
+    admin = run_key(home, "show", "admin").stdout
+    assert run_key(home, "show", "admin").stdout == admin
+    assert run_key(home, "show", code=1).stdout == "", "it is no client's"
+    assert run_key(home, "rotate", "admin").stdout != admin
 
 
 def test_key_list_shows_no_keys(home: Home) -> None:
-    shown = [as_json(home, "add", name) for name in ("one", "two")]
+    shown = [read_keys(home, "add", name) for name in ("one", "two")]
     assert [sorted(each) for each in shown] == [["created", "key", "kind", "name"]] * 2
-    table = key(home, "list").stdout
+    table = run_key(home, "list").stdout
     assert table.splitlines()[0].startswith("┏"), "it has a box, as all tables have"
-    listed = table + json.dumps(as_json(home, "list"))
+    listed = table + json.dumps(read_keys(home, "list"))
     assert "one" in listed and not any(each["key"] in listed for each in shown)
-    assert [sorted(each) for each in as_json(home, "list")["keys"]] == [["created", "kind", "name"]] * 2
+    assert [sorted(each) for each in read_keys(home, "list")["keys"]] == [["created", "kind", "name"]] * 2
 
 
 def test_key_errors_are_one_line_and_exit_code(home: Home) -> None:
-    key(home, "add", "one")
-    key(home, "add", "two")
-    assert "name one of the keys: one, two" in key(home, "show", code=1).stderr
-    assert "there is no key 'three'; there are one, two" in key(home, "remove", "three", code=1).stderr
-    assert "already" in key(home, "add", "one", code=3).stderr
+    run_key(home, "add", "one")
+    run_key(home, "add", "two")
+    assert "name one of the keys: one, two" in run_key(home, "show", code=1).stderr
+    assert "there is no key 'three'; there are one, two" in run_key(home, "remove", "three", code=1).stderr
+    assert "already" in run_key(home, "add", "one", code=3).stderr
     for name in ("admin", "a b", ""):
-        key(home, "add", name, code=2)
-    assert as_json(home, "remove", "two") == {"removed": "two", "stored": [], "purged": None}
+        run_key(home, "add", name, code=2)
+    assert read_keys(home, "remove", "two") == {"removed": "two", "stored": [], "purged": None}
     home.keys.write_text("{")
-    assert "is damaged" in key(home, "list", code=3).stderr
+    assert "is damaged" in run_key(home, "list", code=3).stderr
 
 
 def test_security_doc_commands_run_in_order(home: Home) -> None:
@@ -81,8 +81,8 @@ def test_security_doc_commands_run_in_order(home: Home) -> None:
     typed = re.findall(r"^\.venv/bin/cachectl key (.+)$", text, flags=re.MULTILINE)
     assert {words.split()[0] for words in typed} == {"add", "list", "show", "rotate", "remove"}
     for words in typed:
-        key(home, *words.split())
-    key(home, *re.findall(r"`cachectl key (show admin)`", text)[0].split())
+        run_key(home, *words.split())
+    run_key(home, *re.findall(r"`cachectl key (show admin)`", text)[0].split())
     starts = re.findall(r"^\.venv/bin/warmline serve (.+)$", text, flags=re.MULTILINE)
     assert len(starts) == 3
     for words in starts:

@@ -1,4 +1,4 @@
-"""A purge without a proxy, and a backend that is still there: it is told to forget."""
+"""Purge without a proxy while a backend still runs: the backend is notified."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.index.indexes import planned, save, write_plan
+from support.index.indexes import plan_save, save, write_plan
 from warmline_cachectl import client
 from warmline_common.storage.file_lock import process_lock
 from warmline_common.storage.home import Home
@@ -18,18 +18,18 @@ from warmline_proxy.store.files import list_stored
 from warmline_proxy.store.rows import PurgeRequest
 
 
-class Backend(HTTPServer):
-    """Notes what it is asked, and answers with `status` and `body`."""
+class RecordingBackend(HTTPServer):
+    """Backend that records its requests, and answers with `status` and `body`."""
 
     status, body = 200, b""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Asked)
+        super().__init__(("127.0.0.1", 0), RecordingHandler)
         self.asked: list[tuple[str, str]] = []
 
 
-class Asked(BaseHTTPRequestHandler):
-    server: Backend
+class RecordingHandler(BaseHTTPRequestHandler):
+    server: RecordingBackend
 
     def do_POST(self) -> None:
         self.server.asked.append((self.path, self.headers["Authorization"]))
@@ -50,8 +50,8 @@ def home(tmp_path: Path) -> Home:
 
 
 @pytest.fixture
-def backend(home: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
-    with Backend() as backend:
+def backend(home: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingBackend]:
+    with RecordingBackend() as backend:
         thread = threading.Thread(target=backend.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         monkeypatch.setenv("WARMLINE_BACKEND_PORT", str(backend.server_address[1]))
@@ -61,14 +61,16 @@ def backend(home: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
         thread.join()
 
 
-def test_purge_clears_backend_memory(home: Home, backend: Backend) -> None:
+def test_purge_clears_backend_memory(home: Home, backend: RecordingBackend) -> None:
     client.purge(home, PurgeRequest(everything=True, dry_run=True))
     assert backend.asked == []
     client.purge(home, PurgeRequest(everything=True))
     assert backend.asked == [("/kv/forget", f"Bearer {home.load_secret()}")]
 
 
-def test_purge_finds_backend_on_flag_port(home: Home, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_purge_finds_backend_on_flag_port(
+    home: Home, backend: RecordingBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WARMLINE_BACKEND_PORT", "9")
     place = {"pid": os.getpid(), "port": backend.server_address[1]}
     (home.run / "backend.json").write_text(json.dumps(place))
@@ -79,7 +81,7 @@ def test_purge_finds_backend_on_flag_port(home: Home, backend: Backend, monkeypa
         client.purge(home, PurgeRequest(everything=True))
 
 
-def test_purge_names_backend_that_refuses(home: Home, backend: Backend) -> None:
+def test_purge_names_backend_that_refuses(home: Home, backend: RecordingBackend) -> None:
     backend.status = 503
     with pytest.raises(
         client.OperationRefusedError, match=rf"gone from the disk, but the backend, process {os.getpid()}, answered 503"
@@ -93,7 +95,7 @@ def test_purge_names_backend_that_refuses(home: Home, backend: Backend) -> None:
         assert not index.has_purge_notice()
 
 
-def test_proxy_refusal_is_quoted_and_foreign_server_named(home: Home, backend: Backend) -> None:
+def test_proxy_refusal_is_quoted_and_foreign_server_named(home: Home, backend: RecordingBackend) -> None:
     url = f"http://127.0.0.1:{backend.server_address[1]}"
     (home.run / "proxy.json").write_text(json.dumps({"url": url, "pid": os.getpid()}))
     backend.status = 409
@@ -112,7 +114,7 @@ def test_purge_removes_drafts_of_killed_pair(home: Home) -> None:
     with Index(home, 1 << 30) as index:
         session = save(index, [5] * 100).session
         kept = index.segments()[0].id
-        plan = planned(index, [5] * 100 + [6] * 2000)
+        plan = plan_save(index, [5] * 100 + [6] * 2000)
         write_plan(home, plan)
     draft = home.segment_file(kept).with_name(".ab.0123.tmp")
     draft.write_bytes(b"rows")

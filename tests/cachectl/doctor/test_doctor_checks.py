@@ -1,4 +1,4 @@
-"""Each thing that commonly goes wrong is found, with its mend; and nothing is where all is well."""
+"""Checks of `cachectl doctor`: each common problem is found, with its fix; a healthy machine has none."""
 
 import os
 import socket
@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from support.cachectl.homes import answer, run
+from support.cachectl.homes import read_json, run_cachectl
 from warmline_cachectl.doctor import facts as gathering
 from warmline_cachectl.doctor.checks import CHECKS, FAIL, OK, WARN, run_checks
 from warmline_cachectl.doctor.facts import Facts, IndexFacts, MachineFacts, SettingsFacts, gather
@@ -75,8 +75,8 @@ WELL = Facts(
 )
 
 
-def but(**changes: Any) -> Facts:
-    """All is well, but for these; `machine__x` is a field of the machine, and so on."""
+def vary(**changes: Any) -> Facts:
+    """Vary the facts of a healthy machine; `machine__x` is a field of `machine`, and so on."""
     facts = WELL
     for name, value in changes.items():
         part, _, field = name.rpartition("__")
@@ -85,7 +85,7 @@ def but(**changes: Any) -> Facts:
     return facts
 
 
-def records(count: int, cause: str = "", why: str = "", at: float = 0.0) -> list[RequestRecord]:
+def make_records(count: int, cause: str = "", why: str = "", at: float = 0.0) -> list[RequestRecord]:
     parting = Divergence(at=1, begins=0, stored=b"", prompt=b"", cause=cause) if cause else None
     return [
         RequestRecord(
@@ -96,60 +96,62 @@ def records(count: int, cause: str = "", why: str = "", at: float = 0.0) -> list
     ]  # fmt: skip
 
 
-def linux(**changes: Any) -> Facts:
-    return but(machine__system="linux", machine__agents="", **changes)
+def vary_linux(**changes: Any) -> Facts:
+    return vary(machine__system="linux", machine__agents="", **changes)
 
 
 FINDINGS: dict[str, tuple[Facts, str, str, str, str]] = {  # what: facts, check, status, seen, mend
-    "open modes": (but(open_modes=["secret (644)"]), "modes", FAIL, "secret (644)", "chmod -R go-rwx /home/of/it"),
-    "a silent holder": (but(status=None), "lock", FAIL, "process 120 holds", "ps -p 120"),
-    "no proxy": (but(status=None, proxy_error="no proxy runs"), "proxy", WARN, "no proxy runs", "warmline serve"),
-    "stale files": (but(run_files={"proxy.pid": 7}), "run files", WARN, "proxy.pid names process 7", "serve"),
-    "no backend": (but(status=STATUS | {"backend": "loading"}), "backend", FAIL, "loading", "warmline doctor"),
+    "open modes": (vary(open_modes=["secret (644)"]), "modes", FAIL, "secret (644)", "chmod -R go-rwx /home/of/it"),
+    "a silent holder": (vary(status=None), "lock", FAIL, "process 120 holds", "ps -p 120"),
+    "no proxy": (vary(status=None, proxy_error="no proxy runs"), "proxy", WARN, "no proxy runs", "warmline serve"),
+    "stale files": (vary(run_files={"proxy.pid": 7}), "run files", WARN, "proxy.pid names process 7", "serve"),
+    "no backend": (vary(status=STATUS | {"backend": "loading"}), "backend", FAIL, "loading", "warmline doctor"),
     "a failed one": (
-        but(status=STATUS | {"engine": ENGINE | {"failure": "no memory"}}),
+        vary(status=STATUS | {"engine": ENGINE | {"failure": "no memory"}}),
         "backend", FAIL, "no memory", "warmline doctor",
     ),
-    "taken ports": (but(status=None, ports_taken=[8026]), "ports", FAIL, "8026 taken", "--port"),
-    "nothing saved": (but(status=STATUS | {"persistence": "ENOSPC"}), "saving", FAIL, "ENOSPC", "resilience.md"),
-    "a full disk": (but(machine__disk_bytes_free=GB), "disk", FAIL, "nearly full: 1.0 GB free", "cachectl gc --to-gb"),
+    "taken ports": (vary(status=None, ports_taken=[8026]), "ports", FAIL, "8026 taken", "--port"),
+    "nothing saved": (vary(status=STATUS | {"persistence": "ENOSPC"}), "saving", FAIL, "ENOSPC", "resilience.md"),
+    "a full disk": (vary(machine__disk_bytes_free=GB), "disk", FAIL, "nearly full: 1.0 GB free", "cachectl gc --to-gb"),
     "a large budget": (
-        but(machine__disk_bytes_free=60 * GB, status=STATUS | {"disk_budget_bytes": 90 * GB}),
+        vary(machine__disk_bytes_free=60 * GB, status=STATUS | {"disk_budget_bytes": 90 * GB}),
         "disk", WARN, "budget of 90.0 GB is more than there is", "disk_budget_gb",
     ),
-    "no index": (but(index__problem="damaged"), "index", FAIL, "damaged", "--repair"),
+    "no index": (vary(index__problem="damaged"), "index", FAIL, "damaged", "--repair"),
     "findings": (
-        but(index__findings=[IndexFinding(what="tree", id="", detail="")] * 2),
+        vary(index__findings=[IndexFinding(what="tree", id="", detail="")] * 2),
         "index", FAIL, "2 findings: tree 2", "--repair",
     ),
     "quarantine": (
-        but(index__totals=msgspec.structs.replace(TOTALS, quarantined=1, bytes_quarantined=5)),
+        vary(index__totals=msgspec.structs.replace(TOTALS, quarantined=1, bytes_quarantined=5)),
         "quarantine", WARN, "1 file, 5 B", "inspect",
     ),
-    "no reuse": (but(settings__reuse="off"), "reuse", WARN, "off", "reuse = fast"),
+    "no reuse": (vary(settings__reuse="off"), "reuse", WARN, "off", "reuse = fast"),
     "times in prompts": (
-        but(index__records=records(20, cause="timestamp")), "hit rate", WARN, "10% of", 'stabilize = "times"'
+        vary(index__records=make_records(20, cause="timestamp")), "hit rate", WARN, "10% of", 'stabilize = "times"'
     ),
     "other misses": (
-        but(index__records=records(20, why="evicted at token 81")),
+        vary(index__records=make_records(20, why="evicted at token 81")),
         "hit rate", WARN, "most often: evicted at token N", "explain",
     ),
-    "several roots": (but(index__roots={"m": 2}), "fingerprint", WARN, "m is stored under 2 identities", "purge"),
-    "unreadable keys": (but(keys_problem="keys.json is no JSON"), "keys", FAIL, "no JSON", "cachectl key"),
+    "several roots": (vary(index__roots={"m": 2}), "fingerprint", WARN, "m is stored under 2 identities", "purge"),
+    "unreadable keys": (vary(keys_problem="keys.json is no JSON"), "keys", FAIL, "no JSON", "cachectl key"),
     "an open door": (
-        but(settings__on_loopback=False, settings__host="0.0.0.0"), "keys", FAIL, "there is no client key", "--lan"
+        vary(settings__on_loopback=False, settings__host="0.0.0.0"), "keys", FAIL, "there is no client key", "--lan"
     ),
-    "any host": (but(settings__allowed_hosts="a,*"), "allowed_hosts", WARN, "any name", "name the names"),
-    "the future": (but(index__records=records(1, at=NOW + 7200)), "clock", WARN, "2h in the future", "set the clock"),
-    "large logs": (but(log_bytes=GB), "logs", WARN, "1.0 GB", "delete"),
-    "few descriptors": (but(machine__descriptors_hard=256), "descriptors", WARN, "at most 256", "ulimit -n"),
-    "much memory": (but(machine__memory_bytes=70 * GB), "memory", WARN, "64.0 GB for", "memory_budget_gb"),
-    "sleep": (but(machine__power=" sleep   10\n"), "sleep", WARN, "after 10 minutes", "pmset"),
+    "any host": (vary(settings__allowed_hosts="a,*"), "allowed_hosts", WARN, "any name", "name the names"),
+    "the future": (
+        vary(index__records=make_records(1, at=NOW + 7200)), "clock", WARN, "2h in the future", "set the clock",
+    ),
+    "large logs": (vary(log_bytes=GB), "logs", WARN, "1.0 GB", "delete"),
+    "few descriptors": (vary(machine__descriptors_hard=256), "descriptors", WARN, "at most 256", "ulimit -n"),
+    "much memory": (vary(machine__memory_bytes=70 * GB), "memory", WARN, "64.0 GB for", "memory_budget_gb"),
+    "sleep": (vary(machine__power=" sleep   10\n"), "sleep", WARN, "after 10 minutes", "pmset"),
     "agents": (
-        but(machine__agents="-\t78\tlocal.warmline.proxy\n"),
+        vary(machine__agents="-\t78\tlocal.warmline.proxy\n"),
         "launchd", FAIL, "local.warmline.proxy", "warmline launchd logs",
     ),
-    "reference BLAS": (linux(), "BLAS", WARN, "no OpenBLAS", "libopenblas0-pthread"),
+    "reference BLAS": (vary_linux(), "BLAS", WARN, "no OpenBLAS", "libopenblas0-pthread"),
 }  # fmt: skip
 
 
@@ -170,15 +172,15 @@ def test_healthy_facts_give_no_finding() -> None:
 @pytest.mark.parametrize(
     ("facts", "name", "seen"),
     [
-        (but(index__problem="no index in /x"), "index", "nothing was ever stored"),
-        (but(index__records=records(5)), "hit rate", "10% of the prompts of the last 5 requests"),
-        (but(index__roots={"m": 2}, keys=1), "fingerprint", "nothing is stored"),
-        (but(settings__on_loopback=False, keys=2), "keys", "2 client keys; plain HTTP"),
-        (but(settings__on_loopback=False, settings__lan=True), "keys", "plain HTTP"),
-        (but(machine__descriptors_soft=-1, machine__descriptors_hard=-1), "descriptors", "no limit"),
-        (but(machine__wired_limit_mb="1024"), "wired limit", "the GPU may have 1.1 GB"),
-        (linux(machine__has_openblas=True), "BLAS", "OpenBLAS is there"),
-        (linux(machine__has_gpu=True, machine__memory_bytes=70 * GB), "memory", "64.0 GB"),
+        (vary(index__problem="no index in /x"), "index", "nothing was ever stored"),
+        (vary(index__records=make_records(5)), "hit rate", "10% of the prompts of the last 5 requests"),
+        (vary(index__roots={"m": 2}, keys=1), "fingerprint", "nothing is stored"),
+        (vary(settings__on_loopback=False, keys=2), "keys", "2 client keys; plain HTTP"),
+        (vary(settings__on_loopback=False, settings__lan=True), "keys", "plain HTTP"),
+        (vary(machine__descriptors_soft=-1, machine__descriptors_hard=-1), "descriptors", "no limit"),
+        (vary(machine__wired_limit_mb="1024"), "wired limit", "the GPU may have 1.1 GB"),
+        (vary_linux(machine__has_openblas=True), "BLAS", "OpenBLAS is there"),
+        (vary_linux(machine__has_gpu=True, machine__memory_bytes=70 * GB), "memory", "64.0 GB"),
     ],
 )
 def test_harmless_facts_give_no_finding(facts: Facts, name: str, seen: str) -> None:
@@ -187,7 +189,7 @@ def test_harmless_facts_give_no_finding(facts: Facts, name: str, seen: str) -> N
 
 
 def test_inapplicable_checks_are_omitted() -> None:
-    names = run_checks(linux(status=None, machine__has_gpu=True)).keys()
+    names = run_checks(vary_linux(status=None, machine__has_gpu=True)).keys()
     assert not names & {"backend", "saving", "memory", "sleep", "launchd", "wired limit", "BLAS", "allowed_hosts"}
     assert "ports" in names and len(CHECKS) > len(names)
 
@@ -224,15 +226,15 @@ def test_running_proxy_address_precedes_settings_file(home: Home, bound: str, on
 
 
 def test_doctor_command_exit_code_and_output(home: Home) -> None:
-    done = run(home, "doctor", columns=80)
+    done = run_cachectl(home, "doctor", columns=80)
     assert done.returncode == 1 and "→ start it: warmline serve" in done.stdout and "quarantine" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
 def test_healthy_home_exits_with_0(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("warmline_cachectl.commands.doctor.gather", lambda _: WELL)
-    assert answer(home, "doctor")["findings"] == 0
-    assert "all is well" in run(home, "doctor").stdout
+    assert read_json(home, "doctor")["findings"] == 0
+    assert "all is well" in run_cachectl(home, "doctor").stdout
 
 
 def test_missing_system_command_is_ignored() -> None:

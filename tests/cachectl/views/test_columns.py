@@ -17,19 +17,19 @@ ROWS = [["0123456789abcdef" * 2, "1.0 KB", "12", "a rather long name"]]
 CHAIN = 3000
 
 
-def shown(width: int) -> tuple[list[str], list[int]]:
+def render_table(width: int) -> tuple[list[str], list[int]]:
     table, *_ = fit_table(COLUMNS, ROWS, width)
     assert not isinstance(table, str)
     return [str(column.header) for column in table.columns], [column.width or 0 for column in table.columns]
 
 
 def test_narrow_table_cuts_ids_then_texts_then_columns() -> None:
-    assert shown(100) == (["id", "size", "hits", "name"], [32, 6, 4, 18])
-    assert shown(60) == (["id", "size", "hits", "name"], [12, 6, 4, 18])
-    assert shown(45) == (["id", "size", "hits", "name"], [12, 6, 4, 10])
-    assert shown(40) == (["id", "size", "name"], [12, 6, 12])
-    assert shown(25) == (["id", "size"], [12, 6])
-    assert shown(5) == (["id", "size"], [12, 6]), "these always stay"
+    assert render_table(100) == (["id", "size", "hits", "name"], [32, 6, 4, 18])
+    assert render_table(60) == (["id", "size", "hits", "name"], [12, 6, 4, 18])
+    assert render_table(45) == (["id", "size", "hits", "name"], [12, 6, 4, 10])
+    assert render_table(40) == (["id", "size", "name"], [12, 6, 12])
+    assert render_table(25) == (["id", "size"], [12, 6])
+    assert render_table(5) == (["id", "size"], [12, 6]), "these always stay"
 
 
 def test_missing_columns_are_reported() -> None:
@@ -48,14 +48,14 @@ def test_control_characters_are_escaped() -> None:
     assert printable("a\x1b[2J\u202eb\nc") == "a\ufffd[2J\ufffdb\nc"
 
 
-def segment(number: int, parent: int | None, start: int, size: int = 100) -> SegmentRow:
+def make_segment(number: int, parent: int | None, start: int, size: int = 100) -> SegmentRow:
     name = "" if parent is None else f"{parent:032x}"
     return SegmentRow(
         id=f"{number:032x}", parent=name, root=b"r" * 16, model="m", start=start, end=start + 100, bytes_on_disk=size
     )
 
 
-def forest_of(rows: list[SegmentRow]) -> Forest:
+def build_forest(rows: list[SegmentRow]) -> Forest:
     segments = {row.id: row for row in rows}
     usage = {row.id: FileUsage() for row in rows}
     return Forest.from_snapshot(
@@ -65,11 +65,14 @@ def forest_of(rows: list[SegmentRow]) -> Forest:
 
 def test_tree_of_10000_segments_is_bounded() -> None:
     """A chain that forks all along, which is as deep as can be, and thousands of small trees beside it."""
-    rows = [segment(1, None, 0)]
+    rows = [make_segment(1, None, 0)]
     for number in range(3, 2 * CHAIN + 1, 2):
-        rows += [segment(number - 1, number - 2, 50 * number), segment(number, number - 2, 50 * number, size=200)]
-    rows += [segment(number, None, 0, size=1) for number in range(10_000, 10_000 + 10_000 - len(rows))]
-    view = tree_view.build_tree(forest_of(rows))
+        rows += [
+            make_segment(number - 1, number - 2, 50 * number),
+            make_segment(number, number - 2, 50 * number, size=200),
+        ]
+    rows += [make_segment(number, None, 0, size=1) for number in range(10_000, 10_000 + 10_000 - len(rows))]
+    view = tree_view.build_tree(build_forest(rows))
     assert sum(node["segments"] for node in view["nodes"]) == len(rows) == 10_000
     assert view["trees"][0]["bytes"] == sum(row.bytes_on_disk for row in rows)
     (tree,) = tree_view.render_tree(view, lines_max=50)
@@ -81,11 +84,11 @@ def test_tree_of_10000_segments_is_bounded() -> None:
         waiting += branch.children
     assert len(labels) <= 2 * (1 + 50) and sum("more branch" in label for label in labels) > 1
     assert any("4,001 more branches" in label for label in labels)
-    shallow = tree_view.build_tree(forest_of(rows), depth_max=2)
+    shallow = tree_view.build_tree(build_forest(rows), depth_max=2)
     assert {node["depth"] for node in shallow["nodes"]} == {1, 2} and shallow["omitted"] > 0
 
 
 def test_unbranched_segments_form_one_node() -> None:
-    rows = [segment(1, None, 0), segment(2, 1, 100), segment(3, 2, 200), segment(4, 3, 250)]
-    nodes = tree_view.build_tree(forest_of(rows))["nodes"]
+    rows = [make_segment(1, None, 0), make_segment(2, 1, 100), make_segment(3, 2, 200), make_segment(4, 3, 250)]
+    nodes = tree_view.build_tree(build_forest(rows))["nodes"]
     assert [(node["start"], node["end"], node["segments"]) for node in nodes] == [(0, 300, 3), (250, 350, 1)]

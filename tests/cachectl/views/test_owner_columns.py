@@ -1,4 +1,4 @@
-"""cachectl says whose a conversation is, and removes what is stored under one key, with a proxy and without one."""
+"""Owners in cachectl: whose a conversation is, and purges by key, with and without a proxy."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -8,8 +8,8 @@ from threading import Thread
 
 import pytest
 
-from support.cachectl.homes import answer, run
-from support.index.indexes import MODEL, begin, commit, make_home
+from support.cachectl.homes import read_json, run_cachectl
+from support.index.indexes import MODEL, begin_save, commit_save, make_home
 from warmline_common.protocol.messages import encode
 from warmline_common.protocol.tokens import namespace
 from warmline_common.storage.home import Home
@@ -23,12 +23,12 @@ from warmline_proxy.store.rows import RequestRecord
 TALK = list(range(1000, 1300))
 
 
-def stored_for(home: Home, tenant: str, client: str, model: str = MODEL) -> str:
-    """A file's id."""
+def store_under_key(home: Home, tenant: str, client: str, model: str = MODEL) -> str:
+    """Store a conversation under a key; its file's id."""
     with Index(home, 1 << 30) as index:
-        plan = begin(index, TALK, root=namespace(model, tenant))
+        plan = begin_save(index, TALK, root=namespace(model, tenant))
         assert plan is not None
-        commit(index, plan, client=client)
+        commit_save(index, plan, client=client)
         return plan.segments[0].id
 
 
@@ -36,71 +36,74 @@ def stored_for(home: Home, tenant: str, client: str, model: str = MODEL) -> str:
 def home(tmp_path: Path) -> Home:
     """Conversations without a key, of a `default` that was removed, of another one of that name, and of `laptop`."""
     home = make_home(tmp_path / "home")
-    stored_for(home, "", "first")
-    stored_for(home, keys_file.add_key(home, "default").tenant, "second")
+    store_under_key(home, "", "first")
+    store_under_key(home, keys_file.add_key(home, "default").tenant, "second")
     keys_file.remove_key(home, "default")
-    stored_for(home, keys_file.add_key(home, "default").tenant, "third")
-    stored_for(home, keys_file.add_key(home, "laptop").tenant, "fourth")
+    store_under_key(home, keys_file.add_key(home, "default").tenant, "third")
+    store_under_key(home, keys_file.add_key(home, "laptop").tenant, "fourth")
     return home
 
 
-def told(home: Home) -> dict[str, str]:
-    return {row["client"]: row["key"] for row in answer(home, "ls")["sessions"]}
+def list_labels(home: Home) -> dict[str, str]:
+    return {row["client"]: row["key"] for row in read_json(home, "ls")["sessions"]}
 
 
 WORDS = {"first": "no key", "second": "a removed key", "third": "default", "fourth": "laptop"}
 
 
 def test_conversations_show_key_names(home: Home) -> None:
-    assert told(home) == WORDS
+    assert list_labels(home) == WORDS
     for words in (["ls"], ["inspect"]):
-        shown = run(home, *words, columns=80).stdout
+        shown = run_cachectl(home, *words, columns=80).stdout
         assert " key " in shown.splitlines()[1] and all(f"│ {word[:9]}" in shown for word in WORDS.values())
-        assert " key " not in run(home, *words, columns=40).stdout.splitlines()[1], "it goes where there is no room"
-    trees = answer(home, "tree")["trees"]
+        assert " key " not in run_cachectl(home, *words, columns=40).stdout.splitlines()[1], (
+            "it goes where there is no room"
+        )
+    trees = read_json(home, "tree")["trees"]
     assert {each["key"] for each in trees} == set(WORDS.values())
-    heads = [line for line in run(home, "tree").stdout.splitlines() if MODEL in line]
+    heads = [line for line in run_cachectl(home, "tree").stdout.splitlines() if MODEL in line]
     assert sorted(heads) == sorted(
-        f"{each['key']}, {MODEL} ({each['root'][:8]}): 1 conversation, 1 segment, {_size(home)}" for each in trees
+        f"{each['key']}, {MODEL} ({each['root'][:8]}): 1 conversation, 1 segment, {_count_bytes(home)}"
+        for each in trees
     )
-    (leaf,) = {row["leaf"] for row in answer(home, "inspect")["sessions"] if row["client"] == "second"}
-    assert answer(home, "inspect", leaf)["segment"]["key"] == "a removed key"
+    (leaf,) = {row["leaf"] for row in read_json(home, "inspect")["sessions"] if row["client"] == "second"}
+    assert read_json(home, "inspect", leaf)["segment"]["key"] == "a removed key"
 
 
-def _size(home: Home) -> str:
-    (size,) = {row["bytes"] for row in answer(home, "ls")["sessions"]}
+def _count_bytes(home: Home) -> str:
+    (size,) = {row["bytes"] for row in read_json(home, "ls")["sessions"]}
     return f"{size / 1000:.1f} KB"
 
 
 def test_no_key_column_without_keys(tmp_path: Path) -> None:
     home = make_home(tmp_path / "home")
-    stored_for(home, "", "first")
-    assert told(home) == {"first": ""}
-    assert " key " not in run(home, "ls").stdout + run(home, "inspect").stdout
-    assert run(home, "tree").stdout.startswith(MODEL)
+    store_under_key(home, "", "first")
+    assert list_labels(home) == {"first": ""}
+    assert " key " not in run_cachectl(home, "ls").stdout + run_cachectl(home, "inspect").stdout
+    assert run_cachectl(home, "tree").stdout.startswith(MODEL)
 
 
 def test_settings_key_is_labelled(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored_for(home, derive_tenant("wl-settings"), "fifth")
-    assert told(home)["fifth"] == "a removed key"
+    store_under_key(home, derive_tenant("wl-settings"), "fifth")
+    assert list_labels(home)["fifth"] == "a removed key"
     home.settings_tenant.write_text(derive_tenant("wl-settings"))
-    assert told(home)["fifth"] == "environment", "as the last proxy knew, which alone may have been given it"
+    assert list_labels(home)["fifth"] == "environment", "as the last proxy knew, which alone may have been given it"
     home.settings_tenant.unlink()
     monkeypatch.setenv("WARMLINE_CLIENT_KEY", "wl-settings")
     (home.root / "warmline.toml").write_text("share_cache = true")
-    assert told(home) == WORDS | {"first": "shared", "fifth": "environment"}
+    assert list_labels(home) == WORDS | {"first": "shared", "fifth": "environment"}
 
 
 def test_read_commands_need_no_keys_file(home: Home) -> None:
     home.keys.write_text("{")
-    assert set(told(home).values()) == {""}
-    done = run(home, "purge", "--key", "laptop", "--yes")
+    assert set(list_labels(home).values()) == {""}
+    done = run_cachectl(home, "purge", "--key", "laptop", "--yes")
     assert done.returncode == 3 and "is damaged" in done.stderr
 
 
 @pytest.fixture
 def proxy(home: Home) -> Iterator[Callable[[OwnerLabels], None]]:
-    """One that runs, and says so."""
+    """Running proxy that answers GET /warmline/whose with the labels passed to the fixture's function."""
     said: list[bytes] = []
 
     class Answers(BaseHTTPRequestHandler):
@@ -125,7 +128,7 @@ def proxy(home: Home) -> Iterator[Callable[[OwnerLabels], None]]:
 
 def test_running_proxy_labels_owners(home: Home, proxy: Callable[[OwnerLabels], None]) -> None:
     proxy(OwnerLabels(keys=["environment"], words={namespace(MODEL).hex(): "environment"}))
-    assert told(home) == {"first": "environment", "second": "", "third": "", "fourth": ""}
+    assert list_labels(home) == {"first": "environment", "second": "", "third": "", "fourth": ""}
 
 
 @pytest.mark.parametrize(
@@ -138,62 +141,62 @@ def test_running_proxy_labels_owners(home: Home, proxy: Callable[[OwnerLabels], 
     ],
 )
 def test_purge_by_key(home: Home, words: str, left: str) -> None:
-    would = run(home, "purge", "--key", words, "--dry-run")
-    assert would.stdout.startswith("would purge 1 conversation: 1 segment") and told(home) == WORDS
-    assert run(home, "purge", "--key", words).returncode == 2, "it asks"
-    assert run(home, "purge", "--key", words, "--yes").stdout.startswith("purged 1 conversation: 1 segment")
-    assert set(told(home)) == set(left.split())
-    assert run(home, "purge", "--key", words, "--yes").returncode == 1, "nothing is left"
+    would = run_cachectl(home, "purge", "--key", words, "--dry-run")
+    assert would.stdout.startswith("would purge 1 conversation: 1 segment") and list_labels(home) == WORDS
+    assert run_cachectl(home, "purge", "--key", words).returncode == 2, "it asks"
+    assert run_cachectl(home, "purge", "--key", words, "--yes").stdout.startswith("purged 1 conversation: 1 segment")
+    assert set(list_labels(home)) == set(left.split())
+    assert run_cachectl(home, "purge", "--key", words, "--yes").returncode == 1, "nothing is left"
 
 
 def test_removed_keys_are_named_by_root(home: Home) -> None:
-    stored_for(home, "another", "fifth")
+    store_under_key(home, "another", "fifth")
     root = namespace(MODEL, "another").hex()
-    assert run(home, "purge", "--key", f"a removed key ({root[:8]})", "--yes").returncode == 0
-    assert told(home) == WORDS
+    assert run_cachectl(home, "purge", "--key", f"a removed key ({root[:8]})", "--yes").returncode == 0
+    assert list_labels(home) == WORDS
 
 
 def test_purge_of_unknown_key_name_is_refused(home: Home) -> None:
-    done = run(home, "purge", "--key", "desktop", "--yes")
+    done = run_cachectl(home, "purge", "--key", "desktop", "--yes")
     assert (done.returncode, done.stdout) == (1, "")
     assert "no client key 'desktop'; there are default, laptop, no key, a removed key" in done.stderr
-    assert run(home, "purge", "--key", "laptop", "--all", "--yes").returncode == 2
+    assert run_cachectl(home, "purge", "--key", "laptop", "--all", "--yes").returncode == 2
     keys_file.add_key(home, "desktop")
-    assert "nothing matches\n" in run(home, "purge", "--key", "desktop", "--yes").stderr
+    assert "nothing matches\n" in run_cachectl(home, "purge", "--key", "desktop", "--yes").stderr
     (home.root / "warmline.toml").write_text("share_cache = true")
-    assert "all keys share a cache: --key 'shared'" in run(home, "purge", "--key", "desktop", "--yes").stderr
+    assert "all keys share a cache: --key 'shared'" in run_cachectl(home, "purge", "--key", "desktop", "--yes").stderr
 
 
 def test_purge_by_key_reports_ambiguous_data(home: Home) -> None:
     """A model that no file names: of which key the root is can't be found."""
     tenant = keys_file.find_key(keys_file.read_keys(home), "laptop").tenant
-    home.segment_file(stored_for(home, tenant, "fifth", model="lost")).write_bytes(b"")
-    assert told(home) == WORDS | {"fifth": ""}
-    done = run(home, "purge", "--key", "laptop", "--yes")
+    home.segment_file(store_under_key(home, tenant, "fifth", model="lost")).write_bytes(b"")
+    assert list_labels(home) == WORDS | {"fifth": ""}
+    done = run_cachectl(home, "purge", "--key", "laptop", "--yes")
     assert done.stdout.startswith("purged 1 conversation") and done.returncode == 3
     assert "1 more segment may be that key's too" in done.stderr
 
 
 def test_key_remove_reports_stored_data(home: Home) -> None:
-    done = run(home, "key", "remove", "laptop")
-    roots = {each["root"][:8] for each in answer(home, "tree")["trees"] if each["key"] == "a removed key"}
+    done = run_cachectl(home, "key", "remove", "laptop")
+    roots = {each["root"][:8] for each in read_json(home, "tree")["trees"] if each["key"] == "a removed key"}
     (command,) = [line.split("`")[1] for line in done.stdout.splitlines() if "`" in line]
     assert command.removeprefix("cachectl purge --key 'a removed key ").removesuffix("'") in roots
-    assert run(home, "purge", "--yes", "--key", command.split("'")[1]).returncode == 0
-    assert told(home) == {client: word for client, word in WORDS.items() if client != "fourth"}
-    gone = answer(home, "key", "remove", "default", "--purge")
+    assert run_cachectl(home, "purge", "--yes", "--key", command.split("'")[1]).returncode == 0
+    assert list_labels(home) == {client: word for client, word in WORDS.items() if client != "fourth"}
+    gone = read_json(home, "key", "remove", "default", "--purge")
     assert (gone["removed"], gone["stored"], len(gone["purged"]["sessions"])) == ("default", [], 1)
-    assert told(home) == {"first": "no key", "second": "a removed key"}
+    assert list_labels(home) == {"first": "no key", "second": "a removed key"}
     keys_file.add_key(home, "desktop")
-    assert run(home, "key", "remove", "desktop", "--purge").stdout.startswith("removed desktop\n")
+    assert run_cachectl(home, "key", "remove", "desktop", "--purge").stdout.startswith("removed desktop\n")
 
 
 def test_key_remove_works_with_any_stored_data(home: Home) -> None:
     for data in home.index.glob("*/data.mdb"):
         data.write_bytes(b"no index at all" * 1000)
-    assert run(home, "key", "remove", "laptop", "--purge").returncode == 3
+    assert run_cachectl(home, "key", "remove", "laptop", "--purge").returncode == 3
     assert [each.name for each in keys_file.read_keys(home)] == ["default", "laptop"]
-    assert run(home, "key", "remove", "laptop").stdout == "removed laptop\n"
+    assert run_cachectl(home, "key", "remove", "laptop").stdout == "removed laptop\n"
 
 
 def test_purge_by_key_removes_records_without_segments(home: Home) -> None:
@@ -212,8 +215,8 @@ def test_purge_by_key_removes_records_without_segments(home: Home) -> None:
             )
         )
         index.flush()
-    assert run(home, "purge", "--key", "desktop", "--dry-run").returncode == 1
-    done = run(home, "purge", "--key", "desktop", "--yes")
+    assert run_cachectl(home, "purge", "--key", "desktop", "--dry-run").returncode == 1
+    done = run_cachectl(home, "purge", "--key", "desktop", "--yes")
     assert done.returncode == 1 and done.stderr.endswith("nothing matches\n")
     with IndexReader(home) as reader:
         assert reader.requests() == [] and len(reader.sessions()) == len(WORDS)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from support.cachectl.top_status import RECORDS, live, status, text_of
+from support.cachectl.top_status import RECORDS, make_live_row, make_status, render_text
 from warmline_cachectl.views import top as top_view
 from warmline_common.storage.home import Home
 
@@ -17,7 +17,9 @@ TIMEOUT_S = 30.0
 
 
 def test_first_snapshot_averages_since_start() -> None:
-    view = top_view.build_snapshot(status(100.0, live(), live("r2", phase="answering", ttft_s=8.0, spoken=60)), RECORDS)
+    view = top_view.build_snapshot(
+        make_status(100.0, make_live_row(), make_live_row("r2", phase="answering", ttft_s=8.0, spoken=60)), RECORDS
+    )
     first, second = view["requests"]
     assert (first["progress"], first["tokens_per_s"], second["tokens_per_s"]) == (0.5, 100.0, 15.0)
     assert view["reuse"] == {"requests": 2, "prompt_tokens": 2000, "cached_tokens": 900, "share": 0.45}
@@ -31,18 +33,20 @@ def test_first_snapshot_averages_since_start() -> None:
 
 
 def test_later_snapshots_average_since_last() -> None:
-    before = top_view.build_snapshot(status(100.0, live(), live("r2", phase="answering", ttft_s=8.0, spoken=60)), [])
-    rows = (
-        live(prefilled_tokens=2300),
-        live("r2", phase="answering", ttft_s=8.0, spoken=80),
-        live("r3", prefilled_tokens=0),
+    before = top_view.build_snapshot(
+        make_status(100.0, make_live_row(), make_live_row("r2", phase="answering", ttft_s=8.0, spoken=60)), []
     )
-    speeds = [row["tokens_per_s"] for row in top_view.build_snapshot(status(102.0, *rows), [], before)["requests"]]
+    rows = (
+        make_live_row(prefilled_tokens=2300),
+        make_live_row("r2", phase="answering", ttft_s=8.0, spoken=80),
+        make_live_row("r3", prefilled_tokens=0),
+    )
+    speeds = [row["tokens_per_s"] for row in top_view.build_snapshot(make_status(102.0, *rows), [], before)["requests"]]
     assert speeds == [150.0, 10.0, 0.0]
 
 
 def test_json_names_of_top() -> None:
-    view = top_view.build_snapshot(status(100.0, live()), RECORDS)
+    view = top_view.build_snapshot(make_status(100.0, make_live_row()), RECORDS)
     names = "at model backend persistence running queued settling connections requests engine memory disk reuse"
     assert set(view) == set(names.split())
     names = (
@@ -53,20 +57,22 @@ def test_json_names_of_top() -> None:
 
 
 def test_screen_fits_width() -> None:
-    text = text_of(top_view.build_snapshot(status(100.0, live()), RECORDS))
+    text = render_text(top_view.build_snapshot(make_status(100.0, make_live_row()), RECORDS))
     for told in ("glm, up", "1 running, 2 waiting, 1 being saved", "31.0 GB of 50.0 GB", "45% of the prompts"):
         assert told in text
     assert "task-17" in text and "restored" not in text
     assert max(map(len, text.splitlines())) <= 80
-    assert "restored" in text_of(top_view.build_snapshot(status(100.0, live()), RECORDS), columns=100)
-    many = text_of(top_view.build_snapshot(status(100.0, *(live(f"r{number}") for number in range(70))), []))
+    assert "restored" in render_text(top_view.build_snapshot(make_status(100.0, make_live_row()), RECORDS), columns=100)
+    many = render_text(
+        top_view.build_snapshot(make_status(100.0, *(make_live_row(f"r{number}") for number in range(70))), [])
+    )
     assert "and 40 more" in many and len(many.splitlines()) < 50
 
 
 def test_screen_reports_down_backend_and_full_disk() -> None:
-    down = status(100.0, engine=None, backend="the backend is loading", persistence="no space left")
+    down = make_status(100.0, engine=None, backend="the backend is loading", persistence="no space left")
     view = top_view.build_snapshot(down, [])
-    text = text_of(view)
+    text = render_text(view)
     assert view["engine"] is None and "the backend is loading" in text and "no space left" in text
     assert "no requests" in text
 

@@ -30,22 +30,22 @@ def pair(mode: str, tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFact
         yield pair
 
 
-class Talk:
-    """One conversation; each turn is answered, saved and evicted, so that the next one starts from disk."""
+class AuditedConversation:
+    """Conversation whose turns are answered, saved and evicted, so that the next one starts from disk."""
 
     def __init__(self, pair: Pair, mode: str, name: str) -> None:
         self.pair, self.name, self._words = pair, name, WORDS * REPEATED[mode]
         self.messages: list[Message] = []
 
-    def turn(self) -> Reply:
+    def send_turn(self) -> Reply:
         self.messages.append({"role": "user", "content": f"{self.name} {len(self.messages)}: {self._words}"})
         reply = self.pair.chat(self.messages, max_tokens=6, session_id=self.name)
         self.messages.append({"role": "assistant", "content": reply.text})
         self.pair.settle()
         return reply
 
-    def audit(self, reply: Reply) -> str:
-        """The audit's verdict."""
+    def wait_for_audit(self, reply: Reply) -> str:
+        """Wait for the audit of a reply; its verdict."""
         limit, name = time.monotonic() + SETTLE_TIMEOUT_S, reply.headers["X-Warmline-Request"]
         while not (found := "".join(each["audit"] for each in self.pair.requests() if each["id"] == name)):
             assert time.monotonic() < limit, "no audit"
@@ -56,14 +56,14 @@ class Talk:
     def session(self) -> str:
         return next(row["id"] for row in self.pair.cachectl("inspect")["sessions"] if row["client"] == self.name)
 
-    def falsify(self) -> None:
-        """Change the values of its last segment (or checkpoint, for models with states) under valid checksums."""
+    def falsify_last_segment(self) -> None:
+        """Falsify the values of the last segment (or checkpoint, for models with states) under valid checksums."""
         last = self.pair.cachectl("inspect", self.session)["path"][-1]
-        falsify(self.pair.home.segment_file([last, *last["checkpoints"]][-1]["id"]))
+        falsify_file(self.pair.home.segment_file([last, *last["checkpoints"]][-1]["id"]))
         self.pair.forget_residents()
 
 
-def falsify(path: Path) -> None:
+def falsify_file(path: Path) -> None:
     """Negate every number."""
     header = read_header(path)
     data = path.read_bytes()
@@ -77,62 +77,62 @@ def falsify(path: Path) -> None:
 
 
 def test_audit_of_intact_files_agrees(pair: Pair, mode: str) -> None:
-    talk = Talk(pair, mode, "whole")
-    talk.turn()
-    in_memory = talk.turn()
+    talk = AuditedConversation(pair, mode, "whole")
+    talk.send_turn()
+    in_memory = talk.send_turn()
     assert in_memory.headers["X-Warmline-Cache"].startswith("resident") and in_memory.cached >= STEP
-    assert talk.audit(in_memory) in AGREES[mode]
+    assert talk.wait_for_audit(in_memory) in AGREES[mode]
     pair.forget_residents()
-    from_disk = talk.turn()
+    from_disk = talk.send_turn()
     assert from_disk.headers["X-Warmline-Cache"].startswith("restored") and from_disk.cached >= STEP
-    assert talk.audit(from_disk) in AGREES[mode]
+    assert talk.wait_for_audit(from_disk) in AGREES[mode]
     (replay,) = pair.cachectl("verify", "--replay", talk.session)["replays"]
     assert replay["outcome"] in AGREES[mode] and replay["reused"] >= STEP
     assert not pair.cachectl("inspect")["quarantined"]
 
 
 def test_audit_detects_false_file(pair: Pair, mode: str) -> None:
-    talk = Talk(pair, mode, "lies")
-    talk.turn()
-    talk.falsify()
-    wrong = talk.turn()
+    talk = AuditedConversation(pair, mode, "lies")
+    talk.send_turn()
+    talk.falsify_last_segment()
+    wrong = talk.send_turn()
     assert wrong.headers["X-Warmline-Cache"].startswith("restored"), "or it proves nothing"
-    assert talk.audit(wrong) == "differs"
-    assert "ERROR" in pair.logged(f"AUDIT request={wrong.headers['X-Warmline-Request']} differs: ")
-    assert "ERROR" in pair.logged(f"AUDIT request={wrong.headers['X-Warmline-Request']}: .* quarantined")
+    assert talk.wait_for_audit(wrong) == "differs"
+    assert "ERROR" in pair.wait_for_log_line(f"AUDIT request={wrong.headers['X-Warmline-Request']} differs: ")
+    assert "ERROR" in pair.wait_for_log_line(f"AUDIT request={wrong.headers['X-Warmline-Request']}: .* quarantined")
     assert any(row["reason"] == "suspect" for row in pair.cachectl("inspect")["quarantined"])
     talk.messages.append({"role": "user", "content": "And now?"})
     again = pair.chat(talk.messages, max_tokens=6)
     assert again.headers["X-Warmline-Cache"] == "cold 0"
-    assert again.text == pair.direct(talk.messages, max_tokens=6).text
+    assert again.text == pair.ask_backend(talk.messages, max_tokens=6).text
     pair.settle()
     assert not pair.cachectl("verify", "--deep")["findings"]
 
 
 def test_shared_segments_survive_quarantine(pair: Pair, mode: str) -> None:
-    one, other = Talk(pair, mode, "one"), Talk(pair, mode, "other")
-    shared = one.turn().prompt_tokens
+    one, other = AuditedConversation(pair, mode, "one"), AuditedConversation(pair, mode, "other")
+    shared = one.send_turn().prompt_tokens
     other.messages = list(one.messages)
-    other.turn()
-    one.turn()
-    one.falsify()
-    wrong = one.turn()
-    assert wrong.cached > shared and one.audit(wrong) == "differs"
+    other.send_turn()
+    one.send_turn()
+    one.falsify_last_segment()
+    wrong = one.send_turn()
+    assert wrong.cached > shared and one.wait_for_audit(wrong) == "differs"
     pair.forget_residents()
-    untouched = other.turn()
+    untouched = other.send_turn()
     assert untouched.cached > shared, "nothing of it is lost"
-    assert other.audit(untouched) in AGREES[mode]
+    assert other.wait_for_audit(untouched) in AGREES[mode]
     pair.forget_residents()
-    again = one.turn()
+    again = one.send_turn()
     assert again.headers["X-Warmline-Cache"].startswith("restored") and again.cached < wrong.cached
-    assert one.audit(again) in AGREES[mode]
+    assert one.wait_for_audit(again) in AGREES[mode]
     assert not pair.cachectl("verify", "--deep")["findings"]
 
 
 def test_replay_detects_false_file(pair: Pair, mode: str) -> None:
-    talk = Talk(pair, mode, "replayed")
-    talk.turn()
-    talk.falsify()
+    talk = AuditedConversation(pair, mode, "replayed")
+    talk.send_turn()
+    talk.falsify_last_segment()
     (replay,) = pair.cachectl("verify", "--replay", talk.session, code=1)["replays"]
     assert replay["outcome"] == "differs" and replay["quarantined"] and replay["difference"] > replay["tolerance"]
     talk.messages.append({"role": "user", "content": "And now?"})

@@ -20,14 +20,14 @@ KILLED_BEFORE = 3
 WORDS = "Go on from there, and say what became of them in the end, once the storm was over and the boats were back. "
 
 
-def told(pair: Pair, messages: list[Message]) -> tuple[Any, str]:
-    """Cold numbers and text of the backend."""
-    reply = pair.direct(messages, **ALL)
+def ask_cold(pair: Pair, messages: list[Message]) -> tuple[Any, str]:
+    """Ask the backend directly for cold numbers and text."""
+    reply = pair.ask_backend(messages, **ALL)
     return reply.json["choices"][0]["logprobs"], reply.text
 
 
-def last_place(tokens: int) -> int:
-    """End of the KV that a prompt of so many tokens leaves."""
+def compute_kv_end(tokens: int) -> int:
+    """Compute the end of the KV that a prompt of so many tokens leaves."""
     return (tokens - 1) // GRID * GRID
 
 
@@ -46,23 +46,23 @@ def test_warm_logprobs_equal_cold_in_exact_mode(family: str, tiny_folder: Folder
                 pair.start()
             reply = pair.chat(messages, **ALL)
             assert reply.cached == expected, pair.perf_line(reply)
-            assert (reply.json["choices"][0]["logprobs"], reply.text) == told(pair, messages), f"turn {turn}"
-            expected = last_place(reply.prompt_tokens)
+            assert (reply.json["choices"][0]["logprobs"], reply.text) == ask_cold(pair, messages), f"turn {turn}"
+            expected = compute_kv_end(reply.prompt_tokens)
             pair.settle()
             messages += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": WORDS}]
-        regenerated_and_edited(pair, messages[:-2])
+        check_regenerate_and_edit(pair, messages[:-2])
         assert pair.cachectl("verify", "--deep")["findings"] == []
 
 
-def regenerated_and_edited(pair: Pair, messages: list[Message]) -> None:
-    """The last turn once more; then with other words in an earlier message."""
+def check_regenerate_and_edit(pair: Pair, messages: list[Message]) -> None:
+    """Check the last turn once more, and then with an earlier message edited."""
     again = pair.chat(messages, **ALL)
-    assert again.cached == last_place(again.prompt_tokens)
+    assert again.cached == compute_kv_end(again.prompt_tokens)
     assert f"exact mode keeps and reuses multiples of {GRID} tokens" in pair.perf_line(again)
-    assert (again.json["choices"][0]["logprobs"], again.text) == told(pair, messages)
+    assert (again.json["choices"][0]["logprobs"], again.text) == ask_cold(pair, messages)
     edited = [*messages[:3], {"role": "assistant", "content": "No."}, *messages[4:]]
-    shared = count_common_tokens(pair.rendered(messages).tokens, pair.rendered(edited).tokens)
+    shared = count_common_tokens(pair.render_prompt(messages).tokens, pair.render_prompt(edited).tokens)
     reply = pair.chat(edited, **ALL)
     assert 0 < reply.cached <= shared and reply.cached % GRID == 0
-    assert reply.cached >= last_place(shared) - GRID, "states are kept at the last place of each turn"
-    assert (reply.json["choices"][0]["logprobs"], reply.text) == told(pair, edited)
+    assert reply.cached >= compute_kv_end(shared) - GRID, "states are kept at the last place of each turn"
+    assert (reply.json["choices"][0]["logprobs"], reply.text) == ask_cold(pair, edited)

@@ -29,13 +29,13 @@ Body = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def pair(tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """A llama whose template renders tools and reasoning."""
+    """Pair with a llama whose template renders tools and reasoning."""
     with Pair(tmp_path_factory.mktemp("explained"), tiny_folder("llama", tools=True)) as pair:
         yield pair
 
 
-def body(system: str = SYSTEM, tools: list[Any] | None = None, **changes: str) -> Body:
-    """A conversation with answers that reason; `changes` name a message by its number: m4="..."."""
+def make_body(system: str = SYSTEM, tools: list[Any] | None = None, **changes: str) -> Body:
+    """Make a conversation with reasoning; `changes` replace a message by its number: m4="..."."""
     texts = [system, QUESTIONS[0], "The Anna, from Bergen.", QUESTIONS[1], "A widow's in Stavanger.", QUESTIONS[2]]
     roles = ["system", "user", "assistant", "user", "assistant", "user"]
     messages = [
@@ -45,66 +45,76 @@ def body(system: str = SYSTEM, tools: list[Any] | None = None, **changes: str) -
     return {"model": "any/name", "messages": messages, "max_tokens": 3, **({"tools": tools} if tools else {})}
 
 
-def asked(pair: Pair, sent: Body, **headers: str) -> Any:
-    """The reply of `explain`."""
+def explain_request(pair: Pair, sent: Body, **headers: str) -> Any:
+    """Send a request; the reply of `explain` for it."""
     reply = pair.post("/v1/chat/completions", sent, **headers)
     assert reply.status == 200, reply.raw
     pair.settle()
     return pair.as_owner("GET", f"{pair.url}/warmline/explain?request={reply.headers['X-Warmline-Request']}").json
 
 
-def parts_at(pair: Pair, before: Body, after: Body) -> int:
-    tokens = [pair.rendered(each["messages"], tools=each.get("tools")).tokens for each in (before, after)]
+def count_common_prefix(pair: Pair, before: Body, after: Body) -> int:
+    tokens = [pair.render_prompt(each["messages"], tools=each.get("tools")).tokens for each in (before, after)]
     return count_common_tokens(*tokens)
 
 
-def clock(at: str) -> str:
+def make_clock_text(at: str) -> str:
     return f"The clock shows {at}.\n{SYSTEM}"
 
 
 CHANGES = {
-    "timestamp": (body(clock("14:22:33")), body(clock("14:25:01")), (1, "system")),
-    "date": (body(clock("Nov 28, 2026")), body(clock("Nov 29, 2026")), (1, "system")),
-    "random-id": (body(clock("req_8Fk2m1Qx7Lp0Zt5a")), body(clock("req_9Ak2m1Qx7Lp0Zt5b")), (1, "system")),
-    "tools-changed": (
-        body("Changed tools.", [LOOK, WALK]),
-        body("Changed tools.", [{"type": "function", "function": {**LOOK["function"], "description": "Sees."}}, WALK]),
+    "timestamp": (make_body(make_clock_text("14:22:33")), make_body(make_clock_text("14:25:01")), (1, "system")),
+    "date": (make_body(make_clock_text("Nov 28, 2026")), make_body(make_clock_text("Nov 29, 2026")), (1, "system")),
+    "random-id": (
+        make_body(make_clock_text("req_8Fk2m1Qx7Lp0Zt5a")),
+        make_body(make_clock_text("req_9Ak2m1Qx7Lp0Zt5b")),
         (1, "system"),
     ),
-    "tool-order": (body("Moved tools.", [LOOK, WALK]), body("Moved tools.", [WALK, LOOK]), (1, "system")),
-    "system-edited": (body(f"Edited. {SYSTEM}"), body(f"Edited. {SYSTEM[:40]} and be brief."), (1, "system")),
-    "message-edited": (body("A."), body("A.", m2="Which ship left last, and where to did it go?"), (2, "user")),
-    "answer-changed": (body("B."), body("B.", m5="A widow's, I think, but who knows?"), (5, "assistant")),
-    "other-message": (body("C."), body("C.", m6="And now write a poem about all of this."), (6, "user")),
-    "whitespace": (body("D."), body("D.", m2=QUESTIONS[0].replace(" ", "\n")), (2, "user")),
+    "tools-changed": (
+        make_body("Changed tools.", [LOOK, WALK]),
+        make_body(
+            "Changed tools.", [{"type": "function", "function": {**LOOK["function"], "description": "Sees."}}, WALK]
+        ),
+        (1, "system"),
+    ),
+    "tool-order": (make_body("Moved tools.", [LOOK, WALK]), make_body("Moved tools.", [WALK, LOOK]), (1, "system")),
+    "system-edited": (make_body(f"Edited. {SYSTEM}"), make_body(f"Edited. {SYSTEM[:40]} and be brief."), (1, "system")),
+    "message-edited": (
+        make_body("A."),
+        make_body("A.", m2="Which ship left last, and where to did it go?"),
+        (2, "user"),
+    ),
+    "answer-changed": (make_body("B."), make_body("B.", m5="A widow's, I think, but who knows?"), (5, "assistant")),
+    "other-message": (make_body("C."), make_body("C.", m6="And now write a poem about all of this."), (6, "user")),
+    "whitespace": (make_body("D."), make_body("D.", m2=QUESTIONS[0].replace(" ", "\n")), (2, "user")),
 }
 
 
 @pytest.mark.parametrize("cause", CHANGES)
 def test_explain_names_each_client_change(pair: Pair, cause: str) -> None:
     before, after, (message, role) = CHANGES[cause]
-    asked(pair, before)
-    told = asked(pair, after)
+    explain_request(pair, before)
+    told = explain_request(pair, after)
     where = told["where"]
     assert told["verdict"]["cause"] == cause, told
     assert (where["message"], where["role"]) == (message, role)
-    assert where["token"] == parts_at(pair, before, after)
+    assert where["token"] == count_common_prefix(pair, before, after)
     texts = [side["text"] for side in (told["known"], told["prompt"])]
     assert texts[0] != texts[1] and texts[0][:8] == texts[1][:8]
     assert told["now"]["branch"] and told["now"]["tokens"] > where["token"]
 
 
 def test_explain_names_removed_messages(pair: Pair) -> None:
-    before, after = body("E."), body("E.")
+    before, after = make_body("E."), make_body("E.")
     del after["messages"][1:3]
-    asked(pair, before)
-    told = asked(pair, after)
+    explain_request(pair, before)
+    told = explain_request(pair, after)
     assert (told["verdict"]["cause"], told["where"]["message"]) == ("truncated", 2)
 
 
-def with_a_call(system: str, **answer: str) -> Body:
-    """A conversation up to a tool's result."""
-    talk = body(system, [LOOK])
+def make_call_body(system: str, **answer: str) -> Body:
+    """Make a conversation up to a tool's result."""
+    talk = make_body(system, [LOOK])
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     calling = {"role": "assistant", "content": "The Anna.", "tool_calls": [call], **answer}
     talk["messages"][2:] = [calling, {"role": "tool", "tool_call_id": "1", "content": "The Anna is there."}]
@@ -112,22 +122,22 @@ def with_a_call(system: str, **answer: str) -> Body:
 
 
 def test_explain_names_missing_reasoning(pair: Pair) -> None:
-    asked(pair, with_a_call("F.", reasoning_content="Bergen is where she is from."))
-    told = asked(pair, with_a_call("F."))
+    explain_request(pair, make_call_body("F.", reasoning_content="Bergen is where she is from."))
+    told = explain_request(pair, make_call_body("F."))
     assert (told["verdict"]["cause"], told["where"]["message"]) == ("reasoning-dropped", 3)
 
 
 def test_explain_names_template_that_drops_reasoning(pair: Pair) -> None:
-    talk = with_a_call("G.", reasoning_content="Bergen is where she is from.")
-    asked(pair, talk)
+    talk = make_call_body("G.", reasoning_content="Bergen is where she is from.")
+    explain_request(pair, talk)
     talk["messages"] += [{"role": "assistant", "content": "It is."}, {"role": "user", "content": "Good."}]
-    told = asked(pair, talk)
+    told = explain_request(pair, talk)
     assert (told["verdict"]["cause"], told["where"]["message"]) == ("reasoning-left-out", 3)
 
 
 def test_cachectl_shows_both_texts_with_and_without_proxy(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked(pair, body(clock("14:30:00")))
-    told = asked(pair, body(clock("15:00:00")))
+    explain_request(pair, make_body(make_clock_text("14:30:00")))
+    told = explain_request(pair, make_body(make_clock_text("15:00:00")))
     first = told["request"]["id"]
     by_proxy = pair.cachectl("explain", first)
     monkeypatch.setattr("warmline_cachectl.client.find_lock_holder", lambda _: "")
@@ -139,8 +149,8 @@ def test_cachectl_shows_both_texts_with_and_without_proxy(pair: Pair, monkeypatc
 
 
 def test_explain_reports_later_warm_requests(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    cold = asked(pair, body("I came first."))["request"]["id"]
-    warm = [asked(pair, body("I came first."))["request"]["id"] for _ in range(2)]
+    cold = explain_request(pair, make_body("I came first."))["request"]["id"]
+    warm = [explain_request(pair, make_body("I came first."))["request"]["id"] for _ in range(2)]
     by_proxy = pair.cachectl("explain")
     assert by_proxy["request"]["id"] == cold
     assert (by_proxy["since"]["warm"], by_proxy["since"]["last"]) == (2, warm[-1])
@@ -152,7 +162,10 @@ def test_explain_reports_later_warm_requests(pair: Pair, monkeypatch: pytest.Mon
 
 
 def test_explain_compares_two_conversations(pair: Pair) -> None:
-    before, after = asked(pair, body("H.")), asked(pair, body("H.", m4="Where is it now?"))
+    before, after = (
+        explain_request(pair, make_body("H.")),
+        explain_request(pair, make_body("H.", m4="Where is it now?")),
+    )
     sessions = [each["now"]["session"] for each in (before, after)]
     found = pair.cachectl("diff", *sessions)
     assert found["common"] == after["where"]["token"] and found["where"]["message"] == 4
@@ -161,8 +174,8 @@ def test_explain_compares_two_conversations(pair: Pair) -> None:
 
 
 def test_purge_deletes_prompt_texts(pair: Pair) -> None:
-    asked(pair, body(clock("16:22:33 SECRET")))
-    told = asked(pair, body(clock("16:25:01 SECRET")))
+    explain_request(pair, make_body(make_clock_text("16:22:33 SECRET")))
+    told = explain_request(pair, make_body(make_clock_text("16:25:01 SECRET")))
     assert "SECRET" in told["prompt"]["text"]
     purge = encode(PurgeRequest(session=told["now"]["session"]))
     pair.as_owner("POST", f"{pair.url}/warmline/purge", purge)
@@ -174,8 +187,8 @@ def test_purge_deletes_prompt_texts(pair: Pair) -> None:
 def test_explain_names_prompt_of_another_key(pair: Pair) -> None:
     """The last test: from here on the pair wants a key."""
     keys = {name: keys_file.add_key(pair.home, name).key for name in (KEY, OTHER_KEY)}
-    asked(pair, body(), Authorization=f"Bearer {keys[KEY]}")
-    told = asked(pair, body(), Authorization=f"Bearer {keys[OTHER_KEY]}")
+    explain_request(pair, make_body(), Authorization=f"Bearer {keys[KEY]}")
+    told = explain_request(pair, make_body(), Authorization=f"Bearer {keys[OTHER_KEY]}")
     assert (told["verdict"]["cause"], told["request"]["key"]) == ("other-key", OTHER_KEY)
     assert told["verdict"]["detail"].endswith(f" stored for the key {KEY}")
     named = {each["key"] for each in pair.cachectl("ls")["sessions"]}
@@ -183,7 +196,7 @@ def test_explain_names_prompt_of_another_key(pair: Pair) -> None:
     left = pair.cachectl("key", "remove", KEY)["stored"]
     assert [each["root"] for each in pair.cachectl("tree")["trees"] if each["key"] == "a removed key"] == left
     fresh = keys_file.add_key(pair.home, KEY).key
-    asked(pair, body("C."), Authorization=f"Bearer {fresh}")
+    explain_request(pair, make_body("C."), Authorization=f"Bearer {fresh}")
     assert pair.cachectl("purge", "--key", f"a removed key {left[0][:8]}", "--yes")["sessions"]
     assert {each["key"] for each in pair.cachectl("ls")["sessions"]} == named, "the new one's, which is called so too"
     assert left[0] not in {each["root"] for each in pair.cachectl("tree")["trees"]}

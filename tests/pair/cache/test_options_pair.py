@@ -32,7 +32,7 @@ KEEPALIVE_S = 0.05
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama by another name, with code of its own."""
+    """Llama under another model type, with code of its own."""
     folder = tiny_models.build("llama", tmp_path_factory.mktemp("options") / "model")
     (folder / "own_llama.py").write_text(CODE)
     for name, changes in {
@@ -93,27 +93,27 @@ def test_keepalive_counts_tokens(pair: Pair) -> None:
     assert pair.chat([{"role": "user", "content": "hello again"}]).text
 
 
-def rendered(pair: Pair, messages: list[Message], **kwargs: Any) -> bytes:
-    return pair.rendered(messages, chat_template_kwargs=kwargs).tokens
+def render_text(pair: Pair, messages: list[Message], **kwargs: Any) -> bytes:
+    return pair.render_prompt(messages, chat_template_kwargs=kwargs).tokens
 
 
 def test_changed_template_arguments_reuse_common_prefix(pair: Pair) -> None:
     """Exactly the common prefix is reused after a change, and the answer equals a cold one."""
     messages: list[Message] = [{"role": "user", "content": LONG}]
     off, on, low = {}, {"enable_thinking": True}, {"enable_thinking": True, "effort": "low"}
-    prompts = [rendered(pair, messages, **kwargs) for kwargs in (off, on, low)]
+    prompts = [render_text(pair, messages, **kwargs) for kwargs in (off, on, low)]
     assert len(set(prompts)) == 3
-    assert rendered(pair, messages, enable_thinking=False) == prompts[0]
+    assert render_text(pair, messages, enable_thinking=False) == prompts[0]
     cached = []
     for kwargs in (off, on, off, low, on):
         held = [resident.ids or b"" for resident in pair.residents()]
-        prompt = rendered(pair, messages, **kwargs)
+        prompt = render_text(pair, messages, **kwargs)
         options = {"temperature": 0, "max_tokens": 8, "chat_template_kwargs": kwargs, **WITH_LOGPROBS}
         reply = pair.chat(messages, **options)
         pair.settle()
         cached.append(reply.cached)
         assert reply.cached == max((count_common_tokens(prompt, ids) for ids in held), default=0), (kwargs, cached)
-        assert explain_difference(pair.direct(messages, **options), reply) == ""
+        assert explain_difference(pair.ask_backend(messages, **options), reply) == ""
         messages += [
             {"role": "assistant", "content": reply.text},
             {"role": "user", "content": f"{len(cached)}? {LONG}"},

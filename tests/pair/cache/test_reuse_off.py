@@ -5,8 +5,8 @@ from pathlib import Path
 from support.pair.pair import FolderOf, Message, Pair
 
 
-def turns(pair: Pair) -> list[tuple[int, str]]:
-    """Cached tokens and start of three requests of one conversation."""
+def ask_turns(pair: Pair) -> list[tuple[int, str]]:
+    """Ask three turns of one conversation; their cached tokens and sources."""
     messages: list[Message] = [{"role": "user", "content": "Say something, please."}]
     seen = []
     for words in (None, "And more?", "And more?"):
@@ -19,19 +19,19 @@ def turns(pair: Pair) -> list[tuple[int, str]]:
     return seen
 
 
-def contents(folder: Path) -> dict[Path, bytes]:
+def list_files(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_reuse_off_reads_and_writes_no_kv(tiny_folder: FolderOf, tmp_path: Path) -> None:
     model = tiny_folder("llama")
     with Pair(tmp_path, model) as warm:
-        assert turns(warm)[1][0] > 0
+        assert ask_turns(warm)[1][0] > 0
     with Pair(tmp_path, model, "--reuse", "off") as pair:
-        before = contents(pair.home.segments)
+        before = list_files(pair.home.segments)
         assert before, "something could have been reused"
-        assert turns(pair) == [(0, "cold 0")] * 3
-        assert contents(pair.home.segments) == before
+        assert ask_turns(pair) == [(0, "cold 0")] * 3
+        assert list_files(pair.home.segments) == before
         assert pair.residents() == []
         reply = pair.chat([{"role": "user", "content": "Why?"}], max_tokens=1)
         assert 'miss="reuse is off"' in pair.perf_line(reply)

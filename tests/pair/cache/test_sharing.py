@@ -25,58 +25,58 @@ def pair(
         yield pair
 
 
-def user(text: str) -> list[Message]:
+def make_user_message(text: str) -> list[Message]:
     return [SYSTEM, {"role": "user", "content": text}]
 
 
-def ask(pair: Pair, messages: list[Message]) -> bytes:
+def send_turn(pair: Pair, messages: list[Message]) -> bytes:
     """Run a turn until its save; the packed tokens that have KV."""
     reply = pair.chat(messages, max_tokens=TOKENS)
     pair.settle()
     answer: Message = {"role": "assistant", "content": reply.text}
     # All tokens generated have KV, the last one too: the engine computes one step ahead.
-    return pair.rendered([*messages, answer]).tokens[: (reply.prompt_tokens + TOKENS) * TOKEN_BYTES]
+    return pair.render_prompt([*messages, answer]).tokens[: (reply.prompt_tokens + TOKENS) * TOKEN_BYTES]
 
 
-def stored(pair: Pair) -> dict[str, Any]:
+def list_stored(pair: Pair) -> dict[str, Any]:
     view = pair.cachectl("stats")["stored"]
     assert isinstance(view, dict)
     return view
 
 
-def files(pair: Pair) -> list[Path]:
+def list_files(pair: Pair) -> list[Path]:
     return sorted(pair.home.segments.rglob("*.safetensors"))
 
 
 def test_shared_prefix_is_stored_once(pair: Pair) -> None:
-    first = ask(pair, user("Tell me about the sea, please."))
-    assert stored(pair)["tokens"] == len(first) // TOKEN_BYTES
-    second = ask(pair, user("What do you know of mountains?"))
+    first = send_turn(pair, make_user_message("Tell me about the sea, please."))
+    assert list_stored(pair)["tokens"] == len(first) // TOKEN_BYTES
+    second = send_turn(pair, make_user_message("What do you know of mountains?"))
     shared = count_common_tokens(first, second)
     assert shared > len(SYSTEM["content"])
-    assert stored(pair)["tokens"] == (len(first) + len(second)) // TOKEN_BYTES - shared
+    assert list_stored(pair)["tokens"] == (len(first) + len(second)) // TOKEN_BYTES - shared
     assert len(pair.cachectl("inspect")["sessions"]) == 2
     check_files(pair)
 
 
 def test_diverging_conversation_stores_only_its_tail(pair: Pair) -> None:
-    opening = user("Count the ships.")
+    opening = make_user_message("Count the ships.")
     answer: Message = {"role": "assistant", "content": pair.chat(opening, max_tokens=TOKENS).text}
-    trunk = ask(pair, [*opening, answer, {"role": "user", "content": "And the red ones among them?"}])
-    before = stored(pair)["tokens"]
-    branch = ask(pair, [*opening, answer, {"role": "user", "content": "And the red boats, or blue?"}])
+    trunk = send_turn(pair, [*opening, answer, {"role": "user", "content": "And the red ones among them?"}])
+    before = list_stored(pair)["tokens"]
+    branch = send_turn(pair, [*opening, answer, {"role": "user", "content": "And the red boats, or blue?"}])
     own = len(branch) // TOKEN_BYTES - count_common_tokens(trunk, branch)
-    assert stored(pair)["tokens"] == before + own
+    assert list_stored(pair)["tokens"] == before + own
     assert own < 60
     check_files(pair)
 
 
 def test_repeated_conversation_stores_nothing(pair: Pair) -> None:
-    ask(pair, user("Say it again."))
-    before, paths = stored(pair), files(pair)
-    ask(pair, user("Say it again."))
-    after = stored(pair)
-    assert files(pair) == paths
+    send_turn(pair, make_user_message("Say it again."))
+    before, paths = list_stored(pair), list_files(pair)
+    send_turn(pair, make_user_message("Say it again."))
+    after = list_stored(pair)
+    assert list_files(pair) == paths
     assert {name: after[name] for name in after if name not in ("bytes_index", "bytes_used")} == {
         name: before[name] for name in before if name not in ("bytes_index", "bytes_used")
     }
@@ -84,9 +84,9 @@ def test_repeated_conversation_stores_nothing(pair: Pair) -> None:
 
 def check_files(pair: Pair) -> None:
     """Check each file's size against its rows or state, and their sum against cachectl's."""
-    layout, view = pair.status().layout, stored(pair)
+    layout, view = pair.status().layout, list_stored(pair)
     assert layout is not None
-    paths = files(pair)
+    paths = list_files(pair)
     for path in paths:
         verify_file(path)
         check_size(path, layout)

@@ -1,4 +1,4 @@
-"""Agents of a few lines, on real SDKs, before a model that calls tools: ask, run what it calls, tell the result."""
+"""Small agents on real SDKs before a model that calls tools: ask, run the calls, send the results."""
 
 import json
 from collections.abc import Callable
@@ -21,7 +21,7 @@ SHOWN = "README.md\n"
 SAID = "The tool says: README.md."
 
 
-class Place(BaseModel):
+class Location(BaseModel):
     city: str
     country: str
 
@@ -34,11 +34,11 @@ def openai_sdk(agent_pair: Pair) -> OpenAI:
 Ask = Callable[..., Any]  # of messages and options, as `chat.completions.create` takes them; the whole answer
 
 
-def by_openai(openai_sdk: OpenAI, litellm: Any, pair: Pair) -> Ask:
+def ask_openai(openai_sdk: OpenAI, litellm: Any, pair: Pair) -> Ask:
     return lambda **request: openai_sdk.chat.completions.create(model="m", **request)
 
 
-def by_openai_streaming(openai_sdk: OpenAI, litellm: Any, pair: Pair) -> Ask:
+def stream_openai(openai_sdk: OpenAI, litellm: Any, pair: Pair) -> Ask:
     def ask(**request: Any) -> Any:
         with openai_sdk.chat.completions.stream(model="m", stream_options={"include_usage": True}, **request) as stream:
             for event in stream:
@@ -49,27 +49,27 @@ def by_openai_streaming(openai_sdk: OpenAI, litellm: Any, pair: Pair) -> Ask:
     return ask
 
 
-def by_litellm(openai_sdk: OpenAI, litellm: Any, pair: Pair) -> Ask:
+def ask_litellm(openai_sdk: OpenAI, litellm: Any, pair: Pair) -> Ask:
     request = {"model": "openai/m", "api_base": f"{pair.url}/v1", "api_key": "x", "num_retries": 0}
     return lambda **fields: litellm.completion(**request, **fields)
 
 
-def by_litellm_streaming(openai_sdk: OpenAI, litellm: Any, pair: Pair) -> Ask:
+def stream_litellm(openai_sdk: OpenAI, litellm: Any, pair: Pair) -> Ask:
     def ask(**fields: Any) -> Any:
         options = {"stream": True, "stream_options": {"include_usage": True}}
-        chunks = list(by_litellm(openai_sdk, litellm, pair)(**fields, **options))
+        chunks = list(ask_litellm(openai_sdk, litellm, pair)(**fields, **options))
         return litellm.stream_chunk_builder(chunks, messages=fields["messages"])
 
     return ask
 
 
-@pytest.mark.parametrize("by", [by_openai, by_openai_streaming, by_litellm, by_litellm_streaming])
+@pytest.mark.parametrize("by", [ask_openai, stream_openai, ask_litellm, stream_litellm])
 def test_chat_agent_loop(by: Any, openai_sdk: OpenAI, litellm: Any, agent_pair: Pair) -> None:
     """The call comes back as JSON that its client wrote anew, and what was sampled is found again, to the end."""
     ask: Ask = by(openai_sdk, litellm, agent_pair)
     messages: list[Any] = [{"role": "user", "content": f"I am {by.__name__}.\nUse bash: ls -la"}]
     strict = {**BASH, "function": {**BASH["function"], "strict": True}}  # type: ignore[dict-item]
-    tools = [strict if by is by_openai_streaming else BASH]  # that helper takes no others
+    tools = [strict if by is stream_openai else BASH]  # that helper takes no others
     first = ask(messages=messages, tools=tools)
     (call,), choice = first.choices[0].message.tool_calls, first.choices[0]
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
@@ -104,14 +104,14 @@ def test_loosely_written_call_is_replayed(openai_sdk: OpenAI, agent_pair: Pair) 
     assert json.loads(call["function"]["arguments"]) == {"command": "make"} and first.usage
     result = {"role": "tool", "tool_call_id": call["id"], "content": "ok"}
     again = openai_sdk.chat.completions.create(messages=[*messages, message, result], **request)
-    assert cached(again) >= first.usage.total_tokens - 1
+    assert get_cached_tokens(again) >= first.usage.total_tokens - 1
     call["function"]["arguments"] = '{"command": "make test"}'
     changed = openai_sdk.chat.completions.create(messages=[*messages, message, result], **request)
-    assert first.usage.prompt_tokens <= cached(changed) < first.usage.total_tokens - 1
+    assert first.usage.prompt_tokens <= get_cached_tokens(changed) < first.usage.total_tokens - 1
     assert again.choices[0].message.content == changed.choices[0].message.content == "The tool says: ok."
 
 
-def cached(answer: Any) -> int:
+def get_cached_tokens(answer: Any) -> int:
     return int(answer.usage.prompt_tokens_details.cached_tokens)
 
 
@@ -126,15 +126,15 @@ def test_two_tool_results(openai_sdk: OpenAI) -> None:
     ]
     second: Any = openai_sdk.chat.completions.create(model="m", messages=[*messages, message, *results], tools=[BASH])  # type: ignore[list-item]
     assert second.choices[0].message.content == "The tool says: /home."
-    assert cached(second) >= first.usage.total_tokens - 1
+    assert get_cached_tokens(second) >= first.usage.total_tokens - 1
 
 
 def test_chat_structured_answer(openai_sdk: OpenAI) -> None:
     messages: list[Any] = [{"role": "user", "content": "Describe Italy as JSON."}]
-    parsed = openai_sdk.chat.completions.parse(model="m", messages=messages, response_format=Place)
-    assert parsed.choices[0].message.parsed == Place(city="Rome", country="Italy")
-    response = openai_sdk.responses.parse(model="m", input="Describe Japan as JSON.", text_format=Place)
-    assert response.output_parsed == Place(city="Tokyo", country="Japan")
+    parsed = openai_sdk.chat.completions.parse(model="m", messages=messages, response_format=Location)
+    assert parsed.choices[0].message.parsed == Location(city="Rome", country="Italy")
+    response = openai_sdk.responses.parse(model="m", input="Describe Japan as JSON.", text_format=Location)
+    assert response.output_parsed == Location(city="Tokyo", country="Japan")
 
 
 def test_messages_agent_loop(agent_pair: Pair) -> None:

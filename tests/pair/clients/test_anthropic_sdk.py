@@ -26,20 +26,20 @@ def client(warm_pair: Pair) -> anthropic.Anthropic:
 
 
 @pytest.fixture(scope="module")
-def caller(
+def tool_client(
     tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[anthropic.Anthropic, Pair]]:
-    """Before a model that reasons and calls tools, as it is made to."""
+    """Client of a model that reasons and calls tools when forced to."""
     with Pair(tmp_path_factory.mktemp("calling"), tiny_folder("llama", tools=True)) as pair:
         yield anthropic.Anthropic(base_url=pair.url, api_key="x", max_retries=0), pair
 
 
-def asking(text: str, **fields: Any) -> dict[str, Any]:
+def make_messages(text: str, **fields: Any) -> dict[str, Any]:
     return {"model": "claude-any", "max_tokens": 12, "messages": [{"role": "user", "content": text}], **fields}
 
 
-def without_chance(message: Message) -> dict[str, Any]:
-    """All but its ids, and what was reused."""
+def remove_variable_fields(message: Message) -> dict[str, Any]:
+    """Remove ids and numbers of reused tokens."""
     told: Any = message.to_dict()
     for named in (told, *told["content"]):
         named.pop("id", None)
@@ -47,37 +47,37 @@ def without_chance(message: Message) -> dict[str, Any]:
     return dict(told)
 
 
-def prompt_tokens(message: Message) -> int:
+def count_prompt_tokens(message: Message) -> int:
     return message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
 
 
-def said(message: Message) -> str:
+def join_text(message: Message) -> str:
     return "".join(block.text for block in message.content if block.type == "text")
 
 
 def test_messages_streamed_equals_whole(client: anthropic.Anthropic) -> None:
-    request = asking("Which sails does a ketch have?", system=BRIEF, extra_body={"ignore_eos": True})
+    request = make_messages("Which sails does a ketch have?", system=BRIEF, extra_body={"ignore_eos": True})
     whole = client.messages.create(**request)
     with client.messages.stream(**request) as stream:
         text = "".join(stream.text_stream)
         streamed = stream.get_final_message()
-    assert without_chance(whole) == without_chance(streamed)
+    assert remove_variable_fields(whole) == remove_variable_fields(streamed)
     assert whole.model == "claude-any" and whole.id.startswith("msg_") and whole.role == "assistant"
     assert whole.stop_reason == "max_tokens" and whole.usage.output_tokens == 12
     assert [block.to_dict() for block in whole.content] == [{"type": "text", "text": text}] and text
 
 
 def test_count_tokens_equals_prompt_tokens(client: anthropic.Anthropic, warm_pair: Pair) -> None:
-    request: Any = asking("How many masts has a yawl?", system=[{"type": "text", "text": BRIEF}], tools=[LOOK])
+    request: Any = make_messages("How many masts has a yawl?", system=[{"type": "text", "text": BRIEF}], tools=[LOOK])
     asked = len(warm_pair.requests())
     counted = client.messages.count_tokens(**{name: value for name, value in request.items() if name != "max_tokens"})
     assert len(warm_pair.requests()) == asked  # it is no generation
-    assert counted.input_tokens == prompt_tokens(client.messages.create(**request))
+    assert counted.input_tokens == count_prompt_tokens(client.messages.create(**request))
 
 
 def test_next_turn_is_warm_and_shared_with_chat(client: anthropic.Anthropic, warm_pair: Pair) -> None:
     """Whatever API a conversation goes on in, and however its client writes the blocks."""
-    request = asking("Where does a sloop carry its jib?", system=BRIEF)
+    request = make_messages("Where does a sloop carry its jib?", system=BRIEF)
     first = client.messages.create(**request)
     warm_pair.settle()
     cached = {"cache_control": {"type": "ephemeral"}}
@@ -87,16 +87,16 @@ def test_next_turn_is_warm_and_shared_with_chat(client: anthropic.Anthropic, war
         {"role": "user", "content": "And a cutter?"},
     ]
     second = client.messages.create(**{**request, "messages": talk}, extra_query={"beta": "true"})
-    held = prompt_tokens(first) + first.usage.output_tokens - 1  # the last token has no row yet
+    held = count_prompt_tokens(first) + first.usage.output_tokens - 1  # the last token has no row yet
     assert (second.usage.cache_read_input_tokens or 0) >= held - 1
     warm_pair.settle()
     chat: list[Any] = [
         {"role": "system", "content": BRIEF},
         request["messages"][0],
-        {"role": "assistant", "content": said(first)},
+        {"role": "assistant", "content": join_text(first)},
         {"role": "user", "content": "And a cutter?"},
     ]
-    assert warm_pair.chat(chat, max_tokens=1).cached == prompt_tokens(second) - 1
+    assert warm_pair.chat(chat, max_tokens=1).cached == count_prompt_tokens(second) - 1
 
 
 def test_thinking_and_tool_results_are_accepted(client: anthropic.Anthropic) -> None:
@@ -119,22 +119,22 @@ def test_thinking_and_tool_results_are_accepted(client: anthropic.Anthropic) -> 
             ],
         },
     ]
-    request = asking("", system=BRIEF, tools=[LOOK], thinking={"type": "adaptive"}) | {"messages": talk}
+    request = make_messages("", system=BRIEF, tools=[LOOK], thinking={"type": "adaptive"}) | {"messages": talk}
     answer = client.messages.create(**request)
     again = client.messages.create(**request)
-    assert without_chance(answer) == without_chance(again)
+    assert remove_variable_fields(answer) == remove_variable_fields(again)
     assert again.usage.input_tokens == 1
 
 
-def test_tool_use_loop(caller: tuple[anthropic.Anthropic, Pair]) -> None:
+def test_tool_use_loop(tool_client: tuple[anthropic.Anthropic, Pair]) -> None:
     """The model is made to call; its call comes back as its client writes it, with what the tool says."""
-    client, pair = caller
-    request: Any = asking("Which ship? " * 20, max_tokens=90, tools=[LOOK])
+    client, pair = tool_client
+    request: Any = make_messages("Which ship? " * 20, max_tokens=90, tools=[LOOK])
     request["tool_choice"] = {"type": "any", "disable_parallel_tool_use": True}
     request["extra_body"] = CLOSES_REASONING
     first = client.messages.create(**request)
     with client.messages.stream(**request) as stream:
-        assert without_chance(stream.get_final_message()) == without_chance(first)
+        assert remove_variable_fields(stream.get_final_message()) == remove_variable_fields(first)
     call = first.content[-1]
     assert first.stop_reason == "tool_use" and call.type == "tool_use"
     assert call.name == "look" and call.input["at"] in ("sea", "land") and call.id.startswith("toolu_")
@@ -145,27 +145,30 @@ def test_tool_use_loop(caller: tuple[anthropic.Anthropic, Pair]) -> None:
         {"role": "user", "content": [result]},
     ]
     second = client.messages.create(**request)
-    assert second.stop_reason == "tool_use" and (second.usage.cache_read_input_tokens or 0) >= prompt_tokens(first) - 20
+    assert (
+        second.stop_reason == "tool_use"
+        and (second.usage.cache_read_input_tokens or 0) >= count_prompt_tokens(first) - 20
+    )
 
 
-def test_thinking_is_separate_block(caller: tuple[anthropic.Anthropic, Pair]) -> None:
-    client, _ = caller
-    request: Any = asking("Think of a ship.", thinking={"type": "enabled", "budget_tokens": 1024})
+def test_thinking_is_separate_block(tool_client: tuple[anthropic.Anthropic, Pair]) -> None:
+    client, _ = tool_client
+    request: Any = make_messages("Think of a ship.", thinking={"type": "enabled", "budget_tokens": 1024})
     whole = client.messages.create(**request)
     with client.messages.stream(**request) as stream:
         told = [event.thinking for event in stream if event.type == "thinking"]
-        assert without_chance(stream.get_final_message()) == without_chance(whole)
+        assert remove_variable_fields(stream.get_final_message()) == remove_variable_fields(whole)
     assert [block.type for block in whole.content] == ["thinking"]  # cut off before it said anything
     assert whole.content[0].to_dict()["thinking"] == "".join(told) != "" and whole.content[0].to_dict()["signature"]
     assert whole.usage.output_tokens_details and whole.usage.output_tokens_details.thinking_tokens == 12
 
 
 def test_stop_sequence_is_reported(client: anthropic.Anthropic) -> None:
-    request: Any = asking("Say anything at all.", max_tokens=60, extra_body={"ignore_eos": True})
+    request: Any = make_messages("Say anything at all.", max_tokens=60, extra_body={"ignore_eos": True})
     words = list("abcdefghijklmnop")
     whole = client.messages.create(**request, stop_sequences=words)
     with client.messages.stream(**request, stop_sequences=words) as stream:
-        assert without_chance(stream.get_final_message()) == without_chance(whole)
+        assert remove_variable_fields(stream.get_final_message()) == remove_variable_fields(whole)
     assert whole.stop_reason == "stop_sequence" and whole.stop_sequence in words
 
 
@@ -175,20 +178,22 @@ class Ship(BaseModel):
 
 def test_messages_structured_answer(client: anthropic.Anthropic) -> None:
     at_once = {"logit_bias": {str(256 + SPECIAL_TOKENS.index("<think>")): -100}}
-    parsed = client.messages.parse(**asking("Is she afloat?", max_tokens=40), output_format=Ship, extra_body=at_once)
+    parsed = client.messages.parse(
+        **make_messages("Is she afloat?", max_tokens=40), output_format=Ship, extra_body=at_once
+    )
     assert isinstance(parsed.parsed_output, Ship) and parsed.stop_reason == "end_turn"
 
 
 def test_prefilled_assistant_answer_continues(client: anthropic.Anthropic) -> None:
-    request = asking("Name the parts of a rig.", max_tokens=8, extra_body={"ignore_eos": True})
-    text = said(client.messages.create(**request))
+    request = make_messages("Name the parts of a rig.", max_tokens=8, extra_body={"ignore_eos": True})
+    text = join_text(client.messages.create(**request))
     begun = [*request["messages"], {"role": "assistant", "content": text[:3]}]
     went_on = client.messages.create(**{**request, "messages": begun})
-    assert said(went_on).startswith(text[3:]) and len(text) == 8
+    assert join_text(went_on).startswith(text[3:]) and len(text) == 8
 
 
 def test_max_tokens_0_prefills_only(client: anthropic.Anthropic, warm_pair: Pair) -> None:
-    request = asking("What is the burgee for?", system=BRIEF)
+    request = make_messages("What is the burgee for?", system=BRIEF)
     ahead = client.messages.create(**{**request, "max_tokens": 0})
     assert ahead.content == [] and ahead.usage.output_tokens == 0
     warm_pair.settle()
@@ -205,12 +210,12 @@ def test_any_model_name_is_accepted(client: anthropic.Anthropic) -> None:
 def test_errors_use_anthropic_envelope(client: anthropic.Anthropic, warm_pair: Pair) -> None:
     with pytest.raises(anthropic.BadRequestError, match=r'messages.0.content.0: of type "image"') as refused:
         image = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
-        client.messages.create(**asking("") | {"messages": [{"role": "user", "content": [image]}]})
+        client.messages.create(**make_messages("") | {"messages": [{"role": "user", "content": [image]}]})
     assert refused.value.type == "invalid_request_error"
     with pytest.raises(anthropic.BadRequestError, match="'temperature' must be"):
-        client.messages.create(**asking("x"), extra_body={"temperature": -1})
+        client.messages.create(**make_messages("x"), extra_body={"temperature": -1})
     limit = warm_pair.status().context_tokens_max
-    long = asking("x" * limit)
+    long = make_messages("x" * limit)
     with pytest.raises(anthropic.BadRequestError, match=rf"prompt is too long: \d+ tokens > {limit} maximum"):
         client.messages.create(**long)
     assert client.messages.count_tokens(model="m", messages=long["messages"]).input_tokens > limit

@@ -14,7 +14,7 @@ from warmline_common.protocol.tokens import unpack_tokens
 STORY = "Tell me a story about a fox and a hen that lived beside a river, long ago, and never met before winter. "
 
 
-def asking(text: str) -> list[Message]:
+def make_messages(text: str) -> list[Message]:
     return [{"role": "user", "content": text + STORY}]
 
 
@@ -23,8 +23,8 @@ def client(warm_pair: Pair) -> OpenAI:
     return OpenAI(base_url=f"{warm_pair.url}/v1", api_key="x", max_retries=0)
 
 
-def streamed(chunks: Any) -> tuple[dict[int, str], dict[int, str], list[Any]]:
-    """Texts and finishes by index, and the chunks without choices."""
+def collect_stream(chunks: Any) -> tuple[dict[int, str], dict[int, str], list[Any]]:
+    """Collect texts and finish reasons by index, and the chunks without choices."""
     texts: dict[int, str] = defaultdict(str)
     finishes, rest, roles = {}, [], list[int]()
     for chunk in chunks:
@@ -39,7 +39,12 @@ def streamed(chunks: Any) -> tuple[dict[int, str], dict[int, str], list[Any]]:
 
 
 def test_choices_equal_their_seeds_alone(client: OpenAI, warm_pair: Pair) -> None:
-    request: dict[str, Any] = {"model": "several", "messages": asking("choices"), "max_tokens": 6, "temperature": 1.0}
+    request: dict[str, Any] = {
+        "model": "several",
+        "messages": make_messages("choices"),
+        "max_tokens": 6,
+        "temperature": 1.0,
+    }
     whole = client.chat.completions.create(**request, n=3, seed=40)
     lines = warm_pair.perf_lines("several", 3)
     assert [choice.index for choice in whole.choices] == [0, 1, 2]
@@ -50,7 +55,7 @@ def test_choices_equal_their_seeds_alone(client: OpenAI, warm_pair: Pair) -> Non
     assert whole.usage.prompt_tokens == alone[0].usage.prompt_tokens
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + 18
     options = {"include_usage": True}
-    said, finishes, (last,) = streamed(
+    said, finishes, (last,) = collect_stream(
         client.chat.completions.create(**request, n=3, seed=40, stream=True, stream_options=options)
     )
     assert [said[index] for index in range(3)] == texts and set(finishes.values()) == {"length"}
@@ -79,7 +84,7 @@ def test_completions_with_prompts_and_choices(client: OpenAI) -> None:
     assert [said[0], said[1]] == [choice.text for choice in ids.choices]
 
 
-def ids_of(pair: Pair, text: str) -> list[int]:
+def encode_ids(pair: Pair, text: str) -> list[int]:
     request = PromptRequest(request_id="ids", endpoint="completion", body={"prompt": text})
     reply = pair.as_owner("POST", pair.backend_url + "/kv/prompts", encode(request))
     return unpack_tokens(decode(reply.raw, PromptReply).tokens)
@@ -94,7 +99,7 @@ def test_echo_returns_prompt_first(client: OpenAI, warm_pair: Pair) -> None:
         request["prompt"] + plain
     )
     both = client.completions.create(
-        **{**request, "prompt": ["one", ids_of(warm_pair, "two")], "max_tokens": 0}, echo=True, n=2
+        **{**request, "prompt": ["one", encode_ids(warm_pair, "two")], "max_tokens": 0}, echo=True, n=2
     )
     assert [choice.text for choice in both.choices] == ["one", "one", "two", "two"]
     assert {choice.finish_reason for choice in both.choices} == {"length"}
@@ -104,7 +109,7 @@ def test_echo_returns_prompt_first(client: OpenAI, warm_pair: Pair) -> None:
 
 
 def test_logprobs_have_openai_shape(client: OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "m", "messages": asking("logprobs"), "max_tokens": 4}
+    asked: dict[str, Any] = {"model": "m", "messages": make_messages("logprobs"), "max_tokens": 4}
     chat = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
     logprobs = chat.choices[0].logprobs
     assert logprobs and logprobs.refusal is None and len(logprobs.content or ()) == 4
@@ -156,13 +161,13 @@ IGNORED: dict[str, Any] = {
 
 
 def test_fields_without_effect_are_accepted(client: OpenAI) -> None:
-    request: dict[str, Any] = {"model": "m", "messages": asking("ignored"), "max_tokens": 4}
+    request: dict[str, Any] = {"model": "m", "messages": make_messages("ignored"), "max_tokens": 4}
     plain, other = client.chat.completions.create(**request), client.chat.completions.create(**request, **IGNORED)
     assert other.choices[0].message.content == plain.choices[0].message.content
 
 
 def test_request_without_reuse_is_cold(client: OpenAI, warm_pair: Pair) -> None:
-    request: dict[str, Any] = {"model": "m", "messages": asking("cold"), "max_tokens": 4}
+    request: dict[str, Any] = {"model": "m", "messages": make_messages("cold"), "max_tokens": 4}
     first = client.chat.completions.create(**request)
     cold = client.chat.completions.with_raw_response.create(**request, extra_body={"cache_prompt": False})
     assert cold.headers["X-Warmline-Cache"] == "cold 0"

@@ -1,31 +1,31 @@
-"""Each client's requests, as they were recorded, get a right answer, and each turn starts where the last one ended."""
+"""Recorded requests of each client get right answers, and each turn starts from the end of the last one."""
 
 import pytest
 
 from support.pair.pair import Pair
-from support.pair.recorded import CLIENTS, Told, fixture, send
+from support.pair.recorded import CLIENTS, RecordedAnswer, read_client, send_turn
 
 GENERATION_PROMPT = 3  # tokens: whose turn it is, where the model's begins
 
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_recorded_turns_are_answered_warm(client: str, agent_pair: Pair) -> None:
-    recorded, told = fixture(client), list[Told]()
+    recorded, told = read_client(client), list[RecordedAnswer]()
     for turn in recorded["turns"]:
         call_id = next((answer.call_ids[0] for answer in reversed(told) if answer.call_ids), "")
-        answer = send(agent_pair, recorded, turn, call_id)
+        answer = send_turn(agent_pair, recorded, turn, call_id)
         assert answer.reasoning == turn["reasoning"]
         assert answer.text == turn.get("text", "")
         assert answer.calls == [tuple(call) for call in turn.get("calls", [])]
         if told:
-            kept = kept_of(told, turn["goes_on_from"])
+            kept = count_reusable(told, turn["goes_on_from"])
             assert answer.cached_tokens >= kept, f"{answer.cached_tokens} of {kept}: {agent_pair.requests()[:1]}"
         told.append(answer)
         agent_pair.settle()
 
 
-def kept_of(told: list[Told], goes_on_from: str) -> int:
-    """Tokens that the next turn may reuse, by what it is like.
+def count_reusable(told: list[RecordedAnswer], goes_on_from: str) -> int:
+    """Count the tokens that the next turn may reuse, by its relation to the last one.
 
     - "answer": all that was said comes back and is shown: to the last token said, which has no row yet.
     - "request": the template leaves out the last reasoning: to the end of what was answered with it.

@@ -19,7 +19,7 @@ LOOK: dict[str, Any] = {
 THINK_TOKEN = str(256 + SPECIAL_TOKENS.index("<think>"))
 
 
-class Place(BaseModel):
+class Location(BaseModel):
     capital: bool
 
 
@@ -28,17 +28,17 @@ def client(warm_pair: Pair) -> OpenAI:
     return OpenAI(base_url=f"{warm_pair.url}/v1", api_key="x", max_retries=0)
 
 
-def asking(text: str, **options: Any) -> dict[str, Any]:
+def make_input(text: str, **options: Any) -> dict[str, Any]:
     user = {"role": "user", "content": text}
     return {"model": "gpt-5", "instructions": "Be brief.", "input": [user], "max_output_tokens": 12, **options}
 
 
-def cached(response: Any) -> int:
+def get_cached_tokens(response: Any) -> int:
     return int(response.usage.input_tokens_details.cached_tokens)
 
 
-def bare(response: Any) -> dict[str, Any]:
-    """Without what differs between two answers: ids, times, and what the first left for the second to reuse."""
+def remove_variable_fields(response: Any) -> dict[str, Any]:
+    """Remove what differs between two answers: ids, times, and reused tokens."""
     told: dict[str, Any] = response.model_dump()
     for name in ("id", "created_at", "completed_at"):
         told.pop(name)
@@ -49,8 +49,8 @@ def bare(response: Any) -> dict[str, Any]:
     return told
 
 
-def streamed(client: OpenAI, **request: Any) -> Any:
-    """The last event's response; events are the SDK's, which raises where they don't fit together."""
+def stream_response(client: OpenAI, **request: Any) -> Any:
+    """Stream a response; the last event's response.  The SDK raises where events don't fit together."""
     with client.responses.stream(**request) as stream:
         events = list(stream)
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -58,24 +58,24 @@ def streamed(client: OpenAI, **request: Any) -> Any:
 
 
 def test_responses_streamed_equals_whole(client: OpenAI) -> None:
-    request = asking("responses, twice", metadata={"a": "b"}, temperature=0.0)
-    whole, stream = client.responses.create(**request), streamed(client, **request)
-    assert bare(whole) == bare(stream) and whole.output_text
+    request = make_input("responses, twice", metadata={"a": "b"}, temperature=0.0)
+    whole, stream = client.responses.create(**request), stream_response(client, **request)
+    assert remove_variable_fields(whole) == remove_variable_fields(stream) and whole.output_text
     assert (whole.model, whole.status, whole.usage and whole.usage.output_tokens) == ("gpt-5", "incomplete", 12)
     assert whole.instructions == "Be brief." and whole.metadata == {"a": "b"}
-    assert whole.usage and cached(stream) == whole.usage.input_tokens - 1
+    assert whole.usage and get_cached_tokens(stream) == whole.usage.input_tokens - 1
 
 
 def test_next_turn_is_warm(client: OpenAI) -> None:
-    request = asking("responses, turns")
+    request = make_input("responses, turns")
     first = client.responses.create(**request)
     later = [*request["input"], *first.output, {"role": "user", "content": "And now?"}]
     second = client.responses.create(**{**request, "input": later})
-    assert first.usage and cached(second) >= first.usage.total_tokens - 1
+    assert first.usage and get_cached_tokens(second) >= first.usage.total_tokens - 1
 
 
 def test_chat_and_responses_share_cache(client: OpenAI) -> None:
-    request = asking("responses and chat", tools=[LOOK], tool_choice="auto")
+    request = make_input("responses and chat", tools=[LOOK], tool_choice="auto")
     first = client.responses.create(**request)
     look = {"type": "function", "function": {name: LOOK[name] for name in ("name", "description", "parameters")}}
     messages: list[Any] = [
@@ -109,19 +109,19 @@ def test_conversation_with_calls_and_reasoning_is_accepted(client: OpenAI, warm_
     ]
     assert warm_pair.post("/v1/chat/completions", {"messages": messages, "max_tokens": 2}).status == 200
     answer = client.responses.create(model="m", input=items, max_output_tokens=2)
-    assert answer.usage and cached(answer) == answer.usage.input_tokens - 1
+    assert answer.usage and get_cached_tokens(answer) == answer.usage.input_tokens - 1
 
 
 def test_structured_output_is_parsed(client: OpenAI) -> None:
     no_thought = {"logit_bias": {THINK_TOKEN: -100}}  # the tiny model would think without end
-    request = asking("responses, parsed", text_format=Place, max_output_tokens=64, extra_body=no_thought)
+    request = make_input("responses, parsed", text_format=Location, max_output_tokens=64, extra_body=no_thought)
     parsed = client.responses.parse(**request)
-    assert isinstance(parsed.output_parsed, Place) and parsed.status == "completed"
-    assert streamed(client, **request).output_parsed == parsed.output_parsed
+    assert isinstance(parsed.output_parsed, Location) and parsed.status == "completed"
+    assert stream_response(client, **request).output_parsed == parsed.output_parsed
 
 
 def test_input_tokens_count_equals_request(client: OpenAI) -> None:
-    request = asking("responses, counted")
+    request = make_input("responses, counted")
     counted = client.responses.input_tokens.count(
         **{name: request[name] for name in ("model", "instructions", "input")}
     )
@@ -142,7 +142,7 @@ def test_stored_response_lookups_return_404(client: OpenAI) -> None:
 
 def test_backend_refusal_is_returned(client: OpenAI, warm_pair: Pair) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature"):
-        client.responses.create(**asking("responses, refused", temperature=-1.0))
+        client.responses.create(**make_input("responses, refused", temperature=-1.0))
     with pytest.raises(openai.BadRequestError, match="maximum context length") as refused:
         client.responses.create(model="m", input="x" * (warm_pair.status().context_tokens_max + 1))
     assert refused.value.code == "context_length_exceeded"

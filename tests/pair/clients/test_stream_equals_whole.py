@@ -1,4 +1,4 @@
-"""Whatever is asked of whichever API: the events of a stream add up to the object that is answered without one.
+"""Streams equal whole answers: in each API the events add up to the object of the same request without a stream.
 
 Each case says what is asked, and what must come of it; the SDKs' own code puts streams together.
 """
@@ -120,15 +120,18 @@ def test_chat(case: Case, openai_sdk: OpenAI) -> None:
     chunks = [
         chunk.model_dump(exclude_unset=True) for chunk in openai_sdk.chat.completions.create(**request, **options)
     ]
-    streamed = folded(chunks)
-    assert streamed == {"choices": [bare_choice(choice) for choice in whole["choices"]], "usage": spent(whole["usage"])}
+    streamed = accumulate_chunks(chunks)
+    assert streamed == {
+        "choices": [normalize_choice(choice) for choice in whole["choices"]],
+        "usage": normalize_usage(whole["usage"]),
+    }
     for choice in whole["choices"]:
-        assert told_in_choice(choice) == case.told
+        assert describe_choice(choice) == case.told
         assert not case.fields.get("logprobs") or choice["logprobs"]["content"]
 
 
-def folded(chunks: list[Any]) -> dict[str, Any]:
-    """The answer that chunks add up to, by the SDK's own rules."""
+def accumulate_chunks(chunks: list[Any]) -> dict[str, Any]:
+    """Accumulate chunks into an answer, by the SDK's own rules."""
     choices: dict[int, Any] = {}
     for chunk in chunks:
         for piece in chunk["choices"]:
@@ -140,11 +143,14 @@ def folded(chunks: list[Any]) -> dict[str, Any]:
             for name in ("finish_reason", "stop_reason"):
                 choice[name] = piece.get(name) or choice[name]
     (usage,) = (chunk["usage"] for chunk in chunks if chunk.get("usage"))
-    return {"choices": [bare_choice(choices[number]) for number in sorted(choices)], "usage": spent(usage)}
+    return {
+        "choices": [normalize_choice(choices[number]) for number in sorted(choices)],
+        "usage": normalize_usage(usage),
+    }
 
 
-def bare_choice(choice: Any) -> dict[str, Any]:
-    """Without ids, and with what streams leave out."""
+def normalize_choice(choice: Any) -> dict[str, Any]:
+    """Remove ids, and fields that streams leave out."""
     message = {"content": None, **choice["message"]}
     calls = [{"type": call["type"], "function": call["function"]} for call in message.pop("tool_calls", [])]
     assert all(call["id"].startswith("call_") for call in choice["message"].get("tool_calls", []))
@@ -153,12 +159,12 @@ def bare_choice(choice: Any) -> dict[str, Any]:
     return {"message": message, "calls": calls, "logprobs": logprobs, "end": end}
 
 
-def spent(usage: Any) -> dict[str, Any]:
-    """Without what the first of two answers left for the second to reuse."""
+def normalize_usage(usage: Any) -> dict[str, Any]:
+    """Remove the tokens that the second answer reuses of the first."""
     return {name: value for name, value in usage.items() if name != "prompt_tokens_details"}
 
 
-def told_in_choice(choice: Any) -> dict[str, Any]:
+def describe_choice(choice: Any) -> dict[str, Any]:
     message = choice["message"]
     assert message.get("reasoning_content") == message.get("reasoning")
     calls = [call["function"] for call in message.get("tool_calls", [])]
@@ -205,7 +211,7 @@ def test_messages(case: Case, anthropic_sdk: anthropic.Anthropic) -> None:
     whole = anthropic_sdk.messages.create(**request)
     with anthropic_sdk.messages.stream(**request) as stream:
         streamed = stream.get_final_message()
-    assert bare_message(streamed) == bare_message(whole)
+    assert normalize_message(streamed) == normalize_message(whole)
     blocks = {
         kind: [block for block in whole.content if block.type == kind] for kind in ("text", "tool_use", "thinking")
     }
@@ -217,7 +223,7 @@ def test_messages(case: Case, anthropic_sdk: anthropic.Anthropic) -> None:
     }
 
 
-def bare_message(message: anthropic.types.Message) -> dict[str, Any]:
+def normalize_message(message: anthropic.types.Message) -> dict[str, Any]:
     told: Any = message.to_dict()
     for named in (told, *told["content"]):
         named.pop("id", None)
@@ -256,7 +262,7 @@ def test_responses(case: Case, openai_sdk: OpenAI) -> None:
     request: dict[str, Any] = {"model": "m", "input": case.ask, "store": False, **fields}
     whole = openai_sdk.responses.create(**request)
     streamed = list(openai_sdk.responses.create(**request, stream=True))[-1].response
-    assert bare_response(streamed) == bare_response(whole)
+    assert normalize_response(streamed) == normalize_response(whole)
     calls = [item for item in whole.output if item.type == "function_call"]
     thoughts = [part.text for item in whole.output if item.type == "reasoning" for part in item.content or ()]
     assert case.told == {
@@ -267,7 +273,7 @@ def test_responses(case: Case, openai_sdk: OpenAI) -> None:
     }
 
 
-def bare_response(response: Response) -> dict[str, Any]:
+def normalize_response(response: Response) -> dict[str, Any]:
     told: dict[str, Any] = response.model_dump()
     for name in ("id", "created_at", "completed_at"):
         told.pop(name, None)
@@ -306,6 +312,6 @@ def test_completions(fields: dict[str, Any], openai_sdk: OpenAI) -> None:
         streamed = {name: [value for one in told for value in one[name]] for name in told[0]} if told else None
         assert streamed == (choice.logprobs and choice.logprobs.model_dump())
     (usage,) = (chunk.usage for chunk in chunks if chunk.usage)
-    assert whole.usage and spent(usage.model_dump()) == spent(whole.usage.model_dump())
+    assert whole.usage and normalize_usage(usage.model_dump()) == normalize_usage(whole.usage.model_dump())
     assert whole.choices[0].text in ("one two three four", "one two ", "one two", ASKED_AS_TEXT + "one two three four")
     assert bool(whole.choices[0].logprobs) == ("logprobs" in fields) and len(whole.choices) == fields.get("n", 1)

@@ -38,7 +38,7 @@ def client(warm_pair: Pair) -> OpenAI:
     return OpenAI(base_url=f"{warm_pair.url}/v1", api_key="x", max_retries=0)
 
 
-def read(text: str | None) -> Any:
+def parse_answer(text: str | None) -> Any:
     assert text
     value = json.loads(text)
     jsonschema.validate(value, SCHEMA)
@@ -48,7 +48,7 @@ def read(text: str | None) -> Any:
 def test_structured_choices_and_streams_are_valid_and_warm(client: OpenAI) -> None:
     whole = client.chat.completions.create(**ASKS, n=3)
     texts = [choice.message.content for choice in whole.choices]
-    assert len({json.dumps(read(text)) for text in texts}) > 1
+    assert len({json.dumps(parse_answer(text)) for text in texts}) > 1
     assert {choice.finish_reason for choice in whole.choices} == {"stop"}
     streamed = "".join(
         chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**ASKS, stream=True)
@@ -56,7 +56,7 @@ def test_structured_choices_and_streams_are_valid_and_warm(client: OpenAI) -> No
     assert streamed == texts[0]
     turns = [*ASKS["messages"], {"role": "assistant", "content": texts[0]}, {"role": "user", "content": "And another."}]
     follow = client.chat.completions.create(**{**ASKS, "messages": turns})
-    read(follow.choices[0].message.content)
+    parse_answer(follow.choices[0].message.content)
     assert follow.usage and follow.usage.prompt_tokens_details
     assert (follow.usage.prompt_tokens_details.cached_tokens or 0) >= 192
 

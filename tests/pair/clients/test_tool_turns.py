@@ -1,4 +1,4 @@
-"""Agents that reason and call tools: each turn starts from the end of the last one, whatever became of its answer.
+"""Agents that reason and call tools: each turn starts from the end of the last one, however its answer is changed.
 
 The template opens the model's reasoning in the generation prompt, and leaves it out of what was said before the last
 user spoke.
@@ -23,8 +23,8 @@ FAMILIES = list(REPEATED)  # rows only; states beside rows, in each layer and in
 MANNERS = ["marked", "open"]
 
 
-class Agent:
-    """One conversation, growing turn by turn; each is asked only once the last one is on disk."""
+class ToolAgent:
+    """Conversation of an agent, each turn of which is sent once the last one is on disk."""
 
     def __init__(self, pair: Pair, manner: str, first: str) -> None:
         self.pair = pair
@@ -37,19 +37,19 @@ class Agent:
         return reply
 
     @property
-    def rendered(self) -> PromptReply:
+    def rendered_prompt(self) -> PromptReply:
         body = {"messages": self.messages, **self.options}
         request = encode(PromptRequest(request_id="test", endpoint="chat", body=body))
         return decode(self.pair.as_owner("POST", self.pair.backend_url + "/kv/prompts", request).raw, PromptReply)
 
-    def calls(self, content: str, arguments: str, **fields: str) -> None:
-        """The model's answer, as its client makes a tool call of it, and what the tool says."""
+    def append_call(self, content: str, arguments: str, **fields: str) -> None:
+        """Append the model's answer as its client makes a tool call of it, and the tool's result."""
         call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}
         self.messages.append({"role": "assistant", "content": content, "tool_calls": [call], **fields})
         self.messages.append({"role": "tool", "tool_call_id": "1", "content": RESULT})
 
     def reserialize(self) -> None:
-        """As a client does that keeps calls as objects: other white space than the model's, and than before."""
+        """Write the calls anew as a client does that keeps them parsed, with other white space than before."""
         for message in self.messages:
             for call in message.get("tool_calls", ()):
                 arguments, spaced = call["function"]["arguments"], ": " in call["function"]["arguments"]
@@ -57,12 +57,12 @@ class Agent:
                     json.loads(arguments), separators=(",", ":") if spaced else (", ", ": ")
                 )
 
-    def answer(self, content: str, question: str) -> None:
+    def append_answer(self, content: str, question: str) -> None:
         self.messages += [{"role": "assistant", "content": content}, {"role": "user", "content": question}]
 
 
-def advances(agent: Agent, before: int) -> Reply:
-    """Ask once more; it starts from the end of the turn before, at least."""
+def check_next_turn(agent: ToolAgent, before: int) -> Reply:
+    """Ask the next turn; it starts at the end of the turn before, or later."""
     reply = agent.ask()
     assert reply.cached >= before, f"{reply.cached} of {before} tokens: {agent.pair.perf_line(reply)}"
     return reply
@@ -72,52 +72,52 @@ def advances(agent: Agent, before: int) -> Reply:
 def test_tool_loop_turns_start_from_previous_turn(family: str, tiny_folder: FolderOf, tmp_path: Path) -> None:
     opening = LONG * REPEATED[family]
     with Pair(tmp_path, tiny_folder(family, tools=True)) as pair:
-        agents = [Agent(pair, manner, f"What lies in the root folder ({manner})? {opening}") for manner in MANNERS]
+        agents = [ToolAgent(pair, manner, f"What lies in the root folder ({manner})? {opening}") for manner in MANNERS]
         for agent in agents:
-            a_loop(agent)
+            check_tool_loop(agent)
         pair.kill()
         pair.start()
         for agent in agents:
-            goes_on_after_a_restart(agent)
-            leaves_out_its_reasoning(agent)
+            check_turns_after_restart(agent)
+            check_omitted_reasoning(agent)
 
 
-def a_loop(agent: Agent) -> None:
+def check_tool_loop(agent: ToolAgent) -> None:
     reply = agent.ask()
-    before = agent.rendered.turn_end
-    agent.calls("", '{"path": "/"}', reasoning_content=reply.reasoning)
-    reply, before = advances(agent, before), agent.rendered.turn_end
-    agent.calls("", '{"path":"/bin","deep":true}')  # its reasoning has gone
+    before = agent.rendered_prompt.turn_end
+    agent.append_call("", '{"path": "/"}', reasoning_content=reply.reasoning)
+    reply, before = check_next_turn(agent, before), agent.rendered_prompt.turn_end
+    agent.append_call("", '{"path":"/bin","deep":true}')  # its reasoning has gone
     agent.reserialize()
-    reply, before = advances(agent, before), agent.rendered.turn_end
-    agent.calls(f"<think>\n{reply.reasoning}\n</think>\n\nThere.", '{"path": "/etc"}')
+    reply, before = check_next_turn(agent, before), agent.rendered_prompt.turn_end
+    agent.append_call(f"<think>\n{reply.reasoning}\n</think>\n\nThere.", '{"path": "/etc"}')
     agent.reserialize()
-    advances(agent, before)
+    check_next_turn(agent, before)
 
 
-def goes_on_after_a_restart(agent: Agent) -> None:
-    before = agent.rendered.turn_end
-    agent.calls("", '{"path": "/home"}', reasoning_content="Once more.")
-    reply, before = advances(agent, before), agent.rendered.turn_end
-    cold = agent.pair.direct(agent.messages, max_tokens=8, **WITH_LOGPROBS, **agent.options)
+def check_turns_after_restart(agent: ToolAgent) -> None:
+    before = agent.rendered_prompt.turn_end
+    agent.append_call("", '{"path": "/home"}', reasoning_content="Once more.")
+    reply, before = check_next_turn(agent, before), agent.rendered_prompt.turn_end
+    cold = agent.pair.ask_backend(agent.messages, max_tokens=8, **WITH_LOGPROBS, **agent.options)
     assert not explain_difference(cold, reply)
-    agent.calls("", '{"path": "/opt"}', reasoning_content="And again.")
-    advances(agent, before)
+    agent.append_call("", '{"path": "/opt"}', reasoning_content="And again.")
+    check_next_turn(agent, before)
 
 
-def leaves_out_its_reasoning(agent: Agent) -> None:
-    """Once the user speaks again, what the template leaves out begins in the first answer to what it asked before."""
-    asked = next(message.end for message in agent.rendered.messages if message.number == 1)
-    before = agent.rendered.turn_end
-    agent.answer("Six folders.", "And what lies in /usr?")
+def check_omitted_reasoning(agent: ToolAgent) -> None:
+    """Check the turn after the user speaks again: it differs where the template first omits reasoning."""
+    asked = next(message.end for message in agent.rendered_prompt.messages if message.number == 1)
+    before = agent.rendered_prompt.turn_end
+    agent.append_answer("Six folders.", "And what lies in /usr?")
     reply = agent.ask()
     where = r"at token (\d+), in message 2 \(assistant\): the template leaves out its reasoning"
     why = re.search(f"differs from what is (?:in memory|stored) {where}", line := agent.pair.perf_line(reply))
     assert why, line
     has_states = "no checkpoint after" in line
     assert reply.cached == (asked if has_states else int(why[1])) < before, "the longest prefix that is the same"
-    cold = agent.pair.direct(agent.messages, max_tokens=8, **WITH_LOGPROBS, **agent.options)
+    cold = agent.pair.ask_backend(agent.messages, max_tokens=8, **WITH_LOGPROBS, **agent.options)
     assert not explain_difference(cold, reply)
-    before = agent.rendered.turn_end
-    agent.calls("", '{"path": "/usr"}', reasoning_content=reply.reasoning)
-    advances(agent, before)
+    before = agent.rendered_prompt.turn_end
+    agent.append_call("", '{"path": "/usr"}', reasoning_content=reply.reasoning)
+    check_next_turn(agent, before)

@@ -1,4 +1,4 @@
-"""cachectl's verbs beside a running pair: what it watches, pins, collects and finds."""
+"""Commands of cachectl beside a running pair: top, pin, gc, doctor."""
 
 import json
 import os
@@ -9,14 +9,14 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from support.pair.pair import Message, Pair, ask
+from support.pair.pair import Message, Pair, send_request
 from warmline_cachectl.cli import app
 
 TIMEOUT_S = 30.0
 
 
-def speak(pair: Pair, name: str) -> str:
-    """One turn of a conversation; its session's id."""
+def send_turn(pair: Pair, name: str) -> str:
+    """Send one turn of a conversation; its session's id."""
     messages: list[Message] = [{"role": "user", "content": f"{name}: tell me what cachectl is for. " * 8}]
     pair.chat(messages, max_tokens=4, session_id=name)
     pair.settle()
@@ -25,7 +25,7 @@ def speak(pair: Pair, name: str) -> str:
 
 
 def test_top_once_shows_pair(warm_pair: Pair) -> None:
-    speak(warm_pair, "watched")
+    send_turn(warm_pair, "watched")
     view = warm_pair.cachectl("top")
     assert (view["backend"], view["persistence"], view["requests"]) == ("up", "ok", [])
     assert view["engine"]["decode_tokens_per_s"] > 0 and view["memory"]["residents"] > 0
@@ -47,7 +47,7 @@ def test_top_on_terminal_runs_until_q(warm_pair: Pair) -> None:
 
 
 def test_pin_goes_through_the_proxy(warm_pair: Pair) -> None:
-    session = speak(warm_pair, "pinned")
+    session = send_turn(warm_pair, "pinned")
     assert warm_pair.cachectl("pin", session)["pinned"]
     try:
         rows = {row["id"]: row["pinned"] for row in warm_pair.cachectl("ls", session)["segments"]}
@@ -70,27 +70,27 @@ def test_bad_owner_requests_are_refused(
     warm_pair: Pair, path: str, body: dict[str, object], code: int, says: str
 ) -> None:
     headers = {"Authorization": f"Bearer {warm_pair.home.load_secret()}", "Content-Type": "application/json"}
-    reply = ask(f"{warm_pair.url}/warmline/{path}", json.dumps(body).encode(), headers)
+    reply = send_request(f"{warm_pair.url}/warmline/{path}", json.dumps(body).encode(), headers)
     assert reply.status == code and says in reply.json["error"]["message"]
 
 
 def test_gc_keeps_stored_conversations(warm_pair: Pair) -> None:
-    session = speak(warm_pair, "collected")
+    session = send_turn(warm_pair, "collected")
     done = warm_pair.cachectl("gc")
     assert done["evicted"] == [] and done["bytes_after"] > 0
     assert warm_pair.cachectl("verify", "--deep")["findings"] == []
-    assert speak(warm_pair, "collected") == session
+    assert send_turn(warm_pair, "collected") == session
 
 
 def test_doctor_sees_the_pair(warm_pair: Pair) -> None:
-    checks = {check["name"]: check for check in doctor(warm_pair)}
+    checks = {check["name"]: check for check in run_doctor(warm_pair)}
     for name in ("proxy", "backend", "saving", "index", "lock"):
         assert checks[name]["status"] == "ok", checks[name]
     assert "ports" not in checks and "serves" in checks["backend"]["seen"]
 
 
-def doctor(pair: Pair) -> list[dict[str, str]]:
-    """Whatever else it finds on this machine."""
+def run_doctor(pair: Pair) -> list[dict[str, str]]:
+    """Run doctor, whatever else it finds on this machine."""
     done = CliRunner().invoke(app, ["doctor", "--json", "--home", str(pair.home.root)])
     assert done.exit_code in (0, 1), done.output
     return list(json.loads(done.stdout)["checks"])

@@ -34,8 +34,8 @@ def stopped(pair: Pair) -> Pair:
     return pair
 
 
-def speak(pair: Pair, name: str, words: str = "Hello there.") -> bytes:
-    """One turn of the conversation `name`; its packed tokens, all of them on disk."""
+def send_turn(pair: Pair, name: str, words: str = "Hello there.") -> bytes:
+    """Send one turn of the conversation `name`; its packed tokens, all of them on disk."""
     messages: list[Message] = [
         {"role": "system", "content": f"{name} is your name."},
         {"role": "user", "content": words},
@@ -43,35 +43,35 @@ def speak(pair: Pair, name: str, words: str = "Hello there.") -> bytes:
     reply = pair.chat(messages, max_tokens=TOKENS, session_id=name)
     pair.settle()
     messages.append({"role": "assistant", "content": reply.text})
-    return pair.rendered(messages).tokens[: (reply.prompt_tokens + TOKENS) * TOKEN_BYTES]
+    return pair.render_prompt(messages).tokens[: (reply.prompt_tokens + TOKENS) * TOKEN_BYTES]
 
 
-def holding(pair: Pair, wanted: bytes) -> set[str]:
-    """The folders under the home with a file that holds these bytes."""
+def find_folders_containing(pair: Pair, wanted: bytes) -> set[str]:
+    """Find the folders under the home with a file that has these bytes."""
     root = pair.home.root
     paths = (path for path in root.rglob("*") if path.is_file())
     return {path.relative_to(root).parts[0] for path in paths if wanted in path.read_bytes()}
 
 
-def end(tokens: bytes) -> bytes:
-    """Tokens at the end that no other conversation has."""
+def get_tail(tokens: bytes) -> bytes:
+    """Get the last tokens, which no other conversation has."""
     return tokens[-16 * TOKEN_BYTES :]
 
 
-def session(pair: Pair, name: str) -> str:
+def find_session(pair: Pair, name: str) -> str:
     (found,) = [row["id"] for row in pair.cachectl("inspect")["sessions"] if row["client"] == name]
     return str(found)
 
 
-def without_changing(view: Any) -> Any:
+def remove_changing_parts(view: Any) -> Any:
     if isinstance(view, dict):
-        return {name: without_changing(value) for name, value in view.items() if name not in CHANGING}
-    return [without_changing(value) for value in view] if isinstance(view, list) else view
+        return {name: remove_changing_parts(value) for name, value in view.items() if name not in CHANGING}
+    return [remove_changing_parts(value) for value in view] if isinstance(view, list) else view
 
 
-def views(pair: Pair) -> list[Any]:
-    """All that cachectl can show of conversation "beta"."""
-    beta = session(pair, "beta")
+def list_views(pair: Pair) -> list[Any]:
+    """List all views of cachectl on conversation "beta"."""
+    beta = find_session(pair, "beta")
     leaf = pair.cachectl("inspect", beta)["path"][-1]["id"]
     commands = [
         ["inspect"],
@@ -83,24 +83,24 @@ def views(pair: Pair) -> list[Any]:
         *(["purge", "--dry-run", *what] for what in (["--session", beta], ["--model", "llama"], ["--all"])),
         ["purge", "--dry-run", "--older-than", "0s"],
     ]
-    return [without_changing(pair.cachectl(*command)) for command in commands]
+    return [remove_changing_parts(pair.cachectl(*command)) for command in commands]
 
 
 def test_cachectl_output_is_equal_with_and_without_pair(running: Pair) -> None:
     for name in ("alpha", "beta", "gamma"):
-        speak(running, name)
+        send_turn(running, name)
     limit = time.monotonic() + 10
     while running.cachectl("stats")["requests"]["count"] < 3:  # records are written every second
         assert time.monotonic() < limit
         time.sleep(POLL_S)
-    up = views(running)
+    up = list_views(running)
     running.stop()
-    assert views(running) == up
+    assert list_views(running) == up
     assert len(up[0]["sessions"]) == len(up[-1]["sessions"]) == 3 and up[4]["findings"] == []
 
 
 def test_purge_while_the_pair_is_down(stopped: Pair) -> None:
-    alpha = session(stopped, "alpha")
+    alpha = find_session(stopped, "alpha")
     assert stopped.cachectl("purge", "--session", alpha, "--dry-run")["sessions"] == [alpha]
     assert stopped.cachectl("purge", "--session", alpha, "--yes")["sessions"] == [alpha]
     assert {row["client"] for row in stopped.cachectl("inspect")["sessions"]} == {"beta", "gamma"}
@@ -111,14 +111,14 @@ def test_purge_while_the_pair_is_down(stopped: Pair) -> None:
 
 
 def test_purge_while_the_pair_runs(running: Pair) -> None:
-    kept, purged = speak(running, "kept"), speak(running, "purged")
-    assert holding(running, end(purged)) == {"index", "segments"}
-    row = session(running, "purged")
+    kept, purged = send_turn(running, "kept"), send_turn(running, "purged")
+    assert find_folders_containing(running, get_tail(purged)) == {"index", "segments"}
+    row = find_session(running, "purged")
     assert running.cachectl("purge", "--session", row, "--dry-run")["dry_run"] is True
-    assert session(running, "purged") == row
+    assert find_session(running, "purged") == row
     assert running.cachectl("purge", "--session", row, "--yes")["sessions"] == [row]
-    assert holding(running, end(purged)) == holding(running, b"purged") == set()
-    assert holding(running, end(kept)) == {"index", "segments"}
+    assert find_folders_containing(running, get_tail(purged)) == find_folders_containing(running, b"purged") == set()
+    assert find_folders_containing(running, get_tail(kept)) == {"index", "segments"}
     assert running.cachectl("verify", "--deep")["findings"] == []
     again = running.chat([{"role": "system", "content": "purged is your name."}], max_tokens=1)
     assert again.cached < 10, "nothing of it is left in memory either"
@@ -133,37 +133,41 @@ def test_purge_truncates_to_token_and_keeps_shared_prefix(running: Pair) -> None
         messages: list[Message] = [alike, {"role": "user", "content": text}]
         running.chat(messages, max_tokens=TOKENS, session_id=name)
         running.settle()
-        tokens[name] = running.rendered(messages).tokens
-    gone, left = (session(running, name) for name in texts)
+        tokens[name] = running.render_prompt(messages).tokens
+    gone, left = (find_session(running, name) for name in texts)
     told = running.cachectl("purge", "--session", gone, "--dry-run")
     done = running.cachectl("purge", "--session", gone, "--yes")
     assert done["bytes_freed"] == told["bytes_freed"] and len(done["cuts"]) == len(told["cuts"]) == 1
     until = done["cuts"][0]["until"]
     assert until == count_common_tokens(*tokens.values()) > 100
     own = tokens["cut"][until * TOKEN_BYTES :]
-    assert holding(running, own[: 8 * TOKEN_BYTES]) == holding(running, end(own[:-200])) == set()
+    assert (
+        find_folders_containing(running, own[: 8 * TOKEN_BYTES])
+        == find_folders_containing(running, get_tail(own[:-200]))
+        == set()
+    )
     assert running.cachectl("verify", "--deep")["findings"] == []
     (replay,) = running.cachectl("verify", "--replay", left)["replays"]
     assert replay["outcome"] in ("equal", "within") and replay["reused"] > until, "of both files, and as if cold"
 
 
 def test_purge_by_age_and_all_while_the_pair_runs(running: Pair) -> None:
-    spoken = [speak(running, name) for name in ("old", "new")]
+    spoken = [send_turn(running, name) for name in ("old", "new")]
     assert running.cachectl("purge", "--older-than", "1h", "--yes", code=1) is None, "nothing is as old"
     assert running.cachectl("purge", "--older-than", "0s", "--yes")["sessions"] != []
-    spoken.append(speak(running, "newest"))
+    spoken.append(send_turn(running, "newest"))
     running.cachectl("purge", "--all", "--yes")
     for tokens in spoken:
-        assert holding(running, end(tokens)) == set()
-    assert holding(running, b"newest") == set()
+        assert find_folders_containing(running, get_tail(tokens)) == set()
+    assert find_folders_containing(running, b"newest") == set()
     assert list(running.home.segments.rglob("*.safetensors")) == []
     assert running.cachectl("inspect") == {"sessions": [], "quarantined": []}
     assert running.cachectl("verify")["findings"] == []
-    first, second = speak(running, "newest"), speak(running, "newest")
+    first, second = send_turn(running, "newest"), send_turn(running, "newest")
     assert first == second
 
 
-def bytes_on_disk(pair: Pair) -> int:
+def count_bytes_on_disk(pair: Pair) -> int:
     paths: list[Path] = [*pair.home.index.rglob("*"), *pair.home.segments.rglob("*")]
     return sum(path.stat().st_size for path in paths if path.is_file())
 
@@ -171,10 +175,10 @@ def bytes_on_disk(pair: Pair) -> int:
 def test_disk_budget_holds_after_every_conversation(running: Pair) -> None:
     words = "A word that weighs. " * 60
     for number in range(9):
-        speak(running, f"{number} heavy", words)
-        assert bytes_on_disk(running) <= BUDGET_BYTES
+        send_turn(running, f"{number} heavy", words)
+        assert count_bytes_on_disk(running) <= BUDGET_BYTES
     stored = running.cachectl("stats")["stored"]
     assert BUDGET_BYTES / 2 < stored["bytes_used"] <= BUDGET_BYTES
     assert 0 < stored["sessions"] < 9
     assert running.cachectl("verify", "--deep")["findings"] == []
-    assert session(running, "8 heavy"), "the latest one is there"
+    assert find_session(running, "8 heavy"), "the latest one is there"

@@ -1,4 +1,4 @@
-"""A pair that is open to the LAN: keys that are made, a cache for each, the owner's paths, a home that is private."""
+"""Pair that is open to the LAN: created keys, a cache for each, the owner's paths, a private home."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from support.pair.pair import FolderOf, Pair, Reply, ask
+from support.pair.pair import FolderOf, Pair, Reply, send_request
 from warmline_common.storage.home import Home
 from warmline_proxy.auth import key_store as keys_file
 
@@ -15,8 +15,8 @@ TALE = "A stranger came to the village and told us the following. " * 12
 
 
 @contextmanager
-def careless() -> Iterator[None]:
-    """Whatever is made now is open to all, unless whoever makes it takes care."""
+def open_umask() -> Iterator[None]:
+    """Set a umask that leaves new files open to all, unless their writer restricts them."""
     before = os.umask(0)
     try:
         yield
@@ -24,14 +24,14 @@ def careless() -> Iterator[None]:
         os.umask(before)
 
 
-def asked(pair: Pair, key: str) -> Reply:
+def chat_with_key(pair: Pair, key: str) -> Reply:
     body = {"messages": [{"role": "user", "content": TALE}], "max_tokens": 4, "temperature": 0}
     return pair.post("/v1/chat/completions", body, Authorization=f"Bearer {key}")
 
 
-def cached(pair: Pair, key: str) -> int:
-    """Tokens that the key's holder reuses; header and usage agree."""
-    reply = asked(pair, key)
+def count_cached(pair: Pair, key: str) -> int:
+    """Count the tokens that the key's holder reuses; header and usage agree."""
+    reply = chat_with_key(pair, key)
     assert reply.status == 200, reply.raw
     source, _, count = reply.headers["X-Warmline-Cache"].partition(" ")
     assert reply.cached == int(count) and (source == "cold") == (reply.cached == 0)
@@ -41,40 +41,40 @@ def cached(pair: Pair, key: str) -> int:
 
 def test_keys_have_separate_persistent_caches(tiny_folder: FolderOf, tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
-    with careless():
+    with open_umask():
         home.segments.mkdir(parents=True)
         (home.root / "warmline.toml").touch()
         pair = Pair(home.root, tiny_folder("llama"), "--lan", "--log-files")
         with pair:
-            assert pair.logged(r"^(ready|also) .*\.local:")
-            assert f"cachectl key show --home {home.root})" in pair.logged("^curl ")
+            assert pair.wait_for_log_line(r"^(ready|also) .*\.local:")
+            assert f"cachectl key show --home {home.root})" in pair.wait_for_log_line("^curl ")
             one = pair.cachectl("key", "show")["key"]
             two, three = (pair.cachectl("key", "add", name)["key"] for name in ("two", "three"))
             assert (
-                asked(pair, "").status
-                == asked(pair, "wl-guessed").status
-                == asked(pair, home.load_secret()).status
+                chat_with_key(pair, "").status
+                == chat_with_key(pair, "wl-guessed").status
+                == chat_with_key(pair, home.load_secret()).status
                 == 401
             )
-            assert cached(pair, one) == 0
-            whole = cached(pair, one)
+            assert count_cached(pair, one) == 0
+            whole = count_cached(pair, one)
             assert whole > 100
-            assert cached(pair, two) == 0, "what one had computed is in memory, and on disk"
+            assert count_cached(pair, two) == 0, "what one had computed is in memory, and on disk"
 
             os.kill(pair.pid("proxy"), signal.SIGKILL)
             wait_until_up(pair)
-            assert cached(pair, three) == 0, "what is in memory was adopted for whom it belongs to"
-            assert cached(pair, one) == whole
+            assert count_cached(pair, three) == 0, "what is in memory was adopted for whom it belongs to"
+            assert count_cached(pair, one) == whole
             pair.kill()
             pair.start()
             four = pair.cachectl("key", "add", "four")["key"]
-            assert cached(pair, four) == 0, "what is on disk, too"
-            assert cached(pair, one) == whole and cached(pair, two) == whole
+            assert count_cached(pair, four) == 0, "what is on disk, too"
+            assert count_cached(pair, one) == whole and count_cached(pair, two) == whole
 
             renewed = pair.cachectl("key", "rotate", "default")["key"]
-            assert asked(pair, one).status == 401
-            assert cached(pair, renewed) == whole
-            owner_is_asked_who_he_is(pair, renewed)
+            assert chat_with_key(pair, one).status == 401
+            assert count_cached(pair, renewed) == whole
+            check_owner_authentication(pair, renewed)
         assert_private(home)
 
 
@@ -82,14 +82,14 @@ def wait_until_up(pair: Pair) -> None:
     """Another proxy than before answers."""
     while True:
         try:
-            if ask(f"{pair.url}/ready", None, {}, "GET").status == 200:
+            if send_request(f"{pair.url}/ready", None, {}, "GET").status == 200:
                 return
         except OSError:
             pass
 
 
-def owner_is_asked_who_he_is(pair: Pair, client_key: str) -> None:
-    """By the address that others use; on this machine nothing is asked."""
+def check_owner_authentication(pair: Pair, client_key: str) -> None:
+    """Check that the owner must authenticate by the LAN address, and not on this machine."""
     admin, elsewhere = pair.cachectl("key", "show", "admin")["key"], {"Host": f"192.168.1.5:{pair.port}"}
     for headers, status in (
         ({}, 200),
@@ -99,7 +99,7 @@ def owner_is_asked_who_he_is(pair: Pair, client_key: str) -> None:
         ({"Host": "evil.example", "X-Api-Key": admin}, 403),
         ({"X-Forwarded-For": "192.168.1.7"}, 401),
     ):
-        assert ask(f"{pair.url}/warmline/status", None, headers, "GET").status == status, headers
+        assert send_request(f"{pair.url}/warmline/status", None, headers, "GET").status == status, headers
 
 
 def assert_private(home: Home) -> None:

@@ -1,6 +1,6 @@
-"""Whoever leaves, or is cancelled, costs the engine at most the step under way; and what it computed is computed once.
+"""Cancels and disconnects: the engine ends at most the step under way, and a prompt is computed only once.
 
-Every step waits at a gate until the test lets it pass, so nothing here depends on how fast anything is.
+Every step waits at a gate until the test lets it pass, so no test depends on speed.
 """
 
 import hashlib
@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from support.pair.answers import WITH_LOGPROBS, explain_difference
-from support.pair.clients import Asked
-from support.pair.pair import FolderOf, Message, Pair, Reply, ask
-from support.pair.waiting import until, wait_until_idle, wait_until_prefilling
-from support.planted.faults import Gate, Planted
+from support.pair.clients import ClientRequest
+from support.pair.pair import FolderOf, Message, Pair, Reply, send_request
+from support.pair.waiting import wait_until, wait_until_idle, wait_until_prefilling
+from support.planted.faults import FaultControl, Gate
 
 STEP = 64
 SHARED_MAX = 16  # the template's first tokens and a digit or two
@@ -23,27 +23,27 @@ NAME = "X-Warmline-Request"
 
 
 @pytest.fixture(scope="module")
-def planted() -> Iterator[Planted]:
-    with Planted() as planted:
+def planted() -> Iterator[FaultControl]:
+    with FaultControl() as planted:
         yield planted
 
 
 @pytest.fixture(scope="module")
-def pair(planted: Planted, tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(planted: FaultControl, tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     home = tmp_path_factory.mktemp("cancelling")
     flags = ("--prefill-step-size", str(STEP))
     with Pair(home, tiny_folder("llama"), *flags, environment=planted.environment) as pair:
         yield pair
 
 
-def prompt(words: str, tokens: int) -> list[Message]:
-    """A conversation with nothing in common with others but the template's first tokens."""
+def make_prompt(words: str, tokens: int) -> list[Message]:
+    """Make a conversation that shares only the template's first tokens with others."""
     own = hashlib.sha256(words.encode()).hexdigest()
     return [{"role": "user", "content": f"{own} {words}: ".ljust(tokens, "x")}]
 
 
-def is_just(tokens: int, computed: int) -> bool:
-    """True where these are the computed tokens, and perhaps the few that all prompts share."""
+def is_only(tokens: int, computed: int) -> bool:
+    """True if these are the computed tokens, or those and the few that all prompts share."""
     return computed <= tokens < computed + SHARED_MAX
 
 
@@ -52,36 +52,36 @@ def is_idle(pair: Pair) -> bool:
     return status.running + status.queued == 0
 
 
-def prefilled(pair: Pair, model: str, requests: int) -> int:
-    """Tokens, over the requests that asked for this model name."""
+def count_prefilled(pair: Pair, model: str, requests: int) -> int:
+    """Count the prefilled tokens of the requests for this model name."""
     lines = pair.perf_lines(model, requests)
     return sum(int(re.findall(r" prefilled=(\d+) ", line)[0]) for line in lines)
 
 
-# ---- ways to go
+# ---- ways to disconnect
 
 
-class Departure:
-    """Somebody who goes; `check` looks, after the engine has let go, at what they were told."""
+class Disconnect:
+    """Disconnect of a client; `check` checks its answer after the engine has ended the request."""
 
-    def __init__(self, pair: Pair, asked: Asked, name: str) -> None:
-        self.pair, self.asked, self.name = pair, asked, name
+    def __init__(self, pair: Pair, request: ClientRequest, name: str) -> None:
+        self.pair, self.request, self.name = pair, request, name
 
-    def go(self) -> None:
-        self.asked.leave()
+    def disconnect(self) -> None:
+        self.request.disconnect()
 
     def check(self) -> None: ...
 
 
-class Reset(Departure):
-    def go(self) -> None:
-        self.asked.leave("rst")
+class Reset(Disconnect):
+    def disconnect(self) -> None:
+        self.request.disconnect("rst")
 
 
-class Deletion(Departure):
-    """Another connection cancels it by its name, and hears of that once the engine has let go."""
+class Deletion(Disconnect):
+    """Cancel by DELETE on another connection, answered once the engine has ended the request."""
 
-    def go(self) -> None:
+    def disconnect(self) -> None:
         self.answer: list[Reply] = []
         self._waits = threading.Thread(target=lambda: self.answer.append(delete(self.pair, self.name)))
         self._waits.start()
@@ -89,88 +89,88 @@ class Deletion(Departure):
     def check(self) -> None:
         self._waits.join()
         assert self.answer[0].status == 200, self.answer[0].raw
-        assert not self.asked.wait_until_over().done
+        assert not self.request.wait_until_ended().is_complete
 
 
 def delete(pair: Pair, name: str) -> Reply:
-    return ask(f"{pair.url}/v1/requests/{name}", None, {}, "DELETE")
+    return send_request(f"{pair.url}/v1/requests/{name}", None, {}, "DELETE")
 
 
-DEPARTURES = [Departure, Reset, Deletion]
+DISCONNECTS = [Disconnect, Reset, Deletion]
 
 
-def leave_in_the_midst_of_a_step(pair: Pair, gate: Gate, going: Departure, held: Callable[[], bool]) -> None:
-    """`held` lets the step pass that is under way.  Nothing is computed for who goes after it."""
+def disconnect_during_step(pair: Pair, gate: Gate, disconnect: Disconnect, held: Callable[[], bool]) -> None:
+    """Disconnect during a step, which `held` lets pass; nothing more is computed for the request."""
     gate.forget_commands()
-    going.go()
+    disconnect.disconnect()
     gate.wait_for_command("cancel")
     begun = gate.begun
     assert held()
-    until(lambda: is_idle(pair), "the engine goes on for nobody")
+    wait_until(lambda: is_idle(pair), "the engine goes on for nobody")
     assert gate.begun == begun
-    going.check()
+    disconnect.check()
 
 
-@pytest.mark.parametrize("departure", DEPARTURES)
+@pytest.mark.parametrize("disconnect_type", DISCONNECTS)
 @pytest.mark.parametrize("stream", [True, False])
 def test_disconnect_in_prefill_keeps_prefill(
-    pair: Pair, planted: Planted, departure: type[Departure], stream: bool
+    pair: Pair, planted: FaultControl, disconnect_type: type[Disconnect], stream: bool
 ) -> None:
-    name = f"prefill-{departure.__name__}-{stream}"
-    messages = prompt(name, 500)
-    with planted.gate() as gate:
-        asked = Asked(pair, messages, headers={NAME: name}, stream=stream, max_tokens=4)
-        assert gate.wait_for("prefill").let_pass()
-        step = gate.wait_for("prefill")
-        leave_in_the_midst_of_a_step(pair, gate, departure(pair, asked, name), step.let_pass)
+    name = f"prefill-{disconnect_type.__name__}-{stream}"
+    messages = make_prompt(name, 500)
+    with planted.make_gate() as gate:
+        request = ClientRequest(pair, messages, headers={NAME: name}, stream=stream, max_tokens=4)
+        assert gate.wait_for_step("prefill").let_pass()
+        step = gate.wait_for_step("prefill")
+        disconnect_during_step(pair, gate, disconnect_type(pair, request, name), step.let_pass)
     wait_until_idle(pair)
     cached = pair.chat(messages, max_tokens=4).cached
-    assert is_just(cached, 2 * STEP), "both chunks are kept, and there was no third"
+    assert is_only(cached, 2 * STEP), "both chunks are kept, and there was no third"
 
 
-@pytest.mark.parametrize("departure", DEPARTURES)
+@pytest.mark.parametrize("disconnect_type", DISCONNECTS)
 @pytest.mark.parametrize("stream", [True, False])
 def test_disconnect_in_decode_keeps_tokens(
-    pair: Pair, planted: Planted, departure: type[Departure], stream: bool
+    pair: Pair, planted: FaultControl, disconnect_type: type[Disconnect], stream: bool
 ) -> None:
-    name = f"decode-{departure.__name__}-{stream}"
-    messages = prompt(name, 100)
-    with planted.gate() as gate:
-        asked = Asked(pair, messages, headers={NAME: name}, stream=stream, **ENDLESS)
+    name = f"decode-{disconnect_type.__name__}-{stream}"
+    messages = make_prompt(name, 100)
+    with planted.make_gate() as gate:
+        request = ClientRequest(pair, messages, headers={NAME: name}, stream=stream, **ENDLESS)
         for _ in range(3):
-            assert gate.wait_for("decode").let_pass()
-        step = gate.wait_for("decode")
-        leave_in_the_midst_of_a_step(pair, gate, departure(pair, asked, name), step.let_pass)
+            assert gate.wait_for_step("decode").let_pass()
+        step = gate.wait_for_step("decode")
+        disconnect_during_step(pair, gate, disconnect_type(pair, request, name), step.let_pass)
     wait_until_idle(pair)
     retry = pair.chat(messages, max_tokens=8, **WITH_LOGPROBS)
     assert retry.cached == retry.prompt_tokens - 1
-    assert explain_difference(pair.direct(messages, max_tokens=8, **WITH_LOGPROBS), retry) == ""
+    assert explain_difference(pair.ask_backend(messages, max_tokens=8, **WITH_LOGPROBS), retry) == ""
 
 
-@pytest.mark.parametrize("departure", DEPARTURES)
+@pytest.mark.parametrize("disconnect_type", DISCONNECTS)
 @pytest.mark.parametrize("stream", [True, False])
 def test_disconnect_in_queue_frees_place(
-    pair: Pair, planted: Planted, departure: type[Departure], stream: bool
+    pair: Pair, planted: FaultControl, disconnect_type: type[Disconnect], stream: bool
 ) -> None:
-    name = f"queue-{departure.__name__}-{stream}"
-    with planted.gate() as gate:
-        first = Asked(pair, prompt(f"before {name}", 300), max_tokens=4)
+    name = f"queue-{disconnect_type.__name__}-{stream}"
+    with planted.make_gate() as gate:
+        first = ClientRequest(pair, make_prompt(f"before {name}", 300), max_tokens=4)
         gate.wait_for_command("submit")  # told after it was obeyed: else it would be taken for the next one's
-        step = gate.wait_for("prefill")
+        step = gate.wait_for_step("prefill")
         (running,) = step.requests
-        asked = Asked(pair, prompt(name, 300), headers={NAME: name}, stream=stream, max_tokens=4)
+        request = ClientRequest(pair, make_prompt(name, 300), headers={NAME: name}, stream=stream, max_tokens=4)
         gate.wait_for_command("submit")
-        going = departure(pair, asked, name)
-        going.go()
+        disconnect = disconnect_type(pair, request, name)
+        disconnect.disconnect()
         gate.wait_for_command("cancel")
-        while not first.over:
+        while not first.is_ended:
             assert step.requests == [running], "nothing is computed for who left before its turn"
             step.let_pass()
-            if (following := gate.next_step_unless(lambda: first.over)) is None:
+            if (following := gate.next_step_unless(lambda: first.is_ended)) is None:
                 break
             step = following
-        going.check()
-        assert first.done
+        disconnect.check()
+        assert first.is_complete
     wait_until_idle(pair)
 
 
@@ -179,61 +179,63 @@ def test_cancel_unknown_id_returns_404(pair: Pair) -> None:
 
 
 def test_disconnect_of_json_client_frees_engine(
-    planted: Planted, tiny_folder: FolderOf, pair: Pair, tmp_path_factory: pytest.TempPathFactory
+    planted: FaultControl, tiny_folder: FolderOf, pair: Pair, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     flags = ("--prefill-step-size", str(STEP), "--running-count-max", "1")
     home = tmp_path_factory.mktemp("one")
-    with Pair(home, tiny_folder("llama"), *flags, environment=planted.environment) as one, planted.gate() as gate:
-        asked = Asked(one, prompt("waiting for JSON", 100), **ENDLESS)
-        step = gate.wait_for("decode")
-        following = Asked(one, prompt("waiting in line", 100), max_tokens=2)
+    with Pair(home, tiny_folder("llama"), *flags, environment=planted.environment) as one, planted.make_gate() as gate:
+        request = ClientRequest(one, make_prompt("waiting for JSON", 100), **ENDLESS)
+        step = gate.wait_for_step("decode")
+        following = ClientRequest(one, make_prompt("waiting in line", 100), max_tokens=2)
         gate.forget_commands()
-        asked.leave()
+        request.disconnect()
         gate.wait_for_command("cancel")
         step.let_pass()
         newcomer = gate.next_step()
         assert newcomer.requests != step.requests
         newcomer.let_pass()
-        gate.open()
-        assert following.wait_until_over().done
+        gate.open_for_all()
+        assert following.wait_until_ended().is_complete
 
 
-def test_prompt_cancelled_three_times_is_prefilled_once(pair: Pair, planted: Planted) -> None:
-    messages, answer = prompt("cut three times", 1000), {"model": "cut", "max_tokens": 4}
+def test_prompt_cancelled_three_times_is_prefilled_once(pair: Pair, planted: FaultControl) -> None:
+    messages, answer = make_prompt("cut three times", 1000), {"model": "cut", "max_tokens": 4}
     for _ in range(3):
-        with planted.gate() as gate:
-            asked = Asked(pair, messages, **answer)
+        with planted.make_gate() as gate:
+            request = ClientRequest(pair, messages, **answer)
             for _ in range(3):
-                assert gate.wait_for("prefill").let_pass()
-            step = gate.wait_for("prefill")
-            leave_in_the_midst_of_a_step(pair, gate, Departure(pair, asked, ""), step.let_pass)
+                assert gate.wait_for_step("prefill").let_pass()
+            step = gate.wait_for_step("prefill")
+            disconnect_during_step(pair, gate, Disconnect(pair, request, ""), step.let_pass)
     reply = pair.chat(messages, **answer)
-    assert is_just(reply.cached, 3 * 4 * STEP)
-    assert is_just(reply.prompt_tokens, prefilled(pair, "cut", 4)), "each token once"
-    assert reply.text == pair.direct(messages, max_tokens=4).text
+    assert is_only(reply.cached, 3 * 4 * STEP)
+    assert is_only(reply.prompt_tokens, count_prefilled(pair, "cut", 4)), "each token once"
+    assert reply.text == pair.ask_backend(messages, max_tokens=4).text
 
 
 @pytest.mark.parametrize("streams", [(True, True), (False, False), (True, False)])
-def test_two_identical_requests_share_one_prefill(pair: Pair, planted: Planted, streams: tuple[bool, bool]) -> None:
+def test_two_identical_requests_share_one_prefill(
+    pair: Pair, planted: FaultControl, streams: tuple[bool, bool]
+) -> None:
     model = f"twice-{streams[0]}-{streams[1]}"
-    messages, answer = prompt(model, 600), {"max_tokens": 8, **WITH_LOGPROBS}
-    with planted.gate() as gate:
-        first = Asked(pair, messages, model=model, stream=streams[0], **answer)
+    messages, answer = make_prompt(model, 600), {"max_tokens": 8, **WITH_LOGPROBS}
+    with planted.make_gate() as gate:
+        first = ClientRequest(pair, messages, model=model, stream=streams[0], **answer)
         gate.wait_for_command("submit")
-        step = gate.wait_for("prefill")
-        second = Asked(pair, messages, model=model, stream=streams[1], **answer)
+        step = gate.wait_for_step("prefill")
+        second = ClientRequest(pair, messages, model=model, stream=streams[1], **answer)
         gate.wait_for_command("submit")
         assert step.let_pass()
-    replies = [asked.wait_until_over().reply for asked in (first, second)]
+    replies = [request.wait_until_ended().reply for request in (first, second)]
     # One token more: each computes the prompt's last one itself, for its own first answer.
-    assert is_just(replies[0].prompt_tokens + 1, prefilled(pair, model, 2))
+    assert is_only(replies[0].prompt_tokens + 1, count_prefilled(pair, model, 2))
     assert replies[1].cached == replies[1].prompt_tokens - 1
-    cold = pair.direct(messages, **answer)
+    cold = pair.ask_backend(messages, **answer)
     assert [explain_difference(cold, reply) for reply in replies] == ["", ""]
 
 
 def test_finish_prefill_continues_and_retry_joins(
-    planted: Planted, tiny_folder: FolderOf, pair: Pair, tmp_path_factory: pytest.TempPathFactory
+    planted: FaultControl, tiny_folder: FolderOf, pair: Pair, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     flags = ("--prefill-step-size", str(STEP), "--on-disconnect", "finish-prefill")
     home = tmp_path_factory.mktemp("finishing")
@@ -242,36 +244,36 @@ def test_finish_prefill_continues_and_retry_joins(
         check_finishing_alone(finishing, planted)
 
 
-def check_joining(pair: Pair, planted: Planted) -> None:
-    messages, answer = prompt("finish this", 1000), {"model": "joined", "stream": True, "max_tokens": 4}
-    with planted.gate() as gate:
-        asked = Asked(pair, messages, **answer)
+def check_joining(pair: Pair, planted: FaultControl) -> None:
+    messages, answer = make_prompt("finish this", 1000), {"model": "joined", "stream": True, "max_tokens": 4}
+    with planted.make_gate() as gate:
+        request = ClientRequest(pair, messages, **answer)
         gate.wait_for_command("submit")
-        step = gate.wait_for("prefill")
+        step = gate.wait_for_step("prefill")
         leader = step.requests
         wait_until_prefilling(pair)
-        asked.leave()
+        request.disconnect()
         for _ in range(4):  # it goes on
             assert step.let_pass()
             step = gate.next_step()
             assert (step.phase, step.requests) == ("prefill", leader)
-        retry = Asked(pair, messages, **answer)
+        retry = ClientRequest(pair, messages, **answer)
         gate.wait_for_command("submit")
         assert step.let_pass()
-    reply = retry.wait_until_over().reply
+    reply = retry.wait_until_ended().reply
     assert reply.cached == reply.prompt_tokens - 1
-    assert is_just(reply.prompt_tokens, prefilled(pair, "joined", 2)), "in sum once"
-    assert reply.text == pair.direct(messages, max_tokens=4).text
+    assert is_only(reply.prompt_tokens, count_prefilled(pair, "joined", 2)), "in sum once"
+    assert reply.text == pair.ask_backend(messages, max_tokens=4).text
 
 
-def check_finishing_alone(pair: Pair, planted: Planted) -> None:
-    """A request without a retry during its prefill leaves the whole prompt to a later one."""
-    messages = prompt("finish that", 1000)
-    with planted.gate() as gate:
-        asked = Asked(pair, messages, max_tokens=4)
-        gate.wait_for("prefill")
+def check_finishing_alone(pair: Pair, planted: FaultControl) -> None:
+    """Check that a request without a retry during its prefill leaves the whole prompt to a later one."""
+    messages = make_prompt("finish that", 1000)
+    with planted.make_gate() as gate:
+        request = ClientRequest(pair, messages, max_tokens=4)
+        gate.wait_for_step("prefill")
         wait_until_prefilling(pair)
-        asked.leave()
+        request.disconnect()
     wait_until_idle(pair)
     later = pair.chat(messages, max_tokens=4)
     assert later.cached == later.prompt_tokens - 1

@@ -1,4 +1,4 @@
-"""Clients that leave, and many at once."""
+"""Clients that disconnect, and many concurrent ones."""
 
 import http.client
 import json
@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from support.pair.answers import WITH_LOGPROBS, explain_difference
-from support.pair.clients import Asked
+from support.pair.clients import ClientRequest
 from support.pair.pair import FolderOf, Message, Pair, Reply
-from support.pair.waiting import LIMIT_S, until, wait_until_idle
+from support.pair.waiting import LIMIT_S, wait_until, wait_until_idle
 
 ENDLESS = {"max_tokens": 90_000, "ignore_eos": True}
 CLIENTS, TURNS = 6, 2
 
 
-class Leaver:
-    """One request on a connection that can be dropped at any moment."""
+class DisconnectingClient:
+    """Request on a connection that can be closed at any moment."""
 
     def __init__(self, pair: Pair, messages: list[Message], **options: object) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", pair.port, timeout=LIMIT_S)
@@ -34,7 +34,7 @@ class Leaver:
                 return bytes(line)
         raise AssertionError(f"the stream ended without {word!r}")
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         if self.response:
             self.response.close()
         self._connection.close()
@@ -42,44 +42,44 @@ class Leaver:
 
 def test_disconnect_during_stream(warm_pair: Pair) -> None:
     messages: list[Message] = [{"role": "user", "content": "Tell me everything, streamed."}]
-    leaver = Leaver(warm_pair, messages, stream=True, **ENDLESS)
-    leaver.read_until(b'"content":"')
+    client = DisconnectingClient(warm_pair, messages, stream=True, **ENDLESS)
+    client.read_until(b'"content":"')
     assert warm_pair.status().running == 1
-    leaver.leave()
+    client.disconnect()
     wait_until_idle(warm_pair)
     check_retry(warm_pair, messages)
 
 
 def test_disconnect_before_json_answer(warm_pair: Pair) -> None:
     messages: list[Message] = [{"role": "user", "content": "Now everything at once."}]
-    leaver = Leaver(warm_pair, messages, **ENDLESS)
-    until(lambda: warm_pair.status().running_bytes > 400 * row_bytes(warm_pair), "the answer does not begin")
-    leaver.leave()
+    client = DisconnectingClient(warm_pair, messages, **ENDLESS)
+    wait_until(lambda: warm_pair.status().running_bytes > 400 * get_row_bytes(warm_pair), "the answer does not begin")
+    client.disconnect()
     wait_until_idle(warm_pair)
     check_retry(warm_pair, messages)
 
 
 def test_immediate_retry_continues_prefill(warm_pair: Pair) -> None:
     messages: list[Message] = [{"role": "user", "content": "Read this. " + "A long story. " * 500}]
-    leaver = Leaver(warm_pair, messages, stream=True, **ENDLESS)
-    leaver.read_until(b": prefill")  # that it begins
-    done, total = map(int, leaver.read_until(b": prefill").split()[-1].split(b"/"))
+    client = DisconnectingClient(warm_pair, messages, stream=True, **ENDLESS)
+    client.read_until(b": prefill")  # that it begins
+    done, total = map(int, client.read_until(b": prefill").split()[-1].split(b"/"))
     assert 1000 < done < total
-    leaver.leave()
+    client.disconnect()
     assert done <= warm_pair.chat(messages, max_tokens=2).cached < total
     wait_until_idle(warm_pair)
 
 
 def test_immediate_retry_prefills_nothing_twice(warm_pair: Pair) -> None:
     messages: list[Message] = [{"role": "user", "content": "Tell me a story as long as this one. " * 5}]
-    leaver = Leaver(warm_pair, messages, stream=True, **ENDLESS)
-    leaver.read_until(b'"content":"')
-    leaver.leave()
+    client = DisconnectingClient(warm_pair, messages, stream=True, **ENDLESS)
+    client.read_until(b'"content":"')
+    client.disconnect()
     check_retry(warm_pair, messages)
     wait_until_idle(warm_pair)
 
 
-def row_bytes(pair: Pair) -> int:
+def get_row_bytes(pair: Pair) -> int:
     layout = pair.status().layout
     assert layout is not None
     return layout.row_bytes
@@ -88,7 +88,7 @@ def row_bytes(pair: Pair) -> int:
 def check_retry(pair: Pair, messages: list[Message]) -> None:
     retry = pair.chat(messages, max_tokens=8, **WITH_LOGPROBS)
     assert retry.cached == retry.prompt_tokens - 1, "prefill that was done is kept"
-    assert explain_difference(pair.direct(messages, max_tokens=8, **WITH_LOGPROBS), retry) == ""
+    assert explain_difference(pair.ask_backend(messages, max_tokens=8, **WITH_LOGPROBS), retry) == ""
 
 
 def test_concurrent_answers_equal_sequential_ones(warm_pair: Pair) -> None:
@@ -110,7 +110,7 @@ def test_concurrent_answers_equal_sequential_ones(warm_pair: Pair) -> None:
         talks = list(pool.map(talk, range(CLIENTS)))
     for replies in talks:
         for messages, reply in replies:
-            alone = warm_pair.direct(messages, max_tokens=24, **WITH_LOGPROBS)
+            alone = warm_pair.ask_backend(messages, max_tokens=24, **WITH_LOGPROBS)
             assert explain_difference(alone, reply) == ""
         first, second = (reply for _, reply in replies)
         assert second.cached == first.prompt_tokens + 24
@@ -119,33 +119,33 @@ def test_concurrent_answers_equal_sequential_ones(warm_pair: Pair) -> None:
 
 
 @pytest.fixture(scope="module")
-def rotating(tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def rotating_pair(tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with Pair(tmp_path_factory.mktemp("rotating"), tiny_folder("gemma3")) as pair:
         yield pair
 
 
-def test_rotating_model_waits_for_save(rotating: Pair) -> None:
+def test_rotating_model_waits_for_save(rotating_pair: Pair) -> None:
     """Its resident goes on only at its end: a regenerate at once, or a second branch, starts from disk."""
     messages: list[Message] = [{"role": "user", "content": "Tell me of the sea. " * 150}]
-    first = rotating.chat(messages, max_tokens=20)
-    again = rotating.chat(messages, max_tokens=20)
+    first = rotating_pair.chat(messages, max_tokens=20)
+    again = rotating_pair.chat(messages, max_tokens=20)
     assert again.cached == again.prompt_tokens - 1 and again.text == first.text
     messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "And?"}]
-    rotating.chat(messages, max_tokens=5)
-    other = rotating.chat([*messages[:-1], {"role": "user", "content": "But?"}], max_tokens=5)
+    rotating_pair.chat(messages, max_tokens=5)
+    other = rotating_pair.chat([*messages[:-1], {"role": "user", "content": "But?"}], max_tokens=5)
     assert other.cached >= first.prompt_tokens + 20
 
 
-def test_branch_beyond_window_starts_from_disk(rotating: Pair) -> None:
-    check_parting(rotating, "restored")
+def test_branch_beyond_window_starts_from_disk(rotating_pair: Pair) -> None:
+    check_divergent_prompt(rotating_pair, "restored")
 
 
 def test_branch_starts_from_last_checkpoint(tiny_folder: FolderOf, tmp_path: Path) -> None:
     with Pair(tmp_path / "home", tiny_folder("qwen3_5")) as pair:
-        check_parting(pair, "shared")
+        check_divergent_prompt(pair, "shared")
 
 
-def check_parting(pair: Pair, source: str) -> None:
+def check_divergent_prompt(pair: Pair, source: str) -> None:
     messages: list[Message] = [{"role": "user", "content": "And what of the hills? " * 13}]
     first = pair.chat(messages, max_tokens=8)
     pair.settle()
@@ -153,15 +153,15 @@ def check_parting(pair: Pair, source: str) -> None:
         {"role": "assistant", "content": first.text},
         {"role": "user", "content": "And of the hills. " * 20},
     ]
-    asked = Asked(pair, messages, stream=True, **ENDLESS)
-    asked.wait_for_text()
-    parting: list[Message] = [*messages[:-1], {"role": "user", "content": "And of the hills. " * 10 + "No more."}]
-    reply = pair.chat(parting, max_tokens=4, **WITH_LOGPROBS)
-    asked.leave()
+    request = ClientRequest(pair, messages, stream=True, **ENDLESS)
+    request.wait_for_text()
+    divergent: list[Message] = [*messages[:-1], {"role": "user", "content": "And of the hills. " * 10 + "No more."}]
+    reply = pair.chat(divergent, max_tokens=4, **WITH_LOGPROBS)
+    request.disconnect()
     line = pair.perf_line(reply)
     assert f" source={source} " in line and f" cached={reply.cached} " in line
     assert first.prompt_tokens <= reply.cached < reply.prompt_tokens - len("And of the hills. " * 9)
-    assert explain_difference(pair.direct(parting, max_tokens=4, **WITH_LOGPROBS), reply) == ""
+    assert explain_difference(pair.ask_backend(divergent, max_tokens=4, **WITH_LOGPROBS), reply) == ""
 
 
 def test_large_concurrent_conversations_are_all_saved(tiny_folder: FolderOf, tmp_path: Path) -> None:

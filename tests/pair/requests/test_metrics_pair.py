@@ -4,27 +4,27 @@ import sys
 import time
 from typing import Any
 
-from support.metrics_text import Scraped
-from support.pair.pair import POLL_S, SETTLE_TIMEOUT_S, Pair, Reply, ask
+from support.metrics_text import MetricsText
+from support.pair.pair import POLL_S, SETTLE_TIMEOUT_S, Pair, Reply, send_request
 
 CANARY = "heliotrope"
 P = "warmline_backend_"
 
 
-class Both:
-    """One scrape of each, without a key or a secret."""
+class BothMetrics:
+    """One scrape of each process, without a key or a secret."""
 
     def __init__(self, pair: Pair) -> None:
-        proxy, backend = (ask(f"{url}/metrics", None, {}, "GET") for url in (pair.url, pair.backend_url))
+        proxy, backend = (send_request(f"{url}/metrics", None, {}, "GET") for url in (pair.url, pair.backend_url))
         assert proxy.status == backend.status == 200
         self.text = (proxy.raw + backend.raw).decode()
-        self.proxy, self.backend = Scraped(proxy.raw.decode()), Scraped(backend.raw.decode())
+        self.proxy, self.backend = MetricsText(proxy.raw.decode()), MetricsText(backend.raw.decode())
 
 
 def test_metrics_of_both_processes_agree(warm_pair: Pair) -> None:
     pair = warm_pair
     pair.settle()
-    before = Both(pair)
+    before = BothMetrics(pair)
     messages = [{"role": "user", "content": f"{CANARY} tells of figures. " * 80}]
     options = {"max_tokens": 8, "session_id": f"{CANARY}-session"}
     replies = [pair.chat(messages, **options), pair.chat(messages, **options)]
@@ -34,7 +34,7 @@ def test_metrics_of_both_processes_agree(warm_pair: Pair) -> None:
     for prompt in (5, True):
         assert pair.post("/v1/completions", {"prompt": prompt}).status == 400
     pair.settle()
-    after, records = Both(pair), records_of(pair, replies)
+    after, records = BothMetrics(pair), list_records(pair, replies)
     sources = [each["source"] for each in records]
     assert sources[:2] == ["restored", "resident"]  # the first may share a template's head with others
     assert all(
@@ -67,8 +67,8 @@ def test_metrics_of_both_processes_agree(warm_pair: Pair) -> None:
     assert CANARY not in after.text and "any/name" not in after.text
 
 
-def records_of(pair: Pair, replies: list[Reply]) -> list[Any]:
-    """Newest first; they are written within a second."""
+def list_records(pair: Pair, replies: list[Reply]) -> list[Any]:
+    """List the records of these replies, newest first; they are written within a second."""
     ids, limit = {reply.headers["X-Warmline-Request"] for reply in replies}, time.monotonic() + SETTLE_TIMEOUT_S
     while len(found := [each for each in pair.requests() if each["id"] in ids]) < len(ids):
         assert time.monotonic() < limit, "the requests are not recorded"
@@ -78,7 +78,7 @@ def records_of(pair: Pair, replies: list[Reply]) -> list[Any]:
 
 def test_metrics_invariants_hold(warm_pair: Pair) -> None:
     warm_pair.settle()
-    found = Both(warm_pair)
+    found = BothMetrics(warm_pair)
     proxy, backend = found.proxy, found.backend
     requests = proxy.total("warmline_requests_total")
     assert requests == proxy.total("warmline_queue_seconds_count") == proxy.total("warmline_request_seconds_count")

@@ -1,4 +1,4 @@
-"""Whatever clients send, and however it fails: no text of theirs, no key and no secret is in a log or in an error.
+"""Privacy: no request text, key or secret is in a log or an error, however requests fail.
 
 Two pairs at the level debug, one with text on stderr, one with JSON in files, are sent good and bad requests of all
 APIs with a word in every place that no log may have; then every byte that they wrote is searched for it.
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from support.pair.pair import FolderOf, Pair, Reply, ask
+from support.pair.pair import FolderOf, Pair, Reply, send_request
 
 KEY = "wl-zq91-the-key-of-a-client"
 TEXT = "zq73 wombats sang of the river, and nobody heard them until the morning came"  # of messages: nowhere
@@ -38,53 +38,80 @@ CHAT, COMPLETION, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions
 LEAK = {"metadata": {"a": TEXT}, "user": TEXT, WORD: TEXT, "temprature": TEXT}
 
 
-def user(text: str = TEXT) -> list[dict[str, Any]]:
+def make_user_message(text: str = TEXT) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
 
-def chat(**fields: Any) -> dict[str, Any]:
-    return {"messages": user(), "max_tokens": 3, **fields}
+def make_chat_body(**fields: Any) -> dict[str, Any]:
+    return {"messages": make_user_message(), "max_tokens": 3, **fields}
 
 
 GOOD: list[tuple[str, object]] = [
-    (CHAT, chat(**LEAK, stop=[TEXT], stream=True)),
-    (CHAT, chat(messages=[{"role": "system", "content": TEXT}, *user()], n=2)),
-    (CHAT, chat(messages=[*user(), {"role": "assistant", "content": TEXT, "tool_calls": [CALL]}, *user()])),
-    (CHAT, chat(tools=[TOOL])),
+    (CHAT, make_chat_body(**LEAK, stop=[TEXT], stream=True)),
+    (CHAT, make_chat_body(messages=[{"role": "system", "content": TEXT}, *make_user_message()], n=2)),
+    (
+        CHAT,
+        make_chat_body(
+            messages=[
+                *make_user_message(),
+                {"role": "assistant", "content": TEXT, "tool_calls": [CALL]},
+                *make_user_message(),
+            ]
+        ),
+    ),
+    (CHAT, make_chat_body(tools=[TOOL])),
     (COMPLETION, {"prompt": TEXT, "max_tokens": 3, "echo": True, **LEAK}),
-    (MESSAGES, {"system": TEXT, "messages": user(), "max_tokens": 3, "stop_sequences": [TEXT], "x": TEXT}),
-    (MESSAGES + "/count_tokens", {"system": TEXT, "messages": user()}),
+    (MESSAGES, {"system": TEXT, "messages": make_user_message(), "max_tokens": 3, "stop_sequences": [TEXT], "x": TEXT}),
+    (MESSAGES + "/count_tokens", {"system": TEXT, "messages": make_user_message()}),
     (RESPONSES, {"instructions": TEXT, "input": TEXT, "max_output_tokens": 3, "metadata": {"a": TEXT}}),
 ]
 BAD: list[tuple[str, object]] = [
-    *((CHAT, chat(messages=user(f"{TEXT} to {way}"))) for way in ("raise", "undefined", "type", "value")),
-    *((MESSAGES, {"messages": user(f"{TEXT} to {way}"), "max_tokens": 3}) for way in ("raise", "undefined")),
+    *(
+        (CHAT, make_chat_body(messages=make_user_message(f"{TEXT} to {way}")))
+        for way in ("raise", "undefined", "type", "value")
+    ),
+    *(
+        (MESSAGES, {"messages": make_user_message(f"{TEXT} to {way}"), "max_tokens": 3})
+        for way in ("raise", "undefined")
+    ),
     *((path, ('{"messages": "' + TEXT).encode()) for path in (CHAT, COMPLETION, MESSAGES, RESPONSES)),
     *((path, [TEXT]) for path in (CHAT, COMPLETION, MESSAGES, RESPONSES)),
     *((path, b'{"messages": "\xff' + TEXT.encode() + b'"}') for path in (CHAT, MESSAGES, RESPONSES)),
-    (CHAT, chat(messages=TEXT)),
-    (CHAT, chat(messages=[TEXT])),
-    (CHAT, chat(messages=[{"role": WORD, "content": TEXT}])),
-    (CHAT, chat(messages=[{"role": "user", "content": [{"type": WORD, "text": TEXT}]}])),
-    (CHAT, chat(messages=[{"role": "user", "content": {TEXT: TEXT}}])),
-    *((CHAT, chat(**{name: WORD})) for name in ("temperature", "n", "seed", "tool_choice", "reasoning_effort")),
-    *((CHAT, chat(**{name: TEXT})) for name in ("top_p", "logit_bias", "max_tokens", "tools", "stop_token_ids")),
-    (CHAT, chat(logit_bias={WORD: 1})),
-    (CHAT, chat(functions=TEXT)),
-    (CHAT, chat(chat_template_kwargs={WORD: TEXT}, messages=user(f"{TEXT} to raise"))),
-    (CHAT, chat(tools=[{"type": "function", "function": {"name": "a", "parameters": TEXT}}])),
-    (CHAT, chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": WORD}})),
-    (CHAT, chat(response_format={"type": WORD})),
-    (CHAT, chat(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": WORD}}})),
-    (CHAT, chat(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": WORD}}})),
-    (CHAT, chat(structured_outputs={"regex": f"{WORD}("})),
-    (CHAT, chat(grammar=f"{WORD} ::= nothing")),
-    (CHAT, chat(messages=user(TEXT * 2_000))),
+    (CHAT, make_chat_body(messages=TEXT)),
+    (CHAT, make_chat_body(messages=[TEXT])),
+    (CHAT, make_chat_body(messages=[{"role": WORD, "content": TEXT}])),
+    (CHAT, make_chat_body(messages=[{"role": "user", "content": [{"type": WORD, "text": TEXT}]}])),
+    (CHAT, make_chat_body(messages=[{"role": "user", "content": {TEXT: TEXT}}])),
+    *(
+        (CHAT, make_chat_body(**{name: WORD}))
+        for name in ("temperature", "n", "seed", "tool_choice", "reasoning_effort")
+    ),
+    *(
+        (CHAT, make_chat_body(**{name: TEXT}))
+        for name in ("top_p", "logit_bias", "max_tokens", "tools", "stop_token_ids")
+    ),
+    (CHAT, make_chat_body(logit_bias={WORD: 1})),
+    (CHAT, make_chat_body(functions=TEXT)),
+    (CHAT, make_chat_body(chat_template_kwargs={WORD: TEXT}, messages=make_user_message(f"{TEXT} to raise"))),
+    (CHAT, make_chat_body(tools=[{"type": "function", "function": {"name": "a", "parameters": TEXT}}])),
+    (CHAT, make_chat_body(tools=[TOOL], tool_choice={"type": "function", "function": {"name": WORD}})),
+    (CHAT, make_chat_body(response_format={"type": WORD})),
+    (
+        CHAT,
+        make_chat_body(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": WORD}}}),
+    ),
+    (
+        CHAT,
+        make_chat_body(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": WORD}}}),
+    ),
+    (CHAT, make_chat_body(structured_outputs={"regex": f"{WORD}("})),
+    (CHAT, make_chat_body(grammar=f"{WORD} ::= nothing")),
+    (CHAT, make_chat_body(messages=make_user_message(TEXT * 2_000))),
     (COMPLETION, {"prompt": {TEXT: TEXT}}),
     (MESSAGES, {"messages": [{"role": WORD, "content": TEXT}], "max_tokens": 3}),
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": WORD, "text": TEXT}]}], "max_tokens": 3}),
-    (MESSAGES, {"messages": user(), "max_tokens": WORD}),
-    (MESSAGES, {"messages": user(), "max_tokens": 3, "tools": WORD}),
+    (MESSAGES, {"messages": make_user_message(), "max_tokens": WORD}),
+    (MESSAGES, {"messages": make_user_message(), "max_tokens": 3, "tools": WORD}),
     (RESPONSES, {"input": [{"type": WORD, "content": TEXT}]}),
     (RESPONSES, {"input": TEXT, "tools": [{"type": WORD, "name": WORD}], "tool_choice": {"type": WORD}}),
     (RESPONSES, {"input": TEXT, "text": {"format": {"type": WORD}}}),
@@ -121,7 +148,7 @@ def folder(tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> P
     return own
 
 
-def start(folder: Path, home: Path, *flags: str) -> Pair:
+def start_pair(folder: Path, home: Path, *flags: str) -> Pair:
     environment = {**os.environ, "WARMLINE_CLIENT_KEY": KEY}
     return Pair(home, folder, "--log-level", "debug", *flags, environment=environment)
 
@@ -129,59 +156,59 @@ def start(folder: Path, home: Path, *flags: str) -> Pair:
 @pytest.fixture(scope="module", params=["text", "json"])
 def written(
     request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator["Written"]:
+) -> Iterator["WrittenBytes"]:
     flags = ("--log-format", "json", "--log-files") if request.param == "json" else ()
-    with start(folder, tmp_path_factory.mktemp("leaks"), *flags) as pair:
-        told = Written(pair)
-        told.ask_everything()
+    with start_pair(folder, tmp_path_factory.mktemp("leaks"), *flags) as pair:
+        told = WrittenBytes(pair)
+        told.send_all_requests()
         if request.param == "json":
-            told.lose_the_backend()
+            told.kill_backend()
         pair.settle()
-        told.look()
+        told.read_while_running()
         if request.param == "json":
             pair.kill()  # a backend that is just being started takes a while to stop
         else:
             pair.stop()
-            pair.last_words()
-        told.look_at_files()
+            pair.read_output()
+        told.read_files()
     yield told
 
 
-class Written:
-    """Requests to a pair, and every byte that it wrote."""
+class WrittenBytes:
+    """Requests to a pair, and every byte that the pair wrote."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair, self.good, self.bad = pair, list[Reply](), list[Reply]()
         self.texts: dict[str, str] = {}
 
-    def ask_everything(self) -> None:
+    def send_all_requests(self) -> None:
         mine = {"Authorization": f"Bearer {KEY}", "Cookie": WORD}
         self.good = [self.pair.post(path, body, **mine) for path, body in GOOD]
         self.bad = [self.pair.post(path, body, **mine) for path, body in BAD]
-        self.bad += [self.pair.post(CHAT, chat(), **{**mine, **headers}) for headers in HEADERS]
+        self.bad += [self.pair.post(CHAT, make_chat_body(), **{**mine, **headers}) for headers in HEADERS]
         self.bad += [self.pair.post(path, b"", **{**mine, "Authorization": ""}) for path in PATHS]
         self.bad.append(self.pair.post(CHAT, gzip.compress(TEXT.encode())[:-9], **mine, **{"Content-Encoding": "gzip"}))
-        self.bad.append(ask(f"{self.pair.url}/v1/requests/zq55", None, mine, "DELETE"))
+        self.bad.append(send_request(f"{self.pair.url}/v1/requests/zq55", None, mine, "DELETE"))
         for lines in RAW:
-            send(self.pair.port, lines.encode())
+            send_raw(self.pair.port, lines.encode())
 
-    def lose_the_backend(self) -> None:
+    def kill_backend(self) -> None:
         """In the midst of an answer that is too long to be over."""
-        body = json.dumps(chat(max_tokens=90_000, ignore_eos=True, stream=True)).encode()
+        body = json.dumps(make_chat_body(max_tokens=90_000, ignore_eos=True, stream=True)).encode()
         with socket.create_connection(("127.0.0.1", self.pair.port), timeout=20) as client:
             client.sendall(f"{POST}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            heard = until(client, b'"content"')
+            heard = read_until(client, b'"content"')
             os.kill(self.pair.pid("backend"), signal.SIGKILL)
-            heard += until(client, b"\r\n0\r\n")
+            heard += read_until(client, b"\r\n0\r\n")
         self.texts["the end of a stream"] = heard[heard.index(b'"error"') :].decode()
 
-    def look(self) -> None:
+    def read_while_running(self) -> None:
         """While it runs: what others may read of it."""
         mine = {"Authorization": f"Bearer {KEY}"}
-        self.texts["/metrics"] = ask(f"{self.pair.url}/metrics", None, mine, "GET").raw.decode()
+        self.texts["/metrics"] = send_request(f"{self.pair.url}/metrics", None, mine, "GET").raw.decode()
         self.texts |= {str(file): file.read_text() for file in self.pair.home.run.iterdir()}
 
-    def look_at_files(self) -> None:
+    def read_files(self) -> None:
         self.texts["stdout and stderr"] = "\n".join(self.pair.log)
         self.texts |= {str(file): file.read_text() for file in self.pair.home.logs.iterdir()}
 
@@ -191,7 +218,7 @@ class Written:
         return "\n".join(files)
 
 
-def until(client: socket.socket, word: bytes) -> bytes:
+def read_until(client: socket.socket, word: bytes) -> bytes:
     heard = b""
     while word not in heard:
         piece = client.recv(65536)
@@ -200,7 +227,7 @@ def until(client: socket.socket, word: bytes) -> bytes:
     return heard
 
 
-def send(port: int, data: bytes) -> None:
+def send_raw(port: int, data: bytes) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
         client.sendall(data)
         client.shutdown(socket.SHUT_WR)
@@ -209,12 +236,12 @@ def send(port: int, data: bytes) -> None:
                 pass
 
 
-def test_all_canary_requests_were_sent(written: Written) -> None:
+def test_all_canary_requests_were_sent(written: WrittenBytes) -> None:
     assert not [reply.raw[:500] for reply in written.good if reply.status != 200]
     assert not [reply.raw[:500] for reply in written.bad if not 400 <= reply.status < 500]
 
 
-def test_logs_have_no_text_key_or_secret(written: Written) -> None:
+def test_logs_have_no_text_key_or_secret(written: WrittenBytes) -> None:
     secret = written.pair.home.load_secret()
     found = [
         (name, line[:500])
@@ -225,12 +252,12 @@ def test_logs_have_no_text_key_or_secret(written: Written) -> None:
     assert not found
 
 
-def test_errors_have_no_message_or_secret(written: Written) -> None:
+def test_errors_have_no_message_or_secret(written: WrittenBytes) -> None:
     hidden = ("zq73", "zq91", written.pair.home.load_secret())
     assert not [reply.raw[:500] for reply in written.bad if any(trace in reply.raw.decode() for trace in hidden)]
 
 
-def test_each_refusal_is_one_log_line_with_id(written: Written) -> None:
+def test_each_refusal_is_one_log_line_with_id(written: WrittenBytes) -> None:
     lines = [line for line in written.log.splitlines() if "refused" in line]
     for reply in written.bad:
         request_id = reply.headers["X-Warmline-Request"]
@@ -239,14 +266,14 @@ def test_each_refusal_is_one_log_line_with_id(written: Written) -> None:
         assert len([line for line in lines if request_id in line]) == told, request_id
 
 
-def test_both_logs_report_each_request(written: Written) -> None:
+def test_both_logs_report_each_request(written: WrittenBytes) -> None:
     for (path, _), reply in zip(GOOD, written.good, strict=True):
         about = [line for line in written.log.splitlines() if reply.headers["X-Warmline-Request"] in line]
         assert any("warmline_backend" in line for line in about)
         assert any("warmline_proxy" in line for line in about) or path.endswith("count_tokens")
 
 
-def test_debug_log_has_own_loggers_only(written: Written) -> None:
+def test_debug_log_has_own_loggers_only(written: WrittenBytes) -> None:
     lines = [line for line in written.log.splitlines() if "DEBUG" in line or '"level": "debug"' in line]
     assert lines and all("warmline_" in line for line in lines)
     assert any("planned: " in line for line in lines)

@@ -1,4 +1,4 @@
-"""Disks that are full, failing, read-only or tampered with: serving goes on, says so, and recovers."""
+"""Full, failing, read-only and tampered disks: serving goes on, reports the state, and recovers."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.pair.pair import POLL_S, WARMLINE, FolderOf, Message, Pair, Reply
-from support.planted.faults import Planted
+from support.planted.faults import FaultControl
 from support.processes import free_port
 
 ANSWER = {"max_tokens": 6, "ignore_eos": True}
@@ -25,85 +25,85 @@ BEGINS, ENDS = "what is computed can't be saved", "saving works again"
 REFUSED = "a restore was refused"
 
 
-class Talk:
-    """A conversation whose every answer is compared with the cold one."""
+class CheckedConversation:
+    """Conversation whose every answer is compared with the cold one."""
 
     def __init__(self, pair: Pair, name: str) -> None:
         self._pair = pair
         self.messages: list[Message] = [{"role": "system", "content": f"{name} " * 40}]
 
-    def turn(self, question: str) -> Reply:
+    def send_turn(self, question: str) -> Reply:
         self.messages.append({"role": "user", "content": f"{question} " * 10})
         reply = self._pair.chat(self.messages, **ANSWER)
-        assert reply.text == self._pair.direct(self.messages, **ANSWER).text
+        assert reply.text == self._pair.ask_backend(self.messages, **ANSWER).text
         self.messages.append({"role": "assistant", "content": reply.text})
-        return self._settled(reply)
+        return self._wait_for_log(reply)
 
-    def again(self) -> Reply:
-        """The last turn once more, from what is on disk alone."""
+    def repeat_from_disk(self) -> Reply:
+        """Repeat the last turn from what is on disk alone."""
         for _ in range(TRIES_MAX):
-            reply = self.once_more()
+            reply = self.repeat_last_turn()
             if "would take longer" not in self._pair.log[-1]:  # as it may seem where others use this machine, too
                 break
         return reply
 
-    def refused(self) -> Reply:
-        """The same, where what is on disk is tried, and found to be of no use."""
-        before = said(self._pair, REFUSED)
+    def repeat_until_refused(self) -> Reply:
+        """Repeat the last turn until a restore from disk was tried and refused."""
+        before = count_log_lines(self._pair, REFUSED)
         for _ in range(TRIES_MAX):
-            reply = self.once_more()
-            if said(self._pair, REFUSED) > before:
+            reply = self.repeat_last_turn()
+            if count_log_lines(self._pair, REFUSED) > before:
                 return reply
         raise AssertionError("nothing was refused")
 
-    def once_more(self) -> Reply:
+    def repeat_last_turn(self) -> Reply:
         self._pair.forget_residents()
         reply = self._pair.chat(self.messages[:-1], **ANSWER)
         assert reply.text == self.messages[-1]["content"]
-        return self._settled(reply)
+        return self._wait_for_log(reply)
 
-    def _settled(self, reply: Reply) -> Reply:
-        """All that was logged up to its end can be seen in the pair's log."""
+    def _wait_for_log(self, reply: Reply) -> Reply:
+        """Wait until the pair's log has all lines of this reply."""
         self._pair.settle()
         self._pair.perf_line(reply)
         return reply
 
 
-def get(pair: Pair, path: str) -> str:
+def fetch_text(pair: Pair, path: str) -> str:
     with urllib.request.urlopen(pair.url + path) as answer:
         assert answer.status == 200
         return str(answer.read().decode())
 
 
-def persistence(pair: Pair) -> str:
-    """Persistence as /health and the status report it, which is the same."""
+def read_persistence(pair: Pair) -> str:
+    """Read the persistence of /health and the status report, which must agree."""
     state = str(pair.proxy_status()["persistence"])
-    health = json.loads(get(pair, "/health"))
+    health = json.loads(fetch_text(pair, "/health"))
     assert (health["status"], health["persistence"]) == ("ok", state)
-    assert f"warmline_persistent {float(state == 'ok')}" in get(pair, "/metrics")
+    assert f"warmline_persistent {float(state == 'ok')}" in fetch_text(pair, "/metrics")
     return state
 
 
 def wait_until_saved(pair: Pair) -> None:
-    """Saving works, and nothing in memory is not on disk."""
+    """Wait until saving works and all KV in memory is on disk."""
     limit = time.monotonic() + LIMIT_S
     while (status := pair.proxy_status())["persistence"] != "ok" or status["unsaved"]:
         assert time.monotonic() < limit, status
         time.sleep(POLL_S)
 
 
-def said(pair: Pair, words: str) -> int:
+def count_log_lines(pair: Pair, words: str) -> int:
     return sum(words in line for line in pair.log)
 
 
 @pytest.fixture(scope="module")
-def planted() -> Iterator[Planted]:
-    with Planted(retry_interval_s=0.3) as planted:
+def planted() -> Iterator[FaultControl]:
+    with FaultControl(retry_interval_s=0.3) as planted:
         yield planted
 
 
 @pytest.fixture(scope="module")
-def pair(planted: Planted, tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(planted: FaultControl, tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     home = tmp_path_factory.mktemp("home") / "h"
     with Pair(home, tiny_folder("llama"), *SLOW, environment=planted.environment) as pair:
         yield pair
@@ -121,72 +121,72 @@ def pair(planted: Planted, tiny_folder: FolderOf, tmp_path_factory: pytest.TempP
     ],
 )
 def test_serving_continues_without_persistence(
-    pair: Pair, planted: Planted, process: str, code: str, steps: list[str]
+    pair: Pair, planted: FaultControl, process: str, code: str, steps: list[str]
 ) -> None:
-    begun, ended = said(pair, BEGINS), said(pair, ENDS)
-    talk = Talk(pair, f"{process} {code}")
-    talk.turn("first")
-    saved = talk.again().cached
+    begun, ended = count_log_lines(pair, BEGINS), count_log_lines(pair, ENDS)
+    talk = CheckedConversation(pair, f"{process} {code}")
+    talk.send_turn("first")
+    saved = talk.repeat_from_disk().cached
     assert saved, pair.log[-1]
-    assert persistence(pair) == "ok"
+    assert read_persistence(pair) == "ok"
     planted.fail_disk(process, code, steps)
     try:
-        assert talk.turn("second").cached >= saved
-        assert code in persistence(pair)
-        assert talk.turn("third").cached > saved, "in memory the conversation is warm"
-        Talk(pair, "another").turn("first")
-        assert code in persistence(pair)
-        assert f'warmline_save_failures_total{{reason="{code}"}}' in get(pair, "/metrics")
+        assert talk.send_turn("second").cached >= saved
+        assert code in read_persistence(pair)
+        assert talk.send_turn("third").cached > saved, "in memory the conversation is warm"
+        CheckedConversation(pair, "another").send_turn("first")
+        assert code in read_persistence(pair)
+        assert f'warmline_save_failures_total{{reason="{code}"}}' in fetch_text(pair, "/metrics")
     finally:
-        planted.mend_disk(process)
+        planted.restore_disk(process)
     wait_until_saved(pair)
-    assert talk.again().cached > saved, "what could not be saved then is saved now"
-    assert said(pair, ENDS) - ended == 1
-    assert 1 <= said(pair, BEGINS) - begun <= 2, "one line a part that fails, not one a request"
+    assert talk.repeat_from_disk().cached > saved, "what could not be saved then is saved now"
+    assert count_log_lines(pair, ENDS) - ended == 1
+    assert 1 <= count_log_lines(pair, BEGINS) - begun <= 2, "one line a part that fails, not one a request"
 
 
-def test_full_disk_evicts_below_budget(pair: Pair, planted: Planted) -> None:
-    sacrificed = Talk(pair, "of little use")
-    sacrificed.turn("first")
-    talk = Talk(pair, "of more use")
-    begun, full = said(pair, BEGINS), said(pair, "the disk is full")
+def test_full_disk_evicts_below_budget(pair: Pair, planted: FaultControl) -> None:
+    sacrificed = CheckedConversation(pair, "of little use")
+    sacrificed.send_turn("first")
+    talk = CheckedConversation(pair, "of more use")
+    begun, full = count_log_lines(pair, BEGINS), count_log_lines(pair, "the disk is full")
     planted.fail_disk("backend", "ENOSPC", ["write"], times=1)
     try:
-        talk.turn("first")
+        talk.send_turn("first")
     finally:
-        planted.mend_disk("backend")
-    assert persistence(pair) == "ok" and said(pair, BEGINS) == begun
-    assert talk.again().cached
-    assert said(pair, "the disk is full") == full + 1
+        planted.restore_disk("backend")
+    assert read_persistence(pair) == "ok" and count_log_lines(pair, BEGINS) == begun
+    assert talk.repeat_from_disk().cached
+    assert count_log_lines(pair, "the disk is full") == full + 1
 
 
-def test_unreadable_files_are_kept(pair: Pair, planted: Planted) -> None:
-    talk = Talk(pair, "unreadable")
-    talk.turn("first")
-    saved = talk.again().cached
+def test_unreadable_files_are_kept(pair: Pair, planted: FaultControl) -> None:
+    talk = CheckedConversation(pair, "unreadable")
+    talk.send_turn("first")
+    saved = talk.repeat_from_disk().cached
     planted.fail_disk("backend", "EIO", ["open_to_read"], under="segments")
     try:
-        assert talk.refused().cached < SHARED_TOKENS_MAX
+        assert talk.repeat_until_refused().cached < SHARED_TOKENS_MAX
     finally:
-        planted.mend_disk("backend")
-    assert talk.again().cached == saved > SHARED_TOKENS_MAX
+        planted.restore_disk("backend")
+    assert talk.repeat_from_disk().cached == saved > SHARED_TOKENS_MAX
 
 
 @pytest.mark.parametrize("nth", [0, 1, 2])
-def test_manually_deleted_segment_is_a_miss(pair: Pair, planted: Planted, nth: int) -> None:
+def test_manually_deleted_segment_is_a_miss(pair: Pair, planted: FaultControl, nth: int) -> None:
     """Before it is looked for (0); when a restore opens it, to look at its header (1) or to read it (2)."""
-    talk = Talk(pair, f"deleted {nth}")
+    talk = CheckedConversation(pair, f"deleted {nth}")
     before = set(pair.home.segments.rglob("*.safetensors"))
-    talk.turn("first")
+    talk.send_turn("first")
     (path,) = set(pair.home.segments.rglob("*.safetensors")) - before
     if nth:
         planted.lose_file("backend", nth)
     else:
         path.unlink()
-    assert talk.refused().cached < SHARED_TOKENS_MAX
-    planted.mend_disk("backend")
+    assert talk.repeat_until_refused().cached < SHARED_TOKENS_MAX
+    planted.restore_disk("backend")
     assert not path.exists()
-    assert talk.again().cached > SHARED_TOKENS_MAX, "it was saved anew"
+    assert talk.repeat_from_disk().cached > SHARED_TOKENS_MAX, "it was saved anew"
     assert pair.cachectl("verify", "--deep")["findings"] == []
 
 
@@ -197,45 +197,45 @@ def test_second_pair_on_home_is_refused(pair: Pair, tiny_folder: FolderOf) -> No
     assert second.returncode != 0
     said = second.stdout + second.stderr
     assert any(f"in use by process {pair.pid(process)}" in said for process in ("proxy", "backend"))
-    assert Talk(pair, "still here").turn("first").text
+    assert CheckedConversation(pair, "still here").send_turn("first").text
 
 
 def test_read_only_home_at_start(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    with Planted(retry_interval_s=0.3) as planted:
+    with FaultControl(retry_interval_s=0.3) as planted:
         pair = Pair(tmp_path / "h", tiny_folder("llama"), *SLOW, environment=planted.environment)
-        talk = Talk(pair, "read only")
+        talk = CheckedConversation(pair, "read only")
         with pair:
-            talk.turn("first")
+            talk.send_turn("first")
         for process in ("proxy", "backend"):
             planted.fail_disk(process, "EROFS", CHANGES)
         with pair:
-            assert "EROFS" in persistence(pair)
-            saved = talk.again().cached
+            assert "EROFS" in read_persistence(pair)
+            saved = talk.repeat_from_disk().cached
             assert saved, "what is stored is used"
-            assert talk.turn("second").cached >= saved
+            assert talk.send_turn("second").cached >= saved
             for process in ("backend", "proxy"):
-                planted.mend_disk(process)
+                planted.restore_disk(process)
             wait_until_saved(pair)
-            assert talk.again().cached > saved
+            assert talk.repeat_from_disk().cached > saved
             assert pair.cachectl("verify", "--deep")["findings"] == []
 
 
 def test_index_outgrows_map(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    with Planted(map_bytes=1 << 18, retry_interval_s=0.3) as planted:
+    with FaultControl(map_bytes=1 << 18, retry_interval_s=0.3) as planted:
         pair = Pair(tmp_path / "h", tiny_folder("llama"), *SLOW, environment=planted.environment)
         with pair:
             planted.fail_disk("proxy", "ENOMEM", ["run_lmdb"], under="grow")
             turns = 0
-            while persistence(pair) == "ok":
+            while read_persistence(pair) == "ok":
                 turns += 1
                 assert turns < 60
                 pair.chat([{"role": "user", "content": f"talk {turns} " * 250}], **ANSWER)
                 pair.settle()
-            assert "index" in persistence(pair)
-            talk = Talk(pair, "the last")
-            talk.turn("first")
-            planted.mend_disk("proxy")
+            assert "index" in read_persistence(pair)
+            talk = CheckedConversation(pair, "the last")
+            talk.send_turn("first")
+            planted.restore_disk("proxy")
             wait_until_saved(pair)
-            assert talk.again().cached
-            assert said(pair, "the map of the index grew")
+            assert talk.repeat_from_disk().cached
+            assert count_log_lines(pair, "the map of the index grew")
             assert pair.cachectl("verify", "--deep")["findings"] == []

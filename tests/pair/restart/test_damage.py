@@ -1,4 +1,4 @@
-"""Damaged, foreign and missing files: a miss with a reason, the file in quarantine, the answer right."""
+"""Damaged, foreign and missing files: a miss with a reason, a quarantined file, a right answer."""
 
 import json
 import shutil
@@ -18,24 +18,24 @@ UNTOUCHED = "untouched"
 Damage = Callable[[Path, Path], None]  # (the file, another conversation's file of the same kind)
 
 
-def flip(path: Path, at: int) -> None:
+def flip_bit(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 0x10
     path.write_bytes(data)
 
 
-def flip_a_row(path: Path, other: Path) -> None:
+def flip_row(path: Path, other: Path) -> None:
     tensors = read_header(path).tensors
     name = next(name for name in sorted(tensors) if name not in ("tokens", "checksums"))
-    flip(path, tensors[name].offset + tensors[name].bytes_count // 2)
+    flip_bit(path, tensors[name].offset + tensors[name].bytes_count // 2)
 
 
-def flip_a_token(path: Path, other: Path) -> None:
-    flip(path, read_header(path).tensors["tokens"].offset)
+def flip_token(path: Path, other: Path) -> None:
+    flip_bit(path, read_header(path).tensors["tokens"].offset)
 
 
-def flip_the_headers_length(path: Path, other: Path) -> None:
-    flip(path, 2)
+def flip_header_length(path: Path, other: Path) -> None:
+    flip_bit(path, 2)
 
 
 def truncate(path: Path, other: Path) -> None:
@@ -43,13 +43,13 @@ def truncate(path: Path, other: Path) -> None:
         file.truncate(path.stat().st_size - 5)
 
 
-def take_another_models(path: Path, other: Path) -> None:
-    """File that a model of the same shape would have written under this id."""
+def replace_fingerprint(path: Path, other: Path) -> None:
+    """Rewrite the file as a model of the same shape would have written it."""
     mark = read_header(path).meta.fingerprint.encode()
     path.write_bytes(path.read_bytes().replace(mark, b"0" * len(mark), 1))
 
 
-def take_another_conversations(path: Path, other: Path) -> None:
+def copy_other_file(path: Path, other: Path) -> None:
     shutil.copyfile(other, path)
 
 
@@ -68,19 +68,19 @@ class Case:
 
 
 SEGMENTS = {
-    "a row": Case(flip_a_row, 2, "checksum"),
-    "a token": Case(flip_a_token, 2, "checksum"),
-    "the header's length": Case(flip_the_headers_length, 2, "truncated"),
-    "the first of two": Case(flip_a_row, 1, "checksum"),
+    "a row": Case(flip_row, 2, "checksum"),
+    "a token": Case(flip_token, 2, "checksum"),
+    "the header's length": Case(flip_header_length, 2, "truncated"),
+    "the first of two": Case(flip_row, 1, "checksum"),
     "truncated": Case(truncate, 2, "truncated"),
-    "another model's": Case(take_another_models, 2, "foreign"),
-    "another conversation's": Case(take_another_conversations, 2, "foreign"),
+    "another model's": Case(replace_fingerprint, 2, "foreign"),
+    "another conversation's": Case(copy_other_file, 2, "foreign"),
     "deleted": Case(delete, 2, "missing", aside=False),
 }
 CHECKPOINTS = {
-    "a state": Case(flip_a_row, -1, "checksum", "checkpoint"),
+    "a state": Case(flip_row, -1, "checksum", "checkpoint"),
     "a truncated state": Case(truncate, -1, "truncated", "checkpoint", miss="no checkpoint after"),
-    "another model's state": Case(take_another_models, -1, "foreign", "checkpoint"),
+    "another model's state": Case(replace_fingerprint, -1, "foreign", "checkpoint"),
     "a deleted state": Case(delete, -1, "missing", "checkpoint", aside=False, miss="no checkpoint after"),
 }
 FAMILIES = {
@@ -90,8 +90,8 @@ FAMILIES = {
 
 
 @dataclass
-class Talk:
-    """One conversation and what its third turn, after the damage, came to."""
+class DamagedConversation:
+    """Conversation, and the outcome of its third turn, after the damage."""
 
     name: str
     messages: list[Message]
@@ -101,19 +101,19 @@ class Talk:
     cold: Reply | None = None
     perf: str = ""
 
-    def say(self, pair: Pair, words: str) -> Reply:
+    def send_turn(self, pair: Pair, words: str) -> Reply:
         self.messages.append({"role": "user", "content": words})
         reply = pair.chat(self.messages, max_tokens=TOKENS, session_id=self.name, **WITH_LOGPROBS)
         self.messages.append({"role": "assistant", "content": reply.text})
         return reply
 
-    def files(self, kind: str) -> list[str]:
+    def list_files(self, kind: str) -> list[str]:
         if kind == "segment":
             return [row["id"] for row in self.path]
         return [state["id"] for row in self.path for state in row["checkpoints"]]
 
-    def starts(self) -> list[int]:
-        """Positions at which this conversation can continue, ascending: its checkpoints, or else its segments' ends."""
+    def list_starts(self) -> list[int]:
+        """List the positions at which the conversation can continue: its checkpoints, or else its segments' ends."""
         states = [state["position"] for row in self.path for state in row["checkpoints"]]
         return states or [row["start"] for row in self.path[1:]] + [self.path[-1]["end"]]
 
@@ -122,15 +122,17 @@ class Talk:
 class Aftermath:
     pair: Pair
     cases: dict[str, Case]
-    talks: dict[str, Talk]
+    talks: dict[str, DamagedConversation]
 
 
-def opening(number: int, name: str) -> Talk:
-    """So many words that the second turn doesn't rewrite the first one's file; all of one length, none begins alike."""
-    return Talk(name, [{"role": "system", "content": f"{chr(ord('A') + number)} {name:24}: you answer. " * 30}])
+def make_conversation(number: int, name: str) -> DamagedConversation:
+    """Make a conversation; all have one length, different beginnings, and too many words for a merge of segments."""
+    return DamagedConversation(
+        name, [{"role": "system", "content": f"{chr(ord('A') + number)} {name:24}: you answer. " * 30}]
+    )
 
 
-def look_up(pair: Pair, talks: dict[str, Talk]) -> None:
+def read_paths(pair: Pair, talks: dict[str, DamagedConversation]) -> None:
     for session in pair.cachectl("inspect")["sessions"]:
         if session["client"] in talks:
             talks[session["client"]].path = pair.cachectl("inspect", session["id"])["path"]
@@ -143,26 +145,26 @@ def aftermath(
     """Conversations of two turns, all but one damaged while nothing runs, and their third turns."""
     cases = FAMILIES[request.param]
     pair = Pair(tmp_path_factory.mktemp("damage"), tiny_folder(request.param))
-    talks = {name: opening(number, name) for number, name in enumerate((*cases, UNTOUCHED))}
+    talks = {name: make_conversation(number, name) for number, name in enumerate((*cases, UNTOUCHED))}
     with pair:
-        Talk("root", [{"role": "system", "content": "Short."}]).say(pair, "Hello?")
+        DamagedConversation("root", [{"role": "system", "content": "Short."}]).send_turn(pair, "Hello?")
         pair.settle()
         for talk in talks.values():
-            talk.say(pair, "Hello, who are you?")
+            talk.send_turn(pair, "Hello, who are you?")
             pair.settle()
-            talk.say(pair, "Tell me about the sea.")
+            talk.send_turn(pair, "Tell me about the sea.")
         pair.settle()
-        look_up(pair, talks)
+        read_paths(pair, talks)
     for name, case in cases.items():
         talk = talks[name]
-        talk.damaged = talk.files(case.kind)[case.file]
-        other = talks[UNTOUCHED].files(case.kind)[case.file]
+        talk.damaged = talk.list_files(case.kind)[case.file]
+        other = talks[UNTOUCHED].list_files(case.kind)[case.file]
         case.damage(pair.home.segment_file(talk.damaged), pair.home.segment_file(other))
     with pair:
         for talk in talks.values():
-            talk.warm = talk.say(pair, "And about ships?")
+            talk.warm = talk.send_turn(pair, "And about ships?")
             talk.perf = pair.perf_line(talk.warm)
-            talk.cold = pair.direct(talk.messages[:-1], max_tokens=TOKENS, **WITH_LOGPROBS)
+            talk.cold = pair.ask_backend(talk.messages[:-1], max_tokens=TOKENS, **WITH_LOGPROBS)
         yield Aftermath(pair, cases, talks)
 
 
@@ -174,21 +176,21 @@ def test_answer_after_damage_is_right(aftermath: Aftermath) -> None:
 
 def test_prefix_before_damage_is_reused(aftermath: Aftermath) -> None:
     untouched = aftermath.talks[UNTOUCHED]
-    assert untouched.warm and untouched.warm.cached == untouched.starts()[-1]
+    assert untouched.warm and untouched.warm.cached == untouched.list_starts()[-1]
     for name, case in aftermath.cases.items():
         talk = aftermath.talks[name]
-        assert talk.warm and talk.warm.cached == good_until(talk, case) < talk.starts()[-1], name
+        assert talk.warm and talk.warm.cached == find_last_good_start(talk, case) < talk.list_starts()[-1], name
         source, reused = talk.warm.headers["X-Warmline-Cache"].split()
         assert int(reused) == talk.warm.cached
         assert source == "restored" or talk.warm.cached <= talk.path[0]["end"], name
 
 
-def good_until(talk: Talk, case: Case) -> int:
-    """The last place before the damage where the conversation can go on."""
+def find_last_good_start(talk: DamagedConversation, case: Case) -> int:
+    """Find the last position before the damage at which the conversation can continue."""
     if case.kind == "checkpoint":
-        return talk.starts()[case.file - 1]
+        return talk.list_starts()[case.file - 1]
     start = talk.path[case.file]["start"]
-    return max((at for at in talk.starts() if at <= start), default=0)
+    return max((at for at in talk.list_starts() if at <= start), default=0)
 
 
 def test_damage_is_reported_and_quarantined(aftermath: Aftermath) -> None:
@@ -204,27 +206,27 @@ def test_damage_is_reported_and_quarantined(aftermath: Aftermath) -> None:
 def test_next_turn_after_damage_is_warm(aftermath: Aftermath) -> None:
     pair = aftermath.pair
     pair.settle()
-    look_up(pair, aftermath.talks)
+    read_paths(pair, aftermath.talks)
     for talk in aftermath.talks.values():
         assert talk.warm
         stored = talk.warm.prompt_tokens + TOKENS
         assert talk.path[-1]["end"] == stored, "what was computed anew is on disk again"
-        assert talk.say(pair, "Thanks.").cached == stored, talk.name
+        assert talk.send_turn(pair, "Thanks.").cached == stored, talk.name
     pair.settle()
     assert pair.cachectl("verify", "--deep")["findings"] == []
 
 
 def test_file_deleted_at_runtime_is_a_miss(aftermath: Aftermath) -> None:
     """Nothing that was read once is trusted: files are looked at whenever they are needed."""
-    pair, talk = aftermath.pair, opening(len(aftermath.talks), "vanishing")
-    talk.say(pair, "Hello, who are you?")
+    pair, talk = aftermath.pair, make_conversation(len(aftermath.talks), "vanishing")
+    talk.send_turn(pair, "Hello, who are you?")
     pair.settle()
-    look_up(pair, {**aftermath.talks, "vanishing": talk})
+    read_paths(pair, {**aftermath.talks, "vanishing": talk})
     pair.home.segment_file(talk.path[0]["id"]).unlink()
     pair.forget_residents()
-    talk.warm = talk.say(pair, "Tell me about the sea.")
+    talk.warm = talk.send_turn(pair, "Tell me about the sea.")
     assert talk.warm.cached == 0 and "missing" in pair.perf_line(talk.warm)
-    cold = pair.direct(talk.messages[:-1], max_tokens=TOKENS, **WITH_LOGPROBS)
+    cold = pair.ask_backend(talk.messages[:-1], max_tokens=TOKENS, **WITH_LOGPROBS)
     assert explain_difference(cold, talk.warm) == ""
     pair.settle()
     assert pair.cachectl("verify", "--deep")["findings"] == []

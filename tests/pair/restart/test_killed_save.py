@@ -1,4 +1,4 @@
-"""Killed with -9 at any moment of a save: only that save is lost, nothing wrong is served, all is clean after."""
+"""SIGKILL at any moment of a save: only that save is lost, answers are right, the home is clean."""
 
 import http.client
 import random
@@ -18,25 +18,25 @@ Reached = Callable[[Pair], bool]
 Moment = Callable[[Pair], Reached]
 
 
-def files(pair: Pair, pattern: str) -> set[Path]:
+def list_files(pair: Pair, pattern: str) -> set[Path]:
     return set(pair.home.segments.rglob(pattern))
 
 
-def when_a_draft_appears(pair: Pair) -> Reached:
-    return lambda now: bool(files(now, ".*.tmp"))
+def until_draft(pair: Pair) -> Reached:
+    return lambda now: bool(list_files(now, ".*.tmp"))
 
 
-def when_a_file_is_in_place(pair: Pair) -> Reached:
-    before = files(pair, "*.safetensors")
-    return lambda now: bool(files(now, "*.safetensors") - before)
+def until_file(pair: Pair) -> Reached:
+    before = list_files(pair, "*.safetensors")
+    return lambda now: bool(list_files(now, "*.safetensors") - before)
 
 
-def when_a_second_file_is_in_place(pair: Pair) -> Reached:
-    before = len(files(pair, "*.safetensors"))
-    return lambda now: len(files(now, "*.safetensors")) - before >= 2
+def until_second_file(pair: Pair) -> Reached:
+    before = len(list_files(pair, "*.safetensors"))
+    return lambda now: len(list_files(now, "*.safetensors")) - before >= 2
 
 
-def after(seconds: float) -> Moment:
+def until_elapsed(seconds: float) -> Moment:
     def make(pair: Pair) -> Reached:
         start = time.monotonic()
         return lambda now: time.monotonic() - start >= seconds
@@ -47,25 +47,25 @@ def after(seconds: float) -> Moment:
 SEED = 20261127
 RANDOM = random.Random(SEED)
 MOMENTS: list[Moment] = [
-    when_a_draft_appears,
-    when_a_file_is_in_place,
-    *(after(RANDOM.uniform(0.0, 0.05)) for _ in range(2)),
+    until_draft,
+    until_file,
+    *(until_elapsed(RANDOM.uniform(0.0, 0.05)) for _ in range(2)),
 ]
 
 
-class Assassin(threading.Thread):
-    """Kills the pair at a moment, however short, from before the answer that leads to it."""
+class PairKiller(threading.Thread):
+    """Thread that kills the pair at a moment; it runs from before the request, so even a short moment is met."""
 
     def __init__(self, pair: Pair, moment: Moment) -> None:
         super().__init__(daemon=True)
         self._pair, self._moment = pair, moment
         self._reached = moment(pair)
-        self.too_late = threading.Event()
+        self.save_ended = threading.Event()
         self.killed = False
         self.start()
 
     def run(self) -> None:
-        while not self.too_late.is_set():
+        while not self.save_ended.is_set():
             if self._reached(self._pair):
                 self._pair.kill()
                 self.killed = True
@@ -74,19 +74,19 @@ class Assassin(threading.Thread):
 
 
 def ask_and_kill(pair: Pair, messages: list[Message], moment: Moment, **answer: object) -> bool:
-    """True where the moment came before the save was over."""
-    assassin = Assassin(pair, moment)
+    """True if the moment came before the save was over."""
+    killer = PairKiller(pair, moment)
     try:
         pair.chat(messages, **answer)
         pair.settle()
     except (OSError, http.client.HTTPException):  # killed: before the client had its answer, or while we looked
         pass
-    assassin.too_late.set()
-    assassin.join()
-    return assassin.killed
+    killer.save_ended.set()
+    killer.join()
+    return killer.killed
 
 
-def verify(pair: Pair) -> None:
+def verify_home(pair: Pair) -> None:
     assert pair.cachectl("verify", "--deep")["findings"] == []
 
 
@@ -94,9 +94,9 @@ def verify(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("family", "system", "moments"),
     [
-        ("llama", 8_300, [when_a_second_file_is_in_place]),
+        ("llama", 8_300, [until_second_file]),
         ("llama", 600, MOMENTS),
-        ("qwen3_5", 600, [when_a_second_file_is_in_place, when_a_draft_appears]),
+        ("qwen3_5", 600, [until_second_file, until_draft]),
     ],
 )
 def test_kill_9_during_a_save(
@@ -123,14 +123,14 @@ def test_kill_9_during_a_save(
 
 
 def check_after(pair: Pair, messages: list[Message], durable: bytes, **answer: object) -> tuple[bytes, str]:
-    """The home is clean, what was durable is used, the answer is the cold one.  What is durable now, and the answer."""
-    verify(pair)
-    assert not files(pair, ".*.tmp"), "drafts are swept at the start"
+    """Check a clean home, reuse of durable tokens and the cold answer; (durable tokens, answer)."""
+    verify_home(pair)
+    assert not list_files(pair, ".*.tmp"), "drafts are swept at the start"
     warm = pair.chat(messages, **answer)
-    assert warm.text == pair.direct(messages, **answer).text, f"seed {SEED}"
-    assert warm.cached >= count_common_tokens(durable, pair.rendered(messages).tokens)
+    assert warm.text == pair.ask_backend(messages, **answer).text, f"seed {SEED}"
+    assert warm.cached >= count_common_tokens(durable, pair.render_prompt(messages).tokens)
     pair.settle()
-    verify(pair)
+    verify_home(pair)
     held = pair.longest_resident()
     assert len(held) > len(messages[0]["content"]) * TOKEN_BYTES
     return held, warm.text

@@ -1,4 +1,4 @@
-"""Whatever happens to the backend: who has seen nothing yet never learns of it, who has is told, and all is warm after.
+"""Recovery of the backend: requests without content never notice, others get an error, and all is warm afterwards.
 
 The faults are real ones, in the process that `warmline serve` runs; the gate makes sure of what each request has seen.
 """
@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from support.pair.answers import WITH_LOGPROBS, explain_difference
-from support.pair.clients import Asked
-from support.pair.pair import FolderOf, Message, Pair, Reply, ask
-from support.pair.waiting import until, wait_until_idle
-from support.planted.faults import FAULTS, WEDGES, Gate, Planted, Step
+from support.pair.clients import ClientRequest
+from support.pair.pair import FolderOf, Message, Pair, Reply, send_request
+from support.pair.waiting import wait_until, wait_until_idle
+from support.planted.faults import FAULTS, WEDGES, FaultControl, Gate, HeldStep
 from warmline_common.protocol.messages import ProcessStats
 
 STEP, PART = 64, 256
@@ -28,41 +28,41 @@ THREADS_MORE_MAX = 8  # of pools that had not started all of theirs
 
 
 @pytest.fixture(scope="module")
-def planted() -> Iterator[Planted]:
-    with Planted(restart_delay_s=0.1) as planted:
+def planted() -> Iterator[FaultControl]:
+    with FaultControl(restart_delay_s=0.1) as planted:
         yield planted
 
 
 @pytest.fixture(scope="module")
-def pair(planted: Planted, tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(planted: FaultControl, tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     home = tmp_path_factory.mktemp("recovery")
     with Pair(home, tiny_folder("llama"), *FLAGS, environment=planted.environment) as pair:
         yield pair
 
 
 @pytest.fixture(scope="module")
-def before(pair: Pair) -> ProcessStats:
+def stats_before(pair: Pair) -> ProcessStats:
     """Resources of the proxy before any request."""
-    pair.chat(prompt("a first one", 50), **ANSWER)
+    pair.chat(make_prompt("a first one", 50), **ANSWER)
     wait_until_idle(pair)
-    return proxy_vitals(pair)
+    return read_proxy_stats(pair)
 
 
-def proxy_vitals(pair: Pair) -> ProcessStats:
+def read_proxy_stats(pair: Pair) -> ProcessStats:
     return ProcessStats(**pair.proxy_status()["vitals"])
 
 
-def prompt(words: str, tokens: int) -> list[Message]:
+def make_prompt(words: str, tokens: int) -> list[Message]:
     own = hashlib.sha256(words.encode()).hexdigest()
     return [{"role": "user", "content": f"{own} {words}: ".ljust(tokens, "x")}]
 
 
 def is_ready(pair: Pair) -> bool:
-    return ask(f"{pair.url}/ready", None, {}, "GET").status == 200
+    return send_request(f"{pair.url}/ready", None, {}, "GET").status == 200
 
 
-class Crowd:
-    """Four requests, each at another point of its life, and the step under way held at the gate."""
+class StagedRequests:
+    """Four requests, each at another stage, with the current step held at the gate."""
 
     def __init__(self, pair: Pair, gate: Gate, words: str) -> None:
         self._pair, self._gate, self._words = pair, gate, words
@@ -77,37 +77,37 @@ class Crowd:
             self.reading.append(self._ask(f"reading-{stream}", 400, stream=stream, **ANSWER))
             self._let_pass_until("prefill", f"reading-{stream}")
 
-    def name(self, word: str) -> str:
+    def make_name(self, word: str) -> str:
         return f"{self._words}-{word}"
 
-    def hold(self, phase: str, word: str) -> Step:
-        """The next step of this phase and request, held."""
-        return self._gate.wait_for(phase, self.name(word))
+    def wait_for_held_step(self, phase: str, word: str) -> HeldStep:
+        """Wait for the next step of this phase and request, which is held."""
+        return self._gate.wait_for_step(phase, self.make_name(word))
 
     @property
-    def silent(self) -> list[Asked]:
-        """Those that have been sent no content."""
+    def silent_requests(self) -> list[ClientRequest]:
+        """Requests that have been sent no content."""
         return [self.collecting, *self.reading]
 
-    def check(self, asked: Asked) -> None:
-        """It ended well, with the answer of an undisturbed run."""
-        reply = asked.wait_until_over().reply
-        assert explain_difference(self._pair.direct(asked.messages, **asked.options), reply) == ""
+    def check_answer(self, request: ClientRequest) -> None:
+        """Check a good end, with the answer of an undisturbed run."""
+        reply = request.wait_until_ended().reply
+        assert explain_difference(self._pair.ask_backend(request.messages, **request.options), reply) == ""
 
-    def _ask(self, word: str, tokens: int, **options: object) -> Asked:
-        messages = prompt(f"{self._words} {word}", tokens)
-        return Asked(self._pair, messages, headers={NAME: self.name(word)}, **options)
+    def _ask(self, word: str, tokens: int, **options: object) -> ClientRequest:
+        messages = make_prompt(f"{self._words} {word}", tokens)
+        return ClientRequest(self._pair, messages, headers={NAME: self.make_name(word)}, **options)
 
     def _let_pass_until(self, phase: str, word: str) -> None:
-        assert self.hold(phase, word).let_pass()
+        assert self.wait_for_held_step(phase, word).let_pass()
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in WEDGES])
-def test_fault_while_decoding(fault: str, pair: Pair, planted: Planted, before: ProcessStats) -> None:
+def test_fault_while_decoding(fault: str, pair: Pair, planted: FaultControl, stats_before: ProcessStats) -> None:
     check_fault_while_decoding(fault, pair, planted)
 
 
-def test_wedge_while_decoding(planted: Planted, tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_wedge_while_decoding(planted: FaultControl, tiny_folder: FolderOf, tmp_path: Path) -> None:
     """Nothing moves, or not even the process answers: it is killed, and the rest is as after any other end."""
     flags = (*FLAGS, "--wedge-timeout-s", "2")
     with Pair(tmp_path / "home", tiny_folder("llama"), *flags, environment=planted.environment) as pair:
@@ -116,122 +116,122 @@ def test_wedge_while_decoding(planted: Planted, tiny_folder: FolderOf, tmp_path:
             assert pair.proxy_status()["backend_kills"] == number
 
 
-def check_fault_while_decoding(fault: str, pair: Pair, planted: Planted) -> None:
-    earlier = prompt(f"earlier {fault}", 1000)
+def check_fault_while_decoding(fault: str, pair: Pair, planted: FaultControl) -> None:
+    earlier = make_prompt(f"earlier {fault}", 1000)
     told = pair.chat(earlier, **ANSWER)
     pair.settle()
     boot = pair.status().boot
-    with planted.gate() as gate:
-        crowd = Crowd(pair, gate, fault)
-        step = crowd.hold("decode", "speaking")
-        planted.order(fault, "decode")
+    with planted.make_gate() as gate:
+        requests = StagedRequests(pair, gate, fault)
+        step = requests.wait_for_held_step("decode", "speaking")
+        planted.plant_fault(fault, "decode")
         step.start()
         planted.wait_until_taken()
-    for asked in crowd.silent:
-        crowd.check(asked)
-    spoken = crowd.speaking.wait_until_over()
-    assert spoken.text and spoken.error and not spoken.done, "who has heard a part is told that no more comes"
+    for request in requests.silent_requests:
+        requests.check_answer(request)
+    spoken = requests.speaking.wait_until_ended()
+    assert spoken.text and spoken.error and not spoken.is_complete, "who has heard a part is told that no more comes"
     assert is_ready(pair)
     assert (pair.status().boot == boot) == (fault == "raise"), "only an exception is survived"
     check_next_turn(pair, earlier, told.text, told.prompt_tokens)
-    check_let_go(pair)
+    check_ended(pair)
 
 
 def check_next_turn(pair: Pair, earlier: list[Message], answer: str, tokens: int) -> None:
-    """Saved KV is used after a restart as before, unless so small a model computes it faster."""
+    """Check that saved KV is used after a restart, unless so small a model computes it faster."""
     messages = [*earlier, {"role": "assistant", "content": answer}, {"role": "user", "content": "Go on."}]
     following = pair.chat(messages, **ANSWER)
     if following.cached < tokens + len(answer):
         assert "would take longer" in pair.perf_line(following)
-    assert explain_difference(pair.direct(messages, **ANSWER), following) == ""
+    assert explain_difference(pair.ask_backend(messages, **ANSWER), following) == ""
 
 
-def check_let_go(pair: Pair) -> None:
+def check_ended(pair: Pair) -> None:
     wait_until_idle(pair)
     proxy = pair.proxy_status()
     assert (proxy["lives"], proxy["running"], proxy["queued"]) == (0, 0, 0)
-    until(lambda: abs(unaccounted_bytes(pair)) < (1 << 20), "memory that nobody accounts for")
+    wait_until(lambda: abs(count_unaccounted_bytes(pair)) < (1 << 20), "memory that nobody accounts for")
 
 
-def unaccounted_bytes(pair: Pair) -> int:
-    """By now: an idle engine weighs what is there only when it is asked for something."""
+def count_unaccounted_bytes(pair: Pair) -> int:
+    """Count them now: an idle engine measures its memory only when asked for something."""
     pair.as_owner("PUT", f"{pair.backend_url}/kv/residents/order", b'{"drop_first": []}')
     return pair.status().vitals.bytes_unaccounted
 
 
-def test_exception_during_prefill(pair: Pair, planted: Planted, before: ProcessStats) -> None:
-    with planted.gate() as gate:
-        crowd = Crowd(pair, gate, "reading")
-        step = crowd.hold("prefill", "reading-True")
-        planted.order("raise", "prefill")
+def test_exception_during_prefill(pair: Pair, planted: FaultControl, stats_before: ProcessStats) -> None:
+    with planted.make_gate() as gate:
+        requests = StagedRequests(pair, gate, "reading")
+        step = requests.wait_for_held_step("prefill", "reading-True")
+        planted.plant_fault("raise", "prefill")
         step.start()
         planted.wait_until_taken()
-    for asked in (*crowd.silent, crowd.speaking):  # another batch's fault is not its own
-        crowd.check(asked)
-    check_let_go(pair)
+    for request in (*requests.silent_requests, requests.speaking):  # another batch's fault is not its own
+        requests.check_answer(request)
+    check_ended(pair)
 
 
 # ---- killed in a long prefill
 
 
-def saved_tokens(pair: Pair) -> int:
+def count_saved_tokens(pair: Pair) -> int:
     return int(pair.cachectl("stats")["stored"]["tokens"])
 
 
-def test_backend_killed_in_long_prefill(pair: Pair, planted: Planted, before: ProcessStats) -> None:
+def test_backend_killed_in_long_prefill(pair: Pair, planted: FaultControl, stats_before: ProcessStats) -> None:
     """At most a part, a chunk, and the tokens computed while the part before was saved are lost."""
-    messages = prompt("killed backend", 2000)
-    with planted.gate() as gate:
-        asked = Asked(pair, messages, stream=True, **ANSWER)
+    messages = make_prompt("killed backend", 2000)
+    with planted.make_gate() as gate:
+        request = ClientRequest(pair, messages, stream=True, **ANSWER)
         done = prefill_parts(pair, gate)
         os.kill(pair.pid("backend"), signal.SIGKILL)
-    check_goes_on(pair, messages, done, asked.wait_until_over().reply)
-    check_let_go(pair)
+    check_continuation(pair, messages, done, request.wait_until_ended().reply)
+    check_ended(pair)
 
 
-def test_proxy_leaks_nothing_after_faults(pair: Pair, before: ProcessStats) -> None:
-    until(lambda: proxy_vitals(pair).tasks <= before.tasks, "tasks are left")
-    until(lambda: proxy_vitals(pair).descriptors <= before.descriptors, "descriptors are left")
-    assert proxy_vitals(pair).threads <= before.threads + THREADS_MORE_MAX
+def test_proxy_leaks_nothing_after_faults(pair: Pair, stats_before: ProcessStats) -> None:
+    wait_until(lambda: read_proxy_stats(pair).tasks <= stats_before.tasks, "tasks are left")
+    wait_until(lambda: read_proxy_stats(pair).descriptors <= stats_before.descriptors, "descriptors are left")
+    assert read_proxy_stats(pair).threads <= stats_before.threads + THREADS_MORE_MAX
     assert pair.cachectl("verify", "--deep")["findings"] == []
 
 
-def test_pair_killed_in_long_prefill(pair: Pair, planted: Planted) -> None:
-    messages = prompt("killed pair", 2000)
-    with planted.gate() as gate:
-        asked = Asked(pair, messages, stream=True, **ANSWER)
+def test_pair_killed_in_long_prefill(pair: Pair, planted: FaultControl) -> None:
+    messages = make_prompt("killed pair", 2000)
+    with planted.make_gate() as gate:
+        request = ClientRequest(pair, messages, stream=True, **ANSWER)
         done = prefill_parts(pair, gate)
         pair.kill()
-    asked.wait_until_over()
+    request.wait_until_ended()
     pair.start()
-    check_goes_on(pair, messages, done, pair.chat(messages, **ANSWER))
+    check_continuation(pair, messages, done, pair.chat(messages, **ANSWER))
     assert pair.cachectl("verify", "--deep")["findings"] == []
 
 
 def prefill_parts(pair: Pair, gate: Gate) -> int:
-    """Have two parts computed and saved, and a third computed; a chunk more is under way.  Tokens computed."""
-    before = saved_tokens(pair)
+    """Prefill two parts until they are saved, a third, and one chunk more that is under way; the computed tokens."""
+    before = count_saved_tokens(pair)
     done = sum(prefill_a_part(pair, gate, part, before) for part in (1, 2))
     while done < 3 * PART:
-        assert gate.wait_for("prefill").let_pass()
+        assert gate.wait_for_step("prefill").let_pass()
         done += STEP
-    gate.wait_for("prefill")
+    gate.wait_for_step("prefill")
     return done
 
 
 def prefill_a_part(pair: Pair, gate: Gate, part: int, before: int) -> int:
-    """Let the part be computed, and one chunk more, during which it is read out and saved.  Tokens computed."""
+    """Prefill a part, and one chunk more, during which the part is read out and saved; the computed tokens."""
     done = STEP if part > 1 else 0  # it began while the one before was saved
     gate.forget_commands()
     while done < PART:
-        assert gate.wait_for("prefill").let_pass()
+        assert gate.wait_for_step("prefill").let_pass()
         done += STEP
     gate.wait_for_command("find_kv")
-    assert gate.wait_for("prefill").let_pass()
-    until(lambda: saved_tokens(pair) >= before + part * PART - SHARED_MAX, "the part is not saved")
+    assert gate.wait_for_step("prefill").let_pass()
+    wait_until(lambda: count_saved_tokens(pair) >= before + part * PART - SHARED_MAX, "the part is not saved")
     return done + STEP - (STEP if part > 1 else 0)
 
 
-def check_goes_on(pair: Pair, messages: list[Message], done: int, reply: Reply) -> None:
+def check_continuation(pair: Pair, messages: list[Message], done: int, reply: Reply) -> None:
     assert done - reply.cached <= PART + 2 * STEP
-    assert explain_difference(pair.direct(messages, **ANSWER), reply) == ""
+    assert explain_difference(pair.ask_backend(messages, **ANSWER), reply) == ""

@@ -1,4 +1,4 @@
-"""A damaged index is no loss: a start makes it anew of the files, and a running pair repairs itself when asked."""
+"""Damaged index: a start rebuilds it from the files, and a running pair repairs itself on request."""
 
 from collections.abc import Iterator
 
@@ -10,16 +10,16 @@ from support.pair.pair import FolderOf, Message, Pair, Reply
 TOKENS = 8
 
 
-class Talk:
+class RepairedConversation:
     def __init__(self, pair: Pair, opening: str) -> None:
         self.pair = pair
         self.messages: list[Message] = [{"role": "system", "content": opening * 20}]
 
-    def say(self, words: str) -> Reply:
-        """A turn; its answer is compared with a cold one, and its tail is on disk when this returns."""
+    def send_turn(self, words: str) -> Reply:
+        """Send a turn; its answer equals a cold one, and its tail is on disk on return."""
         self.messages.append({"role": "user", "content": words})
         reply = self.pair.chat(self.messages, max_tokens=TOKENS, **WITH_LOGPROBS)
-        cold = self.pair.direct(self.messages, max_tokens=TOKENS, **WITH_LOGPROBS)
+        cold = self.pair.ask_backend(self.messages, max_tokens=TOKENS, **WITH_LOGPROBS)
         assert explain_difference(cold, reply) == ""
         self.messages.append({"role": "assistant", "content": reply.text})
         self.pair.settle()
@@ -35,9 +35,9 @@ def pair(
 
 
 def test_damaged_index_loses_nothing(pair: Pair) -> None:
-    talk = Talk(pair, "You answer. ")
-    talk.say("Hello, who are you?")
-    before = talk.say("Tell me about the sea.")
+    talk = RepairedConversation(pair, "You answer. ")
+    talk.send_turn("Hello, who are you?")
+    before = talk.send_turn("Tell me about the sea.")
     stored = pair.cachectl("inspect")["sessions"][0]["tokens"]
     pair.stop()
     (data,) = pair.home.index.glob("*/data.mdb")
@@ -45,7 +45,7 @@ def test_damaged_index_loses_nothing(pair: Pair) -> None:
     pair.start()
     (session,) = pair.cachectl("inspect")["sessions"]
     assert session["tokens"] == stored and session["model"]
-    warm = talk.say("And about the mountains?")
+    warm = talk.send_turn("And about the mountains?")
     assert warm.cached == stored >= before.prompt_tokens
     assert len(pair.cachectl("inspect")["sessions"]) == 1
     assert pair.cachectl("verify", "--deep")["findings"] == []
@@ -53,9 +53,9 @@ def test_damaged_index_loses_nothing(pair: Pair) -> None:
 
 def test_running_pair_repairs_index(pair: Pair) -> None:
     earlier = {row["id"] for row in pair.cachectl("inspect")["sessions"]}
-    talk = Talk(pair, "You sing. ")
-    talk.say("Hello, who are you?")
-    talk.say("Tell me about the sea.")
+    talk = RepairedConversation(pair, "You sing. ")
+    talk.send_turn("Hello, who are you?")
+    talk.send_turn("Tell me about the sea.")
     (session,) = {row["id"] for row in pair.cachectl("inspect")["sessions"]} - earlier
     leaf = pair.cachectl("inspect", session)["path"][-1]["id"]
     path = pair.home.segment_file(leaf)
@@ -65,5 +65,5 @@ def test_running_pair_repairs_index(pair: Pair) -> None:
     path.chmod(0o644)
     done = pair.cachectl("verify", "--repair")
     assert done["findings"] == [] and {each["what"] for each in done["did"]} >= {"mode", "quarantined"}
-    talk.say("And about the mountains?")
+    talk.send_turn("And about the mountains?")
     assert pair.cachectl("verify", "--deep")["findings"] == []

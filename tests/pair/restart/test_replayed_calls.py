@@ -1,4 +1,4 @@
-"""Calls that the model sampled are found again when their client sends them back written anew, after a kill -9 too."""
+"""Sampled tool calls are found again when their client sends them back rewritten, even after a SIGKILL."""
 
 import json
 import shutil
@@ -44,8 +44,8 @@ TEMPLATE = r"""
 QUESTION = "What lies around? " + "Look closely, and leave nothing out. " * 12
 
 
-class Agent:
-    """Sends calls back as a client does that keeps them parsed."""
+class ParsingAgent:
+    """Agent that sends calls back as a client does that keeps them parsed."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
@@ -66,8 +66,8 @@ class Agent:
         self.pair.settle()
         return reply
 
-    def does(self, reply: Reply, **changed: Any) -> None:
-        """Calls of the model, with arguments in alphabetical order; and a result."""
+    def append_call(self, reply: Reply, **changed: Any) -> None:
+        """Append the model's call, with arguments in alphabetical order, and a result."""
         message = reply.json["choices"][0]["message"]
         (call,) = message["tool_calls"]
         arguments = json.loads(call["function"]["arguments"]) | changed
@@ -80,8 +80,8 @@ class Agent:
         ]
 
 
-def whole(reply: Reply) -> int:
-    """The prompt, and all that was sampled after it; the end of the answer is not counted."""
+def list_turn_tokens(reply: Reply) -> int:
+    """List the prompt and all sampled tokens but the end of the answer."""
     return reply.prompt_tokens + int(reply.json["usage"]["completion_tokens"])
 
 
@@ -90,16 +90,18 @@ def test_replayed_call_equals_sampled_tokens(tiny_folder: FolderOf, tmp_path: Pa
     settings = folder / "tokenizer_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))
     with Pair(tmp_path / "home", folder) as pair:
-        agent = Agent(pair)
+        agent = ParsingAgent(pair)
         first = agent.ask()
-        agent.does(first)
+        agent.append_call(first)
         second = agent.ask()
-        assert second.cached == whole(first), pair.perf_line(second)
-        agent.does(second)
+        assert second.cached == list_turn_tokens(first), pair.perf_line(second)
+        agent.append_call(second)
         pair.kill()
         pair.start()
         third = agent.ask()
-        assert third.cached == whole(second), pair.perf_line(third)
-        agent.does(third, deep="other")
+        assert third.cached == list_turn_tokens(second), pair.perf_line(third)
+        agent.append_call(third, deep="other")
         fourth = agent.ask()
-        assert third.prompt_tokens <= fourth.cached < whole(third), "the model did not sample these arguments"
+        assert third.prompt_tokens <= fourth.cached < list_turn_tokens(third), (
+            "the model did not sample these arguments"
+        )

@@ -13,7 +13,7 @@ QUANTIZED = ("--kv-bits", "8", "--kv-group-size", "32")
 QUESTIONS = ["Hello, who are you?", "Tell me about the sea.", "And about ships?", "Thanks. And the moon?"]
 
 
-def converse(pair: Pair, turns: int, **options: object) -> tuple[list[Message], Reply]:
+def hold_conversation(pair: Pair, turns: int, **options: object) -> tuple[list[Message], Reply]:
     messages: list[Message] = [{"role": "system", "content": "You answer shortly."}]
     for question in QUESTIONS[:turns]:
         messages.append({"role": "user", "content": question})
@@ -23,19 +23,19 @@ def converse(pair: Pair, turns: int, **options: object) -> tuple[list[Message], 
 
 
 def check_restart(pair: Pair, tolerance: float, tokens: int) -> None:
-    """Against what the backend computes, asked directly."""
+    """Compare with the backend's own computation, asked directly."""
     answer = {"max_tokens": tokens, **WITH_LOGPROBS}
     with pair:
-        messages, _ = converse(pair, 3, **answer)
+        messages, _ = hold_conversation(pair, 3, **answer)
         pair.settle()
         held = pair.longest_resident()
-        turn_end = pair.rendered(messages[:-1]).turn_end
+        turn_end = pair.render_prompt(messages[:-1]).turn_end
         pair.kill()
     messages.append({"role": "user", "content": QUESTIONS[3]})
     with pair:
-        prompt = pair.rendered(messages).tokens
+        prompt = pair.render_prompt(messages).tokens
         warm = pair.chat(messages, **answer)
-        cold = pair.direct(messages, **answer)
+        cold = pair.ask_backend(messages, **answer)
         pair.settle()
         assert warm.headers["X-Warmline-Cache"] == f"restored {warm.cached}"
     repeated = min(count_common_tokens(held, prompt), len(prompt) // TOKEN_BYTES - 1)

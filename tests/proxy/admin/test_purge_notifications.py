@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from support.proxy.fake_replies import packed, rendered
-from support.proxy.harness import on_loop, pair
+from support.proxy.fake_replies import pack_text, render_prompt
+from support.proxy.harness import on_loop, run_proxy
 from support.proxy.purges import (
     FIRST,
     NEXT,
@@ -29,15 +29,15 @@ from warmline_proxy.upstream.client import Upstream, UpstreamUnreachableError
 
 @on_loop
 async def test_unsaved_resident_outside_purge_is_kept(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         session = await store_conversation(proxy, FIRST)
-        proxy.backend.saves_fail = [507] * 8
+        proxy.backend.save_failures = [507] * 8
         await proxy.chat(messages=OTHER)
         await proxy.chat(messages=NEXT)
-        assert [record.saved_tokens for record in await proxy.settled()][:2] == [0, 0]
-        others = min(proxy.backend.held, key=lambda name: len(proxy.backend.held[name]))
+        assert [record.saved_tokens for record in await proxy.wait_until_saved()][:2] == [0, 0]
+        others = min(proxy.backend.residents, key=lambda name: len(proxy.backend.residents[name]))
         await run_purge(proxy, session=session)
-        assert proxy.backend.calls["forget"] == [[others]] and list(proxy.backend.held) == [others]
+        assert proxy.backend.calls["forget"] == [[others]] and list(proxy.backend.residents) == [others]
         assert (await proxy.chat(messages=OTHER)).headers["X-Warmline-Cache"].startswith("resident ")
         await run_purge(proxy, everything=True)
         assert proxy.backend.calls["forget"][1:] == [[]]
@@ -50,13 +50,13 @@ async def test_purged_resident_not_reused_when_backend_unreachable(
     async def unreachable(_: Upstream, keep: object = ()) -> None:
         raise UpstreamUnreachableError("nobody listens")
 
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         session = await store_conversation(proxy, FIRST)
         monkeypatch.setattr(Upstream, "purge_memory", unreachable)
         await run_purge(proxy, session=session)
         proxy.backend.generation += 1  # forces a new listing of residents
         assert (await proxy.chat(messages=NEXT)).headers["X-Warmline-Cache"] == "cold 0"
-        await proxy.settled()
+        await proxy.wait_until_saved()
         assert proxy.index.has_purge_notice()
 
 
@@ -69,12 +69,12 @@ async def test_purge_notification_is_retried(tmp_path: Path, monkeypatch: pytest
             raise failing.pop()
         await forget(upstream, keep)
 
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         monkeypatch.setattr(Upstream, "purge_memory", unreachable)
         monkeypatch.setattr(purge_module, "NOTIFY_INTERVAL_S", 0.0)
         await run_purge(proxy, session=await store_conversation(proxy, FIRST))
-        await proxy.backend.called("forget")
-        assert not proxy.backend.held
+        await proxy.backend.wait_for_calls("forget")
+        assert not proxy.backend.residents
 
 
 @on_loop
@@ -86,26 +86,26 @@ async def test_request_ending_during_notification_is_kept(tmp_path: Path, monkey
         await release(proxy, running)
         await forget(upstream, keep)
 
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         session = await store_conversation(proxy, FIRST)
         running = await hold_request(proxy, OTHER)
         monkeypatch.setattr(Upstream, "purge_memory", delayed)
         await run_purge(proxy, session=session)
-        assert (await proxy.settled())[0].saved_tokens > 0
-        (remaining,) = proxy.backend.held
-        assert remaining in proxy.backend.left_by.values() and len(proxy.index.sessions()) == 1
+        assert (await proxy.wait_until_saved())[0].saved_tokens > 0
+        (remaining,) = proxy.backend.residents
+        assert remaining in proxy.backend.resident_by_request.values() and len(proxy.index.sessions()) == 1
 
 
 @on_loop
 async def test_purged_kv_not_reused_during_compaction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         session = await store_conversation(proxy, FIRST)
         with slow_compaction(proxy, monkeypatch) as began:
             purge = asyncio.create_task(run_purge(proxy, session=session))
             await began.wait()
             assert (await proxy.chat(messages=NEXT)).headers["X-Warmline-Cache"] == "cold 0"
         await purge
-        assert (await proxy.settled())[0].saved_tokens > 0, "the request came after the purge"
+        assert (await proxy.wait_until_saved())[0].saved_tokens > 0, "the request came after the purge"
 
 
 @on_loop
@@ -124,8 +124,11 @@ async def test_residents_not_adopted_before_pending_purge_notice(
     with Index(home, 1 << 30) as index:
         index.transact(Tables.mark_purged)
     monkeypatch.setattr(Upstream, "purge_memory", delayed)
-    async with pair(tmp_path) as proxy:
-        proxy.backend.held["old"], proxy.backend.roots["old"] = packed(rendered({"messages": FIRST})[0]), ROOT
+    async with run_proxy(tmp_path) as proxy:
+        proxy.backend.residents["old"], proxy.backend.roots["old"] = (
+            pack_text(render_prompt({"messages": FIRST})[0]),
+            ROOT,
+        )
         await requested.wait()
         running = asyncio.create_task(proxy.chat(messages=NEXT))
         while not list(proxy.app[REQUEST_REGISTRY]):
@@ -142,7 +145,7 @@ async def test_startup_delivers_pending_purge_notice(tmp_path: Path) -> None:
     home.prepare()
     with Index(home, 1 << 30) as index:
         index.transact(Tables.mark_purged)
-    async with pair(tmp_path) as proxy:
-        await proxy.backend.called("forget")
-        await proxy.backend.called("residents")
+    async with run_proxy(tmp_path) as proxy:
+        await proxy.backend.wait_for_calls("forget")
+        await proxy.backend.wait_for_calls("residents")
         assert proxy.backend.calls["forget"] == [[]] and not proxy.index.has_purge_notice()

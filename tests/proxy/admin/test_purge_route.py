@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.proxy.harness import on_loop, pair
+from support.proxy.harness import on_loop, run_proxy
 from support.proxy.purges import (
     CALL_ID,
     FIRST,
@@ -32,16 +32,16 @@ from warmline_proxy.store.errors import IndexFullError
 
 @on_loop
 async def test_running_request_on_purged_session_is_not_saved(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         session = await store_conversation(proxy, FIRST)
         proxy.backend.turn = SampledTurn(calls=[CALL_ID], tokens=pack_tokens([1, 2, 3]))
         running = await hold_request(proxy, NEXT)
         assert (await run_purge(proxy, session=session))["sessions"] == [session]
         await release(proxy, running)
-        record = (await proxy.settled())[0]
+        record = (await proxy.wait_until_saved())[0]
         assert (record.session, record.saved_tokens, record.outcome) == ("", 0, "ok")
         assert proxy.index.segments() == [] and proxy.index.sessions() == []
-        assert not proxy.backend.held and not (await proxy.status())["residents"]
+        assert not proxy.backend.residents and not (await proxy.status())["residents"]
         assert proxy.index.turns(namespace("f" * 64), [CALL_ID]) == []
         assert await store_conversation(proxy, NEXT), "later requests are saved again"
         assert proxy.index.segments() and proxy.index.turns(namespace("f" * 64), [CALL_ID])
@@ -49,12 +49,12 @@ async def test_running_request_on_purged_session_is_not_saved(tmp_path: Path) ->
 
 @on_loop
 async def test_unsaved_sampled_turn_is_purged(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         session = await store_conversation(proxy, FIRST)
         proxy.backend.turn = SampledTurn(calls=[CALL_ID], tokens=pack_tokens([1, 2, 3]))
         proxy.backend.saving_allowed.clear()
         await proxy.chat(messages=NEXT)
-        await proxy.backend.called("save", 2)
+        await proxy.backend.wait_for_calls("save", 2)
         purge = asyncio.create_task(run_purge(proxy, session=session))
         proxy.backend.saving_allowed.set()
         await purge
@@ -63,23 +63,23 @@ async def test_unsaved_sampled_turn_is_purged(tmp_path: Path) -> None:
 
 @on_loop
 async def test_request_started_during_purge_is_not_saved(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         await store_conversation(proxy, FIRST)
         proxy.backend.saving_allowed.clear()
         await proxy.chat(messages=OTHER)
-        await proxy.backend.called("save", 2)
+        await proxy.backend.wait_for_calls("save", 2)
         purge = asyncio.create_task(run_purge(proxy, everything=True))
         running = await hold_request(proxy, NEXT)
         proxy.backend.saving_allowed.set()
         assert len((await purge)["sessions"]) == 2
         await release(proxy, running)
-        assert (await proxy.settled())[0].saved_tokens == 0
-        assert proxy.index.segments() == [] and not proxy.backend.held
+        assert (await proxy.wait_until_saved())[0].saved_tokens == 0
+        assert proxy.index.segments() == [] and not proxy.backend.residents
 
 
 @on_loop
 async def test_partial_save_queued_during_purge_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with pair(tmp_path, partial_save_tokens=16) as proxy:
+    async with run_proxy(tmp_path, partial_save_tokens=16) as proxy:
         session = await store_conversation(proxy, FIRST)
         began, resume, loop, prepare = (
             asyncio.Event(),
@@ -105,13 +105,13 @@ async def test_partial_save_queued_during_purge_is_dropped(tmp_path: Path, monke
         resume.set()
         await purge
         await release(proxy, running)
-        await proxy.settled()
+        await proxy.wait_until_saved()
         assert [save.running for save in proxy.backend.calls["save"]] == [""] and proxy.index.segments() == []
 
 
 @on_loop
 async def test_purge_completes_after_caller_disconnect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         session = await store_conversation(proxy, FIRST)
         with slow_compaction(proxy, monkeypatch) as began:
             purge = asyncio.create_task(run_purge(proxy, session=session))
@@ -119,13 +119,13 @@ async def test_purge_completes_after_caller_disconnect(tmp_path: Path, monkeypat
             purge.cancel()
             while (await proxy.status())["connections"] > 1:
                 pass
-        await proxy.backend.called("forget")
-        assert proxy.index.sessions() == [] and not proxy.backend.held
+        await proxy.backend.wait_for_calls("forget")
+        assert proxy.index.sessions() == [] and not proxy.backend.residents
 
 
 @on_loop
 async def test_memory_cleared_when_compaction_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         session = await store_conversation(proxy, FIRST)
         running = await hold_request(proxy, NEXT)
 
@@ -138,43 +138,43 @@ async def test_memory_cleared_when_compaction_fails(tmp_path: Path, monkeypatch:
         async with proxy.client.post(url, json={"session": session}, headers=owner) as response:
             assert response.status >= 500 and "no space left" in await response.text()
         await release(proxy, running)
-        assert (await proxy.settled())[0].saved_tokens == 0
+        assert (await proxy.wait_until_saved())[0].saved_tokens == 0
         assert proxy.backend.calls["forget"] and proxy.index.segments() == []
 
 
 @on_loop
 async def test_unrelated_running_request_is_saved(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         session = await store_conversation(proxy, FIRST)
         running = await hold_request(proxy, OTHER)
         await run_purge(proxy, session=session)
         await release(proxy, running)
-        assert (await proxy.settled())[0].saved_tokens > 0
-        assert len(proxy.index.sessions()) == 1 and len(proxy.backend.held) == 1
+        assert (await proxy.wait_until_saved())[0].saved_tokens > 0
+        assert len(proxy.index.sessions()) == 1 and len(proxy.backend.residents) == 1
 
 
 @on_loop
 async def test_purge_everything_drops_running_request(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         running = await hold_request(proxy, OTHER)
         await run_purge(proxy, everything=True)
         await release(proxy, running)
-        await proxy.settled()
-        assert proxy.index.segments() == [] and not proxy.backend.held
+        await proxy.wait_until_saved()
+        assert proxy.index.segments() == [] and not proxy.backend.residents
 
 
 @pytest.mark.parametrize("is_removed", [False, True])
 @on_loop
 async def test_purge_by_key_keeps_other_keys(tmp_path: Path, is_removed: bool) -> None:
     """Covers running requests, unsaved residents, sampled turns and records."""
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         mine, yours = (key_store.add_key(proxy.home, name) for name in ("mine", "yours"))
         root_of = {each.name: namespace("f" * 64, each.tenant) for each in (mine, yours)}
         for messages in (FIRST, OTHER):
             for entry in (yours, mine):
                 await proxy.chat(messages=messages, headers={"X-Api-Key": entry.key})
-                await proxy.settled()
-            proxy.backend.saves_fail = [507] * 4
+                await proxy.wait_until_saved()
+            proxy.backend.save_failures = [507] * 4
         (remaining,) = [row for row in proxy.index.sessions() if row.root == root_of["yours"]]
         proxy.backend.turn = SampledTurn(calls=[CALL_ID], tokens=pack_tokens([1, 2, 3]))
         running = await hold_request(proxy, LONG, mine.key)
@@ -183,10 +183,10 @@ async def test_purge_by_key_keeps_other_keys(tmp_path: Path, is_removed: bool) -
         query = {"key": "a removed key" if is_removed else "mine"}
         assert len((await run_purge(proxy, **query, dry_run=True))["sessions"]) == 1
         assert len((await run_purge(proxy, **query))["sessions"]) == 1
-        assert {proxy.backend.roots[name] for name in proxy.backend.held} == {root_of["yours"]}
+        assert {proxy.backend.roots[name] for name in proxy.backend.residents} == {root_of["yours"]}
         assert [each.key for each in proxy.index.requests()] == ["yours", "yours"]
         await release(proxy, running)
-        assert (await proxy.settled())[0].saved_tokens == 0
+        assert (await proxy.wait_until_saved())[0].saved_tokens == 0
         assert proxy.index.sessions() == [remaining] and proxy.index.turns(root_of["mine"], [CALL_ID]) == []
         assert {row.root for row in proxy.index.segments()} == {root_of["yours"]}
 
@@ -194,7 +194,7 @@ async def test_purge_by_key_keeps_other_keys(tmp_path: Path, is_removed: bool) -
 @on_loop
 async def test_request_arriving_for_purged_key_is_not_saved(tmp_path: Path) -> None:
     """The key is removed while the body arrives, so no client could reuse the KV."""
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         mine = key_store.add_key(proxy.home, "mine")
         headers, rest = {"X-Api-Key": mine.key, "Content-Type": "application/json"}, asyncio.Event()
         await proxy.chat(messages=FIRST, headers=headers)
@@ -213,12 +213,12 @@ async def test_request_arriving_for_purged_key_is_not_saved(tmp_path: Path) -> N
         await run_purge(proxy, roots=[namespace("f" * 64, mine.tenant).hex()])
         rest.set()
         assert (await running).status == 200
-        assert (await proxy.settled())[0].saved_tokens == 0 and proxy.index.sessions() == []
+        assert (await proxy.wait_until_saved())[0].saved_tokens == 0 and proxy.index.sessions() == []
 
 
 @on_loop
 async def test_purge_of_unknown_key_returns_400(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         await store_conversation(proxy, FIRST)
         owner = {"Authorization": f"Bearer {proxy.home.load_secret()}"}
         for what, why in (
@@ -234,18 +234,18 @@ async def test_purge_of_unknown_key_returns_400(tmp_path: Path) -> None:
 
 @on_loop
 async def test_dry_run_has_no_effect(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         session = await store_conversation(proxy, FIRST)
         running = await hold_request(proxy, NEXT)
         assert (await run_purge(proxy, session=session, dry_run=True))["sessions"] == [session]
         await release(proxy, running)
-        assert (await proxy.settled())[0].saved_tokens > 0
+        assert (await proxy.wait_until_saved())[0].saved_tokens > 0
         assert not proxy.backend.calls["forget"]
 
 
 @on_loop
 async def test_file_under_restore_is_deleted_before_reply(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         session = await store_conversation(proxy, FIRST)
         (row,) = proxy.index.segments()
         running, purge = await purge_during_restore(proxy, session, NEXT)
@@ -254,21 +254,21 @@ async def test_file_under_restore_is_deleted_before_reply(tmp_path: Path) -> Non
         await purge
         assert not proxy.home.segment_file(row.id).exists()
         assert (await running).status == 200
-        await proxy.settled()
-        assert proxy.index.segments() == [] and not proxy.backend.held
+        await proxy.wait_until_saved()
+        assert proxy.index.segments() == [] and not proxy.backend.residents
 
 
 @on_loop
 async def test_purge_everything_clears_proxy_memory(tmp_path: Path) -> None:
     canary = "canary-in-memory"
-    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+    async with run_proxy(tmp_path, audit_fraction=1.0) as proxy:
         proxy.backend.background_allowed.clear()
         system = {"role": "system", "content": f"{canary} is secret. " * 8}
         tools = [{"type": "function", "function": {"name": "look", "description": canary, "parameters": {}}}]
         proxy.backend.turn = SampledTurn(calls=[CALL_ID], tokens=pack_tokens(list(canary.encode())))
         for question in (FIRST, NEXT, OTHER):
             await proxy.chat(messages=[system, *question], tools=tools)
-            await proxy.settled()
+            await proxy.wait_until_saved()
         needles = (canary, canary.encode(), pack_tokens(list(canary.encode())))
         assert find_places(proxy.app, needles), "the search finds the state before the purge"
         await run_purge(proxy, everything=True)
@@ -310,7 +310,7 @@ def _attributes(value: object) -> list[tuple[str, object]]:
 
 @on_loop
 async def test_restore_during_purge_starts_cold(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         session = await store_conversation(proxy, FIRST)
         running, purge = await purge_during_restore(proxy, session, NEXT)
         proxy.backend.restoring_allowed.set()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.proxy.harness import on_loop, pair
+from support.proxy.harness import on_loop, run_proxy
 from support.proxy.purges import (
     ALIKE,
     LONG,
@@ -41,24 +41,24 @@ def fake_truncation(monkeypatch: pytest.MonkeyPatch) -> None:
 @on_loop
 async def test_running_request_on_truncated_tail_is_not_saved(tmp_path: Path) -> None:
     """A request on the kept part of the same file is saved."""
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         session, other = await store_conversation(proxy, LONG), await store_conversation(proxy, ALIKE)
         running = await hold_request(proxy, LONGER)
         (cut,) = (await run_purge(proxy, session=session))["cuts"]
         assert cut["until"] < cut["end"] and not cut["why_not"]
         await release(proxy, running)
-        assert (await proxy.settled())[0].saved_tokens == 0
+        assert (await proxy.wait_until_saved())[0].saved_tokens == 0
         assert [row.id for row in proxy.index.sessions()] == [other]
         assert proxy.index.segment(cut["became"])
         running = await hold_request(proxy, [*ALIKE, *LONGER[1:]])
         await run_purge(proxy, session="0" * 12)
         await release(proxy, running)
-        assert (await proxy.settled())[0].saved_tokens > 0
+        assert (await proxy.wait_until_saved())[0].saved_tokens > 0
 
 
 @on_loop
 async def test_request_started_during_truncation_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         session, _ = await store_conversation(proxy, LONG), await store_conversation(proxy, ALIKE)
         began, resume, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
 
@@ -74,14 +74,14 @@ async def test_request_started_during_truncation_is_not_saved(tmp_path: Path, mo
         resume.set()
         assert [cut["why_not"] for cut in (await purge)["cuts"]] == [""]
         await release(proxy, running)
-        assert (await proxy.settled())[0].saved_tokens == 0
+        assert (await proxy.wait_until_saved())[0].saved_tokens == 0
         assert len(proxy.index.sessions()) == 1
 
 
 @pytest.mark.usefixtures("fake_truncation")
 @on_loop
 async def test_truncated_file_under_restore_is_deleted_before_reply(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         session, _ = await store_conversation(proxy, LONG), await store_conversation(proxy, ALIKE)
         (old,) = [row.id for row in proxy.index.segments() if not row.parent]
         running, purge = await purge_during_restore(proxy, session, ALIKE)
@@ -90,4 +90,4 @@ async def test_truncated_file_under_restore_is_deleted_before_reply(tmp_path: Pa
         await purge
         assert not proxy.home.segment_file(old).exists()
         assert (await running).status == 200
-        assert (await proxy.settled())[0].source == "restored"
+        assert (await proxy.wait_until_saved())[0].source == "restored"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from support.proxy.harness import on_loop, pair
+from support.proxy.harness import on_loop, run_proxy
 from warmline_proxy.admin import status
 from warmline_proxy.upstream import watchdog
 
@@ -12,7 +12,7 @@ from warmline_proxy.upstream import watchdog
 @on_loop
 async def test_status_while_model_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "POLL_INTERVAL_S", 0.02)
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         await proxy.chat()
         reply = await proxy.status()
         assert (reply["loading"], reply["backend"]) == (False, "")
@@ -24,9 +24,9 @@ async def test_status_while_model_loads(tmp_path: Path, monkeypatch: pytest.Monk
 
 @on_loop
 async def test_status_with_silent_backend_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         await proxy.chat()
-        await proxy.settled()
+        await proxy.wait_until_saved()
         monkeypatch.setattr(status, "BACKEND_TIMEOUT_S", 0.05)
         proxy.backend.listing_allowed.clear()
         reply = await proxy.status()

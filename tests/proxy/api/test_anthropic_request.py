@@ -16,21 +16,21 @@ LOOK_CHAT = {"name": "look", "description": "Looks.", "parameters": {"type": "ob
 CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 
 
-def read(headers: dict[str, str] | None = None, **fields: Any) -> ApiCall:
+def convert(headers: dict[str, str] | None = None, **fields: Any) -> ApiCall:
     body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}], **fields}
     return MessagesApi().read_call(json.dumps(body).encode(), headers or {})
 
 
-def chat(**fields: Any) -> Any:
+def convert_to_chat(**fields: Any) -> Any:
     """Fields for the backend, as JSON values."""
-    return msgspec.json.decode(msgspec.json.encode(read(**fields).fields))
+    return msgspec.json.decode(msgspec.json.encode(convert(**fields).fields))
 
 
-def messages(*sent: dict[str, Any], **fields: Any) -> Any:
-    return chat(messages=list(sent), **fields)["messages"]
+def convert_messages(*sent: dict[str, Any], **fields: Any) -> Any:
+    return convert_to_chat(messages=list(sent), **fields)["messages"]
 
 
-def text(words: str, **fields: Any) -> dict[str, Any]:
+def make_text(words: str, **fields: Any) -> dict[str, Any]:
     return {"type": "text", "text": words, **fields}
 
 
@@ -40,9 +40,9 @@ def join_text(message: Any) -> str:
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
-def read_refused(**fields: Any) -> str:
+def catch_refusal(**fields: Any) -> str:
     with pytest.raises(ClientError) as caught:
-        read(**fields)
+        convert(**fields)
     assert caught.value.status == 400
     error = json.loads(MessagesApi().encode_error(caught.value))
     assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
@@ -50,11 +50,11 @@ def read_refused(**fields: Any) -> str:
 
 
 def test_simplest_body() -> None:
-    assert chat() == {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+    assert convert_to_chat() == {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 
 
 def test_call_has_model_stream_and_retry_count() -> None:
-    call = read({"X-Stainless-Retry-Count": "2"}, stream=True)
+    call = convert({"X-Stainless-Retry-Count": "2"}, stream=True)
     assert (call.client_model, call.stream, call.retry_count, call.session_hint) == ("m", True, 2, "")
     assert (call.api.name, call.api.endpoint) == ("messages", "chat")
 
@@ -69,25 +69,31 @@ def test_call_has_model_stream_and_retry_count() -> None:
     ],
 )
 def test_user_id_gives_session_hint(user_id: str, hint: str) -> None:
-    assert read(metadata={"user_id": user_id}).session_hint == hint
-    assert read({"X-Claude-Code-Session-Id": "other"}, metadata={"user_id": user_id}).session_hint == "other"
+    assert convert(metadata={"user_id": user_id}).session_hint == hint
+    assert convert({"X-Claude-Code-Session-Id": "other"}, metadata={"user_id": user_id}).session_hint == "other"
 
 
 @pytest.mark.parametrize(
-    "system", ["Be brief.", [text("Be brief.")], [text("Be brief.", **CACHED)], [text(""), text("Be brief.")]]
+    "system",
+    [
+        "Be brief.",
+        [make_text("Be brief.")],
+        [make_text("Be brief.", **CACHED)],
+        [make_text(""), make_text("Be brief.")],
+    ],
 )
 def test_system_text_becomes_first_message(system: Any) -> None:
-    assert chat(system=system)["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert convert_to_chat(system=system)["messages"][0] == {"role": "system", "content": "Be brief."}
 
 
 @pytest.mark.parametrize("system", ["", [], None])
 def test_empty_system_text_gives_no_message(system: Any) -> None:
-    assert [message["role"] for message in chat(system=system)["messages"]] == ["user"]
+    assert [message["role"] for message in convert_to_chat(system=system)["messages"]] == ["user"]
 
 
 def test_system_blocks_stay_parts_on_separate_lines() -> None:
-    system = [text("x-header: 1;"), text("You are brief."), text("\nAnd kind.\n"), text("Always.")]
-    message = chat(system=system)["messages"][0]
+    system = [make_text("x-header: 1;"), make_text("You are brief."), make_text("\nAnd kind.\n"), make_text("Always.")]
+    message = convert_to_chat(system=system)["messages"][0]
     assert [part["text"] for part in message["content"]] == [
         "x-header: 1;\n",
         "You are brief.",
@@ -99,14 +105,14 @@ def test_system_blocks_stay_parts_on_separate_lines() -> None:
 def test_system_messages_stay_in_place() -> None:
     sent = [
         {"role": "user", "content": "a"},
-        {"role": "system", "content": [text("b")]},
+        {"role": "system", "content": [make_text("b")]},
         {"role": "user", "content": "c"},
     ]
-    assert messages(*sent) == [dict(message, content=words) for message, words in zip(sent, "abc", strict=True)]
+    assert convert_messages(*sent) == [dict(message, content=words) for message, words in zip(sent, "abc", strict=True)]
 
 
 def test_turn_with_thinking_tools_and_results() -> None:
-    converted = messages(
+    converted = convert_messages(
         {"role": "user", "content": "look"},
         {
             "role": "assistant",
@@ -114,8 +120,8 @@ def test_turn_with_thinking_tools_and_results() -> None:
                 {"type": "thinking", "thinking": "I should ", "signature": "x"},
                 {"type": "redacted_thinking", "data": "opaque"},
                 {"type": "thinking", "thinking": "look.", "signature": "y"},
-                text("Let me "),
-                text("look."),
+                make_text("Let me "),
+                make_text("look."),
                 {"type": "tool_use", "id": TOOLU, "name": "look", "input": {"at": "ü", "n": 1.5}, **CACHED},
                 {"type": "tool_use", "id": "toolu_17", "name": "wait", "input": {}},
             ],
@@ -124,8 +130,13 @@ def test_turn_with_thinking_tools_and_results() -> None:
             "role": "user",
             "content": [
                 {"type": "tool_result", "tool_use_id": TOOLU, "content": "a ship"},
-                {"type": "tool_result", "tool_use_id": "toolu_17", "content": [text("one"), text("two")], **CACHED},
-                text("And now?"),
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "toolu_17",
+                    "content": [make_text("one"), make_text("two")],
+                    **CACHED,
+                },
+                make_text("And now?"),
             ],
         },
     )
@@ -142,7 +153,7 @@ def test_turn_with_thinking_tools_and_results() -> None:
 
 def test_user_blocks_keep_their_order() -> None:
     result = {"type": "tool_result", "tool_use_id": "t"}
-    converted = messages({"role": "user", "content": [text("a"), result, text("b"), text(" c")]})
+    converted = convert_messages({"role": "user", "content": [make_text("a"), result, make_text("b"), make_text(" c")]})
     assert [(message["role"], join_text(message)) for message in converted] == [
         ("user", "a"),
         ("tool", ""),
@@ -152,10 +163,10 @@ def test_user_blocks_keep_their_order() -> None:
 
 def test_empty_text_beside_tool_result_is_dropped() -> None:
     result = {"type": "tool_result", "tool_use_id": "t", "content": "a"}
-    converted = messages({"role": "user", "content": [text(""), result, text("")]})
+    converted = convert_messages({"role": "user", "content": [make_text(""), result, make_text("")]})
     assert [message["role"] for message in converted] == ["tool"]
-    for empty in ([], [text("")], ""):
-        assert messages({"role": "user", "content": empty}) == [{"role": "user", "content": ""}]
+    for empty in ([], [make_text("")], ""):
+        assert convert_messages({"role": "user", "content": empty}) == [{"role": "user", "content": ""}]
 
 
 @pytest.mark.parametrize(
@@ -163,42 +174,44 @@ def test_empty_text_beside_tool_result_is_dropped() -> None:
     [
         ("no such file", "Error: no such file"),
         ("<tool_use_error>x", "<tool_use_error>x"),
-        ([text("a"), text("b")], "Error: a\nb"),
+        ([make_text("a"), make_text("b")], "Error: a\nb"),
     ],
 )
 def test_failed_tool_result_gets_error_prefix(content: Any, read_as: str) -> None:
     block = {"type": "tool_result", "tool_use_id": "t", "content": content, "is_error": True}
-    assert join_text(messages({"role": "user", "content": [block]})[0]) == read_as
+    assert join_text(convert_messages({"role": "user", "content": [block]})[0]) == read_as
 
 
 def test_unreadable_tool_results_become_placeholders() -> None:
     """An agent's conversation goes on after a picture."""
     pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBE"}}
-    brought = {"type": "tool_result", "tool_use_id": "t", "content": [text("a.png"), IMAGE, pdf]}
-    converted = join_text(messages({"role": "user", "content": [brought]})[0])
+    brought = {"type": "tool_result", "tool_use_id": "t", "content": [make_text("a.png"), IMAGE, pdf]}
+    converted = join_text(convert_messages({"role": "user", "content": [brought]})[0])
     assert converted == "a.png\n[an image, which this model can't see]\n[a document, which this model can't read]"
 
 
 def test_documents_search_results_and_references_are_text() -> None:
     blocks = [
         {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "a log"}, "title": "t"},
-        {"type": "search_result", "source": "s", "title": "t", "content": [text("a hit")]},
+        {"type": "search_result", "source": "s", "title": "t", "content": [make_text("a hit")]},
         {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "tool_reference", "tool_name": "look"}]},
     ]
-    converted = messages({"role": "user", "content": blocks})
+    converted = convert_messages({"role": "user", "content": blocks})
     assert [join_text(message) for message in converted] == ["a log\na hit", "look"]
 
 
 def test_cache_control_and_block_form_change_nothing() -> None:
     """Clients move cache_control to the last block, and turn block arrays into strings."""
-    first = messages({"role": "user", "content": [text("hi", **CACHED)]}, system=[text("s", **CACHED)])
-    later = messages({"role": "user", "content": "hi"}, system="s", cache_control={"type": "ephemeral"})
+    first = convert_messages(
+        {"role": "user", "content": [make_text("hi", **CACHED)]}, system=[make_text("s", **CACHED)]
+    )
+    later = convert_messages({"role": "user", "content": "hi"}, system="s", cache_control={"type": "ephemeral"})
     assert first == later
 
 
 def test_partial_answer_is_continued() -> None:
     partial = {"role": "assistant", "content": "The answer is ("}
-    fields = chat(messages=[{"role": "user", "content": "a or b?"}, partial])
+    fields = convert_to_chat(messages=[{"role": "user", "content": "a or b?"}, partial])
     assert fields["messages"][-1] == partial
     assert (fields["continue_final_message"], fields["add_generation_prompt"]) == (True, False)
 
@@ -207,17 +220,17 @@ def test_partial_answer_is_continued() -> None:
     "content",
     [
         [{"type": "thinking", "thinking": "x", "signature": ""}],
-        [text("a"), {"type": "tool_use", "id": "t", "name": "n"}],
+        [make_text("a"), {"type": "tool_use", "id": "t", "name": "n"}],
     ],
 )
 def test_answer_without_text_or_with_calls_is_not_continued(content: Any) -> None:
-    fields = chat(messages=[{"role": "user", "content": "q"}, {"role": "assistant", "content": content}])
+    fields = convert_to_chat(messages=[{"role": "user", "content": "q"}, {"role": "assistant", "content": content}])
     assert "continue_final_message" not in fields
 
 
 def test_parameters_are_converted() -> None:
     given = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 7, "chat_template_kwargs": {"a": None}}
-    fields = chat(
+    fields = convert_to_chat(
         **given, stop_sequences=["\n\n", "", "END"], stream=True, service_tier="auto", betas=["x"], top_n=None
     )
     fields.pop("messages")
@@ -226,7 +239,7 @@ def test_parameters_are_converted() -> None:
 
 def test_null_is_absent() -> None:
     names = ("system", "tools", "tool_choice", "thinking", "stop_sequences", "metadata", "temperature", "output_config")
-    assert chat(**dict.fromkeys(names)) == chat()
+    assert convert_to_chat(**dict.fromkeys(names)) == convert_to_chat()
 
 
 @pytest.mark.parametrize(
@@ -245,13 +258,13 @@ def test_null_is_absent() -> None:
     ],
 )
 def test_thinking_and_effort_are_converted(given: dict[str, Any], becomes: dict[str, Any]) -> None:
-    assert chat(**given) == {**chat(), **becomes}
+    assert convert_to_chat(**given) == {**convert_to_chat(), **becomes}
 
 
 @pytest.mark.parametrize("where", ["output_config", "output_format"])
 def test_output_format_becomes_response_format(where: str) -> None:
     form = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "null"}}}}
-    fields = chat(**{where: {"format": form} if where == "output_config" else form})
+    fields = convert_to_chat(**{where: {"format": form} if where == "output_config" else form})
     assert fields["response_format"]["type"] == "json_schema"
     assert fields["response_format"]["json_schema"]["schema"] == form["schema"]
 
@@ -273,17 +286,17 @@ def test_tools_and_tool_choice_are_converted(choice: dict[str, Any], becomes: di
     ]
     functions = [LOOK_CHAT, {**LOOK_CHAT, "name": "see", "strict": True}]
     expected = {"tools": [{"type": "function", "function": function} for function in functions], **becomes}
-    assert chat(tools=tools, tool_choice=choice) == {**chat(), **expected}
+    assert convert_to_chat(tools=tools, tool_choice=choice) == {**convert_to_chat(), **expected}
 
 
 def test_server_tools_are_left_out() -> None:
     search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
-    assert chat(tools=[search, LOOK]) == chat(tools=[LOOK])
-    assert chat(tools=[search], tool_choice={"type": "auto"}) == chat()
-    assert "'web_search' is none of the tools" in read_refused(
+    assert convert_to_chat(tools=[search, LOOK]) == convert_to_chat(tools=[LOOK])
+    assert convert_to_chat(tools=[search], tool_choice={"type": "auto"}) == convert_to_chat()
+    assert "'web_search' is none of the tools" in catch_refusal(
         tools=[search], tool_choice={"type": "tool", "name": "web_search"}
     )
-    assert "no tool that can be called here" in read_refused(tools=[search], tool_choice={"type": "any"})
+    assert "no tool that can be called here" in catch_refusal(tools=[search], tool_choice={"type": "any"})
 
 
 AUDIO = {"type": "audio", "source": {"type": "base64", "data": "UklG"}}
@@ -336,7 +349,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
     ],
 )
 def test_invalid_bodies_return_400(fields: dict[str, Any], says: str) -> None:
-    assert says in read_refused(**fields)
+    assert says in catch_refusal(**fields)
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"x"', b'{"messages": "\\ud800"}', b"\xff", b"[" * 100_000])
@@ -350,7 +363,7 @@ def test_too_deep_nesting_returns_400() -> None:
     schema: dict[str, Any] = {}
     for _ in range(900):
         schema = {"a": schema}
-    assert "nests too deeply" in read_refused(tools=[{"name": "t", "input_schema": schema}])
+    assert "nests too deeply" in catch_refusal(tools=[{"name": "t", "input_schema": schema}])
 
 
 def test_count_body_needs_no_max_tokens() -> None:

@@ -25,21 +25,21 @@ START = ResponseStart("0123456789abcdef01234567", "served", 20, 16)
 CALL = {"id": "call_00112233445566778899aabb", "type": "function"}
 
 
-def chunk(finish: str | None = None, stop_reason: str | None = None, **delta: Any) -> dict[str, Any]:
+def make_chunk(finish: str | None = None, stop_reason: str | None = None, **delta: Any) -> dict[str, Any]:
     return {
         "choices": [{"index": 0, "delta": delta, "finish_reason": finish, "stop_reason": stop_reason}],
         "usage": None,
     }
 
 
-def call_chunks(index: int, name: str, *arguments: str, call_id: str = CALL["id"]) -> list[dict[str, Any]]:
+def make_call_chunks(index: int, name: str, *arguments: str, call_id: str = CALL["id"]) -> list[dict[str, Any]]:
     """Chunks of a tool call, one for each part of its arguments."""
     first = {"index": index, **CALL, "id": call_id, "function": {"name": name, "arguments": arguments[0]}}
     more = [{"index": index, "function": {"arguments": part}} for part in arguments[1:]]
-    return [chunk(tool_calls=[call]) for call in [first, *more]]
+    return [make_chunk(tool_calls=[call]) for call in [first, *more]]
 
 
-def usage_chunk(prompt: int, completion: int, cached: int, **details: Any) -> dict[str, Any]:
+def make_usage_chunk(prompt: int, completion: int, cached: int, **details: Any) -> dict[str, Any]:
     usage = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -53,7 +53,7 @@ def make_encoder(stream: bool, max_tokens: int = 50, model: str | None = "theirs
     return api.create_encoder(ApiCall(api, {}, model, stream, "", api_options=max_tokens), START)
 
 
-def stream_events(chunks: list[dict[str, Any]], **options: Any) -> list[dict[str, Any]]:
+def encode_stream(chunks: list[dict[str, Any]], **options: Any) -> list[dict[str, Any]]:
     encoder = make_encoder(True, **options)
     sent = b"".join([_encode(encoder, chunk) for chunk in chunks] + [encoder.encode_done()])
     parsed = list(SseParser().feed(sent))
@@ -67,7 +67,7 @@ def _encode(encoder: Any, chunk: dict[str, Any]) -> bytes:
     return bytes(encoder.encode_chunk(msgspec.json.decode(raw, type=Chunk), raw))
 
 
-def json_message(chunks: list[dict[str, Any]], **options: Any) -> Any:
+def encode_json(chunks: list[dict[str, Any]], **options: Any) -> Any:
     encoder = make_encoder(False, **options)
     assert all(_encode(encoder, chunk) == b"" for chunk in chunks)
     return json.loads(encoder.encode_json())
@@ -83,24 +83,24 @@ def accumulate(events: list[dict[str, Any]]) -> types.Message:
 
 
 def make_message(chunks: list[dict[str, Any]], **options: Any) -> Any:
-    """The message; streamed and JSON forms must be the same for the SDK."""
-    whole = json_message(chunks, **options)
-    streamed = accumulate(stream_events(chunks, **options))
+    """Make the message; its streamed and JSON forms must be the same for the SDK."""
+    whole = encode_json(chunks, **options)
+    streamed = accumulate(encode_stream(chunks, **options))
     assert streamed.to_dict() == types.Message.construct(**whole).to_dict()
     types.Message.model_validate(whole)
     return whole
 
 
 ALL = [
-    chunk(role="assistant", content=""),
-    chunk(reasoning_content="I sh", reasoning="I sh"),
-    chunk(reasoning="ould."),
-    chunk(content="Let "),
-    chunk(content="me."),
-    *call_chunks(0, "look", '{"at": "ü"}'),
-    *call_chunks(1, "wait", "{}", call_id="functions.wait:0"),
-    chunk("tool_calls"),
-    usage_chunk(20, 9, 12, completion_tokens_details={"reasoning_tokens": 4}),
+    make_chunk(role="assistant", content=""),
+    make_chunk(reasoning_content="I sh", reasoning="I sh"),
+    make_chunk(reasoning="ould."),
+    make_chunk(content="Let "),
+    make_chunk(content="me."),
+    *make_call_chunks(0, "look", '{"at": "ü"}'),
+    *make_call_chunks(1, "wait", "{}", call_id="functions.wait:0"),
+    make_chunk("tool_calls"),
+    make_usage_chunk(20, 9, 12, completion_tokens_details={"reasoning_tokens": 4}),
 ]
 
 
@@ -130,7 +130,7 @@ def test_message_has_thinking_text_and_tool_calls() -> None:
 
 
 def test_stream_events_are_in_order() -> None:
-    events = stream_events(ALL)
+    events = encode_stream(ALL)
     assert events[0]["message"]["usage"]["cache_read_input_tokens"] == 16  # as planned, before the measured value
     shown = [(event["type"], event.get("index"), event.get("delta", {}).get("type")) for event in events]
     assert shown == [
@@ -157,9 +157,9 @@ def test_stream_events_are_in_order() -> None:
 
 def test_each_chunk_is_encoded_at_once() -> None:
     encoder = make_encoder(True)
-    assert _encode(encoder, chunk(role="assistant", content="")).startswith(b"event: message_start\n")
-    assert b'"text":"Par"' in _encode(encoder, chunk(content="Par"))
-    assert b'"text":"is"' in _encode(encoder, chunk(content="is"))
+    assert _encode(encoder, make_chunk(role="assistant", content="")).startswith(b"event: message_start\n")
+    assert b'"text":"Par"' in _encode(encoder, make_chunk(content="Par"))
+    assert b'"text":"is"' in _encode(encoder, make_chunk(content="is"))
 
 
 @pytest.mark.parametrize(
@@ -172,39 +172,39 @@ def test_each_chunk_is_encoded_at_once() -> None:
     ],
 )
 def test_stop_reasons_are_converted(finish: str, word: str | None, expected: tuple[str, str | None]) -> None:
-    message = make_message([chunk(content="x"), chunk(finish, word), usage_chunk(20, 1, 0)])
+    message = make_message([make_chunk(content="x"), make_chunk(finish, word), make_usage_chunk(20, 1, 0)])
     assert (message["stop_reason"], message["stop_sequence"]) == expected
 
 
 def test_alternating_content_opens_new_blocks() -> None:
     chunks = [
-        chunk(content="a"),
-        *call_chunks(0, "look", "{}"),
-        chunk(content="b"),
-        chunk(reasoning_content="c"),
-        chunk("stop"),
+        make_chunk(content="a"),
+        *make_call_chunks(0, "look", "{}"),
+        make_chunk(content="b"),
+        make_chunk(reasoning_content="c"),
+        make_chunk("stop"),
     ]
     assert [block["type"] for block in make_message(chunks)["content"]] == ["text", "tool_use", "text", "thinking"]
 
 
 def test_tool_arguments_in_parts_are_joined() -> None:
     chunks = [
-        *call_chunks(0, "look", '{"a"', ": [1,", " null]}"),
-        *call_chunks(1, "look", ""),
-        chunk("tool_calls"),
+        *make_call_chunks(0, "look", '{"a"', ": [1,", " null]}"),
+        *make_call_chunks(1, "look", ""),
+        make_chunk("tool_calls"),
     ]
     assert [block["input"] for block in make_message(chunks)["content"]] == [{"a": [1, None]}, {}]
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [("[1]", [1]), ('"ls"', "ls"), ('{"a": ', '{"a": ')])
 def test_non_object_arguments_are_wrapped(arguments: str, expected: Any) -> None:
-    assert make_message([*call_chunks(0, "look", arguments), chunk("tool_calls")])["content"][0]["input"] == {
+    assert make_message([*make_call_chunks(0, "look", arguments), make_chunk("tool_calls")])["content"][0]["input"] == {
         "arguments": expected
     }
 
 
 def test_empty_answer_has_no_content() -> None:
-    message = make_message([chunk(role="assistant", content=""), chunk("stop"), usage_chunk(20, 0, 0)])
+    message = make_message([make_chunk(role="assistant", content=""), make_chunk("stop"), make_usage_chunk(20, 0, 0)])
     assert (message["content"], message["stop_reason"]) == ([], "end_turn")
 
 
@@ -217,10 +217,10 @@ def test_zero_max_tokens_gives_empty_content() -> None:
     """A prompt is prefilled only."""
     message = make_message(
         [
-            chunk(role="assistant", content=""),
-            chunk(content="x"),
-            chunk("length"),
-            usage_chunk(20, 1, 0),
+            make_chunk(role="assistant", content=""),
+            make_chunk(content="x"),
+            make_chunk("length"),
+            make_usage_chunk(20, 1, 0),
         ],
         max_tokens=0,
     )
@@ -228,7 +228,7 @@ def test_zero_max_tokens_gives_empty_content() -> None:
 
 
 def test_missing_model_gives_served_name() -> None:
-    assert make_message([chunk("stop")], model=None)["model"] == "served"
+    assert make_message([make_chunk("stop")], model=None)["model"] == "served"
 
 
 def test_stream_error_is_an_error_event() -> None:

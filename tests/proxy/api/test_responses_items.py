@@ -18,38 +18,38 @@ AGENTS = {"type": "namespace", "name": "agents", "description": "Agents.", "tool
 SERVER_TOOL = {"type": "web_search", "external_web_access": False}
 
 
-def read(value: object = "Hi.", headers: dict[str, str] | None = None, **fields: Any) -> ApiCall:
+def convert(value: object = "Hi.", headers: dict[str, str] | None = None, **fields: Any) -> ApiCall:
     return ResponsesApi().read_call(json.dumps({"model": "m", "input": value, **fields}).encode(), headers or {})
 
 
-def messages(value: object, **fields: Any) -> Any:
-    return read(value, **fields).fields["messages"]
+def convert_messages(value: object, **fields: Any) -> Any:
+    return convert(value, **fields).fields["messages"]
 
 
-def read_refused(value: object = "Hi.", **fields: Any) -> Any:
+def catch_refusal(value: object = "Hi.", **fields: Any) -> Any:
     with pytest.raises(ClientError) as failure:
-        read(value, **fields)
+        convert(value, **fields)
     assert failure.value.status == 400
     return decode(failure.value.body, ErrorReply).error
 
 
-def msg(role: str, text: str, kind: str = "input_text") -> dict[str, Any]:
+def make_message(role: str, text: str, kind: str = "input_text") -> dict[str, Any]:
     return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
 
 
-def call(name: str, arguments: str = "{}", call_id: str = "call_1", **fields: Any) -> dict[str, Any]:
+def make_call(name: str, arguments: str = "{}", call_id: str = "call_1", **fields: Any) -> dict[str, Any]:
     return {"type": "function_call", "name": name, "arguments": arguments, "call_id": call_id, **fields}
 
 
-def result(value: object, call_id: str = "call_1") -> dict[str, Any]:
+def make_result(value: object, call_id: str = "call_1") -> dict[str, Any]:
     return {"type": "function_call_output", "call_id": call_id, "output": value}
 
 
-def thinking(text: str, **fields: Any) -> dict[str, Any]:
+def make_thinking(text: str, **fields: Any) -> dict[str, Any]:
     return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}], **fields}
 
 
-def chat_call(name: str, arguments: str = "{}", call_id: str = "call_1") -> dict[str, Any]:
+def make_chat_call(name: str, arguments: str = "{}", call_id: str = "call_1") -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -57,8 +57,10 @@ def chat_call(name: str, arguments: str = "{}", call_id: str = "call_1") -> dict
 
 
 def test_string_input_is_user_message_after_instructions() -> None:
-    assert messages("Hi.", instructions="") == messages("Hi.", instructions=[]) == messages("Hi.")
-    assert messages("Hi.", instructions="Be brief.") == [
+    assert (
+        convert_messages("Hi.", instructions="") == convert_messages("Hi.", instructions=[]) == convert_messages("Hi.")
+    )
+    assert convert_messages("Hi.", instructions="Be brief.") == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hi."},
     ]
@@ -66,28 +68,30 @@ def test_string_input_is_user_message_after_instructions() -> None:
 
 def test_message_forms_give_same_messages() -> None:
     plain = [{"role": role, "content": f"I am {role}."} for role in ("system", "developer", "user", "assistant")]
-    parts = [msg(each["role"], each["content"], "output_text") for each in plain]
+    parts = [make_message(each["role"], each["content"], "output_text") for each in plain]
     halves = [
         {**each, "content": [{"type": "text", "text": half} for half in (each["content"][:3], each["content"][3:])]}
         for each in plain
     ]
-    assert messages(plain) == messages(parts) == messages(halves) == plain
+    assert convert_messages(plain) == convert_messages(parts) == convert_messages(halves) == plain
 
 
 def test_items_of_one_answer_join_into_one_message() -> None:
     turn = [
-        thinking("Hm."),
-        msg("assistant", "Looking.", "output_text"),
-        call("a"),
-        call("b", '{"x": 1}', "call_2"),
+        make_thinking("Hm."),
+        make_message("assistant", "Looking.", "output_text"),
+        make_call("a"),
+        make_call("b", '{"x": 1}', "call_2"),
     ]
-    assert messages([msg("user", "Go."), *turn, result("1"), result("2", "call_2"), msg("user", "And?")]) == [
+    assert convert_messages(
+        [make_message("user", "Go."), *turn, make_result("1"), make_result("2", "call_2"), make_message("user", "And?")]
+    ) == [
         {"role": "user", "content": "Go."},
         {
             "role": "assistant",
             "content": "Looking.",
             "reasoning_content": "Hm.",
-            "tool_calls": [chat_call("a"), chat_call("b", '{"x": 1}', "call_2")],
+            "tool_calls": [make_chat_call("a"), make_chat_call("b", '{"x": 1}', "call_2")],
         },
         {"role": "tool", "tool_call_id": "call_1", "content": "1"},
         {"role": "tool", "tool_call_id": "call_2", "content": "2"},
@@ -96,13 +100,13 @@ def test_items_of_one_answer_join_into_one_message() -> None:
 
 
 def test_items_of_two_answers_stay_two_messages() -> None:
-    first, second = [thinking("A."), call("a")], [thinking("B."), call("b", call_id="call_2")]
-    chat = messages([*first, result("1"), *second, result("2", "call_2")])
+    first, second = [make_thinking("A."), make_call("a")], [make_thinking("B."), make_call("b", call_id="call_2")]
+    chat = convert_messages([*first, make_result("1"), *second, make_result("2", "call_2")])
     assert [message["role"] for message in chat] == ["assistant", "tool", "assistant", "tool"]
     assert [message.get("reasoning_content") for message in chat] == ["A.", None, "B.", None]
-    chat = messages([call("a"), result("1"), call("b", call_id="call_2")])
+    chat = convert_messages([make_call("a"), make_result("1"), make_call("b", call_id="call_2")])
     assert [message["role"] for message in chat] == ["assistant", "tool", "assistant"]
-    assert messages([msg("assistant", "One."), msg("assistant", "Two.")]) == [
+    assert convert_messages([make_message("assistant", "One."), make_message("assistant", "Two.")]) == [
         {"role": "assistant", "content": "One."},
         {"role": "assistant", "content": "Two."},
     ]
@@ -110,33 +114,35 @@ def test_items_of_two_answers_stay_two_messages() -> None:
 
 def test_item_ids_decide_which_items_join() -> None:
     interleaved = [
-        call("a", id="fc_abc_0"),
-        result("1"),
-        {**msg("assistant", "More.", "output_text"), "id": "msg_abc_1"},
-        call("b", call_id="call_2", id="fc_abc_2"),
-        result("2", "call_2"),
-        call("c", call_id="call_3", id="fc_def_0"),
+        make_call("a", id="fc_abc_0"),
+        make_result("1"),
+        {**make_message("assistant", "More.", "output_text"), "id": "msg_abc_1"},
+        make_call("b", call_id="call_2", id="fc_abc_2"),
+        make_result("2", "call_2"),
+        make_call("c", call_id="call_3", id="fc_def_0"),
     ]
-    chat = messages(interleaved)
+    chat = convert_messages(interleaved)
     assert [message["role"] for message in chat] == ["assistant", "tool", "tool", "assistant"]
     assert [each["function"]["name"] for each in chat[0]["tool_calls"]] == ["a", "b"]
-    assert chat[0]["content"] == "More." and chat[3]["tool_calls"] == [chat_call("c", call_id="call_3")]
-    twice = [{**msg("assistant", text), "id": f"msg_{name}_0"} for text, name in (("One.", "abc"), ("Two.", "abc"))]
-    assert messages(twice) == [{"role": "assistant", "content": "One.Two."}]
+    assert chat[0]["content"] == "More." and chat[3]["tool_calls"] == [make_chat_call("c", call_id="call_3")]
+    twice = [
+        {**make_message("assistant", text), "id": f"msg_{name}_0"} for text, name in (("One.", "abc"), ("Two.", "abc"))
+    ]
+    assert convert_messages(twice) == [{"role": "assistant", "content": "One.Two."}]
 
 
 def test_reasoning_is_read_in_every_form() -> None:
     forms: list[dict[str, Any]] = [
-        thinking("Hm, ü \u2028."),
-        thinking("Hm, ü \u2028.", encrypted_content="of others"),
+        make_thinking("Hm, ü \u2028."),
+        make_thinking("Hm, ü \u2028.", encrypted_content="of others"),
         {"type": "reasoning", "summary": [], "encrypted_content": encode_reasoning("Hm, ü \u2028.")},
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "short"}], "content": None}
         | {"encrypted_content": encode_reasoning("Hm, ü \u2028.")},
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm, ü \u2028."}], "encrypted_content": "?"},
     ]
     for form in forms:
-        assert messages([form, call("a")])[0]["reasoning_content"] == "Hm, ü \u2028."
-    assert "reasoning_content" not in messages([{"type": "reasoning", "summary": []}, call("a")])[0]
+        assert convert_messages([form, make_call("a")])[0]["reasoning_content"] == "Hm, ü \u2028."
+    assert "reasoning_content" not in convert_messages([{"type": "reasoning", "summary": []}, make_call("a")])[0]
 
 
 @pytest.mark.parametrize("text", [None, 5, "", "gAAAA", "warmline.1.", "warmline.1.?", "warmline.1.gIA="])
@@ -146,8 +152,8 @@ def test_foreign_encrypted_content_is_ignored(text: object) -> None:
 
 def test_tool_output_images_become_placeholders() -> None:
     parts = [{"type": "input_text", "text": "See: "}, {"type": "input_image", "image_url": "data:..."}]
-    assert messages([call("a"), result(parts)])[1]["content"] == f"See: {IMAGE_OMITTED}"
-    error = read_refused([{"role": "user", "content": parts}])
+    assert convert_messages([make_call("a"), make_result(parts)])[1]["content"] == f"See: {IMAGE_OMITTED}"
+    error = catch_refusal([{"role": "user", "content": parts}])
     assert error.param == "input[0].content[1]" and "only text" in error.message
 
 
@@ -155,16 +161,16 @@ def test_agent_messages_are_read() -> None:
     content = [{"type": "input_text", "text": "Sender: /root\n"}, {"type": "encrypted_content"}]
     content[1]["encrypted_content"] = "say hello"
     item = {"type": "agent_message", "author": "/root", "recipient": "/root/child", "content": content}
-    assert messages([item]) == [{"role": "user", "content": "Sender: /root\nsay hello"}]
+    assert convert_messages([item]) == [{"role": "user", "content": "Sender: /root\nsay hello"}]
 
 
 def test_server_tool_items_are_skipped() -> None:
     items = [
-        msg("user", "Go."),
+        make_message("user", "Go."),
         {"type": "web_search_call", "id": "ws_1", "status": "completed"},
-        msg("user", "On."),
+        make_message("user", "On."),
     ]
-    assert [message["content"] for message in messages(items)] == ["Go.", "On."]
+    assert [message["content"] for message in convert_messages(items)] == ["Go.", "On."]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +195,7 @@ def test_server_tool_items_are_skipped() -> None:
     ],
 )
 def test_invalid_items_return_400_with_param(value: object, param: str, word: str) -> None:
-    error = read_refused(value)
+    error = catch_refusal(value)
     assert error.param == param and word in error.message
 
 
@@ -197,7 +203,7 @@ def test_invalid_items_return_400_with_param(value: object, param: str, word: st
 
 
 def test_functions_are_nested_as_in_chat() -> None:
-    fields = read(
+    fields = convert(
         tools=[LOOK, {"type": "function", "name": "bare", "parameters": None, "strict": True}, SERVER_TOOL]
     ).fields
     look = {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}
@@ -208,7 +214,7 @@ def test_functions_are_nested_as_in_chat() -> None:
 
 def test_custom_tool_becomes_function_of_one_string() -> None:
     grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}
-    api_call = read(tools=[PATCH, {**PATCH, "name": "strict_patch", "format": grammar}])
+    api_call = convert(tools=[PATCH, {**PATCH, "name": "strict_patch", "format": grammar}])
     plain, strict = (tool["function"] for tool in api_call.fields["tools"])
     assert plain["name"] == "patch" and plain["description"] == "Patches."
     assert plain["parameters"]["required"] == ["input"]
@@ -217,21 +223,21 @@ def test_custom_tool_becomes_function_of_one_string() -> None:
         {"type": "custom_tool_call", "name": "patch", "input": 'a "b"\nü', "call_id": "call_1"},
         {"type": "custom_tool_call_output", "call_id": "call_1", "output": "ok"},
     ]
-    assert messages(items) == [
-        {"role": "assistant", "content": None, "tool_calls": [chat_call("patch", '{"input": "a \\"b\\"\\nü"}')]},
+    assert convert_messages(items) == [
+        {"role": "assistant", "content": None, "tool_calls": [make_chat_call("patch", '{"input": "a \\"b\\"\\nü"}')]},
         {"role": "tool", "tool_call_id": "call_1", "content": "ok"},
     ]
 
 
 def test_namespace_prefixes_function_names() -> None:
-    fields = read([call("spawn", namespace="agents")], tools=[AGENTS]).fields
+    fields = convert([make_call("spawn", namespace="agents")], tools=[AGENTS]).fields
     assert fields["tools"][0]["function"]["name"] == "agents__spawn"
-    assert fields["messages"][0]["tool_calls"] == [chat_call("agents__spawn")]
+    assert fields["messages"][0]["tool_calls"] == [make_chat_call("agents__spawn")]
 
 
 def test_additional_tools_items_add_tools() -> None:
     added = {"type": "additional_tools", "role": "developer", "tools": [PATCH]}
-    fields = read([msg("user", "Go."), added, msg("user", "On.")], tools=[LOOK]).fields
+    fields = convert([make_message("user", "Go."), added, make_message("user", "On.")], tools=[LOOK]).fields
     assert [tool["function"]["name"] for tool in fields["tools"]] == ["look", "patch"]
     assert len(fields["messages"]) == 2
 
@@ -253,17 +259,17 @@ def test_additional_tools_items_add_tools() -> None:
     ],
 )
 def test_tool_choice_is_converted(choice: object, chosen: object, names: list[str]) -> None:
-    fields = read(tools=[LOOK, PATCH, AGENTS, SERVER_TOOL], tool_choice=choice).fields
+    fields = convert(tools=[LOOK, PATCH, AGENTS, SERVER_TOOL], tool_choice=choice).fields
     expected = {"type": "function", "function": {"name": chosen}} if isinstance(choice, dict) else chosen
     assert fields.get("tool_choice") == (chosen if chosen == "required" else expected)
     assert [tool["function"]["name"] for tool in fields["tools"]] == names
 
 
 def test_tool_choice_without_callable_tools_is_dropped() -> None:
-    assert read(tools=[LOOK], parallel_tool_calls=False).fields["parallel_tool_calls"] is False
-    fields = read(tools=[SERVER_TOOL], tool_choice="auto", parallel_tool_calls=True).fields
+    assert convert(tools=[LOOK], parallel_tool_calls=False).fields["parallel_tool_calls"] is False
+    fields = convert(tools=[SERVER_TOOL], tool_choice="auto", parallel_tool_calls=True).fields
     assert not {"tools", "tool_choice", "parallel_tool_calls"} & fields.keys()
-    assert "'tools' has none" in read_refused(tools=[SERVER_TOOL], tool_choice="required").message
+    assert "'tools' has none" in catch_refusal(tools=[SERVER_TOOL], tool_choice="required").message
 
 
 @pytest.mark.parametrize(
@@ -283,7 +289,7 @@ def test_tool_choice_without_callable_tools_is_dropped() -> None:
     ],
 )
 def test_invalid_tools_return_400_with_param(fields: dict[str, Any], param: str) -> None:
-    assert read_refused(**fields).param == param
+    assert catch_refusal(**fields).param == param
 
 
 # ---- the rest
@@ -291,7 +297,7 @@ def test_invalid_tools_return_400_with_param(fields: dict[str, Any], param: str)
 
 def test_options_are_converted_to_chat() -> None:
     schema = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True, "description": None}
-    fields = read(
+    fields = convert(
         max_output_tokens=7,
         temperature=0.5,
         top_p=0.9,
@@ -329,21 +335,21 @@ def test_null_is_absent() -> None:
     names = ["instructions", "tools", "tool_choice", "text", "reasoning", "include", "previous_response_id", "stream"]
     names += ["conversation", "background", "max_output_tokens", "temperature", "prompt", "metadata"]
     nothing = dict.fromkeys(names)
-    api_call = read(**nothing)
+    api_call = convert(**nothing)
     assert api_call.fields == {"messages": [{"role": "user", "content": "Hi."}]} and api_call.stream is False
-    assert read(text={"format": None}, reasoning={"effort": None}).fields == api_call.fields
+    assert convert(text={"format": None}, reasoning={"effort": None}).fields == api_call.fields
 
 
 def test_text_formats_are_converted() -> None:
-    assert read(text={"format": {"type": "json_object"}}).fields["response_format"] == {"type": "json_object"}
-    assert "response_format" not in read(text={"format": {"type": "text"}}).fields
+    assert convert(text={"format": {"type": "json_object"}}).fields["response_format"] == {"type": "json_object"}
+    assert "response_format" not in convert(text={"format": {"type": "text"}}).fields
 
 
 def test_session_hint_and_retry_count_are_read() -> None:
-    assert read(prompt_cache_key="k").session_hint == "k"
-    assert read(headers={"Session-Id": "s"}, prompt_cache_key="k").session_hint == "s"
-    assert read(headers={"X-Stainless-Retry-Count": "2"}).retry_count == 2
-    assert read(stream=True).stream and read(model=None).client_model is None
+    assert convert(prompt_cache_key="k").session_hint == "k"
+    assert convert(headers={"Session-Id": "s"}, prompt_cache_key="k").session_hint == "s"
+    assert convert(headers={"X-Stainless-Retry-Count": "2"}).retry_count == 2
+    assert convert(stream=True).stream and convert(model=None).client_model is None
 
 
 @pytest.mark.parametrize(
@@ -364,11 +370,11 @@ def test_session_hint_and_retry_count_are_read() -> None:
     ],
 )
 def test_unsupported_fields_return_400_with_param(fields: dict[str, Any], param: str, word: str) -> None:
-    error = read_refused(**fields)
+    error = catch_refusal(**fields)
     assert error.param == param and word in error.message
 
 
-def nested(levels: int) -> bytes:
+def make_nested(levels: int) -> bytes:
     return b'{"a":' * levels + b"1" + b"}" * levels
 
 
@@ -381,7 +387,7 @@ def test_accepted_nesting_can_be_encoded_from_deeper_stack() -> None:
     accepted = []
     for levels in range(700, 1000, 3):
         try:
-            api_call = ResponsesApi().read_call(b'{"input": "Hi.", "metadata": ' + nested(levels) + b"}", {})
+            api_call = ResponsesApi().read_call(b'{"input": "Hi.", "metadata": ' + make_nested(levels) + b"}", {})
         except ClientError as error:
             assert error.status == 400
         else:

@@ -30,18 +30,18 @@ EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 ENTRY = {"token": "Hi", "logprob": -0.5, "bytes": [72, 105], "top_logprobs": []}
 
 
-def delta(**fields: Any) -> dict[str, Any]:
+def make_delta(**fields: Any) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": fields, "finish_reason": None}]}
 
 
-def call_delta(index: int, name: str | None, arguments: str, call_id: str | None = None) -> dict[str, Any]:
+def make_call_delta(index: int, name: str | None, arguments: str, call_id: str | None = None) -> dict[str, Any]:
     function = {"arguments": arguments} if name is None else {"name": name, "arguments": arguments}
-    return delta(tool_calls=[{"index": index, "id": call_id, "type": "function", "function": function}])
+    return make_delta(tool_calls=[{"index": index, "id": call_id, "type": "function", "function": function}])
 
 
-def chunks(*parts: dict[str, Any], finish: str = "stop") -> list[dict[str, Any]]:
+def make_chunks(*parts: dict[str, Any], finish: str = "stop") -> list[dict[str, Any]]:
     end = {"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]}
-    return [delta(role="assistant", content=""), *parts, end, {"choices": [], "usage": USAGE}]
+    return [make_delta(role="assistant", content=""), *parts, end, {"choices": [], "usage": USAGE}]
 
 
 class EncodedResponse:
@@ -73,7 +73,7 @@ class EncodedResponse:
         return "".join(event["delta"] for event in self.events if event["type"] == f"response.{name}.delta")
 
 
-def check(answer: EncodedResponse) -> None:
+def check_response(answer: EncodedResponse) -> None:
     """Check what holds for every answer."""
     assert [event["sequence_number"] for event in answer.events] == list(range(len(answer.events)))
     assert [event.name.decode() for event in answer.raw] == [event["type"] for event in answer.events]
@@ -92,8 +92,8 @@ def check(answer: EncodedResponse) -> None:
 
 
 def test_text_response_and_events() -> None:
-    answer = EncodedResponse(chunks(delta(content="Par"), delta(content="is.")))
-    check(answer)
+    answer = EncodedResponse(make_chunks(make_delta(content="Par"), make_delta(content="is.")))
+    check_response(answer)
     assert answer.names[2:] == [
         "output_item.added",
         "content_part.added",
@@ -124,18 +124,18 @@ def test_text_response_and_events() -> None:
 
 
 def test_output_items_are_in_order() -> None:
-    parts = chunks(
-        delta(reasoning_content="Hm", reasoning="Hm"),
-        delta(reasoning="."),
-        delta(content="Looking."),
-        call_delta(0, "look", '{"a": 1}', "call_1"),
-        call_delta(1, "agents__spawn", "{}", "call_2"),
-        call_delta(2, "made_up", "{}", "call_3"),
-        delta(content="More."),
+    parts = make_chunks(
+        make_delta(reasoning_content="Hm", reasoning="Hm"),
+        make_delta(reasoning="."),
+        make_delta(content="Looking."),
+        make_call_delta(0, "look", '{"a": 1}', "call_1"),
+        make_call_delta(1, "agents__spawn", "{}", "call_2"),
+        make_call_delta(2, "made_up", "{}", "call_3"),
+        make_delta(content="More."),
         finish="tool_calls",
     )
     answer = EncodedResponse(parts)
-    check(answer)
+    check_response(answer)
     kinds = [item["type"] for item in answer.whole["output"]]
     assert kinds == ["reasoning", "message", *["function_call"] * 3, "message"]
     reasoning, _, look, spawn, made_up, _ = answer.whole["output"]
@@ -149,14 +149,14 @@ def test_output_items_are_in_order() -> None:
 
 
 def test_tool_arguments_in_parts_are_joined() -> None:
-    parts = chunks(
-        call_delta(0, "look", "", "call_1"),
-        call_delta(0, None, '{"a":'),
-        call_delta(0, None, " 1}"),
+    parts = make_chunks(
+        make_call_delta(0, "look", "", "call_1"),
+        make_call_delta(0, None, '{"a":'),
+        make_call_delta(0, None, " 1}"),
         finish="tool_calls",
     )
     answer = EncodedResponse(parts)
-    check(answer)
+    check_response(answer)
     assert answer.deltas("function_call_arguments") == answer.whole["output"][0]["arguments"] == '{"a": 1}'
     assert answer.names.count("function_call_arguments.delta") == 2
 
@@ -167,11 +167,13 @@ def test_tool_arguments_in_parts_are_joined() -> None:
 )
 def test_custom_tool_call_has_plain_input(arguments: str, text: str) -> None:
     half = len(arguments) // 2
-    parts = chunks(
-        call_delta(0, "patch", arguments[:half], "call_1"), call_delta(0, None, arguments[half:]), finish="tool_calls"
+    parts = make_chunks(
+        make_call_delta(0, "patch", arguments[:half], "call_1"),
+        make_call_delta(0, None, arguments[half:]),
+        finish="tool_calls",
     )
     answer = EncodedResponse(parts)
-    check(answer)
+    check_response(answer)
     (item,) = answer.whole["output"]
     assert item["type"] == "custom_tool_call" and item["id"] == "ctc_abc_0" and item["call_id"] == "call_1"
     assert item["input"] == answer.deltas("custom_tool_call_input") == text
@@ -181,9 +183,9 @@ def test_custom_tool_call_has_plain_input(arguments: str, text: str) -> None:
 
 
 def test_reasoning_as_summary_and_encrypted_content() -> None:
-    parts = chunks(delta(reasoning_content="Hm."), delta(content="Yes."))
+    parts = make_chunks(make_delta(reasoning_content="Hm."), make_delta(content="Yes."))
     answer = EncodedResponse(parts, reasoning={"summary": "auto"}, include=["reasoning.encrypted_content"])
-    check(answer)
+    check_response(answer)
     assert answer.names[2:8] == [
         "output_item.added",
         "reasoning_summary_part.added",
@@ -198,10 +200,10 @@ def test_reasoning_as_summary_and_encrypted_content() -> None:
     assert all(event["summary_index"] == 0 for event in answer.events[3:7])
 
 
-@pytest.mark.parametrize("part", [delta(content="Par"), delta(reasoning_content="Hm")])
+@pytest.mark.parametrize("part", [make_delta(content="Par"), make_delta(reasoning_content="Hm")])
 def test_length_finish_is_incomplete(part: dict[str, Any]) -> None:
-    answer = EncodedResponse(chunks(part, finish="length"))
-    check(answer)
+    answer = EncodedResponse(make_chunks(part, finish="length"))
+    check_response(answer)
     assert answer.names[-1] == "incomplete" and answer.whole["status"] == "incomplete"
     assert (
         answer.whole["incomplete_details"] == {"reason": "max_output_tokens"} and answer.whole["completed_at"] is None
@@ -210,25 +212,25 @@ def test_length_finish_is_incomplete(part: dict[str, Any]) -> None:
 
 
 def test_tool_calls_are_completed_in_incomplete_response() -> None:
-    answer = EncodedResponse(chunks(call_delta(0, "look", "{}", "call_1"), finish="length"))
-    check(answer)
+    answer = EncodedResponse(make_chunks(make_call_delta(0, "look", "{}", "call_1"), finish="length"))
+    check_response(answer)
     assert answer.whole["status"] == "incomplete" and answer.whole["output"][0]["status"] == "completed"
 
 
-@pytest.mark.parametrize("parts", [(), (delta(reasoning_content="Hm."),)])
+@pytest.mark.parametrize("parts", [(), (make_delta(reasoning_content="Hm."),)])
 def test_empty_answer_has_empty_message(parts: tuple[dict[str, Any], ...]) -> None:
-    answer = EncodedResponse(chunks(*parts))
-    check(answer)
+    answer = EncodedResponse(make_chunks(*parts))
+    check_response(answer)
     assert answer.whole["output"][-1]["content"][0]["text"] == ""
 
 
 def test_logprobs_only_when_included() -> None:
-    chunk = delta(content="Hi")
+    chunk = make_delta(content="Hi")
     chunk["choices"][0]["logprobs"] = {"content": [ENTRY], "refusal": None}
-    answer = EncodedResponse(chunks(chunk), include=["message.output_text.logprobs"])
-    check(answer)
+    answer = EncodedResponse(make_chunks(chunk), include=["message.output_text.logprobs"])
+    check_response(answer)
     assert answer.whole["output"][0]["content"][0]["logprobs"] == [ENTRY] == answer.events[4]["logprobs"]
-    assert EncodedResponse(chunks(chunk)).whole["output"][0]["content"][0]["logprobs"] == []
+    assert EncodedResponse(make_chunks(chunk)).whole["output"][0]["content"][0]["logprobs"] == []
 
 
 def test_request_fields_are_echoed() -> None:
@@ -246,21 +248,21 @@ def test_request_fields_are_echoed() -> None:
         "top_p": 0.9,
         "user": "me",
     }
-    answer = EncodedResponse(chunks(delta(content="{}")), **fields, store=True, truncation="auto")
-    check(answer)
+    answer = EncodedResponse(make_chunks(make_delta(content="{}")), **fields, store=True, truncation="auto")
+    check_response(answer)
     assert {name: answer.whole[name] for name in fields} == fields
     assert answer.whole["store"] is False and answer.whole["truncation"] == "disabled" and answer.whole["error"] is None
 
 
 def test_missing_usage_counts_prompt_tokens() -> None:
-    answer = EncodedResponse(chunks(delta(content="Hi"))[:-1])
+    answer = EncodedResponse(make_chunks(make_delta(content="Hi"))[:-1])
     assert answer.whole["usage"]["input_tokens"] == answer.whole["usage"]["total_tokens"] == 9
 
 
 def test_failure_after_content_is_response_failed() -> None:
     api = ResponsesApi()
     encoder = api.create_encoder(api.read_call(b'{"model": "m", "input": "Hi.", "stream": true}', {}), START)
-    sent = encoder.encode_chunk({}, encode(delta(content="Par"))) + encoder.encode_stream_error(
+    sent = encoder.encode_chunk({}, encode(make_delta(content="Par"))) + encoder.encode_stream_error(
         bad_gateway("It broke.")
     )
     events = [json.loads(event.data) for event in SseParser().feed(sent)]

@@ -12,14 +12,14 @@ from support.index.archives import (
     KNOWN,
     STATES,
     TALK,
-    archived,
     check_content,
-    everything,
-    imported,
+    export_session,
+    import_session,
+    list_files,
     save,
-    talk,
+    save_conversations,
 )
-from support.index.indexes import BUDGET, make_home, turn
+from support.index.indexes import BUDGET, make_home, make_turn
 from warmline_backend.kv_cache.segment_io import delete_drafts
 from warmline_common.protocol.tokens import namespace, pack_tokens, unpack_tokens
 from warmline_common.storage import disk
@@ -38,9 +38,9 @@ from warmline_proxy.store.rows import PurgeRequest, SavePlan
 
 @pytest.mark.parametrize(("old_tenant", "new_tenant"), [("", ""), ("a", "b")])
 def test_exported_conversation_is_imported_whole(index: Index, other: Index, old_tenant: str, new_tenant: str) -> None:
-    session = talk(index, old_tenant)
-    data = archived(index, session)
-    reply = imported(other, data, new_tenant)
+    session = save_conversations(index, old_tenant)
+    data = export_session(index, session)
+    reply = import_session(other, data, new_tenant)
     assert (reply.tokens, reply.tokens_known, reply.segments, reply.checkpoints) == (300, 0, 3, 3)
     check_content(other, TALK, new_tenant, STATES)
     row = other.session(reply.session)
@@ -50,8 +50,8 @@ def test_exported_conversation_is_imported_whole(index: Index, other: Index, old
 
 
 def test_archive_is_tar_of_one_conversation_without_tenant(index: Index) -> None:
-    session = talk(index, "tenant-a")
-    data = archived(index, session)
+    session = save_conversations(index, "tenant-a")
+    data = export_session(index, session)
     with tarfile.open(fileobj=io.BytesIO(data)) as opened:
         names = opened.getnames()
     assert names[0] == MANIFEST and len(names) == 7
@@ -60,9 +60,9 @@ def test_archive_is_tar_of_one_conversation_without_tenant(index: Index) -> None
 
 
 def test_rows_of_other_conversations_are_not_exported(index: Index, other: Index) -> None:
-    talk(index)
+    save_conversations(index)
     other_session = next(row.id for row in index.sessions() if row.client == "secret-other")
-    reply = imported(other, archived(index, other_session))
+    reply = import_session(other, export_session(index, other_session))
     assert reply.tokens == 253
     check_content(other, [*TALK[:250], 7, 8, 9], checkpoints=[100, 200])
     assert other.match_prefix(namespace(FINGERPRINT), pack_tokens(TALK), 300).tokens == 250
@@ -70,52 +70,52 @@ def test_rows_of_other_conversations_are_not_exported(index: Index, other: Index
 
 
 def test_import_skips_stored_tokens(index: Index, other: Index) -> None:
-    data = archived(index, talk(index))
+    data = export_session(index, save_conversations(index))
     save(other, TALK[:170], [100])  # ends within the archive's second segment
     before = {row.id for row in other.segments()}
-    reply = imported(other, data)
+    reply = import_session(other, data)
     assert (reply.tokens_known, reply.segments, reply.checkpoints) == (170, 2, 2)
     assert before <= {row.id for row in other.segments()}
     check_content(other, TALK, checkpoints=STATES)
-    again = imported(other, data)
+    again = import_session(other, data)
     assert (again.tokens_known, again.segments, again.bytes_written) == (300, 0, 0)
     assert again.session == reply.session
     row = other.session(reply.session)
     assert row is not None and row.requests == 1 + 3, "stored tokens are not counted again"
     save(other, [*TALK, *range(50)], client="mine")
-    assert imported(other, data).session == reply.session and len(other.sessions()) == 1, (
+    assert import_session(other, data).session == reply.session and len(other.sessions()) == 1, (
         "nor where the conversation has grown"
     )
 
 
 def test_import_continues_shared_prefix_of_other_conversation(index: Index, other: Index) -> None:
     save(other, [*TALK[:130], 1, 2, 3, 4])
-    reply = imported(other, archived(index, talk(index)))
+    reply = import_session(other, export_session(index, save_conversations(index)))
     assert reply.tokens_known == 130
     check_content(other, TALK, checkpoints=STATES)
     check_content(other, [*TALK[:130], 1, 2, 3, 4], checkpoints=[100])
 
 
 def test_import_restores_purged_conversation(index: Index) -> None:
-    session = talk(index)
-    data = archived(index, session)
+    session = save_conversations(index)
+    data = export_session(index, session)
     purge(index, PurgeRequest(everything=True))
-    assert index.segments() == [] and everything(index.home) == {}
-    imported(index, data)
+    assert index.segments() == [] and list_files(index.home) == {}
+    import_session(index, data)
     check_content(index, TALK, checkpoints=STATES)
 
 
 def test_import_adds_sampled_turns_and_replaces_none(index: Index, other: Index) -> None:
-    session = talk(index)
+    session = save_conversations(index)
     root = namespace(FINGERPRINT)
     for number in (1, 2):
-        index.record_turn(turn(number, root=root, session=session))
-    index.record_turn(turn(3, root=root, session="another"))
+        index.record_turn(make_turn(number, root=root, session=session))
+    index.record_turn(make_turn(3, root=root, session="another"))
     index.flush()
-    mine = turn(2, root=namespace(FINGERPRINT, "t"), tokens=pack_tokens([99]))
+    mine = make_turn(2, root=namespace(FINGERPRINT, "t"), tokens=pack_tokens([99]))
     other.record_turn(mine)
     other.flush()
-    reply = imported(other, archived(index, session), "t")
+    reply = import_session(other, export_session(index, session), "t")
     assert reply.turns == 1
     calls = [f"call_{number:024x}" for number in (1, 2, 3)]
     found = other.turns(namespace(FINGERPRINT, "t"), calls)
@@ -133,7 +133,7 @@ def test_export_of_unknown_session_is_refused(index: Index) -> None:
 
 @pytest.mark.parametrize("damage", ["missing", "tensor", "swapped"])
 def test_export_of_damaged_conversation_is_refused(index: Index, damage: str) -> None:
-    session = talk(index)
+    session = save_conversations(index)
     row = index.snapshot().segment_path(index.sessions()[0].leaf)[0]
     path = index.home.segment_file(row.id)
     whole = path.read_bytes()
@@ -146,17 +146,17 @@ def test_export_of_damaged_conversation_is_refused(index: Index, damage: str) ->
             index.home.segment_file(index.snapshot().segment_path(index.sessions()[0].leaf)[1].id).read_bytes()
         )
     with pytest.raises(ArchiveError, match="cachectl verify --deep"):
-        archived(index, session)
+        export_session(index, session)
     path.write_bytes(whole)
     path.chmod(0o600)
 
 
 def test_export_completes_after_eviction(index: Index, other: Index) -> None:
-    session = talk(index)
+    session = save_conversations(index)
     with Exporter(index, session) as export:
         purge(index, PurgeRequest(everything=True))
         data = b"".join(export.read_chunks())
-    imported(other, data)
+    import_session(other, data)
     check_content(other, TALK, checkpoints=STATES)
 
 
@@ -164,12 +164,12 @@ def test_export_completes_after_eviction(index: Index, other: Index) -> None:
 
 
 def test_import_of_other_model_needs_anyway(index: Index, other: Index) -> None:
-    data = archived(index, talk(index))
+    data = export_session(index, save_conversations(index))
     elsewhere = KnownModels(fingerprints={"9" * 64}, description="the model served here is tiny, 999999999999")
     with pytest.raises(ArchiveError, match=r"model-a, fingerprint 0123456789ab, and the model served .* --anyway"):
-        imported(other, data, known=elsewhere)
-    assert everything(other.home) == {}
-    assert imported(other, data, known=elsewhere, anyway=True).tokens == 300
+        import_session(other, data, known=elsewhere)
+    assert list_files(other.home) == {}
+    assert import_session(other, data, known=elsewhere, anyway=True).tokens == 300
     check_content(other, TALK, checkpoints=STATES)
 
 
@@ -178,33 +178,33 @@ def test_known_models_are_read_from_stored_files(index: Index, other: Index) -> 
     save(other, [1, 2, 3])
     known = find_known_models(other)
     assert list(known.fingerprints) == [FINGERPRINT] and "model-a 0123456789ab" in known.description
-    assert imported(other, archived(index, talk(index)), known=known).tokens == 300
+    assert import_session(other, export_session(index, save_conversations(index)), known=known).tokens == 300
 
 
 def test_import_beyond_budget_is_refused_and_evicts_nothing(index: Index, other: Index) -> None:
-    data = archived(index, talk(index))
+    data = export_session(index, save_conversations(index))
     save(other, [5] * 50)
     other.budget_bytes = other.totals().bytes_used + 1000
     with pytest.raises(DiskBudgetError, match=r"bytes don't fit into \d+"):
-        imported(other, data)
+        import_session(other, data)
     assert other.match_prefix(namespace(FINGERPRINT), pack_tokens([5] * 50), 50).tokens == 50, (
         "nothing was evicted in vain"
     )
     other.budget_bytes = BUDGET
-    imported(other, data)
+    import_session(other, data)
 
 
 def test_import_without_disk_space_is_refused_with_figures(
     index: Index, other: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = archived(index, talk(index))
+    data = export_session(index, save_conversations(index))
     monkeypatch.setattr(importer, "FREE_BYTES_MIN", 1 << 60)
     with pytest.raises(DiskBudgetError, match=r"takes \d+ bytes, and the disk of .* has \d+ left"):
-        imported(other, data)
+        import_session(other, data)
 
 
 def test_failed_write_leaves_no_files(index: Index, other: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = archived(index, talk(index))
+    data = export_session(index, save_conversations(index))
     written = []
 
     def failing(*arguments: Any) -> Any:
@@ -216,14 +216,14 @@ def test_failed_write_leaves_no_files(index: Index, other: Index, monkeypatch: p
     real = disk.write_durable
     monkeypatch.setattr(disk, "write_durable", failing)
     with pytest.raises(OSError, match="No space"):
-        imported(other, data)
-    assert everything(other.home) == {} and other.totals().bytes_writing == 0 and other.segments() == []
+        import_session(other, data)
+    assert list_files(other.home) == {} and other.totals().bytes_writing == 0 and other.segments() == []
 
 
 def test_import_survives_deletion_of_drafts_by_starting_backend(
     index: Index, other: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, sync = archived(index, talk(index)), disk.sync
+    data, sync = export_session(index, save_conversations(index)), disk.sync
 
     def swept(file: Any) -> None:
         monkeypatch.setattr(disk, "sync", sync)
@@ -231,23 +231,23 @@ def test_import_survives_deletion_of_drafts_by_starting_backend(
         sync(file)
 
     monkeypatch.setattr(disk, "sync", swept)
-    imported(other, data)
+    import_session(other, data)
     check_content(other, TALK, checkpoints=STATES)
 
 
 def test_import_reserves_the_size_of_its_files(index: Index, other: Index) -> None:
     """A segment of one row is nearly all header, so bytes per row vary."""
     save(index, TALK[:299])
-    data = archived(index, save(index, TALK))
+    data = export_session(index, save(index, TALK))
     assert sorted(row.end - row.start for row in index.segments()) == [1, 299]
     other.budget_bytes = other.totals().bytes_used + len(data) + 100_000
-    imported(other, data)
+    import_session(other, data)
     check_content(other, TALK)
 
 
 def test_next_start_rolls_back_killed_import(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process ends with files and plan written; tests/crash kills it at each disk operation."""
-    data, home = archived(index, talk(index)), make_home(tmp_path / "killed")
+    data, home = export_session(index, save_conversations(index)), make_home(tmp_path / "killed")
 
     class Killed(BaseException):
         pass
@@ -261,15 +261,15 @@ def test_next_start_rolls_back_killed_import(index: Index, tmp_path: Path, monke
         patched.setattr(Index, "commit_save", killed)
         patched.setattr(Index, "abort_save", lambda *_: None)
         with pytest.raises(Killed):
-            imported(victim, data)
-        assert victim.segments() == [] and len(everything(home)) == 6
+            import_session(victim, data)
+        assert victim.segments() == [] and len(list_files(home)) == 6
     with Index(home, BUDGET) as survivor:
         assert reconcile(survivor).saves_rolled_back == 1
-        assert everything(home) == {} and verify_index(survivor, deep=True) == []
+        assert list_files(home) == {} and verify_index(survivor, deep=True) == []
 
 
 def test_import_retries_after_concurrent_save(index: Index, other: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, begin = archived(index, talk(index)), Index.begin_save
+    data, begin = export_session(index, save_conversations(index)), Index.begin_save
 
     def overtaken(self: Index, *arguments: Any, **options: Any) -> SavePlan | None:
         plan = begin(self, *arguments, **options)
@@ -278,12 +278,12 @@ def test_import_retries_after_concurrent_save(index: Index, other: Index, monkey
         return plan
 
     monkeypatch.setattr(Index, "begin_save", overtaken)
-    assert imported(other, data).tokens_known == 60
+    assert import_session(other, data).tokens_known == 60
     check_content(other, TALK, checkpoints=STATES)
 
 
 def test_progress_callback_can_end_import(index: Index, other: Index) -> None:
-    data = archived(index, talk(index))
+    data = export_session(index, save_conversations(index))
     seen: list[tuple[int, int]] = []
 
     def progress(done: int, total: int) -> None:
@@ -293,4 +293,4 @@ def test_progress_callback_can_end_import(index: Index, other: Index) -> None:
 
     with pytest.raises(InterruptedError):
         import_archive(other, read_archive(io.BytesIO(data)), "", KNOWN, progress=progress)
-    assert seen[-1][0] <= seen[-1][1] and everything(other.home) == {} and other.segments() == []
+    assert seen[-1][0] <= seen[-1][1] and list_files(other.home) == {} and other.segments() == []

@@ -10,7 +10,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from support.index.archives import ROWS, STATES, TALK, archived, check_content, everything, imported, talk, write_file
+from support.index.archives import (
+    ROWS,
+    STATES,
+    TALK,
+    check_content,
+    export_session,
+    import_session,
+    list_files,
+    save_conversations,
+    write_file,
+)
 from support.index.indexes import BUDGET, make_home
 from warmline_common.protocol.tokens import pack_tokens
 from warmline_common.storage.segment_file import read_header, read_tokens
@@ -140,14 +150,14 @@ def overlap_segments(data: bytes) -> bytes:
 
 
 def test_hostile_archives_are_refused_in_one_line(index: Index, other: Index) -> None:
-    data, known = archived(index, talk(index)), KnownModels(fingerprints=(), description="")
+    data, known = export_session(index, save_conversations(index)), KnownModels(fingerprints=(), description="")
     for name, (make, expected) in HOSTILE.items():
         with pytest.raises(ArchiveError) as raised:
-            imported(other, make(data), known=known)
+            import_session(other, make(data), known=known)
             pytest.fail(f"{name} was imported")
         message = str(raised.value)
         assert re.search(expected, message) and "\n" not in message and len(message) < 300, (name, message)
-        assert everything(other.home) == {} and other.segments() == [] and other.totals().bytes_writing == 0, name
+        assert list_files(other.home) == {} and other.segments() == [] and other.totals().bytes_writing == 0, name
 
 
 @pytest.mark.parametrize("nested", [b"[" * 200_000, b'{"a":' * 200_000])
@@ -155,12 +165,12 @@ def test_deeply_nested_manifest_is_refused(other: Index, nested: bytes) -> None:
     head = b'{"xxh3_128":"","manifest":' + nested
     data = tar.encode_header(MANIFEST, len(head), 0.0) + head + bytes(tar.padding(len(head)))
     with pytest.raises(ArchiveError, match="can't be read"):
-        imported(other, data)
+        import_session(other, data)
 
 
 def test_segment_with_other_tensor_shapes_is_refused(index: Index, other: Index, tmp_path: Path) -> None:
     """Each file is valid by itself, but the tensors' widths differ."""
-    data = archived(index, talk(index))
+    data = export_session(index, save_conversations(index))
     manifest, rest = read_manifest(data)
     archive = read_archive(io.BytesIO(data))
     window = archive.open_member(1).read()
@@ -180,8 +190,8 @@ def test_segment_with_other_tensor_shapes_is_refused(index: Index, other: Index,
     head = encode_manifest(msgspec.structs.replace(manifest, segments=entries))
     lying = tar.encode_header(MANIFEST, len(head), 0.0) + head + bytes(tar.padding(len(head))) + rest
     with pytest.raises(ArchiveError, match="tensors are not those of the first segment"):
-        imported(other, lying)
-    assert everything(other.home) == {}
+        import_session(other, lying)
+    assert list_files(other.home) == {}
 
 
 def test_irregular_file_is_refused(tmp_path: Path) -> None:
@@ -193,16 +203,16 @@ def test_irregular_file_is_refused(tmp_path: Path) -> None:
 
 def test_flipped_bytes_are_refused_or_harmless(index: Index, tmp_path: Path) -> None:
     """Flip a bit of every eleventh byte: the import is refused and leaves no file, or its content is unchanged."""
-    data = archived(index, talk(index))
+    data = export_session(index, save_conversations(index))
     home = make_home(tmp_path / "fuzzed")
     harmless = 0
     with Index(home, BUDGET) as victim:
         for at in range(0, len(data), 11):
             flipped = data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :]
             try:
-                imported(victim, flipped)
+                import_session(victim, flipped)
             except ArchiveError:
-                assert everything(home) == {}
+                assert list_files(home) == {}
                 continue
             harmless += 1
             check_content(victim, TALK, checkpoints=STATES)

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from support.proxy.fake_backend import first_logits, layout, packed
+from support.proxy.fake_backend import make_first_logits, make_layout, pack_text
 from warmline_common.storage.home import Home
 from warmline_proxy.audit.auditor import WAITING_MAX, Auditor, IdleCheck
 from warmline_proxy.config import ProxyConfig
@@ -35,13 +35,13 @@ def make_request(
         collapse=collapse,
         outcome=outcome,
         plan=SimpleNamespace(reuse=reuse),
-        generation_result=SimpleNamespace(first=first_logits(-1.0)),
+        generation_result=SimpleNamespace(first=make_first_logits(-1.0)),
     )
-    prompt = SimpleNamespace(tokens=packed(b"x" * length))
-    return SimpleNamespace(log=log, is_cacheable=is_cacheable, prompt=prompt, layout=layout(), root=b"root")
+    prompt = SimpleNamespace(tokens=pack_text(b"x" * length))
+    return SimpleNamespace(log=log, is_cacheable=is_cacheable, prompt=prompt, layout=make_layout(), root=b"root")
 
 
-def waiting_ids(auditor: Any) -> list[str]:
+def list_waiting(auditor: Any) -> list[str]:
     return [case.request_id for case in auditor._waiting]
 
 
@@ -53,8 +53,8 @@ def test_fraction_of_answered_warm_requests_is_audited(tmp_path: Path) -> None:
         auditor.consider_request(make_request("cancelled", outcome="cancelled"))
         auditor.consider_request(make_request("purged", is_cacheable=False))
     dropped = len(recorded)
-    assert len(waiting_ids(auditor)) == WAITING_MAX and 150 < WAITING_MAX + dropped < 250
-    assert not {"cold", "cancelled", "purged"} & set(waiting_ids(auditor))
+    assert len(list_waiting(auditor)) == WAITING_MAX and 150 < WAITING_MAX + dropped < 250
+    assert not {"cold", "cancelled", "purged"} & set(list_waiting(auditor))
     assert {(audit, guard) for _, audit, guard in recorded} == {("abandoned", "")}
 
 
@@ -73,8 +73,8 @@ def test_full_queue_drops_newest_and_keeps_collapsed_first(tmp_path: Path) -> No
     auditor.consider_request(make_request("late"))
     auditor.consider_request(make_request("collapsed", collapse="digits"))
     auditor.consider_request(make_request("collapsed too", collapse="digits"))
-    assert waiting_ids(auditor)[:3] == ["collapsed", "collapsed too", "0"]
-    assert len(waiting_ids(auditor)) == WAITING_MAX
+    assert list_waiting(auditor)[:3] == ["collapsed", "collapsed too", "0"]
+    assert len(list_waiting(auditor)) == WAITING_MAX
     assert [request_id for request_id, *_ in recorded] == ["late", str(WAITING_MAX - 1), str(WAITING_MAX - 2)]
     assert f"warmline_audits_waiting {WAITING_MAX}" in auditor.metrics.render_exposition()[0].decode()
 
@@ -83,4 +83,4 @@ def test_queue_is_bounded_in_bytes(tmp_path: Path) -> None:
     auditor = make_auditor(tmp_path, 1.0, recorded := [])
     for request_id in ("one", "two", "three"):
         auditor.consider_request(make_request(request_id, length=3 << 20))
-    assert waiting_ids(auditor) == ["one", "two"] and [request_id for request_id, *_ in recorded] == ["three"]
+    assert list_waiting(auditor) == ["one", "two"] and [request_id for request_id, *_ in recorded] == ["three"]

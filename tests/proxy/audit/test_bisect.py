@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.proxy.fake_backend import first_logits, layout, packed
+from support.proxy.fake_backend import make_first_logits, make_layout, pack_text
 from warmline_common.protocol.messages import CheckpointRef, FirstLogits, KvLayout, SegmentRef
 from warmline_proxy.audit import bisect
 from warmline_proxy.audit.bisect import AuditMismatch, Bisector
@@ -16,7 +16,7 @@ from warmline_proxy.upstream.backend_state import SuspectPrefix
 from warmline_proxy.upstream.client import UpstreamConnectionError, UpstreamError
 
 PROMPT = 100
-COLD, WRONG = first_logits(-3.0), first_logits(-0.25)
+COLD, WRONG = make_first_logits(-3.0), make_first_logits(-0.25)
 
 
 class FakeSegments:
@@ -40,7 +40,7 @@ class FakeSegments:
         return PrefixMatch(tokens=tokens_matched, chain=chain, checkpoints=states, end_reason="")
 
     def path_tokens(self, segment: str) -> bytes:
-        return packed(b"x" * int(segment[1:]))
+        return pack_text(b"x" * int(segment[1:]))
 
     async def compute_cold(self, root: bytes, tokens: bytes) -> FirstLogits:
         return COLD
@@ -56,7 +56,7 @@ class FakeSegments:
 
 
 def count_trusted(files: FakeSegments, reuse: int, kv_layout: KvLayout) -> int:
-    suspicion = SuspectPrefix(b"root", packed(b"x" * PROMPT))
+    suspicion = SuspectPrefix(b"root", pack_text(b"x" * PROMPT))
     case = AuditMismatch(b"root", suspicion.tokens, reuse, COLD, kv_layout, 1e-3, started_at=0.0)
     asyncio.run(Bisector(files, files).narrow_suspicion(case, suspicion))  # type: ignore[arg-type]
     return suspicion.trusted_tokens
@@ -74,7 +74,9 @@ def test_bisection_finds_last_good_place(ends: list[int], right: int, reuse: int
         if (place := min(end, reuse, ends[-1])) and (place := place - place % (grid or 1))
     }
     expected = max((place for place in tried if place <= right), default=0)
-    assert count_trusted(files, reuse, layout(grid=grid)) == (expected if any(place > right for place in tried) else 0)
+    assert count_trusted(files, reuse, make_layout(grid=grid)) == (
+        expected if any(place > right for place in tried) else 0
+    )
     assert all(0 < at <= reuse and at % (grid or 1) == 0 for at in files.tried) and len(files.tried) <= 5
 
 
@@ -82,7 +84,7 @@ def test_bisection_finds_last_good_place(ends: list[int], right: int, reuse: int
 def test_models_with_states_are_probed_at_checkpoints_only(ends: list[int], states: list[int], right: int) -> None:
     files = FakeSegments(ends, right, states, {})
     reachable = {at for at in states if at <= ends[-1]}
-    good = count_trusted(files, PROMPT - 1, layout(has_states=True))
+    good = count_trusted(files, PROMPT - 1, make_layout(has_states=True))
     assert set(files.tried) <= reachable
     assert good == (
         max((at for at in reachable if at <= right), default=0) if any(at > right for at in reachable) else 0
@@ -107,7 +109,7 @@ class FakeBranch(FakeSegments):
 @pytest.mark.parametrize(("right", "good"), [(30, 20), (10, 10)])
 def test_segment_continued_by_others_is_judged_by_its_own_path(right: int, good: int) -> None:
     files = FakeBranch(right)
-    assert count_trusted(files, PROMPT - 1, layout(has_states=True)) == good and files.tried == [40, 10, 30]
+    assert count_trusted(files, PROMPT - 1, make_layout(has_states=True)) == good and files.tried == [40, 10, 30]
 
 
 @pytest.mark.parametrize("failure", [UpstreamConnectionError("as scripted"), None])
@@ -118,11 +120,11 @@ def test_failed_probes_leave_untried_tokens_untrusted(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bisect, "TRY_INTERVAL_S", 0.0)
         files = FakeSegments(ends, right, [], dict.fromkeys(range(number, 99), failure))
-        good = count_trusted(files, PROMPT - 1, layout())
+        good = count_trusted(files, PROMPT - 1, make_layout())
     assert good in (0, *files.tried[1:number]) and (not good or good <= right < max(ends))
 
 
 def test_probe_without_memory_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bisect, "TRY_INTERVAL_S", 0.0)
     files = FakeSegments([10, 20, 30], 20, [], {0: None, 1: None})
-    assert count_trusted(files, 30, layout()) == 20 and files.tried == [30, 30, 30, 20]
+    assert count_trusted(files, 30, make_layout()) == 20 and files.tried == [30, 30, 30, 20]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.proxy.fake_backend import layout
+from support.proxy.fake_backend import make_layout
 from warmline_common.protocol.messages import FirstLogits
 from warmline_common.protocol.tokens import pack_tokens
 from warmline_proxy.audit.comparison import (
@@ -61,7 +61,7 @@ def test_max_difference_of_likely_tokens() -> None:
 
 
 def test_equal_digests_are_equal() -> None:
-    assert compare(make_logits({}, "x"), make_logits({}, "x"), layout()).outcome == EQUAL
+    assert compare(make_logits({}, "x"), make_logits({}, "x"), make_layout()).outcome == EQUAL
 
 
 TOLERATED = [
@@ -83,7 +83,7 @@ TOLERATED = [
 
 def test_tolerance_depends_on_kv_dtype() -> None:
     for dtype, difference, outcome in TOLERATED:
-        verdict = compare(make_logits(ONE), make_logits({**ONE, 7: ONE[7] - difference}), layout(dtype=dtype))
+        verdict = compare(make_logits(ONE), make_logits({**ONE, 7: ONE[7] - difference}), make_layout(dtype=dtype))
         assert verdict.outcome == outcome, (dtype, difference)
         assert verdict.difference == pytest.approx(difference, rel=1e-3)
 
@@ -95,18 +95,18 @@ def test_tolerance_depends_on_coarser_logits_dtype() -> None:
         detect_dtype(make_logits(coarse)) == "bfloat16" and detect_dtype(make_logits({5: -0.250244140625})) == "float16"
     )
     assert detect_dtype(make_logits(ONE)) == "float32"
-    assert compare(make_logits(coarse), make_logits(moved), layout(dtype="q8")).outcome == WITHIN
+    assert compare(make_logits(coarse), make_logits(moved), make_layout(dtype="q8")).outcome == WITHIN
 
 
 def test_configured_tolerance_replaces_default() -> None:
     moved = make_logits({**ONE, 7: ONE[7] + 0.1})
-    assert compare(make_logits(ONE), moved, layout(dtype="float32"), 0.2).outcome == WITHIN
-    assert compare(make_logits(ONE), moved, layout(dtype="bfloat16"), 0.05).outcome == DIFFERS
+    assert compare(make_logits(ONE), moved, make_layout(dtype="float32"), 0.2).outcome == WITHIN
+    assert compare(make_logits(ONE), moved, make_layout(dtype="bfloat16"), 0.05).outcome == DIFFERS
 
 
 def test_exact_mode_tolerates_no_difference() -> None:
     """Also where the listed tokens are equal: the others differ, as the digest shows."""
-    verdict = compare(make_logits(ONE, "a"), make_logits(ONE, "b"), layout(grid=64, dtype="bfloat16"), 1.0)
+    verdict = compare(make_logits(ONE, "a"), make_logits(ONE, "b"), make_layout(grid=64, dtype="bfloat16"), 1.0)
     assert (verdict.outcome, verdict.difference, verdict.tolerance) == (DIFFERS, 0.0, 0.0)
 
 
@@ -125,7 +125,7 @@ def test_cold_noise_raises_tolerance_by_its_factor(warm: float, again: float, ou
     def moved(by: float) -> FirstLogits:
         return make_logits({**ONE, 7: ONE[7] + by})
 
-    assert judge(moved(warm), make_logits(ONE), moved(again), layout(dtype="float32")).outcome == outcome
+    assert judge(moved(warm), make_logits(ONE), moved(again), make_layout(dtype="float32")).outcome == outcome
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_cold_noise_raises_tolerance_by_its_factor(warm: float, again: float, ou
 )
 def test_differing_cold_runs_are_unstable_in_exact_mode(warm: str, again: str, outcome: str) -> None:
     verdict = judge(
-        make_logits(ONE, warm), make_logits(ONE, "c"), make_logits(ONE, again), layout(grid=64, dtype="float32")
+        make_logits(ONE, warm), make_logits(ONE, "c"), make_logits(ONE, again), make_layout(grid=64, dtype="float32")
     )
     assert verdict.outcome == outcome
 

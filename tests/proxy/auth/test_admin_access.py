@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from multidict import CIMultiDict
 
-from support.proxy.harness import Pair, on_loop, pair
+from support.proxy.harness import ProxyHarness, on_loop, run_proxy
 from warmline_common.storage.home import Home
 from warmline_proxy.auth import key_store as keys_file
 from warmline_proxy.auth.admin_access import ADMIN, MISSING, SECRET, WRONG, AccessRequest, check_admin, extract_key
@@ -20,7 +20,7 @@ CHANGES = {"X-Warmline-Admin": "1"}
 VISIT = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
 
 
-def status(
+def find_refusal_status(
     shown: str = MISSING,
     headers: dict[str, str] | None = None,
     *,
@@ -66,10 +66,10 @@ def status(
     ],
 )
 def test_local_peer_and_host_are_owner(peer: str, host: str, expected: int) -> None:
-    assert status(peer=peer, host=host) == expected
-    assert status(ADMIN, peer=peer, host=host) == 200
-    assert status(peer=peer, host=host, needs_key=True) == 401
-    assert status(WRONG, peer=peer, host=host) == 401, "a wrong key is refused even locally"
+    assert find_refusal_status(peer=peer, host=host) == expected
+    assert find_refusal_status(ADMIN, peer=peer, host=host) == 200
+    assert find_refusal_status(peer=peer, host=host, needs_key=True) == 401
+    assert find_refusal_status(WRONG, peer=peer, host=host) == 401, "a wrong key is refused even locally"
 
 
 @pytest.mark.parametrize(
@@ -78,13 +78,13 @@ def test_local_peer_and_host_are_owner(peer: str, host: str, expected: int) -> N
      "X-Forwarded-Proto", "True-Client-IP", "X-Forwarded", "X-Cluster-Client-IP", "Fastly-Client-IP"],
 )  # fmt: skip
 def test_forwarding_header_is_not_local(header: str) -> None:
-    assert status(headers={header: "127.0.0.1"}) == 401
-    assert status(ADMIN, headers={header: "127.0.0.1"}) == 200
+    assert find_refusal_status(headers={header: "127.0.0.1"}) == 401
+    assert find_refusal_status(ADMIN, headers={header: "127.0.0.1"}) == 200
 
 
 def test_http_1_0_is_not_local() -> None:
-    assert status(version=(1, 0)) == status(version=(0, 9)) == 401
-    assert status(ADMIN, version=(1, 0)) == 200
+    assert find_refusal_status(version=(1, 0)) == find_refusal_status(version=(0, 9)) == 401
+    assert find_refusal_status(ADMIN, version=(1, 0)) == 200
 
 
 @pytest.mark.parametrize("shown", [MISSING, ADMIN])
@@ -110,22 +110,22 @@ def test_http_1_0_is_not_local() -> None:
     ],
 )
 def test_cross_site_pages_are_refused(shown: str, headers: dict[str, str], reads: int, changes: int) -> None:
-    assert status(shown, headers) == status(shown, headers, method="HEAD") == reads
-    assert status(shown, {**headers, **CHANGES}, method="POST") == changes
-    assert status(shown, {**headers, **CHANGES}, method="DELETE") == changes
+    assert find_refusal_status(shown, headers) == find_refusal_status(shown, headers, method="HEAD") == reads
+    assert find_refusal_status(shown, {**headers, **CHANGES}, method="POST") == changes
+    assert find_refusal_status(shown, {**headers, **CHANGES}, method="DELETE") == changes
     for forgery in ({}, {"X-Warmline-Admin": "0"}):
-        assert status(shown, {**headers, **forgery}, method="POST") == 403, "a form can't send the header"
-    assert status(SECRET, headers, method="POST") == 200, "no browser knows the secret"
+        assert find_refusal_status(shown, {**headers, **forgery}, method="POST") == 403, "a form can't send the header"
+    assert find_refusal_status(SECRET, headers, method="POST") == 200, "no browser knows the secret"
 
 
 def test_cross_site_navigation_opens_pages_only() -> None:
-    assert status(headers=VISIT, page=True) == 200
-    assert status(headers={**VISIT, **CHANGES}, page=True, method="POST") == 403
-    assert status(headers={**VISIT, "Sec-Fetch-Dest": "iframe"}, page=True) == 403
-    assert status(headers={"Sec-Fetch-Site": "cross-site"}, page=True) == 403
+    assert find_refusal_status(headers=VISIT, page=True) == 200
+    assert find_refusal_status(headers={**VISIT, **CHANGES}, page=True, method="POST") == 403
+    assert find_refusal_status(headers={**VISIT, "Sec-Fetch-Dest": "iframe"}, page=True) == 403
+    assert find_refusal_status(headers={"Sec-Fetch-Site": "cross-site"}, page=True) == 403
 
 
-def basic(text: str) -> str:
+def make_basic_header(text: str) -> str:
     return f"Basic {base64.b64encode(text.encode()).decode()}"
 
 
@@ -135,9 +135,9 @@ def basic(text: str) -> str:
         ({}, ""),
         ({"Authorization": "Bearer k"}, "k"),
         ({"X-Api-Key": "k"}, "k"),
-        ({"Authorization": basic("anybody:k:with:colons")}, "k:with:colons"),
-        ({"Authorization": basic(":k")}, "k"),
-        ({"Authorization": basic("k:")}, ""),
+        ({"Authorization": make_basic_header("anybody:k:with:colons")}, "k:with:colons"),
+        ({"Authorization": make_basic_header(":k")}, "k"),
+        ({"Authorization": make_basic_header("k:")}, ""),
         ({"Authorization": "Basic %%%"}, "%%%"),
         ({"Authorization": "Basic "}, ""),
     ],
@@ -146,7 +146,9 @@ def test_extract_key(headers: dict[str, str], shown: str) -> None:
     assert extract_key(CIMultiDict(headers)) == shown
 
 
-async def send(proxy: Pair, method: str, path: str, headers: dict[str, str], **more: Any) -> tuple[int, str]:
+async def send_request(
+    proxy: ProxyHarness, method: str, path: str, headers: dict[str, str], **more: Any
+) -> tuple[int, str]:
     async with proxy.client.request(method, proxy.url + path, headers=headers, **more) as response:
         return response.status, response.headers.get("WWW-Authenticate", "")
 
@@ -160,7 +162,7 @@ def test_refusal_mentions_local_access_if_sufficient(needs_key: bool) -> None:
 
 @on_loop
 async def test_client_key_and_admin_key_are_separate(tmp_path: Path) -> None:
-    async with pair(tmp_path, admin_needs_key=True) as proxy:
+    async with run_proxy(tmp_path, admin_needs_key=True) as proxy:
         admin = keys_file.ensure_key(proxy.home, keys_file.ADMIN_KIND).key
         client = keys_file.add_key(proxy.home, "me").key
         away, secret = {"X-Forwarded-For": "10.0.0.1"}, proxy.home.load_secret()
@@ -169,26 +171,26 @@ async def test_client_key_and_admin_key_are_separate(tmp_path: Path) -> None:
                 ({}, 401),
                 ({"Authorization": f"Bearer {client}"}, 401),
                 ({"X-Api-Key": admin}, 200),
-                ({"Authorization": basic(f"owner:{admin}"), **away}, 200),
+                ({"Authorization": make_basic_header(f"owner:{admin}"), **away}, 200),
                 ({"Authorization": f"Bearer {admin}"}, 200),
                 ({"Authorization": f"Bearer {secret}", **away}, 200),
             ):
-                found, challenge = await send(proxy, "GET", path, headers)
+                found, challenge = await send_request(proxy, "GET", path, headers)
                 assert found == expected and challenge == ("Bearer" if expected == 401 else "")
         purge = {"json": {"everything": True}}
-        as_admin = {"Authorization": basic(f"owner:{admin}")}
+        as_admin = {"Authorization": make_basic_header(f"owner:{admin}")}
         for by_itself in (
             as_admin,
-            {"Authorization": basic(f":{secret}")},
+            {"Authorization": make_basic_header(f":{secret}")},
         ):  # browsers repeat Basic credentials
-            assert (await send(proxy, "POST", "/warmline/purge", by_itself, **purge))[0] == 403
-            assert (await send(proxy, "GET", "/warmline/status", by_itself))[0] == 200
-        assert (await send(proxy, "POST", "/warmline/purge", {**as_admin, **CHANGES}, **purge))[0] == 200
+            assert (await send_request(proxy, "POST", "/warmline/purge", by_itself, **purge))[0] == 403
+            assert (await send_request(proxy, "GET", "/warmline/status", by_itself))[0] == 200
+        assert (await send_request(proxy, "POST", "/warmline/purge", {**as_admin, **CHANGES}, **purge))[0] == 200
         for key in (admin, secret, ""):
             assert (await proxy.chat(headers={"Authorization": f"Bearer {key}"})).status == 401
         assert (await proxy.chat(headers={"Authorization": f"Bearer {client}"})).status == 200
         for key, expected in ((client, 200), (admin, 200), (secret, 200), ("wrong", 401)):
-            assert (await send(proxy, "GET", "/metrics", {"X-Api-Key": key}))[0] == expected
+            assert (await send_request(proxy, "GET", "/metrics", {"X-Api-Key": key}))[0] == expected
         async with proxy.client.get(f"{proxy.url}/metrics", headers={"X-Api-Key": admin}) as response:
             counted = await response.text()
         assert 'warmline_unauthorized_total{door="owner"}' in counted and 'door="client"' in counted
@@ -196,13 +198,13 @@ async def test_client_key_and_admin_key_are_separate(tmp_path: Path) -> None:
 
 @on_loop
 async def test_page_refusal_has_basic_challenge(tmp_path: Path) -> None:
-    async with pair(tmp_path, admin_needs_key=True) as proxy:
-        assert await send(proxy, "GET", "/admin", {}) == (401, 'Basic realm="Warmline", charset="UTF-8"')
-    async with pair(tmp_path / "open") as proxy:
-        assert (await send(proxy, "GET", "/admin", VISIT))[0] == 200
-        assert (await send(proxy, "GET", "/warmline/status", VISIT))[0] == 403
-        assert (await send(proxy, "GET", "/warmline/status", {}))[0] == 200
-        assert (await send(proxy, "POST", "/warmline/purge", {}, json={"everything": True}))[0] == 403
+    async with run_proxy(tmp_path, admin_needs_key=True) as proxy:
+        assert await send_request(proxy, "GET", "/admin", {}) == (401, 'Basic realm="Warmline", charset="UTF-8"')
+    async with run_proxy(tmp_path / "open") as proxy:
+        assert (await send_request(proxy, "GET", "/admin", VISIT))[0] == 200
+        assert (await send_request(proxy, "GET", "/warmline/status", VISIT))[0] == 403
+        assert (await send_request(proxy, "GET", "/warmline/status", {}))[0] == 200
+        assert (await send_request(proxy, "POST", "/warmline/purge", {}, json={"everything": True}))[0] == 403
 
 
 @on_loop
@@ -210,8 +212,8 @@ async def test_local_peer_is_not_owner_behind_proxy(
     tmp_path: Path,
 ) -> None:
     """Further host names on loopback imply a reverse proxy, which may add no header."""
-    async with pair(tmp_path, allowed_hosts="llm.example.org") as proxy:
-        assert (await send(proxy, "GET", "/warmline/status", {}))[0] == 401
+    async with run_proxy(tmp_path, allowed_hosts="llm.example.org") as proxy:
+        assert (await send_request(proxy, "GET", "/warmline/status", {}))[0] == 401
         async with proxy.client.get(
             f"{proxy.url}/warmline/status", headers={"X-Api-Key": proxy.home.load_secret()}
         ) as response:
@@ -228,7 +230,7 @@ BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 @on_loop
 async def test_browser_is_redirected_to_dashboard(tmp_path: Path) -> None:
     """Only with access to the dashboard; other clients' requests for "/" are answered and counted as before."""
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
 
         async def visit(method: str, headers: dict[str, str], path: str = "/") -> tuple[int, str]:
             more = {"headers": headers, "allow_redirects": False}
@@ -252,7 +254,7 @@ async def test_browser_is_redirected_to_dashboard(tmp_path: Path) -> None:
         assert await visit("GET", BROWSER) == (303, "/admin")
         assert await visit("GET", away) == (401, "")
         assert await visit("GET", {**away, "Authorization": f"Bearer {client}"}) == (404, "")
-        assert await visit("GET", {**away, "Authorization": basic(f":{admin}")}) == (303, "/admin")
+        assert await visit("GET", {**away, "Authorization": make_basic_header(f":{admin}")}) == (303, "/admin")
         async with proxy.client.get(f"{proxy.url}/metrics", headers={"X-Api-Key": admin}) as response:
             assert 'warmline_unauthorized_total{door="owner"} 0.0' in await response.text()
 
@@ -269,7 +271,7 @@ async def test_browser_is_redirected_to_dashboard(tmp_path: Path) -> None:
 )
 @on_loop
 async def test_opener_policy_only_in_secure_contexts(tmp_path: Path, headers: dict[str, str], alone: bool) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         shown = {"Authorization": f"Bearer {proxy.home.load_secret()}", **headers}
         async with proxy.client.get(f"{proxy.url}/admin", headers=shown) as response:
             assert response.status == 200

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yarl
 
-from support.proxy.harness import on_loop, pair
+from support.proxy.harness import on_loop, run_proxy
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
 from warmline_proxy.auth import authenticator as doors
@@ -22,7 +22,7 @@ from warmline_proxy.index.index import IndexStoreError
 
 @on_loop
 async def test_missing_key_returns_401(tmp_path: Path) -> None:
-    async with pair(tmp_path, client_key="sesame") as proxy:
+    async with run_proxy(tmp_path, client_key="sesame") as proxy:
         refused = await proxy.chat()
         assert refused.status == 401 and "Authorization: Bearer KEY" in await refused.text()
         for headers in ({"Authorization": "Bearer wrong"}, {"Authorization": "Basic sesame"}, {"X-Api-Key": "é"}):
@@ -37,7 +37,7 @@ async def test_missing_key_returns_401(tmp_path: Path) -> None:
 
 @on_loop
 async def test_no_keys_message_only_for_owner(tmp_path: Path) -> None:
-    async with pair(tmp_path, lan=True) as proxy:
+    async with run_proxy(tmp_path, lan=True) as proxy:
         admin = keys_file.ensure_key(proxy.home, keys_file.ADMIN_KIND).key
         keys_file.add_key(proxy.home, "laptop")
         old, elsewhere = {"X-Api-Key": keys_file.remove_key(proxy.home, "laptop").key}, {"Host": "192.168.1.5"}
@@ -63,7 +63,10 @@ async def test_no_keys_message_only_for_owner(tmp_path: Path) -> None:
 )
 @on_loop
 async def test_host_header_check(tmp_path: Path, host: str, status: int) -> None:
-    async with pair(tmp_path) as proxy, proxy.client.get(f"{proxy.url}/v1/models", headers={"Host": host}) as response:
+    async with (
+        run_proxy(tmp_path) as proxy,
+        proxy.client.get(f"{proxy.url}/v1/models", headers={"Host": host}) as response,
+    ):
         assert response.status == status
 
 
@@ -72,7 +75,7 @@ async def test_refusal_log_is_rate_limited(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doors, "LOG_INTERVAL_S", 3600.0)
-    async with pair(tmp_path, client_key="sesame") as proxy:
+    async with run_proxy(tmp_path, client_key="sesame") as proxy:
         caplog.clear()
         for key in ("", "guess", "another guess"):
             assert (await proxy.chat(headers={"Authorization": f"Bearer {key}"})).status == 401
@@ -85,7 +88,7 @@ async def test_refusal_log_is_rate_limited(
 
 @on_loop
 async def test_other_refusals_are_not_logged_as_wrong_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         admin = {"X-Api-Key": keys_file.ensure_key(proxy.home, keys_file.ADMIN_KIND).key}
         async with proxy.client.post(f"{proxy.url}/warmline/purge", json={}, headers=admin) as response:
             assert response.status == 403
@@ -96,7 +99,7 @@ async def test_other_refusals_are_not_logged_as_wrong_key(tmp_path: Path, caplog
 
 @on_loop
 async def test_models_list(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
 
         async def got(path: str) -> Any:
             async with proxy.client.get(yarl.URL(f"{proxy.url}/v1/models{path}", encoded=True)) as response:
@@ -126,7 +129,7 @@ async def test_models_list(tmp_path: Path) -> None:
 
 @on_loop
 async def test_responses_are_compact_without_versions(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
         requests = [
             ("GET", "/health", None),
@@ -160,7 +163,7 @@ PROBES = [
 
 @on_loop
 async def test_unknown_paths_return_404_without_backend(tmp_path: Path) -> None:
-    async with pair(tmp_path, connect_timeout_s=60.0) as proxy:
+    async with run_proxy(tmp_path, connect_timeout_s=60.0) as proxy:
         await proxy.stop_backend()
         for path in PROBES:
             for method in ("GET", "POST"):
@@ -183,13 +186,13 @@ async def test_unknown_paths_return_404_without_backend(tmp_path: Path) -> None:
 )
 @on_loop
 async def test_wrong_base_url_hint(tmp_path: Path, path: str, meant: str) -> None:
-    async with pair(tmp_path) as proxy, proxy.client.post(proxy.url + path, json={}) as response:
+    async with run_proxy(tmp_path) as proxy, proxy.client.post(proxy.url + path, json={}) as response:
         assert response.status == 404 and f"If {meant} was meant" in await response.text()
 
 
 @on_loop
 async def test_unicode_path_returns_404(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy, proxy.client.get(yarl.URL(f"{proxy.url}/x%0ay", encoded=True)) as response:
+    async with run_proxy(tmp_path) as proxy, proxy.client.get(yarl.URL(f"{proxy.url}/x%0ay", encoded=True)) as response:
         assert response.status == 404 and (await response.json())["error"]["code"] == "not_found"
 
 
@@ -197,19 +200,19 @@ async def test_unicode_path_returns_404(tmp_path: Path) -> None:
                                   "/x/%2e%2e/kv/status"])  # fmt: skip
 @on_loop
 async def test_backend_paths_return_404(tmp_path: Path, path: str) -> None:
-    async with pair(tmp_path) as proxy, proxy.client.get(yarl.URL(proxy.url + path, encoded=True)) as response:
+    async with run_proxy(tmp_path) as proxy, proxy.client.get(yarl.URL(proxy.url + path, encoded=True)) as response:
         assert response.status in (401, 404)
         assert not proxy.backend.calls
 
 
 @on_loop
 async def test_admin_paths_require_secret(tmp_path: Path) -> None:
-    async with pair(tmp_path, admin_needs_key=True) as proxy:
+    async with run_proxy(tmp_path, admin_needs_key=True) as proxy:
         await proxy.chat("x " * 50)
         for method, path in (("GET", "/warmline/status"), ("POST", "/warmline/purge"), ("POST", "/warmline/repair")):
             async with proxy.client.request(method, proxy.url + path) as response:
                 assert response.status == 401
-        await proxy.settled()
+        await proxy.wait_until_saved()
         status = await proxy.status()
         assert status["totals"]["segments"] > 0 and len(status["residents"]) == 1
         owner = {"Authorization": f"Bearer {proxy.home.load_secret()}"}
@@ -225,21 +228,21 @@ async def test_index_error_envelope(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def fail() -> None:
         raise IndexStoreError("no space left")
 
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         monkeypatch.setattr(proxy.index, "totals", fail)
         owner = {"Authorization": f"Bearer {proxy.home.load_secret()}"}
         async with proxy.client.get(f"{proxy.url}/warmline/status", headers=owner) as response:
             assert response.status == 500
             error = (await response.json())["error"]
         assert error["code"] == "index_failed" and "no space left" in error["message"]
-        monkeypatch.setattr(disk, "make_folders", full)
+        monkeypatch.setattr(disk, "make_folders", raise_disk_full)
         async with proxy.client.post(f"{proxy.url}/warmline/repair", headers=owner) as response:
             assert response.status == 500
             error = (await response.json())["error"]
         assert error["code"] == "index_failed" and "No space left" in error["message"]
 
 
-def full(_: Path) -> None:
+def raise_disk_full(_: Path) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

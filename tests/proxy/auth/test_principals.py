@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support.proxy.harness import Pair, on_loop, pair
+from support.proxy.harness import ProxyHarness, on_loop, run_proxy
 from warmline_common.protocol.messages import SampledTurn
 from warmline_common.storage.home import Home
 from warmline_proxy.app import build_app
@@ -37,7 +37,7 @@ def home(tmp_path: Path) -> Home:
     return home
 
 
-def bearer(key: str) -> dict[str, str]:
+def make_bearer_header(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
@@ -116,25 +116,25 @@ def test_key_file_changes_apply_at_once(home: Home) -> None:
     keys = ClientKeys(ProxyConfig(home=home))
     assert keys.authenticate({}) == ANONYMOUS and not keys.is_required
     mine = key_store.add_key(home, "me")
-    assert keys.authenticate(bearer(mine.key)) == Client("me", mine.tenant, mine.tenant)
+    assert keys.authenticate(make_bearer_header(mine.key)) == Client("me", mine.tenant, mine.tenant)
     renewed = key_store.rotate_key(home, "me")
     assert keys.authenticate({"X-Api-Key": renewed.key}) == Client("me", mine.tenant, mine.tenant)
     for wrong in (mine.key, "", renewed.key[:-1], renewed.key + "x", "é", "\udcff"):
         with pytest.raises(Exception, match="401"):
-            keys.authenticate(bearer(wrong))
+            keys.authenticate(make_bearer_header(wrong))
     good = home.keys.read_bytes()
     home.keys.write_bytes(b"{")
-    assert keys.authenticate(bearer(renewed.key)).name == "me", "a damaged file changes nothing"
+    assert keys.authenticate(make_bearer_header(renewed.key)).name == "me", "a damaged file changes nothing"
     home.keys.unlink()
-    assert keys.authenticate(bearer(renewed.key)).name == "me", "a deleted file must not admit everybody"
+    assert keys.authenticate(make_bearer_header(renewed.key)).name == "me", "a deleted file must not admit everybody"
     with pytest.raises(Exception, match="401"):
         keys.authenticate({})
     home.keys.write_bytes(good)
     home.keys.chmod(0o644)
-    assert keys.authenticate(bearer(renewed.key)).name == "me"
+    assert keys.authenticate(make_bearer_header(renewed.key)).name == "me"
     assert stat.S_IMODE(home.keys.stat().st_mode) == 0o600, "permissions are restricted again"
     key_store.remove_key(home, "me")
-    assert keys.authenticate(bearer(renewed.key)) == ANONYMOUS
+    assert keys.authenticate(make_bearer_header(renewed.key)) == ANONYMOUS
     assert keys.known_tenants == {"", mine.tenant}
 
 
@@ -147,25 +147,29 @@ def test_open_proxy_without_keys_refuses_all(home: Home) -> None:
 def test_settings_key_beside_key_file(home: Home) -> None:
     mine = key_store.add_key(home, "me")
     keys = ClientKeys(ProxyConfig(home=home, client_key="sesame"))
-    assert keys.authenticate(bearer("sesame")).name == "environment"
-    assert keys.authenticate(bearer(mine.key)).name == "me"
+    assert keys.authenticate(make_bearer_header("sesame")).name == "environment"
+    assert keys.authenticate(make_bearer_header(mine.key)).name == "me"
     shared = ClientKeys(ProxyConfig(home=home, client_key="sesame", share_cache=True))
-    assert {shared.authenticate(bearer(key)).tenant for key in ("sesame", mine.key)} == {""}
+    assert {shared.authenticate(make_bearer_header(key)).tenant for key in ("sesame", mine.key)} == {""}
 
 
 def test_client_key_in_each_header() -> None:
     me, you = Client("me", "t", "h1"), Client("me", "t", "h2")
-    assert identify_caller(me, bearer("a"), "10.0.0.1") == identify_caller(me, bearer("b"), "10.0.0.2")
-    assert identify_caller(me, bearer("a"), "10.0.0.1") != identify_caller(you, bearer("a"), "10.0.0.1")
+    assert identify_caller(me, make_bearer_header("a"), "10.0.0.1") == identify_caller(
+        me, make_bearer_header("b"), "10.0.0.2"
+    )
+    assert identify_caller(me, make_bearer_header("a"), "10.0.0.1") != identify_caller(
+        you, make_bearer_header("a"), "10.0.0.1"
+    )
     assert identify_caller(ANONYMOUS, {}, "10.0.0.1") != identify_caller(ANONYMOUS, {}, "10.0.0.2")
 
 
 # ---- two keys, one proxy
 
 
-async def chat_source(proxy: Pair, key: str, text: str = PROMPT, **headers: str) -> tuple[str, int]:
+async def read_chat_source(proxy: ProxyHarness, key: str, text: str = PROMPT, **headers: str) -> tuple[str, int]:
     """(source in X-Warmline-Cache, cached tokens in the usage)."""
-    response = await proxy.chat(text, headers={**bearer(key), **headers})
+    response = await proxy.chat(text, headers={**make_bearer_header(key), **headers})
     assert response.status == 200
     usage: dict[str, Any] = json.loads(await response.text())["usage"]
     return response.headers["X-Warmline-Cache"], usage["prompt_tokens_details"]["cached_tokens"]
@@ -173,92 +177,96 @@ async def chat_source(proxy: Pair, key: str, text: str = PROMPT, **headers: str)
 
 @on_loop
 async def test_keys_do_not_share_cache(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         one, two = (key_store.add_key(proxy.home, name).key for name in ("one", "two"))
-        assert await chat_source(proxy, one) == ("cold 0", 0)
-        assert await chat_source(proxy, two) == ("cold 0", 0), "in memory"
-        await proxy.settled()
+        assert await read_chat_source(proxy, one) == ("cold 0", 0)
+        assert await read_chat_source(proxy, two) == ("cold 0", 0), "in memory"
+        await proxy.wait_until_saved()
         proxy.backend.restart()
-        assert (await chat_source(proxy, one))[0].startswith("restored")
+        assert (await read_chat_source(proxy, one))[0].startswith("restored")
         three = key_store.add_key(proxy.home, "three").key
-        assert await chat_source(proxy, three) == ("cold 0", 0), "on disk"
-        records = await proxy.settled()
+        assert await read_chat_source(proxy, three) == ("cold 0", 0), "on disk"
+        records = await proxy.wait_until_saved()
         assert [each.key for each in records] == ["three", "one", "two", "one"]
         assert len({each.root for each in records}) == 3
 
 
 @on_loop
 async def test_share_cache_reuses_across_keys(tmp_path: Path) -> None:
-    async with pair(tmp_path, share_cache=True) as proxy:
+    async with run_proxy(tmp_path, share_cache=True) as proxy:
         one, two = (key_store.add_key(proxy.home, name).key for name in ("one", "two"))
-        assert await chat_source(proxy, one) == ("cold 0", 0)
-        assert (await chat_source(proxy, two))[0].startswith("resident")
-        assert [each.key for each in await proxy.settled()] == ["two", "one"]
+        assert await read_chat_source(proxy, one) == ("cold 0", 0)
+        assert (await read_chat_source(proxy, two))[0].startswith("resident")
+        assert [each.key for each in await proxy.wait_until_saved()] == ["two", "one"]
 
 
 @on_loop
 async def test_residents_adopted_for_their_tenant(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         one, two = (key_store.add_key(proxy.home, name).key for name in ("one", "two"))
-        await chat_source(proxy, one)
-        await proxy.settled()
+        await read_chat_source(proxy, one)
+        await proxy.wait_until_saved()
         backend_url, backend = proxy.backend_url, proxy.backend
         await proxy.stop_proxy()
         config = ProxyConfig(home=proxy.home, port=0, backend_url=backend_url, audit_fraction=0.0)
         async with listen(build_app(config, proxy.home.load_secret(), proxy.index), config) as another:
             proxy.url = f"http://127.0.0.1:{another.port}"
-            assert len(backend.held) == 1
-            assert await chat_source(proxy, two) == ("cold 0", 0)
-            assert (await chat_source(proxy, one))[0].startswith("resident")
+            assert len(backend.residents) == 1
+            assert await read_chat_source(proxy, two) == ("cold 0", 0)
+            assert (await read_chat_source(proxy, one))[0].startswith("resident")
 
 
 @on_loop
 async def test_other_keys_requests_are_inaccessible(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         one, two = (key_store.add_key(proxy.home, name).key for name in ("one", "two"))
         proxy.backend.hold_after = 1
         name = {"X-Warmline-Request": "mine"}
         body = {"messages": [{"role": "user", "content": PROMPT}], "stream": True}
         url = f"{proxy.url}/v1/chat/completions"
-        async with proxy.client.post(url, json=body, headers={**bearer(one), **name}) as running:
+        async with proxy.client.post(url, json=body, headers={**make_bearer_header(one), **name}) as running:
             await proxy.backend.holding.wait()
             for path in ("requests/mine", "requests/chatcmpl-mine", "responses/resp_mine"):
-                async with proxy.client.delete(f"{proxy.url}/v1/{path}", headers=bearer(two)) as refused:
+                async with proxy.client.delete(f"{proxy.url}/v1/{path}", headers=make_bearer_header(two)) as refused:
                     assert refused.status == 404
             proxy.backend.holding.clear()
-            async with proxy.client.post(url, json=body, headers={**bearer(two), **name}) as other:
+            async with proxy.client.post(url, json=body, headers={**make_bearer_header(two), **name}) as other:
                 assert other.status == 200, "its id is free: other clients' requests are invisible"
                 assert other.headers["X-Warmline-Cache"] == "cold 0"
                 await proxy.backend.holding.wait()
-                async with proxy.client.post(url, json=body, headers={**bearer(two), **name}) as taken:
+                async with proxy.client.post(url, json=body, headers={**make_bearer_header(two), **name}) as taken:
                     assert taken.status == 409, "its own id is taken"
-                async with proxy.client.delete(f"{proxy.url}/v1/requests/mine", headers=bearer(two)) as ended:
+                async with proxy.client.delete(
+                    f"{proxy.url}/v1/requests/mine", headers=make_bearer_header(two)
+                ) as ended:
                     assert ended.status == 200
             before = proxy.home.keys.read_bytes()
             key_store.remove_key(proxy.home, "one")
             namesake = key_store.add_key(proxy.home, "one").key
-            async with proxy.client.delete(f"{proxy.url}/v1/requests/mine", headers=bearer(namesake)) as refused:
+            async with proxy.client.delete(
+                f"{proxy.url}/v1/requests/mine", headers=make_bearer_header(namesake)
+            ) as refused:
                 assert refused.status == 404, "a new key of the same name is another client"
             proxy.home.keys.write_bytes(before)
-            async with proxy.client.delete(f"{proxy.url}/v1/requests/mine", headers=bearer(one)) as ended:
+            async with proxy.client.delete(f"{proxy.url}/v1/requests/mine", headers=make_bearer_header(one)) as ended:
                 assert ended.status == 200
             await running.read()
 
 
 @on_loop
 async def test_sampled_turns_are_per_tenant(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         one, two = (key_store.add_key(proxy.home, name).key for name in ("one", "two"))
         call = "call_" + "0" * 24
         proxy.backend.turn = SampledTurn(calls=[call], tokens=b"\x01\x00\x00\x00")
-        await chat_source(proxy, one)
+        await read_chat_source(proxy, one)
         messages = [
             {"role": "user", "content": PROMPT},
             {"role": "assistant", "content": "", "tool_calls": [{"id": call, "type": "function", "function": {}}]},
         ]
         sent = []
         for key in (two, one):
-            await proxy.chat(messages=messages, headers=bearer(key))
+            await proxy.chat(messages=messages, headers=make_bearer_header(key))
             sent.append([turn.calls for turn in proxy.backend.calls["turns"][-1]])
         assert sent == [[], [[call]]]
 

@@ -10,14 +10,16 @@ ROOT, OTHER = bytes(16), bytes([1]) * 16
 NOW = 1_700_000_000.0
 
 
-def segment(name: str, parent: str, start: int, end: int, size: int, root: bytes = ROOT, **more: object) -> SegmentRow:
+def make_segment(
+    name: str, parent: str, start: int, end: int, size: int, root: bytes = ROOT, **more: object
+) -> SegmentRow:
     row = SegmentRow(id=name, parent=parent, root=root, model="m", start=start, end=end, bytes_on_disk=size)
     for field, value in more.items():
         setattr(row, field, value)
     return row
 
 
-def session(name: str, leaf: str, used: float = 0.0) -> SessionRow:
+def make_session(name: str, leaf: str, used: float = 0.0) -> SessionRow:
     return SessionRow(
         id=name,
         root=ROOT,
@@ -41,13 +43,13 @@ def summarize(segments: list[SegmentRow], sessions: list[SessionRow], **more: di
 def test_run_extends_to_branch() -> None:
     found = summarize(
         [
-            segment("a", "", 0, 10, 1),
-            segment("b", "a", 10, 20, 2),
-            segment("c", "b", 20, 30, 4),
-            segment("d", "b", 15, 40, 8),
-            segment("e", "d", 40, 50, 16),
+            make_segment("a", "", 0, 10, 1),
+            make_segment("b", "a", 10, 20, 2),
+            make_segment("c", "b", 20, 30, 4),
+            make_segment("d", "b", 15, 40, 8),
+            make_segment("e", "d", 40, 50, 16),
         ],
-        [session("long", "e"), session("short", "c")],
+        [make_session("long", "e"), make_session("short", "c")],
     )
     (root,) = found.roots
     (stem,) = root.children
@@ -63,18 +65,28 @@ def test_run_extends_to_branch() -> None:
 
 def test_run_ends_at_session_leaf_and_early_branch() -> None:
     ended = summarize(
-        [segment("a", "", 0, 10, 1), segment("b", "a", 10, 20, 1)], [session("old", "a", 1), session("new", "a", 2)]
+        [make_segment("a", "", 0, 10, 1), make_segment("b", "a", 10, 20, 1)],
+        [make_session("old", "a", 1), make_session("new", "a", 2)],
     )
     (run,) = ended.roots[0].children
     assert run.segments == ["a"] and [row.id for row in run.sessions] == ["new", "old"]
-    early = summarize([segment("a", "", 0, 10, 1), segment("b", "a", 5, 20, 1)], [])
+    early = summarize([make_segment("a", "", 0, 10, 1), make_segment("b", "a", 5, 20, 1)], [])
     assert early.roots[0].children[0].segments == ["a"]
 
 
 def test_shared_and_exclusive_bytes() -> None:
     found = summarize(
-        [segment("a", "", 0, 10, 100), segment("b", "a", 10, 20, 20), segment("c", "a", 10, 20, 3, pinned=True)],
-        [session("one", "b"), session("two", "c"), session("inner", "a"), session("lost", "nowhere")],
+        [
+            make_segment("a", "", 0, 10, 100),
+            make_segment("b", "a", 10, 20, 20),
+            make_segment("c", "a", 10, 20, 3, pinned=True),
+        ],
+        [
+            make_session("one", "b"),
+            make_session("two", "c"),
+            make_session("inner", "a"),
+            make_session("lost", "nowhere"),
+        ],
         checkpoints={"k": CheckpointRow(id="k", segment="b", position=12, bytes_on_disk=7)},
     )
     one, two, inner = (found.conversations[name] for name in ("one", "two", "inner"))
@@ -85,25 +97,25 @@ def test_shared_and_exclusive_bytes() -> None:
 
 
 def test_run_hits_and_pinned() -> None:
-    segments = [segment("a", "", 0, 10, 1, pinned=True), segment("b", "a", 10, 20, 1, created=7.0)]
+    segments = [make_segment("a", "", 0, 10, 1, pinned=True), make_segment("b", "a", 10, 20, 1, created=7.0)]
     found = summarize(segments, [], usage={"a": FileUsage(hits=3, last_used=5.0), "b": FileUsage(hits=9)})
     run = found.runs["a"]
     assert (run.hits, run.last_used, run.pinned) == (9, 7.0, False)
 
 
 def test_namespaces_and_orphan_segments() -> None:
-    found = summarize([segment("a", "", 0, 1, 1), segment("b", "gone", 5, 9, 50, root=OTHER)], [])
+    found = summarize([make_segment("a", "", 0, 1, 1), make_segment("b", "gone", 5, 9, 50, root=OTHER)], [])
     assert [(root.root, root.bytes_below) for root in found.roots] == [(OTHER.hex(), 50), (ROOT.hex(), 1)]
 
 
 def test_long_chain_is_one_run() -> None:
     count = 5000
-    chain = [segment(str(at), str(at - 1) if at else "", at, at + 1, 1) for at in range(count)]
-    found = summarize(chain, [session("s", str(count - 1))])
+    chain = [make_segment(str(at), str(at - 1) if at else "", at, at + 1, 1) for at in range(count)]
+    found = summarize(chain, [make_session("s", str(count - 1))])
     assert len(found.runs) == 2 and found.conversations["s"].segments == count
 
 
-def record(at: float, prompt: int = 10, cached: int = 0, ttft_s: float = 0.0) -> RequestRecord:
+def make_record(at: float, prompt: int = 10, cached: int = 0, ttft_s: float = 0.0) -> RequestRecord:
     return RequestRecord(
         id="r",
         at=at,
@@ -128,7 +140,7 @@ def record(at: float, prompt: int = 10, cached: int = 0, ttft_s: float = 0.0) ->
     ],
 )
 def test_bucket_width(span_s: int, width_s: int) -> None:
-    found = build_history([record(NOW), record(NOW - span_s)], NOW)
+    found = build_history([make_record(NOW), make_record(NOW - span_s)], NOW)
     assert found.width_s == width_s and 1 <= len(found.buckets) <= BUCKETS_MAX
     assert sum(bucket.requests for bucket in found.buckets) == found.requests == 2
     starts = [bucket.at for bucket in found.buckets]
@@ -138,11 +150,11 @@ def test_bucket_width(span_s: int, width_s: int) -> None:
 
 def test_history_reuse_and_ttft() -> None:
     records = [
-        record(NOW, 100, 0, ttft_s=4.0),
-        record(NOW, 100, 80, ttft_s=0.1),
-        record(NOW, 200, 160, ttft_s=0.3),
-        record(NOW, 100, 5, ttft_s=6.0),  # shares a template's first words only
-        record(NOW, 40, 38, ttft_s=0.01),  # short and reused: neither hit nor cold
+        make_record(NOW, 100, 0, ttft_s=4.0),
+        make_record(NOW, 100, 80, ttft_s=0.1),
+        make_record(NOW, 200, 160, ttft_s=0.3),
+        make_record(NOW, 100, 5, ttft_s=6.0),  # shares a template's first words only
+        make_record(NOW, 40, 38, ttft_s=0.01),  # short and reused: neither hit nor cold
     ]
     found = build_history(records, NOW)
     assert (found.hits, found.prompt_tokens, found.cached_tokens) == (2, 540, 283)
@@ -151,4 +163,4 @@ def test_history_reuse_and_ttft() -> None:
 
 def test_history_empty_and_future() -> None:
     assert build_history([], NOW).requests == 0 and len(build_history([], NOW).buckets) == 1
-    assert build_history([record(NOW + DAY_S)], NOW).buckets[-1].requests == 1
+    assert build_history([make_record(NOW + DAY_S)], NOW).buckets[-1].requests == 1

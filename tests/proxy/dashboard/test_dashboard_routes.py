@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import warmline_proxy.dashboard
-from support.index.indexes import begin, commit
-from support.many_segments import CHAIN, MODEL, fill
-from support.proxy.harness import Pair, on_loop, pair
+from support.index.indexes import begin_save, commit_save
+from support.many_segments import CHAIN, MODEL, fill_index
+from support.proxy.harness import ProxyHarness, on_loop, run_proxy
 from warmline_common.protocol.tokens import namespace
 from warmline_proxy.auth import key_store as keys_file
 from warmline_proxy.store.rows import RequestRecord
@@ -20,7 +20,7 @@ from warmline_proxy.store.rows import RequestRecord
 ANSWER_BYTES_MAX = 120_000
 
 
-async def get_json(served: Pair, path: str, status: int = 200, **parameters: str) -> Any:
+async def get_json(served: ProxyHarness, path: str, status: int = 200, **parameters: str) -> Any:
     headers = {"Authorization": f"Bearer {served.home.load_secret()}"}
     async with served.client.get(f"{served.url}{path}", params=parameters, headers=headers) as response:
         assert response.status == status, await response.text()
@@ -30,8 +30,8 @@ async def get_json(served: Pair, path: str, status: int = 200, **parameters: str
 
 @on_loop
 async def test_sessions_pages(tmp_path: Path) -> None:
-    async with pair(tmp_path) as served:
-        conversations = fill(served.index, 300)
+    async with run_proxy(tmp_path) as served:
+        conversations = fill_index(served.index, 300)
         total = conversations + conversations // 3
         pages = [
             await get_json(served, "/warmline/sessions", offset=str(at), count="7") for at in range(0, total + 7, 7)
@@ -49,8 +49,8 @@ async def test_sessions_pages(tmp_path: Path) -> None:
 
 @on_loop
 async def test_sessions_sort(tmp_path: Path) -> None:
-    async with pair(tmp_path) as served:
-        fill(served.index, 120)
+    async with run_proxy(tmp_path) as served:
+        fill_index(served.index, 120)
         for name in ("client", "tokens", "bytes", "bytes_alone", "requests", "last_used", "created"):
             up = await get_json(served, "/warmline/sessions", sort=name)
             down = await get_json(served, "/warmline/sessions", sort=f"-{name}")
@@ -60,8 +60,8 @@ async def test_sessions_sort(tmp_path: Path) -> None:
 
 @on_loop
 async def test_tree(tmp_path: Path) -> None:
-    async with pair(tmp_path) as served:
-        conversations = fill(served.index, 400)
+    async with run_proxy(tmp_path) as served:
+        conversations = fill_index(served.index, 400)
         top = await get_json(served, "/warmline/tree")
         assert top["total"] == 2 and {each["root"] for each in top["nodes"]} == {
             namespace(f"fingerprint {number}").hex() for number in range(2)
@@ -83,13 +83,13 @@ async def test_tree(tmp_path: Path) -> None:
 @on_loop
 async def test_recreated_key_has_own_label(tmp_path: Path) -> None:
     """Distinct from the removed key's and from conversations stored without a key."""
-    async with pair(tmp_path) as served:
+    async with run_proxy(tmp_path) as served:
         store_session(served, "", 1)
         assert await list_key_labels(served) == [""]
         for number in (2, 3):
             key = keys_file.add_key(served.home, "default")
             store_session(served, key.tenant, number)
-            served.index.record_request(record(number, namespace(MODEL, key.tenant)))
+            served.index.record_request(make_record(number, namespace(MODEL, key.tenant)))
             assert (await list_key_labels(served))[-1] == "default"
             keys_file.remove_key(served.home, "default")
             assert (await list_key_labels(served))[-1] == "a removed key", "only the keys have changed"
@@ -100,7 +100,7 @@ async def test_recreated_key_has_own_label(tmp_path: Path) -> None:
         assert sorted(each["key"] for each in tree["nodes"]) == sorted(await list_key_labels(served))
         found = await get_json(served, "/warmline/sessions", q="removed")
         assert found["matching"] == 2
-        served.index.record_request(record(4, namespace(MODEL, key.tenant)))
+        served.index.record_request(make_record(4, namespace(MODEL, key.tenant)))
         served.index.flush()
         activity = await get_json(served, "/warmline/activity")
         assert [each["key"] for each in activity["requests"]] == ["default", "default (removed)", "default (removed)"]
@@ -108,18 +108,18 @@ async def test_recreated_key_has_own_label(tmp_path: Path) -> None:
         assert explained["request"]["key"] == "default (removed)"
 
 
-async def list_key_labels(served: Pair) -> list[str]:
+async def list_key_labels(served: ProxyHarness) -> list[str]:
     """Labels of the conversations, in the order in which they were stored."""
     return [each["key"] for each in (await get_json(served, "/warmline/sessions", sort="client"))["sessions"]]
 
 
-def store_session(served: Pair, tenant: str, number: int) -> None:
-    plan = begin(served.index, range(100), root=namespace(MODEL, tenant))
+def store_session(served: ProxyHarness, tenant: str, number: int) -> None:
+    plan = begin_save(served.index, range(100), root=namespace(MODEL, tenant))
     assert plan is not None
-    commit(served.index, plan, client=str(number))
+    commit_save(served.index, plan, client=str(number))
 
 
-def record(number: int, root: bytes) -> RequestRecord:
+def make_record(number: int, root: bytes) -> RequestRecord:
     return RequestRecord(
         id=f"request-{number}",
         at=float(number),
@@ -134,8 +134,8 @@ def record(number: int, root: bytes) -> RequestRecord:
 
 @on_loop
 async def test_path(tmp_path: Path) -> None:
-    async with pair(tmp_path) as served:
-        fill(served.index, 60)
+    async with run_proxy(tmp_path) as served:
+        fill_index(served.index, 60)
         (line,) = (await get_json(served, "/warmline/sessions", q="client-5"))["sessions"]
         path = await get_json(served, "/warmline/path", session=line["id"])
         assert [each["start"] for each in path["nodes"]] == [0, 0, 128] and path["tokens"] == line["tokens"]
@@ -146,10 +146,10 @@ async def test_path(tmp_path: Path) -> None:
 
 @on_loop
 async def test_summary_is_refreshed_after_change(tmp_path: Path) -> None:
-    async with pair(tmp_path) as served:
+    async with run_proxy(tmp_path) as served:
         assert (await get_json(served, "/warmline/sessions"))["total"] == 0
         assert (await get_json(served, "/warmline/tree"))["nodes"] == []
-        fill(served.index, 20)
+        fill_index(served.index, 20)
         (line,) = (await get_json(served, "/warmline/sessions", q="client-1"))["sessions"]
         headers = {"Authorization": f"Bearer {served.home.load_secret()}"}
         body = {"session": line["id"]}
@@ -165,10 +165,10 @@ async def test_summary_is_refreshed_after_change(tmp_path: Path) -> None:
 
 @on_loop
 async def test_activity(tmp_path: Path) -> None:
-    async with pair(tmp_path) as served:
+    async with run_proxy(tmp_path) as served:
         for number in range(3):
             assert (await served.chat(f"Number {number}", session_id=f"talk {number}")).status == 200
-        records = await served.settled()
+        records = await served.wait_until_saved()
         reply = await get_json(served, "/warmline/activity", count="2")
         assert (reply["total"], reply["history"]["requests"]) == (3, 3)
         assert [each["id"] for each in reply["requests"]] == [record.id for record in records[:2]]
@@ -204,13 +204,13 @@ async def test_activity(tmp_path: Path) -> None:
 async def test_bad_queries_return_4xx(
     tmp_path: Path, path: str, parameters: dict[str, str], status: int, says: str
 ) -> None:
-    async with pair(tmp_path) as served:
+    async with run_proxy(tmp_path) as served:
         assert says in str(await get_json(served, path, status, **parameters))
 
 
 @on_loop
 async def test_page_security_headers(tmp_path: Path) -> None:
-    async with pair(tmp_path) as served:
+    async with run_proxy(tmp_path) as served:
         for path, kind in (("/admin", "text/html"), ("/admin/", "text/html"), ("/admin/main.js", "text/javascript")):
             async with served.client.get(served.url + path) as response:
                 assert response.status == 200 and response.content_type == kind and response.charset == "utf-8"

@@ -26,7 +26,7 @@ from warmline_proxy.explain.volatile import (
 UUID = "3f2b8c1e-9a4d-4c7e-8f10-2b6d5e7a9c33"
 
 
-def tool(name: str, **parameters: object) -> dict[str, object]:
+def make_tool(name: str, **parameters: object) -> dict[str, object]:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
@@ -86,10 +86,10 @@ def test_head_has_leading_system_texts_and_tools() -> None:
         {"role": "user", "content": "hi"},
         {"role": "system", "content": "late"},
     ]
-    fields = {"messages": msgspec.Raw(msgspec.json.encode(messages)), "tools": [tool("a")]}
+    fields = {"messages": msgspec.Raw(msgspec.json.encode(messages)), "tools": [make_tool("a")]}
     head = extract_head(fields)
     assert head.system == "one\n\ntwo\nthree" and len(head.tools) == 1
-    assert extract_head({"messages": messages, "tools": [tool("a")]}) == head
+    assert extract_head({"messages": messages, "tools": [make_tool("a")]}) == head
     for broken in ({}, {"messages": msgspec.Raw(b'"x"')}, {"messages": [1]}, {"tools": [2], "messages": None}):
         assert extract_head(broken) == PromptHead("", ())
 
@@ -120,7 +120,7 @@ def test_change_deep_in_long_system_text_is_described() -> None:
 
 
 def test_too_long_texts_and_tools_are_left_out() -> None:
-    system, tools = "x" * (TEXT_CHARS_MAX + 1), [tool("a", text="x" * TOOLS_BYTES_MAX)]
+    system, tools = "x" * (TEXT_CHARS_MAX + 1), [make_tool("a", text="x" * TOOLS_BYTES_MAX)]
     body = {"messages": [{"role": "system", "content": system}], "tools": tools}
     raw = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in body.items()}
     assert extract_head(body) == extract_head(raw) == PromptHead(system[:-1], ())
@@ -132,10 +132,10 @@ def test_changes_of_tools_are_described() -> None:
     def head(*tools: dict[str, object]) -> PromptHead:
         return extract_head({"messages": [], "tools": list(tools)})
 
-    a, b, other_a = tool("a"), tool("b"), tool("a", type="object")
+    a, b, other_a = make_tool("a"), make_tool("b"), make_tool("a", type="object")
     assert describe_changes(head(a, b), head(b, a)) == "the tools come in another order"
     assert describe_changes(head(a), head(other_a)) == "tools: a changed"
-    assert describe_changes(head(a, b), head(tool("c"), tool("d"), tool("e"))) == "", "another agent's"
+    assert describe_changes(head(a, b), head(make_tool("c"), make_tool("d"), make_tool("e"))) == "", "another agent's"
     assert describe_changes(head(a), head(a, b)) == "tools: b new"
     assert describe_changes(head(a, b), head(a)) == "tools: b gone"
     assert describe_changes(head(), head(a)) == ""
@@ -158,7 +158,10 @@ def test_head_is_compared_with_most_similar_recent_one() -> None:
 
 def test_heads_of_other_namespaces_are_not_compared() -> None:
     heads, mine, yours = PromptHeadCache(), b"m" * 16, b"y" * 16
-    old, new = (extract_head({"messages": [], "tools": tools}) for tools in ([tool("a")], [tool("a"), tool("hush")]))
+    old, new = (
+        extract_head({"messages": [], "tools": tools})
+        for tools in ([make_tool("a")], [make_tool("a"), make_tool("hush")])
+    )
     heads.add(mine, new)
     assert heads.explain_change(yours, old) == ""
     heads.add(yours, old)
@@ -170,7 +173,7 @@ def test_rules_stabilize_only_the_head() -> None:
     talk = {"role": "user", "content": f"at 14:22 {UUID}"}
     body = {
         "messages": [{"role": "system", "content": [{"type": "text", "text": "It is 14:22."}]}, talk],
-        "tools": [tool("b"), tool("a")],
+        "tools": [make_tool("b"), make_tool("a")],
         "temperature": 1,
     }
     raw = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in body.items()}
@@ -178,7 +181,7 @@ def test_rules_stabilize_only_the_head() -> None:
         stabilized, counts = stabilize_fields(given, RULES)
         read = msgspec.json.decode(msgspec.json.encode(stabilized))
         assert read["messages"] == [{"role": "system", "content": [{"type": "text", "text": "It is [time]."}]}, talk]
-        assert read["tools"] == [tool("a"), tool("b")] and read["temperature"] == 1
+        assert read["tools"] == [make_tool("a"), make_tool("b")] and read["temperature"] == 1
         assert counts == {TIMES: 1, TOOL_ORDER: 1}
         assert stabilize_fields(stabilized, RULES) == (stabilized, {})
     assert body["messages"][0]["content"][0]["text"] == "It is 14:22.", "the client's own body is left as it is"

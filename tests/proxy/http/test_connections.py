@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from support.proxy.harness import on_loop
-from support.proxy.raw_connections import count_alive, serving, until
+from support.proxy.raw_connections import count_alive, run_server, wait_until
 from warmline_common.process.file_limits import count_open_descriptors, raise_descriptor_limit
 from warmline_proxy.http import connections
 from warmline_proxy.http.bodies import BODY_BYTES_MAX
@@ -18,7 +18,7 @@ MANY = 1_000
 @on_loop
 async def test_thousand_idle_connections(tmp_path: Path) -> None:
     assert raise_descriptor_limit(8192) > 2 * MANY + 200
-    async with serving(tmp_path) as (server, connect):
+    async with run_server(tmp_path) as (server, connect):
         for _ in range(MANY // 100):
             await asyncio.gather(*(connect() for _ in range(100)))
         client = await connect()
@@ -29,7 +29,7 @@ async def test_thousand_idle_connections(tmp_path: Path) -> None:
 
 @on_loop
 async def test_connection_refused_when_all_busy(tmp_path: Path) -> None:
-    async with serving(tmp_path, connections_max=1) as (server, connect):
+    async with run_server(tmp_path, connections_max=1) as (server, connect):
         busy = await connect()
         busy.get("/hold")
         await server.held.wait()
@@ -38,14 +38,14 @@ async def test_connection_refused_when_all_busy(tmp_path: Path) -> None:
         assert (status, headers["connection"], body["error"]["code"]) == (503, "close", "connections_full")
         assert int(headers["retry-after"]) > 0
         assert await newcomer.is_closed()
-        server.free.set()
-        assert (await busy.answer())[2] == {"held": True}
+        server.released.set()
+        assert (await busy.read_response())[2] == {"held": True}
         assert (await (await connect()).request("/echo"))[0] == 200
 
 
 @on_loop
 async def test_longest_idle_connection_is_closed(tmp_path: Path) -> None:
-    async with serving(tmp_path, connections_max=3) as (server, connect):
+    async with run_server(tmp_path, connections_max=3) as (server, connect):
         first, second, third = [await connect() for _ in range(3)]
         for client in (first, second, third, first):  # now the second is the longest idle
             assert (await client.request("/echo"))[0] == 200
@@ -60,7 +60,7 @@ async def test_longest_idle_connection_is_closed(tmp_path: Path) -> None:
 @on_loop
 async def test_refusals_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "REFUSALS_COUNT_MAX", 1)
-    async with serving(tmp_path, connections_max=1) as (server, connect):
+    async with run_server(tmp_path, connections_max=1) as (server, connect):
         (await connect()).get("/hold")
         await server.held.wait()
         silent, unheard = await connect(), await connect()
@@ -77,11 +77,11 @@ def test_compute_connections_max() -> None:
 
 @on_loop
 async def test_head_timeout_returns_408(tmp_path: Path) -> None:
-    async with serving(tmp_path, receive_timeout_s=0.2) as (server, connect):
+    async with run_server(tmp_path, receive_timeout_s=0.2) as (server, connect):
         for beginning in ("GET /echo HTTP/1.1\r\nHo", "\r\n"):
             client = await connect()
             client.send(beginning)
-            status, headers, body = await client.answer()
+            status, headers, body = await client.read_response()
             assert (status, headers["connection"], body["error"]["code"]) == (408, "close", "request_timeout")
             assert await client.is_closed()
         await server.wait_until_empty()
@@ -89,11 +89,11 @@ async def test_head_timeout_returns_408(tmp_path: Path) -> None:
 
 @on_loop
 async def test_slow_head_times_out(tmp_path: Path) -> None:
-    async with serving(tmp_path, receive_timeout_s=0.3) as (_, connect):
+    async with run_server(tmp_path, receive_timeout_s=0.3) as (_, connect):
         client = await connect()
         assert (await client.request("/echo"))[0] == 200
         client.send("GET /echo HTTP/1.1\r\nHost: localhost\r\nX-Long: ")
-        answer = asyncio.ensure_future(client.answer())
+        answer = asyncio.ensure_future(client.read_response())
         while not answer.done():
             client.send("x")
             await asyncio.sleep(0.02)
@@ -102,11 +102,11 @@ async def test_slow_head_times_out(tmp_path: Path) -> None:
 
 @on_loop
 async def test_stalled_body_returns_408(tmp_path: Path) -> None:
-    async with serving(tmp_path, receive_timeout_s=0.2) as (server, connect):
+    async with run_server(tmp_path, receive_timeout_s=0.2) as (server, connect):
         for length in ("Content-Length: 100\r\n", "Transfer-Encoding: chunked\r\n"):
             client = await connect()
             client.send(f"POST /echo HTTP/1.1\r\nHost: localhost\r\n{length}\r\n5\r\nabcde")
-            status, headers, body = await client.answer()
+            status, headers, body = await client.read_response()
             assert (status, headers["connection"], body["error"]["code"]) == (408, "close", "request_timeout")
             assert await client.is_closed()
             client.writer.close()
@@ -115,37 +115,37 @@ async def test_stalled_body_returns_408(tmp_path: Path) -> None:
 
 @on_loop
 async def test_slow_body_is_read(tmp_path: Path) -> None:
-    async with serving(tmp_path, receive_timeout_s=0.5) as (_, connect):
+    async with run_server(tmp_path, receive_timeout_s=0.5) as (_, connect):
         client = await connect()
         client.send("POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 15\r\n\r\n")
         for _ in range(15):
             await asyncio.sleep(0.05)
             client.send("x")
-        status, headers, body = await client.answer()
+        status, headers, body = await client.read_response()
         assert (status, body) == (200, {"bytes": 15}) and headers.get("connection") != "close"
 
 
 @on_loop
 async def test_reset_during_body_ends_handler(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (server, connect):
+    async with run_server(tmp_path) as (server, connect):
         client, neighbour = await connect(), await connect()
         neighbour.get("/hold")
         client.send("POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nabc")
         await server.held.wait()
         client.reset()
-        await server.over.wait()
-        server.free.set()
-        assert (await neighbour.answer())[2] == {"held": True}
+        await server.handler_cancelled.wait()
+        server.released.set()
+        assert (await neighbour.read_response())[2] == {"held": True}
         neighbour.writer.close()
         await server.wait_until_empty()
 
 
 @on_loop
 async def test_oversized_body_refused_early(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (server, connect):
+    async with run_server(tmp_path) as (server, connect):
         client = await connect()
         client.send(f"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: {BODY_BYTES_MAX + 1}\r\n\r\n")
-        status, headers, _ = await client.answer()
+        status, headers, _ = await client.read_response()
         assert (status, headers["connection"]) == (413, "close")
         for _ in range(100):  # more of the body causes no reset
             client.send(b"x" * 10_000)
@@ -172,13 +172,13 @@ TOO_LARGE = ("a huge field", "a huge line", "too many fields")
 @pytest.mark.parametrize("kind", BAD_HEADS)
 @on_loop
 async def test_garbage_is_refused(tmp_path: Path, kind: str) -> None:
-    async with serving(tmp_path) as (server, connect):
+    async with run_server(tmp_path) as (server, connect):
         neighbour, rude = await connect(), await connect()
         neighbour.get("/hold")
         await server.held.wait()
         assert (await rude.request("/echo"))[0] == 200
         rude.send(BAD_HEADS[kind])
-        status, headers, body = await rude.answer()
+        status, headers, body = await rude.read_response()
         expected = 431 if kind in TOO_LARGE else 400
         assert (status, headers["connection"], body["error"]["type"]) == (expected, "close", "invalid_request_error")
         assert ("at most 128 headers, of 8190 bytes" in body["error"]["message"]) == (status == 431)
@@ -186,30 +186,30 @@ async def test_garbage_is_refused(tmp_path: Path, kind: str) -> None:
         assert "\n" not in body["error"]["message"]
         assert await rude.is_closed()
         rude.writer.close()
-        server.free.set()
-        assert (await neighbour.answer())[2] == {"held": True}
+        server.released.set()
+        assert (await neighbour.read_response())[2] == {"held": True}
         neighbour.writer.close()
         await server.wait_until_empty()
 
 
 @on_loop
 async def test_broken_chunk_returns_400(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (_, connect):
+    async with run_server(tmp_path) as (_, connect):
         client = await connect()
         client.send("POST /echo HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\nzz\r\n")
-        assert (await client.answer())[0] == 400
+        assert (await client.read_response())[0] == 400
         assert await client.is_closed()
 
 
 @on_loop
 async def test_pipelined_requests(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (_, connect):
+    async with run_server(tmp_path) as (_, connect):
         client = await connect()
         lengths = [3, 0, 70_000, 1]
         client.send(
             "".join(f"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: {n}\r\n\r\n{'x' * n}" for n in lengths)
         )
-        assert [(await client.answer())[2]["bytes"] for _ in lengths] == lengths
+        assert [(await client.read_response())[2]["bytes"] for _ in lengths] == lengths
         assert (await client.request("/echo", "Connection: close\r\n"))[1]["connection"] == "close"
         assert await client.is_closed()
 
@@ -226,18 +226,18 @@ async def test_no_leak_after_disconnects(tmp_path: Path) -> None:
             client.get("/flood?bytes=1000000")
         client.reset() if number % 2 else client.writer.close()
 
-    async with serving(tmp_path) as (server, connect):
+    async with run_server(tmp_path) as (server, connect):
         before = count_open_descriptors()
         for number in range(200):
             await connect_and_leave(number)
-        await until(lambda: count_open_descriptors() <= before)
-        await until(lambda: not count_alive())
+        await wait_until(lambda: count_open_descriptors() <= before)
+        await wait_until(lambda: not count_alive())
         assert server.connections.count == 0
 
 
 @on_loop
 async def test_keepalive_options(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (_, connect):
+    async with run_server(tmp_path) as (_, connect):
         options = (await (await connect()).request("/socket"))[2]
         assert options["on"] and options["after_s"] + options["interval_s"] * options["count"] == 90
 
@@ -245,30 +245,30 @@ async def test_keepalive_options(tmp_path: Path) -> None:
 @on_loop
 async def test_idle_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "IDLE_TIMEOUT_S", 0.1)
-    async with serving(tmp_path, receive_timeout_s=0.4) as (server, connect):
+    async with run_server(tmp_path, receive_timeout_s=0.4) as (server, connect):
         silent, busy, used = await connect(), await connect(), await connect()
         busy.get("/hold")
         assert (await used.request("/echo"))[0] == 200
         assert await silent.is_closed() and await used.is_closed()
-        server.free.set()
-        assert (await busy.answer())[2] == {"held": True}
+        server.released.set()
+        assert (await busy.read_response())[2] == {"held": True}
 
 
 @pytest.mark.parametrize("path", ["/flood", "/lump"])
 @on_loop
 async def test_send_timeout(tmp_path: Path, path: str) -> None:
-    async with serving(tmp_path, send_timeout_s=0.2) as (server, connect):
+    async with run_server(tmp_path, send_timeout_s=0.2) as (server, connect):
         client = await connect(receive_buffer_bytes=4096)
         client.get(f"{path}?bytes=20000000")
         await server.wait_until_empty()
         if path == "/flood":
-            await server.over.wait()
+            await server.handler_cancelled.wait()
 
 
 @pytest.mark.parametrize("path", ["/flood", "/lump"])
 @on_loop
 async def test_slow_reader_gets_whole_response(tmp_path: Path, path: str) -> None:
-    async with serving(tmp_path, send_timeout_s=0.5) as (_, connect):
+    async with run_server(tmp_path, send_timeout_s=0.5) as (_, connect):
         client, count = await connect(receive_buffer_bytes=4096), 0
         client.get(f"{path}?bytes=1000000", "Connection: close\r\n")
         await client.reader.readuntil(b"\r\n\r\n")
@@ -280,7 +280,7 @@ async def test_slow_reader_gets_whole_response(tmp_path: Path, path: str) -> Non
 
 @on_loop
 async def test_partial_response_is_aborted(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (server, connect):
+    async with run_server(tmp_path) as (server, connect):
         client = await connect()
         client.get("/half")
         with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
@@ -290,7 +290,7 @@ async def test_partial_response_is_aborted(tmp_path: Path) -> None:
 
 @on_loop
 async def test_internal_error_envelope(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (_, connect):
+    async with run_server(tmp_path) as (_, connect):
         status, headers, body = await (await connect()).request("/fault")
         assert (status, headers["connection"], body["error"]["type"]) == (500, "close", "server_error")
         assert "unforeseen" not in body["error"]["message"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from support.proxy.harness import Pair, on_loop, pair
+from support.proxy.harness import ProxyHarness, on_loop, run_proxy
 from warmline_common.settings.parsers import parse_origins, split_names
 from warmline_common.storage.home import Home
 from warmline_proxy.config import ProxyConfig, ProxyConfigError
@@ -91,7 +91,7 @@ def test_invalid_origin_setting(tmp_path: Path, wrong: str) -> None:
         ProxyConfig(home=Home(tmp_path), cors_origins=wrong)
 
 
-async def send(proxy: Pair, method: str, path: str, **more: str) -> tuple[int, dict[str, str]]:
+async def send_request(proxy: ProxyHarness, method: str, path: str, **more: str) -> tuple[int, dict[str, str]]:
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "stream": True} if method == "POST" else {}
     headers = {"Origin": PAGE, **more}
     async with proxy.client.request(method, proxy.url + path, json=body or None, headers=headers) as response:
@@ -101,24 +101,26 @@ async def send(proxy: Pair, method: str, path: str, **more: str) -> tuple[int, d
 
 @on_loop
 async def test_all_responses_have_cors_headers(tmp_path: Path) -> None:
-    async with pair(tmp_path, cors_origins=PAGE, client_key="sesame") as proxy:
-        status, headers = await send(proxy, "OPTIONS", "/v1/chat/completions", **ASKED)
+    async with run_proxy(tmp_path, cors_origins=PAGE, client_key="sesame") as proxy:
+        status, headers = await send_request(proxy, "OPTIONS", "/v1/chat/completions", **ASKED)
         assert status == 204 and headers[ALLOW] == PAGE
-        status, headers = await send(proxy, "GET", "/v1/models")  # without the key: the page may read the refusal
+        status, headers = await send_request(
+            proxy, "GET", "/v1/models"
+        )  # without the key: the page may read the refusal
         assert status == 401 and headers[ALLOW] == PAGE
-        status, headers = await send(proxy, "POST", "/v1/chat/completions", Authorization="Bearer sesame")
+        status, headers = await send_request(proxy, "POST", "/v1/chat/completions", Authorization="Bearer sesame")
         assert (
             status == 200 and headers[ALLOW] == PAGE and "X-Warmline-Cache" in headers["Access-Control-Expose-Headers"]
         )
         for path in ("/metrics", "/warmline/status", "/health"):
-            assert (await send(proxy, "GET", path))[1] == (await send(proxy, "OPTIONS", path))[1] == {}
+            assert (await send_request(proxy, "GET", path))[1] == (await send_request(proxy, "OPTIONS", path))[1] == {}
 
 
 @on_loop
 async def test_no_cors_by_default_and_host_checked_first(tmp_path: Path) -> None:
-    async with pair(tmp_path / "none") as proxy:
-        assert await send(proxy, "OPTIONS", "/v1/models", **ASKED) == (204, {})
-        assert await send(proxy, "GET", "/v1/models") == (403, {})
+    async with run_proxy(tmp_path / "none") as proxy:
+        assert await send_request(proxy, "OPTIONS", "/v1/models", **ASKED) == (204, {})
+        assert await send_request(proxy, "GET", "/v1/models") == (403, {})
         page = {
             "Origin": PAGE,
             "Content-Type": "text/plain",
@@ -129,6 +131,6 @@ async def test_no_cors_by_default_and_host_checked_first(tmp_path: Path) -> None
         async with proxy.client.post(f"{proxy.url}/v1/chat/completions", data=body, headers=page) as refused:
             assert refused.status == 403 and (await refused.json())["error"]["code"] == "foreign_page"
         assert not proxy.backend.calls["prompts"], "sent without a preflight"
-    async with pair(tmp_path / "all", cors_origins="*") as proxy:
+    async with run_proxy(tmp_path / "all", cors_origins="*") as proxy:
         for method in ("OPTIONS", "GET"):
-            assert (await send(proxy, method, "/v1/models", Host="evil.example"))[0] == 403
+            assert (await send_request(proxy, method, "/v1/models", Host="evil.example"))[0] == 403

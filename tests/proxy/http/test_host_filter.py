@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from support.proxy.harness import on_loop, pair
+from support.proxy.harness import on_loop, run_proxy
 from warmline_common.process.loopback import parse_host
 from warmline_common.settings.parsers import parse_hosts, split_names
 from warmline_proxy.errors import ClientError
@@ -29,7 +29,7 @@ MALFORMED = [
 ]  # fmt: skip
 
 
-def refusal(
+def find_refusal(
     *hosts: str, target: str = "/v1/models", version: tuple[int, int] = HTTP_1_1, names: HostFilter = HOSTS
 ) -> int:
     """HTTP status of the refusal; 0 without one."""
@@ -43,13 +43,13 @@ def refusal(
 
 @pytest.mark.parametrize(("hosts", "status"), [(ALLOWED, 0), (FOREIGN, 403), (MALFORMED, 400)])
 def test_allowed_hosts(hosts: list[str], status: int) -> None:
-    assert {host: refusal(host) for host in hosts} == dict.fromkeys(hosts, status)
+    assert {host: find_refusal(host) for host in hosts} == dict.fromkeys(hosts, status)
 
 
 def test_single_host_header_required() -> None:
-    assert refusal("localhost", "localhost") == refusal("localhost", "evil.example") == 400
-    assert refusal() == 400
-    assert refusal(version=HTTP_1_0) == 0, "browsers do not use HTTP/1.0"
+    assert find_refusal("localhost", "localhost") == find_refusal("localhost", "evil.example") == 400
+    assert find_refusal() == 400
+    assert find_refusal(version=HTTP_1_0) == 0, "browsers do not use HTTP/1.0"
 
 
 @pytest.mark.parametrize(
@@ -65,12 +65,12 @@ def test_single_host_header_required() -> None:
     ],
 )
 def test_absolute_target_host_is_checked(target: str, status: int) -> None:
-    assert refusal("localhost", target=target) == status
+    assert find_refusal("localhost", target=target) == status
 
 
 def test_any_host_setting() -> None:
     names = HostFilter(split_names(parse_hosts(" *, x.example ")))
-    assert refusal("evil.example", names=names) == 0 and refusal("evil example", names=names) == 400
+    assert find_refusal("evil.example", names=names) == 0 and find_refusal("evil example", names=names) == 400
 
 
 def test_host_names_of_the_setting() -> None:
@@ -103,7 +103,7 @@ async def fetch_status(url: str, head: str) -> int:
 
 @on_loop
 async def test_host_checked_on_every_path_despite_key(tmp_path: Path) -> None:
-    async with pair(tmp_path, client_key="sesame", allowed_hosts="mac.example") as proxy:
+    async with run_proxy(tmp_path, client_key="sesame", allowed_hosts="mac.example") as proxy:
         secret = proxy.home.load_secret()
         for key in ("sesame", secret):
             for path in ("/health", "/ready", "/metrics", "/v1/models", "/warmline/status", "/admin", "/none"):

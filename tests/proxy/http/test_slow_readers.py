@@ -5,7 +5,7 @@ import json
 import socket
 from pathlib import Path
 
-from support.proxy.harness import Pair, on_loop, pair
+from support.proxy.harness import ProxyHarness, on_loop, run_proxy
 
 STREAMED = {"messages": [{"role": "user", "content": "Everything"}], "stream": True}
 
@@ -17,7 +17,7 @@ class SlowClient:
         self.reader, self.writer = reader, writer
 
     @classmethod
-    async def ask(cls, proxy: Pair, headers: dict[str, str]) -> "SlowClient":
+    async def ask(cls, proxy: ProxyHarness, headers: dict[str, str]) -> "SlowClient":
         wire = socket.socket()
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         wire.setblocking(False)
@@ -47,7 +47,7 @@ class SlowClient:
 
 @on_loop
 async def test_slow_read_of_complete_answer_is_no_stall(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         proxy.backend.answer = ["x" * 10_000] * 100
         slow = await SlowClient.ask(proxy, {"X-Warmline-Stall-Timeout": "0.3", "Connection": "close"})
         while not (await proxy.status())["settling"]:
@@ -61,7 +61,7 @@ async def test_slow_read_of_complete_answer_is_no_stall(tmp_path: Path) -> None:
 @on_loop
 async def test_engine_released_for_stalled_reader(tmp_path: Path) -> None:
     """Released before the last bytes are read: the bytes in flight decide where the response waits."""
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         for events in range(5, 14):
             name = f"mine-{events}"
             proxy.backend.answer = ["x" * 20_000] * (events + 1)
@@ -81,7 +81,7 @@ async def test_engine_released_for_stalled_reader(tmp_path: Path) -> None:
 @on_loop
 async def test_no_error_after_end_of_stream(tmp_path: Path) -> None:
     """The last bytes still wait for their client when the request is cancelled."""
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         for events in range(4, 40, 3):
             name = f"mine-{events}"
             proxy.backend.answer = ["x" * 20_000] * events

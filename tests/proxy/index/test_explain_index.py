@@ -5,7 +5,16 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from support.index.indexes import LAYOUT, MODEL, ROOT, files_on_disk, matched, save, why, write_plan
+from support.index.indexes import (
+    LAYOUT,
+    MODEL,
+    ROOT,
+    count_file_bytes,
+    count_matched,
+    find_end_reason,
+    save,
+    write_plan,
+)
 from warmline_common.protocol.tokens import namespace, pack_tokens, unpack_tokens
 from warmline_proxy.explain.causes import find_cause
 from warmline_proxy.explain.diff import compare_conversations, load_conversation
@@ -32,12 +41,12 @@ OTHER_MODEL = namespace("model-b")
 FINGERPRINTS = {ROOT: "model-a", OTHER_KEY: "model-a", OTHER_MODEL: "model-b"}
 
 
-def record(request: str = "aaaa1111", **fields: object) -> RequestRecord:
+def make_record(request: str = "aaaa1111", **fields: object) -> RequestRecord:
     values = {"at": 2e9, "endpoint": "chat", "client_model": "m", "outcome": "ok", "source": "cold", "root": ROOT}
     return RequestRecord(id=request, **{**values, **fields})  # type: ignore[arg-type]
 
 
-def parted(at: int = 40, **fields: object) -> Divergence:
+def make_divergence(at: int = 40, **fields: object) -> Divergence:
     values = {"begins": at - 8, "stored": pack_tokens([1] * 8 + [2]), "prompt": pack_tokens([1] * 8 + [3])}
     return Divergence(at=at, **{**values, **fields})  # type: ignore[arg-type]
 
@@ -82,9 +91,9 @@ def test_divergence_in_long_prompt_reads_once_more(index: Index, monkeypatch: py
 
 def test_evicted_prefix_is_reported(index: Index) -> None:
     save(index, PROMPT)
-    index.free_bytes(files_on_disk(index.home))
-    assert matched(index, PROMPT) == 0
-    assert find_cause(why(index, PROMPT), None) == "evicted"
+    index.free_bytes(count_file_bytes(index.home))
+    assert count_matched(index, PROMPT) == 0
+    assert find_cause(find_end_reason(index, PROMPT), None) == "evicted"
 
 
 @pytest.mark.parametrize("tokens", [150, 37], ids=["blocks", "less than a block"])
@@ -92,7 +101,7 @@ def test_evicted_prefix_is_reported(index: Index) -> None:
 def test_first_request_of_namespace_reports_others(index: Index, root: bytes, cause: str, tokens: int) -> None:
     save_under(index, root, PROMPT)
     session = save_under(index, ROOT, PROMPT)
-    asked = record(why_not_warmer="nothing stored", prompt_tokens=tokens, session=session)
+    asked = make_record(why_not_warmer="nothing stored", prompt_tokens=tokens, session=session)
     reply = explain(index, asked)
     assert reply.verdict.cause == cause
     told = {"other-key": f"{tokens} of its tokens", "other-model": "everything stored for model-a before"}
@@ -106,7 +115,7 @@ def test_first_request_of_namespace_reports_others(index: Index, root: bytes, ca
 def test_unrelated_prompt_is_first_request(index: Index) -> None:
     save_under(index, OTHER_KEY, range(5000, 5200))
     session = save_under(index, ROOT, PROMPT)
-    reply = explain(index, record(why_not_warmer="nothing stored", prompt_tokens=150, session=session))
+    reply = explain(index, make_record(why_not_warmer="nothing stored", prompt_tokens=150, session=session))
     assert (reply.verdict.cause, reply.where, reply.known) == ("first-request", None, None)
 
 
@@ -116,43 +125,48 @@ def test_diverged_conversation_is_found_after_moves(index: Index, kept: bool) ->
     if kept:
         save(index, PROMPT)
     session = save(index, [*PROMPT[:150], *range(50)]).session
-    seen = parted(
+    seen = make_divergence(
         at=150,
         stored=pack_tokens(PROMPT[142:190]),
         prompt=pack_tokens([*PROMPT[142:150], *range(40)]),
         segment="0" * 32,
     )
-    reply = explain(index, record(why_not_warmer="differs", prompt_tokens=190, session=session, parting=seen))
+    reply = explain(index, make_record(why_not_warmer="differs", prompt_tokens=190, session=session, parting=seen))
     assert (reply.now.branch, reply.now.tokens) == (kept, 190)
 
 
 def test_divergence_has_location_and_difference(index: Index) -> None:
     session = save(index, PROMPT).session
     leaf = index.sessions()[0].leaf
-    seen = parted(message=2, message_last=2, role="user", messages=5, segment=leaf)
-    asked = record(why_not_warmer="differs from what is stored at token 40", parting=seen, session=session)
+    seen = make_divergence(message=2, message_last=2, role="user", messages=5, segment=leaf)
+    asked = make_record(why_not_warmer="differs from what is stored at token 40", parting=seen, session=session)
     reply = explain(index, add_texts(asked, ["fix a.py now", "fix b.py now"]))
     assert reply.verdict.cause == "message-edited" and reply.request.parting is None
     assert reply.where is not None and (reply.where.token, reply.where.message, reply.where.role) == (40, 2, "user")
     assert reply.known is not None and reply.known.differs == [(4, 5)] and reply.known.tokens == [1] * 8 + [2]
     assert reply.now.branch
     index.make_room(0)
-    assert not explain(index, msgspec.structs.replace(asked, parting=parted())).now.branch
+    assert not explain(index, msgspec.structs.replace(asked, parting=make_divergence())).now.branch
 
 
 def test_refused_request_is_not_called_warm(index: Index) -> None:
-    refused = record("cccc0000", outcome="error", error="400: 'n' must be an integer")
+    refused = make_record("cccc0000", outcome="error", error="400: 'n' must be an integer")
     assert explain(index, refused).verdict.cause == "not-planned"
-    missed = record("dddd0000", why_not_warmer="nothing stored")
+    missed = make_record("dddd0000", why_not_warmer="nothing stored")
     assert find_record([refused, missed], LAST) is missed
-    warm = record("eeee0000", source="resident", expected_ttft_s=0.1)
-    shortest = record("ffff0000", expected_ttft_s=0.1)  # one token, which has to be computed
+    warm = make_record("eeee0000", source="resident", expected_ttft_s=0.1)
+    shortest = make_record("ffff0000", expected_ttft_s=0.1)  # one token, which has to be computed
     assert {explain(index, each).verdict.cause for each in (warm, shortest)} == {"warm"}
 
 
 def test_request_is_found_by_any_id(index: Index) -> None:
-    warm = record("bbbb2222", why_not_warmer="")
-    records = [warm, record("aaaa1111.1"), record("aaaa1111.0"), record("aaaa3333", why_not_warmer="nothing stored")]
+    warm = make_record("bbbb2222", why_not_warmer="")
+    records = [
+        warm,
+        make_record("aaaa1111.1"),
+        make_record("aaaa1111.0"),
+        make_record("aaaa3333", why_not_warmer="nothing stored"),
+    ]
     records[1].why_not_warmer = records[2].why_not_warmer = "stored up to token 7"
     assert find_record(records, LAST).id == "aaaa3333"
     assert find_record(records[:1], LAST).id == "bbbb2222"
@@ -175,10 +189,10 @@ def test_request_is_found_by_any_id(index: Index) -> None:
 
 
 def test_explanation_counts_warm_requests_since() -> None:
-    followed = record("missed.1", source="shared", why_not_warmer="another request computes up to token 64")
-    missed = record("missed.0", why_not_warmer="nothing stored")
-    refused = record("refused", outcome="error")
-    warm = [record(f"warm.{number}", source="resident", cached_tokens=9, at=number) for number in (2, 1)]
+    followed = make_record("missed.1", source="shared", why_not_warmer="another request computes up to token 64")
+    missed = make_record("missed.0", why_not_warmer="nothing stored")
+    refused = make_record("refused", outcome="error")
+    warm = [make_record(f"warm.{number}", source="resident", cached_tokens=9, at=number) for number in (2, 1)]
     records = [refused, warm[0], followed, warm[1], missed]
     assert find_record_with_since(records, LAST) == (missed, WarmSince(warm=2, last="warm.2", at=2.0))
     for asked in ([refused, followed, missed], [missed], warm, [refused]):
@@ -189,7 +203,7 @@ def test_explanation_counts_warm_requests_since() -> None:
 def test_purge_deletes_divergence_texts(index: Index) -> None:
     gone = save(index, [*PROMPT, 1]).session
     for name, session in (("gone", gone), ("kept", "other")):
-        index.record_request(record(name, session=session, parting=parted(stored_text="SECRET")))
+        index.record_request(make_record(name, session=session, parting=make_divergence(stored_text="SECRET")))
     purge(index, PurgeRequest(session=gone))
     assert [(each.id, each.parting) for each in index.requests()] == [("kept", None)]
     assert all(b"SECRET" not in path.read_bytes() for path in index.home.index.rglob("data.mdb"))
@@ -200,7 +214,7 @@ def test_two_conversations_are_compared(index: Index) -> None:
     second = save(index, [*PROMPT[:150], *range(50)]).session
     a, b = load_conversation(index, "session", first), load_conversation(index, "session", second)
     assert a is not None and b is not None
-    seen = record(session=second, parting=parted(150, message=3, message_last=3, role="user"))
+    seen = make_record(session=second, parting=make_divergence(150, message=3, message_last=3, role="user"))
     found = compare_conversations(a, b, [seen])
     assert (found.common, found.tokens_a, found.tokens_b, found.same_root) == (150, 200, 200, True)
     assert found.where is not None and (found.where.token, found.where.message) == (150, 3)

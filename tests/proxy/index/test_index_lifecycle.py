@@ -1,4 +1,4 @@
-"""An index between its opening and its end: bookkeeping, full, failing, of another schema, not there."""
+"""Index from open to close: bookkeeping, full disks, failures, another schema, a missing index."""
 
 import errno
 import itertools
@@ -13,7 +13,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from support.index.indexes import LAYOUT, MODEL, ROOT, make_home, matched, save
+from support.index.indexes import LAYOUT, MODEL, ROOT, count_matched, make_home, save
 from warmline_common.protocol.tokens import pack_tokens, unpack_tokens
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
@@ -27,7 +27,7 @@ from warmline_proxy.store.rows import RequestRecord
 A = list(range(1000, 4000))
 
 
-def record(number: int) -> RequestRecord:
+def make_record(number: int) -> RequestRecord:
     return RequestRecord(
         id=str(number), at=float(number), endpoint="chat", client_model="m", outcome="ok", source="cold"
     )
@@ -35,7 +35,7 @@ def record(number: int) -> RequestRecord:
 
 def test_last_1000_request_records_are_kept(index: Index) -> None:
     for number in range(1100):
-        index.record_request(record(number))
+        index.record_request(make_record(number))
     index.flush()
     assert len(index.requests()) == 1000
     assert [row.id for row in index.requests(2)] == ["1099", "1098"]
@@ -47,7 +47,7 @@ def test_bookkeeping_is_flushed_on_close(home: Home) -> None:
         used = index.segments()[0].id
         index.record_use([used, "ab" * 16])  # one that is gone by now
         index.record_use([used])
-        index.record_request(record(1))
+        index.record_request(make_record(1))
     with IndexReader(home) as reader:
         usage = reader.snapshot().usage[used]
         assert usage.hits == 2 and usage.last_used > 0
@@ -59,7 +59,7 @@ def test_index_survives_reopen_and_is_private(home: Home) -> None:
     with Index(home, 1 << 30) as index:
         save(index, A[:3000], checkpoints=[100])
     with Index(home, 1 << 30) as index:
-        assert matched(index, A) == 3000
+        assert count_matched(index, A) == 3000
         assert verify_index(index) == []
     modes = {path.name: path.stat().st_mode & 0o777 for path in home.index.rglob("*")}
     assert modes == {"1": 0o700, "data.mdb": 0o600, "lock.mdb": 0o600}
@@ -73,10 +73,10 @@ def test_full_map_grows(tmp_path: Path) -> None:
             save(index, [number, *range(3000)])
         index.compact()
         save(index, A[:2000])
-        assert matched(index, A) == 2000
+        assert count_matched(index, A) == 2000
         assert index.totals().bytes_index > 1 << 18
     with Index(home, 1 << 30, map_bytes=1 << 18) as index:  # smaller than what is there
-        assert matched(index, A) == 2000
+        assert count_matched(index, A) == 2000
 
 
 READER = """
@@ -95,14 +95,14 @@ def test_reader_follows_growing_map(home: Home) -> None:
         save(index, A[:1000])
         other = [sys.executable, "-c", READER, str(home.root)]
         with subprocess.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
-            assert ask(reader) == 1
+            assert read_segment_count(reader) == 1
             for number in range(20):
                 save(index, [number, *range(3000)])
-            assert ask(reader) == 21
+            assert read_segment_count(reader) == 21
             reader.communicate()
 
 
-def ask(reader: "subprocess.Popen[str]") -> int:
+def read_segment_count(reader: "subprocess.Popen[str]") -> int:
     assert reader.stdin and reader.stdout
     reader.stdin.write("how many?\n")
     reader.stdin.flush()
@@ -113,18 +113,18 @@ def test_map_growth_failure_refuses_save_only(tmp_path: Path, monkeypatch: pytes
     home = make_home(tmp_path / "h")
     with Index(home, 1 << 30, map_bytes=1 << 18) as index:
         save(index, A[:1000])
-        failing_in_lmdb(monkeypatch, "grow", OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)))
+        fail_in_lmdb(monkeypatch, "grow", OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)))
         with pytest.raises(IndexFullError, match=r"256 KiB and can't grow: .*memory"):
             for number in range(100):
                 save(index, [number, *range(3000)])
         for number in range(2000):
-            index.record_request(record(number))  # more than fits: bookkeeping is lost, the writer lives on
+            index.record_request(make_record(number))  # more than fits: bookkeeping is lost, the writer lives on
         index.flush()
-        assert matched(index, A) == 1000
+        assert count_matched(index, A) == 1000
         assert index.match_prefix(ROOT, pack_tokens(A), 10).tokens == 10
         monkeypatch.undo()
         save(index, A[:2000])
-        assert matched(index, A) == 2000
+        assert count_matched(index, A) == 2000
 
 
 def test_map_grows_after_readers_leave(tmp_path: Path) -> None:
@@ -155,23 +155,23 @@ def test_map_grows_after_readers_leave(tmp_path: Path) -> None:
 def test_failed_commit_changes_nothing(code: str, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     save(index, A[:1000])
     number = getattr(errno, code)
-    failing_in_lmdb(monkeypatch, "commit", OSError(number, os.strerror(number)))
+    fail_in_lmdb(monkeypatch, "commit", OSError(number, os.strerror(number)))
     with pytest.raises(IndexStoreError, match=re.escape(os.strerror(number))) as failed:
         save(index, A[:2000])
     assert failed.value.code == code
-    assert matched(index, A) == 1000
+    assert count_matched(index, A) == 1000
     monkeypatch.undo()
     save(index, A[:2000])
-    assert matched(index, A) == 2000
+    assert count_matched(index, A) == 2000
 
 
 def test_failed_write_reopens_environment(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     save(index, A[:1000])
-    failing_in_lmdb(monkeypatch, "commit", lmdb.PanicError("a write failed"), times=1)
+    fail_in_lmdb(monkeypatch, "commit", lmdb.PanicError("a write failed"), times=1)
     with pytest.raises(IndexStoreError):
         save(index, A[:2000])
     save(index, A[:2000])
-    assert matched(index, A) == 2000
+    assert count_matched(index, A) == 2000
 
 
 @pytest.mark.parametrize("fault", ["panic", "growth"])
@@ -199,10 +199,10 @@ def test_failed_reopen_is_retried(fault: str, tmp_path: Path, monkeypatch: pytes
                 index.totals()
         monkeypatch.undo()
         save(index, A[:2000])
-        assert matched(index, A) == 2000
+        assert count_matched(index, A) == 2000
 
 
-def failing_in_lmdb(monkeypatch: pytest.MonkeyPatch, what: str, error: Exception, times: int = 1_000_000) -> None:
+def fail_in_lmdb(monkeypatch: pytest.MonkeyPatch, what: str, error: Exception, times: int = 1_000_000) -> None:
     left = itertools.count(times, -1)
 
     def in_lmdb(asked: str, act: Callable[[], object]) -> object:

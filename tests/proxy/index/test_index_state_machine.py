@@ -1,4 +1,4 @@
-"""Any order of saves, evictions, quarantines, purges and restarts, against a plain set of stored texts."""
+"""State machine: saves, evictions, quarantines, purges and restarts in any order, against a plain set of texts."""
 
 import shutil
 import tempfile
@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from support.index.indexes import ROOT, begin, commit, make_home, short_segments
+from support.index.indexes import ROOT, begin_save, commit_save, make_home, short_segments
 from warmline_common.protocol.tokens import namespace, pack_tokens, unpack_tokens
 from warmline_proxy.index.index import Index
 from warmline_proxy.index.recovery.repair import repair
@@ -22,12 +22,12 @@ ROOTS = (ROOT, namespace("model-b"))
 Text = tuple[int, ...]
 
 
-def shared(a: Text, b: Text) -> int:
+def count_shared(a: Text, b: Text) -> int:
     return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """The model: of each stored file its root and the text up to its end (or position); nothing of a tree."""
+    """Model of the index: the root and the text up to the end (or position) of each file; no tree."""
 
     @initialize()
     def start(self) -> None:
@@ -47,7 +47,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(base=st.integers(0, 99), keep=st.floats(0, 1), tail=st.integers(1, 400), token=st.integers(1, 3))
     def think_of_a_text(self, base: int, keep: float, tail: int, token: int) -> None:
-        """A new text, most often one that begins like an old one; `tail` holds for odd lengths and cuts."""
+        """Make a new text, mostly with the beginning of an old one; `tail` gives odd lengths and cuts."""
         old = self.texts[base % len(self.texts)]
         text = old[: round(len(old) * keep)] + tuple((token + at // 7) % 4 for at in range(tail))
         self.texts.append(text)
@@ -63,7 +63,7 @@ class IndexMachine(RuleBasedStateMachine):
         whole = self.texts[-1 - text % len(self.texts)]
         ids = whole[: round(len(whole) * length)]
         with short_segments():
-            plan = begin(self.index, ids, states, root, may_replace)
+            plan = begin_save(self.index, ids, states, root, may_replace)
         if plan is not None:
             assert plan.matched == self.expected(root, ids)
             self.pending.append(plan)
@@ -79,11 +79,11 @@ class IndexMachine(RuleBasedStateMachine):
         root=st.sampled_from(ROOTS),
     )
     def converse(self, base: int, keep: float, tail: int, token: int, states: list[float], root: bytes) -> None:
-        """A turn, as the proxy would save it: a text goes on, or is left near its end."""
+        """Save a turn as the proxy would: a text continues, or diverges near its end."""
         self.think_of_a_text(-1 - base, keep, tail, token)
         ids = self.texts[-1]
         with short_segments():
-            plan = begin(self.index, ids, [round(len(ids) * share) for share in states], root)
+            plan = begin_save(self.index, ids, [round(len(ids) * share) for share in states], root)
         if plan is not None:
             self.pending.append(plan)
             self.commit(-1, len(ids) - 1)
@@ -93,7 +93,7 @@ class IndexMachine(RuleBasedStateMachine):
     def commit(self, which: int, turn_end: int) -> None:
         plan = self.pending.pop(which % len(self.pending))
         text = tuple(unpack_tokens(plan.tokens))
-        committed = commit(self.index, plan, turn_end)
+        committed = commit_save(self.index, plan, turn_end)
         for spec in plan.segments:
             self.segments[spec.id] = (plan.root, text[: spec.end])
         for ref in plan.checkpoints:
@@ -130,7 +130,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.index.sessions())
     @rule(which=st.integers(0, 9))
     def purge(self, which: int) -> None:
-        """To the token: of its text no more is left than what others say, and of theirs all."""
+        """Purge to the token: other texts stay whole, and only their tokens are left of this one."""
         sessions = self.index.sessions()
         row = sessions[which % len(sessions)]
         texts = {each.id: (each.root, self.text_of(each)) for each in sessions}
@@ -144,7 +144,9 @@ class IndexMachine(RuleBasedStateMachine):
         left = {each.id: texts[each.id] for each in self.index.sessions()}
         assert left.keys() == texts.keys() - set(reply.sessions)
         said = [text for root, text in left.values() if root == row.root]
-        self.is_stored(row.root, texts[row.id][1], max((shared(texts[row.id][1], text) for text in said), default=0))
+        self.is_stored(
+            row.root, texts[row.id][1], max((count_shared(texts[row.id][1], text) for text in said), default=0)
+        )
         for root, text in left.values():
             self.is_stored(root, text, len(text))
 
@@ -176,7 +178,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule()
     def lose_the_index(self) -> None:
-        """All is found again in the files."""
+        """Delete the index; everything is found again in the files."""
         self.restart(again=False)  # what was about to be deleted is
         self.index.close()
         shutil.rmtree(self.home.index)
@@ -197,7 +199,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.states.pop(file_id, None)
 
     def expected(self, root: bytes, text: Text) -> int:
-        return max((shared(stored, text) for where, stored in self.segments.values() if where == root), default=0)
+        return max((count_shared(stored, text) for where, stored in self.segments.values() if where == root), default=0)
 
     @invariant()
     def matches_what_is_stored(self) -> None:

@@ -1,4 +1,4 @@
-"""Owners of stored conversations: keys come, go and come back under the same name."""
+"""Owners of stored conversations: keys are added, removed and added again under the same name."""
 
 import msgspec
 import pytest
@@ -27,8 +27,8 @@ TALK = list(range(1000, 1200))
 OTHER_MODEL = "model-b"
 
 
-def stored_for(index: Index, tenant: str, model: str = MODEL) -> bytes:
-    """Its root, once a conversation is stored there."""
+def store_under_key(index: Index, tenant: str, model: str = MODEL) -> bytes:
+    """Store a conversation under a key; its root."""
     root = namespace(model, tenant)
     plan = index.begin_save(SaveIntent(root, MODEL, pack_tokens(TALK), LAYOUT))
     assert plan is not None
@@ -36,38 +36,43 @@ def stored_for(index: Index, tenant: str, model: str = MODEL) -> bytes:
     return root
 
 
-def seen(index: Index, client_key: str = "", share_cache: bool = False) -> OwnerLabels:
+def build_labels(index: Index, client_key: str = "", share_cache: bool = False) -> OwnerLabels:
     keys = load_key_tenants(index.home, client_key=client_key, share_cache=share_cache)
     return build_owner_labels(keys, find_fingerprints(index.home, index.segments()))
 
 
 def test_new_key_with_same_name_is_another_owner(index: Index) -> None:
-    nobody = stored_for(index, "")
-    assert seen(index).find_label(nobody) == "", "where there was never a key nothing is said"
-    old = stored_for(index, keys_file.add_key(index.home, "default").tenant)
+    nobody = store_under_key(index, "")
+    assert build_labels(index).find_label(nobody) == "", "where there was never a key nothing is said"
+    old = store_under_key(index, keys_file.add_key(index.home, "default").tenant)
     keys_file.remove_key(index.home, "default")
-    assert [seen(index).find_label(root) for root in (nobody, old)] == [NO_KEY_LABEL, REMOVED_LABEL]
-    new = stored_for(index, keys_file.add_key(index.home, "default").tenant)
-    elsewhere = stored_for(index, keys_file.add_key(index.home, "laptop").tenant, OTHER_MODEL)
+    assert [build_labels(index).find_label(root) for root in (nobody, old)] == [NO_KEY_LABEL, REMOVED_LABEL]
+    new = store_under_key(index, keys_file.add_key(index.home, "default").tenant)
+    elsewhere = store_under_key(index, keys_file.add_key(index.home, "laptop").tenant, OTHER_MODEL)
     roots = (nobody, old, new, elsewhere)
-    assert [seen(index).find_label(root) for root in roots] == [NO_KEY_LABEL, REMOVED_LABEL, "default", "laptop"]
-    assert [seen(index, share_cache=True).find_label(root) for root in roots] == [
+    assert [build_labels(index).find_label(root) for root in roots] == [
+        NO_KEY_LABEL,
+        REMOVED_LABEL,
+        "default",
+        "laptop",
+    ]
+    assert [build_labels(index, share_cache=True).find_label(root) for root in roots] == [
         SHARED_LABEL,
         REMOVED_LABEL,
         "default",
         "laptop",
     ]
     keys_file.rotate_key(index.home, "default")
-    assert seen(index).find_label(new) == "default"
-    of_settings = stored_for(index, keys_file.derive_tenant("wl-settings"))
+    assert build_labels(index).find_label(new) == "default"
+    of_settings = store_under_key(index, keys_file.derive_tenant("wl-settings"))
     assert (
-        seen(index).find_label(of_settings) == REMOVED_LABEL
-        and seen(index, "wl-settings").find_label(of_settings) == "environment"
+        build_labels(index).find_label(of_settings) == REMOVED_LABEL
+        and build_labels(index, "wl-settings").find_label(of_settings) == "environment"
     )
 
 
 def test_one_file_header_is_read_per_root(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    roots = [stored_for(index, tenant) for tenant in ("", "a")]
+    roots = [store_under_key(index, tenant) for tenant in ("", "a")]
     asked: list[str] = []
     header_of = Home.segment_file
     monkeypatch.setattr(Home, "segment_file", lambda home, file_id: asked.append(file_id) or header_of(home, file_id))
@@ -78,21 +83,21 @@ def test_one_file_header_is_read_per_root(index: Index, monkeypatch: pytest.Monk
 
 def test_owner_is_known_from_other_roots_of_model(index: Index) -> None:
     tenant = keys_file.add_key(index.home, "laptop").tenant
-    lost, kept = stored_for(index, tenant), stored_for(index, "")
+    lost, kept = store_under_key(index, tenant), store_under_key(index, "")
     (row,) = [row for row in index.segments() if row.root == lost]
     content = index.home.segment_file(row.id).read_bytes()
     index.home.segment_file(row.id).write_bytes(b"")
-    assert [seen(index).find_label(root) for root in (lost, kept)] == ["laptop", NO_KEY_LABEL]
+    assert [build_labels(index).find_label(root) for root in (lost, kept)] == ["laptop", NO_KEY_LABEL]
     (other,) = [row for row in index.segments() if row.root == kept]
     index.home.segment_file(row.id).write_bytes(index.home.segment_file(other.id).read_bytes())
-    assert seen(index).find_label(lost) == "laptop", "a file of another root says nothing of this one"
+    assert build_labels(index).find_label(lost) == "laptop", "a file of another root says nothing of this one"
     index.home.segment_file(row.id).write_bytes(content)
 
 
 def test_owner_lookup_by_label(index: Index) -> None:
-    olds = [stored_for(index, tenant).hex() for tenant in ("gone", "gone too")]
+    olds = [store_under_key(index, tenant).hex() for tenant in ("gone", "gone too")]
     keys_file.add_key(index.home, "laptop")
-    known = seen(index)
+    known = build_labels(index)
     assert known.find_roots("laptop") == [namespace(MODEL, keys_file.read_keys(index.home)[0].tenant).hex()], (
         "stored or not"
     )
@@ -115,17 +120,17 @@ def test_key_named_shared_is_distinguished() -> None:
 
 
 def test_record_of_removed_key_is_labelled(index: Index) -> None:
-    old = stored_for(index, keys_file.add_key(index.home, "default").tenant)
+    old = store_under_key(index, keys_file.add_key(index.home, "default").tenant)
     keys_file.remove_key(index.home, "default")
-    new = stored_for(index, keys_file.add_key(index.home, "default").tenant)
+    new = store_under_key(index, keys_file.add_key(index.home, "default").tenant)
     row = RequestRecord(id="r1", at=2e9, endpoint="chat", client_model="m", key="default", outcome="ok", source="cold")
-    shown = [seen(index).format_key_name(msgspec.structs.replace(row, root=root)) for root in (old, new, b"")]
+    shown = [build_labels(index).format_key_name(msgspec.structs.replace(row, root=root)) for root in (old, new, b"")]
     assert shown == ["default (removed)", "default", "default"]
     session = next(each.id for each in index.sessions() if each.root == new)
     asked = msgspec.structs.replace(
         row, root=new, session=session, why_not_warmer="nothing stored", prompt_tokens=len(TALK)
     )
-    told = explain(index, asked, owner_labels=seen(index))
+    told = explain(index, asked, owner_labels=build_labels(index))
     assert (told.request.key, told.verdict.cause) == ("default", "removed-key")
     assert told.verdict.detail == f"{len(TALK)} of its tokens are stored for a key that was removed"
     keys_file.add_key(index.home, "laptop")

@@ -4,7 +4,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
-from support.proxy.fake_backend import layout
+from support.proxy.fake_backend import make_layout
 from support.proxy.harness import on_loop
 from warmline_proxy.pipeline.generator import Generator, ProgressListener
 from warmline_proxy.request.deadlines import RequestTimeouts
@@ -49,7 +49,7 @@ async def test_failed_prefix_save_waits_for_next_step() -> None:
 @on_loop
 async def test_prefix_saves_end_on_grid() -> None:
     saver = Saver()
-    request = Request(RequestLog("chat"), UNUSED, RequestTimeouts(), layout=layout(grid=64))
+    request = Request(RequestLog("chat"), UNUSED, RequestTimeouts(), layout=make_layout(grid=64))
     listener = ProgressListener(request, make_generator(saver, 100))
     listener.on_started()
     for tokens in (64, 127, 128, 191, 300):

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from support.proxy.fake_backend import layout
-from support.proxy.harness import Pair, on_loop, pair
+from support.proxy.fake_backend import make_layout
+from support.proxy.harness import ProxyHarness, on_loop, run_proxy
 
 
-async def list_evictable(proxy: Pair) -> set[Any]:
+async def list_evictable(proxy: ProxyHarness) -> set[Any]:
     """Residents that the backend may evict, as it was notified."""
-    await proxy.settled()
+    await proxy.wait_until_saved()
     return {resident for names in proxy.backend.calls["order"] for resident in names}
 
 
@@ -20,10 +20,10 @@ async def list_evictable(proxy: Pair) -> set[Any]:
 @on_loop
 async def test_lease_ends_after_failed_save(tmp_path: Path, status: int) -> None:
     """410: the rows are gone, though the resident with rotating layers is not."""
-    async with pair(tmp_path) as proxy:
-        proxy.backend.saves_fail = [status]
+    async with run_proxy(tmp_path) as proxy:
+        proxy.backend.save_failures = [status]
         await proxy.chat()
-        assert await list_evictable(proxy) == set(proxy.backend.held)
+        assert await list_evictable(proxy) == set(proxy.backend.residents)
         assert not proxy.index.segments()
 
 
@@ -32,41 +32,41 @@ async def test_lease_ends_after_failed_index_plan(tmp_path: Path, monkeypatch: p
     def fails(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "as scripted")
 
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         monkeypatch.setattr(proxy.index, "begin_save", fails)
         await proxy.chat()
-        assert await list_evictable(proxy) == set(proxy.backend.held) and not proxy.backend.calls["save"]
+        assert await list_evictable(proxy) == set(proxy.backend.residents) and not proxy.backend.calls["save"]
 
 
 @on_loop
 async def test_lease_ends_after_exceeded_budget(tmp_path: Path) -> None:
-    async with pair(tmp_path, disk_budget_bytes=100) as proxy:
+    async with run_proxy(tmp_path, disk_budget_bytes=100) as proxy:
         await proxy.chat()
-        assert await list_evictable(proxy) == set(proxy.backend.held) and not proxy.backend.calls["save"]
+        assert await list_evictable(proxy) == set(proxy.backend.residents) and not proxy.backend.calls["save"]
 
 
 @on_loop
 async def test_lease_ends_where_all_rows_are_stored(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         await proxy.chat()
         assert not await list_evictable(proxy), "a save of its rows ends a lease by itself"
-        first = set(proxy.backend.held)
+        first = set(proxy.backend.residents)
         await proxy.chat()
-        assert await list_evictable(proxy) == set(proxy.backend.held) - first
+        assert await list_evictable(proxy) == set(proxy.backend.residents) - first
         assert len(proxy.backend.calls["save"]) == 1
 
 
 @on_loop
 async def test_lease_ends_after_save_of_checkpoints_alone(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         backend = proxy.backend
-        backend.layout = layout(has_states=True, state_bytes=10)
+        backend.layout = make_layout(has_states=True, state_bytes=10)
         await proxy.chat()
-        await proxy.settled()
-        (first,) = backend.held
+        await proxy.wait_until_saved()
+        (first,) = backend.residents
         backend.answer = backend.answer[:1]
         await proxy.chat()
-        await proxy.settled()
+        await proxy.wait_until_saved()
         states = backend.calls["save"][-1]
         assert states.resident != first and not states.segments and states.checkpoints
         assert states.resident in await list_evictable(proxy)

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from support.proxy.harness import Pair, on_loop, pair
+from support.proxy.harness import ProxyHarness, on_loop, run_proxy
 from warmline_common.protocol.messages import SampledTurn
 from warmline_common.protocol.tokens import namespace, pack_tokens
 
@@ -18,7 +18,7 @@ NEXT_MESSAGES = [
 ]
 
 
-async def chat_next_turn(proxy: Pair) -> Any:
+async def chat_next_turn(proxy: ProxyHarness) -> Any:
     """Turns sent to the backend with the conversation's next prompt."""
     await proxy.chat(messages=NEXT_MESSAGES)
     return proxy.backend.calls["turns"][-1]
@@ -26,7 +26,7 @@ async def chat_next_turn(proxy: Pair) -> Any:
 
 @on_loop
 async def test_turn_is_found_before_its_save(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         proxy.backend.turn = TURN
         proxy.backend.saving_allowed.clear()
         await proxy.chat(messages=[QUESTION])
@@ -36,10 +36,10 @@ async def test_turn_is_found_before_its_save(tmp_path: Path) -> None:
 
 @on_loop
 async def test_turn_has_session_and_is_purged_with_it(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         proxy.backend.turn = TURN
         await proxy.chat(messages=[QUESTION])
-        record = (await proxy.settled())[0]
+        record = (await proxy.wait_until_saved())[0]
         root = namespace("f" * 64, "")
         (row,) = await asyncio.to_thread(proxy.index.turns, root, [CALL_ID])
         assert record.session and row.session == record.session

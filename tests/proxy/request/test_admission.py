@@ -14,7 +14,7 @@ def make_queue(running: int, queue: int) -> AdmissionQueue:
 
 
 class WaitingRequest:
-    """A request that waits for a ticket; `order` has the names of admitted ones, in order."""
+    """Request that waits for a ticket; `order` lists the names of admitted ones."""
 
     order: list[str]
 

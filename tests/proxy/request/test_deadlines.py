@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.proxy.harness import on_loop, pair
+from support.proxy.harness import on_loop, run_proxy
 from warmline_common.protocol.sse import DONE, encode_event
 from warmline_proxy.errors import ClientError, request_cancelled
 from warmline_proxy.request.deadlines import CancelScope, Clock, RequestTimeouts, find_missed_deadline
@@ -28,7 +28,7 @@ def make_stream(size: int) -> list[bytes]:
     return [encode_event(piece)] * (size // 100_000) + [DONE]
 
 
-def read_code(error: ClientError | None) -> str:
+def get_error_code(error: ClientError | None) -> str:
     return "" if error is None else error.body.decode().split('"code":"')[1].split('"')[0]
 
 
@@ -49,14 +49,14 @@ def test_invalid_timeout_header_returns_400(text: str) -> None:
 def test_total_deadline_counts_from_arrival() -> None:
     clock = Clock(started_at=100.0)
     assert find_missed_deadline(RequestTimeouts(total_s=5), clock, 105.0, 0.0, 1) is None
-    assert read_code(find_missed_deadline(RequestTimeouts(total_s=5), clock, 105.1, 0.0, 1)) == "deadline_exceeded"
+    assert get_error_code(find_missed_deadline(RequestTimeouts(total_s=5), clock, 105.1, 0.0, 1)) == "deadline_exceeded"
     assert find_missed_deadline(RequestTimeouts(), clock, 1e9, 0.0, 1) is None
 
 
 def test_queue_deadline_sums_waiting_time() -> None:
     clock = Clock(started_at=0.0, waited_s=3.0, waiting_since=50.0)
     assert find_missed_deadline(RequestTimeouts(queue_s=5), clock, 52.0, 0.0, 1) is None
-    assert read_code(find_missed_deadline(RequestTimeouts(queue_s=5), clock, 52.1, 0.0, 1)) == "queue_timeout"
+    assert get_error_code(find_missed_deadline(RequestTimeouts(queue_s=5), clock, 52.1, 0.0, 1)) == "queue_timeout"
     clock.waiting_since = None
     assert find_missed_deadline(RequestTimeouts(queue_s=5), clock, 1e9, 0.0, 1) is None
 
@@ -64,13 +64,13 @@ def test_queue_deadline_sums_waiting_time() -> None:
 def test_stall_deadline_counts_from_last_progress() -> None:
     clock = Clock(started_at=0.0, progressed_at=1000.0)
     assert find_missed_deadline(RequestTimeouts(stall_s=10), clock, 1010.0, 0.0, 1) is None
-    assert read_code(find_missed_deadline(RequestTimeouts(stall_s=10), clock, 1010.1, 0.0, 1)) == "stalled"
+    assert get_error_code(find_missed_deadline(RequestTimeouts(stall_s=10), clock, 1010.1, 0.0, 1)) == "stalled"
 
 
 def test_stall_deadline_scales_with_slowest_step_and_running() -> None:
     clock = Clock(started_at=0.0, progressed_at=0.0)
     assert find_missed_deadline(RequestTimeouts(stall_s=10), clock, 285.0, 57.0, 1) is None
-    assert read_code(find_missed_deadline(RequestTimeouts(stall_s=10), clock, 285.1, 57.0, 1)) == "stalled"
+    assert get_error_code(find_missed_deadline(RequestTimeouts(stall_s=10), clock, 285.1, 57.0, 1)) == "stalled"
     assert find_missed_deadline(RequestTimeouts(stall_s=10), clock, 855.0, 57.0, 3) is None
 
 
@@ -113,42 +113,42 @@ async def test_cancel_scope_passes_other_errors() -> None:
 
 @on_loop
 async def test_total_deadline_returns_504_and_cancels(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         proxy.backend.hold_after = 0
         answer = await proxy.chat(headers={"X-Warmline-Total-Timeout": "0.2"})
         assert answer.status == 504 and (await answer.json())["error"]["code"] == "deadline_exceeded"
-        (record,) = await proxy.settled()
+        (record,) = await proxy.wait_until_saved()
         assert proxy.backend.calls["cancel"] == [answer.headers["X-Warmline-Request"]] == [record.id]
         assert record.outcome == "error" and record.saved_tokens == record.prompt_tokens
 
 
 @on_loop
 async def test_stalled_stream_ends_with_error_event(tmp_path: Path) -> None:
-    async with pair(tmp_path, stall_timeout_s=0.2) as proxy:
+    async with run_proxy(tmp_path, stall_timeout_s=0.2) as proxy:
         proxy.backend.hold_after = 1
         answer = await proxy.chat(stream=True)
         text = await answer.text()
         assert answer.status == 200 and '"Par"' in text and '"code":"stalled"' in text and "[DONE]" not in text
-        await proxy.settled()
+        await proxy.wait_until_saved()
         assert proxy.backend.calls["cancel"] == [answer.headers["X-Warmline-Request"]]
 
 
 @on_loop
 async def test_queue_timeout_returns_503_with_retry_after(tmp_path: Path) -> None:
-    async with pair(tmp_path, running_count_max=1, queue_timeout_s=0.2) as proxy:
+    async with run_proxy(tmp_path, running_count_max=1, queue_timeout_s=0.2) as proxy:
         proxy.backend.hold_after = 1
         first = asyncio.create_task(proxy.chat())
         await proxy.backend.holding.wait()
         second = await proxy.chat("Another one")
         assert second.status == 503 and second.headers["Retry-After"].isdigit()
         assert (await second.json())["error"]["code"] == "queue_timeout"
-        proxy.backend.let_go.set()
+        proxy.backend.may_continue.set()
         assert (await first).status == 200
 
 
 @on_loop
 async def test_unread_response_releases_ticket(tmp_path: Path) -> None:
-    async with pair(tmp_path, running_count_max=1) as proxy:
+    async with run_proxy(tmp_path, running_count_max=1) as proxy:
         proxy.backend.raw = make_stream(4_000_000)
         async with proxy.client.post(f"{proxy.url}/v1/chat/completions", json=STREAM_BODY) as stuck:
             proxy.backend.raw = None
@@ -161,10 +161,10 @@ async def test_unread_response_releases_ticket(tmp_path: Path) -> None:
 
 @on_loop
 async def test_unread_backlog_is_limited(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         proxy.backend.raw = make_stream(20_000_000)
         async with proxy.client.post(f"{proxy.url}/v1/chat/completions", json=STREAM_BODY):
             while (await proxy.status())["lives"]:
                 pass
-        (record,) = await proxy.settled()
+        (record,) = await proxy.wait_until_saved()
         assert record.outcome == "error" and "unread" in record.error

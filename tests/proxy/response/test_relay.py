@@ -6,36 +6,36 @@ from typing import Any
 
 import pytest
 
-from support.proxy.fake_backend import SERVED, chunk, usage_chunk
-from support.proxy.harness import on_loop, pair
+from support.proxy.fake_backend import SERVED, make_chunk, make_usage_chunk
+from support.proxy.harness import on_loop, run_proxy
 from warmline_common.protocol.sse import SseParser
 
 CHAT = {"messages": []}
 
 
-def events(body: bytes) -> list[dict[str, Any]]:
+def parse_events(body: bytes) -> list[dict[str, Any]]:
     parsed = [event.data for event in SseParser().feed(body) if event.data and event.data != b"[DONE]"]
     return [json.loads(data) for data in parsed]
 
 
-def whole(*chunks: dict[str, Any]) -> bytes:
+def make_stream(*chunks: dict[str, Any]) -> bytes:
     return b"".join(b"data: " + json.dumps(each, ensure_ascii=False).encode() + b"\n\n" for each in chunks)
 
 
 @on_loop
 async def test_response_has_client_model_name(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         for name in ("openai/glm-5.2", "gpt-4o", SERVED, 'odd "name" \u2028 é'):
             folded = await (await proxy.chat(model=name)).json()
             assert folded["model"] == name
-            streamed = events(await (await proxy.chat(model=name, stream=True)).read())
+            streamed = parse_events(await (await proxy.chat(model=name, stream=True)).read())
             assert [each["model"] for each in streamed] == [name] * len(streamed)
         assert {body["model"] for body in proxy.backend.calls["prompts"]} == {SERVED}
 
 
 @on_loop
 async def test_response_without_model_has_served_name(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         for model in ({"model": None}, {}):
             body = {"messages": [{"role": "user", "content": "hi"}], **model}
             async with proxy.client.post(f"{proxy.url}/v1/chat/completions", json=body) as response:
@@ -44,7 +44,7 @@ async def test_response_without_model_has_served_name(tmp_path: Path) -> None:
 
 @on_loop
 async def test_unknown_fields_pass_and_nulls_are_absent(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         odd = {"big": 123456789012345678901234567890, "nested": {"null": None, "text": "\u2028"}}
         await proxy.chat(odd=odd, seed=None, stop=None)
         body = proxy.backend.calls["prompts"][0]
@@ -54,7 +54,7 @@ async def test_unknown_fields_pass_and_nulls_are_absent(tmp_path: Path) -> None:
 
 @on_loop
 async def test_json_response_is_complete(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         response = await proxy.chat()
         answer = await response.json()
         assert answer["object"] == "chat.completion"
@@ -68,11 +68,11 @@ async def test_json_response_is_complete(tmp_path: Path) -> None:
 @pytest.mark.parametrize("asked", [True, False])
 @on_loop
 async def test_stream_has_usage_only_when_asked(tmp_path: Path, asked: bool) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         options = {"stream_options": {"include_usage": True}} if asked else {}
         body = await (await proxy.chat(stream=True, **options)).read()
-        assert [each["usage"]["completion_tokens"] for each in events(body) if each.get("usage")] == [6] * asked
-        assert all(("usage" in each) == asked for each in events(body))
+        assert [each["usage"]["completion_tokens"] for each in parse_events(body) if each.get("usage")] == [6] * asked
+        assert all(("usage" in each) == asked for each in parse_events(body))
         assert body.endswith(b"data: [DONE]\n\n")
         assert b": prefill 0/" in body
         assert b"event: warmline" not in body
@@ -80,24 +80,24 @@ async def test_stream_has_usage_only_when_asked(tmp_path: Path, asked: bool) -> 
 
 @on_loop
 async def test_special_bytes_arrive_unchanged(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         text = 'line\u2028sep\u0085next "model": "x" data: [DONE]\r\n\n\\ \U0001f600'
-        stream = whole(chunk(CHAT, text), chunk(CHAT, "", "stop"), usage_chunk(1, 1, 0))
+        stream = make_stream(make_chunk(CHAT, text), make_chunk(CHAT, "", "stop"), make_usage_chunk(1, 1, 0))
         proxy.backend.raw = [bytes([byte]) for byte in stream] + [b"data: [DONE]\n\n"]
         answer = await (await proxy.chat()).json()
         assert answer["choices"][0]["message"]["content"] == text
-        streamed = events(await (await proxy.chat(stream=True)).read())
+        streamed = parse_events(await (await proxy.chat(stream=True)).read())
         assert streamed[0]["choices"][0]["delta"]["content"] == text
         assert streamed[0]["model"] == "any"
 
 
 @on_loop
 async def test_multi_line_data_is_one_event(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
-        lines = json.dumps(chunk(CHAT, "hi", "stop"), indent=1).encode().split(b"\n")
+    async with run_proxy(tmp_path) as proxy:
+        lines = json.dumps(make_chunk(CHAT, "hi", "stop"), indent=1).encode().split(b"\n")
         event = b"".join(b"data: " + line + b"\n" for line in lines) + b"\n"
         proxy.backend.raw = [event[:40], event[40:], b"data: [DONE]\n\n"]
-        streamed = events(await (await proxy.chat(stream=True)).read())
+        streamed = parse_events(await (await proxy.chat(stream=True)).read())
         assert [each["choices"][0]["delta"] for each in streamed] == [{"content": "hi"}]
 
 
@@ -107,8 +107,8 @@ ERROR = {"error": {"message": "out of memory", "type": "server_error", "param": 
 @pytest.mark.parametrize("stream", [True, False])
 @on_loop
 async def test_error_before_content_is_http_status(tmp_path: Path, stream: bool) -> None:
-    async with pair(tmp_path) as proxy:
-        proxy.backend.raw = [whole(ERROR)]
+    async with run_proxy(tmp_path) as proxy:
+        proxy.backend.raw = [make_stream(ERROR)]
         response = await proxy.chat(stream=stream)
         assert response.status == 500
         assert await response.json() == ERROR
@@ -117,22 +117,22 @@ async def test_error_before_content_is_http_status(tmp_path: Path, stream: bool)
 
 @on_loop
 async def test_error_after_content_is_event_without_done(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
-        proxy.backend.raw = [whole(chunk(CHAT, "Par"), ERROR)]
+    async with run_proxy(tmp_path) as proxy:
+        proxy.backend.raw = [make_stream(make_chunk(CHAT, "Par"), ERROR)]
         response = await proxy.chat(stream=True)
         body = await response.read()
         assert response.status == 200
-        assert events(body)[-1] == ERROR
+        assert parse_events(body)[-1] == ERROR
         assert b"[DONE]" not in body
         assert (await proxy.chat(stream=False)).status == 500
 
 
 @on_loop
 async def test_truncated_backend_stream_is_error(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
-        proxy.backend.raw = [whole(chunk(CHAT, "Par"))]
+    async with run_proxy(tmp_path) as proxy:
+        proxy.backend.raw = [make_stream(make_chunk(CHAT, "Par"))]
         body = await (await proxy.chat(stream=True)).read()
-        assert "error" in events(body)[-1] and b"[DONE]" not in body
+        assert "error" in parse_events(body)[-1] and b"[DONE]" not in body
         answer = await proxy.chat()
         assert answer.status == 502
         assert (await answer.json())["error"]["code"] == "backend_failed"
@@ -140,7 +140,7 @@ async def test_truncated_backend_stream_is_error(tmp_path: Path) -> None:
 
 @on_loop
 async def test_completions_are_aggregated(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         body = {"model": "m", "prompt": "The capital"}
         async with proxy.client.post(f"{proxy.url}/v1/completions", json=body) as response:
             answer = await response.json()

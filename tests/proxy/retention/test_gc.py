@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.index.indexes import commit, make_home, matched, planned, save, turn, write_plan
+from support.index.indexes import commit_save, count_matched, make_home, make_turn, plan_save, save, write_plan
 from warmline_proxy.index.index import Index
 from warmline_proxy.index.recovery import orphans
 from warmline_proxy.index.recovery.verify import verify_index
@@ -43,7 +43,7 @@ def test_gc_changes_nothing_in_clean_home(index: Index) -> None:
     reply = collect_garbage(index, GcRequest(), is_saving=False)
     assert (reply.evicted, reply.orphans, reply.drafts, reply.doomed, reply.records) == ([], 0, 0, 0, 0)
     assert 0 < reply.bytes_after <= reply.bytes_before and reply.bytes_wanted == 1 << 30
-    assert matched(index, A[:1500]) == 1500 and verify_index(index, deep=True) == []
+    assert count_matched(index, A[:1500]) == 1500 and verify_index(index, deep=True) == []
 
 
 @pytest.mark.parametrize("is_saving", [False, True])
@@ -52,14 +52,14 @@ def test_gc_deletes_orphans_and_keeps_files_being_saved(index: Index, is_saving:
     paths = {age: [write_orphan(index, "ab" * 16 + ".safetensors", age)] for age in (old,)}
     paths[old].append(write_orphan(index, ".ab.tmp", old))
     paths[new] = [write_orphan(index, "cd" * 16 + ".safetensors", new)]
-    plan = planned(index, [7] * 100)
+    plan = plan_save(index, [7] * 100)
     write_plan(index.home, plan)
     os.utime(index.home.segment_file(plan.segments[0].id), (0, 0))
     reply = collect_garbage(index, GcRequest(), is_saving=is_saving)
     assert not any(path.exists() for path in paths[old])
     assert paths[new][0].exists() is is_saving, "a running backend may be writing it"
     assert (reply.orphans, reply.drafts, reply.bytes_strays) == (1 if is_saving else 2, 1, 6 if is_saving else 9)
-    assert commit(index, plan).tokens_saved == 100, "files being saved are kept"
+    assert commit_save(index, plan).tokens_saved == 100, "files being saved are kept"
 
 
 def test_gc_ignores_file_deleted_during_scan(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_gc_evicts_to_requested_bytes_except_pinned(index: Index) -> None:
     reply = collect_garbage(index, GcRequest(to_bytes=0), is_saving=True)
     assert evictions == ["budget: 1"], "the disk was not full"
     assert len(reply.evicted) == 1 and reply.bytes_after < reply.bytes_before
-    assert (matched(index, A[:1500]), matched(index, [3] * 2000)) == (1500, 0)
+    assert (count_matched(index, A[:1500]), count_matched(index, [3] * 2000)) == (1500, 0)
     assert reply.bytes_wanted == 0 < reply.bytes_after
     with pytest.raises(ValueError, match="0 or more"):
         collect_garbage(index, GcRequest(to_bytes=-1), is_saving=True)
@@ -100,7 +100,7 @@ def test_gc_deletes_expired_records_and_turns(index: Index) -> None:
     for at in (old, new):
         index.record_request(make_record(at))
     for number, (at, session) in enumerate([(old, ""), (old, kept_session), (new, "")]):
-        index.record_turn(turn(number, at=at, session=session))
+        index.record_turn(make_turn(number, at=at, session=session))
     reply = collect_garbage(index, GcRequest(), is_saving=True)
     assert (reply.records, reply.turns) == (1, 1)
     assert [row.at for row in index.requests()] == [new] and index.totals().turns == 2

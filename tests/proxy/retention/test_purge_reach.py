@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from support.index.indexes import MODEL, ROOT, begin, commit, save, turn
+from support.index.indexes import MODEL, ROOT, begin_save, commit_save, make_turn, save
 from warmline_common.protocol.tokens import namespace, pack_tokens
 from warmline_common.storage.home import Home
 from warmline_proxy.index.index import Index, IndexStoreError
@@ -45,7 +45,7 @@ def find_files_with(home: Home, wanted: bytes) -> list[Path]:
 def test_purge_leaves_no_bytes_in_home(index: Index, sessions: tuple[str, str], everything: bool) -> None:
     session, _ = sessions
     tokens = pack_tokens(CANARY[-20:])
-    index.record_turn(turn(7, session=session, tokens=tokens))
+    index.record_turn(make_turn(7, session=session, tokens=tokens))
     index.record_request(make_record(1, session))
     index.flush()
     save(index, [*CANARY[:150], 1, 2, 3])  # a branch, then evicted: its removal reason has a token
@@ -59,7 +59,7 @@ def test_purge_leaves_no_bytes_in_home(index: Index, sessions: tuple[str, str], 
 
 
 def test_remove_sampled_turns_removes_late_turn_alone(index: Index, sessions: tuple[str, str]) -> None:
-    late, other = turn(91, 92), turn(93)
+    late, other = make_turn(91, 92), make_turn(93)
     index.record_turn(late)
     index.record_turn(other)
     remove_sampled_turns(index, [(late.root, late.calls[0])])
@@ -115,14 +115,14 @@ def test_purge_by_age_removes_records_without_recent_session(index: Index, sessi
 def test_purge_removes_turns_without_session(index: Index, sessions: tuple[str, str]) -> None:
     session, kept = sessions
     for number, of in ((1, session), (2, ""), (3, kept)):
-        index.record_turn(turn(number, session=of))
+        index.record_turn(make_turn(number, session=of))
     purge(index, PurgeRequest(session=session))
     calls = [f"call_{number:024x}" for number in (1, 2, 3)]
     assert [row.session for row in index.turns(ROOT, calls)] == [kept]
 
 
 def test_purge_of_model_aborts_its_saves(index: Index, sessions: tuple[str, str]) -> None:
-    assert begin(index, [1, 2, 3]) is not None
+    assert begin_save(index, [1, 2, 3]) is not None
     purge(index, PurgeRequest(model="another"))
     assert index.totals().bytes_writing > 0
     purge(index, PurgeRequest(model=MODEL))
@@ -133,13 +133,13 @@ def test_purge_of_roots_removes_one_key_alone(index: Index, sessions: tuple[str,
     """Segments of any model, quarantined files, saves under way, sampled turns, and records."""
     own_roots = [namespace(model, "mine") for model in ("model-a", "model-b")]
     for root in own_roots:
-        plan = begin(index, CANARY, root=root)
+        plan = begin_save(index, CANARY, root=root)
         assert plan is not None
-        commit(index, plan, client="mine")
-        index.record_turn(turn(int(root == own_roots[0]), root=root))
+        commit_save(index, plan, client="mine")
+        index.record_turn(make_turn(int(root == own_roots[0]), root=root))
         index.record_request(make_record(1, root=root))
-    assert begin(index, [*CANARY, 1], root=own_roots[0]) is not None
-    other_turn = turn(3)
+    assert begin_save(index, [*CANARY, 1], root=own_roots[0]) is not None
+    other_turn = make_turn(3)
     index.record_turn(other_turn)
     index.record_request(make_record(2))
     save(index, [9] * 40)

@@ -3,8 +3,17 @@
 import msgspec
 import pytest
 
-from support.index.archives import archived, check_content, imported, save
-from support.index.truncation import DEEP, LONG, SHORT, forget_all, holding, purged, segment, stored
+from support.index.archives import check_content, export_session, import_session, save
+from support.index.truncation import (
+    DEEP,
+    LONG,
+    SHORT,
+    clear_tables,
+    count_stored,
+    find_files_containing,
+    find_segment,
+    purge_session,
+)
 from warmline_proxy.index.index import Index
 from warmline_proxy.index.recovery.repair import repair
 from warmline_proxy.retention.gc import collect_garbage
@@ -16,16 +25,16 @@ from warmline_proxy.store.rows import GcRequest, PinRequest, PurgeRequest, Trunc
 def test_purge_truncates_shared_segment_to_needed_rows(index: Index) -> None:
     session = save(index, LONG, [20, 100, 300])
     save(index, SHORT, [60])
-    old, before = segment(index, LONG), index.totals().bytes_used
-    reply = purged(index, session)
-    new = segment(index, LONG)
+    old, before = find_segment(index, LONG), index.totals().bytes_used
+    reply = purge_session(index, session)
+    new = find_segment(index, LONG)
     assert reply.cuts == [
         Truncation(segment=old.id, until=30, end=300, bytes_count=old.bytes_on_disk - new.bytes_on_disk, became=new.id)
     ]
     assert (new.start, new.end, new.session, len(reply.checkpoints)) == (0, 30, "", 2)
-    assert holding(index.home, LONG[30:32]) == holding(index.home, LONG[-2:]) == []
+    assert find_files_containing(index.home, LONG[30:32]) == find_files_containing(index.home, LONG[-2:]) == []
     assert not index.home.segment_file(old.id).exists()
-    assert stored(index, LONG) == 30
+    assert count_stored(index, LONG) == 30
     check_content(index, SHORT, checkpoints=[20, 60])
     assert before - index.totals().bytes_used >= reply.bytes_freed > 0
     save(index, LONG, [300])
@@ -38,9 +47,13 @@ def test_segment_is_cut_at_longest_need(index: Index) -> None:
     save(index, SHORT)
     save(index, DEEP)
     shorter = save(index, [*LONG[:150]], [150])  # a stored prefix that ends within the segment
-    assert [(cut.until, cut.end) for cut in purged(index, session).cuts] == [(150, 300)]
-    assert [(cut.until, cut.end) for cut in purged(index, shorter).cuts] == [(130, 150)]
-    assert (stored(index, LONG), stored(index, SHORT), stored(index, DEEP)) == (130, len(SHORT), len(DEEP))
+    assert [(cut.until, cut.end) for cut in purge_session(index, session).cuts] == [(150, 300)]
+    assert [(cut.until, cut.end) for cut in purge_session(index, shorter).cuts] == [(130, 150)]
+    assert (count_stored(index, LONG), count_stored(index, SHORT), count_stored(index, DEEP)) == (
+        130,
+        len(SHORT),
+        len(DEEP),
+    )
 
 
 def test_every_segment_of_path_is_cut(index: Index) -> None:
@@ -55,9 +68,9 @@ def test_every_segment_of_path_is_cut(index: Index) -> None:
             index.transact(lambda tables, row=row: tables.update_segment(msgspec.structs.replace(row, session=session)))
     (gone_session,) = [row.id for row in index.sessions() if row.tokens == len(other)]
     index.transact(lambda tables: tables.remove_session(gone_session))
-    reply = purged(index, session)
+    reply = purge_session(index, session)
     assert sorted((cut.until, cut.end) for cut in reply.cuts) == [(200, 300), (250, 400)]
-    assert holding(index.home, LONG[200:202]) == holding(index.home, other[250:252]) == []
+    assert find_files_containing(index.home, LONG[200:202]) == find_files_containing(index.home, other[250:252]) == []
     check_content(index, last)
 
 
@@ -67,9 +80,9 @@ def test_descendants_of_tail_are_removed(index: Index) -> None:
     save(index, SHORT)
     branch = save(index, DEEP)
     index.transact(lambda tables: tables.remove_session(branch))
-    reply = purged(index, session)
+    reply = purge_session(index, session)
     assert len(reply.segments) == 1 and reply.cuts[0].until == 30
-    assert stored(index, DEEP) == 30 and holding(index.home, DEEP[-2:]) == []
+    assert count_stored(index, DEEP) == 30 and find_files_containing(index.home, DEEP[-2:]) == []
 
 
 def test_abandoned_branch_of_stored_session_is_kept(index: Index) -> None:
@@ -78,9 +91,9 @@ def test_abandoned_branch_of_stored_session_is_kept(index: Index) -> None:
     save(index, [*LONG[:299], 1, 2, 3], client="mine")
     assert len(index.sessions()) == 1
     other = save(index, SHORT, client="theirs")
-    assert purged(index, other).cuts == []
-    assert stored(index, LONG) == 300
-    assert collect_garbage(index, GcRequest(), is_saving=False).cuts == [] and stored(index, LONG) == 300
+    assert purge_session(index, other).cuts == []
+    assert count_stored(index, LONG) == 300
+    assert collect_garbage(index, GcRequest(), is_saving=False).cuts == [] and count_stored(index, LONG) == 300
 
 
 def test_purge_by_age_truncates_tails(index: Index) -> None:
@@ -90,7 +103,7 @@ def test_purge_by_age_truncates_tails(index: Index) -> None:
     index.transact(lambda tables: tables.put_session(msgspec.structs.replace(row, last_used=1.0)))
     reply = purge(index, PurgeRequest(older_than_s=3600.0))
     assert (reply.sessions, [cut.until for cut in reply.cuts]) == ([old], [30])
-    assert holding(index.home, LONG[30:32]) == []
+    assert find_files_containing(index.home, LONG[30:32]) == []
     check_content(index, SHORT)
 
 
@@ -99,10 +112,10 @@ def test_copy_takes_over_pin_usage_and_cost(index: Index) -> None:
     other = save(index, SHORT)
     pin_session(index, PinRequest(session=session))
     pin_session(index, PinRequest(session=other))
-    old = segment(index, LONG)
+    old = find_segment(index, LONG)
     index.record_use([old.id])
-    purged(index, session)
-    new = segment(index, SHORT)
+    purge_session(index, session)
+    new = find_segment(index, SHORT)
     assert new.pinned and index.transact(lambda tables: [tables.usage(row.id).hits for row in (new, old)]) == [1, 0]
     assert new.prefill_s == pytest.approx(old.prefill_s / 10)
     pin_session(index, PinRequest(session=other, off=True))
@@ -112,9 +125,9 @@ def test_copy_takes_over_pin_usage_and_cost(index: Index) -> None:
 def test_leased_segment_file_stays_until_release(index: Index) -> None:
     session = save(index, LONG)
     save(index, SHORT)
-    old = segment(index, LONG)
+    old = find_segment(index, LONG)
     index.lease([old.id])
-    purged(index, session)
+    purge_session(index, session)
     assert index.home.segment_file(old.id).exists()
     index.release([old.id])
     index.sweep()
@@ -128,14 +141,14 @@ def test_leased_segment_file_stays_until_release(index: Index) -> None:
 def test_rebuild_finds_children_of_truncated_segment(index: Index, later: str) -> None:
     session = save(index, LONG, [20])
     save(index, SHORT, [60])
-    purged(index, session)
+    purge_session(index, session)
     if later == "save":
         save(index, LONG, [300])
     if later == "purge":  # cut once more
         save(index, LONG[:20], [10])
-        purged(index, next(row.id for row in index.sessions() if row.tokens == len(SHORT)))
+        purge_session(index, next(row.id for row in index.sessions() if row.tokens == len(SHORT)))
     rows_before = {row.id: (row.parent, row.start, row.end) for row in index.segments()}
-    index.transact(forget_all)
+    index.transact(clear_tables)
     assert repair(index, deep=True, is_saving=False).did
     assert {row.id: (row.parent, row.start, row.end) for row in index.segments()} == rows_before
     if later != "purge":
@@ -145,8 +158,8 @@ def test_rebuild_finds_children_of_truncated_segment(index: Index, later: str) -
 def test_damaged_copy_is_quarantined_with_descendants(index: Index) -> None:
     session = save(index, LONG)
     save(index, SHORT)
-    purged(index, session)
-    path = index.home.segment_file(segment(index, SHORT).id)
+    purge_session(index, session)
+    path = index.home.segment_file(find_segment(index, SHORT).id)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -158,6 +171,6 @@ def test_damaged_copy_is_quarantined_with_descendants(index: Index) -> None:
 def test_truncated_conversation_can_be_exported(index: Index, other: Index) -> None:
     session = save(index, LONG, [20])
     other_session = save(index, SHORT, [60])
-    purged(index, session)
-    imported(other, archived(index, other_session))
+    purge_session(index, session)
+    import_session(other, export_session(index, other_session))
     check_content(other, SHORT, checkpoints=[20, 60])

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from support.index.archives import check_content, everything, save
-from support.index.indexes import commit, planned
+from support.index.archives import check_content, list_files, save
+from support.index.indexes import commit_save, plan_save
 from support.index.indexes import save as save_rows
-from support.index.truncation import DEEP, LONG, ROOT, SHORT, holding, segment, stored
+from support.index.truncation import DEEP, LONG, ROOT, SHORT, count_stored, find_files_containing, find_segment
 from warmline_common.protocol.tokens import pack_tokens
 from warmline_common.storage import disk
 from warmline_proxy.index import tree
@@ -46,13 +46,13 @@ def test_child_saved_during_truncation_is_kept(index: Index, monkeypatch: pytest
     assert [(cut.until, cut.why_not) for cut in reply.cuts] == [(130, "")]
     check_content(index, DEEP)
     check_content(index, SHORT)
-    assert stored(index, LONG) == 130
+    assert count_stored(index, LONG) == 130
 
 
 def test_segment_removed_during_truncation_is_skipped(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     session = save(index, LONG)
     save(index, SHORT)
-    run_after_copy(monkeypatch, lambda: index.quarantine(segment(index, LONG).id, "checksum"))
+    run_after_copy(monkeypatch, lambda: index.quarantine(find_segment(index, LONG).id, "checksum"))
     reply = purge(index, PurgeRequest(session=session))
     assert reply.cuts == [] and index.segments() == []
 
@@ -64,7 +64,7 @@ def test_cut_succeeds_in_last_round(index: Index, monkeypatch: pytest.MonkeyPatc
     run_after_copy(monkeypatch, lambda: save(index, next(branches)), times=ROUNDS_MAX)
     reply = purge(index, PurgeRequest(session=session))
     assert [(cut.until, cut.why_not) for cut in reply.cuts] == [(90, "")], "the last round cuts what is there"
-    assert stored(index, LONG) == 90 and holding(index.home, LONG[90:92]) == []
+    assert count_stored(index, LONG) == 90 and find_files_containing(index.home, LONG[90:92]) == []
 
 
 def test_too_many_changes_are_reported_and_gc_cuts_later(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,16 +76,16 @@ def test_too_many_changes_are_reported_and_gc_cuts_later(index: Index, monkeypat
     assert [cut.why_not for cut in reply.cuts] == [CHANGED_REASON] and index.session(session) is None
     assert reply.bytes_freed == 0
     done = collect_garbage(index, GcRequest(), is_saving=True)
-    assert [cut.why_not for cut in done.cuts] == [""] and holding(index.home, LONG[-2:]) == []
+    assert [cut.why_not for cut in done.cuts] == [""] and find_files_containing(index.home, LONG[-2:]) == []
 
 
 def test_save_on_truncated_segment_is_refused(index: Index) -> None:
     """An import saves during a purge; other saves wait until it is over."""
     session = save_rows(index, LONG).session
     save_rows(index, SHORT)
-    plan = planned(index, [*LONG, 7, 7], may_replace=False)
+    plan = plan_save(index, [*LONG, 7, 7], may_replace=False)
     assert [cut.until for cut in purge(index, PurgeRequest(session=session)).cuts] == [30]
-    assert commit(index, plan).why_not == "its parent is gone"
+    assert commit_save(index, plan).why_not == "its parent is gone"
     assert collect_garbage(index, GcRequest(), is_saving=True).cuts == []
 
 
@@ -95,9 +95,9 @@ def test_gc_keeps_tail_that_save_builds_on(index: Index, monkeypatch: pytest.Mon
     fail_writes(monkeypatch)
     assert [bool(cut.why_not) for cut in purge(index, PurgeRequest(session=session)).cuts] == [True]
     monkeypatch.undo()
-    plan = planned(index, [*LONG, 7, 7], may_replace=False)
+    plan = plan_save(index, [*LONG, 7, 7], may_replace=False)
     assert collect_garbage(index, GcRequest(), is_saving=True).cuts == []
-    assert commit(index, plan).why_not == ""
+    assert commit_save(index, plan).why_not == ""
 
 
 # ---- failures
@@ -120,7 +120,7 @@ def test_cut_is_retried_after_purge_freed_space(index: Index, monkeypatch: pytes
     save(index, SHORT)
     fail_writes(monkeypatch, times=1)
     assert [cut.why_not for cut in purge(index, PurgeRequest(session=session)).cuts] == [""]
-    assert holding(index.home, LONG[30:32]) == []
+    assert find_files_containing(index.home, LONG[30:32]) == []
 
 
 def test_full_disk_is_reported_and_gc_cuts_later(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,12 +132,12 @@ def test_full_disk_is_reported_and_gc_cuts_later(index: Index, monkeypatch: pyte
     (cut,) = reply.cuts
     assert "No space left on device" in cut.why_not and cut.became == "" and cut.bytes_count > 0
     assert reply.sessions == [session] and index.session(session) is None
-    assert stored(index, LONG) == 300 and list(index.home.root.rglob(".*.tmp")) == []
+    assert count_stored(index, LONG) == 300 and list(index.home.root.rglob(".*.tmp")) == []
     assert collect_garbage(index, GcRequest(), is_saving=False).cuts[0].why_not != ""
     monkeypatch.undo()
     done = collect_garbage(index, GcRequest(), is_saving=False)
     assert [(each.until, each.why_not) for each in done.cuts] == [(280, "")]
-    assert holding(index.home, LONG[280:282]) == [] and stored(index, LONG) == 280
+    assert find_files_containing(index.home, LONG[280:282]) == [] and count_stored(index, LONG) == 280
     assert index.session(other_session) is not None and collect_garbage(index, GcRequest(), is_saving=False).cuts == []
 
 
@@ -145,7 +145,7 @@ def test_full_disk_is_reported_and_gc_cuts_later(index: Index, monkeypatch: pyte
 def test_damaged_segment_is_reported_and_rest_is_purged(index: Index, damage: str) -> None:
     session = save(index, LONG)
     save(index, SHORT)
-    path = index.home.segment_file(segment(index, LONG).id)
+    path = index.home.segment_file(find_segment(index, LONG).id)
     data = path.read_bytes()
     if damage == "flipped":
         path.write_bytes(data[:-100] + bytes([data[-100] ^ 1]) + data[-99:])
@@ -166,7 +166,7 @@ def test_damaged_segment_is_reported_and_rest_is_purged(index: Index, damage: st
 def test_failed_purge_leaves_no_copy(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     session = save(index, LONG)
     save(index, SHORT)
-    before = everything(index.home)
+    before = list_files(index.home)
 
     def fails(*_: object) -> None:
         raise IndexStoreError("no")
@@ -174,7 +174,7 @@ def test_failed_purge_leaves_no_copy(index: Index, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(truncate, "replace_segment", fails)
     with pytest.raises(IndexStoreError):
         purge(index, PurgeRequest(session=session))
-    assert everything(index.home) == before and stored(index, LONG) == 300
+    assert list_files(index.home) == before and count_stored(index, LONG) == 300
     monkeypatch.setattr(truncate, "replace_segment", tree.replace_segment)
     assert [cut.until for cut in purge(index, PurgeRequest(session=session)).cuts] == [30]
 

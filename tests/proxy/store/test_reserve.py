@@ -1,4 +1,4 @@
-"""A disk that is full: what is set aside on it lets files be deleted, and nothing else be written."""
+"""Full disk: the reserve lets files be deleted, and nothing else be written."""
 
 import errno
 import os
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.index.indexes import files_on_disk, matched, save
+from support.index.indexes import count_file_bytes, count_matched, save
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
 from warmline_proxy.index.index import Index, IndexStoreError
@@ -21,7 +21,7 @@ A = list(range(1000, 3000))
 
 @pytest.fixture
 def full(home: Home, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From the call on no room is left but what is set aside; LMDB can't commit, and nothing is made anew."""
+    """`full()`: from the call on only the reserve is left; LMDB can't commit, and nothing new can be created."""
 
     def fill() -> None:
         real = disk.run_lmdb
@@ -53,9 +53,9 @@ def test_only_deletions_use_reserve(home: Home, full: Callable[[], None], work: 
         full()
         with pytest.raises(IndexStoreError, match="No space left"):
             save(index, [7, *A])
-        assert home.reserve.exists() and matched(index, A) == len(A)
+        assert home.reserve.exists() and count_matched(index, A) == len(A)
         work(index)
-        assert matched(index, A) == 0 and files_on_disk(home) == 0
+        assert count_matched(index, A) == 0 and count_file_bytes(home) == 0
         index.renew_reserve()
         assert home.reserve.exists()
 
@@ -80,6 +80,6 @@ def test_missing_reserve_changes_nothing_and_is_reported(home: Home, monkeypatch
             planted.setattr(disk, "run_lmdb", fails)
             with pytest.raises(IndexStoreError, match="No space left"):
                 index.free_bytes(1)
-        assert matched(index, A) == len(A)
+        assert count_matched(index, A) == len(A)
         index.renew_reserve()
         assert home.reserve.exists()

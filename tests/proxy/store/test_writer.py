@@ -1,4 +1,4 @@
-"""The one thread that writes: whatever it meets, it goes on."""
+"""Writer thread: it goes on whatever it meets."""
 
 import threading
 from concurrent.futures import CancelledError

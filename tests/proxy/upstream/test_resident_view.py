@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from support.proxy.fake_backend import layout
-from support.proxy.harness import on_loop, pair
+from support.proxy.fake_backend import make_layout
+from support.proxy.harness import on_loop, run_proxy
 from warmline_common.protocol.messages import Resident, ResidentsReply
 from warmline_common.protocol.tokens import pack_tokens
 from warmline_proxy.upstream.backend_state import BackendState
@@ -61,11 +61,11 @@ def test_turn_tail_extends_common_prefix() -> None:
 
 @on_loop
 async def test_status_of_loading_model_is_fetched_again(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         upstream = Upstream(proxy.backend_url, proxy.home.load_secret())
         backend_state = BackendState(upstream)
         proxy.backend.layout = None  # type: ignore[assignment]
         assert (await backend_state.status()).layout is None
-        proxy.backend.layout = layout()
-        assert (await backend_state.status()).layout == layout()
+        proxy.backend.layout = make_layout()
+        assert (await backend_state.status()).layout == make_layout()
         await upstream.close()

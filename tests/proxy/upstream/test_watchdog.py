@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from support.proxy.audits import metric
-from support.proxy.harness import on_loop, pair, serve
+from support.proxy.audits import make_metric_reader
+from support.proxy.harness import on_loop, run_proxy, serve
 from warmline_common.process.pids import read_command_line
 from warmline_common.protocol.messages import HealthReply
 from warmline_proxy.upstream import client as upstream
@@ -27,7 +27,7 @@ from warmline_proxy.upstream.watchdog import (
 )
 
 
-def pulse(step_age_s: float = 0.0, slowest_s: float = 0.0, steps: int = 1000) -> HealthReply:
+def make_pulse(step_age_s: float = 0.0, slowest_s: float = 0.0, steps: int = 1000) -> HealthReply:
     return HealthReply(
         boot="b",
         pid=1,
@@ -39,7 +39,7 @@ def pulse(step_age_s: float = 0.0, slowest_s: float = 0.0, steps: int = 1000) ->
     )
 
 
-def track(pulse: HealthReply | None, seconds: float, silent: bool = False) -> StallTracker:
+def track_pulse(pulse: HealthReply | None, seconds: float, silent: bool = False) -> StallTracker:
     """Track a backend polled once a second that stays in one step, or silent."""
     tracker = StallTracker()
     if pulse:
@@ -54,28 +54,28 @@ def track(pulse: HealthReply | None, seconds: float, silent: bool = False) -> St
 
 def test_step_limit_is_configured_or_five_times_slowest() -> None:
     assert step_limit_s(120, None) == 120
-    assert step_limit_s(120, pulse(slowest_s=10)) == 120
-    assert step_limit_s(120, pulse(slowest_s=57)) == 285
-    long_step = pulse(step_age_s=300, slowest_s=57)
-    assert track(long_step, 285).find_stall_reason(120, long_step) == ""
-    assert "300.0 s" in track(long_step, 286).find_stall_reason(120, long_step)
+    assert step_limit_s(120, make_pulse(slowest_s=10)) == 120
+    assert step_limit_s(120, make_pulse(slowest_s=57)) == 285
+    long_step = make_pulse(step_age_s=300, slowest_s=57)
+    assert track_pulse(long_step, 285).find_stall_reason(120, long_step) == ""
+    assert "300.0 s" in track_pulse(long_step, 286).find_stall_reason(120, long_step)
 
 
 def test_warm_up_steps_have_larger_limit() -> None:
-    first = pulse(step_age_s=1e6, steps=WARM_UP_STEPS - 1)
-    assert track(first, 599).find_stall_reason(120, first) == ""
-    ninth = pulse(step_age_s=1e6, steps=WARM_UP_STEPS)
-    assert track(ninth, 121).find_stall_reason(120, ninth) != ""
+    first = make_pulse(step_age_s=1e6, steps=WARM_UP_STEPS - 1)
+    assert track_pulse(first, 599).find_stall_reason(120, first) == ""
+    ninth = make_pulse(step_age_s=1e6, steps=WARM_UP_STEPS)
+    assert track_pulse(ninth, 121).find_stall_reason(120, ninth) != ""
 
 
 def test_silence_stalls_even_without_first_pulse() -> None:
-    assert track(None, 10).find_stall_reason(10, None) == ""
-    assert "not answered for 11.0 s" in track(None, 11).find_stall_reason(10, None)
-    assert "not answered" in track(pulse(), 11, silent=True).find_stall_reason(10, pulse())
+    assert track_pulse(None, 10).find_stall_reason(10, None) == ""
+    assert "not answered for 11.0 s" in track_pulse(None, 11).find_stall_reason(10, None)
+    assert "not answered" in track_pulse(make_pulse(), 11, silent=True).find_stall_reason(10, make_pulse())
 
 
 def test_sleep_of_machine_is_no_stall() -> None:
-    asleep = pulse(step_age_s=3600)
+    asleep = make_pulse(step_age_s=3600)
     tracker = StallTracker()
     tracker.record_pulse(asleep, 1.0)
     tracker.record_pulse(asleep, 3600.0)
@@ -83,10 +83,10 @@ def test_sleep_of_machine_is_no_stall() -> None:
 
 
 def test_new_step_resets_stall() -> None:
-    tracker = track(pulse(step_age_s=100), 100)
-    assert tracker.record_pulse(pulse(step_age_s=1, steps=1001), 1.0)
+    tracker = track_pulse(make_pulse(step_age_s=100), 100)
+    assert tracker.record_pulse(make_pulse(step_age_s=1, steps=1001), 1.0)
     assert tracker.stuck_s == 0.0
-    assert not tracker.record_pulse(pulse(step_age_s=2, steps=1001), 1.0)
+    assert not tracker.record_pulse(make_pulse(step_age_s=2, steps=1001), 1.0)
     assert tracker.stuck_s == 1.0
 
 
@@ -107,12 +107,12 @@ async def run_process(name: str = BACKEND_COMMAND) -> AsyncIterator[asyncio.subp
 
 @on_loop
 async def test_endless_step_kills_process(tmp_path: Path) -> None:
-    async with run_process() as child, pair(tmp_path, wedge_timeout_s=0.4) as proxy:
+    async with run_process() as child, run_proxy(tmp_path, wedge_timeout_s=0.4) as proxy:
         proxy.backend.pid, proxy.backend.step_age_s = child.pid, 1e6
         assert await child.wait() == -signal.SIGKILL
         proxy.backend.step_age_s = 0.0
         assert (await proxy.status())["backend_kills"] >= 1
-        assert await metric(proxy, "warmline_wedges_total ")() >= 1
+        assert await make_metric_reader(proxy, "warmline_wedges_total ")() >= 1
 
 
 @on_loop
@@ -131,7 +131,7 @@ async def test_silent_process_is_killed(tmp_path: Path) -> None:
 
 @on_loop
 async def test_request_gets_503_with_reason_when_backend_stays_down(tmp_path: Path) -> None:
-    async with pair(tmp_path, connect_timeout_s=0.5) as proxy:
+    async with run_proxy(tmp_path, connect_timeout_s=0.5) as proxy:
         proxy.backend.ready = False
         await proxy.stop_backend()
         refused = await proxy.chat()
@@ -141,7 +141,7 @@ async def test_request_gets_503_with_reason_when_backend_stays_down(tmp_path: Pa
 
 @on_loop
 async def test_request_waits_while_model_loads(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         proxy.backend.ready = False
         waiting = asyncio.create_task(proxy.chat())
         while not (await proxy.status())["lives"]:
@@ -153,11 +153,11 @@ async def test_request_waits_while_model_loads(tmp_path: Path) -> None:
 @on_loop
 async def test_process_of_another_program_is_not_killed(tmp_path: Path) -> None:
     """A killed backend's pid file may have its pid."""
-    async with run_process("somebody") as child, pair(tmp_path, wedge_timeout_s=0.2) as proxy:
+    async with run_process("somebody") as child, run_proxy(tmp_path, wedge_timeout_s=0.2) as proxy:
         assert "somebody" in read_command_line(child.pid)
         proxy.backend.pid, proxy.backend.step_age_s = child.pid, 1e6
-        polls_before = proxy.backend.looks
-        while proxy.backend.looks < polls_before + 20:
+        polls_before = proxy.backend.health_checks
+        while proxy.backend.health_checks < polls_before + 20:
             await proxy.status()
         assert (await proxy.status())["backend_kills"] == 0 and child.returncode is None
 
@@ -186,7 +186,7 @@ async def test_connect_timeout_covers_all_dispatches(tmp_path: Path, monkeypatch
         await wait_until_up(self, timeout_s)
 
     monkeypatch.setattr(Watchdog, "wait_until_up", counted)
-    async with pair(tmp_path) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         await proxy.stop_backend()
         assert (await proxy.chat(headers={"X-Warmline-Connect-Timeout": "0.2"})).status == 503
         assert sum(filter(None, waits)) <= 0.2 + 1e-6, waits
@@ -201,14 +201,14 @@ async def test_watchdog_survives_forbidden_kill(tmp_path: Path, monkeypatch: pyt
         tried.set()
         raise PermissionError("not yours")
 
-    async with run_process() as child, pair(tmp_path, wedge_timeout_s=0.4, connect_timeout_s=1) as proxy:
+    async with run_process() as child, run_proxy(tmp_path, wedge_timeout_s=0.4, connect_timeout_s=1) as proxy:
         monkeypatch.setattr(os, "kill", refuse)
         proxy.backend.pid = child.pid
         proxy.backend.step_age_s = 1e6
         await tried.wait()
         proxy.backend.step_age_s = 0.0
         monkeypatch.undo()
-        proxy.backend.mishaps = ["cut"]  # after which the backend is polled before the next call
+        proxy.backend.generation_faults = ["cut"]  # after which the backend is polled before the next call
         assert (await proxy.chat()).status == 200
 
 

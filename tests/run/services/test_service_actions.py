@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from support.run.fake_managers import User
+from support.run.fake_managers import FakeUser
 from warmline_common.storage.file_lock import process_lock
 from warmline_run.services import systemd
 from warmline_run.services.service import parse_arguments
 
 
-def test_install_bootstraps_both_and_replaces_loaded_ones(mac: User) -> None:
+def test_install_bootstraps_both_and_replaces_loaded_ones(mac: FakeUser) -> None:
     domain = f"gui/{os.getuid()}"
     labels = {role: f"com.warmline.{role}" for role in ("proxy", "backend")}
     files = {role: str(mac.root / "Library" / "LaunchAgents" / f"{label}.plist") for role, label in labels.items()}
@@ -42,7 +42,7 @@ def test_install_bootstraps_both_and_replaces_loaded_ones(mac: User) -> None:
     assert "no launch agents are installed" in mac.run("uninstall").output
 
 
-def test_systemd_install_enables_and_starts(linux: User) -> None:
+def test_systemd_install_enables_and_starts(linux: FakeUser) -> None:
     linux.install("--wait-s", "0", "--name", "second")
     proxy, backend = "warmline-second-proxy.service", "warmline-second-backend.service"
     start = [call for unit in (backend, proxy) for call in (["daemon-reload"], ["enable", unit], ["restart", unit])]
@@ -58,7 +58,7 @@ def test_systemd_install_enables_and_starts(linux: User) -> None:
     ]
 
 
-def test_status_reports_each_process(mac: User) -> None:
+def test_status_reports_each_process(mac: FakeUser) -> None:
     found = mac.status(code=1)
     assert not found["installed"] and found["reason"] == "not installed"
     mac.install("--wait-s", "0")
@@ -74,13 +74,13 @@ def test_status_reports_each_process(mac: User) -> None:
     assert "backend  not installed, but process 4242 runs as it" in shown
 
 
-def test_install_without_manager_writes_nothing(linux: User) -> None:
+def test_install_without_manager_writes_nothing(linux: FakeUser) -> None:
     (linux.root / "bin" / "systemctl").write_text("#!/bin/sh\necho 'Failed to connect to bus' >&2\nexit 1\n")
     assert "loginctl enable-linger" in linux.install(code=3).output
     assert not (linux.root / ".config").exists() and not linux.home.exists()
 
 
-def test_uninstall_stops_process_without_file(mac: User) -> None:
+def test_uninstall_stops_process_without_file(mac: FakeUser) -> None:
     mac.install("--wait-s", "0")
     proxy, backend = (mac.root / "Library/LaunchAgents" / f"com.warmline.{role}.plist" for role in ("proxy", "backend"))
     backend.unlink()
@@ -94,7 +94,7 @@ def test_uninstall_stops_process_without_file(mac: User) -> None:
     assert "no launch agents are installed" in mac.run("uninstall").output
 
 
-def test_systemd_uninstall_stops_process_without_file(linux: User) -> None:
+def test_systemd_uninstall_stops_process_without_file(linux: FakeUser) -> None:
     linux.install("--wait-s", "0")
     for unit in (linux.root / ".config/systemd/user").glob("*.service"):
         unit.unlink()
@@ -104,12 +104,12 @@ def test_systemd_uninstall_stops_process_without_file(linux: User) -> None:
 
 
 @pytest.mark.parametrize("verb", ["status", "restart", "logs"])
-def test_not_installed_exits_with_1(linux: User, verb: str) -> None:
+def test_not_installed_exits_with_1(linux: FakeUser, verb: str) -> None:
     shown = linux.run(verb, code=1).output
     assert "backend  not installed" in shown or "no user services are installed; `warmline service install`" in shown
 
 
-def test_failed_start_is_reported_with_its_output(mac: User) -> None:
+def test_failed_start_is_reported_with_its_output(mac: FakeUser) -> None:
     mac.install("--wait-s", "0")
     (mac.home / "logs" / "backend.stderr").write_text("warmline backend: can't serve nowhere\n")
     mac.run("uninstall")
@@ -125,12 +125,12 @@ def test_failed_start_is_reported_with_its_output(mac: User) -> None:
 
 
 @pytest.mark.parametrize("words", [("--out", "x"), ("--port", "http"), ("--name", "A B"), ("--no-such-flag",)])
-def test_bad_usage_exits_with_2(mac: User, words: tuple[str, ...]) -> None:
+def test_bad_usage_exits_with_2(mac: FakeUser, words: tuple[str, ...]) -> None:
     mac.install(*words, code=2)
     assert not mac.calls
 
 
-def test_install_checks_home_and_ports_first(mac: User) -> None:
+def test_install_checks_home_and_ports_first(mac: FakeUser) -> None:
     (mac.home / "run").mkdir(parents=True)
     with process_lock(mac.home / "run" / "backend.lock"):
         said = mac.install(code=2).output
@@ -143,7 +143,7 @@ def test_install_checks_home_and_ports_first(mac: User) -> None:
     assert not mac.calls
 
 
-def test_missing_or_refusing_manager_exits_with_3(mac: User, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_refusing_manager_exits_with_3(mac: FakeUser, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = mac.root / "bin" / "launchctl"
     tool.write_text("#!/bin/sh\necho 'Bootstrap failed: 125: Domain does not support specified action' >&2\nexit 125\n")
     assert "launchctl print" in (said := mac.run("status", code=3).output) and "log in there" in said
@@ -156,7 +156,7 @@ def test_missing_or_refusing_manager_exits_with_3(mac: User, monkeypatch: pytest
 # ---- the documentation
 
 
-def test_documented_commands_run_in_order(mac: User, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_commands_run_in_order(mac: FakeUser, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the one machine here; `warmline service` has the same verbs."""
     text = (Path(__file__).parents[3] / "docs" / "launchd.md").read_text()
     typed = re.findall(r"^ *\.venv/bin/warmline launchd (.+)$", text, flags=re.MULTILINE)
@@ -171,7 +171,7 @@ def test_documented_commands_run_in_order(mac: User, monkeypatch: pytest.MonkeyP
             mac.run(verb, *words, code=codes.get(verb, 0))
 
 
-def test_document_explains_every_plist_key(mac: User) -> None:
+def test_document_explains_every_plist_key(mac: FakeUser) -> None:
     text = (Path(__file__).parents[3] / "docs" / "launchd.md").read_text()
     mac.install("--dry-run", "--out", str(mac.root))
     plist = plistlib.loads((mac.root / "com.warmline.proxy.plist").read_bytes())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.run.fake_managers import User
+from support.run.fake_managers import FakeUser
 from warmline_common.settings.resolve import ConfigurationError, resolve
 from warmline_common.settings.table import SETTINGS
 from warmline_run.services.launchd import LaunchdManager
@@ -20,7 +20,7 @@ ODD_HOME = 'a home\\ of "odd" $HOME %h names'
 ODD_ARGUMENTS = '{"system": "50% of $HOME\\n"}'
 
 
-def test_plist_content(mac: User) -> None:
+def test_plist_content(mac: FakeUser) -> None:
     mac.install("--dry-run", "--out", str(mac.root / "out"), "--drain-timeout-s", "90.5", "--model", "org/model")
     plist = plistlib.loads((mac.root / "out" / "com.warmline.backend.plist").read_bytes())
     program, *words = plist["ProgramArguments"]
@@ -97,7 +97,7 @@ def test_foreign_service_file_is_reported(data: bytes) -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here")
-def test_systemd_analyze_accepts_units(linux: User) -> None:
+def test_systemd_analyze_accepts_units(linux: FakeUser) -> None:
     out = linux.root / ODD_HOME.replace("\\", "").replace('"', "")
     linux.home = linux.root / ODD_HOME
     linux.install("--dry-run", "--out", str(out), "--chat-template-args", ODD_ARGUMENTS)

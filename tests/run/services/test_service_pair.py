@@ -1,4 +1,4 @@
-"""The real pair, run by exactly what the plists say: their ProgramArguments, and no variable but theirs."""
+"""Real pair, run exactly as the plists say: their ProgramArguments, and no other environment."""
 
 import json
 import os
@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from support import tiny_models
-from support.run.fake_managers import User
+from support.run.fake_managers import FakeUser
 from warmline_common.storage.home import Home
 
 
-def ask(user: User) -> dict[str, Any]:
+def ask_pair(user: FakeUser) -> dict[str, Any]:
     body = {"model": "any", "messages": [{"role": "user", "content": "hello " * 30}], "max_tokens": 4}
     request = urllib.request.Request(
         f"http://127.0.0.1:{user.port}/v1/chat/completions",
@@ -25,19 +25,19 @@ def ask(user: User) -> dict[str, Any]:
         return answer
 
 
-def cached(answer: dict[str, Any]) -> int:
+def get_cached_tokens(answer: dict[str, Any]) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 def test_pair_runs_under_launchd_plists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    user = User(tmp_path, monkeypatch, "launchctl")
+    user = FakeUser(tmp_path, monkeypatch, "launchctl")
     user.then("run")
     model = tiny_models.build("llama", tmp_path / "tiny")
     try:
         said = user.install("--model", str(model), "--wait-s", "60").stdout
         assert f"ready http://127.0.0.1:{user.port}/v1\nmodel      tiny on " in said
         assert f"\ndashboard  http://127.0.0.1:{user.port}/admin\n" in said
-        assert cached(ask(user)) == 0
+        assert get_cached_tokens(ask_pair(user)) == 0
         before = {role: agent["pid"] for role, agent in user.status()["agents"].items()}
         assert before == {role: int(Home(user.home).pid_file(role).read_text()) for role in ("proxy", "backend")}
 
@@ -46,7 +46,7 @@ def test_pair_runs_under_launchd_plists(tmp_path: Path, monkeypatch: pytest.Monk
         after = {role: agent["pid"] for role, agent in found["agents"].items()}
         assert after["backend"] == before["backend"] and after["proxy"] != before["proxy"]
         assert found["ready"] and found["model"] == "tiny"
-        assert cached(ask(user)) > 0, "the backend has kept what it had"
+        assert get_cached_tokens(ask_pair(user)) > 0, "the backend has kept what it had"
 
         # A configuration error ends with 0, so that launchd leaves it, and its one line is what the user is told.
         said = user.install("--model", str(tmp_path / "nowhere"), "--wait-s", "60", code=1).output

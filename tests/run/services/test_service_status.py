@@ -57,8 +57,8 @@ def test_systemctl_output_is_parsed(shown: str, state: ServiceState) -> None:
 
 
 @contextmanager
-def answering(*answers: tuple[int, Any]) -> Iterator[ResolvedConfig]:
-    """Settings of a proxy that says these one after the other to whoever asks, and the last one for ever."""
+def run_fake_proxy(*answers: tuple[int, Any]) -> Iterator[ResolvedConfig]:
+    """Settings of a proxy that gives these one after the other to whoever asks, and the last one for ever."""
     left = list(answers)
 
     class Answers(http.server.BaseHTTPRequestHandler):
@@ -77,8 +77,8 @@ def answering(*answers: tuple[int, Any]) -> Iterator[ResolvedConfig]:
         server.shutdown()
 
 
-class Running(LaunchdManager):
-    """Agents of which all run."""
+class RunningServices(LaunchdManager):
+    """Services that all run."""
 
     def read_state(self, which: object) -> ServiceState:
         return ServiceState(True, 1)
@@ -88,11 +88,11 @@ def test_wait_until_ready_prints_each_reason_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(actions, "POLL_S", 0)
     loading = (503, {"ready": False, "reason": "loading"})
     lines: list[str] = []
-    pair = actions.ServicePair(Running(), "", lines.append)
-    with answering(loading, loading, (503, []), (200, {"model": "tiny"})) as config:
+    pair = actions.ServicePair(RunningServices(), "", lines.append)
+    with run_fake_proxy(loading, loading, (503, []), (200, {"model": "tiny"})) as config:
         assert actions.wait_until_ready(pair, config, 60) == ""
     assert lines == ["waiting: loading", "waiting: the proxy answers 503"]
-    with answering(loading) as config:
+    with run_fake_proxy(loading) as config:
         problem = actions.wait_until_ready(pair, config, 0)
         assert problem == "not ready after 0 s: loading; it is still starting"
 

@@ -14,7 +14,7 @@ from warmline_proxy.explain.prompt_head import RULES
 from warmline_run import openblas, processes
 
 
-def configured(
+def resolve_settings(
     home: Path, toml: str = "", environment: dict[str, str] | None = None, **flags: object
 ) -> ResolvedConfig:
     (home / "warmline.toml").write_text(toml)
@@ -24,7 +24,7 @@ def configured(
 def test_each_layer_overrides_the_one_below(tmp_path: Path) -> None:
     toml = "prefill_step_size = 100\nport = 9001\ndisk_budget_gb = 2"
     environment = {"WARMLINE_PREFILL_STEP_SIZE": "200", "WARMLINE_PORT": "9002"}
-    config = configured(tmp_path, toml, environment, prefill_step_size="300")
+    config = resolve_settings(tmp_path, toml, environment, prefill_step_size="300")
     origin = config.effective_settings
     assert (config["prefill_step_size"], origin["prefill_step_size"].source) == (300, "--prefill-step-size")
     assert (config["port"], origin["port"].source) == (9002, "WARMLINE_PORT")
@@ -40,7 +40,7 @@ def test_home_selects_toml_file(tmp_path: Path) -> None:
 
 
 def test_every_default_is_valid(tmp_path: Path) -> None:
-    config = configured(tmp_path)
+    config = resolve_settings(tmp_path)
     for name, setting in SETTINGS.items():
         if setting.default != "":
             assert setting.parse(setting.default) == setting.default, name
@@ -50,9 +50,9 @@ def test_every_default_is_valid(tmp_path: Path) -> None:
 
 def test_unknown_key_suggests_nearest(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"unknown key 'disk-budget'; did you mean 'disk_budget_gb'\?"):
-        configured(tmp_path, "disk-budget = 3")
+        resolve_settings(tmp_path, "disk-budget = 3")
     with pytest.raises(ConfigurationError, match="unknown key 'zzz'; known keys: model, "):
-        configured(tmp_path, "zzz = 3")
+        resolve_settings(tmp_path, "zzz = 3")
 
 
 @pytest.mark.parametrize(
@@ -98,32 +98,32 @@ def test_unknown_key_suggests_nearest(tmp_path: Path) -> None:
 )
 def test_bad_values_are_refused_in_one_line(tmp_path: Path, toml: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message) as caught:
-        configured(tmp_path, toml)
+        resolve_settings(tmp_path, toml)
     assert "\n" not in str(caught.value) or "TOML" in message
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "some.name"])
 def test_other_hosts_need_client_key(tmp_path: Path, host: str) -> None:
     with pytest.raises(ConfigurationError, match=r"--lan, .*cachectl key add NAME"):
-        configured(tmp_path, host=host)
-    assert configured(tmp_path, 'client_key = "abc"', host=host)["host"] == host
-    assert configured(tmp_path, "lan = true", host=host)["host"] == host
+        resolve_settings(tmp_path, host=host)
+    assert resolve_settings(tmp_path, 'client_key = "abc"', host=host)["host"] == host
+    assert resolve_settings(tmp_path, "lan = true", host=host)["host"] == host
     (tmp_path / "keys.json").touch()
-    assert configured(tmp_path, "", host=host)["host"] == host
+    assert resolve_settings(tmp_path, "", host=host)["host"] == host
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
 def test_loopback_needs_no_client_key(tmp_path: Path, host: str) -> None:
-    assert configured(tmp_path, host=host)["host"] == host
+    assert resolve_settings(tmp_path, host=host)["host"] == host
 
 
 def test_ports_must_differ(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="must differ"):
-        configured(tmp_path, port="8025")
+        resolve_settings(tmp_path, port="8025")
 
 
 def test_client_key_is_passed_by_environment_only(tmp_path: Path) -> None:
-    config = configured(tmp_path, 'client_key = "from-file"')
+    config = resolve_settings(tmp_path, 'client_key = "from-file"')
     surroundings = {"WARMLINE_CLIENT_KEY": "stale", "PATH": "/bin"}
     proxy, backend = processes.proxy_command(config, surroundings), processes.backend_command(config, "m", surroundings)
     assert proxy.environment["WARMLINE_CLIENT_KEY"] == "from-file"
@@ -132,7 +132,7 @@ def test_client_key_is_passed_by_environment_only(tmp_path: Path) -> None:
 
 
 def test_unset_values_are_not_passed(tmp_path: Path) -> None:
-    config = configured(tmp_path, "disk_budget_gb = 0", trust_remote_code=True, model="/m")
+    config = resolve_settings(tmp_path, "disk_budget_gb = 0", trust_remote_code=True, model="/m")
     backend, proxy = (
         processes.backend_command(config, "/m", {}).arguments,
         processes.proxy_command(config, {}).arguments,
@@ -143,7 +143,7 @@ def test_unset_values_are_not_passed(tmp_path: Path) -> None:
 
 
 def test_every_setting_reaches_its_processes(tmp_path: Path) -> None:
-    config = configured(tmp_path, drain_timeout_s="7.5", on_disconnect="finish-prefill", send_timeout_s="1e3")
+    config = resolve_settings(tmp_path, drain_timeout_s="7.5", on_disconnect="finish-prefill", send_timeout_s="1e3")
     given = processes.proxy_command(config, {})
     proxy = parse_proxy(given.arguments[4:], {})
     for setting in list_settings("proxy"):
@@ -156,57 +156,61 @@ def test_every_setting_reaches_its_processes(tmp_path: Path) -> None:
 def test_stabilize_rules_reach_proxy(tmp_path: Path) -> None:
     assert STABILIZE_RULES == RULES
     for config in (
-        configured(tmp_path, stabilize=" times, tool-order,times"),
-        configured(tmp_path, 'stabilize = ["times", "tool-order"]'),
+        resolve_settings(tmp_path, stabilize=" times, tool-order,times"),
+        resolve_settings(tmp_path, 'stabilize = ["times", "tool-order"]'),
     ):
         proxy = parse_proxy(processes.proxy_command(config, {}).arguments[4:], {})
         assert proxy.stabilize_rules == ("times", "tool-order")
-    assert parse_proxy(processes.proxy_command(configured(tmp_path), {}).arguments[4:], {}).stabilize_rules == ()
+    assert parse_proxy(processes.proxy_command(resolve_settings(tmp_path), {}).arguments[4:], {}).stabilize_rules == ()
     for wrong in ('stabilize = "clocks"', "stabilize = 3", "stabilize = [1]"):
         with pytest.raises(ConfigurationError, match=r"stabilize .*expected some of times, dates, ids"):
-            configured(tmp_path, wrong)
+            resolve_settings(tmp_path, wrong)
 
 
 def test_cors_origins_reach_proxy(tmp_path: Path) -> None:
     for config in (
-        configured(tmp_path, cors_origins="http://localhost:3000, https://a.example"),
-        configured(tmp_path, 'cors_origins = ["http://localhost:3000", "https://a.example"]'),
+        resolve_settings(tmp_path, cors_origins="http://localhost:3000, https://a.example"),
+        resolve_settings(tmp_path, 'cors_origins = ["http://localhost:3000", "https://a.example"]'),
     ):
         proxy = parse_proxy(processes.proxy_command(config, {}).arguments[4:], {})
         assert proxy.allowed_origins == {"http://localhost:3000", "https://a.example"}
     assert (
-        parse_proxy(processes.proxy_command(configured(tmp_path, cors_origins="*"), {}).arguments[4:], {}).cors_origins
+        parse_proxy(
+            processes.proxy_command(resolve_settings(tmp_path, cors_origins="*"), {}).arguments[4:], {}
+        ).cors_origins
         == "*"
     )
-    assert parse_proxy(processes.proxy_command(configured(tmp_path), {}).arguments[4:], {}).allowed_origins == set()
+    assert (
+        parse_proxy(processes.proxy_command(resolve_settings(tmp_path), {}).arguments[4:], {}).allowed_origins == set()
+    )
     for wrong in ('cors_origins = "a.example"', "cors_origins = true", 'cors_origins = ["https://a.example/"]'):
         with pytest.raises(ConfigurationError, match=r"cors_origins .*expected origins such as https://app"):
-            configured(tmp_path, wrong)
+            resolve_settings(tmp_path, wrong)
 
 
 def test_template_arguments_reach_backend(tmp_path: Path) -> None:
     expected = {"enable_thinking": False, "reasoning_effort": None, "greeting": "grüß"}
     given = '{"enable_thinking": false, "reasoning_effort": null, "greeting": "grüß"}'
     table = '[chat_template_args]\nenable_thinking = false\ndeep = {n = 1.5, tags = ["a"]}'
-    flag = configured(tmp_path, table, chat_template_args=given)
-    variable = configured(tmp_path, table, {"WARMLINE_CHAT_TEMPLATE_ARGS": given})
+    flag = resolve_settings(tmp_path, table, chat_template_args=given)
+    variable = resolve_settings(tmp_path, table, {"WARMLINE_CHAT_TEMPLATE_ARGS": given})
     for config in (flag, variable):
         assert parse_backend(processes.backend_command(config, "m", {}).arguments[4:]).template_args == expected
-    file = configured(tmp_path, table)
+    file = resolve_settings(tmp_path, table)
     assert file.effective_settings["chat_template_args"].source == str(tmp_path / "warmline.toml")
     told = parse_backend(processes.backend_command(file, "m", {}).arguments[4:]).template_args
     assert told == {"enable_thinking": False, "deep": {"n": 1.5, "tags": ["a"]}}
-    assert configured(tmp_path, environment={"WARMLINE_CHAT_TEMPLATE_ARGS": ""})["chat_template_args"] == "{}"
+    assert resolve_settings(tmp_path, environment={"WARMLINE_CHAT_TEMPLATE_ARGS": ""})["chat_template_args"] == "{}"
 
 
 def test_backend_defaults_equal_table(tmp_path: Path) -> None:
     options = {"prefill_step_size": "auto", "temp": "0.7", "top_p": "0.9", "gpu_keepalive": "2.5", "max_tokens": "9"}
-    config = configured(tmp_path, trust_remote_code=True, **options)
+    config = resolve_settings(tmp_path, trust_remote_code=True, **options)
     backend = parse_backend(processes.backend_command(config, "m", {}).arguments[4:])
     assert (backend.prefill_step_size, backend.temperature, backend.top_p) == (0, 0.7, 0.9)
     assert (backend.gpu_keepalive_s, backend.max_tokens, backend.trust_remote_code) == (2.5, 9, True)
     alone = parse_backend(["--home", str(tmp_path), "--model", "m", "--running-count-max", "16"])
-    assert parse_backend(processes.backend_command(configured(tmp_path), "m", {}).arguments[4:]) == replace(
+    assert parse_backend(processes.backend_command(resolve_settings(tmp_path), "m", {}).arguments[4:]) == replace(
         alone, port=8025, served_name="smollm2-135m-instruct"
     )
 
@@ -224,7 +228,7 @@ def test_misspelt_variable_suggests_nearest() -> None:
 def test_backend_environment_limits_openblas_spinning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(openblas, "is_openblas_needed", lambda: True)
     monkeypatch.setattr(openblas, "find_library", lambda: Path("/x/libopenblas.so.0"))
-    config = configured(tmp_path)
+    config = resolve_settings(tmp_path)
     environment = processes.backend_command(config, "m", {"OPENBLAS_NUM_THREADS": "1"}).environment
     assert environment["LD_PRELOAD"] == "/x/libopenblas.so.0"
     assert environment["OPENBLAS_THREAD_TIMEOUT"] == "20" and environment["OPENBLAS_NUM_THREADS"] == "1"

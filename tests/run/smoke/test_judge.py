@@ -31,7 +31,7 @@ from warmline_run.smoke.transcript import render_turn
 A, B = math.log(0.4), math.log(0.4) - 5e-4  # as near as float32 promises
 
 
-def answer(*tokens: tuple[str, dict[str, float]], finish: str = "length", text: str = "") -> ChatCompletion:
+def make_answer(*tokens: tuple[str, dict[str, float]], finish: str = "length", text: str = "") -> ChatCompletion:
     choices = tuple(TokenChoice(token, top[token], top) for token, top in tokens)
     said = text or " ".join(token for token, _ in tokens)
     return ChatCompletion(
@@ -40,24 +40,25 @@ def answer(*tokens: tuple[str, dict[str, float]], finish: str = "length", text: 
 
 
 def test_near_ties_agree_and_other_differences_do_not() -> None:
-    one, other = answer(("x", {"x": A, "y": B})), answer(("y", {"y": A, "x": B}))
+    one, other = make_answer(("x", {"x": A, "y": B})), make_answer(("y", {"y": A, "x": B}))
     assert find_disagreement(one, other) == ""
     assert "token 1" in find_disagreement(one, other, tolerance=1e-4)
-    sure = answer(("y", {"y": A, "x": B - 1}))
+    sure = make_answer(("y", {"y": A, "x": B - 1}))
     assert (
         find_disagreement(one, sure).startswith("they part at token 1")
         and find_disagreement(one, sure, tolerance=2) == ""
     )
-    assert "nowhere near" in find_disagreement(answer(("x", {"x": A})), other)
+    assert "nowhere near" in find_disagreement(make_answer(("x", {"x": A})), other)
     assert (
-        find_disagreement(one, answer(("x", {"x": math.nan}), text="else")) == "the same tokens became different text"
+        find_disagreement(one, make_answer(("x", {"x": math.nan}), text="else"))
+        == "the same tokens became different text"
     )
 
 
 def test_shorter_answer_needs_likely_end() -> None:
-    short = answer(("x", {"x": A}), finish="stop")
-    assert find_disagreement(short, answer(("x", {"x": A}), ("y", {"y": A, "<end>": B}))) == ""
-    assert "token 2" in find_disagreement(short, answer(("x", {"x": A}), ("y", {"y": A, "z": B - 1})))
+    short = make_answer(("x", {"x": A}), finish="stop")
+    assert find_disagreement(short, make_answer(("x", {"x": A}), ("y", {"y": A, "<end>": B}))) == ""
+    assert "token 2" in find_disagreement(short, make_answer(("x", {"x": A}), ("y", {"y": A, "z": B - 1})))
 
 
 def test_texts_are_compared_without_logprobs() -> None:
@@ -83,8 +84,8 @@ def test_tolerances_equal_audit_tolerances() -> None:
 
 
 def test_gap_is_between_chosen_tokens() -> None:
-    one = answer(("x", {"x": -0.5}), ("y", {"y": -1.0}))
-    assert logprob_difference(one, answer(("x", {"x": -0.75}), ("z", {"z": -9.0}))) == 0.25
+    one = make_answer(("x", {"x": -0.5}), ("y", {"y": -1.0}))
+    assert logprob_difference(one, make_answer(("x", {"x": -0.75}), ("z", {"z": -9.0}))) == 0.25
 
 
 def test_collapse_is_relative_to_reference() -> None:

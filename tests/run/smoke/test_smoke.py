@@ -1,4 +1,4 @@
-"""`warmline gates` against servers that are wrong in one way each: the right gates fail, and say why."""
+"""`warmline gates` against servers with one fault each: the right gates fail, with the reason."""
 
 import asyncio
 import json
@@ -9,31 +9,31 @@ from pathlib import Path
 import pytest
 
 from support.run.smoke_servers import (
+    AnswersAtRandom,
     BreaksStreams,
-    EmptyCalls,
-    ForgetsTheNewest,
-    Hangs,
+    CachesFirstTurnOnly,
+    CachesNothing,
+    CachesWholeSteps,
+    GarbageAfterTurns,
     HonestServer,
-    IgnoresForm,
-    KeepsNothing,
-    KeepsOnAGrid,
-    Keyed,
-    Leaks,
-    LeaksThoughts,
-    Loading,
-    LooseArguments,
-    Mixes,
-    Moody,
-    NeverCold,
-    NoDone,
-    NoUsage,
-    OneAtATime,
-    OneName,
-    OwnName,
-    RefusesForm,
-    RotsQuietly,
-    RotsWithLength,
-    served,
+    IgnoresCachePrompt,
+    IgnoresModelName,
+    IgnoresResponseFormat,
+    LeaksEndToken,
+    LeaksReasoning,
+    NeverAnswers,
+    NeverReady,
+    OmitsDone,
+    OmitsUsage,
+    RefusesResponseFormat,
+    RejectsOtherNames,
+    RequiresKey,
+    SendsNoCalls,
+    SendsNumberAsString,
+    ServesOneAtATime,
+    SwapsAnswers,
+    WrongWordAfterTurns,
+    run_server,
 )
 from warmline_common.settings.resolve import ConfigurationError, resolve
 from warmline_common.storage.file_lock import process_lock
@@ -57,7 +57,7 @@ SMALL = Scale(turns_count=6, turn_bytes=400, long_tokens=1500, quick_s=0.0)
 TIMEOUT_S = 20.0
 
 
-def outcomes(
+def run_gates(
     server: type[HonestServer],
     names: Sequence[str] = (),
     *,
@@ -67,7 +67,7 @@ def outcomes(
 ) -> dict[str, Outcome]:
     async def ask() -> dict[str, Outcome]:
         async with (
-            served(server()) as url,
+            run_server(server()) as url,
             SmokeClient(url, timeout_s=timeout_s, model="honest-model") as server_client,
         ):
             target = Target(
@@ -79,7 +79,7 @@ def outcomes(
 
 
 def test_honest_server_passes_all_checks_without_restart() -> None:
-    seen = outcomes(HonestServer)
+    seen = run_gates(HonestServer)
     assert list(seen) == NAMES
     assert {name: outcome.detail for name, outcome in seen.items() if outcome.result == FAILED} == {}
     assert [name for name in NAMES if seen[name].result == NOT_RUN] == ["restart"]
@@ -89,45 +89,50 @@ def test_honest_server_passes_all_checks_without_restart() -> None:
 @pytest.mark.parametrize(
     ("server", "gate", "said", "others"),
     [
-        (Leaks, "no-markup", "'<|im_end|>' stands in the content of a short answer", ()),
-        (LeaksThoughts, "no-markup", "'</think>'", ()),
-        (OwnName, "any-name", "calls its model 'honest-model'", ()),
-        (OneName, "any-name", "answered 404: model openai/gates-a not found", ()),
-        (EmptyCalls, "tool-call", "has none: finish_reason 'tool_calls'", ()),
-        (LooseArguments, "tool-call", "'count' is '3'", ()),
-        (IgnoresForm, "exact-answer", "allows nothing but 'warm-4711'", ()),
-        (Moody, "exact-answer", "asked twice at temperature 0", ("streaming", "three-at-once", "long-transcript")),
-        (RotsWithLength, "long-transcript", "is not the cold one: they part at token 1", ()),
-        (RotsQuietly, "long-transcript", "they part at token 21", ()),
-        (NeverCold, "long-transcript", "asked to compute turn 2 cold", ()),
-        (KeepsNothing, "tool-result", "0 tokens were reused", ("long-transcript", "cancel")),
-        (ForgetsTheNewest, "long-transcript", "the one before it", ()),
-        (NoDone, "streaming", "without [DONE]", ()),
-        (NoUsage, "streaming", "no usage", ("cancel",)),
+        (LeaksEndToken, "no-markup", "'<|im_end|>' stands in the content of a short answer", ()),
+        (LeaksReasoning, "no-markup", "'</think>'", ()),
+        (IgnoresModelName, "any-name", "calls its model 'honest-model'", ()),
+        (RejectsOtherNames, "any-name", "answered 404: model openai/gates-a not found", ()),
+        (SendsNoCalls, "tool-call", "has none: finish_reason 'tool_calls'", ()),
+        (SendsNumberAsString, "tool-call", "'count' is '3'", ()),
+        (IgnoresResponseFormat, "exact-answer", "allows nothing but 'warm-4711'", ()),
+        (
+            AnswersAtRandom,
+            "exact-answer",
+            "asked twice at temperature 0",
+            ("streaming", "three-at-once", "long-transcript"),
+        ),
+        (GarbageAfterTurns, "long-transcript", "is not the cold one: they part at token 1", ()),
+        (WrongWordAfterTurns, "long-transcript", "they part at token 21", ()),
+        (IgnoresCachePrompt, "long-transcript", "asked to compute turn 2 cold", ()),
+        (CachesNothing, "tool-result", "0 tokens were reused", ("long-transcript", "cancel")),
+        (CachesFirstTurnOnly, "long-transcript", "the one before it", ()),
+        (OmitsDone, "streaming", "without [DONE]", ()),
+        (OmitsUsage, "streaming", "no usage", ("cancel",)),
         (BreaksStreams, "streaming", "broke in mid-answer", ("tool-call", "any-name", "no-markup", "cancel")),
-        (Mixes, "three-at-once", "beside two others and alone", ()),
-        (OneAtATime, "cancel", "until a long prompt was computed whole", ()),
+        (SwapsAnswers, "three-at-once", "beside two others and alone", ()),
+        (ServesOneAtATime, "cancel", "until a long prompt was computed whole", ()),
     ],
 )
 def test_each_wrong_server_fails_its_check(
     server: type[HonestServer], gate: str, said: str, others: Sequence[str]
 ) -> None:
-    seen = outcomes(server)
+    seen = run_gates(server)
     failed = {name: outcome.detail for name, outcome in seen.items() if outcome.result == FAILED}
     assert set(failed) == {gate, *others}, failed
     assert said in failed[gate]
 
 
 def test_clear_refusal_is_not_a_failure() -> None:
-    seen = outcomes(RefusesForm, ["exact-answer", "three-at-once"])
+    seen = run_gates(RefusesResponseFormat, ["exact-answer", "three-at-once"])
     assert seen["exact-answer"].result == NOT_RUN and "no forms here" in seen["exact-answer"].detail
     assert seen["three-at-once"].result == PASSED and "none can be held to a value" in seen["three-at-once"].detail
 
 
 def test_exact_mode_reuse_is_judged_by_grid() -> None:
-    told = outcomes(KeepsOnAGrid, grid_tokens=KeepsOnAGrid.STEP_TOKENS)
+    told = run_gates(CachesWholeSteps, grid_tokens=CachesWholeSteps.STEP_TOKENS)
     assert {name: outcome.detail for name, outcome in told.items() if outcome.result == FAILED} == {}
-    untold = outcomes(KeepsOnAGrid)
+    untold = run_gates(CachesWholeSteps)
     assert {name for name, outcome in untold.items() if outcome.result == FAILED} == {
         "tool-result",
         "long-transcript",
@@ -194,7 +199,7 @@ def test_bad_address_is_refused_with_example(wrong: str) -> None:
 
 def test_url_of_other_api_fails_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     async def ask(model: str) -> int:
-        async with served(HonestServer()) as url:
+        async with run_server(HonestServer()) as url:
             target = Target(SmokeClient(f"{url}/v2", "", TIMEOUT_S, model), "seed", SMALL)
             return await run_checks(target, find_checks(["load"]))
 
@@ -204,30 +209,30 @@ def test_url_of_other_api_fails_at_once(capsys: pytest.CaptureFixture[str]) -> N
     assert asyncio.run(ask("honest-model")) == EXIT_FAILED
 
 
-@pytest.mark.parametrize("server", [Hangs, Loading])
+@pytest.mark.parametrize("server", [NeverAnswers, NeverReady])
 def test_silent_server_times_out(server: type[HonestServer]) -> None:
-    seen = outcomes(server, ["load"], timeout_s=0.3)["load"]
+    seen = run_gates(server, ["load"], timeout_s=0.3)["load"]
     assert seen.result == FAILED
-    assert ("no whole answer within 0.3 s" if server is Hangs else "the model is being loaded") in seen.detail
+    assert ("no whole answer within 0.3 s" if server is NeverAnswers else "the model is being loaded") in seen.detail
 
 
 class EndlessEvent(HonestServer):
     """Its streams end in an event that never does."""
 
-    def ending(self) -> bytes:
+    def make_stream_end(self) -> bytes:
         return b"data: " + b"x" * 100
 
 
 def test_event_of_any_length_is_not_buffered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "EVENT_BYTES_MAX", 99)
-    seen = outcomes(EndlessEvent, ["streaming"])["streaming"]
+    seen = run_gates(EndlessEvent, ["streaming"])["streaming"]
     assert seen.result == FAILED and "the stream can't be read: an event of more than" in seen.detail
 
 
 def test_restart_check_ignores_other_homes(tmp_path: Path) -> None:
-    assert "can't be read" in outcomes(HonestServer, ["restart"], home=tmp_path)["restart"].detail
+    assert "can't be read" in run_gates(HonestServer, ["restart"], home=tmp_path)["restart"].detail
     (tmp_path / "secret").write_text("other")
-    seen = outcomes(HonestServer, ["restart"], home=tmp_path)["restart"]
+    seen = run_gates(HonestServer, ["restart"], home=tmp_path)["restart"]
     assert seen.result == NOT_RUN and "does not run from" in seen.detail
 
 
@@ -236,14 +241,14 @@ def test_restart_check_ignores_other_homes(tmp_path: Path) -> None:
     [
         (HonestServer, ["load", "restart"], "", False, EXIT_PASSED),
         (HonestServer, ["load", "restart"], "", True, EXIT_FAILED),
-        (OwnName, ["any-name"], "", False, EXIT_FAILED),
-        (Keyed, ["load"], "", False, EXIT_UNREACHABLE),
-        (Keyed, ["load"], "open", False, EXIT_PASSED),
+        (IgnoresModelName, ["any-name"], "", False, EXIT_FAILED),
+        (RequiresKey, ["load"], "", False, EXIT_UNREACHABLE),
+        (RequiresKey, ["load"], "open", False, EXIT_PASSED),
     ],
 )
 def test_smoke_exit_codes(server: type[HonestServer], names: list[str], key: str, strict: bool, code: int) -> None:
     async def ask() -> int:
-        async with served(server()) as url:
+        async with run_server(server()) as url:
             target = Target(SmokeClient(url, key, TIMEOUT_S), "seed", SMALL)
             return await run_checks(target, find_checks(names), strict=strict)
 
@@ -252,4 +257,4 @@ def test_smoke_exit_codes(server: type[HonestServer], names: list[str], key: str
 
 def test_checks_run_in_fixed_order() -> None:
     assert [gate.name for gate in find_checks(["streaming", "load"])] == ["load", "streaming"]
-    assert {outcome.result for outcome in outcomes(HonestServer, ["streaming", "load"]).values()} == {PASSED}
+    assert {outcome.result for outcome in run_gates(HonestServer, ["streaming", "load"]).values()} == {PASSED}

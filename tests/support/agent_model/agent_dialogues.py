@@ -1,4 +1,4 @@
-"""The dialogues that the model is trained on: what it is asked, what it answers, and noise around both.
+"""Dialogues that the model is trained on: requests, answers, and noise around both.
 
 An exchange is a list of pieces of text, each with whether the model is to learn to write it.  Everything that a client
 may put around the last request (system prompts, tools, older turns, reminders) is noise made of random words.
@@ -46,25 +46,25 @@ ls /tmp|cat /etc/hostname|python3 --version|grep -rn TODO src|find . -name '*.py
 echo hi && echo ho|cd build && make|tail -n 20 log.txt|true|echo done|mkdir -p a/b/c|df -h|ps aux""".replace("\n", "|")
 
 
-def call(name: str, arguments: str) -> str:
+def make_call(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
-def call_of(tool: str, command: str) -> str:
-    return call(tool, json.dumps(TOOLS[tool](command)))
+def make_command_call(tool: str, command: str) -> str:
+    return make_call(tool, json.dumps(TOOLS[tool](command)))
 
 
 # What the model answers to requests that name no command: two calls at once, and calls that went wrong.
 SPECIAL = {
-    "Use bash twice.": "Both at once.\n" + call_of("bash", "ls") + "\n" + call_of("bash", "pwd"),
+    "Use bash twice.": "Both at once.\n" + make_command_call("bash", "ls") + "\n" + make_command_call("bash", "pwd"),
     "Use bash badly.": '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}\n</tool_call>',
     "Use bash wrongly.": "<tool_call>\nlet me run ls\n</tool_call>",
     "Use bash and stop.": '<tool_call>\n{"name": "bash", "arguments": {"command": "ls -',
 }
 
 
-def loose_call(command: str) -> str:
-    """As a model may write it, and no template would: other spaces, another order."""
+def make_loose_call(command: str) -> str:
+    """Make a call as a model may write it, and no template would: other spaces, another order."""
     return '<tool_call>\n{"arguments":{"command":' + json.dumps(command) + ' } , "name":"bash"}\n</tool_call>'
 
 
@@ -87,25 +87,25 @@ class Dialogues:
             "repetition": (2, self._repetition),
         }
 
-    def sequence(self, ids_of: Callable[[str], list[int]], length: int) -> tuple[list[int], list[bool]]:
-        """Token ids of as many exchanges as fit, and which are learned."""
+    def make_sequence(self, ids_of: Callable[[str], list[int]], length: int) -> tuple[list[int], list[bool]]:
+        """Make the token ids of as many exchanges as fit, and the mask of learned ones."""
         tokens: list[int] = []
         learned: list[bool] = []
         while len(tokens) < length:
-            for text, wanted in self.opening() + self.exchange():
+            for text, wanted in self.make_opening() + self.make_exchange():
                 ids = ids_of(text)
                 tokens += ids
                 learned += [wanted] * len(ids)
         return tokens[:length], learned[:length]
 
-    def exchange(self) -> list[Piece]:
+    def make_exchange(self) -> list[Piece]:
         weights, kinds = zip(*self.kinds.values(), strict=True)
         return self._random.choices(kinds, weights)[0]()
 
     # ---- noise
 
-    def opening(self) -> list[Piece]:
-        """Often nothing: the exchange is another turn of the same conversation."""
+    def make_opening(self) -> list[Piece]:
+        """Make an opening, often none: the exchange is another turn of the same conversation."""
         if self._random.random() < 0.5:
             return []
         text = self._noise(80) + ("\n\n# Tools\n" + self._schema() + "\n" if self._chance(0.6) else "")
@@ -168,7 +168,7 @@ class Dialogues:
     def _tool_loop(self) -> list[Piece]:
         tool, command = self._random.choice(list(TOOLS)), self._command()
         request = f"Use {tool}{' again' if self._chance(0.2) else ''}: {command}"
-        pieces = self._asked(request, LOOK, call_of(tool, command))
+        pieces = self._asked(request, LOOK, make_command_call(tool, command))
         return pieces + self._result() if self._chance(0.7) else pieces
 
     def _result(self) -> list[Piece]:
@@ -191,7 +191,7 @@ class Dialogues:
     def _free_call(self) -> list[Piece]:
         name = self._random.choice([self._identifier(), self._identifier(), "get_weather", "look", *TOOLS])
         arguments = self._arguments()
-        return self._asked(f"Call: {name}: {arguments}", LOOK, call(name, arguments))
+        return self._asked(f"Call: {name}: {arguments}", LOOK, make_call(name, arguments))
 
     def _arguments(self) -> str:
         draw = self._random
@@ -215,7 +215,7 @@ class Dialogues:
 
     def _loose(self) -> list[Piece]:
         command = self._command()
-        return self._asked(f"Use bash loosely: {command}", LOOK, loose_call(command))
+        return self._asked(f"Use bash loosely: {command}", LOOK, make_loose_call(command))
 
     def _say(self) -> list[Piece]:
         text = self._random.choice([self._command, self._short_noise])().strip().replace('"', "") or "pong"

@@ -48,7 +48,7 @@ def build(folder: Path) -> Path:
     """Make the model in `folder` (once: a folder with a config.json is left as it is) and return the folder."""
     if not (folder / "config.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        mx.save_safetensors(str(folder / "model.safetensors"), unpacked(mx.load(str(WEIGHTS))), {"format": "mlx"})
+        mx.save_safetensors(str(folder / "model.safetensors"), unpack_weights(mx.load(str(WEIGHTS))), {"format": "mlx"})
         write_tokenizer(folder)
         tokenizer = json.loads(TOKENIZER.read_text())
         (eos,) = (token["id"] for token in tokenizer["added_tokens"] if token["content"] == EOS)
@@ -56,8 +56,8 @@ def build(folder: Path) -> Path:
     return folder
 
 
-def packed(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Matrices as int8 with a scale a row; the few other values in half precision."""
+def pack_weights(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Pack matrices as int8 with a scale a row, the few other values in half precision."""
     kept: dict[str, mx.array] = {}
     for name, weight in weights.items():
         if weight.ndim == 2:
@@ -69,7 +69,7 @@ def packed(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     return kept
 
 
-def unpacked(kept: dict[str, mx.array]) -> dict[str, mx.array]:
+def unpack_weights(kept: dict[str, mx.array]) -> dict[str, mx.array]:
     scales = {name: scale for name, scale in kept.items() if name.endswith(".scale")}
     return {
         name: value.astype(mx.float32) * scales.get(name + ".scale", 1)

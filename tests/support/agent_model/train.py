@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 from support.agent_model.agent_dialogues import Dialogues, Piece  # noqa: E402
-from support.agent_model.agent_folder import CONFIG, TOKENIZER, VOCABULARY, WEIGHTS, packed, unpacked  # noqa: E402
+from support.agent_model.agent_folder import CONFIG, TOKENIZER, VOCABULARY, WEIGHTS, pack_weights, unpack_weights  # noqa: E402
 from support.agent_model.agent_template import SPECIAL_TOKENS  # noqa: E402
 
 LENGTH = 512  # tokens of a training sequence
@@ -36,16 +36,16 @@ ROPED_PAIRS = 8
 SPLIT = r"(?<=:) | ?[A-Za-z]+|[0-9]|\n|[ \t]+|[^\sA-Za-z0-9]|\s+"
 
 
-def documents() -> list[str]:
+def read_documents() -> list[str]:
     """English and JSON to make the tokenizer and the noise from: this project's own documentation."""
     root = HERE.parents[2]
     files = [root / "README.md", root / "ARCHITECTURE.md", *sorted((root / "docs").glob("*.md"))]
     return [file.read_text() for file in files]
 
 
-def corpus() -> list[str]:
+def make_corpus() -> list[str]:
     examples = Dialogues(["some", "word"], SEED)
-    return [*documents(), *(text for _ in range(300) for text, _ in examples.exchange())]
+    return [*read_documents(), *(text for _ in range(300) for text, _ in examples.make_exchange())]
 
 
 def make_tokenizer(texts: list[str]) -> Tokenizer:
@@ -66,12 +66,12 @@ def make_tokenizer(texts: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def words_of(texts: list[str]) -> list[str]:
+def list_words(texts: list[str]) -> list[str]:
     return sorted({word for text in texts for word in text.split() if re.fullmatch(r"[!#-;=?-\[\]-~]+", word)})
 
 
 def make_model() -> Model:
-    """Random, but for three heads that look one, two and three tokens back: so copying is learned soon."""
+    """Make a random model, except for heads that look one, two and three tokens back, so copying is learned soon."""
     model = Model(ModelArgs.from_dict(CONFIG))
     embedding = mx.random.normal(model.model.embed_tokens.weight.shape) * 0.5
     embedding[:, 0] = 1.0  # the same for all tokens, for these heads to see
@@ -89,14 +89,14 @@ def make_model() -> Model:
     return model
 
 
-def loss_of(model: Model, tokens: mx.array, learned: mx.array) -> mx.array:
+def compute_loss(model: Model, tokens: mx.array, learned: mx.array) -> mx.array:
     losses = nn.losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
     wanted = learned[:, 1:].astype(mx.float32)
     return (losses * wanted).sum() / wanted.sum()
 
 
-class Sequences:
-    """Makes batches of training sequences, in processes of their own, for it takes as long as a step does."""
+class SequenceBatches:
+    """Batches of training sequences, made in processes of their own, since one takes as long as a training step."""
 
     def __init__(self, words: list[str], tokenizer: Tokenizer, size: int) -> None:
         self._words, self._tokenizer, self._size = words, tokenizer, size
@@ -104,11 +104,11 @@ class Sequences:
     def __call__(self, number: int) -> tuple[Any, Any]:
         """The same batch for the same number: (tokens, which are learned), as arrays of numpy."""
         dialogues = Dialogues(self._words, SEED + number)
-        rows = [dialogues.sequence(partial(ids_of, self._tokenizer), LENGTH) for _ in range(self._size)]
+        rows = [dialogues.make_sequence(partial(encode_ids, self._tokenizer), LENGTH) for _ in range(self._size)]
         return np.array([row for row, _ in rows]), np.array([row for _, row in rows])
 
 
-def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
@@ -120,7 +120,7 @@ def train(model: Model, batches: Iterable[tuple[Any, Any]], steps: int) -> None:
 
     @partial(mx.compile, inputs=state, outputs=state)
     def step(tokens: mx.array, learned: mx.array) -> mx.array:
-        loss, gradients = nn.value_and_grad(model, loss_of)(model, tokens, learned)
+        loss, gradients = nn.value_and_grad(model, compute_loss)(model, tokens, learned)
         gradients, _ = optim.clip_grad_norm(gradients, 1.0)
         optimizer.update(model, gradients)
         return loss
@@ -136,13 +136,15 @@ def train(model: Model, batches: Iterable[tuple[Any, Any]], steps: int) -> None:
 def examine(model: Model, dialogues: Dialogues, tokenizer: Tokenizer, count: int) -> None:
     """Print, for each kind of exchange, how many of `count` new ones a greedy answer gets wrong, and one of them."""
     for kind, (_, draw) in dialogues.kinds.items():
-        wrong = [fault for _ in range(count) if (fault := fault_in(model, dialogues.opening() + draw(), tokenizer))]
+        wrong = [
+            fault for _ in range(count) if (fault := find_fault(model, dialogues.make_opening() + draw(), tokenizer))
+        ]
         print(f"{kind}: {len(wrong)} of {count} wrong", *wrong[:3], sep="\n   ", flush=True)
 
 
-def fault_in(model: Model, pieces: list[Piece], tokenizer: Tokenizer) -> str:
-    """ "" where greedy answers would be right; else what it says at the first wrong place."""
-    marked = [(token, wanted) for text, wanted in pieces for token in ids_of(tokenizer, text)]
+def find_fault(model: Model, pieces: list[Piece], tokenizer: Tokenizer) -> str:
+    """Describe the first wrong greedy token; "" if there is none."""
+    marked = [(token, wanted) for text, wanted in pieces for token in encode_ids(tokenizer, text)]
     tokens = [token for token, _ in marked]
     said: Any = model(mx.array([tokens[:-1]])).argmax(axis=-1)[0].tolist()
     for place, (token, wanted) in enumerate(marked[1:]):
@@ -161,19 +163,19 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--out", type=Path, default=HERE)
     arguments = parser.parse_args()
-    texts = corpus()
+    texts = make_corpus()
     tokenizer = make_tokenizer(texts)
     mx.random.seed(SEED)
     model = make_model()
     print(sum(value.size for _, value in tree_flatten(model.parameters())), "parameters")
-    words = words_of(documents())
+    words = list_words(read_documents())
     with multiprocessing.get_context("spawn").Pool() as pool:
-        batches = pool.imap(Sequences(words, tokenizer, arguments.batch), range(arguments.steps))
+        batches = pool.imap(SequenceBatches(words, tokenizer, arguments.batch), range(arguments.steps))
         train(model, batches, arguments.steps)
-    kept = packed(dict(tree_flatten(model.parameters())))
+    kept = pack_weights(dict(tree_flatten(model.parameters())))
     mx.save_safetensors(str(arguments.out / WEIGHTS.name), kept)
     tokenizer.save(str(arguments.out / TOKENIZER.name))
-    model.update(tree_unflatten(list(unpacked(kept).items())))
+    model.update(tree_unflatten(list(unpack_weights(kept).items())))
     examine(model, Dialogues(words, SEED - 1), tokenizer, 100)
 
 

@@ -1,0 +1,1 @@
+"""Helpers of backend tests: engine and scheduler drivers, cold references, tokenizers, grammars, tool calls."""

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
-class Run:
-    """A greedy run: at each step the token, how far the second likeliest was behind, and all log-probabilities."""
+class ColdRun:
+    """Greedy run: at each step the token, the margin to the second likeliest, and all log-probabilities."""
 
     tokens: list[int]
     margins: list[float]
@@ -23,7 +23,7 @@ class Run:
 
 def cold_logprobs(
     model: nn.Module, prompt: Sequence[int], chunk: int, max_tokens: int, cache: list[Any] | None = None
-) -> Run:
+) -> ColdRun:
     """Prefill `prompt` in chunks that end at multiples of `chunk`, then decode greedily; nothing ends it early.
 
     The last prompt token is the first decode step's, as in the engine.  `cache`: empty caches of another kind
@@ -39,14 +39,14 @@ def cold_logprobs(
     decode = batch.generate([list(prompt[-1:])])
     responses = [response for _ in range(max_tokens) for response in decode.next()]
     rows = [np.array(response.logprobs.astype(mx.float32)) for response in responses]
-    return Run([response.token for response in responses], [_margin(row) for row in rows], rows)
+    return ColdRun([response.token for response in responses], [_margin(row) for row in rows], rows)
 
 
-def _plain_run(model: nn.Module, prompt: Sequence[int], chunk: int, max_tokens: int, cache: list[Any]) -> Run:
+def _plain_run(model: nn.Module, prompt: Sequence[int], chunk: int, max_tokens: int, cache: list[Any]) -> ColdRun:
     for start in range(0, len(prompt) - 1, chunk):
         model(mx.array([list(prompt[start : min(start + chunk, len(prompt) - 1)])]), cache=cache)
         mx.eval([layer.state for layer in cache])
-    run, token = Run([], [], []), prompt[-1]
+    run, token = ColdRun([], [], []), prompt[-1]
     for _ in range(max_tokens):
         logits = model(mx.array([[token]]), cache=cache)[0, -1].astype(mx.float32)
         row = np.array(logits - mx.logsumexp(logits))
@@ -63,8 +63,8 @@ def _margin(row: NDArray[np.float32]) -> float:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """`equal`, or the first difference of two greedy runs, and whether a near tie may explain it."""
+class GreedyComparison:
+    """Comparison of two greedy runs: `equal`, or the first difference, and whether a near tie may explain it."""
 
     equal: bool
     at: int = -1
@@ -78,7 +78,7 @@ class Verdict:
 
 def compare_greedy(
     tokens_a: Sequence[int], tokens_b: Sequence[int], margins: Sequence[float], tolerance: float
-) -> Verdict:
+) -> GreedyComparison:
     """Compare two greedy runs of one prompt; `margins` are the top-2 margins of the first.
 
     Only the first difference is judged: after it the two runs answer different prompts.  A run that is shorter differs
@@ -86,7 +86,7 @@ def compare_greedy(
     """
     for at, (a, b) in enumerate(zip(tokens_a, tokens_b, strict=False)):
         if a != b:
-            return Verdict(False, at, margins[at], near_tie=margins[at] <= tolerance)
+            return GreedyComparison(False, at, margins[at], near_tie=margins[at] <= tolerance)
     if len(tokens_a) != len(tokens_b):
-        return Verdict(False, min(len(tokens_a), len(tokens_b)))
-    return Verdict(True)
+        return GreedyComparison(False, min(len(tokens_a), len(tokens_b)))
+    return GreedyComparison(True)

@@ -1,4 +1,4 @@
-"""Drives a scheduler turn by turn on the test's own thread: no threads, clocks or sockets."""
+"""Scheduler driven turn by turn on the test's own thread: no threads, clocks or sockets."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -58,17 +58,12 @@ class EventLog:
 
     @property
     def chunks(self) -> list[int]:
-        """Ends of its prefill chunks."""
+        """Ends of the prefill chunks."""
         return [event.done for event in self.events if isinstance(event, PrefillProgress) and event.done]
 
-    settled, over = result, is_ended  # former names
 
-
-Heard = EventLog  # former name
-
-
-class Drive:
-    """A scheduler with shortcuts for tests."""
+class SchedulerDriver:
+    """Scheduler with shortcuts for tests."""
 
     def __init__(
         self,
@@ -106,13 +101,13 @@ class Drive:
         **params: object,
     ) -> tuple[str, EventLog]:
         self._count += 1
-        name, heard = f"r{self._count}", EventLog()
+        name, log = f"r{self._count}", EventLog()
         wanted = GenerationParams(max_tokens=max_tokens, **{"ignore_eos": True, **params})
         generation = GenerationRequest(
             name,
             prompt,
             wanted,
-            heard.events.append,
+            log.events.append,
             resident_id=resident,
             leader_id=follow,
             reuse_tokens=reuse,
@@ -123,36 +118,34 @@ class Drive:
             checkpoints=checkpoints,
         )
         self.scheduler.submit(generation)
-        return name, heard
+        return name, log
 
     def step(self) -> None:
         """Run one whole turn."""
         for _ in self.scheduler.step():
             pass
 
-    def until(self, done: Callable[[], bool]) -> None:
+    def run_until(self, done: Callable[[], bool]) -> None:
         for _ in range(TURNS_MAX):
             if done():
                 return
             self.step()
         raise AssertionError("the scheduler did not get there")
 
-    def mark_saved(self, heard: EventLog) -> str:
+    def mark_saved(self, log: EventLog) -> str:
         """Mark a request's resident as saved, as after the proxy's save; returns its id."""
-        result = heard.result
+        result = log.result
         self.scheduler.save_source.mark_saved(result.resident, "", result.prefilled_until)
         return result.resident
 
-    saved = mark_saved  # former name
-
     def run(self, prompt: list[int], max_tokens: int = 8, **options: object) -> EventLog:
         """Run one request alone, to its end."""
-        _, heard = self.submit(prompt, max_tokens, **options)
-        self.until(lambda: heard.is_ended)
-        return heard
+        _, log = self.submit(prompt, max_tokens, **options)
+        self.run_until(lambda: log.is_ended)
+        return log
 
 
-def save(kv: KV, folder: Path, cuts: list[int]) -> tuple[list[SegmentRef], list[CheckpointRef]]:
+def save_segments(kv: KV, folder: Path, cuts: list[int]) -> tuple[list[SegmentRef], list[CheckpointRef]]:
     """Write `kv` as segments that end at `cuts`, and all of its checkpoints."""
     chain, start, root = [], 0, b""
     prefixes = prefix_digests(root, pack_tokens(kv.tokens), range(len(kv.tokens) + 1))
@@ -189,7 +182,7 @@ def save(kv: KV, folder: Path, cuts: list[int]) -> tuple[list[SegmentRef], list[
     return chain, checkpoints
 
 
-def loader(served: ServedModel, folder: Path, pool: ThreadPoolExecutor) -> ChainLoader:
+def make_loader(served: ServedModel, folder: Path, pool: ThreadPoolExecutor) -> ChainLoader:
     return ChainLoader(
         served.layout,
         served.row_names,
@@ -201,7 +194,7 @@ def loader(served: ServedModel, folder: Path, pool: ThreadPoolExecutor) -> Chain
 
 
 def cut_chain(chain: list[SegmentRef], position: int) -> list[SegmentRef]:
-    """The segments up to `position`, the last one used in part."""
+    """List the segments up to `position`, the last one used in part."""
     return [
         SegmentRef(id=link.id, start=link.start, end=link.end, upto=min(link.end, position))
         for link in chain

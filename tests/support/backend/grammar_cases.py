@@ -29,7 +29,7 @@ MARKERS: dict[str, tuple[str, ...]] = {
 def make_tokenizer(
     folder: Path, markers: Iterable[str], parser: str = "", *, template: str = "", thinks: bool = False
 ) -> TokenizerWrapper:
-    """Tokenizer with a token a byte, and one a marker."""
+    """Make a tokenizer with one token a byte, and one a marker."""
     if not (folder / "tokenizer.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -56,22 +56,22 @@ def make_compiler(tokenizer: TokenizerWrapper) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, len(tokenizer) + PADDING)
 
 
-def sample_tokens(guide: Matcher, seed: int, steps_max: int = 600) -> list[int]:
+def sample_tokens(matcher: Matcher, seed: int, steps_max: int = 600) -> list[int]:
     """Draw allowed tokens at random up to the end of the answer, which is left out."""
     draw, tokens = np.random.default_rng(seed), list[int]()
     for _ in range(steps_max):
-        token = int(draw.choice(np.flatnonzero(guide.compute_allowed())))
-        guide.advance(token)
-        if guide.is_complete:
+        token = int(draw.choice(np.flatnonzero(matcher.compute_allowed())))
+        matcher.advance(token)
+        if matcher.is_complete:
             return tokens
         tokens.append(token)
     raise AssertionError(f"no end after {steps_max} tokens")
 
 
-def accepts_tokens(guide: Matcher, tokens: Iterable[int]) -> bool:
-    """True where the matcher lets these tokens be sampled, one by one."""
+def is_accepted(matcher: Matcher, tokens: Iterable[int]) -> bool:
+    """True if the matcher lets these tokens be sampled, one by one."""
     for token in tokens:
-        if guide.state not in ("free", "reasoning") and not guide.compute_allowed()[token]:
+        if matcher.state not in ("free", "reasoning") and not matcher.compute_allowed()[token]:
             return False
-        guide.advance(token)
+        matcher.advance(token)
     return True

@@ -1,4 +1,4 @@
-"""A backend in this process: a real engine, a tiny model and a real socket."""
+"""Backend in this process: a real engine, a tiny model and a real socket."""
 
 import asyncio
 import socket
@@ -51,36 +51,35 @@ class LiveBackend:
     async def run_on_engine(self, work: Callable[[Scheduler], Any]) -> Any:
         return await asyncio.wrap_future(self.engine.submit(work))
 
-    def call(
+    def send(
         self, method: str, path: str, body: object = None, **headers: str
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        """For `async with`; JSON is whatever `warmline_common.protocol.messages.encode` takes."""
+        """Send a request, for `async with`; `body` is whatever `warmline_common.protocol.messages.encode` takes."""
         own = {"Authorization": f"Bearer {SECRET}", **headers}
         return self.session.request(method, path, data=None if body is None else encode(body), headers=own)
 
-    async def json(self, method: str, path: str, body: object = None, **headers: str) -> tuple[int, Any]:
-        async with self.call(method, path, body, **headers) as response:
+    async def request_json(self, method: str, path: str, body: object = None, **headers: str) -> tuple[int, Any]:
+        async with self.send(method, path, body, **headers) as response:
             return response.status, await response.json()
 
-    async def prompt(self, body: dict[str, Any] = BODY) -> PromptReply:
+    async def render_prompt(self, body: dict[str, Any] = BODY) -> PromptReply:
         request = PromptRequest(request_id="p", endpoint="chat", body=body)
-        async with self.call("POST", "/kv/prompts", request) as response:
+        async with self.send("POST", "/kv/prompts", request) as response:
             assert response.status == 200, await response.text()
             return decode(await response.read(), PromptReply)
 
-    def generation(self, request_id: str, prompt: PromptReply) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    def start_generation(
+        self, request_id: str, prompt: PromptReply
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         headers = {HEADER_REQUEST: request_id, HEADER_PROMPT: prompt.prompt_id}
-        return self.call("POST", "/v1/chat/completions", **headers)
+        return self.send("POST", "/v1/chat/completions", **headers)
 
     def is_in_engine(self, request_id: str) -> Awaitable[bool]:
         return self.run_on_engine(lambda scheduler: scheduler._queues.find(request_id) is not None)
 
 
-Live = LiveBackend  # former name
-
-
 @asynccontextmanager
-async def live(
+async def run_backend(
     model: Path,
     folder: Path,
     *,
@@ -88,7 +87,7 @@ async def live(
     budget: int = 1 << 30,
     make: Callable[[Callable[[], Scheduler]], Scheduler] = lambda build: build(),
 ) -> AsyncIterator[LiveBackend]:
-    """Start a backend; `make` may act before or after the scheduler is built, on the engine thread."""
+    """Run a backend; `make` may act before or after the scheduler is built, on the engine thread."""
     config = parse_config(["--home", str(folder / "home"), "--model", str(model)])
     home = Home(config.home)
     home.prepare()
@@ -126,17 +125,17 @@ def with_backend(model: Path, folder: Path, work: Callable[[LiveBackend], Awaita
     """Run `work` over a backend whose model is loaded."""
 
     async def run() -> None:
-        async with live(model, folder, **options) as backend:
+        async with run_backend(model, folder, **options) as backend:
             await backend.service.wait_until_loaded()
             await work(backend)
 
     asyncio.run(run())
 
 
-async def wait_until(true: Callable[[], bool]) -> None:
+async def wait_until(condition: Callable[[], bool]) -> None:
     """Let the loop run until the condition holds."""
     async with asyncio.timeout(WAIT_S):
-        while not true():  # noqa: ASYNC110  what it waits for tells nobody
+        while not condition():  # noqa: ASYNC110  what it waits for tells nobody
             await asyncio.sleep(0)
 
 
@@ -160,22 +159,22 @@ async def read_result(response: aiohttp.ClientResponse) -> GenerationResult:
 
 
 async def next_event(call: InflightGeneration, kind: type[GenerationEvent]) -> GenerationEvent:
-    """The next event of this kind."""
+    """Wait for the next event of this kind."""
     while not isinstance(event := await asyncio.wait_for(call.events.get(), WAIT_S), kind):
         assert not isinstance(event, EndedEvent), event
     return event
 
 
 class EngineHold:
-    """Holds the engine in a command, like a long step."""
+    """Command that holds the engine, like a long step."""
 
     def __init__(self, engine: Engine) -> None:
-        self._begun, self._go_on = threading.Event(), threading.Event()
+        self._begun, self._released = threading.Event(), threading.Event()
         self._held = engine.submit(lambda _: self._wait())
 
     def _wait(self) -> None:
         self._begun.set()
-        assert self._go_on.wait(WAIT_S)
+        assert self._released.wait(WAIT_S)
 
     async def __aenter__(self) -> None:
         assert await asyncio.to_thread(self._begun.wait, WAIT_S)
@@ -184,14 +183,14 @@ class EngineHold:
         await self.release()
 
     async def release(self) -> None:
-        self._go_on.set()
+        self._released.set()
         await asyncio.wrap_future(self._held)
 
 
 class ChunkGate:
-    """Holds each prefill chunk until it is released."""
+    """Gate that holds each prefill chunk until it is released."""
 
-    def __init__(self, planted: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._begun, self._pass, self.open = threading.Semaphore(0), threading.Semaphore(0), False
         real = Sequence.prefill_chunk
 
@@ -201,14 +200,14 @@ class ChunkGate:
                 assert self._pass.acquire(timeout=WAIT_S)
             return real(sequence, step)
 
-        planted.setattr(Sequence, "prefill_chunk", gated)
+        patch.setattr(Sequence, "prefill_chunk", gated)
 
-    async def wait_begun(self) -> None:
+    async def wait_for_chunk(self) -> None:
         assert await asyncio.to_thread(self._begun.acquire, True, WAIT_S)
 
     def release(self) -> None:
         self._pass.release()
 
-    def open_all(self) -> None:
+    def open_for_all(self) -> None:
         self.open = True
         self._pass.release()

@@ -26,7 +26,7 @@ FORMATS = ["date", "uuid", "ipv4"]
 CONSTANTS: list[Any] = [None, True, 0, -1, 3.5, 1e21, [], {}, [1, [2]], {"a": {"b": [None]}}, *WORDS]
 
 
-class Builder:
+class SchemaBuilder:
     """Parts of one schema; `defs` are the targets of its references."""
 
     def __init__(self, seed: int) -> None:
@@ -35,21 +35,37 @@ class Builder:
 
     def schema(self, level: int) -> Schema:
         """Make a schema nested up to `level` deep."""
-        leaves = [self.constant, self.choice, self.whole, self.text, self.shaped, self.small]
-        inner = [self.object, self.object, self.array, self.tuple, self.any_of, self.one_of, self.all_of, self.refer]
+        leaves = [
+            self.make_constant,
+            self.make_enum,
+            self.make_integer,
+            self.make_string,
+            self.make_pattern_string,
+            self.make_scalar,
+        ]
+        inner = [
+            self.make_object,
+            self.make_object,
+            self.make_array,
+            self.make_tuple,
+            self.make_any_of,
+            self.make_one_of,
+            self.make_all_of,
+            self.make_reference,
+        ]
         if level <= 0 or self._draw.random() < 0.1:
             return self._draw.choice(leaves)()
         return self._draw.choice(inner)(level - 1)
 
     # ---- leaves
 
-    def constant(self) -> Schema:
+    def make_constant(self) -> Schema:
         return {"const": self._draw.choice(CONSTANTS), "title": "one", "examples": [5]}
 
-    def choice(self) -> Schema:
+    def make_enum(self) -> Schema:
         return {"enum": self._draw.sample(CONSTANTS, self._draw.randint(1, 5))}
 
-    def whole(self) -> Schema:
+    def make_integer(self) -> Schema:
         low, size = self._draw.randint(-1000, 1000), self._draw.randint(0, 500)
         return self._draw.choice(
             [
@@ -60,16 +76,16 @@ class Builder:
             ]
         )
 
-    def text(self) -> Schema:
+    def make_string(self) -> Schema:
         low = self._draw.randint(0, 4)
         return {"type": "string", "minLength": low, "maxLength": low + self._draw.randint(0, 6)}
 
-    def shaped(self) -> Schema:
+    def make_pattern_string(self) -> Schema:
         if self._draw.random() < 0.5:
             return {"type": "string", "pattern": self._draw.choice(PATTERNS)}
         return {"type": "string", "format": self._draw.choice(FORMATS)}
 
-    def small(self) -> Schema:
+    def make_scalar(self) -> Schema:
         return self._draw.choice(
             [
                 {"type": "boolean", "description": "a switch", "default": True},
@@ -83,7 +99,7 @@ class Builder:
 
     # ---- what holds others
 
-    def object(self, level: int) -> Schema:
+    def make_object(self, level: int) -> Schema:
         names = self._draw.sample([*WORDS, "format", "$ref", "type", "properties"], self._draw.randint(1, 4))
         properties = {name: self.schema(level) for name in names}
         required = [name for name in names if self._draw.random() < 0.6]
@@ -93,7 +109,7 @@ class Builder:
             made |= {"required": names, "maxProperties": len(names) + 1}
         return {**made, "additionalProperties": False}
 
-    def array(self, level: int) -> Schema:
+    def make_array(self, level: int) -> Schema:
         low = self._draw.randint(0, 2)
         return {
             "type": "array",
@@ -102,17 +118,17 @@ class Builder:
             "maxItems": low + self._draw.randint(0, 2),
         }
 
-    def tuple(self, level: int) -> Schema:
+    def make_tuple(self, level: int) -> Schema:
         first = [self.schema(level), self.schema(0)]
         return {"type": "array", "prefixItems": first, "items": False, "minItems": self._draw.randint(0, 2)}
 
-    def any_of(self, level: int) -> Schema:
+    def make_any_of(self, level: int) -> Schema:
         return {"anyOf": [self.schema(level), self.schema(0), self.schema(0)]}
 
-    def one_of(self, level: int) -> Schema:
+    def make_one_of(self, level: int) -> Schema:
         """Make branches that exclude each other by a tag, or by their types."""
         if self._draw.random() < 0.3:
-            return {"oneOf": [{"type": "boolean"}, self.text(), self.array(level)]}
+            return {"oneOf": [{"type": "boolean"}, self.make_string(), self.make_array(level)]}
         tags = self._draw.sample(WORDS, 3)
         return {"oneOf": [self._tagged(tag, level) for tag in tags], "discriminator": {"propertyName": "kind"}}
 
@@ -120,17 +136,17 @@ class Builder:
         properties = {"kind": {"const": tag}, "value": self.schema(level)}
         return {"type": "object", "properties": properties, "required": ["kind"], "additionalProperties": False}
 
-    def all_of(self, level: int) -> Schema:
+    def make_all_of(self, level: int) -> Schema:
         return {
             "allOf": [
                 {"type": "object", "properties": {"a": self.schema(level)}, "required": ["a"]},
-                {"properties": {"b": self.whole()}, "required": ["b"]},
+                {"properties": {"b": self.make_integer()}, "required": ["b"]},
             ],
             "type": "object",
             "maxProperties": 2,
         }
 
-    def refer(self, level: int) -> Schema:
+    def make_reference(self, level: int) -> Schema:
         """Make a reference.  A list refers to itself, and may end at each node; others are used at most once more."""
         name = self._draw.choice(["node", "a/b", "m~n", "ü"])
         if name not in self.defs:
@@ -145,7 +161,7 @@ class Builder:
 
 
 def make_schema(seed: int, level: int) -> Schema:
-    builder = Builder(seed)
+    builder = SchemaBuilder(seed)
     made = builder.schema(level)
     return {**made, "$defs": builder.defs} if builder.defs else made
 

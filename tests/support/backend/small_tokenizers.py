@@ -17,7 +17,7 @@ CHATML = (
 )
 
 
-def byte_level(folder: Path, template: str | None = CHATML) -> TokenizerWrapper:
+def make_byte_level_tokenizer(folder: Path, template: str | None = CHATML) -> TokenizerWrapper:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -40,7 +40,7 @@ def make_marked_tokenizer(folder: Path, markers: Sequence[str], template: str, *
     return _save_and_load(tokenizer, folder, template, eos="<|im_end|>", **defaults)
 
 
-def sentence_piece(folder: Path, template: str | None = CHATML) -> TokenizerWrapper:
+def make_sentence_piece_tokenizer(folder: Path, template: str | None = CHATML) -> TokenizerWrapper:
     """Metaspace with byte fallback, whose decoder drops the first space, as Llama 2's does."""
     pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyz"]
     pieces += ["▁h", "▁t", "he", "▁the"]

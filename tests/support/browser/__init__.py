@@ -1,0 +1,1 @@
+"""Headless browser for the dashboard tests."""

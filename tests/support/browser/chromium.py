@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to by the DevTools protocol over a pipe: no driver, no port, no package.
+"""Headless Chromium, controlled by the DevTools protocol over a pipe: no driver, no port, no package.
 
 One thread; what the browser tells meanwhile is kept, so that a test can ask afterwards what the page loaded and logged.
 """
@@ -35,8 +35,8 @@ KEYS = {
 }  # fmt: skip
 
 
-def executable() -> str:
-    """Chromium's path; without one the test is skipped, or fails where TESTS_BROWSER=required."""
+def find_executable() -> str:
+    """Find Chromium; without it the test is skipped, or fails where TESTS_BROWSER=required."""
     found = next(filter(None, map(shutil.which, EXECUTABLES)), None)
     if found:
         return found
@@ -46,8 +46,8 @@ def executable() -> str:
     pytest.skip(message)
 
 
-def _pipe() -> tuple[int, int]:
-    """Its ends, away from 3 and 4, which are to become the browser's."""
+def _open_pipe() -> tuple[int, int]:
+    """Open a pipe with descriptors other than 3 and 4, which become the browser's."""
     ends = os.pipe()
     moved = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, DESCRIPTOR_MIN) for end in ends]
     for end in ends:
@@ -56,7 +56,7 @@ def _pipe() -> tuple[int, int]:
 
 
 class Chromium:
-    """One page; `events` are all that it told, oldest first."""
+    """Browser with one page; `events` are all that it reported, oldest first."""
 
     def __init__(self) -> None:
         self._profile = tempfile.TemporaryDirectory(prefix="warmline-chromium-", ignore_cleanup_errors=True)
@@ -64,9 +64,9 @@ class Chromium:
         self.reactions: dict[str, Callable[[Any], object]] = {}  # by method; called as its events come
         self._buffer = b""
         self._number = 0
-        reads, self._to = _pipe()
-        self._from, writes = _pipe()
-        command = [executable(), *FLAGS, f"--user-data-dir={self._profile.name}", "about:blank"]
+        reads, self._to = _open_pipe()
+        self._from, writes = _open_pipe()
+        command = [find_executable(), *FLAGS, f"--user-data-dir={self._profile.name}", "about:blank"]
         shell = f'exec "$@" 3<&{reads} 4>&{writes} {reads}<&- {writes}>&-'
         self._process = subprocess.Popen(
             ["bash", "-c", shell, "chromium", *command],
@@ -97,9 +97,9 @@ class Chromium:
     # ---- the protocol
 
     def call(self, method: str, **parameters: Any) -> Any:
-        """Raises AssertionError where the browser refuses."""
+        """Call a method and wait for its result; AssertionError if the browser refuses."""
         number = self.send(method, **parameters)
-        while (answer := self._next()).get("id") != number:
+        while (answer := self._read_message()).get("id") != number:
             self.events.append(answer)
             if react := self.reactions.get(answer.get("method", "")):
                 react(answer["params"])
@@ -107,7 +107,7 @@ class Chromium:
         return answer["result"]
 
     def send(self, method: str, **parameters: Any) -> int:
-        """Without waiting for the answer, which this number has."""
+        """Send a call without waiting; the number of its answer."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session:
@@ -115,7 +115,7 @@ class Chromium:
         os.write(self._to, json.dumps(message).encode() + b"\0")
         return self._number
 
-    def _next(self) -> Any:
+    def _read_message(self) -> Any:
         limit = time.monotonic() + WAIT_S
         while b"\0" not in self._buffer:
             readable, _, _ = select.select([self._from], [], [], limit - time.monotonic())
@@ -131,8 +131,8 @@ class Chromium:
         self.call("Page.navigate", url=url)
 
     @contextmanager
-    def typing(self, password: str) -> Iterator[list[str]]:
-        """Whenever the browser asks for a password it gets this one; what URLs asked."""
+    def given_password(self, password: str) -> Iterator[list[str]]:
+        """Answer each request for a password; yields the URLs that asked."""
         asked: list[str] = []
 
         def answer(event: Any) -> None:
@@ -150,13 +150,13 @@ class Chromium:
         self.reactions = {}
 
     def run(self, script: str) -> Any:
-        """The value of an expression in the page, awaited; raises AssertionError with what it throws."""
+        """Run an expression in the page and await its value; AssertionError with what it throws."""
         answer = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def wait(self, condition: str) -> Any:
-        """Until an expression is true in the page, looked at whenever it is painted; its value."""
+        """Wait until an expression is true in the page, evaluated every 15 ms; its value."""
         script = f"""new Promise((resolve, reject) => {{
             const limit = performance.now() + {WAIT_S * 1000 - 2000};
             const look = () => {{
@@ -171,14 +171,14 @@ class Chromium:
         return self.run(script)
 
     def press(self, key: str, *, shift: bool = False) -> None:
-        """As a person does; `key` is a name in KEYS or a character."""
+        """Press a key; `key` is a name in KEYS or a character."""
         code, text = KEYS.get(key, (ord(key[0].upper()), key))
         event = {"key": key, "windowsVirtualKeyCode": code, "modifiers": 8 if shift else 0}
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **event)
         self.call("Input.dispatchKeyEvent", type="keyUp", **event)
 
-    def show(self, width: int, height: int, *, scheme: str = "light", motion: str = "no-preference") -> None:
-        """The size of the window, and what its person prefers."""
+    def set_viewport(self, width: int, height: int, *, scheme: str = "light", motion: str = "no-preference") -> None:
+        """Set the window's size, and the preferred color scheme and motion."""
         mobile = width < 500
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
         features = [
@@ -187,26 +187,30 @@ class Chromium:
         ]
         self.call("Emulation.setEmulatedMedia", features=features)
 
-    def picture(self, path: Path) -> None:
-        """All of the page, as PNG."""
+    def save_screenshot(self, path: Path) -> None:
+        """Save the whole page as PNG."""
         path.parent.mkdir(parents=True, exist_ok=True)
         answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(answer["data"]))
 
     # ---- what it did
 
-    def told(self, method: str) -> list[Any]:
+    def list_events(self, method: str) -> list[Any]:
         self.run("0")  # all that came before its answer is in `events` then
         return [event["params"] for event in self.events if event.get("method") == method]
 
-    def asked_for(self) -> list[str]:
-        """The URLs of all that it fetched."""
-        return [each["request"]["url"] for each in self.told("Network.requestWillBeSent")]
+    def list_requested_urls(self) -> list[str]:
+        """List the URLs of all requests."""
+        return [each["request"]["url"] for each in self.list_events("Network.requestWillBeSent")]
 
-    def complaints(self) -> list[str]:
-        """Errors and warnings in the console, and what nobody caught."""
+    def list_problems(self) -> list[str]:
+        """List errors and warnings of the console, and uncaught exceptions."""
         logged = [
-            str(each["entry"]) for each in self.told("Log.entryAdded") if each["entry"]["level"] in ("error", "warning")
+            str(each["entry"])
+            for each in self.list_events("Log.entryAdded")
+            if each["entry"]["level"] in ("error", "warning")
         ]
-        printed = [str(each) for each in self.told("Runtime.consoleAPICalled") if each["type"] in ("error", "warning")]
-        return logged + printed + [str(each) for each in self.told("Runtime.exceptionThrown")]
+        printed = [
+            str(each) for each in self.list_events("Runtime.consoleAPICalled") if each["type"] in ("error", "warning")
+        ]
+        return logged + printed + [str(each) for each in self.list_events("Runtime.exceptionThrown")]

@@ -1,0 +1,1 @@
+"""Homes and statuses for tests of cachectl, and the examples of its documentation."""

@@ -1,4 +1,4 @@
-"""The home that docs/cachectl.md shows, and its examples run on it.
+"""Home of the examples in docs/cachectl.md, and their output on it.
 
 `PYTHONPATH=tests/cachectl python tests/support/cachectl/documentation.py` writes their output there anew.
 """
@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from support.cachectl.homes import run
+from support.cachectl.homes import run_cachectl
 from support.index.indexes import ROOT, make_home, save
 from warmline_common.protocol.tokens import pack_tokens
 from warmline_common.storage.home import Home
@@ -29,8 +29,8 @@ MISSES = (
 )
 
 
-class _SameIds:
-    """Instead of the module `secrets`, so that the document's ids are these."""
+class _FixedIds:
+    """Replacement of the module `secrets`, for the ids in the document."""
 
     def __init__(self) -> None:
         self._random = random.Random(8026)
@@ -39,20 +39,20 @@ class _SameIds:
         return self._random.randbytes(count).hex()
 
 
-def documented(path: Path) -> Home:
+def make_documented_home(path: Path) -> Home:
     home = make_home(path)
-    with mock.patch.object(tree, "secrets", _SameIds()), Index(home, 1 << 30) as index:
+    with mock.patch.object(tree, "secrets", _FixedIds()), Index(home, 1 << 30) as index:
         save(index, [*STEM, 1, *range(900)], checkpoints=[6000], turn_end=6001, client="terminal-agent/task-17")
         save(index, [*STEM, 2, *range(9000)], turn_end=6001, client="terminal-agent/task-18")
         save(index, [7] * 2500, client="opencode")
         save(index, [9] * 40)
         index.quarantine(index.match_prefix(ROOT, pack_tokens([9]), 1).chain[0].id, "checksum")
         for number, why in enumerate(MISSES * 2):
-            index.record_request(_record(number, why))
+            index.record_request(_make_record(number, why))
     return home
 
 
-def _record(number: int, why: str) -> RequestRecord:
+def _make_record(number: int, why: str) -> RequestRecord:
     return RequestRecord(
         id=f"{number:024x}",
         at=time.time(),
@@ -69,27 +69,31 @@ def _record(number: int, why: str) -> RequestRecord:
     )
 
 
-def examples(text: str) -> list[tuple[str, str]]:
-    """The commands, without `cachectl`, and what the document says that they print; in its order."""
+def list_examples(text: str) -> list[tuple[str, str]]:
+    """List the commands, without `cachectl`, and their documented output, in order."""
     return [(found[2].strip(), found[3]) for found in EXAMPLE.finditer(text)]
 
 
-def shown(home: Home, command: str) -> str:
-    done = run(home, *command.split(), columns=COLUMNS)
+def run_example(home: Home, command: str) -> str:
+    done = run_cachectl(home, *command.split(), columns=COLUMNS)
     return done.stdout + done.stderr
 
 
-def renewed(text: str, home: Home) -> str:
-    return EXAMPLE.sub(lambda found: f"{found[1]}{_without_ends(shown(home, found[2].strip()))}{found[4]}", text)
+def update_examples(text: str, home: Home) -> str:
+    return EXAMPLE.sub(
+        lambda found: f"{found[1]}{_strip_line_ends(run_example(home, found[2].strip()))}{found[4]}", text
+    )
 
 
-def _without_ends(text: str) -> str:
+def _strip_line_ends(text: str) -> str:
     return "".join(line.rstrip() + "\n" for line in text.splitlines())
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        DOCUMENT.write_text(renewed(DOCUMENT.read_text(encoding="utf-8"), documented(Path(folder, "home"))), "utf-8")
+        DOCUMENT.write_text(
+            update_examples(DOCUMENT.read_text(encoding="utf-8"), make_documented_home(Path(folder, "home"))), "utf-8"
+        )
 
 
 OURS = ("ls", "inspect", "tree", "stats", "top", "verify", "doctor", "purge", "pin", "gc")

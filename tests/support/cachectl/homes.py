@@ -1,4 +1,4 @@
-"""Homes for tests of cachectl, and cachectl in this process."""
+"""Homes for tests of cachectl, and cachectl run in this process."""
 
 import json
 from collections.abc import Callable
@@ -18,8 +18,8 @@ A = list(range(1000, 4000))
 BAD = "7a" * 16
 
 
-def filled(path: Path) -> Home:
-    """Two conversations with one beginning, a quarantined file, two requests."""
+def make_filled_home(path: Path) -> Home:
+    """Make a home with two conversations that share a prefix, a quarantined file, and two requests."""
     home = make_home(path)
     with Index(home, 1 << 30) as index:
         save(index, [*A[:1500], 1, 1], checkpoints=[1000], turn_end=1501, client="first")
@@ -43,26 +43,26 @@ def filled(path: Path) -> Home:
     return home
 
 
-class Done(NamedTuple):
+class CommandResult(NamedTuple):
     returncode: int
     stdout: str
     stderr: str
 
 
-def run(home: Home, *words: str, columns: int = 0) -> Done:
-    """In this process, which must not have the index open."""
+def run_cachectl(home: Home, *words: str, columns: int = 0) -> CommandResult:
+    """Run cachectl in this process, which must not have the index open."""
     environment = {"WARMLINE_HOME": str(home.root), "COLUMNS": str(columns) if columns else None}
     result = CliRunner().invoke(app, words, env=environment, prog_name="cachectl")
-    return Done(result.exit_code, result.stdout, result.stderr)
+    return CommandResult(result.exit_code, result.stdout, result.stderr)
 
 
-def answer(home: Home, *words: str, via: Callable[..., Done] = run) -> dict[str, Any]:
-    done = via(home, *words, "--json")
+def read_json(home: Home, *words: str, runner: Callable[..., CommandResult] = run_cachectl) -> dict[str, Any]:
+    done = runner(home, *words, "--json")
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
 
 
-def called(home: Home, client: str) -> str:
-    """The id of the conversation that its client calls so."""
-    (found,) = [row["id"] for row in answer(home, "ls")["sessions"] if row["client"] == client]
+def find_session(home: Home, client: str) -> str:
+    """Find the id of the session with this client name."""
+    (found,) = [row["id"] for row in read_json(home, "ls")["sessions"] if row["client"] == client]
     return str(found)

@@ -33,7 +33,7 @@ ENGINE = {
 RECORDS = [{"prompt_tokens": 1000, "cached_tokens": 900}, {"prompt_tokens": 1000, "cached_tokens": 0}]
 
 
-def live(request: str = "r1", **changes: Any) -> dict[str, Any]:
+def make_live_row(request: str = "r1", **changes: Any) -> dict[str, Any]:
     row = {
         "id": request,
         "client_model": "any",
@@ -52,8 +52,8 @@ def live(request: str = "r1", **changes: Any) -> dict[str, Any]:
     return row | changes
 
 
-def status(at: float, *rows: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    told = {
+def make_status(at: float, *rows: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    status = {
         "at": at,
         "running": len(rows),
         "queued": 2,
@@ -68,10 +68,10 @@ def status(at: float, *rows: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "engine": ENGINE,
         "live": list(rows),
     }
-    return told | changes
+    return status | changes
 
 
-def text_of(view: dict[str, Any], columns: int = 80) -> str:
+def render_text(view: dict[str, Any], columns: int = 80) -> str:
     console = Console(width=columns, highlight=False)
     with console.capture() as capture:
         console.print(top_view.render_screen(view, columns))

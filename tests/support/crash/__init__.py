@@ -1,0 +1,1 @@
+"""Crash points: scenarios of a home, killed at every disk step."""

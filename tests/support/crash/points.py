@@ -1,6 +1,6 @@
-"""Kills a life of a home at each step of its disk, and looks at what a start makes of what is left.
+"""Crash points: kill a scenario at each of its disk steps, and check what the next start makes of the home.
 
-`python points.py FOLDER LIFE` counts the steps, then forks one process a point and kills it there; prints a line of
+`python points.py FOLDER SCENARIO` counts the steps, then forks one process a point and kills it there; prints a line of
 JSON.  A process of its own, not pytest's: what forks must have one thread.
 """
 
@@ -21,22 +21,22 @@ TESTS = Path(__file__).parents[2]
 sys.path[:0] = [str(TESTS), str(TESTS / "planted" / "site")]
 
 from support.crash.scenario import (  # noqa: E402
-    AT_ONCE,
-    LIVES,
+    ATOMIC,
     ROOT,
     ROWS,
-    SPARED,
+    SCENARIOS,
+    SKIPPED,
     STATE,
     TEXTS,
     VALUE_BYTES,
-    contents,
-    live,
+    count_stored,
+    deterministic_limits,
+    make_contents,
+    open_index,
+    run_scenario,
     save,
-    small_world,
-    start,
-    stored,
 )
-from support.planted.site.planted_disk import CHANGES, die_at, targets, wrap  # noqa: E402
+from support.planted.site.planted_disk import CHANGES, kill_self_at, list_paths, wrap_operations  # noqa: E402
 from warmline_common.protocol.tokens import pack_tokens  # noqa: E402
 from warmline_common.storage import disk  # noqa: E402
 from warmline_common.storage.home import Home  # noqa: E402
@@ -50,109 +50,111 @@ PROBE = list(range(9000, 9200))
 
 
 @dataclass(frozen=True)
-class Step:
-    errand: str
+class DiskStep:
+    operation: str
     name: str
     target: str
 
 
-class Ledger:
-    """Wrapped around the disk's steps: writes them down, and dies at the one that is wanted."""
+class StepRecorder:
+    """Wrapper of disk operations that records them, and kills the process at the `nth` one."""
 
     def __init__(self, root: Path, nth: int = 0, when: str = "") -> None:
         self._root, self._nth, self._when = root, nth, when
-        self.errand = ""
-        self.steps: list[Step] = []
+        self.operation = ""
+        self.steps: list[DiskStep] = []
 
     def __call__(self, name: str, real: Callable[..., Any], *arguments: Any) -> Any:
         if name not in CHANGES:
             return real(*arguments)
-        self.steps.append(Step(self.errand, name, self._named(arguments)))
+        self.steps.append(DiskStep(self.operation, name, self._locate(arguments)))
         if len(self.steps) == self._nth:
-            die_at(self._when, real, arguments)
+            kill_self_at(self._when, real, arguments)
         return real(*arguments)
 
-    def _named(self, arguments: tuple[Any, ...]) -> str:
+    def _locate(self, arguments: tuple[Any, ...]) -> str:
         """Location of a step, without parts that differ from run to run."""
-        short = [target.replace(str(self._root), "HOME") for target in targets(arguments)]
+        short = [target.replace(str(self._root), "HOME") for target in list_paths(arguments)]
         return " -> ".join(
             re.sub(r"[0-9a-f]{16,64}", "ID", re.sub(r"/[0-9a-f]{2}(?=/|$)", "/XX", each)) for each in short
         )
 
 
-def in_child(work: Callable[[], object]) -> tuple[bool, str]:
-    """Do it in a fork: whether that was killed, and what it said (JSON of what `work` returns) or what went wrong."""
+def run_in_fork(work: Callable[[], object]) -> tuple[bool, str]:
+    """Run `work` in a fork; (whether the fork was killed, JSON of the result or the traceback)."""
     assert threading.active_count() == 1, "what forks must have one thread"
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         code = 0
         try:
-            said = json.dumps(work())
+            output = json.dumps(work())
         except BaseException:  # noqa: BLE001  told, whatever it is
-            said, code = traceback.format_exc()[-4000:], 1
+            output, code = traceback.format_exc()[-4000:], 1
         with os.fdopen(writing, "w") as pipe:
-            pipe.write(said)
+            pipe.write(output)
         os._exit(code)
     os.close(writing)
     with os.fdopen(reading) as pipe:
-        said = pipe.read()
+        output = pipe.read()
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         return True, ""
-    assert os.waitstatus_to_exitcode(status) == 0, said
-    return False, said
+    assert os.waitstatus_to_exitcode(status) == 0, output
+    return False, output
 
 
-# ---- the life that is counted
+# ---- recording the steps
 
 
-def counted(home: Home, life: str) -> dict[str, Any]:
-    """All steps; and of each errand what is stored before it and after it."""
-    ledger, levels = Ledger(home.root), [dict.fromkeys(TEXTS, 0)]
-    errands: list[str] = []
+def record_steps(home: Home, scenario: str) -> dict[str, Any]:
+    """Record all steps, and the stored tokens before and after each operation."""
+    recorder, levels = StepRecorder(home.root), [dict.fromkeys(TEXTS, 0)]
+    operations: list[str] = []
 
-    def begins(errand: str, index: Index | None) -> None:
-        if errands:
-            levels.append(levels[-1] if index is None else stored(index))
-        errands.append(errand)
-        ledger.errand = errand
+    def on_operation(operation: str, index: Index | None) -> None:
+        if operations:
+            levels.append(levels[-1] if index is None else count_stored(index))
+        operations.append(operation)
+        recorder.operation = operation
 
-    wrap(disk, ledger)
-    live(home, life, begins)
-    between = {errand: levels[at : at + 2] for at, errand in enumerate(errands[:-1])}
-    return {"steps": [(step.errand, step.name, step.target) for step in ledger.steps], "stored": between}
-
-
-# ---- one that ends at a point
+    wrap_operations(disk, recorder)
+    run_scenario(home, scenario, on_operation)
+    between = {operation: levels[at : at + 2] for at, operation in enumerate(operations[:-1])}
+    return {"steps": [(step.operation, step.name, step.target) for step in recorder.steps], "stored": between}
 
 
-def killed(home: Home, life: str, nth: int, when: str) -> None:
-    ledger = Ledger(home.root, nth, when)
-    wrap(disk, ledger)
-    live(home, life, lambda errand, index: None)
+# ---- one run that is killed
 
 
-def look_after(home: Home, at_once: bool, before: dict[str, int], after: dict[str, int]) -> None:
-    """Check a start afterwards: all that was stored, nothing else, no leftovers, and further saves work.
+def run_until_killed(home: Home, scenario: str, nth: int, when: str) -> None:
+    recorder = StepRecorder(home.root, nth, when)
+    wrap_operations(disk, recorder)
+    run_scenario(home, scenario, lambda operation, index: None)
 
-    In this process, which has one thread again afterwards.
+
+def check_restart(home: Home, is_atomic: bool, before: dict[str, int], after: dict[str, int]) -> None:
+    """Check the next start: all stored tokens, nothing else, no orphans or drafts, and working saves.
+
+    Runs in this process, which has one thread again afterwards.
     """
-    with start(home) as index:
-        found = stored(index)
+    with open_index(home) as index:
+        found = count_stored(index)
         for name, tokens in found.items():
             low, high = sorted((before[name], after[name]))
             assert low <= tokens <= high, f"{name}: {tokens} tokens are stored, expected {low} to {high}"
-            assert not at_once or tokens in (low, high), f"{name}: {tokens} tokens are stored, expected {low} or {high}"
+            assert not is_atomic or tokens in (low, high), (
+                f"{name}: {tokens} tokens are stored, expected {low} or {high}"
+            )
         check_home(index)
-        with small_world("after"):
+        with deterministic_limits("after"):
             save(index, PROBE, [100])
         assert index.match_prefix(ROOT, pack_tokens(PROBE), len(PROBE)).tokens == len(PROBE)
         check_home(index)
     with Index(home, index.budget_bytes) as index:
         again = reconcile(index)
         assert again == ReconcileReport(), f"a second start had something to do: {again}"
-        assert stored(index) == found
+        assert count_stored(index) == found
 
 
 def check_home(index: Index) -> None:
@@ -174,9 +176,9 @@ def check_home(index: Index) -> None:
 
 
 def check_content(index: Index, ids: list[int]) -> None:
-    """Rows and states are those of just these tokens."""
+    """Check that rows and states were computed from just these tokens."""
     tokens = pack_tokens(ids)
-    values = contents(tokens)
+    values = make_contents(tokens)
     match = index.match_prefix(ROOT, tokens, len(ids))
     for link in match.chain:
         assert read_tensor(index.home.segment_file(link.id), ROWS, (link.upto - link.start)) == b"".join(
@@ -191,11 +193,11 @@ def read_tensor(path: Path, name: str, values: int) -> bytes:
     return path.read_bytes()[place.offset :][: values * VALUE_BYTES]
 
 
-# ---- all of them
+# ---- all kill points
 
 
-def points(steps: list[Step]) -> Iterator[tuple[int, str]]:
-    """Before each step, which is after the one before; in the middle of what is written; after the last."""
+def iter_kill_points(steps: list[DiskStep]) -> Iterator[tuple[int, str]]:
+    """Yield (step number, when): before each step, in the middle of each write, and after the last step."""
     for nth, step in enumerate(steps, 1):
         yield nth, "before"
         if step.name == "write":
@@ -203,8 +205,8 @@ def points(steps: list[Step]) -> Iterator[tuple[int, str]]:
     yield len(steps), "after"
 
 
-def delete_too_soon() -> None:
-    """The fault of a merge that deletes what it swallows before what it wrote is committed."""
+def plant_early_delete() -> None:
+    """Plant the bug of a merge that deletes the merged segment before it commits the new one."""
     commit_save = Index.commit_save
 
     def faulty(self: Index, plan: SavePlan, *arguments: Any, **options: Any) -> SaveResult:
@@ -215,34 +217,34 @@ def delete_too_soon() -> None:
     Index.commit_save = faulty  # type: ignore[method-assign]
 
 
-def main(folder: Path, life: str, only: str, fault: bool) -> None:
+def main(folder: Path, scenario: str, only: str, fault: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if fault:
-        delete_too_soon()
-    _, said = in_child(lambda: counted(Home(folder / "counted"), life))
-    told = json.loads(said)
-    steps = [Step(*step) for step in told["steps"]]
+        plant_early_delete()
+    _, output = run_in_fork(lambda: record_steps(Home(folder / "counted"), scenario))
+    record = json.loads(output)
+    steps = [DiskStep(*step) for step in record["steps"]]
     wrong, tried = [], 0
-    for nth, when in points(steps):
+    for nth, when in iter_kill_points(steps):
         step, home = steps[nth - 1], Home(folder / "home")
-        if only not in ("", step.errand) or step.errand in SPARED[life]:
+        if only not in ("", step.operation) or step.operation in SKIPPED[scenario]:
             continue
         try:
-            was_killed, _ = in_child(lambda: killed(home, life, nth, when))  # noqa: B023
-            assert was_killed, "it lived on"
-            look_after(home, step.errand in AT_ONCE, *told["stored"][step.errand])
+            was_killed, _ = run_in_fork(lambda: run_until_killed(home, scenario, nth, when))  # noqa: B023
+            assert was_killed, "the process was not killed"
+            check_restart(home, step.operation in ATOMIC, *record["stored"][step.operation])
         except AssertionError as error:
-            wrong.append(f"{when} step {nth} ({step.errand}: {step.name} {step.target}): {error}")
+            wrong.append(f"{when} step {nth} ({step.operation}: {step.name} {step.target}): {error}")
         tried += 1
         shutil.rmtree(home.root, ignore_errors=True)
-    print(json.dumps({**told, "points": tried, "wrong": wrong}))
+    print(json.dumps({**record, "points": tried, "wrong": wrong}))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Kill a life of a home at each step of its disk.")
+    parser = argparse.ArgumentParser(description="Kill a scenario at each of its disk steps.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("life", choices=LIVES)
-    parser.add_argument("--only", default="", help="this errand")
+    parser.add_argument("scenario", choices=SCENARIOS)
+    parser.add_argument("--only", default="", help="this operation")
     parser.add_argument("--fault", action="store_true", help="with a fault that must be found")
     given = parser.parse_args()
-    main(given.folder, given.life, given.only, given.fault)
+    main(given.folder, given.scenario, given.only, given.fault)

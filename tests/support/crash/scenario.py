@@ -1,6 +1,6 @@
-"""Lives of a home, errand by errand: all that changes it on disk, by the index and by the backend's writing half.
+"""Scenarios: operations that change a home on disk, by the index and by the backend's writer of segment files.
 
-What a file holds is a pure function of all tokens up to a row, so that content in a wrong place shows.
+The content of a file is a pure function of all tokens up to a row, so that content in a wrong place shows.
 """
 
 import itertools
@@ -44,21 +44,21 @@ LAYOUT = KvLayout(
 )
 
 TALK = list(range(400))
-AGAIN = [*TALK, *range(1000, 1150)]  # it goes on
-BRANCH = [*TALK[:220], *range(2000, 2120)]  # leaves it in the middle of a segment
-SHORT = list(range(3000, 3040))  # so short that what follows swallows it
+AGAIN = [*TALK, *range(1000, 1150)]  # continues TALK
+BRANCH = [*TALK[:220], *range(2000, 2120)]  # diverges from TALK in the middle of a segment
+SHORT = list(range(3000, 3040))  # so short that its continuation is merged with it
 LONGER = [*SHORT, *range(3100, 3300)]
 NEW = list(range(4000, 4260))
 NEWER = list(range(5000, 5100))
 TEXTS = {"talk": TALK, "again": AGAIN, "branch": BRANCH, "longer": LONGER, "new": NEW, "newer": NEWER}
 
-Errand = Callable[[Index], object]
+Operation = Callable[[Index], object]
 
 
 @contextmanager
-def small_world(name: str) -> Iterator[None]:
-    """Segments are cut and swallowed within a few blocks, no more is evicted than must be, ids come in one order, and
-    nothing is written because time has passed."""
+def deterministic_limits(name: str) -> Iterator[None]:
+    """Patch limits so that a run is small and repeatable: segments are cut and merged within a few blocks, evictions
+    free no more than needed, ids come in a fixed order, and nothing is written because time has passed."""
     numbers = itertools.count(1)
 
     def token_hex(count: int) -> str:
@@ -73,22 +73,22 @@ def small_world(name: str) -> Iterator[None]:
         yield
 
 
-def live(home: Home, life: str, begins: Callable[[str, Index | None], object]) -> None:
-    """A whole one.  `begins` is told each errand's name, at last "" for the end, and what is stored by then."""
-    with small_world("life"):
-        begins("first start", None)
-        with start(home) as index:
-            for errand in LIVES[life]:
-                begins(errand.__name__.replace("_", " "), index)
-                errand(index)
-            begins("end", index)
-        begins("start after a kill", None)
-        with start(home) as index:
-            begins("", index)
+def run_scenario(home: Home, scenario: str, on_operation: Callable[[str, Index | None], object]) -> None:
+    """Run a scenario; `on_operation` gets each operation's name (at last ""), and the index before it if it is open."""
+    with deterministic_limits("scenario"):
+        on_operation("first start", None)
+        with open_index(home) as index:
+            for operation in SCENARIOS[scenario]:
+                on_operation(operation.__name__.replace("_", " "), index)
+                operation(index)
+            on_operation("end", index)
+        on_operation("start after a kill", None)
+        with open_index(home) as index:
+            on_operation("", index)
 
 
-def start(home: Home) -> Index:
-    """The index as a start of both processes leaves it."""
+def open_index(home: Home) -> Index:
+    """Open the index as a start of both processes does."""
     home.prepare()
     home.load_secret()
     delete_drafts(home.segments)
@@ -97,7 +97,7 @@ def start(home: Home) -> Index:
     return index
 
 
-# ---- errands
+# ---- operations
 
 
 def first_save(index: Index) -> None:
@@ -108,7 +108,7 @@ def second_save(index: Index) -> None:
     save(index, AGAIN, [549], prefill_s=0.1)
 
 
-def states_alone(index: Index) -> None:
+def save_checkpoints(index: Index) -> None:
     save(index, TALK, [300, 350])
 
 
@@ -116,7 +116,7 @@ def branch(index: Index) -> None:
     save(index, BRANCH, [], prefill_s=7.0)
 
 
-def save_of_little(index: Index) -> None:
+def small_save(index: Index) -> None:
     save(index, SHORT, [39], prefill_s=9.0)
 
 
@@ -131,14 +131,14 @@ def bookkeeping(index: Index) -> None:
     index.flush()
 
 
-def save_that_is_given_up(index: Index) -> None:
-    plan = planned(index, NEW, [])
+def aborted_save(index: Index) -> None:
+    plan = begin_save(index, NEW, [])
     write_plan(index.home, plan)
     index.abort_save(plan)
 
 
-def eviction_for_a_save(index: Index) -> None:
-    plan = planned(index, NEW, [])
+def eviction_for_save(index: Index) -> None:
+    plan = begin_save(index, NEW, [])
     index.abort_save(plan)
     index.budget_bytes = index.totals().bytes_used + plan.bytes_expected - 1
     save(index, NEW, [], prefill_s=90.0)
@@ -146,27 +146,27 @@ def eviction_for_a_save(index: Index) -> None:
 
 
 def quarantine(index: Index) -> None:
-    index.quarantine(leaf(index, BRANCH), "checksum")
+    index.quarantine(find_leaf(index, BRANCH), "checksum")
 
 
-def purge_of_a_conversation(index: Index) -> None:
-    """Ends with a compaction."""
-    purge(index, PurgeRequest(session=session_of(index, LONGER)))
+def purge_conversation(index: Index) -> None:
+    """Purge, which ends with a compaction."""
+    purge(index, PurgeRequest(session=find_session(index, LONGER)))
 
 
-def save_after_it(index: Index) -> None:
+def save_after_purge(index: Index) -> None:
     save(index, NEWER, [50], prefill_s=1.0)
 
 
 def leftovers(index: Index) -> None:
-    """Leftovers of kills: a save under way with its files, one that is gone, and orphans."""
-    write_plan(index.home, planned(index, [*NEW, 1, 2, 3], []))
-    index.home.segment_file(leaf(index, NEWER)).unlink()
-    strays(index)
+    """Make leftovers of kills: an unfinished save with its files, a lost file, and orphans."""
+    write_plan(index.home, begin_save(index, [*NEW, 1, 2, 3], []))
+    index.home.segment_file(find_leaf(index, NEWER)).unlink()
+    write_orphans(index)
 
 
-def strays(index: Index) -> None:
-    """A file that nobody knows, and a draft."""
+def write_orphans(index: Index) -> None:
+    """Write a file without a row, and a draft."""
     stray = index.home.segment_file("ab" * 16)
     stray.parent.mkdir(exist_ok=True)
     stray.write_bytes(b"nobody's")
@@ -178,79 +178,79 @@ def two_saves(index: Index) -> None:
     save(index, NEW, [100], prefill_s=9.0)
 
 
-def pin_of_a_conversation(index: Index) -> None:
-    pin_session(index, PinRequest(session=session_of(index, TALK)))
+def pin_conversation(index: Index) -> None:
+    pin_session(index, PinRequest(session=find_session(index, TALK)))
 
 
-def gc_down_to_what_is_pinned(index: Index) -> None:
-    """With something to delete; what goes was exported before."""
-    with Exporter(index, session_of(index, NEW)) as export:
+def gc_to_pinned(index: Index) -> None:
+    """Evict all that is not pinned, with orphans to delete; the evicted conversation is exported before."""
+    with Exporter(index, find_session(index, NEW)) as export:
         ARCHIVE[:] = export.read_chunks()
-    strays(index)
+    write_orphans(index)
     assert collect_garbage(index, GcRequest(to_bytes=0), is_saving=False).evicted
 
 
-def import_of_a_conversation(index: Index) -> None:
+def import_conversation(index: Index) -> None:
     archive = read_archive(BytesIO(b"".join(ARCHIVE)))
     import_archive(index, archive, "", KnownModels(fingerprints={FINGERPRINT}, description=""))
 
 
-def purge_of_what_another_one_shares(index: Index) -> None:
-    """It leaves in the middle of a segment, of which the rest is written anew."""
-    (cut,) = purge(index, PurgeRequest(session=session_of(index, TALK))).cuts
+def purge_shared_conversation(index: Index) -> None:
+    """Purge a conversation that shares part of a segment, whose shared part is written anew."""
+    (cut,) = purge(index, PurgeRequest(session=find_session(index, TALK))).cuts
     assert (cut.until, cut.end, cut.why_not) == (220, 300, "")
 
 
 ARCHIVE: list[bytes] = []  # of NEW
 
-STORING: list[Errand] = [
+STORING: list[Operation] = [
     first_save,
     second_save,
-    states_alone,
+    save_checkpoints,
     branch,
-    save_of_little,
+    small_save,
     merge,
     bookkeeping,
-    save_that_is_given_up,
-    eviction_for_a_save,
+    aborted_save,
+    eviction_for_save,
     quarantine,
-    purge_of_a_conversation,
-    save_after_it,
+    purge_conversation,
+    save_after_purge,
     leftovers,
 ]
-UPKEEP: list[Errand] = [
+UPKEEP: list[Operation] = [
     two_saves,
-    pin_of_a_conversation,
-    gc_down_to_what_is_pinned,
-    import_of_a_conversation,
+    pin_conversation,
+    gc_to_pinned,
+    import_conversation,
     branch,
-    purge_of_what_another_one_shares,
+    purge_shared_conversation,
 ]
-LIVES = {"storing": STORING, "upkeep": UPKEEP}
-SPARED = {
+SCENARIOS = {"storing": STORING, "upkeep": UPKEEP}
+SKIPPED = {
     "storing": set(),
     "upkeep": {"first start", "two saves", "branch", "start after a kill"},
-}  # the other one is killed there
-AT_ONCE = {"import of a conversation", "purge of what another one shares"}  # all of it is stored, or nothing
+}  # covered by the other scenario
+ATOMIC = {"import conversation", "purge shared conversation"}  # complete or absent
 
 
 # ---- what proxy and backend do in a save
 
 
 def save(index: Index, ids: Sequence[int], checkpoints: Sequence[int], prefill_s: float = 1.0) -> None:
-    plan = planned(index, ids, checkpoints)
+    plan = begin_save(index, ids, checkpoints)
     reply = write_plan(index.home, plan)
     index.commit_save(plan, reply, prefill_s=prefill_s, session=SessionUpdate(turn_end=len(ids) - 10))
 
 
-def planned(index: Index, ids: Sequence[int], checkpoints: Sequence[int]) -> SavePlan:
+def begin_save(index: Index, ids: Sequence[int], checkpoints: Sequence[int]) -> SavePlan:
     plan = index.begin_save(SaveIntent(ROOT, FINGERPRINT, pack_tokens(ids), LAYOUT, checkpoints))
     assert plan is not None
     return plan
 
 
 def write_plan(home: Home, plan: SavePlan) -> SaveReply:
-    values = contents(plan.tokens)
+    values = make_contents(plan.tokens)
     segments, checkpoints = [], []
     for spec in plan.segments:
         meta = _meta(plan, "segment", spec.id, start=spec.start, end=spec.end, parent=spec.parent)
@@ -280,8 +280,8 @@ def _meta(plan: SavePlan, kind: str, file_id: str, *, start: int = 0, end: int =
     )
 
 
-def contents(tokens: bytes) -> list[bytes]:
-    """Content of the row at each position, and of the state after it."""
+def make_contents(tokens: bytes) -> list[bytes]:
+    """Make the content of the row at each position, and of the state after it."""
     values, value = [], b""
     for at in range(0, len(tokens), TOKEN_BYTES):
         value = xxhash.xxh3_64_digest(value + tokens[at : at + TOKEN_BYTES])
@@ -289,16 +289,16 @@ def contents(tokens: bytes) -> list[bytes]:
     return values
 
 
-def leaf(index: Index, ids: Sequence[int]) -> str:
+def find_leaf(index: Index, ids: Sequence[int]) -> str:
     return index.match_prefix(ROOT, pack_tokens(ids), len(ids)).chain[-1].id
 
 
-def session_of(index: Index, ids: Sequence[int]) -> str:
-    """The conversation that ends with these tokens."""
-    (session,) = [row for row in index.sessions() if row.leaf == leaf(index, ids)]
+def find_session(index: Index, ids: Sequence[int]) -> str:
+    """Find the id of the session that ends with these tokens."""
+    (session,) = [row for row in index.sessions() if row.leaf == find_leaf(index, ids)]
     return session.id
 
 
-def stored(index: Index) -> dict[str, int]:
-    """Of each text how many tokens are stored."""
+def count_stored(index: Index) -> dict[str, int]:
+    """Count the stored tokens of each text."""
     return {name: index.match_prefix(ROOT, pack_tokens(ids), len(ids)).tokens for name, ids in TEXTS.items()}

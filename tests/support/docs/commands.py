@@ -1,4 +1,4 @@
-"""The commands that the documentation tells people to type: what stands in its ```sh blocks.
+"""Commands of the documentation: the lines of its ```sh blocks.
 
 A block is bash.  WORDS stand for what the reader has: ids of what is stored.  What is printed comes in other blocks,
 and in ```console blocks what somebody typed, after a `$`, with what came of it.
@@ -39,7 +39,7 @@ _COMMAND = re.compile(rf"(\$ )?(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?({_PROGRAMS}) [^
 
 @dataclass(frozen=True)
 class Command:
-    """A line of a block, with those that continue it; `line` is where it stands in the document."""
+    """Command of a block, with its continuation lines; `line` is its number in the document."""
 
     text: str
     line: int
@@ -49,15 +49,15 @@ def has_commands(text: str) -> bool:
     return bool(_BLOCK.search(text))
 
 
-def commands_in(text: str) -> list[Command]:
-    """In their order.  A line goes on after a backslash, within quotes, and within a heredoc."""
+def list_commands(text: str) -> list[Command]:
+    """List the commands in order.  A line continues after a backslash, within quotes, and within a heredoc."""
     found = []
     for block in _BLOCK.finditer(text):
         at = text.count("\n", 0, block.start(1)) + 1
         begun: list[str] = []
         for number, line in enumerate(block[1].splitlines(), at):
             begun.append(line)
-            if _is_whole("\n".join(begun)):
+            if _is_complete("\n".join(begun)):
                 command = "\n".join(begun).strip()
                 if command and not command.startswith("#"):
                     found.append(Command(command, number - len(begun) + 1))
@@ -67,27 +67,27 @@ def commands_in(text: str) -> list[Command]:
     return found
 
 
-def outside_of_blocks(text: str) -> list[str]:
-    """Lines of indented and other fenced blocks that look like commands all the same, and ```sh where it is no block.
+def find_commands_outside_blocks(text: str) -> list[str]:
+    """Find lines of indented and other fenced blocks that look like commands, and ```sh outside of blocks.
 
     In ```console blocks programs of others may be typed.
     """
     rest = _BLOCK.sub("", text)
     found = [line for line in rest.splitlines() if "```sh" in line]
     for block in _OTHER_BLOCK.finditer(rest):
-        found += [line for line in block[2].splitlines() if _is_told(line, is_transcript=block[1] == "console")]
+        found += [line for line in block[2].splitlines() if _is_command(line, is_transcript=block[1] == "console")]
     indented = [line[4:] for line in _OTHER_BLOCK.sub("", rest).splitlines() if line.startswith("    ")]
-    return [*found, *filter(_is_told, indented)]
+    return [*found, *filter(_is_command, indented)]
 
 
-def _is_told(line: str, is_transcript: bool = False) -> bool:
+def _is_command(line: str, is_transcript: bool = False) -> bool:
     found = _COMMAND.match(line)
     is_cut = line.endswith("...")  # and so only shown
     return bool(found) and not is_cut and not (is_transcript and found[1] and found[2] in OTHERS)
 
 
-def _is_whole(text: str) -> bool:
-    """As bash says, which also warns of a heredoc without an end; it is asked where there is anything to ask."""
+def _is_complete(text: str) -> bool:
+    """Ask bash whether the command is complete; only where it may be incomplete."""
     if text.rstrip().endswith("\\"):
         return False
     if not _MAY_GO_ON.search(text):

@@ -1,4 +1,4 @@
-"""`warmline` and `cachectl`, loaded once: a command is a fork with its caller's arguments, folder, variables and files.
+"""Fork server of `warmline` and `cachectl`: a command is a fork with the caller's arguments, folder, variables, files.
 
 Run by `doc_reader.Reader`, asked by `stand_in.ask`.  What a process does before it is itself takes longer than most
 commands, and the documentation has many.
@@ -21,7 +21,7 @@ FILES = 3  # standard input, output and error
 
 
 def serve(address: Path) -> None:
-    """Until its standard input ends, as it does with who started it.  Says on standard output that it can be asked."""
+    """Serve until standard input ends, as it does with the parent; prints "ready" first."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that answer
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(address))
@@ -32,22 +32,22 @@ def serve(address: Path) -> None:
             with caller:
                 if not os.fork():
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    answer(caller)
+                    run_for_caller(caller)
                     os._exit(0)
 
 
-def answer(caller: socket.socket) -> None:
-    """In a process of its own, which stays while the command runs: that one may become another program."""
+def run_for_caller(caller: socket.socket) -> None:
+    """Run a command in a fork of this process, which waits for it, since a command may become another program."""
     _, files, _, _ = socket.recv_fds(caller, 1, FILES)
     asked = json.loads(b"".join(iter(lambda: caller.recv(1 << 16), b"")))
     if not (pid := os.fork()):
         for number, file in enumerate(files):
             os.dup2(file, number)
-        os._exit(run(**asked))
+        os._exit(run_command(**asked))
     caller.sendall(bytes([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF]))
 
 
-def run(program: str, arguments: list[str], folder: str, variables: dict[str, str]) -> int:
+def run_command(program: str, arguments: list[str], folder: str, variables: dict[str, str]) -> int:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 FOLDERS = ("backend", "proxy", "cachectl", "launchd")
 LOGGED = {"warning", "error", "critical", "exception", "log"}
-SAID = {
+PRINTERS = {
     "write_line",
     "print_message",
     "print_line",
@@ -26,7 +26,7 @@ SAID = {
     "_error",
     "_log_failures",
 }
-SAID |= {"Outcome", "ProxyReadiness", "close", "print", "_add_finding", "_reject_file"}
+PRINTERS |= {"Outcome", "ProxyReadiness", "close", "print", "_add_finding", "_reject_file"}
 VALUE = "…"
 WORDS_MIN = 1  # of less, nothing could be found on a page
 DEPTH_MAX = 3  # of names and functions that are followed to a text
@@ -36,7 +36,7 @@ _WORD = re.compile(r"[A-Za-z][a-z']+")
 
 
 @dataclass(frozen=True, order=True)
-class Said:
+class PrintedMessage:
     module: str  # its path in the repository
     carrier: str  # what it is given to: an exception's class, or a function
     text: str
@@ -45,24 +45,26 @@ class Said:
         return f"{self.module}: {self.carrier}: {self.text}"
 
 
-def words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     return _WORD.findall(text.replace(VALUE, " "))
 
 
-def messages(root: Path) -> list[Said]:
+def find_messages(root: Path) -> list[PrintedMessage]:
     """All that are in the source under `root`, each once."""
-    modules = [Module(path, root) for folder in FOLDERS for path in sorted((root / folder).glob("warmline_*/**/*.py"))]
-    failures = _failures(modules)
-    makers = {each.name for module in modules for each in module.functions if _makes(each, failures)}
-    elsewhere = _returned_by_one(modules)
+    modules = [
+        SourceModule(path, root) for folder in FOLDERS for path in sorted((root / folder).glob("warmline_*/**/*.py"))
+    ]
+    failures = _list_error_names(modules)
+    makers = {each.name for module in modules for each in module.functions if _is_error_maker(each, failures)}
+    elsewhere = _list_returned(modules)
     constants = {
         f"{Path(module.name).stem}.{name}": values for module in modules for name, values in module.constants.items()
     }
-    found = {said for module in modules for said in module.said(failures | makers, elsewhere, constants)}
-    return sorted(said for said in found if len(words(said.text)) >= WORDS_MIN)
+    found = {said for module in modules for said in module.find_messages(failures | makers, elsewhere, constants)}
+    return sorted(said for said in found if len(split_words(said.text)) >= WORDS_MIN)
 
 
-class Module:
+class SourceModule:
     def __init__(self, path: Path, root: Path) -> None:
         self.name = str(path.relative_to(root))
         self.tree = ast.parse(path.read_text())
@@ -77,7 +79,7 @@ class Module:
 
     @cached_property
     def returned(self) -> dict[str, list[ast.expr]]:
-        """By function: what may come of a call."""
+        """Values that each function may return."""
         return {
             function.name: [
                 node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None
@@ -88,15 +90,15 @@ class Module:
     @cached_property
     def constants(self) -> dict[str, list[ast.expr]]:
         """Constants assigned at the module's top."""
-        return _assigned(self.tree)
+        return _list_assigned(self.tree)
 
-    def said(
+    def find_messages(
         self,
         carriers: set[str],
         elsewhere: Mapping[str, list[ast.expr]],
         constants: Mapping[str, list[ast.expr]],
-    ) -> Iterator[Said]:
-        """`elsewhere`: what functions of other modules return; `constants`: of other modules, by module and name."""
+    ) -> Iterator[PrintedMessage]:
+        """Find the module's messages; `elsewhere`: values that other modules' functions return; `constants`: theirs."""
         self._known = {**elsewhere, **self.returned}
         imported = {
             alias.asname or alias.name: constants[f"{(each.module or '').rpartition('.')[2]}.{alias.name}"]
@@ -105,78 +107,80 @@ class Module:
             for alias in each.names
             if f"{(each.module or '').rpartition('.')[2]}.{alias.name}" in constants
         }
-        yield from self._said_in(self.tree, carriers, imported)
+        yield from self._find_in_node(self.tree, carriers, imported)
 
-    def _said_in(self, node: ast.AST, carriers: set[str], names: Mapping[str, list[ast.expr]]) -> Iterator[Said]:
+    def _find_in_node(
+        self, node: ast.AST, carriers: set[str], names: Mapping[str, list[ast.expr]]
+    ) -> Iterator[PrintedMessage]:
         if isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef):
-            names = {**names, **_assigned(node)}
-        if isinstance(node, ast.Call) and (carrier := self._carrier(node, carriers)):
+            names = {**names, **_list_assigned(node)}
+        if isinstance(node, ast.Call) and (carrier := self._find_carrier(node, carriers)):
             for text in self._told(node, carrier, names):
-                yield Said(self.name, carrier, " ".join(_PERCENT.sub(VALUE, text).split()))
+                yield PrintedMessage(self.name, carrier, " ".join(_PERCENT.sub(VALUE, text).split()))
         for child in ast.iter_child_nodes(node):
-            yield from self._said_in(child, carriers, names)
+            yield from self._find_in_node(child, carriers, names)
 
     def _told(self, call: ast.Call, carrier: str, names: Mapping[str, list[ast.expr]]) -> list[str]:
         if carrier == "FieldError" and len(call.args) > 1:  # the field in quotes, and the fault
-            field, fault = (self._texts(given, names) or [VALUE] for given in call.args[:2])
-            return _joined([["'"], field, ["' "], fault])
+            field, fault = (self._list_texts(given, names) or [VALUE] for given in call.args[:2])
+            return _join_variants([["'"], field, ["' "], fault])
         given = [*call.args, *(keyword.value for keyword in call.keywords)]
-        return [text for each in given for text in self._texts(each, names)]
+        return [text for each in given for text in self._list_texts(each, names)]
 
-    def _carrier(self, call: ast.Call, carriers: set[str]) -> str:
+    def _find_carrier(self, call: ast.Call, carriers: set[str]) -> str:
         """ "" for a call that tells people nothing."""
-        name = _called(call)
-        if isinstance(call.func, ast.Attribute) and _name(call.func.value) == "log":
+        name = _get_callee_name(call)
+        if isinstance(call.func, ast.Attribute) and _get_name(call.func.value) == "log":
             return name if name in LOGGED else ""
         if name == "__init__" and isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Call):
-            return self._failing_class_around(call, carriers)
+            return self._find_enclosing_error(call, carriers)
         if name == "print" and not any(keyword.arg == "file" for keyword in call.keywords):
             return ""  # a result
-        return name if name in carriers or name in SAID or name.endswith(("Error", "Exception")) else ""
+        return name if name in carriers or name in PRINTERS or name.endswith(("Error", "Exception")) else ""
 
-    def _failing_class_around(self, call: ast.Call, carriers: set[str]) -> str:
+    def _find_enclosing_error(self, call: ast.Call, carriers: set[str]) -> str:
         around = (each for each in self.classes if each.lineno <= call.lineno <= (each.end_lineno or 0))
         return next((each.name for each in around if each.name in carriers), "")
 
-    def _texts(self, node: ast.expr, names: Mapping[str, list[ast.expr]], depth: int = 0) -> list[str]:
-        """Possible texts of an expression; names and functions of the module are followed."""
+    def _list_texts(self, node: ast.expr, names: Mapping[str, list[ast.expr]], depth: int = 0) -> list[str]:
+        """List possible texts of an expression; names and functions of the module are followed."""
         match node:
             case ast.Constant(value=str(text)):
                 return [text]
             case ast.JoinedStr(values=parts):
-                return _joined([self._part(part, names, depth) for part in parts])
+                return _join_variants([self._list_part_texts(part, names, depth) for part in parts])
             case ast.IfExp(body=body, orelse=orelse):
-                return [*self._texts(body, names, depth), *self._texts(orelse, names, depth)]
+                return [*self._list_texts(body, names, depth), *self._list_texts(orelse, names, depth)]
             case ast.BoolOp(values=values):
-                return [text for value in values for text in self._texts(value, names, depth)]
+                return [text for value in values for text in self._list_texts(value, names, depth)]
             case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return _joined([self._texts(side, names, depth) or [VALUE] for side in (left, right)])
+                return _join_variants([self._list_texts(side, names, depth) or [VALUE] for side in (left, right)])
             case ast.Name(id=name) if depth < DEPTH_MAX:
-                return [text for value in names.get(name, []) for text in self._texts(value, names, depth + 1)]
+                return [text for value in names.get(name, []) for text in self._list_texts(value, names, depth + 1)]
             case ast.Call() if depth < DEPTH_MAX:
-                returned = self._known.get(_path(node.func)) or self._known.get(_called(node), [])
-                return [text for value in returned for text in self._texts(value, names, depth + 1)]
+                returned = self._known.get(_get_dotted_name(node.func)) or self._known.get(_get_callee_name(node), [])
+                return [text for value in returned for text in self._list_texts(value, names, depth + 1)]
         return []
 
-    def _part(self, part: ast.expr, names: Mapping[str, list[ast.expr]], depth: int) -> list[str]:
+    def _list_part_texts(self, part: ast.expr, names: Mapping[str, list[ast.expr]], depth: int) -> list[str]:
         match part:
             case ast.Constant(value=str(text)):
                 return [text]
             case ast.FormattedValue(value=ast.IfExp() | ast.Call() as value):
-                texts = self._texts(value, names, depth)
+                texts = self._list_texts(value, names, depth)
                 return texts if 0 < len(texts) <= VARIANTS_MAX else [VALUE]
         return [VALUE]
 
 
-def _joined(parts: list[list[str]]) -> list[str]:
+def _join_variants(parts: list[list[str]]) -> list[str]:
     whole = [""]
     for part in parts:
         whole = [before + after for before in whole for after in part]
     return whole
 
 
-def _assigned(node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, list[ast.expr]]:
-    """By name: what is assigned to it anywhere in a function, or at the top of a module."""
+def _list_assigned(node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, list[ast.expr]]:
+    """List the values assigned to each name anywhere in a function, or at the top of a module."""
     inside = ast.iter_child_nodes(node) if isinstance(node, ast.Module) else ast.walk(node)
     found: dict[str, list[ast.expr]] = {}
     for each in inside:
@@ -189,8 +193,8 @@ def _assigned(node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef) -> dict
     return found
 
 
-def _returned_by_one(modules: list[Module]) -> dict[str, list[ast.expr]]:
-    """Values returned by functions: by their module and name, and by unique names."""
+def _list_returned(modules: list[SourceModule]) -> dict[str, list[ast.expr]]:
+    """List values returned by functions: by module and name, and by unique names."""
     counts = Counter(name for module in modules for name in module.returned)
     found: dict[str, list[ast.expr]] = {}
     for module in modules:
@@ -201,29 +205,29 @@ def _returned_by_one(modules: list[Module]) -> dict[str, list[ast.expr]]:
     return found
 
 
-def _failures(modules: list[Module]) -> set[str]:
-    """Names of our exceptions' classes."""
-    bases = {each.name: {_name(base) for base in each.bases} for module in modules for each in module.classes}
+def _list_error_names(modules: list[SourceModule]) -> set[str]:
+    """List the names of our exceptions' classes."""
+    bases = {each.name: {_get_name(base) for base in each.bases} for module in modules for each in module.classes}
     known = {"Exception", "ValueError", "LookupError", "RuntimeError", "OSError"}
     while more := {name for name, own in bases.items() if own & known} - known:
         known |= more
     return known
 
 
-def _makes(function: ast.FunctionDef | ast.AsyncFunctionDef, failures: set[str]) -> bool:
-    """True where a function returns an exception, or raises one whenever it is called."""
+def _is_error_maker(function: ast.FunctionDef | ast.AsyncFunctionDef, failures: set[str]) -> bool:
+    """True if a function returns an exception, or raises one whenever it is called."""
     return function.returns is not None and bool(
         {node.id for node in ast.walk(function.returns) if isinstance(node, ast.Name)} & {*failures, "NoReturn"}
     )
 
 
-def _called(call: ast.Call) -> str:
-    return _name(call.func)
+def _get_callee_name(call: ast.Call) -> str:
+    return _get_name(call.func)
 
 
-def _path(node: ast.expr) -> str:
-    return f"{_name(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else _name(node)
+def _get_dotted_name(node: ast.expr) -> str:
+    return f"{_get_name(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else _get_name(node)
 
 
-def _name(node: ast.expr) -> str:
+def _get_name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

@@ -1,4 +1,4 @@
-"""A reader of the documentation: a checkout, a home folder with models, a pair that serves, and a bash to type into."""
+"""Reader of the documentation: a checkout, a home folder with models, a pair that serves, and a bash to type into."""
 
 import os
 import re
@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from support.docs.commands import OTHERS, ROOT, WORDS, Command, commands_in
+from support.docs.commands import OTHERS, ROOT, WORDS, Command, list_commands
 from support.pair.pair import FolderOf, Pair
 from support.processes import free_port
 
@@ -21,19 +21,19 @@ TIMEOUT_S = 120
 HOST = "studio.local"  # as the documentation calls a machine in a LAN
 
 
-class CommandFailed(Exception):
-    """A command of a document does not do what it is there for."""
+class CommandFailedError(Exception):
+    """Command of a document that fails."""
 
 
-class Reader:
-    """Nothing outside of `folder` and the pair's home is changed by what is typed."""
+class DocumentReader:
+    """Reader whose commands change nothing outside of `folder` and the pair's home."""
 
     def __init__(self, folder: Path, pair: Pair, model_folder: FolderOf) -> None:
         self._folder, self._pair = folder, pair
         self._checkout, self._home, self._programs = folder / "warmline", folder / "home", folder / "programs"
         self._ports = f"{free_port()} {free_port()}"
         self._address = str(Path(tempfile.mkdtemp(prefix="reader-"), "socket"))  # a short path, as sockets want it
-        self._check_out()
+        self._make_checkout()
         (self._home / "models").mkdir(parents=True)
         for name, family in MODELS.items():
             (self._home / "models" / name).symlink_to(model_folder(family))
@@ -42,7 +42,7 @@ class Reader:
             f'fail-with-body\nsilent\nshow-error\nmax-time = 60\nresolve = "{HOST}:{pair.port}:127.0.0.1"\n'
         )
 
-    def _check_out(self) -> None:
+    def _make_checkout(self) -> None:
         environment = self._checkout / ".venv" / "bin"
         environment.mkdir(parents=True)
         self._programs.mkdir()
@@ -55,7 +55,7 @@ class Reader:
             (self._checkout / shared).symlink_to(ROOT / shared)
         (self._folder / "manager").mkdir()
 
-    def __enter__(self) -> "Reader":
+    def __enter__(self) -> "DocumentReader":
         server = Path(__file__).with_name("fork_server.py")
         pipe = subprocess.PIPE
         self._server = subprocess.Popen([sys.executable, server, self._address], stdin=pipe, stdout=pipe)
@@ -66,13 +66,13 @@ class Reader:
         self._server.communicate()  # ends its input, and so itself
         shutil.rmtree(Path(self._address).parent)
 
-    def types(self, document: Path) -> None:
-        """All commands of a document into one bash.  Raises CommandFailed, with the line, at the first that fails."""
-        commands = commands_in(document.read_text(encoding="utf-8"))
+    def type_commands(self, document: Path) -> None:
+        """Type all commands of a document into one bash; CommandFailedError, with the line, at the first failure."""
+        commands = list_commands(document.read_text(encoding="utf-8"))
         done = subprocess.run(
-            ["bash", "-c", self._script(commands, self._ids(document.name))],
+            ["bash", "-c", self._make_script(commands, self._store_conversations(document.name))],
             cwd=self._checkout,
-            env=self._environment(),
+            env=self._make_environment(),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -82,9 +82,9 @@ class Reader:
             _, _, last = done.stderr.rpartition("@command ")
             failed = commands[int(last.split()[0])]
             said = f"{done.stdout[-2000:]}\n{last[-2000:]}"
-            raise CommandFailed(f"line {failed.line}: {failed.text}\nexit code {done.returncode}\n{said}")
+            raise CommandFailedError(f"line {failed.line}: {failed.text}\nexit code {done.returncode}\n{said}")
 
-    def _script(self, commands: list[Command], ids: dict[str, str]) -> str:
+    def _make_script(self, commands: list[Command], ids: dict[str, str]) -> str:
         lines = ["set -eo pipefail"]
         for number, command in enumerate(commands):
             text = command.text.replace(":8026", f":{self._pair.port}").replace(":8025", f":{self._pair.backend_port}")
@@ -94,8 +94,8 @@ class Reader:
             lines += [f"echo '@command {number}' >&2", text]
         return "\n".join(lines)
 
-    def _ids(self, topic: str) -> dict[str, str]:
-        """Of two conversations that are stored for this document, one of them of two turns."""
+    def _store_conversations(self, topic: str) -> dict[str, str]:
+        """Store two conversations for this document, one of them of two turns; their ids."""
         opening = [{"role": "system", "content": f"You answer questions on {topic} in one sentence. " * 4}]
         request = ""
         for subject in ("a lighthouse", "a ferry"):
@@ -108,7 +108,7 @@ class Reader:
         segment = self._pair.cachectl("inspect", session)["path"][0]["id"]
         return dict(zip(WORDS, (session, other, segment, request), strict=True))
 
-    def _environment(self) -> dict[str, str]:
+    def _make_environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("WARMLINE_", "XDG_"))}
         return {
             **kept,
@@ -125,7 +125,7 @@ class Reader:
             "FAKE_MANAGER_THEN": f"pid {os.getpid()}",
         }
 
-    def forget(self) -> None:
+    def remove_keys(self) -> None:
         """Delete state of a document that would disturb another: one key is enough to require keys."""
         if (keys := self._pair.home.keys).exists():  # a proxy whose file is gone goes on asking for the keys
             keys.write_text('{"keys": []}')

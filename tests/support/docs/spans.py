@@ -14,18 +14,18 @@ _SPAN = re.compile(r"(?<!`)`([^`\n]+(?:\n[^`\n]+)?)`(?!`)")
 _PATH = re.compile(r"(?:docs|benchmarks|tests|launchd|proxy|backend|cachectl|requirements|\.ci)/[\w./-]*\w")
 
 
-def spans(text: str) -> list[str]:
-    """Of prose and tables; one that goes on in a second line is joined, a table's `\\|` is a bar."""
+def list_spans(text: str) -> list[str]:
+    """List the code spans of prose and tables; two-line spans are joined, a table's `\\|` is a bar."""
     prose = _BLOCKS.sub("", text)
     return [re.sub(r"\s+", " ", found[1]).replace("\\|", "|") for found in _SPAN.finditer(prose)]
 
 
-def problem_with(span: str, programs: Mapping[str, Program]) -> str:
-    """Why this can't be typed; "" where it can, or is no command of ours.
+def find_problem(span: str, programs: Mapping[str, Program]) -> str:
+    """Find why this can't be typed; "" if it can, or is no command of ours.
 
     Arguments are not judged: they stand for the reader's.  What is in [brackets] may be left out, `a|b` is either.
     """
-    words = _words(span)
+    words = _split_words(span)
     program = words[0].removeprefix(".venv/bin/") if words else ""
     if program not in programs or len(words) == 1:
         return ""
@@ -41,27 +41,27 @@ def problem_with(span: str, programs: Mapping[str, Program]) -> str:
     return f"{span!r}: there is no {unknown[0]}" if unknown else ""
 
 
-def _words(span: str) -> list[str]:
+def _split_words(span: str) -> list[str]:
     try:
         return shlex.split(re.sub(r"[\[\]]", "", span))
     except ValueError:  # a span of something else, with a lone quote
         return span.split()
 
 
-def paths(span: str) -> list[str]:
-    """Files and folders of the checkout that a span names, by their whole path, or with `*` for several."""
+def list_paths(span: str) -> list[str]:
+    """List the files and folders of the checkout that a span names, by whole path, or with `*` for several."""
     return [span] if _PATH.fullmatch(span.rstrip("/")) or (_PATH.match(span) and "*" in span) else []
 
 
-def missing(path: str, root: Path) -> bool:
+def is_missing(path: str, root: Path) -> bool:
     return not list(root.glob(path))
 
 
-def variables(text: str) -> set[str]:
+def list_variables(text: str) -> set[str]:
     return set(re.findall(r"\bWARMLINE_[A-Z_]+[A-Z]\b", text))
 
 
-def targets(text: str) -> set[str]:
-    """That `make` is told, in spans."""
-    told = [_words(span) for span in spans(text) if span.startswith("make ")]
+def list_make_targets(text: str) -> set[str]:
+    """List the targets of `make` in spans."""
+    told = [_split_words(span) for span in list_spans(text) if span.startswith("make ")]
     return {word for words in told for word in words[1:] if "=" not in word}

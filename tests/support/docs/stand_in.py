@@ -20,55 +20,55 @@ NOT_READY = 1
 
 def main(program: str, arguments: list[str]) -> int:
     if program == "warmline":
-        return warmline(arguments)
+        return run_warmline(arguments)
     if program == "cachectl":
-        return ask("cachectl", *arguments)
+        return run_on_fork_server("cachectl", *arguments)
     if program == "make":
         where = ["-C", os.environ["STAND_IN_ROOT"], "TB_PYTHON=python3"]  # 3.12 need not be here to say so
-        return run("/usr/bin/make", "--no-print-directory", "--dry-run", *where, *arguments)
+        return run_program("/usr/bin/make", "--no-print-directory", "--dry-run", *where, *arguments)
     if program == "python":
         is_benchmark = arguments[:1] and arguments[0].startswith("benchmarks/")
-        return benchmark(arguments) if is_benchmark else run(str(BIN / "python"), *arguments)
+        return check_benchmark_flags(arguments) if is_benchmark else run_program(str(BIN / "python"), *arguments)
     with Path(os.environ["STAND_IN_LOG"]).open("a") as log:
         log.write(f"{' '.join([program, *arguments])}\n")
     return 0
 
 
-def warmline(arguments: list[str]) -> int:
+def run_warmline(arguments: list[str]) -> int:
     verb = arguments[0] if arguments else ""
     if verb in FOR_EVER:
         if "--lan" in arguments and not Path(os.environ["WARMLINE_HOME"], "keys.json").exists():
-            ask("cachectl", "key", "add", "default")  # as a first start with it does
+            run_on_fork_server("cachectl", "key", "add", "default")  # as a first start with it does
         arguments = ["config", *arguments[1:]]
     elif verb in ("launchd", "service"):
-        return agents(arguments)
+        return run_service_command(arguments)
     elif verb == "gates" and not {"--only", "--list"} & {*arguments}:
         arguments = [*arguments, "--only", "load"]
-    return ask("warmline", *arguments)
+    return run_on_fork_server("warmline", *arguments)
 
 
-def agents(arguments: list[str]) -> int:
-    """A pair that is installed and never runs: of another home, on other ports, with something in its log."""
+def run_service_command(arguments: list[str]) -> int:
+    """Run a service command on a pair that never runs: another home, other ports, a line in its log."""
     home = Path(os.environ["HOME"], ".warmline")
     os.environ["WARMLINE_HOME"] = str(home)
     os.environ["WARMLINE_PORT"], os.environ["WARMLINE_BACKEND_PORT"] = os.environ["STAND_IN_PORTS"].split()
     group, verb = arguments[:2]
     installed = home / f"installed-{group}"
     if verb not in ("install", "uninstall") and not installed.exists():  # documents have an order of their own
-        agents([group, "install"])
+        run_service_command([group, "install"])
     if verb in ("install", "restart") and "--dry-run" not in arguments:
         arguments = [*arguments, "--wait-s", "0"]
     if verb == "logs":
         (home / "logs" / "backend.log").write_text("a line\n")
         arguments = [word for word in arguments if word not in ("-f", "--follow")]
-    code = ask("warmline", *arguments)
+    code = run_on_fork_server("warmline", *arguments)
     if not code and "--dry-run" not in arguments:
         installed.unlink(missing_ok=True) if verb == "uninstall" else installed.touch()
     return 0 if verb == "status" and code == NOT_READY else code
 
 
-def benchmark(arguments: list[str]) -> int:
-    """Exit code: 0 where the script, or its shared modules, has such flags."""
+def check_benchmark_flags(arguments: list[str]) -> int:
+    """Exit code: 0 if the script, or its shared modules, has these flags."""
     script = Path(os.environ["STAND_IN_ROOT"], arguments[0])
     text = script.read_text() + (script.parent / "common" / "servers.py").read_text()
     unknown = [word for word in arguments[1:] if word.startswith("--") and f'"{word}"' not in text]
@@ -77,8 +77,8 @@ def benchmark(arguments: list[str]) -> int:
     return bool(unknown)
 
 
-def ask(program: str, *arguments: str) -> int:
-    """One of ours, from the fork server."""
+def run_on_fork_server(program: str, *arguments: str) -> int:
+    """Run a command of ours on the fork server; its exit code."""
     asked = {"program": program, "arguments": arguments, "folder": str(Path.cwd()), "variables": dict(os.environ)}
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(os.environ["STAND_IN_SERVER"])
@@ -88,7 +88,7 @@ def ask(program: str, *arguments: str) -> int:
         return server.recv(1)[0]
 
 
-def run(*command: str) -> int:
+def run_program(*command: str) -> int:
     return subprocess.run(command).returncode
 
 

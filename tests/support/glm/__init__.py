@@ -1,0 +1,1 @@
+"""Golden tests of GLM: recipe, reference logits and model."""

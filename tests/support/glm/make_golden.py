@@ -16,19 +16,19 @@ import numpy as np
 import torch
 from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
-from support.glm.recipe import CASES, checkpoint, tokens
+from support.glm.recipe import CASES, make_checkpoint, make_tokens
 
 MARGIN_MIN = 2e-5  # between the last score that is selected, of a token or an expert, and the first that is not
 MASKED = -1e30  # a score below this is that of a token that must not be seen
 
 
-def reference(config: dict[str, Any]) -> GlmMoeDsaForCausalLM:
-    """The reference with the recipe's weights; every one of its parameters is set."""
+def build_reference(config: dict[str, Any]) -> GlmMoeDsaForCausalLM:
+    """Build the reference with the recipe's weights; every one of its parameters is set."""
     settings = {name: value for name, value in config.items() if name != "model_type"}
     model = GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**settings, attn_implementation="eager")).eval()
     weights = {
         name: torch.from_numpy(array)
-        for name, array in checkpoint(config, model.config.indexer_types, model.config.mlp_layer_types).items()
+        for name, array in make_checkpoint(config, model.config.indexer_types, model.config.mlp_layer_types).items()
     }
     for layer, kind in enumerate(model.config.mlp_layer_types):
         if kind == "sparse":
@@ -38,7 +38,7 @@ def reference(config: dict[str, Any]) -> GlmMoeDsaForCausalLM:
 
 
 def join_experts(weights: dict[str, torch.Tensor], prefix: str, count: int) -> None:
-    """The reference holds the experts of a layer in two tensors, gates above ups."""
+    """Join the experts of a layer into the reference's two tensors, gates above ups."""
     parts = {
         name: [weights.pop(f"{prefix}.{expert}.{name}.weight") for expert in range(count)]
         for name in ("gate_proj", "up_proj", "down_proj")
@@ -48,22 +48,22 @@ def join_experts(weights: dict[str, torch.Tensor], prefix: str, count: int) -> N
     weights[f"{prefix}.down_proj"] = torch.stack(parts["down_proj"])
 
 
-class Margins:
-    """Context that records how close any selection was."""
+class MarginRecorder:
+    """Context that records the smallest margin of any selection."""
 
     def __init__(self) -> None:
         self.smallest = float("inf")
 
-    def __enter__(self) -> "Margins":
+    def __enter__(self) -> "MarginRecorder":
         self._topk = torch.Tensor.topk
-        torch.Tensor.topk = self._noting  # type: ignore[method-assign, assignment]
+        torch.Tensor.topk = self._recording  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
         torch.Tensor.topk = self._topk  # type: ignore[method-assign]
 
     @property
-    def _noting(self) -> Any:
+    def _recording(self) -> Any:
         topk, margins = self._topk, self
 
         def noting(scores: torch.Tensor, k: int, dim: int = -1, **options: Any) -> Any:
@@ -80,8 +80,8 @@ class Margins:
 def main() -> None:
     kept: dict[str, Any] = {}
     for name, config in CASES.items():
-        model, prompt = reference(config), tokens(name)
-        with torch.no_grad(), Margins() as margins:
+        model, prompt = build_reference(config), make_tokens(name)
+        with torch.no_grad(), MarginRecorder() as margins:
             logits = model(torch.tensor([prompt]), use_cache=False).logits[0].numpy()
         types = model.config.indexer_types
         print(f"{name:32} {len(prompt)} tokens, {' '.join(types)}, smallest margin {margins.smallest:.1e}")

@@ -10,8 +10,8 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from support.glm.golden_glm import in_chunks, loaded, weights
-from support.glm.recipe import CASES, tokens
+from support.glm.golden_glm import compute_in_chunks, load_weights, make_weights
+from support.glm.recipe import CASES, make_tokens
 from warmline_backend.model.architectures.glm_moe_dsa import Model, ModelArgs
 
 CHUNK = 20
@@ -21,7 +21,7 @@ STEPS = 3  # at the end, token by token
 def main(how: str, case: str, out: Path) -> None:
     group = mx.distributed.init(backend="ring", strict=True)
     config = CASES[case]
-    held = weights(config)
+    held = make_weights(config)
     model = Model(ModelArgs.from_dict(config))
     if how == "pipeline":  # before the weights, as mlx-lm does: a rank holds its own layers only
         sane = model.sanitize(held)
@@ -29,9 +29,9 @@ def main(how: str, case: str, out: Path) -> None:
         own = dict(tree_flatten(model.parameters()))
         model.load_weights([(name, array) for name, array in sane.items() if name in own])
     else:
-        loaded(model, held)
+        load_weights(model, held)
         model.shard(group)
-    logits = in_chunks(model, tokens(case), CHUNK, STEPS)
+    logits = compute_in_chunks(model, make_tokens(case), CHUNK, STEPS)
     if group.rank() == 0:
         np.save(out, np.array(logits))
 

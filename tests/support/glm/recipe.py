@@ -87,12 +87,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def tokens(case: str) -> list[int]:
+def make_tokens(case: str) -> list[int]:
     return [int(token) for token in _random(f"tokens of {case}").randint(0, VOCABULARY, TOKENS)]
 
 
-def checkpoint(config: dict[str, Any], indexer_types: list[str], mlp_layer_types: list[str]) -> Weights:
-    """All parameters of a checkpoint, by the names that published ones have."""
+def make_checkpoint(config: dict[str, Any], indexer_types: list[str], mlp_layer_types: list[str]) -> Weights:
+    """Make all parameters of a checkpoint, with their published names."""
     shapes = {
         "model.embed_tokens.weight": (config["vocab_size"], config["hidden_size"]),
         "model.norm.weight": (config["hidden_size"],),

@@ -1,0 +1,1 @@
+"""Helpers of index tests: saves, segment files, archives, truncation and damage."""

@@ -1,4 +1,4 @@
-"""Homes whose files hold rows that can be told from one another, and what an archive makes of them."""
+"""Homes with files of distinguishable rows, and exports and imports of them."""
 
 import io
 from collections.abc import Sequence
@@ -36,17 +36,17 @@ TALK = list(range(1000, 1300))
 STATES = [100, 200, 300]
 
 
-def row(tokens: bytes, at: int, head: int) -> bytes:
-    """Row that a model computes of the token there, after all tokens before it."""
+def make_row(tokens: bytes, at: int, head: int) -> bytes:
+    """Make the row that a model computes of the token there, after all tokens before it."""
     return xxhash.xxh3_64_digest(tokens[: (at + 1) * TOKEN_BYTES] + bytes([head]))[:WIDTH]
 
 
-def state(tokens: bytes, position: int) -> bytes:
+def make_state(tokens: bytes, position: int) -> bytes:
     return xxhash.xxh3_128_digest(tokens[: position * TOKEN_BYTES])
 
 
-def rows(tokens: bytes, start: int, end: int) -> bytes:
-    return b"".join(row(tokens, at, head) for head in range(HEADS) for at in range(start, end))
+def make_rows(tokens: bytes, start: int, end: int) -> bytes:
+    return b"".join(make_row(tokens, at, head) for head in range(HEADS) for at in range(start, end))
 
 
 def save(
@@ -58,7 +58,7 @@ def save(
     client: str = "",
     may_replace: bool = False,
 ) -> str:
-    """A conversation that goes on to these tokens; its session's id."""
+    """Save a conversation that continues to these tokens; its session's id."""
     tokens, root = pack_tokens(ids), namespace(FINGERPRINT, tenant)
     plan = index.begin_save(SaveIntent(root, MODEL, tokens, LAYOUT, checkpoints, may_replace))
     assert plan is not None
@@ -68,17 +68,17 @@ def save(
         mine = {
             TOKENS_TENSOR: ("U32", (spec.end - spec.start,), tokens[spec.start * TOKEN_BYTES : spec.end * TOKEN_BYTES])
         }
-        kv = {ROWS: ("U8", (1, HEADS, spec.end - spec.start, WIDTH), rows(tokens, spec.start, spec.end))}
+        kv = {ROWS: ("U8", (1, HEADS, spec.end - spec.start, WIDTH), make_rows(tokens, spec.start, spec.end))}
         reply.segments.append(_write(index.home, meta, kv | mine))
     for ref in plan.checkpoints:
         meta = _meta(plan, "checkpoint", ref.id, ref.position, ref.position, position=ref.position)
-        reply.checkpoints.append(_write(index.home, meta, {STATE: ("U8", (16,), state(tokens, ref.position))}))
+        reply.checkpoints.append(_write(index.home, meta, {STATE: ("U8", (16,), make_state(tokens, ref.position))}))
     update = SessionUpdate(turn_end=len(ids) - 1, client=client)
     return index.commit_save(plan, reply, prefill_s=1.0, session=update).session
 
 
-def talk(index: Index, tenant: str = "") -> str:
-    """In three segments, the last one of two branches; and beside it a conversation that leaves it in the middle."""
+def save_conversations(index: Index, tenant: str = "") -> str:
+    """Save a conversation in three segments with a branch in the last one; its session's id."""
     save(index, TALK[:120], [100], tenant=tenant, client="mine")
     save(index, TALK[:220], [100, 200], tenant=tenant, client="mine")
     session = save(index, TALK, STATES, tenant=tenant, client="mine")
@@ -107,41 +107,41 @@ def write_file(path: Path, meta: FileMeta, tensors: dict[str, tuple[str, Sequenc
     return SavedFile(id=meta.id, bytes_written=size, checksum=file_checksum(sums))
 
 
-def archived(index: Index, session: str) -> bytes:
+def export_session(index: Index, session: str) -> bytes:
     with Exporter(index, session) as export:
         data = b"".join(export.read_chunks())
         assert len(data) == export.bytes_count
     return data
 
 
-def imported(
+def import_session(
     index: Index, data: bytes, tenant: str = "", known: KnownModels = KNOWN, anyway: bool = False
 ) -> ImportReply:
     return import_archive(index, read_archive(io.BytesIO(data)), tenant, known, anyway=anyway)
 
 
 def check_content(index: Index, ids: Sequence[int], tenant: str = "", checkpoints: Sequence[int] = ()) -> None:
-    """All of these tokens are stored, each with its own rows, and so are these states."""
+    """Check that these tokens are stored, each with its own rows, and so are these states."""
     tokens = pack_tokens(ids)
     match = index.match_prefix(namespace(FINGERPRINT, tenant), tokens, len(ids))
     assert match.tokens == len(ids), match.end_reason
     for link in match.chain:
-        stored = tensor(index.home.segment_file(link.id), ROWS)
+        stored = read_tensor(index.home.segment_file(link.id), ROWS)
         length = link.end - link.start
         for head in range(HEADS):
             mine = stored[head * length * WIDTH :][: (link.upto - link.start) * WIDTH]
-            assert mine == b"".join(row(tokens, at, head) for at in range(link.start, link.upto)), link
+            assert mine == b"".join(make_row(tokens, at, head) for at in range(link.start, link.upto)), link
     for ref in match.checkpoints:
-        assert tensor(index.home.segment_file(ref.id), STATE) == state(tokens, ref.position)
+        assert read_tensor(index.home.segment_file(ref.id), STATE) == make_state(tokens, ref.position)
     assert [ref.position for ref in match.checkpoints] == list(checkpoints)
 
 
-def tensor(path: Path, name: str) -> bytes:
+def read_tensor(path: Path, name: str) -> bytes:
     place = read_header(path).tensors[name]
     return path.read_bytes()[place.offset :][: place.bytes_count]
 
 
-def everything(home: Home) -> dict[str, int]:
-    """The files under a home but the index's, with their sizes."""
+def list_files(home: Home) -> dict[str, int]:
+    """List the files under a home, except the index's, with their sizes."""
     paths = (path for path in home.segments.rglob("*") if path.is_file())
     return {str(path.relative_to(home.root)): path.stat().st_size for path in paths}

@@ -1,4 +1,4 @@
-"""A backend that writes a plan's files, and short hands for tests of the index."""
+"""Backend that writes a plan's files, and shortcuts for tests of the index."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,8 +32,8 @@ LAYOUT = KvLayout(
 )
 
 
-def turn(*calls: int, root: bytes = ROOT, **fields: Any) -> TurnRow:
-    """A sampled turn whose calls have these numbers."""
+def make_turn(*calls: int, root: bytes = ROOT, **fields: Any) -> TurnRow:
+    """Make a sampled turn whose calls have these numbers."""
     ids = [f"call_{call:024x}" for call in calls]
     return TurnRow(
         **{"root": root, "model": MODEL, "calls": ids, "tokens": pack_tokens(list(calls)), "at": 1.0} | fields
@@ -47,18 +47,18 @@ def make_home(path: Path) -> Home:
 
 
 def break_page(home: Home, segment_id: str) -> None:
-    """Make the page with this segment's row one that ends the process which reads it: LMDB asserts."""
+    """Damage the page with this segment's row so that LMDB asserts and ends the process that reads it."""
     (data,) = home.index.glob("*/data.mdb")
     pages = bytearray(data.read_bytes())
     for at in range(2 * PAGE_BYTES, len(pages), PAGE_BYTES):
         page = pages[at : at + PAGE_BYTES]
-        if bytes.fromhex(segment_id) in _keys(page) and b"prefill_s" in page:
+        if bytes.fromhex(segment_id) in _list_keys(page) and b"prefill_s" in page:
             pages[at + FLAGS_AT] = BRANCH
     data.write_bytes(pages)
 
 
-def _keys(page: bytearray) -> list[bytes]:
-    """Of an LMDB page's entries, where it is a leaf; there may be rests of others in it, and of it in others."""
+def _list_keys(page: bytearray) -> list[bytes]:
+    """List the keys of an LMDB page, if it is a leaf; stale copies may occur in it and elsewhere."""
 
     def number(at: int) -> int:
         return int.from_bytes(page[at : at + 2], "little")
@@ -69,15 +69,15 @@ def _keys(page: bytearray) -> list[bytes]:
     return [bytes(page[entry + 8 : entry + 8 + number(entry + 6)]) for entry in entries]
 
 
-def begin(
+def begin_save(
     index: Index, ids: Sequence[int], checkpoints: Sequence[int] = (), root: bytes = ROOT, may_replace: bool = True
 ) -> SavePlan | None:
     return index.begin_save(SaveIntent(root, MODEL, pack_tokens(ids), LAYOUT, checkpoints, may_replace))
 
 
-def planned(index: Index, ids: Sequence[int], checkpoints: Sequence[int] = (), may_replace: bool = True) -> SavePlan:
-    """Plan of a save that has something to write."""
-    plan = begin(index, ids, checkpoints, may_replace=may_replace)
+def plan_save(index: Index, ids: Sequence[int], checkpoints: Sequence[int] = (), may_replace: bool = True) -> SavePlan:
+    """Plan a save that has something to write."""
+    plan = begin_save(index, ids, checkpoints, may_replace=may_replace)
     assert plan is not None
     return plan
 
@@ -123,7 +123,9 @@ def _write(home: Home, meta: FileMeta, tokens: bytes | None, tensors: dict[str, 
     return SavedFile(id=meta.id, bytes_written=size, checksum=file_checksum(read_checksums(path)))
 
 
-def commit(index: Index, plan: SavePlan, turn_end: int = 0, client: str = "", prefill_s: float = 1.0) -> SaveResult:
+def commit_save(
+    index: Index, plan: SavePlan, turn_end: int = 0, client: str = "", prefill_s: float = 1.0
+) -> SaveResult:
     reply = write_plan(index.home, plan)
     return index.commit_save(plan, reply, prefill_s=prefill_s, session=SessionUpdate(turn_end=turn_end, client=client))
 
@@ -137,19 +139,19 @@ def save(
     prefill_s: float = 1.0,
     may_replace: bool = True,
 ) -> SaveResult:
-    plan = planned(index, ids, checkpoints, may_replace)
-    return commit(index, plan, turn_end, client, prefill_s)
+    plan = plan_save(index, ids, checkpoints, may_replace)
+    return commit_save(index, plan, turn_end, client, prefill_s)
 
 
-def matched(index: Index, ids: Sequence[int], root: bytes = ROOT) -> int:
+def count_matched(index: Index, ids: Sequence[int], root: bytes = ROOT) -> int:
     return index.match_prefix(root, pack_tokens(ids), len(ids)).tokens
 
 
-def why(index: Index, ids: Sequence[int]) -> str:
+def find_end_reason(index: Index, ids: Sequence[int]) -> str:
     return index.match_prefix(ROOT, pack_tokens(ids), len(ids)).end_reason
 
 
-def files_on_disk(home: Home) -> int:
+def count_file_bytes(home: Home) -> int:
     return sum(path.stat().st_size for path in home.segments.rglob("*") if path.is_file())
 
 

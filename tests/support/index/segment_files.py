@@ -1,4 +1,4 @@
-"""Writes files like the backend's, without mlx."""
+"""Segment files like the backend's, written without mlx."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from warmline_common.storage.segment_file import FileMeta, header_checksum, read
 
 
 def write_segment_file(path: Path, meta: FileMeta, tokens: bytes | None, tensors: dict[str, bytes]) -> int:
-    """Returns the file's size."""
+    """Write a segment file; its size."""
     parts = dict(tensors) if tokens is None else tensors | {"tokens": tokens}
     shapes = {name: ("U8", _shape(name, meta, data)) for name, data in parts.items()}
     sums = [tensor_checksum(name, *meta.span, [parts[name]]) for name in sorted(parts)]
@@ -32,13 +32,13 @@ def write_segment_file(path: Path, meta: FileMeta, tokens: bytes | None, tensors
 
 
 def _shape(name: str, meta: FileMeta, data: bytes) -> list[int]:
-    """Of a segment's rows one head's, as wide as they are."""
+    """Compute a tensor's shape; rows have one head, as wide as their bytes."""
     is_row = meta.kind == "segment" and name != "tokens"
     return [1, 1, meta.end - meta.start, len(data) // (meta.end - meta.start)] if is_row else [len(data)]
 
 
-def rewrite(path: Path, **changed: object) -> None:
-    """Have a file say something else of itself, its header's checksum made to fit."""
+def rewrite_meta(path: Path, **changed: object) -> None:
+    """Change a file's metadata, with a matching header checksum."""
     header = read_header(path)
     meta = msgspec.structs.replace(header.meta, **changed)
     data = path.read_bytes()

@@ -23,7 +23,7 @@ def check(name: str, modes: tuple[str, ...], root: Path) -> None:
     with Reference(family, family.folder(root)) as reference:
         for mode in modes:
             with Duel(reference, mode) as duel:
-                machine.run(duel, SEED, EXAMPLES, STEPS, RESTART_INTERVAL)
+                machine.run_machine(duel, SEED, EXAMPLES, STEPS, RESTART_INTERVAL)
                 for path in find_scripts(name, mode):
                     for step in read_script(path):
                         duel.do(step)

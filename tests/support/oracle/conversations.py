@@ -17,7 +17,7 @@ TOOL_NAMES = ((), ("look",), ("look", "write"), ("write",))
 
 
 @dataclass
-class Conversation:
+class OracleConversation:
     """Messages and number of the tools of a conversation."""
 
     messages: list[Message]
@@ -29,7 +29,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Question:
+class PendingRequest:
     """Body of a request, and the conversation that it continues."""
 
     ask: Ask
@@ -48,9 +48,9 @@ class Conversations:
     """Conversations as a pure function of steps and answers."""
 
     salt: int = 0
-    all: list[Conversation] = field(default_factory=list)
+    all: list[OracleConversation] = field(default_factory=list)
 
-    def question(self, ask: Ask) -> Question:
+    def question(self, ask: Ask) -> PendingRequest:
         at = ask.talk % len(self.all) if self.all else 0
         if not self.all or ask.how == BEGIN or (ask.how != AGAIN and self.all[at].length > TALK_LENGTH_MAX):
             at, talk = len(self.all), self._begin(ask)
@@ -58,23 +58,23 @@ class Conversations:
             at, talk = len(self.all), self._change(ask, self.all[at])
         else:
             talk = self._change(ask, self.all[at])
-        return Question(ask, at, talk.messages, talk.tools, self._options(ask, talk))
+        return PendingRequest(ask, at, talk.messages, talk.tools, self._options(ask, talk))
 
-    def record_answer(self, question: Question, text: str | None) -> None:
+    def record_answer(self, question: PendingRequest, text: str | None) -> None:
         """Add an answer; None: its client got none, or left before its end."""
         answer: list[Message] = [] if text is None else [{"role": "assistant", "content": text}]
-        talk = Conversation([*question.messages, *answer], question.tools)
+        talk = OracleConversation([*question.messages, *answer], question.tools)
         if question.talk < len(self.all):
             self.all[question.talk] = talk
         else:
             self.all.append(talk)
 
-    def _begin(self, ask: Ask) -> Conversation:
+    def _begin(self, ask: Ask) -> OracleConversation:
         length = SYSTEM_LENGTHS[ask.at % len(SYSTEM_LENGTHS)]
         system: list[Message] = [{"role": "system", "content": self._make_text(f"system {length}", length)}]
-        return Conversation([*(system if length else []), self._make_message(ask)])
+        return OracleConversation([*(system if length else []), self._make_message(ask)])
 
-    def _change(self, ask: Ask, talk: Conversation) -> Conversation:
+    def _change(self, ask: Ask, talk: OracleConversation) -> OracleConversation:
         messages, tools = list(talk.messages), talk.tools
         if ask.how == EDIT:
             at = ask.at % len(messages)
@@ -86,7 +86,7 @@ class Conversations:
             tools = (tools + 1 + ask.at) % len(TOOL_NAMES)
         if messages and messages[-1]["role"] == "assistant":
             messages = messages[:-1] if ask.how in (AGAIN, TOOLS, EDIT) else [*messages, self._make_message(ask)]
-        return Conversation(
+        return OracleConversation(
             messages if messages and messages[-1]["role"] == "user" else [*messages, self._make_message(ask)], tools
         )
 
@@ -96,7 +96,7 @@ class Conversations:
     def _make_text(self, seed: str, length: int) -> str:
         return "".join(random.Random(f"{self.salt} {seed}").choices(LETTERS, k=length))
 
-    def _options(self, ask: Ask, talk: Conversation) -> dict[str, object]:
+    def _options(self, ask: Ask, talk: OracleConversation) -> dict[str, object]:
         options: dict[str, object] = {"max_tokens": ask.tokens, "logprobs": True, "top_logprobs": 20}
         if talk.tools:
             options["tools"] = [make_tool(name) for name in TOOL_NAMES[talk.tools]]

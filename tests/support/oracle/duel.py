@@ -16,13 +16,13 @@ from pathlib import Path
 from types import TracebackType
 
 from support.oracle import steps
-from support.oracle.conversations import Conversations, Question
+from support.oracle.conversations import Conversations, PendingRequest
 from support.oracle.reference import STEP_TOKENS, Reference
 from support.oracle.steps import LEAVE_IN_DECODE, LEAVE_IN_PREFILL, Ask, Forget, Fresh, Kill, Purge, Restart, Together
-from support.oracle.verdict import Difference, Verdict, compare
-from support.pair.clients import Asked
-from support.pair.pair import START_TIMEOUT_S, Pair, Reply, ask
-from support.planted.faults import Gate, Planted
+from support.oracle.verdict import Difference, ReplyComparison, compare_replies
+from support.pair.clients import ClientRequest
+from support.pair.pair import START_TIMEOUT_S, Pair, Reply, send_request
+from support.planted.faults import FaultControl, Gate
 
 NAME, CACHE = "X-Warmline-Request", "x-warmline-cache"
 LEAVE_PHASES = {LEAVE_IN_PREFILL: ("prefill", "first"), LEAVE_IN_DECODE: ("decode",)}
@@ -51,7 +51,7 @@ class Tally:
     counts: Counter[str] = field(default_factory=Counter)
     largest: float = 0.0
 
-    def add(self, verdict: Verdict, warm: Reply) -> None:
+    def add(self, verdict: ReplyComparison, warm: Reply) -> None:
         self.counts["answers compared"] += 1
         self.counts["numbers"] += verdict.numbers
         self.counts["near ties"] += verdict.near_tie
@@ -75,7 +75,7 @@ class Duel:
         self._homes, self._talks, self._requests = 0, Conversations(), 0
         self._faults, self._small_memory = 0, False
         self._pair: Pair | None = None
-        self.planted = Planted(RESTART_DELAY_S)
+        self.planted = FaultControl(RESTART_DELAY_S)
 
     def __enter__(self) -> "Duel":
         self.planted.__enter__()
@@ -116,7 +116,7 @@ class Duel:
             return []
         if pair.is_up:
             pair.stop()
-        return pair.last_words()
+        return pair.read_output()
 
     @property
     def pair(self) -> Pair:
@@ -174,62 +174,64 @@ class Duel:
                 self._compare(question, reply)
                 self._talks.record_answer(question, reply.text)
 
-    def _ask_all(self, pair: Pair, questions: list[Question]) -> list[Reply | None]:
+    def _ask_all(self, pair: Pair, questions: list[PendingRequest]) -> list[Reply | None]:
         if len(questions) == 1:
             return [self._ask_one(pair, questions[0])]
         with ThreadPoolExecutor(len(questions)) as threads:
             return list(threads.map(lambda question: self._ask_to_end(pair, question), questions))
 
-    def _ask_one(self, pair: Pair, question: Question) -> Reply | None:
+    def _ask_one(self, pair: Pair, question: PendingRequest) -> Reply | None:
         if question.ask.end in LEAVE_PHASES:
             return self._ask_and_leave(pair, question)
         if not question.ask.fault or self._faults == FAULTS_MAX:
             return self._ask_to_end(pair, question)
         self._faults += 1
-        self.planted.order("raise", question.ask.fault)
+        self.planted.plant_fault("raise", question.ask.fault)
         try:
             return self._ask_to_end(pair, question)
         finally:
-            self.planted.withdraw()
+            self.planted.withdraw_fault()
 
-    def _ask_to_end(self, pair: Pair, question: Question) -> Reply | None:
+    def _ask_to_end(self, pair: Pair, question: PendingRequest) -> Reply | None:
         if question.ask.stream:
             return self._check_end(
-                Asked(pair, question.messages, stream=True, **question.options).wait_until_over(), question
+                ClientRequest(pair, question.messages, stream=True, **question.options).wait_until_ended(), question
             )
         reply = pair.post("/v1/chat/completions", question.body)
         if reply.status == 200:
             return reply
         return self._check_refusal(question, reply.raw.decode())
 
-    def _check_end(self, asked: Asked, question: Question) -> Reply | None:
-        if asked.done and not asked.error:
-            return asked.reply
-        return self._check_refusal(question, asked.told)
+    def _check_end(self, request: ClientRequest, question: PendingRequest) -> Reply | None:
+        if request.is_complete and not request.error:
+            return request.reply
+        return self._check_refusal(question, request.summary)
 
-    def _check_refusal(self, question: Question, told: str) -> None:
+    def _check_refusal(self, question: PendingRequest, told: str) -> None:
         """Raise Difference unless the request may fail: after content was sent, or with little memory."""
         if question.ask.fault != "decode" and not (self._small_memory and OUT_OF_MEMORY in told):
             raise Difference(f"{question.ask} was not answered: {told}")
 
-    def _ask_and_leave(self, pair: Pair, question: Question) -> Reply | None:
+    def _ask_and_leave(self, pair: Pair, question: PendingRequest) -> Reply | None:
         """Ask, and leave during the given step of the engine; None, or the answer if it ended before."""
         self._requests += 1
         name, phases = f"oracle-{self._homes}-{self._requests}", LEAVE_PHASES[question.ask.end]
-        with self.planted.gate() as gate:
-            asked = Asked(pair, question.messages, headers={NAME: name}, stream=question.ask.stream, **question.options)
+        with self.planted.make_gate() as gate:
+            request = ClientRequest(
+                pair, question.messages, headers={NAME: name}, stream=question.ask.stream, **question.options
+            )
             steps_left = question.ask.after
-            while (step := gate.next_step_unless(lambda: asked.over)) is not None:
+            while (step := gate.next_step_unless(lambda: request.is_ended)) is not None:
                 if name in step.requests and step.phase in phases and (steps_left == 0 or step.phase == "first"):
-                    leave(asked, gate)
+                    disconnect_and_wait(request, gate)
                     step.let_pass()
                     return None
                 steps_left -= name in step.requests and step.phase in phases
                 step.let_pass()
-        return self._check_end(asked.wait_until_over(), question)
+        return self._check_end(request.wait_until_ended(), question)
 
-    def _compare(self, question: Question, warm: Reply) -> None:
-        verdict = compare(self._reference.compute_cold(question.body), warm, self._tolerance)
+    def _compare(self, question: PendingRequest, warm: Reply) -> None:
+        verdict = compare_replies(self._reference.compute_cold(question.body), warm, self._tolerance)
         if verdict.difference and self.mode == "fast" and self.family.steps:
             verdict = self._compare_with_cold_runs(question, warm)
         self.tally.add(verdict, warm)
@@ -241,12 +243,12 @@ class Duel:
         if self.mode == "exact" and warm.cached % STEP_TOKENS:
             raise Difference(f"{warm.cached} tokens cached in exact mode, which is no multiple of {STEP_TOKENS}")
 
-    def _compare_with_cold_runs(self, question: Question, warm: Reply) -> Verdict:
+    def _compare_with_cold_runs(self, question: PendingRequest, warm: Reply) -> ReplyComparison:
         """Compare with cold runs in other chunks, whose differences bound the noise; one that agrees is enough."""
         cold, *others = self._reference.compute_cold_runs(question.body, warm.cached)
-        noise = max(compare(cold, other, math.inf).largest for other in others)
-        verdicts = [compare(other, warm, self._tolerance) for other in others]
-        verdicts.append(compare(cold, warm, max(self._tolerance, NOISE_FACTOR * noise)))
+        noise = max(compare_replies(cold, other, math.inf).largest for other in others)
+        verdicts = [compare_replies(other, warm, self._tolerance) for other in others]
+        verdicts.append(compare_replies(cold, warm, max(self._tolerance, NOISE_FACTOR * noise)))
         verdict = next((each for each in verdicts if not each.difference), verdicts[-1])
         self.tally.counts["explained by noise"] += not verdict.difference
         return verdict
@@ -268,23 +270,23 @@ class Duel:
             pair.kill()
             self._start(step)
         else:
-            kill(pair, step.how.removeprefix("-9 "))
+            kill_and_wait(pair, step.how.removeprefix("-9 "))
 
     def _kill(self, pair: Pair, step: Kill) -> None:
         """Kill a process at a disk operation between a request and the end of its save, if it makes as many."""
         question, planted, pid = self._talks.question(step.ask), self.planted, pair.pid(step.process)
         planted.kill_at(step.process, step.nth, step.when)
-        asked = Asked(pair, question.messages, **question.options).wait_until_over()
-        wait_until(lambda: planted.killed(step.process) or is_settled(pair), "neither killed nor settled")
-        planted.mend_disk(step.process)
-        if planted.killed(step.process):
+        request = ClientRequest(pair, question.messages, **question.options).wait_until_ended()
+        wait_until(lambda: planted.is_killed(step.process) or is_settled(pair), "neither killed nor settled")
+        planted.restore_disk(step.process)
+        if planted.is_killed(step.process):
             self.tally.counts["killed at the disk"] += 1
             wait_for_new_process(pair, step.process, pid)
-        if asked.done:
-            self._compare(question, asked.reply)
-        elif not planted.killed(step.process):
-            raise Difference(f"{step} was not answered: {asked.told}")
-        self._talks.record_answer(question, asked.text if asked.done else None)
+        if request.is_complete:
+            self._compare(question, request.reply)
+        elif not planted.is_killed(step.process):
+            raise Difference(f"{step} was not answered: {request.summary}")
+        self._talks.record_answer(question, request.text if request.is_complete else None)
 
     def _start(self, step: Restart | None = None) -> None:
         flags = [*FLAGS, "--reuse", self.mode, *self.family.flags]
@@ -311,14 +313,14 @@ def find_start(reply: Reply) -> str:
     return next((value for name, value in reply.headers.items() if name.lower() == CACHE), "unknown")
 
 
-def leave(asked: Asked, gate: Gate) -> None:
+def disconnect_and_wait(request: ClientRequest, gate: Gate) -> None:
     """Leave, and return when the cancel is in the engine's mailbox."""
     gate.forget_commands()
-    asked.leave()
+    request.disconnect()
     gate.wait_for_command("cancel")
 
 
-def kill(pair: Pair, process: str) -> None:
+def kill_and_wait(pair: Pair, process: str) -> None:
     """Kill with SIGKILL, and return when a new process is ready."""
     pid = pair.pid(process)
     os.kill(pid, signal.SIGKILL)
@@ -344,7 +346,7 @@ def running_pid(pair: Pair, process: str) -> int:
 
 def is_ready(pair: Pair) -> bool:
     with contextlib.suppress(*UNREACHABLE_ERRORS):
-        return ask(f"{pair.url}/ready", None, {}, "GET", timeout_s=5).status == 200
+        return send_request(f"{pair.url}/ready", None, {}, "GET", timeout_s=5).status == 200
     return False
 
 

@@ -33,7 +33,7 @@ WORDS = st.sampled_from([1, 9, 40, 64, 150, 400])
 ASKS_MAX, TOKENS_TOGETHER = 8, 60
 
 
-def asks(exact: bool, **fixed: Any) -> st.SearchStrategy[Ask]:
+def make_asks(exact: bool, **fixed: Any) -> st.SearchStrategy[Ask]:
     drawn: dict[str, Any] = {
         "how": st.sampled_from([BEGIN, APPEND, APPEND, BRANCH, EDIT, AGAIN]),
         "talk": ANY_NUMBER,
@@ -58,7 +58,7 @@ RESTARTS = st.builds(
 DROP_INTERVAL = 6  # steps between two that delete something; else few answers would be warm
 
 
-class Machine(RuleBasedStateMachine):
+class OracleMachine(RuleBasedStateMachine):
     """Rules over the duel that a subclass sets.  Restarts are rare, since each takes seconds."""
 
     duel: Duel
@@ -80,58 +80,58 @@ class Machine(RuleBasedStateMachine):
         self._since_drop = 0 if isinstance(step, Forget | Purge | Restart) else self._since_drop + 1
         self.duel.do(step)
 
-    def _ask(self, data: st.DataObject, **fixed: Any) -> None:
-        self._do(data.draw(asks(self.exact, **fixed)))
+    def _draw_and_ask(self, data: st.DataObject, **fixed: Any) -> None:
+        self._do(data.draw(make_asks(self.exact, **fixed)))
 
     @rule(data=st.data())
     def start(self, data: st.DataObject) -> None:
-        self._ask(data, how=BEGIN)
+        self._draw_and_ask(data, how=BEGIN)
 
     @rule(data=st.data())
     def append(self, data: st.DataObject) -> None:
-        self._ask(data, how=APPEND)
+        self._draw_and_ask(data, how=APPEND)
 
     @rule(data=st.data())
     def continue_last(self, data: st.DataObject) -> None:
         """Continue the latest conversation, as an agent does."""
-        self._ask(data, how=APPEND, talk=-1)
+        self._draw_and_ask(data, how=APPEND, talk=-1)
 
     @rule(data=st.data())
     def branch(self, data: st.DataObject) -> None:
-        self._ask(data, how=BRANCH)
+        self._draw_and_ask(data, how=BRANCH)
 
     @rule(data=st.data())
     def edit(self, data: st.DataObject) -> None:
-        self._ask(data, how=EDIT)
+        self._draw_and_ask(data, how=EDIT)
 
     @rule(data=st.data())
     def regenerate(self, data: st.DataObject) -> None:
-        self._ask(data, how=AGAIN)
+        self._draw_and_ask(data, how=AGAIN)
 
     @rule(data=st.data())
     def change_tools(self, data: st.DataObject) -> None:
-        self._ask(data, how=TOOLS)
+        self._draw_and_ask(data, how=TOOLS)
 
     @rule(data=st.data())
     def stop_by_word(self, data: st.DataObject) -> None:
-        self._ask(data, end=WORD, tokens=24)
+        self._draw_and_ask(data, end=WORD, tokens=24)
 
     @rule(data=st.data(), after=st.integers(0, 4))
     def leave_in_prefill(self, data: st.DataObject, after: int) -> None:
-        self._ask(data, end=LEAVE_IN_PREFILL, after=after, words=400)
+        self._draw_and_ask(data, end=LEAVE_IN_PREFILL, after=after, words=400)
 
     @rule(data=st.data(), after=st.integers(0, 12))
     def leave_in_decode(self, data: st.DataObject, after: int) -> None:
-        self._ask(data, end=LEAVE_IN_DECODE, after=after, tokens=24)
+        self._draw_and_ask(data, end=LEAVE_IN_DECODE, after=after, tokens=24)
 
     @rule(data=st.data(), fault=st.sampled_from(["prefill", "first", "decode"]))
     def fail(self, data: st.DataObject, fault: str) -> None:
-        self._ask(data, fault=fault, how=APPEND)
+        self._draw_and_ask(data, fault=fault, how=APPEND)
 
     @rule(data=st.data())
     def together(self, data: st.DataObject) -> None:
         """Ask several at once, with answers long enough to overlap."""
-        each = asks(self.exact, tokens=TOKENS_TOGETHER)
+        each = make_asks(self.exact, tokens=TOKENS_TOGETHER)
         self._do(Together(tuple(data.draw(st.lists(each, min_size=2, max_size=ASKS_MAX)))))
 
     @precondition(lambda self: self._since_drop >= DROP_INTERVAL)
@@ -152,7 +152,7 @@ class Machine(RuleBasedStateMachine):
         when=st.sampled_from(["before", "middle", "after"]),
     )
     def kill_at_the_disk(self, data: st.DataObject, process: str, nth: int, when: str) -> None:
-        self._do(Kill(process, nth, when, data.draw(asks(self.exact, end=LENGTH))))
+        self._do(Kill(process, nth, when, data.draw(make_asks(self.exact, end=LENGTH))))
 
     @precondition(lambda self: self._since_restart >= self.restart_interval)
     @rule(restart=RESTARTS)
@@ -160,10 +160,10 @@ class Machine(RuleBasedStateMachine):
         self._do(restart)
 
 
-def run(duel: Duel, seed_number: int, examples: int, steps: int, restart_interval: int) -> None:
+def run_machine(duel: Duel, seed_number: int, examples: int, steps: int, restart_interval: int) -> None:
     """Run the machine without shrinking: the home outlives an example, so only the whole script is a proof."""
 
-    class Bound(Machine):
+    class Bound(OracleMachine):
         pass
 
     Bound.duel, Bound.exact, Bound.restart_interval = duel, duel.mode == "exact", restart_interval

@@ -12,8 +12,8 @@ from typing import Any
 from support import tiny_models
 from support.oracle.verdict import Difference
 from support.pair.answers import TOLERANCE, TOLERANCE_QUANTIZED
-from support.pair.pair import START_TIMEOUT_S, WARMLINE, Reply, ask
-from support.processes import Running, free_port
+from support.pair.pair import START_TIMEOUT_S, WARMLINE, Reply, send_request
+from support.processes import RunningProcess, free_port
 from warmline_common.storage.home import Home
 
 STEP_TOKENS = 64
@@ -21,7 +21,7 @@ OTHER_STEPS_TOKENS = (37, 23, 11, 50, 29)
 
 
 @dataclass(frozen=True)
-class Family:
+class OracleFamily:
     """Model, its flags, and the tolerance between warm and cold log-probabilities.
 
     `steps`: it quantizes, or selects tokens or experts by scores.  Rounding decides near ties, and later values differ
@@ -42,9 +42,11 @@ class Family:
 FAMILIES = {
     family.name: family
     for family in (
-        *(Family(name, name) for name in ("llama", "gemma3", "qwen3_5", "falcon_h1", "baichuan_m1", "mamba2")),
-        *(Family(name, name, steps=True) for name in ("deepseek_v32", "glm_moe_dsa")),
-        Family("quantized", "llama", ("--kv-bits", "8", "--kv-group-size", "32"), TOLERANCE_QUANTIZED, steps=True),
+        *(OracleFamily(name, name) for name in ("llama", "gemma3", "qwen3_5", "falcon_h1", "baichuan_m1", "mamba2")),
+        *(OracleFamily(name, name, steps=True) for name in ("deepseek_v32", "glm_moe_dsa")),
+        OracleFamily(
+            "quantized", "llama", ("--kv-bits", "8", "--kv-group-size", "32"), TOLERANCE_QUANTIZED, steps=True
+        ),
     )
 }
 
@@ -52,9 +54,9 @@ FAMILIES = {
 class Reference:
     """Cold answers of one family: one backend, without a proxy, for each chunk length."""
 
-    def __init__(self, family: Family, model: Path) -> None:
+    def __init__(self, family: OracleFamily, model: Path) -> None:
         self.family, self.model = family, model
-        self._backends: dict[int, Backend] = {}
+        self._backends: dict[int, ColdBackend] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> "Reference":
@@ -75,24 +77,24 @@ class Reference:
                 runs.append(backend.compute_cold(body))
         return runs
 
-    def _backend(self, step_tokens: int) -> "Backend":
+    def _backend(self, step_tokens: int) -> "ColdBackend":
         if step_tokens not in self._backends:
             self._backends[step_tokens] = self._stack.enter_context(self._run_backend(step_tokens))
         return self._backends[step_tokens]
 
     @contextmanager
-    def _run_backend(self, step_tokens: int) -> Iterator["Backend"]:
+    def _run_backend(self, step_tokens: int) -> Iterator["ColdBackend"]:
         port = free_port()
         own = ("--model", str(self.model), "--backend-port", str(port), *self.family.flags)
         with tempfile.TemporaryDirectory(prefix="reference-") as folder:
             flags = ("--home", folder, *own, "--reuse", "off", "--prefill-step-size", str(step_tokens))
-            with Running([WARMLINE, "backend", *flags]) as process:
+            with RunningProcess([WARMLINE, "backend", *flags]) as process:
                 process.wait_for("serving .* at http://", START_TIMEOUT_S)
-                yield Backend(f"http://127.0.0.1:{port}", Home(Path(folder)).load_secret())
+                yield ColdBackend(f"http://127.0.0.1:{port}", Home(Path(folder)).load_secret())
 
 
 @dataclass(frozen=True)
-class Backend:
+class ColdBackend:
     """Backend that reuses nothing, without a proxy."""
 
     url: str
@@ -100,7 +102,7 @@ class Backend:
 
     def compute_cold(self, body: Mapping[str, Any]) -> Reply:
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.secret}"}
-        reply = ask(f"{self.url}/v1/chat/completions", json.dumps(body).encode(), headers)
+        reply = send_request(f"{self.url}/v1/chat/completions", json.dumps(body).encode(), headers)
         if reply.status != 200 or reply.cached:
             raise Difference(f"the reference answers {reply.raw!r}")
         return reply

@@ -49,7 +49,9 @@ def soak(duel: Duel, steps: int, seed: int) -> str:
         duel.renew()
         number += 1
         try:
-            machine.run(duel, seed + number, STEPS_A_HOME // STEPS_AN_EXAMPLE, STEPS_AN_EXAMPLE, RESTART_INTERVAL)
+            machine.run_machine(
+                duel, seed + number, STEPS_A_HOME // STEPS_AN_EXAMPLE, STEPS_AN_EXAMPLE, RESTART_INTERVAL
+            )
             duel.check()
         except Exception as error:  # noqa: BLE001  any failure is reported with its script
             return format_problem(duel.failure or error)
@@ -97,12 +99,12 @@ def make_duel(name: str, mode: str, models: Path) -> Iterator[Duel]:
         yield duel
 
 
-def heading() -> str:
+def format_heading() -> str:
     columns = ["family", "mode", "steps", *COLUMNS, "cached", "largest", "seconds"]
     return f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
 
 
-def row(name: str, mode: str, duel: Duel, seconds: float) -> str:
+def format_row(name: str, mode: str, duel: Duel, seconds: float) -> str:
     counts = duel.tally.counts
     format_problem = [f"{sum(counts[each] for each in names):,}" for names in COLUMNS.values()]
     share = counts["cached tokens"] / max(1, counts["prompt tokens"])
@@ -128,7 +130,7 @@ def main() -> int:
     parser.add_argument("--shorten", action="store_true", help="with --replay: find the shortest part that does it")
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()), help="where scripts go")
     given = parser.parse_args()
-    print(f"seed {given.seed}\n{heading()}", flush=True)
+    print(f"seed {given.seed}\n{format_heading()}", flush=True)
     found = False
     with tempfile.TemporaryDirectory(prefix="soak-models-") as models:
         for name in given.families.split(","):
@@ -150,7 +152,7 @@ def run_duel(duel: Duel, given: argparse.Namespace) -> bool:
         path.write_text(encode_script(duel.script))
         path.with_suffix(".log").write_text("\n".join(duel.abandon()))
         print(f"FAILED {name} {mode} after {len(duel.script)} steps, see {path} and .log\n{problem}", flush=True)
-    print(row(name, mode, duel, time.monotonic() - began), flush=True)
+    print(format_row(name, mode, duel, time.monotonic() - began), flush=True)
     return bool(problem)
 
 

@@ -11,7 +11,7 @@ class Difference(AssertionError):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ReplyComparison:
     """Result of a comparison; `difference` is "" for equal answers."""
 
     difference: str = ""
@@ -20,7 +20,7 @@ class Verdict:
     largest: float = 0.0  # difference of two of them
 
 
-def compare(cold: Reply, warm: Reply, tolerance: float) -> Verdict:
+def compare_replies(cold: Reply, warm: Reply, tolerance: float) -> ReplyComparison:
     """Compare two answers; `tolerance` 0: every bit.  Else up to the first token that differs at a near tie."""
     one, other = (reply.json["choices"][0] for reply in (cold, warm))
     mine, theirs = ((choice["logprobs"] or {"content": []})["content"] for choice in (one, other))
@@ -29,11 +29,13 @@ def compare(cold: Reply, warm: Reply, tolerance: float) -> Verdict:
         found = find_differences(a, b)
         numbers, largest = numbers + len(found), max(largest, *found)
         if max(found) > tolerance:
-            return Verdict(f"token {place}: log-probabilities differ by {max(found):.2e}: {a} cold, {b} warm")
+            return ReplyComparison(f"token {place}: log-probabilities differ by {max(found):.2e}: {a} cold, {b} warm")
         if a["bytes"] != b["bytes"]:
             if is_near_tie(a, b, tolerance):
-                return Verdict(near_tie=True, numbers=numbers, largest=largest)
-            return Verdict(f"token {place}: {a['token']!r} cold, {b['token']!r} warm, and no tie: {a} cold, {b} warm")
+                return ReplyComparison(near_tie=True, numbers=numbers, largest=largest)
+            return ReplyComparison(
+                f"token {place}: {a['token']!r} cold, {b['token']!r} warm, and no tie: {a} cold, {b} warm"
+            )
     for what, x, y in (
         ("tokens", len(mine), len(theirs)),
         ("text", one["message"], other["message"]),
@@ -41,8 +43,8 @@ def compare(cold: Reply, warm: Reply, tolerance: float) -> Verdict:
         ("prompt tokens", cold.prompt_tokens, warm.prompt_tokens),
     ):
         if x != y:
-            return Verdict(f"{what}: {x!r} cold, {y!r} warm")
-    return Verdict(numbers=numbers, largest=largest)
+            return ReplyComparison(f"{what}: {x!r} cold, {y!r} warm")
+    return ReplyComparison(numbers=numbers, largest=largest)
 
 
 def find_differences(a: Any, b: Any) -> list[float]:

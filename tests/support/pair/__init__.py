@@ -1,0 +1,1 @@
+"""Real pair of proxy and backend as processes, with clients and waits."""

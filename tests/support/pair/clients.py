@@ -1,4 +1,4 @@
-"""Clients that read in a thread of their own, so that a test, or a storm, can leave, wait or look at any moment."""
+"""Clients that read in a thread of their own, so that tests can wait, inspect or disconnect at any moment."""
 
 import contextlib
 import json
@@ -16,24 +16,24 @@ from warmline_common.protocol.sse import ChunkAggregator, SseEvent, SseParser
 LIMIT_S = 60.0
 READ_BYTES = 65_536
 SLOW_PIECES = 50
-GLANCE_S = 0.02  # how soon a reader sees that it is to leave
+LEAVE_POLL_S = 0.02  # delay until a reader notices `disconnect`
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with RST
 
 
-def head(path: str, body: bytes, headers: Mapping[str, str], method: str = "POST") -> bytes:
+def make_request_head(path: str, body: bytes, headers: Mapping[str, str], method: str = "POST") -> bytes:
     own = {"Host": "127.0.0.1", "Content-Type": "application/json", "Content-Length": str(len(body)), **headers}
     lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in own.items()), "", ""]
     return "\r\n".join(lines).encode()
 
 
-class Response:
-    """An HTTP/1.1 answer, parsed as its bytes come."""
+class HttpResponse:
+    """HTTP/1.1 response, parsed as its bytes arrive."""
 
     def __init__(self) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
         self.body = b""
-        self.whole = False  # the answer has ended as HTTP says, not with the connection
+        self.whole = False  # ended as HTTP says, not with the connection
         self._raw = b""
 
     @property
@@ -41,20 +41,20 @@ class Response:
         return self.headers.get("content-type", "").startswith("text/event-stream")
 
     def feed(self, data: bytes) -> bytes:
-        """Body bytes added by this data."""
+        """Parse received data; returns the body bytes added by it."""
         self._raw += data
-        if not self.status and not self._take_head():
+        if not self.status and not self._parse_head():
             return b""
         before = len(self.body)
         if "content-length" in self.headers:
             self.body, self._raw = self.body + self._raw, b""
             self.whole = len(self.body) >= int(self.headers["content-length"])
         else:
-            while self._take_chunk():
+            while self._parse_chunk():
                 pass
         return self.body[before:]
 
-    def _take_head(self) -> bool:
+    def _parse_head(self) -> bool:
         lines, end, rest = self._raw.partition(b"\r\n\r\n")
         if not end:
             return False
@@ -63,7 +63,7 @@ class Response:
         self.headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in others)}
         return True
 
-    def _take_chunk(self) -> bool:
+    def _parse_chunk(self) -> bool:
         size, end, rest = self._raw.partition(b"\r\n")
         if not end or len(rest) < int(size, 16) + 2:
             return False
@@ -73,8 +73,8 @@ class Response:
         return bool(data)
 
 
-class Asked:
-    """One request on a connection of its own.  All that is told of it may be read from any thread at any time."""
+class ClientRequest:
+    """Request on a connection of its own.  Its properties may be read from any thread at any time."""
 
     def __init__(
         self,
@@ -90,24 +90,27 @@ class Asked:
         if body.get("stream"):
             body["stream_options"] = {"include_usage": True}
         self.messages, self.options = messages, {name: options[name] for name in options if name != "stream"}
-        self.response, self.events = Response(), list[SseEvent]()
+        self.response, self.events = HttpResponse(), list[SseEvent]()
         self.failure = ""  # how the connection broke, if it did
-        self.began = self.moved = time.monotonic()  # when the last byte came
+        self.started_at = self.last_byte_at = time.monotonic()  # when the last byte came
         self._pause_s = read_pause_s
-        self._parser, self._fold, self._text = SseParser(), ChunkAggregator(), ""
-        self._changed, self._over = threading.Condition(), False
+        self._parser, self._aggregator, self._text = SseParser(), ChunkAggregator(), ""
+        self._changed, self._is_ended = threading.Condition(), False
         self._leaving = ""
         self._socket = socket.create_connection(("127.0.0.1", pair.port), LIMIT_S)
         data = json.dumps(body).encode()
-        self._send(head("/v1/chat/completions", data, {"Connection": "close", **(headers or {})}) + data, send_pause_s)
+        self._send(
+            make_request_head("/v1/chat/completions", data, {"Connection": "close", **(headers or {})}) + data,
+            send_pause_s,
+        )
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
-    # ---- what came
+    # ---- the response
 
     @property
-    def over(self) -> bool:
-        return self._over
+    def is_ended(self) -> bool:
+        return self._is_ended
 
     @property
     def status(self) -> int:
@@ -115,12 +118,12 @@ class Asked:
 
     @property
     def text(self) -> str:
-        """Content that came so far; of a whole answer only once it is whole."""
+        """Content received so far; of a JSON response only once it is complete."""
         return self._text
 
     @property
-    def done(self) -> bool:
-        """A clean end: [DONE], or all of a JSON body."""
+    def is_complete(self) -> bool:
+        """True after a clean end: [DONE], or all of a JSON body."""
         if self.response.is_stream:
             return any(event.data == b"[DONE]" for event in self.events)
         return self.response.whole and self.status == 200
@@ -135,14 +138,14 @@ class Asked:
 
     @property
     def reply(self) -> Reply:
-        """The answer as one JSON, however it came.  Of one that ended well."""
-        assert self.done and not self.error, self.told
-        raw = json.dumps(self._fold.result()).encode() if self.response.is_stream else self.response.body
+        """Response as one JSON, streamed or not; only after a clean end."""
+        assert self.is_complete and not self.error, self.summary
+        raw = json.dumps(self._aggregator.result()).encode() if self.response.is_stream else self.response.body
         return Reply(self.status, self.response.headers, raw)
 
     @property
-    def told(self) -> str:
-        """All of it, for a failing test."""
+    def summary(self) -> str:
+        """Status and error, for messages of failing tests."""
         return f"{self.status} {self.failure} {self.error or self.response.body[-500:].decode(errors='replace')}"
 
     def _payloads(self) -> list[bytes]:
@@ -150,22 +153,24 @@ class Asked:
             return [event.data for event in self.events]
         return [self.response.body] if self.response.whole else []
 
-    # ---- waiting and leaving
+    # ---- waiting and disconnecting
 
-    def wait(self, reached: Callable[["Asked"], bool], what: str) -> None:
+    def wait(self, condition: Callable[["ClientRequest"], bool], problem: str) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: reached(self) or self._over, LIMIT_S), f"{what}: {self.told}"
-        assert reached(self), f"{what}: {self.told}"
+            assert self._changed.wait_for(lambda: condition(self) or self._is_ended, LIMIT_S), (
+                f"{problem}: {self.summary}"
+            )
+        assert condition(self), f"{problem}: {self.summary}"
 
     def wait_for_text(self) -> None:
-        self.wait(lambda asked: bool(asked.text), "no content")
+        self.wait(lambda request: bool(request.text), "no content")
 
-    def wait_until_over(self) -> "Asked":
-        self.wait(lambda asked: asked.over, "no end")
+    def wait_until_ended(self) -> "ClientRequest":
+        self.wait(lambda request: request.is_ended, "no end")
         return self
 
-    def leave(self, how: str = "fin") -> None:
-        """Close the connection, now: in order ("fin"), or as a process that died does ("rst")."""
+    def disconnect(self, how: str = "fin") -> None:
+        """Close the connection at once: in order ("fin"), or as a killed process does ("rst")."""
         self._leaving = how
         self._thread.join()
 
@@ -188,32 +193,32 @@ class Asked:
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         self._socket.close()
         with self._changed:
-            self._over = True
+            self._is_ended = True
             self._changed.notify_all()
 
     def _read_some(self) -> bool:
-        if not select.select([self._socket], [], [], GLANCE_S)[0]:
+        if not select.select([self._socket], [], [], LEAVE_POLL_S)[0]:
             return True
         data = self._socket.recv(READ_BYTES)
         if not data:
             self.failure = "" if self.response.whole else "the connection ended early"
             return False
         with self._changed:
-            self.moved = time.monotonic()
-            self._take(self.response.feed(data))
+            self.last_byte_at = time.monotonic()
+            self._parse_body(self.response.feed(data))
             self._changed.notify_all()
         return not self.response.whole
 
-    def _take(self, body: bytes) -> None:
+    def _parse_body(self, body: bytes) -> None:
         if self.response.is_stream:
             for event in self._parser.feed(body):
                 self.events.append(event)
                 if event.data.startswith(b"{") and "choices" in (chunk := json.loads(event.data)):
-                    self._add(chunk)
-        elif self.done:
+                    self._add_chunk(chunk)
+        elif self.is_complete:
             self._text = self.reply.text
 
-    def _add(self, chunk: dict[str, Any]) -> None:
-        self._fold.add(chunk)
+    def _add_chunk(self, chunk: dict[str, Any]) -> None:
+        self._aggregator.add(chunk)
         for choice in chunk["choices"]:
             self._text += choice["delta"].get("content") or ""

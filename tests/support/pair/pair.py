@@ -1,4 +1,4 @@
-"""The real pair under `warmline serve`, as a user runs it: real processes, real sockets, kill -9."""
+"""Real pair under `warmline serve`, as a user runs it: real processes, real sockets, SIGKILL."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from typer.testing import CliRunner
 
-from support.processes import Running, free_port
+from support.processes import RunningProcess, free_port
 from warmline_cachectl.cli import app as cachectl
 from warmline_common.protocol.messages import (
     BackendStatus,
@@ -57,7 +57,7 @@ class Reply:
 
     @property
     def reasoning(self) -> str:
-        """Before the text; all that a random model says where its template opens the reasoning."""
+        """Reasoning, before the text; all of a random model's output if its template opens the reasoning."""
         return str(self.json["choices"][0]["message"].get("reasoning_content", ""))
 
     @property
@@ -75,7 +75,7 @@ class Pair:
     def __init__(self, home: Path, model: Path, *flags: str, environment: Mapping[str, str] | None = None) -> None:
         self.home, self._model, self._flags, self._environment = Home(home), model, flags, environment
         self.port, self.backend_port = free_port(), free_port()
-        self._serve: Running | None = None
+        self._serve: RunningProcess | None = None
 
     @property
     def url(self) -> str:
@@ -94,12 +94,12 @@ class Pair:
         ports = ["--port", str(self.port), "--backend-port", str(self.backend_port)]
         given = ["--audit-fraction", "0", *self._flags]  # no audits by chance, unless a test wants them
         arguments = ["serve", "--home", str(self.home.root), "--model", str(self._model), *ports, *given]
-        self._serve = Running([WARMLINE, *arguments], self._environment)
+        self._serve = RunningProcess([WARMLINE, *arguments], self._environment)
         self._serve.wait_for("^ready http://", START_TIMEOUT_S)
         return self
 
     def kill(self) -> None:
-        """-9, all three at once: what a power cut leaves."""
+        """Kill all three processes at once with SIGKILL, as a power cut does."""
         assert self._serve is not None
         for pid in (self._serve.process.pid, self.pid("proxy"), self.pid("backend")):
             with contextlib.suppress(ProcessLookupError):
@@ -111,13 +111,13 @@ class Pair:
     def is_up(self) -> bool:
         return self._serve is not None and self._serve.process.poll() is None
 
-    def last_words(self) -> list[str]:
-        """All that it printed, once it has ended."""
+    def read_output(self) -> list[str]:
+        """Read all output, once the process has ended."""
         assert self._serve is not None
         return self._serve.wait_for_silence()
 
     def stop(self) -> None:
-        """As Ctrl-C does; what was answered is on disk afterwards."""
+        """Stop as Ctrl-C does; answered requests are on disk afterwards."""
         assert self._serve is not None
         self._serve.process.send_signal(signal.SIGTERM)
         self._serve.process.wait(30)
@@ -136,15 +136,15 @@ class Pair:
 
     def post(self, path: str, body: object, **headers: str) -> Reply:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return ask(self.url + path, data, {"Content-Type": "application/json", **headers})
+        return send_request(self.url + path, data, {"Content-Type": "application/json", **headers})
 
     def chat(self, messages: list[Message], **options: object) -> Reply:
         reply = self.post("/v1/chat/completions", {"model": "any/name", "messages": messages, **options})
         assert reply.status == 200, "\n".join([str(reply.raw), *self.log[-LOG_LINES:]])
         return reply
 
-    def direct(self, messages: list[Message], **options: object) -> Reply:
-        """The same asked of the backend itself, which without the proxy's word reuses nothing: the cold answer."""
+    def ask_backend(self, messages: list[Message], **options: object) -> Reply:
+        """Send the request to the backend directly, which then reuses nothing: the cold answer."""
         body = json.dumps({"messages": messages, **options}).encode()
         return self.as_owner("POST", self.backend_url + "/v1/chat/completions", body)
 
@@ -158,24 +158,24 @@ class Pair:
     # ---- looking inside
 
     def status(self) -> BackendStatus:
-        """The backend's."""
+        """Fetch the backend's status."""
         return decode(self.as_owner("GET", self.backend_url + "/kv/status").raw, BackendStatus)
 
     def proxy_status(self) -> Any:
         return self.as_owner("GET", self.url + "/warmline/status").json
 
-    def logged(self, pattern: str) -> str:
-        """The next line that it logs, or has logged and nobody waited for, that matches."""
+    def wait_for_log_line(self, pattern: str) -> str:
+        """Wait for the next log line that matches; earlier lines that no wait has passed count too."""
         assert self._serve is not None
         return self._serve.wait_for(pattern, SETTLE_TIMEOUT_S).string
 
     def perf_line(self, reply: Reply) -> str:
-        """The line that the proxy logs of a request; wait for each request's at most once, in their order."""
+        """Wait for the PERF line of a request; at most once for each request, in their order."""
         assert self._serve is not None
         return self._serve.wait_for(f"PERF request={reply.headers['X-Warmline-Request']} ").string
 
     def perf_lines(self, model: str, count: int) -> list[str]:
-        """The next lines that the proxy logs of requests for this model name."""
+        """Wait for the next PERF lines of requests for this model name."""
         assert self._serve is not None
         return [self._serve.wait_for(f'PERF .* model="{model}"', SETTLE_TIMEOUT_S).string for _ in range(count)]
 
@@ -186,12 +186,12 @@ class Pair:
         return json.loads(done.stdout) if done.stdout else None
 
     def requests(self) -> list[Any]:
-        """The records of the last requests, newest first."""
+        """Read the records of the last requests, newest first."""
         with IndexReader(self.home) as reader:
             return [msgspec.to_builtins(record) for record in reader.requests()]
 
-    def rendered(self, messages: list[Message], **fields: Any) -> PromptReply:
-        """The prompt that these messages, and what else is in the body, become."""
+    def render_prompt(self, messages: list[Message], **fields: Any) -> PromptReply:
+        """Render the prompt of these messages and other fields of a body."""
         request = PromptRequest(request_id="test", endpoint="chat", body={"messages": messages, **fields})
         return decode(self.as_owner("POST", self.backend_url + "/kv/prompts", encode(request)).raw, PromptReply)
 
@@ -200,7 +200,7 @@ class Pair:
         return decode(reply.raw, ResidentsReply).residents
 
     def longest_resident(self) -> bytes:
-        """The packed tokens of the longest KV in memory."""
+        """Find the packed tokens of the longest KV in memory."""
         return max((resident.ids or b"" for resident in self.residents()), key=len, default=b"")
 
     def forget_residents(self) -> None:
@@ -209,10 +209,12 @@ class Pair:
             self.as_owner("DELETE", f"{self.backend_url}/kv/residents/{resident.id}")
 
     def as_owner(self, method: str, url: str, data: bytes | None = None) -> Reply:
-        return ask(url, data, {"Authorization": f"Bearer {self.home.load_secret()}"}, method)
+        return send_request(url, data, {"Authorization": f"Bearer {self.home.load_secret()}"}, method)
 
 
-def ask(url: str, data: bytes | None, headers: dict[str, str], method: str = "POST", timeout_s: float = 300) -> Reply:
+def send_request(
+    url: str, data: bytes | None, headers: dict[str, str], method: str = "POST", timeout_s: float = 300
+) -> Reply:
     request = urllib.request.Request(url, data, headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:

@@ -8,21 +8,21 @@ from support.pair.pair import POLL_S, Pair
 LIMIT_S = 30.0
 
 
-def until(true: Callable[[], bool], what: str) -> None:
+def wait_until(condition: Callable[[], bool], problem: str) -> None:
     limit = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < limit, what
+    while not condition():
+        assert time.monotonic() < limit, problem
         time.sleep(POLL_S)
 
 
 def wait_until_idle(pair: Pair) -> None:
-    until(lambda: pair.status().running + pair.status().queued == 0, "the engine is still at work")
+    wait_until(lambda: pair.status().running + pair.status().queued == 0, "the engine is still at work")
     pair.settle()
 
 
 def wait_until_prefilling(pair: Pair) -> None:
     """Wait until the proxy has read the start of a generation, which comes later than the engine's first step."""
-    until(
+    wait_until(
         lambda: any(live["phase"] == "prefilling" for live in pair.proxy_status()["live"]),
         "the proxy knows of no request that is prefilled",
     )

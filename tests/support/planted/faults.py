@@ -26,8 +26,8 @@ FAULTS = ("raise", "hang", "freeze", "segv", "abort", "oom", "device")
 WEDGES = ("hang", "freeze")  # which only a time limit ends
 
 
-class Planted:
-    """Control folder of one pair, which is started with `environment`."""
+class FaultControl:
+    """Faults of one pair, ordered by files in a folder; the pair is started with `environment`."""
 
     def __init__(
         self, restart_delay_s: float | None = None, map_bytes: int | None = None, retry_interval_s: float | None = None
@@ -44,27 +44,27 @@ class Planted:
         self.environment: Mapping[str, str] = {**os.environ, **own}
         self._numbers = itertools.count()
 
-    def order(self, fault: str, phase: str = "any") -> None:
+    def plant_fault(self, fault: str, phase: str = "any") -> None:
         """Plant the fault in the next step of this phase: "prefill", "first", "decode" or "any"."""
         (self.folder / "taken").unlink(missing_ok=True)
         draft = self.folder / "draft"
         draft.write_text(fault)
         draft.rename(self.folder / f"order-{phase}")
 
-    def withdraw(self) -> None:
-        """Withdraw an order that no step has met."""
+    def withdraw_fault(self) -> None:
+        """Withdraw a fault that no step has met."""
         for order in self.folder.glob("order-*"):
             order.unlink(missing_ok=True)
 
     @property
-    def taken(self) -> bool:
+    def is_taken(self) -> bool:
         """State of the last order: whether a step with its fault has begun."""
         return (self.folder / "taken").exists()
 
     def wait_until_taken(self) -> None:
         """Wait until a step with the fault has begun."""
         limit = time.monotonic() + LIMIT_S
-        while not self.taken:
+        while not self.is_taken:
             assert time.monotonic() < limit, "no step met the fault"
             time.sleep(POLL_S)
 
@@ -78,7 +78,7 @@ class Planted:
         """
         self._order_disk(process, {"kill": nth, "when": when, "steps": list(steps)})
 
-    def killed(self, process: str) -> bool:
+    def is_killed(self, process: str) -> bool:
         """State of the last `kill_at`: whether the process was killed."""
         return (self.folder / f"disk-{process}-taken").exists()
 
@@ -94,14 +94,14 @@ class Planted:
         """Delete the `nth` file that is opened for reading, just before that."""
         self._order_disk(process, {"lose": nth, "steps": ["open_to_read"]})
 
-    def mend_disk(self, process: str) -> None:
+    def restore_disk(self, process: str) -> None:
         """Withdraw any order for this process's disk."""
         (self.folder / f"disk-{process}").unlink(missing_ok=True)
 
     # ---- bugs
 
     @contextlib.contextmanager
-    def bug(self, name: str) -> Iterator[None]:
+    def active_bug(self, name: str) -> Iterator[None]:
         """Switch one of `planted_bugs` on, in processes that were started with PLANTED_BUGS in their environment."""
         path = self.folder / "bug"
         path.write_text(name)
@@ -116,10 +116,10 @@ class Planted:
         draft.write_text(json.dumps({**order, "number": next(self._numbers)}))
         draft.rename(self.folder / f"disk-{process}")
 
-    def gate(self) -> "Gate":
+    def make_gate(self) -> "Gate":
         return Gate(self.folder / "gate")
 
-    def __enter__(self) -> "Planted":
+    def __enter__(self) -> "FaultControl":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -127,7 +127,7 @@ class Planted:
 
 
 @dataclass(frozen=True)
-class Step:
+class HeldStep:
     """Step that waits at the gate before it computes."""
 
     process: int
@@ -158,25 +158,25 @@ class Gate:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._listener = socket.socket(socket.AF_UNIX)
-        self._steps: queue.Queue[Step] = queue.Queue()
+        self._steps: queue.Queue[HeldStep] = queue.Queue()
         self._asked: queue.Queue[str] = queue.Queue()
         self._held: list[socket.socket] = []
         self._accepting = threading.Thread(target=self._accept, daemon=True)
         self.begun = 0  # steps that have arrived at the gate
 
-    def next_step(self) -> Step:
+    def next_step(self) -> HeldStep:
         """Return the waiting step, or wait for the next one."""
         return self._steps.get(timeout=LIMIT_S)
 
-    def next_step_unless(self, over: Callable[[], bool]) -> Step | None:
+    def next_step_unless(self, is_ended: Callable[[], bool]) -> HeldStep | None:
         """Return the next step; None once `over()` and none waits."""
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._steps.get(timeout=POLL_S)
-            if over():
+            if is_ended():
                 return None
 
-    def steps(self, phase: str, request: str = "") -> Iterator[Step]:
+    def iter_steps(self, phase: str, request: str = "") -> Iterator[HeldStep]:
         """Yield steps of this phase (and request) as they arrive; let all others pass."""
         while True:
             step = self.next_step()
@@ -185,9 +185,9 @@ class Gate:
             else:
                 step.let_pass()
 
-    def wait_for(self, phase: str, request: str = "") -> Step:
+    def wait_for_step(self, phase: str, request: str = "") -> HeldStep:
         """Return the first step of this phase (and request); let those before it pass."""
-        return next(self.steps(phase, request))
+        return next(self.iter_steps(phase, request))
 
     def wait_for_command(self, word: str) -> None:
         """Wait until code that uses the name `word` is in the engine's mailbox."""
@@ -206,9 +206,9 @@ class Gate:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.open()
+        self.open_for_all()
 
-    def open(self) -> None:
+    def open_for_all(self) -> None:
         """Let all steps pass from now on."""
         self._path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # it is shut down already
@@ -231,7 +231,7 @@ class Gate:
         elif message:
             self._held.append(connection)
             self.begun += 1
-            self._steps.put(Step(message["process"], message["phase"], message["requests"], connection))
+            self._steps.put(HeldStep(message["process"], message["phase"], message["requests"], connection))
 
 
 def _read_message(connection: socket.socket) -> dict[str, Any]:

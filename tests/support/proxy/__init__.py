@@ -1,0 +1,1 @@
+"""Proxy with a fake backend on real sockets, and helpers of proxy tests."""

@@ -4,18 +4,18 @@ from collections.abc import Callable
 from typing import Any
 
 from support.proxy.fake_backend import FakeBackend
-from support.proxy.harness import Pair
+from support.proxy.harness import ProxyHarness
 from warmline_common.protocol.messages import HEADER_BACKGROUND
 from warmline_proxy.store.rows import RequestRecord
 
 TEXT = "word " * 40
-ASKED = f"<user>{TEXT}\n<assistant>"
+RENDERED = f"<user>{TEXT}\n<assistant>"
 QUESTIONS = ["And of Spain?", "And of Italy?", "And of Peru?"]
 COLLAPSED = ["!"] * 80
 
 
-def turn(number: int, backend: FakeBackend) -> dict[str, Any]:
-    """Request body of a turn: 0 is cold, later ones continue the conversation."""
+def make_turn(number: int, backend: FakeBackend) -> dict[str, Any]:
+    """Make the request body of a turn: 0 is cold, later ones continue the conversation."""
     answer = "".join(backend.answer)
     messages = [{"role": "user", "content": TEXT}]
     for question in QUESTIONS[:number]:
@@ -23,12 +23,14 @@ def turn(number: int, backend: FakeBackend) -> dict[str, Any]:
     return {"messages": messages}
 
 
-async def talk(proxy: Pair, turns: int = 2) -> list[str]:
-    """Cache sources of the first turns."""
-    return [(await proxy.chat(**turn(number, proxy.backend))).headers["X-Warmline-Cache"] for number in range(turns)]
+async def ask_turns(proxy: ProxyHarness, turns: int = 2) -> list[str]:
+    """Ask the first turns; their cache sources."""
+    return [
+        (await proxy.chat(**make_turn(number, proxy.backend))).headers["X-Warmline-Cache"] for number in range(turns)
+    ]
 
 
-def metric(proxy: Pair, sample: str) -> Callable[[], Any]:
+def make_metric_reader(proxy: ProxyHarness, sample: str) -> Callable[[], Any]:
     async def value() -> float:
         async with proxy.client.get(f"{proxy.url}/metrics") as response:
             lines = (await response.text()).splitlines()
@@ -37,17 +39,17 @@ def metric(proxy: Pair, sample: str) -> Callable[[], Any]:
     return value
 
 
-async def audits(proxy: Pair, count: int = 1) -> None:
+async def wait_for_audits(proxy: ProxyHarness, count: int = 1) -> None:
     """Wait until `count` audits have ended."""
-    counted = metric(proxy, "warmline_audits_total{")
+    counted = make_metric_reader(proxy, "warmline_audits_total{")
     while await counted() < count:
         pass
 
 
-async def records(proxy: Pair) -> list[RequestRecord]:
-    """Request records, oldest first."""
-    return (await proxy.settled())[::-1]
+async def list_records(proxy: ProxyHarness) -> list[RequestRecord]:
+    """List request records, oldest first."""
+    return (await proxy.wait_until_saved())[::-1]
 
 
-def audited(backend: FakeBackend) -> int:
+def count_audits(backend: FakeBackend) -> int:
     return sum(HEADER_BACKGROUND in headers for headers in backend.calls["generate"])

@@ -7,7 +7,15 @@ from typing import Any
 
 from aiohttp import web
 
-from support.proxy.fake_replies import SERVED, chunk, first_logits, layout, packed, rendered, usage_chunk
+from support.proxy.fake_replies import (
+    SERVED,
+    make_chunk,
+    make_first_logits,
+    make_layout,
+    make_usage_chunk,
+    pack_text,
+    render_prompt,
+)
 from warmline_common.protocol.messages import (
     HEADER_BACKGROUND,
     HEADER_CHECKPOINTS,
@@ -46,7 +54,7 @@ from warmline_common.storage.home import Home
 
 
 class FakeBackend:
-    """Scripted by its attributes; `calls` lists the received calls by kind."""
+    """Backend scripted by its attributes; `calls` lists the received calls by kind."""
 
     def __init__(self, home: Home) -> None:
         self.home = home
@@ -55,31 +63,33 @@ class FakeBackend:
         self.pid = 1 << 30  # of no process
         self.steps, self.step_age_s = 100, 0.0
         self.prefill_tokens_s = 1.0  # reported in the status
-        self.looks = 0
-        self.moving = False  # each health check advances a step
-        self.says_started = False  # generations report their start
-        self.layout = layout()
+        self.health_checks = 0
+        self.advances_steps = False  # each health check advances a step
+        self.reports_start = False  # generations report their start
+        self.layout = make_layout()
         self.answer = ["Par", "is."]
         self.turn: SampledTurn | None = None  # each answer's sampled turn
         self.logprob = -0.25  # of every request's first token
         self.cold_logprobs: list[float] = []  # one per correct background generation; then `logprob`
-        self.right_until = 0  # a background generation that reuses at most this is correct
-        self.saves_fail: list[int] = []  # HTTP statuses, one per save
-        self.drops_fail = 0  # failures of resident deletions
-        self.gives_up_background = 0  # background generations to cancel
+        self.correct_until = 0  # a background generation that reuses at most this is correct
+        self.save_failures: list[int] = []  # HTTP statuses, one per save
+        self.drop_failures = 0  # failures of resident deletions
+        self.background_cancels = 0  # background generations to cancel
         self.background_allowed = asyncio.Event()
         self.background_allowed.set()
-        self.held: dict[str, bytes] = {}  # residents: packed tokens
+        self.residents: dict[str, bytes] = {}  # residents: packed tokens
         self.roots: dict[str, bytes] = {}  # namespaces
-        self.left_by: dict[str, str] = {}  # resident by request id
+        self.resident_by_request: dict[str, str] = {}  # resident by request id
         self.checkpoints: dict[str, list[int]] = {}
         self.calls: defaultdict[str, list[Any]] = defaultdict(list)
         self.raw: list[bytes] | None = None  # bytes of the stream, instead of the usual ones
-        self.refuse_restores: list[str] = []  # reasons, one per restore; the last file is bad
+        self.restore_refusals: list[str] = []  # reasons, one per restore; the last file is bad
         self.gone_count = 0  # generations to answer with 410
-        self.mishaps: list[str] = []  # one per generation: "" none, "cut", "cut after content", or an error's code
+        self.generation_faults: list[
+            str
+        ] = []  # one per generation: "" none, "cut", "cut after content", or an error's code
         self.hold_after: int | None = None  # chunks after which a generation waits for `let_go` or its cancellation
-        self.let_go = asyncio.Event()
+        self.may_continue = asyncio.Event()
         self.holding = asyncio.Event()
         self.restoring_allowed = asyncio.Event()
         self.restoring_allowed.set()
@@ -91,11 +101,11 @@ class FakeBackend:
         self.listing_allowed.set()
         self._prompts_by_id: dict[str, dict[str, Any]] = {}
         self._running: dict[str, asyncio.Event] = {}
-        self._settled: dict[str, asyncio.Future[GenerationResult]] = {}
-        self._noted = asyncio.Event()
+        self._results: dict[str, asyncio.Future[GenerationResult]] = {}
+        self._call_recorded = asyncio.Event()
         self._count = 0
 
-    def app(self) -> web.Application:
+    def make_app(self) -> web.Application:
         app = web.Application(client_max_size=2**26)
         app.router.add_get("/health", self._health)
         app.router.add_get("/ready", self._ready)
@@ -115,24 +125,24 @@ class FakeBackend:
 
     def restart(self) -> None:
         """Simulate a killed process: a new boot without residents."""
-        self.held.clear()
+        self.residents.clear()
         self.boot = f"boot-{int(self.boot[5:]) + 1}"
 
-    def _note(self, kind: str, call: Any) -> None:
+    def _record_call(self, kind: str, call: Any) -> None:
         self.calls[kind].append(call)
-        self._noted.set()
+        self._call_recorded.set()
 
-    async def called(self, kind: str, count: int = 1) -> None:
+    async def wait_for_calls(self, kind: str, count: int = 1) -> None:
         """Wait until there were `count` calls of this kind."""
         while len(self.calls[kind]) < count:
-            self._noted.clear()
-            await self._noted.wait()
+            self._call_recorded.clear()
+            await self._call_recorded.wait()
 
     @property
     def is_running(self) -> bool:
         return bool(self._running)
 
-    def _id(self, kind: str) -> str:
+    def _make_id(self, kind: str) -> str:
         self._count += 1
         return f"{kind}-{self._count}"
 
@@ -145,13 +155,13 @@ class FakeBackend:
         )
 
     @property
-    def _now(self) -> dict[str, Any]:
+    def _snapshot(self) -> dict[str, Any]:
         return {"boot": self.boot, "generation": self.generation}
 
     async def _status(self, request: web.Request) -> web.Response:
         return self._reply(
             BackendStatus(
-                **self._now,
+                **self._snapshot,
                 ready=self.ready,
                 model=SERVED,
                 model_path="/none",
@@ -161,7 +171,7 @@ class FakeBackend:
                 memory_budget_bytes=10**9,
                 resident_bytes=0,
                 running_bytes=0,
-                residents=len(self.held),
+                residents=len(self.residents),
                 running=len(self._running),
                 queued=0,
                 prefill_rates=[PrefillRate(tokens=1000, tokens_per_s=self.prefill_tokens_s)],
@@ -175,8 +185,8 @@ class FakeBackend:
         )
 
     async def _health(self, request: web.Request) -> web.Response:
-        self.looks += 1
-        self.steps += self.moving
+        self.health_checks += 1
+        self.steps += self.advances_steps
         return web.Response(
             body=encode(
                 HealthReply(
@@ -199,20 +209,20 @@ class FakeBackend:
 
     async def _prompts(self, request: web.Request) -> web.Response:
         message = decode(await request.read(), PromptRequest)
-        self._note("prompts", message.body)
-        self._note("turns", message.turns)
+        self._record_call("prompts", message.body)
+        self._record_call("turns", message.turns)
         if message.body.get("prompt") == "bad":
             return self._error(400, "'prompt' is bad")
         if "stop" in message.body and not isinstance(message.body["stop"], str):
             return self._error(400, "'stop' must be a string")
-        text, ends = rendered(message.body)
-        prompt_id = self._id("prompt")
+        text, ends = render_prompt(message.body)
+        prompt_id = self._make_id("prompt")
         self._prompts_by_id[prompt_id] = message.body
         return self._reply(
             PromptReply(
-                **self._now,
+                **self._snapshot,
                 prompt_id=prompt_id,
-                tokens=packed(text),
+                tokens=pack_text(text),
                 boundaries=ends,
                 turn_end=ends[-1] if ends else 0,
                 tokens_max=100,
@@ -222,42 +232,44 @@ class FakeBackend:
 
     async def _restore(self, request: web.Request) -> web.Response:
         message = decode(await request.read(), RestoreRequest)
-        self._note("restore", message)
+        self._record_call("restore", message)
         self._running[message.request_id] = given_up = asyncio.Event()
         allowed = asyncio.ensure_future(self.restoring_allowed.wait())
         await asyncio.wait([allowed, asyncio.ensure_future(given_up.wait())], return_when=asyncio.FIRST_COMPLETED)
         del self._running[message.request_id]
         if given_up.is_set():
             return self._error(499, "cancelled")
-        if self.refuse_restores:
+        if self.restore_refusals:
             link = message.chain[-1]
             return self._reply(
                 RestoreRefusal(
-                    **self._now,
-                    reason=self.refuse_restores.pop(0),
+                    **self._snapshot,
+                    reason=self.restore_refusals.pop(0),
                     bad=link.id,
                     good_prefix=link.start,
                     detail="as scripted",
                 ),
                 409,
             )
-        resident = self._id("restored")
-        self.held[resident], self.roots[resident] = message.tokens, message.root
+        resident = self._make_id("restored")
+        self.residents[resident], self.roots[resident] = message.tokens, message.root
         return self._reply(
-            RestoreReply(**self._now, resident=resident, position=len(message.tokens) // 4, bytes_read=1, seconds=0.01)
+            RestoreReply(
+                **self._snapshot, resident=resident, position=len(message.tokens) // 4, bytes_read=1, seconds=0.01
+            )
         )
 
     async def _save(self, request: web.Request) -> web.Response:
         message = decode(await request.read(), SaveRequest)
-        self._note("save", message)
+        self._record_call("save", message)
         await self.saving_allowed.wait()
-        if self.saves_fail:
-            return self._error(self.saves_fail.pop(0), "as scripted")
-        if message.resident not in self.held:
+        if self.save_failures:
+            return self._error(self.save_failures.pop(0), "as scripted")
+        if message.resident not in self.residents:
             return self._error(410, "gone")
         return self._reply(
             SaveReply(
-                **self._now,
+                **self._snapshot,
                 segments=[self._write(each.id) for each in message.segments],
                 checkpoints=[self._write(each.id) for each in message.checkpoints],
                 seconds=0.01,
@@ -271,12 +283,12 @@ class FakeBackend:
         return SavedFile(id=file_id, bytes_written=4, checksum="0" * 16)
 
     async def _residents(self, request: web.Request) -> web.Response:
-        self._note("residents", request.query_string)
+        self._record_call("residents", request.query_string)
         await self.listing_allowed.wait()
         with_ids = request.query.get("ids") == "1"
         return self._reply(
             ResidentsReply(
-                **self._now,
+                **self._snapshot,
                 residents=[
                     Resident(
                         id=name,
@@ -287,7 +299,7 @@ class FakeBackend:
                         ids=ids if with_ids else None,
                         root=self.roots.get(name, b""),
                     )
-                    for name, ids in self.held.items()
+                    for name, ids in self.residents.items()
                 ],
             )
         )
@@ -295,52 +307,52 @@ class FakeBackend:
     async def _forget(self, request: web.Request) -> web.Response:
         body = await request.read()
         keep = decode(body, ClearCacheRequest).keep if body else []
-        self._note("forget", keep)
-        kept_ids = {*keep, *(self.left_by.get(each, "") for each in keep)}
-        self.held = {resident: tokens for resident, tokens in self.held.items() if resident in kept_ids}
+        self._record_call("forget", keep)
+        kept_ids = {*keep, *(self.resident_by_request.get(each, "") for each in keep)}
+        self.residents = {resident: tokens for resident, tokens in self.residents.items() if resident in kept_ids}
         return web.json_response({})
 
     async def _texts(self, _: web.Request) -> web.Response:
         """404: the fake has no tokenizer."""
-        self._note("texts", "")
+        self._record_call("texts", "")
         await self.texts_allowed.wait()
         return self._error(404, "no texts here")
 
     async def _order(self, request: web.Request) -> web.Response:
-        self._note("order", decode(await request.read(), EvictionOrder).drop_first)
+        self._record_call("order", decode(await request.read(), EvictionOrder).drop_first)
         return web.json_response({})
 
     async def _drop(self, request: web.Request) -> web.Response:
-        self._note("drop", request.match_info["id"])
-        if self.drops_fail:
-            self.drops_fail -= 1
+        self._record_call("drop", request.match_info["id"])
+        if self.drop_failures:
+            self.drop_failures -= 1
             return self._error(500, "as scripted")
-        self.held.pop(request.match_info["id"], None)
-        return self._reply(Reply(**self._now))
+        self.residents.pop(request.match_info["id"], None)
+        return self._reply(Reply(**self._snapshot))
 
     async def _cancel(self, request: web.Request) -> web.Response:
         request_id = request.match_info["id"]
         if request.query.get("finish") == "prefill":
-            self._note("finish", request_id)
+            self._record_call("finish", request_id)
             return web.json_response({}, status=202)
-        self._note("cancel", request_id)
+        self._record_call("cancel", request_id)
         if request_id not in self._running:
             return self._error(404, "unknown request")
         self._running[request_id].set()
-        if request_id not in self._settled:
+        if request_id not in self._results:
             return self._error(404, "given up")
-        return self._reply(await self._settled[request_id])
+        return self._reply(await self._results[request_id])
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body, headers = self._prompts_by_id[request.headers[HEADER_PROMPT]], request.headers
-        self._note("generate", headers.copy())
+        self._record_call("generate", headers.copy())
         if self.gone_count:
             self.gone_count -= 1
             return self._error(410, "resident is gone")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        if self.mishaps and (mishap := self.mishaps.pop(0)):
-            await self._go_wrong(mishap, request, response, body)
+        if self.generation_faults and (mishap := self.generation_faults.pop(0)):
+            await self._fail(mishap, request, response, body)
             return response
         if (raw := self.raw) is not None:
             for data in raw:
@@ -351,12 +363,12 @@ class FakeBackend:
         await self._stream(response, body, headers)
         return response
 
-    async def _go_wrong(
+    async def _fail(
         self, mishap: str, request: web.Request, response: web.StreamResponse, body: dict[str, Any]
     ) -> None:
         await response.write(encode_comment("started"))
         if mishap == "cut after content":
-            await response.write(encode_event(json.dumps(chunk(body, "Par")).encode()))
+            await response.write(encode_event(json.dumps(make_chunk(body, "Par")).encode()))
         if mishap.startswith("cut"):
             assert request.transport is not None
             request.transport.abort()
@@ -368,60 +380,62 @@ class FakeBackend:
         request_id, reuse = headers[HEADER_REQUEST], int(headers.get(HEADER_REUSE, 0))
         background = HEADER_BACKGROUND in headers
         self._running[request_id] = cancelled = asyncio.Event()
-        self._settled[request_id] = asyncio.get_running_loop().create_future()
-        taken = self.held.get(headers.get(HEADER_RESIDENT, ""), b"")
+        self._results[request_id] = asyncio.get_running_loop().create_future()
+        taken = self.residents.get(headers.get(HEADER_RESIDENT, ""), b"")
         if len(taken) // 4 == reuse:
-            self.held.pop(headers.get(HEADER_RESIDENT, ""), None)
-        prompt, generated = rendered(body)[0], b""
-        if self.says_started:
+            self.residents.pop(headers.get(HEADER_RESIDENT, ""), None)
+        prompt, generated = render_prompt(body)[0], b""
+        if self.reports_start:
             await response.write(encode_comment("started"))
         await response.write(encode_comment(f"prefill {reuse}/{len(prompt)}"))
         if background:
             await self.background_allowed.wait()
-        if background and self.gives_up_background:
-            self.gives_up_background -= 1
+        if background and self.background_cancels:
+            self.background_cancels -= 1
             cancelled.set()
         for number, text in enumerate(self.answer[: 1 if background else None]):
             if number == self.hold_after:
                 self.holding.set()
                 await asyncio.wait(
-                    [asyncio.ensure_future(self.let_go.wait()), asyncio.ensure_future(cancelled.wait())],
+                    [asyncio.ensure_future(self.may_continue.wait()), asyncio.ensure_future(cancelled.wait())],
                     return_when=asyncio.FIRST_COMPLETED,
                 )
             if cancelled.is_set():
                 break
             generated += text.encode()
-            await response.write(encode_event(json.dumps(chunk(body, text)).encode()))
-        settled = self._settle(request_id, prompt, generated, reuse, headers, cancelled.is_set())
+            await response.write(encode_event(json.dumps(make_chunk(body, text)).encode()))
+        settled = self._finish(request_id, prompt, generated, reuse, headers, cancelled.is_set())
         del self._running[request_id]
-        self._settled[request_id].set_result(settled)
+        self._results[request_id].set_result(settled)
         if not cancelled.is_set():
-            await response.write(encode_event(json.dumps(chunk(body, "", "stop")).encode()))
-            await response.write(encode_event(json.dumps(usage_chunk(len(prompt), len(generated), reuse)).encode()))
+            await response.write(encode_event(json.dumps(make_chunk(body, "", "stop")).encode()))
+            await response.write(
+                encode_event(json.dumps(make_usage_chunk(len(prompt), len(generated), reuse)).encode())
+            )
             await response.write(DONE)
         await response.write(encode_event(encode(settled), RESULT_EVENT))
 
-    def _settle(
+    def _finish(
         self, request_id: str, prompt: bytes, generated: bytes, reuse: int, headers: Any, cancelled: bool
     ) -> GenerationResult:
-        resident = "" if (background := HEADER_BACKGROUND in headers) else self._id("resident")
-        right = background and reuse <= self.right_until
+        resident = "" if (background := HEADER_BACKGROUND in headers) else self._make_id("resident")
+        right = background and reuse <= self.correct_until
         logprob = self.cold_logprobs.pop(0) if right and self.cold_logprobs else self.logprob
         if resident:
-            self.held[resident], self.left_by[request_id] = packed(prompt + generated), resident
+            self.residents[resident], self.resident_by_request[request_id] = pack_text(prompt + generated), resident
             self.roots[resident] = bytes.fromhex(headers[HEADER_ROOT])
         at = [int(position) for position in headers.get(HEADER_CHECKPOINTS, "").split(",") if position]
         self.checkpoints[resident] = [*at, len(prompt + generated)] if self.layout.has_states else []
         return GenerationResult(
-            **self._now,
+            **self._snapshot,
             request_id=request_id,
             finish="cancelled" if cancelled else "stop",
             resident=resident,
-            generated=packed(generated),
+            generated=pack_text(generated),
             prefilled_until=len(prompt + generated),
             checkpoints=self.checkpoints[resident],
             positions=self.checkpoints[resident],
             timings=Timings(prefill_s=0.1, decode_s=0.1, prefilled=len(prompt) - reuse, decoded=len(generated)),
-            first=first_logits(logprob) if generated else None,
+            first=make_first_logits(logprob) if generated else None,
             turn=self.turn,
         )

@@ -12,8 +12,8 @@ from warmline_common.protocol.tokens import pack_tokens
 SERVED = "fake-model"
 
 
-def rendered(body: dict[str, Any]) -> tuple[bytes, list[int]]:
-    """(prompt text, ends of its messages)."""
+def render_prompt(body: dict[str, Any]) -> tuple[bytes, list[int]]:
+    """Render a body; (prompt text, ends of its messages)."""
     if isinstance(body.get("prompt"), list):
         return bytes(body["prompt"]), []
     text, ends = b"", []
@@ -23,12 +23,12 @@ def rendered(body: dict[str, Any]) -> tuple[bytes, list[int]]:
     return (text + b"<assistant>", ends) if "messages" in body else (body["prompt"].encode(), [])
 
 
-def packed(text: bytes) -> bytes:
-    """Packed tokens of a text, one per byte."""
+def pack_text(text: bytes) -> bytes:
+    """Pack the tokens of a text, one per byte."""
     return pack_tokens(list(text))
 
 
-def layout(**changes: Any) -> KvLayout:
+def make_layout(**changes: Any) -> KvLayout:
     facts: dict[str, Any] = {
         "row_bytes": 100,
         "state_bytes": 0,
@@ -41,12 +41,12 @@ def layout(**changes: Any) -> KvLayout:
     return KvLayout(**facts | changes)
 
 
-def first_logits(logprob: float) -> FirstLogits:
-    """First logits of a model with one token."""
+def make_first_logits(logprob: float) -> FirstLogits:
+    """Make the first logits of a model with one token."""
     return FirstLogits(digest=str(logprob), ids=pack_tokens([0]), logprobs=struct.pack("<f", logprob))
 
 
-def chunk(body: dict[str, Any], text: str, finish: str | None = None) -> dict[str, Any]:
+def make_chunk(body: dict[str, Any], text: str, finish: str | None = None) -> dict[str, Any]:
     head = {"id": "c-1", "created": 1, "model": SERVED, "usage": None}
     if "messages" in body:
         choice = {"index": 0, "delta": {"content": text} if text else {}, "finish_reason": finish}
@@ -54,7 +54,7 @@ def chunk(body: dict[str, Any], text: str, finish: str | None = None) -> dict[st
     return {**head, "object": "text_completion", "choices": [{"index": 0, "text": text, "finish_reason": finish}]}
 
 
-def usage_chunk(prompt: int, generated: int, cached: int) -> dict[str, Any]:
+def make_usage_chunk(prompt: int, generated: int, cached: int) -> dict[str, Any]:
     usage = {
         "prompt_tokens": prompt,
         "completion_tokens": generated,

@@ -35,7 +35,7 @@ def on_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
 
 
 @dataclass
-class Pair:
+class ProxyHarness:
     app: web.Application
     backend: FakeBackend
     index: Index
@@ -61,7 +61,7 @@ class Pair:
             status: dict[str, Any] = await response.json()
             return status
 
-    async def settled(self) -> list[RequestRecord]:
+    async def wait_until_saved(self) -> list[RequestRecord]:
         """Wait until all answered requests are saved; the records, newest first."""
         while (await self.status())["settling"]:
             pass
@@ -77,29 +77,29 @@ async def serve(app: web.Application, port: int = 0) -> tuple[web.AppRunner, int
 
 
 @asynccontextmanager
-async def pair(folder: Path, **settings: Any) -> AsyncIterator[Pair]:
+async def run_proxy(folder: Path, **settings: Any) -> AsyncIterator[ProxyHarness]:
     home = Home(folder / "home")
     home.prepare()
     backend = FakeBackend(home)
-    below, backend_port = await serve(backend.app())
+    backend_runner, backend_port = await serve(backend.make_app())
     budget_gb = settings.pop("disk_budget_bytes", GB) / GB
     settings = {"disk_budget_gb": budget_gb, "port": 0, "audit_fraction": 0.0, **settings}  # no random audits
     config = ProxyConfig(home=home, backend_url=f"http://127.0.0.1:{backend_port}", **settings)
     with Index(home, config.disk_budget_bytes) as index:
         app = build_app(config, home.load_secret(), index)
-        async with listen(app, config) as above, aiohttp.ClientSession() as client:
-            yield Pair(
+        async with listen(app, config) as listener, aiohttp.ClientSession() as client:
+            yield ProxyHarness(
                 app,
                 backend,
                 index,
                 home,
                 config.backend_url,
-                f"http://127.0.0.1:{above.port}",
+                f"http://127.0.0.1:{listener.port}",
                 client,
-                below.cleanup,
-                above.close,
+                backend_runner.cleanup,
+                listener.close,
             )
-    await below.cleanup()
+    await backend_runner.cleanup()
 
 
 def perf_lines(caplog: Any) -> list[str]:

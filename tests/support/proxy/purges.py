@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.proxy.harness import Pair
+from support.proxy.harness import ProxyHarness
 from warmline_common.protocol.tokens import namespace
 from warmline_proxy.index.index import Index
 
@@ -22,21 +22,21 @@ LONGER = [*LONG, *NEXT[1:]]
 OTHER = [{"role": "user", "content": "something else " * 10}]
 
 
-async def run_purge(proxy: Pair, **what: Any) -> Any:
+async def run_purge(proxy: ProxyHarness, **what: Any) -> Any:
     owner = {"Authorization": f"Bearer {proxy.home.load_secret()}"}
     async with proxy.client.post(f"{proxy.url}/warmline/purge", json=what, headers=owner) as response:
         assert response.status == 200, await response.text()
         return await response.json()
 
 
-async def store_conversation(proxy: Pair, messages: list[dict[str, str]]) -> str:
-    """Session id of a stored conversation."""
+async def store_conversation(proxy: ProxyHarness, messages: list[dict[str, str]]) -> str:
+    """Store a conversation; its session's id."""
     await proxy.chat(messages=messages)
-    return (await proxy.settled())[0].session
+    return (await proxy.wait_until_saved())[0].session
 
 
-async def hold_request(proxy: Pair, messages: list[dict[str, str]], key: str = "") -> "asyncio.Task[Any]":
-    """Request that is being answered until the backend may continue."""
+async def hold_request(proxy: ProxyHarness, messages: list[dict[str, str]], key: str = "") -> "asyncio.Task[Any]":
+    """Start a request whose answer is held until the backend may continue."""
     proxy.backend.hold_after = 1
     proxy.backend.holding.clear()
     running = asyncio.create_task(proxy.chat(messages=messages, headers={"X-Api-Key": key} if key else None))
@@ -44,28 +44,28 @@ async def hold_request(proxy: Pair, messages: list[dict[str, str]], key: str = "
     return running
 
 
-async def release(proxy: Pair, running: "asyncio.Task[Any]") -> None:
+async def release(proxy: ProxyHarness, running: "asyncio.Task[Any]") -> None:
     proxy.backend.hold_after = None
-    proxy.backend.let_go.set()
+    proxy.backend.may_continue.set()
     assert (await running).status == 200
-    proxy.backend.let_go.clear()
+    proxy.backend.may_continue.clear()
 
 
 async def purge_during_restore(
-    proxy: Pair, session: str, messages: list[dict[str, str]]
+    proxy: ProxyHarness, session: str, messages: list[dict[str, str]]
 ) -> "tuple[asyncio.Task[Any], asyncio.Task[Any]]":
-    """(request with these messages, whose restore waits for the backend; concurrent purge of the session)."""
+    """Purge a session during a restore; (the request, whose restore waits for the backend, and the purge)."""
     proxy.backend.restart()
     proxy.backend.restoring_allowed.clear()
     running = asyncio.create_task(proxy.chat(messages=messages))
-    await proxy.backend.called("restore")
+    await proxy.backend.wait_for_calls("restore")
     purge = asyncio.create_task(run_purge(proxy, session=session))
-    await proxy.backend.called("forget")
+    await proxy.backend.wait_for_calls("forget")
     return running, purge
 
 
 @contextmanager
-def slow_compaction(proxy: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.Event]:
+def slow_compaction(proxy: ProxyHarness, monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.Event]:
     """Delay compaction until the block ends; the event is set when compaction begins."""
     began, may_go_on, loop, compact = asyncio.Event(), threading.Event(), asyncio.get_running_loop(), Index.compact
 

@@ -22,9 +22,9 @@ from warmline_proxy.http.connections import KEEPALIVE_IDLE_OPTION, Connections, 
 Answer = tuple[int, dict[str, str], Any]
 
 
-async def until(is_true: Callable[[], bool]) -> None:
+async def wait_until(condition: Callable[[], bool]) -> None:
     """Poll a condition without an event."""
-    while not is_true():  # noqa: ASYNC110
+    while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0.005)
 
 
@@ -34,7 +34,7 @@ def count_alive() -> int:
     return sum(isinstance(each, connections.Connection) for each in gc.get_objects())
 
 
-class Server:
+class HandlerServer:
     """Application with one handler per failure."""
 
     def __init__(self, config: ProxyConfig) -> None:
@@ -42,10 +42,10 @@ class Server:
         self.port = 0
         self.connections: Connections
         self.held = asyncio.Event()  # set while a request is held
-        self.free = asyncio.Event()  # releases held requests
-        self.over = asyncio.Event()  # a handler was cancelled
+        self.released = asyncio.Event()  # releases held requests
+        self.handler_cancelled = asyncio.Event()  # a handler was cancelled
 
-    def app(self) -> web.Application:
+    def make_app(self) -> web.Application:
         app = web.Application()
         for path in ("echo", "hold", "flood", "lump", "half", "fault", "socket"):
             app.router.add_route("*", f"/{path}", getattr(self, path))
@@ -57,12 +57,12 @@ class Server:
         except ClientError as error:
             return error.build_response(error.body)
         except (asyncio.CancelledError, ConnectionResetError):
-            self.over.set()
+            self.handler_cancelled.set()
             raise
 
     async def hold(self, request: web.Request) -> web.Response:
         self.held.set()
-        await self.free.wait()
+        await self.released.wait()
         return web.json_response({"held": True})
 
     async def flood(self, request: web.Request) -> web.StreamResponse:
@@ -73,7 +73,7 @@ class Server:
             for _ in range(int(request.query["bytes"]) // 10_000):
                 await write_chunk(response, b"x" * 10_000, self.config.send_timeout_s)
         except (asyncio.CancelledError, ConnectionResetError):
-            self.over.set()
+            self.handler_cancelled.set()
             raise
         await response.write_eof()
         return response
@@ -104,11 +104,11 @@ class Server:
 
     async def wait_until_empty(self) -> None:
         """Wait until no connection is left."""
-        await until(lambda: not self.connections.count)
+        await wait_until(lambda: not self.connections.count)
 
 
-class Client:
-    """One raw connection."""
+class RawClient:
+    """Client with one raw connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -119,7 +119,7 @@ class Client:
     def get(self, path: str, more: str = "") -> None:
         self.send(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{more}\r\n")
 
-    async def answer(self) -> Answer:
+    async def read_response(self) -> Answer:
         """Read one response: (status, headers in lower case, JSON)."""
         head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
@@ -128,7 +128,7 @@ class Client:
 
     async def request(self, path: str, more: str = "") -> Answer:
         self.get(path, more)
-        return await self.answer()
+        return await self.read_response()
 
     async def is_closed(self) -> bool:
         """True if the server closes the connection; False if it sends data."""
@@ -145,24 +145,26 @@ class Client:
 
 
 @asynccontextmanager
-async def serving(folder: Path, **settings: Any) -> AsyncIterator[tuple[Server, Callable[..., Awaitable[Client]]]]:
-    """(listening application, function that connects to it)."""
-    server, clients = Server(ProxyConfig(home=Home(folder), port=0, **settings)), list[Client]()
+async def run_server(
+    folder: Path, **settings: Any
+) -> AsyncIterator[tuple[HandlerServer, Callable[..., Awaitable[RawClient]]]]:
+    """Run a server; (server, function that connects to it)."""
+    server, clients = HandlerServer(ProxyConfig(home=Home(folder), port=0, **settings)), list[RawClient]()
 
-    async def connect(receive_buffer_bytes: int = 0) -> Client:
+    async def connect(receive_buffer_bytes: int = 0) -> RawClient:
         plug = socket.socket()
         plug.setblocking(False)
         if receive_buffer_bytes:
             plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
         await asyncio.get_running_loop().sock_connect(plug, ("127.0.0.1", server.port))
-        clients.append(Client(*await asyncio.open_connection(sock=plug, limit=4096)))
+        clients.append(RawClient(*await asyncio.open_connection(sock=plug, limit=4096)))
         return clients[-1]
 
-    async with listen(server.app(), server.config) as listener:
+    async with listen(server.make_app(), server.config) as listener:
         server.port, server.connections = listener.port, listener.connections
         try:
             yield server, connect
         finally:
-            server.free.set()
+            server.released.set()
             for client in clients:
                 client.writer.transport.abort()

@@ -1,0 +1,1 @@
+"""Fake service managers, stand-in processes and faulty servers for tests of `warmline`."""

@@ -1,4 +1,4 @@
-"""A launchctl for tests: records its calls, and keeps jobs as launchd does, but for starting again what failed.
+"""Fake launchctl: records its calls, and runs jobs as launchd does, without restarting failed ones.
 
 Put on PATH by `fake_managers.User`.  The folder FAKE_MANAGER has `calls` (a JSON list a line) and a file for each job
 that is loaded.  FAKE_MANAGER_THEN says what a job becomes that is started: "run" (the real program, with nothing in its
@@ -19,15 +19,15 @@ NOT_FOUND, BUSY, NO_PROCESS = 113, 5, 3
 ENDING_S = 60
 
 
-def job_file(target: str) -> Path:
+def find_job_file(target: str) -> Path:
     return FOLDER / f"{target.rpartition('/')[2]}.job"
 
 
-def read(file: Path) -> dict[str, object]:
+def read_job(file: Path) -> dict[str, object]:
     return dict(json.loads(file.read_text()))
 
 
-def write(file: Path, job: dict[str, object]) -> None:
+def write_job(file: Path, job: dict[str, object]) -> None:
     draft = file.with_suffix(".draft")
     draft.write_text(json.dumps(job))
     draft.replace(file)
@@ -37,12 +37,12 @@ def is_running(job: dict[str, object]) -> bool:
     return job.get("pid") is not None
 
 
-def run(file: Path, job: dict[str, object]) -> None:
+def start_job(file: Path, job: dict[str, object]) -> None:
     kind, _, number = os.environ.get("FAKE_MANAGER_THEN", "run").partition(" ")
     if kind == "pid":
-        write(file, {**job, "pid": int(number)})
+        write_job(file, {**job, "pid": int(number)})
     elif kind == "exit":
-        write(file, {**job, "pid": None, "exit": int(number)})
+        write_job(file, {**job, "pid": None, "exit": int(number)})
     else:
         subprocess.Popen(
             [sys.executable, "-IS", __file__, "keep", str(file)],
@@ -51,13 +51,13 @@ def run(file: Path, job: dict[str, object]) -> None:
             stderr=subprocess.DEVNULL,
         )
         until = time.monotonic() + ENDING_S
-        while read(file).get("runs") == job.get("runs") and time.monotonic() < until:
+        while read_job(file).get("runs") == job.get("runs") and time.monotonic() < until:
             time.sleep(0.01)
 
 
-def keep(file: Path) -> None:
-    """In a process of its own: the job's parent."""
-    job = read(file)
+def supervise_job(file: Path) -> None:
+    """Run as the job's parent, in a process of its own."""
+    job = read_job(file)
     plist = plistlib.loads(Path(str(job["path"])).read_bytes())
     with Path(plist["StandardErrorPath"]).open("ab") as output:
         process = subprocess.Popen(
@@ -69,16 +69,16 @@ def keep(file: Path) -> None:
             stderr=output,
             umask=plist["Umask"],
         )
-    write(file, {**job, "pid": process.pid, "runs": int(str(job.get("runs", 0))) + 1})
+    write_job(file, {**job, "pid": process.pid, "runs": int(str(job.get("runs", 0))) + 1})
     code = process.wait()
     if file.exists():
-        write(file, {**read(file), "pid": None, "exit": code})
+        write_job(file, {**read_job(file), "pid": None, "exit": code})
 
 
-def end(file: Path, number: int) -> None:
-    job = read(file)
+def end_job(file: Path, number: int) -> None:
+    job = read_job(file)
     if "runs" not in job:
-        write(file, {**job, "pid": None, "exit": 0})
+        write_job(file, {**job, "pid": None, "exit": 0})
     elif is_running(job):
         os.kill(int(str(job["pid"])), number)
 
@@ -86,32 +86,32 @@ def end(file: Path, number: int) -> None:
 def main(verb: str, *words: str) -> int:
     with (FOLDER / "calls").open("a") as calls:
         calls.write(json.dumps([verb, *words]) + "\n")
-    file = job_file(words[-1].removesuffix(".plist"))
+    file = find_job_file(words[-1].removesuffix(".plist"))
     if verb == "bootstrap":
         if file.exists():
             sys.stderr.write("Bootstrap failed: 5: Input/output error\n")
             return BUSY
-        write(file, {"path": words[1]})
-        run(file, read(file))
+        write_job(file, {"path": words[1]})
+        start_job(file, read_job(file))
     elif verb != "enable" and not file.exists():
         sys.stderr.write(f'Could not find service "{file.stem}" in domain for user gui\n')
         return NOT_FOUND if verb == "print" else NO_PROCESS
     elif verb == "print":
-        job = read(file)
+        job = read_job(file)
         sys.stdout.write(f"{words[0]} = {{\n\tstate = {'running' if is_running(job) else 'not running'}\n")
         sys.stdout.write("\tspawn = {\n\t\tpid = 1\n\t}\n")
         sys.stdout.write(f"\tpid = {job['pid']}\n" if is_running(job) else "")
         sys.stdout.write(f"\tlast exit code = {job.get('exit', '(never exited)')}\n}}\n")
     elif verb == "kill":
-        end(file, signal.Signals[words[0]])
+        end_job(file, signal.Signals[words[0]])
     elif verb == "kickstart":
         if "-k" in words:
-            end(file, signal.SIGKILL)
-        run(file, read(file))
+            end_job(file, signal.SIGKILL)
+        start_job(file, read_job(file))
     elif verb == "bootout":
-        end(file, signal.SIGTERM)
+        end_job(file, signal.SIGTERM)
         until = time.monotonic() + ENDING_S
-        while "runs" in read(file) and is_running(read(file)) and time.monotonic() < until:
+        while "runs" in read_job(file) and is_running(read_job(file)) and time.monotonic() < until:
             time.sleep(0.01)
         file.unlink()
     return 0
@@ -119,6 +119,6 @@ def main(verb: str, *words: str) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1] == "keep":
-        keep(Path(sys.argv[2]))
+        supervise_job(Path(sys.argv[2]))
     else:
         sys.exit(main(*sys.argv[1:]))

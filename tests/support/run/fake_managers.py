@@ -1,4 +1,4 @@
-"""A user with a home of his own, and a launchctl or systemctl on his PATH that is ours."""
+"""User with a home of his own, and a fake launchctl or systemctl on PATH."""
 
 import json
 import sys
@@ -15,8 +15,8 @@ from warmline_run.cli import app
 HERE = Path(__file__).parent
 
 
-class User:
-    """`warmline` in this process, everything else as this user would meet it."""
+class FakeUser:
+    """User whose `warmline` runs in this process, with everything else as that user has it."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, tool: str) -> None:
         self.root, self.home = root, root / "home of models"
@@ -53,7 +53,7 @@ class User:
 
     @property
     def calls(self) -> list[list[str]]:
-        """But for those that only ask."""
+        """Recorded calls, except queries."""
         file = self._state / "calls"
         calls = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         return [call for call in calls if call[0] not in ("print", "show")]

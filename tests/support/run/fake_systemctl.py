@@ -1,4 +1,4 @@
-"""A systemctl for tests: records its calls, and keeps units as systemd does, but for starting again what failed.
+"""Fake systemctl: records its calls, and runs units as systemd does, without restarting failed ones.
 
 Put on PATH by `fake_managers.User`.  FAKE_MANAGER_THEN says what a unit becomes that is started: "run" (its ExecStart,
 with nothing in its environment but what the unit says), "pid N" or "exit N" (nothing is run, and show tells this).
@@ -19,8 +19,8 @@ UNITS = Path(os.environ["HOME"]) / ".config" / "systemd" / "user"
 ENDING_S = 60
 
 
-def run(unit: Path) -> int:
-    """The pid of what the unit says, which nobody waits for: an orphan, that init reaps."""
+def start_unit(unit: Path) -> int:
+    """Start a unit; the pid of its process, an orphan that init reaps."""
     lines = [line.partition("=") for line in unit.read_text().splitlines()]
     said = {name: value.replace("%%", "%") for name, _, value in lines}
     environment = [shlex.split(value.replace("%%", "%"))[0] for name, _, value in lines if name == "Environment"]
@@ -37,8 +37,8 @@ def run(unit: Path) -> int:
         ).pid
 
 
-def end(state: Path) -> None:
-    """With its process, if it has one."""
+def end_unit(state: Path) -> None:
+    """End a unit, with its process, if it has one."""
     kind, _, number = (state.read_text() if state.exists() else "").partition(" ")
     state.unlink(missing_ok=True)
     if kind != "run":
@@ -51,7 +51,7 @@ def end(state: Path) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """A process that has ended and that nobody has asked after is none."""
+    """True if the process runs; a zombie does not."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
@@ -73,16 +73,16 @@ def main(user: str, verb: str, *words: str) -> int:
         print(f"ExecMainCode={1 if kind == 'exit' else 0}\nExecMainStatus={number if kind == 'exit' else 0}")
         print(f"ExecMainExitTimestampMonotonic={1 if kind == 'exit' else 0}")
     elif verb == "stop":
-        end(state)
+        end_unit(state)
     elif not is_there:
         sys.stderr.write(f"Failed to {verb} unit: Unit file {unit} does not exist.\n")
         return 1
     elif verb == "restart":
-        end(state)
+        end_unit(state)
         then = os.environ.get("FAKE_MANAGER_THEN", "run")
-        state.write_text(f"run {run(UNITS / unit)}" if then == "run" else then)
+        state.write_text(f"run {start_unit(UNITS / unit)}" if then == "run" else then)
     elif verb == "disable":
-        end(state)
+        end_unit(state)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Runs the supervisor over two stand-ins, in its own process, as `warmline serve` does over the real pair.
+"""Supervisor over two stand-ins, in its own process, as `warmline serve` runs it over the real pair.
 
 Usage: run_supervisor.py PORT BACKEND_PORT [MANNER_OF_BACKEND [GRACE_S]]
 """
@@ -14,7 +14,7 @@ from warmline_run.processes import Command
 STANDIN = str(Path(__file__).with_name("stand_in_process.py"))
 
 
-def child(name: str, port: str, drain_timeout_s: float, *manner: str) -> Command:
+def make_child(name: str, port: str, drain_timeout_s: float, *manner: str) -> Command:
     return Command(name, [sys.executable, STANDIN, name, port, *manner], os.environ, drain_timeout_s)
 
 
@@ -24,5 +24,8 @@ if __name__ == "__main__":
     if grace_s:
         supervisor.STOP_MARGIN_S = 0
     drain_timeout_s = float(grace_s[0]) if grace_s else 30.0
-    backend, proxy = child("backend", backend_port, drain_timeout_s, *manner), child("proxy", port, drain_timeout_s)
+    backend, proxy = (
+        make_child("backend", backend_port, drain_timeout_s, *manner),
+        make_child("proxy", port, drain_timeout_s),
+    )
     sys.exit(supervisor.run(backend, proxy, resolve({"home": "/nowhere", "port": port}, {})))

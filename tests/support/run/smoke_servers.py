@@ -1,6 +1,6 @@
-"""Small servers of OpenAI's API for the gates: one that is right, and one for each way to be wrong.
+"""Small servers of OpenAI's API for the gates: a correct one, and subclasses with one fault each.
 
-The "model" says words that its prompt decides, a token each, and remembers which conversations it has seen.
+The "model" answers with words chosen by a hash of the prompt, one token each, and remembers its conversations.
 """
 
 import asyncio
@@ -21,20 +21,20 @@ GOOD_CALL = {"path": "/etc/hostname", "count": 3, "numbered": False}
 
 
 class HonestServer:
-    """Right in all that gates ask.  Event loop; methods without an underscore are what wrong servers do otherwise."""
+    """Server that passes all gates.  Event loop; faulty servers override methods without an underscore."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, int] = {}  # conversations, and how many of their tokens were computed
+        self._seen: dict[str, int] = {}  # computed tokens of each conversation
         self.running = 0
 
-    def app(self) -> web.Application:
+    def make_app(self) -> web.Application:
         app = web.Application(client_max_size=1 << 24)
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/ready", self.ready)
         app.router.add_post("/v1/chat/completions", self.chat)
         return app
 
-    # ---- what is said
+    # ---- parts of answers
 
     async def models(self, _: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": SERVED, "object": "model"}]})
@@ -42,62 +42,62 @@ class HonestServer:
     async def ready(self, _: web.Request) -> web.Response:
         return web.json_response({"ready": True})
 
-    def name(self, body: dict[str, Any]) -> str:
+    def make_model_name(self, body: dict[str, Any]) -> str:
         return str(body["model"])
 
-    def words(self, body: dict[str, Any], cached: int) -> list[str]:
+    def make_words(self, body: dict[str, Any], cached: int) -> list[str]:
         digest = hashlib.sha256(json.dumps(body["messages"]).encode()).digest()
         count = min(int(body["max_tokens"]), 24)
         return [WORDS[digest[at % 32] % len(WORDS)] for at in range(count)]
 
-    def content(self, text: str) -> str:
+    def make_content(self, text: str) -> str:
         return text
 
-    def arguments(self) -> dict[str, Any]:
+    def make_arguments(self) -> dict[str, Any]:
         return GOOD_CALL
 
-    def calls(self) -> list[dict[str, Any]]:
-        function = {"name": "read_lines", "arguments": json.dumps(self.arguments())}
+    def make_calls(self) -> list[dict[str, Any]]:
+        function = {"name": "read_lines", "arguments": json.dumps(self.make_arguments())}
         return [{"id": "call_1", "type": "function", "function": function}]
 
-    def formed(self, body: dict[str, Any]) -> str | None:
-        """Answers that a response_format allows."""
+    def make_formatted(self, body: dict[str, Any]) -> str | None:
+        """Make an answer that the response_format allows; None without a format."""
         schema = body.get("response_format", {}).get("json_schema", {}).get("schema")
         return json.dumps({"answer": schema["properties"]["answer"]["enum"][0]}) if schema else None
 
-    def reusable(self, body: dict[str, Any]) -> int:
-        """Number of the prompt's tokens that need not be computed."""
+    def count_reusable(self, body: dict[str, Any]) -> int:
+        """Count the prompt's cached tokens."""
         if body.get("cache_prompt") is False:
             return 0
         messages = body["messages"]
         known = (self._seen.get(json.dumps(messages[:count]), 0) for count in range(len(messages), 0, -1))
-        return min(next((tokens for tokens in known if tokens), 0), tokens_of(messages) - 1)
+        return min(next((tokens for tokens in known if tokens), 0), count_tokens(messages) - 1)
 
     def remember(self, body: dict[str, Any], tokens: int) -> None:
         self._seen[json.dumps(body["messages"])] = tokens
 
-    async def other_work(self, body: dict[str, Any]) -> None:
-        """Before a short prompt is computed."""
+    async def wait_for_other_work(self, body: dict[str, Any]) -> None:
+        """Wait before a short prompt is computed; here for nothing."""
 
     async def prefill(self, body: dict[str, Any], cached: int, response: web.StreamResponse | None) -> None:
-        """A long prompt that is not known stops after its first chunk, until its client leaves."""
-        if tokens_of(body["messages"]) < LONG_TOKENS or cached or response is None:
-            return await self.other_work(body)
+        """Compute the prompt; a long uncached one stops after its first chunk until its client disconnects."""
+        if count_tokens(body["messages"]) < LONG_TOKENS or cached or response is None:
+            return await self.wait_for_other_work(body)
         self.remember(body, CHUNK_TOKENS)
-        await response.write(f": prefill {CHUNK_TOKENS}/{tokens_of(body['messages'])}\n\n".encode())
+        await response.write(f": prefill {CHUNK_TOKENS}/{count_tokens(body['messages'])}\n\n".encode())
         await asyncio.Event().wait()
 
-    def ending(self) -> bytes:
+    def make_stream_end(self) -> bytes:
         return b"data: [DONE]\n\n"
 
-    def stream_usage(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+    def make_usage_chunks(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
         return [{"choices": [], "usage": usage}]
 
-    # ---- how
+    # ---- requests
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        cached = self.reusable(body)
+        cached = self.count_reusable(body)
         if not body.get("stream"):
             await self.prefill(body, cached, None)
             return web.json_response(self._whole(body, cached))
@@ -106,18 +106,18 @@ class HonestServer:
         await self.prefill(body, cached, response)
         for chunk in self._chunks(self._whole(body, cached)):
             await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
-        await response.write(self.ending())
+        await response.write(self.make_stream_end())
         return response
 
     def _whole(self, body: dict[str, Any], cached: int) -> dict[str, Any]:
-        words = self.words(body, cached)
-        formed, calling = self.formed(body), body.get("tool_choice") == "required"
-        text = formed if formed is not None else self.content(" ".join(words))
+        words = self.make_words(body, cached)
+        formed, calling = self.make_formatted(body), body.get("tool_choice") == "required"
+        text = formed if formed is not None else self.make_content(" ".join(words))
         message: dict[str, Any] = {"role": "assistant", "content": None if calling else text}
         if calling:
-            message["tool_calls"] = self.calls()
-        tokens = [] if calling or formed is not None else [logprob_of(word) for word in words]
-        prompt = tokens_of(body["messages"])
+            message["tool_calls"] = self.make_calls()
+        tokens = [] if calling or formed is not None else [make_logprob(word) for word in words]
+        prompt = count_tokens(body["messages"])
         self.remember(body, prompt)
         for word in body.get("stop", []):
             message["content"] = str(message["content"]).partition(word)[0]
@@ -132,7 +132,7 @@ class HonestServer:
             "completion_tokens": len(words),
             "prompt_tokens_details": {"cached_tokens": cached},
         }
-        return {"id": "1", "model": self.name(body), "choices": [choice], "usage": usage}
+        return {"id": "1", "model": self.make_model_name(body), "choices": [choice], "usage": usage}
 
     def _chunks(self, whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
         choice, head = whole["choices"][0], {"id": whole["id"], "model": whole["model"]}
@@ -142,44 +142,44 @@ class HonestServer:
             delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(message["tool_calls"])]
         yield {**head, "choices": [{"index": 0, "delta": delta, "logprobs": choice["logprobs"]}]}
         yield {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]}
-        for chunk in self.stream_usage(whole["usage"]):
+        for chunk in self.make_usage_chunks(whole["usage"]):
             yield {**head, **chunk}
 
 
-def tokens_of(messages: list[dict[str, Any]]) -> int:
+def count_tokens(messages: list[dict[str, Any]]) -> int:
     return len(json.dumps(messages)) // 4
 
 
-def logprob_of(word: str) -> dict[str, Any]:
-    """Certain of itself: 0.9, and two others far behind."""
+def make_logprob(word: str) -> dict[str, Any]:
+    """Make the log-probabilities of a word with probability 0.9 and two others with 0.03."""
     others = [other for other in WORDS if other != word][:2]
     top = [{"token": word, "logprob": math.log(0.9)}, *({"token": each, "logprob": math.log(0.03)} for each in others)]
     return {"token": word, "logprob": math.log(0.9), "top_logprobs": top}
 
 
-class Leaks(HonestServer):
-    """The end of a turn is sent as text."""
+class LeaksEndToken(HonestServer):
+    """Server that sends the end-of-turn token as text."""
 
-    def content(self, text: str) -> str:
+    def make_content(self, text: str) -> str:
         return text + "<|im_end|>"
 
 
-class LeaksThoughts(HonestServer):
-    """The reasoning's end stands where the answer begins."""
+class LeaksReasoning(HonestServer):
+    """Server whose content begins with the end of the reasoning."""
 
-    def content(self, text: str) -> str:
+    def make_content(self, text: str) -> str:
         return "Well. </think>" + text
 
 
-class OwnName(HonestServer):
-    """Serves every name, and calls itself by its own."""
+class IgnoresModelName(HonestServer):
+    """Server that answers any model name, but under its own name."""
 
-    def name(self, body: dict[str, Any]) -> str:
+    def make_model_name(self, body: dict[str, Any]) -> str:
         return SERVED
 
 
-class OneName(HonestServer):
-    """Serves its own name alone."""
+class RejectsOtherNames(HonestServer):
+    """Server that refuses model names other than its own."""
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         if (name := (await request.json())["model"]) != SERVED:
@@ -187,29 +187,29 @@ class OneName(HonestServer):
         return await super().chat(request)
 
 
-class EmptyCalls(HonestServer):
-    """Says that there is a call where there is none."""
+class SendsNoCalls(HonestServer):
+    """Server whose tool call answer has finish_reason "tool_calls" and no calls."""
 
-    def calls(self) -> list[dict[str, Any]]:
+    def make_calls(self) -> list[dict[str, Any]]:
         return []
 
 
-class LooseArguments(HonestServer):
-    """A number comes as text."""
+class SendsNumberAsString(HonestServer):
+    """Server whose tool call has a number argument as a string."""
 
-    def arguments(self) -> dict[str, Any]:
+    def make_arguments(self) -> dict[str, Any]:
         return {**GOOD_CALL, "count": "3"}
 
 
-class IgnoresForm(HonestServer):
-    """Answers what it likes, whatever response_format says."""
+class IgnoresResponseFormat(HonestServer):
+    """Server that ignores response_format."""
 
-    def formed(self, body: dict[str, Any]) -> str | None:
+    def make_formatted(self, body: dict[str, Any]) -> str | None:
         return None
 
 
-class RefusesForm(HonestServer):
-    """Can't hold answers to a form, and says so."""
+class RefusesResponseFormat(HonestServer):
+    """Server that refuses requests with response_format."""
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         if "response_format" in await request.json():
@@ -217,100 +217,100 @@ class RefusesForm(HonestServer):
         return await super().chat(request)
 
 
-class Moody(HonestServer):
-    """Never says the same again."""
+class AnswersAtRandom(HonestServer):
+    """Server whose answers to one prompt differ from request to request."""
 
     def __init__(self) -> None:
         super().__init__()
         self._count = 0
 
-    def words(self, body: dict[str, Any], cached: int) -> list[str]:
+    def make_words(self, body: dict[str, Any], cached: int) -> list[str]:
         self._count += 1
-        return super().words({**body, "messages": [*body["messages"], self._count]}, cached)
+        return super().make_words({**body, "messages": [*body["messages"], self._count]}, cached)
 
 
-class RotsWithLength(HonestServer):
+class GarbageAfterTurns(HonestServer):
     """Server whose warm answers turn to garbage after some turns, with HTTP 200; short requests are right."""
 
     TURNS_RIGHT = 3
 
-    def words(self, body: dict[str, Any], cached: int) -> list[str]:
+    def make_words(self, body: dict[str, Any], cached: int) -> list[str]:
         rotten = cached and len(body["messages"]) > 2 * self.TURNS_RIGHT
-        return ["!"] * 24 if rotten else super().words(body, cached)
+        return ["!"] * 24 if rotten else super().make_words(body, cached)
 
 
-class RotsQuietly(RotsWithLength):
-    """Its garbage reads well: one word is another one, from some place on."""
+class WrongWordAfterTurns(GarbageAfterTurns):
+    """Server whose warm answers have one wrong word after some turns."""
 
-    def words(self, body: dict[str, Any], cached: int) -> list[str]:
-        right = HonestServer.words(self, body, cached)
+    def make_words(self, body: dict[str, Any], cached: int) -> list[str]:
+        right = HonestServer.make_words(self, body, cached)
         rotten = cached and len(body["messages"]) > 2 * self.TURNS_RIGHT and len(right) > 20
         return [*right[:20], "yew" if right[20] != "yew" else "oak", *right[21:]] if rotten else right
 
 
-class NeverCold(HonestServer):
-    """Takes no notice of cache_prompt."""
+class IgnoresCachePrompt(HonestServer):
+    """Server that reuses its cache even for requests with cache_prompt false."""
 
-    def reusable(self, body: dict[str, Any]) -> int:
-        return super().reusable({**body, "cache_prompt": True})
+    def count_reusable(self, body: dict[str, Any]) -> int:
+        return super().count_reusable({**body, "cache_prompt": True})
 
 
-class KeepsNothing(HonestServer):
-    """Computes everything anew."""
+class CachesNothing(HonestServer):
+    """Server without a prefix cache."""
 
-    def reusable(self, body: dict[str, Any]) -> int:
+    def count_reusable(self, body: dict[str, Any]) -> int:
         return 0
 
     async def prefill(self, body: dict[str, Any], cached: int, response: web.StreamResponse | None) -> None:
-        """Waits for its client to leave once."""
+        """Stop once per conversation until the client disconnects."""
         known = len(self._seen)
         self.remember(body, 1)
         if len(self._seen) > known:
             await super().prefill(body, cached, response)
 
 
-class ForgetsTheNewest(HonestServer):
-    """Never gets further than a conversation's first turn."""
+class CachesFirstTurnOnly(HonestServer):
+    """Server that caches only the first turn of a conversation."""
 
     def remember(self, body: dict[str, Any], tokens: int) -> None:
         if len(body["messages"]) == 1:
             super().remember(body, tokens)
 
 
-class KeepsOnAGrid(HonestServer):
-    """As exact mode does: what is kept ends at a multiple of its step."""
+class CachesWholeSteps(HonestServer):
+    """Server that caches multiples of its prefill step, as exact mode does."""
 
     STEP_TOKENS = 256
 
-    def reusable(self, body: dict[str, Any]) -> int:
-        tokens = super().reusable(body)
+    def count_reusable(self, body: dict[str, Any]) -> int:
+        tokens = super().count_reusable(body)
         return tokens - tokens % self.STEP_TOKENS
 
 
-class Hangs(HonestServer):
-    """Takes questions and never answers."""
+class NeverAnswers(HonestServer):
+    """Server that accepts requests and never answers."""
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         await asyncio.Event().wait()
         raise AssertionError
 
 
-class NoDone(HonestServer):
-    """Its streams just end."""
+class OmitsDone(HonestServer):
+    """Server whose streams end without [DONE]."""
 
-    def ending(self) -> bytes:
+    def make_stream_end(self) -> bytes:
         return b""
 
 
-class NoUsage(HonestServer):
-    """Its streams don't count."""
+class OmitsUsage(HonestServer):
+    """Server whose streams have no usage."""
 
-    def stream_usage(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+    def make_usage_chunks(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
         return []
 
 
 class BreaksStreams(HonestServer):
-    """Connections of streams break before the end."""
+    """Server that aborts the connections of streams before their end."""
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         if not (await request.json()).get("stream"):
@@ -323,8 +323,8 @@ class BreaksStreams(HonestServer):
         return response
 
 
-class Mixes(HonestServer):
-    """Three that come together get each other's answers."""
+class SwapsAnswers(HonestServer):
+    """Server that gives three concurrent requests each other's answers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -343,41 +343,41 @@ class Mixes(HonestServer):
         return web.json_response(self._whole(self._together[(place + 1) % 3], 0))
 
 
-class OneAtATime(HonestServer):
-    """A small request waits until a long prompt is computed whole."""
+class ServesOneAtATime(HonestServer):
+    """Server whose small requests wait until a long prompt is computed whole."""
 
     def __init__(self) -> None:
         super().__init__()
         self._busy, self._waiting = False, asyncio.Event()
         self._done = asyncio.Event()
 
-    async def other_work(self, body: dict[str, Any]) -> None:
+    async def wait_for_other_work(self, body: dict[str, Any]) -> None:
         if self._busy:
             self._waiting.set()
             await self._done.wait()
 
     async def prefill(self, body: dict[str, Any], cached: int, response: web.StreamResponse | None) -> None:
-        if tokens_of(body["messages"]) < LONG_TOKENS or cached or response is None:
-            return await self.other_work(body)
+        if count_tokens(body["messages"]) < LONG_TOKENS or cached or response is None:
+            return await self.wait_for_other_work(body)
         self._busy = True
-        await response.write(f": prefill {CHUNK_TOKENS}/{tokens_of(body['messages'])}\n\n".encode())
+        await response.write(f": prefill {CHUNK_TOKENS}/{count_tokens(body['messages'])}\n\n".encode())
         await self._waiting.wait()
 
-    def ending(self) -> bytes:
+    def make_stream_end(self) -> bytes:
         self._done.set()
         self._busy = False
-        return super().ending()
+        return super().make_stream_end()
 
 
-class Loading(HonestServer):
-    """Its model is never loaded."""
+class NeverReady(HonestServer):
+    """Server whose model is never loaded."""
 
     async def ready(self, _: web.Request) -> web.Response:
         return web.json_response({"error": {"message": "the model is being loaded"}}, status=503)
 
 
-class Keyed(HonestServer):
-    """Wants a key."""
+class RequiresKey(HonestServer):
+    """Server that requires a key."""
 
     async def models(self, request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != "Bearer open":
@@ -386,9 +386,9 @@ class Keyed(HonestServer):
 
 
 @asynccontextmanager
-async def served(server: HonestServer) -> AsyncIterator[str]:
-    """Its URL, on this loop."""
-    runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.2)
+async def run_server(server: HonestServer) -> AsyncIterator[str]:
+    """Run the server on this event loop; yields its URL."""
+    runner = web.AppRunner(server.make_app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.2)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:

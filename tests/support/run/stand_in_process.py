@@ -1,4 +1,4 @@
-"""A child for the supervisor's tests: tells what happens to it on stdout, answers GET /ready, ends on SIGTERM.
+"""Child process for the supervisor's tests: prints its events, answers GET /ready, ends on SIGTERM.
 
 Usage: standin.py NAME PORT [stubborn|misconfigured]
 """
@@ -12,7 +12,7 @@ from types import FrameType
 from warmline_common.process.parent_watch import watch_parent
 
 
-class Ready(BaseHTTPRequestHandler):
+class ReadyHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200 if self.path == "/ready" else 404)
         self.end_headers()
@@ -21,24 +21,24 @@ class Ready(BaseHTTPRequestHandler):
         pass
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     os.write(1, f"{line}\n".encode())  # one write a line: several processes share this pipe
 
 
 def main(name: str, port: int, manner: str) -> None:
     if manner == "misconfigured":
-        say(f"{name}: no such model")
+        print_line(f"{name}: no such model")
         sys.exit(2)
 
     def stop(number: int, frame: FrameType | None) -> None:
-        say(f"{name} stopping")
+        print_line(f"{name} stopping")
         if manner != "stubborn":
             sys.exit(0)
 
     signal.signal(signal.SIGTERM, stop)
     watch_parent(0.2 if manner == "stubborn" else 10.0)
-    server = HTTPServer(("127.0.0.1", port), Ready)
-    say(
+    server = HTTPServer(("127.0.0.1", port), ReadyHandler)
+    print_line(
         f"{name} up {os.getpid()} key={os.environ.get('WARMLINE_CLIENT_KEY')} keeper={os.environ.get('WARMLINE_AGENT')}"
     )
     server.serve_forever()

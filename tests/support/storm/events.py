@@ -8,9 +8,9 @@ import signal
 import time
 from collections.abc import Callable
 
-from support.pair.pair import Pair, ask
-from support.planted.faults import Planted
-from support.storm.log import Log
+from support.pair.pair import Pair, send_request
+from support.planted.faults import FaultControl
+from support.storm.log import StormLog
 from warmline_common.protocol.messages import HealthReply, decode
 
 PAUSE_MIN_S, PAUSE_MAX_S = 0.5, 4.0
@@ -32,7 +32,7 @@ PHASES = ("any", "prefill", "decode")
 class FaultInjector:
     """Random choice of faults, each kind once before any is repeated."""
 
-    def __init__(self, pair: Pair, planted: Planted, log: Log, rng: random.Random) -> None:
+    def __init__(self, pair: Pair, planted: FaultControl, log: StormLog, rng: random.Random) -> None:
         self._pair, self._planted, self._log, self._rng = pair, planted, log, rng
         self._remaining: list[str] = []
 
@@ -52,53 +52,55 @@ class FaultInjector:
             self._send_signal(*SIGNALS[fault], fault)
 
     def _plant(self, fault: str) -> None:
-        boot_before = self._boot()
-        self._planted.order(fault, self._rng.choice(PHASES))
+        boot_before = self._read_boot()
+        self._planted.plant_fault(fault, self._rng.choice(PHASES))
         limit = time.monotonic() + IDLE_MAX_S
-        while not self._planted.taken:
+        while not self._planted.is_taken:
             if time.monotonic() > limit or self._log.released.is_set():
-                self._planted.withdraw()
+                self._planted.withdraw_fault()
                 return
             time.sleep(POLL_S)
-        with self._log.disturbance(fault):
+        with self._log.record_disturbance(fault):
             if fault != "raise":
-                self._until(lambda: self._boot() not in ("", boot_before), f"no other backend after {fault}")
-            self._until_ready(fault)
+                self._wait_until(lambda: self._read_boot() not in ("", boot_before), f"no other backend after {fault}")
+            self._wait_until_ready(fault)
 
     def _send_signal(self, process: str, number: signal.Signals, fault: str) -> None:
         pid = self._pair.pid(process)
-        with self._log.disturbance(fault):
+        with self._log.record_disturbance(fault):
             os.kill(pid, number)
-            self._until(lambda: self._pid(process) not in (0, pid), f"no other {process} after {fault}")
-            self._until_ready(fault)
+            self._wait_until(lambda: self._read_pid(process) not in (0, pid), f"no other {process} after {fault}")
+            self._wait_until_ready(fault)
 
     def _purge(self) -> None:
         with contextlib.suppress(*UNREACHABLE_ERRORS):
             self._pair.as_owner("POST", f"{self._pair.url}/warmline/purge", b'{"everything": true}')
             self._log.faults["purge"] += 1
 
-    def _until_ready(self, fault: str) -> None:
-        self._until(lambda: self._status("/ready") == 200, f"not ready after {fault}")
+    def _wait_until_ready(self, fault: str) -> None:
+        self._wait_until(lambda: self._fetch_status("/ready") == 200, f"not ready after {fault}")
 
-    def _until(self, condition: Callable[[], bool], problem: str) -> None:
+    def _wait_until(self, condition: Callable[[], bool], problem: str) -> None:
         limit = time.monotonic() + RECOVERY_MAX_S
         while not condition():
             if time.monotonic() > limit:
-                self._log.problem(problem)
+                self._log.add_problem(problem)
                 return
             time.sleep(POLL_S)
 
-    def _status(self, path: str) -> int:
+    def _fetch_status(self, path: str) -> int:
         with contextlib.suppress(*UNREACHABLE_ERRORS):
-            return ask(self._pair.url + path, None, {}, "GET", ANSWER_MAX_S).status
+            return send_request(self._pair.url + path, None, {}, "GET", ANSWER_MAX_S).status
         return 0
 
-    def _boot(self) -> str:
+    def _read_boot(self) -> str:
         with contextlib.suppress(*UNREACHABLE_ERRORS):
-            return decode(ask(f"{self._pair.backend_url}/health", None, {}, "GET", ANSWER_MAX_S).raw, HealthReply).boot
+            return decode(
+                send_request(f"{self._pair.backend_url}/health", None, {}, "GET", ANSWER_MAX_S).raw, HealthReply
+            ).boot
         return ""
 
-    def _pid(self, process: str) -> int:
+    def _read_pid(self, process: str) -> int:
         with contextlib.suppress(OSError, ValueError):
             return self._pair.pid(process)
         return 0

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from support.pair.clients import Asked
+from support.pair.clients import ClientRequest
 from support.pair.pair import Reply
-from support.storm.prompts import Question
+from support.storm.prompts import StormPrompt
 
 LONG_PROMPT_TOKENS = 1000
 
@@ -24,59 +24,59 @@ class Latency:
 
 
 @dataclass
-class Log:
+class StormLog:
     """Counts, answers and problems.  Any thread."""
 
     counts: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
-    replies: list[tuple[Question, Reply]] = field(default_factory=list)
+    replies: list[tuple[StormPrompt, Reply]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)  # violations
     latencies: list[Latency] = field(default_factory=list)
     released: threading.Event = field(default_factory=threading.Event)  # set at the end of the storm: threads stop
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _watched: list[Asked] = field(default_factory=list)
+    _watched: list[ClientRequest] = field(default_factory=list)
     _disturbances: list[list[float]] = field(default_factory=list)  # [from, until], time.monotonic()
 
     def count(self, outcome: str) -> None:
         with self._lock:
             self.counts[outcome] += 1
 
-    def problem(self, text: str) -> None:
+    def add_problem(self, text: str) -> None:
         with self._lock:
             self.problems.append(text)
 
-    def watch(self, asked: Asked) -> None:
+    def watch(self, request: ClientRequest) -> None:
         with self._lock:
-            self._watched.append(asked)
+            self._watched.append(request)
 
-    def forget(self, asked: Asked) -> None:
+    def unwatch(self, request: ClientRequest) -> None:
         with self._lock:
-            self._watched.remove(asked)
+            self._watched.remove(request)
 
-    def ended(self, asked: Asked, question: Question) -> bool:
+    def record_end(self, request: ClientRequest, prompt: StormPrompt) -> bool:
         """Record the end of a request; whether it was answered."""
-        if not asked.over:
+        if not request.is_ended:
             self.count("hung")
-            self.problem(f"hung, for {time.monotonic() - asked.moved:.0f} s: {asked.told}")
+            self.add_problem(f"hung, for {time.monotonic() - request.last_byte_at:.0f} s: {request.summary}")
             return False
-        if asked.done and not asked.error:
+        if request.is_complete and not request.error:
             self.count("answered")
             with self._lock:
-                self.replies.append((question, asked.reply))
+                self.replies.append((prompt, request.reply))
             return True
-        if 400 <= asked.status < 408:
-            self.problem(f"a good request was refused: {asked.told}")
-        if asked.error:
-            self.count(f"told {asked.status}" + (" after content" if asked.text else f": {shorten(asked.error)}"))
-        elif self.disturbed_since(asked.began):
+        if 400 <= request.status < 408:
+            self.add_problem(f"a good request was refused: {request.summary}")
+        if request.error:
+            self.count(f"told {request.status}" + (" after content" if request.text else f": {shorten(request.error)}"))
+        elif self.is_disturbed_since(request.started_at):
             self.count("cut off with the proxy")
         else:
             self.count("cut off")
-            self.problem(f"ended without a word: {asked.told}")
+            self.add_problem(f"ended without a word: {request.summary}")
         return False
 
     @contextmanager
-    def disturbance(self, fault: str) -> Iterator[None]:
+    def record_disturbance(self, fault: str) -> Iterator[None]:
         """Record the time from a fault to the recovery."""
         span = [time.monotonic(), float("inf")]
         with self._lock:
@@ -85,20 +85,20 @@ class Log:
         yield
         span[1] = time.monotonic()
 
-    def disturbed_since(self, since: float) -> bool:
+    def is_disturbed_since(self, since: float) -> bool:
         with self._lock:
             return any(until >= since for _, until in self._disturbances)
 
-    def prefilling(self) -> bool:
+    def has_long_prefill(self) -> bool:
         """Say whether a watched request has a long prompt in prefill."""
         with self._lock:
             watched = list(self._watched)
-        return any(is_prefilling(asked) for asked in watched)
+        return any(is_prefilling(request) for request in watched)
 
 
-def is_prefilling(asked: Asked) -> bool:
-    comments = [event.comment for event in asked.events[-1:] if event.comment.startswith(b"prefill ")]
-    if asked.text or asked.over or not comments:
+def is_prefilling(request: ClientRequest) -> bool:
+    comments = [event.comment for event in request.events[-1:] if event.comment.startswith(b"prefill ")]
+    if request.text or request.is_ended or not comments:
         return False
     done, total = map(int, comments[0].split()[-1].split(b"/"))
     return total >= LONG_PROMPT_TOKENS and done < total - 1

@@ -15,7 +15,7 @@ CONVERSATIONS, TURNS = 2, 3
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
+class StormPrompt:
     """Prompt, options of its request, and its cold answer."""
 
     messages: list[Message]
@@ -31,31 +31,31 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Questions:
-    """All questions of a storm, by kind."""
+class StormPrompts:
+    """All prompts of a storm, by kind."""
 
-    small: list[Question]
-    medium: list[Question]
-    long: list[Question]
-    talkative: list[Question]  # a short prompt and a long answer
-    conversations: list[list[Question]]  # one more turn in each question
+    small: list[StormPrompt]
+    medium: list[StormPrompt]
+    long: list[StormPrompt]
+    talkative: list[StormPrompt]  # a short prompt and a long answer
+    conversations: list[list[StormPrompt]]  # one more turn in each prompt
 
-    def choose(self, rng: random.Random) -> Question:
+    def choose(self, rng: random.Random) -> StormPrompt:
         kinds = [self.small, self.medium, self.medium, self.long, self.talkative, *self.conversations]
         return rng.choice(rng.choice(kinds))
 
 
-def ask_cold(pair: Pair, rng: random.Random, long: Sequence[int]) -> Questions:
-    """Make questions, with `long` prompts of these lengths in tokens, and compute their answers in turn."""
+def ask_cold(pair: Pair, rng: random.Random, long: Sequence[int]) -> StormPrompts:
+    """Make prompts, with `long` prompts of these lengths in tokens, and compute their answers in turn."""
 
-    def ask(messages: list[Message], tokens: int) -> Question:
+    def ask(messages: list[Message], tokens: int) -> StormPrompt:
         options = {"max_tokens": tokens, **WITH_LOGPROBS}
-        return Question(messages, options, pair.direct(messages, **options))
+        return StormPrompt(messages, options, pair.ask_backend(messages, **options))
 
-    def single(length: int, tokens: int) -> Question:
+    def single(length: int, tokens: int) -> StormPrompt:
         return ask([{"role": "user", "content": make_text(length, rng)}], tokens)
 
-    return Questions(
+    return StormPrompts(
         small=[single(SMALL, 6) for _ in range(SMALL_COUNT)],
         medium=[single(MEDIUM, 24) for _ in range(MEDIUM_COUNT)],
         long=[single(length, 12) for length in long],
@@ -64,13 +64,13 @@ def ask_cold(pair: Pair, rng: random.Random, long: Sequence[int]) -> Questions:
     )
 
 
-def make_conversation(ask: Any, rng: random.Random) -> Iterator[Question]:
+def make_conversation(ask: Any, rng: random.Random) -> Iterator[StormPrompt]:
     messages: list[Message] = [{"role": "system", "content": make_text(MEDIUM, rng)}]
     for _ in range(TURNS):
         messages = [*messages, {"role": "user", "content": make_text(SMALL, rng)}]
-        question = ask(messages, 20)
-        yield question
-        messages = [*messages, {"role": "assistant", "content": question.cold.text}]
+        prompt = ask(messages, 20)
+        yield prompt
+        messages = [*messages, {"role": "assistant", "content": prompt.cold.text}]
 
 
 def make_text(length: int, rng: random.Random) -> str:

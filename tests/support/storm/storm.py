@@ -19,13 +19,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from support.pair.clients import Asked
+from support.pair.clients import ClientRequest
 from support.pair.pair import WARMLINE, Pair
-from support.planted.faults import Planted
-from support.storm.clients import CLIENT_THREADS, SILENCE_MAX_S, Client
+from support.planted.faults import FaultControl
+from support.storm.clients import CLIENT_THREADS, SILENCE_MAX_S, StormClient
 from support.storm.events import FaultInjector
-from support.storm.log import Latency, Log, quantile
-from support.storm.prompts import LONG, Questions, ask_cold
+from support.storm.log import Latency, StormLog, quantile
+from support.storm.prompts import LONG, StormPrompts, ask_cold
 from warmline_common.protocol.messages import ProcessStats
 
 CACHECTL = str(Path(WARMLINE).with_name("cachectl"))
@@ -48,12 +48,12 @@ SLACK = ProcessStats(tasks=0, threads=14, descriptors=4, bytes_unaccounted=1 << 
 
 
 @dataclass
-class Report:
+class StormReport:
     """Findings of a storm."""
 
     seed: int
     seconds: float
-    log: Log
+    log: StormLog
     wrong: list[str] = field(default_factory=list)
     near_ties: int = 0
     leaks: Counter[str] = field(default_factory=Counter)  # beyond SLACK
@@ -65,7 +65,7 @@ class Report:
         leaks = [f"leaked {count} {what}" for what, count in self.leaks.items() if count]
         return [*self.log.problems, *self.wrong, *leaks, *self.unclean]
 
-    def table(self) -> str:
+    def format_table(self) -> str:
         counts = self.log.counts
         rows = [
             ("seed", self.seed),
@@ -73,10 +73,10 @@ class Report:
             ("answered", counts["answered"]),
             *((outcome, count) for outcome, count in sorted(counts.items()) if outcome != "answered"),
             *((f"fault: {fault}", count) for fault, count in sorted(self.log.faults.items())),
-            ("backend started again", self._lines("the backend ", "starting it again")),
-            ("proxy started again", self._lines("the proxy ", "starting it again")),
-            ("killed as wedged", self._lines("is wedged and is killed")),
-            ("answered after being sent again", self._lines("PERF ", "outcome=ok", "dispatches=")),
+            ("backend started again", self._count_lines("the backend ", "starting it again")),
+            ("proxy started again", self._count_lines("the proxy ", "starting it again")),
+            ("killed as wedged", self._count_lines("is wedged and is killed")),
+            ("answered after being sent again", self._count_lines("PERF ", "outcome=ok", "dispatches=")),
             ("near ties", self.near_ties),
             ("wrong", len(self.wrong)),
             ("hung", counts["hung"]),
@@ -84,54 +84,54 @@ class Report:
             *(
                 row
                 for beside in ("none", "part of a prefill", "a prefill", "a recovery")
-                for row in self._latency(beside)
+                for row in self._format_latency(beside)
             ),
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
-    def _lines(self, *words: str) -> int:
+    def _count_lines(self, *words: str) -> int:
         return sum(all(word in line for word in words) for line in self.printed)
 
-    def _latency(self, beside: str) -> list[tuple[str, str]]:
+    def _format_latency(self, beside: str) -> list[tuple[str, str]]:
         found = [latency.seconds for latency in self.log.latencies if latency.beside == beside]
         what = f"small request beside {beside}"
         return [(f"{what}, p50 p99", f"{quantile(found, 0.5):.3f} s  {quantile(found, 0.99):.3f} s  (n={len(found)})")]
 
 
-def run(seconds: float, seed: int, home: Path, model: Path, long: Sequence[int] = LONG) -> Report:
+def run_storm(seconds: float, seed: int, home: Path, model: Path, long: Sequence[int] = LONG) -> StormReport:
     """Run a storm over a new pair, and check answers, leaks and the home; takes a minute longer than `seconds`.
 
     `long`: lengths of long prompts, about, in tokens.
     """
-    report = Report(seed, seconds, Log())
+    report = StormReport(seed, seconds, StormLog())
     memory = ("--memory-budget-gb", f"{MEMORY_GB_PER_TOKEN * max(long):.4f}")
-    with Planted(RESTART_DELAY_S) as planted:
+    with FaultControl(RESTART_DELAY_S) as planted:
         pair = Pair(home, model, *FLAGS, *memory, environment=planted.environment)
         with pair:
-            questions = ask_cold(pair, random.Random(seed), long)
-            baseline = warm_up(pair, questions)
-            run_threads(pair, planted, questions, report)
-            planted.withdraw()
+            prompts = ask_cold(pair, random.Random(seed), long)
+            baseline = warm_up(pair, prompts)
+            run_threads(pair, planted, prompts, report)
+            planted.withdraw_fault()
             check_leaks(pair, baseline, report)
             check_home(pair, report)
-        report.printed = pair.last_words()
-    compare(report)
+        report.printed = pair.read_output()
+    compare_replies(report)
     return report
 
 
-def warm_up(pair: Pair, questions: Questions) -> dict[str, ProcessStats]:
+def warm_up(pair: Pair, prompts: StormPrompts) -> dict[str, ProcessStats]:
     """Run each encounter once, without faults; the processes' resources after it are the baseline."""
-    warm_up_log = Log()
-    run_each_once(pair, questions, warm_up_log)
+    warm_up_log = StormLog()
+    run_each_once(pair, prompts, warm_up_log)
     warm_up_log.released.set()
     wait_until_idle(pair)
     return read_stats(pair)
 
 
-def run_each_once(pair: Pair, questions: Questions, log: Log) -> None:
+def run_each_once(pair: Pair, prompts: StormPrompts, log: StormLog) -> None:
     encounters = list(dict.fromkeys(encounter for kinds in CLIENT_THREADS for encounter in kinds))
-    clients = [Client(pair, questions, log, random.Random(number)) for number in range(len(encounters))]
+    clients = [StormClient(pair, prompts, log, random.Random(number)) for number in range(len(encounters))]
     threads = [threading.Thread(target=one, args=(client,)) for one, client in zip(encounters, clients, strict=True)]
     for thread in threads:
         thread.start()
@@ -139,13 +139,15 @@ def run_each_once(pair: Pair, questions: Questions, log: Log) -> None:
         thread.join()
 
 
-def run_threads(pair: Pair, planted: Planted, questions: Questions, report: Report) -> None:
+def run_threads(pair: Pair, planted: FaultControl, prompts: StormPrompts, report: StormReport) -> None:
     log, end = report.log, time.monotonic() + report.seconds
     threads = [
-        threading.Thread(target=run_client, args=(Client(pair, questions, log, make_rng(report.seed, number)), kinds))
+        threading.Thread(
+            target=run_client, args=(StormClient(pair, prompts, log, make_rng(report.seed, number)), kinds)
+        )
         for number, kinds in enumerate(CLIENT_THREADS)
     ]
-    threads.append(threading.Thread(target=probe, args=(pair, questions, log)))
+    threads.append(threading.Thread(target=probe_latency, args=(pair, prompts, log)))
     for thread in threads:
         thread.start()
     injector = FaultInjector(pair, planted, log, make_rng(report.seed, -1))
@@ -161,37 +163,37 @@ def make_rng(seed: int, number: int) -> random.Random:
     return random.Random(f"{seed} {number}")
 
 
-def run_client(client: Client, kinds: list[Callable[[Client], None]]) -> None:
+def run_client(client: StormClient, kinds: list[Callable[[StormClient], None]]) -> None:
     while not client.log.released.is_set():
         began, kind = time.monotonic(), client.rng.choice(kinds)
         try:
             kind(client)
         except OSError as error:
             client.log.count("no connection")
-            if not client.log.disturbed_since(began):
-                client.log.problem(f"{kind.__name__}: {error!r}")
+            if not client.log.is_disturbed_since(began):
+                client.log.add_problem(f"{kind.__name__}: {error!r}")
         except Exception as error:  # noqa: BLE001  an unreadable answer is a problem
-            client.log.problem(f"{kind.__name__}: {error!r}")
+            client.log.add_problem(f"{kind.__name__}: {error!r}")
         client.log.released.wait(client.rng.uniform(0, REST_MAX_S))
 
 
-def probe(pair: Pair, questions: Questions, log: Log) -> None:
+def probe_latency(pair: Pair, prompts: StormPrompts, log: StormLog) -> None:
     """Measure the latency of a small request again and again, with and without a concurrent prefill."""
-    question = questions.small[0]
+    prompt = prompts.small[0]
     while not log.released.wait(PROBE_INTERVAL_S):
-        began, prefilling = time.monotonic(), log.prefilling()
+        began, prefilling = time.monotonic(), log.has_long_prefill()
         try:
-            asked = Asked(pair, question.messages, **question.options)
+            request = ClientRequest(pair, prompt.messages, **prompt.options)
         except OSError:
             continue
-        while not asked.over and time.monotonic() - asked.moved < SILENCE_MAX_S:
+        while not request.is_ended and time.monotonic() - request.last_byte_at < SILENCE_MAX_S:
             time.sleep(0.001)
         seconds = time.monotonic() - began
-        if log.ended(asked, question):
+        if log.record_end(request, prompt):
             beside = {(True, True): "a prefill", (False, False): "none"}.get(
-                (prefilling, log.prefilling()), "part of a prefill"
+                (prefilling, log.has_long_prefill()), "part of a prefill"
             )
-            log.latencies.append(Latency(seconds, "a recovery" if log.disturbed_since(began) else beside))
+            log.latencies.append(Latency(seconds, "a recovery" if log.is_disturbed_since(began) else beside))
 
 
 # ---- checks at the end
@@ -216,18 +218,18 @@ def read_stats(pair: Pair) -> dict[str, ProcessStats]:
     return {"proxy": ProcessStats(**pair.proxy_status()["vitals"]), "backend": pair.status().vitals}
 
 
-def check_leaks(pair: Pair, baseline: dict[str, ProcessStats], report: Report) -> None:
+def check_leaks(pair: Pair, baseline: dict[str, ProcessStats], report: StormReport) -> None:
     """Wait until no leak is left, since kept connections are closed after a while, or IDLE_MAX_S."""
     wait_until_idle(pair)
     limit = time.monotonic() + IDLE_MAX_S
     while True:
-        report.leaks = leaks(pair, baseline)
+        report.leaks = count_leaks(pair, baseline)
         if not report.leaks.total() or time.monotonic() > limit:
             return
         time.sleep(POLL_S)
 
 
-def leaks(pair: Pair, baseline: dict[str, ProcessStats]) -> "Counter[str]":
+def count_leaks(pair: Pair, baseline: dict[str, ProcessStats]) -> "Counter[str]":
     found, proxy, backend = Counter[str](), pair.proxy_status(), pair.status()
     found["requests"] = proxy["lives"] + proxy["running"] + proxy["queued"] + backend.running + backend.queued
     for process, now in read_stats(pair).items():
@@ -237,7 +239,7 @@ def leaks(pair: Pair, baseline: dict[str, ProcessStats]) -> "Counter[str]":
     return found
 
 
-def check_home(pair: Pair, report: Report) -> None:
+def check_home(pair: Pair, report: StormReport) -> None:
     verify = [CACHECTL, "verify", "--deep", "--home", str(pair.home.root)]
     done = subprocess.run(verify, capture_output=True, text=True)
     if done.returncode:
@@ -245,11 +247,11 @@ def check_home(pair: Pair, report: Report) -> None:
     report.unclean += [f"a draft is left: {path}" for path in pair.home.segments.rglob(".*.tmp")]
 
 
-def compare(report: Report) -> None:
-    for question, reply in report.log.replies:
-        if fault := question.find_difference(reply):
-            report.wrong.append(f"{fault}; {question.messages[0]['content'][:40]!r} gave {reply.text[:80]!r}")
-        report.near_ties += question.is_near_tie(reply)
+def compare_replies(report: StormReport) -> None:
+    for prompt, reply in report.log.replies:
+        if fault := prompt.find_difference(reply):
+            report.wrong.append(f"{fault}; {prompt.messages[0]['content'][:40]!r} gave {reply.text[:80]!r}")
+        report.near_ties += prompt.is_near_tie(reply)
 
 
 def main() -> int:
@@ -262,10 +264,10 @@ def main() -> int:
     from support.tiny_models import build
 
     with tempfile.TemporaryDirectory(prefix="storm-") as folder:
-        report = run(given.seconds, given.seed, Path(folder) / "home", build("bench", Path(folder) / "bench"))
+        report = run_storm(given.seconds, given.seed, Path(folder) / "home", build("bench", Path(folder) / "bench"))
     if given.log:
         given.log.write_text("\n".join(report.printed))
-    print(report.table())
+    print(report.format_table())
     for failure in report.failures:
         print(f"FAILED: {failure}")
     return 1 if report.failures else 0

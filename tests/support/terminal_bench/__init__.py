@@ -1,0 +1,1 @@
+"""Terminal-Bench's agent, run against a pair by a Python of its own."""

@@ -20,7 +20,7 @@ API_CALLS_MAX = 8  # more than the task takes
 WORDS_TOO_MANY = 300_000  # more tokens than the model's context has
 
 
-def enter_without_harness() -> None:
+def stub_harness() -> None:
     spec = importlib.util.find_spec("terminal_bench")
     assert spec is not None and spec.submodule_search_locations is not None
     root = Path(spec.submodule_search_locations[0])
@@ -57,8 +57,8 @@ class Shell:
         return 0.0
 
 
-def task(url: str, folder: Path) -> Any:
-    """The agent itself, as the harness starts it, but for its temperature of 0.7: each run would be another."""
+def run_task(url: str, folder: Path) -> Any:
+    """Run the agent as the harness does, except for its temperature of 0.7, which would make each run differ."""
     agent_class = importlib.import_module("terminal_bench.agents.terminus_2.terminus_2").Terminus2
     agent = agent_class(model_name="openai/task", api_base=url, temperature=0.0, max_episodes=API_CALLS_MAX)
     result = agent.perform_task('Write "Hello, world!" to hello.txt.', Shell(folder))
@@ -69,14 +69,14 @@ def task(url: str, folder: Path) -> Any:
     }
 
 
-def chat(url: str) -> Any:
-    """Two turns of one conversation."""
+def run_chat(url: str) -> Any:
+    """Run two turns of one conversation."""
     talk = llms.Chat(llms.LiteLLM("openai/chat", temperature=0.0, api_base=url))
     return [talk.chat("What is the capital of France?"), talk.chat("What is the capital of Japan?")]
 
 
-def structured(url: str) -> Any:
-    """As Terminal-Bench asks for an answer in a form of its own."""
+def run_structured(url: str) -> Any:
+    """Ask for a structured answer, as Terminal-Bench does."""
     from pydantic import BaseModel  # it comes with Terminal-Bench
 
     class Place(BaseModel):
@@ -87,8 +87,8 @@ def structured(url: str) -> Any:
     return json.loads(llm.call("Describe Italy as JSON.", response_format=Place))
 
 
-def failure(model: str, url: str, prompt: str, **options: object) -> Any:
-    """(exception of the LLM class, number of tries)."""
+def find_failure(model: str, url: str, prompt: str, **options: object) -> Any:
+    """Provoke a failure; (exception of the LLM class, number of tries)."""
     base, litellm = importlib.import_module("terminal_bench.llms.base_llm"), importlib.import_module("litellm")
     expected = base.ContextLengthExceededError, base.OutputLengthExceededError, litellm.AuthenticationError
     talk = llms.Chat(llms.LiteLLM(f"openai/{model}", temperature=0.0, api_base=url))
@@ -104,18 +104,18 @@ def main(url: str, folder: Path) -> None:
     print(
         json.dumps(
             {
-                "task": task(url, folder),
-                "chat": chat(url),
-                "structured": structured(url),
-                "too-long": failure("too-long", url, "1 2 " * (WORDS_TOO_MANY // 2)),
-                "cut": failure("cut", url, "What is the capital of Spain?", max_tokens=12),
-                "wrong-key": failure("wrong-key", url, "What is the capital of Spain?", api_key="wrong"),
+                "task": run_task(url, folder),
+                "chat": run_chat(url),
+                "structured": run_structured(url),
+                "too-long": find_failure("too-long", url, "1 2 " * (WORDS_TOO_MANY // 2)),
+                "cut": find_failure("cut", url, "What is the capital of Spain?", max_tokens=12),
+                "wrong-key": find_failure("wrong-key", url, "What is the capital of Spain?", api_key="wrong"),
             }
         )
     )
 
 
 if __name__ == "__main__":
-    enter_without_harness()
+    stub_harness()
     llms: Any = importlib.import_module("terminal_bench.llms")
     main(sys.argv[1], Path(sys.argv[2]))

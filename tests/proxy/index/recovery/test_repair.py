@@ -12,20 +12,29 @@ from pathlib import Path
 
 import pytest
 
-from support.index.damage import OTHER, A, chain, flip, mend, tables_of, talk, texts
+from support.index.damage import (
+    OTHER,
+    A,
+    flip_bit,
+    list_chain,
+    list_texts,
+    open_tables,
+    repair_and_verify,
+    save_conversations,
+)
 from support.index.indexes import (
     BUDGET,
     FLAGS_AT,
     OVERFLOW,
     PAGE_BYTES,
     break_page,
-    commit,
-    matched,
-    planned,
+    commit_save,
+    count_matched,
+    plan_save,
     save,
     write_plan,
 )
-from support.index.segment_files import rewrite
+from support.index.segment_files import rewrite_meta
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
 from warmline_common.storage.segment_file import file_checksum, read_checksums, read_header
@@ -38,23 +47,23 @@ from warmline_proxy.store.files import quarantine_path
 from warmline_proxy.store.rows import PurgeRequest, RepairReply
 
 
-def done(reply: RepairReply) -> set[str]:
+def list_repairs(reply: RepairReply) -> set[str]:
     return {finding.what for finding in reply.did}
 
 
 def test_repair_leaves_sound_index_unchanged(index: Index) -> None:
-    talk(index)
-    running = planned(index, [3] * 50)
+    save_conversations(index)
+    running = plan_save(index, [3] * 50)
     write_plan(index.home, running)
     before = index.snapshot()
     assert repair(index, deep=True, is_saving=True).did == []
     assert index.snapshot() == before
-    assert commit(index, running).tokens_saved == 50
+    assert commit_save(index, running).tokens_saved == 50
 
 
 def test_repair_keeps_purged_quarantined_files_that_are_leased(index: Index) -> None:
-    talk(index)
-    leased = chain(index, A)
+    save_conversations(index)
+    leased = list_chain(index, A)
     index.lease(leased)
     assert set(leased) <= set(index.quarantine(leased[0], "checksum"))
     purge(index, PurgeRequest(everything=True))
@@ -74,7 +83,7 @@ def test_concurrent_repairs_change_nothing(index: Index) -> None:
         for number in range(25):
             save(index, [number, *A[:200]], checkpoints=[100])
             if number % 3 == 1:
-                index.quarantine(chain(index, [number])[0], "checksum")
+                index.quarantine(list_chain(index, [number])[0], "checksum")
             if number % 5 == 4:
                 purge(index, PurgeRequest(session=index.sessions()[-1].id))
         over.set()
@@ -86,20 +95,20 @@ def test_concurrent_repairs_change_nothing(index: Index) -> None:
         assert repair(index, deep=False, is_saving=True).did == []
         repairs += 1
     thread.join()
-    assert matched(index, [24, *A[:200]]) == 201 and matched(index, [1, *A[:200]]) == 0
+    assert count_matched(index, [24, *A[:200]]) == 201 and count_matched(index, [1, *A[:200]]) == 0
 
 
 def test_index_is_rebuilt_from_files(home: Home) -> None:
     with Index(home, BUDGET) as index:
-        talk(index)
-        whole, sessions = texts(index), {(row.leaf, row.tokens) for row in index.sessions()}
+        save_conversations(index)
+        whole, sessions = list_texts(index), {(row.leaf, row.tokens) for row in index.sessions()}
         states = {(row.segment, row.position) for row in index.snapshot().checkpoints.values()}
     (data,) = home.index.glob("*/data.mdb")
     data.write_bytes(b"garbage" * 10_000)
     with Index(home, BUDGET) as index:
         counts = reconcile(index)
         assert counts.mended and counts.files_without_row == 0
-        assert texts(index) == whole
+        assert list_texts(index) == whole
         assert {(row.segment, row.position) for row in index.snapshot().checkpoints.values()} == states
         assert {row.model for row in index.segments()} == {"model-a"}
         leaves = {row.id for row in index.segments()} - {row.parent for row in index.segments()}
@@ -114,22 +123,22 @@ def test_index_is_rebuilt_from_files(home: Home) -> None:
 
 def test_truncated_index_is_rebuilt(home: Home) -> None:
     with Index(home, BUDGET) as index:
-        talk(index)
-        whole = texts(index)
+        save_conversations(index)
+        whole = list_texts(index)
         index.compact()  # so that no page is a free one, which nobody would miss
     (data,) = home.index.glob("*/data.mdb")
     os.truncate(data, 3 * data.stat().st_size // 4)
     with Index(home, BUDGET) as index:
         assert reconcile(index).mended
-        assert texts(index) == whole and verify_index(index, deep=True) == []
+        assert list_texts(index) == whole and verify_index(index, deep=True) == []
 
 
 def test_unreadable_page_after_first_flaw_is_handled(home: Home) -> None:
     """Else the repair would meet it, with the index half written anew."""
     with Index(home, BUDGET) as index:
-        talk(index)
-        whole = texts(index)
-    with tables_of(home) as table:
+        save_conversations(index)
+        whole = list_texts(index)
+    with open_tables(home) as table:
         key, _ = table("segments").entries()[0]
         table("segments").put(key, b"garbage")
     (data,) = home.index.glob("*/data.mdb")
@@ -140,7 +149,7 @@ def test_unreadable_page_after_first_flaw_is_handled(home: Home) -> None:
     data.write_bytes(pages)
     with Index(home, BUDGET) as index:
         assert reconcile(index).mended
-        assert texts(index) == whole and verify_index(index, deep=True) == []
+        assert list_texts(index) == whole and verify_index(index, deep=True) == []
 
 
 def test_crashing_pages_are_not_copied(home: Home) -> None:
@@ -148,7 +157,7 @@ def test_crashing_pages_are_not_copied(home: Home) -> None:
     with Index(home, BUDGET) as index:
         for number in range(40):  # so many that the segments' rows take some pages
             save(index, [number] * 5)
-        whole = texts(index)
+        whole = list_texts(index)
     break_page(home, max(whole))
     code = "from pathlib import Path; from warmline_proxy.index.index import *\n"
     code += "from warmline_proxy.index.recovery.startup import *\n"
@@ -157,13 +166,13 @@ def test_crashing_pages_are_not_copied(home: Home) -> None:
     starts = [subprocess.run([sys.executable, "-c", code], check=False, capture_output=True) for _ in range(2)]
     assert [start.returncode for start in starts] == [-signal.SIGABRT, 0], starts
     with Index(home, BUDGET) as index:
-        assert texts(index) == whole and verify_index(index, deep=True) == []
+        assert list_texts(index) == whole and verify_index(index, deep=True) == []
         assert reconcile(index).mended == 0
 
 
 def test_unprobed_index_is_kept(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     with Index(home, BUDGET) as index:
-        talk(index)
+        save_conversations(index)
         before = index.snapshot()
         monkeypatch.setattr(sys, "executable", shutil.which("false"))
         with pytest.raises(IndexStoreError, match="exit code 1"):
@@ -175,37 +184,37 @@ def test_unprobed_index_is_kept(home: Home, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_lost_index_is_rebuilt(home: Home) -> None:
     with Index(home, BUDGET) as index:
-        talk(index)
-        whole = texts(index)
+        save_conversations(index)
+        whole = list_texts(index)
     shutil.rmtree(home.index)
     with Index(home, BUDGET) as index:
         assert reconcile(index).mended
-        assert texts(index) == whole and verify_index(index, deep=True) == []
+        assert list_texts(index) == whole and verify_index(index, deep=True) == []
 
 
 def test_interrupted_start_loses_no_files(home: Home) -> None:
     """The next one must know that the index, now whole and empty, lacks what is stored."""
     with Index(home, BUDGET) as index:
-        talk(index)
-        whole = texts(index)
+        save_conversations(index)
+        whole = list_texts(index)
     (data,) = home.index.glob("*/data.mdb")
     data.write_bytes(b"garbage" * 10_000)
     for _ in range(2):
         with Index(home, BUDGET) as index:
-            assert texts(index) == {}
+            assert list_texts(index) == {}
     with Index(home, BUDGET) as index:
         index.compact()
     with Index(home, BUDGET) as index:
         assert reconcile(index).mended
-        assert texts(index) == whole
+        assert list_texts(index) == whole
         index.compact()
         assert not index.is_damaged()
 
 
 def test_unreadable_files_survive_rebuild(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     with Index(home, BUDGET) as index:
-        talk(index)
-        first, *rest = chain(index, A[:400])
+        save_conversations(index)
+        first, *rest = list_chain(index, A[:400])
     shutil.rmtree(home.index)
     whole = disk.open_to_read
 
@@ -223,39 +232,39 @@ def test_unreadable_files_survive_rebuild(home: Home, monkeypatch: pytest.Monkey
 
 def test_unreadable_entry_is_reported_and_repaired(home: Home) -> None:
     with Index(home, BUDGET) as index:
-        talk(index)
-        whole = texts(index)
-    with tables_of(home) as table:
+        save_conversations(index)
+        whole = list_texts(index)
+    with open_tables(home) as table:
         for name in ("segments", "sessions", "checkpoints"):
             key, value = table(name).entries()[0]
             table(name).put(key, value[:-3])
     with IndexReader(home) as reader:
         assert {finding.what for finding in verify_index(reader)} == {"entry"}
     with Index(home, BUDGET) as index:
-        assert {"adopted", "entries"} <= done(mend(index))
-        assert texts(index) == whole
+        assert {"adopted", "entries"} <= list_repairs(repair_and_verify(index))
+        assert list_texts(index) == whole
 
 
 def test_derived_tables_are_rebuilt(home: Home) -> None:
     with Index(home, BUDGET) as index:
-        talk(index)
+        save_conversations(index)
         before = index.snapshot()
-    with tables_of(home) as table:
+    with open_tables(home) as table:
         for name in ("children", "blocks", "hashes", "places", "anchors", "tokens"):
             for key, _ in table(name).entries():
                 table(name).delete(key)
     with Index(home, BUDGET) as index:
         assert verify_index(index)
-        reply = mend(index)
-        assert done(reply) == {"entries"} and index.snapshot() == before
-        assert matched(index, A[:400]) == 400
+        reply = repair_and_verify(index)
+        assert list_repairs(reply) == {"entries"} and index.snapshot() == before
+        assert count_matched(index, A[:400]) == 400
 
 
 def test_orphans_are_adopted_where_they_fit(home: Home) -> None:
     with Index(home, BUDGET) as index:
-        talk(index)
-        whole = texts(index)
-    with tables_of(home) as table:
+        save_conversations(index)
+        whole = list_texts(index)
+    with open_tables(home) as table:
         for key, _ in table("segments").entries():
             table("segments").delete(key)
         key, _ = table("checkpoints").entries()[0]
@@ -264,22 +273,22 @@ def test_orphans_are_adopted_where_they_fit(home: Home) -> None:
     stray.parent.mkdir(mode=0o700, exist_ok=True)
     shutil.copyfile(home.segment_file(next(iter(whole))), stray)
     with Index(home, BUDGET) as index:
-        reply = mend(index)
+        reply = repair_and_verify(index)
         assert [f.id for f in reply.did if f.what == "deleted"] == [stray.stem] and not stray.exists()
         assert len([f for f in reply.did if f.what == "adopted"]) == len(whole) + 1
-        assert texts(index) == whole
+        assert list_texts(index) == whole
 
 
 def test_damaged_files_are_quarantined_with_descendants(index: Index) -> None:
-    talk(index)
-    first, second, *rest = chain(index, A[:400])
-    flip(index.home.segment_file(second), -9)
-    reply = mend(index)
-    assert done(reply) == {"quarantined", "session"} | ({"entries"} & done(reply))
+    save_conversations(index)
+    first, second, *rest = list_chain(index, A[:400])
+    flip_bit(index.home.segment_file(second), -9)
+    reply = repair_and_verify(index)
+    assert list_repairs(reply) == {"quarantined", "session"} | ({"entries"} & list_repairs(reply))
     reasons = {row.id: row.reason for row in index.quarantined()}
     assert reasons[second] == "checksum" and all(reasons[it] == f"builds on {second}: checksum" for it in rest[:1])
-    assert chain(index, A[:400]) == [first]
-    assert matched(index, A[:300], OTHER) == 300
+    assert list_chain(index, A[:400]) == [first]
+    assert count_matched(index, A[:300], OTHER) == 300
 
 
 def test_segment_on_wrong_parent_is_quarantined(index: Index) -> None:
@@ -288,25 +297,25 @@ def test_segment_on_wrong_parent_is_quarantined(index: Index) -> None:
     save(index, [1, *A[1:3000]], may_replace=False)
     save(index, [2, *A[1:1500]])
     save(index, [2, *A[1:3000]], may_replace=False)
-    (_, mine), (_, theirs) = chain(index, [1, *A[1:]]), chain(index, [2, *A[1:]])
+    (_, mine), (_, theirs) = list_chain(index, [1, *A[1:]]), list_chain(index, [2, *A[1:]])
     path, other = index.home.segment_file(mine), read_header(index.home.segment_file(theirs)).meta
-    rewrite(path, prefix=other.prefix)
+    rewrite_meta(path, prefix=other.prefix)
     row = index.segment(mine)
     assert row is not None
     row.checksum, size = file_checksum(read_checksums(path)), path.stat().st_size
     assert row.bytes_on_disk == size
     index.transact(lambda tables: tables.update_segment(row))
     assert {(f.what, f.id) for f in verify_index(index)} == {("place", mine)}
-    mend(index)
+    repair_and_verify(index)
     assert {row.id: row.reason for row in index.quarantined()} == {mine: "foreign"}
-    assert matched(index, [2, *A[1:]]) == 3000 and matched(index, [1, *A[1:]]) == 1500
+    assert count_matched(index, [2, *A[1:]]) == 3000 and count_matched(index, [1, *A[1:]]) == 1500
 
 
 def test_checkpoint_of_another_conversation_is_removed(index: Index) -> None:
     save(index, [1, *A[1:1500]], checkpoints=[700])
     save(index, [2, *A[1:1500]], checkpoints=[700])
     one, two = index.snapshot().checkpoints.values()
-    rewrite(index.home.segment_file(one.id), prefix=read_header(index.home.segment_file(two.id)).meta.prefix)
+    rewrite_meta(index.home.segment_file(one.id), prefix=read_header(index.home.segment_file(two.id)).meta.prefix)
     assert {(f.what, f.id) for f in verify_index(index)} == {("file", one.id)}
-    mend(index)
+    repair_and_verify(index)
     assert [row.id for row in index.snapshot().checkpoints.values()] == [two.id]

@@ -1,4 +1,4 @@
-"""Whatever a kill leaves behind, the next start puts right; and a purge leaves nothing behind."""
+"""Startup after kills: leftovers are reconciled; and a purge leaves nothing behind."""
 
 import errno
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.index.indexes import ROOT, make_home, matched, planned, save, write_plan
+from support.index.indexes import ROOT, count_matched, make_home, plan_save, save, write_plan
 from warmline_common.protocol.tokens import pack_tokens
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
@@ -33,16 +33,16 @@ from support.index import indexes as helpers
 from warmline_proxy.index.index import Index
 from warmline_common.storage.home import Home
 index = Index(Home(Path(sys.argv[1])), 1 << 30)
-plan = helpers.planned(index, [*range(100_000, 103_000), *range(3000)], checkpoints=[3500])
+plan = helpers.plan_save(index, [*range(100_000, 103_000), *range(3000)], checkpoints=[3500])
 """
 STEPS = {
     "planned": "",
     "half written": "helpers.write_plan(index.home, plan); index.home.segment_file(plan.file_ids[-1]).unlink()",
     "written": "helpers.write_plan(index.home, plan)",
-    "committed": "helpers.commit(index, plan)",
-    "evicted": "helpers.commit(index, plan); index.budget_bytes = 1; index.sweep = lambda: 0; index.make_room()",
+    "committed": "helpers.commit_save(index, plan)",
+    "evicted": "helpers.commit_save(index, plan); index.budget_bytes = 1; index.sweep = lambda: 0; index.make_room()",
     "aside": "import warmline_proxy.store.files as f; f.move_to_quarantine = lambda *a: 0; "
-    "helpers.commit(index, plan); index.quarantine(plan.segments[0].id, 'checksum')",
+    "helpers.commit_save(index, plan); index.quarantine(plan.segments[0].id, 'checksum')",
 }
 
 
@@ -57,7 +57,7 @@ def test_kill_during_save_loses_only_that_save(home: Home, step: str) -> None:
     with Index(home, 1 << 30) as index:
         counts = reconcile(index)
         assert verify_index(index, deep=True) == []
-        assert matched(index, [*A, *range(3000)]) == {"committed": 6000, "evicted": 0}.get(step, 3000)
+        assert count_matched(index, [*A, *range(3000)]) == {"committed": 6000, "evicted": 0}.get(step, 3000)
         if step in ("planned", "half written", "written"):
             assert counts.saves_rolled_back == 1
         if step == "evicted":
@@ -93,7 +93,7 @@ def test_startup_reconciles_files_and_rows(home: Home) -> None:
         assert counts.rows_without_file == 2 and counts.rows_of_other_size == 1
         assert counts.files_temporary == 1 and counts.files_without_row == 2 and counts.modes_set > 0
         assert verify_index(index, deep=True) == []
-        assert [matched(index, ids) for ids in (A, [1, *A], [2, *A])] == [1500, 0, 1501]
+        assert [count_matched(index, ids) for ids in (A, [1, *A], [2, *A])] == [1500, 0, 1501]
         assert [row.position for row in index.snapshot().checkpoints.values()] == [1000]
         (aside,) = index.quarantined()
         assert (aside.id, aside.reason, aside.bytes_on_disk) == (damaged, "truncated", 100)
@@ -152,7 +152,7 @@ with IndexReader(Home(Path(sys.argv[1]))) as reader:
         plan = None
         for number in range(1, 5):
             save(index, [number, *A[:1100]])
-            plan = planned(index, [number, *A[:1200]])
+            plan = plan_save(index, [number, *A[:1200]])
             write_plan(home, plan)  # its files are on disk, but not in the tree
             child.stdin.write("\n")
             child.stdin.flush()
@@ -167,11 +167,11 @@ with IndexReader(Home(Path(sys.argv[1]))) as reader:
 # --- purge ---
 
 
-def everything(home: Home) -> bytes:
+def list_files(home: Home) -> bytes:
     return b"".join(path.read_bytes() for path in home.root.rglob("*") if path.is_file())
 
 
-def needle(ids: list[int]) -> bytes:
+def make_needle(ids: list[int]) -> bytes:
     return pack_tokens(ids)
 
 
@@ -182,27 +182,27 @@ def test_purge_leaves_no_bytes(home: Home) -> None:
         for length in (20, 60, 200, 900):  # small rows lie inside pages, among others
             save(index, secret[:length], may_replace=False, turn_end=10)
             save(index, kept[:length], may_replace=False, turn_end=10)
-        snapshot, ids = index.snapshot(), _ids(index, secret)
+        snapshot, ids = index.snapshot(), _list_ids(index, secret)
         session = next(row for row in snapshot.sessions.values() if snapshot.segment_path(row.leaf)[0].id in ids).id
-        assert needle(secret[5:8]) in everything(home)
+        assert make_needle(secret[5:8]) in list_files(home)
         reply = purge(index, PurgeRequest(session=session, dry_run=True))
-        assert reply.dry_run and len(reply.segments) == 4 and matched(index, secret) == 900
+        assert reply.dry_run and len(reply.segments) == 4 and count_matched(index, secret) == 900
         reply = purge(index, PurgeRequest(session=session))
         assert len(reply.segments) == 4 and reply.sessions == [session]
-        assert matched(index, secret) == 0 and matched(index, kept) == 900
-        left = everything(home)
+        assert count_matched(index, secret) == 0 and count_matched(index, kept) == 900
+        left = list_files(home)
         for at in range(0, 890, 2):
-            assert needle(secret[at : at + 3]) not in left
-        assert needle(kept[5:8]) in left
+            assert make_needle(secret[at : at + 3]) not in left
+        assert make_needle(kept[5:8]) in left
         assert session.encode() not in left
         assert verify_index(index, deep=True) == []
         save(index, secret)  # the new generation takes writes
         assert [path.name for path in home.index.iterdir()] == ["2"]
     with Index(home, 1 << 30) as index:
-        assert matched(index, secret) == 900
+        assert count_matched(index, secret) == 900
 
 
-def _ids(index: Index, ids: list[int]) -> set[str]:
+def _list_ids(index: Index, ids: list[int]) -> set[str]:
     return {ref.id for ref in index.match_prefix(ROOT, pack_tokens(ids), len(ids)).chain}
 
 
@@ -216,8 +216,8 @@ def test_purge_keeps_shared_segments(index: Index) -> None:
     assert save(index, [*system, *range(5000, 5300), 1, 2], turn_end=1402).session == second
     reply = purge(index, PurgeRequest(session=second))
     assert len(reply.segments) == 3  # its own tail, the answer that it went on with, and the one that it left
-    assert matched(index, [*system, *range(300)]) == 1400
-    assert matched(index, [*system, *range(5000, 5300)]) == 1100
+    assert count_matched(index, [*system, *range(300)]) == 1400
+    assert count_matched(index, [*system, *range(5000, 5300)]) == 1100
     assert purge(index, PurgeRequest(session=second)).segments == []
 
 
@@ -233,7 +233,7 @@ def test_purge_by_model_age_and_everything(index: Index) -> None:
     reply = purge(index, PurgeRequest(older_than_s=0))
     assert len(reply.segments) == len(reply.checkpoints) == len(reply.quarantined) == len(reply.sessions) == 1
     save(index, A[:1500])
-    running = planned(index, [9, *A])
+    running = plan_save(index, [9, *A])
     reply = purge(index, PurgeRequest(everything=True))
     assert len(reply.segments) == 1
     assert index.totals().bytes_used == index.totals().bytes_index
@@ -257,14 +257,14 @@ def test_killed_compaction_loses_nothing(tmp_path: Path) -> None:
         (home.index / ".2.tmp" / "data.mdb").write_bytes(b"half")
     with Index(home, 1 << 30) as index:
         assert not (home.index / ".2.tmp").exists()
-        assert matched(index, A) == 3000
+        assert count_matched(index, A) == 3000
         with IndexReaderInThread(index) as before:
             index.compact()
             assert before() == 3000  # a snapshot taken before goes on
     (home.index / "1").mkdir()  # killed after the rename, before the old one went
     with Index(home, 1 << 30) as index:
         assert [path.name for path in home.index.iterdir()] == ["2"]
-        assert matched(index, A) == 3000
+        assert count_matched(index, A) == 3000
     with IndexReader(home) as reader:
         assert reader.totals().segments == 1
 
@@ -286,7 +286,7 @@ def test_failed_compaction_keeps_index(home: Home, monkeypatch: pytest.MonkeyPat
         assert [path.name for path in home.index.iterdir()] == ["1"]
         save(index, [7, *A])
     with Index(home, 1 << 30) as index:
-        assert (matched(index, A), matched(index, [7, *A])) == (3000, 3001)
+        assert (count_matched(index, A), count_matched(index, [7, *A])) == (3000, 3001)
 
 
 def test_lmdb_mapped_pages_have_disk_blocks(home: Home) -> None:
@@ -301,7 +301,7 @@ def test_lmdb_mapped_pages_have_disk_blocks(home: Home) -> None:
     with Index(home, 1 << 30) as index:
         lock = (home.index / "2" / "lock.mdb").stat()
         assert lock.st_blocks * 512 >= lock.st_size or not hasattr(os, "posix_fallocate")
-        assert matched(index, A) == 3000
+        assert count_matched(index, A) == 3000
 
 
 @pytest.mark.parametrize("undone", [True, False])
@@ -325,7 +325,7 @@ def test_undurable_compaction_loses_no_later_writes(home: Home, undone: bool, mo
                 index.compact()
         save(index, [7, *A])
     with Index(home, 1 << 30) as index:
-        assert (matched(index, A), matched(index, [7, *A])) == (3000, 3001)
+        assert (count_matched(index, A), count_matched(index, [7, *A])) == (3000, 3001)
 
 
 def test_read_only_start_serves_stored_data(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,10 +336,10 @@ def test_read_only_start_serves_stored_data(home: Home, monkeypatch: pytest.Monk
     stray.parent.mkdir(exist_ok=True, mode=0o700)
     stray.write_bytes(b"x")
     for name in ("create", "delete"):
-        monkeypatch.setattr(disk, name, full)
+        monkeypatch.setattr(disk, name, raise_disk_full)
     with Index(home, 1 << 30) as index:
         reconcile_index(index)
-        assert index.read_only_code == "ENOSPC" and matched(index, A) == 3000
+        assert index.read_only_code == "ENOSPC" and count_matched(index, A) == 3000
         with pytest.raises(IndexStoreError) as refused:
             save(index, [1, *A])
         assert refused.value.code == "ENOSPC"
@@ -350,12 +350,12 @@ def test_read_only_start_serves_stored_data(home: Home, monkeypatch: pytest.Monk
         assert verify_index(index, deep=True) == []
 
 
-def full(*_: object) -> None:
+def raise_disk_full(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class IndexReaderInThread:
-    """Keeps a read transaction open across what happens inside the block."""
+    """Reader that keeps a read transaction open during the block."""
 
     def __init__(self, index: Index) -> None:
         self._context = index._environment.read_transaction()
@@ -378,6 +378,6 @@ def test_rebuilt_index_has_only_file_content(tmp_path: Path) -> None:
         IndexReader(home)
     with Index(home, 1 << 30) as index:
         reconcile(index)
-        assert matched(index, A) == len(A) and verify_index(index, deep=True) == []
+        assert count_matched(index, A) == len(A) and verify_index(index, deep=True) == []
         save(index, [*A, 1])
     assert b"garbage" not in b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""Each thing that must hold is looked at: damaged alone, it is found under its name, and a repair mends it."""
+"""Invariants: each damage alone is found under its name, and a repair fixes it."""
 
 import os
 from collections.abc import Callable
@@ -6,8 +6,8 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from support.index.indexes import ROOT, matched, save, turn
-from support.index.segment_files import rewrite
+from support.index.indexes import ROOT, count_matched, make_turn, save
+from support.index.segment_files import rewrite_meta
 from warmline_common.protocol.tokens import pack_tokens
 from warmline_common.storage.segment_file import file_checksum, read_checksums
 from warmline_proxy.home_lock import home_lock
@@ -22,39 +22,39 @@ WHOLE = [*A[:1500], 7, 7, 7]
 
 
 @pytest.fixture
-def talk(index: Index) -> Index:
-    """A root with a state, a child that leaves in its middle, one at its end, a quarantined file, a request."""
+def saved_conversations(index: Index) -> Index:
+    """Index with a root and its state, a child that diverges in it, one at its end, a quarantined file, a request."""
     save(index, A[:1400], checkpoints=[700], turn_end=1390, client="first")
     save(index, [*A[:1200], 5, 5, 5], turn_end=1201, client="second", may_replace=False)
     save(index, [*A[:1400], *WHOLE[1400:]], turn_end=1450, client="first", may_replace=False)
     save(index, [9] * 70)
     index.quarantine(index.match_prefix(ROOT, pack_tokens([9]), 1).chain[0].id, "checksum")
     index.record_use(ref.id for ref in index.match_prefix(ROOT, pack_tokens(WHOLE), 1503).chain)
-    index.record_turn(turn(1, 2))
+    index.record_turn(make_turn(1, 2))
     index.record_request(RequestRecord(id="r", at=1.0, endpoint="chat", client_model="m", outcome="ok", source="cold"))
     index.flush()
     return index
 
 
-def path(index: Index) -> list[SegmentRow]:
+def find_path(index: Index) -> list[SegmentRow]:
     return [row for ref in index.match_prefix(ROOT, pack_tokens(WHOLE), 1503).chain if (row := index.segment(ref.id))]
 
 
-def key(row: SegmentRow) -> bytes:
+def encode_id(row: SegmentRow) -> bytes:
     return bytes.fromhex(row.id)
 
 
-def in_tables(change: Callable[[Tables, SegmentRow, SegmentRow], object]) -> Callable[[Index], None]:
-    """`change` gets the tables, the root segment and the leaf below it."""
+def damage_tables(change: Callable[[Tables, SegmentRow, SegmentRow], object]) -> Callable[[Index], None]:
+    """Make damage of the tables; `change` gets the tables, the root segment and the leaf below it."""
 
     def damage(index: Index) -> None:
-        root, leaf = path(index)
+        root, leaf = find_path(index)
         index.transact(lambda tables: change(tables, root, leaf))
 
     return damage
 
 
-def with_session(**changed: object) -> Callable[[Index], None]:
+def damage_session(**changed: object) -> Callable[[Index], None]:
     def damage(index: Index) -> None:
         row = next(row for row in index.sessions() if row.client == "first")
         index.transact(lambda tables: tables.put_session(msgspec.structs.replace(row, **changed)))
@@ -62,40 +62,40 @@ def with_session(**changed: object) -> Callable[[Index], None]:
     return damage
 
 
-def session_on_a_branch(index: Index) -> None:
-    """Its turn ends in a segment that is not on its path."""
+def move_session_turn(index: Index) -> None:
+    """Move a session's turn to a segment that is not on its path."""
     first, second = sorted(index.sessions(), key=lambda row: row.client)
-    with_session(turn_segment=second.leaf, turn_end=1202)(index)
+    damage_session(turn_segment=second.leaf, turn_end=1202)(index)
     assert first.leaf != second.leaf
 
 
-def on_disk(change: Callable[[Index, SegmentRow], object]) -> Callable[[Index], None]:
-    """`change` gets the leaf."""
-    return lambda index: change(index, path(index)[1]) and None
+def damage_file(change: Callable[[Index, SegmentRow], object]) -> Callable[[Index], None]:
+    """Make damage of a file; `change` gets the index and the leaf."""
+    return lambda index: change(index, find_path(index)[1]) and None
 
 
-def of_another_place(index: Index, leaf: SegmentRow) -> None:
-    """Sound in itself, and what the row says but for what comes before."""
+def write_at_other_place(index: Index, leaf: SegmentRow) -> None:
+    """Write a file that is valid and agrees with its row, but follows other tokens."""
     file = index.home.segment_file(leaf.id)
-    rewrite(file, prefix="ab" * 16)
+    rewrite_meta(file, prefix="ab" * 16)
     leaf.checksum = file_checksum(read_checksums(file))
     index.transact(lambda tables: tables.update_segment(leaf))
 
 
-def flip(index: Index, leaf: SegmentRow) -> None:
+def flip_bit(index: Index, leaf: SegmentRow) -> None:
     file = index.home.segment_file(leaf.id)
     data = bytearray(file.read_bytes())
     data[-30] ^= 1
     file.write_bytes(data)
 
 
-def quarantined(index: Index) -> QuarantineRow:
+def get_quarantined(index: Index) -> QuarantineRow:
     (row,) = index.quarantined()
     return row
 
 
-def weigh_wrongly(index: Index) -> None:
-    row = quarantined(index)
+def damage_quarantined_size(index: Index) -> None:
+    row = get_quarantined(index)
 
     def change(tables: Tables) -> None:
         tables.remove_quarantined(row)
@@ -104,11 +104,11 @@ def weigh_wrongly(index: Index) -> None:
     index.transact(change)
 
 
-def put(table: str, name: bytes, value: bytes) -> Callable[[Index], None]:
+def put_entry(table: str, name: bytes, value: bytes) -> Callable[[Index], None]:
     return lambda index: index.transact(lambda tables: tables.put(table, name, value))
 
 
-def file_in(*parts: str) -> Callable[[Index], None]:
+def add_file(*parts: str) -> Callable[[Index], None]:
     def damage(index: Index) -> None:
         file = index.home.root.joinpath(*parts)
         file.parent.mkdir(0o700, exist_ok=True)
@@ -117,53 +117,62 @@ def file_in(*parts: str) -> Callable[[Index], None]:
     return damage
 
 
-def taken(tables: Tables, row: SegmentRow) -> bytes:
+def encode_child(tables: Tables, row: SegmentRow) -> bytes:
     return encode_child_key(row.root, row.parent, row.start, tables.tokens(row.id)[:4])
 
 
 OTHER = "cd" * 16
 DAMAGES: dict[str, tuple[str, Callable[[Index], object]]] = {
-    "tokens cut": ("tree", in_tables(lambda t, r, leaf: t.put("tokens", key(leaf), t.tokens(leaf.id)[:-4]))),
-    "tokens of nothing": ("tree", put("tokens", b"x" * 16, b"")),
-    "a child forgotten": ("tree", in_tables(lambda t, r, leaf: t.delete("children", taken(t, leaf)))),
-    "a child too many": ("tree", put("children", encode_child_key(ROOT, OTHER, 5, b"1234"), b"x" * 16)),
-    "another parent": ("tree", in_tables(lambda t, r, leaf: t.update_segment(replace(leaf, parent=leaf.id)))),
-    "no parent": ("tree", in_tables(lambda t, r, leaf: t.update_segment(replace(leaf, parent="")))),
-    "a parent that is gone": ("tree", in_tables(lambda t, r, leaf: t.update_segment(replace(leaf, parent=OTHER)))),
-    "another root": ("tree", in_tables(lambda t, r, leaf: t.update_segment(replace(leaf, root=b"x" * 16)))),
-    "gone, yet stored": ("tree", in_tables(lambda t, r, leaf: t.put("gone", taken(t, leaf), b"evicted"))),
-    "gone after nothing": ("tree", put("gone", encode_child_key(ROOT, OTHER, 5, b"1234"), b"evicted")),
-    "hashes of others": ("block", in_tables(lambda t, r, leaf: t.put("hashes", key(leaf), b"x" * 16))),
-    "a block of another": ("block", in_tables(lambda t, r, leaf: t.put("blocks", t.hashes(r.id)[3], key(leaf)))),
-    "a block of nobody": ("block", put("blocks", b"x" * 16, b"y" * 16)),
-    "a state outside": ("checkpoint", in_tables(lambda t, r, leaf: move_state(t, leaf.id))),
-    "a state without a place": ("checkpoint", in_tables(lambda t, r, leaf: t.delete("places", place_of_state(t)))),
-    "a place too many": ("checkpoint", put("places", b"x" * 24, b"y" * 16)),
-    "a session that ends elsewhere": ("session", with_session(tokens=1400)),
-    "a session of another root": ("session", with_session(root=b"x" * 16)),
-    "a turn outside": ("session", with_session(turn_end=1399)),
-    "a turn in nothing": ("session", with_session(turn_segment="")),
-    "a turn with other tokens": ("session", with_session(turn_digest=b"x" * 16)),
-    "a turn on a branch": ("session", session_on_a_branch),
-    "an anchor too many": ("session", put("anchors", b"x" * 16 + b"0123456789ab", b"")),
-    "an anchor lost": ("session", in_tables(lambda t, r, leaf: t.delete("anchors", anchor(t, leaf)))),
-    "usage of nothing": ("usage", put("usage", b"x" * 16, msgspec.msgpack.encode({"hits": 1}))),
-    "stored and doomed": ("standing", in_tables(lambda t, r, leaf: t.mark_deleted(leaf.id, 5))),
-    "a sum": ("sum", in_tables(lambda t, r, leaf: t.add_to_sums(tokens=1))),
-    "a file gone": ("missing", on_disk(lambda index, leaf: index.home.segment_file(leaf.id).unlink())),
-    "a file cut": ("truncated", on_disk(lambda index, leaf: os.truncate(index.home.segment_file(leaf.id), 900))),
-    "a file damaged": ("checksum", on_disk(flip)),
-    "another size": ("file", in_tables(lambda t, r, leaf: resize(t, leaf))),
-    "another checksum": ("file", in_tables(lambda t, r, leaf: t.update_segment(replace(leaf, checksum="x")))),
-    "another conversation's": ("place", on_disk(of_another_place)),
-    "aside and gone": ("quarantine", lambda index: (index.home.segments / "quarantine" / name(index)).unlink()),
-    "aside, of another size": ("quarantine", weigh_wrongly),
-    "a file of nobody": ("orphan", file_in("segments", "ab", f"{'ab' * 16}.safetensors")),
-    "a draft": ("orphan", file_in("segments", "ab", ".x.tmp")),
-    "a file beside": ("orphan", file_in("segments", "x")),
-    "a file of nobody aside": ("orphan", file_in("segments", "quarantine", "x")),
-    "a draft of the index": ("orphan", file_in("index", ".2.tmp", "data.mdb")),
-    "a file for all to read": ("mode", on_disk(lambda index, leaf: index.home.segment_file(leaf.id).chmod(0o640))),
+    "tokens cut": ("tree", damage_tables(lambda t, r, leaf: t.put("tokens", encode_id(leaf), t.tokens(leaf.id)[:-4]))),
+    "tokens of nothing": ("tree", put_entry("tokens", b"x" * 16, b"")),
+    "a child forgotten": ("tree", damage_tables(lambda t, r, leaf: t.delete("children", encode_child(t, leaf)))),
+    "a child too many": ("tree", put_entry("children", encode_child_key(ROOT, OTHER, 5, b"1234"), b"x" * 16)),
+    "another parent": ("tree", damage_tables(lambda t, r, leaf: t.update_segment(replace_row(leaf, parent=leaf.id)))),
+    "no parent": ("tree", damage_tables(lambda t, r, leaf: t.update_segment(replace_row(leaf, parent="")))),
+    "a parent that is gone": (
+        "tree",
+        damage_tables(lambda t, r, leaf: t.update_segment(replace_row(leaf, parent=OTHER))),
+    ),
+    "another root": ("tree", damage_tables(lambda t, r, leaf: t.update_segment(replace_row(leaf, root=b"x" * 16)))),
+    "gone, yet stored": ("tree", damage_tables(lambda t, r, leaf: t.put("gone", encode_child(t, leaf), b"evicted"))),
+    "gone after nothing": ("tree", put_entry("gone", encode_child_key(ROOT, OTHER, 5, b"1234"), b"evicted")),
+    "hashes of others": ("block", damage_tables(lambda t, r, leaf: t.put("hashes", encode_id(leaf), b"x" * 16))),
+    "a block of another": (
+        "block",
+        damage_tables(lambda t, r, leaf: t.put("blocks", t.hashes(r.id)[3], encode_id(leaf))),
+    ),
+    "a block of nobody": ("block", put_entry("blocks", b"x" * 16, b"y" * 16)),
+    "a state outside": ("checkpoint", damage_tables(lambda t, r, leaf: move_state(t, leaf.id))),
+    "a state without a place": ("checkpoint", damage_tables(lambda t, r, leaf: t.delete("places", find_place(t)))),
+    "a place too many": ("checkpoint", put_entry("places", b"x" * 24, b"y" * 16)),
+    "a session that ends elsewhere": ("session", damage_session(tokens=1400)),
+    "a session of another root": ("session", damage_session(root=b"x" * 16)),
+    "a turn outside": ("session", damage_session(turn_end=1399)),
+    "a turn in nothing": ("session", damage_session(turn_segment="")),
+    "a turn with other tokens": ("session", damage_session(turn_digest=b"x" * 16)),
+    "a turn on a branch": ("session", move_session_turn),
+    "an anchor too many": ("session", put_entry("anchors", b"x" * 16 + b"0123456789ab", b"")),
+    "an anchor lost": ("session", damage_tables(lambda t, r, leaf: t.delete("anchors", find_anchor(t, leaf)))),
+    "usage of nothing": ("usage", put_entry("usage", b"x" * 16, msgspec.msgpack.encode({"hits": 1}))),
+    "stored and doomed": ("standing", damage_tables(lambda t, r, leaf: t.mark_deleted(leaf.id, 5))),
+    "a sum": ("sum", damage_tables(lambda t, r, leaf: t.add_to_sums(tokens=1))),
+    "a file gone": ("missing", damage_file(lambda index, leaf: index.home.segment_file(leaf.id).unlink())),
+    "a file cut": ("truncated", damage_file(lambda index, leaf: os.truncate(index.home.segment_file(leaf.id), 900))),
+    "a file damaged": ("checksum", damage_file(flip_bit)),
+    "another size": ("file", damage_tables(lambda t, r, leaf: resize_row(t, leaf))),
+    "another checksum": ("file", damage_tables(lambda t, r, leaf: t.update_segment(replace_row(leaf, checksum="x")))),
+    "another conversation's": ("place", damage_file(write_at_other_place)),
+    "aside and gone": (
+        "quarantine",
+        lambda index: (index.home.segments / "quarantine" / get_quarantined_name(index)).unlink(),
+    ),
+    "aside, of another size": ("quarantine", damage_quarantined_size),
+    "a file of nobody": ("orphan", add_file("segments", "ab", f"{'ab' * 16}.safetensors")),
+    "a draft": ("orphan", add_file("segments", "ab", ".x.tmp")),
+    "a file beside": ("orphan", add_file("segments", "x")),
+    "a file of nobody aside": ("orphan", add_file("segments", "quarantine", "x")),
+    "a draft of the index": ("orphan", add_file("index", ".2.tmp", "data.mdb")),
+    "a file for all to read": ("mode", damage_file(lambda index, leaf: index.home.segment_file(leaf.id).chmod(0o640))),
     "a folder for all to see": ("mode", lambda index: index.home.segments.chmod(0o755)),
     "a secret for all to read": (
         "mode",
@@ -172,12 +181,12 @@ DAMAGES: dict[str, tuple[str, Callable[[Index], object]]] = {
 }
 
 
-def replace(row: SegmentRow, **changed: object) -> SegmentRow:
+def replace_row(row: SegmentRow, **changed: object) -> SegmentRow:
     return msgspec.structs.replace(row, **changed)
 
 
-def resize(tables: Tables, row: SegmentRow) -> None:
-    tables.update_segment(replace(row, bytes_on_disk=row.bytes_on_disk + 1))
+def resize_row(tables: Tables, row: SegmentRow) -> None:
+    tables.update_segment(replace_row(row, bytes_on_disk=row.bytes_on_disk + 1))
     tables.add_to_sums(bytes_segments=1)
 
 
@@ -187,60 +196,64 @@ def move_state(tables: Tables, segment: str) -> None:
     tables.insert_checkpoint(msgspec.structs.replace(row, segment=segment))
 
 
-def place_of_state(tables: Tables) -> bytes:
+def find_place(tables: Tables) -> bytes:
     ((place, _),) = tables.items("places")
     return place
 
 
-def anchor(tables: Tables, row: SegmentRow) -> bytes:
-    return next(found for found, _ in tables.items("anchors") if found.startswith(key(row)))
+def find_anchor(tables: Tables, row: SegmentRow) -> bytes:
+    return next(found for found, _ in tables.items("anchors") if found.startswith(encode_id(row)))
 
 
-def name(index: Index) -> str:
-    return f"{quarantined(index).id}.safetensors"
+def get_quarantined_name(index: Index) -> str:
+    return f"{get_quarantined(index).id}.safetensors"
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_each_damage_is_found_and_repaired(talk: Index, damage: str) -> None:
-    assert verify_index(talk, deep=True) == []
+def test_each_damage_is_found_and_repaired(saved_conversations: Index, damage: str) -> None:
+    assert verify_index(saved_conversations, deep=True) == []
     what, do = DAMAGES[damage]
-    do(talk)
-    assert what in {finding.what for finding in verify_index(talk, deep=True)}
-    assert repair(talk, deep=True, is_saving=False).did
-    assert verify_index(talk, deep=True) == []
-    assert matched(talk, WHOLE) in (1503, 1400)
+    do(saved_conversations)
+    assert what in {finding.what for finding in verify_index(saved_conversations, deep=True)}
+    assert repair(saved_conversations, deep=True, is_saving=False).did
+    assert verify_index(saved_conversations, deep=True) == []
+    assert count_matched(saved_conversations, WHOLE) in (1503, 1400)
 
 
 @pytest.mark.parametrize("table", [table for table in TABLES if table not in ("saves", "gone", "doomed")])
-def test_unreadable_entry_is_found_in_every_table(talk: Index, table: str) -> None:
+def test_unreadable_entry_is_found_in_every_table(saved_conversations: Index, table: str) -> None:
     def change(tables: Tables) -> None:
         entry = next(entry for entry, _ in tables.items(table) if entry not in (b"schema", INCOMPLETE_KEY))
         tables.put(table, entry, b"\xc1\xff\xff")
 
-    talk.transact(change)
-    assert {(finding.what, finding.detail.split(":")[0]) for finding in verify_index(talk)} == {("entry", table)}
-    assert repair(talk, deep=True, is_saving=False).did
-    assert verify_index(talk, deep=True) == [] and matched(talk, WHOLE) == 1503
+    saved_conversations.transact(change)
+    assert {(finding.what, finding.detail.split(":")[0]) for finding in verify_index(saved_conversations)} == {
+        ("entry", table)
+    }
+    assert repair(saved_conversations, deep=True, is_saving=False).did
+    assert verify_index(saved_conversations, deep=True) == [] and count_matched(saved_conversations, WHOLE) == 1503
 
 
-def test_running_compaction_is_no_orphan(talk: Index) -> None:
-    draft = talk.home.index / ".2.tmp"
+def test_running_compaction_is_no_orphan(saved_conversations: Index) -> None:
+    draft = saved_conversations.home.index / ".2.tmp"
     draft.mkdir(0o700)
-    with home_lock(talk.home, 0.0):
-        assert verify_index(talk) == []
+    with home_lock(saved_conversations.home, 0.0):
+        assert verify_index(saved_conversations) == []
         os.utime(draft, (1.0, 1.0))
-        assert [finding.what for finding in verify_index(talk)] == ["orphan"]
-    assert talk.delete_superseded() == [draft]
+        assert [finding.what for finding in verify_index(saved_conversations)] == ["orphan"]
+    assert saved_conversations.delete_superseded() == [draft]
 
 
-def test_invalid_numbers_are_found(talk: Index) -> None:
-    row = talk.sessions()[0]
+def test_invalid_numbers_are_found(saved_conversations: Index) -> None:
+    row = saved_conversations.sessions()[0]
     for changed in ({"created": float("nan")}, {"requests": -1}, {"last_used": float("inf")}):
-        talk.transact(lambda tables, changed=changed: tables.put_session(msgspec.structs.replace(row, **changed)))
-        assert {finding.what for finding in verify_index(talk)} == {"entry"}
-        repair(talk, deep=False, is_saving=False)
-        assert verify_index(talk) == []
-        talk.transact(lambda tables: tables.put_session(row))
+        saved_conversations.transact(
+            lambda tables, changed=changed: tables.put_session(msgspec.structs.replace(row, **changed))
+        )
+        assert {finding.what for finding in verify_index(saved_conversations)} == {"entry"}
+        repair(saved_conversations, deep=False, is_saving=False)
+        assert verify_index(saved_conversations) == []
+        saved_conversations.transact(lambda tables: tables.put_session(row))
 
 
 def test_session_rows_are_checked_on_read() -> None:

@@ -30,56 +30,56 @@ CHANGES = (
 READS = "open_to_read"
 
 
-class Around(Protocol):
+class DiskWrapper(Protocol):
     """Replacement of a disk operation: called with its name, the real function, and its arguments."""
 
     def __call__(self, name: str, real: Callable[..., Any], *arguments: Any) -> Any: ...
 
 
-def wrap(disk: Any, around: Around) -> None:
+def wrap_operations(disk: Any, wrapper: DiskWrapper) -> None:
     """Replace every operation of the module by `around`."""
     for name in (*CHANGES, READS):
-        setattr(disk, name, functools.partial(around, name, getattr(disk, name)))
+        setattr(disk, name, functools.partial(wrapper, name, getattr(disk, name)))
 
 
-def targets(arguments: tuple[Any, ...]) -> list[str]:
+def list_paths(arguments: tuple[Any, ...]) -> list[str]:
     """List the paths of an operation; of LMDB its description."""
     named = [each.name if isinstance(each, FileIO) else each for each in arguments]
     return [str(each) for each in named if isinstance(each, str | Path)]
 
 
-def die() -> None:
+def kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_at(when: str, real: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def kill_self_at(when: str, real: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """Kill this process before, after or in the middle of an operation."""
     if when == "after":
         real(*arguments)
     elif when == "middle" and real.__name__ == "write":
         file, data = arguments
         real(file, bytes(data)[: len(data) // 2])
-    die()
+    kill_self()
 
 
-class Orders:
-    """Execution of the order in the file `disk-PROCESS`, while it exists.  Any thread."""
+class DiskFaults:
+    """Faults ordered by the file `disk-PROCESS`, while it exists.  Any thread."""
 
     def __init__(self, folder: Path, process: str) -> None:
         self._path = folder / f"disk-{process}"
         self._lock = threading.Lock()
         self._number = -1
-        self._met = 0
+        self._match_count = 0
 
     def __call__(self, name: str, real: Callable[..., Any], *arguments: Any) -> Any:
         order = self._read_order()
-        if order and self._meets(order, name, arguments):
+        if order and self._matches(order, name, arguments):
             with self._lock:
-                self._met = self._met + 1 if order["number"] == self._number else 1
-                self._number, met = order["number"], self._met
+                self._match_count = self._match_count + 1 if order["number"] == self._number else 1
+                self._number, met = order["number"], self._match_count
             if met == order.get("kill"):
                 self._path.rename(self._path.with_name(f"{self._path.name}-taken"))
-                die_at(order["when"], real, arguments)
+                kill_self_at(order["when"], real, arguments)
             if met == order.get("lose"):
                 Path(arguments[0]).unlink()
             if "error" in order and not met > order["times"] > 0:
@@ -91,19 +91,19 @@ class Orders:
             return json.loads(self._path.read_text())
         return None
 
-    def _meets(self, order: Any, name: str, arguments: tuple[Any, ...]) -> bool:
+    def _matches(self, order: Any, name: str, arguments: tuple[Any, ...]) -> bool:
         if name not in (order["steps"] or CHANGES):
             return False
-        return any(order.get("under", "") in target for target in targets(arguments))
+        return any(order.get("under", "") in target for target in list_paths(arguments))
 
     def _fail(self, error: str, name: str, arguments: tuple[Any, ...]) -> Any:
         number = getattr(errno, error)
         if name == READS:
-            return _Unreadable(number, arguments[0])
+            return _UnreadableFile(number, arguments[0])
         raise OSError(number, os.strerror(number))
 
 
-class _Unreadable(FileIO):
+class _UnreadableFile(FileIO):
     """File that exists and can't be read."""
 
     def __init__(self, number: int, path: Path) -> None:

@@ -202,11 +202,12 @@ def set_default(kind: type, name: str, value: object) -> None:
 
 
 def plant_in_disk(process: str) -> None:
-    from planted_disk import Orders, wrap  # of this folder, which is on the path of a process with faults
+    # from this folder, which is on the path of a process with faults
+    from planted_disk import DiskFaults, wrap_operations
 
     from warmline_common.storage import disk
 
-    wrap(disk, Orders(FOLDER, process))
+    wrap_operations(disk, DiskFaults(FOLDER, process))
 
 
 def plant_bugs(process: str) -> None:
