@@ -1,6 +1,6 @@
 """Supervisor over two stand-ins, in its own process, as `warmline serve` runs it over the real pair.
 
-Usage: drive_supervise.py PORT BACKEND_PORT [MANNER_OF_BACKEND [GRACE_S]]
+Usage: run_supervisor.py PORT BACKEND_PORT [MANNER_OF_BACKEND [GRACE_S]]
 """
 
 import os
