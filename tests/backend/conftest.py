@@ -7,7 +7,7 @@ from warmline_backend.scheduler import scheduler
 
 @pytest.fixture(scope="session")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder where `families.served` keeps its models, each made and loaded once a session."""
+    """Folder where `families.load_family` keeps its models, each made and loaded once a session."""
     return tmp_path_factory.mktemp("families")
 
 

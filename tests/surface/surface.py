@@ -53,7 +53,7 @@ def collect() -> dict[str, Section]:
 
 
 class _Collector:
-    """One run: a pair without keys, a proxy with keys and without a backend, and many commands."""
+    """Collector of one run: a pair without keys, a proxy with keys and without a backend, and many commands."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder, self._stack = folder, stack
@@ -136,7 +136,7 @@ class _Collector:
     # ---- what is collected
 
     def _run(self, group: str, lines: Sequence[str], *, home: str = "", in_order: bool = False) -> None:
-        """Notes how each ends, and the keys of the JSON that it prints."""
+        """Run commands; note how each ends, and the keys of the JSON that it prints."""
         values = self._values
         runs = [commands.prepared(line, values) for line in lines]
         for run in runs:
@@ -203,7 +203,7 @@ class _Collector:
         ports.settle()
 
     def _name_what_is_stored(self, ports: Ports) -> None:
-        """For commands that want an id."""
+        """Set the ids that commands need."""
         sessions = ask(ports.proxy, "GET", "/warmline/sessions?sort=-tokens").json["sessions"]
         session, other = sessions[0]["id"], sessions[1]["id"]
         listed = self._programs.run([commands.prepared(f"cachectl ls {session} --json --home HOME", self._values)])[0]
@@ -228,7 +228,7 @@ def _ending(process: "subprocess.Popen[str]") -> str:
 
 @contextmanager
 def _held(home: Path) -> Iterator[None]:
-    """The locks of its proxy and its backend."""
+    """Hold the locks of the home's proxy and backend."""
     (home / "run").mkdir()
     with (home / "home.lock").open("w") as one, (home / "run" / "backend.lock").open("w") as other:
         for lock in (one, other):
@@ -240,7 +240,7 @@ def _held(home: Path) -> Iterator[None]:
 
 
 def _files(home: Path) -> dict[str, str]:
-    """By path, without ids: the mode, and whether it is a folder."""
+    """List files by path, without ids: the mode, and whether it is a folder."""
     return {_place(home, path): _mode(path) for path in (home, *sorted(home.rglob("*")))}
 
 
@@ -254,7 +254,7 @@ def _mode(path: Path) -> str:
 
 
 def _contents(home: Path) -> Section:
-    """The keys of JSON files, and what the header of a segment's file tells besides tensors."""
+    """List the keys of JSON files, and the header fields of a segment's file besides tensors."""
     told: Section = {_place(home, path): shape(json.loads(path.read_text())) for path in sorted(home.rglob("*.json"))}
     headers = [_header(path) for path in sorted((home / "segments").rglob("*.safetensors"))]
     tensors = {name: value for header in headers for name, value in header.items() if name != "__metadata__"}
@@ -271,7 +271,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def _archive(path: Path) -> Section:
-    """The names in an exported archive, and the keys of its JSON files."""
+    """List the names in an exported archive, and the keys of its JSON files."""
     told: Section = {"mode": _mode(path)}
     with tarfile.open(path) as archive:
         for member in archive:
@@ -312,7 +312,7 @@ def as_text(value: Any, indent: str = "") -> str:
 
 
 def differences(expected: Any, found: Any, path: str = "") -> list[str]:
-    """A line for each value that is missing (-), new (+), or another (both)."""
+    """List a line for each value that is missing (-), new (+), or another (both)."""
     if UNSTABLE.search(path):
         return []
     if isinstance(expected, dict) and isinstance(found, dict):

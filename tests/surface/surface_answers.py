@@ -29,7 +29,7 @@ SEGMENT_ID = "0123456789abcdef" * 2  # of a segment that is saved for the backen
 
 @dataclass(frozen=True)
 class Ports:
-    """Of a pair that runs, and what opens it."""
+    """Ports of a running pair, with its secret."""
 
     proxy: int
     backend: int
@@ -48,7 +48,7 @@ class Ports:
 
 
 def client_answers(ports: Ports) -> dict[str, Any]:
-    """By request: the shape of its answer, or of each kind of event of its stream."""
+    """Collect by request the shape of its answer, or of each kind of event of its stream."""
     told: dict[str, Any] = {}
     for name, (path, body) in _requests().items():
         told[name] = shape(_fine(ask(ports.proxy, "POST", path, body)).json)
@@ -141,7 +141,7 @@ def _restored(ports: Ports) -> Answer:
 
 
 def _ended(ports: Ports, name: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """One that streams, is looked at meanwhile, and is ended by its client."""
+    """Send a stream, look at it, and let its client cancel it."""
     length = "max_output_tokens" if path == RESPONSES else "max_tokens"
     with begun(ports.proxy, "POST", path, {**body, length: 50_000, "stream": True}) as response:
         begin = response.readline()
@@ -201,7 +201,7 @@ def _tokens(text: bytes) -> str:
 
 
 def backend_answers(ports: Ports) -> dict[str, Any]:
-    """Answers of the backend to a holder of the secret."""
+    """Collect answers of the backend to a holder of the secret."""
 
     def said(method: str, path: str, body: Any = None, **headers: str) -> Answer:
         return ask(ports.backend, method, path, body, {**ports.as_owner, **headers})
@@ -222,7 +222,7 @@ def backend_answers(ports: Ports) -> dict[str, Any]:
 
 
 def transfers(ports: Ports) -> dict[str, Any]:
-    """A segment that is saved, restored, and not found: as the proxy has it done."""
+    """Save, restore and miss a segment, as the proxy does."""
     headers = {**ports.as_owner, "X-Warmline-Request": "surface-2"}
     events_of_save = ask(ports.backend, "POST", CHAT, _chat(LONG, stream=True), headers).body
     settled = json.loads(events_of_save.split(b"event: warmline\ndata: ")[1].split(b"\n")[0])

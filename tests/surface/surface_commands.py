@@ -20,7 +20,7 @@ NO_COMMANDS = ("Usage", "Options", "Arguments")
 
 
 def command_tree(programs: Programs, home: Path) -> dict[str, Any]:
-    """By command line: its usage, options and arguments with their defaults, and the commands below it."""
+    """Collect by command line: its usage, options and arguments with their defaults, and its subcommands."""
     found: dict[str, Any] = {}
     level = [[program] for program in PROGRAMS]
     while level:
@@ -44,7 +44,7 @@ def _read_help(text: str, home: Path) -> dict[str, Any]:
 
 
 def _sections(text: str) -> dict[str, dict[str, list[str]]]:
-    """By title: what each entry is noted to have, such as a default.  A blank line ends a section."""
+    """Split help by title, with the notes of each entry, such as a default.  A blank line ends a section."""
     found: dict[str, dict[str, list[str]]] = {}
     for block in text.split("\n\n"):
         title, _, rest = block.strip("\n").partition(":\n")
@@ -54,7 +54,7 @@ def _sections(text: str) -> dict[str, dict[str, list[str]]]:
 
 
 def _entries(lines: Iterable[str]) -> list[tuple[str, str]]:
-    """(what is typed, what is said about it), wrapped lines put together."""
+    """List (what is typed, its description), with wrapped lines joined."""
     found: list[tuple[str, str]] = []
     for line in lines:
         if match := ENTRY.fullmatch(line):
@@ -84,7 +84,7 @@ SAMPLES = {  # of settings whose default is none, or can't be given
 
 
 def settings(programs: Programs, folder: Path) -> dict[str, Any]:
-    """Each setting's default, and what its source is called where a variable, a flag or the file gives it."""
+    """Collect each setting's default, and its source's name where a variable, a flag or the file gives it."""
     (plain,) = _shown(programs, [Run(["warmline", "config", "--json"])])
     given = {name: SAMPLES.get(name, _typed(entry["value"])) for name, entry in plain.items()}
     home = folder / "home-with-file"
@@ -125,7 +125,7 @@ def _toml(text: str) -> str:
 
 
 def _flags(given: Mapping[str, str]) -> list[str]:
-    """All but the one that no flag sets; switches are turned on."""
+    """Make flags of all settings but the one that no flag sets; switches are turned on."""
     pairs = {f"--{name.replace('_', '-')}": text for name, text in given.items() if name != "client_key"}
     return [word for flag, text in pairs.items() for word in ([flag] if text in ("true", "false") else [flag, text])]
 
@@ -342,7 +342,7 @@ UNSTABLE = ("cachectl doctor --json",)
 
 
 def prepared(line: str, values: Mapping[str, str]) -> Run:
-    """A line as above, with its words in capitals replaced."""
+    """Replace the words in capitals of a line."""
     words, environment = shlex.split(line), {}
     while match := VARIABLE.fullmatch(words[0]):
         environment[match[1]] = match[2]
@@ -358,6 +358,6 @@ def _filled(word: str, values: Mapping[str, str]) -> str:
 
 
 def ending(done: Done) -> str:
-    """The exit code, and where something was said."""
+    """Describe the exit code, and where something was printed."""
     said = [name for name, text in (("stdout", done.stdout), ("stderr", done.stderr)) if text]
     return " ".join([str(done.code), *said])

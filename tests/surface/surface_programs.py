@@ -31,7 +31,7 @@ class Done:
 
     @property
     def json(self) -> Any:
-        """None where it printed no JSON."""
+        """Printed JSON; None where there is none."""
         try:
             return json.loads(self.stdout)
         except ValueError:
@@ -40,14 +40,14 @@ class Done:
 
 @dataclass(frozen=True)
 class Run:
-    """One to be done; `environment` is added to that of the process."""
+    """Command to run; `environment` is added to that of the process."""
 
     words: Sequence[str]  # the program and its arguments
     environment: Mapping[str, str] | None = None
 
 
 class Programs:
-    """The process that forks them.  `environment` is all that they see, together with each run's own."""
+    """Process that forks commands, whose environment is `environment` together with each run's own."""
 
     def __init__(self, environment: Mapping[str, str], folder: Path) -> None:
         self._process = subprocess.Popen(
@@ -60,7 +60,7 @@ class Programs:
         )
 
     def run(self, runs: Sequence[Run]) -> list[Done]:
-        """Some at a time, in no order."""
+        """Run commands, some at a time, in any order."""
         assert self._process.stdin and self._process.stdout
         wanted = [{"words": list(each.words), "environment": dict(each.environment or {})} for each in runs]
         self._process.stdin.write(json.dumps(wanted) + "\n")
@@ -130,14 +130,14 @@ def _fork(run: dict[str, Any], entries: Mapping[str, Callable[[], object]], path
 
 
 def _redirect(path: Path) -> None:
-    """As a shell does: stdin is empty, and each output a file."""
+    """Redirect as a shell does: stdin is empty, and each output a file."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(path.with_suffix(f".{name}"), os.O_WRONLY | os.O_CREAT), number)
 
 
 def _code_of(entry: Callable[[], object]) -> int:
-    """As the script of an entry point ends."""
+    """Compute the exit code as an entry point's script does."""
     try:
         ended: object = entry()
     except SystemExit as error:

@@ -66,7 +66,7 @@ def of_answer(answer: Answer, usual: frozenset[str]) -> dict[str, Any]:
 
 
 def _error(body: Any) -> str:
-    """Its type, code and param, and the envelope's keys."""
+    """Describe type, code and param of an error, and the envelope's keys."""
     if not isinstance(body, dict) or not isinstance(error := body.get("error"), dict):
         return ""
     told = [f"{name}={error[name]}" for name in ("type", "code", "param") if error.get(name) is not None]
@@ -78,7 +78,7 @@ def _shown(name: str, value: str) -> str:
 
 
 def matrix(port: int, paths: Sequence[str], headers: Mapping[str, str], usual: frozenset[str]) -> dict[str, Any]:
-    """By path: how each method is answered without a body; methods that are answered alike stand together."""
+    """Collect by path how each method is answered without a body; methods that are answered alike are joined."""
     return {path: _alike(lambda method, path=path: ask(port, method, path, None, headers), usual) for path in paths}
 
 
@@ -103,7 +103,7 @@ def asked(port: int, cases: Mapping[str, Case], usual: frozenset[str]) -> dict[s
 
 
 def proxy_cases() -> dict[str, Case]:
-    """Bodies, hosts and origins that are refused, or let in, where no key is asked for."""
+    """Cases without keys: bodies, hosts and origins that are refused or accepted."""
     page = {"Origin": "https://other.example"}
     own = {"Sec-Fetch-Site": "cross-site"}
     bodies: dict[str, object] = {"none": b"", "no JSON": b"{", "a list": [], "empty": {}, "wrong types": {"model": 1}}
@@ -152,7 +152,7 @@ def _fields(path: str) -> dict[str, Case]:
 
 
 def body_of(path: str) -> dict[str, Any]:
-    """The least that is answered there."""
+    """Make the smallest body that the path answers."""
     if path == COMPLETIONS:
         return {"model": "m", "prompt": "hi", "max_tokens": 4}
     if path == RESPONSES:

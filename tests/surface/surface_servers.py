@@ -32,7 +32,7 @@ class Answer:
 
     @property
     def json(self) -> Any:
-        """None where it is none."""
+        """JSON of the body; None where it is none."""
         try:
             return json.loads(self.body)
         except ValueError:
@@ -43,7 +43,7 @@ class Answer:
 def begun(
     port: int, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None
 ) -> Iterator[http.client.HTTPResponse]:
-    """An answer whose head is there; its body is the caller's to read."""
+    """Send a request and read the head of its answer; the caller reads the body."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_TIMEOUT_S)
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     typed = {"Content-Type": "application/json"} if data is not None else {}
@@ -66,7 +66,7 @@ def free_port() -> int:
 
 
 class Server:
-    """A `warmline` that runs until it is stopped; its output is in a file."""
+    """Process of `warmline` that runs until it is stopped; its output is in a file."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.log = log
@@ -80,14 +80,14 @@ class Server:
             )
 
     def wait(self, port: int, path: str) -> None:
-        """Until GET of this path is answered 200."""
+        """Wait until GET of this path is answered 200."""
         limit = time.monotonic() + START_TIMEOUT_S
         while not _is_fine(port, path):
             assert self._process.poll() is None and time.monotonic() < limit, self.log.read_text()
             time.sleep(POLL_S)
 
     def stop(self) -> int:
-        """The exit code after SIGTERM."""
+        """Stop by SIGTERM; the exit code."""
         self._process.send_signal(signal.SIGTERM)
         return self._process.wait(STOP_TIMEOUT_S)
 
@@ -106,7 +106,7 @@ def _is_fine(port: int, path: str) -> bool:
 
 
 def plain_environment(home: Path) -> dict[str, str]:
-    """Of ours only what programs need, so that no setting of whoever runs this counts."""
+    """Keep of our environment what programs need, so that no setting of the caller counts."""
     kept = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ}
     more = {"HOME": str(home), "COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1", "OPENBLAS_NUM_THREADS": "1"}
     return {"LANG": "C.UTF-8", **kept, **more}

@@ -18,7 +18,7 @@ SERIES_SUFFIXES = ("_bucket", "_sum", "_count")
 
 
 def shape(*values: Any) -> Shape:
-    """The union over all values."""
+    """Compute the union of the shapes of all values."""
     found: dict[str, set[str]] = {}
     for value in values:
         for path, kind in _walk("", value):
@@ -59,7 +59,7 @@ def without_ids(text: str) -> str:
 
 
 def events(stream: bytes) -> dict[str, Shape]:
-    """By event name (or the type that the data says): the shape of all such events; the last line's text as it is."""
+    """Collect by event name (or the data's type) the shape of all such events; the last line as it is."""
     seen: dict[str, list[Any]] = {}
     for name, data in _blocks(stream.decode()):
         value = json.loads(data) if data.startswith(("{", "[{")) else data
@@ -70,7 +70,7 @@ def events(stream: bytes) -> dict[str, Shape]:
 
 
 def _blocks(stream: str) -> Iterator[tuple[str, str]]:
-    """(event, data) of each; comments have none and are left out."""
+    """List (event, data) of each block; comments are left out."""
     for block in stream.split("\n\n"):
         fields = dict(line.split(": ", 1) for line in block.splitlines() if line and not line.startswith(":"))
         if fields:
@@ -81,7 +81,7 @@ def _blocks(stream: str) -> Iterator[tuple[str, str]]:
 
 
 def metrics(exposition: str) -> dict[str, Any]:
-    """By metric name: its type, its labels, and the values of those labels that are enumerations."""
+    """Collect by metric name: type, labels, and the values of labels that are enumerations."""
     lines = exposition.splitlines()
     types = dict(line.split(" ")[2:4] for line in lines if line.startswith("# TYPE "))
     labels: dict[str, dict[str, set[str]]] = {name: {} for name in types}
@@ -99,7 +99,7 @@ def _family(series: str, types: Mapping[str, str]) -> str:
 
 
 def _metric(kind: str, labels: Mapping[str, set[str]]) -> dict[str, Any]:
-    """A histogram's buckets are part of what is promised."""
+    """Describe a metric, with the buckets of a histogram."""
     shown = {name: sorted(labels[name]) if name in ENUMERATIONS else "any" for name in sorted(labels)}
     if "le" in labels:
         shown["le"] = " ".join(sorted(labels["le"], key=float))
@@ -110,7 +110,7 @@ def _metric(kind: str, labels: Mapping[str, set[str]]) -> dict[str, Any]:
 
 
 def json_logs(lines: Iterable[str]) -> dict[str, Shape]:
-    """By process and event: the keys of the lines that are JSON objects."""
+    """Collect by process and event the keys of JSON lines."""
     seen: dict[str, list[Any]] = {}
     for line in lines:
         if line.startswith("{"):
@@ -120,6 +120,6 @@ def json_logs(lines: Iterable[str]) -> dict[str, Shape]:
 
 
 def perf_line(line: str) -> str:
-    """With placeholders for what differs from request to request."""
+    """Replace what differs from request to request by placeholders."""
     words = QUOTED.sub('"..."', line[line.index("PERF ") :])
     return DIGITS.sub("0", without_ids(words))

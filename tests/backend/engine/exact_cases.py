@@ -46,7 +46,7 @@ def record_rows(note: Note) -> Callable[[DecodeGroup], Sampled]:
     def recorded(group: DecodeGroup) -> Sampled:
         sampled = step(group)
         for sequence, _, row in sampled:
-            events: Any = sequence.request.listener  # the bound `append` of what a EventLog has heard
+            events: Any = sequence.request.listener  # the bound `append` of an EventLog's events
             note(events.__self__, np.array(row.astype(mx.float32)))
         return sampled
 

@@ -1,6 +1,6 @@
 """Home of the examples in docs/cachectl.md, and their output on it.
 
-`PYTHONPATH=tests/cachectl python tests/support/cachectl/documentation.py` writes their output there anew.
+`PYTHONPATH=tests python tests/support/cachectl/documentation.py` writes their output anew.
 """
 
 import random

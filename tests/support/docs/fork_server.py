@@ -1,7 +1,7 @@
 """Fork server of `warmline` and `cachectl`: a command is a fork with the caller's arguments, folder, variables, files.
 
-Run by `doc_reader.Reader`, asked by `stand_in.ask`.  What a process does before it is itself takes longer than most
-commands, and the documentation has many.
+Run by `reader.DocumentReader`, called by `stand_in.run_on_fork_server`.  Starting Python and importing the programs
+takes longer than most commands, and the documentation has many.
 """
 
 import json

@@ -83,7 +83,7 @@ class FaultControl:
         return (self.folder / f"disk-{process}-taken").exists()
 
     def fail_disk(self, process: str, error: str, steps: Sequence[str], under: str = "", times: int = 0) -> None:
-        """Let these disk operations raise OSError, until `mend_disk`, or a number of `times`.
+        """Let these disk operations raise OSError, until `restore_disk`, or a number of `times`.
 
         `error`: its name ("ENOSPC").  `steps`: names in `warmline_common.storage.disk`; with "open_to_read" it is the
         reading that fails.  `under`: only at paths that contain this.
@@ -169,7 +169,7 @@ class Gate:
         return self._steps.get(timeout=LIMIT_S)
 
     def next_step_unless(self, is_ended: Callable[[], bool]) -> HeldStep | None:
-        """Return the next step; None once `over()` and none waits."""
+        """Return the next step; None once `is_ended()` and none waits."""
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._steps.get(timeout=POLL_S)

@@ -88,7 +88,9 @@ class FakeBackend:
         self.generation_faults: list[
             str
         ] = []  # one per generation: "" none, "cut", "cut after content", or an error's code
-        self.hold_after: int | None = None  # chunks after which a generation waits for `let_go` or its cancellation
+        self.hold_after: int | None = (
+            None  # chunks after which a generation waits for `may_continue` or its cancellation
+        )
         self.may_continue = asyncio.Event()
         self.holding = asyncio.Event()
         self.restoring_allowed = asyncio.Event()

@@ -1,7 +1,7 @@
 """Fake launchctl: records its calls, and runs jobs as launchd does, without restarting failed ones.
 
-Put on PATH by `fake_managers.User`.  The folder FAKE_MANAGER has `calls` (a JSON list a line) and a file for each job
-that is loaded.  FAKE_MANAGER_THEN says what a job becomes that is started: "run" (the real program, with nothing in its
+Put on PATH by `fake_managers.FakeUser`.  The folder FAKE_MANAGER has `calls` (a JSON list a line) and a file for each
+loaded job.  FAKE_MANAGER_THEN says what a job becomes that is started: "run" (the real program, with nothing in its
 environment but what the plist says), "pid N" or "exit N" (nothing is run, and print tells this).
 """
 

@@ -1,7 +1,8 @@
 """Fake systemctl: records its calls, and runs units as systemd does, without restarting failed ones.
 
-Put on PATH by `fake_managers.User`.  FAKE_MANAGER_THEN says what a unit becomes that is started: "run" (its ExecStart,
-with nothing in its environment but what the unit says), "pid N" or "exit N" (nothing is run, and show tells this).
+Put on PATH by `fake_managers.FakeUser`.  FAKE_MANAGER_THEN says what a unit becomes that is started: "run" (its
+ExecStart, with nothing in its environment but what the unit says), "pid N" or "exit N" (nothing is run, and show tells
+this).
 """
 
 import json

@@ -1,6 +1,6 @@
 """Child process for the supervisor's tests: prints its events, answers GET /ready, ends on SIGTERM.
 
-Usage: standin.py NAME PORT [stubborn|misconfigured]
+Usage: stand_in_process.py NAME PORT [stubborn|misconfigured]
 """
 
 import os
