@@ -46,6 +46,7 @@ PINNED = frozenset(
 )
 PINNED_PREFIXES = ("access-control-", "cross-origin-")
 
+LOAD_HEADERS = {"Connection"}  # load decides whether a connection stays open
 Case = tuple[str, str, object, Mapping[str, str]]  # method, path, body, headers
 MESSAGE = {"role": "user", "content": "hi"}
 
@@ -58,7 +59,7 @@ def of_answer(answer: Answer, usual: frozenset[str]) -> dict[str, Any]:
         told["type"] = kind
     if error := _error(answer.json):
         told["error"] = error
-    if more := {name: _shown(name, value) for name, value in answer.headers if name not in usual}:
+    if more := {name: _shown(name, value) for name, value in answer.headers if name not in usual | LOAD_HEADERS}:
         told["headers"] = dict(sorted(more.items()))
     if missing := usual - names:
         told["without"] = sorted(missing)

@@ -21,7 +21,7 @@ SLOW = ("--prefill-step-size", "16")  # so that restoring takes less time than c
 LIMIT_S = 60.0
 TRIES_MAX = 20
 SHARED_TOKENS_MAX = 40  # that two conversations begin with
-BEGINS, ENDS = "what is computed can't be saved", "saving works again"
+BEGINS, ENDS = "KV can't be saved", "saving works again"
 REFUSED = "a restore was refused"
 
 
