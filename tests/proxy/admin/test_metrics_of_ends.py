@@ -97,7 +97,7 @@ async def test_client_disconnect_during_body(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "headers", "by"),
     [
-        ({}, {"X-Warmline-Total-Timeout": "0.1"}, "total_timeout"),
+        ({}, {"X-Warmline-Total-Timeout": "0.5"}, "total_timeout"),
         ({"stall_timeout_s": 0.1}, {}, "stall_timeout"),
     ],
 )

@@ -387,25 +387,28 @@ class FakeBackend:
         if len(taken) // 4 == reuse:
             self.residents.pop(headers.get(HEADER_RESIDENT, ""), None)
         prompt, generated = render_prompt(body)[0], b""
-        if self.reports_start:
-            await response.write(encode_comment("started"))
-        await response.write(encode_comment(f"prefill {reuse}/{len(prompt)}"))
-        if background:
-            await self.background_allowed.wait()
-        if background and self.background_cancels:
-            self.background_cancels -= 1
+        try:
+            if self.reports_start:
+                await response.write(encode_comment("started"))
+            await response.write(encode_comment(f"prefill {reuse}/{len(prompt)}"))
+            if background:
+                await self.background_allowed.wait()
+            if background and self.background_cancels:
+                self.background_cancels -= 1
+                cancelled.set()
+            for number, text in enumerate(self.answer[: 1 if background else None]):
+                if number == self.hold_after:
+                    self.holding.set()
+                    await asyncio.wait(
+                        [asyncio.ensure_future(self.may_continue.wait()), asyncio.ensure_future(cancelled.wait())],
+                        return_when=asyncio.FIRST_COMPLETED,
+                    )
+                if cancelled.is_set():
+                    break
+                generated += text.encode()
+                await response.write(encode_event(json.dumps(make_chunk(body, text)).encode()))
+        except (ConnectionError, asyncio.CancelledError):  # the proxy closed the stream; its cancel awaits the result
             cancelled.set()
-        for number, text in enumerate(self.answer[: 1 if background else None]):
-            if number == self.hold_after:
-                self.holding.set()
-                await asyncio.wait(
-                    [asyncio.ensure_future(self.may_continue.wait()), asyncio.ensure_future(cancelled.wait())],
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-            if cancelled.is_set():
-                break
-            generated += text.encode()
-            await response.write(encode_event(json.dumps(make_chunk(body, text)).encode()))
         settled = self._finish(request_id, prompt, generated, reuse, headers, cancelled.is_set())
         del self._running[request_id]
         self._results[request_id].set_result(settled)
