@@ -1,9 +1,9 @@
 """Latency of small warm requests on two checkouts, both pairs up at once and asked in turn.
 
-Usage: python benchmarks/hot_path.py OLD_WARMLINE NEW_WARMLINE [--rounds 5] [--requests 40]
+Usage: python benchmarks/hot_path.py OLD_WARMLINE NEW_WARMLINE [--short 1500] [--long 200]
 
-The arguments are the `warmline` executables of two environments.  Each round asks both pairs the same requests,
-alternating: a repeated short prompt, and one with 50 kB of messages whose last one is new.  Medians of medians.
+The arguments are the `warmline` executables of two environments.  Both pairs get the same requests in turn: a repeated
+short prompt, and one with 50 kB of messages whose last one is new.
 """
 
 import argparse
@@ -78,29 +78,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare the latency of two checkouts.")
     parser.add_argument("old")
     parser.add_argument("new")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=40)
+    parser.add_argument("--short", type=int, default=1500, help="short requests to each side")
+    parser.add_argument("--long", type=int, default=200, help="long requests to each side")
     options = parser.parse_args()
-    columns = {"request": 8, "old ms": 8, "spread": 13, "new ms": 8, "spread ": 13, "new/old": 8}
-    table = StreamingTable(Console(), "small warm requests, medians of rounds", columns)
+    columns = {"request": 8, "old ms": 8, "quartiles": 13, "new ms": 8, "quartiles ": 13, "new/old": 8}
+    table = StreamingTable(Console(), "small warm requests, medians", columns)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = tiny_models.build("llama", folder / "model")
         programs = (options.old, options.new)
         urls = [stack.enter_context(run_pair(each, folder / f"home{i}", model)) for i, each in enumerate(programs)]
-        for kind in ("short", "long"):
-            medians: list[list[float]] = [[], []]
-            for round_number in range(options.rounds + 1):
-                times: list[list[float]] = [[], []]
-                for number in range(options.requests):
-                    for side in (0, 1) if number % 2 else (1, 0):
-                        times[side].append(time_request(urls[side], build_messages(kind, number)))
-                if round_number:  # the first round warms up
-                    for side in (0, 1):
-                        medians[side].append(1000 * statistics.median(times[side]))
-            old, new = map(statistics.median, medians)
-            spreads = [f"{min(each):.1f} to {max(each):.1f}" for each in medians]
-            table.add_row(kind, f"{old:.1f}", spreads[0], f"{new:.1f}", spreads[1], f"{new / old:.2f}")
+        for kind, count in (("short", options.short), ("long", options.long)):
+            times: list[list[float]] = [[], []]
+            for number in range(count):
+                for side in (0, 1) if number % 2 else (1, 0):
+                    times[side].append(1000 * time_request(urls[side], build_messages(kind, number)))
+            # the first requests warm up
+            old, new = (statistics.quantiles(each[count // 10 :], n=4) for each in times)
+            spreads = [f"{low:.1f} to {high:.1f}" for low, _, high in (old, new)]
+            table.add_row(kind, f"{old[1]:.1f}", spreads[0], f"{new[1]:.1f}", spreads[1], f"{new[1] / old[1]:.2f}")
 
 
 if __name__ == "__main__":
