@@ -254,7 +254,7 @@ class Connections:
             now = asyncio.get_running_loop().time()
             if now - self._full_logged_at >= LOG_INTERVAL_S:
                 self._full_logged_at = now
-                log.warning("%d connections are open and none is idle: newcomers are refused", self.count)
+                log.warning("%d connections are open and none is idle: new ones are refused", self.count)
             return RefusedConnection(self)
         connection = Connection(self, server)
         self._open.add(connection)

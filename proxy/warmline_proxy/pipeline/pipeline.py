@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from aiohttp import web
 
@@ -67,6 +68,14 @@ class Pipeline:
     watchdog: Watchdog
     metrics: ProxyMetrics
     steps: PipelineSteps
+
+    @cached_property
+    def _timeouts(self) -> RequestTimeouts:
+        """Timeouts of requests without headers of their own."""
+        config = self.config
+        return RequestTimeouts(
+            config.connect_timeout_s, config.queue_timeout_s, config.stall_timeout_s, config.total_timeout_s
+        )
 
     async def handle(self, http_request: web.Request, api: Api, client: Client) -> web.StreamResponse:
         """Answer one request.  Raises ClientError for its headers, later failures are written as the response."""
@@ -151,9 +160,7 @@ class Pipeline:
         response = ResponseWriter(
             http_request, api, lambda: build_response_headers(request), config.send_timeout_s, on_error
         )
-        timeouts = RequestTimeouts(
-            config.connect_timeout_s, config.queue_timeout_s, config.stall_timeout_s, config.total_timeout_s
-        ).override_by_headers(http_request.headers)
+        timeouts = self._timeouts.override_by_headers(http_request.headers)
         request = self.registry.add(Request(request_log, response, timeouts, client=client))
         set_request_id(request.log.id)
         return request, response

@@ -115,12 +115,12 @@ class SourceModule:
         if isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef):
             names = {**names, **_list_assigned(node)}
         if isinstance(node, ast.Call) and (carrier := self._find_carrier(node, carriers)):
-            for text in self._told(node, carrier, names):
+            for text in self._list_printed(node, carrier, names):
                 yield PrintedMessage(self.name, carrier, " ".join(_PERCENT.sub(VALUE, text).split()))
         for child in ast.iter_child_nodes(node):
             yield from self._find_in_node(child, carriers, names)
 
-    def _told(self, call: ast.Call, carrier: str, names: Mapping[str, list[ast.expr]]) -> list[str]:
+    def _list_printed(self, call: ast.Call, carrier: str, names: Mapping[str, list[ast.expr]]) -> list[str]:
         if carrier == "FieldError" and len(call.args) > 1:  # the field in quotes, and the fault
             field, fault = (self._list_texts(given, names) or [VALUE] for given in call.args[:2])
             return _join_variants([["'"], field, ["' "], fault])

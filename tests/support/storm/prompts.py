@@ -52,14 +52,14 @@ def ask_cold(pair: Pair, rng: random.Random, long: Sequence[int]) -> StormPrompt
         options = {"max_tokens": tokens, **WITH_LOGPROBS}
         return StormPrompt(messages, options, pair.ask_backend(messages, **options))
 
-    def single(length: int, tokens: int) -> StormPrompt:
+    def ask_user_message(length: int, tokens: int) -> StormPrompt:
         return ask([{"role": "user", "content": make_text(length, rng)}], tokens)
 
     return StormPrompts(
-        small=[single(SMALL, 6) for _ in range(SMALL_COUNT)],
-        medium=[single(MEDIUM, 24) for _ in range(MEDIUM_COUNT)],
-        long=[single(length, 12) for length in long],
-        talkative=[single(SMALL, 200)],
+        small=[ask_user_message(SMALL, 6) for _ in range(SMALL_COUNT)],
+        medium=[ask_user_message(MEDIUM, 24) for _ in range(MEDIUM_COUNT)],
+        long=[ask_user_message(length, 12) for length in long],
+        talkative=[ask_user_message(SMALL, 200)],
         conversations=[list(make_conversation(ask, rng)) for _ in range(CONVERSATIONS)],
     )
 
