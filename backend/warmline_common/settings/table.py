@@ -119,7 +119,7 @@ _ROWS = (
     Setting("running_count_max", 16, parsers.make_integer_parser(1, 10000), "N", PROXY_BACKEND,
             "requests computed at once"),
     Setting("connections_max", 2048, parsers.make_integer_parser(1, 1000000), "N", PROXY,
-            "connections that clients may have open; beyond, idle ones are closed, then newcomers get 503"),
+            "connections that clients may have open; beyond, idle ones are closed, then new ones get 503"),
     Setting("connect_timeout_s", 60.0, parsers.parse_seconds, "S", PROXY,
             "how long a request waits for a backend that starts, or is started again; 0: no limit"),
     Setting("queue_timeout_s", 0.0, parsers.parse_seconds, "S", PROXY,

@@ -210,12 +210,15 @@ class Upstream:
 
     async def cancel(self, request_id: str, timeout_s: float) -> messages.GenerationResult | None:
         """Cancel a request; return the result when its step has ended, or None where it is over or unknown."""
-        body = await self._delete(f"/requests/{request_id}", timeout_s)
-        return _decode_reply(body, messages.GenerationResult) if body != b"{}" else None
+        return await self._cancel(f"/requests/{request_id}", timeout_s)
 
     async def finish_prefill(self, request_id: str, timeout_s: float) -> messages.GenerationResult | None:
         """Let a request without a client end after its prefill; None where it goes on or is over; else as `cancel`."""
-        return await self.cancel(f"{request_id}?finish=prefill", timeout_s)
+        return await self._cancel(f"/requests/{request_id}?finish=prefill", timeout_s)
+
+    async def _cancel(self, path: str, timeout_s: float) -> messages.GenerationResult | None:
+        body = await self._delete(path, timeout_s)
+        return _decode_reply(body, messages.GenerationResult) if body != b"{}" else None
 
     async def _delete(self, path: str, timeout_s: float | None = None) -> bytes:
         """Delete something; b"{}" where it is gone already."""
