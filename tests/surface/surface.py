@@ -156,8 +156,8 @@ class _Collector:
         self.sections["commands"] = commands.command_tree(self._programs, user)
         self.sections["settings"] = commands.settings(self._programs, self._folder)
         self._run("usage", commands.BAD_USAGE)
-        self._run("no home", commands.ON_ANY_HOME, home=self._values["NOWHERE"])
-        self._run("empty home", commands.ON_ANY_HOME, home=self._values["EMPTY"])
+        for group, home in (("no home", "NOWHERE"), ("empty home", "EMPTY")):  # in order: an import creates an index
+            self._run(group, commands.ON_ANY_HOME, home=self._values[home], in_order=True)
         self._run("keys", commands.KEYS, home=str(self._folder / "keys"), in_order=True)
 
     def _keyed(self, alone: Server, port: int) -> None:

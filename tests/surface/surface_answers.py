@@ -2,9 +2,11 @@
 
 import base64
 import json
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http.client import HTTPResponse
 from typing import Any
 
 from surface_routes import AS_ADMIN, CHAT, COMPLETIONS, MESSAGES, RESPONSES
@@ -24,6 +26,7 @@ PARAMETERS = {
     "additionalProperties": False,
 }
 FORM = {"name": "side", "schema": {"enum": ["left", "right"]}}
+CONTENT_DELTA = re.compile(rb'\.delta"|"(?:reasoning_)?content": ?"[^"]')
 SEGMENT_ID = "0123456789abcdef" * 2  # of a segment that is saved for the backend's own answers
 
 
@@ -140,11 +143,20 @@ def _restored(ports: Ports) -> Answer:
     return ask(ports.proxy, "POST", CHAT, _chat(LONG))
 
 
+def _read_until_content(response: HTTPResponse) -> bytes:
+    """Read the stream up to its first delta of text."""
+    lines = [response.readline()]
+    while not CONTENT_DELTA.search(lines[-1]):
+        lines.append(response.readline())
+        assert lines[-1], "the stream ended without content"
+    return b"".join(lines)
+
+
 def _ended(ports: Ports, name: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Send a stream, look at it, and let its client cancel it."""
+    """Send a stream, look at it once it has content, and let its client cancel it."""
     length = "max_output_tokens" if path == RESPONSES else "max_tokens"
     with begun(ports.proxy, "POST", path, {**body, length: 50_000, "stream": True}) as response:
-        begin = response.readline()
+        begin = _read_until_content(response)
         status = ask(ports.proxy, "GET", "/warmline/status").json
         request = response.headers["X-Warmline-Request"]
         if path == RESPONSES:

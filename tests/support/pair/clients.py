@@ -87,9 +87,10 @@ class ClientRequest:
         **options: object,
     ) -> None:
         body = {"messages": messages, **options}
-        if body.get("stream"):
+        if options.get("stream"):
             body["stream_options"] = {"include_usage": True}
         self.messages, self.options = messages, {name: options[name] for name in options if name != "stream"}
+        self.wants_stream = bool(body.get("stream"))
         self.response, self.events = HttpResponse(), list[SseEvent]()
         self.failure = ""  # how the connection broke, if it did
         self.started_at = self.last_byte_at = time.monotonic()  # when the last byte came

@@ -13,7 +13,10 @@ from support.pair.pair import Pair, send_request
 from support.storm.log import StormLog
 from support.storm.prompts import StormPrompt, StormPrompts
 
-SILENCE_MAX_S = 60.0  # without a byte; a request that waits longer hangs
+# Without a byte; a request that waits longer hangs.  A response that is not streamed has no byte before its end, and
+# waits for its turn, for restarts and for prefills that begin again.
+SILENCE_MAX_S = 60.0
+WAIT_MAX_S = 240.0
 LEAVE_AFTER_MAX_S = 3.0
 CLIENT_TIMEOUT_MAX_S = 4.0
 TRIES_MAX = 4
@@ -155,8 +158,7 @@ class StormClient:
 
     def _wait_for_end(self, request: ClientRequest, prompt: StormPrompt) -> bool:
         """Wait for the end, or until the request hangs; whether it was answered."""
-        while not request.is_ended and time.monotonic() - request.last_byte_at < SILENCE_MAX_S:
-            time.sleep(POLL_S)
+        wait_for_end(request)
         return self.log.record_end(request, prompt)
 
     def _ends_within(self, request: ClientRequest, seconds: float) -> bool:
@@ -179,6 +181,13 @@ class StormClient:
         connection.shutdown(socket.SHUT_WR)
         while connection.recv(65_536):
             pass
+
+
+def wait_for_end(request: ClientRequest, poll_s: float = POLL_S) -> None:
+    """Wait for the end of a request, or until it hangs."""
+    limit_s = SILENCE_MAX_S if request.wants_stream else WAIT_MAX_S
+    while not request.is_ended and time.monotonic() - request.last_byte_at < limit_s:
+        time.sleep(poll_s)
 
 
 # Encounters of each thread, which chooses one of them every time.

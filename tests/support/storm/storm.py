@@ -22,7 +22,7 @@ from pathlib import Path
 from support.pair.clients import ClientRequest
 from support.pair.pair import WARMLINE, Pair
 from support.planted.faults import FaultControl
-from support.storm.clients import CLIENT_THREADS, SILENCE_MAX_S, StormClient
+from support.storm.clients import CLIENT_THREADS, StormClient, wait_for_end
 from support.storm.events import FaultInjector
 from support.storm.log import Latency, StormLog, quantile
 from support.storm.prompts import LONG, StormPrompts, ask_cold
@@ -39,6 +39,7 @@ MEMORY_GB_PER_TOKEN = 0.08 / 3_500  # of the longest prompt: memory for three, s
 RESTART_DELAY_S = 0.3
 DISTURBED_SHARE = 0.75
 PROBE_INTERVAL_S = 0.25
+PROBE_POLL_S = 0.001
 REST_MAX_S = 0.3  # between two encounters of one client
 IDLE_MAX_S = 60.0
 POLL_S = 0.1
@@ -186,8 +187,7 @@ def probe_latency(pair: Pair, prompts: StormPrompts, log: StormLog) -> None:
             request = ClientRequest(pair, prompt.messages, **prompt.options)
         except OSError:
             continue
-        while not request.is_ended and time.monotonic() - request.last_byte_at < SILENCE_MAX_S:
-            time.sleep(0.001)
+        wait_for_end(request, PROBE_POLL_S)
         seconds = time.monotonic() - began
         if log.record_end(request, prompt):
             beside = {(True, True): "a prefill", (False, False): "none"}.get(
