@@ -3,9 +3,13 @@ imported them once.  Run as a script this file is that process.
 """
 
 import contextlib
+import gc
+import importlib
 import importlib.metadata
+import io
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -15,6 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import warmline_cachectl
+import warmline_run.cli
 
 PROGRAMS = ("warmline", "cachectl")
 AT_ONCE = 3
@@ -89,8 +96,16 @@ def serve() -> None:
 
 
 def _load() -> dict[str, Callable[[], object]]:
+    """Load the entry points, and what their commands import once they run: else each fork imports it again."""
     points = importlib.metadata.entry_points(group="console_scripts")
-    return {point.name: point.load() for point in points if point.name in PROGRAMS}
+    entries = {point.name: point.load() for point in points if point.name in PROGRAMS}
+    for package in (warmline_run, warmline_cachectl):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
+    with contextlib.redirect_stdout(io.StringIO()):  # typer imports its parsers when it first parses
+        warmline_run.cli.app(["config"], standalone_mode=False)
+    gc.freeze()  # so that no fork copies these pages to count their references
+    return entries
 
 
 def _run_all(runs: Sequence[dict[str, Any]], entries: Mapping[str, Callable[[], object]]) -> list[dict[str, Any]]:
