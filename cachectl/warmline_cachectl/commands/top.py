@@ -93,18 +93,34 @@ def _open_keyboard() -> Iterator[Callable[[float], str]]:
 
     A terminal that is gone counts as the key that quits.
     """
-    descriptors = [sys.stdin.fileno()] if sys.stdin.isatty() else []
+    keyboard = [sys.stdin.fileno()] if sys.stdin.isatty() else []
+    with _open_signal_pipe() as signals:
 
-    def get_keys(timeout_s: float) -> str:
-        ready, _, _ = select.select(descriptors, [], [], timeout_s)
-        return os.read(ready[0], KEYS_BYTES).decode(errors="replace") or QUIT_KEYS[0] if ready else ""
+        def get_keys(timeout_s: float) -> str:
+            ready, _, _ = select.select([*keyboard, signals], [], [], timeout_s)
+            pressed = keyboard and keyboard[0] in ready
+            return os.read(keyboard[0], KEYS_BYTES).decode(errors="replace") or QUIT_KEYS[0] if pressed else ""
 
-    if not descriptors:
-        yield get_keys
-        return
-    before = termios.tcgetattr(descriptors[0])
+        if not keyboard:
+            yield get_keys
+            return
+        before = termios.tcgetattr(keyboard[0])
+        try:
+            tty.setcbreak(keyboard[0])
+            yield get_keys
+        finally:
+            termios.tcsetattr(keyboard[0], termios.TCSADRAIN, before)
+
+
+@contextmanager
+def _open_signal_pipe() -> Iterator[int]:
+    """Yield a descriptor that a signal makes readable: one that comes just before a wait would not interrupt it."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
     try:
-        tty.setcbreak(descriptors[0])
-        yield get_keys
+        signal.set_wakeup_fd(writer)
+        yield reader
     finally:
-        termios.tcsetattr(descriptors[0], termios.TCSADRAIN, before)
+        signal.set_wakeup_fd(-1)
+        os.close(reader)
+        os.close(writer)
