@@ -45,7 +45,7 @@ from rich.console import Console
 
 from warmline_common.storage import disk
 
-CACHECTL = "from warmline_cachectl.cli import app; app()"
+CACHECTL = "from warmline_cachectl.cli import main; main()"
 BLOCK_BYTES = 8 << 20
 WIDTHS = {"": 32, "median": 10, "fastest": 10, "slowest": 10, "bytes": 10, "a second": 10}
 

@@ -1,6 +1,5 @@
 """`cachectl`: inspects, checks and changes what is stored; its commands are in `commands`."""
 
-import os
 import sys
 from typing import Annotated, Any
 
@@ -8,7 +7,8 @@ import typer
 from typer.core import TyperGroup
 
 from warmline_cachectl.commands import archive, doctor, explain, inspect, keys, modify, top, verify
-from warmline_cachectl.errors import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_REFUSED, fail
+from warmline_cachectl.errors import EXIT_INTERRUPTED, EXIT_REFUSED, fail
+from warmline_common.process.exit_codes import discard_output, run_with_output
 from warmline_common.process.version import version
 
 
@@ -20,19 +20,13 @@ class CommandGroup(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            try:
-                return super().invoke(ctx)
-            finally:
-                if sys.stdout is not None:  # it may be closed
-                    sys.stdout.flush()
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python writes the rest at its exit
-            raise typer.Exit(EXIT_BROKEN_PIPE) from None
-        except SystemExit:  # rich's reaction to a broken pipe
-            raise typer.Exit(EXIT_BROKEN_PIPE) from None
+            return super().invoke(ctx)
+        except BrokenPipeError:  # for `main`
+            raise
         except typer.Abort:  # of a question
             fail("nothing was changed", EXIT_INTERRUPTED)
         except OSError as error:
+            discard_output()
             fail(str(error), EXIT_REFUSED)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -70,3 +64,8 @@ def _main(
         bool, typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None: ...
+
+
+def main() -> None:
+    """Run `app`, with a code of its own for output that can't be printed, also that of `--help`."""
+    sys.exit(run_with_output(app, "cachectl", EXIT_REFUSED))

@@ -17,7 +17,7 @@ from warmline_proxy.auth.key_store import KeyNotFoundError, KeyStoreError, NoCli
 from warmline_proxy.index.index import IndexStoreError
 
 EXIT_OK, EXIT_FOUND, EXIT_USAGE, EXIT_REFUSED = 0, 1, 2, 3
-EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141  # shells' codes for SIGINT and SIGPIPE
+EXIT_INTERRUPTED = 130  # shells' code for SIGINT
 ADD_KEY_HINT = "make one with `cachectl key add NAME`, or start with `warmline serve --lan`"
 
 

@@ -4,6 +4,7 @@
 starts again: at its own start it ends rather than wait for a home that another pair holds.
 """
 
+import errno
 import os
 import stat
 import sys
@@ -16,15 +17,44 @@ SERVE = "serve"
 OUTPUT_BYTES_MAX = 1_000_000
 EXIT_FAILURE = 1
 EXIT_CONFIGURATION = 2  # starting again would not help
+EXIT_BROKEN_PIPE = 141  # shells' code for SIGPIPE
 
 
 def run_main(main: Callable[[], int]) -> NoReturn:
     """Run a process's `main` and exit with the code that its manager expects, after argparse's exits too."""
-    try:
-        code: int | str | None = main()
-    except SystemExit as ended:
-        code = ended.code
+    code = run_with_output(main, "warmline", EXIT_FAILURE)
     sys.exit(map_exit_code(code) if isinstance(code, int) else code)
+
+
+def run_with_output(main: Callable[[], int], program: str, exit_code: int) -> int | str | None:
+    """Run `main` and write what it has printed; its code, as `sys.exit` takes it.
+
+    Output that can't be written is a failure: 141 for a closed pipe, for a full disk `exit_code` and a line on stderr.
+    """
+    try:
+        try:
+            code: int | str | None = main()
+        except SystemExit as ended:
+            if isinstance(ended.__context__, BrokenPipeError):  # click and rich exit with 1
+                raise ended.__context__ from None
+            code = ended.code
+        if sys.stdout is not None:  # it may be closed
+            sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        discard_output()
+        return EXIT_BROKEN_PIPE
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        discard_output()
+        print(f"{program}: {error}", file=sys.stderr)
+        return exit_code
+
+
+def discard_output() -> None:
+    """Have the buffered rest of stdout go nowhere: else Python tries to write it at its exit, and exits with 120."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def map_exit_code(code: int, environment: Mapping[str, str] = os.environ) -> int:

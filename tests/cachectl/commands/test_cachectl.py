@@ -28,7 +28,7 @@ from warmline_proxy.store.rows import PurgeRequest, ReplayReply, ReplayRequest, 
 
 def run_process(home: Home, *words: str, stdin: int = subprocess.DEVNULL) -> CommandResult:
     environment = {**os.environ, "WARMLINE_HOME": str(home.root)}
-    command = [sys.executable, "-c", "from warmline_cachectl.cli import app; app()", *words]
+    command = [sys.executable, "-c", "from warmline_cachectl.cli import main; main()", *words]
     done = subprocess.run(command, env=environment, stdin=stdin, capture_output=True, text=True, check=False)
     return CommandResult(done.returncode, done.stdout, done.stderr)
 

@@ -10,25 +10,42 @@ import pytest
 from support.cachectl.homes import find_session
 from warmline_common.storage.home import Home
 
-PROGRAM = "from warmline_cachectl.cli import app; app()"
+CACHECTL, WARMLINE = "warmline_cachectl.cli", "warmline_run.cli"
+NO_SPACE = "[Errno 28] No space left on device\n"
 
 
-@pytest.mark.parametrize("words", [["ls"], ["export", "SESSION", "-"]], ids=" ".join)
-def test_closed_pipe_exits_with_141(home: Home, words: list[str]) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "words", [[CACHECTL, "ls"], [CACHECTL, "export", "SESSION", "-"], [CACHECTL, "--version"], [WARMLINE, "config"]]
+)
+def test_closed_pipe_exits_with_141(home: Home, words: list[str], unbuffered: str) -> None:
     unread, output = os.pipe()
     os.close(unread)
     words = [find_session(home, "first") if word == "SESSION" else word for word in words]
-    assert run_with_output(home, words, output) == (141, "")
+    assert run_with_output(home, words, output, unbuffered) == (141, "")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no such disk here")
-def test_full_device_exits_with_error(home: Home) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([CACHECTL, "ls", "--json"], (3, f"cachectl: {NO_SPACE}")),
+        ([CACHECTL, "--help"], (3, f"cachectl: {NO_SPACE}")),
+        ([WARMLINE, "config"], (1, f"warmline: {NO_SPACE}")),
+        ([WARMLINE, "serve", "--help"], (1, f"warmline: {NO_SPACE}")),
+    ],
+)
+def test_full_device_exits_with_error(home: Home, words: list[str], expected: tuple[int, str], unbuffered: str) -> None:
     output = os.open("/dev/full", os.O_WRONLY)
-    assert run_with_output(home, ["ls", "--json"], output) == (3, "cachectl: [Errno 28] No space left on device\n")
+    assert run_with_output(home, words, output, unbuffered) == expected
 
 
-def run_with_output(home: Home, words: list[str], output: int) -> tuple[int, str]:
-    command = [sys.executable, "-c", PROGRAM, *words, "--home", str(home.root)]
-    done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+def run_with_output(home: Home, words: list[str], output: int, unbuffered: str) -> tuple[int, str]:
+    """Run a program's `main`; (exit code, stderr)."""
+    module, *arguments = words
+    command = [sys.executable, "-c", f"from {module} import main; main()", *arguments]
+    environment = {**os.environ, "WARMLINE_HOME": str(home.root), "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False, env=environment)
     os.close(output)
     return done.returncode, done.stderr

@@ -80,7 +80,7 @@ def test_screen_reports_down_backend_and_full_disk() -> None:
 @pytest.mark.parametrize("end", [b"\x1b[Aq", signal.SIGTERM], ids=["an arrow, which is three keys, and q", "SIGTERM"])
 def test_top_retries_until_interrupted(home: Home, end: bytes | signal.Signals) -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", "from warmline_cachectl.cli import app; app()", "top", "--interval-s", "20"]
+    command = [sys.executable, "-c", "from warmline_cachectl.cli import main; main()", "top", "--interval-s", "20"]
     environment = {**os.environ, "WARMLINE_HOME": str(home.root), "TERM": "xterm"}
     process = subprocess.Popen(command, env=environment, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE)
     os.close(theirs)

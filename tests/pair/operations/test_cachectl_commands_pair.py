@@ -34,7 +34,7 @@ def test_top_once_shows_pair(warm_pair: Pair) -> None:
 
 def test_top_on_terminal_runs_until_q(warm_pair: Pair) -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", "from warmline_cachectl.cli import app; app()", "top", "--interval-s", "20"]
+    command = [sys.executable, "-c", "from warmline_cachectl.cli import main; main()", "top", "--interval-s", "20"]
     environment = {**os.environ, "WARMLINE_HOME": str(warm_pair.home.root), "TERM": "xterm"}
     process = subprocess.Popen(command, env=environment, stdin=theirs, stdout=theirs)
     os.close(theirs)
