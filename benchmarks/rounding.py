@@ -182,12 +182,12 @@ def format_row(results: Sequence[PromptComparison]) -> list[str]:
         sum(verdict.agrees for verdict in warm),
         sum(each.audit_verdict.outcome == DIFFERS for each in results),
     )
-    told = f"{tolerance:g}" if tolerance else ""
+    tolerance_cell = f"{tolerance:g}" if tolerance else ""
     return [
         str(len(results)),
         *format_spread(noise),
         *format_spread(warm),
-        told,
+        tolerance_cell,
         f"{within} of {len(warm)}",
         str(alarms),
     ]
@@ -197,12 +197,14 @@ def measure_models(options: argparse.Namespace, place: Path, console: Console) -
     texts, rows = read_corpora(), StreamingTable(console, "nats, against a cold run", WIDTHS)
     for weights, folder in make_models(options, place):
         for bits in options.kv_bits:
-            told = weights, f"{bits} bits" if bits else "plain"
+            model_cells = weights, f"{bits} bits" if bits else "plain"
             try:
                 served = load_served_model(str(folder), weights, kv_bits=bits)
-                measure_model(served, texts, options, lambda *cells, told=told: rows.add_row(*told, *cells))
+                measure_model(
+                    served, texts, options, lambda *cells, model_cells=model_cells: rows.add_row(*model_cells, *cells)
+                )
             except (ModelError, RuntimeError) as error:  # a product of types that mlx can't compute on this device
-                console.print(f"{' '.join(told)}: not computed: {str(error).splitlines()[0]}", markup=False)
+                console.print(f"{' '.join(model_cells)}: not computed: {str(error).splitlines()[0]}", markup=False)
             mx.clear_cache()
 
 

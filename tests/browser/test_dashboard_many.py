@@ -149,8 +149,8 @@ def test_purge_preview_reports_no_files(page: Chromium) -> None:
     page.wait("document.querySelectorAll('#session-rows b')[1]?.textContent === 'client-half-0'")
     page.run("document.querySelectorAll('#session-rows .danger')[1].click()")
     page.wait("document.querySelector('#dialog').open")
-    said = page.run("document.querySelector('#dialog-text').textContent")
-    assert "its name only, as others begin with all of it" in said
+    text = page.run("document.querySelector('#dialog-text').textContent")
+    assert "its name only, as others begin with all of it" in text
     page.run("document.querySelector('#dialog-cancel').click()")
     page.wait("!document.querySelector('#dialog').open")
     assert page.run("document.querySelector('#sessions-count').textContent") == "1,334"
@@ -290,10 +290,10 @@ def test_admin_key_opens_dashboard(browser: Chromium, tmp_path: Path) -> None:
     proxy = ProxyProcess(home, "--admin-needs-key")
     url = proxy.url.replace("127.0.0.1", "0.0.0.0")  # an address that a browser trusts as little as one in the network
     try:
-        with browser.given_password(key) as asked:
+        with browser.given_password(key) as urls:
             browser.open(f"{url}/admin")
             browser.wait("Number(document.documentElement.dataset.asked) >= 1")
-        assert asked == [f"{url}/admin"], "asked once, for the page"
+        assert urls == [f"{url}/admin"], "asked once, for the page"
         assert not browser.run("isSecureContext")
         assert browser.list_problems() == []
     finally:

@@ -295,7 +295,7 @@ def test_invisible_characters_are_escaped(browser: Chromium, pair: Pair) -> None
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         ("new Response('<html>Somebody else')", "The proxy's answers can't be read: reload this page (since "),
         ("new Response('{}')", "The proxy's answers can't be read: reload this page (since "),
@@ -303,12 +303,12 @@ def test_invisible_characters_are_escaped(browser: Chromium, pair: Pair) -> None
         ("new Response('No.', { status: 401 })", "The proxy refuses: No. Reload this page to be asked for the key. ("),
     ],
 )
-def test_unexpected_answers_are_reported(browser: Chromium, pair: Pair, answer: str, said: str) -> None:
+def test_unexpected_answers_are_reported(browser: Chromium, pair: Pair, answer: str, message: str) -> None:
     open_dashboard(browser, pair)
     browser.run(f"window.asks = window.fetch, window.fetch = async () => {answer}, 0")
     browser.run("document.dispatchEvent(new Event('visibilitychange'))")
     browser.wait("document.querySelector('#banner').checkVisibility()")
-    assert browser.run("document.querySelector('#banner').textContent").startswith(said)
+    assert browser.run("document.querySelector('#banner').textContent").startswith(message)
     browser.run("window.fetch = window.asks, 0")
     poll_now(browser)
     assert not browser.run("document.querySelector('#banner').checkVisibility()")

@@ -48,25 +48,25 @@ def test_written_file_is_complete_and_private(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("refusal", [0, errno.ENOTSUP, errno.EINVAL, errno.ENOTTY, errno.EIO])
 def test_sync_uses_full_fsync_where_available(refusal: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    syncs: list[str] = []
 
-    def told(descriptor: int, command: int) -> int:
+    def fake_fcntl(descriptor: int, command: int) -> int:
         assert os.fstat(descriptor) and command == 51
-        asked.append("drive")
+        syncs.append("drive")
         if refusal:
             raise OSError(refusal, os.strerror(refusal))
         return 0
 
     monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)  # macOS has it
-    monkeypatch.setattr(fcntl, "fcntl", told)
-    monkeypatch.setattr(os, "fsync", lambda _: asked.append("system"))
+    monkeypatch.setattr(fcntl, "fcntl", fake_fcntl)
+    monkeypatch.setattr(os, "fsync", lambda _: syncs.append("system"))
     if refusal == errno.EIO:
         with pytest.raises(OSError, match="Input/output"):
             disk.sync_folder(tmp_path)
-        assert asked == ["drive"]
+        assert syncs == ["drive"]
         return
     disk.write_durable(tmp_path / "file", [b"one"])
-    assert asked == (["drive", "system"] if refusal else ["drive"]) * 2, "the file, and its folder"
+    assert syncs == (["drive", "system"] if refusal else ["drive"]) * 2, "the file, and its folder"
 
 
 def test_secret_is_created_once_without_draft(tmp_path: Path) -> None:

@@ -93,8 +93,8 @@ def test_json_log_is_one_object_per_line(log: logging.Logger, captured_logs: io.
         "request": "r-1",
         "message": 'two\nlines and a "quote"',
     }
-    told = {"level": "info", "process": "proxy", "logger": "warmline_test"}
-    assert second == {**told, "event": "perf", "request": "r-2", "queue_s": 0.5}
+    common_fields = {"level": "info", "process": "proxy", "logger": "warmline_test"}
+    assert second == {**common_fields, "event": "perf", "request": "r-2", "queue_s": 0.5}
 
 
 def test_times_are_utc_to_the_millisecond() -> None:
@@ -119,7 +119,7 @@ def make_raised_error(error: Exception, cause: Exception | None = None) -> Excep
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "text"),
     [
         (ForeignError(SECRET), "ForeignError"),
         (KeyError(SECRET), "KeyError"),
@@ -129,15 +129,15 @@ def make_raised_error(error: Exception, cause: Exception | None = None) -> Excep
         (OSError(28, "No space left on device", "/home/x"), "[Errno 28] No space left on device: '/home/x'"),
     ],
 )
-def test_exception_text_is_redacted(error: Exception, told: str) -> None:
-    assert describe_error(error) == told
+def test_exception_text_is_redacted(error: Exception, text: str) -> None:
+    assert describe_error(error) == text
 
 
 def test_traceback_has_frames_and_types_of_all_causes() -> None:
     inner = make_raised_error(KeyError(SECRET))
-    told = format_traceback(make_raised_error(ForeignError(SECRET), inner))
-    assert SECRET not in told and told.index("KeyError\n") < told.index("direct cause") < told.index("ForeignError")
-    assert told.count("in make_raised_error") == 2
+    text = format_traceback(make_raised_error(ForeignError(SECRET), inner))
+    assert SECRET not in text and text.index("KeyError\n") < text.index("direct cause") < text.index("ForeignError")
+    assert text.count("in make_raised_error") == 2
 
 
 def test_formatters_write_redacted_tracebacks(log: logging.Logger, captured_logs: io.StringIO) -> None:
@@ -234,15 +234,15 @@ raise ValueError("a time")
 
 def test_json_on_stderr_is_json_in_all_lines(tmp_path: Path) -> None:
     done = run_script(tmp_path, 'write_line("the last words")\nraise ValueError("a time")', "json", "no files")
-    said, ended = map(json.loads, done.stderr.splitlines())
-    assert said["message"] == "the last words" and ended["traceback"].endswith("ValueError")
+    record, failure = map(json.loads, done.stderr.splitlines())
+    assert record["message"] == "the last words" and failure["traceback"].endswith("ValueError")
     assert not (tmp_path / "logs").exists()
 
 
 def test_native_fault_is_logged_by_next_start(tmp_path: Path) -> None:
     run_script(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     assert "Segmentation fault" in (tmp_path / "logs" / "proxy.fault").read_text()
-    told = run_script(tmp_path, "")
-    assert "Segmentation fault" in told.stderr
+    result = run_script(tmp_path, "")
+    assert "Segmentation fault" in result.stderr
     assert "ended by a fault" in (tmp_path / "logs" / "proxy.log").read_text()
     assert not run_script(tmp_path, "").stderr and (tmp_path / "logs" / "proxy.fault").stat().st_mode & 0o777 == 0o600

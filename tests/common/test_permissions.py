@@ -31,9 +31,9 @@ def list_open_to_others(home: Home) -> list[str]:
 
 def test_open_permissions_are_tightened_and_reported_once(home: Home) -> None:
     count = len(list_open_to_others(home))
-    said = str(tighten_permissions(home))
+    message = str(tighten_permissions(home))
     assert list_open_to_others(home) == [] and stat.S_IMODE(home.segments.stat().st_mode) == 0o700
-    assert said == f"{count} files and folders were open to others, such as {home.root}: private now"
+    assert message == f"{count} files and folders were open to others, such as {home.root}: private now"
     assert str(tighten_permissions(home)) == ""
     home.root.chmod(0o755)
     assert str(tighten_permissions(home)) == f"1 file or folder was open to others, such as {home.root}: private now"
@@ -44,10 +44,10 @@ def test_foreign_files_keep_permissions_and_are_reported(home: Home, tmp_path: P
     elsewhere.mkdir(mode=0o755)
     (home.models / "linked").symlink_to(elsewhere)
     (home.root / "holiday.jpg").touch(0o644)
-    said = str(tighten_permissions(home))
+    message = str(tighten_permissions(home))
     assert list_open_to_others(home) == ["holiday.jpg", "home", "linked"]
     assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o755
-    assert said.endswith(f"open to others, and left so: {home.root} (it holds other things, too)")
+    assert message.endswith(f"open to others, and left so: {home.root} (it holds other things, too)")
 
 
 def test_failed_tightening_is_reported(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:

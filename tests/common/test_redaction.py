@@ -31,9 +31,9 @@ def test_field_names_are_kept(text: str) -> None:
     assert redact(text) == text
 
 
-@pytest.mark.parametrize(("text", "told"), WITH_HIDDEN)
-def test_client_values_are_redacted(text: str, told: str) -> None:
-    assert redact(text) == told
+@pytest.mark.parametrize(("text", "expected"), WITH_HIDDEN)
+def test_client_values_are_redacted(text: str, expected: str) -> None:
+    assert redact(text) == expected
 
 
 def test_library_quotes_are_redacted() -> None:
@@ -58,7 +58,7 @@ def test_is_field_name(name: str, is_one: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "expected"),
     [
         ("/v1/chat/completions", "/v1/chat/completions"),
         ("/v1/requests/1a2b3c4d5e6f", "/v1/requests/…"),
@@ -68,5 +68,5 @@ def test_is_field_name(name: str, is_one: bool) -> None:
         ("/" + "a/" * 20, "/" + "a/" * 8 + "…"),
     ],
 )
-def test_redact_path_keeps_api_words(path: str, told: str) -> None:
-    assert redact_path(path) == told
+def test_redact_path_keeps_api_words(path: str, expected: str) -> None:
+    assert redact_path(path) == expected

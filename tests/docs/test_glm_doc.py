@@ -39,10 +39,10 @@ def test_glm_table_equals_doctor_output(examined: Examination) -> None:
         ]
         for length in examined.plan.lengths
     ]
-    told = [
+    table = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in TEXT.splitlines() if line.startswith("| ")
     ]
-    assert told[1:] == rows
+    assert table[1:] == rows
 
 
 def test_glm_figures_equal_doctor_output(examined: Examination) -> None:
@@ -84,10 +84,10 @@ def test_glm_toml_equals_command(tmp_path: Path) -> None:
     written = resolve({"home": str(tmp_path)}, {})
     (words,) = find_commands(".venv/bin/warmline serve")
     typed = dict(zip(words[2::2], words[3::2], strict=True))
-    said = tomllib.loads(text)
-    assert {SETTINGS[name].flag for name in said} == typed.keys()
+    settings = tomllib.loads(text)
+    assert {SETTINGS[name].flag for name in settings} == typed.keys()
     line = resolve({flag.removeprefix("--").replace("-", "_"): value for flag, value in typed.items()}, {})
-    assert [written[name] for name in said] == [line[name] for name in said]
+    assert [written[name] for name in settings] == [line[name] for name in settings]
 
 
 def test_glm_service_install_is_valid(tmp_path: Path) -> None:

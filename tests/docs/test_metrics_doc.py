@@ -122,8 +122,8 @@ def lint_metric(name: str, kind: str, labels: tuple[str, ...], about: str) -> li
 
 
 def test_metric_names_follow_prometheus_rules(families: dict[str, tuple[Facts, str]]) -> None:
-    told = ((name, kind, labels, about) for name, ((kind, labels), about) in families.items())
-    assert [problem for each in told for problem in lint_metric(*each)] == []
+    metrics = ((name, kind, labels, about) for name, ((kind, labels), about) in families.items())
+    assert [problem for each in metrics for problem in lint_metric(*each)] == []
 
 
 def test_metrics_doc_examples_are_valid_yaml() -> None:

@@ -41,6 +41,6 @@ def test_newcomer_script_succeeds(tmp_path: Path, tiny_folder: FolderOf) -> None
         timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    told = [line.removeprefix("== ") for line in done.stdout.splitlines() if line.startswith("== ")]
-    assert [step for step, line in zip(STEPS, told, strict=True) if not line.startswith(step)] == []
+    headings = [line.removeprefix("== ") for line in done.stdout.splitlines() if line.startswith("== ")]
+    assert [step for step, line in zip(STEPS, headings, strict=True) if not line.startswith(step)] == []
     assert not list((tmp_path / "home" / "segments").rglob("*.safetensors"))

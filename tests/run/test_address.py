@@ -34,11 +34,11 @@ def test_wildcard_address_shows_network_names(host: str, url: str, more: str) ->
 def test_mac_shows_bonjour_name_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
     monkeypatch.setattr(address, "bonjour_name", lambda: "studio.local")
-    told = Address("0.0.0.0", 80)
-    assert told.url == "http://studio.local:80/v1"
-    assert told.alternatives_line == "also http://192.168.1.5:80/v1 and http://127.0.0.1:80/v1\n"
+    wildcard = Address("0.0.0.0", 80)
+    assert wildcard.url == "http://studio.local:80/v1"
+    assert wildcard.alternatives_line == "also http://192.168.1.5:80/v1 and http://127.0.0.1:80/v1\n"
     monkeypatch.setattr(address, "lan_address", lambda: "")
-    assert (told.url, told.alternatives_line) == ("http://studio.local:80/v1", "also http://127.0.0.1:80/v1\n")
+    assert (wildcard.url, wildcard.alternatives_line) == ("http://studio.local:80/v1", "also http://127.0.0.1:80/v1\n")
 
 
 def test_example_command_includes_required_key() -> None:
@@ -58,9 +58,9 @@ def test_command_is_shown_with_path_when_not_on_path(tmp_path: Path, monkeypatch
         (tmp_path / place / "cachectl").touch(mode=0o755)
     own = tmp_path / "else where"
     monkeypatch.setattr("sys.executable", str(own / "python"))
-    for path, told in (("own", f"'{own}/cachectl'"), ("else where", "cachectl"), ("none", f"'{own}/cachectl'")):
+    for path, command in (("own", f"'{own}/cachectl'"), ("else where", "cachectl"), ("none", f"'{own}/cachectl'")):
         monkeypatch.setenv("PATH", str(tmp_path / path))
-        assert address.format_program("cachectl") == told
+        assert address.format_program("cachectl") == command
     assert address.format_program("warmline") == "warmline", "it is installed otherwise"
 
 

@@ -86,7 +86,7 @@ def test_port_in_use_is_reported(tmp_path: Path, flag: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["--list"], 0, "long-transcript"),
         (["--only", "nothing"], 2, "there is no gate 'nothing'; there are load, completion"),
@@ -97,10 +97,10 @@ def test_port_in_use_is_reported(tmp_path: Path, flag: str) -> None:
         (["--url", "http://127.0.0.1:x/v1"], 2, "expected an address"),
     ],
 )
-def test_gates_list_and_unknown_gate(arguments: list[str], code: int, said: str) -> None:
+def test_gates_list_and_unknown_gate(arguments: list[str], code: int, message: str) -> None:
     answer = run_warmline("gates", *arguments)
     assert answer.returncode == code
-    assert said in answer.stdout + answer.stderr and "Traceback" not in answer.stderr
+    assert message in answer.stdout + answer.stderr and "Traceback" not in answer.stderr
 
 
 def test_gates_exit_with_2_without_server(tmp_path: Path) -> None:

@@ -108,10 +108,10 @@ def test_demo_is_converted_once(demo_home: Home) -> None:
 
 
 def test_demo_keeps_quantization(tmp_path: Path) -> None:
-    folder, said = prepare_demo(tmp_path)
+    folder, output = prepare_demo(tmp_path)
     assert {path: path.stat().st_mode & 0o077 for path in tmp_path.rglob("*") if path.stat().st_mode & 0o077} == {}
-    found = re.fullmatch(rf"warmline: writing the demo model to {folder}, once: about (\d+) MB\n", said)
-    assert found is not None, said
+    found = re.fullmatch(rf"warmline: writing the demo model to {folder}, once: about (\d+) MB\n", output)
+    assert found is not None, output
     assert int(found[1]) * 1e6 == pytest.approx((folder / "model.safetensors").stat().st_size, rel=0.2)
     quantization = json.loads((folder / "config.json").read_text())["quantization"]
     assert (quantization["bits"], quantization["group_size"]) == (4, 32)

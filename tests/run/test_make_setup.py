@@ -23,13 +23,13 @@ def test_make_setup_announces_long_steps(tmp_path: Path) -> None:
 
     clean = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}  # of a make that runs us
 
-    def said() -> list[str]:
+    def run_setup() -> list[str]:
         words = ["make", "--no-print-directory", "setup", f"PYTHON={python}"]
         done = subprocess.run(words, cwd=tmp_path, env=clean, check=True, capture_output=True, text=True)
         return done.stdout.splitlines()
 
-    assert [line.split()[0] for line in said()] == ["making", "downloading", "installing", "installing"]
+    assert [line.split()[0] for line in run_setup()] == ["making", "downloading", "installing", "installing"]
     steps = (tmp_path / "asked").read_text().splitlines()
     assert [step.split()[1] for step in steps] == ["venv", "pip", "pip", "pip"]
-    assert "Nothing to be done" in said()[0]
+    assert "Nothing to be done" in run_setup()[0]
     assert (tmp_path / "asked").read_text().splitlines() == steps

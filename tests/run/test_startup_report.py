@@ -116,8 +116,8 @@ def test_secret_is_not_sent_to_other_listener(tmp_path: Path) -> None:
         port = listener.getsockname()[1]
         place = {"pid": os.getpid(), "url": f"http://127.0.0.1:{port}"}
         lock.write_text(f"{os.getpid()}\n")
-        for told in ({}, place):  # as a proxy leaves it that was killed
-            (tmp_path / "run" / "proxy.json").write_text(json.dumps(told))
+        for content in ({}, place):  # as a proxy leaves it that was killed
+            (tmp_path / "run" / "proxy.json").write_text(json.dumps(content))
             assert probe.read_status(Address("127.0.0.1", port), tmp_path) == {}
             listener.setblocking(False)
             with pytest.raises(BlockingIOError):

@@ -167,15 +167,15 @@ class _Collector:
         admin = self._programs.run([show])[0].stdout.strip()
         keys = {"client": CLIENT_KEY, "admin": admin, "secret": _secret(home), "wrong": "wrong"}
         ask(port, "GET", "/ready")
-        self.sections["routes_with_keys"] = routes.asked(port, routes.keyed_cases(keys), routes.PROXY_HEADERS)
+        self.sections["routes_with_keys"] = routes.collect_answers(port, routes.keyed_cases(keys), routes.PROXY_HEADERS)
         self.sections["files"] = {"of a proxy with keys": _files(home)}
 
-    def _running(self, begun: Ports) -> None:
-        ports = Ports(begun.proxy, begun.backend, _secret(self._home))
+    def _running(self, ports: Ports) -> None:
+        ports = Ports(ports.proxy, ports.backend, _secret(self._home))
         owner = ports.as_owner
         self.sections["routes_of_proxy"] = {
             "paths": routes.matrix(ports.proxy, routes.PROXY_PATHS, routes.AS_ADMIN, routes.PROXY_HEADERS),
-            "cases": routes.asked(ports.proxy, routes.proxy_cases(), routes.PROXY_HEADERS),
+            "cases": routes.collect_answers(ports.proxy, routes.proxy_cases(), routes.PROXY_HEADERS),
         }
         by_secret = {
             name: (method, path, body, {**headers, **owner})
@@ -183,7 +183,7 @@ class _Collector:
         } | routes.backend_cases_by_secret(ports.secret)
         self.sections["routes_of_backend"] = {
             "paths": routes.matrix(ports.backend, routes.BACKEND_PATHS, owner, routes.BACKEND_HEADERS),
-            "cases": routes.asked(ports.backend, by_secret, routes.BACKEND_HEADERS),
+            "cases": routes.collect_answers(ports.backend, by_secret, routes.BACKEND_HEADERS),
         }
         self.sections["answers_to_clients"] = answers.client_answers(ports) | answers.stored_requests(ports)
         self._name_what_is_stored(ports)
@@ -254,11 +254,13 @@ def _mode(path: Path) -> str:
 
 def _contents(home: Path) -> Section:
     """List the keys of JSON files, and the header fields of a segment's file besides tensors."""
-    told: Section = {_place(home, path): shape(json.loads(path.read_text())) for path in sorted(home.rglob("*.json"))}
+    json_files: Section = {
+        _place(home, path): shape(json.loads(path.read_text())) for path in sorted(home.rglob("*.json"))
+    }
     headers = [_header(path) for path in sorted((home / "segments").rglob("*.safetensors"))]
     tensors = {name: value for header in headers for name, value in header.items() if name != "__metadata__"}
     return {
-        **told,
+        **json_files,
         "metadata of segments": shape(*(header["__metadata__"] for header in headers)),
         "tensors of segments": {name: tensors[name]["dtype"] for name in sorted(tensors)},
     }
@@ -271,13 +273,13 @@ def _header(path: Path) -> dict[str, Any]:
 
 def _archive(path: Path) -> Section:
     """List the names in an exported archive, and the keys of its JSON files."""
-    told: Section = {"mode": _mode(path)}
+    shapes: Section = {"mode": _mode(path)}
     with tarfile.open(path) as archive:
         for member in archive:
             file = archive.extractfile(member)
             data = file.read() if file and member.name.endswith(".json") else b""
-            told[without_ids(member.name)] = shape(json.loads(data)) if data else "file"
-    return told
+            shapes[without_ids(member.name)] = shape(json.loads(data)) if data else "file"
+    return shapes
 
 
 # ---- golden files

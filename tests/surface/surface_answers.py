@@ -10,7 +10,7 @@ from http.client import HTTPResponse
 from typing import Any
 
 from surface_routes import AS_ADMIN, CHAT, COMPLETIONS, MESSAGES, RESPONSES
-from surface_servers import Answer, ask, begun
+from surface_servers import Answer, ask, open_response
 from surface_shapes import Shape, events, shape
 
 SETTLE_TIMEOUT_S = 60.0
@@ -52,13 +52,13 @@ class Ports:
 
 def client_answers(ports: Ports) -> dict[str, Any]:
     """Collect by request the shape of its answer, or of each kind of event of its stream."""
-    told: dict[str, Any] = {}
+    shapes: dict[str, Any] = {}
     for name, (path, body) in _requests().items():
-        told[name] = shape(_fine(ask(ports.proxy, "POST", path, body)).json)
-        told[f"{name}, streamed"] = events(_fine(ask(ports.proxy, "POST", path, {**body, "stream": True})).body)
+        shapes[name] = shape(_fine(ask(ports.proxy, "POST", path, body)).json)
+        shapes[f"{name}, streamed"] = events(_fine(ask(ports.proxy, "POST", path, {**body, "stream": True})).body)
     for name, (method, path, body, headers) in _others().items():
-        told[name] = shape(ask(ports.proxy, method, path, body, headers).json)
-    return told
+        shapes[name] = shape(ask(ports.proxy, method, path, body, headers).json)
+    return shapes
 
 
 def _requests() -> dict[str, tuple[str, dict[str, Any]]]:
@@ -121,16 +121,16 @@ def _fine(answer: Answer) -> Answer:
 
 def stored_requests(ports: Ports) -> dict[str, Any]:
     """Start of each of these requests, as its header says; shapes of cancelled and replaced ones."""
-    told: dict[str, Any] = {"cold": _source(ask(ports.proxy, "POST", CHAT, _chat(LONG)))}
-    told["resident"] = _source(ask(ports.proxy, "POST", CHAT, _chat(LONG)))
+    collected: dict[str, Any] = {"cold": _source(ask(ports.proxy, "POST", CHAT, _chat(LONG)))}
+    collected["resident"] = _source(ask(ports.proxy, "POST", CHAT, _chat(LONG)))
     ask(ports.proxy, "POST", CHAT, _chat(f"{LONG} But another one."), {"X-Session-Id": "talk"})
     ports.settle()
-    told["restored"] = _source(_restored(ports))
+    collected["restored"] = _source(_restored(ports))
     ask(ports.proxy, "POST", CHAT, _chat(LONG, cache_prompt=False))
     for name, path, body in (("chat", CHAT, _chat("a")), ("responses", RESPONSES, _input(input="b"))):
-        told |= {f"{name}, {kind}": value for kind, value in _ended(ports, name, path, body).items()}
+        collected |= {f"{name}, {kind}": value for kind, value in _ended(ports, name, path, body).items()}
     ports.settle()
-    return told
+    return collected
 
 
 def _source(answer: Answer) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def _read_until_content(response: HTTPResponse) -> bytes:
 def _ended(ports: Ports, name: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """Send a stream, look at it once it has content, and let its client cancel it."""
     length = "max_output_tokens" if path == RESPONSES else "max_tokens"
-    with begun(ports.proxy, "POST", path, {**body, length: 50_000, "stream": True}) as response:
+    with open_response(ports.proxy, "POST", path, {**body, length: 50_000, "stream": True}) as response:
         begin = _read_until_content(response)
         status = ask(ports.proxy, "GET", "/warmline/status").json
         request = response.headers["X-Warmline-Request"]
@@ -192,11 +192,11 @@ def owner_answers(ports: Ports, session: str, segment: str) -> dict[str, Shape]:
         "replay": {"session": session},
     }
     roots = ask(ports.proxy, "GET", "/warmline/tree").json["nodes"]
-    told = {f"GET {name}": _owner(ports, "GET", f"{name.split('?')[0]}{query}") for name, query in queries.items()}
-    told["GET tree?parent="] = _owner(ports, "GET", f"tree?parent={roots[0]['id']}")
-    told |= {f"POST {name}": _owner(ports, "POST", name, body) for name, body in bodies.items()}
+    shapes = {f"GET {name}": _owner(ports, "GET", f"{name.split('?')[0]}{query}") for name, query in queries.items()}
+    shapes["GET tree?parent="] = _owner(ports, "GET", f"tree?parent={roots[0]['id']}")
+    shapes |= {f"POST {name}": _owner(ports, "POST", name, body) for name, body in bodies.items()}
     _owner(ports, "POST", "pin", {"session": session, "off": True})
-    return told
+    return shapes
 
 
 def _owner(ports: Ports, method: str, name: str, body: Any = None) -> Shape:
@@ -215,22 +215,22 @@ def _tokens(text: bytes) -> str:
 def backend_answers(ports: Ports) -> dict[str, Any]:
     """Collect answers of the backend to a holder of the secret."""
 
-    def said(method: str, path: str, body: Any = None, **headers: str) -> Answer:
+    def ask_backend(method: str, path: str, body: Any = None, **headers: str) -> Answer:
         return ask(ports.backend, method, path, body, {**ports.as_owner, **headers})
 
-    told: dict[str, Any] = {
-        f"GET {path}": shape(said("GET", path).json)
+    shapes: dict[str, Any] = {
+        f"GET {path}": shape(ask_backend("GET", path).json)
         for path in ("/health", "/ready", "/kv/status", "/kv/residents", "/v1/models", "/v1/models/any/name")
     }
-    told["chat"] = shape(said("POST", CHAT, _chat()).json)
-    told["chat, streamed"] = events(said("POST", CHAT, _chat(stream=True)).body)
+    shapes["chat"] = shape(ask_backend("POST", CHAT, _chat()).json)
+    shapes["chat, streamed"] = events(ask_backend("POST", CHAT, _chat(stream=True)).body)
     named = {"X-Warmline-Request": "surface-1"}
-    told["chat, settled"] = events(said("POST", CHAT, _chat(LONG, stream=True), **named).body)
-    prompt = said("POST", "/kv/prompts", {"request_id": "a", "endpoint": "chat", "body": _chat(LONG)})
-    told["prompts"] = shape(prompt.json)
-    told["texts"] = shape(said("POST", "/kv/texts", {"sequences": [_tokens(b"hi")]}).json)
-    told["forget"] = shape(said("POST", "/kv/forget", {}).json)
-    return told
+    shapes["chat, settled"] = events(ask_backend("POST", CHAT, _chat(LONG, stream=True), **named).body)
+    prompt = ask_backend("POST", "/kv/prompts", {"request_id": "a", "endpoint": "chat", "body": _chat(LONG)})
+    shapes["prompts"] = shape(prompt.json)
+    shapes["texts"] = shape(ask_backend("POST", "/kv/texts", {"sequences": [_tokens(b"hi")]}).json)
+    shapes["forget"] = shape(ask_backend("POST", "/kv/forget", {}).json)
+    return shapes
 
 
 def transfers(ports: Ports) -> dict[str, Any]:
@@ -246,13 +246,13 @@ def transfers(ports: Ports) -> dict[str, Any]:
     restore = {"request_id": "surface-4", "tokens": first, "chain": [{**segment, "upto": BLOCK_TOKENS}]}
     missing = {**restore, "chain": [{**segment, "id": SEGMENT_ID[::-1], "upto": BLOCK_TOKENS}]}
 
-    def said(path: str, body: Any) -> dict[str, Any]:
+    def post(path: str, body: Any) -> dict[str, Any]:
         answer = ask(ports.backend, "POST", path, body, ports.as_owner)
         return {"status": answer.status, "keys": shape(answer.json)}
 
     return {
         "residents with ids": shape(ids),
-        "save": said("/kv/save", save),
-        "restore": said("/kv/restore", restore),
-        "restore of a missing file": {**said("/kv/restore", missing)},
+        "save": post("/kv/save", save),
+        "restore": post("/kv/restore", restore),
+        "restore of a missing file": {**post("/kv/restore", missing)},
     }

@@ -26,7 +26,7 @@ def command_tree(programs: Programs, home: Path) -> dict[str, Any]:
     while level:
         helps = programs.run([Run([*words, "--help"]) for words in level])
         tree = {" ".join(words): _read_help(done.stdout, home) for words, done in zip(level, helps, strict=True)}
-        level = [[*name.split(), below] for name, told in tree.items() for below in told["commands"]]
+        level = [[*name.split(), below] for name, entry in tree.items() for below in entry["commands"]]
         found |= tree
     return found
 
@@ -98,12 +98,12 @@ def settings(programs: Programs, folder: Path) -> dict[str, Any]:
         "flag": Run(["warmline", "config", "--json", *_flags(given)]),
         "file": Run(["warmline", "config", "--json", "--home", str(home)]),
     }
-    told = dict(zip(runs, _shown(programs, list(runs.values())), strict=True))
+    layers = dict(zip(runs, _shown(programs, list(runs.values())), strict=True))
     places = {str(folder / "user"): "~", str(home): "HOME"}
     return {
         name: {
             "default": _replaced(entry["value"], places),
-            **{layer: _replaced(shown[name]["source"], places) for layer, shown in told.items()},
+            **{layer: _replaced(shown[name]["source"], places) for layer, shown in layers.items()},
         }
         for name, entry in plain.items()
     }
@@ -359,5 +359,5 @@ def _filled(word: str, values: Mapping[str, str]) -> str:
 
 def ending(done: Done) -> str:
     """Describe the exit code, and where something was printed."""
-    said = [name for name, text in (("stdout", done.stdout), ("stderr", done.stderr)) if text]
-    return " ".join([str(done.code), *said])
+    streams = [name for name, text in (("stdout", done.stdout), ("stderr", done.stderr)) if text]
+    return " ".join([str(done.code), *streams])

@@ -54,24 +54,24 @@ MESSAGE = {"role": "user", "content": "hi"}
 def of_answer(answer: Answer, usual: frozenset[str]) -> dict[str, Any]:
     """Status, type and error, and the headers beyond the usual ones."""
     names = {name for name, _ in answer.headers}
-    told: dict[str, Any] = {"status": answer.status}
+    fields: dict[str, Any] = {"status": answer.status}
     if kind := answer.header("Content-Type"):
-        told["type"] = kind
+        fields["type"] = kind
     if error := _error(answer.json):
-        told["error"] = error
+        fields["error"] = error
     if more := {name: _shown(name, value) for name, value in answer.headers if name not in usual | LOAD_HEADERS}:
-        told["headers"] = dict(sorted(more.items()))
+        fields["headers"] = dict(sorted(more.items()))
     if missing := usual - names:
-        told["without"] = sorted(missing)
-    return told
+        fields["without"] = sorted(missing)
+    return fields
 
 
 def _error(body: Any) -> str:
     """Describe type, code and param of an error, and the envelope's keys."""
     if not isinstance(body, dict) or not isinstance(error := body.get("error"), dict):
         return ""
-    told = [f"{name}={error[name]}" for name in ("type", "code", "param") if error.get(name) is not None]
-    return " ".join([*told, f"in {','.join(body)}"])
+    parts = [f"{name}={error[name]}" for name in ("type", "code", "param") if error.get(name) is not None]
+    return " ".join([*parts, f"in {','.join(body)}"])
 
 
 def _shown(name: str, value: str) -> str:
@@ -86,17 +86,17 @@ def matrix(port: int, paths: Sequence[str], headers: Mapping[str, str], usual: f
 def _alike(answered: Callable[[str], Answer], usual: frozenset[str]) -> dict[str, Any]:
     groups: list[tuple[list[str], dict[str, Any]]] = []
     for method in METHODS:
-        told = of_answer(answered(method), usual)
+        description = of_answer(answered(method), usual)
         for methods, same in groups:
-            if same == told:
+            if same == description:
                 methods.append(method)
                 break
         else:
-            groups.append(([method], told))
-    return {" ".join(methods): told for methods, told in groups}
+            groups.append(([method], description))
+    return {" ".join(methods): description for methods, description in groups}
 
 
-def asked(port: int, cases: Mapping[str, Case], usual: frozenset[str]) -> dict[str, Any]:
+def collect_answers(port: int, cases: Mapping[str, Case], usual: frozenset[str]) -> dict[str, Any]:
     return {
         name: of_answer(ask(port, method, path, body, headers), usual)
         for name, (method, path, body, headers) in cases.items()

@@ -40,7 +40,7 @@ class Answer:
 
 
 @contextmanager
-def begun(
+def open_response(
     port: int, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None
 ) -> Iterator[http.client.HTTPResponse]:
     """Send a request and read the head of its answer; the caller reads the body."""
@@ -55,7 +55,7 @@ def begun(
 
 
 def ask(port: int, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None) -> Answer:
-    with begun(port, method, path, body, headers) as response:
+    with open_response(port, method, path, body, headers) as response:
         return Answer(response.status, tuple(response.getheaders()), response.read())
 
 

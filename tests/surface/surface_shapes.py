@@ -63,8 +63,8 @@ def events(stream: bytes) -> dict[str, Shape]:
     seen: dict[str, list[Any]] = {}
     for name, data in _blocks(stream.decode()):
         value = json.loads(data) if data.startswith(("{", "[{")) else data
-        told = value.get("type") or value.get("object") if isinstance(value, dict) else ""
-        label = name or (told if isinstance(told, str) else "") or ("error" if isinstance(value, dict) else data)
+        kind = value.get("type") or value.get("object") if isinstance(value, dict) else ""
+        label = name or (kind if isinstance(kind, str) else "") or ("error" if isinstance(value, dict) else data)
         seen.setdefault(label, []).append(value)
     return {label: shape(*values) for label, values in sorted(seen.items())}
 

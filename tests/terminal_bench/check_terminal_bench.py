@@ -60,8 +60,8 @@ def assert_turns_continue(turns: list[Any]) -> None:
 def test_the_agent_does_its_task(pair: Pair, agent_report: Any) -> None:
     assert agent_report["task"]["failure"] == "none"
     assert agent_report["task"]["text"] == "Hello, world!\n"
-    said = [f"Episode {turn}: {count} commands" for turn, count in enumerate([1, 1, 0, 0])]
-    assert agent_report["task"]["commands"] == said
+    episodes = [f"Episode {turn}: {count} commands" for turn, count in enumerate([1, 1, 0, 0])]
+    assert agent_report["task"]["commands"] == episodes
     turns = list_requests(pair, "task")
     assert len(turns) == 4 and {turn["outcome"] for turn in turns} == {"ok"}
     assert_turns_continue(turns)

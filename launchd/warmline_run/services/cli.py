@@ -1,11 +1,9 @@
 """`warmline launchd` and `warmline service`: the same commands for launchd and for systemd."""
 
-import json
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +16,7 @@ from warmline_run.services import actions, logs
 from warmline_run.services.actions import EXIT_MANAGER_FAILED, EXIT_NOT_READY, ServicePair
 from warmline_run.services.manager import ServiceManager, ServiceManagerError
 from warmline_run.services.service import ROLES, check_name, make_processes
-from warmline_run.services.status import format_lines, read_status
+from warmline_run.services.status import format_json, format_lines, read_status
 from warmline_run.settings.cli_options import with_settings
 from warmline_run.supervisor import print_message
 
@@ -90,7 +88,7 @@ def _add_status_commands(app: typer.Typer, group: str) -> None:
         """Show whether the services are installed, running and ready."""
         with _open_pair(group, name) as pair:
             found = read_status(pair)
-            print(json.dumps(asdict(found), indent=2) if as_json else "\n".join(format_lines(found)), flush=True)
+            print(format_json(found) if as_json else "\n".join(format_lines(found)), flush=True)
             raise typer.Exit(0 if found.installed and found.ready else EXIT_NOT_READY)
 
     @app.command()

@@ -1,8 +1,9 @@
 """Status of services: installed, running, ready."""
 
+import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from warmline_common.settings.resolve import ConfigurationError
@@ -13,12 +14,13 @@ from warmline_run.services.actions import ServicePair, find_home, read_config
 from warmline_run.services.logs import read_last_lines
 from warmline_run.services.service import ServiceId, log_file, output_file
 
+JSON_KEYS = {"last_line": "said"}  # of fields whose key in `status --json` is another
 UNREADABLE = "the installed file is not as this version writes it: install again"
 
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """`ended`: end of the last run; `said`: last line of its output."""
+    """`ended`: end of the last run; `last_line`: last line of its output."""
 
     label: str
     file: str
@@ -26,7 +28,7 @@ class ProcessStatus:
     loaded: bool
     pid: int | None
     ended: str
-    said: str
+    last_line: str
     log: str
     output: str
 
@@ -78,10 +80,16 @@ def _read_process_status(pair: ServicePair, service_id: ServiceId, home: Path | 
         loaded=state.loaded,
         pid=state.pid,
         ended=state.last_exit,
-        said=next(iter(last_lines), ""),
+        last_line=next(iter(last_lines), ""),
         log=str(log_file(home, service_id.role)) if home else "",
         output=str(output or ""),
     )
+
+
+def format_json(status: ServiceStatus) -> str:
+    """JSON for programs."""
+    fields = asdict(status, dict_factory=lambda items: {JSON_KEYS.get(name, name): value for name, value in items})
+    return json.dumps(fields, indent=2)
 
 
 def format_lines(status: ServiceStatus) -> list[str]:
@@ -103,4 +111,4 @@ def _format_process(role: str, process: ProcessStatus) -> list[str]:
         state = "not loaded"
     else:
         state = f"not running, {process.ended}" if process.ended else "not running"
-    return [f"{role:<8} {state} ({process.label})", *([f"         {process.said}"] if process.said else [])]
+    return [f"{role:<8} {state} ({process.label})", *([f"         {process.last_line}"] if process.last_line else [])]

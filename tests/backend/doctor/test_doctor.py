@@ -141,11 +141,11 @@ def test_missing_unexpected_and_misshapen_parameters(copy_model: Copied) -> None
         weights["model.norm.weight"] = mx.zeros((3,))
 
     change_weights(folder, spoil)
-    told = list_messages(examine_folder(folder), FindingLevel.FAIL)
-    assert "2 parameters that the model needs are not in the weights" in told
-    assert "model.layers.*.self_attn.q_proj.weight: 2 layers (0-1)" in told
-    assert "1 parameters of the weights are not in the model" in told
-    assert "model.norm.weight [3], not [64]" in told
+    messages = list_messages(examine_folder(folder), FindingLevel.FAIL)
+    assert "2 parameters that the model needs are not in the weights" in messages
+    assert "model.layers.*.self_attn.q_proj.weight: 2 layers (0-1)" in messages
+    assert "1 parameters of the weights are not in the model" in messages
+    assert "model.norm.weight [3], not [64]" in messages
 
 
 @pytest.mark.parametrize(
@@ -234,8 +234,8 @@ def test_names_are_escaped_for_terminal(copy_model: Copied, capsys: pytest.Captu
     folder = copy_model()
     change_weights(folder, lambda weights: weights.update({"\x1b[2J[red]" + "x" * 10_000: mx.zeros(1)}))
     assert command.main([str(folder)]) == 1
-    told = capsys.readouterr().out
-    assert "\x1b" not in told and r"\x1b[2J[red]xxx" in told and len(told) < 10_000
+    output = capsys.readouterr().out
+    assert "\x1b" not in output and r"\x1b[2J[red]xxx" in output and len(output) < 10_000
     assert command.main([str(folder) + "\udcff"]) == 1
     assert r"\udcff" in capsys.readouterr().out
 
@@ -349,14 +349,14 @@ def test_weights_are_not_read(copy_model: Copied) -> None:
 def test_doctor_json_and_exit_codes(copy_model: Copied, capsys: pytest.CaptureFixture[str]) -> None:
     folder = copy_model("gemma3")
     assert command.main([str(folder), "--json", "--memory-gb", "16", "--called", "my model"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert set(told) == {"model", "folder", "verdict", "findings", "weights", "cache", "memory", "serve"}
-    assert told["verdict"] == "ok" and told["serve"] == "warmline serve --model 'my model'"
-    assert all(set(finding) == {"level", "area", "what", "todo"} for finding in told["findings"])
-    assert told["cache"]["families"] == ["KVCache", "RotatingKVCache"]
-    assert told["cache"]["window_tokens"] == tiny_models.SLIDING_WINDOW and told["cache"]["persistent"] is True
-    assert [length["tokens"] for length in told["memory"]["lengths"]] == [8_192, 32_768, 131_072, 200_000]
-    assert told["weights"]["bytes"] == told["weights"]["bytes_by_dtype"]["float32"]
+    result = json.loads(capsys.readouterr().out)
+    assert set(result) == {"model", "folder", "verdict", "findings", "weights", "cache", "memory", "serve"}
+    assert result["verdict"] == "ok" and result["serve"] == "warmline serve --model 'my model'"
+    assert all(set(finding) == {"level", "area", "what", "todo"} for finding in result["findings"])
+    assert result["cache"]["families"] == ["KVCache", "RotatingKVCache"]
+    assert result["cache"]["window_tokens"] == tiny_models.SLIDING_WINDOW and result["cache"]["persistent"] is True
+    assert [length["tokens"] for length in result["memory"]["lengths"]] == [8_192, 32_768, 131_072, 200_000]
+    assert result["weights"]["bytes"] == result["weights"]["bytes_by_dtype"]["float32"]
     change_json(folder, "tokenizer_config.json", chat_template=None)
     assert command.main([str(folder)]) == 0
     assert "It can be served; see the warnings." in capsys.readouterr().out

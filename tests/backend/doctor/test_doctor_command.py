@@ -32,14 +32,14 @@ def test_printed_serve_command_runs(tiny_folder: Callable[..., Path], tmp_path: 
         str(folder), *args, WARMLINE_KV_GROUP_SIZE="32", WARMLINE_CHAT_TEMPLATE_ARGS='{"manner": "open"}'
     )
     assert answer.returncode == 0, answer.stderr
-    told = json.loads(answer.stdout)
-    words = shlex.split(told["serve"])
+    report = json.loads(answer.stdout)
+    words = shlex.split(report["serve"])
     assert words[:2] == ["warmline", "serve"]
     serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
-    given = serve.make_context("serve", words[2:]).params
-    assert given["model"] == str(folder) and given["home"] == str(tmp_path)
-    assert (given["kv_bits"], given["kv_group_size"]) == ("8", "32")
-    assert json.loads(given["chat_template_args"]) == {"manner": "open"}
+    params = serve.make_context("serve", words[2:]).params
+    assert params["model"] == str(folder) and params["home"] == str(tmp_path)
+    assert (params["kv_bits"], params["kv_group_size"]) == ("8", "32")
+    assert json.loads(params["chat_template_args"]) == {"manner": "open"}
 
 
 def test_demo_write_error_is_one_line(tmp_path: Path) -> None:

@@ -224,9 +224,9 @@ def test_unread_answer_is_cancelled_beyond_queue_limit(
             await backend.service.generate(call, prompt)
             await asyncio.wait_for(backend.service.inflight.wait_until_empty(), WAIT_S)
             assert call.events.qsize() == 51
-            said = [call.events.get_nowait() for _ in range(51)]
-        assert isinstance(said[-1], EndedEvent) and said[-1].result.finish == "error"
-        assert said[-1].result.error == inflight.EVENTS_OVERFLOW
+            events = [call.events.get_nowait() for _ in range(51)]
+        assert isinstance(events[-1], EndedEvent) and events[-1].result.finish == "error"
+        assert events[-1].result.error == inflight.EVENTS_OVERFLOW
         await assert_nothing_is_left(backend, residents=1)
 
     with_backend(tiny_folder("llama"), tmp_path, work)

@@ -36,15 +36,15 @@ class FakeMachine:
     """Chunks of `tokens` take `seconds(tokens)` each from an empty context, and `bytes_` a token of their length."""
 
     def __init__(self, seconds: Callable[[int], float], bytes_: int = 0) -> None:
-        self._seconds, self._bytes, self.asked = seconds, bytes_, list[list[int]]()
+        self._seconds, self._bytes, self.calls = seconds, bytes_, list[list[int]]()
 
     def __call__(self, lengths: Sequence[int]) -> ChunkTiming:
-        self.asked.append(list(lengths))
+        self.calls.append(list(lengths))
         return ChunkTiming(sum(map(self._seconds, lengths)), self._bytes * max(lengths))
 
     @property
     def longest(self) -> int:
-        return max(max(lengths) for lengths in self.asked)
+        return max(max(lengths) for lengths in self.calls)
 
 
 # ---- the choice
@@ -73,7 +73,7 @@ def test_steps_are_compared_over_same_tokens() -> None:
 
     class Attending(FakeMachine):
         def __call__(self, lengths: Sequence[int]) -> ChunkTiming:
-            self.asked.append(list(lengths))
+            self.calls.append(list(lengths))
             return ChunkTiming(0.1 * len(lengths) + 1e-7 * sum(lengths) ** 2, 0)
 
     speeds = measure_speeds(Attending(lambda _: 0.0), ROOMY)
@@ -100,7 +100,7 @@ def test_no_step_exceeds_time_limit() -> None:
 
 def test_slow_machine_measures_little() -> None:
     snail = FakeMachine(lambda tokens: tokens / 7)
-    assert measure_speeds(snail, ROOMY) == {} and snail.asked == [[64]]
+    assert measure_speeds(snail, ROOMY) == {} and snail.calls == [[64]]
 
 
 @pytest.mark.parametrize(("tokens_max", "longest"), [(100_000, 8192), (8191, 4096), (600, 512), (256, 256)])
@@ -156,10 +156,10 @@ def test_other_model_device_or_mlx_is_measured_anew(
 ) -> None:
     model, counts = load_family("llama", root), []
     for fingerprint, device in (("a", "x"), ("a", "x"), ("b", "x"), ("b", "y"), ("a", "x"), ("b", "y")):
-        fake_machine.asked.clear()
+        fake_machine.calls.clear()
         monkeypatch.setattr(chunk_size, "describe_device", lambda device=device: device)
         assert resolve_step_size(model, fingerprint, BUDGET, tmp_path) == 4096
-        counts.append(bool(fake_machine.asked))
+        counts.append(bool(fake_machine.calls))
     assert counts == [True, False, True, True, False, False]
 
 
@@ -257,7 +257,7 @@ def test_process_uses_and_reports_step(reuse: str, root: Path, tmp_path: Path, f
 
     for _ in range(2):
         asyncio.run(start())
-        fake_machine.asked.clear()
+        fake_machine.calls.clear()
     first, second = statuses
     assert first.prefill_step_size == second.prefill_step_size == 4096
     assert first.fingerprint == second.fingerprint

@@ -129,17 +129,17 @@ def test_requests_postpone_keepalive_and_do_not_wait_for_it(kept: KeepaliveEngin
 
 def test_commands_during_keepalive_run_right_after_it(kept: KeepaliveEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept.wait_for_idle() == KEEPALIVE_S
-    begun, go_on = threading.Event(), threading.Event()
+    started, go_on = threading.Event(), threading.Event()
     probe = kept.engine.scheduler.probe
 
     def held() -> None:
-        begun.set()
+        started.set()
         assert go_on.wait(WAIT_S)
         probe()
 
     monkeypatch.setattr(kept.engine.scheduler, "probe", held)
     kept.end_wait()
-    assert begun.wait(WAIT_S)
+    assert started.wait(WAIT_S)
     assert kept.engine.heartbeat.is_busy, "a watchdog sees it, should it hang"
     ended, first = Future[None](), Future[None]()
     submitted = kept.engine.submit(lambda scheduler: scheduler.submit(make_generation(ended, first)))

@@ -130,8 +130,8 @@ LEAST = round(float(mx.finfo(mx.float32).min), 4)
 
 def test_min_tokens_makes_ends_last_choice() -> None:
     def held(tokens: int, **fields: Any) -> list[float]:
-        asked, logits = make_params(min_tokens=3, **fields), mx.ones((1, 4))
-        for processor in make_processors(asked, 2, SamplerFault(), {3}):
+        params, logits = make_params(min_tokens=3, **fields), mx.ones((1, 4))
+        for processor in make_processors(params, 2, SamplerFault(), {3}):
             logits = processor(mx.array([1] * (2 + tokens)), logits)
         return [round(value, 4) for value in np.array(logits)[0].tolist()]
 

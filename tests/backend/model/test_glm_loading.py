@@ -89,20 +89,20 @@ def test_indexer_of_shared_layer_is_unexpected(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("types", "said"),
+    ("types", "message"),
     [
         (["full"] * 4, "indexer_types in config.json has 4 entries for 5 layers"),
         (["shared"] + ["full"] * 4, 'layer 0 is "shared", but there is no layer before it to share with'),
         (["full", "sahred", "shared", "full", "shared"], "indexer_types in config.json says sahred; expected full or"),
     ],
 )
-def test_invalid_indexer_types_are_refused(folder: Path, types: list[str], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_indexer_types_are_refused(folder: Path, types: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         load_lazy_model(rewrite_config(folder, indexer_types=types), trust_remote_code=False)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"index_topk": 0}, "index_topk in config.json is 0; expected 1 or more"),
         ({"index_topk": 1.5}, "index_topk in config.json is 1.5; expected a whole number"),
@@ -119,9 +119,9 @@ def test_invalid_indexer_types_are_refused(folder: Path, types: list[str], said:
         ({"n_group": 3, "topk_group": 2}, "n_group in config.json is 3; expected a number of groups"),
     ],
 )
-def test_invalid_config_values_are_refused(folder: Path, changes: dict[str, Any], said: str) -> None:
+def test_invalid_config_values_are_refused(folder: Path, changes: dict[str, Any], message: str) -> None:
     """Some of them would be computed with, and answer."""
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         load_lazy_model(rewrite_config(folder, **changes), trust_remote_code=False)
 
 

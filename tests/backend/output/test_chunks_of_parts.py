@@ -153,7 +153,7 @@ def test_calls_without_text_have_null_content(tokenizer: TokenizerWrapper) -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "finish", "told"),
+    ("text", "finish", "finish_reason"),
     [
         (f"</think>{CALL}", "stop", "tool_calls"),
         (f"</think>{CALL}", "length", "length"),
@@ -164,11 +164,11 @@ def test_calls_without_text_have_null_content(tokenizer: TokenizerWrapper) -> No
     ],
 )
 def test_finish_reason_is_tool_calls_only_with_a_call(
-    tokenizer: TokenizerWrapper, text: str, finish: str, told: str
+    tokenizer: TokenizerWrapper, text: str, finish: str, finish_reason: str
 ) -> None:
     _, whole = render_answers(tokenizer, make_events(tokenizer, text, finish))
     (choice,) = whole["choices"]
-    assert choice["finish_reason"] == told
+    assert choice["finish_reason"] == finish_reason
     assert bool(choice["message"].get("tool_calls")) or choice["message"]["content"], "never nothing at all"
 
 
@@ -178,8 +178,8 @@ def test_sampled_turn_parses_to_emitted_parts(tokenizer: TokenizerWrapper) -> No
     assert turn is not None and turn.calls == [call["id"] for call in message["tool_calls"]]
     tokens = unpack_tokens(turn.tokens)
     assert tokenizer.decode(tokens) == f"\n\nI look.\n{CALL}\n{CALL}"
-    said, calls = parse_turn(tokens, tokenizer, TOOLS)
-    assert said.strip() == message["content"]
+    content, calls = parse_turn(tokens, tokenizer, TOOLS)
+    assert content.strip() == message["content"]
     assert calls == [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
 
 
@@ -201,9 +201,9 @@ def test_reasoning_tokens_are_counted(tokenizer: TokenizerWrapper) -> None:
 def test_logprobs_of_every_token_are_emitted_once_in_order(tokenizer: TokenizerWrapper) -> None:
     text = f"Hm.\n</think>\n\nI look.\n{CALL}\n"
     sent, whole = render_answers(tokenizer, make_events(tokenizer, text))
-    told = [bytes(entry["bytes"]) for entry in whole["choices"][0]["logprobs"]["content"]]
+    token_bytes = [bytes(entry["bytes"]) for entry in whole["choices"][0]["logprobs"]["content"]]
     assert (
-        b"".join(told)
+        b"".join(token_bytes)
         == text.encode()
         == b"".join(
             bytes(entry["bytes"])

@@ -107,9 +107,9 @@ def test_text_ends_before_first_complete_stop_word(bpe: TokenizerWrapper, text: 
 
 def test_stop_words_apply_after_min_tokens(bpe: TokenizerWrapper) -> None:
     letters = [encode_text(bpe, letter)[0] for letter in "abcabcab"]
-    for least, told in ((2, "a"), (3, "abca"), (5, "abca"), (6, "abcabca"), (8, "abcabca"), (9, "abcabcab")):
+    for least, text in ((2, "a"), (3, "abca"), (5, "abca"), (6, "abcabca"), (8, "abcabca"), (9, "abcabcab")):
         stream = OutputParser(bpe, ["b"], min_tokens=least)
-        assert "".join(emit_tokens(stream, letters)) == told and stream.is_stopped == (least < 9), least
+        assert "".join(emit_tokens(stream, letters)) == text and stream.is_stopped == (least < 9), least
 
 
 def test_stop_word_may_span_tokens(bpe: TokenizerWrapper) -> None:

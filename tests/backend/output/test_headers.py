@@ -63,8 +63,8 @@ def test_call_without_tools_is_text(harmony: TokenizerWrapper) -> None:
 
 
 def test_message_begun_in_prompt_continues(harmony: TokenizerWrapper) -> None:
-    begun = parse_output(harmony, " day.<|return|>", tail=f"{TAIL}<|channel|>final<|message|>A sunny")
-    assert (join_reasoning(begun), join_content(begun)) == ("", " day.")
+    parts = parse_output(harmony, " day.<|return|>", tail=f"{TAIL}<|channel|>final<|message|>A sunny")
+    assert (join_reasoning(parts), join_content(parts)) == ("", " day.")
     assert join_reasoning(parse_output(harmony, " so.", tail=f"{TAIL}<|channel|>analysis<|message|>Hm,")) == " so."
 
 
@@ -73,8 +73,8 @@ def test_parse_turn_excludes_reasoning(harmony: TokenizerWrapper) -> None:
     (call,) = (part for part in parse_output(harmony, text, tail=TAIL) if isinstance(part, ToolCall))
     tokens = encode_text(harmony, text)
     assert harmony.decode(tokens[: call.start]) == THOUGHT and harmony.decode(tokens[call.end :]) == "<|call|>"
-    said, read = parse_turn(tokens[call.start : call.end], harmony, TOOLS)
-    assert (said, [name for name, _ in read]) == ("I look.", ["get_weather"])
+    content, calls = parse_turn(tokens[call.start : call.end], harmony, TOOLS)
+    assert (content, [name for name, _ in calls]) == ("I look.", ["get_weather"])
 
 
 def test_muse_calls_within_messages_are_parsed(tmp_path: Path) -> None:

@@ -130,17 +130,17 @@ def test_only_markers_and_calls_are_removed_from_text(
     parts = split_pieces(
         dialects["json_tools"], [text], ExpectedOutput(has_parts=True, tail=tail, tools=TOOLS), natural
     )
-    told = split_letters("".join(part.text for part in parts if not isinstance(part, ToolCall)))
+    letters = split_letters("".join(part.text for part in parts if not isinstance(part, ToolCall)))
     calls = sum(isinstance(part, ToolCall) for part in parts)
     rest = split_letters(text)
-    for part in told:
+    for part in letters:
         assert part in rest
     for marker in ("<think>", "</think>", "</tool_call>"):
-        rest, told = rest.replace(marker, ""), told.replace(marker, "")
+        rest, letters = rest.replace(marker, ""), letters.replace(marker, "")
     assert calls <= text.count('{"name": "now", "arguments": {"a": "b"}}')
     for _ in range(calls):
         rest = rest.replace(split_letters(CALL).replace("</tool_call>", ""), "", 1)
-    assert sorted(told) == sorted(rest)
+    assert sorted(letters) == sorted(rest)
 
 
 @given(text=st.text("the <think></>\n", max_size=40), stop=st.sampled_from([(), ("th",), ("\n",), ("<th", "k>")]))
@@ -148,13 +148,13 @@ def test_stop_word_applies_to_content_only(bpe: TokenizerWrapper, text: str, sto
     stream = OutputParser(bpe, stop, ExpectedOutput(has_parts=True))
     parts = [part for token in bpe.encode(f"<think>{text}", add_special_tokens=False) for part in stream.add(token)]
     parts = parts if stream.is_stopped else [*parts, *stream.finish()]
-    said = "".join(part.text for part in parts if isinstance(part, Text))
+    answer = "".join(part.text for part in parts if isinstance(part, Text))
     thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
     reasoning, end, content = text.partition("</think>")
     assert thought.startswith(reasoning.strip("\n").replace("<think>", "", reasoning.startswith("<think>"))[:3])
-    assert not any(word in said for word in stop)
+    assert not any(word in answer for word in stop)
     if not any(word in content for word in stop) and "<think>" not in content and "</think>" not in content:
-        assert said == (content.lstrip("\n") if end else "")
+        assert answer == (content.lstrip("\n") if end else "")
 
 
 @pytest.fixture(scope="module")

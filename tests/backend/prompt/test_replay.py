@@ -251,8 +251,8 @@ def test_call_in_message_of_its_own_is_replayed(make: Make, opening: str) -> Non
     prompt = decode_text(
         renderer, render_prompt(renderer, make_messages('{"path":"/"}', **reasoning), make_turn(renderer, sampled))
     )
-    begun = "<|channel|>analysis<|message|>hm<|end|>" if opening else ""
-    assert f"<|start|>assistant{begun}{sampled}<|im_end|><|start|>functions.look to=assistant" in prompt
+    analysis = "<|channel|>analysis<|message|>hm<|end|>" if opening else ""
+    assert f"<|start|>assistant{analysis}{sampled}<|im_end|><|start|>functions.look to=assistant" in prompt
 
 
 def test_call_is_replayed_where_template_has_no_calls(make: Make) -> None:
@@ -332,9 +332,9 @@ def test_replay_of_long_loop_is_linear(make: Make) -> None:
         ]
         written = json.dumps(arguments, separators=(" , ", " :"))
         turns.append(make_turn(renderer, f'<tool_call>{{"arguments":{written},"name":"look"}}</tool_call>', call_id))
-    templates, asked = renderer._render_messages, []
-    renderer._render_messages = lambda *args, **kwargs: asked.append(1) or templates(*args, **kwargs)  # type: ignore[method-assign,func-returns-value]
-    plain, renders = render_prompt(renderer, messages), len(asked)
+    render, render_calls = renderer._render_messages, []
+    renderer._render_messages = lambda *args, **kwargs: render_calls.append(1) or render(*args, **kwargs)  # type: ignore[method-assign,func-returns-value]
+    plain, renders = render_prompt(renderer, messages), len(render_calls)
     prompt = pack_tokens(render_prompt(renderer, messages, *turns).tokens)
-    assert len(asked) == 2 * renders, "not one more"
-    assert all(given.tokens in prompt for given in turns) and plain.tokens
+    assert len(render_calls) == 2 * renders, "not one more"
+    assert all(turn.tokens in prompt for turn in turns) and plain.tokens

@@ -13,7 +13,7 @@ REFUSES = "the model's chat template refuses these messages"
 
 
 @pytest.mark.parametrize(
-    ("template", "told"),
+    ("template", "message"),
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ raise_exception('bad start: ' + messages[0].content) }}", "bad start: …"),
@@ -25,11 +25,11 @@ REFUSES = "the model's chat template refuses these messages"
         ("{{ '%x' % messages[0].content }}", "%x format: an integer is required, not str"),
     ],
 )
-def test_template_error_hides_message_text(template: str, told: str, tmp_path: Path) -> None:
+def test_template_error_hides_message_text(template: str, message: str, tmp_path: Path) -> None:
     renderer = TemplateRenderer(make_byte_level_tokenizer(tmp_path, template))
     with pytest.raises(BadRequestError) as refused:
         renderer.render("chat", {"messages": [{"role": "user", "content": SAID}]})
-    assert refused.value.message == f"{REFUSES}: {told}"
+    assert refused.value.message == f"{REFUSES}: {message}"
 
 
 def test_template_error_shows_short_arguments_only(tmp_path: Path) -> None:

@@ -213,8 +213,8 @@ def test_completion_fields(name: str, value: object) -> None:
 
 
 def test_completion_logprobs_are_a_count() -> None:
-    asked = parse_body("completion", logprobs=3)
-    assert (asked.logprobs, asked.top_logprobs) == (True, 3)
+    params = parse_body("completion", logprobs=3)
+    assert (params.logprobs, params.top_logprobs) == (True, 3)
     assert (parse_body("completion", logprobs=0).logprobs, parse_body("completion").logprobs) == (True, False)
 
 

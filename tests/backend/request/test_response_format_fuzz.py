@@ -45,8 +45,8 @@ def assert_accepted_or_refused(grammars: GrammarCompiler, body: dict[str, Any]) 
     try:
         constraint = grammars.build_constraint("chat", body, body.get("tools"), "")
     except BadRequestError as error:
-        told = json.loads(error.encode_reply())["error"]
-        assert told["message"] and len(told["message"]) < 1000
+        reply = json.loads(error.encode_reply())["error"]
+        assert reply["message"] and len(reply["message"]) < 1000
     else:
         assert (
             constraint is None or not constraint.grammar or grammars.create_matcher(constraint).compute_allowed().any()

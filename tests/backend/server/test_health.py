@@ -143,16 +143,16 @@ def test_idle_engine_is_ready_after_probe(
 
 def test_hanging_probe_is_not_ready(tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(backend: LiveBackend) -> None:
-        begun, go_on = threading.Event(), threading.Event()
+        started, go_on = threading.Event(), threading.Event()
 
         def hang() -> None:
-            begun.set()
+            started.set()
             assert go_on.wait(WAIT_S)
 
         with monkeypatch.context() as patch:
             patch.setattr(backend.engine.scheduler, "probe", hang)
             asking = asyncio.ensure_future(read_ready_when_idle(backend))
-            assert await asyncio.to_thread(begun.wait, WAIT_S)
+            assert await asyncio.to_thread(started.wait, WAIT_S)
             patch.setattr(health, "PROBE_TIMEOUT_S", 0.01)
             assert await read_ready(backend) == (503, "the engine has not computed a token in 0.01 s")
             go_on.set()

@@ -89,9 +89,9 @@ def test_follower_reuses_leaders_prefill(
             await wait_until(lambda: not backend.engine._commands.empty())
             chunks.open_for_all()
             assert (await read_result(response)).finish == "length"
-        status, said = await following
-        assert status == 200 and b'"cached_tokens":198' in said
-        assert said.index(b": prefill 198/199") < said.index(b": started"), "it hears of its leader while it waits"
+        status, body = await following
+        assert status == 200 and b'"cached_tokens":198' in body
+        assert body.index(b": prefill 198/199") < body.index(b": started"), "it hears of its leader while it waits"
         assert (await follower("late", "leader"))[0] == 410
 
     with_backend(tiny_folder("llama"), tmp_path, work, step=64)

@@ -6,11 +6,11 @@ from warmline_backend.__main__ import format_load_failure
 
 
 @pytest.mark.parametrize(
-    ("why", "said"),
+    ("reason", "message"),
     [
         ("--model /nowhere: there is no such folder", "can't serve: --model /nowhere: there is no such folder"),
         ("the tokenizer can't be loaded", "can't serve /nowhere: the tokenizer can't be loaded"),
     ],
 )
-def test_load_failure_names_model_once(why: str, said: str) -> None:
-    assert format_load_failure("/nowhere", why) == said
+def test_load_failure_names_model_once(reason: str, message: str) -> None:
+    assert format_load_failure("/nowhere", reason) == message

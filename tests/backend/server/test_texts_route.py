@@ -17,8 +17,8 @@ def test_detokenize_returns_texts(tiny_folder: FolderOf, tmp_path: Path) -> None
         prompt = await backend.render_prompt({"messages": [{"role": "user", "content": "Grüße, 世界 "}]})
         second_half = 1 + len(b"user\nGr") + 1  # one token opens the message, then a token is a byte
         cut = prompt.tokens[second_half * TOKEN_BYTES : (second_half + 3) * TOKEN_BYTES] + pack_tokens([EOS])
-        asked = DetokenizeRequest(sequences=[prompt.tokens, cut, b""])
-        status, reply = await backend.request_json("POST", "/kv/texts", asked)
+        request = DetokenizeRequest(sequences=[prompt.tokens, cut, b""])
+        status, reply = await backend.request_json("POST", "/kv/texts", request)
         whole, with_a_half, nothing = reply["texts"]
         assert status == 200 and whole.startswith("<|im_start|>user\nGrüße, 世界 <|im_end|>")
         assert (with_a_half, nothing) == ("\ufffdß<|im_end|>", "")

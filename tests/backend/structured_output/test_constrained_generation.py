@@ -154,9 +154,9 @@ def test_gbnf_grammar_is_followed(served: ServedModel, grammars: GrammarCompiler
 
 def test_logprobs_have_no_infinity(served: ServedModel, grammars: GrammarCompiler) -> None:
     log = generate_alone(served, make_matcher(grammars, FIXED), logprobs=True, top_logprobs=5)
-    told = [event.logprobs for event in log.events if isinstance(event, TokenEvent) and event.logprobs]
-    assert len(told) == len(log.text.encode())
-    for one in told:
+    logprobs = [event.logprobs for event in log.events if isinstance(event, TokenEvent) and event.logprobs]
+    assert len(logprobs) == len(log.text.encode())
+    for one in logprobs:
         assert one.logprob == pytest.approx(0.0, abs=1e-5)
         assert [value for _, value in one.top[1:]] == [LOGPROB_MIN] * 4
 

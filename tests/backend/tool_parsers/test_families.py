@@ -72,9 +72,9 @@ def test_cut_call_is_text(family: Family, folder: Path) -> None:
     text = "So: " + family.calls if family.name != "llama3" else family.calls
     for length in range(1, len(text), 19):
         parts = parse_output(tokenizer, text[:length], natural=False)
-        told = list_calls(parts)
-        assert told == CALLS[: len(told)]
-        if not told:
+        calls = list_calls(parts)
+        assert calls == CALLS[: len(calls)]
+        if not calls:
             assert join_content(parts) == text[:length]
 
 
@@ -89,9 +89,9 @@ def test_parse_turn_returns_emitted_parts(family: Family, folder: Path) -> None:
     text = (f"{start}\nHm.\n{end}\n\nLet me look.\n" if start else "") + family.calls
     last = next(part for part in reversed(parse_output(tokenizer, text)) if isinstance(part, ToolCall))
     turn = encode_text(tokenizer, text)[last.start : last.end]
-    said, read = parse_turn(turn, tokenizer, TOOLS)
-    assert said.strip() == ("Let me look." if start else "")
-    assert [(name, json.loads(arguments)) for name, arguments in read] == CALLS
+    content, calls = parse_turn(turn, tokenizer, TOOLS)
+    assert content.strip() == ("Let me look." if start else "")
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == CALLS
 
 
 @EVERY_FAMILY

@@ -46,10 +46,10 @@ def count_stored(home: Home, tenant: str = "") -> int:
 
 
 def test_export_and_import_between_homes(home: Home, other: Home, file: Path) -> None:
-    told = read_json(home, "export", find_session(home, "first"), str(file))
+    report = read_json(home, "export", find_session(home, "first"), str(file))
     names = "session model fingerprint tokens segments checkpoints turns bytes_count file"
-    assert set(told) == set(names.split())
-    assert told["bytes_count"] == file.stat().st_size and file.stat().st_mode & 0o777 == 0o600
+    assert set(report) == set(names.split())
+    assert report["bytes_count"] == file.stat().st_size and file.stat().st_mode & 0o777 == 0o600
     view = read_json(other, "import", str(file))
     names = "session model fingerprint tokens tokens_known segments checkpoints turns bytes_written"
     assert set(view) == set(names.split())
@@ -91,7 +91,7 @@ def test_export_does_not_overwrite_without_force(home: Home, archive_file: Path)
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         ("export feedfeed TMP/new", 1, "nothing stored is called feedfeed"),
         ("export SESSION TMP", 2, "is no plain file"),
@@ -104,7 +104,7 @@ def test_export_does_not_overwrite_without_force(home: Home, archive_file: Path)
     ],
 )
 def test_impossible_export_and_import_are_refused(
-    home: Home, archive_file: Path, tmp_path: Path, words: str, code: int, said: str
+    home: Home, archive_file: Path, tmp_path: Path, words: str, code: int, message: str
 ) -> None:
     places = {
         "SESSION": find_session(home, "first"),
@@ -116,7 +116,7 @@ def test_impossible_export_and_import_are_refused(
         words = words.replace(name, place)
     done = run_cachectl(home, *words.split())
     assert done.returncode == code
-    assert any(each in done.stderr for each in said.split("|")), done.stderr
+    assert any(each in done.stderr for each in message.split("|")), done.stderr
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
 
 

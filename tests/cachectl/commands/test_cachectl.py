@@ -196,7 +196,7 @@ class FakeProxy(HTTPServer):
         super().__init__(("127.0.0.1", 0), FakeProxyHandler)
         self.home, self.index = home, index
         self.replays: list[ReplayResult] = []
-        self.asked: list[ReplayRequest] = []
+        self.replay_requests: list[ReplayRequest] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -207,7 +207,7 @@ class FakeProxyHandler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         known = self.headers["Authorization"] == f"Bearer {self.server.home.load_secret()}"
         if self.path == "/warmline/replay" and known:
-            self.server.asked.append(decode(body, ReplayRequest))
+            self.server.replay_requests.append(decode(body, ReplayRequest))
             return self._answer(200, encode(ReplayReply(replays=self.server.replays)))
         if self.path == "/warmline/repair" and known:
             return self._answer(200, encode(repair(self.server.index, deep=True, is_saving=True)))
@@ -295,7 +295,7 @@ def test_verify_replay_runs_in_the_pair(proxy: FakeProxy) -> None:
     assert read_json(home, "verify", "--replay", session[:6], runner=run_process)["replays"][0]["outcome"] == "within"
     shown = run_process(home, "verify", "--replay")
     assert shown.returncode == 0 and "1,501" in shown.stdout and "1.00e-04" in shown.stdout
-    assert [each.session for each in proxy.asked] == [session, ""]
+    assert [each.session for each in proxy.replay_requests] == [session, ""]
 
 
 @pytest.mark.parametrize(("outcome", "code"), [("equal", 0), ("skipped", 0), ("differs", 1), ("damaged", 1)])

@@ -283,10 +283,10 @@ def test_pin_and_gc(home: Home) -> None:
 def test_purge_reports_truncated_shared_files(home: Home) -> None:
     """The one that came first holds what the other begins with, and more."""
     first = find_session(home, "first")
-    told = run_cachectl(home, "purge", "--session", first, "--dry-run").stdout
-    assert told.startswith("would purge 1 conversation: 0 segments, a part of 1 more, ")
+    preview = run_cachectl(home, "purge", "--session", first, "--dry-run").stdout
+    assert preview.startswith("would purge 1 conversation: 0 segments, a part of 1 more, ")
     done = run_cachectl(home, "purge", "--session", first, "--yes")
-    assert (done.returncode, done.stdout) == (0, told.replace("would purge", "purged"))
+    assert (done.returncode, done.stdout) == (0, preview.replace("would purge", "purged"))
 
 
 def test_purge_reports_failed_truncation_and_gc_finishes(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:

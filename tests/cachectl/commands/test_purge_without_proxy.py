@@ -25,14 +25,14 @@ class RecordingBackend(HTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), RecordingHandler)
-        self.asked: list[tuple[str, str]] = []
+        self.requests: list[tuple[str, str]] = []
 
 
 class RecordingHandler(BaseHTTPRequestHandler):
     server: RecordingBackend
 
     def do_POST(self) -> None:
-        self.server.asked.append((self.path, self.headers["Authorization"]))
+        self.server.requests.append((self.path, self.headers["Authorization"]))
         self.send_response(self.server.status)
         self.end_headers()
         self.wfile.write(self.server.body)
@@ -63,9 +63,9 @@ def backend(home: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingBa
 
 def test_purge_clears_backend_memory(home: Home, backend: RecordingBackend) -> None:
     client.purge(home, PurgeRequest(everything=True, dry_run=True))
-    assert backend.asked == []
+    assert backend.requests == []
     client.purge(home, PurgeRequest(everything=True))
-    assert backend.asked == [("/kv/forget", f"Bearer {home.load_secret()}")]
+    assert backend.requests == [("/kv/forget", f"Bearer {home.load_secret()}")]
 
 
 def test_purge_finds_backend_on_flag_port(
@@ -75,7 +75,7 @@ def test_purge_finds_backend_on_flag_port(
     place = {"pid": os.getpid(), "port": backend.server_address[1]}
     (home.run / "backend.json").write_text(json.dumps(place))
     client.purge(home, PurgeRequest(everything=True))
-    assert len(backend.asked) == 1
+    assert len(backend.requests) == 1
     (home.run / "backend.json").write_text(json.dumps({**place, "pid": 1}))  # of another one, before it
     with pytest.raises(client.OperationRefusedError, match="can't be reached on port 9"):
         client.purge(home, PurgeRequest(everything=True))
@@ -100,14 +100,14 @@ def test_proxy_refusal_is_quoted_and_foreign_server_named(home: Home, backend: R
     (home.run / "proxy.json").write_text(json.dumps({"url": url, "pid": os.getpid()}))
     backend.status = 409
     with process_lock(home.lock):
-        for body, told in (
+        for body, message in (
             (b'{"error": {"message": "there is no room", "type": "invalid_request_error"}}', "there is no room"),
             (b"<h1>Conflict</h1>", f"the proxy at {url} answered 409: <h1>Conflict</h1>"),
         ):
             backend.body = body
             with pytest.raises(client.OperationRefusedError) as refused:
                 client.purge(home, PurgeRequest(everything=True))
-            assert str(refused.value) == told
+            assert str(refused.value) == message
 
 
 def test_purge_removes_drafts_of_killed_pair(home: Home) -> None:

@@ -20,19 +20,19 @@ def remove_variable_parts(text: str) -> str:
 
 def test_documented_examples_match_output(tmp_path: Path) -> None:
     home = make_documented_home(tmp_path / "home")
-    told = list_examples(DOCUMENT.read_text(encoding="utf-8"))
-    assert len(told) >= 10
-    for command, output in told:
+    examples = list_examples(DOCUMENT.read_text(encoding="utf-8"))
+    assert len(examples) >= 10
+    for command, output in examples:
         printed = "\n".join(line.rstrip() for line in run_example(home, command).splitlines())
         assert remove_variable_parts(printed) == remove_variable_parts(output), command
 
 
 def test_documented_top_screen_matches_output() -> None:
-    (told,) = re.findall(r"```text\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    (screen,) = re.findall(r"```text\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
     view = build_snapshot(
         make_status(100.0, make_live_row(), make_live_row("r2", phase="answering", ttft_s=8.0, spoken=60)), RECORDS
     )
-    assert "\n".join(line.rstrip() for line in render_text(view).splitlines()) == told.strip()
+    assert "\n".join(line.rstrip() for line in render_text(view).splitlines()) == screen.strip()
 
 
 def test_document_names_every_command() -> None:

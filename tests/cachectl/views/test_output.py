@@ -43,5 +43,5 @@ def test_names_cannot_move_cursor(capsys: pytest.CaptureFixture[str], monkeypatc
     showing.show({}, ["of model \x1b[2Jx"], as_json=False)
     with pytest.raises(typer.Exit):
         errors.fail("made with \x1b[2Jx", 2)
-    told = capsys.readouterr()
-    assert (told.out, told.err) == ("of model \ufffd[2Jx\n", "cachectl: made with \ufffd[2Jx\n")
+    output = capsys.readouterr()
+    assert (output.out, output.err) == ("of model \ufffd[2Jx\n", "cachectl: made with \ufffd[2Jx\n")

@@ -104,13 +104,13 @@ def test_read_commands_need_no_keys_file(home: Home) -> None:
 @pytest.fixture
 def proxy(home: Home) -> Iterator[Callable[[OwnerLabels], None]]:
     """Running proxy that answers GET /warmline/whose with the labels passed to the fixture's function."""
-    said: list[bytes] = []
+    replies: list[bytes] = []
 
     class Answers(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200 if self.path == "/warmline/whose" else 404)
             self.end_headers()
-            self.wfile.write(said[-1])
+            self.wfile.write(replies[-1])
 
         def log_message(self, *_: object) -> None:
             pass
@@ -121,7 +121,7 @@ def proxy(home: Home) -> Iterator[Callable[[OwnerLabels], None]]:
         pid = int(home.lock.read_text())
         announced = {"pid": pid, "url": f"http://127.0.0.1:{server.server_port}"}
         (home.run / "proxy.json").write_text(json.dumps(announced))
-        yield lambda whose: said.append(encode(whose))
+        yield lambda whose: replies.append(encode(whose))
         server.shutdown()
         thread.join()
 

@@ -58,8 +58,8 @@ def test_json_names_of_top() -> None:
 
 def test_screen_fits_width() -> None:
     text = render_text(top_view.build_snapshot(make_status(100.0, make_live_row()), RECORDS))
-    for told in ("glm, up", "1 running, 2 waiting, 1 being saved", "31.0 GB of 50.0 GB", "45% of the prompts"):
-        assert told in text
+    for part in ("glm, up", "1 running, 2 waiting, 1 being saved", "31.0 GB of 50.0 GB", "45% of the prompts"):
+        assert part in text
     assert "task-17" in text and "restored" not in text
     assert max(map(len, text.splitlines())) <= 80
     assert "restored" in render_text(top_view.build_snapshot(make_status(100.0, make_live_row()), RECORDS), columns=100)

@@ -94,22 +94,22 @@ CHANGES = {
 def test_explain_names_each_client_change(pair: Pair, cause: str) -> None:
     before, after, (message, role) = CHANGES[cause]
     explain_request(pair, before)
-    told = explain_request(pair, after)
-    where = told["where"]
-    assert told["verdict"]["cause"] == cause, told
+    explanation = explain_request(pair, after)
+    where = explanation["where"]
+    assert explanation["verdict"]["cause"] == cause, explanation
     assert (where["message"], where["role"]) == (message, role)
     assert where["token"] == count_common_prefix(pair, before, after)
-    texts = [side["text"] for side in (told["known"], told["prompt"])]
+    texts = [side["text"] for side in (explanation["known"], explanation["prompt"])]
     assert texts[0] != texts[1] and texts[0][:8] == texts[1][:8]
-    assert told["now"]["branch"] and told["now"]["tokens"] > where["token"]
+    assert explanation["now"]["branch"] and explanation["now"]["tokens"] > where["token"]
 
 
 def test_explain_names_removed_messages(pair: Pair) -> None:
     before, after = make_body("E."), make_body("E.")
     del after["messages"][1:3]
     explain_request(pair, before)
-    told = explain_request(pair, after)
-    assert (told["verdict"]["cause"], told["where"]["message"]) == ("truncated", 2)
+    explanation = explain_request(pair, after)
+    assert (explanation["verdict"]["cause"], explanation["where"]["message"]) == ("truncated", 2)
 
 
 def make_call_body(system: str, **answer: str) -> Body:
@@ -123,25 +123,25 @@ def make_call_body(system: str, **answer: str) -> Body:
 
 def test_explain_names_missing_reasoning(pair: Pair) -> None:
     explain_request(pair, make_call_body("F.", reasoning_content="Bergen is where she is from."))
-    told = explain_request(pair, make_call_body("F."))
-    assert (told["verdict"]["cause"], told["where"]["message"]) == ("reasoning-dropped", 3)
+    explanation = explain_request(pair, make_call_body("F."))
+    assert (explanation["verdict"]["cause"], explanation["where"]["message"]) == ("reasoning-dropped", 3)
 
 
 def test_explain_names_template_that_drops_reasoning(pair: Pair) -> None:
     talk = make_call_body("G.", reasoning_content="Bergen is where she is from.")
     explain_request(pair, talk)
     talk["messages"] += [{"role": "assistant", "content": "It is."}, {"role": "user", "content": "Good."}]
-    told = explain_request(pair, talk)
-    assert (told["verdict"]["cause"], told["where"]["message"]) == ("reasoning-left-out", 3)
+    explanation = explain_request(pair, talk)
+    assert (explanation["verdict"]["cause"], explanation["where"]["message"]) == ("reasoning-left-out", 3)
 
 
 def test_cachectl_shows_both_texts_with_and_without_proxy(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     explain_request(pair, make_body(make_clock_text("14:30:00")))
-    told = explain_request(pair, make_body(make_clock_text("15:00:00")))
-    first = told["request"]["id"]
+    explanation = explain_request(pair, make_body(make_clock_text("15:00:00")))
+    first = explanation["request"]["id"]
     by_proxy = pair.cachectl("explain", first)
     monkeypatch.setattr("warmline_cachectl.client.find_lock_holder", lambda _: "")
-    assert pair.cachectl("explain", first[:8]) == by_proxy == told
+    assert pair.cachectl("explain", first[:8]) == by_proxy == explanation
     assert pair.cachectl("explain", "nobody", code=1) is None
     monkeypatch.setattr(sides, "make_console", lambda: Console(width=80))
     text = CliRunner().invoke(app, ["explain", first, "--home", str(pair.home.root)]).stdout
@@ -175,9 +175,9 @@ def test_explain_compares_two_conversations(pair: Pair) -> None:
 
 def test_purge_deletes_prompt_texts(pair: Pair) -> None:
     explain_request(pair, make_body(make_clock_text("16:22:33 SECRET")))
-    told = explain_request(pair, make_body(make_clock_text("16:25:01 SECRET")))
-    assert "SECRET" in told["prompt"]["text"]
-    purge = encode(PurgeRequest(session=told["now"]["session"]))
+    explanation = explain_request(pair, make_body(make_clock_text("16:25:01 SECRET")))
+    assert "SECRET" in explanation["prompt"]["text"]
+    purge = encode(PurgeRequest(session=explanation["now"]["session"]))
     pair.as_owner("POST", f"{pair.url}/warmline/purge", purge)
     records = pair.as_owner("GET", f"{pair.url}/warmline/requests").json["requests"]
     assert records and all(record["parting"] is None for record in records)
@@ -188,9 +188,9 @@ def test_explain_names_prompt_of_another_key(pair: Pair) -> None:
     """The last test: from here on the pair wants a key."""
     keys = {name: keys_file.add_key(pair.home, name).key for name in (KEY, OTHER_KEY)}
     explain_request(pair, make_body(), Authorization=f"Bearer {keys[KEY]}")
-    told = explain_request(pair, make_body(), Authorization=f"Bearer {keys[OTHER_KEY]}")
-    assert (told["verdict"]["cause"], told["request"]["key"]) == ("other-key", OTHER_KEY)
-    assert told["verdict"]["detail"].endswith(f" stored for the key {KEY}")
+    explanation = explain_request(pair, make_body(), Authorization=f"Bearer {keys[OTHER_KEY]}")
+    assert (explanation["verdict"]["cause"], explanation["request"]["key"]) == ("other-key", OTHER_KEY)
+    assert explanation["verdict"]["detail"].endswith(f" stored for the key {KEY}")
     named = {each["key"] for each in pair.cachectl("ls")["sessions"]}
     assert named == {"no key", KEY, OTHER_KEY}
     left = pair.cachectl("key", "remove", KEY)["stored"]

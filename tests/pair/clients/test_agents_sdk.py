@@ -151,8 +151,8 @@ def test_messages_agent_loop(agent_pair: Pair) -> None:
     second = client.messages.create(messages=messages, **request)
     assert [block.type for block in second.content] == ["thinking", "text"] and second.stop_reason == "end_turn"
     assert getattr(second.content[1], "text", "") == SAID
-    asked = first.usage.input_tokens + (first.usage.cache_read_input_tokens or 0)
-    assert (second.usage.cache_read_input_tokens or 0) >= asked + first.usage.output_tokens - 1
+    prompt_tokens = first.usage.input_tokens + (first.usage.cache_read_input_tokens or 0)
+    assert (second.usage.cache_read_input_tokens or 0) >= prompt_tokens + first.usage.output_tokens - 1
 
 
 def test_responses_agent_loop(openai_sdk: OpenAI, agent_pair: Pair) -> None:

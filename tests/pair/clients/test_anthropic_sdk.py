@@ -40,11 +40,11 @@ def make_messages(text: str, **fields: Any) -> dict[str, Any]:
 
 def remove_variable_fields(message: Message) -> dict[str, Any]:
     """Remove ids and numbers of reused tokens."""
-    told: Any = message.to_dict()
-    for named in (told, *told["content"]):
-        named.pop("id", None)
-    told["usage"]["input_tokens"] += told["usage"].pop("cache_read_input_tokens")
-    return dict(told)
+    fields: Any = message.to_dict()
+    for item in (fields, *fields["content"]):
+        item.pop("id", None)
+    fields["usage"]["input_tokens"] += fields["usage"].pop("cache_read_input_tokens")
+    return dict(fields)
 
 
 def count_prompt_tokens(message: Message) -> int:
@@ -69,9 +69,9 @@ def test_messages_streamed_equals_whole(client: anthropic.Anthropic) -> None:
 
 def test_count_tokens_equals_prompt_tokens(client: anthropic.Anthropic, warm_pair: Pair) -> None:
     request: Any = make_messages("How many masts has a yawl?", system=[{"type": "text", "text": BRIEF}], tools=[LOOK])
-    asked = len(warm_pair.requests())
+    request_count = len(warm_pair.requests())
     counted = client.messages.count_tokens(**{name: value for name, value in request.items() if name != "max_tokens"})
-    assert len(warm_pair.requests()) == asked  # it is no generation
+    assert len(warm_pair.requests()) == request_count  # it is no generation
     assert counted.input_tokens == count_prompt_tokens(client.messages.create(**request))
 
 
@@ -156,10 +156,10 @@ def test_thinking_is_separate_block(tool_client: tuple[anthropic.Anthropic, Pair
     request: Any = make_messages("Think of a ship.", thinking={"type": "enabled", "budget_tokens": 1024})
     whole = client.messages.create(**request)
     with client.messages.stream(**request) as stream:
-        told = [event.thinking for event in stream if event.type == "thinking"]
+        thinking = [event.thinking for event in stream if event.type == "thinking"]
         assert remove_variable_fields(stream.get_final_message()) == remove_variable_fields(whole)
     assert [block.type for block in whole.content] == ["thinking"]  # cut off before it said anything
-    assert whole.content[0].to_dict()["thinking"] == "".join(told) != "" and whole.content[0].to_dict()["signature"]
+    assert whole.content[0].to_dict()["thinking"] == "".join(thinking) != "" and whole.content[0].to_dict()["signature"]
     assert whole.usage.output_tokens_details and whole.usage.output_tokens_details.thinking_tokens == 12
 
 
@@ -187,8 +187,8 @@ def test_messages_structured_answer(client: anthropic.Anthropic) -> None:
 def test_prefilled_assistant_answer_continues(client: anthropic.Anthropic) -> None:
     request = make_messages("Name the parts of a rig.", max_tokens=8, extra_body={"ignore_eos": True})
     text = join_text(client.messages.create(**request))
-    begun = [*request["messages"], {"role": "assistant", "content": text[:3]}]
-    went_on = client.messages.create(**{**request, "messages": begun})
+    messages = [*request["messages"], {"role": "assistant", "content": text[:3]}]
+    went_on = client.messages.create(**{**request, "messages": messages})
     assert join_text(went_on).startswith(text[3:]) and len(text) == 8
 
 

@@ -55,10 +55,10 @@ def test_choices_equal_their_seeds_alone(client: OpenAI, warm_pair: Pair) -> Non
     assert whole.usage.prompt_tokens == alone[0].usage.prompt_tokens
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + 18
     options = {"include_usage": True}
-    said, finishes, (last,) = collect_stream(
+    stream_texts, finishes, (last,) = collect_stream(
         client.chat.completions.create(**request, n=3, seed=40, stream=True, stream_options=options)
     )
-    assert [said[index] for index in range(3)] == texts and set(finishes.values()) == {"length"}
+    assert [stream_texts[index] for index in range(3)] == texts and set(finishes.values()) == {"length"}
     assert last.usage.completion_tokens == 18 and last.usage.prompt_tokens == whole.usage.prompt_tokens
     ids = sorted(line.split("request=")[1].split()[0] for line in lines)
     assert ids == [f"{whole.id.removeprefix('chatcmpl-')}.{number}" for number in range(3)]
@@ -76,12 +76,12 @@ def test_completions_with_prompts_and_choices(client: OpenAI) -> None:
     assert [choice.index for choice in whole.choices] == list(range(6))
     assert whole.usage and whole.usage.completion_tokens == 30
     assert whole.usage.prompt_tokens == sum(each.usage.prompt_tokens for each in alone if each.usage)
-    said: dict[int, str] = defaultdict(str)
+    stream_texts: dict[int, str] = defaultdict(str)
     for chunk in client.completions.create(**request, prompt=[list(b"A fox said"), list(b"A hen said")], stream=True):
         for choice in chunk.choices:
-            said[choice.index] += choice.text
+            stream_texts[choice.index] += choice.text
     ids = client.completions.create(**request, prompt=[list(b"A fox said"), list(b"A hen said")])
-    assert [said[0], said[1]] == [choice.text for choice in ids.choices]
+    assert [stream_texts[0], stream_texts[1]] == [choice.text for choice in ids.choices]
 
 
 def encode_ids(pair: Pair, text: str) -> list[int]:
@@ -109,8 +109,8 @@ def test_echo_returns_prompt_first(client: OpenAI, warm_pair: Pair) -> None:
 
 
 def test_logprobs_have_openai_shape(client: OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "m", "messages": make_messages("logprobs"), "max_tokens": 4}
-    chat = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+    request: dict[str, Any] = {"model": "m", "messages": make_messages("logprobs"), "max_tokens": 4}
+    chat = client.chat.completions.create(**request, logprobs=True, top_logprobs=2)
     logprobs = chat.choices[0].logprobs
     assert logprobs and logprobs.refusal is None and len(logprobs.content or ()) == 4
     for entry in logprobs.content or ():
@@ -122,7 +122,7 @@ def test_logprobs_have_openai_shape(client: OpenAI) -> None:
     legacy = client.completions.create(model="m", prompt="Once upon", max_tokens=4, logprobs=2).choices[0].logprobs
     assert legacy and len(legacy.tokens or ()) == len(legacy.token_logprobs or ()) == 4
     assert all(len(top) == 2 for top in legacy.top_logprobs or ()) and (legacy.text_offset or [None])[0] == 0
-    two = client.chat.completions.create(**asked, logprobs=True, n=2)
+    two = client.chat.completions.create(**request, logprobs=True, n=2)
     assert [len(choice.logprobs.content or ()) for choice in two.choices if choice.logprobs] == [4, 4]
 
 

@@ -39,14 +39,14 @@ def get_cached_tokens(response: Any) -> int:
 
 def remove_variable_fields(response: Any) -> dict[str, Any]:
     """Remove what differs between two answers: ids, times, and reused tokens."""
-    told: dict[str, Any] = response.model_dump()
+    fields: dict[str, Any] = response.model_dump()
     for name in ("id", "created_at", "completed_at"):
-        told.pop(name)
-    told["usage"].pop("input_tokens_details")
-    for item in told["output"]:
+        fields.pop(name)
+    fields["usage"].pop("input_tokens_details")
+    for item in fields["output"]:
         item.pop("id")
         item.pop("call_id", None)
-    return told
+    return fields
 
 
 def stream_response(client: OpenAI, **request: Any) -> Any:

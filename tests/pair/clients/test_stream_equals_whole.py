@@ -54,7 +54,7 @@ class Case:
         **fields: Any,
     ) -> None:
         self.name, self.ask, self.fields = name, ask, fields
-        self.told = {"end": end, "text": text, "calls": list(calls), "thought": thought}
+        self.expected = {"end": end, "text": text, "calls": list(calls), "thought": thought}
 
     def __str__(self) -> str:
         return self.name
@@ -126,7 +126,7 @@ def test_chat(case: Case, openai_sdk: OpenAI) -> None:
         "usage": normalize_usage(whole["usage"]),
     }
     for choice in whole["choices"]:
-        assert describe_choice(choice) == case.told
+        assert describe_choice(choice) == case.expected
         assert not case.fields.get("logprobs") or choice["logprobs"]["content"]
 
 
@@ -215,7 +215,7 @@ def test_messages(case: Case, anthropic_sdk: anthropic.Anthropic) -> None:
     blocks = {
         kind: [block for block in whole.content if block.type == kind] for kind in ("text", "tool_use", "thinking")
     }
-    assert case.told == {
+    assert case.expected == {
         "end": whole.stop_reason,
         "text": "".join(getattr(block, "text", "") for block in blocks["text"]),
         "calls": [(getattr(block, "name", ""), getattr(block, "input", {})) for block in blocks["tool_use"]],
@@ -224,11 +224,11 @@ def test_messages(case: Case, anthropic_sdk: anthropic.Anthropic) -> None:
 
 
 def normalize_message(message: anthropic.types.Message) -> dict[str, Any]:
-    told: Any = message.to_dict()
-    for named in (told, *told["content"]):
-        named.pop("id", None)
-    told["usage"]["input_tokens"] += told["usage"].pop("cache_read_input_tokens", 0)
-    return dict(told)
+    fields: Any = message.to_dict()
+    for item in (fields, *fields["content"]):
+        item.pop("id", None)
+    fields["usage"]["input_tokens"] += fields["usage"].pop("cache_read_input_tokens", 0)
+    return dict(fields)
 
 
 # ---- responses
@@ -265,7 +265,7 @@ def test_responses(case: Case, openai_sdk: OpenAI) -> None:
     assert normalize_response(streamed) == normalize_response(whole)
     calls = [item for item in whole.output if item.type == "function_call"]
     thoughts = [part.text for item in whole.output if item.type == "reasoning" for part in item.content or ()]
-    assert case.told == {
+    assert case.expected == {
         "end": whole.status,
         "text": whole.output_text,
         "calls": [(call.name, json.loads(call.arguments)) for call in calls],
@@ -274,14 +274,14 @@ def test_responses(case: Case, openai_sdk: OpenAI) -> None:
 
 
 def normalize_response(response: Response) -> dict[str, Any]:
-    told: dict[str, Any] = response.model_dump()
+    fields: dict[str, Any] = response.model_dump()
     for name in ("id", "created_at", "completed_at"):
-        told.pop(name, None)
-    told["usage"].pop("input_tokens_details")
-    for item in told["output"]:
+        fields.pop(name, None)
+    fields["usage"].pop("input_tokens_details")
+    for item in fields["output"]:
         item.pop("id")
         item.pop("call_id", None)
-    return told
+    return fields
 
 
 # ---- completions
@@ -308,8 +308,10 @@ def test_completions(fields: dict[str, Any], openai_sdk: OpenAI) -> None:
         pieces = [piece for chunk in chunks for piece in chunk.choices if piece.index == choice.index]
         assert choice.text == "".join(piece.text for piece in pieces)
         assert [choice.finish_reason] == [piece.finish_reason for piece in pieces if piece.finish_reason]
-        told = [piece.logprobs.model_dump() for piece in pieces if piece.logprobs]
-        streamed = {name: [value for one in told for value in one[name]] for name in told[0]} if told else None
+        logprobs = [piece.logprobs.model_dump() for piece in pieces if piece.logprobs]
+        streamed = (
+            {name: [value for one in logprobs for value in one[name]] for name in logprobs[0]} if logprobs else None
+        )
         assert streamed == (choice.logprobs and choice.logprobs.model_dump())
     (usage,) = (chunk.usage for chunk in chunks if chunk.usage)
     assert whole.usage and normalize_usage(usage.model_dump()) == normalize_usage(whole.usage.model_dump())

@@ -107,7 +107,7 @@ def check_turns_after_restart(agent: ToolAgent) -> None:
 
 def check_omitted_reasoning(agent: ToolAgent) -> None:
     """Check the turn after the user speaks again: it differs where the template first omits reasoning."""
-    asked = next(message.end for message in agent.rendered_prompt.messages if message.number == 1)
+    message_end = next(message.end for message in agent.rendered_prompt.messages if message.number == 1)
     before = agent.rendered_prompt.turn_end
     agent.append_answer("Six folders.", "And what lies in /usr?")
     reply = agent.ask()
@@ -115,7 +115,7 @@ def check_omitted_reasoning(agent: ToolAgent) -> None:
     why = re.search(f"differs from what is (?:in memory|stored) {where}", line := agent.pair.perf_line(reply))
     assert why, line
     has_states = "no checkpoint after" in line
-    assert reply.cached == (asked if has_states else int(why[1])) < before, "the longest prefix that is the same"
+    assert reply.cached == (message_end if has_states else int(why[1])) < before, "the longest prefix that is the same"
     cold = agent.pair.ask_backend(agent.messages, max_tokens=8, **WITH_LOGPROBS, **agent.options)
     assert not explain_difference(cold, reply)
     before = agent.rendered_prompt.turn_end

@@ -30,8 +30,8 @@ def test_imported_conversation_continues_warm(warm_pair: Pair, other_pair: Pair,
     warm_pair.settle()
     (session,) = [row["id"] for row in warm_pair.cachectl("inspect")["sessions"] if row["client"] == "moving"]
     file = str(tmp_path / "talk.warmline")
-    told = warm_pair.cachectl("export", session, file)
-    assert told["tokens"] >= first.prompt_tokens and Path(file).stat().st_mode & 0o777 == 0o600
+    export = warm_pair.cachectl("export", session, file)
+    assert export["tokens"] >= first.prompt_tokens and Path(file).stat().st_mode & 0o777 == 0o600
     more = [*TALK, {"role": "assistant", "content": first.text}, {"role": "user", "content": "And the plants?"}]
     here = warm_pair.chat(more, **GREEDY)
     assert here.cached > first.prompt_tokens - 20
@@ -41,16 +41,16 @@ def test_imported_conversation_continues_warm(warm_pair: Pair, other_pair: Pair,
     assert find_files_containing(warm_pair, rendered[-80:]) == find_files_containing(warm_pair, b"moving") == []
 
     stored = other_pair.cachectl("import", file)
-    assert (stored["tokens"], stored["tokens_known"]) == (told["tokens"], 0)
+    assert (stored["tokens"], stored["tokens_known"]) == (export["tokens"], 0)
     assert stored["fingerprint"] == other_pair.status().fingerprint
     there = other_pair.chat(more, **GREEDY)
     assert there.headers["X-Warmline-Cache"] == f"restored {there.cached}"
     assert (there.text, there.cached) == (here.text, here.cached)
     other_pair.settle()
-    assert other_pair.cachectl("import", file)["tokens_known"] == told["tokens"]
+    assert other_pair.cachectl("import", file)["tokens_known"] == export["tokens"]
     assert other_pair.cachectl("verify", "--deep")["findings"] == []
     sessions = [row for row in other_pair.cachectl("inspect")["sessions"] if row["client"] == "moving"]
-    assert len(sessions) == 1 and sessions[0]["tokens"] > told["tokens"], "it is the same conversation, longer"
+    assert len(sessions) == 1 and sessions[0]["tokens"] > export["tokens"], "it is the same conversation, longer"
 
 
 def test_import_refusals_are_equal_with_and_without_proxy(other_pair: Pair, tmp_path: Path) -> None:

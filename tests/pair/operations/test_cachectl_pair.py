@@ -135,9 +135,9 @@ def test_purge_truncates_to_token_and_keeps_shared_prefix(running: Pair) -> None
         running.settle()
         tokens[name] = running.render_prompt(messages).tokens
     gone, left = (find_session(running, name) for name in texts)
-    told = running.cachectl("purge", "--session", gone, "--dry-run")
+    preview = running.cachectl("purge", "--session", gone, "--dry-run")
     done = running.cachectl("purge", "--session", gone, "--yes")
-    assert done["bytes_freed"] == told["bytes_freed"] and len(done["cuts"]) == len(told["cuts"]) == 1
+    assert done["bytes_freed"] == preview["bytes_freed"] and len(done["cuts"]) == len(preview["cuts"]) == 1
     until = done["cuts"][0]["until"]
     assert until == count_common_tokens(*tokens.values()) > 100
     own = tokens["cut"][until * TOKEN_BYTES :]

@@ -104,10 +104,10 @@ def disconnect_during_step(pair: Pair, gate: Gate, disconnect: Disconnect, held:
     gate.forget_commands()
     disconnect.disconnect()
     gate.wait_for_command("cancel")
-    begun = gate.begun
+    step_count = gate.step_count
     assert held()
     wait_until(lambda: is_idle(pair), "the engine goes on for nobody")
-    assert gate.begun == begun
+    assert gate.step_count == step_count
     disconnect.check()
 
 

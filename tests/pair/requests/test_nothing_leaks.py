@@ -159,19 +159,19 @@ def written(
 ) -> Iterator["WrittenBytes"]:
     flags = ("--log-format", "json", "--log-files") if request.param == "json" else ()
     with start_pair(folder, tmp_path_factory.mktemp("leaks"), *flags) as pair:
-        told = WrittenBytes(pair)
-        told.send_all_requests()
+        recorder = WrittenBytes(pair)
+        recorder.send_all_requests()
         if request.param == "json":
-            told.kill_backend()
+            recorder.kill_backend()
         pair.settle()
-        told.read_while_running()
+        recorder.read_while_running()
         if request.param == "json":
             pair.kill()  # a backend that is just being started takes a while to stop
         else:
             pair.stop()
             pair.read_output()
-        told.read_files()
-    yield told
+        recorder.read_files()
+    yield recorder
 
 
 class WrittenBytes:
@@ -197,10 +197,10 @@ class WrittenBytes:
         body = json.dumps(make_chat_body(max_tokens=90_000, ignore_eos=True, stream=True)).encode()
         with socket.create_connection(("127.0.0.1", self.pair.port), timeout=20) as client:
             client.sendall(f"{POST}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            heard = read_until(client, b'"content"')
+            data = read_until(client, b'"content"')
             os.kill(self.pair.pid("backend"), signal.SIGKILL)
-            heard += read_until(client, b"\r\n0\r\n")
-        self.texts["the end of a stream"] = heard[heard.index(b'"error"') :].decode()
+            data += read_until(client, b"\r\n0\r\n")
+        self.texts["the end of a stream"] = data[data.index(b'"error"') :].decode()
 
     def read_while_running(self) -> None:
         """While it runs: what others may read of it."""
@@ -219,12 +219,12 @@ class WrittenBytes:
 
 
 def read_until(client: socket.socket, word: bytes) -> bytes:
-    heard = b""
-    while word not in heard:
+    data = b""
+    while word not in data:
         piece = client.recv(65536)
-        assert piece, heard
-        heard += piece
-    return heard
+        assert piece, data
+        data += piece
+    return data
 
 
 def send_raw(port: int, data: bytes) -> None:
@@ -262,8 +262,8 @@ def test_each_refusal_is_one_log_line_with_id(written: WrittenBytes) -> None:
     for reply in written.bad:
         request_id = reply.headers["X-Warmline-Request"]
         assert reply.headers["X-Request-Id"] == reply.headers["Request-Id"] == request_id
-        told = 0 if reply.status == 401 else 1  # tried keys are told together, lest they fill the log
-        assert len([line for line in lines if request_id in line]) == told, request_id
+        line_count = 0 if reply.status == 401 else 1  # tried keys are told together, lest they fill the log
+        assert len([line for line in lines if request_id in line]) == line_count, request_id
 
 
 def test_both_logs_report_each_request(written: WrittenBytes) -> None:

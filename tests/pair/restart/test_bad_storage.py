@@ -123,7 +123,7 @@ def pair(planted: FaultControl, tiny_folder: FolderOf, tmp_path_factory: pytest.
 def test_serving_continues_without_persistence(
     pair: Pair, planted: FaultControl, process: str, code: str, steps: list[str]
 ) -> None:
-    begun, ended = count_log_lines(pair, BEGINS), count_log_lines(pair, ENDS)
+    begin_count, end_count = count_log_lines(pair, BEGINS), count_log_lines(pair, ENDS)
     talk = CheckedConversation(pair, f"{process} {code}")
     talk.send_turn("first")
     saved = talk.repeat_from_disk().cached
@@ -141,23 +141,23 @@ def test_serving_continues_without_persistence(
         planted.restore_disk(process)
     wait_until_saved(pair)
     assert talk.repeat_from_disk().cached > saved, "what could not be saved then is saved now"
-    assert count_log_lines(pair, ENDS) - ended == 1
-    assert 1 <= count_log_lines(pair, BEGINS) - begun <= 2, "one line a part that fails, not one a request"
+    assert count_log_lines(pair, ENDS) - end_count == 1
+    assert 1 <= count_log_lines(pair, BEGINS) - begin_count <= 2, "one line a part that fails, not one a request"
 
 
 def test_full_disk_evicts_below_budget(pair: Pair, planted: FaultControl) -> None:
     sacrificed = CheckedConversation(pair, "of little use")
     sacrificed.send_turn("first")
     talk = CheckedConversation(pair, "of more use")
-    begun, full = count_log_lines(pair, BEGINS), count_log_lines(pair, "the disk is full")
+    begin_count, full_count = count_log_lines(pair, BEGINS), count_log_lines(pair, "the disk is full")
     planted.fail_disk("backend", "ENOSPC", ["write"], times=1)
     try:
         talk.send_turn("first")
     finally:
         planted.restore_disk("backend")
-    assert read_persistence(pair) == "ok" and count_log_lines(pair, BEGINS) == begun
+    assert read_persistence(pair) == "ok" and count_log_lines(pair, BEGINS) == begin_count
     assert talk.repeat_from_disk().cached
-    assert count_log_lines(pair, "the disk is full") == full + 1
+    assert count_log_lines(pair, "the disk is full") == full_count + 1
 
 
 def test_unreadable_files_are_kept(pair: Pair, planted: FaultControl) -> None:
@@ -195,8 +195,8 @@ def test_second_pair_on_home_is_refused(pair: Pair, tiny_folder: FolderOf) -> No
     arguments = [WARMLINE, "serve", "--home", str(pair.home.root), "--model", str(tiny_folder("llama")), *ports]
     second = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
     assert second.returncode != 0
-    said = second.stdout + second.stderr
-    assert any(f"in use by process {pair.pid(process)}" in said for process in ("proxy", "backend"))
+    output = second.stdout + second.stderr
+    assert any(f"in use by process {pair.pid(process)}" in output for process in ("proxy", "backend"))
     assert CheckedConversation(pair, "still here").send_turn("first").text
 
 

@@ -118,7 +118,7 @@ def test_wedge_while_decoding(planted: FaultControl, tiny_folder: FolderOf, tmp_
 
 def check_fault_while_decoding(fault: str, pair: Pair, planted: FaultControl) -> None:
     earlier = make_prompt(f"earlier {fault}", 1000)
-    told = pair.chat(earlier, **ANSWER)
+    reply = pair.chat(earlier, **ANSWER)
     pair.settle()
     boot = pair.status().boot
     with planted.make_gate() as gate:
@@ -129,11 +129,11 @@ def check_fault_while_decoding(fault: str, pair: Pair, planted: FaultControl) ->
         planted.wait_until_taken()
     for request in requests.silent_requests:
         requests.check_answer(request)
-    spoken = requests.speaking.wait_until_ended()
-    assert spoken.text and spoken.error and not spoken.is_complete, "who has heard a part is told that no more comes"
+    stream = requests.speaking.wait_until_ended()
+    assert stream.text and stream.error and not stream.is_complete, "who has heard a part is told that no more comes"
     assert is_ready(pair)
     assert (pair.status().boot == boot) == (fault == "raise"), "only an exception is survived"
-    check_next_turn(pair, earlier, told.text, told.prompt_tokens)
+    check_next_turn(pair, earlier, reply.text, reply.prompt_tokens)
     check_ended(pair)
 
 

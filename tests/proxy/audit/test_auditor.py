@@ -29,8 +29,8 @@ async def test_warm_request_is_audited_with_cold_run_and_cold_request_is_not(tmp
         assert count_audits(proxy.backend) == 1
         headers, body = proxy.backend.calls["generate"][-1], proxy.backend.calls["prompts"][-1]
         assert HEADER_REUSE not in headers
-        asked = f"<user>{TEXT}\n<assistant>Paris.\n<user>And of Spain?\n<assistant>"
-        assert (bytes(body["prompt"]).decode(), body["max_tokens"]) == (asked, 1)
+        prompt = f"<user>{TEXT}\n<assistant>Paris.\n<user>And of Spain?\n<assistant>"
+        assert (bytes(body["prompt"]).decode(), body["max_tokens"]) == (prompt, 1)
         assert [record.audit for record in await list_records(proxy)] == ["", "equal"]
         assert await make_metric_reader(proxy, 'warmline_audits_total{outcome="equal",why="chance"}')() == 1
 

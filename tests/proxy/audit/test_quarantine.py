@@ -70,7 +70,7 @@ async def test_segments_before_first_wrong_one_stay(tmp_path: Path, right: int, 
             list_segment_ends(proxy) == positions[:right]
             and len(proxy.index.quarantined()) == len(positions) - right + 1
         )
-        assert all(len(asked.tokens) // 4 % (grid or 1) == 0 for asked in backend.calls["restore"])
+        assert all(len(request.tokens) // 4 % (grid or 1) == 0 for request in backend.calls["restore"])
         backend.restart()
         expected = f"restored {backend.correct_until}" if right else "cold 0"
         assert (await proxy.chat(**make_turn(3, backend))).headers["X-Warmline-Cache"] == expected

@@ -101,13 +101,13 @@ def test_evicted_prefix_is_reported(index: Index) -> None:
 def test_first_request_of_namespace_reports_others(index: Index, root: bytes, cause: str, tokens: int) -> None:
     save_under(index, root, PROMPT)
     session = save_under(index, ROOT, PROMPT)
-    asked = make_record(why_not_warmer="nothing stored", prompt_tokens=tokens, session=session)
-    reply = explain(index, asked)
+    record = make_record(why_not_warmer="nothing stored", prompt_tokens=tokens, session=session)
+    reply = explain(index, record)
     assert reply.verdict.cause == cause
-    told = {"other-key": f"{tokens} of its tokens", "other-model": "everything stored for model-a before"}
-    assert told[cause] in reply.verdict.detail
+    details = {"other-key": f"{tokens} of its tokens", "other-model": "everything stored for model-a before"}
+    assert details[cause] in reply.verdict.detail
     assert (reply.now.session, reply.now.tokens) == (session, tokens)
-    earlier = msgspec.structs.replace(asked, at=1.0)  # nothing was there then
+    earlier = msgspec.structs.replace(record, at=1.0)  # nothing was there then
     assert explain(index, earlier).verdict.cause == "first-request"
     assert find_fingerprint(index, root) == FINGERPRINTS[root]
 
@@ -139,14 +139,14 @@ def test_divergence_has_location_and_difference(index: Index) -> None:
     session = save(index, PROMPT).session
     leaf = index.sessions()[0].leaf
     seen = make_divergence(message=2, message_last=2, role="user", messages=5, segment=leaf)
-    asked = make_record(why_not_warmer="differs from what is stored at token 40", parting=seen, session=session)
-    reply = explain(index, add_texts(asked, ["fix a.py now", "fix b.py now"]))
+    record = make_record(why_not_warmer="differs from what is stored at token 40", parting=seen, session=session)
+    reply = explain(index, add_texts(record, ["fix a.py now", "fix b.py now"]))
     assert reply.verdict.cause == "message-edited" and reply.request.parting is None
     assert reply.where is not None and (reply.where.token, reply.where.message, reply.where.role) == (40, 2, "user")
     assert reply.known is not None and reply.known.differs == [(4, 5)] and reply.known.tokens == [1] * 8 + [2]
     assert reply.now.branch
     index.make_room(0)
-    assert not explain(index, msgspec.structs.replace(asked, parting=make_divergence())).now.branch
+    assert not explain(index, msgspec.structs.replace(record, parting=make_divergence())).now.branch
 
 
 def test_refused_request_is_not_called_warm(index: Index) -> None:
@@ -177,13 +177,13 @@ def test_request_is_found_by_any_id(index: Index) -> None:
         == "bbbb2222"
     )
     assert find_record(records, "aaaa1111").id == "aaaa1111.0"
-    for asked, told in (
+    for request_id, message in (
         ("aaaa", "may be any of"),
         ("bbb", "4 characters at least"),
         ("nobody", "the last ones are bbbb"),
     ):
-        with pytest.raises(RequestNotFoundError, match=told):
-            find_record(records, asked)
+        with pytest.raises(RequestNotFoundError, match=message):
+            find_record(records, request_id)
     with pytest.raises(RequestNotFoundError, match="none was answered yet, or a purge"):
         find_record([], LAST)
 
@@ -195,8 +195,8 @@ def test_explanation_counts_warm_requests_since() -> None:
     warm = [make_record(f"warm.{number}", source="resident", cached_tokens=9, at=number) for number in (2, 1)]
     records = [refused, warm[0], followed, warm[1], missed]
     assert find_record_with_since(records, LAST) == (missed, WarmSince(warm=2, last="warm.2", at=2.0))
-    for asked in ([refused, followed, missed], [missed], warm, [refused]):
-        assert find_record_with_since(asked, LAST)[1] is None
+    for selection in ([refused, followed, missed], [missed], warm, [refused]):
+        assert find_record_with_since(selection, LAST)[1] is None
     assert find_record_with_since(records, missed.id) == (missed, None), "it was named"
 
 

@@ -185,9 +185,9 @@ def test_failed_reopen_is_retried(fault: str, tmp_path: Path, monkeypatch: pytes
         }
         in_lmdb = {**failures[fault], "open": OSError(errno.EIO, os.strerror(errno.EIO))}
 
-        def failing(asked: str, act: Callable[[], object]) -> object:
-            if asked in in_lmdb:
-                raise in_lmdb[asked]
+        def failing(operation: str, act: Callable[[], object]) -> object:
+            if operation in in_lmdb:
+                raise in_lmdb[operation]
             return act()
 
         monkeypatch.setattr(disk, "run_lmdb", failing)
@@ -205,8 +205,8 @@ def test_failed_reopen_is_retried(fault: str, tmp_path: Path, monkeypatch: pytes
 def fail_in_lmdb(monkeypatch: pytest.MonkeyPatch, what: str, error: Exception, times: int = 1_000_000) -> None:
     left = itertools.count(times, -1)
 
-    def in_lmdb(asked: str, act: Callable[[], object]) -> object:
-        if asked == what and next(left) > 0:
+    def in_lmdb(operation: str, act: Callable[[], object]) -> object:
+        if operation == what and next(left) > 0:
             raise error
         return act()
 

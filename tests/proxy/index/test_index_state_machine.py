@@ -134,18 +134,22 @@ class IndexMachine(RuleBasedStateMachine):
         sessions = self.index.sessions()
         row = sessions[which % len(sessions)]
         texts = {each.id: (each.root, self.text_of(each)) for each in sessions}
-        told = purge(self.index, PurgeRequest(session=row.id, dry_run=True))
+        preview = purge(self.index, PurgeRequest(session=row.id, dry_run=True))
         reply = purge(self.index, PurgeRequest(session=row.id))
-        assert (told.sessions, told.segments, told.bytes_freed) == (reply.sessions, reply.segments, reply.bytes_freed)
+        assert (preview.sessions, preview.segments, preview.bytes_freed) == (
+            reply.sessions,
+            reply.segments,
+            reply.bytes_freed,
+        )
         self.forget([*reply.segments, *reply.checkpoints])
         for cut in reply.cuts:
             root, text = self.segments.pop(cut.segment)
             self.segments[cut.became] = (root, text[: cut.until])
         left = {each.id: texts[each.id] for each in self.index.sessions()}
         assert left.keys() == texts.keys() - set(reply.sessions)
-        said = [text for root, text in left.values() if root == row.root]
+        root_texts = [text for root, text in left.values() if root == row.root]
         self.is_stored(
-            row.root, texts[row.id][1], max((count_shared(texts[row.id][1], text) for text in said), default=0)
+            row.root, texts[row.id][1], max((count_shared(texts[row.id][1], text) for text in root_texts), default=0)
         )
         for root, text in left.values():
             self.is_stored(root, text, len(text))

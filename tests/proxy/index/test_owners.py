@@ -73,12 +73,14 @@ def test_new_key_with_same_name_is_another_owner(index: Index) -> None:
 
 def test_one_file_header_is_read_per_root(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     roots = [store_under_key(index, tenant) for tenant in ("", "a")]
-    asked: list[str] = []
+    header_reads: list[str] = []
     header_of = Home.segment_file
-    monkeypatch.setattr(Home, "segment_file", lambda home, file_id: asked.append(file_id) or header_of(home, file_id))
+    monkeypatch.setattr(
+        Home, "segment_file", lambda home, file_id: header_reads.append(file_id) or header_of(home, file_id)
+    )
     known = find_fingerprints(index.home, [*index.segments()] * 3)
-    assert known == dict.fromkeys(roots, MODEL) and len(asked) == 2
-    assert find_fingerprints(index.home, index.segments(), known) == known and len(asked) == 2
+    assert known == dict.fromkeys(roots, MODEL) and len(header_reads) == 2
+    assert find_fingerprints(index.home, index.segments(), known) == known and len(header_reads) == 2
 
 
 def test_owner_is_known_from_other_roots_of_model(index: Index) -> None:
@@ -102,8 +104,8 @@ def test_owner_lookup_by_label(index: Index) -> None:
         "stored or not"
     )
     assert sorted(known.find_roots(REMOVED_LABEL)) == sorted(olds)
-    for said in (f"{REMOVED_LABEL} {olds[0][:4]}", f"{REMOVED_LABEL} ({olds[0][:8]})", f"{REMOVED_LABEL} {olds[0]}"):
-        assert known.find_roots(said) == olds[:1]
+    for label in (f"{REMOVED_LABEL} {olds[0][:4]}", f"{REMOVED_LABEL} ({olds[0][:8]})", f"{REMOVED_LABEL} {olds[0]}"):
+        assert known.find_roots(label) == olds[:1]
     for wrong in ("desktop", "", f"{REMOVED_LABEL} 0000", olds[0]):
         with pytest.raises(
             KeyNotFoundError, match=rf"no client key {wrong!r}; there are laptop, no key, a removed key"
@@ -127,11 +129,11 @@ def test_record_of_removed_key_is_labelled(index: Index) -> None:
     shown = [build_labels(index).format_key_name(msgspec.structs.replace(row, root=root)) for root in (old, new, b"")]
     assert shown == ["default (removed)", "default", "default"]
     session = next(each.id for each in index.sessions() if each.root == new)
-    asked = msgspec.structs.replace(
+    record = msgspec.structs.replace(
         row, root=new, session=session, why_not_warmer="nothing stored", prompt_tokens=len(TALK)
     )
-    told = explain(index, asked, owner_labels=build_labels(index))
-    assert (told.request.key, told.verdict.cause) == ("default", "removed-key")
-    assert told.verdict.detail == f"{len(TALK)} of its tokens are stored for a key that was removed"
+    reply = explain(index, record, owner_labels=build_labels(index))
+    assert (reply.request.key, reply.verdict.cause) == ("default", "removed-key")
+    assert reply.verdict.detail == f"{len(TALK)} of its tokens are stored for a key that was removed"
     keys_file.add_key(index.home, "laptop")
-    assert explain(index, asked).verdict.detail.endswith("for another key, or for none")
+    assert explain(index, record).verdict.detail.endswith("for another key, or for none")

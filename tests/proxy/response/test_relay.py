@@ -65,14 +65,15 @@ async def test_json_response_is_complete(tmp_path: Path) -> None:
         assert len(response.headers["X-Warmline-Request"]) == 24
 
 
-@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("include_usage", [True, False])
 @on_loop
-async def test_stream_has_usage_only_when_asked(tmp_path: Path, asked: bool) -> None:
+async def test_stream_has_usage_only_when_asked(tmp_path: Path, include_usage: bool) -> None:
     async with run_proxy(tmp_path) as proxy:
-        options = {"stream_options": {"include_usage": True}} if asked else {}
+        options = {"stream_options": {"include_usage": True}} if include_usage else {}
         body = await (await proxy.chat(stream=True, **options)).read()
-        assert [each["usage"]["completion_tokens"] for each in parse_events(body) if each.get("usage")] == [6] * asked
-        assert all(("usage" in each) == asked for each in parse_events(body))
+        usages = [each["usage"] for each in parse_events(body) if each.get("usage")]
+        assert [usage["completion_tokens"] for usage in usages] == [6] * include_usage
+        assert all(("usage" in each) == include_usage for each in parse_events(body))
         assert body.endswith(b"data: [DONE]\n\n")
         assert b": prefill 0/" in body
         assert b"event: warmline" not in body

@@ -37,11 +37,11 @@ def test_candidates_share_tokens_and_namespace() -> None:
 
 def test_residents_without_root_are_not_adopted() -> None:
     view, tokens = ResidentView(), pack_tokens(range(10))
-    said, unsaid = (
+    with_root, without_root = (
         Resident(id=name, tokens=10, positions=[], bytes_held=1, last_used=0.0, ids=tokens, root=root)
         for name, root in (("said", OTHER), ("unsaid", b""))
     )
-    view.update(ResidentsReply(boot="b", generation=0, residents=[said, unsaid]), known_ids=())
+    view.update(ResidentsReply(boot="b", generation=0, residents=[with_root, without_root]), known_ids=())
     assert view.ids() == {"said"}
     assert [each.resident for each in view.candidates(OTHER, tokens)] == ["said"]
     assert not view.candidates(ROOT, tokens) and not view.candidates(b"", tokens)

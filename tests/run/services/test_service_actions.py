@@ -89,8 +89,8 @@ def test_uninstall_stops_process_without_file(mac: FakeUser) -> None:
     assert mac.calls[-6:-4] == [["bootout", label] for label in labels]
     proxy.unlink()
     backend.unlink()
-    said = mac.run("uninstall").output
-    assert "stopped com.warmline.proxy" in said and "stopped com.warmline.backend" in said
+    output = mac.run("uninstall").output
+    assert "stopped com.warmline.proxy" in output and "stopped com.warmline.backend" in output
     assert "no launch agents are installed" in mac.run("uninstall").output
 
 
@@ -116,8 +116,8 @@ def test_failed_start_is_reported_with_its_output(mac: FakeUser) -> None:
     mac.then("exit 0")
     mac.install("--wait-s", "0")
     (mac.home / "logs" / "proxy.stderr").write_text("warmline: no\n")
-    said = mac.run("restart", "proxy", code=1).output
-    assert "the proxy does not run, exit code 0:\n  warmline: no\n" in said and "`warmline launchd logs`" in said
+    output = mac.run("restart", "proxy", code=1).output
+    assert "the proxy does not run, exit code 0:\n  warmline: no\n" in output and "`warmline launchd logs`" in output
     assert (
         "proxy    not running, exit code 0 (com.warmline.proxy)\n         warmline: no\n"
         in mac.run("status", code=1).output
@@ -133,20 +133,20 @@ def test_bad_usage_exits_with_2(mac: FakeUser, words: tuple[str, ...]) -> None:
 def test_install_checks_home_and_ports_first(mac: FakeUser) -> None:
     (mac.home / "run").mkdir(parents=True)
     with process_lock(mac.home / "run" / "backend.lock"):
-        said = mac.install(code=2).output
-        assert f"{mac.home} is in use by process {os.getpid()} (run/backend.lock)" in said
+        output = mac.install(code=2).output
+        assert f"{mac.home} is in use by process {os.getpid()} (run/backend.lock)" in output
     with socket.create_server(("127.0.0.1", mac.port)):
         about = {"pid": os.getpid(), "url": f"http://127.0.0.1:{mac.port}"}
         (mac.home / "run" / "proxy.json").write_text(json.dumps(about))
-        said = mac.install(code=2).output
-        assert f"port {mac.port} (--port): Address already in use\n" in said, "not by who told so and was killed"
+        output = mac.install(code=2).output
+        assert f"port {mac.port} (--port): Address already in use\n" in output, "not by who told so and was killed"
     assert not mac.calls
 
 
 def test_missing_or_refusing_manager_exits_with_3(mac: FakeUser, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = mac.root / "bin" / "launchctl"
     tool.write_text("#!/bin/sh\necho 'Bootstrap failed: 125: Domain does not support specified action' >&2\nexit 125\n")
-    assert "launchctl print" in (said := mac.run("status", code=3).output) and "log in there" in said
+    assert "launchctl print" in (output := mac.run("status", code=3).output) and "log in there" in output
     tool.unlink()
     assert mac.run("status", code=3).output.count("\n") == 1
     assert "on Linux use `warmline service`" in mac.install(code=3).output

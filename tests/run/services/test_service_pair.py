@@ -34,9 +34,9 @@ def test_pair_runs_under_launchd_plists(tmp_path: Path, monkeypatch: pytest.Monk
     user.then("run")
     model = tiny_models.build("llama", tmp_path / "tiny")
     try:
-        said = user.install("--model", str(model), "--wait-s", "60").stdout
-        assert f"ready http://127.0.0.1:{user.port}/v1\nmodel      tiny on " in said
-        assert f"\ndashboard  http://127.0.0.1:{user.port}/admin\n" in said
+        output = user.install("--model", str(model), "--wait-s", "60").stdout
+        assert f"ready http://127.0.0.1:{user.port}/v1\nmodel      tiny on " in output
+        assert f"\ndashboard  http://127.0.0.1:{user.port}/admin\n" in output
         assert get_cached_tokens(ask_pair(user)) == 0
         before = {role: agent["pid"] for role, agent in user.status()["agents"].items()}
         assert before == {role: int(Home(user.home).pid_file(role).read_text()) for role in ("proxy", "backend")}
@@ -49,8 +49,10 @@ def test_pair_runs_under_launchd_plists(tmp_path: Path, monkeypatch: pytest.Monk
         assert get_cached_tokens(ask_pair(user)) > 0, "the backend has kept what it had"
 
         # A configuration error ends with 0, so that launchd leaves it, and its one line is what the user is told.
-        said = user.install("--model", str(tmp_path / "nowhere"), "--wait-s", "60", code=1).output
-        assert "the backend does not run, exit code 0:\n  warmline backend: can't serve" in said and "nowhere" in said
+        output = user.install("--model", str(tmp_path / "nowhere"), "--wait-s", "60", code=1).output
+        assert (
+            "the backend does not run, exit code 0:\n  warmline backend: can't serve" in output and "nowhere" in output
+        )
         assert (user.home / "logs" / "backend.stderr").read_text().count("\n") == 1
     finally:
         user.run("uninstall")

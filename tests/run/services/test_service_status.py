@@ -155,8 +155,8 @@ def test_configuration_error_exits_with_0_under_launchd(
         with pytest.raises(SystemExit) as ended:
             start()
         assert ended.value.code == code
-        said = capfd.readouterr().err
-        assert said.count("\n") == 1 and said.startswith("warmline")
+        output = capfd.readouterr().err
+        assert output.count("\n") == 1 and output.startswith("warmline")
 
 
 def test_other_exit_codes_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:

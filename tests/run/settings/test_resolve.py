@@ -198,8 +198,8 @@ def test_template_arguments_reach_backend(tmp_path: Path) -> None:
         assert parse_backend(processes.backend_command(config, "m", {}).arguments[4:]).template_args == expected
     file = resolve_settings(tmp_path, table)
     assert file.effective_settings["chat_template_args"].source == str(tmp_path / "warmline.toml")
-    told = parse_backend(processes.backend_command(file, "m", {}).arguments[4:]).template_args
-    assert told == {"enable_thinking": False, "deep": {"n": 1.5, "tags": ["a"]}}
+    template_args = parse_backend(processes.backend_command(file, "m", {}).arguments[4:]).template_args
+    assert template_args == {"enable_thinking": False, "deep": {"n": 1.5, "tags": ["a"]}}
     assert resolve_settings(tmp_path, environment={"WARMLINE_CHAT_TEMPLATE_ARGS": ""})["chat_template_args"] == "{}"
 
 

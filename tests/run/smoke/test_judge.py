@@ -33,9 +33,9 @@ A, B = math.log(0.4), math.log(0.4) - 5e-4  # as near as float32 promises
 
 def make_answer(*tokens: tuple[str, dict[str, float]], finish: str = "length", text: str = "") -> ChatCompletion:
     choices = tuple(TokenChoice(token, top[token], top) for token, top in tokens)
-    said = text or " ".join(token for token, _ in tokens)
+    content = text or " ".join(token for token, _ in tokens)
     return ChatCompletion(
-        text=said, reasoning="", tool_calls=(), finish_reason=finish, model="m", usage={}, tokens=choices
+        text=content, reasoning="", tool_calls=(), finish_reason=finish, model="m", usage={}, tokens=choices
     )
 
 
@@ -114,8 +114,8 @@ def test_markup_markers_are_found(text: str) -> None:
 )
 def test_argument_flaws_by_schema(arguments: dict[str, Any], flaw: str) -> None:
     right = {"path": "/etc/hostname", "count": 9, "numbered": True}
-    said = find_argument_flaw({**right, **arguments}, SCHEMA)
-    assert (flaw and flaw in said) or said == flaw
+    result = find_argument_flaw({**right, **arguments}, SCHEMA)
+    assert (flaw and flaw in result) or result == flaw
     assert find_argument_flaw([], SCHEMA) and "missing" in find_argument_flaw({"count": 1}, SCHEMA)
 
 

@@ -87,7 +87,7 @@ def test_honest_server_passes_all_checks_without_restart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("server", "gate", "said", "others"),
+    ("server", "gate", "message", "others"),
     [
         (LeaksEndToken, "no-markup", "'<|im_end|>' stands in the content of a short answer", ()),
         (LeaksReasoning, "no-markup", "'</think>'", ()),
@@ -115,12 +115,12 @@ def test_honest_server_passes_all_checks_without_restart() -> None:
     ],
 )
 def test_each_wrong_server_fails_its_check(
-    server: type[HonestServer], gate: str, said: str, others: Sequence[str]
+    server: type[HonestServer], gate: str, message: str, others: Sequence[str]
 ) -> None:
     seen = run_gates(server)
     failed = {name: outcome.detail for name, outcome in seen.items() if outcome.result == FAILED}
     assert set(failed) == {gate, *others}, failed
-    assert said in failed[gate]
+    assert message in failed[gate]
 
 
 def test_clear_refusal_is_not_a_failure() -> None:
@@ -130,10 +130,10 @@ def test_clear_refusal_is_not_a_failure() -> None:
 
 
 def test_exact_mode_reuse_is_judged_by_grid() -> None:
-    told = run_gates(CachesWholeSteps, grid_tokens=CachesWholeSteps.STEP_TOKENS)
-    assert {name: outcome.detail for name, outcome in told.items() if outcome.result == FAILED} == {}
-    untold = run_gates(CachesWholeSteps)
-    assert {name for name, outcome in untold.items() if outcome.result == FAILED} == {
+    with_grid = run_gates(CachesWholeSteps, grid_tokens=CachesWholeSteps.STEP_TOKENS)
+    assert {name: outcome.detail for name, outcome in with_grid.items() if outcome.result == FAILED} == {}
+    without_grid = run_gates(CachesWholeSteps)
+    assert {name for name, outcome in without_grid.items() if outcome.result == FAILED} == {
         "tool-result",
         "long-transcript",
         "cancel",
@@ -155,10 +155,10 @@ def test_settings_apply_to_own_server_only(tmp_path: Path) -> None:
 def test_running_proxy_of_home_is_default_target(tmp_path: Path) -> None:
     (tmp_path / "warmline.toml").write_text('client_key = "hush"')
     (tmp_path / "run").mkdir()
-    told = tmp_path / "run" / "proxy.json"
+    proxy_file = tmp_path / "run" / "proxy.json"
     config = resolve({"home": str(tmp_path)}, {})
     place = json.dumps({"pid": os.getpid(), "url": "http://127.0.0.1:9000"})
-    told.write_text(place)
+    proxy_file.write_text(place)
     running, settings = "http://127.0.0.1:9000/v1", "http://127.0.0.1:8026/v1"
     with process_lock(tmp_path / "home.lock"):
         assert (
@@ -169,9 +169,9 @@ def test_running_proxy_of_home_is_default_target(tmp_path: Path) -> None:
         variable = {"WARMLINE_PORT": "9001"}
         assert find_endpoint(resolve({"home": str(tmp_path)}, variable), "", variable).url == "http://127.0.0.1:9001/v1"
         for broken in (json.dumps({"pid": 1, "url": running}), "", "[]", '{"pid": 1}'):
-            told.write_text(broken)
+            proxy_file.write_text(broken)
             assert find_endpoint(config, "", {}).url == settings
-    told.write_text(place)  # left by one that was killed: its pid, and its port, may be somebody else's by now
+    proxy_file.write_text(place)  # left by one that was killed: its pid, and its port, may be somebody else's by now
     assert find_endpoint(config, "", {}).url == settings
     assert find_endpoint(config, running, {}) == Endpoint(running, "", tmp_path), "who listens there hears no key"
 

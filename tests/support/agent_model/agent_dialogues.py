@@ -146,10 +146,10 @@ class Dialogues:
     def _answer(self, reasoning: str, content: str) -> list[Piece]:
         thought = f"<think>\n{reasoning}\n</think>\n\n"
         opened = self._random.choice(["", "", "", "<think>\n", "<think>\n\n</think>\n\n"])
-        said = content if opened.endswith("</think>\n\n") else thought.removeprefix(opened) + content
-        return [(f"<|im_start|>assistant\n{opened}", False), (f"{said}<|im_end|>", True), ("\n", False)]
+        output = content if opened.endswith("</think>\n\n") else thought.removeprefix(opened) + content
+        return [(f"<|im_start|>assistant\n{opened}", False), (f"{output}<|im_end|>", True), ("\n", False)]
 
-    def _asked(self, request: str, reasoning: str, content: str) -> list[Piece]:
+    def _exchange(self, request: str, reasoning: str, content: str) -> list[Piece]:
         return self._user(request) + self._answer(reasoning, content)
 
     def _command(self) -> str:
@@ -168,7 +168,7 @@ class Dialogues:
     def _tool_loop(self) -> list[Piece]:
         tool, command = self._random.choice(list(TOOLS)), self._command()
         request = f"Use {tool}{' again' if self._chance(0.2) else ''}: {command}"
-        pieces = self._asked(request, LOOK, make_command_call(tool, command))
+        pieces = self._exchange(request, LOOK, make_command_call(tool, command))
         return pieces + self._result() if self._chance(0.7) else pieces
 
     def _result(self) -> list[Piece]:
@@ -191,7 +191,7 @@ class Dialogues:
     def _free_call(self) -> list[Piece]:
         name = self._random.choice([self._identifier(), self._identifier(), "get_weather", "look", *TOOLS])
         arguments = self._arguments()
-        return self._asked(f"Call: {name}: {arguments}", LOOK, make_call(name, arguments))
+        return self._exchange(f"Call: {name}: {arguments}", LOOK, make_call(name, arguments))
 
     def _arguments(self) -> str:
         draw = self._random
@@ -211,21 +211,21 @@ class Dialogues:
 
     def _special(self) -> list[Piece]:
         request, answer = self._random.choice(list(SPECIAL.items()))
-        return self._asked(request, LOOK, answer)
+        return self._exchange(request, LOOK, answer)
 
     def _loose(self) -> list[Piece]:
         command = self._command()
-        return self._asked(f"Use bash loosely: {command}", LOOK, make_loose_call(command))
+        return self._exchange(f"Use bash loosely: {command}", LOOK, make_loose_call(command))
 
     def _say(self) -> list[Piece]:
         text = self._random.choice([self._command, self._short_noise])().strip().replace('"', "") or "pong"
-        return self._asked(f"Say: {text}", EASY, text)
+        return self._exchange(f"Say: {text}", EASY, text)
 
     def _capital(self) -> list[Piece]:
         country, city = self._random.choice(list(CAPITALS.items()))
         if self._chance(0.5):
-            return self._asked(f"What is the capital of {country}?", EASY, f"{city}.")
-        return self._asked(f"Describe {country} as JSON.", EASY, json.dumps({"city": city, "country": country}))
+            return self._exchange(f"What is the capital of {country}?", EASY, f"{city}.")
+        return self._exchange(f"Describe {country} as JSON.", EASY, json.dumps({"city": city, "country": country}))
 
     def _terminal(self) -> list[Piece]:
         written, read = "echo 'Hello, world!' > hello.txt\n", "cat hello.txt\nHello, world!\n"
@@ -251,7 +251,7 @@ class Dialogues:
         if self._chance(0.2):
             title = "<|im_start|>user\nGenerate a title for this conversation:\n<|im_end|>\n"
             text = self._random.choice([text, f"Use bash: {self._command()}"])
-            return [(title, False), *self._asked(text, UNSURE, TITLE)]
+            return [(title, False), *self._exchange(text, UNSURE, TITLE)]
         return [(f"<|im_start|>user\n{text}<|im_end|>\n", False), *self._answer(UNSURE, DEFAULT)]
 
     # What a grammar makes it begin, it ends soon.
@@ -259,21 +259,21 @@ class Dialogues:
     def _forced_call(self) -> list[Piece]:
         tool = self._random.choice(list(TOOLS))
         arguments = json.dumps(TOOLS[tool]("ls"))
-        given = arguments[: arguments.index("ls")] if "ls" in arguments else arguments
-        begun = f'<tool_call>\n{{"name": "{tool}", "arguments": {given}'
-        rest = arguments.removeprefix(given) + "}\n</tool_call><|im_end|>"
+        arguments_prefix = arguments[: arguments.index("ls")] if "ls" in arguments else arguments
+        call_prefix = f'<tool_call>\n{{"name": "{tool}", "arguments": {arguments_prefix}'
+        rest = arguments.removeprefix(arguments_prefix) + "}\n</tool_call><|im_end|>"
         text = f"{self._noise(30)}{self._word()}"
         prompt = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
         opened = self._random.choice(["", f"<think>\n{UNSURE}\n</think>\n\n", "<think>\n\n</think>\n\n"])
-        return [(prompt + opened + begun, False), (rest, True), ("\n", False)]
+        return [(prompt + opened + call_prefix, False), (rest, True), ("\n", False)]
 
     def _forced_json(self) -> list[Piece]:
         """An object of unknown keys: each value is short, whatever its type is."""
         request = f"<|im_start|>user\n{self._noise(30)}{self._word()}<|im_end|>\n<|im_start|>assistant\n"
         opened = self._random.choice(["", f"<think>\n{UNSURE}\n</think>\n\n", "<think>\n\n</think>\n\n"])
         wrapped = self._chance(0.4)
-        begun = f'<tool_call>\n{{"name": "{self._identifier()}", "arguments": ' if wrapped else ""
-        pieces: list[Piece] = [(request + opened + begun + "{", False)]
+        call_prefix = f'<tool_call>\n{{"name": "{self._identifier()}", "arguments": ' if wrapped else ""
+        pieces: list[Piece] = [(request + opened + call_prefix + "{", False)]
         count = self._random.randint(1, 4)
         for number in range(count):
             before, value, after = self._random.choice(FORCED_VALUES)

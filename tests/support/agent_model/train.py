@@ -146,12 +146,12 @@ def find_fault(model: Model, pieces: list[Piece], tokenizer: Tokenizer) -> str:
     """Describe the first wrong greedy token; "" if there is none."""
     marked = [(token, wanted) for text, wanted in pieces for token in encode_ids(tokenizer, text)]
     tokens = [token for token, _ in marked]
-    said: Any = model(mx.array([tokens[:-1]])).argmax(axis=-1)[0].tolist()
+    predictions: Any = model(mx.array([tokens[:-1]])).argmax(axis=-1)[0].tolist()
     for place, (token, wanted) in enumerate(marked[1:]):
-        if wanted and token != said[place]:
+        if wanted and token != predictions[place]:
             before, wrong, right = (
                 tokenizer.decode(some, skip_special_tokens=False)
-                for some in (tokens[: place + 1], [said[place]], [token])
+                for some in (tokens[: place + 1], [predictions[place]], [token])
             )
             return f"{before[-240:]!r} >>> {wrong!r} for {right!r}"
     return ""

@@ -169,15 +169,15 @@ class EngineHold:
     """Command that holds the engine, like a long step."""
 
     def __init__(self, engine: Engine) -> None:
-        self._begun, self._released = threading.Event(), threading.Event()
+        self._started, self._released = threading.Event(), threading.Event()
         self._held = engine.submit(lambda _: self._wait())
 
     def _wait(self) -> None:
-        self._begun.set()
+        self._started.set()
         assert self._released.wait(WAIT_S)
 
     async def __aenter__(self) -> None:
-        assert await asyncio.to_thread(self._begun.wait, WAIT_S)
+        assert await asyncio.to_thread(self._started.wait, WAIT_S)
 
     async def __aexit__(self, *_: object) -> None:
         await self.release()
@@ -191,19 +191,19 @@ class ChunkGate:
     """Gate that holds each prefill chunk until it is released."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._begun, self._pass, self.open = threading.Semaphore(0), threading.Semaphore(0), False
+        self._arrivals, self._pass, self.open = threading.Semaphore(0), threading.Semaphore(0), False
         real = Sequence.prefill_chunk
 
         def gated(sequence: Sequence, step: int) -> int:
             if not self.open:
-                self._begun.release()
+                self._arrivals.release()
                 assert self._pass.acquire(timeout=WAIT_S)
             return real(sequence, step)
 
         patch.setattr(Sequence, "prefill_chunk", gated)
 
     async def wait_for_chunk(self) -> None:
-        assert await asyncio.to_thread(self._begun.acquire, True, WAIT_S)
+        assert await asyncio.to_thread(self._arrivals.acquire, True, WAIT_S)
 
     def release(self) -> None:
         self._pass.release()

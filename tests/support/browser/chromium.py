@@ -133,19 +133,19 @@ class Chromium:
     @contextmanager
     def given_password(self, password: str) -> Iterator[list[str]]:
         """Answer each request for a password; yields the URLs that asked."""
-        asked: list[str] = []
+        urls: list[str] = []
 
         def answer(event: Any) -> None:
-            asked.append(event["request"]["url"])
-            said = {"response": "ProvideCredentials", "username": "owner", "password": password}
-            self.send("Fetch.continueWithAuth", requestId=event["requestId"], authChallengeResponse=said)
+            urls.append(event["request"]["url"])
+            response = {"response": "ProvideCredentials", "username": "owner", "password": password}
+            self.send("Fetch.continueWithAuth", requestId=event["requestId"], authChallengeResponse=response)
 
         def go_on(event: Any) -> None:
             self.send("Fetch.continueRequest", requestId=event["requestId"])
 
         self.reactions = {"Fetch.authRequired": answer, "Fetch.requestPaused": go_on}
         self.call("Fetch.enable", handleAuthRequests=True)
-        yield asked
+        yield urls
         self.call("Fetch.disable")
         self.reactions = {}
 

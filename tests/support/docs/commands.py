@@ -54,16 +54,16 @@ def list_commands(text: str) -> list[Command]:
     found = []
     for block in _BLOCK.finditer(text):
         at = text.count("\n", 0, block.start(1)) + 1
-        begun: list[str] = []
+        lines: list[str] = []
         for number, line in enumerate(block[1].splitlines(), at):
-            begun.append(line)
-            if _is_complete("\n".join(begun)):
-                command = "\n".join(begun).strip()
+            lines.append(line)
+            if _is_complete("\n".join(lines)):
+                command = "\n".join(lines).strip()
                 if command and not command.startswith("#"):
-                    found.append(Command(command, number - len(begun) + 1))
-                begun = []
-        if begun:
-            raise ValueError(f"line {at}: a command has no end: {begun[0]}")
+                    found.append(Command(command, number - len(lines) + 1))
+                lines = []
+        if lines:
+            raise ValueError(f"line {at}: a command has no end: {lines[0]}")
     return found
 
 

@@ -39,11 +39,11 @@ def serve(address: Path) -> None:
 def run_for_caller(caller: socket.socket) -> None:
     """Run a command in a fork of this process, which waits for it, since a command may become another program."""
     _, files, _, _ = socket.recv_fds(caller, 1, FILES)
-    asked = json.loads(b"".join(iter(lambda: caller.recv(1 << 16), b"")))
+    request = json.loads(b"".join(iter(lambda: caller.recv(1 << 16), b"")))
     if not (pid := os.fork()):
         for number, file in enumerate(files):
             os.dup2(file, number)
-        os._exit(run_command(**asked))
+        os._exit(run_command(**request))
     caller.sendall(bytes([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF]))
 
 

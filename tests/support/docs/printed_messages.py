@@ -60,8 +60,8 @@ def find_messages(root: Path) -> list[PrintedMessage]:
     constants = {
         f"{Path(module.name).stem}.{name}": values for module in modules for name, values in module.constants.items()
     }
-    found = {said for module in modules for said in module.find_messages(failures | makers, elsewhere, constants)}
-    return sorted(said for said in found if len(split_words(said.text)) >= WORDS_MIN)
+    found = {message for module in modules for message in module.find_messages(failures | makers, elsewhere, constants)}
+    return sorted(message for message in found if len(split_words(message.text)) >= WORDS_MIN)
 
 
 class SourceModule:

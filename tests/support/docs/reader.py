@@ -81,8 +81,8 @@ class DocumentReader:
         if done.returncode:
             _, _, last = done.stderr.rpartition("@command ")
             failed = commands[int(last.split()[0])]
-            said = f"{done.stdout[-2000:]}\n{last[-2000:]}"
-            raise CommandFailedError(f"line {failed.line}: {failed.text}\nexit code {done.returncode}\n{said}")
+            output = f"{done.stdout[-2000:]}\n{last[-2000:]}"
+            raise CommandFailedError(f"line {failed.line}: {failed.text}\nexit code {done.returncode}\n{output}")
 
     def _make_script(self, commands: list[Command], ids: dict[str, str]) -> str:
         lines = ["set -eo pipefail"]
@@ -99,10 +99,10 @@ class DocumentReader:
         opening = [{"role": "system", "content": f"You answer questions on {topic} in one sentence. " * 4}]
         request = ""
         for subject in ("a lighthouse", "a ferry"):
-            asked = [*opening, {"role": "user", "content": subject}]
-            answer = self._pair.chat(asked, max_tokens=4).text
-            asked += [{"role": "assistant", "content": answer}, {"role": "user", "content": "and then?"}]
-            request = self._pair.chat(asked, max_tokens=4).headers["X-Warmline-Request"]
+            messages = [*opening, {"role": "user", "content": subject}]
+            answer = self._pair.chat(messages, max_tokens=4).text
+            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "and then?"}]
+            request = self._pair.chat(messages, max_tokens=4).headers["X-Warmline-Request"]
         self._pair.settle()
         session, other = (row["id"] for row in self._pair.cachectl("ls")["sessions"][:2])
         segment = self._pair.cachectl("inspect", session)["path"][0]["id"]

@@ -63,5 +63,5 @@ def list_variables(text: str) -> set[str]:
 
 def list_make_targets(text: str) -> set[str]:
     """List the targets of `make` in spans."""
-    told = [_split_words(span) for span in list_spans(text) if span.startswith("make ")]
-    return {word for words in told for word in words[1:] if "=" not in word}
+    commands = [_split_words(span) for span in list_spans(text) if span.startswith("make ")]
+    return {word for words in commands for word in words[1:] if "=" not in word}

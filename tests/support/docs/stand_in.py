@@ -79,11 +79,11 @@ def check_benchmark_flags(arguments: list[str]) -> int:
 
 def run_on_fork_server(program: str, *arguments: str) -> int:
     """Run a command of ours on the fork server; its exit code."""
-    asked = {"program": program, "arguments": arguments, "folder": str(Path.cwd()), "variables": dict(os.environ)}
+    request = {"program": program, "arguments": arguments, "folder": str(Path.cwd()), "variables": dict(os.environ)}
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(os.environ["STAND_IN_SERVER"])
         socket.send_fds(server, [b"."], [0, 1, 2])
-        server.sendall(json.dumps(asked).encode())
+        server.sendall(json.dumps(request).encode())
         server.shutdown(socket.SHUT_WR)
         return server.recv(1)[0]
 

@@ -207,10 +207,10 @@ class Duel:
             return request.reply
         return self._check_refusal(question, request.summary)
 
-    def _check_refusal(self, question: PendingRequest, told: str) -> None:
+    def _check_refusal(self, question: PendingRequest, answer: str) -> None:
         """Raise Difference unless the request may fail: after content was sent, or with little memory."""
-        if question.ask.fault != "decode" and not (self._small_memory and OUT_OF_MEMORY in told):
-            raise Difference(f"{question.ask} was not answered: {told}")
+        if question.ask.fault != "decode" and not (self._small_memory and OUT_OF_MEMORY in answer):
+            raise Difference(f"{question.ask} was not answered: {answer}")
 
     def _ask_and_leave(self, pair: Pair, question: PendingRequest) -> Reply | None:
         """Ask, and leave during the given step of the engine; None, or the answer if it ended before."""

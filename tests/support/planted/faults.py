@@ -159,10 +159,10 @@ class Gate:
         self._path = path
         self._listener = socket.socket(socket.AF_UNIX)
         self._steps: queue.Queue[HeldStep] = queue.Queue()
-        self._asked: queue.Queue[str] = queue.Queue()
+        self._commands: queue.Queue[str] = queue.Queue()
         self._held: list[socket.socket] = []
         self._accepting = threading.Thread(target=self._accept, daemon=True)
-        self.begun = 0  # steps that have arrived at the gate
+        self.step_count = 0  # steps that have arrived at the gate
 
     def next_step(self) -> HeldStep:
         """Return the waiting step, or wait for the next one."""
@@ -191,13 +191,13 @@ class Gate:
 
     def wait_for_command(self, word: str) -> None:
         """Wait until code that uses the name `word` is in the engine's mailbox."""
-        while word not in self._asked.get(timeout=LIMIT_S).split():
+        while word not in self._commands.get(timeout=LIMIT_S).split():
             pass
 
     def forget_commands(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                self._asked.get_nowait()
+                self._commands.get_nowait()
 
     def __enter__(self) -> "Gate":
         self._listener.bind(str(self._path))
@@ -226,11 +226,11 @@ class Gate:
     def _receive(self, connection: socket.socket) -> None:
         message = _read_message(connection)
         if "asked" in message:
-            self._asked.put(message["asked"])
+            self._commands.put(message["asked"])
             connection.close()
         elif message:
             self._held.append(connection)
-            self.begun += 1
+            self.step_count += 1
             self._steps.put(HeldStep(message["process"], message["phase"], message["requests"], connection))
 
 

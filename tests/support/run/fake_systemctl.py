@@ -23,17 +23,17 @@ ENDING_S = 60
 def start_unit(unit: Path) -> int:
     """Start a unit; the pid of its process, an orphan that init reaps."""
     lines = [line.partition("=") for line in unit.read_text().splitlines()]
-    said = {name: value.replace("%%", "%") for name, _, value in lines}
+    directives = {name: value.replace("%%", "%") for name, _, value in lines}
     environment = [shlex.split(value.replace("%%", "%"))[0] for name, _, value in lines if name == "Environment"]
-    with Path(said["StandardError"].removeprefix("append:")).open("ab") as output:
+    with Path(directives["StandardError"].removeprefix("append:")).open("ab") as output:
         return subprocess.Popen(
-            [word.replace("$$", "$") for word in shlex.split(said["ExecStart"])],
+            [word.replace("$$", "$") for word in shlex.split(directives["ExecStart"])],
             env=dict(each.split("=", 1) for each in environment),
-            cwd=said["WorkingDirectory"],
+            cwd=directives["WorkingDirectory"],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            umask=int(said["UMask"], 8),
+            umask=int(directives["UMask"], 8),
             start_new_session=True,
         ).pid
 
