@@ -52,7 +52,7 @@ def has_states(pair: Pair) -> bool:
     return "qwen3_5" in str(pair._model)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_5", "gemma3", "glm_moe_dsa", "quantized"])
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3", "glm_moe_dsa", "quantized"])  # the demo model is a llama
 def test_next_turn_after_kill_9_is_warm(family: str, tiny_folder: FolderOf, tmp_path: Path) -> None:
     model = tiny_folder("llama" if family == "quantized" else family)
     flags = QUANTIZED if family == "quantized" else ()
