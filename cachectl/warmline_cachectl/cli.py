@@ -7,8 +7,8 @@ import typer
 from typer.core import TyperGroup
 
 from warmline_cachectl.commands import archive, doctor, explain, inspect, keys, modify, top, verify
-from warmline_cachectl.errors import EXIT_INTERRUPTED, EXIT_REFUSED, fail
-from warmline_common.process.exit_codes import discard_output, run_with_output
+from warmline_cachectl.errors import EXIT_INTERRUPTED, EXIT_REFUSED, fail, fail_on_os_error
+from warmline_common.process.exit_codes import run_with_output
 from warmline_common.process.version import version
 
 
@@ -26,8 +26,7 @@ class CommandGroup(TyperGroup):
         except typer.Abort:  # of a question
             fail("nothing was changed", EXIT_INTERRUPTED)
         except OSError as error:
-            discard_output()
-            fail(str(error), EXIT_REFUSED)
+            fail_on_os_error(error)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}

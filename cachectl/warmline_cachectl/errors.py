@@ -4,6 +4,7 @@
 done), 130 interrupted, 141 closed output.
 """
 
+import errno
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import typer
 
 from warmline_cachectl import client
 from warmline_cachectl.views.columns import printable
+from warmline_common.process.exit_codes import discard_output
 from warmline_proxy.auth.key_store import KeyNotFoundError, KeyStoreError, NoClientKeysError
 from warmline_proxy.index.index import IndexStoreError
 
@@ -34,8 +36,17 @@ def exit_on_error() -> Iterator[None]:
         fail(f"{error}; {ADD_KEY_HINT}", EXIT_FOUND)
     except KeyNotFoundError as error:
         fail(str(error), EXIT_FOUND)
-    except (client.CachectlError, IndexStoreError, KeyStoreError, OSError) as error:
+    except (client.CachectlError, IndexStoreError, KeyStoreError) as error:
         fail(str(error), EXIT_REFUSED)
+    except OSError as error:
+        fail_on_os_error(error)
+
+
+def fail_on_os_error(error: OSError) -> NoReturn:
+    """Fail; where a disk is full, without the output that waits to be written: it may go to that disk."""
+    if error.errno == errno.ENOSPC:
+        discard_output()
+    fail(str(error), EXIT_REFUSED)
 
 
 def fail(message: str, code: int) -> NoReturn:

@@ -21,7 +21,6 @@ NO_SPACE = "[Errno 28] No space left on device\n"
 def test_closed_pipe_exits_with_141(home: Home, words: list[str], unbuffered: str) -> None:
     unread, output = os.pipe()
     os.close(unread)
-    words = [find_session(home, "first") if word == "SESSION" else word for word in words]
     assert run_with_output(home, words, output, unbuffered) == (141, "")
 
 
@@ -31,6 +30,7 @@ def test_closed_pipe_exits_with_141(home: Home, words: list[str], unbuffered: st
     ("words", "expected"),
     [
         ([CACHECTL, "ls", "--json"], (3, f"cachectl: {NO_SPACE}")),
+        ([CACHECTL, "export", "SESSION", "-"], (3, f"cachectl: {NO_SPACE}")),
         ([CACHECTL, "--help"], (3, f"cachectl: {NO_SPACE}")),
         ([WARMLINE, "config"], (1, f"warmline: {NO_SPACE}")),
         ([WARMLINE, "serve", "--help"], (1, f"warmline: {NO_SPACE}")),
@@ -43,7 +43,7 @@ def test_full_device_exits_with_error(home: Home, words: list[str], expected: tu
 
 def run_with_output(home: Home, words: list[str], output: int, unbuffered: str) -> tuple[int, str]:
     """Run a program's `main`; (exit code, stderr)."""
-    module, *arguments = words
+    module, *arguments = [find_session(home, "first") if word == "SESSION" else word for word in words]
     command = [sys.executable, "-c", f"from {module} import main; main()", *arguments]
     environment = {**os.environ, "WARMLINE_HOME": str(home.root), "PYTHONUNBUFFERED": unbuffered}
     done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False, env=environment)
