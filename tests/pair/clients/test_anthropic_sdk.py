@@ -9,6 +9,7 @@ from anthropic.types import Message
 from pydantic import BaseModel
 
 from support.pair.pair import FolderOf, Pair
+from support.pair.waiting import wait_until
 from support.tiny_models import SPECIAL_TOKENS
 
 LOOK = {
@@ -69,10 +70,16 @@ def test_messages_streamed_equals_whole(client: anthropic.Anthropic) -> None:
 
 def test_count_tokens_equals_prompt_tokens(client: anthropic.Anthropic, warm_pair: Pair) -> None:
     request: Any = make_messages("How many masts has a yawl?", system=[{"type": "text", "text": BRIEF}], tools=[LOOK])
-    request_count = len(warm_pair.requests())
-    counted = client.messages.count_tokens(**{name: value for name, value in request.items() if name != "max_tokens"})
-    assert len(warm_pair.requests()) == request_count  # it is no generation
-    assert counted.input_tokens == count_prompt_tokens(client.messages.create(**request))
+    fields = {name: value for name, value in request.items() if name != "max_tokens"}
+    counted = client.messages.count_tokens(**fields, extra_headers={"X-Warmline-Request": "a-count"})
+    message = client.messages.create(**request)
+    assert counted.input_tokens == count_prompt_tokens(message)
+    wait_until(lambda: message.id.removeprefix("msg_") in list_request_ids(warm_pair), "the request has no record")
+    assert "a-count" not in list_request_ids(warm_pair), "it is no generation"
+
+
+def list_request_ids(pair: Pair) -> list[str]:
+    return [record["id"] for record in pair.requests()]
 
 
 def test_next_turn_is_warm_and_shared_with_chat(client: anthropic.Anthropic, warm_pair: Pair) -> None:
