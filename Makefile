@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: run newcomer test pytest chaos soak terminal-bench terminal-bench-setup setup cuda lint reference lock clean
 
 run: setup
-	@$(BIN)/warmline serve $(if $(MODEL),--model "$(MODEL)") $(if $(HOME_DIR),--home "$(HOME_DIR)") \
+	@exec $(BIN)/warmline serve $(if $(MODEL),--model "$(MODEL)") $(if $(HOME_DIR),--home "$(HOME_DIR)") \
 		$(if $(HOST),--host "$(HOST)") $(if $(PORT),--port "$(PORT)") \
 		$(if $(BACKEND_PORT),--backend-port "$(BACKEND_PORT)") $(ARGS)
 
