@@ -45,7 +45,7 @@ def exit_on_error() -> Iterator[None]:
 def fail_on_os_error(error: OSError) -> NoReturn:
     """Fail; where a disk is full, without the output that waits to be written: it may go to that disk."""
     if error.errno == errno.ENOSPC:
-        discard_output()
+        discard_output(sys.stdout)
     fail(str(error), EXIT_REFUSED)
 
 

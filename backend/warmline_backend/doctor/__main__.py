@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from warmline_backend.config import describe_reserved_args
 from warmline_backend.doctor.findings import FindingLevel
 from warmline_backend.doctor.settings import DoctorSettings
+from warmline_common.process import exit_codes
 from warmline_common.process.arguments import finite, gigabytes
 from warmline_common.settings.flags import FlagParser, SettingError
 
@@ -51,4 +52,4 @@ def _build_parser() -> FlagParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_codes.run_main(main)

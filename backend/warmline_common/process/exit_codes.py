@@ -9,7 +9,8 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Mapping
-from typing import NoReturn
+from contextlib import suppress
+from typing import NoReturn, TextIO
 
 AGENT_VARIABLE = "WARMLINE_AGENT"
 LAUNCHD = "launchd"
@@ -40,21 +41,28 @@ def run_with_output(main: Callable[[], int], program: str, exit_code: int) -> in
             code = ended.code
         if sys.stdout is not None:  # it may be closed
             sys.stdout.flush()
-        return code
     except BrokenPipeError:
-        discard_output()
-        return EXIT_BROKEN_PIPE
+        discard_output(sys.stdout)
+        code = EXIT_BROKEN_PIPE
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        discard_output()
-        print(f"{program}: {error}", file=sys.stderr)
-        return exit_code
+        discard_output(sys.stdout)
+        with suppress(OSError):  # stderr may go to the same disk
+            print(f"{program}: {error}", file=sys.stderr)
+        code = exit_code
+    try:
+        if sys.stderr is not None:
+            sys.stderr.flush()
+    except OSError:
+        discard_output(sys.stderr)
+    return code
 
 
-def discard_output() -> None:
-    """Have the buffered rest of stdout go nowhere: else Python tries to write it at its exit, and exits with 120."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def discard_output(stream: TextIO | None) -> None:
+    """Have the buffered rest go nowhere: else Python tries to write it at its exit, and exits with 120."""
+    if stream is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def map_exit_code(code: int, environment: Mapping[str, str] = os.environ) -> int:

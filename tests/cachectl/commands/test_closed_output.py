@@ -41,11 +41,21 @@ def test_full_device_exits_with_error(home: Home, words: list[str], expected: tu
     assert run_with_output(home, words, output, unbuffered) == expected
 
 
-def run_with_output(home: Home, words: list[str], output: int, unbuffered: str) -> tuple[int, str]:
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no such disk here")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(("words", "code"), [([CACHECTL, "ls", "--json"], 3), ([WARMLINE, "config"], 1)])
+def test_full_device_for_errors_too_exits_with_error(home: Home, words: list[str], code: int, unbuffered: str) -> None:
+    output = os.open("/dev/full", os.O_WRONLY)
+    assert run_with_output(home, words, output, unbuffered, stderr=output)[0] == code
+
+
+def run_with_output(
+    home: Home, words: list[str], output: int, unbuffered: str, stderr: int = subprocess.PIPE
+) -> tuple[int, str]:
     """Run a program's `main`; (exit code, stderr)."""
     module, *arguments = [find_session(home, "first") if word == "SESSION" else word for word in words]
     command = [sys.executable, "-c", f"from {module} import main; main()", *arguments]
     environment = {**os.environ, "WARMLINE_HOME": str(home.root), "PYTHONUNBUFFERED": unbuffered}
-    done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False, env=environment)
+    done = subprocess.run(command, stdout=output, stderr=stderr, text=True, check=False, env=environment)
     os.close(output)
     return done.returncode, done.stderr
