@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,7 @@ class _Collector:
         self.sections["files"] = {"of a proxy with keys": _files(home)}
 
     def _running(self, ports: Ports) -> None:
-        ports = Ports(ports.proxy, ports.backend, _secret(self._home))
+        ports = replace(ports, secret=_secret(self._home))
         owner = ports.as_owner
         self.sections["routes_of_proxy"] = {
             "paths": routes.matrix(ports.proxy, routes.PROXY_PATHS, routes.AS_ADMIN, routes.PROXY_HEADERS),

@@ -254,5 +254,5 @@ def transfers(ports: Ports) -> dict[str, Any]:
         "residents with ids": shape(ids),
         "save": post("/kv/save", save),
         "restore": post("/kv/restore", restore),
-        "restore of a missing file": {**post("/kv/restore", missing)},
+        "restore of a missing file": post("/kv/restore", missing),
     }

@@ -1,7 +1,8 @@
-"""Exit codes of a process under its manager: `warmline serve`, launchd or systemd, which start again what fails.
+"""Exit codes: of output that can't be written, and of a process under its manager, which starts again what fails.
 
-`warmline launchd` and `warmline service` name the manager in ``WARMLINE_AGENT``; `warmline serve` does so in what it
-starts again: at its own start it ends rather than wait for a home that another pair holds.
+Managers are `warmline serve`, launchd and systemd.  `warmline launchd` and `warmline service` name theirs in
+``WARMLINE_AGENT``; `warmline serve` does so in what it starts again: at its own start it ends rather than wait for a
+home that another pair holds.
 """
 
 import errno

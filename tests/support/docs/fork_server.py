@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from warmline_cachectl.cli import app as cachectl
+from warmline_cachectl.cli import main as cachectl
 from warmline_run.cli import main as warmline
 
 PROGRAMS: dict[str, Any] = {"cachectl": cachectl, "warmline": warmline}

@@ -170,6 +170,13 @@ class ClientRequest:
         self.wait(lambda request: request.is_ended, "no end")
         return self
 
+    def wait_while_bytes_come(self, silence_max_s: float) -> bool:
+        """Wait for the end, or until no byte has come for so long; whether it has ended."""
+        with self._changed:
+            while not self._is_ended and (left_s := self.last_byte_at + silence_max_s - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+        return self._is_ended
+
     def disconnect(self, how: str = "fin") -> None:
         """Close the connection at once: in order ("fin"), or as a killed process does ("rst")."""
         self._leaving = how

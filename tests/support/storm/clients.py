@@ -183,11 +183,9 @@ class StormClient:
             pass
 
 
-def wait_for_end(request: ClientRequest, poll_s: float = POLL_S) -> None:
+def wait_for_end(request: ClientRequest) -> None:
     """Wait for the end of a request, or until it hangs."""
-    limit_s = SILENCE_MAX_S if request.wants_stream else WAIT_MAX_S
-    while not request.is_ended and time.monotonic() - request.last_byte_at < limit_s:
-        time.sleep(poll_s)
+    request.wait_while_bytes_come(SILENCE_MAX_S if request.wants_stream else WAIT_MAX_S)
 
 
 # Encounters of each thread, which chooses one of them every time.

@@ -39,7 +39,6 @@ MEMORY_GB_PER_TOKEN = 0.08 / 3_500  # of the longest prompt: memory for three, s
 RESTART_DELAY_S = 0.3
 DISTURBED_SHARE = 0.75
 PROBE_INTERVAL_S = 0.25
-PROBE_POLL_S = 0.001
 REST_MAX_S = 0.3  # between two encounters of one client
 IDLE_MAX_S = 60.0
 POLL_S = 0.1
@@ -187,7 +186,7 @@ def probe_latency(pair: Pair, prompts: StormPrompts, log: StormLog) -> None:
             request = ClientRequest(pair, prompt.messages, **prompt.options)
         except OSError:
             continue
-        wait_for_end(request, PROBE_POLL_S)
+        wait_for_end(request)
         seconds = time.monotonic() - began
         if log.record_end(request, prompt):
             beside = {(True, True): "a prefill", (False, False): "none"}.get(
