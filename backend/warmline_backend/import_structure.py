@@ -7,7 +7,6 @@ one installation of transformers; versions in development, whose files may be ed
 """
 
 import marshal
-import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +16,8 @@ from importlib.util import cache_from_source, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from warmline_common.storage import disk
 
 MODULE = "transformers.utils.import_utils"
 FUNCTION = "define_import_structure"
@@ -65,14 +66,8 @@ def cache_import_structure(define: DefineImportStructure) -> DefineImportStructu
         structure = define(module_path, prefix=prefix)
         if not sys.dont_write_bytecode and "dev" not in version:
             with suppress(OSError):
-                _replace_file(path, marshal.dumps([key, structure]))
+                disk.make_folder(path.parent)
+                disk.replace_file(path, marshal.dumps([key, structure]))
         return structure
 
     return define_cached
-
-
-def _replace_file(path: Path, content: bytes) -> None:
-    path.parent.mkdir(exist_ok=True)
-    draft = path.with_suffix(f".{os.getpid()}")
-    draft.write_bytes(content)
-    draft.replace(path)
