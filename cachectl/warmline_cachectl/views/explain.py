@@ -118,7 +118,7 @@ def _render_side(side: DiffSide, out: Console, where: DivergencePoint) -> Text:
 
 def _format_text(text: str) -> str:
     """Printable text, in which a line counts the blank lines of a longer run."""
-    return BLANK_LINES.sub(lambda run: f"\n({run[0].count(chr(10)) - 1} blank lines)\n", printable(text))
+    return printable(BLANK_LINES.sub(lambda run: f"\n({run[0].count(chr(10)) - 1} blank lines)\n", text))
 
 
 def _render_token_ids(side: DiffSide, where: DivergencePoint) -> Text:
