@@ -12,6 +12,8 @@ from warmline_common.protocol.messages import ErrorBody, ErrorReply, decode, enc
 RETRY_AFTER_S = 2
 _CONTEXT_OVERFLOW_PATTERN = re.compile(r"maximum context length is (\d+) tokens\D+(\d+) tokens")  # of the backend
 UNAUTHORIZED = 401  # missing or wrong key
+UNSUPPORTED_MEDIA_TYPE = 415  # a content coding that is not read
+READABLE_CODINGS = ("gzip", "deflate")  # of request bodies
 CLIENT_CLOSED = 499  # nginx's status of a cancelled request
 
 
@@ -35,6 +37,8 @@ class ClientError(Exception):
             all_headers["Retry-After"] = str(self.retry_after_s)
         if self.status == UNAUTHORIZED:
             all_headers["WWW-Authenticate"] = self.challenge
+        if self.status == UNSUPPORTED_MEDIA_TYPE:
+            all_headers["Accept-Encoding"] = ", ".join(READABLE_CODINGS)
         response = web.Response(status=self.status, body=body, content_type="application/json", headers=all_headers)
         response[CLIENT_ERROR] = self
         return response

@@ -8,6 +8,7 @@ from warmline_backend.request.params import Tools
 from warmline_backend.tool_parsers.argument_types import convert_arguments, find_parameters
 from warmline_backend.tool_parsers.base import ParsedItems, RawToolCall
 from warmline_backend.tool_parsers.lenient_json import ToolCallParseError
+from warmline_common.protocol.surrogates import replace_halves
 
 
 class PartEmitter:
@@ -112,10 +113,6 @@ class PartEmitter:
 
 def _encode_arguments(arguments: dict[str, Any]) -> str:
     try:
-        text = json.dumps(arguments, ensure_ascii=False)
-        text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair needs an escape
-        return json.dumps(arguments)
+        return replace_halves(json.dumps(arguments, ensure_ascii=False))
     except RecursionError as error:
         raise ToolCallParseError("nested too deeply") from error
-    return text

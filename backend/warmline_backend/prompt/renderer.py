@@ -27,6 +27,7 @@ from warmline_backend.prompt.template_traits import Message, TemplateTraits, is_
 from warmline_backend.request.params import BadRequestError, FieldError, Tools, format_json_type
 from warmline_common.process.redaction import PLACEHOLDER, is_field_name
 from warmline_common.protocol.messages import MessageEnd, SampledTurn
+from warmline_common.protocol.surrogates import replace_halves
 
 log = logging.getLogger(__name__)
 
@@ -151,8 +152,7 @@ class TemplateRenderer:
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list | str):
             prompt = prompt[0]
         if isinstance(prompt, str) and prompt:
-            _require_unicode(prompt, "prompt")
-            tokens, _ = self._tokenize(prompt, add_special_tokens=True)
+            tokens, _ = self._tokenize(replace_halves(prompt), add_special_tokens=True)
             return RenderedPrompt(tokens=tokens)
         if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
             raise FieldError("prompt", "must be a non-empty string, token ids, or a list of such prompts")
@@ -217,7 +217,6 @@ class TemplateRenderer:
             detail = _format_template_error(error, self._template_source)
             fault = f"the model's chat template refuses these messages{arguments}: {detail}"
             raise BadRequestError(fault, "messages") from error
-        _require_unicode(text, "messages")
         return RenderedConversation(conversation, text, partial(self._render_prefix, conversation))
 
     def _render_messages(
@@ -230,7 +229,7 @@ class TemplateRenderer:
     ) -> str:
         with self._lock:
             options = {"tools": tools, "add_generation_prompt": generation_prompt, "tokenize": False, **kwargs}
-            return str(self._wrapper.apply_chat_template(messages, **options))
+            return replace_halves(str(self._wrapper.apply_chat_template(messages, **options)))
 
     def _render_prefix(self, conversation: ChatConversation, messages: list[Message]) -> str:
         """Render these messages alone; "" where the template refuses a conversation that ends there."""
@@ -318,11 +317,3 @@ def _format_kwargs(kwargs: dict[str, Any]) -> str:
 def _shorten_value(value: object) -> object:
     """Return a short value, or the type of a long one."""
     return value if len(json.dumps(value, ensure_ascii=False)) <= _VALUE_CHARS_MAX else format_json_type(value)
-
-
-def _require_unicode(text: str, param: str) -> None:
-    """Refuse half a surrogate pair, which JSON can spell and which is no text."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise FieldError(param, f"has a lone surrogate at character {error.start}; it is no valid text") from error

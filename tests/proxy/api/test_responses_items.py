@@ -396,7 +396,7 @@ def test_accepted_nesting_can_be_encoded_from_deeper_stack() -> None:
     assert 700 in accepted and 999 not in accepted
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"input": "\\ud800"}', b'{"input": ' + b"[" * 100_000])
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"input": ' + b"[" * 100_000])
 def test_malformed_json_returns_400(body: bytes) -> None:
     with pytest.raises(ClientError) as failure:
         ResponsesApi().read_call(body, {})

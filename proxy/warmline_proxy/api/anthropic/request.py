@@ -17,10 +17,9 @@ from typing import Any
 
 import msgspec
 
-from warmline_common.protocol.messages import decode
 from warmline_proxy.api.base import PASSTHROUGH_FIELDS, Fields
 from warmline_proxy.errors import bad_request
-from warmline_proxy.http.body_fields import parse_object
+from warmline_proxy.http.body_fields import decode_body, parse_object
 
 ChatMessage = dict[str, Any]
 ChatContent = str | list[dict[str, str]]
@@ -122,13 +121,11 @@ def read_body(body: bytes) -> MessagesBody:
     fields = parse_object(body)
     fields.pop("others", None)
     try:
-        parsed = decode(body, MessagesBody)
+        parsed = decode_body(body, MessagesBody)
     except msgspec.ValidationError as error:  # such as "Expected `str`, got `int` - at `$.messages[0].role`"
         what, _, where = str(error).partition(" - at ")
         path = where.strip("`").removeprefix("$").replace("[", ".").replace("]", "").strip(".")
         raise bad_request(f"{path}: {what}" if path else what, param=path or None) from None
-    except (msgspec.DecodeError, RecursionError) as error:  # e.g. a lone surrogate
-        raise bad_request(f"We could not parse the JSON body of your request: {error}") from None
     parsed.others = fields
     return parsed
 
