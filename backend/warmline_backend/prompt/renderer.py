@@ -24,9 +24,11 @@ from warmline_backend.prompt.boundaries import RenderedConversation
 from warmline_backend.prompt.messages import ROLES, ChatConversation, extract_reasoning, parse_conversation
 from warmline_backend.prompt.replay import TokenizedText, ToolCallReplayer, TurnParser, splice_tokens
 from warmline_backend.prompt.template_traits import Message, TemplateTraits, is_quoted, probe_template
+from warmline_backend.request.field_names import explain_missing_field
 from warmline_backend.request.params import BadRequestError, FieldError, Tools, format_json_type
 from warmline_common.process.redaction import PLACEHOLDER, is_field_name
 from warmline_common.protocol.messages import MessageEnd, SampledTurn
+from warmline_common.protocol.numbers import convert_integer
 from warmline_common.protocol.surrogates import replace_halves
 
 log = logging.getLogger(__name__)
@@ -149,18 +151,19 @@ class TemplateRenderer:
 
     def _render_completion(self, body: dict[str, Any]) -> RenderedPrompt:
         prompt = body.get("prompt")
+        if prompt is None and (fault := explain_missing_field("prompt", body)):
+            raise FieldError("prompt", fault)
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list | str):
             prompt = prompt[0]
         if isinstance(prompt, str) and prompt:
             tokens, _ = self._tokenize(replace_halves(prompt), add_special_tokens=True)
             return RenderedPrompt(tokens=tokens)
-        if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
-            raise FieldError("prompt", "must be a non-empty string, token ids, or a list of such prompts")
-        if not prompt:
+        tokens = _parse_token_ids(prompt)
+        if not tokens:
             raise FieldError("prompt", "is empty")
-        if min(prompt) < 0 or max(prompt) >= self._vocabulary_size:
+        if min(tokens) < 0 or max(tokens) >= self._vocabulary_size:
             raise FieldError("prompt", f"has token ids outside 0 to {self._vocabulary_size - 1}")
-        return RenderedPrompt(tokens=prompt)
+        return RenderedPrompt(tokens=tokens)
 
     def _render_chat(self, body: dict[str, Any], turns: Sequence[SampledTurn]) -> RenderedPrompt:
         if not self._wrapper.has_chat_template:
@@ -279,6 +282,16 @@ class TemplateRenderer:
         with self._lock:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return ids
+
+
+def _parse_token_ids(prompt: object) -> list[int]:
+    if isinstance(prompt, list):
+        if all(type(token) is int for token in prompt):
+            return prompt
+        ids = [token for entry in prompt if (token := convert_integer(entry)) is not None]
+        if len(ids) == len(prompt):
+            return ids
+    raise FieldError("prompt", "must be a non-empty string, token ids, or a list of such prompts")
 
 
 def _find_template_source(tokenizer: TokenizerWrapper) -> str:

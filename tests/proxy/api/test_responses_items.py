@@ -184,7 +184,7 @@ def test_server_tool_items_are_skipped() -> None:
         ([{"type": ["message"]}], "input[0]", "can't be read"),
         ([{"role": "robot", "content": "Hi."}], "input[0].role", "developer"),
         ([{"role": "user", "content": 5}], "input[0].content", "a list of parts"),
-        ([{"role": "user", "content": ["Hi."]}], "input[0].content[0]", "only text"),
+        ([{"role": "user", "content": [5]}], "input[0].content[0]", "only text"),
         ([{"role": "user", "content": [{"type": ["input_text"], "text": "Hi."}]}], "input[0].content[0]", "only text"),
         ([{"type": "reasoning", "summary": [{"type": {}, "text": "Hm."}]}], "input[0].summary[0]", "only text"),
         ([{"role": "user", "content": [{"type": "input_text"}]}], "input[0].content[0].text", "a string"),

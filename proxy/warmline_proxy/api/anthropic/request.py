@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from warmline_common.protocol.numbers import convert_integer
 from warmline_proxy.api.base import PASSTHROUGH_FIELDS, Fields
 from warmline_proxy.errors import bad_request
 from warmline_proxy.http.body_fields import decode_body, parse_object
@@ -51,14 +52,17 @@ class ContentBlock(msgspec.Struct):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     tool_name: str | None = None
-    content: "str | list[ContentBlock] | None" = None
+    content: "str | list[ContentBlock | str] | None" = None
     is_error: bool | None = None
     source: Any = None  # an object; a string in a search result
 
 
+Content = str | list[ContentBlock | str]  # a string among blocks is a text
+
+
 class MessageParam(msgspec.Struct):
     role: str
-    content: str | list[ContentBlock]
+    content: Content
 
 
 class ToolSpec(msgspec.Struct):
@@ -76,7 +80,7 @@ class ToolChoice(msgspec.Struct):
 
 
 class OutputFormat(msgspec.Struct):
-    type: str
+    type: str | None = None  # None, without a schema: nothing is asked for
     schema: dict[str, Any] | None = None
 
 
@@ -87,7 +91,7 @@ class OutputConfig(msgspec.Struct):
 
 class ThinkingConfig(msgspec.Struct, omit_defaults=True):
     type: str
-    budget_tokens: int | None = None
+    budget_tokens: int | float | None = None
 
 
 class RequestMetadata(msgspec.Struct):
@@ -99,8 +103,8 @@ class MessagesBody(msgspec.Struct, kw_only=True):
 
     messages: list[MessageParam] | None = None
     model: str | None = None
-    max_tokens: int | None = None
-    system: str | list[ContentBlock] | None = None
+    max_tokens: int | float | None = None  # JSON may spell an integer 20.0; `read_body` leaves an int
+    system: Content | None = None
     stream: bool | None = None
     stop_sequences: list[str] | None = None
     tools: list[ToolSpec] | None = None
@@ -123,10 +127,13 @@ def read_body(body: bytes) -> MessagesBody:
     try:
         parsed = decode_body(body, MessagesBody)
     except msgspec.ValidationError as error:  # such as "Expected `str`, got `int` - at `$.messages[0].role`"
-        what, _, where = str(error).partition(" - at ")
+        what, _, where = str(error).replace("int | float", "int").partition(" - at ")
         path = where.strip("`").removeprefix("$").replace("[", ".").replace("]", "").strip(".")
         raise bad_request(f"{path}: {what}" if path else what, param=path or None) from None
-    parsed.others = fields
+    limit = convert_integer(parsed.max_tokens)
+    if parsed.max_tokens is not None and limit is None:
+        raise bad_request(f"max_tokens: must be an integer, not {parsed.max_tokens}", param="max_tokens")
+    parsed.max_tokens, parsed.others = limit, fields
     return parsed
 
 
@@ -161,7 +168,7 @@ def _convert_message(message: MessageParam, where: str) -> Iterator[ChatMessage]
     if isinstance(message.content, str):
         return iter([{"role": message.role, "content": message.content}])
     convert = _convert_user if message.role == "user" else _convert_assistant
-    return convert(message.content, f"{where}.content")
+    return convert(_list_blocks(message.content), f"{where}.content")
 
 
 def _convert_user(blocks: Sequence[ContentBlock], where: str) -> Iterator[ChatMessage]:
@@ -213,11 +220,15 @@ def _convert_tool_result(block: ContentBlock, where: str) -> ChatMessage:
     return {"role": "tool", "tool_call_id": call_id(block.tool_use_id), "content": content}
 
 
-def _convert_content(content: str | list[ContentBlock], where: str, *, with_placeholders: bool = False) -> ChatContent:
+def _convert_content(content: Content, where: str, *, with_placeholders: bool = False) -> ChatContent:
     if isinstance(content, str):
         return content
-    texts = [_read_text(block, f"{where}.{i}", with_placeholders) for i, block in enumerate(content)]
+    texts = [_read_text(block, f"{where}.{i}", with_placeholders) for i, block in enumerate(_list_blocks(content))]
     return _join_texts(_separate_texts(texts))
+
+
+def _list_blocks(content: Sequence[ContentBlock | str]) -> list[ContentBlock]:
+    return [ContentBlock("text", block) if isinstance(block, str) else block for block in content]
 
 
 def _separate_texts(texts: Sequence[str]) -> list[str]:
@@ -247,7 +258,7 @@ def _read_text(block: ContentBlock, where: str, with_placeholders: bool = False)
     if block.type == "document" and source.get("type") == "text" and isinstance(source.get("data"), str):
         return str(source["data"])
     if block.type == "search_result":
-        return "".join(_read_text(each, where) for each in block.content or () if isinstance(each, ContentBlock))
+        return "".join(_read_text(each, where) for each in _list_blocks(block.content or []))
     if block.type == "tool_reference":
         return block.tool_name or ""
     if with_placeholders and block.type in PLACEHOLDERS:
@@ -268,7 +279,7 @@ def _convert_thinking(body: MessagesBody) -> Fields:
 
 def _convert_format(body: MessagesBody) -> Fields:
     form = (body.output_config.format if body.output_config else None) or body.output_format
-    if form is None:
+    if form is None or form == OutputFormat():
         return {}
     if form.type != "json_schema" or form.schema is None:
         raise bad_request("output_config.format: must be of type json_schema, with a schema", param="output_config")

@@ -173,6 +173,8 @@ def _read_text(content: object, where: str, image_placeholder: str) -> str:
 
 
 def _read_part(part: Any, where: str, image_placeholder: str) -> str:
+    if isinstance(part, str):
+        return part
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind in TEXT_PARTS:
         return _read_string(part, "text", where)
