@@ -9,9 +9,10 @@ import msgspec
 from warmline_common.protocol.messages import ErrorReply
 from warmline_proxy.api.base import PASSTHROUGH_FIELDS, ApiCall, Fields, ResponseEncoder, ResponseStart
 from warmline_proxy.api.chunks import EventEncoder, encode_events
+from warmline_proxy.api.custom_tools import JsonObject
 from warmline_proxy.api.responses.items import read_input
 from warmline_proxy.api.responses.response import SERVER_ERROR, ResponseEvents, ResponseOptions, translate_error
-from warmline_proxy.api.responses.tools import JsonObject, Toolbox, read_tool_choice, read_tools
+from warmline_proxy.api.responses.tools import Toolbox, read_tool_choice, read_tools
 from warmline_proxy.errors import ClientError, bad_request
 from warmline_proxy.http import body_fields
 

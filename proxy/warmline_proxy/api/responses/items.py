@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from warmline_proxy.api.responses.tools import JsonObject, encode_arguments, qualify_name
+from warmline_proxy.api.custom_tools import JsonObject, encode_arguments
+from warmline_proxy.api.responses.tools import qualify_name
 from warmline_proxy.errors import bad_request
 
 ROLES = ("user", "assistant", "system", "developer")
