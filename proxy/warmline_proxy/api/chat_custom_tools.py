@@ -11,7 +11,7 @@ from typing import Any
 from warmline_proxy.api.base import Fields
 from warmline_proxy.api.custom_tools import JsonObject, build_function, decode_input, encode_arguments
 from warmline_proxy.errors import bad_request
-from warmline_proxy.http.body_fields import check_nesting, decode_body
+from warmline_proxy.http.body_fields import decode_body
 
 CUSTOM, FUNCTION = "custom", "function"
 Converter = Callable[[JsonObject, str], JsonObject]  # from a `custom` object and its place to a `function`
@@ -34,7 +34,6 @@ def convert_custom_tools(fields: Fields) -> tuple[Fields, frozenset[str]]:
         converted["tool_choice"] = _convert_choice(found["tool_choice"])
     if "messages" in found:
         converted["messages"] = _convert_messages(found["messages"])
-    check_nesting(converted)
     tools = found.get("tools")
     names = (tool[CUSTOM]["name"] for tool in tools if _is_custom(tool)) if isinstance(tools, list) else ()
     return {**fields, **converted}, frozenset(names)

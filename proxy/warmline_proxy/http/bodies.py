@@ -13,7 +13,7 @@ from aiohttp import hdrs, web
 from warmline_common.process.redaction import redact
 from warmline_common.protocol.messages import decode, encode
 from warmline_proxy.errors import bad_request
-from warmline_proxy.http.content_codings import BodyDecoder, parse_content_coding
+from warmline_proxy.http.content_coding import create_decoder
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ def json_response(value: object, *, status: int = 200, headers: Mapping[str, str
 
 async def read_body(request: web.Request, timeout_s: float) -> bytes:
     """Read the whole body, decompressed.  Raises ClientError 400, 413, 415, or 408 after `timeout_s` without a byte."""
-    decoder = BodyDecoder(parse_content_coding(request.headers.getall(hdrs.CONTENT_ENCODING, [])))
+    decoder = create_decoder(request.headers.getall(hdrs.CONTENT_ENCODING, []))
     body, size = bytearray(), request.content_length or 0
     try:
         while size <= BODY_BYTES_MAX:

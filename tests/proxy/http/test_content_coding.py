@@ -6,17 +6,17 @@ import zlib
 import pytest
 
 from warmline_proxy.errors import ClientError
-from warmline_proxy.http.content_codings import PIECE_BYTES_MAX, BodyDecoder, parse_content_coding
+from warmline_proxy.http.content_coding import OUTPUT_BYTES_MAX, create_decoder
 
 TEXT = b'{"messages": []}'
 
 
 def decode(coding: str, data: bytes, step: int = 1 << 20) -> bytes:
-    decoder, pieces = BodyDecoder(coding), list[bytes]()
+    decoder, pieces = create_decoder([coding]), list[bytes]()
     for start in range(0, len(data), step):
         pieces += decoder.decode(data[start : start + step])
     decoder.finish()
-    assert not coding or max(map(len, pieces), default=0) <= PIECE_BYTES_MAX
+    assert max(map(len, pieces), default=0) <= OUTPUT_BYTES_MAX
     return b"".join(pieces)
 
 
@@ -40,7 +40,10 @@ def pack_raw_deflate(data: bytes) -> bytes:
     ],
 )
 def test_coding_is_read(headers: list[str], coding: str) -> None:
-    assert parse_content_coding(headers) == coding
+    data = {"": TEXT, "gzip": gzip.compress(TEXT), "deflate": zlib.compress(TEXT)}[coding]
+    decoder = create_decoder(headers)
+    assert b"".join(decoder.decode(data)) == TEXT
+    decoder.finish()
 
 
 @pytest.mark.parametrize(
@@ -48,22 +51,21 @@ def test_coding_is_read(headers: list[str], coding: str) -> None:
 )
 def test_other_codings_are_415(header: str) -> None:
     with pytest.raises(ClientError) as caught:
-        parse_content_coding([header])
+        create_decoder([header])
     assert caught.value.status == 415
-    assert caught.value.build_response(b"").headers["Accept-Encoding"] == "gzip, deflate"
+    assert caught.value.build_response(b"").headers["Accept-Encoding"].startswith("gzip, deflate")
 
 
 @pytest.mark.parametrize("step", [1, 7, 1 << 20])
 def test_bodies_are_decoded(step: int) -> None:
     assert decode("", TEXT, step) == TEXT
-    assert decode("gzip", b"", step) == b""
     assert decode("gzip", gzip.compress(TEXT), step) == TEXT
     assert decode("gzip", gzip.compress(TEXT[:5]) + gzip.compress(TEXT[5:]), step) == TEXT
     assert decode("deflate", zlib.compress(TEXT), step) == TEXT
     assert decode("deflate", pack_raw_deflate(TEXT), step) == TEXT
 
 
-@pytest.mark.parametrize("size", [PIECE_BYTES_MAX - 1, PIECE_BYTES_MAX, PIECE_BYTES_MAX + 1, 9 * PIECE_BYTES_MAX])
+@pytest.mark.parametrize("size", [OUTPUT_BYTES_MAX - 1, OUTPUT_BYTES_MAX, OUTPUT_BYTES_MAX + 1, 9 * OUTPUT_BYTES_MAX])
 def test_large_bodies_come_in_pieces(size: int) -> None:
     assert decode("gzip", gzip.compress(bytes(size))) == bytes(size)
     assert decode("gzip", gzip.compress(bytes(size)), 100) == bytes(size)
