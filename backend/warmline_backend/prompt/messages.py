@@ -66,8 +66,8 @@ def parse_conversation(
     """
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        fault = explain_missing_field("messages", body) if messages is None else None
-        raise FieldError("messages", fault or "must be a list of at least one message")
+        hint = explain_missing_field("messages", body) if messages is None else None
+        raise FieldError("messages", hint or "must be a list of at least one message")
     fields = Fields(body)
     continue_final = fields.get_boolean("continue_final_message")
     generation_prompt = fields.get_optional_boolean("add_generation_prompt") is not False

@@ -151,8 +151,8 @@ class TemplateRenderer:
 
     def _render_completion(self, body: dict[str, Any]) -> RenderedPrompt:
         prompt = body.get("prompt")
-        if prompt is None and (fault := explain_missing_field("prompt", body)):
-            raise FieldError("prompt", fault)
+        if prompt is None and (hint := explain_missing_field("prompt", body)):
+            raise FieldError("prompt", hint)
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list | str):
             prompt = prompt[0]
         if isinstance(prompt, str) and prompt:

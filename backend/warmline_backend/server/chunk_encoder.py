@@ -58,7 +58,7 @@ class ChunkEncoder:
 
     def encode_role(self) -> bytes:
         """The opening chunk of a chat, before any content; empty for a completion."""
-        return self._encode_choice({"role": "assistant"}) if self._is_chat else b""
+        return self._encode_choice({"role": "assistant", "refusal": None}) if self._is_chat else b""
 
     def encode_text(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
         """New text, with the log-probabilities of its tokens, without those that an earlier chunk had."""

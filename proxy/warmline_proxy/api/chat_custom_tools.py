@@ -62,8 +62,7 @@ def _convert_list(values: Any, where: str, convert: Converter) -> Any:
 def _convert(value: JsonObject, where: str, convert: Converter) -> JsonObject:
     if not isinstance(custom := value.get(CUSTOM), dict):
         raise bad_request(f"'{where}.custom' must be an object with a name.", param=f"{where}.custom")
-    if not _get_string(custom, "name", where):
-        raise bad_request(f"'{where}.custom.name' must not be empty.", param=f"{where}.custom.name")
+    _get_string(custom, "name", where)  # an empty one is refused by the backend
     return {**_omit(value, CUSTOM), "type": FUNCTION, FUNCTION: convert(custom, where)}
 
 

@@ -131,7 +131,7 @@ def test_streamed_and_whole_answers_are_equal_to_sdk(tokenizer: TokenizerWrapper
         {"name": "get_weather", "arguments": '{"days": 3, "city": "São Paulo"}'}
     ] * 2
     assert choice.finish_reason == "tool_calls"
-    assert parse_chunks(sent)[0]["choices"][0]["delta"] == {"role": "assistant"}
+    assert parse_chunks(sent)[0]["choices"][0]["delta"] == {"role": "assistant", "refusal": None}
 
 
 @pytest.mark.parametrize(

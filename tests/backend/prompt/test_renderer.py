@@ -375,19 +375,6 @@ def test_chat_without_template_is_refused(make: Any) -> None:
     assert "no chat template" in catch_refusal(make(None), messages=[USER]).message
 
 
-def test_lone_surrogate_is_read_as_a_replacement_character(make: Any) -> None:
-    renderer = make()
-    for half, whole in (("\ud800", "\ufffd"), ("a\ude00b", "a\ufffdb")):
-        rendered, expected = (
-            renderer.render("chat", {"messages": [{"role": "user", "content": text}]}) for text in (half, whole)
-        )
-        assert rendered == expected
-        assert renderer.render("completion", {"prompt": half}) == renderer.render("completion", {"prompt": whole})
-    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": r'{"x": "cut \ud83d"}'}}
-    calling = {"role": "assistant", "tool_calls": [call]}
-    assert renderer.render("chat", {"messages": [USER, calling, {"role": "tool", "content": "x"}]}).tokens
-
-
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3]], [1.0, 2, 3.0]])
 def test_completion_accepts_token_ids(make: Any, prompt: object) -> None:
     assert make().render("completion", {"prompt": prompt}) == RenderedPrompt(

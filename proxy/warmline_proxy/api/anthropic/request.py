@@ -132,7 +132,7 @@ def read_body(body: bytes) -> MessagesBody:
         raise bad_request(f"{path}: {what}" if path else what, param=path or None) from None
     limit = convert_integer(parsed.max_tokens)
     if parsed.max_tokens is not None and limit is None:
-        raise bad_request(f"max_tokens: must be an integer, not {parsed.max_tokens}", param="max_tokens")
+        raise bad_request(f"'max_tokens' must be an integer, not {parsed.max_tokens}", param="max_tokens")
     parsed.max_tokens, parsed.others = limit, fields
     return parsed
 
