@@ -23,7 +23,6 @@ MODEL_CHARS_MAX = 1024  # repeated in every chunk of an answer and in each recor
 NESTING_RESERVE_LEVELS = 64  # levels around a body in requests to the backend and in events
 
 _NULL = b"null"
-_UNREADABLE = "We could not parse the JSON body of your request"
 _TRUNCATED = "Input data was truncated"  # msgspec's whole message
 _RETRY_COUNT_PATTERN = re.compile(r"[0-9]{1,6}")
 
@@ -35,9 +34,8 @@ def parse_object(body: bytes) -> dict[str, msgspec.Raw]:
     try:
         body.decode()  # Raw values are not checked for UTF-8
     except UnicodeDecodeError as error:
-        message = (
-            f"{_UNREADABLE}: it is not UTF-8, by byte {error.start} (0x{body[error.start]:02x}).  Send it as UTF-8."
-        )
+        place = f"byte {error.start} (0x{body[error.start]:02x})"
+        message = f"We could not parse the JSON body of your request: it is not UTF-8, by {place}.  Send it as UTF-8."
         raise bad_request(message) from None
     try:
         fields = decode_body(body, dict[str, msgspec.Raw])
@@ -66,8 +64,8 @@ def _decode_whole(body: bytes, kind: type[T]) -> T:
         raise
     except (msgspec.DecodeError, RecursionError) as error:
         is_cut = str(error) == _TRUNCATED
-        reason = f"it ends within a value, after {len(body)} bytes; send it whole." if is_cut else str(error)
-        raise bad_request(f"{_UNREADABLE}: {reason}") from None
+        reason = f"it ends within a value, after {len(body)} bytes; send it whole" if is_cut else str(error)
+        raise bad_request(f"We could not parse the JSON body of your request: {reason}") from None
 
 
 def check_nesting(value: object) -> None:
