@@ -10,6 +10,7 @@ from warmline_backend.config import RESERVED_TEMPLATE_ARGS
 from warmline_backend.prompt import template_compat
 from warmline_backend.prompt.template_compat import ConversationItem, OriginalMessage, find_reasoning
 from warmline_backend.prompt.template_traits import REASONING_FIELDS, Message, TemplateTraits
+from warmline_backend.request.field_names import explain_missing_field
 from warmline_backend.request.params import FieldError, Fields, Tools, format_json_type, format_value
 from warmline_backend.request.reasoning_effort import make_template_arguments
 
@@ -65,7 +66,8 @@ def parse_conversation(
     """
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise FieldError("messages", "must be a list of at least one message")
+        hint = explain_missing_field("messages", body) if messages is None else None
+        raise FieldError("messages", hint or "must be a list of at least one message")
     fields = Fields(body)
     continue_final = fields.get_boolean("continue_final_message")
     generation_prompt = fields.get_optional_boolean("add_generation_prompt") is not False
@@ -98,7 +100,7 @@ def _parse_item(message: object, index: int) -> ConversationItem:
         raise FieldError(f"{field}.role", f'is "function", which is not supported: {hint}')
     if message.get("function_call"):
         raise FieldError(f"{field}.function_call", "is not supported: send 'tool_calls'")
-    if content is None and role in ROLES and role != "assistant":
+    if content is None and role in ROLES and role not in ("assistant", "tool"):
         raise FieldError(f"{field}.content", "must be a string or a list of text parts")
     parsed = {key: value for key, value in message.items() if value is not None and key not in _IGNORED_FIELDS}
     text = refusal if content is None and isinstance(refusal, str) else content
@@ -128,8 +130,10 @@ def _parse_content(content: object, field: str) -> str:
 
 
 def _parse_part(part: object, field: str) -> str:
+    if isinstance(part, str):
+        return part
     if not isinstance(part, dict):
-        raise FieldError(field, "must be an object with a type")
+        raise FieldError(field, "must be an object with a type, or a string")
     kind = part.get("type")
     if kind not in ("text", "refusal"):
         raise FieldError(field, f'is of type "{str(kind)[:40]}"; this model reads only text parts')

@@ -24,9 +24,12 @@ from warmline_backend.prompt.boundaries import RenderedConversation
 from warmline_backend.prompt.messages import ROLES, ChatConversation, extract_reasoning, parse_conversation
 from warmline_backend.prompt.replay import TokenizedText, ToolCallReplayer, TurnParser, splice_tokens
 from warmline_backend.prompt.template_traits import Message, TemplateTraits, is_quoted, probe_template
+from warmline_backend.request.field_names import explain_missing_field
 from warmline_backend.request.params import BadRequestError, FieldError, Tools, format_json_type
 from warmline_common.process.redaction import PLACEHOLDER, is_field_name
 from warmline_common.protocol.messages import MessageEnd, SampledTurn
+from warmline_common.protocol.numbers import convert_integer
+from warmline_common.protocol.surrogates import replace_halves
 
 log = logging.getLogger(__name__)
 
@@ -148,19 +151,19 @@ class TemplateRenderer:
 
     def _render_completion(self, body: dict[str, Any]) -> RenderedPrompt:
         prompt = body.get("prompt")
+        if prompt is None and (hint := explain_missing_field("prompt", body)):
+            raise FieldError("prompt", hint)
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list | str):
             prompt = prompt[0]
         if isinstance(prompt, str) and prompt:
-            _require_unicode(prompt, "prompt")
-            tokens, _ = self._tokenize(prompt, add_special_tokens=True)
+            tokens, _ = self._tokenize(replace_halves(prompt), add_special_tokens=True)
             return RenderedPrompt(tokens=tokens)
-        if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
-            raise FieldError("prompt", "must be a non-empty string, token ids, or a list of such prompts")
-        if not prompt:
+        tokens = _parse_token_ids(prompt)
+        if not tokens:
             raise FieldError("prompt", "is empty")
-        if min(prompt) < 0 or max(prompt) >= self._vocabulary_size:
+        if min(tokens) < 0 or max(tokens) >= self._vocabulary_size:
             raise FieldError("prompt", f"has token ids outside 0 to {self._vocabulary_size - 1}")
-        return RenderedPrompt(tokens=prompt)
+        return RenderedPrompt(tokens=tokens)
 
     def _render_chat(self, body: dict[str, Any], turns: Sequence[SampledTurn]) -> RenderedPrompt:
         if not self._wrapper.has_chat_template:
@@ -217,7 +220,6 @@ class TemplateRenderer:
             detail = _format_template_error(error, self._template_source)
             fault = f"the model's chat template refuses these messages{arguments}: {detail}"
             raise BadRequestError(fault, "messages") from error
-        _require_unicode(text, "messages")
         return RenderedConversation(conversation, text, partial(self._render_prefix, conversation))
 
     def _render_messages(
@@ -230,7 +232,7 @@ class TemplateRenderer:
     ) -> str:
         with self._lock:
             options = {"tools": tools, "add_generation_prompt": generation_prompt, "tokenize": False, **kwargs}
-            return str(self._wrapper.apply_chat_template(messages, **options))
+            return replace_halves(str(self._wrapper.apply_chat_template(messages, **options)))
 
     def _render_prefix(self, conversation: ChatConversation, messages: list[Message]) -> str:
         """Render these messages alone; "" where the template refuses a conversation that ends there."""
@@ -282,6 +284,16 @@ class TemplateRenderer:
         return ids
 
 
+def _parse_token_ids(prompt: object) -> list[int]:
+    if isinstance(prompt, list):
+        if all(type(token) is int for token in prompt):
+            return prompt
+        ids = [token for entry in prompt if (token := convert_integer(entry)) is not None]
+        if len(ids) == len(prompt):
+            return ids
+    raise FieldError("prompt", "must be a non-empty string, token ids, or a list of such prompts")
+
+
 def _find_template_source(tokenizer: TokenizerWrapper) -> str:
     """Text of the template, or of the code that renders in its place."""
     custom = tokenizer._chat_template or type(tokenizer._tokenizer).apply_chat_template
@@ -318,11 +330,3 @@ def _format_kwargs(kwargs: dict[str, Any]) -> str:
 def _shorten_value(value: object) -> object:
     """Return a short value, or the type of a long one."""
     return value if len(json.dumps(value, ensure_ascii=False)) <= _VALUE_CHARS_MAX else format_json_type(value)
-
-
-def _require_unicode(text: str, param: str) -> None:
-    """Refuse half a surrogate pair, which JSON can spell and which is no text."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise FieldError(param, f"has a lone surrogate at character {error.start}; it is no valid text") from error

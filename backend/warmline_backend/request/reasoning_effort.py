@@ -3,11 +3,12 @@
     reasoning_effort       none, minimal, low, medium, high, xhigh, max
     thinking               {"type": "enabled" | "disabled" | "adaptive"}, or true or false
     enable_thinking        true or false
+    think                  true or false, or an effort (Ollama's)
     reasoning              {"effort": ..., "enabled": ...}
     chat_template_kwargs   the arguments themselves; these go first
 
-On or off is decided by `thinking`, then `enable_thinking`, then `reasoning`, then the effort.  A budget of tokens is no
-argument of any template, and ignored.
+On or off is decided by `thinking`, then `enable_thinking`, then `think`, then `reasoning`, then the effort.  A budget
+of tokens is no argument of any template, and ignored.
 """
 
 import re
@@ -28,9 +29,11 @@ def make_template_arguments(fields: Fields, variable_names: frozenset[str], sour
     A template that knows efforts alone can't be switched off: it is given the least.
     """
     reasoning = Fields({} if (value := fields.get("reasoning")) is None else value, "reasoning")
-    switches = [_parse_thinking(fields), fields.get_optional_boolean("enable_thinking")]
+    think = fields.get("think")
+    think_switch, think_effort = (think, None) if isinstance(think, bool) else (None, _parse_effort(fields, "think"))
+    switches = [_parse_thinking(fields), fields.get_optional_boolean("enable_thinking"), think_switch]
     is_on = _find_first([*switches, reasoning.get_optional_boolean("enabled")])
-    effort = _find_first([_parse_effort(fields, EFFORT_ARGUMENT), _parse_effort(reasoning, "effort")])
+    effort = _find_first([_parse_effort(fields, EFFORT_ARGUMENT), _parse_effort(reasoning, "effort"), think_effort])
     if is_on is None and effort is not None:
         is_on = effort != "none"
     names = [name for name in THINKING_ARGUMENTS if name in variable_names and is_on is not None]

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from warmline_common.process.redaction import redact
 from warmline_common.protocol.messages import decode, encode
 from warmline_proxy.errors import bad_request
+from warmline_proxy.http.content_coding import create_decoder
 
 T = TypeVar("T")
 
@@ -26,16 +27,21 @@ def json_response(value: object, *, status: int = 200, headers: Mapping[str, str
 
 
 async def read_body(request: web.Request, timeout_s: float) -> bytes:
-    """Read the whole body, decompressed.  Raises ClientError 400, 413, or 408 after `timeout_s` without a byte."""
+    """Read the whole body, decompressed.  Raises ClientError 400, 413, 415, or 408 after `timeout_s` without a byte."""
+    decoder = create_decoder(request.headers.getall(hdrs.CONTENT_ENCODING, []))
     body, size = bytearray(), request.content_length or 0
     try:
         while size <= BODY_BYTES_MAX:
             async with asyncio.timeout(timeout_s):
-                piece = await request.content.readany()
-            if not piece:
+                data = await request.content.readany()
+            if not data:
+                decoder.finish()
                 return bytes(body)
-            body += piece
-            size = len(body)
+            for piece in decoder.decode(data):
+                body += piece
+                if (size := len(body)) > BODY_BYTES_MAX:
+                    break
+                await asyncio.sleep(0)  # a small body may become a large one
     except TimeoutError:
         message = f"No more of the body came for {timeout_s:g} s."
         raise bad_request(message, status=408, code="request_timeout") from None

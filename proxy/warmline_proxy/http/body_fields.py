@@ -1,14 +1,18 @@
 """Parsing of clients' bodies and headers for every API: null means absent; session names are hints."""
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from warmline_common.protocol.messages import decode
-from warmline_proxy.errors import bad_request
+from warmline_common.protocol.surrogates import replace_escaped_halves
+from warmline_proxy.errors import ClientError, bad_request
+
+T = TypeVar("T")
 
 SESSION_HEADERS = ("X-Session-ID", "X-Claude-Code-Session-Id", "X-Litellm-Session-Id", "Session-Id")
 SESSION_FIELDS = ("session_id", "prompt_cache_key")
@@ -19,6 +23,7 @@ MODEL_CHARS_MAX = 1024  # repeated in every chunk of an answer and in each recor
 NESTING_RESERVE_LEVELS = 64  # levels around a body in requests to the backend and in events
 
 _NULL = b"null"
+_TRUNCATED = "Input data was truncated"  # msgspec's whole message
 _RETRY_COUNT_PATTERN = re.compile(r"[0-9]{1,6}")
 
 
@@ -28,12 +33,39 @@ def parse_object(body: bytes) -> dict[str, msgspec.Raw]:
         raise bad_request("The body is empty; it must be a JSON object.")
     try:
         body.decode()  # Raw values are not checked for UTF-8
-        fields = decode(body, dict[str, msgspec.Raw])
+    except UnicodeDecodeError as error:
+        place = f"byte {error.start} (0x{body[error.start]:02x})"
+        message = f"We could not parse the JSON body of your request: it is not UTF-8, by {place}.  Send it as UTF-8."
+        raise bad_request(message) from None
+    try:
+        fields = decode_body(body, dict[str, msgspec.Raw])
     except msgspec.ValidationError:
         raise bad_request("The body must be a JSON object.") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_request(f"We could not parse the JSON body of your request: {error}") from None
     return {name: value for name, value in fields.items() if bytes(value) != _NULL}
+
+
+def decode_body(body: bytes, kind: type[T]) -> T:
+    """Body as that type; halves of surrogate pairs in it become U+FFFD.
+
+    Raises msgspec.ValidationError for JSON of another type, ClientError 400 for what is no JSON.
+    """
+    try:
+        return _decode_whole(body, kind)
+    except ClientError:
+        if (repaired := replace_escaped_halves(body)) == body:  # searched here alone: most bodies have none
+            raise
+    return _decode_whole(repaired, kind)
+
+
+def _decode_whole(body: bytes, kind: type[T]) -> T:
+    try:
+        return decode(body.removeprefix(BOM_UTF8), kind)
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, RecursionError) as error:
+        is_cut = str(error) == _TRUNCATED
+        reason = f"it ends within a value, after {len(body)} bytes; send it whole" if is_cut else str(error)
+        raise bad_request(f"We could not parse the JSON body of your request: {reason}") from None
 
 
 def check_nesting(value: object) -> None:
@@ -51,7 +83,7 @@ def decode_field(fields: Mapping[str, Any], name: str) -> Any:
     value = fields.get(name)
     try:
         return msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
-    except msgspec.DecodeError as error:  # e.g. a lone surrogate, which Raw fields do not check
+    except msgspec.DecodeError as error:
         raise bad_request(f"We could not parse {name!r}: {error}", param=name) from None
 
 

@@ -18,7 +18,7 @@ from http import HTTPStatus
 from typing import NamedTuple
 
 from aiohttp import web
-from aiohttp.http_exceptions import BadHttpMessage, ContentEncodingError, LineTooLong
+from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 from aiohttp.typedefs import Handler
 
 from warmline_common.logging import request_context
@@ -28,6 +28,7 @@ from warmline_proxy.config import ProxyConfig
 from warmline_proxy.errors import RETRY_AFTER_S, ClientError, bad_request, encode_error_body
 from warmline_proxy.http.bodies import SERVER_HEADERS, set_server_header
 from warmline_proxy.http.request_id import build_id_headers, get_request_id
+from warmline_proxy.http.slashes import merge_slashes
 from warmline_proxy.metrics import METRICS
 from warmline_proxy.request_log import new_request_id
 
@@ -78,6 +79,7 @@ class Connection(web.RequestHandler):
             tcp_keepalive=False,  # `tune_socket` sets it, with shorter intervals
             keepalive_timeout=NEVER_S,  # `check_limits` ends idle connections
             lingering_time=0,  # `_close_gracefully` lingers
+            auto_decompress=False,  # `bodies.read_body` does it: errors in the client's API, bounded pieces
             max_line_size=HEAD_LINE_BYTES_MAX,
             max_field_size=HEAD_LINE_BYTES_MAX,
             max_headers=HEADERS_COUNT_MAX,
@@ -328,6 +330,7 @@ async def listen(
         stack.push_async_callback(runner.cleanup)
         http = runner.server
         assert http is not None
+        http.request_factory = merge_slashes(http.request_factory)
         try:
             server = await loop.create_server(lambda: connections.admit(http), host, port, backlog=BACKLOG_COUNT)
         except OSError as error:
@@ -394,9 +397,6 @@ def tune_socket(transport: asyncio.Transport) -> None:
 
 
 def _unreadable_request(exc: BaseException | None, reason: str, status: int) -> ClientError:
-    if isinstance(exc, ContentEncodingError):  # unknown encoding in the head; damaged bodies fail later
-        message = "The body is compressed in a way that can't be undone here; send it with gzip or deflate, or plain."
-        return bad_request(message, status=415)
     if isinstance(exc, LineTooLong) or (isinstance(exc, BadHttpMessage) and "Too many headers" in exc.message):
         headers_max, bytes_max = HEADERS_COUNT_MAX, HEAD_LINE_BYTES_MAX
         message = f"The request's head is too large: at most {headers_max} headers, of {bytes_max} bytes."

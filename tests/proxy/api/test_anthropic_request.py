@@ -200,6 +200,21 @@ def test_documents_search_results_and_references_are_text() -> None:
     assert [join_text(message) for message in converted] == ["a log\na hit", "look"]
 
 
+def test_strings_among_blocks_are_texts() -> None:
+    result = {"type": "tool_result", "tool_use_id": "t", "content": ["x", make_text("y")]}
+    sent = [{"role": "user", "content": ["a", make_text("b"), result]}, {"role": "assistant", "content": ["c"]}]
+    converted = convert_messages(*sent, system=["s"])
+    assert [join_text(message) for message in converted] == ["s", "a\nb", "x\ny", "c"]
+
+
+def test_whole_floats_and_empty_formats_are_read() -> None:
+    fields = convert_to_chat(max_tokens=20.0, thinking={"type": "enabled", "budget_tokens": 1024.0}, output_format={})
+    assert fields["max_tokens"] == 20 and isinstance(fields["max_tokens"], int) and "response_format" not in fields
+    assert convert(max_tokens=0.0).api_options == 0
+    assert convert_to_chat(max_tokens=-1)["max_tokens"] == -1, "no limit"
+    assert catch_refusal(max_tokens=20.5) == "'max_tokens' must be an integer, not 20.5"
+
+
 def test_cache_control_and_block_form_change_nothing() -> None:
     """Clients move cache_control to the last block, and turn block arrays into strings."""
     first = convert_messages(
@@ -352,7 +367,7 @@ def test_invalid_bodies_return_400(fields: dict[str, Any], says: str) -> None:
     assert says in catch_refusal(**fields)
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"x"', b'{"messages": "\\ud800"}', b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"x"', b"\xff", b"[" * 100_000])
 def test_malformed_json_returns_400(body: bytes) -> None:
     with pytest.raises(ClientError) as caught:
         MessagesApi().read_call(body, {})

@@ -184,7 +184,7 @@ def test_server_tool_items_are_skipped() -> None:
         ([{"type": ["message"]}], "input[0]", "can't be read"),
         ([{"role": "robot", "content": "Hi."}], "input[0].role", "developer"),
         ([{"role": "user", "content": 5}], "input[0].content", "a list of parts"),
-        ([{"role": "user", "content": ["Hi."]}], "input[0].content[0]", "only text"),
+        ([{"role": "user", "content": [5]}], "input[0].content[0]", "only text"),
         ([{"role": "user", "content": [{"type": ["input_text"], "text": "Hi."}]}], "input[0].content[0]", "only text"),
         ([{"type": "reasoning", "summary": [{"type": {}, "text": "Hm."}]}], "input[0].summary[0]", "only text"),
         ([{"role": "user", "content": [{"type": "input_text"}]}], "input[0].content[0].text", "a string"),
@@ -396,7 +396,7 @@ def test_accepted_nesting_can_be_encoded_from_deeper_stack() -> None:
     assert 700 in accepted and 999 not in accepted
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"input": "\\ud800"}', b'{"input": ' + b"[" * 100_000])
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"input": ' + b"[" * 100_000])
 def test_malformed_json_returns_400(body: bytes) -> None:
     with pytest.raises(ClientError) as failure:
         ResponsesApi().read_call(body, {})

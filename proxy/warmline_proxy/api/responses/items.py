@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from warmline_proxy.api.responses.tools import JsonObject, encode_arguments, qualify_name
+from warmline_proxy.api.custom_tools import JsonObject, encode_arguments
+from warmline_proxy.api.responses.tools import qualify_name
 from warmline_proxy.errors import bad_request
 
 ROLES = ("user", "assistant", "system", "developer")
@@ -173,6 +174,8 @@ def _read_text(content: object, where: str, image_placeholder: str) -> str:
 
 
 def _read_part(part: Any, where: str, image_placeholder: str) -> str:
+    if isinstance(part, str):
+        return part
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind in TEXT_PARTS:
         return _read_string(part, "text", where)
