@@ -317,7 +317,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
             "messages.0.content.0: Object missing required field",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text: Field required"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, 'messages.0.content.0: of type "image"; the model'),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, 'messages.0.content.0: of type "image": image is not'),
         (
             {
                 "messages": [
