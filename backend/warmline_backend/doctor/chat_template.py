@@ -160,10 +160,12 @@ def _check_reasoning(template: _TemplateChecker, tokenizer: TokenizerWrapper) ->
         template.findings.ok("no reasoning: the tokenizer has no tokens that open and close it")
         return
     between = f"between {tokenizer.think_start} and {tokenizer.think_end}"
-    known = template.traits.reasoning_arguments
+    controls = template.traits.reasoning_controls
     on, off = (template.render_tokens(USER_MESSAGE, enable_thinking=choice) for choice in (True, False))
-    if any(value is False for _, value in known.refused):
-        least = f"; requests that turn it off get {known.efforts[0]} effort" if EFFORT_ARGUMENT in known.names else ""
+    if any(value is False for _, value in controls.refused_values):
+        least = (
+            f"; requests that turn it off get {controls.efforts[0]} effort" if EFFORT_ARGUMENT in controls.names else ""
+        )
         template.findings.ok(f"reasons {between}; the template can't turn it off{least}")
     elif on != off:
         template.findings.ok(f"reasons {between}; enable_thinking turns it on and off")

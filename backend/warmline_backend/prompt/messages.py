@@ -79,7 +79,7 @@ def parse_conversation(
     offered_tools = _parse_tools(body)
     items = [_parse_item(message, index) for index, message in enumerate(messages)]
     items, tools = template_compat.fit_conversation(items, offered_tools, traits)
-    arguments = make_template_arguments(fields, _parse_template_kwargs(body), traits.reasoning_arguments)
+    arguments = make_template_arguments(fields, _parse_template_kwargs(body), traits.reasoning_controls)
     return ChatConversation(
         items=items,
         tools=tools,
@@ -163,7 +163,7 @@ def _parse_tool_call(call: dict[str, Any], field: str) -> dict[str, Any]:
 def decode_arguments(arguments: Any) -> Any:
     """Object in arguments as a client sends them: an object, or JSON in a string, perhaps encoded again; null is none.
 
-    An agent also sends back a call that its model garbled: of other JSON the value is returned, of other text the text.
+    An agent also sends back malformed calls of its model: of other JSON the value is returned, of other text the text.
     """
     decoded = [arguments]
     with suppress(ValueError, RecursionError):

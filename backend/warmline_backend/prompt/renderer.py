@@ -173,7 +173,9 @@ class TemplateRenderer:
         try:
             rendered, (tokens, token_at) = self._render_and_tokenize(conversation, turns)
         except TemplateRefusalError:
-            conversation = self._complete_tools(conversation)
+            if (completed := self._complete_tools(conversation)) is None:
+                raise
+            conversation = completed
             rendered, (tokens, token_at) = self._render_and_tokenize(conversation, turns)
         ends, turn_end = rendered.find_message_ends(), rendered.turn_end
         boundaries = {token_at(end) for end in (*ends.values(), turn_end)}
@@ -187,8 +189,11 @@ class TemplateRenderer:
             tools=conversation.offered_tools,
         )
 
-    def _complete_tools(self, conversation: ChatConversation) -> ChatConversation:
-        """Complete tools that the template refuses by themselves.  Raises FieldError for one that stays refused."""
+    def _complete_tools(self, conversation: ChatConversation) -> ChatConversation | None:
+        """Complete tools that the template refuses by themselves; None where its error has another reason.
+
+        Raises FieldError for a tool that stays refused.
+        """
         talk = [{"role": "user", "content": "a"}]
 
         def find_error(*tools: dict[str, Any]) -> Exception | None:
@@ -198,8 +203,8 @@ class TemplateRenderer:
                 return error
             return None
 
-        if not conversation.tools or find_error():
-            return conversation
+        if not conversation.tools or find_error() or not find_error(*conversation.tools):
+            return None
         completed = []
         for index, tool in enumerate(conversation.tools):
             if (rendered := complete_tool(tool, lambda form: find_error(form) is None)) is None:

@@ -6,7 +6,7 @@ Changes are the same each time, so a conversation's next turn begins as the last
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from itertools import count, takewhile
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ from warmline_backend.request.params import Tools
 INSTRUCTION_ROLES = ("system", "developer")
 LATE_SYSTEM_TEXT = "<system-reminder>\n{}\n</system-reminder>"  # an instruction in a user's name
 USER_TEXT = "Continue."  # a user's message before the conversation, where there is none
-GARBLED_ARGUMENTS = "arguments"  # name of arguments that are no object, in templates that accept nothing else
+TEXT_ARGUMENT = "arguments"  # name of malformed arguments, in templates that accept nothing but an object
 CALL_TEXT = "<tool_call>\n{}\n</tool_call>"  # in templates without calls, as most models have seen them
 RESULT_TEXT = "<tool_response>\n{}\n</tool_response>"
 TOOLS_TEXT = """# Tools
@@ -108,16 +108,16 @@ def _render_as_user(item: ConversationItem, text: str) -> ConversationItem:
 def _add_result_names(items: Items) -> Items:
     """Add names of functions to results: clients send the call's id alone, some templates show the name."""
     names: dict[str, str] = {}
-    following: Iterator[str] = iter(())  # calls whose results may come next
+    call_names: Iterator[str] = iter(())  # of the calls whose results may come next
     named = []
     for item in items:
         names.update(zip(item.original.call_ids, item.original.call_names, strict=True))
         name = None
         if item.role == "tool":
-            expected = next(following, None)
-            name = names.get(str(item.message.get("tool_call_id", "")), expected)
+            next_name = next(call_names, None)
+            name = names.get(str(item.message.get("tool_call_id", "")), next_name)
         else:
-            following = iter(item.original.call_names)
+            call_names = iter(item.original.call_names)
         named.append(item.replace(name=name) if name and "name" not in item.message else item)
     return named
 
@@ -215,7 +215,7 @@ def _fit_argument_type(arguments: Any, traits: TemplateTraits) -> Any:
     if isinstance(arguments, dict) or traits.argument_types == "any":
         return arguments
     text = _format_json(arguments)
-    return text if traits.argument_types == "text" else {GARBLED_ARGUMENTS: text}
+    return text if traits.argument_types == "text" else {TEXT_ARGUMENT: text}
 
 
 def _format_json(arguments: Any) -> str:
@@ -224,42 +224,44 @@ def _format_json(arguments: Any) -> str:
 
 def _render_orphan_results(items: Items) -> Items:
     """Render results without a call before them as a user's messages: a client's compaction may remove the call."""
-    fitted: Items = []
+    new_items: Items = []
     follows_calls = False
     for item in items:
         is_result = item.role == "tool"
-        fitted.append(_render_as_user(item, RESULT_TEXT) if is_result and not follows_calls else item)
+        new_items.append(_render_as_user(item, RESULT_TEXT) if is_result and not follows_calls else item)
         follows_calls = bool(item.calls) or (is_result and follows_calls)
-    return fitted
+    return new_items
 
 
 def _split_calls(items: Items) -> Items:
     """Split messages of several calls: each call becomes a message before its results."""
-    fitted: Items = []
-    position = 0
-    while position < len(items):
-        item, position = items[position], position + 1
-        if len(item.calls) < 2:
-            fitted.append(item)
-            continue
-        results = list(takewhile(lambda each: each.role == "tool", items[position:]))
-        position += len(results)
-        fitted += _split_message(item, results)
-    return fitted
+    new_items: Items = []
+    start = 0
+    while start < len(items):
+        end = start + 1
+        while end < len(items) and items[end].role == "tool":
+            end += 1
+        is_split = len(items[start].calls) > 1
+        new_items += _split_message(items[start], items[start + 1 : end]) if is_split else items[start:end]
+        start = end
+    return new_items
 
 
 def _split_message(item: ConversationItem, results: Items) -> Items:
     """Messages of one call each; results without a call's id follow the last one."""
-    whole = {key: value for key, value in item.message.items() if key != "tool_calls"}
-    bare = {"role": item.role, "content": ""}
-    fitted: Items = []
+    call_ids = {str(call.get("id", "")) for call in item.calls}
+    results_by_id: dict[str | None, Items] = {}
+    for result in results:
+        result_id = str(result.message.get("tool_call_id", ""))
+        results_by_id.setdefault(result_id if result_id in call_ids else None, []).append(result)
+    first = {key: value for key, value in item.message.items() if key != "tool_calls"}
+    later = {"role": item.role, "content": ""}
+    new_items: Items = []
     for index, call in enumerate(item.calls):
-        message = {**(bare if index else whole), "tool_calls": [call]}
-        is_last = index == len(item.calls) - 1
-        own = [each for each in results if is_last or each.message.get("tool_call_id") == call.get("id")]
-        results = [each for each in results if each not in own]
-        fitted += [ConversationItem(message=message, number=item.number), *own]
-    return fitted
+        message = {**(later if index else first), "tool_calls": [call]}
+        new_items.append(ConversationItem(message=message, number=item.number))
+        new_items += results_by_id.pop(str(call.get("id", "")), [])
+    return new_items + results_by_id.pop(None, [])
 
 
 def _shorten_id(call_id: str) -> str:

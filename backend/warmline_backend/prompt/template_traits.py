@@ -17,7 +17,7 @@ from warmline_backend.request.reasoning_effort import (
     EFFORTS,
     EFFORTS_USUAL,
     THINKING_ARGUMENTS,
-    ReasoningArguments,
+    ReasoningControls,
 )
 
 Message = dict[str, Any]
@@ -29,7 +29,7 @@ SHORT_ID_CHARS = 9  # of a call's id in Mistral's templates
 TALK_WORDS = ONE, TWO, _, _ = ("warmlineone", "warmlinetwo", "warmlinethree", "warmlinefour")
 CALL_NAME, TOOL_NAME, ARGUMENT, RESULT = "warmlinecalled", "warmlineoffered", "warmlineargument", "warmlineresult"
 UNKNOWN_EFFORT = "warmlineeffort"
-LONG_ID = "call_0123456789abcdef01234567"
+LONG_ID, OTHER_LONG_ID = "call_0123456789abcdef01234567", "call_fedcba9876543210fedcba98"
 _GENERATION_TAGS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # tags of transformers' own, which render nothing
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 _PROBE_FUNCTION = {"name": TOOL_NAME, "description": "Looks.", "parameters": _NO_PARAMETERS}
@@ -39,7 +39,7 @@ PROBE_TOOLS = [{"type": "function", "function": _PROBE_FUNCTION}]
 class TemplateTraits(msgspec.Struct, frozen=True, kw_only=True):
     """Traits; the defaults are those of a template that accepts everything."""
 
-    reasoning_arguments: ReasoningArguments = ReasoningArguments()
+    reasoning_controls: ReasoningControls = ReasoningControls()
     reasoning_fields: tuple[str, ...] = ()  # fields of an assistant's reasoning
     has_exclusive_reasoning: bool = False  # beside calls either reasoning or content is accepted
     supports_developer_role: bool = True
@@ -68,7 +68,7 @@ def probe_template(source: str, render: RenderFunction) -> TemplateTraits:
     probe = _TemplateProbe(render)
     exchange = probe.exchange
     return TemplateTraits(
-        reasoning_arguments=_probe_reasoning(source, render),
+        reasoning_controls=_probe_reasoning(source, render),
         reasoning_fields=tuple(name for name in REASONING_FIELDS if _is_field_read(source, name)),
         has_exclusive_reasoning=probe.probe_exclusive_reasoning(),
         supports_developer_role="developer" in source and probe.probe_developer_role(),
@@ -184,8 +184,8 @@ class _TemplateProbe:
 
 
 def _make_exchange(as_json: bool, short: bool, argument: str = ARGUMENT) -> list[Message]:
-    arguments, call_id = {"path": argument}, LONG_ID if argument == ARGUMENT else LONG_ID[::-1]
-    call_id = call_id[-SHORT_ID_CHARS:] if short else call_id
+    arguments, long_id = {"path": argument}, LONG_ID if argument == ARGUMENT else OTHER_LONG_ID
+    call_id = long_id[-SHORT_ID_CHARS:] if short else long_id
     function = {"name": CALL_NAME, "arguments": json.dumps(arguments) if as_json else arguments}
     calls = [{"id": call_id, "type": "function", "function": function}]
     return [
@@ -200,21 +200,21 @@ def _make_talk(*roles: str) -> list[Message]:
     return [{"role": role, "content": word} for role, word in zip(roles, TALK_WORDS, strict=False)]
 
 
-def _probe_reasoning(source: str, render: RenderFunction) -> ReasoningArguments:
+def _probe_reasoning(source: str, render: RenderFunction) -> ReasoningControls:
     names = _find_variables(source) & {*THINKING_ARGUMENTS, EFFORT_ARGUMENT}
     talk = _make_talk("user")
     if not names or not render(talk, None):
-        return ReasoningArguments(names=names)
+        return ReasoningControls(names=names)
     switches = [(name, value) for name in sorted(names - {EFFORT_ARGUMENT}) for value in (False, True)]
     refused: set[tuple[str, bool | str]] = {(name, on) for name, on in switches if not render(talk, None, **{name: on})}
     if EFFORT_ARGUMENT not in names:
-        return ReasoningArguments(names=names, refused=frozenset(refused))
-    turned_on = {name: on for name, on in switches if on and (name, on) not in refused}
+        return ReasoningControls(names=names, refused_values=frozenset(refused))
+    on_switches = {name: on for name, on in switches if on and (name, on) not in refused}
     texts = {
-        effort: render(talk, None, **turned_on, **{EFFORT_ARGUMENT: effort}) for effort in (*EFFORTS, UNKNOWN_EFFORT)
+        effort: render(talk, None, **on_switches, **{EFFORT_ARGUMENT: effort}) for effort in (*EFFORTS, UNKNOWN_EFFORT)
     }
     refused |= {(EFFORT_ARGUMENT, effort) for effort in EFFORTS if not texts[effort]}
-    return ReasoningArguments(names=names, efforts=_find_known_efforts(source, texts), refused=frozenset(refused))
+    return ReasoningControls(names=names, efforts=_find_known_efforts(source, texts), refused_values=frozenset(refused))
 
 
 def _find_known_efforts(source: str, texts: dict[str, str]) -> tuple[str, ...]:

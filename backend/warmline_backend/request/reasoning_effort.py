@@ -26,12 +26,12 @@ EFFORT_ARGUMENT = "reasoning_effort"
 _THINKING_TYPES = {"enabled": True, "disabled": False, "adaptive": None}
 
 
-class ReasoningArguments(msgspec.Struct, frozen=True, kw_only=True):
-    """Arguments of a template for reasoning; the defaults are those of a template without any."""
+class ReasoningControls(msgspec.Struct, frozen=True, kw_only=True):
+    """Arguments by which a template controls reasoning; the defaults are those of a template without any."""
 
     names: frozenset[str] = frozenset()  # of THINKING_ARGUMENTS and EFFORT_ARGUMENT, those that it reads
     efforts: tuple[str, ...] = EFFORTS_USUAL  # that it knows, ascending; at least one
-    refused: frozenset[tuple[str, bool | str]] = frozenset()  # names and values that it raises an error for
+    refused_values: frozenset[tuple[str, bool | str]] = frozenset()  # names and values that it raises an error for
 
     def find_nearest_effort(self, effort: str) -> str:
         """Nearest effort that the template knows, the lower of two; "none" only for itself."""
@@ -40,37 +40,39 @@ class ReasoningArguments(msgspec.Struct, frozen=True, kw_only=True):
         return min(efforts, key=lambda name: abs(EFFORTS.index(name) - index))
 
 
-def make_template_arguments(fields: Fields, given: Mapping[str, Any], known: ReasoningArguments) -> dict[str, Any]:
-    """Arguments for a template that knows `known`; those `given` by the request go first.  Raises BadRequestError."""
+def make_template_arguments(
+    fields: Fields, own_arguments: Mapping[str, Any], controls: ReasoningControls
+) -> dict[str, Any]:
+    """Arguments for a template with these controls; the request's `own_arguments` go first.  Raises BadRequestError."""
     reasoning = Fields({} if (value := fields.get("reasoning")) is None else value, "reasoning")
     switches = [_parse_thinking(fields), fields.get_optional_boolean("enable_thinking")]
     is_on = _find_first([*switches, reasoning.get_optional_boolean("enabled")])
     effort = _find_first([_parse_effort(fields, EFFORT_ARGUMENT), _parse_effort(reasoning, "effort")])
     if is_on is None and effort is not None:
         is_on = effort != "none"
-    names = [name for name in THINKING_ARGUMENTS if name in known.names and is_on is not None]
+    names = [name for name in THINKING_ARGUMENTS if name in controls.names and is_on is not None]
     arguments: dict[str, Any] = dict.fromkeys(names, is_on)
     if is_on is False:
         effort = "" if arguments else "none"
-    if effort and EFFORT_ARGUMENT in known.names:
-        arguments[EFFORT_ARGUMENT] = known.find_nearest_effort(effort)
-    return _replace_refused({**arguments, **given}, known)
+    if effort and EFFORT_ARGUMENT in controls.names:
+        arguments[EFFORT_ARGUMENT] = controls.find_nearest_effort(effort)
+    return _replace_refused_values({**arguments, **own_arguments}, controls)
 
 
-def _replace_refused(arguments: dict[str, Any], known: ReasoningArguments) -> dict[str, Any]:
+def _replace_refused_values(arguments: dict[str, Any], controls: ReasoningControls) -> dict[str, Any]:
     """Leave out switches that the template refuses, and give the least effort where none turns reasoning off."""
     refused = {
         name: value
         for name, value in arguments.items()
-        if isinstance(value, bool | str) and (name, value) in known.refused
+        if isinstance(value, bool | str) and (name, value) in controls.refused_values
     }
-    accepted = {name: value for name, value in arguments.items() if name not in refused}
+    arguments = {name: value for name, value in arguments.items() if name not in refused}
     if EFFORT_ARGUMENT in refused:
-        accepted[EFFORT_ARGUMENT] = known.find_nearest_effort(str(refused[EFFORT_ARGUMENT]))
-    is_off = any(accepted.get(name) is False for name in THINKING_ARGUMENTS)
-    if False in refused.values() and EFFORT_ARGUMENT in known.names and not is_off:
-        accepted[EFFORT_ARGUMENT] = known.efforts[0]
-    return accepted
+        arguments[EFFORT_ARGUMENT] = controls.find_nearest_effort(str(refused[EFFORT_ARGUMENT]))
+    is_off = any(arguments.get(name) is False for name in THINKING_ARGUMENTS)
+    if False in refused.values() and EFFORT_ARGUMENT in controls.names and not is_off:
+        arguments[EFFORT_ARGUMENT] = controls.efforts[0]
+    return arguments
 
 
 def _find_first(values: list[Any]) -> Any:

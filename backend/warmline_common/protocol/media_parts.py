@@ -44,7 +44,7 @@ def describe_refusal(kind: Any) -> str:
     "Only 'text' content type is supported".
     """
     subject = kind if find_placeholder(kind) else "it"
-    reason = "reads only text and does not support image input" if kind in IMAGE_TYPES else "reads only text"
+    reason = "does not support image input and reads only text" if kind in IMAGE_TYPES else "reads only text"
     return (
         f'of type "{str(kind)[:_TYPE_CHARS_MAX]}": {subject} is not supported, since this model {reason}. '
         "Only 'text' content type is supported. Leave the part out, or send it as text"

@@ -176,10 +176,10 @@ def test_changed_arguments_are_not_replayed(make: Make, arguments: str, same: bo
     assert is_replayed(make(ECHOING), make_messages(arguments), SAMPLED) is same
 
 
-@pytest.mark.parametrize("garbled", ['{"deep": tr', "ls -la", "[]", "null", json.dumps('{"deep": true}')])
-def test_sound_call_after_garbled_one_is_replayed(make: Make, garbled: str) -> None:
+@pytest.mark.parametrize("malformed", ['{"deep": tr', "ls -la", "[]", "null", json.dumps('{"deep": true}')])
+def test_sound_call_after_malformed_one_is_replayed(make: Make, malformed: str) -> None:
     renderer = make("{% set manner = 'open' %}" + TOOL_TEMPLATE)  # it walks through arguments as an object
-    messages = [*make_messages(garbled), *make_messages('{"deep": true}')[1:]]
+    messages = [*make_messages(malformed), *make_messages('{"deep": true}')[1:]]
     messages[1]["tool_calls"] = [{**messages[1]["tool_calls"][0], "id": OTHER_ID}]
     messages[2]["tool_call_id"] = OTHER_ID
     sampled = "<tool_call>look\n<arg_key>deep</arg_key> <arg_value>true</arg_value></tool_call>"

@@ -240,7 +240,7 @@ def test_answer_without_text_or_with_calls_is_not_continued(content: Any) -> Non
         (None, "{}"),
     ],
 )
-def test_garbled_input_of_call_is_passed_on(given: Any, arguments: str) -> None:
+def test_malformed_input_of_call_is_passed_on(given: Any, arguments: str) -> None:
     calling = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "look", "input": given}]}
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "not run"}]}
     call = convert_messages({"role": "user", "content": "look"}, calling, result)[1]["tool_calls"][0]

@@ -161,7 +161,7 @@ def test_tool_output_images_become_placeholders() -> None:
 
 
 @pytest.mark.parametrize("arguments", ["", '{"a": 1', "null", '["ls"]', "ls -la"])
-def test_garbled_arguments_are_passed_on(arguments: str) -> None:
+def test_malformed_arguments_are_passed_on(arguments: str) -> None:
     call = {**make_call("a"), "arguments": arguments}
     assert convert_messages([call])[0]["tool_calls"][0]["function"]["arguments"] == arguments
 

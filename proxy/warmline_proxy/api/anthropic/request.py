@@ -45,7 +45,7 @@ class ContentBlock(msgspec.Struct):
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: Any = None  # an object, unless the model garbled its call
+    input: Any = None  # an object, or anything in a malformed call
     tool_use_id: str | None = None
     tool_name: str | None = None
     content: "str | list[ContentBlock] | None" = None

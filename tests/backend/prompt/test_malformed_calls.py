@@ -1,4 +1,4 @@
-"""Calls that a model garbled, as agents send them back: rendered by templates of every kind."""
+"""Malformed calls of a model, as agents send them back: rendered by templates of every kind."""
 
 import json
 from typing import Any
