@@ -6,7 +6,7 @@ Changes are the same each time, so a conversation's next turn begins as the last
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import count, zip_longest
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ LATE_SYSTEM_TEXT = "<system-reminder>\n{}\n</system-reminder>"  # an instruction
 USER_TEXT = "Continue."  # a user's message before the conversation, where there is none
 TEXT_ARGUMENT = "arguments"  # name of malformed arguments, in templates that accept nothing but an object
 CALL_TEXT = "<tool_call>\n{}\n</tool_call>"  # in templates without calls, as most models have seen them
+NO_RESULT_TEXT = "[no result]"  # of a call that was not answered, in templates that require a result
 RESULT_TEXT = "<tool_response>\n{}\n</tool_response>"
 TOOLS_TEXT = """# Tools
 
@@ -82,6 +83,8 @@ def fit_conversation(items: Items, tools: Tools, traits: TemplateTraits) -> tupl
     items = _fit_instructions(items, traits)
     if not traits.supports_orphan_results:
         items = _render_orphan_results(items)
+    if not traits.supports_missing_results:
+        items = _insert_missing_results(items)
     if traits.requires_leading_user:
         items = _insert_user_message(items)
     if not traits.supports_parallel_calls:
@@ -230,6 +233,19 @@ def _render_orphan_results(items: Items) -> Items:
         is_result = item.role == "tool"
         new_items.append(_render_as_user(item, RESULT_TEXT) if is_result and not follows_calls else item)
         follows_calls = bool(item.calls) or (is_result and follows_calls)
+    return new_items
+
+
+def _insert_missing_results(items: Items) -> Items:
+    """Insert results after calls that another message than a result follows: a user may have interrupted them."""
+    new_items: Items = []
+    for item, next_item in zip_longest(items, items[1:]):
+        new_items.append(item)
+        if next_item is None or next_item.role == "tool":
+            continue
+        for call in item.calls:
+            result = {"role": "tool", "tool_call_id": str(call.get("id", "")), "name": call["function"]["name"]}
+            new_items.append(ConversationItem(message={**result, "content": NO_RESULT_TEXT}, number=item.number))
     return new_items
 
 

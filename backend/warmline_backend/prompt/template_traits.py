@@ -52,6 +52,7 @@ class TemplateTraits(msgspec.Struct, frozen=True, kw_only=True):
     supports_parallel_calls: bool = True  # shows several calls of one message
     supports_tool_results: bool = True  # shows results
     supports_orphan_results: bool = True  # and those whose call is not there
+    supports_missing_results: bool = True  # accepts a user's message right after a call
     supports_user_after_results: bool = True  # accepts a user's message right after a result
     requires_json_arguments: bool = False  # requires arguments of calls as JSON in a string
     argument_types: Literal["object", "text", "any"] = "any"  # that it shows: objects; texts, too; any JSON value
@@ -81,8 +82,8 @@ def probe_template(source: str, render: RenderFunction) -> TemplateTraits:
         supports_parallel_calls=probe.probe_parallel_calls(),
         supports_tool_results=probe.is_shown(exchange, RESULT, tools=PROBE_TOOLS),
         supports_orphan_results=probe.probe_orphan_results(),
-        supports_user_after_results=not probe.is_accepted(*exchange)
-        or probe.is_accepted(*exchange, *_make_talk("user")),
+        supports_missing_results=probe.accepts_after_exchange(exchange[:2]),
+        supports_user_after_results=probe.accepts_after_exchange(exchange),
         requires_json_arguments=probe.requires_json_arguments,
         argument_types=probe.probe_argument_types(),
         call_id_format=probe.probe_call_ids(),
@@ -156,6 +157,10 @@ class _TemplateProbe:
         _, other_calling, other_result = _make_exchange(self.requires_json_arguments, self.requires_short_ids, TWO)
         both = {**calling, "tool_calls": calling["tool_calls"] + other_calling["tool_calls"]}
         return self.is_shown([user, both, result, other_result], ARGUMENT, TWO, tools=PROBE_TOOLS)
+
+    def accepts_after_exchange(self, beginning: list[Message]) -> bool:
+        """True unless the exchange is accepted, and a user's message after this beginning of it is not."""
+        return not self.is_accepted(*self.exchange) or self.is_accepted(*beginning, *_make_talk("user"))
 
     def probe_orphan_results(self) -> bool:
         user, _, result = self.exchange

@@ -47,6 +47,11 @@ PAIRED = PLAIN.replace(
     "{% if m.role == 'tool' and not (loop.previtem and (loop.previtem.tool_calls or loop.previtem.role == 'tool')) %}"
     "{{ raise_exception('no call') }}{% endif %}{{ m.role }}",
 )
+ANSWERED = PLAIN.replace(
+    "{{ m.role }}",
+    "{% if m.tool_calls and not loop.last and loop.nextitem.role != 'tool' %}{{ raise_exception('no result') }}"
+    "{% endif %}{{ m.role }}",
+)
 NAMED = PLAIN.replace("{{ m.role }}", "{{ m.role + (' of ' + m.name if m.role == 'tool' else '') }}")
 # The system's text is put into the last message, and only if that is a user's.
 LAST_USER = (
@@ -112,6 +117,17 @@ def test_result_without_its_call_is_a_users_text(make: MakeRenderer) -> None:
     second = {**RESULT, "tool_call_id": OTHER_ID, "content": "etc"}
     assert render_text(renderer, USER, CALLING, RESULT, second).endswith("tool:bin;tool:etc;")
     assert render_text(make(PLAIN), USER, RESULT) == "user:hello;tool:bin;"
+
+
+def test_call_without_its_result_is_answered(make: MakeRenderer) -> None:
+    renderer = make(ANSWERED)
+    missing = {"role": "tool", "tool_call_id": ID, "content": "[no result]"}
+    for messages in ([USER, CALLING, MORE], [USER, CALLING, ANSWER, MORE, CALLING, RESULT, MORE]):
+        position = messages.index(CALLING) + 1
+        expected = render_text(renderer, *messages[:position], missing, *messages[position:])
+        assert render_text(renderer, *messages) == expected and expected.count("[no result]") == 1
+    assert render_text(renderer, USER, CALLING).endswith("assistant:So far.[{'name': 'look', 'arguments': {}}];")
+    assert "[no result]" not in render_text(make(PLAIN), USER, CALLING, MORE)
 
 
 def test_result_of_unknown_id_has_name_of_call_before(make: MakeRenderer) -> None:
