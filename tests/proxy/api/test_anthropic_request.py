@@ -243,6 +243,25 @@ def test_answer_without_text_or_with_calls_is_not_continued(content: Any) -> Non
     assert "continue_final_message" not in fields
 
 
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [
+        ({"path": "/"}, '{"path":"/"}'),
+        ('{"path": "/', '{"path": "/'),
+        ('{"path": "/"}', '{"path": "/"}'),
+        ("", ""),
+        (["ls"], '["ls"]'),
+        (5, "5"),
+        (None, "{}"),
+    ],
+)
+def test_malformed_input_of_call_is_passed_on(given: Any, arguments: str) -> None:
+    calling = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "look", "input": given}]}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "not run"}]}
+    call = convert_messages({"role": "user", "content": "look"}, calling, result)[1]["tool_calls"][0]
+    assert call["function"] == {"name": "look", "arguments": arguments}
+
+
 def test_parameters_are_converted() -> None:
     given = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 7, "chat_template_kwargs": {"a": None}}
     fields = convert_to_chat(
@@ -332,7 +351,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
             "messages.0.content.0: Object missing required field",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text: Field required"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, 'messages.0.content.0: of type "image"; the model'),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, 'messages.0.content.0: of type "image": image is not'),
         (
             {
                 "messages": [

@@ -6,10 +6,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from warmline_common.protocol.media_parts import find_placeholder
 from warmline_common.protocol.messages import ErrorReply, decode
 from warmline_proxy.api.base import ApiCall
 from warmline_proxy.api.responses.adapter import ResponsesApi
-from warmline_proxy.api.responses.items import IMAGE_OMITTED, decode_reasoning, encode_reasoning
+from warmline_proxy.api.responses.items import decode_reasoning, encode_reasoning
 from warmline_proxy.errors import ClientError
 
 LOOK = {"type": "function", "name": "look", "description": "Looks.", "parameters": {"type": "object"}, "strict": False}
@@ -151,10 +152,18 @@ def test_foreign_encrypted_content_is_ignored(text: object) -> None:
 
 
 def test_tool_output_images_become_placeholders() -> None:
-    parts = [{"type": "input_text", "text": "See: "}, {"type": "input_image", "image_url": "data:..."}]
-    assert convert_messages([make_call("a"), make_result(parts)])[1]["content"] == f"See: {IMAGE_OMITTED}"
+    parts = [{"type": "input_text", "text": "See:"}, {"type": "input_image", "image_url": "data:..."}]
+    parts += [{"type": "input_file", "file_id": "f"}, {"type": "output_text", "text": "That is all."}]
+    lines = ["See:", find_placeholder("input_image"), find_placeholder("input_file"), "That is all."]
+    assert convert_messages([make_call("a"), make_result(parts)])[1]["content"] == "\n".join(lines)
     error = catch_refusal([{"role": "user", "content": parts}])
-    assert error.param == "input[0].content[1]" and "only text" in error.message
+    assert error.param == "input[0].content[1]" and "does not support image input" in error.message
+
+
+@pytest.mark.parametrize("arguments", ["", '{"a": 1', "null", '["ls"]', "ls -la"])
+def test_malformed_arguments_are_passed_on(arguments: str) -> None:
+    call = {**make_call("a"), "arguments": arguments}
+    assert convert_messages([call])[0]["tool_calls"][0]["function"]["arguments"] == arguments
 
 
 def test_agent_messages_are_read() -> None:

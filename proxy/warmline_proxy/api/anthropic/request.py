@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from warmline_common.protocol.media_parts import describe_refusal, find_placeholder
 from warmline_common.protocol.numbers import convert_integer
 from warmline_proxy.api.base import PASSTHROUGH_FIELDS, Fields
 from warmline_proxy.errors import bad_request
@@ -26,11 +27,6 @@ ChatMessage = dict[str, Any]
 ChatContent = str | list[dict[str, str]]
 
 ERROR_PREFIX = "Error: "  # before a failed tool's output, unless that says so itself
-# In place of tool results that the model can't read, so that the conversation can go on.
-PLACEHOLDERS = {
-    "image": "[an image, which this model can't see]",
-    "document": "[a document, which this model can't read]",
-}
 
 CUSTOM_TYPES = (None, "custom")
 # Run by the client, but their definitions are known to Anthropic's models alone.
@@ -49,7 +45,7 @@ class ContentBlock(msgspec.Struct):
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: Any = None  # an object, or anything in a malformed call
     tool_use_id: str | None = None
     tool_name: str | None = None
     content: "str | list[ContentBlock | str] | None" = None
@@ -207,7 +203,8 @@ def _convert_assistant(blocks: Sequence[ContentBlock], where: str) -> Iterator[C
 def _convert_tool_call(block: ContentBlock, where: str) -> dict[str, Any]:
     if not block.id or not block.name:
         raise bad_request(f"{where}: a tool_use needs an id and a name", param="messages")
-    arguments = msgspec.json.encode(block.input or {}).decode()
+    value = {} if block.input is None else block.input
+    arguments = value if isinstance(value, str) else msgspec.json.encode(value).decode()
     return {"id": call_id(block.id), "type": "function", "function": {"name": block.name, "arguments": arguments}}
 
 
@@ -261,10 +258,9 @@ def _read_text(block: ContentBlock, where: str, with_placeholders: bool = False)
         return "".join(_read_text(each, where) for each in _list_blocks(block.content or []))
     if block.type == "tool_reference":
         return block.tool_name or ""
-    if with_placeholders and block.type in PLACEHOLDERS:
-        return PLACEHOLDERS[block.type]
-    kind = block.type[:40]
-    raise bad_request(f'{where}: of type "{kind}"; the model served here reads only text', param="messages")
+    if with_placeholders and (placeholder := find_placeholder(block.type)):
+        return placeholder
+    raise bad_request(f"{where}: {describe_refusal(block.type)}", param="messages")
 
 
 def _convert_thinking(body: MessagesBody) -> Fields:
