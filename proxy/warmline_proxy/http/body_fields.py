@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -16,7 +17,8 @@ RETRY_COUNT_HEADER = "X-Stainless-Retry-Count"
 SESSION_CHARS_MAX = 128
 MODEL_CHARS_MAX = 1024  # repeated in every chunk of an answer and in each record
 
-NESTING_RESERVE_LEVELS = 64  # levels around a body in requests to the backend and in events
+FIELDS_MAX = 1000  # of a body; each is looked at, and sent on
+MESSAGES_MAX = 20_000
 
 _NULL = b"null"
 _RETRY_COUNT_PATTERN = re.compile(r"[0-9]{1,6}")
@@ -33,17 +35,20 @@ def parse_object(body: bytes) -> dict[str, msgspec.Raw]:
         raise bad_request("The body must be a JSON object.") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_request(f"We could not parse the JSON body of your request: {error}") from None
+    if len(fields) > FIELDS_MAX:
+        raise bad_request(f"The body has {len(fields)} fields; {FIELDS_MAX} are the most.")
     return {name: value for name, value in fields.items() if bytes(value) != _NULL}
 
 
-def check_nesting(value: object) -> None:
-    """Raise ClientError 400 for a value that can be read, but not written some levels deeper."""
-    for _ in range(NESTING_RESERVE_LEVELS):
-        value = [value]
-    try:
-        msgspec.json.encode(value)
-    except RecursionError:
-        raise bad_request("The JSON body of your request nests too deeply.") from None
+def check_message_count(value: object, name: str) -> None:
+    """Raise ClientError 400 for too long a list, decoded or raw; other values are refused where they are read."""
+    if isinstance(value, msgspec.Raw):
+        if len(bytes(value)) <= MESSAGES_MAX:
+            return
+        with suppress(msgspec.DecodeError):
+            value = decode(value, list[msgspec.Raw])
+    if isinstance(value, list) and len(value) > MESSAGES_MAX:
+        raise bad_request(f"'{name}' has {len(value)} elements; {MESSAGES_MAX} are the most.", param=name)
 
 
 def decode_field(fields: Mapping[str, Any], name: str) -> Any:

@@ -294,11 +294,3 @@ async def test_internal_error_envelope(tmp_path: Path) -> None:
         status, headers, body = await (await connect()).request("/fault")
         assert (status, headers["connection"], body["error"]["type"]) == (500, "close", "server_error")
         assert "unforeseen" not in body["error"]["message"]
-
-
-@pytest.mark.parametrize("quote", ["'", '"'])
-def test_shorten_parser_message(quote: str) -> None:
-    message = f"Invalid method encountered:\n\n  b{quote}SECRET{quote}\n    ^"
-    assert connections.shorten_parser_message(message) == "Invalid method encountered"
-    assert connections.shorten_parser_message("Data after `Connection: close`") == "Data after `Connection: close`"
-    assert len(connections.shorten_parser_message("x" * 1000)) == 120

@@ -16,7 +16,8 @@ from warmline_common.storage.home import Home
 from warmline_proxy.config import ProxyConfig
 from warmline_proxy.errors import ClientError
 from warmline_proxy.http import connections
-from warmline_proxy.http.bodies import read_body, write_chunk
+from warmline_proxy.http.bodies import BodyReader, write_chunk
+from warmline_proxy.http.body_budget import BodyBudget
 from warmline_proxy.http.connections import KEEPALIVE_IDLE_OPTION, Connections, listen
 
 Answer = tuple[int, dict[str, str], Any]
@@ -39,6 +40,8 @@ class HandlerServer:
 
     def __init__(self, config: ProxyConfig) -> None:
         self.config = config
+        self.budget = BodyBudget(config.body_budget_bytes)
+        self.reader = BodyReader(self.budget, config.receive_timeout_s)
         self.port = 0
         self.connections: Connections
         self.held = asyncio.Event()  # set while a request is held
@@ -53,7 +56,7 @@ class HandlerServer:
 
     async def echo(self, request: web.Request) -> web.Response:
         try:
-            return web.json_response({"bytes": len(await read_body(request, self.config.receive_timeout_s))})
+            return web.json_response({"bytes": len(await self.reader.read(request))})
         except ClientError as error:
             return error.build_response(error.body)
         except (asyncio.CancelledError, ConnectionResetError):
