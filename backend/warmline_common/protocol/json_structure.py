@@ -4,12 +4,14 @@ A parser's cost depends on the number of values more than on the bytes, and its 
 of recursion differs between versions and holds for some of the parsers only.
 """
 
+import re
 from itertools import accumulate
 
 JSON_DEPTH_MAX = 128  # of any client's JSON; serde_json's and llguidance's bound as well
 
 _QUOTE, _BACKSLASH = b'"', b"\\"
 _NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
+_BRACKETS = re.compile(rb"[][{}]")
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # as signed bytes: +1 and -1
 
 
@@ -18,6 +20,7 @@ class JsonStructure:
 
     def __init__(self) -> None:
         self.containers = self.strings = self.separators = 0  # strings: with names of fields
+        self.top_separators = 0  # of the outermost object or list
         self.depth_max = 0
         self._depth = 0
         self._is_in_string = False
@@ -43,6 +46,11 @@ class JsonStructure:
             self.containers += brackets.count(b"\x01")
             self.depth_max = max(self.depth_max, *depths)
             self._depth = depths[-1]
+            if min(depths) <= 1:
+                between = zip(_BRACKETS.split(outside), depths, strict=True)
+                self.top_separators += sum(text.count(b",") for text, depth in between if depth == 1)
+        elif self._depth == 1:
+            self.top_separators += outside.count(b",")
 
 
 def has_too_many_levels(text: str) -> bool:

@@ -25,6 +25,7 @@ BODY_RATE_MIN_BYTES_S = 1000  # on average, on the wire, after BODY_RATE_GRACE_S
 BODY_RATE_GRACE_S = 30.0
 INLINE_BYTES_MAX = 64 * 1024  # of a body that are read without letting others go on in between
 # A parser's time, and the memory of what it makes, depend on these more than on bytes.
+FIELDS_MAX = 1000  # of a body; each is looked at, and sent on
 JSON_CONTAINERS_MAX = 100_000  # objects and lists
 JSON_STRINGS_MAX = 250_000  # with names of fields
 JSON_VALUES_MAX = 2_000_000
@@ -126,17 +127,16 @@ def estimate_parsed_bytes(structure: JsonStructure) -> int:
 
 def check_structure(structure: JsonStructure) -> None:
     """Raises ClientError 400 for JSON that would take too long to parse, or that nests too deeply."""
-    if structure.depth_max > JSON_DEPTH_MAX:
-        message = f"The JSON body of your request nests too deeply: {JSON_DEPTH_MAX} levels are the most."
-    elif structure.containers > JSON_CONTAINERS_MAX:
-        message = f"The JSON body of your request has more than {JSON_CONTAINERS_MAX} objects and lists."
-    elif structure.strings > JSON_STRINGS_MAX:
-        message = f"The JSON body of your request has more than {JSON_STRINGS_MAX} strings and names of fields."
-    elif structure.separators >= JSON_VALUES_MAX:
-        message = f"The JSON body of your request has more than {JSON_VALUES_MAX} values."
-    else:
-        return
-    raise bad_request(message)
+    bounds = {
+        f"{JSON_DEPTH_MAX} levels of objects and lists": structure.depth_max > JSON_DEPTH_MAX,
+        f"{FIELDS_MAX} fields": structure.top_separators >= FIELDS_MAX,
+        f"{JSON_CONTAINERS_MAX} objects and lists": structure.containers > JSON_CONTAINERS_MAX,
+        f"{JSON_STRINGS_MAX} strings, with names of fields": structure.strings > JSON_STRINGS_MAX,
+        f"{JSON_VALUES_MAX} values": structure.separators >= JSON_VALUES_MAX,
+    }
+    for bound, is_exceeded in bounds.items():
+        if is_exceeded:
+            raise bad_request(f"The JSON body of your request has more than {bound}; send less in one request.")
 
 
 async def set_server_header(_: web.Request, response: web.StreamResponse) -> None:

@@ -17,8 +17,9 @@ RETRY_COUNT_HEADER = "X-Stainless-Retry-Count"
 SESSION_CHARS_MAX = 128
 MODEL_CHARS_MAX = 1024  # repeated in every chunk of an answer and in each record
 
-FIELDS_MAX = 1000  # of a body; each is looked at, and sent on
 MESSAGES_MAX = 20_000
+PROMPT_FIELDS = frozenset(("messages", "prompt", "system", "tools", "functions", "input", "instructions"))
+FIELD_BYTES_MAX = 2 * 1024 * 1024  # of any other, such as `user`; long enough for all token ids of a vocabulary
 
 _NULL = b"null"
 _RETRY_COUNT_PATTERN = re.compile(r"[0-9]{1,6}")
@@ -35,8 +36,10 @@ def parse_object(body: bytes) -> dict[str, msgspec.Raw]:
         raise bad_request("The body must be a JSON object.") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_request(f"We could not parse the JSON body of your request: {error}") from None
-    if len(fields) > FIELDS_MAX:
-        raise bad_request(f"The body has {len(fields)} fields; {FIELDS_MAX} are the most.")
+    for name, value in fields.items():
+        if name not in PROMPT_FIELDS and len(bytes(value)) > FIELD_BYTES_MAX:
+            message = f"'{name[:SESSION_CHARS_MAX]}' has {len(bytes(value))} bytes; {FIELD_BYTES_MAX} are the most."
+            raise bad_request(message, param=name[:SESSION_CHARS_MAX])
     return {name: value for name, value in fields.items() if bytes(value) != _NULL}
 
 

@@ -126,7 +126,8 @@ class Connection(web.RequestHandler):
         if request.writer.output_size and not resp.prepared:  # a partial response must not look complete
             self.abort()
             return resp, True
-        if not request.content.is_eof() or request.method == hdrs.METH_CONNECT:  # what follows is no request
+        is_unread, closes = not request.content.is_eof(), resp.headers.get(hdrs.CONNECTION) == "close"
+        if is_unread or closes or request.method == hdrs.METH_CONNECT:  # what follows is no request
             resp.force_close()
         done = await super().finish_response(request, resp, start_time)
         if resp.keep_alive:

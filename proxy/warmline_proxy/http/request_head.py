@@ -12,6 +12,7 @@ from warmline_proxy.errors import ClientError, bad_request, method_not_allowed
 
 HEAD_LINE_BYTES_MAX = 8190  # request line and each header
 HEADERS_COUNT_MAX = 128
+CLOSE = {"Connection": "close"}  # of responses where the request's end is in doubt
 # Headers of one value, beside those that the parser checks.  A second one is a mistake, or meant for another server on
 # the way, which reads the other.
 SINGLE_HEADERS = (
@@ -32,10 +33,11 @@ def check_head(method: str, version: tuple[int, int], headers: CIMultiDictProxy[
             raise _duplicate_header(name)
     codings = ",".join(headers.getall(hdrs.TRANSFER_ENCODING, ())).lower().strip()
     if codings and version < (1, 1):
-        raise bad_request("The header Transfer-Encoding belongs to HTTP/1.1; this request is HTTP/1.0.")
+        message = "The header Transfer-Encoding belongs to HTTP/1.1; this request is HTTP/1.0."
+        raise bad_request(message, headers=CLOSE)
     if codings not in ("", "chunked"):
         message = "The header Transfer-Encoding must be chunked, alone; a compressed body has a Content-Encoding."
-        raise bad_request(message, status=501)
+        raise bad_request(message, status=501, headers=CLOSE)
 
 
 def translate_parser_error(exc: BaseException | None, message: str, status: int) -> ClientError:

@@ -17,7 +17,8 @@ from warmline_proxy.errors import ClientError, bad_request, gateway_timeout, ser
 from warmline_proxy.upstream.watchdog import SLOWEST_STEP_FACTOR
 
 BACKLOG_BYTES_MAX = 8 << 20  # of an answer that its client does not read
-_SECONDS_PATTERN = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")  # float() reads other scripts' digits, inf and 1_0 too
+# float() alone also reads other scripts' digits, signs, inf, nan and 1_0.
+_SECONDS_PATTERN = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?(e[0-9]{1,2})?")
 _HEADERS = {
     "connect_s": messages.HEADER_CONNECT_TIMEOUT,
     "queue_s": messages.HEADER_QUEUE_TIMEOUT,
@@ -40,10 +41,11 @@ class RequestTimeouts:
 
 
 def _parse_seconds(header: str, text: str) -> float:
-    if not _SECONDS_PATTERN.fullmatch(text):
+    value = float(text) if _SECONDS_PATTERN.fullmatch(text) else -1.0
+    if not 0 <= value < 1e9:
         shown = quote_text(text[:80])
         raise bad_request(f"The header {header} must be a number of seconds below 1e9 (0: no limit), not {shown}.")
-    return float(text)
+    return value
 
 
 @dataclass

@@ -47,8 +47,8 @@ def build_access_middleware(authenticator: Authenticator) -> Middleware:
 
     @web.middleware
     async def access_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        check_head(request.method, request.version, request.headers)
         authenticator.check_host(request)
+        check_head(request.method, request.version, request.headers)
         path, reads = trim_path(request), request.method in READ_METHODS
         if reads and path == METRICS_PATH:
             authenticator.check_client_or_admin(request)

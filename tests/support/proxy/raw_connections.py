@@ -147,6 +147,16 @@ class RawClient:
         self.writer.transport.abort()
 
 
+async def open_client(port: int, receive_buffer_bytes: int = 0) -> RawClient:
+    """Connect to a port of this machine."""
+    plug = socket.socket()
+    plug.setblocking(False)
+    if receive_buffer_bytes:
+        plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+    await asyncio.get_running_loop().sock_connect(plug, ("127.0.0.1", port))
+    return RawClient(*await asyncio.open_connection(sock=plug, limit=4096))
+
+
 @asynccontextmanager
 async def run_server(
     folder: Path, **settings: Any
@@ -155,12 +165,7 @@ async def run_server(
     server, clients = HandlerServer(ProxyConfig(home=Home(folder), port=0, **settings)), list[RawClient]()
 
     async def connect(receive_buffer_bytes: int = 0) -> RawClient:
-        plug = socket.socket()
-        plug.setblocking(False)
-        if receive_buffer_bytes:
-            plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
-        await asyncio.get_running_loop().sock_connect(plug, ("127.0.0.1", server.port))
-        clients.append(RawClient(*await asyncio.open_connection(sock=plug, limit=4096)))
+        clients.append(await open_client(server.port, receive_buffer_bytes))
         return clients[-1]
 
     async with listen(server.make_app(), server.config) as listener:
