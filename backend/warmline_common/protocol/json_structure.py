@@ -51,12 +51,3 @@ class JsonStructure:
                 self.top_separators += sum(text.count(b",") for text, depth in between if depth == 1)
         elif self._depth == 1:
             self.top_separators += outside.count(b",")
-
-
-def has_too_many_levels(text: str) -> bool:
-    """True where JSON in a string has more levels than JSON_DEPTH_MAX."""
-    if text.count("[") + text.count("{") <= JSON_DEPTH_MAX:
-        return False
-    structure = JsonStructure()
-    structure.feed(text.encode(errors="replace"))
-    return structure.depth_max > JSON_DEPTH_MAX
