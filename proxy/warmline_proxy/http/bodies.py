@@ -6,6 +6,7 @@ today is below.
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -15,7 +16,7 @@ from warmline_common.process.redaction import redact
 from warmline_common.protocol.json_structure import JSON_DEPTH_MAX, JsonStructure
 from warmline_common.protocol.messages import decode, encode
 from warmline_proxy.errors import bad_request
-from warmline_proxy.http.body_budget import BodyBudget, RequestBody, bodies_full
+from warmline_proxy.http.body_budget import BodyBudget, RequestBody
 from warmline_proxy.http.content_coding import ContentDecoder, create_decoder
 
 T = TypeVar("T")
@@ -82,15 +83,15 @@ class BodyReader:
 
     async def _receive_piece(self, request: web.Request, body: RequestBody, began: float) -> bytes:
         """Next bytes of the body, b"" at its end."""
-        now = asyncio.get_running_loop().time
+        body.check_kept()
+        now = asyncio.get_running_loop().time()
         rate_deadline = began + BODY_RATE_GRACE_S + request.content.total_bytes / BODY_RATE_MIN_BYTES_S
         try:
-            async with asyncio.timeout_at(min(now() + self._receive_timeout_s, rate_deadline)) as timeout:
-                body.on_displaced = lambda: timeout.reschedule(now())
+            async with asyncio.timeout_at(min(now + self._receive_timeout_s, rate_deadline)) as timeout:
+                body.on_displaced = partial(_end_now, timeout)
                 return await request.content.readany()
         except TimeoutError:
-            if body.is_displaced:
-                raise bodies_full() from None
+            body.check_kept()
             message = (
                 f"No more of the body came for {self._receive_timeout_s:g} s, or less than {BODY_RATE_MIN_BYTES_S} "
                 "bytes a second."
@@ -111,6 +112,11 @@ class BodyReader:
     def _check_size(self, size: int) -> None:
         if size > self._bytes_max:
             raise bad_request(f"The body is larger than {self._bytes_max} bytes.", status=413)
+
+
+def _end_now(timeout: asyncio.Timeout) -> None:
+    if not timeout.expired():
+        timeout.reschedule(asyncio.get_running_loop().time())
 
 
 def release_body(request: web.BaseRequest) -> None:

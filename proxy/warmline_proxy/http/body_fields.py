@@ -17,7 +17,7 @@ RETRY_COUNT_HEADER = "X-Stainless-Retry-Count"
 SESSION_CHARS_MAX = 128
 MODEL_CHARS_MAX = 1024  # repeated in every chunk of an answer and in each record
 
-MESSAGES_MAX = 20_000
+MESSAGES_MAX = 10_000
 PROMPT_FIELDS = frozenset(("messages", "prompt", "system", "tools", "functions", "input", "instructions"))
 FIELD_BYTES_MAX = 2 * 1024 * 1024  # of any other, such as `user`; long enough for all token ids of a vocabulary
 
