@@ -200,9 +200,11 @@ class Connection(web.RequestHandler):
             self._transport.pause_reading()
 
     def _resume_pipelining(self) -> None:
-        if self._pipelined_bytes > PIPELINED_BYTES_MAX and self._transport and not self._transport.is_closing():
-            self._transport.resume_reading()
+        """Read again, unless aiohttp has reasons of its own not to, and will do so later."""
+        is_paused = self._pipelined_bytes > PIPELINED_BYTES_MAX
         self._pipelined_bytes = 0
+        if is_paused and self._transport and not (self._buffer_paused or self._reading_paused):
+            self._transport.resume_reading()
 
     def _is_send_stalled(self, now: float, timeout_s: float) -> bool:
         unsent = self.unsent_bytes

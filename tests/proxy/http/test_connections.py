@@ -303,6 +303,23 @@ async def test_pipelined_bodies_wait_in_the_kernel(tmp_path: Path) -> None:
 
 
 @on_loop
+async def test_many_pipelined_requests_are_answered_in_order(tmp_path: Path) -> None:
+    async with run_server(tmp_path) as (server, connect):
+        client = await connect()
+        client.get("/hold")
+        await server.held.wait()
+        sizes = [number % 9 for number in range(1500)]
+        client.send(
+            "".join(f"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: {n}\r\n\r\n{'x' * n}" for n in sizes)
+        )
+        (connection,) = server.connections._open
+        await wait_until(lambda: connection._pipelined_bytes > PIPELINED_BYTES_MAX)
+        server.released.set()
+        assert (await client.read_response())[2] == {"held": True}
+        assert [(await client.read_response())[2]["bytes"] for _ in sizes] == sizes
+
+
+@on_loop
 async def test_no_leak_after_disconnects(tmp_path: Path) -> None:
     async def connect_and_leave(number: int) -> None:
         client = await connect()
