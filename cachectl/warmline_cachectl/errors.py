@@ -4,7 +4,6 @@
 done), 130 interrupted, 141 closed output.
 """
 
-import errno
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ import typer
 
 from warmline_cachectl import client
 from warmline_cachectl.views.columns import printable
-from warmline_common.process.exit_codes import discard_output
+from warmline_common.process.exit_codes import OUTPUT_ERRORS, discard_output
 from warmline_proxy.auth.key_store import KeyNotFoundError, KeyStoreError, NoClientKeysError
 from warmline_proxy.index.index import IndexStoreError
 
@@ -43,8 +42,8 @@ def exit_on_error() -> Iterator[None]:
 
 
 def fail_on_os_error(error: OSError) -> NoReturn:
-    """Fail; where a disk is full, without the output that waits to be written: it may go to that disk."""
-    if error.errno == errno.ENOSPC:
+    """Fail; where it may be output that can't be written, without the output that waits."""
+    if error.errno in OUTPUT_ERRORS:
         discard_output(sys.stdout)
     fail(str(error), EXIT_REFUSED)
 

@@ -170,12 +170,12 @@ def write_durable(path: Path, chunks: Iterable[bytes | memoryview]) -> int:
     return written
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, content: str | bytes) -> None:
     """Replace a small file of mode 0600 at once.  Not durable: its content can be written again."""
     draft = path.with_name(f".{path.name}{DRAFT_SUFFIX}")
     delete(draft)
     with create(draft) as file:
-        write(file, text.encode())
+        write(file, content.encode() if isinstance(content, str) else content)
     rename(draft, path)
 
 
