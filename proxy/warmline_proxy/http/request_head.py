@@ -8,7 +8,7 @@ from multidict import CIMultiDictProxy
 
 from warmline_common.process.redaction import shorten_parser_message
 from warmline_common.protocol import messages
-from warmline_proxy.errors import ClientError, bad_request, method_not_allowed
+from warmline_proxy.errors import ClientError, bad_request
 
 HEAD_LINE_BYTES_MAX = 8190  # request line and each header
 HEADERS_COUNT_MAX = 128
@@ -27,7 +27,7 @@ _MISSING_PATTERN = re.compile(r"Missing '([A-Za-z-]{1,40})'")
 def check_head(method: str, version: tuple[int, int], headers: CIMultiDictProxy[str]) -> None:
     """Raises ClientError for a head that can be read and is not served."""
     if method == hdrs.METH_CONNECT:
-        raise method_not_allowed(method, "GET or a POST: this is no forward proxy")
+        raise bad_request("CONNECT is not allowed here; send a GET or a POST: this is no forward proxy.", status=405)
     for name in SINGLE_HEADERS:
         if len(headers.getall(name, ())) > 1:
             raise _duplicate_header(name)
@@ -43,8 +43,9 @@ def check_head(method: str, version: tuple[int, int], headers: CIMultiDictProxy[
 def translate_parser_error(exc: BaseException | None, message: str, status: int) -> ClientError:
     """Error for a head or a body that the parser could not read.  Nothing of it is quoted but names of headers."""
     if isinstance(exc, LineTooLong) or (isinstance(exc, BadHttpMessage) and "Too many headers" in exc.message):
-        limits = f"at most {HEADERS_COUNT_MAX} headers, of {HEAD_LINE_BYTES_MAX} bytes"
-        return bad_request(f"The request's head is too large: {limits}.", status=431)
+        count_max, bytes_max = HEADERS_COUNT_MAX, HEAD_LINE_BYTES_MAX
+        message = f"The request's head is too large: at most {count_max} headers, of {bytes_max} bytes."
+        return bad_request(message, status=431)
     if isinstance(exc, InvalidURLError):
         return bad_request("The request's target must be a path, such as /v1/models, or a URL.")
     if found := _DUPLICATE_PATTERN.match(message):
