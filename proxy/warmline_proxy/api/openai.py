@@ -28,6 +28,7 @@ class OpenAIApi:
     def read_call(self, body: bytes, headers: Mapping[str, str]) -> ApiCall:
         """Raises ClientError 400; wrong types of fields that only the backend needs are refused by the backend."""
         fields: Fields = dict(body_fields.parse_object(body))
+        body_fields.check_message_count(fields.get("messages"), "messages")
         options = body_fields.decode_optional_field(fields, "stream_options", dict) or {}
         fields, custom_tools = convert_custom_tools(fields) if self.endpoint == "chat" else (fields, frozenset())
         return ApiCall(

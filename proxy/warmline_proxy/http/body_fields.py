@@ -3,6 +3,7 @@
 import re
 from codecs import BOM_UTF8
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -20,7 +21,9 @@ RETRY_COUNT_HEADER = "X-Stainless-Retry-Count"
 SESSION_CHARS_MAX = 128
 MODEL_CHARS_MAX = 1024  # repeated in every chunk of an answer and in each record
 
-NESTING_RESERVE_LEVELS = 64  # levels around a body in requests to the backend and in events
+MESSAGES_MAX = 10_000
+PROMPT_FIELDS = frozenset(("messages", "prompt", "system", "tools", "functions", "input", "instructions"))
+FIELD_BYTES_MAX = 2 * 1024 * 1024  # of any other, such as `user`; long enough for all token ids of a vocabulary
 
 _NULL = b"null"
 _TRUNCATED = "Input data was truncated"  # msgspec's whole message
@@ -41,6 +44,10 @@ def parse_object(body: bytes) -> dict[str, msgspec.Raw]:
         fields = decode_body(body, dict[str, msgspec.Raw])
     except msgspec.ValidationError:
         raise bad_request("The body must be a JSON object.") from None
+    for name, value in fields.items():
+        if name not in PROMPT_FIELDS and (size := memoryview(value).nbytes) > FIELD_BYTES_MAX:
+            shown = name[:SESSION_CHARS_MAX]
+            raise bad_request(f"'{shown}' has {size} bytes; {FIELD_BYTES_MAX} are the most.", param=shown)
     return {name: value for name, value in fields.items() if bytes(value) != _NULL}
 
 
@@ -68,14 +75,15 @@ def _decode_whole(body: bytes, kind: type[T]) -> T:
         raise bad_request(f"We could not parse the JSON body of your request: {reason}") from None
 
 
-def check_nesting(value: object) -> None:
-    """Raise ClientError 400 for a value that can be read, but not written some levels deeper."""
-    for _ in range(NESTING_RESERVE_LEVELS):
-        value = [value]
-    try:
-        msgspec.json.encode(value)
-    except RecursionError:
-        raise bad_request("The JSON body of your request nests too deeply.") from None
+def check_message_count(value: object, name: str) -> None:
+    """Raise ClientError 400 for too long a list, decoded or raw; other values are refused where they are read."""
+    if isinstance(value, msgspec.Raw):
+        if bytes(value).count(b"{") <= MESSAGES_MAX:  # so in nearly all bodies
+            return
+        with suppress(msgspec.DecodeError):
+            value = decode(value, list[msgspec.Raw])
+    if isinstance(value, list) and len(value) > MESSAGES_MAX:
+        raise bad_request(f"'{name}' has {len(value)} elements; {MESSAGES_MAX} are the most.", param=name)
 
 
 def decode_field(fields: Mapping[str, Any], name: str) -> Any:

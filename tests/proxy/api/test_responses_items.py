@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import msgspec
 import pytest
 
 from warmline_common.protocol.media_parts import find_placeholder
@@ -381,28 +380,6 @@ def test_session_hint_and_retry_count_are_read() -> None:
 def test_unsupported_fields_return_400_with_param(fields: dict[str, Any], param: str, word: str) -> None:
     error = catch_refusal(**fields)
     assert error.param == param and word in error.message
-
-
-def make_nested(levels: int) -> bytes:
-    return b'{"a":' * levels + b"1" + b"}" * levels
-
-
-def encode_below(frames: int, value: object) -> bytes:
-    return encode_below(frames - 1, value) if frames else msgspec.json.encode({"body": {"request": value}})
-
-
-def test_accepted_nesting_can_be_encoded_from_deeper_stack() -> None:
-    """Encoded again in the prompt request and in events."""
-    accepted = []
-    for levels in range(700, 1000, 3):
-        try:
-            api_call = ResponsesApi().read_call(b'{"input": "Hi.", "metadata": ' + make_nested(levels) + b"}", {})
-        except ClientError as error:
-            assert error.status == 400
-        else:
-            accepted.append(levels)
-            assert encode_below(30, api_call.api_options.echo)
-    assert 700 in accepted and 999 not in accepted
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"input": ' + b"[" * 100_000])

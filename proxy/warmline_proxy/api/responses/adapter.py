@@ -38,7 +38,7 @@ class ResponsesApi:
             fields = {name: msgspec.json.decode(value) for name, value in raw.items()}
         except (msgspec.DecodeError, RecursionError) as error:
             raise bad_request(f"We could not parse the JSON body of your request: {error}") from None
-        body_fields.check_nesting(fields)
+        body_fields.check_message_count(fields.get("input"), "input")
         _reject_stored(fields)
         if not isinstance(stream := fields.get("stream", False), bool):
             raise bad_request("'stream' must be true or false.", param="stream")
