@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 PIECE_CHARS = 65_536
-CUT_TOKENS = 8  # of a piece that are not counted: a cut, or a space that the tokenizer puts first, adds fewer
+CUT_TOKENS = 32  # of a piece that are not counted: a cut, as in the middle of a special token, adds fewer
 EXCESS_FACTOR = 2  # counted tokens beyond so many times the limit are refused; any other text gets its exact length
 BYTES_PER_TOKEN = 4  # about as in prose: a text of so many bytes for each token of the limit is tokenized at once
 
@@ -20,10 +20,7 @@ class PromptTooLongError(Exception):
 
     def __init__(self, tokens: int, is_exact: bool) -> None:
         self.tokens, self.is_exact = tokens, is_exact  # the length, or a number that it exceeds
-        super().__init__(f"the prompt has {self}")
-
-    def __str__(self) -> str:
-        return f"{'' if self.is_exact else 'more than '}{self.tokens} tokens"
+        super().__init__(f"{tokens} tokens" if is_exact else f"more than {tokens} tokens")
 
 
 class RenderCancelledError(Exception):
