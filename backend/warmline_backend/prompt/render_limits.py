@@ -3,6 +3,9 @@
 A tokenizer takes hundreds of bytes of memory a token, and a call to it can't be interrupted.  So a text that may be far
 too long is first counted piece by piece: that takes the memory of one piece, stops at twice the limit, and can be
 cancelled in between.  A cut changes the tokens beside it, so a count is no exact length; it only refuses.
+
+The text's bytes divided by those of the longest token would be a bound too, but a weak one (vocabularies have tokens of
+128 spaces), and a wrong one where a tokenizer drops or shortens text.
 """
 
 import threading
@@ -19,8 +22,8 @@ class PromptTooLongError(Exception):
     """The prompt is longer than any that can be accepted."""
 
     def __init__(self, tokens: int, is_exact: bool) -> None:
+        super().__init__(tokens, is_exact)
         self.tokens, self.is_exact = tokens, is_exact  # the length, or a number that it exceeds
-        super().__init__(f"{tokens} tokens" if is_exact else f"more than {tokens} tokens")
 
 
 class RenderCancelledError(Exception):

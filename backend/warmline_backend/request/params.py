@@ -202,15 +202,21 @@ def _parse_max_tokens(fields: Fields, context_tokens_max: int, prompt_tokens: in
     room = context_tokens_max - prompt_tokens if context_tokens_max else TOKENS_UNBOUNDED
     if room < 1:
         field = "messages" if fields.get("messages") is not None else "prompt"
-        raise make_context_error(context_tokens_max, f"{prompt_tokens} tokens", field)
+        raise make_context_error(context_tokens_max, prompt_tokens, field)
     return min(default or room if requested is None else requested, room)
 
 
-def make_context_error(context_tokens_max: int, length: str, field: str) -> BadRequestError:
-    """Make the error of a prompt of this `length`, such as "200 tokens", that leaves no room in the context."""
+def make_context_error(
+    context_tokens_max: int, prompt_tokens: int, field: str, *, is_exact: bool = True
+) -> BadRequestError:
+    """Make the error of a prompt that leaves no room in the context.
+
+    A length that is not exact is one that the prompt exceeds.
+    """
     return BadRequestError(
-        f"This model's maximum context length is {context_tokens_max} tokens. However, your prompt has {length}, which "
-        "leaves no room for an answer. Please shorten the prompt.",
+        f"This model's maximum context length is {context_tokens_max} tokens. However, your prompt has "
+        f"{'' if is_exact else 'more than '}{prompt_tokens} tokens, which leaves no room for an answer. "
+        "Please shorten the prompt.",
         field,
         code="context_length_exceeded",
     )

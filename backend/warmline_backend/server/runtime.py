@@ -113,7 +113,8 @@ class Runtime:
         except PromptTooLongError as error:
             if not context or error.tokens < context:
                 check_capacity(served, error.tokens, 0, budget_bytes, is_exact=error.is_exact)
-            raise make_context_error(context, str(error), "messages" if endpoint == "chat" else "prompt") from error
+            field = "messages" if endpoint == "chat" else "prompt"
+            raise make_context_error(context, error.tokens, field, is_exact=error.is_exact) from error
 
 
 def fingerprint_served_model(served: ServedModel, config: BackendConfig, home: Home, grid: int = 0) -> str:

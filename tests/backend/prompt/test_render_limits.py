@@ -49,7 +49,7 @@ def test_long_text_is_refused_after_few_pieces(chars: int) -> None:
         RenderLimits(TOKENS_MAX).check_text("x" * chars, encode)
     assert encode.lengths == [PIECE_CHARS] * 4, "the time does not grow with the text"
     assert refused.value.tokens == 4 * (PIECE_CHARS - CUT_TOKENS) > EXCESS_FACTOR * TOKENS_MAX
-    assert (str(refused.value), refused.value.is_exact) == (f"more than {refused.value.tokens} tokens", False)
+    assert not refused.value.is_exact
 
 
 @pytest.mark.parametrize("chars", [10, PIECE_CHARS, PIECE_CHARS + 1, BYTES_PER_TOKEN * TOKENS_MAX])
@@ -92,15 +92,15 @@ def test_prompt_at_limit_is_rendered(renderer: TemplateRenderer, text: str) -> N
 def test_renderer_refuses_long_text(renderer: TemplateRenderer, endpoint: str) -> None:
     text = "漢字" * PIECE_CHARS
     body = {"messages": [{"role": "user", "content": text}]} if endpoint == "chat" else {"prompt": text}
-    with pytest.raises(PromptTooLongError, match=r"more than \d+ tokens"):
+    with pytest.raises(PromptTooLongError):
         renderer.render(endpoint, body, (), RenderLimits(1000))
 
 
 def test_length_of_token_ids_is_exact(renderer: TemplateRenderer) -> None:
     assert len(renderer.render("completion", {"prompt": [5] * 10}, (), RenderLimits(10)).tokens) == 10
-    with pytest.raises(PromptTooLongError, match=r"^11 tokens") as refused:
+    with pytest.raises(PromptTooLongError) as refused:
         renderer.render("completion", {"prompt": [5] * 11}, (), RenderLimits(10))
-    assert refused.value.is_exact
+    assert (refused.value.tokens, refused.value.is_exact) == (11, True)
 
 
 def test_count_is_cancelled_between_two_pieces() -> None:
