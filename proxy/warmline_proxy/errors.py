@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -10,7 +11,8 @@ from warmline_common.protocol import messages
 from warmline_common.protocol.messages import ErrorBody, ErrorReply, decode, encode
 
 RETRY_AFTER_S = 2
-_CONTEXT_OVERFLOW_PATTERN = re.compile(r"maximum context length is (\d+) tokens\D+(\d+) tokens")  # of the backend
+# Of the backend.
+_CONTEXT_OVERFLOW_PATTERN = re.compile(r"maximum context length is (\d+) tokens\D+?(more than )?(\d+) tokens")
 UNAUTHORIZED = 401  # missing or wrong key
 CLIENT_CLOSED = 499  # nginx's status of a cancelled request
 
@@ -65,12 +67,20 @@ def decode_error_body(error: ClientError) -> ErrorBody:
         return ErrorBody(message=messages.parse_error_message(error.body), type="server_error")
 
 
-def parse_context_overflow(error: ClientError) -> tuple[int, int] | None:
-    """(prompt tokens, context tokens) of a context overflow; None for other errors."""
+class ContextOverflow(NamedTuple):
+    """Numbers of a prompt that leaves no room in the context."""
+
+    prompt_tokens: int
+    context_tokens: int
+    is_exact: bool  # False: the prompt is longer, and was not tokenized
+
+
+def parse_context_overflow(error: ClientError) -> ContextOverflow | None:
+    """Numbers of a context overflow; None for other errors."""
     body = decode_error_body(error)
     if body.code != "context_length_exceeded" or not (found := _CONTEXT_OVERFLOW_PATTERN.search(body.message)):
         return None
-    return int(found[2]), int(found[1])
+    return ContextOverflow(int(found[3]), int(found[1]), is_exact=not found[2])
 
 
 def rename_error_param(error: ErrorBody, name_map: Mapping[str, str]) -> ErrorBody:

@@ -1,15 +1,15 @@
 """Token ids to text, token by token: nothing is emitted that the next token could change."""
 
 from codecs import getincrementaldecoder
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
-from mlx_lm.generate import TextStateMachine
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 
 _PENDING_TOKENS_MAX = 16  # no character needs as many; more is noise that never becomes valid UTF-8
-_TEXT = "text"
 
 
 def decode_tokens(tokenizer: TokenizerWrapper, tokens: Sequence[int]) -> str:
@@ -74,10 +74,15 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 class StopWordFilter:
-    """Content up to the first complete stop word.  Not thread-safe; one a request."""
+    """Content up to the first complete stop word.  Not thread-safe; one a request.
+
+    Aho and Corasick's automaton: a character takes the same time whatever the number and the length of the words, and
+    no more is held than the longest end of the text that begins a word.
+    """
 
     def __init__(self, words: Sequence[str]) -> None:
-        self._state = TextStateMachine({_TEXT: [(word, None) for word in words]}).make_state(_TEXT)
+        self._root = self._node = _build_automaton(words)
+        self._held = ""  # beginning of a word
         self.is_stopped = False  # a stop word is complete; neither that nor later text is emitted
         self.stop_word = ""  # the complete stop word
 
@@ -85,20 +90,53 @@ class StopWordFilter:
         """Add text; returns what can't begin a stop word."""
         if self.is_stopped:
             return ""
-        pending = self._state[3] + text  # held text comes first
-        self._state, segments = TextStateMachine.split(self._state, text)
-        self.is_stopped = self._state[0] is None
-        emitted = "".join(part for state, part in segments if state == _TEXT)
-        if self.is_stopped:
-            self.stop_word = pending[len(emitted) : len(pending) - len(self._state[3])]
-        return emitted
+        node, pending = self._node, self._held + text
+        for end, char in enumerate(text, start=len(self._held) + 1):
+            while char not in node.children and node.fallback is not None:
+                node = node.fallback
+            node = node.children.get(char, self._root)
+            if node.word:
+                self.is_stopped, self.stop_word = True, node.word
+                return pending[: end - len(node.word)]
+        self._node, emitted = node, len(pending) - node.depth
+        self._held = pending[emitted:]
+        return pending[:emitted]
 
     def flush(self) -> str:
         """Return held text, once it can't become a stop word any more."""
-        if self.is_stopped:
-            return ""
-        self._state, held, _ = TextStateMachine.flush(self._state)
-        return str(held)
+        held, self._held, self._node = self._held, "", self._root
+        return "" if self.is_stopped else held
+
+
+@dataclass(eq=False, slots=True)
+class _AutomatonNode:
+    """The beginning of a stop word."""
+
+    depth: int  # its characters
+    word: str = ""  # the longest stop word that is complete here
+    fallback: "_AutomatonNode | None" = None  # its longest end that is the beginning of a word, too; None: the root
+    children: "dict[str, _AutomatonNode]" = field(default_factory=dict)
+
+
+def _build_automaton(words: Sequence[str]) -> _AutomatonNode:
+    """Build the automaton, and return its root."""
+    root = _AutomatonNode(0)
+    for word in words:
+        node = root
+        for char in word:
+            node = node.children.setdefault(char, _AutomatonNode(node.depth + 1))
+        node.word = word
+    waiting = deque([root])
+    while waiting:
+        node = waiting.popleft()
+        for char, child in node.children.items():
+            fallback = node.fallback
+            while fallback is not None and char not in fallback.children:
+                fallback = fallback.fallback
+            child.fallback = fallback.children[char] if fallback is not None else root
+            child.word = child.word or child.fallback.word
+            waiting.append(child)
+    return root
 
 
 class Detokenizer:

@@ -18,6 +18,7 @@ from warmline_common.process.redaction import quote_text
 from warmline_common.protocol.media_parts import describe_refusal, find_placeholder, join_parts
 
 ARGUMENT_ENCODINGS_MAX = 3  # of arguments as JSON in a string
+TOOLS_MAX = 2048  # each is rendered once for every message whose end is looked for
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # What SDKs send back of an answer, and no template reads; reasoning goes on under the names that the template knows.
 _IGNORED_FIELDS = frozenset({"annotations", "audio", "function_call", "refusal", *REASONING_FIELDS})
@@ -182,6 +183,8 @@ def _parse_tools(body: dict[str, Any]) -> Tools:
     if (value := body.get("tools")) is None:
         return None
     tools = _check_objects(value, "tools")
+    if len(tools) > TOOLS_MAX:
+        raise FieldError("tools", f"has {len(tools)} tools; {TOOLS_MAX} are the most")
     for index, tool in enumerate(tools):
         _check_tool(tool, f"tools[{index}]")
     return tools or None

@@ -12,7 +12,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from warmline_backend.prompt.boundaries import RenderedConversation
 from warmline_backend.prompt.messages import ROLES, ChatConversation, extract_reasoning, parse_conversation
+from warmline_backend.prompt.render_limits import RenderLimits
 from warmline_backend.prompt.replay import TokenizedText, ToolCallReplayer, TurnParser, splice_tokens
 from warmline_backend.prompt.template_traits import Message, TemplateTraits, is_quoted, probe_template
 from warmline_backend.prompt.tool_definitions import complete_tool
@@ -140,27 +141,34 @@ class TemplateRenderer:
         probe = [{"role": "user", "content": "a"}, {"role": role, "content": marker}]
         return is_quoted(role, self._template_source) and marker in self._render_probe(probe, None)
 
-    def render(self, endpoint: str, body: object, turns: Sequence[SampledTurn] = ()) -> RenderedPrompt:
-        """Render a "chat" or "completion" body.  Raises BadRequestError.
+    def render(
+        self, endpoint: str, body: object, turns: Sequence[SampledTurn] = (), limits: RenderLimits | None = None
+    ) -> RenderedPrompt:
+        """Render a "chat" or "completion" body.  Raises BadRequestError, PromptTooLongError, RenderCancelledError.
 
         `turns`: sampled answers, to be replayed token by token where the body still has them.
         """
         if not isinstance(body, dict):
             raise BadRequestError("the body must be a JSON object")
-        rendered = self._render_chat(body, turns) if endpoint == "chat" else self._render_completion(body)
+        limits = limits or RenderLimits()
+        chat = endpoint == "chat"
+        rendered = self._render_chat(body, turns, limits) if chat else self._render_completion(body, limits)
         if not rendered.tokens:
-            raise BadRequestError("the prompt is empty", "messages" if endpoint == "chat" else "prompt")
+            raise BadRequestError("the prompt is empty", "messages" if chat else "prompt")
         return rendered
 
-    def _render_completion(self, body: dict[str, Any]) -> RenderedPrompt:
+    def _render_completion(self, body: dict[str, Any], limits: RenderLimits) -> RenderedPrompt:
         prompt = body.get("prompt")
         if prompt is None and (hint := explain_missing_field("prompt", body)):
             raise FieldError("prompt", hint)
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list | str):
             prompt = prompt[0]
         if isinstance(prompt, str) and prompt:
+            limits.check_text(prompt, self._encode)
             tokens, _ = self._tokenize(replace_halves(prompt), add_special_tokens=True)
             return RenderedPrompt(tokens=tokens)
+        if isinstance(prompt, list):
+            limits.check_ids(len(prompt))
         tokens = _parse_token_ids(prompt)
         if not tokens:
             raise FieldError("prompt", "is empty")
@@ -168,18 +176,18 @@ class TemplateRenderer:
             raise FieldError("prompt", f"has token ids outside 0 to {self._vocabulary_size - 1}")
         return RenderedPrompt(tokens=tokens)
 
-    def _render_chat(self, body: dict[str, Any], turns: Sequence[SampledTurn]) -> RenderedPrompt:
+    def _render_chat(self, body: dict[str, Any], turns: Sequence[SampledTurn], limits: RenderLimits) -> RenderedPrompt:
         if not self._wrapper.has_chat_template:
             raise BadRequestError("this model has no chat template; use /v1/completions", "messages")
         conversation = self._parse_conversation(body)
         self._refuse_unknown_roles(conversation)
         try:
-            rendered, (tokens, token_at) = self._render_and_tokenize(conversation, turns)
+            rendered, (tokens, token_at) = self._render_and_tokenize(conversation, turns, limits)
         except TemplateRefusalError:
             if (completed := self._complete_tools(conversation)) is None:
                 raise
             conversation = completed
-            rendered, (tokens, token_at) = self._render_and_tokenize(conversation, turns)
+            rendered, (tokens, token_at) = self._render_and_tokenize(conversation, turns, limits)
         ends, turn_end = rendered.find_message_ends(), rendered.turn_end
         boundaries = {token_at(end) for end in (*ends.values(), turn_end)}
         ends = rendered.find_rewritten_ends(ends) | ends | {len(conversation.complete_items): turn_end}
@@ -218,16 +226,16 @@ class TemplateRenderer:
         return msgspec.structs.replace(conversation, tools=completed)
 
     def _render_and_tokenize(
-        self, conversation: ChatConversation, turns: Sequence[SampledTurn]
+        self, conversation: ChatConversation, turns: Sequence[SampledTurn], limits: RenderLimits
     ) -> tuple[RenderedConversation, TokenizedText]:
-        replayed = self._replay_turns(conversation, turns) if turns and self._has_offsets else None
+        replayed = self._replay_turns(conversation, turns, limits) if turns and self._has_offsets else None
         if replayed:
             return replayed
-        rendered = self._render_conversation(conversation)
+        rendered = self._render_conversation(conversation, limits)
         return rendered, self._tokenize(rendered.text)
 
     def _replay_turns(
-        self, conversation: ChatConversation, turns: Sequence[SampledTurn]
+        self, conversation: ChatConversation, turns: Sequence[SampledTurn], limits: RenderLimits
     ) -> tuple[RenderedConversation, TokenizedText] | None:
         """The conversation with placeholders, and the tokens in their place; None without a turn to replay."""
         if self._replayer is None:
@@ -237,7 +245,7 @@ class TemplateRenderer:
             if not sampled:
                 break
             marked = self._replayer.mark_conversation(conversation, sampled)
-            rendered = self._render_conversation(marked.conversation)
+            rendered = self._render_conversation(marked.conversation, limits)
             spans, doubtful = self._replayer.find_spans(marked, rendered.text, rendered.tail)
             doubtful |= {span.message_index for span in spans if not self._can_split_at(rendered.text, span.end)}
             if not doubtful:
@@ -249,7 +257,7 @@ class TemplateRenderer:
         """True where the text after `offset` becomes the same tokens by itself."""
         return self._can_split_anywhere or offset == len(text) or text.startswith(self._added_tokens, offset)
 
-    def _render_conversation(self, conversation: ChatConversation) -> RenderedConversation:
+    def _render_conversation(self, conversation: ChatConversation, limits: RenderLimits) -> RenderedConversation:
         options = {"continue_final_message": True} if conversation.continue_final else {}
         try:
             text = self._render_messages(conversation, conversation.messages, conversation.generation_prompt, **options)
@@ -258,7 +266,13 @@ class TemplateRenderer:
             detail = _format_template_error(error, self._template_source)
             fault = f"the model's chat template refuses these messages{arguments}: {detail}"
             raise TemplateRefusalError(fault, "messages") from error
-        return RenderedConversation(conversation, text, partial(self._render_prefix, conversation))
+        limits.check_text(text, self._encode)
+
+        def render_prefix(messages: list[Message]) -> str:
+            limits.check_cancelled()
+            return self._render_prefix(conversation, messages)
+
+        return RenderedConversation(conversation, text, render_prefix)
 
     def _render_messages(
         self, conversation: ChatConversation, messages: list[Message], generation_prompt: bool, **options: object

@@ -14,7 +14,8 @@ from warmline_backend.request.field_names import find_unsupported_field
 from warmline_common.protocol.messages import ErrorBody, ErrorReply, encode
 from warmline_common.protocol.numbers import convert_integer
 
-STOP_WORDS_MAX = 16
+STOP_WORDS_MAX = 64
+STOP_CHARS_MAX = 4096  # of all words: each has an automaton's node, made on the engine's thread
 STOP_TOKENS_MAX = 256
 TOP_LOGPROBS_MAX = 20
 TOKENS_UNBOUNDED = 1 << 30  # where neither the request, nor a setting, nor the model sets a limit
@@ -219,13 +220,25 @@ def _compute_room(fields: Fields, context_tokens_max: int, prompt_tokens: int) -
     """Compute the tokens that the context has for an answer.  Raises BadRequestError where it has none."""
     room = context_tokens_max - prompt_tokens if context_tokens_max else TOKENS_UNBOUNDED
     if room < 1:
-        raise BadRequestError(
-            f"This model's maximum context length is {context_tokens_max} tokens. However, your prompt has "
-            f"{prompt_tokens} tokens, which leaves no room for an answer. Please shorten the prompt.",
-            param="messages" if fields.get("messages") is not None else "prompt",
-            code="context_length_exceeded",
-        )
+        field = "messages" if fields.get("messages") is not None else "prompt"
+        raise make_context_error(context_tokens_max, prompt_tokens, field)
     return room
+
+
+def make_context_error(
+    context_tokens_max: int, prompt_tokens: int, field: str, *, is_exact: bool = True
+) -> BadRequestError:
+    """Make the error of a prompt that leaves no room in the context.
+
+    A length that is not exact is one that the prompt exceeds.
+    """
+    return BadRequestError(
+        f"This model's maximum context length is {context_tokens_max} tokens. However, your prompt has "
+        f"{'' if is_exact else 'more than '}{prompt_tokens} tokens, which leaves no room for an answer. "
+        "Please shorten the prompt.",
+        field,
+        code="context_length_exceeded",
+    )
 
 
 def _parse_min_tokens(fields: Fields, limit: int) -> int:
@@ -244,9 +257,12 @@ def _parse_seed(fields: Fields) -> int | None:
 def _parse_stop(fields: Fields) -> tuple[str, ...]:
     value = fields.get("stop")
     words = [] if value is None else [value] if isinstance(value, str) else value
-    is_list = isinstance(words, list) and len(words) <= STOP_WORDS_MAX
-    if not is_list or not all(isinstance(word, str) and word for word in words):
+    if isinstance(words, list) and len(words) > STOP_WORDS_MAX:
+        raise FieldError("stop", f"has {len(words)} strings; {STOP_WORDS_MAX} are the most")
+    if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
         raise fields.make_error("stop", f"a string or a list of up to {STOP_WORDS_MAX} strings, none empty", value)
+    if (chars := sum(map(len, words))) > STOP_CHARS_MAX:
+        raise FieldError("stop", f"has {chars} characters in all; {STOP_CHARS_MAX} are the most")
     return tuple(words)
 
 
@@ -274,6 +290,8 @@ def _parse_logit_bias(fields: Fields, vocabulary_size: int) -> dict[int, float]:
     if isinstance(value, list):
         value = dict(_parse_bias_pair(pair) for pair in value)
     entries, biases = Fields(value, "logit_bias"), dict[int, float]()
+    if len(entries.body) > vocabulary_size:
+        raise FieldError("logit_bias", f"has {len(entries.body)} entries; the model has {vocabulary_size} tokens")
     for key in value:
         if not (key.isascii() and key.isdecimal() and len(key) < 12 and int(key) < vocabulary_size):
             fault = f"has the key {format_value(key)}; keys must be token ids from 0 to {vocabulary_size - 1}"

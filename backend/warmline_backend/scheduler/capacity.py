@@ -26,11 +26,17 @@ def request_bytes(served: ServedModel, prompt_tokens: int, answer_tokens_max: in
     return sequence_bytes(served, prompt_tokens + min(answer_tokens_max, ANSWER_TOKENS_RESERVED))
 
 
-def check_capacity(served: ServedModel, prompt_tokens: int, answer_tokens_max: int, budget_bytes: int) -> None:
-    """Raise KvTooLargeError for a prompt that would not fit even alone."""
+def check_capacity(
+    served: ServedModel, prompt_tokens: int, answer_tokens_max: int, budget_bytes: int, *, is_exact: bool = True
+) -> None:
+    """Raise KvTooLargeError for a prompt that would not fit even alone.
+
+    A length that is not exact is one that the prompt exceeds.
+    """
     needed = request_bytes(served, prompt_tokens, answer_tokens_max)
     if needed > budget_bytes:
+        more = "" if is_exact else "more than "
         raise KvTooLargeError(
-            f"the KV of {prompt_tokens} prompt tokens and their answer takes {needed / 1e6:.1f} MB, the memory budget "
-            f"is {budget_bytes / 1e6:.1f} MB; shorten the prompt or raise --memory-budget-gb"
+            f"the KV of {more}{prompt_tokens} prompt tokens and their answer takes {more}{needed / 1e6:.1f} MB, the "
+            f"memory budget is {budget_bytes / 1e6:.1f} MB; shorten the prompt or raise --memory-budget-gb"
         )

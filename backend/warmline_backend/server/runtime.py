@@ -1,6 +1,7 @@
 """The runtime: all objects that exist once the model is loaded, and prompts made with them."""
 
 import secrets
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,10 @@ from warmline_backend.model.fingerprint import compute_fingerprint
 from warmline_backend.model.model import ServedModel
 from warmline_backend.output.detokenizer import decode_tokens, render_echo
 from warmline_backend.output.expected import make_expected_output
-from warmline_backend.prompt.renderer import TemplateRenderer
-from warmline_backend.request.params import BadRequestError, parse_params
-from warmline_backend.scheduler.capacity import check_capacity
+from warmline_backend.prompt.render_limits import PromptTooLongError, RenderLimits
+from warmline_backend.prompt.renderer import RenderedPrompt, TemplateRenderer
+from warmline_backend.request.params import BadRequestError, make_context_error, parse_params
+from warmline_backend.scheduler.capacity import check_capacity, sequence_tokens_max
 from warmline_backend.server.chunk_encoder import TokenDecoder
 from warmline_backend.server.prompt_store import StoredPrompt
 from warmline_backend.structured_output.compiler import GrammarCompiler
@@ -57,11 +59,19 @@ class Runtime:
         return ids
 
     def make_prompt(
-        self, endpoint: str, body: dict[str, Any], turns: Sequence[SampledTurn], budget_bytes: int
+        self,
+        endpoint: str,
+        body: dict[str, Any],
+        turns: Sequence[SampledTurn],
+        budget_bytes: int,
+        cancel_event: threading.Event,
     ) -> StoredPrompt:
-        """Check, render and tokenize a body, and prepare its answer.  Raises BadRequestError, KvTooLargeError."""
+        """Check, render and tokenize a body, and prepare its answer.
+
+        Raises BadRequestError, KvTooLargeError; RenderCancelledError once the event is set.
+        """
         served, config = self.served, self.config
-        rendered = self.renderer.render(endpoint, body, turns)
+        rendered = self._render(endpoint, body, turns, budget_bytes, cancel_event)
         expected = make_expected_output(endpoint, body, rendered, served.tokenizer)
         params = parse_params(
             endpoint,
@@ -86,6 +96,25 @@ class Runtime:
             constraint=self.grammar_compiler.build_constraint(endpoint, body, rendered.tools, expected.tail),
             expected_output=expected,
         )
+
+    def _render(
+        self,
+        endpoint: str,
+        body: dict[str, Any],
+        turns: Sequence[SampledTurn],
+        budget_bytes: int,
+        cancel_event: threading.Event,
+    ) -> RenderedPrompt:
+        served = self.served
+        context, room = served.context_tokens_max, sequence_tokens_max(served, budget_bytes)
+        limits = RenderLimits(max(1, min(context or room, room)), cancel_event)
+        try:
+            return self.renderer.render(endpoint, body, turns, limits)
+        except PromptTooLongError as error:
+            if not context or error.tokens < context:
+                check_capacity(served, error.tokens, 0, budget_bytes, is_exact=error.is_exact)
+            field = "messages" if endpoint == "chat" else "prompt"
+            raise make_context_error(context, error.tokens, field, is_exact=error.is_exact) from error
 
 
 def fingerprint_served_model(served: ServedModel, config: BackendConfig, home: Home, grid: int = 0) -> str:

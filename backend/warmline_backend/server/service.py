@@ -8,6 +8,7 @@ through.
 import asyncio
 import logging
 import os
+import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -49,8 +50,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-RENDER_THREADS = 2
+RENDER_THREADS = 2  # for usual bodies, and as many for large ones
 INLINE_RENDER_BYTES_MAX = 8192
+LARGE_BODY_BYTES_MIN = 1 << 20
 SHUTTING_DOWN = "shutting down"
 _SNAPSHOT_FIELDS = tuple(
     {*messages.BackendStatus.__struct_fields__} & {field.name for field in fields(EngineSnapshot)} - {"residents"}
@@ -73,6 +75,7 @@ class Service:
         self._shutting_down = False
         self._readiness = EngineReadiness(engine)
         self._render_pool = ThreadPoolExecutor(RENDER_THREADS, "renderer")
+        self._large_render_pool = ThreadPoolExecutor(RENDER_THREADS, "large renderer")
         self._typo_notices = TypoNotices()
         self.prompts = PromptStore()
         self.inflight = InflightGenerations(engine, boot)
@@ -130,7 +133,8 @@ class Service:
 
     def close(self) -> None:
         """Cancel all transfers and rendering."""
-        self._render_pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._render_pool, self._large_render_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
         if self._runtime is not None:
             self._runtime.kv_transfer.close()
 
@@ -224,18 +228,23 @@ class Service:
     ) -> StoredPrompt:
         """Check, render, tokenize and store a body.  Raises BadRequestError, KvTooLargeError, NotReadyError.
 
-        Large bodies are rendered on a thread of the pool; small ones here, since the switch would take longer than the
-        work.
+        Bodies are rendered on a thread, where large ones wait for large ones alone; small ones here, since the switch
+        would take longer than the work.  Cancelled, as by a client that leaves, it ends the work on the thread.
         """
         self.check_accepting()
         self._typo_notices.log_typos(body)
         budget_bytes = self._engine.scheduler.settings.memory_budget_bytes
-        work = partial(self.runtime.make_prompt, endpoint, body, turns, budget_bytes)
+        cancel_event = threading.Event()
+        work = partial(self.runtime.make_prompt, endpoint, body, turns, budget_bytes, cancel_event)
         with self.metrics.time_render():
             if body_bytes <= INLINE_RENDER_BYTES_MAX and not has_format_fields(body):
                 stored = work()
             else:
-                stored = await asyncio.get_running_loop().run_in_executor(self._render_pool, copy_context().run, work)
+                pool = self._large_render_pool if body_bytes >= LARGE_BODY_BYTES_MIN else self._render_pool
+                try:
+                    stored = await asyncio.get_running_loop().run_in_executor(pool, copy_context().run, work)
+                finally:
+                    cancel_event.set()
         self.prompts.add(stored)
         return stored
 

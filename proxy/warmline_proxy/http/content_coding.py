@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from warmline_proxy.errors import ClientError, bad_request
+from warmline_proxy.errors import bad_request
 
 OUTPUT_BYTES_MAX = 64 * 1024  # of one part
 INPUT_BYTES_MAX = 16 * 1024  # given to zlib at once: it copies what it does not use
@@ -73,7 +73,7 @@ class ZlibDecoder:
             try:
                 part = self._decompressor.decompress(data, OUTPUT_BYTES_MAX)
             except zlib.error:
-                raise self._unreadable("its data are damaged") from None
+                raise bad_request(f"The body can't be read as {self._coding}: its data are damaged.") from None
             data = self._decompressor.unconsumed_tail or self._decompressor.unused_data
             if part or data:
                 yield part
@@ -84,14 +84,11 @@ class ZlibDecoder:
     def _start_member(self, data: bytes) -> "zlib._Decompress":
         self._members += 1
         if self._members > (MEMBERS_MAX if self._coding == "gzip" else 1):
-            raise self._unreadable("it goes on after its end")
+            raise bad_request(f"The body can't be read as {self._coding}: it goes on after its end.")
         if not self._bits:
             self._bits = _ZLIB_BITS if data[0] & 0x0F == zlib.DEFLATED else _RAW_BITS
         return zlib.decompressobj(self._bits)
 
     def finish(self) -> None:
         if self._decompressor is None or not self._decompressor.eof:
-            raise self._unreadable("it ends too early")
-
-    def _unreadable(self, reason: str) -> ClientError:
-        return bad_request(f"The body can't be read as {self._coding}: {reason}.")
+            raise bad_request(f"The body can't be read as {self._coding}: it ends too early.")

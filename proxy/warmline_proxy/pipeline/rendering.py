@@ -51,14 +51,18 @@ class RemoteRenderer:
         return await self._render(call, request.client.tenant, request.log.id, request.timeouts.stall_s or None)
 
     async def count_tokens(self, call: ApiCall, tenant: str) -> int:
-        """Length of the prompt in tokens, also where it is too long to be answered.  Raises UpstreamError."""
+        """Length of the prompt in tokens, also where it is too long to be answered.
+
+        Raises UpstreamError; UpstreamStatusError for a prompt of many times the context, whose length is not computed.
+        """
         call, _ = self.stabilize(call)
         try:
             return len((await self._render(call, tenant, new_request_id())).tokens) // TOKEN_BYTES
         except UpstreamStatusError as error:
-            if numbers := parse_context_overflow(translate_upstream_error(error)):
-                return numbers[0]
-            raise
+            overflow = parse_context_overflow(translate_upstream_error(error))
+            if overflow is None or not overflow.is_exact:
+                raise
+            return overflow.prompt_tokens
 
     async def _render(self, call: ApiCall, tenant: str, request_id: str, timeout_s: float | None = None) -> PromptReply:
         """Render with the tenant's sampled turns.  Raises UpstreamStatusError for an invalid body."""

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from support.backend.small_tokenizers import make_byte_level_tokenizer, make_sentence_piece_tokenizer
+from warmline_backend.output.detokenizer import StopWordFilter
 from warmline_backend.output.events import Part, Text
 from warmline_backend.output.parser import OutputParser
 
@@ -133,6 +134,31 @@ def test_text_ends_before_first_complete_stop_word(bpe: TokenizerWrapper, text: 
     assert stream.is_stopped == bool(hits)
     assert emitted == (text[: min(hits)[1]] if hits else text)
     assert stream.stop_word == (text[min(hits)[1] : min(hits)[0]] if hits else "")
+
+
+@given(
+    text=st.text("ab", max_size=12),
+    words=st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=3),
+)
+@example(text="aaaa", words=["ab"])
+@example(text="aabaab", words=["aabaac", "aba"])
+def test_only_beginning_of_stop_word_is_held(text: str, words: list[str]) -> None:
+    stop_filter, emitted = StopWordFilter(words), ""
+    for position, letter in enumerate(text, start=1):
+        emitted += stop_filter.add(letter)
+        if stop_filter.is_stopped:
+            return
+        beginnings = {word[:length] for word in words for length in range(len(word))}
+        start = next(start for start in range(position + 1) if text[start:position] in beginnings)
+        assert emitted == text[:start]
+    assert emitted + stop_filter.flush() == text
+
+
+def test_long_stop_words_are_met() -> None:
+    words = ["a" * 4000 + "b", "a" * 90 + "c"]
+    stop_filter = StopWordFilter(words)
+    assert stop_filter.add("x" + "a" * 5000) == "x" + "a" * 1000
+    assert stop_filter.add("cb") == "a" * 3910 and stop_filter.stop_word == words[1]
 
 
 def test_stop_words_apply_after_min_tokens(bpe: TokenizerWrapper) -> None:

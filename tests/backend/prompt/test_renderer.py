@@ -338,6 +338,7 @@ def test_last_boundary_without_generation_prompt_is_prompt_end(make: Any) -> Non
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "system", "content": None}, USER]}, "messages[0].content"),
         ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages[0].function_call"),
+        ({"messages": [USER], "tools": [TOOL] * 2049}, "tools"),
         ({"messages": [USER], "tools": [{"name": "f"}]}, "tools[0].function"),
         ({"messages": [USER], "tools": [TOOL, {"type": "function", "function": "f"}]}, "tools[1].function"),
         ({"messages": [USER], "tools": [{"function": {"name": ""}}]}, "tools[0].function.name"),

@@ -239,7 +239,7 @@ def test_max_tokens_must_be_positive_integers(name: str, value: object) -> None:
         ("allowed_token_ids", [5, [], [-1], [1000], [True], {}]),
         ("min_tokens", [-1, 1.5, "5", True]),
         ("use_beam_search", [True]),
-        ("stop", [5, [5], [""], "", ["a", None], {}, True, ["x"] * 17]),
+        ("stop", [5, [5], [""], "", ["a", None], {}, True, ["x"] * 65]),
         ("logprobs", [1, "yes", {}]),
         ("top_logprobs", [-1, 21, True, 1.5, 5]),  # 5 without logprobs
         ("n", [0, 2, "1", True]),
@@ -323,10 +323,33 @@ def test_body_must_be_object(body: object) -> None:
         parse_params("chat", body, context_tokens_max=0, prompt_tokens=1, vocabulary_size=5)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "fault"),
+    [
+        ("stop", ["x"] * 65, "has 65 strings; 64 are the most"),
+        ("stop", ["x"] * 1_000_000, "has 1000000 strings; 64 are the most"),
+        ("stop", "x" * 4097, "has 4097 characters in all; 4096 are the most"),
+        ("stop", "x" * 10_000_000, "has 10000000 characters in all; 4096 are the most"),
+        ("stop", ["x" * 4000, "y" * 97], "has 4097 characters in all; 4096 are the most"),
+        ("logit_bias", {f"{key:05d}": 1 for key in range(1001)}, "has 1001 entries; the model has 1000 tokens"),
+    ],
+)
+def test_oversized_field_is_refused(field: str, value: object, fault: str) -> None:
+    error = catch_refusal(**{field: value})
+    assert (error.message, error.param) == (f"'{field}' {fault}", field)
+
+
+def test_largest_fields_are_accepted() -> None:
+    words = ["x" * 64] * 64
+    assert parse_body(stop=words).stop == tuple(words)
+    assert parse_body(stop="é" * 4096).stop == ("é" * 4096,)
+    assert len(parse_body(logit_bias={str(key): 1 for key in range(1000)}).logit_bias) == 1000
+
+
 def test_refusal_is_openai_error_object() -> None:
     assert json.loads(catch_refusal(stop=[5]).encode_reply()) == {
         "error": {
-            "message": "'stop' must be a string or a list of up to 16 strings, none empty, not an array",
+            "message": "'stop' must be a string or a list of up to 64 strings, none empty, not an array",
             "type": "invalid_request_error",
             "param": "stop",
             "code": None,

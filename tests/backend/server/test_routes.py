@@ -1,9 +1,12 @@
 """HTTP contract of the backend as far as nothing else tests it: refusals, the proxy's headers, unread streams."""
 
 import asyncio
+import re
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,9 +23,11 @@ from support.backend.live_backend import (
     with_backend,
 )
 from warmline_backend.generation.sequence import GenerationRequest
+from warmline_backend.prompt.render_limits import RenderCancelledError, RenderLimits
 from warmline_backend.request.params import GenerationParams
 from warmline_backend.scheduler.capacity import KvTooLargeError
 from warmline_backend.server import prompt_store, routes
+from warmline_backend.server.service import INLINE_RENDER_BYTES_MAX, LARGE_BODY_BYTES_MIN, RENDER_THREADS
 from warmline_common.protocol.messages import (
     HEADER_FOLLOW,
     HEADER_PROMPT,
@@ -64,6 +69,68 @@ def test_prompt_over_capacity_returns_400(tiny_folder: FolderOf, tmp_path: Path)
         assert str(refused.value) == error["message"], "the engine would have said the same"
 
     with_backend(tiny_folder("llama"), tmp_path, work, budget=180_000)
+
+
+@pytest.mark.parametrize(
+    ("budget", "code", "fault"),
+    [
+        (1 << 30, "context_length_exceeded", r"maximum context length is 100000 tokens. .* more than \d{6} tokens"),
+        (180_000, "kv_memory_exceeded", r"the KV of more than \d+ prompt tokens .* takes more than \d+.* MB"),
+    ],
+)
+def test_prompt_far_too_long_is_refused_before_it_is_tokenized(
+    tiny_folder: FolderOf, tmp_path: Path, budget: int, code: str, fault: str
+) -> None:
+    async def work(backend: LiveBackend) -> None:
+        for endpoint, body in (("chat", make_chat("x" * 1_500_000)), ("completion", {"prompt": "x" * 1_500_000})):
+            request = PromptRequest(request_id="p", endpoint=endpoint, body=body)
+            status, reply = await backend.request_json("POST", "/kv/prompts", request)
+            assert (status, reply["error"]["code"]) == (400, code)
+            assert re.search(fault, reply["error"]["message"]), reply
+        assert (await backend.request_json("POST", "/v1/chat/completions", BODY))[0] == 200
+
+    with_backend(tiny_folder("llama"), tmp_path, work, budget=budget)
+
+
+def make_chat(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+
+
+def test_large_prompts_end_with_their_clients(
+    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile they delay no other prompt, whether it is rendered on the loop or on a thread."""
+    check_text, large = RenderLimits.check_text, b"x" * LARGE_BODY_BYTES_MIN
+    began, cancelled = threading.Semaphore(0), threading.Semaphore(0)
+
+    def wait_for_cancellation(limits: RenderLimits, text: str, encode: Callable[[str], list[int]]) -> None:
+        if len(text) < len(large):
+            return check_text(limits, text, encode)
+        began.release()
+        assert limits.cancel_event.wait(WAIT_S)
+        try:
+            check_text(limits, text, encode)
+        except RenderCancelledError:
+            cancelled.release()
+            raise
+
+    monkeypatch.setattr(RenderLimits, "check_text", wait_for_cancellation)
+
+    async def work(backend: LiveBackend) -> None:
+        bodies = [make_chat(f"{number}{large.decode()}") for number in range(RENDER_THREADS + 1)]
+        sent = [asyncio.ensure_future(backend.render_prompt(body)) for body in bodies]
+        for _ in range(RENDER_THREADS):
+            assert await asyncio.to_thread(began.acquire, timeout=WAIT_S)
+        for body in (make_chat("a"), make_chat("a" * 2 * INLINE_RENDER_BYTES_MAX)):
+            assert (await backend.render_prompt(body)).tokens
+        for task in sent:
+            task.cancel()
+        await asyncio.wait(sent)
+        for _ in range(RENDER_THREADS):
+            assert await asyncio.to_thread(cancelled.acquire, timeout=WAIT_S)
+        assert not began.acquire(blocking=False), "the one that waited is not begun"
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
 
 
 def test_follower_reuses_leaders_prefill(

@@ -226,6 +226,8 @@ def test_errors_use_anthropic_envelope(client: anthropic.Anthropic, warm_pair: P
     with pytest.raises(anthropic.BadRequestError, match=rf"prompt is too long: \d+ tokens > {limit} maximum"):
         client.messages.create(**long)
     assert client.messages.count_tokens(model="m", messages=long["messages"]).input_tokens > limit
+    with pytest.raises(anthropic.BadRequestError, match=rf"prompt is too long: \d+ tokens > {limit} maximum"):
+        client.messages.count_tokens(model="m", messages=make_messages("x" * 10 * limit)["messages"])
     with pytest.raises(anthropic.NotFoundError) as missing:
         client.messages.batches.list()
     assert missing.value.type == "not_found_error"

@@ -274,6 +274,11 @@ OVERFLOW = (
             "invalid_request_error",
             "prompt is too long: 5000 tokens > 4096 maximum",
         ),
+        (
+            bad_request(OVERFLOW.replace("5000", "more than 9000"), code="context_length_exceeded"),
+            "invalid_request_error",
+            "prompt is too long: 9000 tokens > 4096 maximum",
+        ),
         (bad_request("9 MB", code="kv_memory_exceeded"), "invalid_request_error", "prompt is too long: 9 MB"),
     ],
 )

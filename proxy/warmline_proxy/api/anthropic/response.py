@@ -187,8 +187,8 @@ def build_error_envelope(error: ClientError) -> Event:
     kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 499 else "api_error")
     body = decode_error_body(error)
     message = rename_error_param(body, _FIELD_NAMES).message
-    if numbers := parse_context_overflow(error):
-        message = f"prompt is too long: {numbers[0]} tokens > {numbers[1]} maximum"  # clients compact on these words
+    if overflow := parse_context_overflow(error):  # clients compact on these words
+        message = f"prompt is too long: {overflow.prompt_tokens} tokens > {overflow.context_tokens} maximum"
     elif body.code in ("context_length_exceeded", "kv_memory_exceeded"):
         message = f"prompt is too long: {body.message}"
     return {"type": "error", "error": {"type": kind, "message": message}}
