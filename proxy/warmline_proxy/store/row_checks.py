@@ -15,6 +15,7 @@ ID_BYTES = 16
 SESSION_ID_BYTES = 12
 NUMBER_BYTES = 8
 CALL_BYTES = 12
+ZLIB_HEADER = b"\x78"
 CHILD_KEY_BYTES = 1 + ID_BYTES + 4 + TOKEN_BYTES
 
 
@@ -98,7 +99,7 @@ _SHAPE_CHECKS: dict[str, Callable[[bytes, bytes], bool]] = {
     "doomed": lambda key, value: len(key) == ID_BYTES and len(value) == NUMBER_BYTES and value < b"\x40",
     "calls": lambda key, value: len(key) == ID_BYTES + CALL_BYTES and len(value) == NUMBER_BYTES,
     "gone": lambda key, value: _is_child_key(key) and _is_text(value),
-    "response_bodies": lambda key, value: len(key) == NUMBER_BYTES and bool(value),
+    "response_bodies": lambda key, value: len(key) == NUMBER_BYTES and value.startswith(ZLIB_HEADER),
     "response_ids": lambda key, value: len(key) == ID_BYTES and len(value) == NUMBER_BYTES,
     "answers": lambda key, value: len(key) == ID_BYTES and len(value) == NUMBER_BYTES,
 }

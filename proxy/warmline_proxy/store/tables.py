@@ -9,8 +9,8 @@ usage        id                     FileUsage               requests  number    
 saves        plan id                SavePlan            doomed    id              bytes: row gone, file not yet
 quarantine   id                     QuarantineRow       gone      as children     why that child is no longer stored
 turns        number                 TurnRow             calls     root, call id   its turn's number
-responses    number                 ResponseRow         answers   answer's key    number of the newest response with its items
-response_ids answer's key           its number          response_bodies  number   its JSON, compressed by zlib
+responses    number                 ResponseRow         response_bodies  number   its JSON, compressed by zlib
+response_ids key of its answer      its number          answers   key of answer   number of the newest with its items
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -72,10 +72,10 @@ async def test_cancel_running_response(method: str, rest: str, tmp_path: Path) -
 @on_loop
 async def test_unknown_responses_return_404(tmp_path: Path) -> None:
     cases = [
-        ("GET", "resp_1", "nor stored"),
-        ("DELETE", "resp_1", "nor stored"),
-        ("POST", "resp_1/cancel", "nor stored"),
-        ("GET", "resp_1/input_items", "nor stored"),
+        ("GET", "resp_1", "not stored"),
+        ("DELETE", "resp_1", "not stored"),
+        ("POST", "resp_1/cancel", "not stored"),
+        ("GET", "resp_1/input_items", "not stored"),
         ("POST", "compact", "not compacted"),
     ]
     async with run_proxy(tmp_path) as proxy:
