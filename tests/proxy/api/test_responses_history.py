@@ -4,9 +4,18 @@ import json
 from typing import Any
 
 import pytest
-from test_responses_items import AGENTS, LOOK, PATCH, make_call, make_message, make_result, make_thinking
-from test_responses_response import make_chunks, make_delta
 
+from support.proxy.responses import (
+    AGENTS,
+    LOOK,
+    PATCH,
+    make_call,
+    make_chunks,
+    make_delta,
+    make_message,
+    make_result,
+    make_thinking,
+)
 from warmline_common.protocol.messages import ErrorReply, decode, encode
 from warmline_proxy.api.base import ApiCall, ResponseStart
 from warmline_proxy.api.responses import history

@@ -6,15 +6,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from support.proxy.responses import AGENTS, LOOK, PATCH, make_call, make_message, make_result, make_thinking
 from warmline_common.protocol.messages import ErrorReply, decode
 from warmline_proxy.api.base import ApiCall
 from warmline_proxy.api.responses.adapter import ResponsesApi
 from warmline_proxy.api.responses.items import IMAGE_OMITTED, decode_reasoning, encode_reasoning
 from warmline_proxy.errors import ClientError
 
-LOOK = {"type": "function", "name": "look", "description": "Looks.", "parameters": {"type": "object"}, "strict": False}
-PATCH = {"type": "custom", "name": "patch", "description": "Patches.", "format": {"type": "text"}}
-AGENTS = {"type": "namespace", "name": "agents", "description": "Agents.", "tools": [{**LOOK, "name": "spawn"}]}
 SERVER_TOOL = {"type": "web_search", "external_web_access": False}
 
 
@@ -31,22 +29,6 @@ def catch_refusal(value: object = "Hi.", **fields: Any) -> Any:
         convert(value, **fields)
     assert failure.value.status == 400
     return decode(failure.value.body, ErrorReply).error
-
-
-def make_message(role: str, text: str, kind: str = "input_text") -> dict[str, Any]:
-    return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
-
-
-def make_call(name: str, arguments: str = "{}", call_id: str = "call_1", **fields: Any) -> dict[str, Any]:
-    return {"type": "function_call", "name": name, "arguments": arguments, "call_id": call_id, **fields}
-
-
-def make_result(value: object, call_id: str = "call_1") -> dict[str, Any]:
-    return {"type": "function_call_output", "call_id": call_id, "output": value}
-
-
-def make_thinking(text: str, **fields: Any) -> dict[str, Any]:
-    return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}], **fields}
 
 
 def make_chat_call(name: str, arguments: str = "{}", call_id: str = "call_1") -> dict[str, Any]:

@@ -6,10 +6,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from test_responses_routes import PATH, read_events
 
 from support.proxy.harness import ProxyHarness, on_loop, run_proxy
 from support.proxy.purges import run_purge
+from support.proxy.responses import RESPONSES_PATH, read_events
 from warmline_proxy.auth.key_store import add_key
 from warmline_proxy.index.responses import MB
 
@@ -19,7 +19,7 @@ TEXT = "What is the capital of France? " * 4  # more than a block of tokens
 async def post(proxy: ProxyHarness, value: object = TEXT, key: str = "", **fields: Any) -> aiohttp.ClientResponse:
     headers = {"X-Api-Key": key} if key else {}
     body = {"model": "any", "input": value, **fields}
-    return await proxy.client.post(proxy.url + PATH, json=body, headers=headers)
+    return await proxy.client.post(proxy.url + RESPONSES_PATH, json=body, headers=headers)
 
 
 async def create(proxy: ProxyHarness, value: object = TEXT, key: str = "", **fields: Any) -> Any:
@@ -30,7 +30,7 @@ async def create(proxy: ProxyHarness, value: object = TEXT, key: str = "", **fie
 
 async def fetch(proxy: ProxyHarness, rest: str, key: str = "", method: str = "GET") -> tuple[int, Any]:
     headers = {"X-Api-Key": key} if key else {}
-    async with proxy.client.request(method, f"{proxy.url}{PATH}/{rest}", headers=headers) as response:
+    async with proxy.client.request(method, f"{proxy.url}{RESPONSES_PATH}/{rest}", headers=headers) as response:
         return response.status, await response.json()
 
 
@@ -137,7 +137,7 @@ async def test_input_tokens_counts_previous_response(tmp_path: Path) -> None:
     async with run_proxy(tmp_path) as proxy:
         first = await create(proxy, "Hi.")
         body = {"input": "And?", "previous_response_id": first["id"]}
-        counted = await (await proxy.client.post(f"{proxy.url}{PATH}/input_tokens", json=body)).json()
+        counted = await (await proxy.client.post(f"{proxy.url}{RESPONSES_PATH}/input_tokens", json=body)).json()
         assert counted["input_tokens"] == len("<user>Hi.\n<assistant>Paris.\n<user>And?\n<assistant>")
 
 
@@ -147,7 +147,7 @@ async def test_input_tokens_counts_previous_response(tmp_path: Path) -> None:
 async def hold_response(proxy: ProxyHarness, **fields: Any) -> "asyncio.Task[Any]":
     proxy.backend.hold_after = 1
     body, headers = {"input": TEXT, "stream": True, **fields}, {"X-Warmline-Request": "r-1"}
-    asking = asyncio.create_task(proxy.client.post(proxy.url + PATH, json=body, headers=headers))
+    asking = asyncio.create_task(proxy.client.post(proxy.url + RESPONSES_PATH, json=body, headers=headers))
     await proxy.backend.holding.wait()
     return asking
 
