@@ -147,6 +147,15 @@ def test_unwritten_response_is_found_and_written_later(index: Index, monkeypatch
     assert list_ids(index) == ["a"]
 
 
+def test_response_is_found_while_home_is_read_only(index: Index) -> None:
+    index.read_only = "the home can't be written to"
+    record(index, make_response("a"))
+    assert read_text(index.find_response("", "a")) == "text of a" and list_ids(index) == []
+    index.read_only = ""
+    index.flush()
+    assert list_ids(index) == ["a"]
+
+
 def test_unwritten_responses_are_bounded(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("warmline_proxy.index.write_behind.RESPONSE_BYTES_MAX", 25)
     with monkeypatch.context() as broken:

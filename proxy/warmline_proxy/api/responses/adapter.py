@@ -78,13 +78,12 @@ class ResponsesApi:
 
 
 def _reject_unsupported(fields: Fields) -> None:
-    messages = {
-        "conversation": "'conversation' can't be used: use 'previous_response_id', or send the whole as 'input'.",
-        "prompt": "'prompt' names a stored prompt; none are stored here.  Send it as 'instructions' and 'input'.",
-    }
-    for name, message in messages.items():
-        if fields.get(name) is not None:
-            raise bad_request(message, code="unsupported_parameter", param=name)
+    if fields.get("conversation") is not None:
+        message = "'conversation' can't be used: use 'previous_response_id', or send the whole as 'input'."
+        raise bad_request(message, code="unsupported_parameter", param="conversation")
+    if fields.get("prompt") is not None:
+        message = "'prompt' names a stored prompt; none are stored here.  Send it as 'instructions' and 'input'."
+        raise bad_request(message, code="unsupported_parameter", param="prompt")
     if fields.get("background") is True:
         message = "'background' can't be true: an answer is computed only while its client waits.  Leave it out."
         raise bad_request(message, code="unsupported_parameter", param="background")

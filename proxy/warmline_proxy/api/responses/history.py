@@ -115,7 +115,7 @@ def _find_previous(previous_id: object, history: ResponseHistory) -> StoredRespo
         raise bad_request(f"'{param}' must be a string.", param=param)
     if previous := history.find_response(previous_id.removeprefix(RESPONSE_PREFIX)):
         return previous
-    message = f"Previous response with id '{_shorten(previous_id)}' not found{_explain(history)}.  {SEND_WHOLE}."
+    message = f"Previous response with id '{_shorten(previous_id)}' not found: {_explain(history)}.  {SEND_WHOLE}."
     raise bad_request(message, code="previous_response_not_found", param=param)
 
 
@@ -161,14 +161,15 @@ class _ReferenceResolver:
 
 
 def _item_not_found(item_id: str, where: str, history: ResponseHistory) -> ClientError:
-    message = f"Item with id '{_shorten(item_id)}' ('{where}') not found{_explain(history)}.  {SEND_WHOLE}"
-    return bad_request(f"{message}, or remove this item.", status=404, code="item_not_found", param="input")
+    reason = _explain(history)
+    message = f"Item with id '{_shorten(item_id)}' ('{where}') not found: {reason}.  {SEND_WHOLE}, or remove it."
+    return bad_request(message, status=404, code="item_not_found", param="input")
 
 
 def _explain(history: ResponseHistory) -> str:
     if history.is_off:
-        return ": this server stores no responses, as with 'store: false'"
-    return ": it was answered with 'store: false', or was deleted, or is no longer stored"
+        return "this server stores no responses, as with 'store: false'"
+    return "it was answered with 'store: false', or was deleted, or is no longer stored"
 
 
 def _shorten(item_id: str) -> str:
