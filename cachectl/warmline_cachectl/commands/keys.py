@@ -124,11 +124,9 @@ def _find_stored_roots(home: Home, name: str) -> tuple[list[str], list[str]]:
         return [], []
     tenants = [entry.tenant for entry in key_store.read_client_keys(home) if entry.name == name]
     own = {namespace(fingerprint, tenant).hex() for fingerprint in fingerprints.values() for tenant in tenants}
-    roots = dict.fromkeys(root for root, word in labels.words.items() if word == name in labels.keys) | dict.fromkeys(
-        own
-    )
+    own |= {root for root, word in labels.words.items() if word == name in labels.keys}
     stored = {row.root.hex() for row in snapshot.segments.values()} | {root.hex() for root in fingerprints}
-    return list(roots), [root for root in roots if root in stored]
+    return sorted(own), sorted(own & stored)
 
 
 def _format_purge_hint(roots: list[str]) -> str:

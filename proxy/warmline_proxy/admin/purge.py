@@ -100,8 +100,8 @@ class PurgeRoutes:
                 self.backend_state.resident_view.exclude(resident)
             try:
                 await asyncio.to_thread(purging.remove_sampled_turns, self.index, _list_sampled_turns(affected))
-                stored_responses = [each.stored_response for each in affected if each.stored_response]
-                await asyncio.to_thread(purging.remove_responses, self.index, stored_responses)
+                keys = [each.stored_response for each in affected if each.stored_response]
+                reply.responses += await asyncio.to_thread(purging.remove_responses, self.index, keys)
                 reply = await asyncio.to_thread(purging.erase_purged_files, self.index, reply)
             finally:
                 await self._clear_memory()

@@ -143,12 +143,14 @@ def remove_sampled_turns(index: Index, calls: Collection[tuple[bytes, str]]) -> 
         index.transact(change, frees_space=True)
 
 
-def remove_responses(index: Index, keys: Collection[tuple[str, str]]) -> None:
-    """Remove stored responses by (owner, id).  Blocks; raises IndexStoreError."""
-    if keys:
-        index.flush()
-        index.drop_unwritten_responses(lambda row: (row.owner, row.id) in keys)
-        index.transact(lambda tables: [delete_response(tables, *key) for key in keys], frees_space=True)
+def remove_responses(index: Index, keys: Collection[tuple[str, str]]) -> int:
+    """Remove stored responses by (owner, id); how many.  Blocks; raises IndexStoreError."""
+    if not keys:
+        return 0
+    index.flush()
+    dropped = index.drop_unwritten_responses(lambda row: (row.owner, row.id) in keys)
+    deleted = index.transact(lambda tables: [delete_response(tables, *key) for key in keys], frees_space=True)
+    return dropped + sum(deleted)
 
 
 def erase_purged_files(index: Index, reply: PurgeReply) -> PurgeReply:

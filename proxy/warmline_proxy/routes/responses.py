@@ -84,6 +84,8 @@ class ResponseRoutes:
         if (request := self._find_running(http_request)) is None:
             return json_response(self._find_stored(http_request).response)
         await self.completion.cancel(request)
+        if request.stored_response:  # it ended just before
+            return json_response(self._find_stored(http_request).response)
         response = _build_unfinished_response(request, "cancelled")
         if response["store"]:
             items = normalize_input(_list_stored_input(request) or [], request.log.id)
@@ -96,8 +98,9 @@ class ResponseRoutes:
     def _find_running(self, http_request: web.Request) -> Request | None:
         """The client's request of that response; None once its answer has ended."""
         request = self.registry.find(_read_answer_id(http_request), http_request[CLIENT])
-        has_ended = request is None or request.response.is_closed or request.released.is_set()
-        return None if has_ended else request
+        if request is None or request.log.endpoint != ResponsesApi.name:
+            return None
+        return None if request.response.is_closed or request.released.is_set() else request
 
     def _find_stored(self, http_request: web.Request) -> StoredResponse:
         stored = self.store.open_history(http_request[CLIENT]).find_response(_read_answer_id(http_request))
