@@ -8,7 +8,7 @@ runs.
         └── ProxyRefusedError      the proxy refused, in its own words
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException
 from typing import Annotated, TypeVar
@@ -28,6 +28,7 @@ from warmline_proxy.home_lock import HomeLockedError, home_lock
 from warmline_proxy.index.index import Index, IndexReader, IndexStoreError
 from warmline_proxy.index.recovery.orphans import delete_leftovers
 from warmline_proxy.index.recovery.repair import repair as repair_index
+from warmline_proxy.index.responses import ResponseLimits
 from warmline_proxy.retention.gc import collect_garbage
 from warmline_proxy.retention.pin import PinLimitError, UnknownSessionError, pin_session
 from warmline_proxy.retention.purge import purge as purge_index
@@ -110,6 +111,11 @@ def read_disk_budget_bytes(home: Home) -> int:
     return int(read_setting(home.root, "disk_budget_gb") * GB)
 
 
+def read_response_limits(home: Home) -> ResponseLimits:
+    days, megabytes = (read_setting(home.root, f"responses_keep_{unit}") for unit in ("days", "mb"))
+    return ResponseLimits.from_settings(days, megabytes, read_disk_budget_bytes(home))
+
+
 def read_key_tenants(home: Home) -> KeyTenants:
     """Tenants of the client keys in the home and of the settings' key.  Raises KeyStoreError."""
     return load_key_tenants(
@@ -136,9 +142,12 @@ def read_owner_labels_if_readable(home: Home, snapshot: rows.IndexSnapshot) -> O
         return OwnerLabels()
 
 
-def _read_owner_labels_locally(home: Home, segments: Iterable[rows.SegmentRow]) -> OwnerLabels:
+def _read_owner_labels_locally(
+    home: Home, segments: Iterable[rows.SegmentRow], response_fingerprints: Mapping[bytes, str] | None = None
+) -> OwnerLabels:
+    fingerprints = {**(response_fingerprints or {}), **find_fingerprints(home, segments)}
     try:
-        return build_owner_labels(read_key_tenants(home), find_fingerprints(home, segments))
+        return build_owner_labels(read_key_tenants(home), fingerprints)
     except KeyStoreError as error:
         raise OperationRefusedError(str(error)) from error
 
@@ -148,7 +157,9 @@ def _read_owner_labels_locally(home: Home, segments: Iterable[rows.SegmentRow]) 
 
 def purge(home: Home, request: rows.PurgeRequest) -> rows.PurgeReply:
     def purge_locally(index: Index) -> rows.PurgeReply:
-        labels = _read_owner_labels_locally(home, index.segments()) if request.key else OwnerLabels()
+        labels = OwnerLabels()
+        if request.key:
+            labels = _read_owner_labels_locally(home, index.segments(), index.response_fingerprints())
         try:
             reply = purge_index(index, resolve_key(request, labels))
         except KeyNotFoundError as error:
@@ -214,7 +225,8 @@ def change_index(
 def run_locked(home: Home, work: Callable[[Index], T]) -> T:
     """Result of a function that runs under the home's lock.  Raises OperationRefusedError."""
     try:
-        with home_lock(home, LOCK_WAIT_S), Index(home, read_disk_budget_bytes(home)) as index:
+        budget_bytes, limits = read_disk_budget_bytes(home), read_response_limits(home)
+        with home_lock(home, LOCK_WAIT_S), Index(home, budget_bytes, response_limits=limits) as index:
             return work(index)
     except (HomeLockedError, IndexStoreError, UnknownSessionError, PinLimitError) as error:
         raise OperationRefusedError(str(error)) from error

@@ -26,6 +26,7 @@ from warmline_proxy.home_lock import HomeLockedError, home_lock
 from warmline_proxy.http.connections import listen
 from warmline_proxy.index.index import Index, IndexStoreError
 from warmline_proxy.index.recovery.startup import reconcile
+from warmline_proxy.index.responses import ResponseLimits
 
 log = logging.getLogger("warmline_proxy")
 
@@ -70,7 +71,9 @@ def prepare_home(config: ProxyConfig) -> str:
 def run(config: ProxyConfig, secret: str) -> None:
     """Lock the home, recover the index, serve.  Raises HomeLockedError, IndexStoreError or OSError."""
     descriptor_count_max = raise_descriptor_limit(DESCRIPTOR_COUNT_TARGET)
-    with home_lock(config.home, LOCK_WAIT_S), Index(config.home, config.disk_budget_bytes) as index:
+    days, megabytes, budget_bytes = config.responses_keep_days, config.responses_keep_mb, config.disk_budget_bytes
+    limits = ResponseLimits.from_settings(days, megabytes, budget_bytes)
+    with home_lock(config.home, LOCK_WAIT_S), Index(config.home, budget_bytes, response_limits=limits) as index:
         reconcile_index(index)
         asyncio.run(serve(config, secret, index, descriptor_count_max))
 

@@ -38,6 +38,7 @@ from warmline_proxy.pipeline.deadline_monitor import DeadlineMonitor
 from warmline_proxy.pipeline.generator import Generator
 from warmline_proxy.pipeline.pipeline import Pipeline, PipelineSteps
 from warmline_proxy.pipeline.rendering import RemoteRenderer
+from warmline_proxy.pipeline.response_store import ResponseStore
 from warmline_proxy.pipeline.sampled_turns import SampledTurnCache
 from warmline_proxy.pipeline.save_health import SaveHealth
 from warmline_proxy.pipeline.saver import Saver
@@ -47,6 +48,7 @@ from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.routes import middlewares
 from warmline_proxy.routes.clients import CANCEL_PATH, ClientRoutes
 from warmline_proxy.routes.middlewares import RouteTable
+from warmline_proxy.routes.responses import ResponseRoutes
 from warmline_proxy.tasks import BackgroundTasks
 from warmline_proxy.upstream.backend_state import BackendState
 from warmline_proxy.upstream.client import Upstream
@@ -79,8 +81,11 @@ class Components:
         is_reusing, finishes_prefill = config.reuse != "off", config.on_disconnect == "finish-prefill"
         self.saver = Saver(index, upstream, state, metrics, self.save_health, turns, divergences, reuse=is_reusing)
         self._build_audits()
-        on_settled = self.auditor.consider_request
-        self.completion = Completion(registry, upstream, watchdog, self.saver, on_settled, background, finishes_prefill)
+        self.responses = ResponseStore(index)
+        on_completed = (self.responses.record_session, self.auditor.consider_request)
+        self.completion = Completion(
+            registry, upstream, watchdog, self.saver, on_completed, background, finishes_prefill
+        )
         self.deadline_monitor = DeadlineMonitor(registry, watchdog, background, config.heartbeat_after_s)
 
     def _build_audits(self) -> None:
@@ -105,7 +110,9 @@ class Components:
         starter = Starter(config, upstream, self.index, state, watchdog, metrics, heads, divergences)
         saver, turns, background = self.saver, self.sampled_turns, self.background
         generator = Generator(config, upstream, state, saver, turns, heads, divergences, background)
-        steps = PipelineSteps(self.admission, self.body_reader, self.renderer, starter, generator, self.completion)
+        steps = PipelineSteps(
+            self.admission, self.body_reader, self.renderer, starter, generator, self.completion, self.responses
+        )
         return Pipeline(config, self.registry, watchdog, metrics, steps)
 
     def build_purge_events(self) -> PurgeEvents:
@@ -166,11 +173,23 @@ def build_app(config: ProxyConfig, secret: str, index: Index) -> web.Application
 def _build_client_table(parts: Components) -> RouteTable:
     """Routes of the client APIs."""
     state, registry, completion = parts.backend_state, parts.registry, parts.completion
-    clients = ClientRoutes(parts.body_reader, parts.build_pipeline(), parts.renderer, state, registry, completion)
+    pipeline = parts.build_pipeline()
+    clients = ClientRoutes(parts.body_reader, pipeline, parts.renderer, state, registry, completion)
+    responses = ResponseRoutes(pipeline, registry, completion, parts.responses, clients.count_response_tokens)
     return {
-        **{("POST", path): clients.build_generation_handler(api) for path, api in APIS.items()},
+        **{
+            ("POST", path): clients.build_generation_handler(api)
+            for path, api in APIS.items()
+            if path != RESPONSES_PATH
+        },
         ("POST", COUNT_TOKENS_PATH): clients.count_tokens,
-        ("*", f"{RESPONSES_PATH}/{{path:.+}}"): clients.handle_response,
+        ("POST", RESPONSES_PATH): responses.create,
+        ("POST", f"{RESPONSES_PATH}/input_tokens"): responses.count_input_tokens,
+        ("POST", f"{RESPONSES_PATH}/compact"): responses.compact,
+        ("GET", f"{RESPONSES_PATH}/{{id}}"): responses.get_response,
+        ("DELETE", f"{RESPONSES_PATH}/{{id}}"): responses.delete_response,
+        ("GET", f"{RESPONSES_PATH}/{{id}}/input_items"): responses.list_input_items,
+        ("POST", f"{RESPONSES_PATH}/{{id}}/cancel"): responses.cancel_response,
         ("GET", MODELS_PATH): clients.get_models,
         ("GET", f"{MODELS_PATH}/{{name:.+}}"): clients.get_models,
         ("DELETE", f"{CANCEL_PATH}{{name:.+}}"): clients.cancel_request,

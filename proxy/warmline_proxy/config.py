@@ -37,6 +37,8 @@ class ProxyConfig:
     audit_tolerance: float = get_default("audit_tolerance")
     garbage_guard: str = get_default("garbage_guard")
     disk_budget_gb: float = get_default("disk_budget_gb")
+    responses_keep_days: float = get_default("responses_keep_days")
+    responses_keep_mb: float = get_default("responses_keep_mb")
     queue_count_max: int = get_default("queue_count_max")
     running_count_max: int = get_default("running_count_max")
     log_level: str = get_default("log_level")

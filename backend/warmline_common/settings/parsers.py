@@ -18,6 +18,7 @@ N = TypeVar("N", int, float)
 
 STABILIZE_RULES = ("times", "dates", "ids", "billing", "tool-order")
 STEP_AUTO = "auto"
+OFF = "off"
 STEP_TOKENS_MAX = 65536
 TEMPLATE_ARGS_BYTES_MAX = 65536  # an argument of a command may have twice as many
 TEMPLATE_ARGS_EXAMPLE = '{"enable_thinking": false}'
@@ -95,6 +96,14 @@ def parse_bool(raw: object) -> bool:
     if answer is None:
         raise ValueError("expected true or false")
     return answer
+
+
+def parse_days(raw: object) -> Value:
+    """Number of days; "off" is 0."""
+    try:
+        return 0.0 if raw == OFF else make_amount_parser("days", 0, 36_500)(raw)
+    except ValueError as error:
+        raise ValueError(f"{error}, or {OFF}") from None
 
 
 def parse_step_size(raw: object) -> Value:

@@ -97,6 +97,11 @@ _ROWS = (
     Setting("memory_budget_gb", 0.0, parsers.parse_gigabytes, "GB", BACKEND_DOCTOR,
             "memory for conversations; 0: as the machine allows", omit_zero=True),
     Setting("disk_budget_gb", 50.0, parsers.parse_gigabytes, "GB", PROXY, "disk for conversations, index included"),
+    Setting("responses_keep_days", 30.0, parsers.parse_days, "DAYS", PROXY,
+            "how long answers of `/v1/responses` are stored, as text, for clients that refer to them; `off` or 0: not "
+            "stored"),
+    Setting("responses_keep_mb", 256.0, parsers.make_amount_parser("megabytes", 0, 1e6), "MB", PROXY,
+            "disk for these answers, compressed, of the disk budget (a tenth of it at most); the oldest go first"),
     Setting("kv_bits", 0, parsers.make_choice_parser(0, 4, 8), "BITS", BACKEND_DOCTOR,
             "quantize the KV cache to 4 or 8 bits; 0: keep it as computed", omit_zero=True),
     Setting("kv_group_size", 64, parsers.make_choice_parser(32, 64, 128), "N", BACKEND_DOCTOR,

@@ -15,6 +15,7 @@ from warmline_cachectl.errors import ADD_KEY_HINT, EXIT_USAGE, exit_on_error, fa
 from warmline_cachectl.options import HOME, CommandApp, HomeOption, JsonOption, SharedOptionsGroup, make_home
 from warmline_cachectl.views import tables
 from warmline_cachectl.views.output import show as show_view
+from warmline_common.protocol.tokens import namespace
 from warmline_common.storage.home import Home
 from warmline_proxy.auth import key_store
 from warmline_proxy.auth.key_store import ADMIN_KIND, KeyEntry
@@ -116,16 +117,18 @@ def remove(
 
 
 def _find_stored_roots(home: Home, name: str) -> tuple[list[str], list[str]]:
-    """(roots of a key's conversations in hex, those with stored segments).  Raises CachectlError, IndexStoreError."""
+    """(roots of a key's conversations in hex, those with stored data).  Raises CachectlError, IndexStoreError."""
     try:
         with client.open_reader(home) as reader:
-            snapshot = reader.snapshot()
+            snapshot, fingerprints = reader.snapshot(), reader.response_fingerprints()
             labels = client.read_owner_labels_if_readable(home, snapshot)
     except client.HomeNotFoundError:
         return [], []
-    roots = [root for root, word in labels.words.items() if word == name in labels.keys]
-    stored = {row.root.hex() for row in snapshot.segments.values()}
-    return roots, [root for root in roots if root in stored]
+    tenants = [entry.tenant for entry in key_store.read_client_keys(home) if entry.name == name]
+    own = {namespace(fingerprint, tenant).hex() for fingerprint in fingerprints.values() for tenant in tenants}
+    own |= {root for root, word in labels.words.items() if word == name in labels.keys}
+    stored = {row.root.hex() for row in snapshot.segments.values()} | {root.hex() for root in fingerprints}
+    return sorted(own), sorted(own & stored)
 
 
 def _format_purge_hint(roots: list[str]) -> str:

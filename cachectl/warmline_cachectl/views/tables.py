@@ -30,6 +30,8 @@ STORED_LABELS = {  # of `stats`, in its order
     "bytes_pinned": "pinned, of that",
     "quarantined": "files in quarantine",
     "turns": "sampled tool calls",
+    "responses": "stored responses",
+    "bytes_responses": "  of the index",
 }
 REQUEST_LABELS = {
     "count": "requests",
@@ -230,6 +232,7 @@ def format_purge(reply: PurgeReply) -> str:
         *([f"a part of {len(cut)} more"] if cut else []),
         format_count(len(reply.checkpoints), "checkpoint"),
         *([f"{len(reply.quarantined)} quarantined"] if reply.quarantined else []),
+        *([format_count(reply.responses, "stored response")] if reply.responses else []),
         format_size(reply.bytes_freed),
     ]
     return f"{verb} {format_count(len(reply.sessions), 'conversation')}: {', '.join(parts)}"
@@ -250,6 +253,7 @@ def render_gc(reply: GcReply) -> Renderables:
             (reply.doomed, "file without a row", "files without rows"),
             (reply.records, "old record", ""),
             (reply.turns, "old sampled turn", ""),
+            (reply.responses, "old response", ""),
             (reply.notes, "stale note", "stale notes"),
         ],
         "cut": [(len([cut for cut in reply.cuts if not cut.why_not]), "segment", "")],

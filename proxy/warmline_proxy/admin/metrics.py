@@ -83,6 +83,7 @@ class MetricsRoutes(Collector):
                 ("stored_tokens", "Tokens whose KV is on disk.", totals.tokens),
                 ("stored_sessions", "Conversations on disk.", totals.sessions),
                 ("stored_turns", "Sampled calls that are remembered.", totals.turns),
+                ("stored_responses", "Responses of OpenAI's Responses that are stored.", totals.responses),
             ]
             size = GaugeMetricFamily("warmline_stored_bytes", "What counts against the disk budget.", labels=["kind"])
             count = GaugeMetricFamily("warmline_stored_files", "Files on disk.", labels=["kind"])

@@ -1,7 +1,7 @@
 """GET /warmline/whose: owners of stored conversations, by the present keys."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from aiohttp import web
 
@@ -26,8 +26,13 @@ class OwnerResolver:
     async def get_owners(self, request: web.Request) -> web.Response:
         return json_response(await self.resolve_owners())
 
-    async def resolve_owners(self, running_roots: Iterable[bytes] = ()) -> OwnerLabels:
-        """Labels of all stored and resident roots, and of `running_roots`.  Raises IndexStoreError."""
+    async def resolve_owners(
+        self, running_roots: Iterable[bytes] = (), response_fingerprints: Mapping[bytes, str] | None = None
+    ) -> OwnerLabels:
+        """Labels of all stored and resident roots, of `running_roots`, and of those of stored responses, if given.
+
+        Raises IndexStoreError.
+        """
         if (changes := self._index.change_count) != self._seen_change_count:
             index, old = self._index, self._fingerprint_by_root
             self._fingerprint_by_root = await asyncio.to_thread(
@@ -37,5 +42,6 @@ class OwnerResolver:
         served, stored = self._backend_state.fingerprint, self._fingerprint_by_root
         unsaved = self._backend_state.resident_view.non_durable_entries()
         in_memory = {*running_roots, *(entry.root for _, entry in unsaved)}
-        fingerprints = stored | {root: stored.get(root) or served for root in in_memory}
+        readable = {root: fingerprint for root, fingerprint in stored.items() if fingerprint}
+        fingerprints = {**dict.fromkeys(in_memory, served), **(response_fingerprints or {}), **readable}
         return build_owner_labels(self._keys.key_tenants, fingerprints, served)

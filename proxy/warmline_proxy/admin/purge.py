@@ -79,8 +79,10 @@ class PurgeRoutes:
         if not purge_request.key:
             return purge_request
         running_roots = {request.root for request in self.registry} - {b""}
+        fingerprints = await asyncio.to_thread(self.index.response_fingerprints)
         try:
-            return purging.resolve_key(purge_request, await self.owner_resolver.resolve_owners(running_roots))
+            labels = await self.owner_resolver.resolve_owners(running_roots, fingerprints)
+            return purging.resolve_key(purge_request, labels)
         except KeyNotFoundError as error:
             raise bad_request(str(error), param="key") from error
 
@@ -98,6 +100,8 @@ class PurgeRoutes:
                 self.backend_state.resident_view.exclude(resident)
             try:
                 await asyncio.to_thread(purging.remove_sampled_turns, self.index, _list_sampled_turns(affected))
+                keys = [each.stored_response for each in affected if each.stored_response]
+                reply.responses += await asyncio.to_thread(purging.remove_responses, self.index, keys)
                 reply = await asyncio.to_thread(purging.erase_purged_files, self.index, reply)
             finally:
                 await self._clear_memory()

@@ -1,6 +1,6 @@
 """Interface of an API: a reader of bodies and an encoder of responses.  No I/O; event loop thread."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -52,6 +52,7 @@ class ResponseStart:
     model: str  # the served model's name
     prompt_tokens: int
     cached_tokens: int  # of these, planned to be reused
+    on_result: Callable[[Any], object] = lambda result: None  # gets the response of an API that stores its responses
 
 
 class ResponseEncoder(Protocol):

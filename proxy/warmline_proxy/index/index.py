@@ -16,8 +16,9 @@ from typing import TypeVar
 
 from warmline_common.protocol.messages import SaveReply
 from warmline_common.storage.home import Home
-from warmline_proxy.index import lookup, save, tree
+from warmline_proxy.index import lookup, responses, save, tree
 from warmline_proxy.index.reader import IndexReader
+from warmline_proxy.index.responses import DEFAULT_LIMITS, ResponseEntry, ResponseLimits
 from warmline_proxy.index.save import SaveIntent
 from warmline_proxy.index.write_behind import WriteBehindBuffer
 from warmline_proxy.store import crash_probe, files, reserve, row_checks
@@ -31,14 +32,14 @@ from warmline_proxy.store.errors import (
     get_error_code,
     is_read_only_error,
 )
-from warmline_proxy.store.rows import RequestRecord, SavePlan, SaveResult, SessionUpdate, TurnRow
+from warmline_proxy.store.rows import RequestRecord, ResponseRow, SavePlan, SaveResult, SessionUpdate, TurnRow
 from warmline_proxy.store.tables import Tables
 from warmline_proxy.store.writer import WriterThread
 
 __all__ = ["DiskBudgetError", "Index", "IndexReader", "IndexStoreError"]
 
 FLUSH_INTERVAL_S = 1.0
-READER_CHECK_INTERVAL_S = 60.0
+UPKEEP_INTERVAL_S = 60.0
 DISK_FULL_CODES = (*NO_SPACE_CODES, "EIO")  # LMDB calls a write that was cut short an input/output error
 
 T = TypeVar("T")
@@ -49,13 +50,21 @@ class Index(IndexReader):
     """The proxy's index, under `home.lock`.  Methods may be called on any thread.
 
     Methods that write block until it is durable (on an event loop: `asyncio.to_thread`); `record_use`,
-    `record_request`, `record_audit`, `record_turn`, `lease` and `release` return at once.  Any write may raise
-    IndexFullError: nothing was changed then, and reading goes on.
+    `record_request`, `record_audit`, `record_turn`, `record_response`, `lease` and `release` return at once.  Any write
+    may raise IndexFullError: nothing was changed then, and reading goes on.
     """
 
-    def __init__(self, home: Home, budget_bytes: int, *, map_bytes: int = MAP_BYTES) -> None:
+    def __init__(
+        self,
+        home: Home,
+        budget_bytes: int,
+        *,
+        map_bytes: int = MAP_BYTES,
+        response_limits: ResponseLimits = DEFAULT_LIMITS,
+    ) -> None:
         self.home = home
         self.budget_bytes = budget_bytes
+        self.response_limits = response_limits
         self.read_only = ""  # reason why nothing can be written, while stored data can be read
         self.read_only_code = ""  # as get_error_code
         self.on_flush: Callable[[IndexStoreError | None], object] = _log_flush_error
@@ -74,8 +83,8 @@ class Index(IndexReader):
         self._is_reserve_used = False  # the reserve was released, and is to be allocated again
         self._lock = threading.Lock()  # guards the leases
         self._leases: Counter[str] = Counter()
-        self._write_behind = WriteBehindBuffer()
-        self._reader_check_due = time.monotonic() + READER_CHECK_INTERVAL_S
+        self._write_behind = WriteBehindBuffer(response_limits)
+        self._upkeep_due = time.monotonic() + UPKEEP_INTERVAL_S
         self._writer = WriterThread(self._tick, FLUSH_INTERVAL_S)
 
     def set_read_only(self, error: IndexStoreError | OSError) -> None:
@@ -157,9 +166,57 @@ class Index(IndexReader):
         if self._write_behind.record_turn(row):
             self._writer.submit(self._tick)
 
+    def record_response(self, entry: ResponseEntry) -> None:
+        """Store a response: clients can read it at once, and it is written as soon as the writer thread is free."""
+        self._write_behind.record_response(entry)
+        self._writer.submit(self._tick)
+
+    def record_response_session(self, owner: str, answer_id: str, session: str) -> None:
+        """Add the conversation to a stored response; written within a second."""
+        self._write_behind.record_response_session((owner, answer_id), session)
+
     def flush(self) -> None:
         """Write the bookkeeping now."""
         self._writer.submit(self._tick).result()
+
+    # --- stored responses ---
+
+    def find_response(self, owner: str, answer_id: str) -> ResponseEntry | None:
+        """The owner's stored response of that id."""
+        key = owner, answer_id
+        unwritten = self._write_behind.find_response(lambda entry: entry.key == key)
+        return unwritten or self._find_valid(responses.find_response, owner, answer_id)
+
+    def find_response_holder(self, owner: str, answer_id: str) -> ResponseEntry | None:
+        """The owner's newest stored response that has items of that answer."""
+        answer = responses.answer_key(owner, answer_id)
+        unwritten = self._write_behind.find_response(lambda entry: entry.has_answer(answer))
+        return unwritten or self._find_valid(responses.find_holder, owner, answer_id)
+
+    def _find_valid(
+        self, find: Callable[[Tables, str, str], ResponseEntry | None], owner: str, answer_id: str
+    ) -> ResponseEntry | None:
+        entry = self._read(lambda tables: find(tables, owner, answer_id))
+        return None if entry and responses.is_expired(entry.row, self.response_limits, time.time()) else entry
+
+    def delete_response(self, owner: str, answer_id: str) -> bool:
+        """Delete the owner's response of that id; False where none is stored.  Blocks."""
+        self.flush()
+        dropped = self.drop_unwritten_responses(lambda row: (row.owner, row.id) == (owner, answer_id))
+        if not self._read(lambda tables: responses.has_response(tables, owner, answer_id)):
+            return dropped > 0
+        return self.transact(lambda tables: responses.delete_response(tables, owner, answer_id), frees_space=True)
+
+    def drop_unwritten_responses(self, is_dropped: Callable[[ResponseRow], bool]) -> int:
+        """Drop responses that a flush could not write; how many."""
+        return self._write_behind.drop_responses(is_dropped)
+
+    def evict_responses(self) -> int:
+        """Remove the oldest responses until their limits hold; how many.  Blocks."""
+        limits, now = self.response_limits, time.time()
+        if not self._read(lambda tables: responses.has_excess(tables, limits, now)):
+            return 0
+        return self.transact(lambda tables: responses.evict_responses(tables, limits, now), frees_space=True)
 
     # --- leases, eviction, quarantine ---
 
@@ -323,12 +380,19 @@ class Index(IndexReader):
             elif self._write_behind.flush(self._environment.write):
                 self.flush_count += 1
                 self.on_flush(None)
-            if time.monotonic() >= self._reader_check_due:
-                self._reader_check_due = time.monotonic() + READER_CHECK_INTERVAL_S
+            if time.monotonic() >= self._upkeep_due:
+                self._upkeep_due = time.monotonic() + UPKEEP_INTERVAL_S
                 self._environment.reader_check()
                 self.renew_reserve()
+                self._evict_old_responses()
         except IndexStoreError as error:
             self.on_flush(error)
+
+    def _evict_old_responses(self) -> None:
+        """Evict as `evict_responses` does, on the writer thread."""
+        limits, now = self.response_limits, time.time()
+        if not self.read_only and self._read(lambda tables: responses.has_excess(tables, limits, now)):
+            self._environment.write(lambda tables: responses.evict_responses(tables, limits, now))
 
 
 def _log_flush_error(error: IndexStoreError | None) -> None:

@@ -5,10 +5,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
-from warmline_common.protocol.tokens import TOKEN_BYTES
+from warmline_common.protocol.tokens import TOKEN_BYTES, namespace
 from warmline_common.storage.home import Home
 from warmline_proxy.index import lookup
 from warmline_proxy.index import turns as sampled_turns
+from warmline_proxy.index.responses import list_responses
 from warmline_proxy.store import rows
 from warmline_proxy.store.environment import LmdbEnvironment
 from warmline_proxy.store.tables import Tables
@@ -95,6 +96,17 @@ class IndexReader:
         with self._environment.read_transaction() as tables:
             found = (sampled_turns.find_turn(tables, root, call_id) for call_id in call_ids)
             return list({turn.calls[0]: turn for turn in found if turn is not None}.values())
+
+    def responses(self) -> list[rows.ResponseRow]:
+        """Stored responses of all owners, oldest first, without their text."""
+        return self._read(lambda tables: [row for _, row in list_responses(tables)])
+
+    def response_fingerprints(self) -> dict[bytes, str]:
+        """Fingerprints of the stored responses' roots: of their KV, and of their owners, who may share the cache."""
+        found = self.responses()
+        owners = {(row.fingerprint, row.owner) for row in found}
+        own = {namespace(fingerprint, owner): fingerprint for fingerprint, owner in owners}
+        return own | {row.root: row.fingerprint for row in found}
 
     def quarantined(self) -> list[rows.QuarantineRow]:
         return self._read(lambda tables: tables.quarantined())

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ class Completion:
     upstream: Upstream
     watchdog: Watchdog
     saver: Saver
-    on_completed: Callable[[Request], None]  # for each admitted request, once it is saved and recorded
+    on_completed: Sequence[Callable[[Request], None]]  # for each admitted request, once it is saved and recorded
     background: BackgroundTasks
     finish_prefill: bool
 
@@ -80,7 +80,8 @@ class Completion:
             await request.release_task
             if request.ticket:  # refused requests are not recorded: a flood of them would evict all other records
                 await self.saver.save_request(request)
-                self.on_completed(request)
+                for on_completed in self.on_completed:
+                    on_completed(request)
         finally:
             request.saved.set()
             self.registry.discard(request)

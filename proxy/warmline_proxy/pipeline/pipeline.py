@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from aiohttp import web
 
@@ -26,6 +26,7 @@ from warmline_proxy.metrics import ProxyMetrics, find_cancel_source
 from warmline_proxy.pipeline.completion import Completion
 from warmline_proxy.pipeline.generator import Generator
 from warmline_proxy.pipeline.rendering import RemoteRenderer
+from warmline_proxy.pipeline.response_store import ResponseStore
 from warmline_proxy.pipeline.starter import Starter
 from warmline_proxy.planner import RequestPlan
 from warmline_proxy.request.admission import AdmissionQueue, identify_caller
@@ -58,6 +59,7 @@ class PipelineSteps:
     starter: Starter
     generator: Generator
     completion: Completion
+    responses: ResponseStore
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,8 @@ class Pipeline:
         raise upstream.UpstreamError("its start was lost again and again")
 
     async def _relay(self, request: Request, generation: GenerationStream, plan: RequestPlan) -> None:
-        start = ResponseStart(request.log.id, request.model, request.log.prompt_tokens, plan.reuse)
+        store = partial(self.steps.responses.store, request)
+        start = ResponseStart(request.log.id, request.model, request.log.prompt_tokens, plan.reuse, store)
         encoder = request.response.open_encoder(start)
         await Relay(request.response, generation, encoder, request.log, request.record_first_token).run()
 

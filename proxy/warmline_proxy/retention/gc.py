@@ -32,6 +32,7 @@ def collect_garbage(index: Index, request: GcRequest, *, is_saving: bool) -> GcR
         reply.drafts += not file_id
     reply.drafts += len(index.delete_superseded())
     index.transact(lambda tables: _delete_expired(tables, now, reply), frees_space=True)
+    reply.responses = index.evict_responses()
     reply.cuts = truncate_orphaned_tails(index)
     index.sweep()
     is_compact = _try_compact(index)

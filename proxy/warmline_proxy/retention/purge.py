@@ -8,8 +8,10 @@ from math import inf
 
 import msgspec
 
+from warmline_common.protocol.tokens import namespace
 from warmline_proxy.auth.owners import OwnerLabels
 from warmline_proxy.index.index import Index, IndexReader
+from warmline_proxy.index.responses import delete_response, list_responses, remove_response
 from warmline_proxy.index.save import abort_save
 from warmline_proxy.index.tree import delete_quarantined, delete_subtree
 from warmline_proxy.index.turns import list_turns, remove_turns
@@ -17,7 +19,15 @@ from warmline_proxy.retention import truncate
 from warmline_proxy.retention.pin import unpin_orphaned_segments
 from warmline_proxy.retention.truncate import Truncator, find_needed_segments
 from warmline_proxy.store import rows
-from warmline_proxy.store.rows import IndexSnapshot, PurgeReply, PurgeRequest, SegmentRow, SessionRow, TurnRow
+from warmline_proxy.store.rows import (
+    IndexSnapshot,
+    PurgeReply,
+    PurgeRequest,
+    ResponseRow,
+    SegmentRow,
+    SessionRow,
+    TurnRow,
+)
 from warmline_proxy.store.tables import Tables
 
 RemovableRow = SessionRow | SegmentRow | rows.QuarantineRow
@@ -86,10 +96,13 @@ def purge(index: Index, request: PurgeRequest) -> PurgeReply:
 
 def preview_purge(reader: IndexReader, request: PurgeRequest) -> PurgeReply:
     """Reply of a dry run.  Raises ValueError, IndexStoreError."""
-    snapshot = reader.snapshot()
-    selection = select_purge(snapshot, request, time.time())
+    snapshot, now = reader.snapshot(), time.time()
+    selection = select_purge(snapshot, request, now)
+    scope = _PurgeScope(snapshot, selection, request, now)
     cuts = ((snapshot.segments[segment], until) for segment, until in selection.cuts.items())
-    return _make_reply(selection, [truncate.preview_truncation(reader.home, *cut) for cut in cuts], dry_run=True)
+    previews = [truncate.preview_truncation(reader.home, *cut) for cut in cuts]
+    responses = sum(map(scope.has_response, reader.responses()))
+    return _make_reply(selection, previews, responses, dry_run=True)
 
 
 def prepare_purge(index: Index, request: PurgeRequest, truncator: Truncator) -> None:
@@ -109,10 +122,13 @@ def remove_purged_rows(index: Index, request: PurgeRequest, truncator: Truncator
         selection = select_purge(snapshot, request, now)
         if not truncator.is_ready(tables, selection.cuts):
             return None
-        cuts = _Removal(tables, snapshot, selection, request, now).run(truncator)
-        return _make_reply(selection, cuts, dry_run=False)
+        cuts, responses = _Removal(tables, _PurgeScope(snapshot, selection, request, now)).run(truncator)
+        return _make_reply(selection, cuts, responses, dry_run=False)
 
     index.flush()
+    snapshot, now = index.snapshot(), time.time()
+    scope = _PurgeScope(snapshot, select_purge(snapshot, request, now), request, now)
+    index.drop_unwritten_responses(scope.has_response)
     return index.transact(change, frees_space=True)
 
 
@@ -125,6 +141,16 @@ def remove_sampled_turns(index: Index, calls: Collection[tuple[bytes, str]]) -> 
     if calls:
         index.flush()
         index.transact(change, frees_space=True)
+
+
+def remove_responses(index: Index, keys: Collection[tuple[str, str]]) -> int:
+    """Remove stored responses by (owner, id); how many.  Blocks; raises IndexStoreError."""
+    if not keys:
+        return 0
+    index.flush()
+    dropped = index.drop_unwritten_responses(lambda row: (row.owner, row.id) in keys)
+    deleted = index.transact(lambda tables: [delete_response(tables, *key) for key in keys], frees_space=True)
+    return dropped + sum(deleted)
 
 
 def erase_purged_files(index: Index, reply: PurgeReply) -> PurgeReply:
@@ -143,7 +169,7 @@ def erase_purged_files(index: Index, reply: PurgeReply) -> PurgeReply:
     return reply
 
 
-def _make_reply(selection: PurgeSelection, cuts: list[rows.Truncation], dry_run: bool) -> PurgeReply:
+def _make_reply(selection: PurgeSelection, cuts: list[rows.Truncation], responses: int, dry_run: bool) -> PurgeReply:
     return PurgeReply(
         sessions=sorted(selection.sessions),
         segments=sorted(selection.segments),
@@ -152,6 +178,7 @@ def _make_reply(selection: PurgeSelection, cuts: list[rows.Truncation], dry_run:
         bytes_freed=selection.bytes_freed + sum(cut.bytes_count for cut in cuts if not cut.why_not),
         dry_run=dry_run,
         cuts=cuts,
+        responses=responses,
     )
 
 
@@ -222,40 +249,71 @@ def _remove_turns(tables: Tables, is_purged: Callable[[TurnRow], bool]) -> None:
 
 
 @dataclass(frozen=True)
-class _Removal:
-    """Removal of the selected rows, in one transaction, with records, save plans and sampled turns."""
+class _PurgeScope:
+    """The rows that a purge removes besides the selected ones."""
 
-    tables: Tables
     snapshot: IndexSnapshot
     selection: PurgeSelection
     request: PurgeRequest
     now: float
 
-    def run(self, truncator: Truncator) -> list[rows.Truncation]:
-        self.tables.mark_purged()
-        self._remove_rows()
-        cuts = truncator.apply(self.tables, self.selection.cuts, owner=next(iter(self.selection.sessions), ""))
-        unpin_orphaned_segments(self.tables)
-        self._remove_records()
-        for plan in self.tables.save_plans():
-            if self._is_in_scope(plan.model, plan.root):
-                abort_save(self.tables, plan)
-        _remove_turns(self.tables, self._is_turn_purged)
-        return cuts
-
     @property
-    def _before(self) -> float:
+    def before(self) -> float:
         return -inf if self.request.older_than_s is None else self.now - self.request.older_than_s
 
-    def _remains(self, session: str) -> bool:
+    def is_stored(self, session: str) -> bool:
+        """Say whether the session remains."""
         return session in self.snapshot.sessions and session not in self.selection.sessions
 
-    def _is_in_scope(self, model: str, root: bytes) -> bool:
+    def has_all_of(self, model: str, root: bytes) -> bool:
         """Say whether everything of this model, or under this root, is purged."""
         return self.request.everything or self.request.model == model != "" or root in parse_roots(self.request)
 
+    def has_turn(self, turn: TurnRow) -> bool:
+        """Say whether a sampled turn is removed: with its session, or as an old turn of a deleted session.
+
+        A turn without a session yet may belong to the purged session.
+        """
+        if turn.at < self.before:
+            return not self.is_stored(turn.session)
+        of_session = turn.session in self.selection.sessions or (bool(self.request.session) and not turn.session)
+        return of_session or self.has_all_of(turn.model, turn.root)
+
+    def has_response(self, response: ResponseRow) -> bool:
+        """Say whether a stored response is removed: as a turn is, but with its own session or owner alone."""
+        if response.at < self.before:
+            return not self.is_stored(response.session)
+        own_root = namespace(response.fingerprint, response.owner)  # another one where the cache is shared
+        is_owned = any(self.has_all_of(response.model, root) for root in (response.root, own_root))
+        return is_owned or response.session in self.selection.sessions
+
+
+@dataclass(frozen=True)
+class _Removal:
+    """Removal of the selected rows, in one transaction, with records, save plans, sampled turns and responses."""
+
+    tables: Tables
+    scope: _PurgeScope
+
+    def run(self, truncator: Truncator) -> tuple[list[rows.Truncation], int]:
+        """The cuts, and how many responses were removed."""
+        tables, scope = self.tables, self.scope
+        tables.mark_purged()
+        self._remove_rows()
+        cuts = truncator.apply(tables, scope.selection.cuts, owner=next(iter(scope.selection.sessions), ""))
+        unpin_orphaned_segments(tables)
+        self._remove_records()
+        for plan in tables.save_plans():
+            if scope.has_all_of(plan.model, plan.root):
+                abort_save(tables, plan)
+        _remove_turns(tables, scope.has_turn)
+        responses = [(key, row) for key, row in list_responses(tables) if scope.has_response(row)]
+        for key, row in responses:
+            remove_response(tables, key, row)
+        return cuts, len(responses)
+
     def _remove_rows(self) -> None:
-        tables, selection = self.tables, self.selection
+        tables, selection = self.tables, self.scope.selection
         for session in selection.sessions:
             tables.remove_session(session)
         for file_id in (*selection.segments, *selection.checkpoints):
@@ -263,27 +321,19 @@ class _Removal:
         delete_quarantined(tables, selection.quarantined)
         for key, _ in list(tables.items("gone")):
             tables.delete("gone", key)  # each has a token of a prompt
-        for segment in self.snapshot.segments.values():  # segments that stay don't name a purged session
+        for segment in self.scope.snapshot.segments.values():  # segments that stay don't name a purged session
             if segment.session in selection.sessions and segment.id not in selection.segments:
                 tables.update_segment(msgspec.structs.replace(segment, session=""))
 
     def _remove_records(self) -> None:
         """Delete the records of purged requests, stored or not."""
-        stored: list[SegmentRow | SessionRow] = [*self.snapshot.segments.values(), *self.snapshot.sessions.values()]
-        roots = {row.root for row in stored if self._is_in_scope(row.model, row.root)} | parse_roots(self.request)
+        scope, snapshot = self.scope, self.scope.snapshot
+        stored: list[SegmentRow | SessionRow] = [*snapshot.segments.values(), *snapshot.sessions.values()]
+        roots = {row.root for row in stored if scope.has_all_of(row.model, row.root)} | parse_roots(scope.request)
         for key, record in self.tables.requests():
-            is_old = record.at < self._before and not self._remains(record.session)
-            if self.request.everything or record.session in self.selection.sessions or record.root in roots or is_old:
+            is_old = record.at < scope.before and not scope.is_stored(record.session)
+            of_session = record.session in scope.selection.sessions
+            if scope.request.everything or of_session or record.root in roots or is_old:
                 self.tables.delete("requests", key)
             elif record.parting is not None:  # it has text of other prompts
                 self.tables.put_request(key, msgspec.structs.replace(record, parting=None))
-
-    def _is_turn_purged(self, turn: TurnRow) -> bool:
-        """Say whether a sampled turn is removed: with its session, or as an old turn of a deleted session.
-
-        A turn without a session yet may belong to the purged session.
-        """
-        if turn.at < self._before:
-            return not self._remains(turn.session)
-        of_session = turn.session in self.selection.sessions or (bool(self.request.session) and not turn.session)
-        return of_session or self._is_in_scope(turn.model, turn.root)

@@ -10,7 +10,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from warmline_common.process.redaction import redact_path
 from warmline_proxy.api.openai import MODELS_PATH
-from warmline_proxy.api.registry import APIS, COUNT_TOKENS_PATH, find_api
+from warmline_proxy.api.registry import APIS, COUNT_TOKENS_PATH, RESPONSES_PATH, find_api
 from warmline_proxy.auth.authenticator import Authenticator
 from warmline_proxy.auth.principals import Client
 from warmline_proxy.dashboard.pages import is_browser_visit, is_dashboard_path, redirect_to_dashboard
@@ -97,6 +97,8 @@ def _translate_routing_error(request: web.Request, error: web.HTTPNotFound | web
         paths = request.app[ADMIN_PATHS]
         message = f'Unknown path "{path[:200]}"; the owner\'s are {", ".join(sorted(paths))}.'
         return bad_request(message, status=404, code="not_found")
+    if isinstance(error, web.HTTPMethodNotAllowed) and path.startswith(f"{RESPONSES_PATH}/"):
+        return method_not_allowed(request.method, " or a ".join(sorted(error.allowed_methods - {"HEAD"})))
     is_advertised = path in SERVED_PATHS or path.startswith(f"{MODELS_PATH}/")
     if isinstance(error, web.HTTPMethodNotAllowed) and is_advertised:
         return method_not_allowed(request.method, "GET" if path.startswith(MODELS_PATH) else "POST")

@@ -15,6 +15,7 @@ ID_BYTES = 16
 SESSION_ID_BYTES = 12
 NUMBER_BYTES = 8
 CALL_BYTES = 12
+ZLIB_HEADER = b"\x78"
 CHILD_KEY_BYTES = 1 + ID_BYTES + 4 + TOKEN_BYTES
 
 
@@ -60,6 +61,8 @@ def _has_matching_key(table: str, key: bytes, row: Any) -> bool:
         return len(key) == SESSION_ID_BYTES and key == row.id.encode()
     if table == "turns":
         return len(key) == NUMBER_BYTES and len(row.tokens) % TOKEN_BYTES == 0
+    if table == "responses":
+        return len(key) == NUMBER_BYTES and len(row.answers) % ID_BYTES == 0
     if table == "saves":
         return key == row.id.encode() and all(map(FILE_ID.fullmatch, row.file_ids))
     return len(key) == (NUMBER_BYTES if table == "requests" else ID_BYTES)
@@ -96,4 +99,7 @@ _SHAPE_CHECKS: dict[str, Callable[[bytes, bytes], bool]] = {
     "doomed": lambda key, value: len(key) == ID_BYTES and len(value) == NUMBER_BYTES and value < b"\x40",
     "calls": lambda key, value: len(key) == ID_BYTES + CALL_BYTES and len(value) == NUMBER_BYTES,
     "gone": lambda key, value: _is_child_key(key) and _is_text(value),
+    "response_bodies": lambda key, value: len(key) == NUMBER_BYTES and value.startswith(ZLIB_HEADER),
+    "response_ids": lambda key, value: len(key) == ID_BYTES and len(value) == NUMBER_BYTES,
+    "answers": lambda key, value: len(key) == ID_BYTES and len(value) == NUMBER_BYTES,
 }

@@ -87,6 +87,20 @@ class TurnRow(msgspec.Struct, kw_only=True):
     at: float  # Unix seconds
 
 
+class ResponseRow(msgspec.Struct, kw_only=True):
+    """A stored response of OpenAI's Responses.  Its text has a table of its own, `response_bodies`."""
+
+    id: str  # of the request that it answers; clients see it as "resp_ID"
+    owner: str  # tenant of the only key that may read it, also where the cache is shared; "" without keys
+    root: Hash  # of its KV: namespace(fingerprint, owner), or of the tenant that shares the cache
+    fingerprint: str
+    model: str
+    session: str = ""  # the conversation; "" where nothing of it was stored, or not yet
+    answers: Annotated[bytes, msgspec.Meta(min_length=16)]  # keys of the answers whose items it has, its own first
+    bytes_body: int = 0  # as stored
+    at: float  # Unix seconds
+
+
 DIVERGENCE_TOKENS_BEFORE, DIVERGENCE_TOKENS_AFTER = 32, 96  # shown on both sides of a divergence
 
 
@@ -265,6 +279,7 @@ class PurgeReply(msgspec.Struct, kw_only=True):
     quarantined: list[str]
     bytes_freed: int  # of files, and of rows that are cut away
     dry_run: bool
+    responses: int = 0  # count of stored responses
     cuts: list[Truncation] = []
 
 
@@ -299,6 +314,7 @@ class GcReply(msgspec.Struct, kw_only=True):
     doomed: int = 0  # files whose rows were gone already
     records: int = 0  # of requests, too old
     turns: int = 0  # sampled, too old, of conversations that are not stored
+    responses: int = 0  # stored ones, too old or too many
     notes: int = 0  # on why something is no longer stored
     cuts: list[Truncation] = []  # rows that only deleted conversations needed
     bytes_before: int = 0
@@ -360,6 +376,8 @@ class Sums(msgspec.Struct, kw_only=True):
     bytes_doomed: int = 0  # files whose rows are gone, about to be deleted
     turns: int = 0
     bytes_turns: int = 0  # within the index
+    responses: int = 0
+    bytes_responses: int = 0  # within the index
 
 
 class Totals(Sums, kw_only=True):

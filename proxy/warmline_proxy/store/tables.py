@@ -9,6 +9,8 @@ usage        id                     FileUsage               requests  number    
 saves        plan id                SavePlan            doomed    id              bytes: row gone, file not yet
 quarantine   id                     QuarantineRow       gone      as children     why that child is no longer stored
 turns        number                 TurnRow             calls     root, call id   its turn's number
+responses    number                 ResponseRow         response_bodies  number   its JSON, compressed by zlib
+response_ids key of its answer      its number          answers   key of answer   number of the newest with its items
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +21,10 @@ import msgspec
 from warmline_common.protocol.tokens import BLOCK_TOKENS, TOKEN_BYTES
 from warmline_proxy.store import rows
 
-TABLES_ADDED = frozenset({"turns", "calls"})  # an index that an older version wrote lacks them, until a proxy has it
+RESPONSE_TABLES = ("responses", "response_bodies", "response_ids", "answers")
+TABLES_ADDED = frozenset(
+    {"turns", "calls", *RESPONSE_TABLES}
+)  # missing in an older version's index until a proxy has it
 SUMS_KEY = b"sums"
 INCOMPLETE_KEY = b"anew"  # in meta, from the creation of the index until it has all stored files
 PURGED_DATA_KEY = b"traces"  # in meta, from a purge until a compaction has removed its traces from the index's file
@@ -49,8 +54,12 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     "saves": _decode_save_plan,
     "quarantine": _decode_quarantine,
     "turns": msgspec.msgpack.Decoder(rows.TurnRow).decode,
+    "responses": msgspec.msgpack.Decoder(rows.ResponseRow).decode,
 }
-TABLES = ("meta", *DECODERS, "tokens", "children", "hashes", "blocks", "places", "anchors", "doomed", "gone", "calls")
+TABLES = (
+    *("meta", *DECODERS, "tokens", "children", "hashes", "blocks", "places", "anchors", "doomed", "gone", "calls"),
+    *RESPONSE_TABLES[1:],
+)
 T = TypeVar("T")
 
 

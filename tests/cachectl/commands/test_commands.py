@@ -56,7 +56,7 @@ SHAPES = {  # by verb: the names at the top, and of the first row of each list
         "": "stored requests",
         "stored": (
             "segments checkpoints sessions quarantined tokens bytes_segments bytes_checkpoints bytes_quarantined "
-            "bytes_writing bytes_doomed bytes_index turns bytes_turns bytes_used bytes_pinned"
+            "bytes_writing bytes_doomed bytes_index turns bytes_turns responses bytes_responses bytes_used bytes_pinned"
         ),
         "requests": (
             "count outcomes sources prompt_tokens cached_tokens prefilled_tokens generated_tokens saved_tokens "
@@ -65,12 +65,12 @@ SHAPES = {  # by verb: the names at the top, and of the first row of each list
     },
     "verify": {"": "findings segments checkpoints deep"},
     "verify --repair": {"": "findings segments checkpoints deep did"},
-    "purge --all --dry-run": {"": "sessions segments checkpoints quarantined bytes_freed dry_run cuts"},
+    "purge --all --dry-run": {"": "sessions segments checkpoints quarantined bytes_freed dry_run responses cuts"},
     "pin SESSION": {"": "session pinned segments bytes_pinned bytes_pinned_max"},
     "gc": {
         "": (
-            "evicted orphans drafts bytes_strays doomed records turns notes cuts bytes_before bytes_after bytes_wanted "
-            "bytes_index_before bytes_index_after"
+            "evicted orphans drafts bytes_strays doomed records turns responses notes cuts bytes_before bytes_after "
+            "bytes_wanted bytes_index_before bytes_index_after"
         )
     },
     "doctor": {"": "checks findings", "checks": "name status seen mend"},

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from support.index.indexes import BUDGET, make_response
 from warmline_cachectl.cli import app
 from warmline_common.storage.home import Home
 from warmline_proxy.auth import key_store as keys_file
 from warmline_proxy.config import parse_config
 from warmline_proxy.http.bodies import BODY_BYTES_MAX
 from warmline_proxy.http.connections import HEAD_LINE_BYTES_MAX, HEADERS_COUNT_MAX
+from warmline_proxy.index.index import Index, IndexReader
 
 
 @pytest.fixture
@@ -74,6 +76,23 @@ def test_key_errors_are_one_line_and_exit_code(home: Home) -> None:
     assert read_keys(home, "remove", "two") == {"removed": "two", "stored": [], "purged": None}
     home.keys.write_text("{")
     assert "is damaged" in run_key(home, "list", code=3).stderr
+
+
+@pytest.mark.parametrize("is_purge", [True, False])
+def test_removed_key_takes_its_stored_responses_along(home: Home, is_purge: bool) -> None:
+    """Also where none of its KV is stored any more."""
+    run_key(home, "add", "laptop")
+    run_key(home, "add", "desk")
+    with Index(home, BUDGET) as index:
+        for entry in keys_file.read_client_keys(home):
+            index.record_response(make_response("a", owner=entry.tenant))
+    removed = read_keys(home, "remove", "laptop", *(["--purge"] if is_purge else []))
+    if is_purge:
+        assert removed["purged"]["responses"] == 1
+    else:
+        assert removed["purged"] is None and len(removed["stored"]) == 1
+    with IndexReader(home) as reader:
+        assert len(reader.responses()) == (1 if is_purge else 2)
 
 
 def test_security_doc_commands_run_in_order(home: Home) -> None:

@@ -129,14 +129,41 @@ def test_input_tokens_count_equals_request(client: OpenAI) -> None:
     assert answer.usage and counted.input_tokens == answer.usage.input_tokens
 
 
-def test_stored_response_lookups_return_404(client: OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="no responses are stored") as refused:
+def test_turn_by_reference_starts_as_one_sent_whole(client: OpenAI) -> None:
+    request = make_input("responses, by reference")
+    first = client.responses.create(**request)
+    question: Any = {"role": "user", "content": "And now?"}
+    options: dict[str, Any] = {**request, "max_output_tokens": 2}
+    references = [{"type": "item_reference", "id": item.id} for item in first.output]
+    by_id = client.responses.create(**{**options, "input": [question]}, previous_response_id=first.id)
+    assert first.usage and get_cached_tokens(by_id) >= first.usage.total_tokens - 1
+    for items in (references, first.output):
+        other = client.responses.create(**{**options, "input": [*request["input"], *items, question]})
+        assert other.usage and by_id.usage and other.usage.input_tokens == by_id.usage.input_tokens
+        assert get_cached_tokens(other) == other.usage.input_tokens - 1, "the same prompt"
+
+
+def test_stored_response_is_retrieved_listed_and_deleted(client: OpenAI) -> None:
+    first = client.responses.create(**make_input("responses, stored"))
+    second = client.responses.create(**make_input("responses, next"), previous_response_id=first.id)
+    assert client.responses.retrieve(second.id).to_dict() == second.to_dict()
+    items = list(client.responses.input_items.list(second.id, limit=1, order="asc"))  # over several pages
+    assert [item.type for item in items] == ["message", *(item.type for item in first.output), "message"]
+    assert [item.id for item in items[1:-1]] == [item.id for item in first.output]
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match="not found"):
+        client.responses.retrieve(first.id)
+    assert client.responses.retrieve(second.id).previous_response_id == first.id
+
+
+def test_unknown_responses_are_refused(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="store: false") as refused:
         client.responses.create(model="m", input="Hi.", previous_response_id="resp_1")
     assert refused.value.code == "previous_response_not_found" and refused.value.param == "previous_response_id"
     with pytest.raises(openai.BadRequestError, match="background"):
         client.responses.create(model="m", input="Hi.", background=True)
     for ask in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
-        with pytest.raises(openai.NotFoundError, match="nor stored"):
+        with pytest.raises(openai.NotFoundError, match="not stored"):
             ask("resp_1")
 
 

@@ -1,6 +1,7 @@
 """Restart after kill -9 of all processes: a conversation's next turn prefills nothing twice."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from warmline_common.protocol.tokens import TOKEN_BYTES, count_common_tokens
 from warmline_common.storage.home import Home
 
 QUANTIZED = ("--kv-bits", "8", "--kv-group-size", "32")
+STORED_INPUT = "Which animals live in the sea, and which of them are fish?"
 QUESTIONS = ["Hello, who are you?", "Tell me about the sea.", "And about ships?", "Thanks. And the moon?"]
 
 
@@ -28,6 +30,8 @@ def check_restart(pair: Pair, tolerance: float, tokens: int) -> None:
     with pair:
         messages, _ = hold_conversation(pair, 3, **answer)
         pair.settle()
+        stored = pair.post("/v1/responses", {"input": STORED_INPUT, "max_output_tokens": 8}).json
+        pair.settle()
         held = pair.longest_resident()
         turn_end = pair.render_prompt(messages[:-1]).turn_end
         pair.kill()
@@ -36,6 +40,7 @@ def check_restart(pair: Pair, tolerance: float, tokens: int) -> None:
         prompt = pair.render_prompt(messages).tokens
         warm = pair.chat(messages, **answer)
         cold = pair.ask_backend(messages, **answer)
+        check_stored_response(pair, stored)
         pair.settle()
         assert warm.headers["X-Warmline-Cache"] == f"restored {warm.cached}"
     repeated = min(count_common_tokens(held, prompt), len(prompt) // TOKEN_BYTES - 1)
@@ -46,6 +51,17 @@ def check_restart(pair: Pair, tolerance: float, tokens: int) -> None:
         assert turn_end <= warm.cached <= repeated
     assert cold.cached == 0
     assert explain_difference(cold, warm, tolerance) == ""
+
+
+def check_stored_response(pair: Pair, stored: Any) -> None:
+    """Check that a turn by reference has the prompt of one sent whole, and starts as warm."""
+    question = {"role": "user", "content": QUESTIONS[1]}
+    whole = [{"role": "user", "content": STORED_INPUT}, *stored["output"], question]
+    bodies = [{"previous_response_id": stored["id"], "input": [question]}, {"input": whole}]
+    first, second = (pair.post("/v1/responses", {**body, "max_output_tokens": 2}) for body in bodies)
+    assert first.headers["X-Warmline-Cache"].startswith("restored ")
+    assert first.json["usage"]["input_tokens_details"]["cached_tokens"] > 0
+    assert first.json["usage"]["input_tokens"] == second.json["usage"]["input_tokens"]
 
 
 def has_states(pair: Pair) -> bool:

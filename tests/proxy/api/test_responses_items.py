@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from support.proxy.responses import AGENTS, LOOK, PATCH, make_call, make_message, make_result, make_thinking
 from warmline_common.protocol.media_parts import find_placeholder
 from warmline_common.protocol.messages import ErrorReply, decode
 from warmline_proxy.api.base import ApiCall
@@ -12,9 +13,6 @@ from warmline_proxy.api.responses.adapter import ResponsesApi
 from warmline_proxy.api.responses.items import decode_reasoning, encode_reasoning
 from warmline_proxy.errors import ClientError
 
-LOOK = {"type": "function", "name": "look", "description": "Looks.", "parameters": {"type": "object"}, "strict": False}
-PATCH = {"type": "custom", "name": "patch", "description": "Patches.", "format": {"type": "text"}}
-AGENTS = {"type": "namespace", "name": "agents", "description": "Agents.", "tools": [{**LOOK, "name": "spawn"}]}
 SERVER_TOOL = {"type": "web_search", "external_web_access": False}
 
 
@@ -31,22 +29,6 @@ def catch_refusal(value: object = "Hi.", **fields: Any) -> Any:
         convert(value, **fields)
     assert failure.value.status == 400
     return decode(failure.value.body, ErrorReply).error
-
-
-def make_message(role: str, text: str, kind: str = "input_text") -> dict[str, Any]:
-    return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
-
-
-def make_call(name: str, arguments: str = "{}", call_id: str = "call_1", **fields: Any) -> dict[str, Any]:
-    return {"type": "function_call", "name": name, "arguments": arguments, "call_id": call_id, **fields}
-
-
-def make_result(value: object, call_id: str = "call_1") -> dict[str, Any]:
-    return {"type": "function_call_output", "call_id": call_id, "output": value}
-
-
-def make_thinking(text: str, **fields: Any) -> dict[str, Any]:
-    return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}], **fields}
 
 
 def make_chat_call(name: str, arguments: str = "{}", call_id: str = "call_1") -> dict[str, Any]:
@@ -187,7 +169,6 @@ def test_server_tool_items_are_skipped() -> None:
         (None, "input", "a string or a list"),
         (5, "input", "a string or a list"),
         (["Hi."], "input[0]", "an object"),
-        ([{"type": "item_reference", "id": "msg_1"}], "input[0]", "nothing is stored"),
         ([{"type": "compaction", "encrypted_content": "x"}], "input[0]", '"compaction"'),
         ([{"type": ["message"]}], "input[0]", "can't be read"),
         ([{"role": "robot", "content": "Hi."}], "input[0].role", "developer"),
@@ -364,9 +345,11 @@ def test_session_hint_and_retry_count_are_read() -> None:
     ("fields", "param", "word"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "whole conversation"),
-        ({"conversation": "conv_1"}, "conversation", "whole conversation"),
+        ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
         ({"prompt": {"id": "p"}}, "prompt", "stored prompt"),
-        ({"background": True}, "background", "not stored"),
+        ({"background": True}, "background", "client waits"),
+        ({"store": "yes"}, "store", "true or false"),
+        ({"previous_response_id": 5}, "previous_response_id", "a string"),
         ({"model": 5}, "model", "a string"),
         ({"model": "m" * 1025}, "model", "at most 1024"),
         ({"stream": "yes"}, "stream", "true or false"),

@@ -7,6 +7,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from support.proxy.responses import make_chunks, make_delta
 from warmline_common.protocol.messages import encode
 from warmline_common.protocol.sse import SseParser
 from warmline_proxy.api.base import ResponseStart
@@ -15,12 +16,6 @@ from warmline_proxy.api.responses.items import decode_reasoning
 from warmline_proxy.errors import bad_gateway, bad_request
 
 START = ResponseStart(request_id="abc", model="served", prompt_tokens=9, cached_tokens=4)
-USAGE = {
-    "prompt_tokens": 9,
-    "completion_tokens": 5,
-    "prompt_tokens_details": {"cached_tokens": 4},
-    "completion_tokens_details": {"reasoning_tokens": 2},
-}
 TOOLS = [
     {"type": "function", "name": "look", "parameters": {"type": "object"}},
     {"type": "custom", "name": "patch"},
@@ -35,18 +30,9 @@ REQUIRED_FIELDS = frozenset(
 ENTRY = {"token": "Hi", "logprob": -0.5, "bytes": [72, 105], "top_logprobs": []}
 
 
-def make_delta(**fields: Any) -> dict[str, Any]:
-    return {"choices": [{"index": 0, "delta": fields, "finish_reason": None}]}
-
-
 def make_call_delta(index: int, name: str | None, arguments: str, call_id: str | None = None) -> dict[str, Any]:
     function = {"arguments": arguments} if name is None else {"name": name, "arguments": arguments}
     return make_delta(tool_calls=[{"index": index, "id": call_id, "type": "function", "function": function}])
-
-
-def make_chunks(*parts: dict[str, Any], finish: str = "stop") -> list[dict[str, Any]]:
-    end = {"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]}
-    return [make_delta(role="assistant", content=""), *parts, end, {"choices": [], "usage": USAGE}]
 
 
 class EncodedResponse:

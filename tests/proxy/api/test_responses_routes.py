@@ -1,28 +1,20 @@
 """Responses through the proxy: records, failures, cancels, unknown responses."""
 
 import asyncio
-import json
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
 
 from support.proxy.harness import ProxyHarness, on_loop, run_proxy
-from warmline_common.protocol.sse import SseParser
-
-PATH = "/v1/responses"
+from support.proxy.responses import RESPONSES_PATH, read_events
 
 
 async def post_response(
     proxy: ProxyHarness, stream: bool = False, headers: dict[str, str] | None = None
 ) -> aiohttp.ClientResponse:
     body = {"model": "any", "input": "What is the capital of France?", "stream": stream}
-    return await proxy.client.post(proxy.url + PATH, json=body, headers=headers)
-
-
-async def read_events(response: aiohttp.ClientResponse) -> list[Any]:
-    return [json.loads(event.data) for event in SseParser().feed(await response.read()) if event.data]
+    return await proxy.client.post(proxy.url + RESPONSES_PATH, json=body, headers=headers)
 
 
 @on_loop
@@ -61,7 +53,7 @@ async def test_cancel_running_response(method: str, rest: str, tmp_path: Path) -
         proxy.backend.hold_after = 1
         asking = asyncio.create_task(post_response(proxy, stream=True, headers={"X-Warmline-Request": "r-1"}))
         await proxy.backend.holding.wait()
-        ended = await proxy.client.request(method, f"{proxy.url}{PATH}/resp_r-1{rest}")
+        ended = await proxy.client.request(method, f"{proxy.url}{RESPONSES_PATH}/resp_r-1{rest}")
         reply = await ended.json()
         assert ended.status == 200 and reply["id"] == "resp_r-1"
         assert reply.get("deleted") or reply["status"] == "cancelled"
@@ -72,25 +64,25 @@ async def test_cancel_running_response(method: str, rest: str, tmp_path: Path) -
 @on_loop
 async def test_unknown_responses_return_404(tmp_path: Path) -> None:
     cases = [
-        ("GET", "resp_1", "nor stored"),
-        ("DELETE", "resp_1", "nor stored"),
-        ("POST", "resp_1/cancel", "nor stored"),
-        ("GET", "resp_1/input_items", "nor stored"),
+        ("GET", "resp_1", "not stored"),
+        ("DELETE", "resp_1", "not stored"),
+        ("POST", "resp_1/cancel", "not stored"),
+        ("GET", "resp_1/input_items", "not stored"),
         ("POST", "compact", "not compacted"),
     ]
     async with run_proxy(tmp_path) as proxy:
         for method, rest, word in cases:
-            answer = await proxy.client.request(method, f"{proxy.url}{PATH}/{rest}")
+            answer = await proxy.client.request(method, f"{proxy.url}{RESPONSES_PATH}/{rest}")
             error = (await answer.json())["error"]
             assert answer.status == 404 and error["code"] == "not_found", (method, rest)
             assert word in error["message"], (method, rest)
-        assert (await proxy.client.get(proxy.url + PATH)).status == 405
+        assert (await proxy.client.get(proxy.url + RESPONSES_PATH)).status == 405
 
 
 @on_loop
 async def test_input_tokens_needs_no_ticket(tmp_path: Path) -> None:
     async with run_proxy(tmp_path) as proxy:
-        counted = await proxy.client.post(f"{proxy.url}{PATH}/input_tokens", json={"input": "Hi."})
+        counted = await proxy.client.post(f"{proxy.url}{RESPONSES_PATH}/input_tokens", json={"input": "Hi."})
         assert await counted.json() == {
             "object": "response.input_tokens",
             "input_tokens": len("<user>Hi.\n<assistant>"),
@@ -102,7 +94,7 @@ async def test_input_tokens_needs_no_ticket(tmp_path: Path) -> None:
 async def test_unknown_content_encoding_returns_415(tmp_path: Path) -> None:
     async with run_proxy(tmp_path) as proxy:
         data, headers = b"(\xb5/\xfd", {"Content-Encoding": "zstd"}
-        answer = await proxy.client.post(proxy.url + PATH, data=data, headers=headers)
+        answer = await proxy.client.post(proxy.url + RESPONSES_PATH, data=data, headers=headers)
         assert answer.status == 415 and "gzip" in (await answer.json())["error"]["message"]
         assert "gzip" in answer.headers["Accept-Encoding"]
         for coding, status in (("br", 415), ("gzip", 400)):

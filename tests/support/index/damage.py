@@ -9,7 +9,7 @@ from pathlib import Path
 
 import lmdb
 
-from support.index.indexes import ROOT, begin_save, commit_save, make_turn, save, short_segments
+from support.index.indexes import ROOT, begin_save, commit_save, make_response, make_turn, save, short_segments
 from warmline_common.protocol.tokens import namespace, pack_tokens, unpack_tokens
 from warmline_common.storage.home import Home
 from warmline_proxy.index.index import Index
@@ -52,6 +52,8 @@ def save_conversations(index: Index) -> None:
         )
         for first in range(3):
             index.record_turn(make_turn(2 * first, 2 * first + 1))
+        index.record_response(make_response("r1"))
+        index.record_response(make_response("r2", "r1"))
         index.flush()
 
 

@@ -1,5 +1,6 @@
 """Backend that writes a plan's files, and shortcuts for tests of the index."""
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +13,9 @@ from warmline_common.protocol.tokens import TOKEN_BYTES, namespace, pack_tokens,
 from warmline_common.storage.home import Home
 from warmline_common.storage.segment_file import FileMeta, file_checksum, read_checksums
 from warmline_proxy.index.index import Index
+from warmline_proxy.index.responses import ResponseEntry, join_answers
 from warmline_proxy.index.save import SaveIntent
-from warmline_proxy.store.rows import SavePlan, SaveResult, SessionUpdate, TurnRow
+from warmline_proxy.store.rows import ResponseRow, SavePlan, SaveResult, SessionUpdate, TurnRow
 
 ROOT = namespace("model-a")
 MODEL = "model-a"
@@ -38,6 +40,13 @@ def make_turn(*calls: int, root: bytes = ROOT, **fields: Any) -> TurnRow:
     return TurnRow(
         **{"root": root, "model": MODEL, "calls": ids, "tokens": pack_tokens(list(calls)), "at": 1.0} | fields
     )
+
+
+def make_response(name: str, *earlier: str, owner: str = "", body: str = "", **fields: Any) -> ResponseEntry:
+    """Make a stored response of this answer, with items of earlier ones in its input."""
+    at = {"root": namespace(MODEL, owner), "fingerprint": MODEL, "model": MODEL, "at": time.time()} | fields
+    row = ResponseRow(id=name, owner=owner, answers=join_answers(owner, name, earlier), **at)
+    return ResponseEntry(row, (body or f"text of {name}").encode())
 
 
 def make_home(path: Path) -> Home:

@@ -18,6 +18,7 @@ from warmline_proxy.app import build_app
 from warmline_proxy.config import GB, ProxyConfig
 from warmline_proxy.http.connections import listen
 from warmline_proxy.index.index import Index
+from warmline_proxy.index.responses import ResponseLimits
 from warmline_proxy.store.rows import RequestRecord
 
 P = ParamSpec("P")
@@ -85,7 +86,9 @@ async def run_proxy(folder: Path, **settings: Any) -> AsyncIterator[ProxyHarness
     budget_gb = settings.pop("disk_budget_bytes", GB) / GB
     settings = {"disk_budget_gb": budget_gb, "port": 0, "audit_fraction": 0.0, **settings}  # no random audits
     config = ProxyConfig(home=home, backend_url=f"http://127.0.0.1:{backend_port}", **settings)
-    with Index(home, config.disk_budget_bytes) as index:
+    days, megabytes = config.responses_keep_days, config.responses_keep_mb
+    limits = ResponseLimits.from_settings(days, megabytes, config.disk_budget_bytes)
+    with Index(home, config.disk_budget_bytes, response_limits=limits) as index:
         app = build_app(config, home.load_secret(), index)
         async with listen(app, config) as listener, aiohttp.ClientSession() as client:
             yield ProxyHarness(

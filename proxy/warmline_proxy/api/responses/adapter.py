@@ -1,6 +1,7 @@
-"""OpenAI's Responses.  Nothing is stored: clients send whole conversations, at a warm prefill's cost.  Pure."""
+"""OpenAI's Responses.  Pure, but for lookups of stored responses."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -10,6 +11,7 @@ from warmline_common.protocol.messages import ErrorReply
 from warmline_proxy.api.base import PASSTHROUGH_FIELDS, ApiCall, Fields, ResponseEncoder, ResponseStart
 from warmline_proxy.api.chunks import EventEncoder, encode_events
 from warmline_proxy.api.custom_tools import JsonObject
+from warmline_proxy.api.responses.history import NO_HISTORY, ResolvedInput, ResponseHistory, resolve_input
 from warmline_proxy.api.responses.items import read_input
 from warmline_proxy.api.responses.response import SERVER_ERROR, ResponseEvents, ResponseOptions, translate_error
 from warmline_proxy.api.responses.tools import Toolbox, read_tool_choice, read_tools
@@ -19,15 +21,18 @@ from warmline_proxy.http import body_fields
 RESPONSES_PASSTHROUGH_FIELDS = PASSTHROUGH_FIELDS | {"stop", "thinking", "think"}  # unchanged to the backend
 # Fields repeated as they came, with their values where absent.
 ECHO_DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    dict.fromkeys(("instructions", "max_output_tokens", "max_tool_calls", "prompt_cache_key", "safety_identifier"))
-    | dict.fromkeys(("temperature", "top_p", "user"))
+    dict.fromkeys(("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key"))
+    | dict.fromkeys(("safety_identifier", "temperature", "top_p", "user"))
     | {"metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "top_logprobs": 0}
 )
 LOGPROBS, ENCRYPTED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
 
 
+@dataclass(frozen=True)
 class ResponsesApi:
-    """Api of /v1/responses."""
+    """Api of /v1/responses, for one client."""
+
+    history: ResponseHistory = NO_HISTORY
 
     name = "responses"
     endpoint = "chat"
@@ -38,15 +43,15 @@ class ResponsesApi:
             fields = {name: msgspec.json.decode(value) for name, value in raw.items()}
         except (msgspec.DecodeError, RecursionError) as error:
             raise bad_request(f"We could not parse the JSON body of your request: {error}") from None
-        body_fields.check_message_count(fields.get("input"), "input")
-        _reject_stored(fields)
-        if not isinstance(stream := fields.get("stream", False), bool):
-            raise bad_request("'stream' must be true or false.", param="stream")
+        _reject_unsupported(fields)
+        stream, store = _read_switch(fields, "stream", False), _read_switch(fields, "store", True)
         if fields.get("input") is None and "messages" in fields:
             message = "'input' is missing; this body has 'messages': send it to /v1/chat/completions."
             raise bad_request(message, param="input")
-        messages = read_input(fields.get("instructions"), fields.get("input"))
-        toolbox = read_tools(_collect_tools(fields))
+        resolved = resolve_input(fields.get("previous_response_id"), fields.get("input"), self.history)
+        body_fields.check_message_count(resolved.items, "input")
+        messages = read_input(fields.get("instructions"), resolved.earlier, resolved.given)
+        toolbox = read_tools(_collect_tools(fields.get("tools"), resolved))
         choice, toolbox = read_tool_choice(fields.get("tool_choice"), toolbox)
         return ApiCall(
             api=self,
@@ -55,7 +60,7 @@ class ResponsesApi:
             stream=stream,
             session_hint=body_fields.find_session_hint(raw, headers),
             retry_count=body_fields.parse_retry_count(headers),
-            api_options=_read_response_options(fields, toolbox),
+            api_options=_read_response_options(fields, toolbox, resolved, store and not self.history.is_off),
         )
 
     def create_encoder(self, call: ApiCall, response_start: ResponseStart) -> ResponseEncoder:
@@ -76,29 +81,29 @@ class ResponsesApi:
 # ---- reading
 
 
-def _reject_stored(fields: Fields) -> None:
-    codes = {"previous_response_id": "previous_response_not_found", "conversation": "unsupported_parameter"}
-    for name, code in codes.items():
-        if fields.get(name) is not None:
-            message = (
-                f"'{name}' can't be used: no responses are stored here.  Send the whole conversation as 'input', with "
-                "the items of earlier answers in it; its stored KV is reused."
-            )
-            raise bad_request(message, code=code, param=name)
+def _reject_unsupported(fields: Fields) -> None:
+    if fields.get("conversation") is not None:
+        message = "'conversation' can't be used: use 'previous_response_id', or send the whole as 'input'."
+        raise bad_request(message, code="unsupported_parameter", param="conversation")
     if fields.get("prompt") is not None:
         message = "'prompt' names a stored prompt; none are stored here.  Send it as 'instructions' and 'input'."
         raise bad_request(message, code="unsupported_parameter", param="prompt")
     if fields.get("background") is True:
-        message = "'background' can't be true: answers are not stored, so no client could fetch it later."
+        message = "'background' can't be true: an answer is computed only while its client waits.  Leave it out."
         raise bad_request(message, code="unsupported_parameter", param="background")
 
 
-def _collect_tools(fields: Fields) -> object:
+def _read_switch(fields: Fields, name: str, default: bool) -> bool:
+    if isinstance(value := fields.get(name, default), bool):
+        return value
+    raise bad_request(f"'{name}' must be true or false.", param=name)
+
+
+def _collect_tools(tools: object, resolved: ResolvedInput) -> object:
     """Tools of the request and of its additional_tools items."""
-    tools, items = fields.get("tools"), fields.get("input")
     added = [
         tool
-        for item in (items if isinstance(items, list) else ())
+        for item in resolved.items
         if isinstance(item, dict) and item.get("type") == "additional_tools" and isinstance(item.get("tools"), list)
         for tool in item["tools"]
     ]
@@ -161,26 +166,28 @@ def _read_object(fields: Fields, name: str) -> JsonObject:
 # ---- fields repeated in the response
 
 
-def _read_response_options(fields: Fields, toolbox: Toolbox) -> ResponseOptions:
+def _read_response_options(
+    fields: Fields, toolbox: Toolbox, resolved: ResolvedInput, is_stored: bool
+) -> ResponseOptions:
     reasoning = _read_object(fields, "reasoning")
     summary = reasoning.get("summary") or reasoning.get("generate_summary")
     return ResponseOptions(
-        echo=_build_echo(fields),
+        echo=_build_echo(fields, is_stored),
         toolbox=toolbox,
         summary=summary not in (None, "none"),
         encrypted_reasoning=ENCRYPTED_REASONING in _read_include(fields),
         logprobs=LOGPROBS in _read_include(fields),
+        stored_input=resolved.items if is_stored else None,
     )
 
 
-def _build_echo(fields: Fields) -> JsonObject:
+def _build_echo(fields: Fields, is_stored: bool) -> JsonObject:
     reasoning, text = _read_object(fields, "reasoning"), _read_object(fields, "text")
     return {
         **{name: fields.get(name, default) for name, default in ECHO_DEFAULTS.items()},
-        "previous_response_id": None,
         "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
         "service_tier": "default",
-        "store": False,
+        "store": is_stored,
         "text": {**text, "format": text.get("format") or {"type": "text"}},
         "truncation": "disabled",
     }

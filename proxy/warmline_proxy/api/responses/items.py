@@ -48,11 +48,12 @@ def decode_reasoning(text: object) -> str:
         return ""
 
 
-def read_input(instructions: object, value: object) -> list[JsonObject]:
-    """Messages of `instructions` and `input`.  Raises ClientError 400."""
+def read_input(instructions: object, earlier: list[JsonObject], value: object) -> list[JsonObject]:
+    """Messages of `instructions`, the items of the previous response, and `input`.  Raises ClientError 400."""
     reader = _ItemReader()
     if instructions not in (None, ""):
         reader.add_all(instructions, "instructions", "system", "'instructions' must be a string.")
+    reader.add_all(earlier, "previous_response_id", "user", "")
     reader.add_all(value, "input", "user", "'input' must be a string or a list of items.")
     return reader.messages
 
@@ -90,9 +91,6 @@ class _ItemReader:
         if not isinstance(item, dict):
             raise bad_request(f"'{where}' must be an object.", param=where)
         kind = item.get("type") or "message"
-        if kind == "item_reference":
-            message = f"'{where}' refers to a stored item; nothing is stored here, send the item itself."
-            raise bad_request(message, param=where)
         if not isinstance(kind, str) or kind not in self._readers.keys() | SKIPPED_TYPES:
             message = f"'{where}' is of type \"{str(kind)[:40]}\", which can't be read here."
             raise bad_request(message, param=where)

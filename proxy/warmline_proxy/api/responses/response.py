@@ -14,6 +14,7 @@ from warmline_common.protocol.messages import ErrorBody
 from warmline_proxy.api.base import ResponseStart
 from warmline_proxy.api.chunks import ChatChunk, ChunkToolCall, ChunkUsage
 from warmline_proxy.api.custom_tools import JsonObject, decode_input
+from warmline_proxy.api.responses.history import RESPONSE_PREFIX, StoredResponse, normalize_input
 from warmline_proxy.api.responses.items import encode_reasoning, item_id
 from warmline_proxy.api.responses.tools import Toolbox
 from warmline_proxy.errors import ClientError, decode_error_body, rename_error_param
@@ -22,7 +23,7 @@ Events = Iterator[JsonObject]
 
 MESSAGE, REASONING, FUNCTION_CALL, CUSTOM_CALL = "message", "reasoning", "function_call", "custom_tool_call"
 PREFIXES = {MESSAGE: "msg", REASONING: "rs", FUNCTION_CALL: "fc", CUSTOM_CALL: "ctc"}
-SERVER_ERROR = "server_error"
+SERVER_ERROR, CANCELLED = "server_error", "cancelled"  # codes of errors
 # Names in a backend's refusal, and the client's names of the same fields.
 _FIELD_NAMES = {
     "max_completion_tokens": "max_output_tokens",
@@ -42,6 +43,7 @@ class ResponseOptions:
     summary: bool = False  # reasoning as a summary
     encrypted_reasoning: bool = False  # reasoning also in a form to send back
     logprobs: bool = False
+    stored_input: list[JsonObject] | None = None  # all items of the input; None where the response is not stored
 
 
 @dataclass
@@ -66,7 +68,7 @@ class ResponseEvents:
     def __init__(self, options: ResponseOptions, response_start: ResponseStart, model: str) -> None:
         self._options, self._response_start = options, response_start
         self._head: JsonObject = {
-            "id": f"resp_{response_start.request_id}",
+            "id": f"{RESPONSE_PREFIX}{response_start.request_id}",
             "object": "response",
             "created_at": int(time.time()),
             "model": model,
@@ -100,13 +102,22 @@ class ResponseEvents:
         if self._status == "completed" and all(item["type"] == REASONING for item in self._output):
             yield from self._add_item(MESSAGE)  # an empty answer has an empty message
             yield from self._finish_item()
-        yield self._make_event(f"response.{self._status}", response=self.build_response(self._status))
+        self._store(self.build_result())
+        yield self._make_event(f"response.{self._status}", response=self.build_result())
 
     def fail(self, error: ClientError) -> Events:
         body = translate_error(error)
         yield from self._emit_created()
         failure = {"error": {"code": body.code or SERVER_ERROR, "message": body.message}}
-        yield self._make_event("response.failed", response=self.build_response("failed") | failure)
+        response = self.build_response("failed") | failure
+        if body.code != CANCELLED:
+            self._store(response)
+        yield self._make_event("response.failed", response=response)
+
+    def _store(self, response: JsonObject) -> None:
+        if (items := self._options.stored_input) is not None:
+            stored_input = normalize_input(items, self._response_start.request_id)
+            self._response_start.on_result(StoredResponse(response, stored_input))
 
     def build_result(self) -> JsonObject:
         """The whole response, after `end`."""

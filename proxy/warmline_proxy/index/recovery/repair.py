@@ -20,6 +20,7 @@ from warmline_proxy.index.index import Index
 from warmline_proxy.index.recovery.file_headers import InvalidFile, ValidFile, inspect_file
 from warmline_proxy.index.recovery.rebuild import RebuiltSegment, RebuiltTree
 from warmline_proxy.index.recovery.rebuild_draft import DraftTables
+from warmline_proxy.index.recovery.stored_responses import copy_responses
 from warmline_proxy.index.turns import call_keys, insert_turn
 from warmline_proxy.store import files as stored_files
 from warmline_proxy.store import rows
@@ -183,6 +184,7 @@ class _Repairer:
             turn = DECODERS["turns"](value)
             if not any(draft.get("calls", call) for call in call_keys(turn)):
                 insert_turn(draft, key, turn)
+        copy_responses(self._tables, draft)
         # A purged file that is leased still lies in quarantine: the sweep after its release deletes it.
         orphans = [path for file_id, path in self._disk_files.quarantined if file_id not in self._excluded_ids]
         if not self._plans:

@@ -28,6 +28,7 @@ class ReconcileReport(msgspec.Struct, kw_only=True):
     files_doomed: int = 0  # rows were gone already
     modes_set: int = 0  # of files and folders that others than their owner could use
     evicted: int = 0  # the budget became smaller meanwhile
+    responses_evicted: int = 0  # too old, or the limits became smaller
     purges_ended: int = 0  # 1 where the index still had traces of purged data
 
     def __str__(self) -> str:
@@ -52,6 +53,7 @@ def reconcile(index: Index) -> ReconcileReport:
     counts.files_without_row = len(orphans) - counts.files_temporary
     counts.modes_set = len(stored_files.make_private(home))
     counts.evicted = len(index.make_room())
+    counts.responses_evicted = index.evict_responses()
     counts.purges_ended = _finish_purge(index)
     return counts
 

@@ -12,6 +12,8 @@ from warmline_common.storage.file_lock import find_lock_holder
 from warmline_common.storage.home import Home
 from warmline_proxy.index.reader import IndexReader
 from warmline_proxy.index.recovery.file_headers import InvalidFile, ValidFile, inspect_file
+from warmline_proxy.index.recovery.stored_responses import check_responses
+from warmline_proxy.index.responses import count_bytes, list_responses
 from warmline_proxy.index.turns import call_keys, list_turns
 from warmline_proxy.store import files as stored_files
 from warmline_proxy.store.row_checks import find_flaws
@@ -60,6 +62,7 @@ def _check_all(
         *_check_sessions(tables, tree),
         *_check_usage(tables, tree),
         *_check_turns(tables),
+        *check_responses(tables, deep),
         *_check_file_states(tables),
         *_check_sums(tables),
         *_check_files(tables, tree, home, deep, progress),
@@ -260,6 +263,7 @@ def _check_file_states(tables: Tables) -> Iterator[IndexFinding]:
 def _check_sums(tables: Tables) -> Iterator[IndexFinding]:
     segments, checkpoints, quarantined = list(tables.segments()), tables.checkpoints(), tables.quarantined()
     turns = [row for _, row in list_turns(tables)]
+    responses = [row for _, row in list_responses(tables)]
     expected = Sums(
         segments=len(segments),
         checkpoints=len(checkpoints),
@@ -273,6 +277,8 @@ def _check_sums(tables: Tables) -> Iterator[IndexFinding]:
         bytes_doomed=sum(tables.pending_deletions().values()),
         turns=len(turns),
         bytes_turns=sum(len(row.tokens) for row in turns),
+        responses=len(responses),
+        bytes_responses=sum(map(count_bytes, responses)),
     )
     actual = msgspec.structs.asdict(tables.sums())
     for name, value in msgspec.structs.asdict(expected).items():

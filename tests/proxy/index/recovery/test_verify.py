@@ -6,7 +6,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from support.index.indexes import ROOT, count_matched, make_turn, save
+from support.index.indexes import ROOT, count_matched, make_response, make_turn, save
 from support.index.segment_files import rewrite_meta
 from warmline_common.protocol.tokens import pack_tokens
 from warmline_common.storage.segment_file import file_checksum, read_checksums
@@ -31,6 +31,7 @@ def saved_conversations(index: Index) -> Index:
     index.quarantine(index.match_prefix(ROOT, pack_tokens([9]), 1).chain[0].id, "checksum")
     index.record_use(ref.id for ref in index.match_prefix(ROOT, pack_tokens(WHOLE), 1503).chain)
     index.record_turn(make_turn(1, 2))
+    index.record_response(make_response("r1"))
     index.record_request(RequestRecord(id="r", at=1.0, endpoint="chat", client_model="m", outcome="ok", source="cold"))
     index.flush()
     return index

@@ -1,0 +1,202 @@
+"""Stored responses of OpenAI's Responses in the index: a row and a body a response under its number, oldest first.
+
+A body is the whole conversation, so that deleting one response leaves the others as they are.  It is found by its
+response's id, and by the ids of the answers whose items it has: the newest response of a conversation has them all.
+The owner is part of each key: a key's response is found for no other one.
+"""
+
+import logging
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import msgspec
+
+from warmline_proxy.store.rows import ResponseRow
+from warmline_proxy.store.tables import DECODERS, Tables
+
+log = logging.getLogger(__name__)
+
+ANSWER_KEY_BYTES = 16
+ANSWERS_MAX = 4096  # of earlier answers, by which a response is found; the latest
+ROW_BYTES = 256  # of a row and its ids, without its answers
+COMPRESSION_LEVEL = 1
+DAY_S, MB = 86_400.0, 10**6
+BUDGET_SHARE = 0.1  # of the disk budget, at most: responses are not evicted for the sake of KV
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode: Callable[[bytes], ResponseRow] = DECODERS["responses"]
+
+
+@dataclass(frozen=True)
+class ResponseLimits:
+    """Limits of all stored responses; no response is stored where one is 0."""
+
+    age_max_s: float = 30 * DAY_S
+    bytes_max: int = 256 * MB
+
+    @classmethod
+    def from_settings(cls, keep_days: float, keep_mb: float, budget_bytes: int) -> "ResponseLimits":
+        return cls(keep_days * DAY_S, int(min(keep_mb * MB, budget_bytes * BUDGET_SHARE)))
+
+    @property
+    def is_off(self) -> bool:
+        return not (self.age_max_s and self.bytes_max)
+
+
+DEFAULT_LIMITS = ResponseLimits()
+
+
+@dataclass(frozen=True)
+class ResponseEntry:
+    """A response to be stored."""
+
+    row: ResponseRow
+    body: bytes  # JSON
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.row.owner, self.row.id
+
+    def has_answer(self, answer: bytes) -> bool:
+        return answer in split_answers(self.row)
+
+
+def answer_key(owner: str, answer_id: str) -> bytes:
+    text = f"{owner}\0{answer_id}"
+    return blake2b(text.encode(errors="replace"), digest_size=ANSWER_KEY_BYTES).digest()
+
+
+def join_answers(owner: str, answer_id: str, earlier_ids: Iterable[str]) -> bytes:
+    """`ResponseRow.answers` of an answer whose input has items of earlier ones, oldest first."""
+    earlier = list(dict.fromkeys(each for each in earlier_ids if each != answer_id))[-ANSWERS_MAX:]
+    return b"".join(answer_key(owner, each) for each in (answer_id, *earlier))
+
+
+def split_answers(row: ResponseRow) -> list[bytes]:
+    return [row.answers[at : at + ANSWER_KEY_BYTES] for at in range(0, len(row.answers), ANSWER_KEY_BYTES)]
+
+
+def count_bytes(row: ResponseRow) -> int:
+    return row.bytes_body + 2 * len(row.answers) + ROW_BYTES
+
+
+def list_responses(tables: Tables) -> Iterator[tuple[bytes, ResponseRow]]:
+    """Responses with their keys, oldest first."""
+    return ((key, _decode(value)) for key, value in tables.items("responses"))
+
+
+# ---- lookups
+
+
+def find_response(tables: Tables, owner: str, answer_id: str) -> ResponseEntry | None:
+    """The owner's response of that id; None also where it is damaged."""
+    entry = _find(tables, "response_ids", owner, answer_id)
+    return entry if entry and entry.row.id == answer_id else None
+
+
+def has_response(tables: Tables, owner: str, answer_id: str) -> bool:
+    """True for a stored response, damaged or not."""
+    return tables.get("response_ids", answer_key(owner, answer_id)) is not None
+
+
+def find_holder(tables: Tables, owner: str, answer_id: str) -> ResponseEntry | None:
+    """The owner's newest response that has items of that answer."""
+    return _find(tables, "answers", owner, answer_id)
+
+
+def _find(tables: Tables, table: str, owner: str, answer_id: str) -> ResponseEntry | None:
+    answer = answer_key(owner, answer_id)
+    key = tables.get(table, answer)
+    value = tables.get("responses", key) if key else None
+    if key is None or value is None:
+        return None
+    row = _decode(value)
+    body = read_body(tables, key)
+    return None if body is None or row.owner != owner else ResponseEntry(row, body)
+
+
+def read_body(tables: Tables, key: bytes) -> bytes | None:
+    """Body of a response; None where it is missing or damaged."""
+    try:
+        return zlib.decompress(tables.get("response_bodies", key) or b"")
+    except zlib.error as error:
+        log.warning("a stored response is damaged, and is not used: %s", error)
+        return None
+
+
+# ---- changes
+
+
+def put_response(tables: Tables, entry: ResponseEntry, limits: ResponseLimits, now: float) -> None:
+    """Store a response, in the place of one with the same id, and evict the oldest ones above the limits.
+
+    One that is larger than all may be is not stored.
+    """
+    delete_response(tables, *entry.key)
+    body = zlib.compress(entry.body, COMPRESSION_LEVEL)
+    row = msgspec.structs.replace(entry.row, bytes_body=len(body))
+    if count_bytes(row) <= limits.bytes_max:
+        insert_response(tables, tables.next_key("responses"), row, body)
+    evict_responses(tables, limits, now)
+
+
+def insert_response(tables: Tables, key: bytes, row: ResponseRow, body: bytes) -> None:
+    """Insert a response with its compressed body; it becomes the newest one with its answers' items."""
+    answers = split_answers(row)
+    tables.put("responses", key, _encode(row))
+    tables.put("response_bodies", key, body)
+    tables.put("response_ids", answers[0], key)
+    for answer in answers:
+        tables.put("answers", answer, key)
+    tables.add_to_sums(responses=1, bytes_responses=count_bytes(row))
+
+
+def set_session(tables: Tables, owner: str, answer_id: str, session: str) -> None:
+    key = tables.get("response_ids", answer_key(owner, answer_id))
+    if key and (value := tables.get("responses", key)):
+        tables.put("responses", key, _encode(msgspec.structs.replace(_decode(value), session=session)))
+
+
+def delete_response(tables: Tables, owner: str, answer_id: str) -> bool:
+    """Delete the owner's response of that id; False where none is stored."""
+    key = tables.get("response_ids", answer_key(owner, answer_id))
+    value = tables.get("responses", key) if key else None
+    if key and value:
+        remove_response(tables, key, _decode(value))
+    return bool(key and value)
+
+
+def remove_response(tables: Tables, key: bytes, row: ResponseRow) -> None:
+    answers = split_answers(row)
+    tables.delete("responses", key)
+    tables.delete("response_bodies", key)
+    for table, listed in (("response_ids", answers[:1]), ("answers", answers)):
+        for answer in listed:
+            if tables.get(table, answer) == key:
+                tables.delete(table, answer)
+    tables.add_to_sums(responses=-1, bytes_responses=-count_bytes(row))
+
+
+def evict_responses(tables: Tables, limits: ResponseLimits, now: float) -> int:
+    """Remove the oldest responses until the limits hold; how many."""
+    count = 0
+    while (oldest := next(list_responses(tables), None)) and _is_excess(tables, oldest[1], limits, now):
+        remove_response(tables, *oldest)
+        count += 1
+    return count
+
+
+def has_excess(tables: Tables, limits: ResponseLimits, now: float) -> bool:
+    """True where `evict_responses` would remove one."""
+    oldest = next(list_responses(tables), None)
+    return oldest is not None and _is_excess(tables, oldest[1], limits, now)
+
+
+def is_expired(row: ResponseRow, limits: ResponseLimits, now: float) -> bool:
+    return row.at < now - limits.age_max_s
+
+
+def _is_excess(tables: Tables, oldest: ResponseRow, limits: ResponseLimits, now: float) -> bool:
+    return limits.is_off or is_expired(oldest, limits, now) or tables.sums().bytes_responses > limits.bytes_max

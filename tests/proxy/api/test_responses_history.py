@@ -1,0 +1,282 @@
+"""Requests that refer to stored responses and items: the same prompt as of the conversation sent whole."""
+
+import json
+from typing import Any
+
+import pytest
+
+from support.proxy.responses import (
+    AGENTS,
+    LOOK,
+    PATCH,
+    make_call,
+    make_chunks,
+    make_delta,
+    make_message,
+    make_result,
+    make_thinking,
+)
+from warmline_common.protocol.messages import ErrorReply, decode, encode
+from warmline_proxy.api.base import ApiCall, ResponseStart
+from warmline_proxy.api.responses import history
+from warmline_proxy.api.responses.adapter import ResponsesApi
+from warmline_proxy.api.responses.history import StoredResponse, build_item_page, find_answer_id, normalize_input
+from warmline_proxy.errors import ClientError, bad_request, request_cancelled
+
+THINK = make_delta(reasoning_content="Hm.")
+SAY = make_delta(content="Paris.")
+CALLS = make_delta(tool_calls=[{"index": 0, "id": "call_1", "function": {"name": "look", "arguments": '{"a": 1}'}}])
+CUSTOM = make_delta(
+    tool_calls=[{"index": 0, "id": "call_1", "function": {"name": "patch", "arguments": '{"input": "x"}'}}]
+)
+TOOLS = [LOOK, PATCH, AGENTS]
+
+
+class MemoryHistory:
+    """Stored responses in memory, by answer id."""
+
+    is_off = False
+
+    def __init__(self) -> None:
+        self.stored: dict[str, StoredResponse] = {}
+        self.lookups: list[str] = []
+
+    def find_response(self, answer_id: str) -> StoredResponse | None:
+        self.lookups.append(answer_id)
+        return self.stored.get(answer_id)
+
+    def find_holder(self, answer_id: str) -> StoredResponse | None:
+        self.lookups.append(answer_id)
+        holders = [
+            each for each in self.stored.values() if answer_id in (each.response["id"][5:], *each.earlier_answer_ids)
+        ]
+        return holders[-1] if holders else None
+
+
+class Dialogue:
+    """Requests of one client, whose responses are stored as their own JSON."""
+
+    def __init__(self) -> None:
+        self.history = MemoryHistory()
+
+    def read(self, value: object, **fields: Any) -> ApiCall:
+        body = {"model": "m", "input": value, "tools": TOOLS, **fields}
+        return ResponsesApi(self.history).read_call(json.dumps(body).encode(), {})
+
+    def read_messages(self, value: object, **fields: Any) -> Any:
+        return self.read(value, **fields).fields["messages"]
+
+    def answer(self, name: str, value: object, *deltas: dict[str, Any], finish: str = "stop", **fields: Any) -> Any:
+        """Answer a request; the response as the client gets it."""
+        call = self.read(value, **fields)
+        encoder = call.api.create_encoder(call, self.make_start(name))
+        for chunk in make_chunks(*deltas, finish=finish):
+            encoder.encode_chunk({}, encode(chunk))
+        return json.loads(encoder.encode_json())
+
+    def make_start(self, name: str) -> ResponseStart:
+        def store(response: StoredResponse) -> None:
+            self.history.stored[name] = decode(encode(response), StoredResponse)
+
+        return ResponseStart(name, "m", 3, 0, store)
+
+    def catch_refusal(self, value: object, **fields: Any) -> tuple[int, Any]:
+        with pytest.raises(ClientError) as failure:
+            self.read(value, **fields)
+        return failure.value.status, decode(failure.value.body, ErrorReply).error
+
+
+def make_references(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"type": "item_reference", "id": item["id"]} for item in items]
+
+
+RESULT, QUESTION = make_result("a cat"), make_message("user", "And now?")
+FIRST_INPUTS: list[Any] = [
+    "Hi.",
+    [{"role": "user", "content": "Hi."}],
+    [make_message("developer", "Be brief."), make_message("user", "Hi.")],
+    [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": None}],
+    [make_message("user", "Hi."), make_thinking("Hm."), make_call("look"), make_result("a dog"), QUESTION],
+    [make_message("user", "Hi."), make_thinking("Hm.", id="rs_68a_0"), make_message("assistant", "No.", "output_text")],
+    [{"type": "web_search_call", "id": "ws_1"}, {"type": "additional_tools", "tools": []}, make_message("user", "Hi.")],
+]
+ANSWERS = {
+    "text": (SAY,),
+    "thought and text": (THINK, SAY),
+    "thought, text and call": (THINK, SAY, CALLS),
+    "custom call": (CUSTOM,),
+    "nothing": (),
+}
+
+
+@pytest.mark.parametrize("summary", [None, "auto"])
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("first", FIRST_INPUTS, ids=range(len(FIRST_INPUTS)))
+def test_turn_by_reference_has_prompt_of_whole_conversation(first: Any, answer: str, summary: str | None) -> None:
+    dialogue, kind = Dialogue(), "custom_tool_call_output" if answer == "custom call" else "function_call_output"
+    response = dialogue.answer("r-1", first, *ANSWERS[answer], reasoning={"summary": summary})
+    given = [{"role": "user", "content": first}] if isinstance(first, str) else first
+    new = [{**RESULT, "type": kind}] if "call" in answer else [QUESTION]
+    whole = dialogue.read_messages([*given, *response["output"], *new])
+    assert dialogue.read_messages(new, previous_response_id=response["id"]) == whole
+    assert dialogue.read_messages([*given, *make_references(response["output"]), *new]) == whole
+
+
+def test_several_turns_by_reference() -> None:
+    """The third turn refers to the first two answers, one by one as to the previous response."""
+    dialogue = Dialogue()
+    first = dialogue.answer("r-1", "Hi.", THINK, CALLS)
+    second = dialogue.answer("r-2", [RESULT], THINK, SAY, previous_response_id=first["id"])
+    whole = [{"role": "user", "content": "Hi."}, *first["output"], RESULT, *second["output"], QUESTION]
+    expected = dialogue.read_messages(whole)
+    assert dialogue.read_messages([QUESTION], previous_response_id=second["id"]) == expected
+    references = [whole[0], *make_references(first["output"]), RESULT, *make_references(second["output"]), QUESTION]
+    dialogue.history.lookups.clear()
+    assert dialogue.read_messages(references) == expected
+    assert dialogue.history.lookups == ["r-1"], "the newest response of the conversation has all of its items"
+    del dialogue.history.stored["r-1"]
+    assert dialogue.read_messages(references) == expected, "also those of an answer that is no longer stored"
+
+
+def test_items_that_newest_response_lacks_are_found_in_their_own() -> None:
+    dialogue = Dialogue()
+    first = dialogue.answer("r-1", "Hi.", THINK, SAY)
+    dialogue.answer("r-2", [first["output"][1], QUESTION], SAY)
+    messages = dialogue.read_messages(make_references(first["output"]))
+    assert messages == [{"role": "assistant", "content": "Paris.", "reasoning_content": "Hm."}]
+
+
+def test_input_items_can_be_referred_to() -> None:
+    dialogue = Dialogue()
+    dialogue.answer("r-1", [{"role": "user", "content": "Hi."}, make_call("look"), RESULT], SAY)
+    ids = [item["id"] for item in dialogue.history.stored["r-1"].input]
+    assert ids == ["msg_r-1_i0", "fc_r-1_i1", "fco_r-1_i2"]
+    assert dialogue.read_messages([{"type": "item_reference", "id": ids[0]}]) == [{"role": "user", "content": "Hi."}]
+
+
+def test_instructions_and_tools_are_those_of_the_new_request() -> None:
+    dialogue = Dialogue()
+    first = dialogue.answer("r-1", "Hi.", SAY, instructions="Be brief.")
+    call = dialogue.read("And now?", previous_response_id=first["id"], instructions="Be loud.", tools=[PATCH])
+    assert [message["content"] for message in call.fields["messages"]] == ["Be loud.", "Hi.", "Paris.", "And now?"]
+    assert [tool["function"]["name"] for tool in call.fields["tools"]] == ["patch"]
+    assert dialogue.read_messages("And now?", previous_response_id=first["id"])[0]["role"] == "user"
+
+
+def test_response_says_whether_it_is_stored() -> None:
+    dialogue = Dialogue()
+    first = dialogue.answer("r-1", "Hi.", SAY)
+    second = dialogue.answer("r-2", "And now?", SAY, previous_response_id=first["id"], store=False)
+    assert (first["store"], first["previous_response_id"]) == (True, None)
+    assert (second["store"], second["previous_response_id"]) == (False, "resp_r-1")
+    assert dialogue.history.stored.keys() == {"r-1"} and dialogue.history.stored["r-1"].response == first
+
+
+def test_incomplete_response_is_stored_and_continued() -> None:
+    dialogue = Dialogue()
+    first = dialogue.answer("r-1", "Hi.", SAY, finish="length")
+    assert first["status"] == "incomplete" and dialogue.history.stored["r-1"].response == first
+    assert len(dialogue.read_messages("Go on.", previous_response_id=first["id"])) == 3
+
+
+def test_failed_stream_is_stored_unless_it_was_cancelled() -> None:
+    for name, error, is_stored in (("a", bad_request("No."), True), ("b", request_cancelled("Off."), False)):
+        dialogue = Dialogue()
+        call = dialogue.read("Hi.", stream=True)
+        encoder = call.api.create_encoder(call, dialogue.make_start(name))
+        encoder.encode_chunk({}, encode(SAY))
+        encoder.encode_stream_error(error)
+        assert (name in dialogue.history.stored) == is_stored
+        assert not is_stored or dialogue.history.stored[name].response["status"] == "failed"
+
+
+# ---- refusals
+
+
+def test_unknown_references_are_refused_with_advice() -> None:
+    dialogue = Dialogue()
+    dialogue.answer("r-1", "Hi.", SAY, store=False)
+    status, error = dialogue.catch_refusal("Hi.", previous_response_id="resp_r-1")
+    assert (status, error.code, error.param) == (400, "previous_response_not_found", "previous_response_id")
+    assert "'resp_r-1' not found" in error.message and "'store: false'" in error.message and "'input'" in error.message
+    for item_id in ("msg_r-1_0", "rs_68a", "", "x" * 500, "msg_\n_0"):
+        status, error = dialogue.catch_refusal([QUESTION, {"type": "item_reference", "id": item_id}])
+        assert (status, error.param) == (404, "input")
+        assert "input[1]" in error.message and "'store: false'" in error.message and len(error.message) < 500
+    status, error = dialogue.catch_refusal([{"type": "item_reference"}])
+    assert (status, error.param) == (400, "input[0].id")
+
+
+def test_refusals_say_that_storing_is_off() -> None:
+    dialogue = Dialogue()
+    dialogue.history.is_off = True
+    for fields in ({"previous_response_id": "resp_r-1"}, {"value": make_references([{"id": "msg_r-1_0"}])}):
+        _, error = dialogue.catch_refusal(**{"value": "Hi.", **fields})
+        assert "stores no responses" in error.message and "'store: false'" in error.message
+    assert dialogue.answer("r-1", "Hi.", SAY)["store"] is False and not dialogue.history.stored
+
+
+def test_errors_of_new_items_name_their_own_place() -> None:
+    dialogue = Dialogue()
+    first = dialogue.answer("r-1", [QUESTION, QUESTION], SAY)
+    _, error = dialogue.catch_refusal([QUESTION, {"type": "sound"}], previous_response_id=first["id"])
+    assert error.param == "input[1]"
+
+
+def test_repeated_references_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "BODY_BYTES_MAX", 1000)
+    dialogue = Dialogue()
+    first = dialogue.answer("r-1", "Hi.", make_delta(content="x" * 100))
+    assert dialogue.read_messages(make_references(first["output"] * 2))
+    status, error = dialogue.catch_refusal(make_references(first["output"] * 10))
+    assert status == 413 and "refers to" in error.message
+
+
+# ---- ids and pages
+
+
+@pytest.mark.parametrize(
+    ("item_id", "answer_id"),
+    [
+        ("msg_abc_0", "abc"),
+        ("rs_a_b.c-1_12", "a_b.c-1"),
+        ("fco_abc_i3", "abc"),
+        ("msg_abc_i3_0", "abc_i3"),
+        ("msg_68a0c1d2", ""),
+        ("msg_", ""),
+        ("", ""),
+    ],
+)
+def test_answer_id_of_item_id(item_id: str, answer_id: str) -> None:
+    assert find_answer_id(item_id) == answer_id
+
+
+def test_input_items_are_listed_as_openai_lists_them() -> None:
+    texts = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes?"}, {"role": "user", "id": None}]
+    user, assistant, empty = normalize_input(texts, "r")
+    assert user["content"] == [{"type": "input_text", "text": "Hi."}] and user["type"] == "message"
+    assert assistant["content"] == [{"type": "output_text", "text": "Yes?", "annotations": []}]
+    assert empty["content"] == [] and [each["id"] for each in (user, assistant, empty)] == [
+        "msg_r_i0",
+        "msg_r_i1",
+        "msg_r_i2",
+    ]
+    own = {"type": "reasoning", "id": "rs_1", "summary": []}
+    assert normalize_input([own], "r") == [own]
+
+
+def test_pages_of_items() -> None:
+    items = [{"id": f"i{number}"} for number in range(5)]
+    page = build_item_page(items, 2, False, "")
+    assert (page["object"], page["first_id"], page["last_id"], page["has_more"]) == ("list", "i4", "i3", True)
+    assert [item["id"] for item in build_item_page(items, 2, False, "i3")["data"]] == ["i2", "i1"]
+    assert build_item_page(items, 2, True, "i2") == {
+        "object": "list",
+        "data": items[3:],
+        "first_id": "i3",
+        "last_id": "i4",
+        "has_more": False,
+    }
+    assert build_item_page([], 2, True, "")["first_id"] is None
+    with pytest.raises(ClientError, match="no item"):
+        build_item_page(items, 2, True, "i9")
