@@ -28,13 +28,14 @@ from warmline_proxy.home_lock import HomeLockedError, home_lock
 from warmline_proxy.index.index import Index, IndexReader, IndexStoreError
 from warmline_proxy.index.recovery.orphans import delete_leftovers
 from warmline_proxy.index.recovery.repair import repair as repair_index
+from warmline_proxy.index.recovery.startup import repair_damage
 from warmline_proxy.retention.gc import collect_garbage
 from warmline_proxy.retention.pin import PinLimitError, UnknownSessionError, pin_session
 from warmline_proxy.retention.purge import purge as purge_index
 from warmline_proxy.retention.purge import resolve_key
 from warmline_proxy.store import rows
-from warmline_proxy.store.crash_probe import is_readable
-from warmline_proxy.store.errors import IndexMissingError
+from warmline_proxy.store.errors import REBUILD_HINT, IndexMissingError
+from warmline_proxy.store.files import list_stored
 
 BACKEND_TIMEOUT_S = 30.0
 CHANGE_TIMEOUT_S = 600.0  # the proxy answers when the files are gone and the index is compacted
@@ -93,17 +94,11 @@ def open_reader(home: Home) -> IndexReader:
     try:
         return IndexReader(home)
     except IndexMissingError as error:
+        if any(file_id for file_id, _ in list_stored(home)):
+            raise OperationRefusedError(f"{error}, though files are stored; {REBUILD_HINT}") from error
         raise HomeNotFoundError(f"{error} (nothing was ever stored there)") from error
     except IndexStoreError as error:
         raise OperationRefusedError(str(error)) from error
-
-
-def check_readable(home: Home) -> None:
-    """Raises OperationRefusedError where reading the whole index would end this process; IndexStoreError."""
-    if not is_readable(home.index):
-        raise OperationRefusedError(
-            f"the index in {home.index} is damaged: no process gets through it; add --repair, or start a proxy"
-        )
 
 
 def read_disk_budget_bytes(home: Home) -> int:
@@ -181,7 +176,6 @@ def repair(home: Home) -> rows.RepairReply:
         raise HomeNotFoundError(f"no index in {home.index} (nothing was ever stored there)")
 
     def repair_locally(index: Index) -> rows.RepairReply:
-        index.is_damaged(force_probe=True)
         return repair_index(index, deep=True, is_saving=False)
 
     return change_index(home, "/warmline/repair", {}, rows.RepairReply, repair_locally, REPAIR_TIMEOUT_S)
@@ -215,6 +209,7 @@ def run_locked(home: Home, work: Callable[[Index], T]) -> T:
     """Result of a function that runs under the home's lock.  Raises OperationRefusedError."""
     try:
         with home_lock(home, LOCK_WAIT_S), Index(home, read_disk_budget_bytes(home)) as index:
+            repair_damage(index)  # all that is stored would look like an orphan, or like nothing
             return work(index)
     except (HomeLockedError, IndexStoreError, UnknownSessionError, PinLimitError) as error:
         raise OperationRefusedError(str(error)) from error

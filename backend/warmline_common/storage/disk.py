@@ -94,11 +94,6 @@ def set_mode(path: Path, mode: int) -> None:
     path.chmod(mode)
 
 
-def lengthen(path: Path, bytes_count: int) -> None:
-    """Append zeros up to a size."""
-    os.truncate(path, bytes_count)
-
-
 def allocate(path: Path, bytes_count: int) -> None:
     """Give a file's first bytes blocks on the disk, zeros where there were none; creates the file.
 
@@ -179,13 +174,14 @@ def replace_file(path: Path, text: str) -> None:
     rename(draft, path)
 
 
-def delete_tree(folder: Path) -> None:
-    """Delete a folder with its content, the content first; does nothing where it is gone."""
-    if not folder.is_dir():
+def delete_tree(path: Path) -> None:
+    """Delete a file, or a folder with its content, the content first; does nothing where it is gone.
+
+    Links are deleted, not followed.
+    """
+    if path.is_symlink() or not path.is_dir():
+        delete(path)
         return
-    for path in list(folder.iterdir()):
-        if path.is_dir() and not path.is_symlink():
-            delete_tree(path)
-        else:
-            delete(path)
-    delete_folder(folder)
+    for below in list(path.iterdir()):
+        delete_tree(below)
+    delete_folder(path)

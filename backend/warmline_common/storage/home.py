@@ -52,7 +52,7 @@ class Home:
 
     def prepare(self) -> None:
         """Create the directories.  Raises OSError where the home can't be written."""
-        for path in (self.root, self.index, self.segments, self.models, self.logs, self.run):
+        for path in (self.root, self.segments, self.models, self.logs, self.run):  # the index's owner makes that one
             disk.make_folders(path)
 
     def load_secret(self) -> str:

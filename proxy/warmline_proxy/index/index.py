@@ -20,7 +20,7 @@ from warmline_proxy.index import lookup, save, tree
 from warmline_proxy.index.reader import IndexReader
 from warmline_proxy.index.save import SaveIntent
 from warmline_proxy.index.write_behind import WriteBehindBuffer
-from warmline_proxy.store import crash_probe, files, reserve, row_checks
+from warmline_proxy.store import files, reserve
 from warmline_proxy.store.environment import MAP_BYTES, LmdbEnvironment
 from warmline_proxy.store.errors import (
     NO_SPACE_CODES,
@@ -277,23 +277,18 @@ class Index(IndexReader):
         """Delete old generations and drafts of the index; on the writer thread, so that no compaction is under way."""
         return self._writer.submit(self._environment.delete_superseded).result()
 
-    def is_damaged(self, *, force_probe: bool = False) -> bool:
-        """True where the index lacks stored data, or has entries that can't be read.
+    def require_sound_pages(self) -> None:
+        """Check all pages of the index's file; writes wait.  Raises IndexDamagedError where LMDB could not use it."""
+        self._writer.submit(self._environment.require_sound_pages).result()
 
-        An unreadable file is replaced by an empty one.  Where reading it has ended a process, or with `force_probe`,
-        another process reads it first.
-        """
-        with crash_probe.mark_reading(self.home) as died:
-            try:
-                if (died or force_probe) and not crash_probe.is_readable(self.home.index):
-                    raise IndexDamagedError("the index is damaged: no process gets through it")
-                with self.read_transaction() as tables:
-                    flaws = list(row_checks.find_flaws(tables))  # all: later pages may be unreadable
-                    return bool(flaws) or tables.is_incomplete()
-            except IndexDamagedError as error:
-                damage = error
-            self._writer.submit(lambda: self._environment.replace_with_empty(damage)).result()
-            return True
+    def replace_with_empty(self, error: IndexDamagedError) -> None:
+        """Replace an unreadable index with an empty one, which lacks stored data until it is repaired."""
+
+        def replace() -> None:
+            self._environment.replace_with_empty(error)
+            self.change_count += 1
+
+        self._retry_with_reserve(lambda: self._writer.submit(replace).result())
 
     def close(self) -> None:
         """Write the bookkeeping, and close."""

@@ -8,9 +8,12 @@ import msgspec
 from warmline_proxy.index.index import Index, IndexStoreError
 from warmline_proxy.index.recovery.orphans import delete_orphans
 from warmline_proxy.index.recovery.repair import repair
+from warmline_proxy.index.recovery.verify import find_table_damage
 from warmline_proxy.index.save import abort_save
 from warmline_proxy.index.tree import delete_subtree, quarantine_subtree
 from warmline_proxy.store import files as stored_files
+from warmline_proxy.store.errors import IndexDamagedError
+from warmline_proxy.store.rows import IndexFinding
 from warmline_proxy.store.tables import Tables
 
 log = logging.getLogger(__name__)
@@ -37,9 +40,7 @@ class ReconcileReport(msgspec.Struct, kw_only=True):
 
 def reconcile(index: Index) -> ReconcileReport:
     home, counts = index.home, ReconcileReport()
-    if index.is_damaged() and (did := repair(index, deep=False, is_saving=False).did):
-        counts.mended, stored = len(did), index.totals()
-        log.warning("the index was mended: it has %d segments now, %d tokens", stored.segments, stored.tokens)
+    counts.mended = len(repair_damage(index))
     saves = index.transact(lambda tables: [abort_save(tables, plan) for plan in tables.save_plans()], frees_space=True)
     counts.saves_rolled_back = len(saves)
     sizes = {file_id: path.stat().st_size for file_id, path in stored_files.list_stored(home) if file_id}
@@ -54,6 +55,28 @@ def reconcile(index: Index) -> ReconcileReport:
     counts.evicted = len(index.make_room())
     counts.purges_ended = _finish_purge(index)
     return counts
+
+
+def repair_damage(index: Index) -> list[IndexFinding]:
+    """Repair the index where it is damaged, or lacks stored data; what was repaired.
+
+    For every process that takes over a home.  Blocks; raises IndexStoreError, OSError.
+    """
+    if is_sound(index):
+        return []
+    did = repair(index, deep=False, is_saving=False).did
+    stored = index.totals()
+    log.warning("the index was mended: it has %d segments now, %d tokens", stored.segments, stored.tokens)
+    return did
+
+
+def is_sound(index: Index) -> bool:
+    """True where the index has all stored data, and its tables can be read and don't contradict each other."""
+    try:
+        with index.read_transaction() as tables:
+            return not (tables.is_incomplete() or find_table_damage(tables))
+    except IndexDamagedError:
+        return False
 
 
 def _finish_purge(index: Index) -> int:
