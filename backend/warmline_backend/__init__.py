@@ -1,1 +1,5 @@
 """The backend process: serves one model over loopback HTTP to the proxy.  Layers: see pyproject.toml."""
+
+from warmline_common.process.file_limits import protect_descriptor_limit
+
+protect_descriptor_limit()  # before any module imports mlx-lm

@@ -64,9 +64,9 @@ def repair_damage(index: Index) -> list[IndexFinding]:
     """
     if is_sound(index):
         return []
-    did = repair(index, deep=False, is_saving=False).did
-    stored = index.totals()
-    log.warning("the index was mended: it has %d segments now, %d tokens", stored.segments, stored.tokens)
+    if did := repair(index, deep=False, is_saving=False).did:
+        stored = index.totals()
+        log.warning("the index was mended: it has %d segments now, %d tokens", stored.segments, stored.tokens)
     return did
 
 
