@@ -133,6 +133,12 @@ def open_to_read(path: Path) -> FileIO:
     return FileIO(path, "rb")
 
 
+def count_free_bytes(folder: Path) -> int:
+    """Bytes that this user can still write on the folder's disk."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
 # ---- whole errands, made of the steps above
 
 

@@ -5,7 +5,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 POLL_S = 0.05
@@ -37,7 +37,8 @@ def process_lock(path: Path, wait_s: float = 0.0) -> Iterator[None]:
     try:
         _acquire(descriptor, time.monotonic() + wait_s)
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        with suppress(OSError):  # of a full disk, which the holder may be about to free
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
         os.close(descriptor)

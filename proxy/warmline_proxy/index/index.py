@@ -39,9 +39,18 @@ __all__ = ["DiskBudgetError", "Index", "IndexReader", "IndexStoreError"]
 
 FLUSH_INTERVAL_S = 1.0
 READER_CHECK_INTERVAL_S = 60.0
-DISK_FULL_CODES = (*NO_SPACE_CODES, "EIO")  # LMDB calls a write that was cut short an input/output error
 
 T = TypeVar("T")
+
+
+class _RollbackError(Exception):
+    """Ends a preview of a change; `file_ids`: of the files that the change would delete."""
+
+    def __init__(self, file_ids: set[str]) -> None:
+        super().__init__("rolled back")
+        self.file_ids = file_ids
+
+
 log = logging.getLogger(__name__)
 
 
@@ -231,17 +240,39 @@ class Index(IndexReader):
     # --- upkeep ---
 
     def transact(self, change: Callable[[Tables], T], *, frees_space: bool = False) -> T:
-        """Run a write transaction of `reconcile`, repair, purge or gc.
+        """Run a write transaction of `reconcile`, repair, purge or gc; `change` may run more than once.
 
-        One that `frees_space` uses the reserve where the disk is full.
+        One that `frees_space` uses the reserve where the disk is full, and deletes its files before their rows where
+        the reserve is used up: after a kill in between, the next start removes the rows.
         """
-        return self._retry_with_reserve(lambda: self._write(change)) if frees_space else self._write(change)
+        if not frees_space:
+            return self._write(change)
+        try:
+            return self._retry_with_reserve(lambda: self._write(change))
+        except IndexStoreError as error:
+            if error.code not in NO_SPACE_CODES or not self._delete_files_of(change):
+                raise
+        return self._write(change)
+
+    def _delete_files_of(self, change: Callable[[Tables], object]) -> int:
+        """Delete the files that a change would delete, but for leased ones, without making it; how many."""
+
+        def preview(tables: Tables) -> None:
+            change(tables)
+            raise _RollbackError(set(tables.pending_deletions()))
+
+        try:
+            self._write(preview)
+        except _RollbackError as rolled_back:
+            file_ids = rolled_back.file_ids - self._leased_ids()
+            return sum(files.try_delete_file(self.home, file_id) for file_id in file_ids)
+        return 0
 
     def _retry_with_reserve(self, work: Callable[[], T]) -> T:
         try:
             return work()
         except IndexStoreError as error:
-            if error.code not in DISK_FULL_CODES or not reserve.release_reserve(self.home):
+            if error.code not in NO_SPACE_CODES or not reserve.release_reserve(self.home):
                 raise
             self._is_reserve_used = True  # `renew_reserve` waits: the work needs the space first
         return work()

@@ -9,16 +9,16 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import lmdb
 import msgspec
 
 from warmline_common.storage import disk
-from warmline_proxy.store.environment_pool import EnvironmentGeneration, EnvironmentPool
+from warmline_proxy.store.environment_pool import EmptyEnvironment, EnvironmentGeneration, EnvironmentPool
 from warmline_proxy.store.errors import (
     REBUILD_HINT,
     IndexDamagedError,
@@ -38,6 +38,7 @@ SCHEMA = 1
 MAP_BYTES = 4 << 30  # virtual and sparse; doubled where it is full
 READERS_MAX = 512
 LOCK_BYTES = 36 << 10  # of LMDB's file of so many readers, which it makes without blocks, and writes to as memory
+WRITE_BYTES_MAX = 1 << 20  # of one of LMDB's writes
 SCHEMA_KEY = b"schema"
 DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"
 DAMAGE_ERRORS = (
@@ -54,26 +55,6 @@ DAMAGE_ERRORS = (
 DECODE_ERRORS = (msgspec.DecodeError, ValueError, OverflowError)  # raised for damaged entries
 
 T = TypeVar("T")
-
-
-class _EmptyEnvironment(nullcontext[None]):
-    """Environment, and its transactions, where there is no index and none can be made; without tables."""
-
-    def begin(self) -> Self:
-        return self
-
-    def stat(self) -> dict[str, int]:
-        return {"psize": 0}
-
-    def info(self) -> dict[str, int]:
-        return {"last_pgno": 0}
-
-    def reader_check(self) -> int:
-        return 0
-
-    def abort(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class LmdbEnvironment:
@@ -114,7 +95,7 @@ class LmdbEnvironment:
             return self._open_checked()
         except (IndexMissingError, IndexDamagedError) as error:
             log.error("%s: no stored data can be used", error)
-            return EnvironmentGeneration(self._folder, _EmptyEnvironment(), dict.fromkeys(TABLES))
+            return EnvironmentGeneration(self._folder, EmptyEnvironment(), dict.fromkeys(TABLES))
 
     def _open_checked(self) -> EnvironmentGeneration:
         """Open the newest generation once all its pages are checked: LMDB would end this process at a damaged one."""
@@ -217,8 +198,10 @@ class LmdbEnvironment:
             with _write_transaction(env) as txn:
                 handles = {name: env.open_db(name.encode(), txn=txn) for name in TABLES}
                 if txn.get(SCHEMA_KEY, db=handles["meta"]) is None:
-                    txn.put(SCHEMA_KEY, str(SCHEMA).encode(), db=handles["meta"])
-                    txn.put(INCOMPLETE_KEY, b"", db=handles["meta"])
+                    tables = Tables(txn, handles)
+                    tables.put("meta", SCHEMA_KEY, str(SCHEMA).encode())
+                    tables.put("meta", INCOMPLETE_KEY, b"")
+                    tables.reset_digest()
         else:  # not within one transaction: LMDB forgets handles that were opened in a read transaction when that ends
             handles = {name: _open_table(env, name) for name in TABLES}
         with env.begin() as txn:
@@ -260,7 +243,7 @@ class LmdbEnvironment:
                 self._grow_map()
             except lmdb.PanicError as error:  # LMDB could not finish a write; what was committed is whole
                 self._reopen()
-                raise wrap_error("can't write the index", error) from error
+                raise self._wrap_write_error("can't write the index", error) from error
 
     def _write(self, change: Callable[[Tables], T]) -> T:
         """Raises MapFullError, PanicError, IndexStoreError."""
@@ -270,13 +253,21 @@ class LmdbEnvironment:
                     tables = Tables(txn, generation.handles)
                     result = change(tables)
                     tables.write_sums()
+                    tables.write_digest()
                 return result
             except (lmdb.MapFullError, lmdb.PanicError):
                 raise
             except (*DAMAGE_ERRORS, msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise IndexDamagedError(f"the index is damaged: {error}; {REBUILD_HINT}", "damaged") from error
             except (lmdb.Error, OSError) as error:
-                raise wrap_error("can't write the index", error) from error
+                raise self._wrap_write_error("can't write the index", error) from error
+
+    def _wrap_write_error(self, what: str, error: Exception) -> IndexStoreError:
+        """As `wrap_error`; LMDB calls a write that a full disk cut short an input/output error."""
+        wrapped = wrap_error(what, error)
+        if wrapped.code == "EIO" and disk.count_free_bytes(self._folder) < WRITE_BYTES_MAX:
+            return IndexStoreError(f"{what}: the disk is full ({error})", "ENOSPC")
+        return wrapped
 
     def _grow_map(self) -> None:
         """Double the map.  Raises IndexFullError where there is no address space or memory for it."""
@@ -349,7 +340,7 @@ class LmdbEnvironment:
         except DAMAGE_ERRORS as error:
             raise _make_damage_error(self._pool.current.path, error) from error
         except (lmdb.Error, OSError) as error:
-            raise wrap_error("can't write the index anew", error) from error
+            raise self._wrap_write_error("can't write the index anew", error) from error
 
     def _write_generation(self, fill: Callable[[EnvironmentGeneration], None]) -> EnvironmentGeneration:
         number = int(self._pool.current.path.name) + 1
@@ -452,6 +443,8 @@ def _copy_tables(old: EnvironmentGeneration, new: EnvironmentGeneration) -> None
         for name in TABLES:
             for key, value in source.cursor(db=old.handles[name]):
                 target.put(key, value, db=new.handles[name])
+        tables = Tables(target, new.handles)
         if source.get(INCOMPLETE_KEY, db=old.handles["meta"]) is None:
-            target.delete(INCOMPLETE_KEY, db=new.handles["meta"])
-        target.delete(PURGED_DATA_KEY, db=new.handles["meta"])
+            target.delete(INCOMPLETE_KEY, db=new.handles["meta"])  # the new one's own, which the copied digest lacks
+        tables.delete("meta", PURGED_DATA_KEY)
+        tables.write_digest()

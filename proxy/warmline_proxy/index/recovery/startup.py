@@ -2,6 +2,7 @@
 
 import logging
 import time
+from contextlib import suppress
 
 import msgspec
 
@@ -71,12 +72,20 @@ def repair_damage(index: Index) -> list[IndexFinding]:
 
 
 def is_sound(index: Index) -> bool:
-    """True where the index has all stored data, and its tables can be read and don't contradict each other."""
+    """True where the index has all stored data, and each entry is the one that was written."""
     try:
         with index.read_transaction() as tables:
-            return not (tables.is_incomplete() or find_table_damage(tables))
+            if tables.is_incomplete():
+                return False
+            if (is_true := tables.has_true_digest()) is not None:
+                return is_true
+            damage = find_table_damage(tables)
     except IndexDamagedError:
         return False
+    if not damage:
+        with suppress(IndexStoreError):  # a full disk is no reason not to start
+            index.transact(Tables.reset_digest)
+    return not damage
 
 
 def _finish_purge(index: Index) -> int:

@@ -44,6 +44,8 @@ def verify_index(
     listing = _DiskListing(stored, quarantined, list(home.index.iterdir()))
     with reader.read_transaction() as tables:
         findings = list(find_flaws(tables)) or _check_all(tables, home, listing, deep, progress)
+        if not findings and tables.has_true_digest() is False:
+            findings = [_finding("digest", "", "an entry is another one than was written, which no other one tells")]
     with reader.read_transaction() as tables:
         return [finding for finding in findings if _is_current(tables, finding)]
 
