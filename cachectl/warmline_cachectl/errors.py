@@ -14,7 +14,7 @@ import typer
 
 from warmline_cachectl import client
 from warmline_cachectl.views.columns import printable
-from warmline_common.process.exit_codes import discard_output
+from warmline_common.process.exit_codes import describe_full_output, discard_output
 from warmline_proxy.auth.key_store import KeyNotFoundError, KeyStoreError, NoClientKeysError
 from warmline_proxy.index.index import IndexStoreError
 
@@ -42,11 +42,16 @@ def exit_on_error() -> Iterator[None]:
         fail_on_os_error(error)
 
 
-def fail_on_os_error(error: OSError) -> NoReturn:
-    """Fail; where a disk is full, without the output that waits to be written: it may go to that disk."""
+def fail_on_os_error(error: OSError, *, is_output: bool = False) -> NoReturn:
+    """Fail; where a disk is full, without the output that waits to be written: it may go to that disk.
+
+    `is_output`: a full disk is the one that the output goes to.
+    """
+    message = str(error)
     if error.errno == errno.ENOSPC:
         discard_output(sys.stdout)
-    fail(str(error), EXIT_REFUSED)
+        message = describe_full_output(error) if is_output else message
+    fail(message, EXIT_REFUSED)
 
 
 def fail(message: str, code: int) -> NoReturn:

@@ -50,7 +50,7 @@ def run_with_output(main: Callable[[], int], program: str, exit_code: int) -> in
             raise
         discard_output(sys.stdout)
         with suppress(OSError):  # stderr may go to the same disk
-            print(f"{program}: {error}", file=sys.stderr)
+            print(f"{program}: {describe_full_output(error)}", file=sys.stderr)
         code = exit_code
     try:
         if sys.stderr is not None:
@@ -58,6 +58,11 @@ def run_with_output(main: Callable[[], int], program: str, exit_code: int) -> in
     except OSError:
         discard_output(sys.stderr)
     return code
+
+
+def describe_full_output(error: OSError) -> str:
+    """Message for output that a full disk does not take."""
+    return f"the output can't be written: {error.strerror}; free space, or send it elsewhere"
 
 
 def discard_output(stream: TextIO | None) -> None:

@@ -17,6 +17,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 DRAFT_SUFFIX = ".tmp"
+NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 
 
 # ---- single steps
@@ -92,6 +93,21 @@ def make_folder(folder: Path) -> None:
 
 def set_mode(path: Path, mode: int) -> None:
     path.chmod(mode)
+
+
+def overwrite(path: Path, data: bytes) -> None:
+    """Overwrite a file from its beginning, and cut it there; creates the file.  Its blocks are used again."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        overwrite_open(descriptor, data)
+    finally:
+        os.close(descriptor)
+
+
+def overwrite_open(descriptor: int, data: bytes) -> None:
+    """As `overwrite`, for an open file."""
+    os.pwrite(descriptor, data, 0)
+    os.ftruncate(descriptor, len(data))
 
 
 def allocate(path: Path, bytes_count: int) -> None:
@@ -172,12 +188,22 @@ def write_durable(path: Path, chunks: Iterable[bytes | memoryview]) -> int:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace a small file of mode 0600 at once.  Not durable: its content can be written again."""
+    """Replace a small file of mode 0600 at once.  Not durable: its content can be written again.
+
+    On a full disk it is overwritten instead, where it is: it has a block already.
+    """
     draft = path.with_name(f".{path.name}{DRAFT_SUFFIX}")
     delete(draft)
-    with create(draft) as file:
-        write(file, text.encode())
-    rename(draft, path)
+    try:
+        with create(draft) as file:
+            write(file, text.encode())
+        rename(draft, path)
+    except OSError as error:
+        with suppress(OSError):
+            delete(draft)
+        if error.errno not in NO_SPACE_ERRNOS or not path.is_file():
+            raise
+        overwrite(path, text.encode())
 
 
 def delete_tree(path: Path) -> None:

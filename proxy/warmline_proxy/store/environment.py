@@ -315,7 +315,7 @@ class LmdbEnvironment:
     def bytes_used(self) -> int:
         """Bytes of the index on disk: its used pages, not the sparse map."""
         with self._pool.acquire() as generation, _translate_errors():
-            return _count_used_bytes(generation.env)
+            return (int(generation.env.info()["last_pgno"]) + 1) * int(generation.env.stat()["psize"])
 
     def reader_check(self) -> int:
         """Free the slots (and so the pages) of readers that were killed."""
@@ -398,10 +398,6 @@ def _translate_errors() -> Iterator[None]:
         raise IndexStoreError(f"can't read the index: {error}") from error
 
 
-def _count_used_bytes(env: Any) -> int:
-    return (int(env.info()["last_pgno"]) + 1) * int(env.stat()["psize"])
-
-
 def _make_damage_error(path: Path, flaw: object) -> IndexDamagedError:
     return IndexDamagedError(f"the index in {path} is damaged: {flaw}; {REBUILD_HINT}", "damaged")
 
@@ -436,6 +432,8 @@ def _list_generations(folder: Path) -> list[Path]:
         return sorted((path for path in folder.iterdir() if is_generation(path)), key=lambda path: int(path.name))
     except FileNotFoundError as error:
         raise IndexMissingError(f"no index in {folder}") from error
+    except NotADirectoryError as error:
+        raise _make_damage_error(folder, "it is no folder") from error
 
 
 def _copy_tables(old: EnvironmentGeneration, new: EnvironmentGeneration) -> None:

@@ -11,7 +11,7 @@ from support.cachectl.homes import find_session
 from warmline_common.storage.home import Home
 
 CACHECTL, WARMLINE = "warmline_cachectl.cli", "warmline_run.cli"
-NO_SPACE = "[Errno 28] No space left on device\n"
+NO_SPACE = "the output can't be written: No space left on device; free space, or send it elsewhere\n"
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
