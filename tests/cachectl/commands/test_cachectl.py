@@ -115,6 +115,30 @@ def test_unreadable_index_is_repaired(home: Home) -> None:
     assert [row["tokens"] for row in read_json(home, "inspect")["sessions"]] == [1502]  # one a leaf of the tree
 
 
+def test_lost_index_beside_files_is_reported_and_repaired(home: Home) -> None:
+    shutil.rmtree(home.index)
+    for command in (["verify"], ["ls"]):
+        refused = run_cachectl(home, *command)
+        assert refused.returncode == 3 and "though files are stored" in refused.stderr
+        assert "verify --repair" in refused.stderr
+    done = read_json(home, "verify", "--repair")
+    assert done["findings"] == [] and (done["segments"], done["checkpoints"]) == (2, 1)
+
+
+@pytest.mark.parametrize("command", [["gc"], ["pin", "feedfeed"]])
+def test_change_of_damaged_index_repairs_it_first(home: Home, command: list[str]) -> None:
+    """Without its rows each file would look like an orphan."""
+    files = {path for path in home.segments.rglob("*") if path.is_file()}
+    (data,) = home.index.glob("*/data.mdb")
+    damaged = bytearray(data.read_bytes())
+    damaged[-3000:] = bytes(3000)
+    damaged[2 * 4096 :] = damaged[2 * 4096 :][::-1]  # all but the metas
+    data.write_bytes(damaged)
+    run_cachectl(home, *command)
+    assert {path for path in home.segments.rglob("*") if path.is_file()} == files
+    assert read_json(home, "verify", "--repair")["findings"] == []
+
+
 def test_purge_dry_run_then_purge(home: Home) -> None:
     sessions = {row["client"]: row["id"] for row in read_json(home, "inspect")["sessions"]}
     dry = read_json(home, "purge", "--session", sessions[""][:6], "--dry-run")
