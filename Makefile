@@ -18,6 +18,10 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 TB_PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 $(wildcard $(HOME)/.pyenv/versions/3.1[234]*/bin/python3); do \
 	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 JOBS ?= 2
+# A misspelt variable would silently mean the default.
+VARIABLES := MODEL HOME_DIR HOST PORT BACKEND_PORT ARGS JOBS SECONDS SEED STEPS FAMILIES MODES PYTHON TB_PYTHON
+UNKNOWN := $(filter-out $(VARIABLES),$(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name))))
+$(if $(UNKNOWN),$(error $(UNKNOWN): no such variable; there are $(VARIABLES)))
 BIN := .venv/bin
 STAMP := .venv/.installed
 TB_STAMP := .venv-tb/.installed

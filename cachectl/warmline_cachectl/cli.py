@@ -4,15 +4,15 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from warmline_cachectl.commands import archive, doctor, explain, inspect, keys, modify, top, verify
 from warmline_cachectl.errors import EXIT_INTERRUPTED, EXIT_REFUSED, fail, fail_on_os_error
+from warmline_cachectl.options import SharedOptionsGroup
 from warmline_common.process.exit_codes import run_with_output
 from warmline_common.process.version import version
 
 
-class CommandGroup(TyperGroup):
+class CommandGroup(SharedOptionsGroup):
     """Group with a plain-text help, by headings (`rich_help_panel`), and exit codes for failed output.
 
     Output that can't be printed ends the command with a code of its own: 1 would mean findings.
@@ -41,7 +41,8 @@ class CommandGroup(TyperGroup):
 
 app = typer.Typer(
     cls=CommandGroup,
-    help="Looks at what Warmline has stored, checks it, changes it; whether the proxy runs or not.",
+    help="Looks at what Warmline has stored, checks it, changes it; whether the proxy runs or not.\n\n"
+    "--home DIR and --json may stand before the command or after it.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

@@ -4,7 +4,6 @@
 done), 130 interrupted, 141 closed output.
 """
 
-import errno
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ import typer
 
 from warmline_cachectl import client
 from warmline_cachectl.views.columns import printable
-from warmline_common.process.exit_codes import describe_full_output, discard_output
+from warmline_common.process.exit_codes import OUTPUT_ERRORS, describe_output_error, discard_output
 from warmline_proxy.auth.key_store import KeyNotFoundError, KeyStoreError, NoClientKeysError
 from warmline_proxy.index.index import IndexStoreError
 
@@ -43,14 +42,14 @@ def exit_on_error() -> Iterator[None]:
 
 
 def fail_on_os_error(error: OSError, *, is_output: bool = False) -> NoReturn:
-    """Fail; where a disk is full, without the output that waits to be written: it may go to that disk.
+    """Fail; where it may be output that can't be written, without the output that waits.
 
-    `is_output`: a full disk is the one that the output goes to.
+    `is_output`: it is output.
     """
     message = str(error)
-    if error.errno == errno.ENOSPC:
+    if error.errno in OUTPUT_ERRORS:
         discard_output(sys.stdout)
-        message = describe_full_output(error) if is_output else message
+        message = describe_output_error(error) if is_output else message
     fail(message, EXIT_REFUSED)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperGroup
 
 from warmline_cachectl.completion import complete_session_ids
 from warmline_common.storage.home import Home
@@ -15,12 +16,35 @@ QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progre
 SessionArgument = Annotated[
     str,
     typer.Argument(
-        help="A conversation's id, or its beginning.", autocompletion=complete_session_ids, show_default=False
+        metavar="SESSION",
+        help="A conversation's id, or its beginning.",
+        autocompletion=complete_session_ids,
+        show_default=False,
     ),
 ]
 HOME = Path("~/.warmline")
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def move_shared_options(arguments: list[str]) -> list[str]:
+    """Move `--home` and `--json` from before a command's name to behind it, where the command takes them."""
+    before = 0
+    while before < len(arguments):
+        if arguments[before] == "--home":
+            before += 2
+        elif arguments[before] == "--json" or arguments[before].startswith("--home="):
+            before += 1
+        else:
+            break
+    return [*arguments[before : before + 1], *arguments[:before], *arguments[before + 1 :]]
+
+
+class SharedOptionsGroup(TyperGroup):
+    """Group of commands that lets the options that they share stand before the command's name."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, move_shared_options(args))
 
 
 class CommandApp(typer.Typer):

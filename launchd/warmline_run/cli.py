@@ -47,6 +47,7 @@ def serve(config: ResolvedConfig) -> None:
     """Run proxy and backend together; restart what dies."""
     if problem := ports.describe_occupied_port(config):  # early and by name: the children bind a moment later
         raise ConfigurationError(problem)
+    processes.check_model_folder(config)
     _print_blas_advice()
     try:
         model = processes.prepare_model(config)
@@ -67,6 +68,7 @@ def proxy(config: ResolvedConfig) -> None:
 @with_settings
 def backend(config: ResolvedConfig) -> None:
     """Run the backend alone, in this process."""
+    processes.check_model_folder(config)
     _print_blas_advice()
     _exec_command(processes.backend_command(config, processes.prepare_model(config), os.environ))
 
@@ -76,15 +78,15 @@ def backend(config: ResolvedConfig) -> None:
 def doctor(
     config: ResolvedConfig,
     examined_model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="instead of the setting", show_default=False)
-    ] = "",
+        str | None, typer.Argument(metavar="MODEL", help="instead of the setting", show_default=False)
+    ] = None,
     memory_gb: Annotated[float, typer.Option(min=0, help="on a Mac of so much memory; 0: on this machine")] = 0,
     prefill_tokens_s: Annotated[float, typer.Option(min=0, help="how fast it prefills, for times; 0: not known")] = 0,
     disk_gb_s: Annotated[float, typer.Option(min=0, help="how fast its disk is read, for times; 0: not known")] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Say whether a model can be served, and how, without loading its weights."""
-    if examined_model:
+    if examined_model is not None:
         try:
             model = EffectiveSetting(SETTINGS["model"].parse(examined_model), "MODEL")
         except ValueError as error:

@@ -3,14 +3,19 @@
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
 
 from warmline_common.process.exit_codes import EXIT_CONFIGURATION
-from warmline_common.settings.resolve import ResolvedConfig
+from warmline_common.settings.resolve import ConfigurationError, ResolvedConfig
 from warmline_common.settings.table import DEMO_MODEL, SETTINGS, format_flags
 from warmline_run import openblas
 
 DEMO_NAME = "smollm2-135m-instruct"
+NAME_CHARS_MAX = 200
+NEAR_COUNT_MAX = 3
 CLIENT_KEY = SETTINGS["client_key"].variable
 
 
@@ -73,6 +78,29 @@ def doctor_command(
         *("--", model),
     ]
     return Command("doctor", arguments, environment, 0.0)
+
+
+def check_model_folder(config: ResolvedConfig) -> None:
+    """Raise ConfigurationError for a model that is no model's folder and can't be a repository's name either.
+
+    The backend checks more, once it runs; this is found before anything is started.
+    """
+    setting = config.effective_settings["model"]
+    name = str(setting.value)
+    path, called = Path(name), f"{setting.source} {name[:NAME_CHARS_MAX]}"
+    with suppress(OSError):  # a name that can't be a path's: the backend says why
+        if name == DEMO_MODEL or (path / "config.json").is_file():
+            return
+        if path.exists():
+            raise ConfigurationError(f"{called}: not a model's folder, it has no config.json")
+        if name.startswith((".", "/")) or name.count("/") != 1:
+            raise ConfigurationError(f"{called}: there is no such folder; {_suggest_folders(path)}")
+
+
+def _suggest_folders(path: Path) -> str:
+    folders = [each.name for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
+    near = [str(path.with_name(each)) for each in get_close_matches(path.name, folders, NEAR_COUNT_MAX)]
+    return f"near it: {', '.join(near)}" if near else "give a model's folder, or a repository's name as owner/model"
 
 
 def prepare_model(config: ResolvedConfig) -> str:

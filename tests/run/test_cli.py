@@ -24,6 +24,31 @@ def run_warmline(*arguments: str, **environment: str) -> subprocess.CompletedPro
     )
 
 
+@pytest.mark.parametrize("command", ["serve", "backend"])
+def test_missing_model_folder_is_found_before_a_start(command: str, tmp_path: Path) -> None:
+    (tmp_path / "qwen3-8b").mkdir()
+    expected = {
+        "qwen3-8B": f"there is no such folder; near it: {tmp_path}/qwen3-8b",
+        "qwen3-8b": "not a model's folder, it has no config.json",
+        "zzz": "there is no such folder; give a model's folder, or a repository's name as owner/model",
+    }
+    for name, reason in expected.items():
+        model = str(tmp_path / name)
+        ports = ("--port", str(free_port()), "--backend-port", str(free_port()))
+        done = run_warmline(
+            command, "--home", str(tmp_path / "home"), "--model", model, *(ports if command == "serve" else ())
+        )
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.splitlines()[-1].endswith(f"--model {model}: {reason}")
+    assert not (tmp_path / "home").exists()
+
+
+def test_doctor_refuses_empty_name(tmp_path: Path) -> None:
+    done = run_warmline("doctor", "", "--home", str(tmp_path / "home"))
+    assert done.returncode == 2 and "MODEL: expected a folder, a repository's name, or demo, not ''" in done.stderr
+    assert not (tmp_path / "home").exists()
+
+
 def test_config_prints_each_setting_with_its_source(tmp_path: Path) -> None:
     (tmp_path / "warmline.toml").write_text('served_name = "mine"\nclient_key = "hush"')
     answer = run_warmline("config", "--home", str(tmp_path), "--port", "9000", "--json", WARMLINE_REUSE="off")

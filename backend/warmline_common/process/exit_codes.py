@@ -20,6 +20,11 @@ OUTPUT_BYTES_MAX = 1_000_000
 EXIT_FAILURE = 1
 EXIT_CONFIGURATION = 2  # starting again would not help
 EXIT_BROKEN_PIPE = 141  # shells' code for SIGPIPE
+# Of output: a full disk, a quota, a limit of a file's size, a closed descriptor.
+NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+OUTPUT_ERRORS = (*NO_SPACE_ERRNOS, errno.EFBIG, errno.EBADF)
+# Name, mode and flags of descriptors 0, 1 and 2.  A write to a descriptor that was opened to read fails.
+CLOSED_STREAMS = (("stdin", "r", os.O_RDONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY))
 
 
 def run_main(main: Callable[[], int]) -> NoReturn:
@@ -31,8 +36,9 @@ def run_main(main: Callable[[], int]) -> NoReturn:
 def run_with_output(main: Callable[[], int], program: str, exit_code: int) -> int | str | None:
     """Run `main` and write what it has printed; its code, as `sys.exit` takes it.
 
-    Output that can't be written is a failure: 141 for a closed pipe, for a full disk `exit_code` and a line on stderr.
+    Output that can't be written is a failure: 141 for a closed pipe, else `exit_code` and a line on stderr.
     """
+    open_closed_streams()
     try:
         try:
             code: int | str | None = main()
@@ -40,35 +46,47 @@ def run_with_output(main: Callable[[], int], program: str, exit_code: int) -> in
             if isinstance(ended.__context__, BrokenPipeError):  # click and rich exit with 1
                 raise ended.__context__ from None
             code = ended.code
-        if sys.stdout is not None:  # it may be closed
-            sys.stdout.flush()
+        sys.stdout.flush()
     except BrokenPipeError:
         discard_output(sys.stdout)
         code = EXIT_BROKEN_PIPE
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in OUTPUT_ERRORS:
             raise
         discard_output(sys.stdout)
         with suppress(OSError):  # stderr may go to the same disk
-            print(f"{program}: {describe_full_output(error)}", file=sys.stderr)
+            print(f"{program}: {describe_output_error(error)}", file=sys.stderr)
         code = exit_code
     try:
-        if sys.stderr is not None:
-            sys.stderr.flush()
+        sys.stderr.flush()
     except OSError:
         discard_output(sys.stderr)
     return code
 
 
-def describe_full_output(error: OSError) -> str:
-    """Message for output that a full disk does not take."""
-    return f"the output can't be written: {error.strerror}; free space, or send it elsewhere"
+def describe_output_error(error: OSError) -> str:
+    """Message for output that can't be written."""
+    remedy = "free space, or send it elsewhere" if error.errno in NO_SPACE_ERRNOS else "send it elsewhere"
+    return f"the output can't be written: {error.strerror}; {remedy}"
 
 
-def discard_output(stream: TextIO | None) -> None:
+def open_closed_streams() -> None:
+    """Open the standard streams that the caller closed: Python has None for them, and other files take their place.
+
+    An input is empty then, and output fails, as programs in C have it; messages are lost.
+    """
+    for descriptor, (name, mode, flags) in enumerate(CLOSED_STREAMS):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, flags)
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+                os.close(opened)
+            setattr(sys, name, os.fdopen(descriptor, mode))
+
+
+def discard_output(stream: TextIO) -> None:
     """Have the buffered rest go nowhere: else Python tries to write it at its exit, and exits with 120."""
-    if stream is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def map_exit_code(code: int, environment: Mapping[str, str] = os.environ) -> int:

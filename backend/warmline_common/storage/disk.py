@@ -187,23 +187,24 @@ def write_durable(path: Path, chunks: Iterable[bytes | memoryview]) -> int:
     return written
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, content: str | bytes) -> None:
     """Replace a small file of mode 0600 at once.  Not durable: its content can be written again.
 
     On a full disk it is overwritten instead, where it is: it has a block already.
     """
+    data = content.encode() if isinstance(content, str) else content
     draft = path.with_name(f".{path.name}{DRAFT_SUFFIX}")
     delete(draft)
     try:
         with create(draft) as file:
-            write(file, text.encode())
+            write(file, data)
         rename(draft, path)
     except OSError as error:
         with suppress(OSError):
             delete(draft)
         if error.errno not in NO_SPACE_ERRNOS or not path.is_file():
             raise
-        overwrite(path, text.encode())
+        overwrite(path, data)
 
 
 def delete_tree(path: Path) -> None:

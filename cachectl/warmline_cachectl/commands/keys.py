@@ -12,7 +12,7 @@ from rich.table import Table
 
 from warmline_cachectl import client
 from warmline_cachectl.errors import ADD_KEY_HINT, EXIT_USAGE, exit_on_error, fail
-from warmline_cachectl.options import HOME, CommandApp, HomeOption, JsonOption, make_home
+from warmline_cachectl.options import HOME, CommandApp, HomeOption, JsonOption, SharedOptionsGroup, make_home
 from warmline_cachectl.views import tables
 from warmline_cachectl.views.output import show as show_view
 from warmline_common.storage.home import Home
@@ -26,7 +26,9 @@ ROOT_CHARS = 8  # as `cachectl tree` shows it
 
 NameArgument = Annotated[str, typer.Argument(help="Whose key; without it the only one, or the one called default.")]
 
-app = CommandApp(no_args_is_help=True, help="Show, make, renew and remove the keys that clients need.")
+app = CommandApp(
+    cls=SharedOptionsGroup, no_args_is_help=True, help="Show, make, renew and remove the keys that clients need."
+)
 group = typer.Typer()
 group.add_typer(app, name="key", rich_help_panel="Change", short_help="Show, make, renew and remove clients' keys.")
 

@@ -28,13 +28,14 @@ app = CommandApp("Change")
 
 @app.add(
     "Remove conversations.",
-    "cachectl purge --session SESSION --dry-run  # only list what would be deleted",
+    "cachectl purge SESSION --dry-run  # only list what would be deleted",
     "cachectl purge --key laptop --yes  # one key's data, as `cachectl ls` names it",
     "cachectl purge --all --yes",
 )
 def purge(
+    conversation: SessionArgument = "",
     session: Annotated[
-        str, typer.Option(help="One conversation, by id or its beginning.", autocompletion=complete_session_ids)
+        str, typer.Option(help="The same as SESSION.", autocompletion=complete_session_ids, show_default=False)
     ] = "",
     model: Annotated[str, typer.Option(help="Everything of one model.")] = "",
     key: Annotated[
@@ -53,13 +54,13 @@ def purge(
     as_json: JsonOption = False,
 ) -> None:
     """Remove conversations from disk, and every trace of them from the index; pinned ones too."""
-    if sum(map(bool, (session, model, key, older_than, everything))) != 1:
-        fail("name exactly one of --session, --model, --key, --older-than, --all", EXIT_USAGE)
+    if sum(map(bool, (conversation, session, model, key, older_than, everything))) != 1:
+        fail("name exactly one of SESSION, --model, --key, --older-than, --all", EXIT_USAGE)
     older_than_s = _parse_age(older_than)
     with open_index(home) as reader:
         snapshot = reader.snapshot()
         labels = client.read_owner_labels(reader.home, snapshot) if key else OwnerLabels()
-        session = resolve_session_id(snapshot, session)
+        session = resolve_session_id(snapshot, conversation or session)
         request = PurgeRequest(session=session, model=model, key=key, older_than_s=older_than_s, everything=everything)
         reply = preview_purge(reader, resolve_key(request, labels))
     if dry_run or not key:  # records and memory may have something of a key of which nothing is on disk

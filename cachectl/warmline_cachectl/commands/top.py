@@ -7,7 +7,7 @@ import sys
 import termios
 import tty
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 import typer
@@ -83,7 +83,7 @@ def _watch(home: Home, interval_s: float) -> None:
                     return
     except KeyboardInterrupt:
         return
-    except OSError as error:
+    except (OSError, termios.error) as error:
         fail(f"the terminal is gone: {error}", EXIT_REFUSED)
 
 
@@ -109,7 +109,8 @@ def _open_keyboard() -> Iterator[Callable[[float], str]]:
             tty.setcbreak(keyboard[0])
             yield get_keys
         finally:
-            termios.tcsetattr(keyboard[0], termios.TCSADRAIN, before)
+            with suppress(termios.error):  # the terminal may be gone
+                termios.tcsetattr(keyboard[0], termios.TCSADRAIN, before)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Explanations and comparisons for people: two texts side by side, what differs in them marked."""
 
+import re
 from collections.abc import Iterable
 
 from rich.console import Console
@@ -12,11 +13,13 @@ from warmline_proxy.explain.diff import Comparison
 from warmline_proxy.explain.explain import DiffSide, DivergencePoint, ExplainReply
 from warmline_proxy.store.rows import DIVERGENCE_TOKENS_AFTER
 
+BLANK_LINES_MAX = 2  # that are shown as they are
 COLUMNS_WIDTH_MIN = 100  # narrower terminals get one text below the other
 # Around what differs, where there is no colour to say so.
 MARK_OPEN = "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}"
 MARK_CLOSE = "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}"
 MARK_STYLE = "bold black on yellow"
+BLANK_LINES = re.compile(rf"\n(?:[^\S\n]*\n){{{BLANK_LINES_MAX + 1},}}")
 TOKENS_SHOWN_MAX = 24  # of a side without a text
 
 Renderables = Iterable[Table | Text | str]
@@ -38,8 +41,8 @@ def render_explanation(reply: ExplainReply) -> Renderables:
         yield f"  what to do: {verdict.advice}"
     for each in reply.besides:
         yield f"also {each.cause}: {each.means}"
-    if record.why_not_warmer:
-        yield f"the planner's words: {printable(record.why_not_warmer)}"
+    if record.why_not_warmer and record.why_not_warmer not in (verdict.means, verdict.detail):
+        yield f"reason recorded by the planner: {printable(record.why_not_warmer)}"
     if reply.where and reply.known and reply.prompt:
         yield f"\nIt diverges from the known prompt {_format_place(reply.where)}:"
         yield from _render_sides(("known", reply.known), ("this prompt", reply.prompt), reply.where)
@@ -105,12 +108,17 @@ def _render_side(side: DiffSide, out: Console, where: DivergencePoint) -> Text:
     coloured = out.is_terminal and not out.no_color and out.color_system is not None
     text, at = Text("… " if where.begins else ""), 0
     for start, end in side.differs:
-        text.append(printable(side.text[at:start]))
-        marked = printable(side.text[start:end])
+        text.append(_format_text(side.text[at:start]))
+        marked = _format_text(side.text[start:end])
         text.append(marked, MARK_STYLE) if coloured else text.append(f"{MARK_OPEN}{marked}{MARK_CLOSE}")
         at = end
     goes_on = len(side.tokens) >= where.token - where.begins + DIVERGENCE_TOKENS_AFTER
-    return text.append(printable(side.text[at:]) + (" …" if goes_on else ""))
+    return text.append(_format_text(side.text[at:]) + (" …" if goes_on else ""))
+
+
+def _format_text(text: str) -> str:
+    """Printable text, in which a line counts the blank lines of a longer run."""
+    return printable(BLANK_LINES.sub(lambda run: f"\n({run[0].count(chr(10)) - 1} blank lines)\n", text))
 
 
 def _render_token_ids(side: DiffSide, where: DivergencePoint) -> Text:

@@ -100,9 +100,10 @@ def _format_if_compared(row: ReplayResult, text: str) -> str:
 
 LISTING_COLUMNS = (
     Column("session", lambda row: row["id"], kind="id"),
-    Column("key", lambda row: row["key"], 3, "text", is_optional=True),
+    Column("key", lambda row: row["key"], 4, "text", is_optional=True),
     Column("tokens", lambda row: f"{row['tokens']:,}"),
-    Column("size", lambda row: format_size(row["bytes"]), 2),
+    Column("alone", lambda row: format_size(row["bytes_alone"]), 2),
+    Column("shared", lambda row: format_size(row["bytes_shared"]), 3),
     Column("idle", lambda row: format_duration(row["idle_s"])),
     Column("client", lambda row: " ".join(filter(None, (row["client"], row["pinned"] and "(pinned)"))), 1, "text"),
 )
@@ -159,7 +160,7 @@ REPLAY_COLUMNS = (
 
 
 def render_conversations(view: dict[str, Any]) -> Renderables:
-    yield from _render_sessions(CONVERSATION_COLUMNS, view["sessions"])
+    yield from render_listing(view, CONVERSATION_COLUMNS)
     if view["quarantined"]:
         yield from fit_table(QUARANTINE_COLUMNS, view["quarantined"], make_console().width, title="Quarantine")
 
@@ -169,8 +170,14 @@ def render_conversation(view: dict[str, Any]) -> Renderables:
     yield from fit_table(PATH_COLUMNS, view["path"], make_console().width)
 
 
-def render_listing(view: dict[str, Any]) -> Renderables:
-    return _render_sessions(LISTING_COLUMNS, view["sessions"])
+def render_listing(view: dict[str, Any], columns: Sequence[Column] = LISTING_COLUMNS) -> Renderables:
+    """Table of conversations, and their sum: files that several of them share are in it once."""
+    yield from _render_sessions(columns, view["sessions"])
+    alone, shared, unlisted = (view[f"bytes_{kind}"] for kind in ("alone", "shared", "unlisted"))
+    if view["sessions"]:
+        others = f" + {format_size(unlisted)} of no conversation" if unlisted else ""
+        total = format_size(alone + shared + unlisted)
+        yield f"{format_size(alone)} alone + {format_size(shared)} shared by several{others} = {total}"
 
 
 def render_segments(view: dict[str, Any]) -> Renderables:

@@ -16,10 +16,19 @@ View = dict[str, Any]
 
 
 def build_conversations(forest: Forest, now: float) -> View:
-    """All conversations, last used first, and the quarantined files."""
+    """All conversations, last used first, and the quarantined files.
+
+    `bytes_alone` and `bytes_shared` are those of conversations, shared files counted once; `bytes_unlisted` are those
+    of files that belong to no conversation.
+    """
     rows = sorted(forest.snapshot.sessions.values(), key=lambda row: -row.last_used)
+    sizes = Counter[str]()
+    for segment in forest.snapshot.segments.values():
+        users = forest.session_counts[segment.id]
+        sizes["shared" if users > 1 else "alone" if users else "unlisted"] += forest.total_bytes(segment)
     return {
         "sessions": [_session_row(forest, row, now) for row in rows],
+        **{f"bytes_{kind}": sizes[kind] for kind in ("alone", "shared", "unlisted")},
         "quarantined": [msgspec.to_builtins(row) for row in forest.snapshot.quarantined.values()],
     }
 
@@ -52,9 +61,12 @@ def build_file(forest: Forest, kind: str, file_id: str) -> View:
 
 
 def build_listing(forest: Forest, now: float) -> View:
-    """Short rows of the conversations, last used first."""
-    names = ("id", "key", "model", "tokens", "bytes", "pinned", "last_used", "idle_s", "client")
-    return {"sessions": [{name: row[name] for name in names} for row in build_conversations(forest, now)["sessions"]]}
+    """Short rows of the conversations, last used first, and the sums of all."""
+    names = ["id", "key", "model", "tokens", "bytes", "bytes_alone", "bytes_shared"]
+    names += ["pinned", "last_used", "idle_s", "client"]
+    view = build_conversations(forest, now)
+    del view["quarantined"]
+    return {**view, "sessions": [{name: row[name] for name in names} for row in view["sessions"]]}
 
 
 def build_segments(forest: Forest, session_id: str) -> View:
@@ -120,8 +132,8 @@ def _session_row(forest: Forest, row: SessionRow, now: float) -> View:
         "client": row.client,
         "tokens": row.tokens,
         "bytes": sum(weights.values()),
-        # what no other one shares
         "bytes_alone": sum(size for link, size in weights.items() if forest.session_counts[link] == 1),
+        "bytes_shared": sum(size for link, size in weights.items() if forest.session_counts[link] > 1),
         "segments": len(links),
         "checkpoints": len(passed),
         "requests": row.requests,

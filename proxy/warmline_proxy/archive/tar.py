@@ -14,6 +14,7 @@ BLOCK_BYTES = 512
 END_BYTES = 2 * BLOCK_BYTES  # zeros after the last file
 PADDING_BYTES_MAX = 1 << 20  # zeros after the end: tar programs fill their last record
 ENCODING = "ascii"
+NOT_AN_ARCHIVE = "it is no archive of a conversation; `cachectl export` makes one"
 
 Progress = Callable[[int, int], object]  # (bytes done, bytes in all)
 
@@ -53,11 +54,12 @@ def read_member(file: BinaryIO, offset: int, expected: str) -> Member:
     file.seek(offset)
     block = file.read(BLOCK_BYTES)
     if len(block) < BLOCK_BYTES:
-        raise ArchiveError(f"it ends before {expected}: it is not whole")
+        raise ArchiveError(f"it ends before {expected}: it is not whole" if offset else NOT_AN_ARCHIVE)
     try:
         info = tarfile.TarInfo.frombuf(block, ENCODING, "surrogateescape")
     except (tarfile.HeaderError, ValueError, OverflowError) as error:
-        raise ArchiveError(f"no tar header where {expected} should begin ({error})") from error
+        what = f"no tar header where {expected} should begin" if offset else NOT_AN_ARCHIVE
+        raise ArchiveError(f"{what} ({error})") from error
     if info.type != tarfile.REGTYPE or info.name != expected:
         raise ArchiveError(f"{info.name[:80]!r} (type {info.type!r}) is in the place of the file {expected}")
     if info.size < 0:

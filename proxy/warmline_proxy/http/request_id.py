@@ -5,7 +5,7 @@ SDKs read them from headers of their own: OpenAI's `x-request-id`, Anthropic's `
 
 import logging
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from warmline_common.logging import request_context
@@ -53,8 +53,21 @@ async def request_id_middleware(request: web.Request, handler: Handler) -> web.S
             return response
         body, method, path = decode_error_body(error), request.method[:16], redact_path(request.path)
         with request_context(response.headers.get(HEADER_REQUEST, get_request_id(request))):
-            log.info("refused %s %s: %s (%s)", method, path, error, body.code or body.type)
+            log.log(
+                logging.DEBUG if _is_probe(request) else logging.INFO,
+                "refused %s %s: %s (%s)",
+                method,
+                path,
+                error,
+                body.code or body.type,
+            )
         return response
+
+
+def _is_probe(request: web.Request) -> bool:
+    """True for a read of an unknown path: clients look for other servers by such requests."""
+    is_unknown = isinstance(request.match_info.http_exception, web.HTTPNotFound)
+    return is_unknown and request.method in (hdrs.METH_GET, hdrs.METH_HEAD)
 
 
 async def set_request_id_headers(request: web.Request, response: web.StreamResponse) -> None:

@@ -99,7 +99,7 @@ def test_export_does_not_overwrite_without_force(home: Home, archive_file: Path)
         ("export SESSION - --json", 2, "without --json"),
         ("import TMP/none", 3, "can't be read: No such file"),
         ("import TMP", 3, "is no plain file"),
-        ("import HOME/home.lock", 3, "no tar header|ends before"),
+        ("import HOME/home.lock", 3, "it is no archive"),
         ("import FILE --key nobody", 3, "there is no client key 'nobody'"),
     ],
 )

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -12,10 +13,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from support.cachectl.homes import A, CommandResult, read_json, run_cachectl
 from support.index.indexes import begin_save, break_page, commit_save, count_matched, make_home, save
 from warmline_cachectl import lookup
+from warmline_cachectl.cli import app
 from warmline_common.protocol.messages import decode, encode
 from warmline_common.storage.home import Home
 from warmline_proxy.home_lock import home_lock
@@ -139,6 +142,44 @@ def test_change_of_damaged_index_repairs_it_first(home: Home, command: list[str]
     assert read_json(home, "verify", "--repair")["findings"] == []
 
 
+def test_shared_options_may_stand_before_command(home: Home) -> None:
+    root = str(home.root)
+    expected = run_cachectl(home, "ls", "--json").stdout
+    for words in (
+        ["--home", root, "ls", "--json"],
+        [f"--home={root}", "--json", "ls"],
+        ["--json", "ls", "--home", root],
+    ):
+        done = CliRunner().invoke(app, words)
+        assert (done.exit_code, without_ages(done.stdout)) == (0, without_ages(expected))
+    assert CliRunner().invoke(app, ["--home", root, "key", "list"]).stdout.startswith("no keys")
+    elsewhere = CliRunner().invoke(app, ["--home", "/nowhere", "ls"], env={"WARMLINE_HOME": root})
+    assert elsewhere.exit_code == 2 and "/nowhere" in elsewhere.stderr
+    assert CliRunner().invoke(app, ["--home", root]).exit_code == 2
+
+
+def without_ages(text: str) -> str:
+    return re.sub(r'"idle_s": [\d.e-]+', "", text)
+
+
+def test_listing_adds_up_to_files_on_disk(home: Home) -> None:
+    view, stored = read_json(home, "ls"), read_json(home, "stats")["stored"]
+    total = stored["bytes_segments"] + stored["bytes_checkpoints"]
+    assert view["bytes_alone"] + view["bytes_shared"] + view["bytes_unlisted"] == total
+    assert sum(row["bytes_alone"] for row in view["sessions"]) == view["bytes_alone"]
+    assert all(row["bytes_alone"] + row["bytes_shared"] == row["bytes"] for row in view["sessions"])
+    assert view["bytes_shared"] > 0
+    assert " shared by several = " in run_cachectl(home, "ls").stdout
+
+
+def test_purge_takes_session_as_argument(home: Home) -> None:
+    session = read_json(home, "ls")["sessions"][0]["id"]
+    expected = read_json(home, "purge", "--session", session, "--dry-run")
+    assert read_json(home, "purge", session[:8], "--dry-run") == expected
+    assert run_cachectl(home, "purge", session, "--session", session, "--yes").returncode == 2
+    assert read_json(home, "purge", session, "--yes")["sessions"] == expected["sessions"]
+
+
 def test_purge_dry_run_then_purge(home: Home) -> None:
     sessions = {row["client"]: row["id"] for row in read_json(home, "inspect")["sessions"]}
     dry = read_json(home, "purge", "--session", sessions[""][:6], "--dry-run")
@@ -156,7 +197,7 @@ def test_purge_dry_run_then_purge(home: Home) -> None:
     assert run_cachectl(home, "purge", "--model", "other", "--yes").returncode == 1
     assert len(done["quarantined"]) == 1, "which conversation it was of is not known, so it goes with any of its model"
     assert read_json(home, "purge", "--all", "--yes")["segments"]
-    assert read_json(home, "inspect") == {"sessions": [], "quarantined": []}
+    assert [*map(read_json(home, "inspect").get, ("sessions", "quarantined", "bytes_alone"))] == [[], [], 0]
 
 
 @pytest.mark.parametrize(("typed", "left"), [("n", 2), ("y", 0)])

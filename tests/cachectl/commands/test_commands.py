@@ -30,14 +30,16 @@ SEGMENT = (
     "checkpoints"
 )
 SESSION = (
-    "id key model client tokens bytes bytes_alone segments checkpoints requests hits created last_used age_s idle_s "
-    "leaf pinned"
+    "id key model client tokens bytes bytes_alone bytes_shared segments checkpoints requests hits created last_used "
+    "age_s idle_s leaf pinned"
 )
+SIZES = "bytes_alone bytes_shared bytes_unlisted"
+LISTING = "id key model tokens bytes bytes_alone bytes_shared pinned last_used idle_s client"
 SHAPES = {  # by verb: the names at the top, and of the first row of each list
-    "ls": {"": "sessions", "sessions": "id key model tokens bytes pinned last_used idle_s client"},
+    "ls": {"": f"sessions {SIZES}", "sessions": LISTING},
     "ls SESSION": {"": "session segments", "segments": "id start end bytes checkpoints shared pinned"},
     "inspect": {
-        "": "sessions quarantined",
+        "": f"sessions {SIZES} quarantined",
         "sessions": SESSION,
         "quarantined": "id kind model start end bytes_on_disk reason at",
     },

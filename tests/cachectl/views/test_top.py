@@ -77,13 +77,31 @@ def test_screen_reports_down_backend_and_full_disk() -> None:
     assert "no requests" in text
 
 
+def test_top_ends_in_one_line_when_its_terminal_closes(home: Home) -> None:
+    ours, theirs = pty.openpty()
+    process = start_top(home, theirs)
+    shown = b""
+    while b"trying again" not in shown:
+        shown += os.read(ours, 4096)
+    os.close(ours)
+    assert process.wait(TIMEOUT_S) in (0, 3) and process.stderr is not None
+    assert b"Traceback" not in process.stderr.read()
+    process.stderr.close()
+
+
+def start_top(home: Home, terminal: int) -> "subprocess.Popen[bytes]":
+    """Start `cachectl top` on the process's end of a terminal, and close that here."""
+    command = [sys.executable, "-c", "from warmline_cachectl.cli import main; main()", "top", "--interval-s", "20"]
+    environment = {**os.environ, "WARMLINE_HOME": str(home.root), "TERM": "xterm"}
+    process = subprocess.Popen(command, env=environment, stdin=terminal, stdout=terminal, stderr=subprocess.PIPE)
+    os.close(terminal)
+    return process
+
+
 @pytest.mark.parametrize("end", [b"\x1b[Aq", signal.SIGTERM], ids=["an arrow, which is three keys, and q", "SIGTERM"])
 def test_top_retries_until_interrupted(home: Home, end: bytes | signal.Signals) -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", "from warmline_cachectl.cli import main; main()", "top", "--interval-s", "20"]
-    environment = {**os.environ, "WARMLINE_HOME": str(home.root), "TERM": "xterm"}
-    process = subprocess.Popen(command, env=environment, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE)
-    os.close(theirs)
+    process = start_top(home, theirs)
     shown = b""
     while b"trying again" not in shown:
         shown += os.read(ours, 4096)

@@ -63,10 +63,10 @@ def replace_second_header(data: bytes, block: bytes) -> bytes:
 
 FIRST = "segments/00000.safetensors"
 HOSTILE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "empty": (lambda data: b"", "ends before manifest.json"),
-    "no tar": (lambda data: b"x" * 4096, "no tar header"),
-    "zeros": (lambda data: bytes(10240), "no tar header"),
-    "gzip": (lambda data: b"\x1f\x8b" + data, "no tar header"),
+    "empty": (lambda data: b"", "it is no archive"),
+    "no tar": (lambda data: b"x" * 4096, "it is no archive"),
+    "zeros": (lambda data: bytes(10240), "it is no archive"),
+    "gzip": (lambda data: b"\x1f\x8b" + data, "it is no archive"),
     "traversal": (
         lambda data: replace_second_header(data, make_header(tarfile.REGTYPE, "../../evil")),
         "'../../evil' .* is in the place of",

@@ -83,6 +83,21 @@ def capture() -> Iterator[LogCapture]:
 
 
 @on_loop
+async def test_reads_of_unknown_paths_are_logged_at_debug(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "warmline_proxy.http.request_id")
+    async with run_proxy(tmp_path) as proxy:
+        for method, path in (("HEAD", "/"), ("GET", "/api/tags"), ("POST", "/v1/embeddings")):
+            async with proxy.client.request(method, proxy.url + path):
+                pass
+    levels = {record.message.split(":")[0]: record.levelname for record in caplog.records}
+    assert levels == {
+        "refused HEAD /": "DEBUG",
+        "refused GET /api/tags": "DEBUG",
+        "refused POST /v1/embeddings": "INFO",
+    }
+
+
+@on_loop
 async def test_log_lines_carry_request_id(tmp_path: Path, capture: LogCapture) -> None:
     async with run_proxy(tmp_path) as proxy:
         await asyncio.gather(*(proxy.chat(f"Question {name}", headers={NAMES[0]: name}) for name in ("a", "b")))

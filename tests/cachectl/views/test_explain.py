@@ -1,0 +1,35 @@
+"""View of two prompts side by side."""
+
+import pytest
+
+from warmline_cachectl.views.explain import MARK_CLOSE, MARK_OPEN, render_comparison
+from warmline_proxy.explain.diff import Comparison
+from warmline_proxy.explain.explain import DiffSide, DivergencePoint
+
+
+def render_side(text: str, monkeypatch: pytest.MonkeyPatch, differs: tuple[int, int] = (0, 1)) -> str:
+    """Text of a side as a narrow terminal without colours shows it; what differs is in <>."""
+    monkeypatch.setenv("COLUMNS", "80")
+    side = DiffSide(tokens=[1], text=text, differs=[differs])
+    where = DivergencePoint(token=0, begins=0, message=0, message_last=0, role="")
+    comparison = Comparison(
+        a="a", b="b", tokens_a=1, tokens_b=1, common=0, same_root=True, where=where, side_a=side, side_b=side
+    )
+    return str([*render_comparison(comparison)][-1]).replace(MARK_OPEN, "<").replace(MARK_CLOSE, ">")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("X\nb", "<X>\nb"),
+        ("X\n\n\nb", "<X>\n\n\nb"),
+        ("X\n\n\n\nb", "<X>\n(3 blank lines)\nb"),
+        ("X\n \n\t\n  \n\nb\n\n\n\n\n\n", "<X>\n(4 blank lines)\nb\n(5 blank lines)\n"),
+    ],
+)
+def test_long_runs_of_blank_lines_are_counted(text: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert render_side(text, monkeypatch) == shown
+
+
+def test_blank_lines_that_differ_stay_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert render_side("a\n\n\n\n\nb", monkeypatch, (1, 6)) == "a<\n(4 blank lines)\n>b"
