@@ -9,7 +9,7 @@ runs.
 """
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from http.client import HTTPConnection, HTTPException
 from typing import Annotated, TypeVar
 from urllib.error import HTTPError, URLError
@@ -89,10 +89,17 @@ def check_home(home: Home) -> None:
 
 
 def open_reader(home: Home) -> IndexReader:
-    """Reader of the index, whether a proxy runs or not.  Raises HomeNotFoundError, OperationRefusedError."""
+    """Reader of an index whose pages are sound: others would end this process.  Whether a proxy runs or not.
+
+    Raises HomeNotFoundError, OperationRefusedError.
+    """
     check_home(home)
     try:
-        return IndexReader(home)
+        with ExitStack() as stack:
+            reader = stack.enter_context(IndexReader(home))
+            reader.require_sound_pages()
+            stack.pop_all()
+        return reader
     except IndexMissingError as error:
         if any(file_id for file_id, _ in list_stored(home)):
             raise OperationRefusedError(f"{error}, though files are stored; {REBUILD_HINT}") from error
@@ -178,7 +185,9 @@ def repair(home: Home) -> rows.RepairReply:
     def repair_locally(index: Index) -> rows.RepairReply:
         return repair_index(index, deep=True, is_saving=False)
 
-    return change_index(home, "/warmline/repair", {}, rows.RepairReply, repair_locally, REPAIR_TIMEOUT_S)
+    with suppress(ProxyNotRunningError):
+        return request_proxy(home, "/warmline/repair", rows.RepairReply, REPAIR_TIMEOUT_S, {})
+    return run_locked(home, repair_locally, must_be_sound=False)
 
 
 def replay(home: Home, request: rows.ReplayRequest) -> rows.ReplayReply:
@@ -197,19 +206,22 @@ def change_index(
     request: object,
     reply_type: type[T],
     change_locally: Callable[[Index], T],
-    timeout_s: float = CHANGE_TIMEOUT_S,
 ) -> T:
     """Reply of the proxy where one runs, else of `change_locally` under the home's lock."""
     with suppress(ProxyNotRunningError):
-        return request_proxy(home, path, reply_type, timeout_s, request)
+        return request_proxy(home, path, reply_type, CHANGE_TIMEOUT_S, request)
     return run_locked(home, change_locally)
 
 
-def run_locked(home: Home, work: Callable[[Index], T]) -> T:
-    """Result of a function that runs under the home's lock.  Raises OperationRefusedError."""
+def run_locked(home: Home, work: Callable[[Index], T], *, must_be_sound: bool = True) -> T:
+    """Result of a function that runs under the home's lock.  Raises OperationRefusedError.
+
+    A damaged index is repaired first if it `must_be_sound`: all that is stored would look like orphans, or nothing.
+    """
     try:
         with home_lock(home, LOCK_WAIT_S), Index(home, read_disk_budget_bytes(home)) as index:
-            repair_damage(index)  # all that is stored would look like an orphan, or like nothing
+            if must_be_sound:
+                repair_damage(index)
             return work(index)
     except (HomeLockedError, IndexStoreError, UnknownSessionError, PinLimitError) as error:
         raise OperationRefusedError(str(error)) from error

@@ -126,6 +126,7 @@ def test_lost_index_beside_files_is_reported_and_repaired(home: Home) -> None:
         assert "verify --repair" in refused.stderr
     done = read_json(home, "verify", "--repair")
     assert done["findings"] == [] and (done["segments"], done["checkpoints"]) == (2, 1)
+    assert [each["what"] for each in done["did"]].count("adopted") == 3
 
 
 @pytest.mark.parametrize("command", [["gc"], ["pin", "feedfeed"]])

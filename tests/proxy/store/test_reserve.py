@@ -17,6 +17,7 @@ from warmline_proxy.retention.gc import collect_garbage
 from warmline_proxy.retention.purge import purge
 from warmline_proxy.store.reserve import RESERVE_BYTES
 from warmline_proxy.store.rows import GcRequest, PurgeRequest, RequestRecord
+from warmline_proxy.store.tables import Tables
 
 A = list(range(1000, 3000))
 
@@ -145,13 +146,19 @@ def test_leased_file_is_not_freed_first(home: Home, refill: Callable[[], None]) 
         assert index.sweep() == len(leased)
 
 
-def test_gc_of_full_disk_without_garbage_changes_nothing(home: Home, refill: Callable[[], None]) -> None:
+def test_gc_of_full_disk_fails_only_where_traces_are_left(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise IndexStoreError("can't write the index anew: No space left on device", "ENOSPC")
+
     with Index(home, 1 << 30) as index:
         reconcile(index)
         save(index, A)
-        refill()
+        monkeypatch.setattr(index, "compact", fail)
         assert collect_garbage(index, GcRequest(), is_saving=True).evicted == []
         assert count_matched(index, A) == len(A)
+        index.transact(Tables.mark_purged)
+        with pytest.raises(IndexStoreError, match="No space left"):
+            collect_garbage(index, GcRequest(), is_saving=True)
 
 
 @pytest.mark.parametrize(("free_bytes", "code"), [(0, "ENOSPC"), (4096, "ENOSPC"), (1 << 30, "EIO")])
