@@ -4,7 +4,7 @@
 # make chaos   a storm over the pair for ten minutes: SECONDS=600 SEED=7
 # make soak    warm against cold: any order of steps on pairs of every cache family.  STEPS=2000 FAMILIES=llama,gemma3
 #              MODES=fast,exact SEED=7 ARGS="--replay SCRIPT"
-# make index-damage   starts on an index that is damaged in each way: half an hour.  ARGS="--sample 500 --seed 7"
+# make index-damage   starts on an index that is damaged in each way: ten minutes.  ARGS="--sample 500 --seed 7"
 # make terminal-bench   Terminal-Bench's agent on a pair, in a Python of its own (3.12 or newer: TB_PYTHON=/path/to/it)
 # make setup   only install: .venv with the versions in requirements/
 # make lint    only lint
