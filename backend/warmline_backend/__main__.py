@@ -29,6 +29,7 @@ from warmline_backend.server.routes import make_app
 from warmline_backend.server.runtime import fingerprint_served_model
 from warmline_backend.server.service import Service
 from warmline_backend.server.shutdown import StopSignals, drain, run_until_event
+from warmline_backend.server.unreadable_requests import log_unreadable_requests_briefly
 from warmline_common.logging import log_loop_error, start_logging
 from warmline_common.process import exit_codes
 from warmline_common.process.console import write_line
@@ -58,6 +59,7 @@ def main(arguments: list[str]) -> int:
         return 2
     home = Home(config.home)
     start_logging("backend", config.log_level, config.log_format, config.log_files, home)
+    log_unreadable_requests_briefly()
     watch_parent(config.drain_timeout_s + GRACE_AFTER_DRAIN_S)
     try:
         log.info("%d descriptors may be open", reserve_descriptors(DESCRIPTOR_LIMIT))

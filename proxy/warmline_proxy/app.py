@@ -27,7 +27,8 @@ from warmline_proxy.dashboard.browse import BrowseRoutes
 from warmline_proxy.dashboard.pages import DASHBOARD_PATH, DashboardPages
 from warmline_proxy.explain.divergence import DivergenceRecorder
 from warmline_proxy.explain.prompt_head import PromptHeadCache
-from warmline_proxy.http.bodies import BODY_BYTES_MAX
+from warmline_proxy.http.bodies import BODY_BYTES_MAX, BodyReader
+from warmline_proxy.http.body_budget import BodyBudget
 from warmline_proxy.http.connections import CONNECTIONS
 from warmline_proxy.http.request_id import request_id_middleware, set_request_id_headers
 from warmline_proxy.index.index import Index
@@ -70,6 +71,7 @@ class Components:
         running_max, queued_max = config.running_count_max, config.queue_count_max
         self.admission = AdmissionQueue(running_max, queued_max, registry.estimate_retry_after_s)
         self.save_health.watch_index(index)
+        self.body_reader = BodyReader(BodyBudget(config.body_budget_bytes), config.receive_timeout_s)
         turns, resident_view = SampledTurnCache(index), state.resident_view
         divergences = DivergenceRecorder(upstream, index, resident_view, background)
         self.sampled_turns, self.divergence_recorder, self.prompt_heads = turns, divergences, PromptHeadCache()
@@ -103,7 +105,7 @@ class Components:
         starter = Starter(config, upstream, self.index, state, watchdog, metrics, heads, divergences)
         saver, turns, background = self.saver, self.sampled_turns, self.background
         generator = Generator(config, upstream, state, saver, turns, heads, divergences, background)
-        steps = PipelineSteps(self.admission, self.renderer, starter, generator, self.completion)
+        steps = PipelineSteps(self.admission, self.body_reader, self.renderer, starter, generator, self.completion)
         return Pipeline(config, self.registry, watchdog, metrics, steps)
 
     def build_purge_events(self) -> PurgeEvents:
@@ -149,8 +151,8 @@ def build_app(config: ProxyConfig, secret: str, index: Index) -> web.Application
     server = ServerInfo(config.reuse, config.bind_host, count_connections, lambda: parts.keys.is_required)
     owner_resolver = OwnerResolver(index, parts.keys, parts.backend_state)
     upstream, state, registry, events = parts.upstream, parts.backend_state, parts.registry, parts.build_purge_events()
-    timeout_s, watchdog, admission = config.receive_timeout_s, parts.watchdog, parts.admission
-    purge_routes = PurgeRoutes(index, owner_resolver, upstream, state, registry, events, parts.background, timeout_s)
+    reader, watchdog, admission = parts.body_reader, parts.watchdog, parts.admission
+    purge_routes = PurgeRoutes(index, owner_resolver, upstream, state, registry, events, parts.background, reader)
     state.before_listing = purge_routes.deliver_purge_notice
     status = StatusRoutes(index, upstream, watchdog, state, admission, registry, parts.save_health, server)
     admin_table = _build_admin_table(parts, owner_resolver, purge_routes, status)
@@ -164,7 +166,7 @@ def build_app(config: ProxyConfig, secret: str, index: Index) -> web.Application
 def _build_client_table(parts: Components) -> RouteTable:
     """Routes of the client APIs."""
     state, registry, completion = parts.backend_state, parts.registry, parts.completion
-    clients = ClientRoutes(parts.config, parts.build_pipeline(), parts.renderer, state, registry, completion)
+    clients = ClientRoutes(parts.body_reader, parts.build_pipeline(), parts.renderer, state, registry, completion)
     return {
         **{("POST", path): clients.build_generation_handler(api) for path, api in APIS.items()},
         ("POST", COUNT_TOKENS_PATH): clients.count_tokens,
@@ -198,8 +200,8 @@ def _build_admin_table(
     index, config, state = parts.index, parts.config, parts.backend_state
     probe, quarantine = parts.first_token_probe, parts.quarantine
     replayer = SessionReplayer(index, state, probe, quarantine, parts.metrics, config.audit_tolerance)
-    explain = ExplainRoutes(index, parts.upstream, state, owner_resolver, config.receive_timeout_s)
-    maintenance = MaintenanceRoutes(index, state, replayer, config)
+    explain = ExplainRoutes(index, parts.upstream, state, owner_resolver, parts.body_reader)
+    maintenance = MaintenanceRoutes(index, state, replayer, config, parts.body_reader)
     browse = BrowseRoutes(index, owner_resolver)
     table = {
         ("GET", "/warmline/status"): status.get_status,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from warmline_common.process.arguments import GB
+from warmline_common.process.arguments import GB, MB
 from warmline_common.process.loopback import is_loopback
 from warmline_common.settings.flags import FlagParser, SettingError, check_setting
 from warmline_common.settings.parsers import make_integer_parser, split_names
@@ -62,6 +62,7 @@ class ProxyConfig:
     partial_save_tokens: int = get_default("partial_save_tokens")
     drain_timeout_s: float = get_default("drain_timeout_s")
     connections_max: int = get_default("connections_max")
+    body_budget_mb: int = get_default("body_budget_mb")
 
     def __post_init__(self) -> None:
         try:
@@ -76,6 +77,10 @@ class ProxyConfig:
     @property
     def disk_budget_bytes(self) -> int:
         return int(self.disk_budget_gb * GB)
+
+    @property
+    def body_budget_bytes(self) -> int:
+        return self.body_budget_mb * MB
 
     @property
     def stabilize_rules(self) -> tuple[str, ...]:

@@ -18,19 +18,29 @@ CLIENT_CLOSED = 499  # nginx's status of a cancelled request
 class ClientError(Exception):
     """Ends a request: `body` is OpenAI's error object, `challenge` the scheme that a 401 asks for.
 
-    `cancel_source`: origin of a cancellation, unless the code implies it.
+    `cancel_source`: origin of a cancellation, unless the code implies it.  `headers`: of the response, beside those
+    that follow from the rest.
     """
 
     challenge = "Bearer"
 
-    def __init__(self, status: int, body: bytes, retry_after_s: int | None = None, *, cancel_source: str = "") -> None:
+    def __init__(
+        self,
+        status: int,
+        body: bytes,
+        retry_after_s: int | None = None,
+        *,
+        cancel_source: str = "",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(f"{status}: {messages.redact_error_message(body)}")
         self.status, self.body = status, body
         self.retry_after_s, self.cancel_source = retry_after_s, cancel_source
+        self.headers = dict(headers or {})
 
     def build_response(self, body: bytes, headers: dict[str, str] | None = None) -> web.Response:
         """Response with `body`, this error's body in the envelope of the client's API."""
-        all_headers = dict(headers or {})
+        all_headers = self.headers | (headers or {})
         if self.retry_after_s is not None:
             all_headers["Retry-After"] = str(self.retry_after_s)
         if self.status == UNAUTHORIZED:
@@ -77,9 +87,16 @@ def method_not_allowed(method: str, allowed: str) -> ClientError:
     return bad_request(f"{method} is not allowed here; send a {allowed}.", status=405)
 
 
-def bad_request(message: str, *, status: int = 400, code: str | None = None, param: str | None = None) -> ClientError:
+def bad_request(
+    message: str,
+    *,
+    status: int = 400,
+    code: str | None = None,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> ClientError:
     """Error of the client."""
-    return ClientError(status, encode_error_body(message, "invalid_request_error", code, param))
+    return ClientError(status, encode_error_body(message, "invalid_request_error", code, param), headers=headers)
 
 
 def service_unavailable(

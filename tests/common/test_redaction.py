@@ -2,7 +2,7 @@
 
 import pytest
 
-from warmline_common.process.redaction import is_field_name, quote_text, redact, redact_path
+from warmline_common.process.redaction import is_field_name, quote_text, redact, redact_path, shorten_parser_message
 
 KEPT = [
     "'temperature' must be a number from 0 to 2",
@@ -70,3 +70,11 @@ def test_is_field_name(name: str, is_one: bool) -> None:
 )
 def test_redact_path_keeps_api_words(path: str, expected: str) -> None:
     assert redact_path(path) == expected
+
+
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_shorten_parser_message(quote: str) -> None:
+    message = f"Invalid method encountered:\n\n  b{quote}SECRET{quote}\n    ^"
+    assert shorten_parser_message(message) == "Invalid method encountered"
+    assert shorten_parser_message("Data after `Connection: close`") == "Data after `Connection: close`"
+    assert len(shorten_parser_message("x" * 1000)) == 120

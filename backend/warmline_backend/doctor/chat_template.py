@@ -10,6 +10,7 @@ from warmline_backend.doctor.findings import CheckError, Findings, format_first
 from warmline_backend.model.model import find_vocabulary_size, load_model_tokenizer
 from warmline_backend.prompt.renderer import TemplateRenderer
 from warmline_backend.request.params import BadRequestError
+from warmline_backend.request.reasoning_effort import EFFORT_ARGUMENT
 
 Message = dict[str, Any]
 
@@ -155,19 +156,18 @@ def _check_tools(template: _TemplateChecker, tokenizer: TokenizerWrapper) -> boo
 
 
 def _check_reasoning(template: _TemplateChecker, tokenizer: TokenizerWrapper) -> None:
-    try:
-        on, off = (
-            template.render_tokens(USER_MESSAGE, chat_template_kwargs={"enable_thinking": choice})
-            for choice in (True, False)
-        )
-    except BadRequestError as refused:
-        template.findings.warn(f"the template refuses enable_thinking: {_format_reason(refused)}", TEMPLATE_REMEDY)
-        return
     if not tokenizer.has_thinking:
         template.findings.ok("no reasoning: the tokenizer has no tokens that open and close it")
         return
     between = f"between {tokenizer.think_start} and {tokenizer.think_end}"
-    if on != off:
+    controls = template.traits.reasoning_controls
+    on, off = (template.render_tokens(USER_MESSAGE, enable_thinking=choice) for choice in (True, False))
+    if any(value is False for _, value in controls.refused_values):
+        least = (
+            f"; requests that turn it off get {controls.efforts[0]} effort" if EFFORT_ARGUMENT in controls.names else ""
+        )
+        template.findings.ok(f"reasons {between}; the template can't turn it off{least}")
+    elif on != off:
         template.findings.ok(f"reasons {between}; enable_thinking turns it on and off")
     else:
         template.findings.ok(f"reasoning stands {between}; enable_thinking makes no difference to the template")

@@ -1,11 +1,12 @@
 """Token ids to text, token by token: nothing is emitted that the next token could change."""
 
+from codecs import getincrementaldecoder
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from mlx_lm.generate import TextStateMachine
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 
 _PENDING_TOKENS_MAX = 16  # no character needs as many; more is noise that never becomes valid UTF-8
 _TEXT = "text"
@@ -25,6 +26,51 @@ def render_echo(body: Mapping[str, Any], tokens: Sequence[int], tokenizer: Token
     if isinstance(prompt, list) and isinstance(prompt[0], str):
         prompt = prompt[0]
     return prompt if isinstance(prompt, str) else decode_tokens(tokenizer, tokens)
+
+
+class TokenBytes:
+    """Bytes of single tokens, which may be half a character.  Any thread."""
+
+    def __init__(self, tokenizer: TokenizerWrapper) -> None:
+        self._tokenizer = tokenizer
+        self._byte_of = _byte_alphabet() if isinstance(tokenizer.detokenizer, BPEStreamingDetokenizer) else {}
+        # A token by itself may lose a space at its beginning, so it is decoded after another one.
+        self._anchor = list(tokenizer.encode("x", add_special_tokens=False))[-1:]
+        self._anchor_text = decode_tokens(tokenizer, self._anchor)
+
+    def decode(self, token: int, *, begins_text: bool = False) -> bytes:
+        """Bytes of a token within a text, or at its beginning; U+FFFD's for bytes that can't be found."""
+        before, skipped = ([], 0) if begins_text else (self._anchor, len(self._anchor_text))
+        text = decode_tokens(self._tokenizer, [*before, token])[skipped:]
+        return text.encode() if "\ufffd" not in text else self._find_bytes(token) or text.encode()
+
+    def _find_bytes(self, token: int) -> bytes | None:
+        """Bytes of a token of a vocabulary of bytes; None for another one."""
+        piece = str(self._tokenizer.convert_ids_to_tokens(token))
+        if self._byte_of.keys() >= set(piece):
+            return bytes(self._byte_of[char] for char in piece)
+        if piece.startswith("<0x") and len(piece) == 6:  # byte fallback of SentencePiece vocabularies
+            return bytes.fromhex(piece[3:5])
+        return None
+
+    def remove_incomplete(self, text: str, tokens: Sequence[int]) -> str:
+        """Remove an incomplete character from the end of these tokens' text, which ends with U+FFFD."""
+        found = [self._find_bytes(token) for token in tokens]
+        if None in found:
+            return text.rstrip("\ufffd")
+        decoder = getincrementaldecoder("utf-8")("replace")
+        whole = decoder.decode(b"".join(filter(None, found)))
+        return whole if decoder.getstate()[0] else text  # else the model has generated U+FFFD, or noise
+
+
+get_token_bytes = lru_cache(maxsize=8)(TokenBytes)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's characters for the 256 bytes: printable Latin-1 stands for itself, the rest is moved to U+0100 and up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 class StopWordFilter:
@@ -63,7 +109,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
-        self._decode = partial(decode_tokens, tokenizer)
+        self._decode, self._token_bytes = partial(decode_tokens, tokenizer), get_token_bytes(tokenizer)
         self._context: list[int] = []  # tokens already emitted, kept because they decide how the next ones join
         self._pending: list[int] = []
 
@@ -76,8 +122,12 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        text, self._pending = self._decode_pending(), []
-        return text
+        """Return the rest, without a character that is not complete.
+
+        U+FFFD in its place would be no text of the model's, and an answer that goes on would not complete it.
+        """
+        text, tokens, self._pending = self._decode_pending(), self._pending, []
+        return self._token_bytes.remove_incomplete(text, tokens) if text.endswith("\ufffd") else text
 
     def _decode_pending(self) -> str:
         emitted = self._decode(self._context) if self._context else ""

@@ -1,6 +1,8 @@
 """Emitter of an answer's parts; holds white space until its part is certain."""
 
 import json
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from warmline_backend.output.events import Part, Reasoning, Text, ToolCall
@@ -8,10 +10,11 @@ from warmline_backend.request.params import Tools
 from warmline_backend.tool_parsers.argument_types import convert_arguments, find_parameters
 from warmline_backend.tool_parsers.base import ParsedItems, RawToolCall
 from warmline_backend.tool_parsers.lenient_json import ToolCallParseError
+from warmline_common.protocol.surrogates import replace_halves
 
 
 class PartEmitter:
-    """Parts of one answer.  Offsets are characters of all text.
+    """Parts of one answer.  Offsets are characters of all text; a Text's `end` is not set.
 
     Line breaks next to reasoning's markers belong to the markers.  Where there may be calls, so does white space before
     and after them, but where content stands on both sides.
@@ -20,7 +23,7 @@ class PartEmitter:
     def __init__(self, tools: Tools, parallel: bool) -> None:
         self._tools, self._parallel = tools, parallel
         self._parts: list[Part] = []
-        self._pending_space = ""  # of content, emitted only once something follows
+        self._pending_spaces: list[Text] = []  # of content, emitted only once something follows
         self._pending_breaks = ""  # of reasoning, likewise
         self.after_marker = False
         self.has_content = False
@@ -66,27 +69,35 @@ class PartEmitter:
 
     # ---- content and calls
 
-    def emit_text(self, text: str) -> None:
+    def emit_text(self, text: str, end: int) -> None:
+        """Emit text that ends at the offset `end`; -1 where that is unknown."""
         if not (text := self._strip_breaks(text)):
             return
         if self.has_calls and not self.has_content:
             text = text.lstrip()
         if self._tools is None:
             self.has_content = True
-            self._parts.append(Text(text))
+            self._parts.append(_make_text(text, end))
             return
-        text = self._pending_space + text
-        emitted = text.rstrip()
-        self._pending_space = text[len(emitted) :]
-        if emitted:
+        if emitted := text.rstrip():
             self.has_content, self.is_after_call = True, False
-            self._parts.append(Text(emitted))
+            spaces = len(text) - len(emitted)
+            self._parts += join_texts([*self._pending_spaces, _make_text(emitted, end - spaces if end >= 0 else -1)])
+            self._pending_spaces, text = [], text[len(emitted) :]
+        if text:
+            self._pending_spaces.append(_make_text(text, end))
 
-    def emit_items(self, items: ParsedItems, offset: int) -> None:
-        """Emit calls that end at `offset`, and the text between them.  On ToolCallParseError nothing is emitted."""
+    def emit_items(self, items: ParsedItems, source: str, source_start: int, offset: int) -> None:
+        """Emit calls that end at `offset`, and the text between them.  On ToolCallParseError nothing is emitted.
+
+        `source`, which begins at `source_start`, is what the items were parsed from.
+        """
+        read = 0
         for item in [item if isinstance(item, str) else self._make_tool_call(item, offset) for item in items]:
             if isinstance(item, str):
-                self.emit_text(item)
+                found = source.find(item, read)
+                read = found + len(item) if found >= 0 else read
+                self.emit_text(item, source_start + read if found >= 0 else -1)
             elif not self.is_done:
                 self.emit_call(item)
 
@@ -96,7 +107,7 @@ class PartEmitter:
 
     def emit_call(self, call: ToolCall) -> None:
         if not self.has_content:
-            self._pending_space = ""
+            self._pending_spaces = []
         self.has_calls = self.is_after_call = True
         self.after_marker = False
         self._parts.append(call)
@@ -105,17 +116,29 @@ class PartEmitter:
         """End the answer: white space at its end is emitted too, but behind calls."""
         if self._pending_breaks:
             self._parts.append(Reasoning(self._pending_breaks))
-        if self._pending_space and not self.has_calls:
-            self._parts.append(Text(self._pending_space))
-        self._pending_breaks = self._pending_space = ""
+        if not self.has_calls:
+            self._parts += join_texts(self._pending_spaces)
+        self._pending_breaks, self._pending_spaces = "", []
+
+
+def join_texts(texts: Iterable[Text]) -> list[Text]:
+    """Join texts that follow each other without a gap."""
+    joined: list[Text] = []
+    for text in texts:
+        last = joined[-1] if joined else None
+        if last and (text.start == last.start + len(last.text) if last.start >= 0 else text.start < 0):
+            joined[-1] = replace(last, text=last.text + text.text)
+        else:
+            joined.append(text)
+    return joined
+
+
+def _make_text(text: str, end: int) -> Text:
+    return Text(text, end - len(text) if end >= 0 else -1)
 
 
 def _encode_arguments(arguments: dict[str, Any]) -> str:
     try:
-        text = json.dumps(arguments, ensure_ascii=False)
-        text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair needs an escape
-        return json.dumps(arguments)
+        return replace_halves(json.dumps(arguments, ensure_ascii=False))
     except RecursionError as error:
         raise ToolCallParseError("nested too deeply") from error
-    return text

@@ -1,11 +1,15 @@
 """Parts of an answer, in the order in which they come."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    text: str  # content
+    """Content, which lies in the sampled tokens [start, end); -1 where these are unknown."""
+
+    text: str
+    start: int = field(default=-1, compare=False)
+    end: int = field(default=-1, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class HeaderSplitter(Splitter):
         else:
             self._header += rest
             if not any(word in self._sampled_header for word in self._header_format.markers):
-                self._emitter.emit_text(self._sampled_header)
+                self._emit_text(self._sampled_header)
 
     # ---- states
 
@@ -67,8 +67,8 @@ class HeaderSplitter(Splitter):
         text, self._header = self._sampled_header, ""
         # Read as a header again, it would not end.
         start = START if text.startswith(START) and not self._prompt_header else ""
-        self._emitter.emit_text(start)
         self._push_back(text[len(start) :])
+        self._emit_text(start)
         self._step = self._read_body
 
     def _begin_message(self) -> None:
@@ -99,7 +99,7 @@ class HeaderSplitter(Splitter):
         elif self._is_reasoning:
             self._emitter.emit_reasoning(text)
         else:
-            self._emitter.emit_text(text)
+            self._emit_text(text)
 
     def _end_message(self, marker: str, natural: bool) -> None:
         if self._recipient:
@@ -114,9 +114,10 @@ class HeaderSplitter(Splitter):
         try:
             if not marker and not natural:
                 raise ToolCallParseError("it is cut")
-            self._emitter.emit_items(self._parse_calls(text), self._offset - len(marker))
+            end = self._offset - len(marker)
+            self._emitter.emit_items(self._parse_calls(text), text, end - len(text), end)
         except ToolCallParseError:
-            self._emitter.emit_text(self._sampled_header + MESSAGE + text + marker)
+            self._emit_text(self._sampled_header + MESSAGE + text + marker)
 
     def _parse_calls(self, text: str) -> ParsedItems:
         """Parse a message's calls.  Raises ToolCallParseError."""

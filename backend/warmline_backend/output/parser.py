@@ -1,7 +1,8 @@
 """Parser of one answer's tokens to parts, as they come."""
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from warmline_backend.output.detokenizer import Detokenizer, StopWordFilter
 from warmline_backend.output.dialect import Dialect, detect_dialect
+from warmline_backend.output.emitter import join_texts
 from warmline_backend.output.events import Part, Reasoning, Text, ToolCall
 from warmline_backend.output.expected import ExpectedOutput
 from warmline_backend.output.header_splitter import HeaderSplitter
@@ -36,7 +38,9 @@ class OutputParser:
         self._stop_filter = StopWordFilter(stop_words) if stop_words else None
         self._tokens_before_stop = min_tokens  # how many tokens are still to come before a stop word counts
         self._splitter: Splitter | None = None
+        self._stop_spans: deque[Text] = deque()  # what the stop filter was given and has not emitted
         self._hidden_tokens: frozenset[int] = frozenset()
+        self._hidden_indices: set[int] = set()  # of sampled tokens without text
         self._shows_call_tokens = False
         self.is_reasoning = False  # the last token belongs to the reasoning
         self._char_ends = array("Q", [0])  # how many characters the first n tokens have
@@ -62,10 +66,15 @@ class OutputParser:
         if self.is_stopped:
             return ()
         self._tokens_before_stop -= 1
-        text = "" if token in self._hidden_tokens and self._hides_special_tokens() else self._detokenizer.add(token)
+        start = self._char_ends[-1]
+        if token in self._hidden_tokens and self._hides_special_tokens():
+            text = ""
+            self._hidden_indices.add(len(self._char_ends) - 1)
+        else:
+            text = self._detokenizer.add(token)
+        self._char_ends.append(start + len(text))
         if self._splitter is None:
-            return self._filter_content(text)
-        self._char_ends.append(self._char_ends[-1] + len(text))
+            return self._filter_content([Text(text, start)])
         self.is_reasoning = self._splitter.is_reasoning
         if not text:
             return ()
@@ -84,28 +93,54 @@ class OutputParser:
         """
         if self.is_stopped:
             return ()
-        rest = self._detokenizer.finish()
+        rest, start = self._detokenizer.finish(), self._char_ends[-1]
+        self._char_ends[-1] += len(rest)
         if self._splitter is None:
-            return [*self._filter_content(rest), *self._flush_content()]
+            return [*self._filter_content([Text(rest, start)]), *self._flush_content()]
         parts = self._filter_parts([*self._splitter.feed(rest), *self._splitter.finish(natural)])
         return parts if self._stop_filter and self._stop_filter.is_stopped else [*parts, *self._flush_content()]
 
-    def _filter_content(self, text: str) -> Sequence[Part]:
+    def _filter_content(self, texts: Sequence[Text]) -> list[Text]:
+        """Content that can't begin a stop word."""
         if self._stop_filter is not None and self._tokens_before_stop <= 0:
-            text = self._stop_filter.add(text)
-        return (Text(text),) if text else ()
+            self._stop_spans.extend(text for text in texts if text.text)
+            texts = self._take_spans("".join([self._stop_filter.add(text.text) for text in texts]))
+        return [self._convert_span(text) for text in texts if text.text]
 
-    def _flush_content(self) -> Sequence[Part]:
+    def _flush_content(self) -> list[Text]:
         """Text that could have begun a stop word, and did not."""
         text = self._stop_filter.flush() if self._stop_filter is not None else ""
-        return (Text(text),) if text else ()
+        return [self._convert_span(span) for span in self._take_spans(text)]
+
+    def _take_spans(self, text: str) -> list[Text]:
+        """Take the spans of a text from the stop filter, which emits in order."""
+        taken, left = list[Text](), len(text)
+        while left:
+            span = self._stop_spans.popleft()
+            if rest := span.text[left:]:
+                self._stop_spans.appendleft(Text(rest, span.start + left if span.start >= 0 else -1))
+            taken.append(replace(span, text=span.text[:left]))
+            left -= len(taken[-1].text)
+        return join_texts(taken)
+
+    def _convert_span(self, text: Text) -> Text:
+        """Convert a text's offset to tokens: all those of a character that several make, but none without text."""
+        if text.start < 0:
+            return text
+        ends = self._char_ends
+        start = bisect_right(ends, text.start) - 1
+        if ends[start] == text.start:
+            start = bisect_left(ends, text.start)
+        while start in self._hidden_indices:
+            start += 1
+        return Text(text.text, start, bisect_left(ends, text.start + len(text.text)))
 
     def _filter_parts(self, parts: list[Part]) -> Sequence[Part]:
         """Apply stop words, which count in content alone, and convert offsets of characters to tokens."""
         filtered: list[Part] = []
         for part in parts:
             if isinstance(part, Text):
-                filtered += self._filter_content(part.text)
+                filtered += self._filter_content([part])
                 if self._stop_filter and self._stop_filter.is_stopped:
                     break
             else:

@@ -67,6 +67,10 @@ class Splitter(ABC):
     def _take_all(self) -> str:
         return self._take(len(self._buffer))
 
+    def _emit_text(self, text: str) -> None:
+        """Emit content that ends where the buffer begins."""
+        self._emitter.emit_text(text, self._offset)
+
     def _push_back(self, text: str) -> None:
         """Return consumed text to the buffer."""
         self._buffer = text + self._buffer
@@ -116,7 +120,7 @@ class MarkerSplitter(Splitter):
         elif self._step == self._read_reasoning:
             self._emitter.emit_reasoning(self._take_all())
         else:
-            self._emitter.emit_text(self._take_all())
+            self._emit_text(self._take_all())
         return bool(self._buffer)
 
     # ---- states: each consumes up to the next marker, and returns true while there may be another
@@ -140,10 +144,10 @@ class MarkerSplitter(Splitter):
 
     def _read_content(self) -> bool:
         if self._is_constrained and self._emitter.has_content:
-            self._emitter.emit_text(self._take_all())
+            self._emit_text(self._take_all())
             return False
         safe, marker = self._scanners.content.find_marker(self._buffer)
-        self._emitter.emit_text(self._take(safe))
+        self._emit_text(self._take(safe))
         if not marker:
             return False
         if self._is_constrained and self._emitter.has_content:
@@ -157,7 +161,7 @@ class MarkerSplitter(Splitter):
         elif opening := self._scanners.openings.get(marker):
             self._begin_call(opening)
         elif marker not in self._dialect.ignored_markers and not self._emitter.is_after_call:
-            self._emitter.emit_text(marker)
+            self._emit_text(marker)
         return True
 
     def _read_reasoning(self) -> bool:
@@ -220,7 +224,8 @@ class MarkerSplitter(Splitter):
         try:
             if cut and self._call_markers.end:
                 raise ToolCallParseError("it is cut")
-            self._emitter.emit_items(self._call_markers.parse(text, cut), self._offset)
+            start = self._offset - len(marker) - len(text)
+            self._emitter.emit_items(self._call_markers.parse(text, cut), text, start, self._offset)
         except ToolCallParseError as error:
             if marker and error.cut and self._end_markers_held < ENDS_HELD_MAX:
                 return False
@@ -232,8 +237,8 @@ class MarkerSplitter(Splitter):
         """Emit as text.  Where it holds end markers, the text after the first of them is read anew."""
         assert self._call_markers
         first = text.find(self._call_markers.end) + len(self._call_markers.end) if self._end_markers_held else len(text)
-        self._emitter.emit_text(self._call_markers.start + text[:first])
         self._push_back(text[first:])
+        self._emit_text(self._call_markers.start + text[:first])
 
     # ---- trials: possible calls within reasoning count where nothing but the end follows them
 

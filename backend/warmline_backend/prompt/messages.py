@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -10,9 +11,13 @@ from warmline_backend.config import RESERVED_TEMPLATE_ARGS
 from warmline_backend.prompt import template_compat
 from warmline_backend.prompt.template_compat import ConversationItem, OriginalMessage, find_reasoning
 from warmline_backend.prompt.template_traits import REASONING_FIELDS, Message, TemplateTraits
+from warmline_backend.request.field_names import explain_missing_field
 from warmline_backend.request.params import FieldError, Fields, Tools, format_json_type, format_value
 from warmline_backend.request.reasoning_effort import make_template_arguments
+from warmline_common.process.redaction import quote_text
+from warmline_common.protocol.media_parts import describe_refusal, find_placeholder, join_parts
 
+ARGUMENT_ENCODINGS_MAX = 3  # of arguments as JSON in a string
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # What SDKs send back of an answer, and no template reads; reasoning goes on under the names that the template knows.
 _IGNORED_FIELDS = frozenset({"annotations", "audio", "function_call", "refusal", *REASONING_FIELDS})
@@ -57,15 +62,16 @@ def extract_reasoning(message: Message, think_start: str, think_end: str) -> str
 
 
 def parse_conversation(
-    body: dict[str, Any], *, traits: TemplateTraits, source: str = "", template_args: Mapping[str, Any] | None = None
+    body: dict[str, Any], *, traits: TemplateTraits, template_args: Mapping[str, Any] | None = None
 ) -> ChatConversation:
-    """Check a chat body, and fit it to a template of these `traits` with the text `source`.  Raises BadRequestError.
+    """Check a chat body, and fit it to a template of these `traits`.  Raises BadRequestError.
 
     `template_args` are arguments of the template that the body does not set; null is a value, too.
     """
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise FieldError("messages", "must be a list of at least one message")
+        hint = explain_missing_field("messages", body) if messages is None else None
+        raise FieldError("messages", hint or "must be a list of at least one message")
     fields = Fields(body)
     continue_final = fields.get_boolean("continue_final_message")
     generation_prompt = fields.get_optional_boolean("add_generation_prompt") is not False
@@ -75,12 +81,12 @@ def parse_conversation(
     offered_tools = _parse_tools(body)
     items = [_parse_item(message, index) for index, message in enumerate(messages)]
     items, tools = template_compat.fit_conversation(items, offered_tools, traits)
-    reasoning_args = make_template_arguments(fields, traits.variable_names, source)
+    arguments = make_template_arguments(fields, _parse_template_kwargs(body), traits.reasoning_controls)
     return ChatConversation(
         items=items,
         tools=tools,
         offered_tools=offered_tools,
-        kwargs={**(template_args or {}), **reasoning_args, **_parse_template_kwargs(body)},
+        kwargs={**(template_args or {}), **arguments},
         generation_prompt=generation_prompt,
         continue_final=continue_final,
     )
@@ -98,11 +104,11 @@ def _parse_item(message: object, index: int) -> ConversationItem:
         raise FieldError(f"{field}.role", f'is "function", which is not supported: {hint}')
     if message.get("function_call"):
         raise FieldError(f"{field}.function_call", "is not supported: send 'tool_calls'")
-    if content is None and role in ROLES and role != "assistant":
+    if content is None and role in ROLES and role not in ("assistant", "tool"):
         raise FieldError(f"{field}.content", "must be a string or a list of text parts")
     parsed = {key: value for key, value in message.items() if value is not None and key not in _IGNORED_FIELDS}
     text = refusal if content is None and isinstance(refusal, str) else content
-    parsed["content"] = _parse_content(text, f"{field}.content")
+    parsed["content"] = _parse_content(text, f"{field}.content", with_placeholders=role == "tool")
     if reasoning := find_reasoning(message):
         parsed["reasoning_content"] = reasoning
     calls = _check_objects(parsed.pop("tool_calls", []), f"{field}.tool_calls")
@@ -119,20 +125,25 @@ def _parse_item(message: object, index: int) -> ConversationItem:
     return ConversationItem(message=parsed, number=index + 1, original=original)
 
 
-def _parse_content(content: object, field: str) -> str:
+def _parse_content(content: object, field: str, with_placeholders: bool) -> str:
+    """Joined text of a string or parts.  Images and files are refused, or become a line that says so."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise FieldError(field, "must be a string, null, or a list of text parts")
-    return "".join(_parse_part(part, f"{field}[{i}]") for i, part in enumerate(content))
+    return join_parts(_parse_part(part, f"{field}[{i}]", with_placeholders) for i, part in enumerate(content))
 
 
-def _parse_part(part: object, field: str) -> str:
+def _parse_part(part: object, field: str, with_placeholders: bool) -> str:
+    if isinstance(part, str):
+        return part
     if not isinstance(part, dict):
-        raise FieldError(field, "must be an object with a type")
+        raise FieldError(field, "must be an object with a type, or a string")
     kind = part.get("type")
+    if with_placeholders and (placeholder := find_placeholder(kind)):
+        return placeholder
     if kind not in ("text", "refusal"):
-        raise FieldError(field, f'is of type "{str(kind)[:40]}"; this model reads only text parts')
+        raise FieldError(field, f"is {describe_refusal(kind)}")
     text = part.get(kind)
     if not isinstance(text, str):
         raise FieldError(f"{field}.{kind}", "must be a string")
@@ -146,10 +157,7 @@ def _check_objects(value: object, field: str) -> list[dict[str, Any]]:
 
 
 def _parse_tool_call(call: dict[str, Any], field: str) -> dict[str, Any]:
-    """Decode arguments: templates iterate over them, OpenAI sends them as JSON in a string.
-
-    An agent also replays a call that its model garbled: arguments that can't be parsed stay text.
-    """
+    """Decode arguments: templates iterate over them, OpenAI sends them as JSON in a string."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise FieldError(f"{field}.function", "must be an object with a name")
@@ -157,12 +165,17 @@ def _parse_tool_call(call: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def decode_arguments(arguments: Any) -> Any:
-    if not isinstance(arguments, str):
-        return {} if arguments is None else arguments
-    try:
-        return json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        return arguments
+    """Object in arguments as a client sends them: an object, or JSON in a string, perhaps encoded again; null is none.
+
+    An agent also sends back malformed calls of its model: of other JSON the value is returned, of other text the text.
+    """
+    decoded = [arguments]
+    with suppress(ValueError, RecursionError):
+        while isinstance(decoded[-1], str) and len(decoded) <= ARGUMENT_ENCODINGS_MAX:
+            decoded.append(json.loads(decoded[-1].strip() or "{}"))
+    if decoded[-1] is None:
+        return {}
+    return decoded[-1] if isinstance(decoded[-1], dict) else decoded[:2][-1]
 
 
 def _parse_tools(body: dict[str, Any]) -> Tools:
@@ -185,7 +198,7 @@ def _check_tool(tool: dict[str, Any], field: str) -> None:
     if not isinstance(name, str) or not name:
         raise FieldError(f"{field}.function.name", f"must be a string that is not empty, not {format_value(name)}")
     if not isinstance(parameters, dict | None):
-        fault = f"must be a JSON schema (an object), not {format_value(parameters)}"
+        fault = f"must be a JSON schema (an object), not {format_value(parameters)}, in the tool {quote_text(name)}"
         raise FieldError(f"{field}.function.parameters", fault)
 
 

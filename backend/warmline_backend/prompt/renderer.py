@@ -24,9 +24,13 @@ from warmline_backend.prompt.boundaries import RenderedConversation
 from warmline_backend.prompt.messages import ROLES, ChatConversation, extract_reasoning, parse_conversation
 from warmline_backend.prompt.replay import TokenizedText, ToolCallReplayer, TurnParser, splice_tokens
 from warmline_backend.prompt.template_traits import Message, TemplateTraits, is_quoted, probe_template
+from warmline_backend.prompt.tool_definitions import complete_tool
+from warmline_backend.request.field_names import explain_missing_field
 from warmline_backend.request.params import BadRequestError, FieldError, Tools, format_json_type
-from warmline_common.process.redaction import PLACEHOLDER, is_field_name
+from warmline_common.process.redaction import PLACEHOLDER, is_field_name, quote_text
 from warmline_common.protocol.messages import MessageEnd, SampledTurn
+from warmline_common.protocol.numbers import convert_integer
+from warmline_common.protocol.surrogates import replace_halves
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +44,10 @@ _QUOTED = re.compile(r"""['"]([^'"]*)['"]""")
 _TYPE_NAMES = frozenset({"NoneType", "str", "int", "float", "bool", "list", "dict", "dict object", "list object"})
 # What a template can raise on a client's data; RecursionError comes from nested tool schemas.
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
+
+class TemplateRefusalError(BadRequestError):
+    """A conversation that the template raises an error for."""
 
 
 class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,13 +119,11 @@ class TemplateRenderer:
                 raise ValueError(f"{setting}: the model's chat template refuses this: {detail}") from error
 
     def _parse_conversation(self, body: dict[str, Any]) -> ChatConversation:
-        return parse_conversation(
-            body, traits=self.traits, source=self._template_source, template_args=self._template_args
-        )
+        return parse_conversation(body, traits=self.traits, template_args=self._template_args)
 
-    def _render_probe(self, messages: list[Message], tools: Tools) -> str:
+    def _render_probe(self, messages: list[Message], tools: Tools, **arguments: Any) -> str:
         with suppress(*_TEMPLATE_ERRORS):
-            return self._apply_template(messages, tools, self._template_args, generation_prompt=True)
+            return self._apply_template(messages, tools, self._template_args | arguments, generation_prompt=True)
         return ""
 
     def _refuse_unknown_roles(self, conversation: ChatConversation) -> None:
@@ -148,31 +154,32 @@ class TemplateRenderer:
 
     def _render_completion(self, body: dict[str, Any]) -> RenderedPrompt:
         prompt = body.get("prompt")
+        if prompt is None and (hint := explain_missing_field("prompt", body)):
+            raise FieldError("prompt", hint)
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list | str):
             prompt = prompt[0]
         if isinstance(prompt, str) and prompt:
-            _require_unicode(prompt, "prompt")
-            tokens, _ = self._tokenize(prompt, add_special_tokens=True)
+            tokens, _ = self._tokenize(replace_halves(prompt), add_special_tokens=True)
             return RenderedPrompt(tokens=tokens)
-        if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
-            raise FieldError("prompt", "must be a non-empty string, token ids, or a list of such prompts")
-        if not prompt:
+        tokens = _parse_token_ids(prompt)
+        if not tokens:
             raise FieldError("prompt", "is empty")
-        if min(prompt) < 0 or max(prompt) >= self._vocabulary_size:
+        if min(tokens) < 0 or max(tokens) >= self._vocabulary_size:
             raise FieldError("prompt", f"has token ids outside 0 to {self._vocabulary_size - 1}")
-        return RenderedPrompt(tokens=prompt)
+        return RenderedPrompt(tokens=tokens)
 
     def _render_chat(self, body: dict[str, Any], turns: Sequence[SampledTurn]) -> RenderedPrompt:
         if not self._wrapper.has_chat_template:
             raise BadRequestError("this model has no chat template; use /v1/completions", "messages")
         conversation = self._parse_conversation(body)
         self._refuse_unknown_roles(conversation)
-        replayed = self._replay_turns(conversation, turns) if turns and self._has_offsets else None
-        if replayed:
-            rendered, (tokens, token_at) = replayed
-        else:
-            rendered = self._render_conversation(conversation)
-            tokens, token_at = self._tokenize(rendered.text)
+        try:
+            rendered, (tokens, token_at) = self._render_and_tokenize(conversation, turns)
+        except TemplateRefusalError:
+            if (completed := self._complete_tools(conversation)) is None:
+                raise
+            conversation = completed
+            rendered, (tokens, token_at) = self._render_and_tokenize(conversation, turns)
         ends, turn_end = rendered.find_message_ends(), rendered.turn_end
         boundaries = {token_at(end) for end in (*ends.values(), turn_end)}
         ends = rendered.find_rewritten_ends(ends) | ends | {len(conversation.complete_items): turn_end}
@@ -184,6 +191,40 @@ class TemplateRenderer:
             tail=rendered.tail,
             tools=conversation.offered_tools,
         )
+
+    def _complete_tools(self, conversation: ChatConversation) -> ChatConversation | None:
+        """Complete tools that the template refuses by themselves; None where its error has another reason.
+
+        Raises FieldError for a tool that stays refused.
+        """
+        talk = [{"role": "user", "content": "a"}]
+
+        def find_error(*tools: dict[str, Any]) -> Exception | None:
+            try:
+                self._apply_template(talk, list(tools) or None, conversation.kwargs, generation_prompt=True)
+            except _TEMPLATE_ERRORS as error:
+                return error
+            return None
+
+        if not conversation.tools or find_error() or not find_error(*conversation.tools):
+            return None
+        completed = []
+        for index, tool in enumerate(conversation.tools):
+            if (rendered := complete_tool(tool, lambda form: find_error(form) is None)) is None:
+                name, error = quote_text(tool["function"]["name"]), find_error(tool)
+                detail = _format_template_error(error, self._template_source) if error else ""
+                raise FieldError(f"tools[{index}]", f"({name}) is refused by the model's chat template: {detail}")
+            completed.append(rendered)
+        return msgspec.structs.replace(conversation, tools=completed)
+
+    def _render_and_tokenize(
+        self, conversation: ChatConversation, turns: Sequence[SampledTurn]
+    ) -> tuple[RenderedConversation, TokenizedText]:
+        replayed = self._replay_turns(conversation, turns) if turns and self._has_offsets else None
+        if replayed:
+            return replayed
+        rendered = self._render_conversation(conversation)
+        return rendered, self._tokenize(rendered.text)
 
     def _replay_turns(
         self, conversation: ChatConversation, turns: Sequence[SampledTurn]
@@ -216,8 +257,7 @@ class TemplateRenderer:
             arguments = _format_kwargs(conversation.kwargs)
             detail = _format_template_error(error, self._template_source)
             fault = f"the model's chat template refuses these messages{arguments}: {detail}"
-            raise BadRequestError(fault, "messages") from error
-        _require_unicode(text, "messages")
+            raise TemplateRefusalError(fault, "messages") from error
         return RenderedConversation(conversation, text, partial(self._render_prefix, conversation))
 
     def _render_messages(
@@ -230,7 +270,7 @@ class TemplateRenderer:
     ) -> str:
         with self._lock:
             options = {"tools": tools, "add_generation_prompt": generation_prompt, "tokenize": False, **kwargs}
-            return str(self._wrapper.apply_chat_template(messages, **options))
+            return replace_halves(str(self._wrapper.apply_chat_template(messages, **options)))
 
     def _render_prefix(self, conversation: ChatConversation, messages: list[Message]) -> str:
         """Render these messages alone; "" where the template refuses a conversation that ends there."""
@@ -282,6 +322,16 @@ class TemplateRenderer:
         return ids
 
 
+def _parse_token_ids(prompt: object) -> list[int]:
+    if isinstance(prompt, list):
+        if all(type(token) is int for token in prompt):
+            return prompt
+        ids = [token for entry in prompt if (token := convert_integer(entry)) is not None]
+        if len(ids) == len(prompt):
+            return ids
+    raise FieldError("prompt", "must be a non-empty string, token ids, or a list of such prompts")
+
+
 def _find_template_source(tokenizer: TokenizerWrapper) -> str:
     """Text of the template, or of the code that renders in its place."""
     custom = tokenizer._chat_template or type(tokenizer._tokenizer).apply_chat_template
@@ -318,11 +368,3 @@ def _format_kwargs(kwargs: dict[str, Any]) -> str:
 def _shorten_value(value: object) -> object:
     """Return a short value, or the type of a long one."""
     return value if len(json.dumps(value, ensure_ascii=False)) <= _VALUE_CHARS_MAX else format_json_type(value)
-
-
-def _require_unicode(text: str, param: str) -> None:
-    """Refuse half a surrogate pair, which JSON can spell and which is no text."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise FieldError(param, f"has a lone surrogate at character {error.start}; it is no valid text") from error

@@ -5,8 +5,8 @@ Changes are the same each time, so a conversation's next turn begins as the last
 
 import hashlib
 import json
-from collections.abc import Callable
-from itertools import count
+from collections.abc import Callable, Iterator
+from itertools import count, zip_longest
 from typing import Any
 
 import msgspec
@@ -16,7 +16,10 @@ from warmline_backend.request.params import Tools
 
 INSTRUCTION_ROLES = ("system", "developer")
 LATE_SYSTEM_TEXT = "<system-reminder>\n{}\n</system-reminder>"  # an instruction in a user's name
+USER_TEXT = "Continue."  # a user's message before the conversation, where there is none
+TEXT_ARGUMENT = "arguments"  # name of malformed arguments, in templates that accept nothing but an object
 CALL_TEXT = "<tool_call>\n{}\n</tool_call>"  # in templates without calls, as most models have seen them
+NO_RESULT_TEXT = "[no result]"  # of a call that was not answered, in templates that require a result
 RESULT_TEXT = "<tool_response>\n{}\n</tool_response>"
 TOOLS_TEXT = """# Tools
 
@@ -78,13 +81,20 @@ def fit_conversation(items: Items, tools: Tools, traits: TemplateTraits) -> tupl
     if tools and not traits.supports_tools:
         items, tools = _insert_tools_message(items, tools), None
     items = _fit_instructions(items, traits)
+    if not traits.supports_orphan_results:
+        items = _render_orphan_results(items)
+    if not traits.supports_missing_results:
+        items = _insert_missing_results(items)
+    if traits.requires_leading_user:
+        items = _insert_user_message(items)
+    if not traits.supports_parallel_calls:
+        items = _split_calls(items)
     if traits.requires_alternation:
         turns = ("user", "assistant")
         items = _merge_runs(items, lambda run, item: run[0].role == item.role in turns and not run[-1].calls)
     if not traits.supports_user_after_results:
         items = _merge_runs(items, lambda run, item: (run[0].role, item.role) == ("tool", "user"))
-    if traits.requires_json_arguments:
-        items = [_encode_arguments(item) for item in items]
+    items = [_fit_arguments(item, traits) for item in items]
     if traits.call_id_format != "any":
         items = _rewrite_call_ids(items, are_short=traits.call_id_format == "short")
     return [_copy_reasoning(item, traits) for item in items], tools
@@ -101,10 +111,16 @@ def _render_as_user(item: ConversationItem, text: str) -> ConversationItem:
 def _add_result_names(items: Items) -> Items:
     """Add names of functions to results: clients send the call's id alone, some templates show the name."""
     names: dict[str, str] = {}
+    call_names: Iterator[str] = iter(())  # of the calls whose results may come next
     named = []
     for item in items:
         names.update(zip(item.original.call_ids, item.original.call_names, strict=True))
-        name = names.get(str(item.message.get("tool_call_id", ""))) if item.role == "tool" else None
+        name = None
+        if item.role == "tool":
+            next_name = next(call_names, None)
+            name = names.get(str(item.message.get("tool_call_id", "")), next_name)
+        else:
+            call_names = iter(item.original.call_names)
         named.append(item.replace(name=name) if name and "name" not in item.message else item)
     return named
 
@@ -148,6 +164,19 @@ def _fit_instructions(items: Items, traits: TemplateTraits) -> Items:
     return [*first, *later]
 
 
+def _insert_user_message(items: Items) -> Items:
+    """Insert a user's message before a conversation that has none at its beginning.
+
+    It is inserted even where one follows later: the prompt must begin as the last turn's did.
+    """
+    index = count_leading_instructions(items)
+    if items[index:] and items[index].role == "user":
+        return items
+    number = items[index - 1].number if index else 0
+    message = ConversationItem(message={"role": "user", "content": USER_TEXT}, number=number)
+    return [*items[:index], message, *items[index:]]
+
+
 def _merge_runs(items: Items, is_same_run: Callable[[Items, ConversationItem], bool]) -> Items:
     """Merge each run of items that belong together."""
     runs: list[Items] = []
@@ -171,16 +200,84 @@ def _merge_run(run: Items) -> ConversationItem:
     return msgspec.structs.replace(whole, number=run[-1].number, original=OriginalMessage())
 
 
-# ---- calls
+# ---- calls and results
 
 
-def _encode_arguments(item: ConversationItem) -> ConversationItem:
+def _fit_arguments(item: ConversationItem, traits: TemplateTraits) -> ConversationItem:
     calls = []
     for call in item.calls:
-        arguments = call["function"]["arguments"]
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        calls.append({**call, "function": {**call["function"], "arguments": text}})
+        arguments = _fit_argument_type(call["function"]["arguments"], traits)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
     return item.replace(tool_calls=calls) if calls else item
+
+
+def _fit_argument_type(arguments: Any, traits: TemplateTraits) -> Any:
+    """Arguments in a form that the template shows: a model may have written something else than an object."""
+    if traits.requires_json_arguments:
+        return _format_json(arguments)
+    if isinstance(arguments, dict) or traits.argument_types == "any":
+        return arguments
+    text = _format_json(arguments)
+    return text if traits.argument_types == "text" else {TEXT_ARGUMENT: text}
+
+
+def _format_json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _render_orphan_results(items: Items) -> Items:
+    """Render results without a call before them as a user's messages: a client's compaction may remove the call."""
+    new_items: Items = []
+    follows_calls = False
+    for item in items:
+        is_result = item.role == "tool"
+        new_items.append(_render_as_user(item, RESULT_TEXT) if is_result and not follows_calls else item)
+        follows_calls = bool(item.calls) or (is_result and follows_calls)
+    return new_items
+
+
+def _insert_missing_results(items: Items) -> Items:
+    """Insert results after calls that another message than a result follows: a user may have interrupted them."""
+    new_items: Items = []
+    for item, next_item in zip_longest(items, items[1:]):
+        new_items.append(item)
+        if next_item is None or next_item.role == "tool":
+            continue
+        for call in item.calls:
+            result = {"role": "tool", "tool_call_id": str(call.get("id", "")), "name": call["function"]["name"]}
+            new_items.append(ConversationItem(message={**result, "content": NO_RESULT_TEXT}, number=item.number))
+    return new_items
+
+
+def _split_calls(items: Items) -> Items:
+    """Split messages of several calls: each call becomes a message before its results."""
+    new_items: Items = []
+    start = 0
+    while start < len(items):
+        end = start + 1
+        while end < len(items) and items[end].role == "tool":
+            end += 1
+        is_split = len(items[start].calls) > 1
+        new_items += _split_message(items[start], items[start + 1 : end]) if is_split else items[start:end]
+        start = end
+    return new_items
+
+
+def _split_message(item: ConversationItem, results: Items) -> Items:
+    """Messages of one call each; results without a call's id follow the last one."""
+    call_ids = {str(call.get("id", "")) for call in item.calls}
+    results_by_id: dict[str | None, Items] = {}
+    for result in results:
+        result_id = str(result.message.get("tool_call_id", ""))
+        results_by_id.setdefault(result_id if result_id in call_ids else None, []).append(result)
+    first = {key: value for key, value in item.message.items() if key != "tool_calls"}
+    later = {"role": item.role, "content": ""}
+    new_items: Items = []
+    for index, call in enumerate(item.calls):
+        message = {**(later if index else first), "tool_calls": [call]}
+        new_items.append(ConversationItem(message=message, number=item.number))
+        new_items += results_by_id.pop(str(call.get("id", "")), [])
+    return new_items + results_by_id.pop(None, [])
 
 
 def _shorten_id(call_id: str) -> str:

@@ -11,6 +11,7 @@ import difflib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from warmline_common.process.redaction import is_field_name
 
@@ -23,7 +24,7 @@ SUPPORTED_FIELDS = frozenset(
     | {"presence_penalty", "frequency_penalty", "repetition_penalty", "repetition_context_size"}
     | {"tools", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs", "grammar"}
     | {"json_schema", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
-    | {"reasoning_effort", "reasoning", "thinking", "enable_thinking", "chat_template_kwargs"}
+    | {"reasoning_effort", "reasoning", "thinking", "think", "enable_thinking", "chat_template_kwargs"}
     | {"add_generation_prompt", "continue_final_message", "cache_prompt", "session_id", "prompt_cache_key"}
 )
 IGNORED_FIELDS = frozenset(
@@ -34,6 +35,9 @@ IGNORED_FIELDS = frozenset(
 NAME_CHARS_MAX = 40  # no slip of a name that is served is longer
 NAMES_MAX = 1000  # remembered; beyond, nothing more is logged
 SIMILARITY_MIN = 0.8  # of two names, as difflib counts it
+SIMILAR_FIELDS_MAX = 100  # compared with a missing field
+# Fields that endpoints answer.
+ENDPOINT_FIELDS = {"prompt": "/v1/completions", "messages": "/v1/chat/completions", "input": "/v1/responses"}
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,6 @@ UNSUPPORTED_FIELDS = _index_fields(
     UnsupportedField("ebnf", "send 'grammar'"),
     UnsupportedField("structural_tag", "send 'tools'"),
     UnsupportedField("grammar_lazy", "send 'tools' with \"strict\": true"),
-    UnsupportedField("think", "send 'thinking' or 'reasoning_effort'", lambda value: value is None),
     UnsupportedField("extra_body options", "its fields belong into the body itself, beside 'model'"),
     # other ways to choose tokens
     UnsupportedField("use_beam_search", _NO_BEAMS),
@@ -141,6 +144,15 @@ def suggest_field(name: str) -> str | None:
         return None
     near = difflib.get_close_matches(_normalize_name(name), _NORMALIZED_NAMES, n=1, cutoff=SIMILARITY_MIN)
     return _NORMALIZED_NAMES[near[0]] if near else None
+
+
+def explain_missing_field(name: str, body: Mapping[str, object]) -> str | None:
+    """Fault of a body without the field that its endpoint answers, where the body has another in its place."""
+    for other, path in ENDPOINT_FIELDS.items():
+        if other != name and body.get(other) is not None:
+            return f"is missing; this body has '{other}': send it to {path}"
+    misspelt = (given for given in islice(body, SIMILAR_FIELDS_MAX) if suggest_field(given) == name)
+    return next((f"is missing; this body has '{given}': write it '{name}'" for given in misspelt), None)
 
 
 def _normalize_name(name: str) -> str:

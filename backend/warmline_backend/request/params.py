@@ -6,17 +6,22 @@ Defaults are mlx_lm.server's (greedy unless a temperature is given), not OpenAI'
 
 import math
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import msgspec
 
 from warmline_backend.request.field_names import find_unsupported_field
 from warmline_common.protocol.messages import ErrorBody, ErrorReply, encode
+from warmline_common.protocol.numbers import convert_integer
 
 STOP_WORDS_MAX = 16
 STOP_TOKENS_MAX = 256
 TOP_LOGPROBS_MAX = 20
 TOKENS_UNBOUNDED = 1 << 30  # where neither the request, nor a setting, nor the model sets a limit
+COMPLETION_TOKENS_DEFAULT = 16  # of OpenAI's specification, for completions without a limit
+NO_LIMIT = -1  # llama.cpp's and LM Studio's `max_tokens` without a limit
+RANDOM_SEED = -1  # llama.cpp's and vLLM's seed for an unpredictable one
+BIAS_MAX = 100.0
 TEMPERATURE_GREEDY = 1e-5  # below it, sampling and argmax can't be told apart
 _INT64 = 1 << 63
 
@@ -94,17 +99,19 @@ def parse_params(
     _refuse_unsupported(endpoint, fields)
     logprobs, top_logprobs = _parse_logprobs(endpoint, fields)
     echo = endpoint == "completion" and _parse_echo(fields, logprobs)
-    max_tokens = _parse_max_tokens(fields, context_tokens_max, prompt_tokens, default_max_tokens, low=0 if echo else 1)
+    default = default_max_tokens or (COMPLETION_TOKENS_DEFAULT if endpoint == "completion" else 0)
+    limit = _parse_limit(fields, default, low=0 if echo else 1)
+    max_tokens = min(limit, _compute_room(fields, context_tokens_max, prompt_tokens))
     return GenerationParams(
         max_tokens=max_tokens,
         temperature=fields.get_number("temperature", default_temperature, low=0.0),
         top_p=fields.get_number("top_p", default_top_p, low=0.0, high=1.0),
         top_k=max(fields.get_integer("top_k", 0, low=-1), 0),  # -1: off, as in vLLM
         min_p=fields.get_number("min_p", 0.0, low=0.0, high=1.0),
-        seed=fields.get_optional_integer("seed", low=-_INT64, high=_INT64 - 1),
+        seed=_parse_seed(fields),
         stop=_parse_stop(fields),
         stop_token_ids=_parse_token_ids(fields, "stop_token_ids", vocabulary_size, STOP_TOKENS_MAX),
-        min_tokens=min(_parse_min_tokens(fields), max_tokens),
+        min_tokens=min(_parse_min_tokens(fields, limit), max_tokens),
         allowed_token_ids=_parse_allowed_token_ids(fields, vocabulary_size),
         presence_penalty=fields.get_number("presence_penalty", 0.0, low=-2.0, high=2.0),
         frequency_penalty=fields.get_number("frequency_penalty", 0.0, low=-2.0, high=2.0),
@@ -156,8 +163,8 @@ class Fields:
     def get_optional_integer(self, name: str, *, low: int, high: float = math.inf) -> int | None:
         if (value := self.get(name)) is None:
             return None
-        if _is_integer(value) and low <= value <= high:
-            return value
+        if (number := convert_integer(value)) is not None and low <= number <= high:
+            return number
         raise self.make_error(name, f"an integer {_format_range(low, high)}", value)
 
     def get_integer(self, name: str, default: int, *, low: int, high: float = math.inf) -> int:
@@ -196,8 +203,20 @@ def _find_limit_field(fields: Fields) -> str:
     return "max_completion_tokens" if fields.get("max_completion_tokens") is not None else "max_tokens"
 
 
-def _parse_max_tokens(fields: Fields, context_tokens_max: int, prompt_tokens: int, default: int, low: int) -> int:
-    requested = fields.get_optional_integer(_find_limit_field(fields), low=low)
+def _parse_limit(fields: Fields, default: int, low: int) -> int:
+    """Most tokens that the body asks for; `default` (0: none) where it does not say."""
+    name = _find_limit_field(fields)
+    if (value := fields.get(name)) is None:
+        return default or TOKENS_UNBOUNDED
+    if (limit := convert_integer(value)) == NO_LIMIT:
+        return TOKENS_UNBOUNDED
+    if limit is None or limit < low:
+        raise fields.make_error(name, f"an integer of at least {low}, or -1 for no limit", value)
+    return limit
+
+
+def _compute_room(fields: Fields, context_tokens_max: int, prompt_tokens: int) -> int:
+    """Compute the tokens that the context has for an answer.  Raises BadRequestError where it has none."""
     room = context_tokens_max - prompt_tokens if context_tokens_max else TOKENS_UNBOUNDED
     if room < 1:
         raise BadRequestError(
@@ -206,16 +225,20 @@ def _parse_max_tokens(fields: Fields, context_tokens_max: int, prompt_tokens: in
             param="messages" if fields.get("messages") is not None else "prompt",
             code="context_length_exceeded",
         )
-    return min(default or room if requested is None else requested, room)
+    return room
 
 
-def _parse_min_tokens(fields: Fields) -> int:
-    """Parse min_tokens; it may exceed a limit that the context has cut, but not a limit in the body."""
-    limit = _find_limit_field(fields)
-    least, most = fields.get_integer("min_tokens", 0, low=0), fields.get(limit)
-    if most is not None and least > most:
-        raise FieldError("min_tokens", f"is {least}, which is more than '{limit}', {most}")
+def _parse_min_tokens(fields: Fields, limit: int) -> int:
+    """Parse min_tokens; it may exceed a limit that the context has cut, but not `limit`, the body's."""
+    least = fields.get_integer("min_tokens", 0, low=0)
+    if least > limit:
+        raise FieldError("min_tokens", f"is {least}, which is more than '{_find_limit_field(fields)}', {limit}")
     return least
+
+
+def _parse_seed(fields: Fields) -> int | None:
+    seed = fields.get_optional_integer("seed", low=-_INT64, high=_INT64 - 1)
+    return None if seed == RANDOM_SEED else seed
 
 
 def _parse_stop(fields: Fields) -> tuple[str, ...]:
@@ -232,9 +255,10 @@ def _parse_token_ids(fields: Fields, name: str, vocabulary_size: int, count_max:
         return ()
     if not isinstance(value, list) or len(value) > count_max:
         raise fields.make_error(name, f"a list of up to {count_max} token ids", value)
-    if not all(_is_integer(token) and 0 <= token < vocabulary_size for token in value):
+    tokens = tuple(convert_integer(entry) for entry in value)
+    if not all(token is not None and 0 <= token < vocabulary_size for token in tokens):
         raise FieldError(name, f"must be token ids from 0 to {vocabulary_size - 1}")
-    return tuple(value)
+    return cast(tuple[int, ...], tokens)
 
 
 def _parse_allowed_token_ids(fields: Fields, vocabulary_size: int) -> tuple[int, ...]:
@@ -244,15 +268,25 @@ def _parse_allowed_token_ids(fields: Fields, vocabulary_size: int) -> tuple[int,
 
 
 def _parse_logit_bias(fields: Fields, vocabulary_size: int) -> dict[int, float]:
+    """Parse biases by token id: an object, or llama.cpp's list of pairs, in which false bans a token."""
     if (value := fields.get("logit_bias")) is None:
         return {}
+    if isinstance(value, list):
+        value = dict(_parse_bias_pair(pair) for pair in value)
     entries, biases = Fields(value, "logit_bias"), dict[int, float]()
     for key in value:
         if not (key.isascii() and key.isdecimal() and len(key) < 12 and int(key) < vocabulary_size):
             fault = f"has the key {format_value(key)}; keys must be token ids from 0 to {vocabulary_size - 1}"
             raise FieldError("logit_bias", fault)
-        biases[int(key)] = entries.get_number(key, 0.0, low=-100.0, high=100.0)
+        biases[int(key)] = entries.get_number(key, 0.0, low=-BIAS_MAX, high=BIAS_MAX)
     return biases
+
+
+def _parse_bias_pair(pair: object) -> tuple[str, object]:
+    """Parse to an entry of an object."""
+    if not isinstance(pair, list) or len(pair) != 2 or (token := convert_integer(pair[0])) is None:
+        raise FieldError("logit_bias", "must be an object of token ids and biases, or a list of such pairs")
+    return str(token), -BIAS_MAX if pair[1] is False else pair[1]
 
 
 def _parse_logprobs(endpoint: str, fields: Fields) -> tuple[bool, int]:

@@ -129,7 +129,7 @@ def _parse_format_field(body: Mapping[str, Any]) -> TextFormat | None:
         return None
     fields = Fields(value, "response_format")
     kind = fields.get("type")
-    if kind == "text":
+    if kind == "text" or not any(each is not None for each in value.values()):  # {} asks for nothing
         return None
     if kind == "json_object":
         return _make_json_format(fields.get("schema") or {"type": "object"}, "response_format.schema")

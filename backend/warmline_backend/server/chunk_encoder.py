@@ -5,14 +5,15 @@
 Without streaming, a client gets the same chunks folded (`warmline_common.protocol.sse.ChunkAggregator`).
 """
 
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import msgspec
-from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from warmline_backend.generation.sampling import LOGPROB_MIN
+from warmline_backend.output.detokenizer import get_token_bytes
 from warmline_common.protocol.messages import ErrorBody, ErrorReply, encode
 from warmline_common.protocol.sse import encode_event
 
@@ -30,32 +31,15 @@ class TokenDecoder:
     """Decoder of single tokens: text for people, bytes for exactness (a token may be half a character)."""
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
-        self._tokenizer = tokenizer
-        self._byte_of = _byte_alphabet() if isinstance(tokenizer.detokenizer, BPEStreamingDetokenizer) else {}
+        self._token_bytes = get_token_bytes(tokenizer)
 
-    def decode_logprob(self, token: int, logprob: float, top: Sequence[tuple[int, float]] = ()) -> TokenLogprob:
+    def decode_logprob(
+        self, token: int, logprob: float, top: Sequence[tuple[int, float]] = (), *, begins_text: bool = False
+    ) -> TokenLogprob:
         """Decode a token; its log-probability is at least OpenAI's LOGPROB_MIN, since JSON has no infinity."""
-        raw = self._decode_bytes(token)
-        others = tuple(self.decode_logprob(other, value) for other, value in top)
+        raw = self._token_bytes.decode(token, begins_text=begins_text)
+        others = tuple(self.decode_logprob(other, value, begins_text=begins_text) for other, value in top)
         return TokenLogprob(raw.decode("utf-8", "replace"), raw, max(logprob, LOGPROB_MIN), others)
-
-    def _decode_bytes(self, token: int) -> bytes:
-        text = str(self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        if "\ufffd" not in text:
-            return text.encode()
-        piece = str(self._tokenizer.convert_ids_to_tokens(token))
-        if self._byte_of.keys() >= set(piece):
-            return bytes(self._byte_of[char] for char in piece)
-        if piece.startswith("<0x") and len(piece) == 6:  # byte fallback of SentencePiece vocabularies
-            return bytes.fromhex(piece[3:5])
-        return text.encode()
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's characters for the 256 bytes: printable Latin-1 stands for itself, the rest is moved to U+0100 and up."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 class ChunkEncoder:
@@ -69,30 +53,25 @@ class ChunkEncoder:
             "created": created,
             "model": model,
         }
-        self._text_offset = 0
+        self._text_offset = 0  # in characters, of the next token's log-probability
+        self._utf8_decoder = getincrementaldecoder("utf-8")("replace")
 
     def encode_role(self) -> bytes:
         """The opening chunk of a chat, before any content; empty for a completion."""
-        return self._encode_choice({"role": "assistant"}) if self._is_chat else b""
+        return self._encode_choice({"role": "assistant", "refusal": None}) if self._is_chat else b""
 
     def encode_text(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
-        """New text, with the log-probabilities of the tokens since the last chunk."""
+        """New text, with the log-probabilities of its tokens, without those that an earlier chunk had."""
         return self._encode_choice({"content": text} if self._is_chat else text, logprobs)
 
-    def encode_reasoning(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
+    def encode_reasoning(self, text: str) -> bytes:
         """New reasoning, under both names that clients look for."""
-        return self._encode_choice({"reasoning_content": text, "reasoning": text}, logprobs)
+        return self._encode_choice({"reasoning_content": text, "reasoning": text})
 
-    def encode_tool_call(
-        self, index: int, call_id: str, name: str, arguments: str, logprobs: Sequence[TokenLogprob] = ()
-    ) -> bytes:
+    def encode_tool_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
         """A whole call; `arguments` is JSON, `index` counts an answer's calls from 0."""
         call = {"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-        return self._encode_choice({"tool_calls": [call]}, logprobs)
-
-    def encode_logprobs(self, logprobs: Sequence[TokenLogprob]) -> bytes:
-        """Log-probabilities of last tokens that have no text."""
-        return self._encode_choice({} if self._is_chat else "", logprobs)
+        return self._encode_choice({"tool_calls": [call]})
 
     def encode_finish(self, reason: str, stop_word: str = "", *, empty: bool = False) -> bytes:
         """The finish chunk; `reason` is OpenAI's: "stop", "length" or "tool_calls", `stop_word` the one that was met.
@@ -132,9 +111,11 @@ class ChunkEncoder:
 
     def _format_logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         if self._is_chat:
-            return {"content": [_format_with_alternatives(entry) for entry in logprobs]}
-        offsets = list(accumulate((len(entry.token) for entry in logprobs), initial=self._text_offset))
-        self._text_offset = offsets.pop()
+            return {"content": [_format_with_alternatives(entry) for entry in logprobs], "refusal": None}
+        offsets = []
+        for entry in logprobs:
+            offsets.append(self._text_offset)
+            self._text_offset += len(self._utf8_decoder.decode(entry.raw))
         return {
             "tokens": [entry.token for entry in logprobs],
             "token_logprobs": [entry.logprob for entry in logprobs],

@@ -3,11 +3,19 @@
 import asyncio
 import secrets
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 
 import msgspec
 
-from warmline_backend.generation.events import EndedEvent, GenerationEvent, PrefillProgress, StartedEvent, TokenEvent
+from warmline_backend.generation.events import (
+    EndedEvent,
+    GenerationEvent,
+    PrefillProgress,
+    SampledLogprobs,
+    StartedEvent,
+    TokenEvent,
+)
 from warmline_backend.output.events import Part, Reasoning, Text, ToolCall
 from warmline_backend.server.chunk_encoder import ChunkEncoder, TokenDecoder, TokenLogprob
 from warmline_backend.server.prompt_store import StoredPrompt
@@ -27,7 +35,8 @@ class GenerationResponse:
     ) -> None:
         self._prompt, self._token_decoder, self._with_usage = prompt, token_decoder, with_usage
         self._encoder = ChunkEncoder(prompt.endpoint, request_id, model, int(time.time()))
-        self._pending_logprobs: list[TokenLogprob] = []  # of tokens whose text is held back
+        self._pending_logprobs: deque[tuple[int, SampledLogprobs]] = deque()  # by token; their text may still come
+        self._is_last_reasoning = False  # the last of these is of reasoning
         self._is_open = False
         self._silent_tokens = 0  # since the last chunk
         self._sampled_tokens: list[int] = []
@@ -78,8 +87,11 @@ class GenerationResponse:
         self._sampled_tokens.append(piece.token)
         self._reasoning_tokens += piece.is_reasoning
         self._stop_word = piece.stop_word
-        if (detail := piece.logprobs) is not None:
-            self._pending_logprobs.append(self._token_decoder.decode_logprob(detail.token, detail.logprob, detail.top))
+        if piece.logprobs is not None:
+            if piece.is_reasoning and self._is_last_reasoning:
+                self._pending_logprobs.pop()  # no content lies before reasoning that goes on
+            self._pending_logprobs.append((len(self._sampled_tokens) - 1, piece.logprobs))
+            self._is_last_reasoning = piece.is_reasoning and not any(isinstance(part, Text) for part in piece.parts)
         if not piece.parts:
             self._silent_tokens += 1
             return b"" if self._silent_tokens % SILENT_TOKENS_PER_COMMENT else encode_comment("held")
@@ -87,15 +99,24 @@ class GenerationResponse:
         return b"".join([self._encode_part(part) for part in piece.parts])
 
     def _encode_part(self, part: Part) -> bytes:
-        logprobs, self._pending_logprobs = self._pending_logprobs, []
         if isinstance(part, Text):
             self._has_content = True
-            return self._encoder.encode_text(part.text, logprobs)
+            return self._encoder.encode_text(part.text, self._take_logprobs(part))
         if isinstance(part, Reasoning):
-            return self._encoder.encode_reasoning(part.text, logprobs)
+            return self._encoder.encode_reasoning(part.text)
         index, call_id = len(self._tool_calls), f"call_{secrets.token_hex(12)}"
         self._tool_calls[call_id] = part
-        return self._encoder.encode_tool_call(index, call_id, part.name, part.arguments, logprobs)
+        return self._encoder.encode_tool_call(index, call_id, part.name, part.arguments)
+
+    def _take_logprobs(self, text: Text) -> list[TokenLogprob]:
+        """Take the log-probabilities of the text's tokens; those of tokens before them belong to no content."""
+        taken = []
+        while self._pending_logprobs and self._pending_logprobs[0][0] < text.end:
+            index, sampled = self._pending_logprobs.popleft()
+            if index >= text.start:
+                decode = self._token_decoder.decode_logprob
+                taken.append(decode(sampled.token, sampled.logprob, sampled.top, begins_text=index == 0))
+        return taken
 
     def _make_sampled_turn(self) -> SampledTurn | None:
         """The sampled tokens of the calls, for later prompts in which the client sends them back."""
@@ -113,8 +134,6 @@ class GenerationResponse:
             self.error = result.error or f"the request was {result.finish}"
             return encoder.encode_error(self.error, code=result.finish) + closing
         parts = [self._encode_opening()]
-        if self._pending_logprobs:
-            parts.append(encoder.encode_logprobs(self._pending_logprobs))
         reason = "tool_calls" if self._tool_calls and result.finish == "stop" else result.finish
         parts.append(encoder.encode_finish(reason, self._stop_word, empty=not (self._has_content or self._tool_calls)))
         if self._with_usage:

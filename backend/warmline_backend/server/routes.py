@@ -51,6 +51,7 @@ RETRY_AFTER_S = "2"
 SEND_TIMEOUT_S = 300.0  # for the next piece of a stream to be taken
 POLLED_PATHS = ("/health", "/metrics", "/kv/status")  # too frequent to log
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,80}")  # the proxy may append suffixes to a client's id
+_TOKEN_COUNT = re.compile(r"[0-9]{1,12}")
 # Without streaming; other finishes are 500.
 STATUS_BY_FINISH = {"cancelled": STATUS_CLIENT_GONE, "discarded": 503, "leaderless": 503}
 
@@ -317,7 +318,7 @@ def _parse_options(headers: Any) -> GenerationOptions:
 
 def _parse_token_count(headers: Any, name: str) -> int:
     text = headers.get(name, "0")
-    if not text.isdecimal():
+    if not _TOKEN_COUNT.fullmatch(text):
         raise BadRequestError(f"the header {name} must be a number of tokens, not {quote_text(text)}")
     return int(text)
 
@@ -331,6 +332,6 @@ def _parse_root(headers: Any) -> bytes:
 
 def _parse_checkpoints(headers: Any) -> tuple[int, ...]:
     texts = [text for text in headers.get(messages.HEADER_CHECKPOINTS, "").replace(" ", "").split(",") if text]
-    if not all(text.isdecimal() for text in texts):
+    if not all(map(_TOKEN_COUNT.fullmatch, texts)):
         raise BadRequestError(f"the header {messages.HEADER_CHECKPOINTS} must be token positions, such as 120,800")
     return tuple(sorted({int(text) for text in texts}))

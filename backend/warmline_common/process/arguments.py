@@ -2,7 +2,7 @@
 
 import math
 
-GB = 10**9
+MB, GB = 10**6, 10**9
 GIGABYTES_MAX = 1e9
 
 

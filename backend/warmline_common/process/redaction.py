@@ -11,6 +11,7 @@ from collections.abc import Callable
 PLACEHOLDER = "…"
 MESSAGE_CHARS_MAX = 500  # of a message
 NAME_CHARS_MAX = 40
+PARSER_CHARS_MAX = 120
 
 _NAME = re.compile(r"[A-Za-z_$][A-Za-z0-9_$.\[\]-]*")
 _QUOTED = re.compile(r"(?<!\w)b?'(.*?)(?:'(?!\w)|\Z)")  # not an apostrophe; what was cut off has no end
@@ -48,6 +49,12 @@ def redact(text: str, *, keep_names: bool = True) -> str:
     text = _redact_between(text, '"', lambda _: False)
     text = _redact_between(text, "`", lambda inner: _TYPE_OR_PATH_PATTERN.fullmatch(inner) is not None)
     return _LONG_NUMBER.sub(PLACEHOLDER, _redact_single_quoted(text, keep_names))
+
+
+def shorten_parser_message(message: str) -> str:
+    """An HTTP parser's message without the bytes that it quotes, which may contain a prompt or a key."""
+    words = " ".join(message.split()).partition(": b'")[0].partition(': b"')[0]
+    return (redact(words, keep_names=False) if "'" in words or '"' in words else words)[:PARSER_CHARS_MAX]
 
 
 def redact_path(path: str) -> str:

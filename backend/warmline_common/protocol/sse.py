@@ -135,7 +135,7 @@ class _ChoiceAggregator:
         content = {"message": self._build_message(text)} if chat else {"text": text}
         return {
             **content,
-            "logprobs": self._logprobs or None,
+            "logprobs": ({**self._logprobs, "refusal": None} if chat else self._logprobs) if self._logprobs else None,
             "finish_reason": self._finish_reason,
             **self._stop_reason,
         }
@@ -145,4 +145,5 @@ class _ChoiceAggregator:
         if self._tool_calls:
             calls = [call for _, call in sorted(self._tool_calls.items())]
             extra["tool_calls"] = [{"id": call.get("id"), "type": call.get("type"), **call} for call in calls]
-        return {"role": self._role, "content": text or (None if self._tool_calls else ""), **extra}
+        content = text or (None if self._tool_calls else "")
+        return {"role": self._role, "content": content, "refusal": None, **extra}

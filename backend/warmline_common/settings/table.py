@@ -119,7 +119,11 @@ _ROWS = (
     Setting("running_count_max", 16, parsers.make_integer_parser(1, 10000), "N", PROXY_BACKEND,
             "requests computed at once"),
     Setting("connections_max", 2048, parsers.make_integer_parser(1, 1000000), "N", PROXY,
-            "connections that clients may have open; beyond, idle ones are closed, then new ones get 503"),
+            "connections that clients may have open; beyond, those that wait for their clients are closed, then new "
+            "ones get 503"),
+    Setting("body_budget_mb", 256, parsers.make_integer_parser(1, 1000000), "MB", PROXY,
+            "memory for the bodies of all requests, decompressed, until they are answered; beyond, bodies that are "
+            "still being received make way, then new ones get 503"),
     Setting("connect_timeout_s", 60.0, parsers.parse_seconds, "S", PROXY,
             "how long a request waits for a backend that starts, or is started again; 0: no limit"),
     Setting("queue_timeout_s", 0.0, parsers.parse_seconds, "S", PROXY,
@@ -131,7 +135,8 @@ _ROWS = (
     Setting("wedge_timeout_s", 120.0, parsers.parse_positive_seconds, "S", PROXY,
             "how long the engine may be busy with one step before the backend is started again"),
     Setting("receive_timeout_s", 60.0, parsers.parse_positive_seconds, "S", PROXY,
-            "for the whole head of a request, and for each next piece of its body"),
+            "for the whole head of a request, and for each next piece of its body, which must come at 1,000 bytes a "
+            "second at least"),
     Setting("send_timeout_s", 300.0, parsers.parse_positive_seconds, "S", PROXY,
             "for a client to take the next piece of its answer"),
     Setting("heartbeat_after_s", 0.0, parsers.parse_seconds, "S", PROXY,

@@ -12,7 +12,7 @@ from warmline_proxy.admin.owners import OwnerResolver
 from warmline_proxy.errors import bad_request
 from warmline_proxy.explain import explain as explanations
 from warmline_proxy.explain.explain import RequestNotFoundError, WarmSince, add_texts
-from warmline_proxy.http.bodies import json_response, read_message
+from warmline_proxy.http.bodies import BodyReader, json_response
 from warmline_proxy.index.index import Index
 from warmline_proxy.store.rows import RequestRecord, SegmentTextsRequest
 from warmline_proxy.upstream.backend_state import BackendState
@@ -29,7 +29,7 @@ class ExplainRoutes:
     upstream: Upstream
     backend_state: BackendState
     owner_resolver: OwnerResolver
-    receive_timeout_s: float
+    body_reader: BodyReader
 
     async def get_explanation(self, request: web.Request) -> web.Response:
         """Explain `?request=`: a request id, its prefix or a response id; without it, the last notable request."""
@@ -44,7 +44,7 @@ class ExplainRoutes:
 
     async def get_texts(self, request: web.Request) -> web.Response:
         """Texts of token sequences that are stored in a segment or before it."""
-        query = await read_message(request, SegmentTextsRequest, "question for texts", self.receive_timeout_s)
+        query = await self.body_reader.read_message(request, SegmentTextsRequest, "question for texts")
         row = await asyncio.to_thread(self.index.segment, query.segment)
         if row is None:
             raise bad_request(f"Segment {quote_text(query.segment)} is not stored.", status=404, code="not_stored")

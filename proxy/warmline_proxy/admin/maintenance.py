@@ -16,7 +16,7 @@ from warmline_proxy.auth.key_store import KeyStoreError
 from warmline_proxy.auth.owners import load_key_tenants
 from warmline_proxy.config import ProxyConfig
 from warmline_proxy.errors import bad_request
-from warmline_proxy.http.bodies import json_response, read_message
+from warmline_proxy.http.bodies import BodyReader, json_response
 from warmline_proxy.index.index import DiskBudgetError, Index
 from warmline_proxy.index.recovery.repair import repair
 from warmline_proxy.retention.gc import collect_garbage
@@ -41,10 +41,11 @@ class MaintenanceRoutes:
     backend_state: BackendState
     replayer: SessionReplayer
     config: ProxyConfig
+    body_reader: BodyReader
 
     async def pin(self, request: web.Request) -> web.Response:
         """Pin or unpin a session.  404 for an unknown session, 409 above the budget."""
-        pin_request = await read_message(request, PinRequest, "pin", self.config.receive_timeout_s)
+        pin_request = await self.body_reader.read_message(request, PinRequest, "pin")
         try:
             return json_response(await asyncio.to_thread(pin_session, self.index, pin_request))
         except UnknownSessionError as error:
@@ -55,7 +56,7 @@ class MaintenanceRoutes:
             raise bad_request(f"Not a pin: {error}") from error
 
     async def gc(self, request: web.Request) -> web.Response:
-        gc_request = await read_message(request, GcRequest, "gc", self.config.receive_timeout_s)
+        gc_request = await self.body_reader.read_message(request, GcRequest, "gc")
         try:
             return json_response(await asyncio.to_thread(collect_garbage, self.index, gc_request, is_saving=True))
         except ValueError as error:
@@ -75,7 +76,7 @@ class MaintenanceRoutes:
 
     async def replay(self, request: web.Request) -> web.Response:
         """Replay a session's turns and answer when all are computed; a disconnect cancels it."""
-        replay_request = await read_message(request, ReplayRequest, "replay", self.config.receive_timeout_s)
+        replay_request = await self.body_reader.read_message(request, ReplayRequest, "replay")
         try:
             return json_response(await self.replayer.replay(replay_request))
         except ValueError as error:
@@ -83,8 +84,7 @@ class MaintenanceRoutes:
 
     async def import_archive(self, request: web.Request) -> web.Response:
         """Import an archive and answer when all of it is stored.  A disconnect cancels it and removes its files."""
-        timeout_s = self.config.receive_timeout_s
-        import_request = await read_message(request, importer.ImportRequest, "valid import", timeout_s)
+        import_request = await self.body_reader.read_message(request, importer.ImportRequest, "valid import")
         if not Path(import_request.path).is_absolute():
             raise bad_request(f"path must be absolute, not {import_request.path[:200]!r}.", param="path")
         known_models, cancel_event = await self._find_known_models(), threading.Event()

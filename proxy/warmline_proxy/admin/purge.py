@@ -17,7 +17,7 @@ from warmline_common.protocol.tokens import BLOCK_TOKENS, namespace
 from warmline_proxy.admin.owners import OwnerResolver
 from warmline_proxy.auth.key_store import KeyNotFoundError
 from warmline_proxy.errors import bad_request
-from warmline_proxy.http.bodies import json_response, read_message
+from warmline_proxy.http.bodies import BodyReader, json_response
 from warmline_proxy.index.index import Index, IndexStoreError
 from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.request.request import Request
@@ -56,12 +56,12 @@ class PurgeRoutes:
     registry: RequestRegistry
     events: PurgeEvents
     background: BackgroundTasks
-    receive_timeout_s: float
+    body_reader: BodyReader
     _notify_task: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def purge(self, request: web.Request) -> web.Response:
         """Purge, and answer when disk and memory are clean.  Other residents are restored from disk on demand."""
-        purge_request = await read_message(request, PurgeRequest, "purge", self.receive_timeout_s)
+        purge_request = await self.body_reader.read_message(request, PurgeRequest, "purge")
         try:
             purging.check_purge_request(purge_request)
         except ValueError as error:

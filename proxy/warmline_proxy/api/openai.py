@@ -10,11 +10,13 @@ import msgspec
 
 from warmline_common.protocol.messages import BackendStatus, decode
 from warmline_common.protocol.sse import DONE, ChunkAggregator, encode_event
-from warmline_proxy.api.base import ApiCall, Chunk, ResponseStart, is_usage_chunk
+from warmline_proxy.api.base import ApiCall, Chunk, Fields, ResponseStart, is_usage_chunk
+from warmline_proxy.api.chat_custom_tools import convert_calls, convert_custom_tools
 from warmline_proxy.errors import ClientError
 from warmline_proxy.http import body_fields
 
 MODELS_PATH = "/v1/models"
+_NULL = msgspec.Raw(b"null")
 
 
 class OpenAIApi:
@@ -25,8 +27,10 @@ class OpenAIApi:
 
     def read_call(self, body: bytes, headers: Mapping[str, str]) -> ApiCall:
         """Raises ClientError 400; wrong types of fields that only the backend needs are refused by the backend."""
-        fields = body_fields.parse_object(body)
+        fields: Fields = dict(body_fields.parse_object(body))
+        body_fields.check_message_count(fields.get("messages"), "messages")
         options = body_fields.decode_optional_field(fields, "stream_options", dict) or {}
+        fields, custom_tools = convert_custom_tools(fields) if self.endpoint == "chat" else (fields, frozenset())
         return ApiCall(
             api=self,
             fields=fields,
@@ -35,6 +39,7 @@ class OpenAIApi:
             include_usage=options.get("include_usage") is True,
             session_hint=body_fields.find_session_hint(fields, headers),
             retry_count=body_fields.parse_retry_count(headers),
+            api_options=custom_tools,
         )
 
     def create_encoder(self, call: ApiCall, response_start: ResponseStart) -> "_OpenAIEncoder":
@@ -50,6 +55,7 @@ class OpenAIApi:
 class _OpenAIEncoder:
     def __init__(self, call: ApiCall) -> None:
         self._call, self._aggregator = call, None if call.stream else ChunkAggregator()
+        self._custom_tools: frozenset[str] = call.api_options
 
     def encode_chunk(self, chunk: Chunk, raw: bytes) -> bytes:
         if self._aggregator is not None:
@@ -59,10 +65,22 @@ class _OpenAIEncoder:
             return b""
         if self._call.client_model is not None and "model" in chunk:
             chunk["model"] = msgspec.Raw(msgspec.json.encode(self._call.client_model))
-        if not self._call.include_usage:
+        if self._call.include_usage:
+            chunk.setdefault("usage", _NULL)
+        else:
             chunk.pop("usage", None)
+        if self._custom_tools:
+            self._convert_calls(chunk)
         encoded = msgspec.json.encode(chunk)  # all other values are the bytes that came, perhaps over several lines
         return encode_event(encoded.replace(b"\n", b"\ndata: "))
+
+    def _convert_calls(self, chunk: Chunk) -> None:
+        """Write calls of custom tools in their form; the backend sends each call whole."""
+        choices = decode(chunk["choices"], list[dict[str, Any]])
+        for choice in choices:
+            if calls := (choice.get("delta") or {}).get("tool_calls"):
+                choice["delta"]["tool_calls"] = convert_calls(calls, self._custom_tools)
+                chunk["choices"] = msgspec.Raw(msgspec.json.encode(choices))
 
     def encode_done(self) -> bytes:
         return DONE
@@ -70,6 +88,9 @@ class _OpenAIEncoder:
     def encode_json(self) -> bytes:
         assert self._aggregator is not None
         completion = self._aggregator.result()
+        for choice in completion["choices"] if self._custom_tools else ():
+            if calls := choice["message"].get("tool_calls"):
+                choice["message"]["tool_calls"] = convert_calls(calls, self._custom_tools)
         if self._call.client_model is not None:
             completion["model"] = self._call.client_model
         return msgspec.json.encode(completion)

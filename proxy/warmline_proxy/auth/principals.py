@@ -20,7 +20,14 @@ log = logging.getLogger(__name__)
 NO_KEY_MESSAGE = (
     "No API key provided: send this server's client key as 'Authorization: Bearer KEY' or as 'X-Api-Key: KEY'."
 )
-WRONG_KEY_MESSAGE = "Incorrect API key provided: it is no client key of this server."
+NO_BEARER_MESSAGE = (
+    "No API key provided: the header Authorization does not begin with 'Bearer'; send the key as "
+    "'Authorization: Bearer KEY' or as 'X-Api-Key: KEY'."
+)
+WRONG_KEY_MESSAGE = (
+    "Incorrect API key provided: it is no client key of this server.  The server's owner makes keys with 'cachectl key "
+    "add NAME' and shows one with 'cachectl key show NAME'."
+)
 NO_KEYS_MESSAGE = "This server has no client key, and no access without one: make one (cachectl key add NAME)."
 
 
@@ -40,6 +47,11 @@ def extract_client_key(headers: Mapping[str, str]) -> str:
     """Key in the headers of OpenAI's or Anthropic's clients; "" without one."""
     scheme, _, key = headers.get("Authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else headers.get("X-Api-Key", "")
+
+
+def _explain_missing_key(headers: Mapping[str, str]) -> str:
+    scheme = headers.get("Authorization", "").partition(" ")[0].lower()
+    return NO_KEY_MESSAGE if scheme in ("", "bearer") else NO_BEARER_MESSAGE
 
 
 def unauthorized(message: str) -> ClientError:
@@ -122,7 +134,7 @@ class ClientKeys:
         # All keys are compared, so that the time reveals nothing.
         found = [client for digest, client in self._clients if hmac.compare_digest(digest, presented_digest)]
         if not found:
-            raise unauthorized(WRONG_KEY_MESSAGE if presented else NO_KEY_MESSAGE)
+            raise unauthorized(WRONG_KEY_MESSAGE if presented else _explain_missing_key(headers))
         return found[0]
 
     def is_admin_key(self, presented: str) -> bool:

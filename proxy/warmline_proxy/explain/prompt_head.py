@@ -71,11 +71,10 @@ def decode_as(value: Any, kind: Any) -> Any:
 
 
 def extract_texts(content: Any) -> list[str]:
-    """Texts of a message's content, a string or parts."""
-    if isinstance(content, str):
-        return [content]
-    parts = content if isinstance(content, list) else []
-    return [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    """Texts of a message's content, a string or parts, each an object or a string."""
+    parts = content if isinstance(content, list) else [content]
+    texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
+    return [text for text in texts if isinstance(text, str)]
 
 
 def describe_changes(old: PromptHead, new: PromptHead) -> str:
@@ -167,7 +166,7 @@ def _stabilize_content(content: Any, rules: Collection[str], counts: Counter[str
         counts.update(found)
         return text
     if isinstance(content, list):
-        return [_stabilize_content(part, rules, counts) if isinstance(part, dict) else part for part in content]
+        return [_stabilize_content(part, rules, counts) if isinstance(part, dict | str) else part for part in content]
     if isinstance(content, dict) and isinstance(content.get("text"), str):
         return {**content, "text": _stabilize_content(content["text"], rules, counts)}
     return content

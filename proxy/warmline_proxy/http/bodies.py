@@ -1,23 +1,39 @@
-"""Reading of request bodies (sized, chunked or compressed, up to a limit) and writing of responses.
+"""Reading of request bodies (sized, chunked or compressed, up to limits) and writing of responses.
 
-Transfers may take long while they progress: timeouts apply to the time without a byte.
+Transfers may take long while they progress: timeouts apply to the time without a byte, and to a rate that no link of
+today is below.
 """
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from typing import TypeVar
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from warmline_common.process.redaction import redact
+from warmline_common.protocol.json_structure import JSON_DEPTH_MAX, JsonStructure
 from warmline_common.protocol.messages import decode, encode
 from warmline_proxy.errors import bad_request
+from warmline_proxy.http.body_budget import BodyBudget, RequestBody
+from warmline_proxy.http.content_coding import ContentDecoder, create_decoder
 
 T = TypeVar("T")
 
 BODY_BYTES_MAX = 64 * 1024 * 1024
+BODY_RATE_MIN_BYTES_S = 1000  # on average, on the wire, after BODY_RATE_GRACE_S
+BODY_RATE_GRACE_S = 30.0
+INLINE_BYTES_MAX = 64 * 1024  # of a body that are read without letting others go on in between
+# A parser's time, and the memory of what it makes, depend on these more than on bytes.
+FIELDS_MAX = 1000  # of a body; each is looked at, and sent on
+JSON_CONTAINERS_MAX = 100_000  # objects and lists
+JSON_STRINGS_MAX = 250_000  # with names of fields
+JSON_VALUES_MAX = 2_000_000
+CONTAINER_BYTES, STRING_BYTES, VALUE_BYTES = 256, 64, 16  # of Python's objects, about
 SERVER_HEADERS = {"Server": "warmline"}  # aiohttp's own reveals versions
+
+REQUEST_BODY = web.RequestKey("body", RequestBody)
 
 
 def json_response(value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
@@ -25,31 +41,108 @@ def json_response(value: object, *, status: int = 200, headers: Mapping[str, str
     return web.Response(status=status, body=encode(value), content_type="application/json", headers=headers)
 
 
-async def read_body(request: web.Request, timeout_s: float) -> bytes:
-    """Read the whole body, decompressed.  Raises ClientError 400, 413, or 408 after `timeout_s` without a byte."""
-    body, size = bytearray(), request.content_length or 0
-    try:
-        while size <= BODY_BYTES_MAX:
-            async with asyncio.timeout(timeout_s):
-                piece = await request.content.readany()
-            if not piece:
-                return bytes(body)
-            body += piece
-            size = len(body)
-    except TimeoutError:
-        message = f"No more of the body came for {timeout_s:g} s."
-        raise bad_request(message, status=408, code="request_timeout") from None
-    except web.RequestPayloadError as error:
-        raise bad_request(f"The body can't be read: {redact(str(error))}") from error
-    raise bad_request(f"The body is larger than {BODY_BYTES_MAX} bytes.", status=413)
+class BodyReader:
+    """Reads all bodies of one proxy, within one budget.  Each counts until `release_body`."""
+
+    def __init__(self, budget: BodyBudget, receive_timeout_s: float) -> None:
+        self._budget, self._receive_timeout_s = budget, receive_timeout_s
+        self._bytes_max = min(BODY_BYTES_MAX, budget.caller_bytes_max)
+        self._turn = asyncio.Lock()  # of large bodies: one part at a time, whichever body it belongs to
+
+    async def read(self, request: web.Request, caller: str = "") -> bytes:
+        """Read the whole body, decompressed: JSON within our bounds, if it is JSON.
+
+        Raises ClientError: 400 where it can't be read or exceeds a bound, 413, 415 for its coding, 408 where it comes
+        too slowly, 503 where there is no memory for it.
+        """
+        decoder = create_decoder(request.headers.getall(hdrs.CONTENT_ENCODING, []))
+        body = request[REQUEST_BODY] = self._budget.open_body(caller or f"at {request.remote}")
+        await self._receive(request, body, decoder)
+        decoder.finish()
+        return body.take()
+
+    async def read_message(self, request: web.Request, kind: type[T], name: str) -> T:
+        """Decoded body of an admin request.  Raises ClientError as `read`, and 400 for another body."""
+        try:
+            return decode(await self.read(request), kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise bad_request(f"Not a {name}: {error}") from error
+
+    async def _receive(self, request: web.Request, body: RequestBody, decoder: ContentDecoder) -> None:
+        self._check_size(request.content_length or 0)
+        structure, began = JsonStructure(), asyncio.get_running_loop().time()
+        while piece := await self._receive_piece(request, body, began):
+            self._check_size(request.content.total_bytes)
+            for part in decoder.decode(piece):
+                if body.size + len(part) <= INLINE_BYTES_MAX:
+                    self._add_part(body, structure, part)
+                    continue
+                async with self._turn:
+                    self._add_part(body, structure, part)
+                    await asyncio.sleep(0)
+
+    async def _receive_piece(self, request: web.Request, body: RequestBody, began: float) -> bytes:
+        """Next bytes of the body, b"" at its end."""
+        body.check_kept()
+        now = asyncio.get_running_loop().time()
+        rate_deadline = began + BODY_RATE_GRACE_S + request.content.total_bytes / BODY_RATE_MIN_BYTES_S
+        try:
+            async with asyncio.timeout_at(min(now + self._receive_timeout_s, rate_deadline)) as timeout:
+                body.on_displaced = partial(_end_now, timeout)
+                return await request.content.readany()
+        except TimeoutError:
+            body.check_kept()
+            message = (
+                f"No more of the body came for {self._receive_timeout_s:g} s, or less than {BODY_RATE_MIN_BYTES_S} "
+                "bytes a second."
+            )
+            raise bad_request(message, status=408, code="request_timeout") from None
+        except web.RequestPayloadError as error:
+            raise bad_request(f"The body can't be read: {redact(str(error))}") from error
+        finally:
+            body.on_displaced = bool
+
+    def _add_part(self, body: RequestBody, structure: JsonStructure, part: bytes) -> None:
+        counted = estimate_parsed_bytes(structure)
+        structure.feed(part)
+        check_structure(structure)
+        body.append(part, estimate_parsed_bytes(structure) - counted)
+        self._check_size(body.size)
+
+    def _check_size(self, size: int) -> None:
+        if size > self._bytes_max:
+            raise bad_request(f"The body is larger than {self._bytes_max} bytes.", status=413)
 
 
-async def read_message(request: web.Request, kind: type[T], name: str, timeout_s: float) -> T:
-    """Decoded body of an admin request.  Raises ClientError as `read_body`, and 400 for another body."""
-    try:
-        return decode(await read_body(request, timeout_s), kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise bad_request(f"Not a {name}: {error}") from error
+def _end_now(timeout: asyncio.Timeout) -> None:
+    if not timeout.expired():
+        timeout.reschedule(asyncio.get_running_loop().time())
+
+
+def release_body(request: web.BaseRequest) -> None:
+    """End a request's body, if it has been read."""
+    if (body := request.get(REQUEST_BODY)) is not None:
+        body.release()
+
+
+def estimate_parsed_bytes(structure: JsonStructure) -> int:
+    """Memory of the parsed values, beside their text."""
+    containers, strings = structure.containers * CONTAINER_BYTES, structure.strings * STRING_BYTES
+    return containers + strings + structure.separators * VALUE_BYTES
+
+
+def check_structure(structure: JsonStructure) -> None:
+    """Raises ClientError 400 for JSON that would take too long to parse, or that nests too deeply."""
+    bounds = {
+        f"{JSON_DEPTH_MAX} levels of objects and lists": structure.depth_max > JSON_DEPTH_MAX,
+        f"{FIELDS_MAX} fields": structure.top_separators >= FIELDS_MAX,
+        f"{JSON_CONTAINERS_MAX} objects and lists": structure.containers > JSON_CONTAINERS_MAX,
+        f"{JSON_STRINGS_MAX} strings, with names of fields": structure.strings > JSON_STRINGS_MAX,
+        f"{JSON_VALUES_MAX} values": structure.separators >= JSON_VALUES_MAX,
+    }
+    for bound, is_exceeded in bounds.items():
+        if is_exceeded:
+            raise bad_request(f"The JSON body of your request has more than {bound}; send less in one request.")
 
 
 async def set_server_header(_: web.Request, response: web.StreamResponse) -> None:

@@ -17,17 +17,18 @@ from enum import Enum
 from http import HTTPStatus
 from typing import NamedTuple
 
-from aiohttp import web
-from aiohttp.http_exceptions import BadHttpMessage, ContentEncodingError, LineTooLong
+from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from warmline_common.logging import request_context
 from warmline_common.process.file_limits import UNLIMITED
-from warmline_common.process.redaction import redact, redact_path
+from warmline_common.process.redaction import redact_path
 from warmline_proxy.config import ProxyConfig
 from warmline_proxy.errors import RETRY_AFTER_S, ClientError, bad_request, encode_error_body
-from warmline_proxy.http.bodies import SERVER_HEADERS, set_server_header
+from warmline_proxy.http.bodies import SERVER_HEADERS, release_body, set_server_header
+from warmline_proxy.http.request_head import HEAD_LINE_BYTES_MAX, HEADERS_COUNT_MAX, translate_parser_error
 from warmline_proxy.http.request_id import build_id_headers, get_request_id
+from warmline_proxy.http.slashes import merge_slashes
 from warmline_proxy.metrics import METRICS
 from warmline_proxy.request_log import new_request_id
 
@@ -42,9 +43,8 @@ SEND_BUFFER_BYTES = 64 * 1024  # small, so that a slow reader's progress shows
 REFUSALS_COUNT_MAX = 64  # refused connections with an answer under way
 DESCRIPTORS_RESERVED = 128  # for refusals, the index, the log and Python
 DESCRIPTORS_PER_CONNECTION = 2  # the client's and one to the backend
-REASON_CHARS_MAX = 120
-HEAD_LINE_BYTES_MAX = 8190  # request line and each header
-HEADERS_COUNT_MAX = 128
+READ_BUFFER_BYTES = 64 * 1024  # of a body that its reader has not taken; the kernel keeps more
+PIPELINED_BYTES_MAX = 64 * 1024  # of requests behind the one that is being answered
 LOG_INTERVAL_S = 60.0
 NEVER_S = 365 * 86_400.0
 # A vanished peer is detected after 30 + 6 x 10 seconds.  TCP_USER_TIMEOUT would also end slow readers, which
@@ -78,6 +78,8 @@ class Connection(web.RequestHandler):
             tcp_keepalive=False,  # `tune_socket` sets it, with shorter intervals
             keepalive_timeout=NEVER_S,  # `check_limits` ends idle connections
             lingering_time=0,  # `_close_gracefully` lingers
+            read_bufsize=READ_BUFFER_BYTES,
+            auto_decompress=False,  # `bodies` does, within its budget
             max_line_size=HEAD_LINE_BYTES_MAX,
             max_field_size=HEAD_LINE_BYTES_MAX,
             max_headers=HEADERS_COUNT_MAX,
@@ -87,7 +89,8 @@ class Connection(web.RequestHandler):
         self._transport: asyncio.Transport | None = None
         self._request: web.BaseRequest | None = None  # present or last one
         self._phase_since = self._progress_at = self._loop.time()
-        self._sent_bytes = 0
+        self._sent_bytes = self._pipelined_bytes = 0
+        self.address = ""
 
     # Called by the event loop and aiohttp.
 
@@ -95,6 +98,7 @@ class Connection(web.RequestHandler):
         assert isinstance(transport, asyncio.Transport)
         tune_socket(transport)
         self._transport = transport
+        self.address = str((transport.get_extra_info("peername") or ("",))[0])
         super().connection_made(transport)
         self._set_phase(ConnectionPhase.IDLE)
 
@@ -106,7 +110,11 @@ class Connection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         if data and self.phase is ConnectionPhase.IDLE:
             self._set_phase(ConnectionPhase.HEAD)
+        elif self.phase is ConnectionPhase.BUSY and not self.is_waiting:
+            self._limit_pipelining(len(data))
         super().data_received(data)
+        if data:
+            self._connections.update(self)
 
     def begin_request(self, request: web.BaseRequest) -> None:
         """Enter BUSY: a whole head has arrived and its handler runs."""
@@ -119,11 +127,13 @@ class Connection(web.RequestHandler):
         if request.writer.output_size and not resp.prepared:  # a partial response must not look complete
             self.abort()
             return resp, True
-        if not request.content.is_eof():  # the rest of the body is not a request
+        is_unread, closes = not request.content.is_eof(), resp.headers.get(hdrs.CONNECTION) == "close"
+        if is_unread or closes or request.method == hdrs.METH_CONNECT:  # what follows is no request
             resp.force_close()
         done = await super().finish_response(request, resp, start_time)
         if resp.keep_alive:
             self._set_phase(ConnectionPhase.IDLE)
+            self._resume_pipelining()
         else:
             await self._close_gracefully()
         return done
@@ -136,9 +146,8 @@ class Connection(web.RequestHandler):
             raise ConnectionResetError("an answer that has begun can't become an error")
         with request_context(request_id := get_request_id(request)):
             if status < 500:
-                reason = shorten_parser_message(message or "")
-                log.info("refused an unreadable request from %s: %s", request.remote, reason)
-                error = _unreadable_request(exc, reason, status)
+                error = translate_parser_error(exc, message or "", status)
+                log.info("refused an unreadable request from %s: %s", request.remote, error)
             else:
                 log.error("%s %s failed", request.method[:16], redact_path(request.path), exc_info=exc)
                 error = ClientError(status, encode_error_body("The proxy failed; its log says why.", "server_error"))
@@ -149,6 +158,19 @@ class Connection(web.RequestHandler):
         return response
 
     # Limits.
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while the client has to send, or to close, before anything can go on."""
+        is_receiving = self._request is not None and not self._request.content.is_eof()
+        return self.phase is not ConnectionPhase.BUSY or is_receiving
+
+    def make_way(self) -> None:
+        """Close a waiting connection for a new one; a client that has sent a part of a request gets an error."""
+        if self.phase in (ConnectionPhase.HEAD, ConnectionPhase.BUSY):
+            self._send_error(connections_full())
+        else:
+            self.force_close()
 
     def check_limits(self, now: float) -> None:
         """Close the connection if it has timed out."""
@@ -171,6 +193,19 @@ class Connection(web.RequestHandler):
         """Close at once and drop unsent bytes; the client sees a reset."""
         if self._transport:
             self._transport.abort()
+
+    def _limit_pipelining(self, count: int) -> None:
+        """Stop reading where too much lies behind the present request: each of many bodies would have a buffer."""
+        self._pipelined_bytes += count
+        if self._pipelined_bytes > PIPELINED_BYTES_MAX and self._transport:
+            self._transport.pause_reading()
+
+    def _resume_pipelining(self) -> None:
+        """Read again, unless aiohttp has reasons of its own not to, and will do so later."""
+        is_paused = self._pipelined_bytes > PIPELINED_BYTES_MAX
+        self._pipelined_bytes = 0
+        if is_paused and self._transport and not (self._buffer_paused or self._reading_paused):
+            self._transport.resume_reading()
 
     def _is_send_stalled(self, now: float, timeout_s: float) -> bool:
         unsent = self.unsent_bytes
@@ -198,7 +233,7 @@ class Connection(web.RequestHandler):
 
     def _set_phase(self, phase: ConnectionPhase) -> None:
         self.phase, self._phase_since = phase, self._loop.time()
-        self._connections.update_phase(self)
+        self._connections.update(self)
 
 
 class RefusedConnection(asyncio.Protocol):
@@ -240,7 +275,7 @@ class Connections:
         self.receive_timeout_s, self.send_timeout_s = receive_timeout_s, send_timeout_s
         # Weak, since a socket that fails before `connection_made` gets no `connection_lost`.
         self._open: weakref.WeakSet[Connection] = weakref.WeakSet()
-        self._idle: dict[Connection, None] = {}  # open ones without a request, longest idle first
+        self._waiting: dict[str, dict[Connection, None]] = {}  # by address, the longest without a byte first
         self.refusals: set[RefusedConnection] = set()
         self._full_logged_at = float("-inf")
 
@@ -250,25 +285,31 @@ class Connections:
 
     def admit(self, server: web.Server) -> asyncio.Protocol:
         """Protocol for an accepted socket."""
-        if self.count >= self.count_max and not self._close_longest_idle():
+        if self.count >= self.count_max and not self._close_waiting():
             now = asyncio.get_running_loop().time()
             if now - self._full_logged_at >= LOG_INTERVAL_S:
                 self._full_logged_at = now
-                log.warning("%d connections are open and none is idle: new ones are refused", self.count)
+                log.warning("%d connections are open and all are being answered: new ones are refused", self.count)
             return RefusedConnection(self)
         connection = Connection(self, server)
         self._open.add(connection)
         return connection
 
-    def update_phase(self, connection: Connection) -> None:
-        """Register a changed phase, also that of a closed connection: its handler ends later."""
-        self._idle.pop(connection, None)
-        if connection in self._open and connection.phase in (ConnectionPhase.IDLE, ConnectionPhase.CLOSING):
-            self._idle[connection] = None
+    def update(self, connection: Connection) -> None:
+        """Register a changed phase or a received byte, also of a closed connection: its handler ends later."""
+        self._drop_waiting(connection)
+        if connection in self._open and connection.is_waiting:
+            self._waiting.setdefault(connection.address, {})[connection] = None
 
     def discard(self, connection: Connection) -> None:
-        self._idle.pop(connection, None)
+        self._drop_waiting(connection)
         self._open.discard(connection)
+
+    def _drop_waiting(self, connection: Connection) -> None:
+        if (waiting := self._waiting.get(connection.address)) is not None:
+            waiting.pop(connection, None)
+            if not waiting:
+                del self._waiting[connection.address]
 
     async def sweep(self) -> None:
         """Check all connections' limits periodically, until cancelled."""
@@ -283,14 +324,15 @@ class Connections:
         for connection in list(self._open):
             connection.abort()
 
-    def _close_longest_idle(self) -> bool:
-        """Close the longest idle connection, if any."""
-        longest = next((connection for connection in self._idle if not connection.unsent_bytes), None)
-        if longest is None:
-            return False
-        self.discard(longest)
-        longest.force_close()
-        return True
+    def _close_waiting(self) -> bool:
+        """Close a connection that waits for its client, if any: the longest of the address with the most."""
+        for waiting in sorted(self._waiting.values(), key=len, reverse=True):
+            longest = next((connection for connection in waiting if not connection.unsent_bytes), None)
+            if longest is not None:
+                self.discard(longest)
+                longest.make_way()
+                return True
+        return False
 
 
 CONNECTIONS = web.AppKey("connections", Connections)  # for the status
@@ -328,6 +370,7 @@ async def listen(
         stack.push_async_callback(runner.cleanup)
         http = runner.server
         assert http is not None
+        http.request_factory = merge_slashes(http.request_factory)
         try:
             server = await loop.create_server(lambda: connections.admit(http), host, port, backlog=BACKLOG_COUNT)
         except OSError as error:
@@ -341,22 +384,19 @@ async def listen(
 
 @web.middleware
 async def connection_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Notify the connection that its request is being handled."""
+    """Notify the connection that its request is being handled; release its body at the end."""
     if isinstance(request.protocol, Connection):
         request.protocol.begin_request(request)
-    return await handler(request)
+    try:
+        return await handler(request)
+    finally:
+        release_body(request)
 
 
 def compute_connections_max(connections_max: int, descriptor_count_max: int) -> int:
     """Maximum of connections by the setting and by the descriptors that they need."""
     reserved = min(DESCRIPTORS_RESERVED, descriptor_count_max // 2)
     return max(1, min(connections_max, (descriptor_count_max - reserved) // DESCRIPTORS_PER_CONNECTION))
-
-
-def shorten_parser_message(message: str) -> str:
-    """A parser's message without its quotes, which may contain a prompt."""
-    words = " ".join(message.split()).partition(": b'")[0].partition(': b"')[0]
-    return (redact(words, keep_names=False) if "'" in words or '"' in words else words)[:REASON_CHARS_MAX]
 
 
 def connections_full() -> ClientError:
@@ -392,14 +432,3 @@ def tune_socket(transport: asyncio.Transport) -> None:
     with suppress(OSError):  # already closed
         for level, name, value in options:
             transport.get_extra_info("socket").setsockopt(level, name, value)
-
-
-def _unreadable_request(exc: BaseException | None, reason: str, status: int) -> ClientError:
-    if isinstance(exc, ContentEncodingError):  # unknown encoding in the head; damaged bodies fail later
-        message = "The body is compressed in a way that can't be undone here; send it with gzip or deflate, or plain."
-        return bad_request(message, status=415)
-    if isinstance(exc, LineTooLong) or (isinstance(exc, BadHttpMessage) and "Too many headers" in exc.message):
-        headers_max, bytes_max = HEADERS_COUNT_MAX, HEAD_LINE_BYTES_MAX
-        message = f"The request's head is too large: at most {headers_max} headers, of {bytes_max} bytes."
-        return bad_request(message, status=431)
-    return bad_request(f"This is no HTTP request that can be read: {reason}", status=status)

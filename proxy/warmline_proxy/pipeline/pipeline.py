@@ -19,7 +19,7 @@ from warmline_proxy.api.base import Api, ApiCall, ResponseStart
 from warmline_proxy.auth.principals import Client
 from warmline_proxy.config import ProxyConfig
 from warmline_proxy.errors import ClientError, service_unavailable
-from warmline_proxy.http.bodies import read_body
+from warmline_proxy.http.bodies import BodyReader
 from warmline_proxy.http.body_fields import strip_unprintable
 from warmline_proxy.http.request_id import check_request_id
 from warmline_proxy.metrics import ProxyMetrics, find_cancel_source
@@ -53,6 +53,7 @@ class PipelineSteps:
     """Collaborators of the pipeline, in the order of its steps."""
 
     admission: AdmissionQueue
+    body_reader: BodyReader
     renderer: RemoteRenderer
     starter: Starter
     generator: Generator
@@ -169,7 +170,7 @@ class Pipeline:
         """Body of the request.  The ticket comes first: a request that a full queue refuses costs no memory."""
         request.caller = identify_caller(request.client, http_request.headers, http_request.remote)
         request.ticket = self.steps.admission.issue_ticket(request.caller)
-        return await read_body(http_request, self.config.receive_timeout_s)
+        return await self.steps.body_reader.read(http_request, request.caller)
 
     def _normalize(self, http_request: web.Request, api: Api, request: Request, body: bytes) -> list[ChoiceRequest]:
         call = api.read_call(body, http_request.headers)

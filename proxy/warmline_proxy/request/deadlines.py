@@ -5,6 +5,7 @@ seconds; 0 is none.  Event loop thread.
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,8 @@ from warmline_proxy.errors import ClientError, bad_request, gateway_timeout, ser
 from warmline_proxy.upstream.watchdog import SLOWEST_STEP_FACTOR
 
 BACKLOG_BYTES_MAX = 8 << 20  # of an answer that its client does not read
+# float() alone also reads other scripts' digits, signs, inf, nan and 1_0.
+_SECONDS_PATTERN = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?(e[0-9]{1,2})?")
 _HEADERS = {
     "connect_s": messages.HEADER_CONNECT_TIMEOUT,
     "queue_s": messages.HEADER_QUEUE_TIMEOUT,
@@ -38,11 +41,8 @@ class RequestTimeouts:
 
 
 def _parse_seconds(header: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1e9:  # also refuses nan
+    value = float(text) if _SECONDS_PATTERN.fullmatch(text) else -1.0
+    if not 0 <= value < 1e9:
         shown = quote_text(text[:80])
         raise bad_request(f"The header {header} must be a number of seconds below 1e9 (0: no limit), not {shown}.")
     return value

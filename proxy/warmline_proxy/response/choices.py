@@ -11,12 +11,14 @@ from typing import Any
 import msgspec
 
 from warmline_common.protocol.messages import decode
+from warmline_common.protocol.numbers import convert_integer
 from warmline_proxy.api.base import Chunk, Fields, is_usage_chunk
 from warmline_proxy.errors import bad_request
 from warmline_proxy.http.body_fields import decode_field
 
 CHOICES_MAX = 16  # of one prompt
 PROMPTS_MAX = 64
+RANDOM_SEED = -1  # for the backend: an unpredictable one
 _INT64 = 1 << 63
 
 
@@ -44,8 +46,8 @@ def split_choices(endpoint: str, fields: Fields) -> list[ChoiceRequest]:
 
 
 def _read_count(fields: Fields) -> int:
-    count = 1 if (given := decode_field(fields, "n")) is None else given
-    if type(count) is not int or not 1 <= count <= CHOICES_MAX:
+    count = 1 if (given := decode_field(fields, "n")) is None else convert_integer(given)
+    if count is None or not 1 <= count <= CHOICES_MAX:
         raise bad_request(f"'n' must be an integer from 1 to {CHOICES_MAX}.", param="n")
     if decode_field(fields, "best_of") not in (None, count, 0):
         message = "'best_of' other than 'n' is not supported: leave it out; every choice that is computed is returned."
@@ -68,8 +70,8 @@ def _split_prompts(fields: Fields) -> list[Fields]:
 
 
 def _offset_seed(fields: Fields, sample_index: int) -> Fields:
-    seed = decode_field(fields, "seed")
-    if type(seed) is not int or not sample_index:
+    seed = convert_integer(decode_field(fields, "seed"))
+    if seed in (None, RANDOM_SEED) or not sample_index:
         return {}
     return {"seed": (seed + sample_index + _INT64) % (2 * _INT64) - _INT64}
 

@@ -12,12 +12,12 @@ from warmline_proxy.api.anthropic import adapter as anthropic
 from warmline_proxy.api.base import Api, ApiCall
 from warmline_proxy.api.registry import MESSAGES, RESPONSES, RESPONSES_PATH
 from warmline_proxy.auth.principals import Client
-from warmline_proxy.config import ProxyConfig
 from warmline_proxy.errors import bad_request
-from warmline_proxy.http.bodies import json_response, read_body
+from warmline_proxy.http.bodies import BodyReader, json_response
 from warmline_proxy.pipeline.completion import Completion
 from warmline_proxy.pipeline.pipeline import Pipeline
 from warmline_proxy.pipeline.rendering import RemoteRenderer
+from warmline_proxy.request.admission import identify_caller
 from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.request.request import Request
 from warmline_proxy.routes.middlewares import CLIENT, RouteHandler, trim_path
@@ -33,7 +33,7 @@ _ID_PREFIX = re.compile(rf"\A(chatcmpl-|cmpl-|msg_|{RESPONSE_ID_PREFIX})")  # be
 class ClientRoutes:
     """Handlers, which raise ClientError and UpstreamError.  Only generations take a place in the queue."""
 
-    config: ProxyConfig
+    body_reader: BodyReader
     pipeline: Pipeline
     renderer: RemoteRenderer
     backend_state: BackendState
@@ -88,8 +88,9 @@ class ClientRoutes:
     async def _count_tokens(
         self, request: web.Request, read_call: Callable[[bytes, Mapping[str, str]], ApiCall]
     ) -> int:
-        call = read_call(await read_body(request, self.config.receive_timeout_s), request.headers)
-        return await self.renderer.count_tokens(call, request[CLIENT].tenant)
+        client = request[CLIENT]
+        body = await self.body_reader.read(request, identify_caller(client, request.headers, request.remote))
+        return await self.renderer.count_tokens(read_call(body, request.headers), client.tenant)
 
     async def _cancel(self, client: Client, *ids: str) -> Request | None:
         """Cancel the client's request of the first known id; None without one in progress.
@@ -112,7 +113,12 @@ def _build_cancelled_response(request: Request) -> dict[str, object]:
         "status": "cancelled",
         "model": request.log.client_model or request.model,
         "output": [],
+        "incomplete_details": None,
+        "instructions": None,
+        "metadata": {},
         "parallel_tool_calls": True,
+        "temperature": None,
+        "top_p": None,
         "tool_choice": "auto",
         "tools": [],
         "store": False,

@@ -16,6 +16,7 @@ from warmline_proxy.auth.principals import Client
 from warmline_proxy.dashboard.pages import is_browser_visit, is_dashboard_path, redirect_to_dashboard
 from warmline_proxy.errors import ClientError, bad_request, encode_error_body, method_not_allowed
 from warmline_proxy.http.cors import build_cors_headers
+from warmline_proxy.http.request_head import check_head
 from warmline_proxy.index.index import IndexStoreError
 from warmline_proxy.metrics import METRICS
 from warmline_proxy.upstream.client import UpstreamError, translate_upstream_error
@@ -47,6 +48,7 @@ def build_access_middleware(authenticator: Authenticator) -> Middleware:
     @web.middleware
     async def access_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         authenticator.check_host(request)
+        check_head(request.method, request.version, request.headers)
         path, reads = trim_path(request), request.method in READ_METHODS
         if reads and path == METRICS_PATH:
             authenticator.check_client_or_admin(request)

@@ -336,7 +336,7 @@ def translate_upstream_error(error: ClientError | UpstreamError) -> ClientError:
         return errors.bad_gateway(f"Computing the answer failed: {error}.")
     if error.status == errors.UNAUTHORIZED:  # they disagree about their secret; that is not the client's key
         return errors.bad_gateway("The backend refused the proxy: do both use one home?")
-    retry_after_s = int(error.retry_after) if error.retry_after.isdigit() else None
+    retry_after_s = int(error.retry_after) if error.retry_after.isascii() and error.retry_after.isdigit() else None
     if error.status in (429, 503) and retry_after_s is None:
         retry_after_s = errors.RETRY_AFTER_S
     is_object = error.body.lstrip().startswith(b"{")

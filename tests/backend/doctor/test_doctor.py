@@ -12,11 +12,13 @@ import pytest
 from rich.console import Console
 
 from support import tiny_models
+from support.backend.small_tokenizers import CHATML, make_byte_level_tokenizer
 from warmline_backend.doctor import __main__ as command
 from warmline_backend.doctor import files, report
+from warmline_backend.doctor.chat_template import check_template
 from warmline_backend.doctor.examine import Examination, examine_model
 from warmline_backend.doctor.files import LENGTH_BYTES, read_shard
-from warmline_backend.doctor.findings import FindingLevel
+from warmline_backend.doctor.findings import FindingLevel, Findings
 from warmline_backend.doctor.settings import DoctorSettings
 
 HUGE_BYTES = 100 * 10**9
@@ -296,6 +298,27 @@ def test_template_problems_are_found(copy_model: Copied, template: str, level: F
     folder = copy_model()
     change_json(folder, "tokenizer_config.json", chat_template=template)
     assert what in list_messages(examine_folder(folder), level)
+
+
+@pytest.mark.parametrize(
+    ("refused", "rest", "what"),
+    [
+        ("", "{{ enable_thinking | default(true) }}", "enable_thinking turns it on and off"),
+        ("enable_thinking is defined and not enable_thinking", "", "the template can't turn it off"),
+        (
+            "(enable_thinking is defined and not enable_thinking)"
+            " or reasoning_effort | default('low') not in ['low', 'max']",
+            "",
+            "the template can't turn it off; requests that turn it off get low effort",
+        ),
+    ],
+)
+def test_control_of_reasoning_is_reported(tmp_path: Path, refused: str, rest: str, what: str) -> None:
+    condition = "{% if " + (refused or "false") + " %}{{ raise_exception('no') }}{% endif %}"
+    tokenizer = make_byte_level_tokenizer(tmp_path, condition + CHATML + rest)
+    findings = Findings("tokenizer")
+    check_template(findings, tokenizer, {}, {})
+    assert any(finding.what.endswith(what) for finding in findings), list(findings)
 
 
 def test_impossible_kv_quantization_is_found(tiny_folder: Callable[..., Path]) -> None:

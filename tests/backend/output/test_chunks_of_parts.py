@@ -131,7 +131,7 @@ def test_streamed_and_whole_answers_are_equal_to_sdk(tokenizer: TokenizerWrapper
         {"name": "get_weather", "arguments": '{"days": 3, "city": "São Paulo"}'}
     ] * 2
     assert choice.finish_reason == "tool_calls"
-    assert parse_chunks(sent)[0]["choices"][0]["delta"] == {"role": "assistant"}
+    assert parse_chunks(sent)[0]["choices"][0]["delta"] == {"role": "assistant", "refusal": None}
 
 
 @pytest.mark.parametrize(
@@ -198,20 +198,33 @@ def test_reasoning_tokens_are_counted(tokenizer: TokenizerWrapper) -> None:
     assert whole["usage"]["completion_tokens"] == 8
 
 
-def test_logprobs_of_every_token_are_emitted_once_in_order(tokenizer: TokenizerWrapper) -> None:
-    text = f"Hm.\n</think>\n\nI look.\n{CALL}\n"
-    sent, whole = render_answers(tokenizer, make_events(tokenizer, text))
-    token_bytes = [bytes(entry["bytes"]) for entry in whole["choices"][0]["logprobs"]["content"]]
-    assert (
-        b"".join(token_bytes)
-        == text.encode()
-        == b"".join(
-            bytes(entry["bytes"])
-            for chunk in parse_chunks(sent)
-            for choice in chunk["choices"]
-            for entry in (choice["logprobs"] or {"content": []})["content"]
-        )
-    )
+def join_logprobs(choice: dict[str, Any]) -> str:
+    """Text of a choice's log-probabilities, or of those in one of its chunks."""
+    return b"".join(bytes(entry["bytes"]) for entry in (choice["logprobs"] or {"content": []})["content"]).decode()
+
+
+@pytest.mark.parametrize(
+    ("text", "stop"),
+    [
+        (f"Hm.\n</think>\n\nI look é😀.\n{CALL}\n", ()),
+        (f"</think>One.\n{CALL}\n Two. {CALL}Three.\n", ()),
+        ("Hm. </think>I look and END here", ("END",)),
+        ("Hm.</think>I look and EN", ("END",)),
+        (f"</think>a{CALL[:30]}", ()),
+        ("Hm. I never answer", ()),
+        (f"Hm.</think>{CALL}", ()),
+        ("</think>", ()),
+    ],
+)
+def test_logprobs_cover_exactly_the_content(tokenizer: TokenizerWrapper, text: str, stop: tuple[str, ...]) -> None:
+    sent, whole = render_answers(tokenizer, make_events(tokenizer, text, stop=stop))
+    (choice,) = whole["choices"]
+    content = choice["message"]["content"] or ""
+    assert join_logprobs(choice) == content
+    assert choice["logprobs"] is None or choice["logprobs"]["refusal"] is None
+    for chunk in parse_chunks(sent):
+        for delta in chunk["choices"]:
+            assert join_logprobs(delta) == (delta["delta"].get("content") or "")
 
 
 def test_long_call_emits_progress(tokenizer: TokenizerWrapper) -> None:

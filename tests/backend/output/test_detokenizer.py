@@ -70,8 +70,38 @@ def test_multibyte_character_is_emitted_whole(bpe: TokenizerWrapper) -> None:
     assert [join_text(stream.add(token)) for token in encode_text(bpe, "😀")] == ["", "", "", "😀"]
 
 
-def test_incomplete_character_at_end_is_replaced(bpe: TokenizerWrapper) -> None:
-    assert emit_tokens(OutputParser(bpe), encode_text(bpe, "a😀")[:-1])[-1] == "\ufffd"
+@pytest.mark.parametrize("kind", ["bpe", "spm"])
+def test_incomplete_character_at_end_has_no_text(kind: str, bpe: TokenizerWrapper, spm: TokenizerWrapper) -> None:
+    tokenizer, text = {"bpe": bpe, "spm": spm}[kind], "the é日本😀\ufffdé\ufffd"
+    tokens = encode_text(tokenizer, text)
+    for count in range(len(tokens) + 1):
+        emitted = "".join(emit_tokens(OutputParser(tokenizer), tokens[:count]))
+        assert text.startswith(emitted), count
+        following = "".join(emit_tokens(OutputParser(tokenizer), tokens[: count + 4]))
+        assert len(following) > len(emitted) or count == len(tokens), "no more than one character is left out"
+    assert emitted == text, "a replacement character that the model generates is one"
+
+
+def test_noise_at_end_is_replaced(bpe: TokenizerWrapper) -> None:
+    """Bytes that no further one completes."""
+    continuation = encode_text(bpe, "😀")[-1]
+    assert "".join(emit_tokens(OutputParser(bpe), [*encode_text(bpe, "a"), continuation])) == "a\ufffd"
+
+
+@given(
+    text=st.text("thé😀\ufffd E", max_size=20), stop=st.sampled_from([(), ("E",), ("hé", "t")]), cut=st.integers(0, 40)
+)
+def test_texts_name_their_tokens(bpe: TokenizerWrapper, text: str, stop: tuple[str, ...], cut: int) -> None:
+    stream, tokens = OutputParser(bpe, stop), encode_text(bpe, text)[:cut]
+    parts = [part for token in tokens for part in stream.add(token)]
+    parts = parts if stream.is_stopped else [*parts, *stream.finish()]
+    end = 0
+    for part in parts:
+        assert isinstance(part, Text) and end - 1 <= part.start < part.end <= len(tokens)
+        own, end = bpe.decode(tokens[part.start : part.end]), part.end
+        assert part.text in own
+        ends = len(bpe.decode(tokens[part.start : part.start + 1])) + len(bpe.decode(tokens[part.end - 1 : part.end]))
+        assert len(own) - len(part.text) < max(ends, 1), "no token without a part in it"
 
 
 def test_added_special_tokens_are_text(bpe: TokenizerWrapper) -> None:
@@ -121,4 +151,4 @@ def test_stop_word_may_span_tokens(bpe: TokenizerWrapper) -> None:
 
 def test_stop_word_may_be_completed_at_finish(bpe: TokenizerWrapper) -> None:
     stream = OutputParser(bpe, ["a\ufffd"])
-    assert emit_tokens(stream, encode_text(bpe, "xa😀")[:-1])[-1] == "" and stream.is_stopped
+    assert emit_tokens(stream, encode_text(bpe, "xa\ufffd"))[-1] == "" and stream.is_stopped

@@ -19,7 +19,7 @@ def parse_body(endpoint: str = "completion", **body: Any) -> GenerationParams:
 
 
 def test_echo_with_zero_tokens_generates_nothing() -> None:
-    assert (parse_body(echo=True, max_tokens=0).max_tokens, parse_body(echo=True).max_tokens) == (0, 90)
+    assert (parse_body(echo=True, max_tokens=0).max_tokens, parse_body(echo=True).max_tokens) == (0, 16)
     assert parse_body(echo=True).echo and not parse_body(echo=False).echo and not parse_body(echo=None).echo
     assert not parse_body("chat", echo=False).echo
 
@@ -29,7 +29,7 @@ def test_echo_with_zero_tokens_generates_nothing() -> None:
     [
         ("completion", {"max_tokens": 0}, "max_tokens"),
         ("completion", {"max_tokens": 0, "echo": False}, "max_tokens"),
-        ("completion", {"max_tokens": -1, "echo": True}, "max_tokens"),
+        ("completion", {"max_tokens": -2, "echo": True}, "max_tokens"),
         ("chat", {"max_tokens": 0}, "max_tokens"),
         ("chat", {"echo": True}, "echo"),
         ("completion", {"echo": True, "logprobs": 0}, "echo"),

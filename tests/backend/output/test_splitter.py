@@ -66,6 +66,15 @@ def split_pieces(dialect: Dialect, pieces: list[str], expected: ExpectedOutput, 
     return parts if splitter.is_done else [*parts, *splitter.finish(natural)]
 
 
+def check_offsets(text: str, parts: list[Part]) -> None:
+    """Content stands in the text where its parts say, in order."""
+    end = 0
+    for part in parts:
+        if isinstance(part, Text):
+            assert part.start >= end and text.startswith(part.text, part.start), (text, part)
+            end = part.start + len(part.text)
+
+
 def list_names_and_texts(parts: list[Part]) -> list[tuple[str, str]]:
     return [
         (part.name, part.arguments) if isinstance(part, ToolCall) else (type(part).__name__, part.text)
@@ -112,7 +121,10 @@ def test_parts_are_independent_of_tokenization(
     pieces = [text[a:b] for a, b in pairwise([0, *sorted(cuts), len(text)])]
     expected = ExpectedOutput(has_parts=True, tail=tail, tools=TOOLS, parallel=parallel)
     whole = split_pieces(dialects[name], [text], expected, natural)
-    assert list_names_and_texts(split_pieces(dialects[name], pieces, expected, natural)) == list_names_and_texts(whole)
+    cut = split_pieces(dialects[name], pieces, expected, natural)
+    assert list_names_and_texts(cut) == list_names_and_texts(whole)
+    check_offsets(text, whole)
+    check_offsets(text, cut)
     assert list_names_and_texts(split_pieces(dialects[name], [*text], expected, natural)) == list_names_and_texts(whole)
 
 

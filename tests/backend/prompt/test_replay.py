@@ -176,6 +176,22 @@ def test_changed_arguments_are_not_replayed(make: Make, arguments: str, same: bo
     assert is_replayed(make(ECHOING), make_messages(arguments), SAMPLED) is same
 
 
+@pytest.mark.parametrize("malformed", ['{"deep": tr', "ls -la", "[]", "null", json.dumps('{"deep": true}')])
+def test_sound_call_after_malformed_one_is_replayed(make: Make, malformed: str) -> None:
+    renderer = make("{% set manner = 'open' %}" + TOOL_TEMPLATE)  # it walks through arguments as an object
+    messages = [*make_messages(malformed), *make_messages('{"deep": true}')[1:]]
+    messages[1]["tool_calls"] = [{**messages[1]["tool_calls"][0], "id": OTHER_ID}]
+    messages[2]["tool_call_id"] = OTHER_ID
+    sampled = "<tool_call>look\n<arg_key>deep</arg_key> <arg_value>true</arg_value></tool_call>"
+    assert is_replayed(renderer, messages, sampled)
+
+
+@pytest.mark.parametrize("sent", [{"deep": True}, '{"deep":true}', json.dumps('{"deep": true}')])
+def test_arguments_encoded_twice_are_replayed(make: Make, sent: Any) -> None:
+    sampled = '<tool_call>{"name": "look", "arguments": "{\\"deep\\": true}"}</tool_call>'
+    assert is_replayed(make(ECHOING), make_messages(sent), sampled)
+
+
 def test_equal_numbers_are_replayed(make: Make) -> None:
     sampled = '<tool_call>{"name": "look", "arguments": {"depth": 1.0}}</tool_call>'
     assert is_replayed(make(ECHOING), make_messages('{"depth":1}'), sampled)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from support.backend.small_tokenizers import CHATML, make_byte_level_tokenizer
+from support.backend.template_rendering import MakeRenderer, cache_renderers, render_text
 from warmline_backend.prompt.renderer import TemplateRenderer
 from warmline_backend.request.params import BadRequestError
 
@@ -68,19 +69,8 @@ ONE_THOUGHT = make_raising_template("m.tool_calls and m.content and m.thinking",
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: dict[str, TemplateRenderer] = {}
-
-    def renderer(template: str) -> TemplateRenderer:
-        if template not in made:
-            made[template] = TemplateRenderer(make_byte_level_tokenizer(tmp_path_factory.mktemp("model"), template))
-        return made[template]
-
-    return renderer
-
-
-def render_text(renderer: TemplateRenderer, *messages: Any, **body: Any) -> str:
-    return str(renderer._wrapper.decode(renderer.render("chat", {"messages": list(messages), **body}).tokens))
+def make(tmp_path_factory: pytest.TempPathFactory) -> MakeRenderer:
+    return cache_renderers(tmp_path_factory.mktemp("models"))
 
 
 @pytest.mark.parametrize(
@@ -127,11 +117,13 @@ def render_text(renderer: TemplateRenderer, *messages: Any, **body: Any) -> str:
         ),
     ],
 )
-def test_every_message_is_rendered_in_order(make: Any, template: str, messages: list[Any], expected: str) -> None:
+def test_every_message_is_rendered_in_order(
+    make: MakeRenderer, template: str, messages: list[Any], expected: str
+) -> None:
     assert render_text(make(template), *messages) == expected
 
 
-def test_call_ids_are_shortened_consistently(make: Any) -> None:
+def test_call_ids_are_shortened_consistently(make: MakeRenderer) -> None:
     template = STRICT.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_call_id }}")
     renderer = make(template)
     text = render_text(renderer, USER, CALLING, RESULT)
@@ -142,27 +134,27 @@ def test_call_ids_are_shortened_consistently(make: Any) -> None:
     assert render_text(renderer, USER, given, {**RESULT, "tool_call_id": "abc123XYZ"}).count("abc123XYZ") == 2
 
 
-def test_user_after_tool_result_is_rendered(make: Any) -> None:
+def test_user_after_tool_result_is_rendered(make: MakeRenderer) -> None:
     assert render_text(make(STRICT), USER, CALLING, RESULT, MORE).endswith("tool:bin\n\nand more;")
 
 
-def test_omitted_tools_are_described_in_system_message(make: Any) -> None:
+def test_omitted_tools_are_described_in_system_message(make: MakeRenderer) -> None:
     text = render_text(make(TOOLLESS), SYSTEM, USER, tools=[TOOL])
     assert text.startswith("system:be brief;system:# Tools\n") and json.dumps(TOOL["function"]) in text
     assert render_text(make(PLAIN), USER, tools=[TOOL]).count("look") == 1
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
-def test_reasoning_uses_field_of_template(make: Any, field: str) -> None:
+def test_reasoning_uses_field_of_template(make: MakeRenderer, field: str) -> None:
     assert render_text(make(THINKING), USER, {**ANSWER, field: "hm"}).endswith("assistant:(hm|hm)hi;")
 
 
-def test_content_joins_reasoning_where_they_are_exclusive(make: Any) -> None:
+def test_content_joins_reasoning_where_they_are_exclusive(make: MakeRenderer) -> None:
     text = render_text(make(ONE_THOUGHT), USER, {**CALLING, "content": "So.", "reasoning": "hm"}, RESULT)
     assert "assistant:(hm\n\nSo.)[" in text
 
 
-def test_sdk_fields_of_answers_are_ignored(make: Any) -> None:
+def test_sdk_fields_of_answers_are_ignored(make: MakeRenderer) -> None:
     extras = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
     assert render_text(make(PLAIN), USER, {**ANSWER, **extras}) == render_text(make(PLAIN), USER, ANSWER)
     assert render_text(make(PLAIN), {"role": "assistant", "content": None, "refusal": "no"}) == "assistant:no;"
@@ -175,7 +167,7 @@ HIDING = TOOLLESS + "{# 'poet' #}"
 
 
 @pytest.mark.parametrize("template", [PLAIN, TOOLLESS, HIDING])
-def test_unknown_or_hidden_role_is_refused(make: Any, template: str) -> None:
+def test_unknown_or_hidden_role_is_refused(make: MakeRenderer, template: str) -> None:
     with pytest.raises(
         BadRequestError, match=r"'messages\[1\]\.role' is \"poet\".*system, developer, .* or tool"
     ) as refused:
@@ -183,17 +175,17 @@ def test_unknown_or_hidden_role_is_refused(make: Any, template: str) -> None:
     assert refused.value.param == "messages[1].role"
 
 
-def test_known_role_is_accepted(make: Any) -> None:
+def test_known_role_is_accepted(make: MakeRenderer) -> None:
     assert render_text(make(POETIC), USER, {"role": "poet", "content": "a rose"}) == "user:hello;~poet:a rose;"
     assert render_text(make(POETIC), USER, {"role": "poet"}) == "user:hello;~poet:;"
 
 
-def test_empty_assistant_message_is_accepted(make: Any) -> None:
+def test_empty_assistant_message_is_accepted(make: MakeRenderer) -> None:
     assert render_text(make(PLAIN), USER, {"role": "assistant"}) == "user:hello;assistant:;"
 
 
 @pytest.mark.parametrize("function", [None, "look", {}, {"name": 5}])
-def test_call_without_function_is_refused(make: Any, function: Any) -> None:
+def test_call_without_function_is_refused(make: MakeRenderer, function: Any) -> None:
     with pytest.raises(BadRequestError, match=r"messages\[0\]\.tool_calls\[0\]\.function"):
         render_text(make(PLAIN), {"role": "assistant", "tool_calls": [{"id": ID, "function": function}]})
 
@@ -226,6 +218,11 @@ EFFORTS = EFFORT + "{# 'max' #}{{ 'max' if false }}"
         ({"thinking": {"type": "adaptive"}}, "(on)", "False", "(medium)", "(medium)"),
         ({"thinking": {"type": "adaptive"}, "reasoning_effort": "low"}, "(on)", "True", "(low)", "(low)"),
         ({"thinking": True}, "(on)", "True", "(medium)", "(medium)"),
+        ({"think": True}, "(on)", "True", "(medium)", "(medium)"),
+        ({"think": False}, "(off)", "False", "(low)", "(low)"),
+        ({"think": "high"}, "(on)", "True", "(high)", "(high)"),
+        ({"think": False, "thinking": True}, "(on)", "True", "(medium)", "(medium)"),
+        ({"think": None}, "(on)", "False", "(medium)", "(medium)"),
         ({"thinking": False, "reasoning_effort": "high"}, "(off)", "False", "(low)", "(low)"),
         ({"enable_thinking": True}, "(on)", "True", "(medium)", "(medium)"),
         ({"reasoning": {"effort": "high"}}, "(on)", "True", "(high)", "(high)"),
@@ -243,7 +240,7 @@ EFFORTS = EFFORT + "{# 'max' #}{{ 'max' if false }}"
     ],
 )
 def test_reasoning_options_of_all_clients(
-    make: Any, body: dict[str, Any], switch: str, other: str, effort: str, efforts: str
+    make: MakeRenderer, body: dict[str, Any], switch: str, other: str, effort: str, efforts: str
 ) -> None:
     for template, expected in ((SWITCH, switch), (OTHER_SWITCH, other), (EFFORT, effort), (EFFORTS, efforts)):
         assert render_text(make(template), USER, **body).endswith(expected)
@@ -255,6 +252,7 @@ def test_reasoning_options_of_all_clients(
         ({"reasoning_effort": "very"}, "reasoning_effort", "none, minimal, low, medium, high, xhigh, max"),
         ({"reasoning_effort": 3}, "reasoning_effort", "one of"),
         ({"thinking": "yes"}, "thinking", "enabled"),
+        ({"think": 1}, "think", "one of"),
         ({"thinking": {"type": "sometimes"}}, "thinking", "adaptive"),
         ({"thinking": {}}, "thinking", "type"),
         ({"enable_thinking": "no"}, "enable_thinking", "true or false"),
@@ -262,7 +260,9 @@ def test_reasoning_options_of_all_clients(
         ({"reasoning": {"effort": "very"}}, "reasoning.effort", "one of"),
     ],
 )
-def test_unknown_reasoning_options_are_refused(make: Any, body: dict[str, Any], param: str, expected: str) -> None:
+def test_unknown_reasoning_options_are_refused(
+    make: MakeRenderer, body: dict[str, Any], param: str, expected: str
+) -> None:
     with pytest.raises(BadRequestError, match=expected) as refused:
         render_text(make(SWITCH), USER, **body)
     assert refused.value.param == param

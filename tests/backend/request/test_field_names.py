@@ -11,6 +11,7 @@ from warmline_backend.request.field_names import (
     UNSUPPORTED_FIELDS,
     UNSUPPORTED_FIELDS_BY_ENDPOINT,
     TypoNotices,
+    explain_missing_field,
     find_unsupported_field,
     suggest_field,
 )
@@ -34,7 +35,6 @@ def test_unsupported_fields_are_refused_with_hint() -> None:
 
 
 OFF = {
-    "think": [None],
     "add_special_tokens": [None],
     "skip_special_tokens": [None, True],
     "modalities": [None, [], ["text"]],
@@ -116,3 +116,23 @@ def test_typo_names_are_bounded(caplog: pytest.LogCaptureFixture, monkeypatch: p
         notices.log_typos({f"temperatur{letter}": 1 for letter in "abcd"})
         notices.log_typos({"temprature": 1})
     assert len(caplog.records) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "words"),
+    [
+        ("messages", {"prompt": "x"}, "this body has 'prompt': send it to /v1/completions"),
+        ("messages", {"input": "x", "message": []}, "this body has 'input': send it to /v1/responses"),
+        ("messages", {"model": "m", "message": []}, "this body has 'message': write it 'messages'"),
+        ("messages", {"Messages": []}, "write it 'messages'"),
+        ("prompt", {"messages": []}, "send it to /v1/chat/completions"),
+        ("prompt", {"promt": ""}, "write it 'prompt'"),
+    ],
+)
+def test_missing_field_is_explained_by_another(name: str, body: dict[str, object], words: str) -> None:
+    assert words in (explain_missing_field(name, body) or "")
+
+
+def test_missing_field_without_another_is_not_explained() -> None:
+    for body in ({}, {"model": "m"}, {"prompt": None}, {f"x{i}": 1 for i in range(1000)} | {"message": []}):
+        assert explain_missing_field("messages", body) is None

@@ -109,6 +109,12 @@ def test_all_fields_are_parsed() -> None:
         ({"max_tokens": 5, "max_completion_tokens": None}, 5),
         ({"max_tokens": 91}, 90),  # a limit beyond the context is cut to it
         ({"max_tokens": 10**30}, 90),
+        ({"max_tokens": 1e30}, 90),
+        ({"max_tokens": 4.0}, 4),
+        ({"max_tokens": -1}, 90),  # llama.cpp's for no limit
+        ({"max_tokens": -1.0}, 90),
+        ({"max_tokens": 5, "max_completion_tokens": -1}, 90),
+        ({"max_tokens": -1, "min_tokens": 5}, 90),
     ],
 )
 def test_max_tokens(body: dict[str, Any], expected: int) -> None:
@@ -122,6 +128,55 @@ def test_min_tokens_beyond_max_tokens_is_refused() -> None:
     for name in ("max_tokens", "max_completion_tokens"):
         error = catch_refusal(min_tokens=6, **{name: 5})
         assert error.param == "min_tokens" and f"more than '{name}', 5" in error.message
+
+
+def test_completions_have_sixteen_tokens_by_default() -> None:
+    assert parse_body("completion").max_tokens == parse_body("completion", max_tokens=None).max_tokens == 16
+    assert parse_body("completion", prompt=95).max_tokens == 5
+    assert parse_body("completion", default=20).max_tokens == 20, "the owner's default goes first"
+    assert parse_body("completion", max_tokens=30).max_tokens == 30
+    assert parse_body("completion", max_tokens=-1).max_tokens == 90
+    assert parse_body("completion", echo=True, max_tokens=0).max_tokens == 0
+    assert parse_body("completion", min_tokens=16).min_tokens == 16
+    assert "more than 'max_tokens', 16" in catch_refusal("completion", min_tokens=17).message
+
+
+INTEGERS = ("max_tokens", "max_completion_tokens", "min_tokens", "top_k", "seed", "repetition_context_size", "n")
+
+
+def test_floats_without_a_fraction_are_integers() -> None:
+    for name in INTEGERS:
+        assert parse_body(**{name: 1.0}) == parse_body(**{name: 1}), name
+        assert type(getattr(parse_body(**{name: 1.0}), name, 1)) is int, name
+        assert "integer" in catch_refusal(**{name: 20.5}).message, name
+    assert parse_body(logprobs=True, top_logprobs=4.0).top_logprobs == 4
+    assert parse_body("completion", logprobs=4.0).top_logprobs == 4
+    assert parse_body(stop_token_ids=[7.0], allowed_token_ids=[5.0]) == parse_body(
+        stop_token_ids=[7], allowed_token_ids=[5]
+    )
+
+
+def test_seed_of_minus_one_is_random() -> None:
+    assert parse_body(seed=-1).seed is parse_body(seed=-1.0).seed is None
+    assert parse_body(seed=-2).seed == -2
+
+
+def test_biases_may_be_pairs() -> None:
+    assert parse_body(logit_bias=[]).logit_bias == {}
+    assert parse_body(logit_bias=[[5, 3], [7.0, False], [999, -1.5]]).logit_bias == {5: 3.0, 7: -100.0, 999: -1.5}
+    for wrong in (
+        [5],
+        [[5]],
+        [["a", 1]],
+        [[1000, 1]],
+        [[-1, 1]],
+        [[5, True]],
+        [[5, "x"]],
+        [[5, 101]],
+        [[True, 1]],
+        [{}],
+    ):
+        assert catch_refusal(logit_bias=wrong).param in ("logit_bias", "logit_bias.5"), wrong
 
 
 def test_default_max_tokens() -> None:
@@ -158,7 +213,7 @@ def test_context_overflow_names_token_counts(prompt: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-@pytest.mark.parametrize("value", [0, -1, 1.5, "5", True, [], {}])
+@pytest.mark.parametrize("value", [0, -2, 1.5, "5", True, [], {}])
 def test_max_tokens_must_be_positive_integers(name: str, value: object) -> None:
     error = catch_refusal(**{name: value})
     assert error.param == name and name in error.message and "an integer of at least 1" in error.message
@@ -170,7 +225,7 @@ def test_max_tokens_must_be_positive_integers(name: str, value: object) -> None:
         ("temperature", [-0.1, "1", True, [], float("nan"), float("inf"), 10**400]),
         ("top_p", [-0.1, 1.1, "0.5", True, float("nan")]),
         ("min_p", [-0.1, 1.1, {}, False]),
-        ("top_k", [-2, 1.0, "5", True]),
+        ("top_k", [-2, 1.5, "5", True]),
         ("seed", [1.5, "x", True, 1 << 64]),
         ("presence_penalty", [2.1, -2.1, "1", True]),
         ("frequency_penalty", [2.1, -2.1, "1", True]),
@@ -178,9 +233,9 @@ def test_max_tokens_must_be_positive_integers(name: str, value: object) -> None:
         ("repetition_context_size", [0, -1, True]),
         (
             "logit_bias",
-            [[], "x", {"5": 101}, {"5": "x"}, {"5": True}, {"1000": 1}, {"-1": 1}, {"x": 1}, {"²": 1}, {"": 1}],
+            ["x", {"5": 101}, {"5": "x"}, {"5": True}, {"1000": 1}, {"-1": 1}, {"x": 1}, {"²": 1}, {"": 1}],
         ),
-        ("stop_token_ids", [5, "5", [-1], [1000], [1.0], ["5"], [True], [1] * 257, {}]),
+        ("stop_token_ids", [5, "5", [-1], [1000], [1.5], ["5"], [True], [1] * 257, {}]),
         ("allowed_token_ids", [5, [], [-1], [1000], [True], {}]),
         ("min_tokens", [-1, 1.5, "5", True]),
         ("use_beam_search", [True]),

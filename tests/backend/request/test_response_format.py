@@ -36,6 +36,8 @@ def make_named_choice(name: object) -> dict[str, Any]:
 
 def test_most_bodies_are_unconstrained() -> None:
     nulls = dict.fromkeys(["response_format", "structured_outputs", "guided_json", "tool_choice", "tools"])
+    for body in ({"response_format": {}}, {"response_format": {"type": None, "json_schema": None}}):
+        assert parse_body(**body).is_unconstrained
     for body in ({}, nulls, {"response_format": {"type": "text"}}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
         assert parse_body(**body).is_unconstrained
     assert parse_body(TOOLS[:1]).is_unconstrained and parse_body(TOOLS[:1], tool_choice="auto").is_unconstrained
@@ -91,7 +93,7 @@ def test_text_formats(endpoint: str, body: dict[str, Any], form: TextFormat) -> 
     ("body", "param", "words"),
     [
         ({"response_format": "json_object"}, "response_format", "must be a JSON object"),
-        ({"response_format": {}}, "response_format.type", '"text", "json_object" or "json_schema"'),
+        ({"response_format": {"schema": {}}}, "response_format.type", '"text", "json_object" or "json_schema"'),
         ({"response_format": {"type": "xml"}}, "response_format.type", 'not "xml"'),
         ({"response_format": {"type": "json_object", "schema": [1]}}, "response_format.schema", "a JSON schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "must be a JSON object"),

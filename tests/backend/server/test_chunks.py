@@ -121,6 +121,23 @@ def test_byte_fallback_tokens_have_exact_bytes(tmp_path: Path) -> None:
     assert b"".join(TokenDecoder(tokenizer).decode_logprob(token, -1.0).raw for token in ids) == "é".encode()
 
 
+def test_tokens_of_sentence_pieces_keep_their_spaces(tmp_path: Path) -> None:
+    """Their decoder drops a space at the beginning of whatever it decodes."""
+    tokenizer = make_sentence_piece_tokenizer(tmp_path)
+    ids = tokenizer.encode("the lazy é fox", add_special_tokens=False)
+    names = TokenDecoder(tokenizer)
+    entries = [names.decode_logprob(token, -1.0, begins_text=not index) for index, token in enumerate(ids)]
+    assert b"".join(entry.raw for entry in entries).decode() == tokenizer.decode(ids)
+
+
+def test_text_offsets_count_characters_of_several_tokens_once(bpe: TokenizerWrapper) -> None:
+    names, writer = TokenDecoder(bpe), ChunkEncoder("completion", "r", "m", 1)
+    text = "aé😀b"
+    entries = [names.decode_logprob(token, -1.0) for token in bpe.encode(text, add_special_tokens=False)]
+    answer = aggregate(make_payloads(writer.encode_text(text, entries), writer.encode_finish("stop")))
+    assert answer["choices"][0]["logprobs"]["text_offset"] == [0, *[1] * 2, *[2] * 4, 3]
+
+
 def test_error_event_has_openai_error_object() -> None:
     (error,) = make_payloads(ChunkEncoder("chat", "r", "m", 1).encode_error("it broke", code="x"))
     assert error == {"error": {"message": "it broke", "type": "server_error", "param": None, "code": "x"}}

@@ -108,10 +108,10 @@ def test_call_of_unknown_tool_is_passed_on(hermes: TokenizerWrapper) -> None:
     assert list_calls(parse_output(hermes, text, tools=[F])) == [("g", {"a": 5})]
 
 
-def test_lone_surrogate_stays_escaped(hermes: TokenizerWrapper) -> None:
-    text = r'<tool_call>{"name": "f", "arguments": {"a": "\ud83d"}}</tool_call>'
+def test_lone_surrogate_becomes_a_replacement_character(hermes: TokenizerWrapper) -> None:
+    text = r'<tool_call>{"name": "f", "arguments": {"a": "x\ud83d", "\ude00": "\ud83d\ude00"}}</tool_call>'
     (call,) = parse_output(hermes, text, tools=[F])
-    assert getattr(call, "arguments", "").encode() and list_calls([call]) == [("f", {"a": "\ud83d"})]
+    assert list_calls([call]) == [("f", {"a": "x\ufffd", "\ufffd": "\U0001f600"})]
 
 
 # ---- where text, calls and reasoning meet

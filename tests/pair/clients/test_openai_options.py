@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 
+from support import tiny_models
 from support.pair.pair import Message, Pair
 from warmline_common.protocol.messages import PromptReply, PromptRequest, decode, encode
 from warmline_common.protocol.tokens import unpack_tokens
 
+NO_REASONING = {str(256 + tiny_models.SPECIAL_TOKENS.index("<think>")): -100}
 STORY = "Tell me a story about a fox and a hen that lived beside a river, long ago, and never met before winter. "
 
 
@@ -109,7 +111,9 @@ def test_echo_returns_prompt_first(client: OpenAI, warm_pair: Pair) -> None:
 
 
 def test_logprobs_have_openai_shape(client: OpenAI) -> None:
+    ascii_only = {"allowed_token_ids": list(range(94))}  # else some tokens are parts of characters
     request: dict[str, Any] = {"model": "m", "messages": make_messages("logprobs"), "max_tokens": 4}
+    request["extra_body"] = ascii_only
     chat = client.chat.completions.create(**request, logprobs=True, top_logprobs=2)
     logprobs = chat.choices[0].logprobs
     assert logprobs and logprobs.refusal is None and len(logprobs.content or ()) == 4
@@ -119,11 +123,28 @@ def test_logprobs_have_openai_shape(client: OpenAI) -> None:
     assert b"".join(bytes(entry.bytes or ()) for entry in logprobs.content or ()).decode(errors="replace") == (
         chat.choices[0].message.content
     )
-    legacy = client.completions.create(model="m", prompt="Once upon", max_tokens=4, logprobs=2).choices[0].logprobs
+    completion = client.completions.create(
+        model="m", prompt="Once upon", max_tokens=4, logprobs=2, extra_body=ascii_only
+    )
+    legacy = completion.choices[0].logprobs
     assert legacy and len(legacy.tokens or ()) == len(legacy.token_logprobs or ()) == 4
     assert all(len(top) == 2 for top in legacy.top_logprobs or ()) and (legacy.text_offset or [None])[0] == 0
     two = client.chat.completions.create(**request, logprobs=True, n=2)
     assert [len(choice.logprobs.content or ()) for choice in two.choices if choice.logprobs] == [4, 4]
+
+
+def test_answer_cut_within_a_character_continues_warm(client: OpenAI, warm_pair: Pair) -> None:
+    text, messages = "日é😀", make_messages("cut")
+    form: dict[str, Any] = {"structured_outputs": {"choice": [text]}, "logit_bias": NO_REASONING}
+    for limit, expected in ((2, ""), (3, "日"), (4, "日"), (8, "日é"), (9, "日é😀")):
+        options = {**form, "max_tokens": limit, "session_id": f"cut-{limit}"}
+        reply = warm_pair.chat(messages, **options)
+        assert reply.text == expected, limit
+        chunks = client.chat.completions.create(model="m", messages=messages, stream=True, extra_body=options)
+        assert collect_stream(chunks)[0] == {0: expected}
+        following = [*messages, {"role": "assistant", "content": expected}, {"role": "user", "content": "And?"}]
+        warm, cold = (ask(following, max_tokens=6) for ask in (warm_pair.chat, warm_pair.ask_backend))
+        assert warm.text == cold.text and warm.cached >= reply.prompt_tokens - 1
 
 
 def test_any_model_name_is_served(client: OpenAI, warm_pair: Pair) -> None:

@@ -10,10 +10,9 @@ import pytest
 
 from support.metrics_text import MetricsText
 from support.proxy.harness import ProxyHarness, on_loop, run_proxy
-from support.proxy.metric_values import count_cancels, scrape, wait_until, wait_until_async
+from support.proxy.metric_values import count_cancels, scrape, wait_until_async
 from warmline_common.protocol.messages import HEADER_REQUEST, PrefillRate
 from warmline_proxy.admin import metrics as gauges
-from warmline_proxy.app import REQUEST_REGISTRY
 from warmline_proxy.errors import ClientError, bad_request, encode_error_body
 from warmline_proxy.index.index import IndexStoreError
 from warmline_proxy.metrics import ERROR_CODES_MAX, ProxyMetrics
@@ -224,8 +223,11 @@ async def test_refused_connection_is_counted(tmp_path: Path) -> None:
     async with run_proxy(tmp_path, connections_max=1) as proxy:
         port = int(proxy.url.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as busy:
-            busy.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n")
-            await wait_until(lambda: len(proxy.app[REQUEST_REGISTRY]))
+            proxy.backend.hold_after = 0
+            body = b'{"messages": [{"role": "user", "content": "Hi."}]}'
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+            busy.sendall(head.encode() + body)
+            await proxy.backend.holding.wait()
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b" 503 " in await reader.readline()

@@ -200,6 +200,21 @@ def test_documents_search_results_and_references_are_text() -> None:
     assert [join_text(message) for message in converted] == ["a log\na hit", "look"]
 
 
+def test_strings_among_blocks_are_texts() -> None:
+    result = {"type": "tool_result", "tool_use_id": "t", "content": ["x", make_text("y")]}
+    sent = [{"role": "user", "content": ["a", make_text("b"), result]}, {"role": "assistant", "content": ["c"]}]
+    converted = convert_messages(*sent, system=["s"])
+    assert [join_text(message) for message in converted] == ["s", "a\nb", "x\ny", "c"]
+
+
+def test_whole_floats_and_empty_formats_are_read() -> None:
+    fields = convert_to_chat(max_tokens=20.0, thinking={"type": "enabled", "budget_tokens": 1024.0}, output_format={})
+    assert fields["max_tokens"] == 20 and isinstance(fields["max_tokens"], int) and "response_format" not in fields
+    assert convert(max_tokens=0.0).api_options == 0
+    assert convert_to_chat(max_tokens=-1)["max_tokens"] == -1, "no limit"
+    assert catch_refusal(max_tokens=20.5) == "'max_tokens' must be an integer, not 20.5"
+
+
 def test_cache_control_and_block_form_change_nothing() -> None:
     """Clients move cache_control to the last block, and turn block arrays into strings."""
     first = convert_messages(
@@ -226,6 +241,25 @@ def test_partial_answer_is_continued() -> None:
 def test_answer_without_text_or_with_calls_is_not_continued(content: Any) -> None:
     fields = convert_to_chat(messages=[{"role": "user", "content": "q"}, {"role": "assistant", "content": content}])
     assert "continue_final_message" not in fields
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [
+        ({"path": "/"}, '{"path":"/"}'),
+        ('{"path": "/', '{"path": "/'),
+        ('{"path": "/"}', '{"path": "/"}'),
+        ("", ""),
+        (["ls"], '["ls"]'),
+        (5, "5"),
+        (None, "{}"),
+    ],
+)
+def test_malformed_input_of_call_is_passed_on(given: Any, arguments: str) -> None:
+    calling = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "look", "input": given}]}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "not run"}]}
+    call = convert_messages({"role": "user", "content": "look"}, calling, result)[1]["tool_calls"][0]
+    assert call["function"] == {"name": "look", "arguments": arguments}
 
 
 def test_parameters_are_converted() -> None:
@@ -317,7 +351,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
             "messages.0.content.0: Object missing required field",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text: Field required"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, 'messages.0.content.0: of type "image"; the model'),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, 'messages.0.content.0: of type "image": image is not'),
         (
             {
                 "messages": [
@@ -352,18 +386,11 @@ def test_invalid_bodies_return_400(fields: dict[str, Any], says: str) -> None:
     assert says in catch_refusal(**fields)
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"x"', b'{"messages": "\\ud800"}', b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"x"', b"\xff", b"[" * 100_000])
 def test_malformed_json_returns_400(body: bytes) -> None:
     with pytest.raises(ClientError) as caught:
         MessagesApi().read_call(body, {})
     assert caught.value.status == 400
-
-
-def test_too_deep_nesting_returns_400() -> None:
-    schema: dict[str, Any] = {}
-    for _ in range(900):
-        schema = {"a": schema}
-    assert "nests too deeply" in catch_refusal(tools=[{"name": "t", "input_schema": schema}])
 
 
 def test_count_body_needs_no_max_tokens() -> None:

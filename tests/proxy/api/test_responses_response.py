@@ -27,6 +27,11 @@ TOOLS = [
     {"type": "namespace", "name": "agents", "description": "", "tools": [{"type": "function", "name": "spawn"}]},
 ]
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+# Of the specification; the SDK's type allows some of them to be absent.
+REQUIRED_FIELDS = frozenset(
+    {"id", "object", "created_at", "error", "incomplete_details", "instructions", "model", "tools", "output"}
+    | {"parallel_tool_calls", "metadata", "tool_choice", "temperature", "top_p"}
+)
 ENTRY = {"token": "Hi", "logprob": -0.5, "bytes": [72, 105], "top_logprobs": []}
 
 
@@ -86,6 +91,10 @@ def check_response(answer: EncodedResponse) -> None:
     assert len({item["id"] for item in answer.last["output"]}) == len(done)
     times = {"created_at": 0, "completed_at": 0}
     assert {**answer.last, **times} == {**answer.whole, **times}
+    arguments = [event for event in answer.events if event["type"] == "response.function_call_arguments.done"]
+    called = [item for item in answer.last["output"] if item["type"] == "function_call"]
+    assert [event["name"] for event in arguments] == [item["name"] for item in called]
+    assert answer.whole.keys() >= REQUIRED_FIELDS
     Response.model_validate(answer.whole, strict=True)
     for event in answer.events:
         EVENTS.validate_python(event, strict=True)

@@ -104,4 +104,10 @@ async def test_unknown_content_encoding_returns_415(tmp_path: Path) -> None:
         data, headers = b"(\xb5/\xfd", {"Content-Encoding": "zstd"}
         answer = await proxy.client.post(proxy.url + PATH, data=data, headers=headers)
         assert answer.status == 415 and "gzip" in (await answer.json())["error"]["message"]
+        assert "gzip" in answer.headers["Accept-Encoding"]
+        for coding, status in (("br", 415), ("gzip", 400)):
+            answer = await proxy.client.post(
+                f"{proxy.url}/v1/messages", data=data, headers={"Content-Encoding": coding}
+            )
+            assert answer.status == status and (await answer.json())["type"] == "error"
         assert (await post_response(proxy)).status == 200

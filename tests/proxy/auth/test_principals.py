@@ -24,6 +24,7 @@ from warmline_proxy.auth.key_store import (
 )
 from warmline_proxy.auth.principals import ANONYMOUS, Client, ClientKeys
 from warmline_proxy.config import ProxyConfig
+from warmline_proxy.errors import ClientError
 from warmline_proxy.http.connections import listen
 from warmline_proxy.request.admission import identify_caller
 
@@ -278,3 +279,20 @@ def test_stale_draft_is_deleted(home: Home) -> None:
     key_store.add_key(home, "me")
     assert not draft.exists()
     assert key_store.read_keys(home)[0].kind == CLIENT_KIND
+
+
+def test_errors_about_keys_say_what_to_do(home: Home) -> None:
+    key = key_store.add_key(home, "laptop").key
+    keys = ClientKeys(ProxyConfig(home=home))
+
+    def explain(**headers: str) -> str:
+        with pytest.raises(ClientError) as caught:
+            keys.authenticate({name.replace("_", "-"): value for name, value in headers.items()})
+        return str(json.loads(caught.value.body)["error"]["message"])
+
+    assert all("does not begin with 'Bearer'" in explain(Authorization=value) for value in (key, f"Token {key}"))
+    assert all(
+        "client key as 'Authorization: Bearer" in explain(Authorization=value) for value in ("", "Bearer", "bearer ")
+    )
+    assert "cachectl key show NAME" in explain(X_Api_Key="wrong") == explain(Authorization="Bearer wrong")
+    assert keys.authenticate({"Authorization": f"bearer {key}"}).name == "laptop"

@@ -1,6 +1,7 @@
 """Misbehaving clients on real sockets: many, slow, silent, broken; other clients are unaffected."""
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,12 @@ from support.proxy.raw_connections import count_alive, run_server, wait_until
 from warmline_common.process.file_limits import count_open_descriptors, raise_descriptor_limit
 from warmline_proxy.http import connections
 from warmline_proxy.http.bodies import BODY_BYTES_MAX
-from warmline_proxy.http.connections import compute_connections_max
+from warmline_proxy.http.connections import (
+    PIPELINED_BYTES_MAX,
+    ConnectionPhase,
+    Connections,
+    compute_connections_max,
+)
 
 MANY = 1_000
 
@@ -55,6 +61,70 @@ async def test_longest_idle_connection_is_closed(tmp_path: Path) -> None:
         for client in (first, third, newcomer):
             assert (await client.request("/echo"))[0] == 200
         assert server.connections.count == 3
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    ["GET /echo HTTP/1.1\r\nHo", "POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{", ""],
+    ids=["half a head", "half a body", "nothing"],
+)
+@on_loop
+async def test_unfinished_requests_do_not_lock_others_out(tmp_path: Path, beginning: str) -> None:
+    async with run_server(tmp_path, connections_max=5) as (server, connect):
+        busy = await connect()
+        busy.get("/hold")
+        await server.held.wait()
+        for _ in range(20):
+            unfinished = await connect()
+            unfinished.send(beginning)
+        newcomer = await connect()
+        assert (await newcomer.request("/echo"))[0] == 200
+        assert server.connections.count == 5
+        server.released.set()
+        assert (await busy.read_response())[2] == {"held": True}
+
+
+@on_loop
+async def test_unfinished_request_that_makes_way_gets_503(tmp_path: Path) -> None:
+    async with run_server(tmp_path, connections_max=1) as (server, connect):
+        unfinished = await connect()
+        unfinished.send("GET /echo HTTP/1.1\r\nHo")
+        await wait_until(lambda: ConnectionPhase.HEAD in [each.phase for each in server.connections._open])
+        assert (await (await connect()).request("/echo"))[0] == 200
+        status, headers, body = await unfinished.read_response()
+        assert (status, body["error"]["code"]) == (503, "connections_full") and int(headers["retry-after"]) > 0
+
+
+@dataclass(eq=False)
+class WaitingConnection:
+    """Connection of some address that waits for its client."""
+
+    address: str
+    is_waiting: bool = True
+    unsent_bytes: int = 0
+    has_made_way: bool = False
+
+    def make_way(self) -> None:
+        self.has_made_way = True
+
+
+@on_loop
+async def test_address_with_most_waiting_connections_makes_way() -> None:
+    registry = Connections(1, 1.0, 1.0, print)
+
+    def register(connection: WaitingConnection) -> WaitingConnection:
+        registry._open.add(connection)  # type: ignore[arg-type]
+        registry.update(connection)  # type: ignore[arg-type]
+        return connection
+
+    modest = register(WaitingConnection("10.0.0.1"))
+    slow_reader = register(WaitingConnection("10.0.0.2", unsent_bytes=1))
+    progressing, *idle = [register(WaitingConnection("10.0.0.2")) for _ in range(3)]
+    register(WaitingConnection("10.0.0.3", is_waiting=False))
+    registry.update(progressing)  # type: ignore[arg-type]  # it has sent a byte
+    for next_one in (*idle, progressing, modest):
+        assert registry._close_waiting() and next_one.has_made_way
+    assert not registry._close_waiting() and not slow_reader.has_made_way
 
 
 @on_loop
@@ -216,6 +286,41 @@ async def test_pipelined_requests(tmp_path: Path) -> None:
 
 
 @on_loop
+async def test_pipelined_bodies_wait_in_the_kernel(tmp_path: Path) -> None:
+    async with run_server(tmp_path) as (server, connect):
+        client = await connect()
+        client.get("/hold")
+        await server.held.wait()
+        request = f"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n{'x' * 100_000}"
+        client.send(request * 100)
+        (connection,) = server.connections._open
+        await wait_until(lambda: connection._pipelined_bytes > PIPELINED_BYTES_MAX)
+        neighbour = await connect()
+        assert (await neighbour.request("/echo"))[0] == 200
+        assert connection._pipelined_bytes < PIPELINED_BYTES_MAX + 300_000
+        server.released.set()
+        assert (await client.read_response())[2] == {"held": True}
+        assert [(await client.read_response())[2]["bytes"] for _ in range(100)] == [100_000] * 100
+
+
+@on_loop
+async def test_many_pipelined_requests_are_answered_in_order(tmp_path: Path) -> None:
+    async with run_server(tmp_path) as (server, connect):
+        client = await connect()
+        client.get("/hold")
+        await server.held.wait()
+        sizes = [number % 9 for number in range(1500)]
+        client.send(
+            "".join(f"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: {n}\r\n\r\n{'x' * n}" for n in sizes)
+        )
+        (connection,) = server.connections._open
+        await wait_until(lambda: connection._pipelined_bytes > PIPELINED_BYTES_MAX)
+        server.released.set()
+        assert (await client.read_response())[2] == {"held": True}
+        assert [(await client.read_response())[2]["bytes"] for _ in sizes] == sizes
+
+
+@on_loop
 async def test_no_leak_after_disconnects(tmp_path: Path) -> None:
     async def connect_and_leave(number: int) -> None:
         client = await connect()
@@ -295,11 +400,3 @@ async def test_internal_error_envelope(tmp_path: Path) -> None:
         status, headers, body = await (await connect()).request("/fault")
         assert (status, headers["connection"], body["error"]["type"]) == (500, "close", "server_error")
         assert "unforeseen" not in body["error"]["message"]
-
-
-@pytest.mark.parametrize("quote", ["'", '"'])
-def test_shorten_parser_message(quote: str) -> None:
-    message = f"Invalid method encountered:\n\n  b{quote}SECRET{quote}\n    ^"
-    assert connections.shorten_parser_message(message) == "Invalid method encountered"
-    assert connections.shorten_parser_message("Data after `Connection: close`") == "Data after `Connection: close`"
-    assert len(connections.shorten_parser_message("x" * 1000)) == 120

@@ -39,7 +39,9 @@ def test_headers_override_timeouts() -> None:
     assert limits.override_by_headers(HEADERS) == RequestTimeouts(1.5, 2, 0, 300)
 
 
-@pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf", ""])
+@pytest.mark.parametrize(
+    "text", ["soon", "-1", "-0", "+5", "nan", "inf", "1_0", "\u0665", "0x5", "1e9", "5.", ".5", ""]
+)
 def test_invalid_timeout_header_returns_400(text: str) -> None:
     with pytest.raises(ClientError) as refused:
         RequestTimeouts().override_by_headers({"X-Warmline-Queue-Timeout": text})

@@ -28,6 +28,8 @@ def test_n_gives_choices_with_consecutive_seeds() -> None:
         (0, 2, {"messages": [], "seed": 9}),
     ]
     assert split_body("chat", n=2) == [(0, 0, {}), (0, 1, {})], "no seed given"
+    assert split_body("chat", n=2.0, seed=7.0)[1][2] == {"seed": 8}
+    assert split_body("chat", n=2, seed=-1)[1][2] == {"seed": -1}, "a random one"
     assert split_body("chat", n=2, seed=INT64_MAX)[1][2] == {"seed": -INT64_MAX - 1}
     assert split_body("chat", n=2, seed="x")[1][2] == {"seed": "x"}, "refused by the backend"
 
@@ -65,7 +67,7 @@ def test_each_prompt_has_n_choices() -> None:
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        *(({"n": n}, "n", f"from 1 to {CHOICES_MAX}") for n in (0, -1, CHOICES_MAX + 1, 2.0, "2", True)),
+        *(({"n": n}, "n", f"from 1 to {CHOICES_MAX}") for n in (0, -1, CHOICES_MAX + 1, 2.5, "2", True)),
         ({"best_of": 3}, "best_of", "leave it out"),
         ({"n": 2, "best_of": 3}, "best_of", "leave it out"),
         ({"prompt": ["a"] * (PROMPTS_MAX + 1)}, "prompt", f"at most {PROMPTS_MAX}"),

@@ -58,7 +58,7 @@ async def test_json_response_is_complete(tmp_path: Path) -> None:
         response = await proxy.chat()
         answer = await response.json()
         assert answer["object"] == "chat.completion"
-        assert answer["choices"][0]["message"] == {"role": "assistant", "content": "Paris."}
+        assert answer["choices"][0]["message"] == {"role": "assistant", "content": "Paris.", "refusal": None}
         assert answer["choices"][0]["finish_reason"] == "stop"
         assert answer["usage"]["completion_tokens"] == 6
         assert response.headers["X-Warmline-Cache"] == "cold 0"

@@ -16,7 +16,8 @@ from warmline_common.storage.home import Home
 from warmline_proxy.config import ProxyConfig
 from warmline_proxy.errors import ClientError
 from warmline_proxy.http import connections
-from warmline_proxy.http.bodies import read_body, write_chunk
+from warmline_proxy.http.bodies import BodyReader, write_chunk
+from warmline_proxy.http.body_budget import BodyBudget
 from warmline_proxy.http.connections import KEEPALIVE_IDLE_OPTION, Connections, listen
 
 Answer = tuple[int, dict[str, str], Any]
@@ -39,6 +40,8 @@ class HandlerServer:
 
     def __init__(self, config: ProxyConfig) -> None:
         self.config = config
+        self.budget = BodyBudget(config.body_budget_bytes)
+        self.reader = BodyReader(self.budget, config.receive_timeout_s)
         self.port = 0
         self.connections: Connections
         self.held = asyncio.Event()  # set while a request is held
@@ -53,7 +56,7 @@ class HandlerServer:
 
     async def echo(self, request: web.Request) -> web.Response:
         try:
-            return web.json_response({"bytes": len(await read_body(request, self.config.receive_timeout_s))})
+            return web.json_response({"bytes": len(await self.reader.read(request))})
         except ClientError as error:
             return error.build_response(error.body)
         except (asyncio.CancelledError, ConnectionResetError):
@@ -144,6 +147,16 @@ class RawClient:
         self.writer.transport.abort()
 
 
+async def open_client(port: int, receive_buffer_bytes: int = 0) -> RawClient:
+    """Connect to a port of this machine."""
+    plug = socket.socket()
+    plug.setblocking(False)
+    if receive_buffer_bytes:
+        plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+    await asyncio.get_running_loop().sock_connect(plug, ("127.0.0.1", port))
+    return RawClient(*await asyncio.open_connection(sock=plug, limit=4096))
+
+
 @asynccontextmanager
 async def run_server(
     folder: Path, **settings: Any
@@ -152,12 +165,7 @@ async def run_server(
     server, clients = HandlerServer(ProxyConfig(home=Home(folder), port=0, **settings)), list[RawClient]()
 
     async def connect(receive_buffer_bytes: int = 0) -> RawClient:
-        plug = socket.socket()
-        plug.setblocking(False)
-        if receive_buffer_bytes:
-            plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
-        await asyncio.get_running_loop().sock_connect(plug, ("127.0.0.1", server.port))
-        clients.append(RawClient(*await asyncio.open_connection(sock=plug, limit=4096)))
+        clients.append(await open_client(server.port, receive_buffer_bytes))
         return clients[-1]
 
     async with listen(server.make_app(), server.config) as listener:

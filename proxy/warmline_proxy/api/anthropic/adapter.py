@@ -36,8 +36,8 @@ class MessagesApi:
         return self._build_call(read_body(body), headers)
 
     def _build_call(self, body: MessagesBody, headers: Mapping[str, str]) -> ApiCall:
+        body_fields.check_message_count(body.messages, "messages")
         fields = build_chat_fields(body)
-        body_fields.check_nesting(fields)
         return ApiCall(
             api=self,
             fields=fields,

@@ -17,20 +17,16 @@ from typing import Any
 
 import msgspec
 
-from warmline_common.protocol.messages import decode
+from warmline_common.protocol.media_parts import describe_refusal, find_placeholder
+from warmline_common.protocol.numbers import convert_integer
 from warmline_proxy.api.base import PASSTHROUGH_FIELDS, Fields
 from warmline_proxy.errors import bad_request
-from warmline_proxy.http.body_fields import parse_object
+from warmline_proxy.http.body_fields import decode_body, parse_object
 
 ChatMessage = dict[str, Any]
 ChatContent = str | list[dict[str, str]]
 
 ERROR_PREFIX = "Error: "  # before a failed tool's output, unless that says so itself
-# In place of tool results that the model can't read, so that the conversation can go on.
-PLACEHOLDERS = {
-    "image": "[an image, which this model can't see]",
-    "document": "[a document, which this model can't read]",
-}
 
 CUSTOM_TYPES = (None, "custom")
 # Run by the client, but their definitions are known to Anthropic's models alone.
@@ -49,17 +45,20 @@ class ContentBlock(msgspec.Struct):
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: Any = None  # an object, or anything in a malformed call
     tool_use_id: str | None = None
     tool_name: str | None = None
-    content: "str | list[ContentBlock] | None" = None
+    content: "str | list[ContentBlock | str] | None" = None
     is_error: bool | None = None
     source: Any = None  # an object; a string in a search result
 
 
+Content = str | list[ContentBlock | str]  # a string among blocks is a text
+
+
 class MessageParam(msgspec.Struct):
     role: str
-    content: str | list[ContentBlock]
+    content: Content
 
 
 class ToolSpec(msgspec.Struct):
@@ -77,7 +76,7 @@ class ToolChoice(msgspec.Struct):
 
 
 class OutputFormat(msgspec.Struct):
-    type: str
+    type: str | None = None  # None, without a schema: nothing is asked for
     schema: dict[str, Any] | None = None
 
 
@@ -88,7 +87,7 @@ class OutputConfig(msgspec.Struct):
 
 class ThinkingConfig(msgspec.Struct, omit_defaults=True):
     type: str
-    budget_tokens: int | None = None
+    budget_tokens: int | float | None = None
 
 
 class RequestMetadata(msgspec.Struct):
@@ -100,8 +99,8 @@ class MessagesBody(msgspec.Struct, kw_only=True):
 
     messages: list[MessageParam] | None = None
     model: str | None = None
-    max_tokens: int | None = None
-    system: str | list[ContentBlock] | None = None
+    max_tokens: int | float | None = None  # JSON may spell an integer 20.0; `read_body` leaves an int
+    system: Content | None = None
     stream: bool | None = None
     stop_sequences: list[str] | None = None
     tools: list[ToolSpec] | None = None
@@ -122,14 +121,15 @@ def read_body(body: bytes) -> MessagesBody:
     fields = parse_object(body)
     fields.pop("others", None)
     try:
-        parsed = decode(body, MessagesBody)
+        parsed = decode_body(body, MessagesBody)
     except msgspec.ValidationError as error:  # such as "Expected `str`, got `int` - at `$.messages[0].role`"
-        what, _, where = str(error).partition(" - at ")
+        what, _, where = str(error).replace("int | float", "int").partition(" - at ")
         path = where.strip("`").removeprefix("$").replace("[", ".").replace("]", "").strip(".")
         raise bad_request(f"{path}: {what}" if path else what, param=path or None) from None
-    except (msgspec.DecodeError, RecursionError) as error:  # e.g. a lone surrogate
-        raise bad_request(f"We could not parse the JSON body of your request: {error}") from None
-    parsed.others = fields
+    limit = convert_integer(parsed.max_tokens)
+    if parsed.max_tokens is not None and limit is None:
+        raise bad_request(f"'max_tokens' must be an integer, not {parsed.max_tokens}", param="max_tokens")
+    parsed.max_tokens, parsed.others = limit, fields
     return parsed
 
 
@@ -164,7 +164,7 @@ def _convert_message(message: MessageParam, where: str) -> Iterator[ChatMessage]
     if isinstance(message.content, str):
         return iter([{"role": message.role, "content": message.content}])
     convert = _convert_user if message.role == "user" else _convert_assistant
-    return convert(message.content, f"{where}.content")
+    return convert(_list_blocks(message.content), f"{where}.content")
 
 
 def _convert_user(blocks: Sequence[ContentBlock], where: str) -> Iterator[ChatMessage]:
@@ -203,7 +203,8 @@ def _convert_assistant(blocks: Sequence[ContentBlock], where: str) -> Iterator[C
 def _convert_tool_call(block: ContentBlock, where: str) -> dict[str, Any]:
     if not block.id or not block.name:
         raise bad_request(f"{where}: a tool_use needs an id and a name", param="messages")
-    arguments = msgspec.json.encode(block.input or {}).decode()
+    value = {} if block.input is None else block.input
+    arguments = value if isinstance(value, str) else msgspec.json.encode(value).decode()
     return {"id": call_id(block.id), "type": "function", "function": {"name": block.name, "arguments": arguments}}
 
 
@@ -216,11 +217,15 @@ def _convert_tool_result(block: ContentBlock, where: str) -> ChatMessage:
     return {"role": "tool", "tool_call_id": call_id(block.tool_use_id), "content": content}
 
 
-def _convert_content(content: str | list[ContentBlock], where: str, *, with_placeholders: bool = False) -> ChatContent:
+def _convert_content(content: Content, where: str, *, with_placeholders: bool = False) -> ChatContent:
     if isinstance(content, str):
         return content
-    texts = [_read_text(block, f"{where}.{i}", with_placeholders) for i, block in enumerate(content)]
+    texts = [_read_text(block, f"{where}.{i}", with_placeholders) for i, block in enumerate(_list_blocks(content))]
     return _join_texts(_separate_texts(texts))
+
+
+def _list_blocks(content: Sequence[ContentBlock | str]) -> list[ContentBlock]:
+    return [ContentBlock("text", block) if isinstance(block, str) else block for block in content]
 
 
 def _separate_texts(texts: Sequence[str]) -> list[str]:
@@ -250,13 +255,12 @@ def _read_text(block: ContentBlock, where: str, with_placeholders: bool = False)
     if block.type == "document" and source.get("type") == "text" and isinstance(source.get("data"), str):
         return str(source["data"])
     if block.type == "search_result":
-        return "".join(_read_text(each, where) for each in block.content or () if isinstance(each, ContentBlock))
+        return "".join(_read_text(each, where) for each in _list_blocks(block.content or []))
     if block.type == "tool_reference":
         return block.tool_name or ""
-    if with_placeholders and block.type in PLACEHOLDERS:
-        return PLACEHOLDERS[block.type]
-    kind = block.type[:40]
-    raise bad_request(f'{where}: of type "{kind}"; the model served here reads only text', param="messages")
+    if with_placeholders and (placeholder := find_placeholder(block.type)):
+        return placeholder
+    raise bad_request(f"{where}: {describe_refusal(block.type)}", param="messages")
 
 
 def _convert_thinking(body: MessagesBody) -> Fields:
@@ -271,7 +275,7 @@ def _convert_thinking(body: MessagesBody) -> Fields:
 
 def _convert_format(body: MessagesBody) -> Fields:
     form = (body.output_config.format if body.output_config else None) or body.output_format
-    if form is None:
+    if form is None or form == OutputFormat():
         return {}
     if form.type != "json_schema" or form.schema is None:
         raise bad_request("output_config.format: must be of type json_schema, with a schema", param="output_config")

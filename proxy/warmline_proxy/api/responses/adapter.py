@@ -9,13 +9,14 @@ import msgspec
 from warmline_common.protocol.messages import ErrorReply
 from warmline_proxy.api.base import PASSTHROUGH_FIELDS, ApiCall, Fields, ResponseEncoder, ResponseStart
 from warmline_proxy.api.chunks import EventEncoder, encode_events
+from warmline_proxy.api.custom_tools import JsonObject
 from warmline_proxy.api.responses.items import read_input
 from warmline_proxy.api.responses.response import SERVER_ERROR, ResponseEvents, ResponseOptions, translate_error
-from warmline_proxy.api.responses.tools import JsonObject, Toolbox, read_tool_choice, read_tools
+from warmline_proxy.api.responses.tools import Toolbox, read_tool_choice, read_tools
 from warmline_proxy.errors import ClientError, bad_request
 from warmline_proxy.http import body_fields
 
-RESPONSES_PASSTHROUGH_FIELDS = PASSTHROUGH_FIELDS | {"stop", "thinking"}  # unchanged to the backend
+RESPONSES_PASSTHROUGH_FIELDS = PASSTHROUGH_FIELDS | {"stop", "thinking", "think"}  # unchanged to the backend
 # Fields repeated as they came, with their values where absent.
 ECHO_DEFAULTS: Mapping[str, Any] = MappingProxyType(
     dict.fromkeys(("instructions", "max_output_tokens", "max_tool_calls", "prompt_cache_key", "safety_identifier"))
@@ -37,10 +38,13 @@ class ResponsesApi:
             fields = {name: msgspec.json.decode(value) for name, value in raw.items()}
         except (msgspec.DecodeError, RecursionError) as error:
             raise bad_request(f"We could not parse the JSON body of your request: {error}") from None
-        body_fields.check_nesting(fields)
+        body_fields.check_message_count(fields.get("input"), "input")
         _reject_stored(fields)
         if not isinstance(stream := fields.get("stream", False), bool):
             raise bad_request("'stream' must be true or false.", param="stream")
+        if fields.get("input") is None and "messages" in fields:
+            message = "'input' is missing; this body has 'messages': send it to /v1/chat/completions."
+            raise bad_request(message, param="input")
         messages = read_input(fields.get("instructions"), fields.get("input"))
         toolbox = read_tools(_collect_tools(fields))
         choice, toolbox = read_tool_choice(fields.get("tool_choice"), toolbox)
@@ -126,7 +130,7 @@ def _build_options(fields: Fields) -> Fields:
 
 def _convert_format(form: Any) -> JsonObject | None:
     """Chat's response_format, nested where Responses is flat; None for text."""
-    if form is None:
+    if form in (None, {}):
         return None
     kind = form.get("type") if isinstance(form, dict) else None
     if kind == "text":

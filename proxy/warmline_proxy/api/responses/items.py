@@ -10,12 +10,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from warmline_proxy.api.responses.tools import JsonObject, encode_arguments, qualify_name
+from warmline_common.protocol.media_parts import describe_refusal, find_placeholder, join_parts
+from warmline_proxy.api.custom_tools import JsonObject, encode_arguments
+from warmline_proxy.api.responses.tools import qualify_name
 from warmline_proxy.errors import bad_request
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
-IMAGE_OMITTED = "[an image, which this model can't see]"
 
 # Items of tools that ran on OpenAI's servers; no model here has seen their content.
 SKIPPED_TYPES = frozenset(
@@ -103,7 +104,7 @@ class _ItemReader:
         self.messages.append({"role": role, "content": text})
 
     def _read_message(self, item: JsonObject, where: str) -> None:
-        role, text = item.get("role"), _read_text(item.get("content"), f"{where}.content", image_placeholder="")
+        role, text = item.get("role"), _read_text(item.get("content"), f"{where}.content")
         if role not in ROLES:
             raise bad_request(f"'{where}.role' must be one of {', '.join(ROLES)}.", param=f"{where}.role")
         if role != "assistant":
@@ -116,13 +117,13 @@ class _ItemReader:
         parts = item.get("content") or []
         if isinstance(parts, list):
             parts = [_decode_part(part) for part in parts]
-        self._add_message("user", _read_text(parts, f"{where}.content", image_placeholder=""))
+        self._add_message("user", _read_text(parts, f"{where}.content"))
 
     def _read_reasoning(self, item: JsonObject, where: str) -> None:
         text = (
-            _read_text(item.get("content") or [], f"{where}.content", image_placeholder="")
+            _read_text(item.get("content") or [], f"{where}.content")
             or decode_reasoning(item.get("encrypted_content"))
-            or _read_text(item.get("summary") or [], f"{where}.summary", image_placeholder="")
+            or _read_text(item.get("summary") or [], f"{where}.summary")
         )
         if text:
             message = self._join_assistant(item, after=("reasoning_content", "content", "tool_calls"))
@@ -137,7 +138,7 @@ class _ItemReader:
         self._join_assistant(item, after=()).setdefault("tool_calls", []).append(call)
 
     def _read_tool_output(self, item: JsonObject, where: str) -> None:
-        text = _read_text(item.get("output"), f"{where}.output", image_placeholder=IMAGE_OMITTED)
+        text = _read_text(item.get("output"), f"{where}.output", with_placeholders=True)
         self.messages.append({"role": "tool", "tool_call_id": _read_string(item, "call_id", where), "content": text})
         self._has_results = True
 
@@ -163,24 +164,26 @@ class _ItemReader:
         return self._open_message
 
 
-def _read_text(content: object, where: str, image_placeholder: str) -> str:
-    """Joined text of a string or parts.  Images become `image_placeholder`, and are refused where that is empty."""
+def _read_text(content: object, where: str, with_placeholders: bool = False) -> str:
+    """Joined text of a string or parts.  Images and files are refused, or become a line that says so."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise bad_request(f"'{where}' must be a string or a list of parts.", param=where)
-    return "".join(_read_part(part, f"{where}[{place}]", image_placeholder) for place, part in enumerate(content))
+    return join_parts(_read_part(part, f"{where}[{place}]", with_placeholders) for place, part in enumerate(content))
 
 
-def _read_part(part: Any, where: str, image_placeholder: str) -> str:
+def _read_part(part: Any, where: str, with_placeholders: bool) -> str:
+    if isinstance(part, str):
+        return part
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind in TEXT_PARTS:
         return _read_string(part, "text", where)
     if kind == "refusal":
         return _read_string(part, "refusal", where)
-    if kind == "input_image" and image_placeholder:
-        return image_placeholder
-    raise bad_request(f"'{where}' is of type \"{str(kind)[:40]}\"; this model reads only text parts.", param=where)
+    if with_placeholders and (placeholder := find_placeholder(kind)):
+        return placeholder
+    raise bad_request(f"'{where}' is {describe_refusal(kind)}.", param=where)
 
 
 def _decode_part(part: Any) -> Any:

@@ -13,8 +13,9 @@ from typing import Any
 from warmline_common.protocol.messages import ErrorBody
 from warmline_proxy.api.base import ResponseStart
 from warmline_proxy.api.chunks import ChatChunk, ChunkToolCall, ChunkUsage
+from warmline_proxy.api.custom_tools import JsonObject, decode_input
 from warmline_proxy.api.responses.items import encode_reasoning, item_id
-from warmline_proxy.api.responses.tools import JsonObject, Toolbox, decode_input
+from warmline_proxy.api.responses.tools import Toolbox
 from warmline_proxy.errors import ClientError, decode_error_body, rename_error_param
 
 Events = Iterator[JsonObject]
@@ -223,7 +224,7 @@ class ResponseEvents:
             yield self._item_event("custom_tool_call_input.done", input=text)
             open_item.item["input"] = text
         else:
-            yield self._item_event("function_call_arguments.done", arguments=text)
+            yield self._item_event("function_call_arguments.done", name=open_item.item["name"], arguments=text)
             open_item.item["arguments"] = text
 
     # ---- parts
@@ -239,19 +240,19 @@ class ResponseEvents:
 
     # ---- events
 
-    def _append_text(self, text: str, name: str, **fields: Any) -> JsonObject:
+    def _append_text(self, text: str, name: str, /, **fields: Any) -> JsonObject:
         assert self._item is not None
         self._item.texts.append(text)
         return self._item_event(name, **fields)
 
-    def _item_event(self, name: str, **fields: Any) -> JsonObject:
+    def _item_event(self, name: str, /, **fields: Any) -> JsonObject:
         assert self._item is not None
         if self._item.kind == REASONING:
             fields["summary_index" if self._options.summary else "content_index"] = 0
         place = {"item_id": self._item.item["id"], "output_index": self._item.index}
         return self._make_event(f"response.{name}", **place, **fields)
 
-    def _make_event(self, name: str, **fields: Any) -> JsonObject:
+    def _make_event(self, name: str, /, **fields: Any) -> JsonObject:
         self._event_count += 1
         return {"type": name, "sequence_number": self._event_count - 1, **fields}
 

@@ -6,17 +6,14 @@ namespace   a group of functions; for the model each is NAMESPACE__NAME
 others      run on OpenAI's servers (web_search, ...); left out, since they can't be run here
 """
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from warmline_proxy.api.custom_tools import JsonObject, build_function
 from warmline_proxy.errors import bad_request
 
-JsonObject = dict[str, Any]
-
 NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}}
-INPUT_ARGUMENT = "input"  # of a custom tool
 TOOL_CHOICE_MODES = ("auto", "none", "required")
 
 
@@ -104,19 +101,9 @@ def _convert_function(entry: JsonObject, function_name: str) -> JsonObject:
 
 
 def _convert_custom(entry: JsonObject, function_name: str) -> JsonObject:
-    form, parts = entry.get("format"), [entry.get("description")]
-    if isinstance(form, dict) and form.get("type") == "grammar" and isinstance(form.get("definition"), str):
-        syntax = form.get("syntax") or "lark"
-        parts.append(f"'{INPUT_ARGUMENT}' must follow this {syntax} grammar:\n{form['definition']}")
-    description = "\n\n".join(part for part in parts if isinstance(part, str) and part)
-    text: JsonObject = {"type": "string", "description": "The tool's input, as plain text."}
-    parameters = {
-        "type": "object",
-        "properties": {INPUT_ARGUMENT: text},
-        "required": [INPUT_ARGUMENT],
-        "additionalProperties": False,
-    }
-    return {"name": function_name, "description": description, "parameters": parameters}
+    form = entry.get("format")
+    grammar = form if isinstance(form, dict) and form.get("type") == "grammar" else None
+    return build_function(function_name, entry.get("description"), grammar)
 
 
 # ---- tool_choice
@@ -164,21 +151,3 @@ def _restrict_tools(choice: JsonObject, toolbox: Toolbox) -> tuple[Any, Toolbox]
     names = {_resolve_choice(each, toolbox, where).function_name for each in callable_tools}
     allowed = {name: tool for name, tool in toolbox.tools.items() if name in names}
     return _check_mode(choice.get("mode") or "auto", "tool_choice.mode"), Toolbox(allowed)
-
-
-# ---- calls
-
-
-def encode_arguments(text: str) -> str:
-    """Arguments of a custom tool's call, as the model writes them."""
-    return json.dumps({INPUT_ARGUMENT: text}, ensure_ascii=False)
-
-
-def decode_input(arguments: str) -> str:
-    """Input in a custom tool's arguments; the arguments themselves where they have another form."""
-    try:
-        given = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    text = given.get(INPUT_ARGUMENT) if isinstance(given, dict) else None
-    return text if isinstance(text, str) else arguments

@@ -14,7 +14,7 @@ import pytest
 
 from warmline_common.protocol.messages import ErrorBody, decode
 
-PACKAGES = Path(__file__).parents[2]
+PACKAGES = Path(__file__).parents[3]
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DECODE = "messages.py"  # whose `decode` sees to it
 

@@ -126,7 +126,8 @@ def test_other_delta_text_fields_are_aggregated() -> None:
     answer = aggregate(
         [chat_chunk({"reasoning_content": "hm"}), chat_chunk({"reasoning_content": "m"}), chat_chunk({"content": "x"})]
     )
-    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "x", "reasoning_content": "hmm"}
+    message = {"role": "assistant", "content": "x", "refusal": None, "reasoning_content": "hmm"}
+    assert answer["choices"][0]["message"] == message
 
 
 def test_tool_calls_aggregate_by_index() -> None:

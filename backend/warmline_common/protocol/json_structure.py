@@ -1,0 +1,53 @@
+"""Structure of JSON text, counted before it is parsed: levels, containers, strings, separators.  Pure.
+
+A parser's cost depends on the number of values more than on the bytes, and its stack on the levels; Python's own limit
+of recursion differs between versions and holds for some of the parsers only.
+"""
+
+import re
+from itertools import accumulate
+
+JSON_DEPTH_MAX = 128  # of any client's JSON; serde_json's and llguidance's bound as well
+
+_QUOTE, _BACKSLASH = b'"', b"\\"
+_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
+_BRACKETS = re.compile(rb"[][{}]")
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # as signed bytes: +1 and -1
+
+
+class JsonStructure:
+    """Counts of a JSON text that comes in pieces.  Text that is no JSON has counts, too; its parser refuses it."""
+
+    def __init__(self) -> None:
+        self.containers = self.strings = self.separators = 0  # strings: with names of fields
+        self.top_separators = 0  # of the outermost object or list
+        self.depth_max = 0
+        self._depth = 0
+        self._is_in_string = False
+        self._is_escaped = False  # the next byte, by the last backslash of a string
+
+    def feed(self, piece: bytes) -> None:
+        """Count a piece's structure, in time proportional to its bytes."""
+        if self._is_escaped and piece:
+            piece, self._is_escaped = piece[1:], False
+        if not piece:
+            return
+        self._is_escaped = (len(piece) - len(piece.rstrip(_BACKSLASH))) % 2 == 1
+        if _BACKSLASH in piece:
+            piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+        parts = piece.split(_QUOTE)
+        outside = b"".join(parts[1::2] if self._is_in_string else parts[::2])
+        quotes = len(parts) - 1
+        self.strings += (quotes + (not self._is_in_string)) // 2
+        self._is_in_string ^= quotes % 2 == 1
+        self.separators += outside.count(b",")
+        if brackets := outside.translate(_STEPS, _NO_BRACKETS):
+            depths = list(accumulate(memoryview(brackets).cast("b"), initial=self._depth))
+            self.containers += brackets.count(b"\x01")
+            self.depth_max = max(self.depth_max, *depths)
+            self._depth = depths[-1]
+            if min(depths) <= 1:
+                between = zip(_BRACKETS.split(outside), depths, strict=True)
+                self.top_separators += sum(text.count(b",") for text, depth in between if depth == 1)
+        elif self._depth == 1:
+            self.top_separators += outside.count(b",")
