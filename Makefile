@@ -4,6 +4,7 @@
 # make chaos   a storm over the pair for ten minutes: SECONDS=600 SEED=7
 # make soak    warm against cold: any order of steps on pairs of every cache family.  STEPS=2000 FAMILIES=llama,gemma3
 #              MODES=fast,exact SEED=7 ARGS="--replay SCRIPT"
+# make index-damage   starts on an index that is damaged in each way: ten minutes.  ARGS="--sample 500 --seed 7"
 # make terminal-bench   Terminal-Bench's agent on a pair, in a Python of its own (3.12 or newer: TB_PYTHON=/path/to/it)
 # make setup   only install: .venv with the versions in requirements/
 # make lint    only lint
@@ -30,7 +31,7 @@ TB_LOCK := requirements/terminal-bench.txt requirements/terminal-bench-itself.tx
 # Where Python may not keep what it has compiled, each start of a pair takes twice as long, and tests start a hundred.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run newcomer test pytest chaos soak terminal-bench terminal-bench-setup setup cuda lint reference lock clean
+.PHONY: run newcomer test pytest chaos soak index-damage terminal-bench terminal-bench-setup setup cuda lint reference lock clean
 
 run: setup
 	@exec $(BIN)/warmline serve $(if $(MODEL),--model "$(MODEL)") $(if $(HOME_DIR),--home "$(HOME_DIR)") \
@@ -52,6 +53,9 @@ chaos: setup
 soak: setup
 	PYTHONPATH=tests $(BIN)/python tests/support/oracle/soak.py $(if $(STEPS),--steps $(STEPS)) \
 		$(if $(FAMILIES),--families $(FAMILIES)) $(if $(MODES),--modes $(MODES)) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+index-damage: setup
+	PYTHONPATH=tests $(BIN)/python tests/support/index/page_damage.py $(ARGS)
 
 terminal-bench: setup terminal-bench-setup
 	WARMLINE_TERMINAL_BENCH_PYTHON=$(abspath .venv-tb/bin/python) $(BIN)/pytest -q tests/terminal_bench/check_terminal_bench.py $(ARGS)

@@ -33,7 +33,7 @@ from warmline_backend.server.unreadable_requests import log_unreadable_requests_
 from warmline_common.logging import log_loop_error, start_logging
 from warmline_common.process import exit_codes
 from warmline_common.process.console import write_line
-from warmline_common.process.file_limits import raise_descriptor_limit
+from warmline_common.process.file_limits import DescriptorLimitError, reserve_descriptors
 from warmline_common.process.parent_watch import watch_parent
 from warmline_common.storage import disk
 from warmline_common.storage.file_lock import LockedError, process_lock
@@ -61,7 +61,11 @@ def main(arguments: list[str]) -> int:
     start_logging("backend", config.log_level, config.log_format, config.log_files, home)
     log_unreadable_requests_briefly()
     watch_parent(config.drain_timeout_s + GRACE_AFTER_DRAIN_S)
-    log.info("%d descriptors may be open", raise_descriptor_limit(DESCRIPTOR_LIMIT))
+    try:
+        log.info("%d descriptors may be open", reserve_descriptors(DESCRIPTOR_LIMIT))
+    except DescriptorLimitError as error:
+        write_line(f"warmline backend: {error}")
+        return 2
     sys.setswitchinterval(THREAD_SWITCH_INTERVAL_S)
     try:
         home.prepare()

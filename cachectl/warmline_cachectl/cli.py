@@ -26,7 +26,7 @@ class CommandGroup(SharedOptionsGroup):
         except typer.Abort:  # of a question
             fail("nothing was changed", EXIT_INTERRUPTED)
         except OSError as error:
-            fail_on_os_error(error)
+            fail_on_os_error(error, is_output=True)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}

@@ -9,7 +9,7 @@ runs.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from http.client import HTTPConnection, HTTPException
 from typing import Annotated, TypeVar
 from urllib.error import HTTPError, URLError
@@ -28,14 +28,15 @@ from warmline_proxy.home_lock import HomeLockedError, home_lock
 from warmline_proxy.index.index import Index, IndexReader, IndexStoreError
 from warmline_proxy.index.recovery.orphans import delete_leftovers
 from warmline_proxy.index.recovery.repair import repair as repair_index
+from warmline_proxy.index.recovery.startup import repair_damage
 from warmline_proxy.index.responses import ResponseLimits
 from warmline_proxy.retention.gc import collect_garbage
 from warmline_proxy.retention.pin import PinLimitError, UnknownSessionError, pin_session
 from warmline_proxy.retention.purge import purge as purge_index
 from warmline_proxy.retention.purge import resolve_key
 from warmline_proxy.store import rows
-from warmline_proxy.store.crash_probe import is_readable
-from warmline_proxy.store.errors import IndexMissingError
+from warmline_proxy.store.errors import REBUILD_HINT, IndexMissingError
+from warmline_proxy.store.files import list_stored
 
 BACKEND_TIMEOUT_S = 30.0
 CHANGE_TIMEOUT_S = 600.0  # the proxy answers when the files are gone and the index is compacted
@@ -89,22 +90,23 @@ def check_home(home: Home) -> None:
 
 
 def open_reader(home: Home) -> IndexReader:
-    """Reader of the index, whether a proxy runs or not.  Raises HomeNotFoundError, OperationRefusedError."""
+    """Reader of an index whose pages are sound: others would end this process.  Whether a proxy runs or not.
+
+    Raises HomeNotFoundError, OperationRefusedError.
+    """
     check_home(home)
     try:
-        return IndexReader(home)
+        with ExitStack() as stack:
+            reader = stack.enter_context(IndexReader(home))
+            reader.require_sound_pages()
+            stack.pop_all()
+        return reader
     except IndexMissingError as error:
+        if any(file_id for file_id, _ in list_stored(home)):
+            raise OperationRefusedError(f"{error}, though files are stored; {REBUILD_HINT}") from error
         raise HomeNotFoundError(f"{error} (nothing was ever stored there)") from error
     except IndexStoreError as error:
         raise OperationRefusedError(str(error)) from error
-
-
-def check_readable(home: Home) -> None:
-    """Raises OperationRefusedError where reading the whole index would end this process; IndexStoreError."""
-    if not is_readable(home.index):
-        raise OperationRefusedError(
-            f"the index in {home.index} is damaged: no process gets through it; add --repair, or start a proxy"
-        )
 
 
 def read_disk_budget_bytes(home: Home) -> int:
@@ -192,10 +194,11 @@ def repair(home: Home) -> rows.RepairReply:
         raise HomeNotFoundError(f"no index in {home.index} (nothing was ever stored there)")
 
     def repair_locally(index: Index) -> rows.RepairReply:
-        index.is_damaged(force_probe=True)
         return repair_index(index, deep=True, is_saving=False)
 
-    return change_index(home, "/warmline/repair", {}, rows.RepairReply, repair_locally, REPAIR_TIMEOUT_S)
+    with suppress(ProxyNotRunningError):
+        return request_proxy(home, "/warmline/repair", rows.RepairReply, REPAIR_TIMEOUT_S, {})
+    return run_locked(home, repair_locally, must_be_sound=False)
 
 
 def replay(home: Home, request: rows.ReplayRequest) -> rows.ReplayReply:
@@ -214,19 +217,23 @@ def change_index(
     request: object,
     reply_type: type[T],
     change_locally: Callable[[Index], T],
-    timeout_s: float = CHANGE_TIMEOUT_S,
 ) -> T:
     """Reply of the proxy where one runs, else of `change_locally` under the home's lock."""
     with suppress(ProxyNotRunningError):
-        return request_proxy(home, path, reply_type, timeout_s, request)
+        return request_proxy(home, path, reply_type, CHANGE_TIMEOUT_S, request)
     return run_locked(home, change_locally)
 
 
-def run_locked(home: Home, work: Callable[[Index], T]) -> T:
-    """Result of a function that runs under the home's lock.  Raises OperationRefusedError."""
+def run_locked(home: Home, work: Callable[[Index], T], *, must_be_sound: bool = True) -> T:
+    """Result of a function that runs under the home's lock.  Raises OperationRefusedError.
+
+    A damaged index is repaired first if it `must_be_sound`: all that is stored would look like orphans, or nothing.
+    """
     try:
         budget_bytes, limits = read_disk_budget_bytes(home), read_response_limits(home)
         with home_lock(home, LOCK_WAIT_S), Index(home, budget_bytes, response_limits=limits) as index:
+            if must_be_sound:
+                repair_damage(index)
             return work(index)
     except (HomeLockedError, IndexStoreError, UnknownSessionError, PinLimitError) as error:
         raise OperationRefusedError(str(error)) from error

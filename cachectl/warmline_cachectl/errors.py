@@ -13,7 +13,7 @@ import typer
 
 from warmline_cachectl import client
 from warmline_cachectl.views.columns import printable
-from warmline_common.process.exit_codes import OUTPUT_ERRORS, discard_output
+from warmline_common.process.exit_codes import OUTPUT_ERRORS, describe_output_error, discard_output
 from warmline_proxy.auth.key_store import KeyNotFoundError, KeyStoreError, NoClientKeysError
 from warmline_proxy.index.index import IndexStoreError
 
@@ -41,11 +41,16 @@ def exit_on_error() -> Iterator[None]:
         fail_on_os_error(error)
 
 
-def fail_on_os_error(error: OSError) -> NoReturn:
-    """Fail; where it may be output that can't be written, without the output that waits."""
+def fail_on_os_error(error: OSError, *, is_output: bool = False) -> NoReturn:
+    """Fail; where it may be output that can't be written, without the output that waits.
+
+    `is_output`: it is output.
+    """
+    message = str(error)
     if error.errno in OUTPUT_ERRORS:
         discard_output(sys.stdout)
-    fail(str(error), EXIT_REFUSED)
+        message = describe_output_error(error) if is_output else message
+    fail(message, EXIT_REFUSED)
 
 
 def fail(message: str, code: int) -> NoReturn:

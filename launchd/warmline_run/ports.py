@@ -47,7 +47,8 @@ def describe_occupied_port(config: ResolvedConfig, own_ports: Collection[int] = 
         number = int(config[name])
         if number not in own_ports and (reason := _probe_port(hosts[name], number)):
             pair = _describe_running_pair(Path(str(config["home"]))) if reason == os.strerror(errno.EADDRINUSE) else ""
-            return f"can't listen on {hosts[name]} port {number} ({SETTINGS[name].flag}): {reason}{pair}"
+            remedy = pair or f"; stop what listens there, or use another {SETTINGS[name].flag}"
+            return f"can't listen on {hosts[name]} port {number} ({SETTINGS[name].flag}): {reason}{remedy}"
     return ""
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from warmline_common.logging import log_loop_error, start_logging
 from warmline_common.process import exit_codes
 from warmline_common.process.console import write_line
-from warmline_common.process.file_limits import raise_descriptor_limit
+from warmline_common.process.file_limits import DescriptorLimitError, reserve_descriptors
 from warmline_common.process.parent_watch import watch_parent
 from warmline_common.storage import disk
 from warmline_common.storage.home import describe_unusable_home
@@ -47,11 +47,11 @@ def main(arguments: Sequence[str]) -> int:
         watch_parent(config.drain_timeout_s + STOP_MARGIN_S)
         secret = prepare_home(config)
         run(config, secret)
-    except (ProxyConfigError, HomeLockedError, IndexStoreError, OSError) as error:
+    except (ProxyConfigError, HomeLockedError, DescriptorLimitError, IndexStoreError, OSError) as error:
         write_line(f"warmline proxy: {error}")
         if isinstance(error, HomeLockedError):
             return exit_codes.locked_home_exit_code()
-        return 2 if isinstance(error, ProxyConfigError) else 1
+        return 2 if isinstance(error, (ProxyConfigError, DescriptorLimitError)) else 1
     return 0
 
 
@@ -69,8 +69,11 @@ def prepare_home(config: ProxyConfig) -> str:
 
 
 def run(config: ProxyConfig, secret: str) -> None:
-    """Lock the home, recover the index, serve.  Raises HomeLockedError, IndexStoreError or OSError."""
-    descriptor_count_max = raise_descriptor_limit(DESCRIPTOR_COUNT_TARGET)
+    """Lock the home, recover the index, serve.
+
+    Raises DescriptorLimitError, HomeLockedError, IndexStoreError or OSError.
+    """
+    descriptor_count_max = reserve_descriptors(DESCRIPTOR_COUNT_TARGET)
     days, megabytes, budget_bytes = config.responses_keep_days, config.responses_keep_mb, config.disk_budget_bytes
     limits = ResponseLimits.from_settings(days, megabytes, budget_bytes)
     with home_lock(config.home, LOCK_WAIT_S), Index(config.home, budget_bytes, response_limits=limits) as index:
@@ -96,7 +99,15 @@ async def serve(config: ProxyConfig, secret: str, index: Index, descriptor_count
     app = build_app(config, secret, index)
     async with listen(app, config, descriptor_count_max) as listener, publish_address(config, listener.port):
         log.info("listening on http://%s:%d, backend %s", config.bind_host, listener.port, config.backend_url)
-        log.info("at most %d connections, %d descriptors", listener.connections.count_max, descriptor_count_max)
+        count_max = listener.connections.count_max
+        if count_max >= config.connections_max:
+            log.info("at most %d connections, %d descriptors", count_max, descriptor_count_max)
+        else:
+            log.warning(
+                "at most %d connections may be open, not %d (connections_max): the system allows this process %d "
+                "descriptors, two for a connection; raise the hard limit (ulimit -Hn, LimitNOFILE=)",
+                count_max, config.connections_max, descriptor_count_max,
+            )  # fmt: skip
         await signals.stop.wait()
         parts, grace_s = app[COMPONENTS], config.drain_timeout_s
         if count := parts.registry.unanswered_count:

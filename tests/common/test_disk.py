@@ -11,7 +11,7 @@ import pytest
 from warmline_common.storage import disk
 from warmline_common.storage import file_lock as lock_module
 from warmline_common.storage.file_lock import LockedError, find_lock_holder, process_lock
-from warmline_common.storage.home import Home
+from warmline_common.storage.home import Home, describe_unusable_home
 
 
 def raise_os_error(*_: object) -> None:
@@ -113,3 +113,51 @@ def test_read_only_home_is_locked(tmp_path: Path, read_only: None) -> None:
 def test_never_writable_home_needs_no_lock(tmp_path: Path, read_only: None) -> None:
     with process_lock(tmp_path / "lock"):
         assert not list(tmp_path.iterdir())
+
+
+def test_small_file_is_overwritten_in_place_on_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    disk.replace_file(tmp_path / "file", "a longer text")
+    place = (tmp_path / "file").stat().st_ino
+    monkeypatch.setattr(disk, "write", full)
+    disk.replace_file(tmp_path / "file", "short")
+    assert (tmp_path / "file").read_text() == "short" and (tmp_path / "file").stat().st_ino == place
+    with pytest.raises(OSError, match="No space"):
+        disk.replace_file(tmp_path / "new", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_lock_is_held_on_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with process_lock(tmp_path / "lock"):
+        assert find_lock_holder(tmp_path / "lock") == "?"
+        with pytest.raises(LockedError), process_lock(tmp_path / "lock"):
+            pass
+
+
+def test_tree_is_deleted_without_following_links(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").write_bytes(b"x")
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "link").symlink_to(tmp_path / "kept")
+    (tmp_path / "link").symlink_to(tmp_path / "kept")
+    for name in ("tree", "link", "missing"):
+        disk.delete_tree(tmp_path / name)
+    assert [path.name for path in tmp_path.rglob("*")] == ["kept", "file"]
+
+
+def test_unusable_home_is_described(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "unmounted")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "segments").write_bytes(b"x")
+    texts = {"link": "which does not exist; make that", "home": "segments: File exists; make it writable"}
+    for name, text in texts.items():
+        home = Home(tmp_path / name)
+        with pytest.raises(OSError, match="exist") as failed:
+            home.prepare()
+        assert text in describe_unusable_home(home, failed.value)

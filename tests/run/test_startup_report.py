@@ -129,6 +129,7 @@ def test_secret_is_not_sent_to_other_listener(tmp_path: Path) -> None:
             assert f"(process {os.getpid()} serves {tmp_path} at {place['url']}; " in ports.describe_occupied_port(
                 config
             )
-        assert ports.describe_occupied_port(config).endswith("(--port): Address already in use"), (
+        described = ports.describe_occupied_port(config)
+        assert described.endswith("(--port): Address already in use; stop what listens there, or use another --port"), (
             "and is not taken for it"
         )

@@ -21,7 +21,8 @@ EXIT_FAILURE = 1
 EXIT_CONFIGURATION = 2  # starting again would not help
 EXIT_BROKEN_PIPE = 141  # shells' code for SIGPIPE
 # Of output: a full disk, a quota, a limit of a file's size, a closed descriptor.
-OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EBADF)
+NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+OUTPUT_ERRORS = (*NO_SPACE_ERRNOS, errno.EFBIG, errno.EBADF)
 # Name, mode and flags of descriptors 0, 1 and 2.  A write to a descriptor that was opened to read fails.
 CLOSED_STREAMS = (("stdin", "r", os.O_RDONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY))
 
@@ -54,13 +55,19 @@ def run_with_output(main: Callable[[], int], program: str, exit_code: int) -> in
             raise
         discard_output(sys.stdout)
         with suppress(OSError):  # stderr may go to the same disk
-            print(f"{program}: {error}", file=sys.stderr)
+            print(f"{program}: {describe_output_error(error)}", file=sys.stderr)
         code = exit_code
     try:
         sys.stderr.flush()
     except OSError:
         discard_output(sys.stderr)
     return code
+
+
+def describe_output_error(error: OSError) -> str:
+    """Message for output that can't be written."""
+    remedy = "free space, or send it elsewhere" if error.errno in NO_SPACE_ERRNOS else "send it elsewhere"
+    return f"the output can't be written: {error.strerror}; {remedy}"
 
 
 def open_closed_streams() -> None:

@@ -47,7 +47,12 @@ def parse_path(raw: object) -> str:
 def parse_home(raw: object) -> str:
     if not raw:
         raise ValueError("expected a directory")
-    return str(Path(parse_text(raw)).expanduser().absolute())
+    home = str(Path(parse_text(raw)).expanduser().absolute())
+    try:
+        home.encode()
+    except UnicodeEncodeError:  # for LMDB
+        raise ValueError("expected a directory whose path is UTF-8") from None
+    return home
 
 
 def parse_model(raw: object) -> str:

@@ -17,6 +17,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 DRAFT_SUFFIX = ".tmp"
+NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 
 
 # ---- single steps
@@ -94,9 +95,19 @@ def set_mode(path: Path, mode: int) -> None:
     path.chmod(mode)
 
 
-def lengthen(path: Path, bytes_count: int) -> None:
-    """Append zeros up to a size."""
-    os.truncate(path, bytes_count)
+def overwrite(path: Path, data: bytes) -> None:
+    """Overwrite a file from its beginning, and cut it there; creates the file.  Its blocks are used again."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        overwrite_open(descriptor, data)
+    finally:
+        os.close(descriptor)
+
+
+def overwrite_open(descriptor: int, data: bytes) -> None:
+    """As `overwrite`, for an open file."""
+    os.pwrite(descriptor, data, 0)
+    os.ftruncate(descriptor, len(data))
 
 
 def allocate(path: Path, bytes_count: int) -> None:
@@ -138,6 +149,12 @@ def open_to_read(path: Path) -> FileIO:
     return FileIO(path, "rb")
 
 
+def count_free_bytes(folder: Path) -> int:
+    """Bytes that this user can still write on the folder's disk."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
 # ---- whole errands, made of the steps above
 
 
@@ -171,21 +188,33 @@ def write_durable(path: Path, chunks: Iterable[bytes | memoryview]) -> int:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Replace a small file of mode 0600 at once.  Not durable: its content can be written again."""
+    """Replace a small file of mode 0600 at once.  Not durable: its content can be written again.
+
+    On a full disk it is overwritten instead, where it is: it has a block already.
+    """
+    data = content.encode() if isinstance(content, str) else content
     draft = path.with_name(f".{path.name}{DRAFT_SUFFIX}")
     delete(draft)
-    with create(draft) as file:
-        write(file, content.encode() if isinstance(content, str) else content)
-    rename(draft, path)
+    try:
+        with create(draft) as file:
+            write(file, data)
+        rename(draft, path)
+    except OSError as error:
+        with suppress(OSError):
+            delete(draft)
+        if error.errno not in NO_SPACE_ERRNOS or not path.is_file():
+            raise
+        overwrite(path, data)
 
 
-def delete_tree(folder: Path) -> None:
-    """Delete a folder with its content, the content first; does nothing where it is gone."""
-    if not folder.is_dir():
+def delete_tree(path: Path) -> None:
+    """Delete a file, or a folder with its content, the content first; does nothing where it is gone.
+
+    Links are deleted, not followed.
+    """
+    if path.is_symlink() or not path.is_dir():
+        delete(path)
         return
-    for path in list(folder.iterdir()):
-        if path.is_dir() and not path.is_symlink():
-            delete_tree(path)
-        else:
-            delete(path)
-    delete_folder(folder)
+    for below in list(path.iterdir()):
+        delete_tree(below)
+    delete_folder(path)

@@ -5,8 +5,10 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from warmline_common.storage import disk
 
 POLL_S = 0.05
 READ_ONLY_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -36,8 +38,8 @@ def process_lock(path: Path, wait_s: float = 0.0) -> Iterator[None]:
         return
     try:
         _acquire(descriptor, time.monotonic() + wait_s)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        with suppress(OSError):  # of a full disk, which the holder may be about to free
+            disk.overwrite_open(descriptor, f"{os.getpid()}\n".encode())
         yield
     finally:
         os.close(descriptor)
@@ -52,7 +54,7 @@ def find_lock_holder(path: Path) -> str:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "?"
+        return _read_pid(descriptor)
     except OSError:  # a disk without locks: no process can hold one there
         return ""
     finally:
@@ -93,5 +95,9 @@ def _acquire(descriptor: int, deadline: float) -> None:
             return
         except BlockingIOError:
             if time.monotonic() >= deadline:
-                raise LockedError(os.pread(descriptor, 32, 0).decode().strip() or "?") from None
+                raise LockedError(_read_pid(descriptor)) from None
             time.sleep(POLL_S)  # flock has no timeout, and no event to wait for
+
+
+def _read_pid(descriptor: int) -> str:
+    return os.pread(descriptor, 32, 0).decode(errors="replace").partition("\n")[0].strip() or "?"

@@ -10,7 +10,12 @@ from warmline_common.storage import disk
 
 def describe_unusable_home(home: "Home", error: OSError) -> str:
     """Message for a home that `prepare` or `load_secret` failed on."""
-    return f"the home {home.root} is not complete and can't be made so: {error}; make it writable or use another --home"
+    root = home.root
+    if root.is_symlink() and not root.exists():
+        return f"the home {root} is a link to {root.readlink()}, which does not exist; make that, or use another --home"
+    place = f"{error.filename}: " if error.filename not in (None, str(root)) else ""
+    reason = f"{place}{error.strerror}" if error.strerror else str(error)
+    return f"the home {root} is not complete and can't be made so: {reason}; make it writable or use another --home"
 
 
 class _PathBelow:
@@ -52,7 +57,7 @@ class Home:
 
     def prepare(self) -> None:
         """Create the directories.  Raises OSError where the home can't be written."""
-        for path in (self.root, self.index, self.segments, self.models, self.logs, self.run):
+        for path in (self.root, self.segments, self.models, self.logs, self.run):  # the index's owner makes that one
             disk.make_folders(path)
 
     def load_secret(self) -> str:

@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from warmline_cachectl import client
-from warmline_cachectl.errors import EXIT_REFUSED, EXIT_USAGE, exit_on_error, fail
+from warmline_cachectl.errors import EXIT_REFUSED, EXIT_USAGE, exit_on_error, fail, fail_on_os_error
 from warmline_cachectl.lookup import open_index, resolve_session_id
 from warmline_cachectl.options import HOME, CommandApp, HomeOption, JsonOption, QuietOption, SessionArgument, make_home
 from warmline_cachectl.views import tables
@@ -133,9 +133,14 @@ def _write_archive(file: str, chunks: Iterator[bytes]) -> None:
     if file != STANDARD_STREAM:
         disk.write_durable(Path(file).absolute(), chunks)
         return
-    for part in chunks:
-        sys.stdout.buffer.write(part)
-    sys.stdout.buffer.flush()
+    try:
+        for part in chunks:
+            sys.stdout.buffer.write(part)
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        fail_on_os_error(error, is_output=True)
 
 
 def _report_progress(chunks: Iterator[bytes], progress: Callable[[int], None]) -> Iterator[bytes]:

@@ -20,6 +20,7 @@ from warmline_proxy.retention.purge import preview_purge, resolve_key
 from warmline_proxy.store.rows import GcRequest, IndexSnapshot, PinRequest, PurgeReply, PurgeRequest, Truncation
 
 TO_GB_MAX = 1e9  # more bytes than a message can say
+AGE_S_MAX = 1e12  # older than any record
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 app = CommandApp("Change")
@@ -158,6 +159,6 @@ def _parse_age(text: str) -> float | None:
     if not text:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip().lower())
-    if found is None:
+    if found is None or (age_s := float(found[1]) * UNITS_S[found[2]]) > AGE_S_MAX:
         fail(f"{text!r} is no age; say 90s, 30m, 12h, 7d or 2w", EXIT_USAGE)
-    return float(found[1]) * UNITS_S[found[2]]
+    return age_s

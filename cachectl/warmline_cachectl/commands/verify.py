@@ -59,7 +59,6 @@ def verify(
         with exit_on_error(), show_spinner("mending", quiet):
             repairs, deep = client.repair(make_home(home)).did, True
     with open_index(home) as reader:
-        client.check_readable(reader.home)
         totals = reader.totals()
         with show_progress("checking", totals.bytes_segments + totals.bytes_checkpoints, quiet or not deep) as progress:
             findings = verify_index(reader, deep, progress)

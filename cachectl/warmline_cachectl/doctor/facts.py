@@ -22,7 +22,6 @@ from warmline_common.storage.home import Home
 from warmline_proxy.auth import key_store
 from warmline_proxy.index.index import IndexReader, IndexStoreError
 from warmline_proxy.index.recovery.verify import verify_index
-from warmline_proxy.store.crash_probe import is_readable
 from warmline_proxy.store.files import find_non_private
 from warmline_proxy.store.rows import IndexFinding, RequestRecord, Totals
 
@@ -193,8 +192,7 @@ def _count_keys(home: Home) -> tuple[int, str]:
 def _read_index(home: Home) -> IndexFacts:
     try:
         with IndexReader(home) as reader:
-            if not is_readable(home.index):
-                return IndexFacts(problem="no process gets through it")
+            reader.require_sound_pages()
             roots: dict[str, set[bytes]] = {}
             for row in reader.segments():
                 roots.setdefault(row.model, set()).add(row.root)

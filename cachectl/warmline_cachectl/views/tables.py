@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
@@ -272,7 +273,8 @@ def _format_value(name: str, value: Any) -> str:
     if name.startswith("bytes"):
         return format_size(value)
     if name in ("created", "last_used", "at") and isinstance(value, float):
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
+        with suppress(OverflowError, ValueError, OSError):  # a clock was far off
+            return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
     if name.endswith("_share"):
         return f"{value:.1%}"
     if name.endswith("_s") and isinstance(value, float):

@@ -21,8 +21,7 @@ from warmline_proxy.index.index import DiskBudgetError, Index
 from warmline_proxy.index.recovery.repair import repair
 from warmline_proxy.retention.gc import collect_garbage
 from warmline_proxy.retention.pin import PinLimitError, UnknownSessionError, pin_session
-from warmline_proxy.store.crash_probe import is_readable
-from warmline_proxy.store.errors import REBUILD_HINT, IndexStoreError, wrap_error
+from warmline_proxy.store.errors import wrap_error
 from warmline_proxy.store.rows import GcRequest, PinRequest, ReplayRequest
 from warmline_proxy.upstream.backend_state import BackendState
 from warmline_proxy.upstream.client import UpstreamError
@@ -67,8 +66,6 @@ class MaintenanceRoutes:
 
     async def repair(self, _: web.Request) -> web.Response:
         """Check and repair all files."""
-        if not await asyncio.to_thread(is_readable, self.index.home.index):
-            raise IndexStoreError(f"it has pages that end the process which reads them; {REBUILD_HINT}")
         try:
             reply = await asyncio.to_thread(repair, self.index, deep=True, is_saving=True)
         except OSError as error:

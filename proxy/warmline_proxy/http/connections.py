@@ -247,7 +247,7 @@ class RefusedConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        if len(self._connections.refusals) >= REFUSALS_COUNT_MAX:
+        if len(self._connections.refusals) >= min(REFUSALS_COUNT_MAX, self._connections.count_max):
             transport.abort()
         else:
             self._connections.refusals.add(self)
@@ -395,7 +395,8 @@ async def connection_middleware(request: web.Request, handler: Handler) -> web.S
 
 def compute_connections_max(connections_max: int, descriptor_count_max: int) -> int:
     """Maximum of connections by the setting and by the descriptors that they need."""
-    return max(1, min(connections_max, (descriptor_count_max - DESCRIPTORS_RESERVED) // DESCRIPTORS_PER_CONNECTION))
+    reserved = min(DESCRIPTORS_RESERVED, descriptor_count_max // 2)
+    return max(1, min(connections_max, (descriptor_count_max - reserved) // DESCRIPTORS_PER_CONNECTION))
 
 
 def connections_full() -> ClientError:

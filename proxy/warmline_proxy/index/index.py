@@ -21,7 +21,7 @@ from warmline_proxy.index.reader import IndexReader
 from warmline_proxy.index.responses import DEFAULT_LIMITS, ResponseEntry, ResponseLimits
 from warmline_proxy.index.save import SaveIntent
 from warmline_proxy.index.write_behind import WriteBehindBuffer
-from warmline_proxy.store import crash_probe, files, reserve, row_checks
+from warmline_proxy.store import files, reserve
 from warmline_proxy.store.environment import MAP_BYTES, LmdbEnvironment
 from warmline_proxy.store.errors import (
     NO_SPACE_CODES,
@@ -40,9 +40,18 @@ __all__ = ["DiskBudgetError", "Index", "IndexReader", "IndexStoreError"]
 
 FLUSH_INTERVAL_S = 1.0
 UPKEEP_INTERVAL_S = 60.0
-DISK_FULL_CODES = (*NO_SPACE_CODES, "EIO")  # LMDB calls a write that was cut short an input/output error
 
 T = TypeVar("T")
+
+
+class _RollbackError(Exception):
+    """Ends a preview of a change; `file_ids`: of the files that the change would delete."""
+
+    def __init__(self, file_ids: set[str]) -> None:
+        super().__init__("rolled back")
+        self.file_ids = file_ids
+
+
 log = logging.getLogger(__name__)
 
 
@@ -288,17 +297,39 @@ class Index(IndexReader):
     # --- upkeep ---
 
     def transact(self, change: Callable[[Tables], T], *, frees_space: bool = False) -> T:
-        """Run a write transaction of `reconcile`, repair, purge or gc.
+        """Run a write transaction of `reconcile`, repair, purge or gc; `change` may run more than once.
 
-        One that `frees_space` uses the reserve where the disk is full.
+        One that `frees_space` uses the reserve where the disk is full, and deletes its files before their rows where
+        the reserve is used up: after a kill in between, the next start removes the rows.
         """
-        return self._retry_with_reserve(lambda: self._write(change)) if frees_space else self._write(change)
+        if not frees_space:
+            return self._write(change)
+        try:
+            return self._retry_with_reserve(lambda: self._write(change))
+        except IndexStoreError as error:
+            if error.code not in NO_SPACE_CODES or not self._delete_files_of(change):
+                raise
+        return self._write(change)
+
+    def _delete_files_of(self, change: Callable[[Tables], object]) -> int:
+        """Delete the files that a change would delete, but for leased ones, without making it; how many."""
+
+        def preview(tables: Tables) -> None:
+            change(tables)
+            raise _RollbackError(set(tables.pending_deletions()))
+
+        try:
+            self._write(preview)
+        except _RollbackError as rolled_back:
+            file_ids = rolled_back.file_ids - self._leased_ids()
+            return sum(files.try_delete_file(self.home, file_id) for file_id in file_ids)
+        return 0
 
     def _retry_with_reserve(self, work: Callable[[], T]) -> T:
         try:
             return work()
         except IndexStoreError as error:
-            if error.code not in DISK_FULL_CODES or not reserve.release_reserve(self.home):
+            if error.code not in NO_SPACE_CODES or not reserve.release_reserve(self.home):
                 raise
             self._is_reserve_used = True  # `renew_reserve` waits: the work needs the space first
         return work()
@@ -334,23 +365,18 @@ class Index(IndexReader):
         """Delete old generations and drafts of the index; on the writer thread, so that no compaction is under way."""
         return self._writer.submit(self._environment.delete_superseded).result()
 
-    def is_damaged(self, *, force_probe: bool = False) -> bool:
-        """True where the index lacks stored data, or has entries that can't be read.
+    def require_sound_pages(self) -> None:
+        """Check all pages of the index's file; writes wait.  Raises IndexDamagedError where LMDB could not use it."""
+        self._writer.submit(self._environment.require_sound_pages).result()
 
-        An unreadable file is replaced by an empty one.  Where reading it has ended a process, or with `force_probe`,
-        another process reads it first.
-        """
-        with crash_probe.mark_reading(self.home) as died:
-            try:
-                if (died or force_probe) and not crash_probe.is_readable(self.home.index):
-                    raise IndexDamagedError("the index is damaged: no process gets through it")
-                with self.read_transaction() as tables:
-                    flaws = list(row_checks.find_flaws(tables))  # all: later pages may be unreadable
-                    return bool(flaws) or tables.is_incomplete()
-            except IndexDamagedError as error:
-                damage = error
-            self._writer.submit(lambda: self._environment.replace_with_empty(damage)).result()
-            return True
+    def replace_with_empty(self, error: IndexDamagedError) -> None:
+        """Replace an unreadable index with an empty one, which lacks stored data until it is repaired."""
+
+        def replace() -> None:
+            self._environment.replace_with_empty(error)
+            self.change_count += 1
+
+        self._retry_with_reserve(lambda: self._writer.submit(replace).result())
 
     def close(self) -> None:
         """Write the bookkeeping, and close."""

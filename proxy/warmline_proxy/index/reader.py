@@ -47,6 +47,10 @@ class IndexReader:
         """Tables at one moment; no lock is taken."""
         return self._environment.read_transaction()
 
+    def require_sound_pages(self) -> None:
+        """Check all pages of the index's file.  Raises IndexDamagedError where LMDB could not use it."""
+        self._environment.require_sound_pages()
+
     def _read(self, question: Callable[[Tables], T]) -> T:
         with self._environment.read_transaction() as tables:
             return question(tables)

@@ -125,7 +125,7 @@ def commit_save(
     for row in rows:
         tables.update_segment(msgspec.structs.replace(row, session=session))
     removed = [plan.replaces] if plan.replaces and rows else []
-    for unused in [file_id for file_id in plan.file_ids if file_id not in written]:
+    for unused in [file_id for file_id in plan.file_ids if file_id not in written and not tables.has_file(file_id)]:
         tables.mark_deleted(unused, files[unused].bytes_written if unused in files else 0)
         removed.append(unused)
     end = rows[-1].end if rows else plan.matched

@@ -1,6 +1,7 @@
 """Garbage collection: unclaimed files, expired records and turns, orphaned tails, then eviction to the budget."""
 
 import time
+from collections.abc import Callable
 
 from warmline_proxy.index.index import Index, IndexStoreError
 from warmline_proxy.index.recovery import orphans
@@ -31,14 +32,13 @@ def collect_garbage(index: Index, request: GcRequest, *, is_saving: bool) -> GcR
         reply.orphans += bool(file_id)
         reply.drafts += not file_id
     reply.drafts += len(index.delete_superseded())
-    index.transact(lambda tables: _delete_expired(tables, now, reply), frees_space=True)
-    reply.responses = index.evict_responses()
-    reply.cuts = truncate_orphaned_tails(index)
-    index.sweep()
-    is_compact = _try_compact(index)
+    is_expired_deleted = _try_on_full_disk(lambda: _delete_expired(index, now, reply))
+    is_compact = _try_on_full_disk(index.compact)
     reply.evicted = _evict(index, request)
-    if reply.evicted or not is_compact:
-        index.compact()
+    if not is_expired_deleted:
+        _delete_expired(index, now, reply)
+    if (reply.evicted or not is_compact) and not _try_on_full_disk(index.compact):
+        index.erase_purged_data()  # which must not be left
     index.renew_reserve()
     after = index.totals()
     reply.bytes_after, reply.bytes_index_after = after.bytes_used, after.bytes_index
@@ -46,10 +46,10 @@ def collect_garbage(index: Index, request: GcRequest, *, is_saving: bool) -> GcR
     return reply
 
 
-def _try_compact(index: Index) -> bool:
-    """Compact the index; False where the disk is full, which eviction may change."""
+def _try_on_full_disk(work: Callable[[], object]) -> bool:
+    """Do this; False where the disk is full, which an eviction may change."""
     try:
-        index.compact()
+        work()
     except IndexStoreError as error:
         if error.code not in NO_SPACE_CODES:
             raise
@@ -64,18 +64,25 @@ def _evict(index: Index, request: GcRequest) -> list[str]:
     return index.free_bytes(used - request.to_bytes, why="budget") if used > request.to_bytes else []
 
 
-def _delete_expired(tables: Tables, now: float, reply: GcReply) -> None:
+def _delete_expired(index: Index, now: float, reply: GcReply) -> None:
+    """Delete what is too old, then the tails of deleted sessions."""
+    index.transact(lambda tables: _delete_expired_rows(tables, now, reply), frees_space=True)
+    reply.responses = index.evict_responses()
+    reply.cuts = truncate_orphaned_tails(index)
+    index.sweep()
+
+
+def _delete_expired_rows(tables: Tables, now: float, reply: GcReply) -> None:
     """Delete old records, old turns and pins of deleted sessions, and removal reasons when full."""
     unpin_orphaned_segments(tables)
-    for key, record in tables.requests():
-        if record.at < now - RECORD_AGE_MAX_S:
-            tables.delete("requests", key)
-            reply.records += 1
+    old_records = [key for key, record in tables.requests() if record.at < now - RECORD_AGE_MAX_S]
+    for key in old_records:
+        tables.delete("requests", key)
     stored = {row.id for row in tables.sessions()}
     turns = list_turns(tables)
     old = [(key, row) for key, row in turns if row.at < now - RECORD_AGE_MAX_S and row.session not in stored]
     remove_turns(tables, old)
-    reply.turns = len(old)
+    reply.records, reply.turns = len(old_records), len(old)
     if (notes := tables.count("gone")) >= REMOVAL_REASONS_MAX:
         for key, _ in list(tables.items("gone")):
             tables.delete("gone", key)

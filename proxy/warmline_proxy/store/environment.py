@@ -6,18 +6,19 @@ keeps the number of the last transaction in a lock file of its own, which must n
 """
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import lmdb
 import msgspec
 
 from warmline_common.storage import disk
-from warmline_proxy.store.environment_pool import EnvironmentGeneration, EnvironmentPool
+from warmline_proxy.store.environment_pool import EmptyEnvironment, EnvironmentGeneration, EnvironmentPool
 from warmline_proxy.store.errors import (
     REBUILD_HINT,
     IndexDamagedError,
@@ -27,7 +28,8 @@ from warmline_proxy.store.errors import (
     IndexStoreError,
     wrap_error,
 )
-from warmline_proxy.store.files import find_superseded
+from warmline_proxy.store.files import find_superseded, is_generation, restore_access
+from warmline_proxy.store.page_checks import find_page_flaw
 from warmline_proxy.store.tables import INCOMPLETE_KEY, PURGED_DATA_KEY, TABLES, TABLES_ADDED, Tables
 
 log = logging.getLogger(__name__)
@@ -36,31 +38,23 @@ SCHEMA = 1
 MAP_BYTES = 4 << 30  # virtual and sparse; doubled where it is full
 READERS_MAX = 512
 LOCK_BYTES = 36 << 10  # of LMDB's file of so many readers, which it makes without blocks, and writes to as memory
+WRITE_BYTES_MAX = 1 << 20  # of one of LMDB's writes
 SCHEMA_KEY = b"schema"
-DAMAGE_ERRORS = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError)
+DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"
+DAMAGE_ERRORS = (
+    lmdb.BadValsizeError,
+    lmdb.CorruptedError,
+    lmdb.CursorFullError,
+    lmdb.IncompatibleError,
+    lmdb.InvalidError,
+    lmdb.PageFullError,
+    lmdb.PageNotFoundError,
+    lmdb.PanicError,
+    lmdb.VersionMismatchError,
+)
 DECODE_ERRORS = (msgspec.DecodeError, ValueError, OverflowError)  # raised for damaged entries
 
 T = TypeVar("T")
-
-
-class _EmptyEnvironment(nullcontext[None]):
-    """Environment, and its transactions, where there is no index and none can be made; without tables."""
-
-    def begin(self) -> Self:
-        return self
-
-    def stat(self) -> dict[str, int]:
-        return {"psize": 0}
-
-    def info(self) -> dict[str, int]:
-        return {"last_pgno": 0}
-
-    def reader_check(self) -> int:
-        return 0
-
-    def abort(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class LmdbEnvironment:
@@ -81,19 +75,42 @@ class LmdbEnvironment:
             self._pool = EnvironmentPool(self._open_or_empty() if exclusive else self._open_newest())
 
     def _open_writable(self) -> EnvironmentGeneration:
-        disk.make_folders(self._folder)
-        self.delete_superseded()
+        self._prepare_folder()
         try:
-            return self._open_newest()
+            self.delete_superseded()
+            return self._open_checked()
         except IndexDamagedError as error:
             return self._create_empty(error)
 
+    def _prepare_folder(self) -> None:
+        """Create the folder; anything else in its place is deleted, and access to what is in it restored."""
+        if os.path.lexists(self._folder) and not self._folder.is_dir():
+            log.error("%s is no folder; the index is made anew from the stored files", self._folder)
+            disk.delete(self._folder)
+        disk.make_folders(self._folder)
+        restore_access(self._folder)
+
     def _open_or_empty(self) -> EnvironmentGeneration:
         try:
-            return self._open_newest()
+            return self._open_checked()
         except (IndexMissingError, IndexDamagedError) as error:
             log.error("%s: no stored data can be used", error)
-            return EnvironmentGeneration(self._folder, _EmptyEnvironment(), dict.fromkeys(TABLES))
+            return EnvironmentGeneration(self._folder, EmptyEnvironment(), dict.fromkeys(TABLES))
+
+    def _open_checked(self) -> EnvironmentGeneration:
+        """Open the newest generation once all its pages are checked: LMDB would end this process at a damaged one."""
+        for path in _list_generations(self._folder)[-1:]:
+            with suppress(IndexMissingError):
+                _require_sound_pages(path, tables_only=False)
+        return self._open_newest()
+
+    def require_sound_pages(self) -> None:
+        """Check all pages of the open index.  Raises IndexDamagedError."""
+        if not self._writable:
+            self._follow_compaction()
+        with self._pool.acquire() as generation:
+            if generation.path != self._folder:  # else there is none
+                _require_sound_pages(generation.path, tables_only=False)
 
     def become_writable(self) -> None:
         """Reopen an index that was opened `exclusive`; readers wait.  IndexStoreError, OSError: it stays read-only."""
@@ -111,22 +128,19 @@ class LmdbEnvironment:
         """Delete the draft or the old generation that a killed compaction left, and all that is no generation."""
         paths = find_superseded(self._folder.iterdir())
         for path in paths:
-            if path.is_dir():
-                disk.delete_tree(path)
-            else:
-                disk.delete(path)
+            disk.delete_tree(path)
         return paths
 
     def replace_with_empty(self, error: IndexDamagedError) -> None:
-        """Replace an index that turned out to be unreadable with an empty one.  No thread may be reading it."""
-        self.close()
-        self._pool.current = self._create_empty(error)
+        """Replace an index that turned out to be unreadable with an empty one; transactions under way go on in it."""
+        log.error("%s; a new one is made from the stored files", error)
+        self._replace_generations(lambda _: None)
 
     def _create_empty(self, error: IndexDamagedError) -> EnvironmentGeneration:
         # Not kept: it holds transcripts, which neither a purge nor the budget would ever find again.
         log.error("%s; a new one is made from the stored files", error)
-        disk.delete_tree(self._folder)
-        disk.make_folders(self._folder)
+        for path in list(self._folder.iterdir()):  # the folder itself may be a link
+            disk.delete_tree(path)
         return self._open_newest()
 
     def _open_newest(self) -> EnvironmentGeneration:
@@ -142,27 +156,25 @@ class LmdbEnvironment:
         raise IndexMissingError(f"no index in {self._folder}")
 
     def _open(self, path: Path) -> EnvironmentGeneration:
-        if not self._writable and not (path / "data.mdb").exists():
-            raise IndexMissingError(f"no index in {path}")
+        if not self._writable:
+            _require_sound_pages(path, tables_only=True)
         try:
             if self._writable:
                 disk.make_folders(path)
-                disk.allocate(path / "lock.mdb", LOCK_BYTES)
+                _allocate_lock_file(path / LOCK_FILE)
             env = self._open_lmdb(path)
-        except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError) as error:
-            raise IndexDamagedError(f"the index in {path} is damaged: {error}; {REBUILD_HINT}") from error
+        except DAMAGE_ERRORS as error:
+            raise _make_damage_error(path, error) from error
         except (lmdb.Error, OSError) as error:
             raise wrap_error(f"can't open the index in {path}", error) from error
         try:
-            if self._writable:
-                _lengthen_data_file(env, path)
             return EnvironmentGeneration(path, env, self._open_tables(env, path))
         except (lmdb.Error, OSError, IndexStoreError) as error:
             env.close()
             if isinstance(error, IndexStoreError):
                 raise
             if isinstance(error, DAMAGE_ERRORS):
-                raise IndexDamagedError(f"the index in {path} is damaged: {error}; {REBUILD_HINT}") from error
+                raise _make_damage_error(path, error) from error
             if self._writable:
                 raise wrap_error(f"can't open the index in {path}", error) from error
             raise IndexMissingError(f"the index in {path} is not complete: {error}") from error
@@ -186,8 +198,10 @@ class LmdbEnvironment:
             with _write_transaction(env) as txn:
                 handles = {name: env.open_db(name.encode(), txn=txn) for name in TABLES}
                 if txn.get(SCHEMA_KEY, db=handles["meta"]) is None:
-                    txn.put(SCHEMA_KEY, str(SCHEMA).encode(), db=handles["meta"])
-                    txn.put(INCOMPLETE_KEY, b"", db=handles["meta"])
+                    tables = Tables(txn, handles)
+                    tables.put("meta", SCHEMA_KEY, str(SCHEMA).encode())
+                    tables.put("meta", INCOMPLETE_KEY, b"")
+                    tables.reset_digest()
         else:  # not within one transaction: LMDB forgets handles that were opened in a read transaction when that ends
             handles = {name: _open_table(env, name) for name in TABLES}
         with env.begin() as txn:
@@ -213,7 +227,7 @@ class LmdbEnvironment:
                 with generation.env.begin() as txn:
                     yield Tables(txn, generation.handles)
             except (*DAMAGE_ERRORS, *DECODE_ERRORS) as error:
-                raise IndexDamagedError(f"the index is damaged ({error}); cachectl verify --repair mends it") from error
+                raise IndexDamagedError(f"the index is damaged: {error}; {REBUILD_HINT}", "damaged") from error
 
     def write(self, change: Callable[[Tables], T]) -> T:
         """Run `change` in a transaction of its own; durable when this returns, undone when it raises.
@@ -229,7 +243,7 @@ class LmdbEnvironment:
                 self._grow_map()
             except lmdb.PanicError as error:  # LMDB could not finish a write; what was committed is whole
                 self._reopen()
-                raise wrap_error("can't write the index", error) from error
+                raise self._wrap_write_error("can't write the index", error) from error
 
     def _write(self, change: Callable[[Tables], T]) -> T:
         """Raises MapFullError, PanicError, IndexStoreError."""
@@ -239,13 +253,21 @@ class LmdbEnvironment:
                     tables = Tables(txn, generation.handles)
                     result = change(tables)
                     tables.write_sums()
+                    tables.write_digest()
                 return result
             except (lmdb.MapFullError, lmdb.PanicError):
                 raise
             except (*DAMAGE_ERRORS, msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise IndexDamagedError(f"the index is damaged ({error}); cachectl verify --repair mends it") from error
+                raise IndexDamagedError(f"the index is damaged: {error}; {REBUILD_HINT}", "damaged") from error
             except (lmdb.Error, OSError) as error:
-                raise wrap_error("can't write the index", error) from error
+                raise self._wrap_write_error("can't write the index", error) from error
+
+    def _wrap_write_error(self, what: str, error: Exception) -> IndexStoreError:
+        """As `wrap_error`; LMDB calls a write that a full disk cut short an input/output error."""
+        wrapped = wrap_error(what, error)
+        if wrapped.code == "EIO" and disk.count_free_bytes(self._folder) < WRITE_BYTES_MAX:
+            return IndexStoreError(f"{what}: the disk is full ({error})", "ENOSPC")
+        return wrapped
 
     def _grow_map(self) -> None:
         """Double the map.  Raises IndexFullError where there is no address space or memory for it."""
@@ -293,7 +315,7 @@ class LmdbEnvironment:
     def bytes_used(self) -> int:
         """Bytes of the index on disk: its used pages, not the sparse map."""
         with self._pool.acquire() as generation, _translate_errors():
-            return _count_used_bytes(generation.env)
+            return (int(generation.env.info()["last_pgno"]) + 1) * int(generation.env.stat()["psize"])
 
     def reader_check(self) -> int:
         """Free the slots (and so the pages) of readers that were killed."""
@@ -308,20 +330,26 @@ class LmdbEnvironment:
 
         LMDB's own compacting copy copies pages as they are, with deleted rows still in their slack.
         """
-        try:
-            old = self._pool.swap(self._write_compacted())
-            disk.delete_tree(old.path)  # its readers have it open
-        except (lmdb.Error, OSError) as error:
-            raise wrap_error("can't compact the index", error) from error
+        self._replace_generations(lambda draft: _copy_tables(self._pool.current, draft))
 
-    def _write_compacted(self) -> EnvironmentGeneration:
+    def _replace_generations(self, fill: Callable[[EnvironmentGeneration], None]) -> None:
+        """Use a new generation, which `fill` gets empty, from now on.  Raises IndexStoreError."""
+        try:
+            old = self._pool.swap(self._write_generation(fill))
+            disk.delete_tree(old.path)  # its readers have it open
+        except DAMAGE_ERRORS as error:
+            raise _make_damage_error(self._pool.current.path, error) from error
+        except (lmdb.Error, OSError) as error:
+            raise self._wrap_write_error("can't write the index anew", error) from error
+
+    def _write_generation(self, fill: Callable[[EnvironmentGeneration], None]) -> EnvironmentGeneration:
         number = int(self._pool.current.path.name) + 1
         draft, path = self._folder / f".{number}{disk.DRAFT_SUFFIX}", self._folder / str(number)
         disk.delete_tree(draft)
         try:
             fresh = self._open(draft)
             try:
-                _copy_tables(self._pool.current, fresh)
+                fill(fresh)
             finally:
                 fresh.env.close()
             disk.rename(draft, path)
@@ -370,18 +398,23 @@ def _translate_errors() -> Iterator[None]:
         raise IndexStoreError(f"can't read the index: {error}") from error
 
 
-def _count_used_bytes(env: Any) -> int:
-    return (int(env.info()["last_pgno"]) + 1) * int(env.stat()["psize"])
+def _make_damage_error(path: Path, flaw: object) -> IndexDamagedError:
+    return IndexDamagedError(f"the index in {path} is damaged: {flaw}; {REBUILD_HINT}", "damaged")
 
 
-def _lengthen_data_file(env: Any, path: Path) -> None:
-    """Append zeros for pages past the end: LMDB maps the file, and reading there would end the process.
+def _require_sound_pages(path: Path, *, tables_only: bool) -> None:
+    """Raise IndexMissingError, or IndexDamagedError where LMDB could not use a generation's data file."""
+    if not (flaw := find_page_flaw(path / DATA_FILE, tables_only=tables_only)):
+        return
+    if os.path.lexists(path / DATA_FILE) or (os.path.lexists(path) and not path.is_dir()):
+        raise _make_damage_error(path, flaw)
+    raise IndexMissingError(f"no index in {path}")
 
-    LMDB reports zeros as damage.  Pages at the end that were never needed make the file a little short, too.
-    """
-    size = _count_used_bytes(env)
-    if (path / "data.mdb").stat().st_size < size:
-        disk.lengthen(path / "data.mdb", size)
+
+def _allocate_lock_file(path: Path) -> None:
+    if os.path.lexists(path) and not path.is_file():
+        disk.delete_tree(path)
+    disk.allocate(path, LOCK_BYTES)
 
 
 def _open_table(env: Any, name: str) -> Any:
@@ -396,9 +429,11 @@ def _open_table(env: Any, name: str) -> Any:
 
 def _list_generations(folder: Path) -> list[Path]:
     try:
-        return sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
+        return sorted((path for path in folder.iterdir() if is_generation(path)), key=lambda path: int(path.name))
     except FileNotFoundError as error:
         raise IndexMissingError(f"no index in {folder}") from error
+    except NotADirectoryError as error:
+        raise _make_damage_error(folder, "it is no folder") from error
 
 
 def _copy_tables(old: EnvironmentGeneration, new: EnvironmentGeneration) -> None:
@@ -406,6 +441,8 @@ def _copy_tables(old: EnvironmentGeneration, new: EnvironmentGeneration) -> None
         for name in TABLES:
             for key, value in source.cursor(db=old.handles[name]):
                 target.put(key, value, db=new.handles[name])
+        tables = Tables(target, new.handles)
         if source.get(INCOMPLETE_KEY, db=old.handles["meta"]) is None:
-            target.delete(INCOMPLETE_KEY, db=new.handles["meta"])
-        target.delete(PURGED_DATA_KEY, db=new.handles["meta"])
+            target.delete(INCOMPLETE_KEY, db=new.handles["meta"])  # the new one's own, which the copied digest lacks
+        tables.delete("meta", PURGED_DATA_KEY)
+        tables.write_digest()

@@ -2,14 +2,34 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from warmline_proxy.store.errors import IndexFullError, IndexStoreError
 
 EXCLUSIVE_WAIT_S = 10.0  # readers take milliseconds, checking the whole index somewhat longer
+
+
+class EmptyEnvironment(nullcontext[None]):
+    """Environment, and its transactions, where there is no index and none can be made; without tables."""
+
+    def begin(self) -> Self:
+        return self
+
+    def stat(self) -> dict[str, int]:
+        return {"psize": 0}
+
+    def info(self) -> dict[str, int]:
+        return {"last_pgno": 0}
+
+    def reader_check(self) -> int:
+        return 0
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass

@@ -14,7 +14,7 @@ import os
 
 DAMAGE_MARKERS = ("MDB_BAD_TXN", "MDB_CORRUPTED", "MDB_PAGE_NOTFOUND")  # in what lmdb says
 NO_SPACE_CODES = ("ENOSPC", "EDQUOT")
-REBUILD_HINT = "start Warmline again: a start makes the index anew from the files"
+REBUILD_HINT = "`cachectl verify --repair`, or the next start, makes the index anew from the files"
 
 
 class IndexStoreError(Exception):

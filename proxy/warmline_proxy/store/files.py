@@ -70,10 +70,28 @@ def _identify_files(folder: str, names: Iterable[str], path_of: Callable[[str], 
         yield (file_id if FILE_ID.fullmatch(file_id) and path_of(file_id) == path else ""), path
 
 
+def is_generation(path: Path) -> bool:
+    """True for the name of a generation of the index."""
+    return path.name.isascii() and path.name.isdigit()
+
+
+def restore_access(index: Path) -> None:
+    """Let the owner use the index's folder and all in it, after a copy or a command that took that away."""
+    paths = [index.resolve()]
+    while paths:
+        path = paths.pop()
+        mode = path.lstat().st_mode
+        wanted = 0o700 if stat.S_ISDIR(mode) else 0o600 if stat.S_ISREG(mode) else 0
+        if mode & wanted != wanted:
+            disk.set_mode(path, stat.S_IMODE(mode) | wanted)
+        if stat.S_ISDIR(mode):
+            paths += path.iterdir()
+
+
 def find_superseded(index: Iterable[Path]) -> list[Path]:
     """All paths in the index's folder but the newest generation: the rest of a compaction that was killed."""
     paths = list(index)
-    newest = max((int(path.name) for path in paths if path.name.isdigit()), default=0)
+    newest = max((int(path.name) for path in paths if is_generation(path)), default=0)
     return [path for path in paths if path.name != str(newest)]
 
 

@@ -9,7 +9,16 @@ import msgspec
 from warmline_common.protocol.tokens import TOKEN_BYTES
 from warmline_proxy.store.files import FILE_ID
 from warmline_proxy.store.rows import IndexFinding
-from warmline_proxy.store.tables import DECODERS, HASH_BYTES, SUMS_KEY, TABLES, Tables, decode_sums
+from warmline_proxy.store.tables import (
+    DECODERS,
+    DIGEST_BYTES,
+    DIGEST_KEY,
+    HASH_BYTES,
+    SUMS_KEY,
+    TABLES,
+    Tables,
+    decode_sums,
+)
 
 ID_BYTES = 16
 SESSION_ID_BYTES = 12
@@ -69,6 +78,8 @@ def _has_matching_key(table: str, key: bytes, row: Any) -> bool:
 
 
 def _find_meta_flaw(key: bytes, value: bytes) -> str:
+    if key == DIGEST_KEY and len(value) != DIGEST_BYTES:
+        return f"a digest of {len(value)} bytes makes no sense"
     if key != SUMS_KEY:
         return ""  # the schema: an index of another one is not opened
     try:

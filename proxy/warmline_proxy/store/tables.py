@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
+import xxhash
 
 from warmline_common.protocol.tokens import BLOCK_TOKENS, TOKEN_BYTES
 from warmline_proxy.store import rows
@@ -28,10 +29,12 @@ TABLES_ADDED = frozenset(
 SUMS_KEY = b"sums"
 INCOMPLETE_KEY = b"anew"  # in meta, from the creation of the index until it has all stored files
 PURGED_DATA_KEY = b"traces"  # in meta, from a purge until a compaction has removed its traces from the index's file
+DIGEST_KEY = b"digest"  # in meta: the digest of all other entries
 PURGE_NOTICE_KEY = b"untold"  # in meta, from a purge until no backend can have purged KV in memory
 REQUESTS_MAX = 1000
 REMOVAL_REASONS_MAX = 10_000
 HASH_BYTES = 16
+DIGEST_BYTES = 16
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -76,9 +79,19 @@ def encode_parent_key(root: bytes, parent: str) -> bytes:
     return b"s" + bytes.fromhex(parent) if parent else b"r" + root
 
 
+def _encode_digest(digest: int) -> bytes:
+    return (digest % (1 << 8 * DIGEST_BYTES)).to_bytes(DIGEST_BYTES, "big")
+
+
 def block_range(start: int, end: int) -> slice:
     """Blocks that end in (start, end]."""
     return slice(start // BLOCK_TOKENS, end // BLOCK_TOKENS)
+
+
+def digest_entry(table: str, key: bytes, value: bytes) -> int:
+    """Digest of an entry.  The sum of all of them does not depend on their order."""
+    head = b"%s %d " % (table.encode(), len(key))
+    return int.from_bytes(xxhash.xxh3_128_digest(head + key + value), "big")
 
 
 class Tables:
@@ -88,6 +101,7 @@ class Tables:
         self._txn = txn
         self._handles = handles
         self._changed_sums: rows.Sums | None = None
+        self._digest_change = 0
 
     # --- plain access ---
 
@@ -105,9 +119,14 @@ class Tables:
         return (self.get(table, key) or b"").hex()
 
     def put(self, table: str, key: bytes, value: bytes) -> None:
+        if (old := self.get(table, key)) is not None:
+            self._digest_change -= digest_entry(table, key, old)
+        self._digest_change += digest_entry(table, key, value)
         self._txn.put(key, value, db=self._handles[table])
 
     def delete(self, table: str, key: bytes) -> bool:
+        if (old := self.get(table, key)) is not None:
+            self._digest_change -= digest_entry(table, key, old)
         return bool(self._txn.delete(key, db=self._handles[table]))
 
     def items(self, table: str, prefix: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
@@ -144,6 +163,32 @@ class Tables:
     def write_sums(self) -> None:
         if self._changed_sums is not None:
             self.put("meta", SUMS_KEY, _encode(self._changed_sums))
+
+    # --- digest: tells damage to entries that could be true ---
+
+    def has_true_digest(self) -> bool | None:
+        """True where all entries are those that were written; None where an older version wrote the index."""
+        stored = self.get("meta", DIGEST_KEY)
+        return None if stored is None else stored == self._compute_digest()
+
+    def write_digest(self) -> None:
+        """Add this transaction's changes to the digest, if there is one."""
+        if self._digest_change and (stored := self.get("meta", DIGEST_KEY)) is not None:
+            self._put_digest(int.from_bytes(stored, "big") + self._digest_change)
+
+    def reset_digest(self) -> None:
+        """Write the digest of the entries as they are now."""
+        self._put_digest(int.from_bytes(self._compute_digest(), "big"))
+
+    def _compute_digest(self) -> bytes:
+        entries = ((table, key, value) for table in TABLES for key, value in self.items(table) if key != DIGEST_KEY)
+        return _encode_digest(sum(digest_entry(*entry) for entry in entries))
+
+    def _put_digest(self, digest: int) -> None:
+        self._txn.put(DIGEST_KEY, _encode_digest(digest), db=self._handles["meta"])
+        self._digest_change = 0
+
+    # --- marks ---
 
     def is_incomplete(self) -> bool:
         """True where the index may lack stored data: it was missing or unreadable."""

@@ -102,7 +102,7 @@ def test_crashing_pages_are_reported_and_repaired(home: Home) -> None:
         rows = {row.id for row in index.segments()}
     break_page(home, max(rows))
     done = run_process(home, "verify")
-    assert done.returncode == 3 and "no process gets through it" in done.stderr
+    assert done.returncode == 3 and "of segments, is page" in done.stderr and "verify --repair" in done.stderr
     assert run_process(home, "verify", "--repair").returncode == 0
     with Index(home, 1 << 30) as index:
         assert {row.id for row in index.segments()} == rows
@@ -116,6 +116,31 @@ def test_unreadable_index_is_repaired(home: Home) -> None:
     done = read_json(home, "verify", "--repair")
     assert done["findings"] == [] and (done["segments"], done["checkpoints"]) == (2, 1)
     assert [row["tokens"] for row in read_json(home, "inspect")["sessions"]] == [1502]  # one a leaf of the tree
+
+
+def test_lost_index_beside_files_is_reported_and_repaired(home: Home) -> None:
+    shutil.rmtree(home.index)
+    for command in (["verify"], ["ls"]):
+        refused = run_cachectl(home, *command)
+        assert refused.returncode == 3 and "though files are stored" in refused.stderr
+        assert "verify --repair" in refused.stderr
+    done = read_json(home, "verify", "--repair")
+    assert done["findings"] == [] and (done["segments"], done["checkpoints"]) == (2, 1)
+    assert [each["what"] for each in done["did"]].count("adopted") == 3
+
+
+@pytest.mark.parametrize("command", [["gc"], ["pin", "feedfeed"]])
+def test_change_of_damaged_index_repairs_it_first(home: Home, command: list[str]) -> None:
+    """Without its rows each file would look like an orphan."""
+    files = {path for path in home.segments.rglob("*") if path.is_file()}
+    (data,) = home.index.glob("*/data.mdb")
+    damaged = bytearray(data.read_bytes())
+    damaged[-3000:] = bytes(3000)
+    damaged[2 * 4096 :] = damaged[2 * 4096 :][::-1]  # all but the metas
+    data.write_bytes(damaged)
+    run_cachectl(home, *command)
+    assert {path for path in home.segments.rglob("*") if path.is_file()} == files
+    assert read_json(home, "verify", "--repair")["findings"] == []
 
 
 def test_shared_options_may_stand_before_command(home: Home) -> None:

@@ -142,7 +142,7 @@ def test_empty_home_is_reported_and_stays_empty(verb: str, tmp_path: Path) -> No
     words = {"purge": ["--all", "--yes"], "pin": ["feedfeed"]}.get(verb, [])
     done = run_cachectl(home, verb, *words)
     assert done.returncode == 2 and "nothing was ever stored" in done.stderr
-    assert not any(home.index.iterdir())
+    assert not home.index.exists()
 
 
 @pytest.mark.parametrize("words", ["pin SESSION", "gc", "purge --all --yes"])

@@ -14,6 +14,7 @@ from warmline_cachectl import client
 from warmline_common.storage.file_lock import process_lock
 from warmline_common.storage.home import Home
 from warmline_proxy.index.index import Index
+from warmline_proxy.index.recovery.startup import reconcile
 from warmline_proxy.store.files import list_stored
 from warmline_proxy.store.rows import PurgeRequest
 
@@ -112,6 +113,7 @@ def test_proxy_refusal_is_quoted_and_foreign_server_named(home: Home, backend: R
 
 def test_purge_removes_drafts_of_killed_pair(home: Home) -> None:
     with Index(home, 1 << 30) as index:
+        reconcile(index)
         session = save(index, [5] * 100).session
         kept = index.segments()[0].id
         plan = plan_save(index, [5] * 100 + [6] * 2000)

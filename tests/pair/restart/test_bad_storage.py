@@ -15,7 +15,7 @@ from support.processes import free_port
 
 ANSWER = {"max_tokens": 6, "ignore_eos": True}
 WRITES = ["create", "write", "sync", "rename"]
-CHANGES = [*WRITES, "sync_folder", "link", "delete", "delete_folder", "make_folder", "set_mode", "lengthen"]
+CHANGES = [*WRITES, "sync_folder", "link", "delete", "delete_folder", "make_folder", "set_mode"]
 CHANGES += ["allocate", "run_lmdb"]
 SLOW = ("--prefill-step-size", "16")  # so that restoring takes less time than computing, with a model of this size too
 LIMIT_S = 60.0

@@ -142,7 +142,8 @@ async def test_refusals_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_compute_connections_max() -> None:
     assert compute_connections_max(2048, 8192) == 2048
     assert compute_connections_max(2048, 256) == 64
-    assert compute_connections_max(10, 20) == 1
+    assert compute_connections_max(2048, 128) == 32
+    assert compute_connections_max(10, 128) == 10
 
 
 @on_loop

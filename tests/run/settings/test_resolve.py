@@ -1,5 +1,6 @@
 """Precedence of the layers of settings, and their refusals."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -234,3 +235,10 @@ def test_backend_environment_limits_openblas_spinning(monkeypatch: pytest.Monkey
     assert environment["OPENBLAS_THREAD_TIMEOUT"] == "20" and environment["OPENBLAS_NUM_THREADS"] == "1"
     theirs = processes.backend_command(config, "m", {"OPENBLAS_THREAD_TIMEOUT": "4"}).environment
     assert theirs["OPENBLAS_THREAD_TIMEOUT"] == "4"
+
+
+def test_home_must_be_utf_8(tmp_path: Path) -> None:
+    """For LMDB; anywhere else a path may have any bytes."""
+    with pytest.raises(ConfigurationError, match="expected a directory whose path is UTF-8"):
+        resolve({"home": f"{tmp_path}/{os.fsdecode(bytes([0xFF, 0xFE]))}"}, {})
+    resolve({"home": f"{tmp_path}/h\u00e4user"}, {})

@@ -15,6 +15,7 @@ from warmline_proxy.api.chunks import EventEncoder, encode_events
 from warmline_proxy.errors import ClientError, bad_request
 from warmline_proxy.http import body_fields
 
+TIME_S_MAX = 253_402_300_799  # the last second of the year 9999
 _SESSION = re.compile(r"_session_([0-9A-Za-z-]{8,64})$")
 
 
@@ -76,9 +77,14 @@ def build_models_reply(name: str, status: BackendStatus) -> dict[str, Any]:
         "type": "model",
         "id": name or status.model,
         "display_name": status.model,
-        "created_at": datetime.fromtimestamp(status.model_created, UTC).isoformat(),
+        "created_at": _format_time(status.model_created),
         "lifecycle": "active",
         "max_input_tokens": status.context_tokens_max or None,
         "max_tokens": status.context_tokens_max or None,
     }
     return entry if name else {"data": [entry], "has_more": False, "first_id": entry["id"], "last_id": entry["id"]}
+
+
+def _format_time(seconds: int) -> str:
+    """Unix seconds as ISO 8601; the nearest time that can be written where a clock or a file's time is beyond that."""
+    return datetime.fromtimestamp(max(0, min(seconds, TIME_S_MAX)), UTC).isoformat()

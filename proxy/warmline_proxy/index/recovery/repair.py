@@ -24,6 +24,7 @@ from warmline_proxy.index.recovery.stored_responses import copy_responses
 from warmline_proxy.index.turns import call_keys, insert_turn
 from warmline_proxy.store import files as stored_files
 from warmline_proxy.store import rows
+from warmline_proxy.store.errors import IndexDamagedError
 from warmline_proxy.store.row_checks import read_valid_entries
 from warmline_proxy.store.tables import DECODERS, Tables
 
@@ -39,7 +40,16 @@ def repair(index: Index, *, deep: bool, is_saving: bool) -> rows.RepairReply:
     home = index.home
     findings = _list_paths(home, "mode", stored_files.make_private(home))
     disk_files = _DiskFiles.from_home(home, deep)
-    repairer = index.transact(lambda tables: _Repairer(tables, home, disk_files, is_saving=is_saving).run())
+
+    def rebuild() -> _Repairer:
+        return index.transact(lambda tables: _Repairer(tables, home, disk_files, is_saving=is_saving).run())
+
+    try:
+        index.require_sound_pages()
+        repairer = rebuild()
+    except IndexDamagedError as error:
+        index.replace_with_empty(error)
+        repairer = rebuild()
     stored_files.move_to_quarantine(home, repairer.quarantined_ids)
     for path in repairer.orphans:
         disk.delete(path)
@@ -113,6 +123,8 @@ class _Repairer:
         self._tables, self._home, self._disk_files = tables, home, disk_files
         self._old_rows = _ReadableRows.from_tables(tables)
         self._plans = self._old_rows.saves if is_saving else []
+        # An index that was lost under a running proxy does not know its saves.
+        self._keeps_drafts = bool(self._plans) or (is_saving and tables.is_incomplete())
         self._draft, self._tree = DraftTables(), RebuiltTree()
         self.findings: list[rows.IndexFinding] = []
         self.quarantined_ids: list[str] = []  # files to move into quarantine
@@ -124,6 +136,7 @@ class _Repairer:
         self._files = self._find_present_files()
 
     def run(self) -> Self:
+        has_true_digest = self._tables.has_true_digest()
         self._copy_bookkeeping()
         for file in self._files.values():
             if isinstance(file, InvalidFile):
@@ -138,6 +151,10 @@ class _Repairer:
         for table, count in self._draft.apply_to(self._tables).items():
             self._add_finding("entries", "", f"{count} of {table} were put right")
         self._tables.mark_complete()
+        if not has_true_digest:
+            self._tables.reset_digest()
+        if has_true_digest is False and not self.findings:
+            self._add_finding("entries", "", "one that no file tells was changed; it stays as it is")
         return self
 
     def _add_finding(self, what: str, file_id: str, detail: str) -> None:
@@ -187,7 +204,7 @@ class _Repairer:
         copy_responses(self._tables, draft)
         # A purged file that is leased still lies in quarantine: the sweep after its release deletes it.
         orphans = [path for file_id, path in self._disk_files.quarantined if file_id not in self._excluded_ids]
-        if not self._plans:
+        if not self._keeps_drafts:
             orphans += self._disk_files.unidentified
         self.orphans += [path for path in orphans if path.exists()]
         self.findings += _list_paths(self._home, "deleted", self.orphans)

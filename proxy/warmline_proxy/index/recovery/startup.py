@@ -2,15 +2,19 @@
 
 import logging
 import time
+from contextlib import suppress
 
 import msgspec
 
 from warmline_proxy.index.index import Index, IndexStoreError
 from warmline_proxy.index.recovery.orphans import delete_orphans
 from warmline_proxy.index.recovery.repair import repair
+from warmline_proxy.index.recovery.verify import find_table_damage
 from warmline_proxy.index.save import abort_save
 from warmline_proxy.index.tree import delete_subtree, quarantine_subtree
 from warmline_proxy.store import files as stored_files
+from warmline_proxy.store.errors import IndexDamagedError
+from warmline_proxy.store.rows import IndexFinding
 from warmline_proxy.store.tables import Tables
 
 log = logging.getLogger(__name__)
@@ -38,9 +42,7 @@ class ReconcileReport(msgspec.Struct, kw_only=True):
 
 def reconcile(index: Index) -> ReconcileReport:
     home, counts = index.home, ReconcileReport()
-    if index.is_damaged() and (did := repair(index, deep=False, is_saving=False).did):
-        counts.mended, stored = len(did), index.totals()
-        log.warning("the index was mended: it has %d segments now, %d tokens", stored.segments, stored.tokens)
+    counts.mended = len(repair_damage(index))
     saves = index.transact(lambda tables: [abort_save(tables, plan) for plan in tables.save_plans()], frees_space=True)
     counts.saves_rolled_back = len(saves)
     sizes = {file_id: path.stat().st_size for file_id, path in stored_files.list_stored(home) if file_id}
@@ -56,6 +58,36 @@ def reconcile(index: Index) -> ReconcileReport:
     counts.responses_evicted = index.evict_responses()
     counts.purges_ended = _finish_purge(index)
     return counts
+
+
+def repair_damage(index: Index) -> list[IndexFinding]:
+    """Repair the index where it is damaged, or lacks stored data; what was repaired.
+
+    For every process that takes over a home.  Blocks; raises IndexStoreError, OSError.
+    """
+    if is_sound(index):
+        return []
+    if did := repair(index, deep=False, is_saving=False).did:
+        stored = index.totals()
+        log.warning("the index was mended: it has %d segments now, %d tokens", stored.segments, stored.tokens)
+    return did
+
+
+def is_sound(index: Index) -> bool:
+    """True where the index has all stored data, and each entry is the one that was written."""
+    try:
+        with index.read_transaction() as tables:
+            if tables.is_incomplete():
+                return False
+            if (is_true := tables.has_true_digest()) is not None:
+                return is_true
+            damage = find_table_damage(tables)
+    except IndexDamagedError:
+        return False
+    if not damage:
+        with suppress(IndexStoreError):  # a full disk is no reason not to start
+            index.transact(Tables.reset_digest)
+    return not damage
 
 
 def _finish_purge(index: Index) -> int:

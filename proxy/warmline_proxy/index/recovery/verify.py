@@ -46,8 +46,15 @@ def verify_index(
     listing = _DiskListing(stored, quarantined, list(home.index.iterdir()))
     with reader.read_transaction() as tables:
         findings = list(find_flaws(tables)) or _check_all(tables, home, listing, deep, progress)
+        if not findings and tables.has_true_digest() is False:
+            findings = [_finding("digest", "", "an entry is another one than was written, which no other one tells")]
     with reader.read_transaction() as tables:
         return [finding for finding in findings if _is_current(tables, finding)]
+
+
+def find_table_damage(tables: Tables) -> list[IndexFinding]:
+    """Entries that can't be read; where there are none, contradictions between tables.  No file is read."""
+    return list(find_flaws(tables)) or list(_check_tables(tables, _StoredTree.from_tables(tables)))
 
 
 def _check_all(
@@ -55,21 +62,25 @@ def _check_all(
 ) -> list[IndexFinding]:
     tree = _StoredTree.from_tables(tables)
     return [
-        *_check_segments(tables, tree),
-        *_check_children(tables, tree),
-        *_check_blocks(tables, tree),
-        *_check_checkpoints(tables, tree),
-        *_check_sessions(tables, tree),
-        *_check_usage(tables, tree),
-        *_check_turns(tables),
+        *_check_tables(tables, tree),
         *check_responses(tables, deep),
-        *_check_file_states(tables),
-        *_check_sums(tables),
         *_check_files(tables, tree, home, deep, progress),
         *_check_quarantine(tables, home),
         *_check_orphans(tables, home, listing),
         *_check_permissions(home),
     ]
+
+
+def _check_tables(tables: Tables, tree: "_StoredTree") -> Iterator[IndexFinding]:
+    yield from _check_segments(tables, tree)
+    yield from _check_children(tables, tree)
+    yield from _check_blocks(tables, tree)
+    yield from _check_checkpoints(tables, tree)
+    yield from _check_sessions(tables, tree)
+    yield from _check_usage(tables, tree)
+    yield from _check_turns(tables)
+    yield from _check_file_states(tables)
+    yield from _check_sums(tables)
 
 
 def _is_current(tables: Tables, finding: IndexFinding) -> bool:

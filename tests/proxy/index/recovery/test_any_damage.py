@@ -15,7 +15,7 @@ from warmline_common.protocol.tokens import pack_tokens
 from warmline_common.storage.home import Home
 from warmline_proxy.index.index import Index, IndexReader
 from warmline_proxy.index.recovery.repair import repair
-from warmline_proxy.index.recovery.startup import reconcile
+from warmline_proxy.index.recovery.startup import repair_damage
 from warmline_proxy.index.recovery.verify import verify_index
 
 
@@ -41,8 +41,7 @@ def test_repair_after_any_damage_leaves_true_index(template: Home, damages: list
             states = {row.id: row.position for row in checkpoints}
             state_texts = {row.id: truth.path_tokens(row.segment)[: 4 * row.position] for row in checkpoints}
         with Index(home, BUDGET) as index:
-            if index.is_damaged():
-                reconcile(index)
+            repair_damage(index)
             repair_and_verify(index)
             assert repair(index, deep=True, is_saving=False).did == []
             for segment, (root, text) in list_texts(index).items():

@@ -3,13 +3,13 @@
 import errno
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from support.index.damage import (
@@ -27,6 +27,7 @@ from support.index.indexes import (
     FLAGS_AT,
     OVERFLOW,
     PAGE_BYTES,
+    ROOT,
     break_page,
     commit_save,
     count_matched,
@@ -40,11 +41,12 @@ from warmline_common.storage.home import Home
 from warmline_common.storage.segment_file import file_checksum, read_checksums, read_header
 from warmline_proxy.index.index import Index, IndexReader, IndexStoreError
 from warmline_proxy.index.recovery.repair import repair
-from warmline_proxy.index.recovery.startup import reconcile
+from warmline_proxy.index.recovery.startup import is_sound, reconcile
 from warmline_proxy.index.recovery.verify import verify_index
 from warmline_proxy.retention.purge import purge
 from warmline_proxy.store.files import quarantine_path
-from warmline_proxy.store.rows import PurgeRequest, RepairReply
+from warmline_proxy.store.rows import PurgeRequest, RepairReply, SegmentRow, SessionUpdate
+from warmline_proxy.store.tables import DIGEST_KEY, Tables
 
 
 def list_repairs(reply: RepairReply) -> set[str]:
@@ -152,34 +154,158 @@ def test_unreadable_page_after_first_flaw_is_handled(home: Home) -> None:
         assert list_texts(index) == whole and verify_index(index, deep=True) == []
 
 
-def test_crashing_pages_are_not_copied(home: Home) -> None:
-    """LMDB asserts, so the first start dies of it; the next one has another process look, and makes the index anew."""
+def test_crashing_pages_are_not_read(home: Home) -> None:
+    """LMDB asserts, and ends the process."""
     with Index(home, BUDGET) as index:
         for number in range(40):  # so many that the segments' rows take some pages
             save(index, [number] * 5)
         whole = list_texts(index)
     break_page(home, max(whole))
-    code = "from pathlib import Path; from warmline_proxy.index.index import *\n"
-    code += "from warmline_proxy.index.recovery.startup import *\n"
-    code += "from warmline_common.storage.home import Home\n"
-    code += f"with Index(Home(Path({str(home.root)!r})), 1 << 30) as index: reconcile(index)"
-    starts = [subprocess.run([sys.executable, "-c", code], check=False, capture_output=True) for _ in range(2)]
-    assert [start.returncode for start in starts] == [-signal.SIGABRT, 0], starts
     with Index(home, BUDGET) as index:
+        assert reconcile(index).mended
         assert list_texts(index) == whole and verify_index(index, deep=True) == []
         assert reconcile(index).mended == 0
 
 
-def test_unprobed_index_is_kept(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def make_fifo(path: Path) -> None:
+    disk.delete_tree(path)
+    os.mkfifo(path)
+
+
+def make_file(path: Path) -> None:
+    disk.delete_tree(path)
+    path.write_bytes(b"x")
+
+
+def make_folder(path: Path) -> None:
+    disk.delete_tree(path)
+    path.mkdir()
+
+
+def make_dangling_link(path: Path) -> None:
+    disk.delete_tree(path)
+    path.symlink_to("/nowhere/at/all")
+
+
+ODD_PATHS = {
+    f"{name or 'index'} is {kind.__name__}": (name, kind)
+    for name in ("", "1", "1/data.mdb", "1/lock.mdb")
+    for kind in (make_fifo, make_file, make_folder, make_dangling_link)
+} | {
+    "index has no access": ("", lambda path: path.chmod(0)),
+    "generation has no access": ("1", lambda path: path.chmod(0)),
+    "data has no access": ("1/data.mdb", lambda path: path.chmod(0)),
+    "lock has no access": ("1/lock.mdb", lambda path: path.chmod(0)),
+    "data is empty": ("1/data.mdb", lambda path: path.write_bytes(b"")),
+    "data is missing": ("1/data.mdb", Path.unlink),
+    "lock is damaged": ("1/lock.mdb", lambda path: path.write_bytes(b"garbage" * 5000)),
+    "other generation is a file": ("7", lambda path: path.write_bytes(b"x")),
+    "name of a number of other digits": ("\u00b2", lambda path: path.mkdir()),
+}
+
+
+@pytest.mark.parametrize(("name", "make"), ODD_PATHS.values(), ids=ODD_PATHS)
+def test_anything_in_place_of_index_is_replaced(home: Home, name: str, make: Callable[[Path], object]) -> None:
     with Index(home, BUDGET) as index:
+        reconcile(index)
+        save_conversations(index)
+        whole = list_texts(index)
+    make(home.index / name)
+    with suppress(IndexStoreError):  # a reader neither waits, nor changes anything
+        IndexReader(home).close()
+    with Index(home, BUDGET) as index:
+        reconcile(index)
+        assert list_texts(index) == whole and verify_index(index, deep=True) == []
+    with Index(home, BUDGET) as index:
+        assert str(reconcile(index)) == "ok"
+
+
+def test_linked_index_folder_stays_a_link(home: Home, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    home.index.symlink_to(tmp_path / "elsewhere")
+    with Index(home, BUDGET) as index:
+        reconcile(index)
+        save_conversations(index)
+        whole = list_texts(index)
+    (home.index / "1" / "data.mdb").write_bytes(b"garbage" * 1000)
+    with Index(home, BUDGET) as index:
+        assert reconcile(index).mended and list_texts(index) == whole
+    assert home.index.is_symlink() and (tmp_path / "elsewhere" / "1" / "data.mdb").exists()
+
+
+@pytest.mark.parametrize("field", ["checksum", "model", "prefill_s"])
+def test_changed_field_of_row_is_noticed_at_start(home: Home, field: str) -> None:
+    """Nothing contradicts it in the index; where a file tells the true value, that is put right."""
+    with Index(home, BUDGET) as index:
+        reconcile(index)
         save_conversations(index)
         before = index.snapshot()
-        monkeypatch.setattr(sys, "executable", shutil.which("false"))
-        with pytest.raises(IndexStoreError, match="exit code 1"):
-            index.is_damaged(force_probe=True)
-        monkeypatch.undo()
-        repair(index, deep=False, is_saving=False)
-        assert not index.is_damaged(force_probe=True) and index.snapshot() == before
+    with open_tables(home) as table:
+        key, value = next(entry for entry in table("segments").entries() if b"checksum" in entry[1])
+        row = msgspec.msgpack.decode(value, type=SegmentRow)
+        other = {"checksum": "0" * len(row.checksum), "model": "model-b", "prefill_s": 7.0}[field]
+        table("segments").put(key, msgspec.msgpack.encode(msgspec.structs.replace(row, **{field: other})))
+    with IndexReader(home) as reader:
+        assert {finding.what for finding in verify_index(reader)} == {"file" if field == "checksum" else "digest"}
+    with Index(home, BUDGET) as index:
+        assert reconcile(index).mended == 1 and verify_index(index, deep=True) == []
+        assert field != "checksum" or index.snapshot() == before
+        assert reconcile(index).mended == 0
+
+
+def test_index_of_older_version_gets_digest(home: Home) -> None:
+    with Index(home, BUDGET) as index:
+        reconcile(index)
+        save_conversations(index)
+        before = index.snapshot()
+    with open_tables(home) as table:
+        table("meta").delete(DIGEST_KEY)
+    with Index(home, BUDGET) as index:
+        save(index, [8] * 70)  # before a start has looked at it
+        assert not index.transact(Tables.has_true_digest)
+        assert reconcile(index).mended == 0 and index.snapshot().segments.keys() > before.segments.keys()
+        assert index.transact(Tables.has_true_digest) and verify_index(index, deep=True) == []
+
+
+def test_damaged_older_index_is_repaired(home: Home) -> None:
+    with Index(home, BUDGET) as index:
+        reconcile(index)
+        save_conversations(index)
+        before = index.snapshot()
+    with open_tables(home) as table:
+        table("meta").delete(DIGEST_KEY)
+        table("blocks").delete(table("blocks").entries()[0][0])
+    with Index(home, BUDGET) as index:
+        assert reconcile(index).mended and index.snapshot() == before and verify_index(index, deep=True) == []
+
+
+def test_running_index_is_replaced_and_saves_end(home: Home) -> None:
+    """The index loses its saves under way: what they had written is kept, and what they write later is deleted."""
+    with Index(home, BUDGET) as index:
+        reconcile(index)
+        save_conversations(index)
+        whole = list_texts(index)
+        written, begun = plan_save(index, [3] * 50), plan_save(index, [4] * 50)
+        reply = write_plan(home, written)
+        draft = home.segment_file(begun.file_ids[0]).with_name(".draft.tmp")
+        draft.parent.mkdir(exist_ok=True, mode=0o700)
+        draft.write_bytes(b"half")
+        (data,) = home.index.glob("*/data.mdb")
+        damaged = bytearray(data.read_bytes())
+        damaged[-PAGE_BYTES:] = bytes(PAGE_BYTES)
+        damaged[1] ^= 1  # of a meta
+        data.write_bytes(damaged)
+        with pytest.raises(IndexStoreError, match="damaged"):
+            index.require_sound_pages()
+        assert repair(index, deep=True, is_saving=True).did
+        assert list_texts(index) == whole | {written.file_ids[0]: (ROOT, [3] * 50)}
+        assert draft.exists()
+        result = index.commit_save(written, reply, prefill_s=1.0, session=SessionUpdate(turn_end=0))
+        assert result.why_not and count_matched(index, [3] * 50) == 50
+        assert commit_save(index, begun).why_not and count_matched(index, [4] * 50) == 0
+        draft.unlink()
+        assert verify_index(index, deep=True) == []
+        assert repair(index, deep=True, is_saving=True).did == []
 
 
 def test_lost_index_is_rebuilt(home: Home) -> None:
@@ -208,7 +334,7 @@ def test_interrupted_start_loses_no_files(home: Home) -> None:
         assert reconcile(index).mended
         assert list_texts(index) == whole
         index.compact()
-        assert not index.is_damaged()
+        assert is_sound(index)
 
 
 def test_unreadable_files_survive_rebuild(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from warmline_proxy.index.index import Index
 from warmline_proxy.index.recovery.repair import repair
 from warmline_proxy.index.recovery.verify import verify_index
 from warmline_proxy.store.rows import QuarantineRow, RequestRecord, SegmentRow, SessionRow
-from warmline_proxy.store.tables import INCOMPLETE_KEY, TABLES, Tables, encode_child_key
+from warmline_proxy.store.tables import DIGEST_KEY, INCOMPLETE_KEY, TABLES, Tables, encode_child_key
 
 A = list(range(1000, 3000))
 WHOLE = [*A[:1500], 7, 7, 7]
@@ -224,7 +224,7 @@ def test_each_damage_is_found_and_repaired(saved_conversations: Index, damage: s
 @pytest.mark.parametrize("table", [table for table in TABLES if table not in ("saves", "gone", "doomed")])
 def test_unreadable_entry_is_found_in_every_table(saved_conversations: Index, table: str) -> None:
     def change(tables: Tables) -> None:
-        entry = next(entry for entry, _ in tables.items(table) if entry not in (b"schema", INCOMPLETE_KEY))
+        entry = next(entry for entry, _ in tables.items(table) if entry not in (b"schema", DIGEST_KEY, INCOMPLETE_KEY))
         tables.put(table, entry, b"\xc1\xff\xff")
 
     saved_conversations.transact(change)

@@ -23,7 +23,6 @@ CHANGES = (
     "delete_folder",
     "make_folder",
     "set_mode",
-    "lengthen",
     "allocate",
     "run_lmdb",
 )
