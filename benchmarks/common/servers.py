@@ -88,7 +88,8 @@ def request_completion(
             if math.isnan(first_s) and (content or delta.get("reasoning")):
                 first_s = time.perf_counter() - started
             text += content
-            logprobs += [_parse_top_logprobs(entry) for entry in (choice.get("logprobs") or {}).get("content") or ()]
+            for entries in (choice.get("logprobs") or {}).values():  # of reasoning, or of content
+                logprobs += [_parse_top_logprobs(entry) for entry in entries or ()]
     connection.close()
     return TimedAnswer(
         ttft_s=first_s,

@@ -72,7 +72,7 @@ def _requests() -> dict[str, tuple[str, dict[str, Any]]]:
     usage = {"stream_options": {"include_usage": True}}
     return {
         "chat": (CHAT, _chat()),
-        "chat, choices": (CHAT, _chat(n=2, logprobs=True, top_logprobs=2)),
+        "chat, choices": (CHAT, _chat(n=2, logprobs=True, top_logprobs=2, max_tokens=40, **formed)),
         "chat, tools": (CHAT, _chat(max_tokens=40, **forced)),
         "chat, form": (CHAT, _chat(max_tokens=40, **formed)),
         "chat, usage": (CHAT, _chat(**usage)),

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from warmline_backend.output.events import Part, Reasoning, Text, ToolCall
 from warmline_backend.request.params import Tools
@@ -12,9 +12,11 @@ from warmline_backend.tool_parsers.base import ParsedItems, RawToolCall
 from warmline_backend.tool_parsers.lenient_json import ToolCallParseError
 from warmline_common.protocol.surrogates import replace_halves
 
+T = TypeVar("T", Text, Reasoning)
+
 
 class PartEmitter:
-    """Parts of one answer.  Offsets are characters of all text; a Text's `end` is not set.
+    """Parts of one answer.  Offsets are characters of all text; the `end` of texts is not set.
 
     Line breaks next to reasoning's markers belong to the markers.  Where there may be calls, so does white space before
     and after them, but where content stands on both sides.
@@ -24,7 +26,7 @@ class PartEmitter:
         self._tools, self._parallel = tools, parallel
         self._parts: list[Part] = []
         self._pending_spaces: list[Text] = []  # of content, emitted only once something follows
-        self._pending_breaks = ""  # of reasoning, likewise
+        self._pending_breaks: list[Reasoning] = []  # of reasoning, likewise
         self.after_marker = False
         self.has_content = False
         self.has_calls = False
@@ -52,14 +54,17 @@ class PartEmitter:
         self.after_marker, self.reasoning_end = True, -1
 
     def end_reasoning(self, offset: int) -> None:
-        self.after_marker, self._pending_breaks, self.reasoning_end = True, "", offset
+        self.after_marker, self._pending_breaks, self.reasoning_end = True, [], offset
 
-    def emit_reasoning(self, text: str) -> None:
-        text = self._pending_breaks + self._strip_breaks(text)
-        emitted = text.rstrip("\n")
-        self._pending_breaks = text[len(emitted) :]
-        if emitted:
-            self._parts.append(Reasoning(emitted))
+    def emit_reasoning(self, text: str, end: int) -> None:
+        """Emit reasoning that ends at the offset `end`."""
+        text = self._strip_breaks(text)
+        if emitted := text.rstrip("\n"):
+            first = Reasoning(emitted, end - len(text))
+            self._parts += join_texts([*self._pending_breaks, first])
+            self._pending_breaks, text = [], text[len(emitted) :]
+        if text:
+            self._pending_breaks.append(Reasoning(text, end - len(text)))
 
     def _strip_breaks(self, text: str) -> str:
         if self.after_marker:
@@ -114,16 +119,15 @@ class PartEmitter:
 
     def finish(self) -> None:
         """End the answer: white space at its end is emitted too, but behind calls."""
-        if self._pending_breaks:
-            self._parts.append(Reasoning(self._pending_breaks))
+        self._parts += join_texts(self._pending_breaks)
         if not self.has_calls:
             self._parts += join_texts(self._pending_spaces)
-        self._pending_breaks, self._pending_spaces = "", []
+        self._pending_breaks, self._pending_spaces = [], []
 
 
-def join_texts(texts: Iterable[Text]) -> list[Text]:
+def join_texts(texts: Iterable[T]) -> list[T]:
     """Join texts that follow each other without a gap."""
-    joined: list[Text] = []
+    joined: list[T] = []
     for text in texts:
         last = joined[-1] if joined else None
         if last and (text.start == last.start + len(last.text) if last.start >= 0 else text.start < 0):

@@ -14,7 +14,11 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
+    """Reasoning, with the tokens that it lies in as in Text."""
+
     text: str
+    start: int = field(default=-1, compare=False)
+    end: int = field(default=-1, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

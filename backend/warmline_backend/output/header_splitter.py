@@ -97,7 +97,7 @@ class HeaderSplitter(Splitter):
         if self._recipient:
             self._pending.append(text)
         elif self._is_reasoning:
-            self._emitter.emit_reasoning(text)
+            self._emit_reasoning(text)
         else:
             self._emit_text(text)
 

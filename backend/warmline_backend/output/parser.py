@@ -10,7 +10,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from warmline_backend.output.detokenizer import Detokenizer, StopWordFilter
 from warmline_backend.output.dialect import Dialect, detect_dialect
-from warmline_backend.output.emitter import join_texts
+from warmline_backend.output.emitter import T, join_texts
 from warmline_backend.output.events import Part, Reasoning, Text, ToolCall
 from warmline_backend.output.expected import ExpectedOutput
 from warmline_backend.output.header_splitter import HeaderSplitter
@@ -123,7 +123,7 @@ class OutputParser:
             left -= len(taken[-1].text)
         return join_texts(taken)
 
-    def _convert_span(self, text: Text) -> Text:
+    def _convert_span(self, text: T) -> T:
         """Convert a text's offset to tokens: all those of a character that several make, but none without text."""
         if text.start < 0:
             return text
@@ -133,7 +133,7 @@ class OutputParser:
             start = bisect_left(ends, text.start)
         while start in self._hidden_indices:
             start += 1
-        return Text(text.text, start, bisect_left(ends, text.start + len(text.text)))
+        return replace(text, start=start, end=bisect_left(ends, text.start + len(text.text)))
 
     def _filter_parts(self, parts: list[Part]) -> Sequence[Part]:
         """Apply stop words, which count in content alone, and convert offsets of characters to tokens."""
@@ -145,7 +145,7 @@ class OutputParser:
                     break
             else:
                 filtered += self._flush_content()
-                filtered.append(self._convert_offsets(part) if isinstance(part, ToolCall) else part)
+                filtered.append(self._convert_offsets(part) if isinstance(part, ToolCall) else self._convert_span(part))
         return filtered
 
     def _convert_offsets(self, call: ToolCall) -> ToolCall:

@@ -71,6 +71,10 @@ class Splitter(ABC):
         """Emit content that ends where the buffer begins."""
         self._emitter.emit_text(text, self._offset)
 
+    def _emit_reasoning(self, text: str) -> None:
+        """Emit reasoning that ends where the buffer begins."""
+        self._emitter.emit_reasoning(text, self._offset)
+
     def _push_back(self, text: str) -> None:
         """Return consumed text to the buffer."""
         self._buffer = text + self._buffer
@@ -118,7 +122,7 @@ class MarkerSplitter(Splitter):
         elif self._step == self._read_trial:
             self._finish_trial(natural)
         elif self._step == self._read_reasoning:
-            self._emitter.emit_reasoning(self._take_all())
+            self._emit_reasoning(self._take_all())
         else:
             self._emit_text(self._take_all())
         return bool(self._buffer)
@@ -166,7 +170,7 @@ class MarkerSplitter(Splitter):
 
     def _read_reasoning(self) -> bool:
         safe, marker = self._scanners.reasoning.find_marker(self._buffer)
-        self._emitter.emit_reasoning(self._take(safe))
+        self._emit_reasoning(self._take(safe))
         if not marker:
             return False
         if marker == self._dialect.think_end:
@@ -175,7 +179,7 @@ class MarkerSplitter(Splitter):
         elif marker == self._dialect.think_start:
             self._take(len(marker))
             if not self._emitter.after_marker:  # else the prompt has opened it already
-                self._emitter.emit_reasoning(marker)
+                self._emit_reasoning(marker)
         else:
             self._begin_trial(marker)
         return True
@@ -184,7 +188,7 @@ class MarkerSplitter(Splitter):
         self._trials += 1
         self._trial_start, self._trial_calls, self._pending = self._offset, [], []
         if self._trials > TRIALS_MAX:
-            self._emitter.emit_reasoning(self._take(len(marker)))
+            self._emit_reasoning(self._take(len(marker)))
             return
         self._trial = MarkerSplitter(self._dialect, ExpectedOutput(tools=self._tools))
         self._trial_marker, self._step = marker, self._read_trial
@@ -252,8 +256,8 @@ class MarkerSplitter(Splitter):
     def _reject_trial(self) -> None:
         """Emit as reasoning; other calls may begin within it."""
         text, length = "".join(self._pending), len(self._trial_marker)
-        self._emitter.emit_reasoning(text[:length])
         self._push_back(text[length:])
+        self._emit_reasoning(text[:length])
         self._step = self._read_reasoning
 
     def _feed_trial(self, text: str) -> bool:

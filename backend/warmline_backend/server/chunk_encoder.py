@@ -64,9 +64,10 @@ class ChunkEncoder:
         """New text, with the log-probabilities of its tokens, without those that an earlier chunk had."""
         return self._encode_choice({"content": text} if self._is_chat else text, logprobs)
 
-    def encode_reasoning(self, text: str) -> bytes:
-        """New reasoning, under both names that clients look for."""
-        return self._encode_choice({"reasoning_content": text, "reasoning": text})
+    def encode_reasoning(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
+        """New reasoning, under both names that clients look for, and log-probabilities as in DeepSeek's API."""
+        choice = {"reasoning_content": text, "reasoning": text}
+        return self._encode_choice(choice, logprobs, logprobs_name="reasoning_content")
 
     def encode_tool_call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
         """A whole call; `arguments` is JSON, `index` counts an answer's calls from 0."""
@@ -98,20 +99,25 @@ class ChunkEncoder:
         return encode_event(encode(ErrorReply(error=ErrorBody(message=message, type=kind, code=code))))
 
     def _encode_choice(
-        self, content: object, logprobs: Sequence[TokenLogprob] = (), finish: str | None = None, stop_word: str = ""
+        self,
+        content: object,
+        logprobs: Sequence[TokenLogprob] = (),
+        finish: str | None = None,
+        stop_word: str = "",
+        logprobs_name: str = "content",
     ) -> bytes:
         choice = {
             "index": 0,
             "delta" if self._is_chat else "text": content,
-            "logprobs": self._format_logprobs(logprobs) if logprobs else None,
+            "logprobs": self._format_logprobs(logprobs, logprobs_name) if logprobs else None,
             "finish_reason": finish,
             **({"stop_reason": stop_word} if stop_word else {}),
         }
         return encode_event(msgspec.json.encode({**self._common_fields, "choices": [choice]}))
 
-    def _format_logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def _format_logprobs(self, logprobs: Sequence[TokenLogprob], name: str) -> dict[str, Any]:
         if self._is_chat:
-            return {"content": [_format_with_alternatives(entry) for entry in logprobs], "refusal": None}
+            return {"content": None, "refusal": None, name: [_format_with_alternatives(entry) for entry in logprobs]}
         offsets = []
         for entry in logprobs:
             offsets.append(self._text_offset)

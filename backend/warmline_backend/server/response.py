@@ -36,7 +36,6 @@ class GenerationResponse:
         self._prompt, self._token_decoder, self._with_usage = prompt, token_decoder, with_usage
         self._encoder = ChunkEncoder(prompt.endpoint, request_id, model, int(time.time()))
         self._pending_logprobs: deque[tuple[int, SampledLogprobs]] = deque()  # by token; their text may still come
-        self._is_last_reasoning = False  # the last of these is of reasoning
         self._is_open = False
         self._silent_tokens = 0  # since the last chunk
         self._sampled_tokens: list[int] = []
@@ -88,10 +87,7 @@ class GenerationResponse:
         self._reasoning_tokens += piece.is_reasoning
         self._stop_word = piece.stop_word
         if piece.logprobs is not None:
-            if piece.is_reasoning and self._is_last_reasoning:
-                self._pending_logprobs.pop()  # no content lies before reasoning that goes on
             self._pending_logprobs.append((len(self._sampled_tokens) - 1, piece.logprobs))
-            self._is_last_reasoning = piece.is_reasoning and not any(isinstance(part, Text) for part in piece.parts)
         if not piece.parts:
             self._silent_tokens += 1
             return b"" if self._silent_tokens % SILENT_TOKENS_PER_COMMENT else encode_comment("held")
@@ -103,13 +99,13 @@ class GenerationResponse:
             self._has_content = True
             return self._encoder.encode_text(part.text, self._take_logprobs(part))
         if isinstance(part, Reasoning):
-            return self._encoder.encode_reasoning(part.text)
+            return self._encoder.encode_reasoning(part.text, self._take_logprobs(part))
         index, call_id = len(self._tool_calls), f"call_{secrets.token_hex(12)}"
         self._tool_calls[call_id] = part
         return self._encoder.encode_tool_call(index, call_id, part.name, part.arguments)
 
-    def _take_logprobs(self, text: Text) -> list[TokenLogprob]:
-        """Take the log-probabilities of the text's tokens; those of tokens before them belong to no content."""
+    def _take_logprobs(self, text: Text | Reasoning) -> list[TokenLogprob]:
+        """Take the log-probabilities of the text's tokens; those of tokens before them belong to no text."""
         taken = []
         while self._pending_logprobs and self._pending_logprobs[0][0] < text.end:
             index, sampled = self._pending_logprobs.popleft()

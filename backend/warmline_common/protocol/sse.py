@@ -133,9 +133,10 @@ class _ChoiceAggregator:
     def result(self, chat: bool) -> dict[str, Any]:
         text = "".join(self._text)
         content = {"message": self._build_message(text)} if chat else {"text": text}
+        absent = {"content": None, "refusal": None} if chat else {}
         return {
             **content,
-            "logprobs": ({**self._logprobs, "refusal": None} if chat else self._logprobs) if self._logprobs else None,
+            "logprobs": absent | self._logprobs if self._logprobs else None,
             "finish_reason": self._finish_reason,
             **self._stop_reason,
         }

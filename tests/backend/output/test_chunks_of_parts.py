@@ -198,9 +198,9 @@ def test_reasoning_tokens_are_counted(tokenizer: TokenizerWrapper) -> None:
     assert whole["usage"]["completion_tokens"] == 8
 
 
-def join_logprobs(choice: dict[str, Any]) -> str:
+def join_logprobs(choice: dict[str, Any], name: str = "content") -> str:
     """Text of a choice's log-probabilities, or of those in one of its chunks."""
-    return b"".join(bytes(entry["bytes"]) for entry in (choice["logprobs"] or {"content": []})["content"]).decode()
+    return b"".join(bytes(entry["bytes"]) for entry in (choice["logprobs"] or {}).get(name) or ()).decode()
 
 
 @pytest.mark.parametrize(
@@ -219,12 +219,13 @@ def join_logprobs(choice: dict[str, Any]) -> str:
 def test_logprobs_cover_exactly_the_content(tokenizer: TokenizerWrapper, text: str, stop: tuple[str, ...]) -> None:
     sent, whole = render_answers(tokenizer, make_events(tokenizer, text, stop=stop))
     (choice,) = whole["choices"]
-    content = choice["message"]["content"] or ""
-    assert join_logprobs(choice) == content
+    assert join_logprobs(choice) == (choice["message"]["content"] or "")
+    assert join_logprobs(choice, "reasoning_content") == choice["message"].get("reasoning_content", "")
     assert choice["logprobs"] is None or choice["logprobs"]["refusal"] is None
     for chunk in parse_chunks(sent):
         for delta in chunk["choices"]:
             assert join_logprobs(delta) == (delta["delta"].get("content") or "")
+            assert join_logprobs(delta, "reasoning_content") == delta["delta"].get("reasoning_content", "")
 
 
 def test_long_call_emits_progress(tokenizer: TokenizerWrapper) -> None:

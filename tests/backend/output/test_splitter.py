@@ -67,10 +67,10 @@ def split_pieces(dialect: Dialect, pieces: list[str], expected: ExpectedOutput, 
 
 
 def check_offsets(text: str, parts: list[Part]) -> None:
-    """Content stands in the text where its parts say, in order."""
+    """Content and reasoning stand in the text where their parts say, in order."""
     end = 0
     for part in parts:
-        if isinstance(part, Text):
+        if isinstance(part, Text | Reasoning):
             assert part.start >= end and text.startswith(part.text, part.start), (text, part)
             end = part.start + len(part.text)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.pair.answers import TOLERANCE, WITH_LOGPROBS
+from support.pair.answers import TOLERANCE, WITH_LOGPROBS, list_logprobs
 from support.pair.pair import Pair
 
 HOMES = Path(__file__).parents[2] / "fixtures" / "old_home"
@@ -23,5 +23,5 @@ def test_home_of_previous_version_verifies_and_restores(family: str, tmp_path: P
         reply = pair.chat(expected["messages"], max_tokens=len(expected["logprobs"]), **WITH_LOGPROBS)
     assert reply.headers["X-Warmline-Cache"] == expected["cache"]
     assert reply.text == expected["content"]
-    logprobs = [token["logprob"] for token in reply.json["choices"][0]["logprobs"]["content"]]
+    logprobs = [token["logprob"] for token in list_logprobs(reply.json["choices"][0])]
     assert logprobs == pytest.approx(expected["logprobs"], abs=TOLERANCE)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from support.pair.answers import list_logprobs
 from support.pair.pair import Reply
 
 
@@ -23,7 +24,7 @@ class ReplyComparison:
 def compare_replies(cold: Reply, warm: Reply, tolerance: float) -> ReplyComparison:
     """Compare two answers; `tolerance` 0: every bit.  Else up to the first token that differs at a near tie."""
     one, other = (reply.json["choices"][0] for reply in (cold, warm))
-    mine, theirs = ((choice["logprobs"] or {"content": []})["content"] for choice in (one, other))
+    mine, theirs = (list_logprobs(choice) for choice in (one, other))
     numbers, largest = 0, 0.0
     for place, (a, b) in enumerate(zip(mine, theirs, strict=False)):
         found = find_differences(a, b)

@@ -1,5 +1,7 @@
 """Comparison of two greedy answers."""
 
+from typing import Any
+
 from support.pair.pair import Reply
 
 # What logits of a warm run may differ by: rows computed while decoding, in other batches, and in chunks that end
@@ -10,9 +12,15 @@ TOLERANCE_QUANTIZED = 4e-2
 WITH_LOGPROBS = {"logprobs": True, "top_logprobs": 2}  # what `explain_difference` needs
 
 
+def list_logprobs(choice: Any) -> list[Any]:
+    """Log-probabilities of a choice's reasoning and of its content."""
+    logprobs = choice["logprobs"] or {}
+    return [entry for name in ("reasoning_content", "content") for entry in logprobs.get(name) or ()]
+
+
 def explain_difference(cold: Reply, warm: Reply, tolerance: float = TOLERANCE) -> str:
     """ "" where the greedy answers are equal, or differ first where the two likeliest tokens were nearly tied."""
-    mine, theirs = (reply.json["choices"][0]["logprobs"]["content"] for reply in (cold, warm))
+    mine, theirs = (list_logprobs(reply.json["choices"][0]) for reply in (cold, warm))
     for place, (one, other) in enumerate(zip(mine, theirs, strict=False)):
         if one["token"] != other["token"]:
             first, second = (entry["logprob"] for entry in one["top_logprobs"])
