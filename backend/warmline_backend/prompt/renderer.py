@@ -9,10 +9,10 @@ import json
 import logging
 import re
 import threading
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -25,6 +25,7 @@ from warmline_backend.prompt.messages import ROLES, ChatConversation, extract_re
 from warmline_backend.prompt.render_limits import RenderLimits
 from warmline_backend.prompt.replay import TokenizedText, ToolCallReplayer, TurnParser, splice_tokens
 from warmline_backend.prompt.template_traits import Message, TemplateTraits, is_quoted, probe_template
+from warmline_backend.prompt.tokenizer_process import TokenizerProcessError, tokenize_in_process
 from warmline_backend.prompt.tool_definitions import complete_tool
 from warmline_backend.request.field_names import explain_missing_field
 from warmline_backend.request.params import BadRequestError, FieldError, Tools, format_json_type
@@ -36,6 +37,7 @@ from warmline_common.protocol.surrogates import replace_halves
 log = logging.getLogger(__name__)
 
 REPLAY_ATTEMPTS_MAX = 3  # each without the doubtful messages of the last one
+THREAD_CHARS_MAX = 1_000_000  # a longer text is tokenized in a process that can be ended
 ROLES_CACHED_MAX = 64  # that clients invented
 ROLE_CHARS_MAX = 16  # shown of a role, which may be any text
 _ERROR_CHARS_MAX = 500
@@ -91,7 +93,7 @@ class TemplateRenderer:
         # Some legacy classes rewrite the text in `encode` alone; offsets are then offsets into another text.
         self._has_offsets = fast and type(self._tokenizer).encode is PreTrainedTokenizerBase.encode
         self._lock = nullcontext() if fast else threading.Lock()
-        self._tokenize("a")
+        self._tokenize("a", RenderLimits())
         self._template_args = dict(template_args or {})
         self._template_source = _find_template_source(tokenizer)
         self.traits = TemplateTraits()
@@ -165,7 +167,7 @@ class TemplateRenderer:
             prompt = prompt[0]
         if isinstance(prompt, str) and prompt:
             limits.check_text(prompt, self._encode)
-            tokens, _ = self._tokenize(replace_halves(prompt), add_special_tokens=True)
+            tokens, _ = self._tokenize(replace_halves(prompt), limits, add_special_tokens=True)
             return RenderedPrompt(tokens=tokens)
         if isinstance(prompt, list):
             limits.check_ids(len(prompt))
@@ -232,7 +234,7 @@ class TemplateRenderer:
         if replayed:
             return replayed
         rendered = self._render_conversation(conversation, limits)
-        return rendered, self._tokenize(rendered.text)
+        return rendered, self._tokenize(rendered.text, limits)
 
     def _replay_turns(
         self, conversation: ChatConversation, turns: Sequence[SampledTurn], limits: RenderLimits
@@ -249,7 +251,7 @@ class TemplateRenderer:
             spans, doubtful = self._replayer.find_spans(marked, rendered.text, rendered.tail)
             doubtful |= {span.message_index for span in spans if not self._can_split_at(rendered.text, span.end)}
             if not doubtful:
-                return rendered, splice_tokens(rendered.text, spans, marked, self._tokenize)
+                return rendered, splice_tokens(rendered.text, spans, marked, partial(self._tokenize, limits=limits))
             sampled = {index: tokens for index, tokens in sampled.items() if index not in doubtful}
         return None
 
@@ -269,7 +271,7 @@ class TemplateRenderer:
         limits.check_text(text, self._encode)
 
         def render_prefix(messages: list[Message]) -> str:
-            limits.check_cancelled()
+            limits.cancellation.check()
             return self._render_prefix(conversation, messages)
 
         return RenderedConversation(conversation, text, render_prefix)
@@ -313,10 +315,12 @@ class TemplateRenderer:
             return "" if reasoning in rendered else "the template leaves out its reasoning"
         return "it came without reasoning" if conversation.kwargs.get("enable_thinking", True) else ""
 
-    def _tokenize(self, text: str, add_special_tokens: bool = False) -> TokenizedText:
+    def _tokenize(self, text: str, limits: RenderLimits, add_special_tokens: bool = False) -> TokenizedText:
         """Token ids, and a function from a character offset to the number of tokens wholly before it."""
         if not self._has_offsets:
             return self._encode(text, add_special_tokens), lambda _: 0
+        if len(text) > THREAD_CHARS_MAX:
+            return self._tokenize_in_process(text, limits, add_special_tokens)
         with self._lock:
             encoding = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).encodings[0]
         ids: list[int] = encoding.ids
@@ -329,6 +333,15 @@ class TemplateRenderer:
             return len(ids) if offset else 0
 
         return ids, token_at
+
+    def _tokenize_in_process(self, text: str, limits: RenderLimits, add_special_tokens: bool) -> TokenizedText:
+        kill_on_cancel = limits.cancellation.kill_on_cancel
+        try:
+            ids, ends = tokenize_in_process(self._tokenizer._tokenizer, text, add_special_tokens, kill_on_cancel)
+        except (TokenizerProcessError, OSError) as error:
+            fault = f"the process that tokenizes {len(text)} characters has failed: {error}; shorten the prompt"
+            raise BadRequestError(fault) from error
+        return ids, lambda offset: bisect_right(ends, offset) if offset else 0
 
     def _encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         with self._lock:

@@ -1,7 +1,6 @@
 """The runtime: all objects that exist once the model is loaded, and prompts made with them."""
 
 import secrets
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from warmline_backend.model.fingerprint import compute_fingerprint
 from warmline_backend.model.model import ServedModel
 from warmline_backend.output.detokenizer import decode_tokens, render_echo
 from warmline_backend.output.expected import make_expected_output
-from warmline_backend.prompt.render_limits import PromptTooLongError, RenderLimits
+from warmline_backend.prompt.render_limits import PromptTooLongError, RenderCancellation, RenderLimits
 from warmline_backend.prompt.renderer import RenderedPrompt, TemplateRenderer
 from warmline_backend.request.params import BadRequestError, make_context_error, parse_params
 from warmline_backend.scheduler.capacity import check_capacity, sequence_tokens_max
@@ -64,14 +63,14 @@ class Runtime:
         body: dict[str, Any],
         turns: Sequence[SampledTurn],
         budget_bytes: int,
-        cancel_event: threading.Event,
+        cancellation: RenderCancellation,
     ) -> StoredPrompt:
         """Check, render and tokenize a body, and prepare its answer.
 
-        Raises BadRequestError, KvTooLargeError; RenderCancelledError once the event is set.
+        Raises BadRequestError, KvTooLargeError; RenderCancelledError.
         """
         served, config = self.served, self.config
-        rendered = self._render(endpoint, body, turns, budget_bytes, cancel_event)
+        rendered = self._render(endpoint, body, turns, budget_bytes, cancellation)
         expected = make_expected_output(endpoint, body, rendered, served.tokenizer)
         params = parse_params(
             endpoint,
@@ -103,11 +102,11 @@ class Runtime:
         body: dict[str, Any],
         turns: Sequence[SampledTurn],
         budget_bytes: int,
-        cancel_event: threading.Event,
+        cancellation: RenderCancellation,
     ) -> RenderedPrompt:
         served = self.served
         context, room = served.context_tokens_max, sequence_tokens_max(served, budget_bytes)
-        limits = RenderLimits(max(1, min(context or room, room)), cancel_event)
+        limits = RenderLimits(max(1, min(context or room, room)), cancellation)
         try:
             return self.renderer.render(endpoint, body, turns, limits)
         except PromptTooLongError as error:

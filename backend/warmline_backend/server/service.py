@@ -8,7 +8,6 @@ through.
 import asyncio
 import logging
 import os
-import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -30,6 +29,7 @@ from warmline_backend.kv_cache.segment_io import BadChainError, delete_drafts
 from warmline_backend.model.model import get_device_name
 from warmline_backend.output.dialect import detect_dialect
 from warmline_backend.output.parser import make_turn_parser
+from warmline_backend.prompt.render_limits import RenderCancellation
 from warmline_backend.prompt.renderer import TemplateRenderer
 from warmline_backend.request.field_names import TypoNotices
 from warmline_backend.request.response_format import has_format_fields
@@ -234,8 +234,8 @@ class Service:
         self.check_accepting()
         self._typo_notices.log_typos(body)
         budget_bytes = self._engine.scheduler.settings.memory_budget_bytes
-        cancel_event = threading.Event()
-        work = partial(self.runtime.make_prompt, endpoint, body, turns, budget_bytes, cancel_event)
+        cancellation = RenderCancellation()
+        work = partial(self.runtime.make_prompt, endpoint, body, turns, budget_bytes, cancellation)
         with self.metrics.time_render():
             if body_bytes <= INLINE_RENDER_BYTES_MAX and not has_format_fields(body):
                 stored = work()
@@ -244,7 +244,7 @@ class Service:
                 try:
                     stored = await asyncio.get_running_loop().run_in_executor(pool, copy_context().run, work)
                 finally:
-                    cancel_event.set()
+                    cancellation.cancel()
         self.prompts.add(stored)
         return stored
 
