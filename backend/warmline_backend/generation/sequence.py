@@ -4,7 +4,7 @@ Stages: waiting or following -> prefill (chunk after chunk) -> decode (in a grou
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -73,6 +73,7 @@ class Sequence:
     timings: Timings = field(default_factory=Timings)
     first_logits: FirstLogits | None = None  # distribution of its first token
     arrival_time: float = field(default_factory=time.monotonic)
+    layerwise_chunk: "LayerwiseChunk | None" = None  # a background request's, until all of it is computed
     _prefill_batch: PromptProcessingBatch | None = None
 
     def __post_init__(self) -> None:
@@ -189,10 +190,7 @@ class Sequence:
 
     def prefill_chunk(self, step: int) -> int:
         """Compute the next chunk and keep its rows and state for a save.  Returns its tokens."""
-        start, ends = self.kv.length, self.chunk_ends
-        self._capture_rollback_point()
-        longest = step - start % step if self.kv.grid else step
-        end = find_chunk_end(start, len(self.request.prompt) - 1, longest, ends)
+        start, end = self._begin_chunk(step)
         if self._prefill_batch is None:
             # Built empty, then given the cache in batched form: mlx-lm would copy every row into a new batch.
             self._prefill_batch = PromptProcessingBatch(
@@ -200,11 +198,36 @@ class Sequence:
             )
             self._prefill_batch.prompt_cache = self.kv.layers
         self._prefill_batch.prompt([self.request.prompt[start:end]])
+        self._complete_chunk()
+        return end - start
+
+    def begin_layerwise_chunk(self, step: int) -> "LayerwiseChunk":
+        """Begin the next chunk as one that is computed layer by layer."""
+        start, end = self._begin_chunk(step)
+        return LayerwiseChunk(end - start, self._compute_layers(self.request.prompt[start:end]))
+
+    def _compute_layers(self, tokens: list[int]) -> Iterator[None]:
+        """Compute a chunk, pausing after each layer.  No shape depends on the pauses, so neither does any bit."""
+        self.served.model(mx.array([tokens]), cache=self.kv.layers)  # lazy
+        self.kv.tokens += tokens
+        for layer in self.kv.layers:
+            mx.eval(layer.state)
+            yield
+        mx.clear_cache()
+        self._complete_chunk()
+
+    def _begin_chunk(self, step: int) -> tuple[int, int]:
+        """Tokens [start, end) of the next chunk, of at most `step`."""
+        start = self.kv.length
+        self._capture_rollback_point()
+        longest = step - start % step if self.kv.grid else step
+        return start, find_chunk_end(start, len(self.request.prompt) - 1, longest, self.chunk_ends)
+
+    def _complete_chunk(self) -> None:
         self.kv.release_chunk()
         self.kv.capture_window()
-        if end in ends:
+        if self.kv.length in self.chunk_ends:
             self.kv.capture_checkpoint()
-        return end - start
 
     def _capture_rollback_point(self) -> None:
         """Keep the state at the end of the grid, before decoding leaves it."""
@@ -258,6 +281,22 @@ class Sequence:
             [StopSequences()],
             [UNBOUNDED],
         )
+
+
+@dataclass(eq=False)
+class LayerwiseChunk:
+    """A chunk that is computed layer by layer: others wait for a layer of it, not for the whole.  Engine thread."""
+
+    tokens: int
+    _layers: Iterator[None]
+    seconds: float = 0.0  # spent on it so far
+
+    def compute_layer(self) -> bool:
+        """Compute the next layer; False once all are computed.  Raises what the device raises."""
+        began = time.monotonic()
+        is_open = next(self._layers, self) is not self
+        self.seconds += time.monotonic() - began
+        return is_open
 
 
 def find_chunk_end(start: int, end: int, step: int, chunk_ends: Iterable[int]) -> int:

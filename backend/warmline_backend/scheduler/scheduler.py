@@ -29,6 +29,9 @@ from warmline_common.protocol.messages import GenerationResult
 DECODE_STEPS_PER_CHUNK = 8  # at least
 DECODE_SHARE = 0.25  # of the time while prompts prefill: a chunk may take as long as a thousand decode steps
 DECODE_OWED_MAX_S = 30.0
+# A request that comes meanwhile waits for one layer of a background request's chunk.
+BACKGROUND_LAYER_S = 0.5
+BACKGROUND_STEP_MIN = 32  # tokens, also while the speed is not known
 CHUNKS_SKIPPED_MAX = 4  # chunks of shorter prompts that a long one waits for, at most
 CHUNK_COUNTED_MIN = 1 / 8  # a small prompt's chunk counts as at least this part of one
 # mlx 0.32.4 counts tasks under way, but not those of an evaluation that failed as done; with some left over, a later
@@ -198,7 +201,7 @@ class Scheduler:
         self._admit()
         yield from self._decode_rounds(prefilling)
         if self._queues.prefill_candidates:
-            self._prefill_next()
+            yield from self._prefill_next()
             yield
 
     def _decode_rounds(self, prefilling: int) -> Iterator[None]:
@@ -287,12 +290,19 @@ class Scheduler:
 
     # ---- prefilling
 
-    def _prefill_next(self) -> None:
-        """Compute one chunk of one prompt; the last chunk is followed by the first decode step."""
+    def _prefill_next(self) -> Iterator[None]:
+        """Compute one chunk of one prompt; the last chunk is followed by the first decode step.
+
+        Yields after each layer of a background request's chunk.
+        """
+        sequence = choose_prefill(self._queues.prefill_candidates, self.settings.prefill_step_size)
+        if sequence.request.background:
+            yield from self._prefill_by_layers(sequence)
+        elif sequence.prefill_tokens_left <= 0 or self._prefill_chunk(sequence):
+            self._end_chunk(sequence)
+
+    def _end_chunk(self, sequence: Sequence) -> None:
         queues = self._queues
-        sequence = choose_prefill(queues.prefill_candidates, self.settings.prefill_step_size)
-        if sequence.prefill_tokens_left > 0 and not self._prefill_chunk(sequence):
-            return
         self._admit_followers(sequence)
         self.admission.reclaim_memory()  # for fork states: admission has counted the rest
         if sequence not in queues.prefilling:
@@ -301,6 +311,36 @@ class Scheduler:
             self.finisher.finish_sequence(sequence, "cancelled")
         elif sequence.prefill_tokens_left <= 0:
             self._start_decoding(sequence)
+
+    def _prefill_by_layers(self, sequence: Sequence) -> Iterator[None]:
+        """Compute a background request's chunk, until a command ends it or brings another request; then it goes on later.
+
+        Yields after each layer.
+        """
+        try:
+            if sequence.layerwise_chunk is None and sequence.prefill_tokens_left > 0:
+                sequence.layerwise_chunk = sequence.begin_layerwise_chunk(self._choose_background_step(sequence))
+            while (chunk := sequence.layerwise_chunk) and chunk.compute_layer():
+                yield
+                if sequence not in self._queues.prefilling or self._queues.has_attended:
+                    return
+        except Exception as error:  # noqa: BLE001  as in _decode_group
+            self.finisher.discard(self._queues.discard_batch(sequence), error)
+            return
+        if chunk:
+            sequence.layerwise_chunk = None
+            self._record_chunk(sequence, chunk.tokens, chunk.seconds)
+        self._end_chunk(sequence)
+
+    def _choose_background_step(self, sequence: Sequence) -> int:
+        """Tokens of a chunk of which a layer takes BACKGROUND_LAYER_S; in exact mode a chunk is a chunk."""
+        step = self.settings.prefill_step_size
+        if self.settings.exact:
+            return step
+        tokens_per_s = self.rates.estimate_prefill_rate(sequence.kv.length)
+        layers = max(1, len(sequence.kv.layers))
+        tokens = int(tokens_per_s * layers * BACKGROUND_LAYER_S) or BACKGROUND_STEP_MIN
+        return min(step, max(tokens, BACKGROUND_STEP_MIN))
 
     def _prefill_chunk(self, sequence: Sequence) -> bool:
         """Compute a chunk; False where it failed and the sequence is discarded."""
@@ -313,12 +353,15 @@ class Scheduler:
         seconds = time.monotonic() - began
         owed_s = self._decode_owed_s + seconds * DECODE_SHARE / (1 - DECODE_SHARE)
         self._decode_owed_s = min(owed_s, DECODE_OWED_MAX_S)
+        self.rates.record_prefill(sequence.kv.length, tokens, seconds)
+        self._record_chunk(sequence, tokens, seconds)
+        return True
+
+    def _record_chunk(self, sequence: Sequence, tokens: int, seconds: float) -> None:
         sequence.timings.prefilled += tokens
         sequence.timings.prefill_s += seconds
-        self.rates.record_prefill(sequence.kv.length, tokens, seconds)
         self.step_stats.record_chunk(tokens, seconds)
         self._notify_progress(sequence)
-        return True
 
     def _notify_progress(self, sequence: Sequence) -> None:
         sequence.request.listener(PrefillProgress(sequence.kv.length, len(sequence.request.prompt)))
