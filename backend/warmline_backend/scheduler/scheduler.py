@@ -313,9 +313,9 @@ class Scheduler:
             self._start_decoding(sequence)
 
     def _prefill_by_layers(self, sequence: Sequence) -> Iterator[None]:
-        """Compute a background request's chunk, until a command ends it or brings another request; then it goes on later.
+        """Compute a background request's chunk, yielding after each layer.
 
-        Yields after each layer.
+        Where a command has brought another request meanwhile, the rest is computed after that one.
         """
         try:
             if sequence.layerwise_chunk is None and sequence.prefill_tokens_left > 0:

@@ -1,8 +1,8 @@
 """Watchdog of the backend's engine: polls its pulse, lets requests wait for it, and kills a wedged process.
 
-A step may take the configured limit or five times the slowest recent step (without outliers), whichever is longer.  Only time between two
-polls counts as stalled, up to POLL_GAP_MAX_S each: a machine that slept did not stall.  The supervisor restarts the
-backend.
+A step may take the configured limit or five times the slowest recent step (without outliers), whichever is longer.
+Only time between two polls counts as stalled, up to POLL_GAP_MAX_S each: a machine that slept did not stall.  The
+supervisor restarts the backend.
 """
 
 import asyncio

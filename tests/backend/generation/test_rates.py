@@ -22,7 +22,13 @@ def test_prefill_rate_is_estimated_at_next_longer_context() -> None:
     assert rates.estimate_prefill_rate(0) == 0.0
     rates.record_prefill(2048, 2048, 2.0)
     rates.record_prefill(8192, 2048, 8.0)
-    assert [round(rates.estimate_prefill_rate(at)) for at in (0, 2047, 2048, 8191, 100_000)] == [1024, 1024, 256, 256, 256]
+    assert [round(rates.estimate_prefill_rate(at)) for at in (0, 2047, 2048, 8191, 100_000)] == [
+        1024,
+        1024,
+        256,
+        256,
+        256,
+    ]
 
 
 def test_small_restores_do_not_distort_restore_rate() -> None:

@@ -71,7 +71,10 @@ def test_stall_deadline_counts_from_last_progress() -> None:
 def test_stall_deadline_scales_with_slowest_step_and_running() -> None:
     clock = Clock(started_at=0.0, progressed_at=0.0)
     assert find_missed_deadline(RequestTimeouts(stall_s=10), clock, 285.0, EnginePace(57.0, 1)) is None
-    assert get_error_code(find_missed_deadline(RequestTimeouts(stall_s=10), clock, 285.1, EnginePace(57.0, 1))) == "stalled"
+    assert (
+        get_error_code(find_missed_deadline(RequestTimeouts(stall_s=10), clock, 285.1, EnginePace(57.0, 1)))
+        == "stalled"
+    )
     assert find_missed_deadline(RequestTimeouts(stall_s=10), clock, 855.0, EnginePace(57.0, 3)) is None
 
 
