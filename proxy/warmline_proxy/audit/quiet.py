@@ -14,7 +14,7 @@ from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.request.request import Request
 from warmline_proxy.upstream.watchdog import Watchdog
 
-PAUSE_FACTOR = 2.0  # times the longest pause between two turns of the conversation
+PAUSE_FACTOR = 2.0  # times the longest pause between two turns
 QUIET_S_MAX = 3600.0  # after so long an audit may run whatever the pauses were
 CONVERSATIONS_MAX = 1024
 POLL_INTERVAL_S_MIN, POLL_INTERVAL_S_MAX = 0.1, 1.0
@@ -37,10 +37,11 @@ class TurnPauses:
             self._turns.popitem(last=False)
 
     def required_quiet_s(self, conversation: str) -> float:
-        """Quiet after which no next turn of the conversation is expected any more."""
+        """Quiet after which no next turn is expected any more, of this conversation or of the one that had the last."""
         if not self.quiet_s_min:
             return 0.0
-        _, longest = self._turns.get(conversation, (0.0, 0.0))
+        last = next(reversed(self._turns), conversation)
+        longest = max(self._turns.get(each, (0.0, 0.0))[1] for each in (conversation, last))
         return min(max(self.quiet_s_min, PAUSE_FACTOR * longest), QUIET_S_MAX)
 
     def clear(self) -> None:

@@ -204,7 +204,10 @@ def test_required_quiet_follows_longest_pause(turns: list[tuple[float, float]], 
     pauses = TurnPauses(QUIET_S)
     for arrived_at, ended_at in turns:
         pauses.record_turn("talk", arrived_at, ended_at)
-    assert pauses.required_quiet_s("talk") == expected and pauses.required_quiet_s("another") == QUIET_S
+    assert pauses.required_quiet_s("talk") == expected
+    assert pauses.required_quiet_s("another") == expected, "the next request may be of the conversation that was last"
+    pauses.record_turn("another", 2e6, 2e6 + 1)
+    assert (pauses.required_quiet_s("talk"), pauses.required_quiet_s("another")) == (expected, QUIET_S)
 
 
 def test_zero_requires_no_quiet_and_conversations_are_bounded() -> None:

@@ -79,7 +79,7 @@ def test_stall_deadline_scales_with_slowest_step_and_running() -> None:
 
 
 @pytest.mark.parametrize(
-    ("waited_s", "stalled_s", "slowest_s", "is_told"),
+    ("waited_s", "stalled_s", "slowest_s", "is_missed"),
     [
         (11.0, 11.0, 0.0, True),
         (10.0, 1000.0, 0.0, False),  # it has not waited for so long
@@ -89,12 +89,14 @@ def test_stall_deadline_scales_with_slowest_step_and_running() -> None:
         (285.0, 285.0, 57.0, False),
     ],
 )
-def test_waiting_request_stalls_with_engine(waited_s: float, stalled_s: float, slowest_s: float, is_told: bool) -> None:
+def test_waiting_request_stalls_with_engine(
+    waited_s: float, stalled_s: float, slowest_s: float, is_missed: bool
+) -> None:
     clock = Clock(started_at=0.0, waiting_since=0.0, blocked_since=0.0)
     pace = EnginePace(slowest_s, 4, stalled_s)
     error = find_missed_deadline(RequestTimeouts(stall_s=10), clock, waited_s, pace)
-    assert get_error_code(error) == ("stalled" if is_told else "")
-    assert not is_told or f"has not finished a step for {stalled_s:.0f} s" in str(error)
+    assert get_error_code(error) == ("stalled" if is_missed else "")
+    assert not is_missed or f"has not finished a step for {stalled_s:.0f} s" in str(error)
     assert find_missed_deadline(RequestTimeouts(), clock, waited_s, pace) is None
 
 
