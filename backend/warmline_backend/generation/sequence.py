@@ -23,6 +23,7 @@ from warmline_backend.request.params import GenerationParams
 from warmline_backend.structured_output.matcher import Matcher
 from warmline_common.protocol.messages import FirstLogits, GenerationResult, Timings
 from warmline_common.protocol.tokens import pack_tokens
+from warmline_common.protocol.waits import STEP, TURNS
 
 # Distance of chunk ends that only followers need: each costs a state and a short chunk, while the tokens between two
 # are soon computed again.
@@ -54,6 +55,7 @@ class GenerationRequest(GenerationOptions):
     listener: EventListener
     matcher: Matcher | None = None  # grammar of the answer, with the state of this run
     expected_output: ExpectedOutput = ExpectedOutput()  # noqa: RUF009  frozen
+    accepted_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(eq=False)
@@ -68,6 +70,8 @@ class Sequence:
     fork_position: int = 0  # tokens of the leader's KV that it starts from
     detached: bool = False  # its client has left: it ends with its prefill
     chunks_skipped: float = 0.0
+    wait_reason: str = STEP  # what it waits for until it is started
+    started_at: float = 0.0  # time.monotonic(); 0.0 while it waits
     decode_started_at: float = 0.0  # time.monotonic()
     generated_count: int = 0
     timings: Timings = field(default_factory=Timings)
@@ -84,6 +88,7 @@ class Sequence:
         self.output_parser = OutputParser(self.served.tokenizer, params.stop, expected, params.min_tokens)
         self.reused_tokens = self.kv.length
         self._logprobs_capture = LogprobsCapture()
+        self._waiting_since = self.request.accepted_at
         self._fork_positions: set[int] = set()  # chunk ends that only present followers need
         self.answer_tokens_max = params.max_tokens  # or fewer, by the memory budget
 
@@ -120,8 +125,20 @@ class Sequence:
         matcher = self.request.matcher
         return not self.request.params.ignore_eos or (matcher is not None and matcher.is_complete)
 
+    def mark_waiting(self, reason: str) -> None:
+        """From now on it waits for that; the time up to now belongs to the reason before."""
+        self._record_wait()
+        self.wait_reason = reason
+
     def mark_started(self) -> None:
-        self.timings.queue_s = time.monotonic() - self.arrival_time
+        self._record_wait()
+        self.started_at = self._waiting_since
+
+    def _record_wait(self) -> None:
+        now, waits = time.monotonic(), self.timings.waits
+        if not self.started_at:
+            waits[self.wait_reason] = waits.get(self.wait_reason, 0.0) + now - self._waiting_since
+        self._waiting_since = now
 
     @property
     def chunk_ends(self) -> list[int]:
@@ -237,6 +254,10 @@ class Sequence:
     def make_result(self, finish: str, *, boot: str, generation: int, resident: str, error: str) -> GenerationResult:
         """Make the result; `resident` is the id of the resident that it left, or ""."""
         kv, prompt = self.kv, len(self.request.prompt)
+        self._record_wait()
+        if self.started_at:
+            prefill_end = self.decode_started_at or time.monotonic()
+            self.timings.waits[TURNS] = max(0.0, prefill_end - self.started_at - self.timings.prefill_s)
         return GenerationResult(
             boot=boot,
             generation=generation,

@@ -25,6 +25,7 @@ from warmline_backend.scheduler.queues import STEPS_PER_BUDGET_CHECK, Queues
 from warmline_backend.scheduler.save_source import SaveSource
 from warmline_backend.scheduler.token_dispatch import dispatch_token
 from warmline_common.protocol.messages import GenerationResult
+from warmline_common.protocol.waits import AUDIT, LEADER, STEP
 
 DECODE_STEPS_PER_CHUNK = 8  # at least
 DECODE_SHARE = 0.25  # of the time while prompts prefill: a chunk may take as long as a thousand decode steps
@@ -78,6 +79,7 @@ class Scheduler:
         )
         self._decode_round_count = 0
         self.keepalive_steps = 0
+        self._is_step_background = False  # the last chunk's request
         self._decode_owed_s = 0.0  # DECODE_SHARE of the time that decoding has waited for chunks
 
     # ---- requests
@@ -95,11 +97,16 @@ class Scheduler:
             kv = self._take_resident_kv(request) if request.resident_id else self._make_kv()
             self._queues.waiting.append(self._make_sequence(request, kv))
 
+    @property
+    def step_reason(self) -> str:
+        """Reason of a command's wait for the last step."""
+        return AUDIT if self._is_step_background else STEP
+
     def _make_sequence(self, request: GenerationRequest, kv: KV) -> Sequence:
         positions = request.checkpoints if self.settings.keeps_residents else ()
         request = replace(request, checkpoints=tuple(at for at in positions if kv.floor_to_grid(at) == at))
         adopted = "" if request.copy_resident else request.resident_id
-        sequence = Sequence(request, kv, self.served, adopted_resident_id=adopted)
+        sequence = Sequence(request, kv, self.served, adopted_resident_id=adopted, wait_reason=self.step_reason)
         tokens_max = sequence_tokens_max(self.served, self.settings.memory_budget_bytes)
         sequence.answer_tokens_max = min(request.params.max_tokens, tokens_max - len(request.prompt))
         return sequence
@@ -121,6 +128,7 @@ class Scheduler:
         if (leader := self._queues.find(sequence.request.leader_id)) is None:
             raise ResidentNotFoundError(f"request {sequence.request.leader_id}, which was to be followed")
         self._queues.followers.add(sequence, leader)
+        sequence.mark_waiting(LEADER)
         if sequence in self._queues.followers.ready:
             self._admit()  # now: the leader's next step may push rows out of a window
 
@@ -241,6 +249,8 @@ class Scheduler:
     def _admit(self) -> None:
         for sequence in self.admission.admit():
             self._start_sequence(sequence)
+        for sequence in self._queues.waiting:
+            sequence.mark_waiting(self.admission.wait_reason)
 
     def _start_sequence(self, sequence: Sequence) -> None:
         queues = self._queues
@@ -263,6 +273,7 @@ class Scheduler:
 
     def _decode_group(self, group: DecodeGroup) -> None:
         """Sample one token for every sequence of a group."""
+        self._is_step_background = False
         began, count = time.monotonic(), len(group.sequences)
         try:
             sampled = group.step()
@@ -296,6 +307,7 @@ class Scheduler:
         Yields after each layer of a background request's chunk.
         """
         sequence = choose_prefill(self._queues.prefill_candidates, self.settings.prefill_step_size)
+        self._is_step_background = sequence.request.background
         if sequence.request.background:
             yield from self._prefill_by_layers(sequence)
         elif sequence.prefill_tokens_left <= 0 or self._prefill_chunk(sequence):
