@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from warmline_common.process.redaction import quote_text
 from warmline_common.protocol.messages import HEADER_REQUEST, GenerationResult, Timings
-from warmline_common.protocol.waits import TURNS
+from warmline_common.protocol.waits import add_waits, list_long_waits, sum_waits
 from warmline_proxy.errors import CLIENT_CLOSED, ClientError, bad_request
 from warmline_proxy.planner import COLD, RESTORED, RequestPlan
 from warmline_proxy.store.rows import Divergence, RequestRecord
@@ -21,7 +21,6 @@ RECORD_FIELDS = (
     *("id", "endpoint", "client_model", "session", "prompt_tokens", "saved_tokens"),
     *("restore_s", "ttft_s", "key", "root", "error", "dispatches"),
 )
-LONG_WAIT_S_MIN = 0.05
 _REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -37,21 +36,6 @@ def parse_request_id(header: str | None) -> str:
         shown = quote_text(header[:80])
         raise bad_request(f"The header {HEADER_REQUEST} must be 1 to 64 of A-Z a-z 0-9 . _ -, not {shown}.")
     return header
-
-
-def add_waits(waits: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
-    """Both, by reason."""
-    return {reason: waits.get(reason, 0.0) + others.get(reason, 0.0) for reason in {**waits, **others}}
-
-
-def sum_waits(waits: Mapping[str, float]) -> float:
-    """Seconds before the engine began to work on a request."""
-    return sum(seconds for reason, seconds in waits.items() if reason != TURNS)
-
-
-def list_long_waits(waits: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Waits that matter, the longest first."""
-    return sorted(((name, s) for name, s in waits.items() if s >= LONG_WAIT_S_MIN), key=lambda wait: -wait[1])
 
 
 @dataclass

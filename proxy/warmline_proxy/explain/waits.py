@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import msgspec
 
 from warmline_common.protocol import waits
-from warmline_proxy.request_log import list_long_waits
+from warmline_common.protocol.waits import list_long_waits
 
 # By reason; docs/explain.md has the same table.
 WAITS = {
