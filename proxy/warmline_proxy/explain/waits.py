@@ -1,4 +1,4 @@
-"""What a request waited for, in words.  Pure."""
+"""Waits of a request, in words.  Pure."""
 
 from collections.abc import Mapping
 

@@ -86,7 +86,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class EnginePace:
-    """How fast the engine works, as far as deadlines depend on it."""
+    """Speed of the engine, as far as deadlines depend on it."""
 
     slowest_step_s: float = 0.0  # of late, without outliers
     running_count: int = 0  # requests that take turns: each may pause for as many of the slowest steps

@@ -1,4 +1,4 @@
-"""When audits run: after real quiet by a fake clock, never beside a request, a few times at most."""
+"""Times of audits: after real quiet by a fake clock, never beside a request, a few tries at most."""
 
 import asyncio
 import random

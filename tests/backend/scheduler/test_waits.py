@@ -1,4 +1,4 @@
-"""What requests wait for in the engine, and what a save's time limit counts."""
+"""Waits of requests in the engine by reason, and the time that a save's limit counts."""
 
 import asyncio
 import errno
