@@ -15,10 +15,11 @@ from warmline_proxy.admin.purge import PurgeEvents, PurgeRoutes
 from warmline_proxy.admin.status import ServerInfo, StatusRoutes
 from warmline_proxy.api.openai import MODELS_PATH
 from warmline_proxy.api.registry import APIS, COUNT_TOKENS_PATH, RESPONSES_PATH
-from warmline_proxy.audit.auditor import Auditor, IdleCheck
+from warmline_proxy.audit.auditor import Auditor
 from warmline_proxy.audit.bisect import Bisector
 from warmline_proxy.audit.first_token_probe import FirstTokenProbe
 from warmline_proxy.audit.quarantine import Quarantine
+from warmline_proxy.audit.quiet import QuietEngine
 from warmline_proxy.audit.replay import SessionReplayer
 from warmline_proxy.auth.authenticator import Authenticator
 from warmline_proxy.auth.principals import ClientKeys
@@ -91,7 +92,8 @@ class Components:
     def _build_audits(self) -> None:
         index, upstream, state, metrics = self.index, self.upstream, self.backend_state, self.metrics
         probe = FirstTokenProbe(upstream, index, state.resident_view, lambda: self.keys.known_tenants)
-        bisector, registry = Bisector(index, probe), self.registry
+        engine, registry = QuietEngine(self.registry, self.watchdog), self.registry
+        bisector = Bisector(index, probe, engine)
         quarantine = Quarantine(index, upstream, state, registry, self.saver, bisector, metrics, self.background)
         self.first_token_probe, self.quarantine = probe, quarantine
         self.auditor = Auditor(
@@ -99,7 +101,7 @@ class Components:
             index=index,
             probe=probe,
             quarantine=quarantine,
-            idle_check=IdleCheck(self.admission, registry, self.watchdog),
+            engine=engine,
             metrics=metrics,
             rng=random.Random(),
         )
@@ -218,7 +220,8 @@ def _build_admin_table(
     """Routes of the admin API."""
     index, config, state = parts.index, parts.config, parts.backend_state
     probe, quarantine = parts.first_token_probe, parts.quarantine
-    replayer = SessionReplayer(index, state, probe, quarantine, parts.metrics, config.audit_tolerance)
+    tolerance, quiet_s = config.audit_tolerance, config.audit_quiet_s
+    replayer = SessionReplayer(index, state, probe, quarantine, parts.metrics, tolerance, quiet_s)
     explain = ExplainRoutes(index, parts.upstream, state, owner_resolver, parts.body_reader)
     maintenance = MaintenanceRoutes(index, state, replayer, config, parts.body_reader)
     browse = BrowseRoutes(index, owner_resolver)

@@ -34,6 +34,7 @@ class ProxyConfig:
     backend_url: str = BACKEND_URL
     reuse: str = get_default("reuse")
     audit_fraction: float = get_default("audit_fraction")
+    audit_quiet_s: float = get_default("audit_quiet_s")
     audit_tolerance: float = get_default("audit_tolerance")
     garbage_guard: str = get_default("garbage_guard")
     disk_budget_gb: float = get_default("disk_budget_gb")

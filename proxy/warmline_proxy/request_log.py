@@ -4,10 +4,13 @@ import json
 import re
 import secrets
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from warmline_common.process.redaction import quote_text
 from warmline_common.protocol.messages import HEADER_REQUEST, GenerationResult, Timings
+from warmline_common.protocol.waits import add_waits, list_long_waits, sum_waits
 from warmline_proxy.errors import CLIENT_CLOSED, ClientError, bad_request
 from warmline_proxy.planner import COLD, RESTORED, RequestPlan
 from warmline_proxy.store.rows import Divergence, RequestRecord
@@ -57,7 +60,7 @@ class RequestLog:
     prompt_tokens: int = 0
     saved_tokens: int = 0
     collapse: str = ""  # finding of the repetition guard
-    queue_s: float = 0.0
+    waits: dict[str, float] = field(default_factory=dict)  # seconds before it was dispatched, by reason
     restore_s: float = 0.0
     ttft_s: float = 0.0
     total_s: float = 0.0
@@ -67,6 +70,23 @@ class RequestLog:
 
     def elapsed_s(self) -> float:
         return time.monotonic() - self.arrived_monotonic
+
+    @contextmanager
+    def measure_wait(self, reason: str) -> Iterator[None]:
+        """Scope in which the request waits for `reason`, one of waits.py."""
+        began_s = self.elapsed_s()
+        try:
+            yield
+        finally:
+            self.add_waits({reason: self.elapsed_s() - began_s})
+
+    def add_waits(self, waits: Mapping[str, float]) -> None:
+        self.waits = add_waits(self.waits, waits)
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds from the arrival for which the engine did not work on the request, restores apart."""
+        return sum_waits(self.waits)
 
     def record_success(self) -> None:
         """Record that the client has its whole answer; an earlier failure stays."""
@@ -82,8 +102,10 @@ class RequestLog:
     def build_record(self) -> RequestRecord:
         plan = self.plan or RequestPlan(COLD, 0)
         timings = self.generation_result.timings if self.generation_result else Timings()
-        # Fewer than planned if a followed request could not be copied at the planned position.
-        reuse = min(plan.reuse, self.prompt_tokens - timings.prefilled)
+        waits = add_waits(self.waits, timings.waits)
+        # Fewer than planned if a followed request could not be copied at the planned position; and none where the
+        # request ended before anything was computed after it.
+        reuse = min(plan.reuse, self.prompt_tokens - timings.prefilled) if timings.prefilled else 0
         return RequestRecord(
             **{name: getattr(self, name) for name in RECORD_FIELDS},
             at=self.arrived_at,
@@ -94,7 +116,8 @@ class RequestLog:
             restored_tokens=reuse if plan.source == RESTORED else 0,
             prefilled_tokens=timings.prefilled,
             generated_tokens=timings.decoded,
-            queue_s=self.queue_s + timings.queue_s,
+            queue_s=sum_waits(waits),
+            waits=waits,
             prefill_s=timings.prefill_s,
             decode_s=timings.decode_s,
             expected_ttft_s=plan.expected_ttft_s,
@@ -114,6 +137,7 @@ def build_perf_fields(record: RequestRecord, session_hint: str = "") -> dict[str
     """Fields of the PERF event for JSON logs, with the records' names."""
     values = {name: getattr(record, name) for name in record.__struct_fields__ if name not in UNLOGGED_FIELDS}
     fields = {name: round(each, SECONDS_DIGITS) if isinstance(each, float) else each for name, each in values.items()}
+    fields["waits"] = {reason: round(seconds, SECONDS_DIGITS) for reason, seconds in record.waits.items()}
     return {"event": "perf", "request": fields.pop("id"), **fields, "client_session": session_hint}
 
 
@@ -126,6 +150,8 @@ def format_perf_line(record: RequestRecord, session_hint: str = "") -> str:
         f" prompt={record.prompt_tokens} cached={record.cached_tokens} restored={record.restored_tokens}"
         f" prefilled={record.prefilled_tokens} generated={record.generated_tokens} saved={record.saved_tokens}"
     )
+    if waits := list_long_waits(record.waits):
+        numbers += f" waits={','.join(f'{reason}:{seconds:.3f}s' for reason, seconds in waits)}"
     if record.dispatches > 1:
         numbers += f" dispatches={record.dispatches}"
     session = record.session or "-"

@@ -38,9 +38,11 @@ GOLDEN = Path(__file__).with_name("golden")
 LINE_CHARS = 110
 SLOW_TIMEOUT_S = 120.0
 CLIENT_KEY = "surface-client-key"
-# Differ from run to run: what was still in memory when a request came, and how far another was when it was cancelled.
+# Differ from run to run: what was still in memory when a request came, how long it waited, and how far another was when
+# it was cancelled.
 UNSTABLE = re.compile(
-    r"explain REQUEST|why_not_warmer\.|warmline_cancels_total > labels|chat, events > chat\.completion\.chunk$"
+    r"explain REQUEST|why_not_warmer\.|waits\[\]|warmline_cancels_total > labels"
+    r"|chat, events > chat\.completion\.chunk$"
 )
 TEMPORARY = re.compile(r"\S*/surface-\s?\w+/user|\b\d+:\d+:\d+:\d+\b")
 Section = dict[str, Any]

@@ -48,7 +48,8 @@ def _kind(value: Any) -> str:
 
 def _key(path: str, key: str, value: Any) -> str:
     is_token = path.endswith("top_logprobs[]") and isinstance(value, float)
-    return ANY_KEY if is_token or ID.fullmatch(key) else key
+    is_wait = path.endswith("waits") and isinstance(value, float)  # which reasons there are depends on the run
+    return ANY_KEY if is_token or is_wait or ID.fullmatch(key) else key
 
 
 def without_ids(text: str) -> str:

@@ -245,7 +245,7 @@ class Engine(threading.Thread):
             decode_tokens_per_s=rates.decode.per_second,
             restore_bytes_per_s=rates.restore.per_second,
             save_bytes_per_s=rates.save.per_second,
-            slowest_recent_step_s=rates.slowest_recent_step_s,
+            slowest_recent_step_s=rates.step_durations.slowest_s,
             weight_bytes=weights,
             memory_active_bytes=active,
             memory_cache_bytes=mx.get_cache_memory(),

@@ -4,6 +4,8 @@ The engine thread makes and copies arrays; loader, reader and writer threads onl
 """
 
 import asyncio
+import errno
+import math
 import secrets
 import threading
 import time
@@ -23,6 +25,7 @@ from warmline_backend.model.model import ServedModel
 from warmline_backend.scheduler.scheduler import Scheduler
 from warmline_common.protocol.messages import CheckpointRef, RestoreRequest, SavedFile, SaveRequest, SegmentSpec
 from warmline_common.protocol.tokens import TOKEN_BYTES, pack_tokens, prefix_digest
+from warmline_common.protocol.waits import MEMORY
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
 from warmline_common.storage.segment_file import FileMeta
@@ -38,6 +41,7 @@ class _TransferJob:
 
     def __init__(self, request_id: str, is_save: bool) -> None:
         self.request_id, self.is_save = request_id, is_save
+        self.write_left_s = math.inf  # of a save
         self.cancelled = threading.Event()  # read by other threads between two pieces of work
         self.done = asyncio.Event()
         self._pending: Future[Any] | None = None
@@ -117,31 +121,37 @@ class KvTransfer:
 
     # ---- restore
 
-    async def restore(self, request: RestoreRequest) -> tuple[str, int, float]:
-        """Restore a resident: (id, bytes read, seconds).
+    async def restore(self, request: RestoreRequest) -> tuple[str, int, float, dict[str, float]]:
+        """Restore a resident: (id, bytes read, seconds, waits before that by reason).
 
         Raises DamagedFileError, OperationCancelledError, BadChainError, KvTooLargeError.
         """
         name = f"{request.request_id} {secrets.token_hex(4)}"  # unique: a retry has a reservation of its own
         with self._track_job(request.request_id, is_save=False) as job:
             try:
-                await self._reserve_memory(name, job, self._served.kv_bytes(len(request.tokens) // TOKEN_BYTES))
-                return await self._load_resident(name, request, job)
+                bytes_needed = self._served.kv_bytes(len(request.tokens) // TOKEN_BYTES)
+                waits = await self._reserve_memory(name, job, bytes_needed)
+                return *await self._load_resident(name, request, job), waits
             finally:  # after the last reader has stopped: until then the memory is in use
                 job.call_when_idle(lambda: self._engine.submit(lambda scheduler: scheduler.admission.release(name)))
 
-    async def _reserve_memory(self, reservation_id: str, job: _TransferJob, bytes_needed: int) -> None:
-        """Wait until running requests leave room: a prefill would need as much, and take longer."""
+    async def _reserve_memory(self, reservation_id: str, job: _TransferJob, bytes_needed: int) -> dict[str, float]:
+        """Wait until running requests leave room: a prefill would need as much, and take longer.  Returns the waits."""
         granted: Future[None] = Future()
 
         def on_granted() -> None:
             if granted.set_running_or_notify_cancel():
                 granted.set_result(None)
 
-        await job.wait_for(
-            self._engine.submit(lambda scheduler: scheduler.admission.reserve(reservation_id, bytes_needed, on_granted))
-        )
+        def reserve(scheduler: Scheduler) -> str:
+            scheduler.admission.reserve(reservation_id, bytes_needed, on_granted)
+            return scheduler.step_reason
+
+        began = time.monotonic()
+        step_reason = await job.wait_for(self._engine.submit(reserve))
+        queued = time.monotonic()
         await job.wait_for(granted)
+        return {step_reason: queued - began, MEMORY: time.monotonic() - queued}
 
     async def _load_resident(
         self, reservation_id: str, request: RestoreRequest, job: _TransferJob
@@ -182,6 +192,7 @@ class KvTransfer:
         began = time.monotonic()
         try:
             with self._track_job(request.request_id, is_save=True) as job:
+                job.write_left_s = request.write_timeout_s or math.inf
                 segments = [await self._save_segment(request, spec, job) for spec in request.segments]
                 states = [await self._save_checkpoint(request, ref, job) for ref in request.checkpoints]
         except BaseException:  # also a cancelled caller: no caller will name these files
@@ -241,7 +252,19 @@ class KvTransfer:
                 raise OperationCancelledError
             return saved
 
-        return await job.wait_for(self._writer_pool.submit(write_unless_cancelled))
+        return await self._write(job, write_unless_cancelled)
+
+    async def _write(self, job: _TransferJob, work: Callable[[], SavedFile]) -> SavedFile:
+        """Have the writer thread write a file.  Raises OSError where the disk takes longer than the save allows."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(job.write_left_s if math.isfinite(job.write_left_s) else None):
+                return await job.wait_for(self._writer_pool.submit(work))
+        except TimeoutError:
+            job.cancel()
+            raise OSError(errno.ETIMEDOUT, "the disk has not written a segment in time") from None
+        finally:
+            job.write_left_s -= time.monotonic() - began
 
     # ---- shared
 

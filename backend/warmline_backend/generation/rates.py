@@ -1,13 +1,11 @@
 """Measured rates of this machine, for plans and admission.  Engine thread."""
 
-from collections import deque
-
+from warmline_backend.generation.step_durations import StepDurations
 from warmline_common.protocol.messages import PrefillRate
 
 SMOOTHING = 0.3  # weight of the newest sample
 SECONDS_MIN = 1e-9  # a coarse clock may show 0
 SAMPLE_BYTES_MIN = 16 << 20  # the time of smaller reads and writes is that of their calls
-RECENT_CHUNKS, RECENT_DECODE_STEPS = 32, 64  # apart: a minute of decode steps must not hide how long a chunk takes
 
 
 class SmoothedRate:
@@ -34,7 +32,7 @@ class SmoothedRate:
 
 
 class Rates:
-    """Prefill tokens/s by context length (powers of two), decode tokens/s, disk bytes/s, the slowest recent step.
+    """Prefill tokens/s by context length (powers of two), decode tokens/s, disk bytes/s, durations of recent steps.
 
     0 for all that has not been measured yet.
     """
@@ -43,16 +41,15 @@ class Rates:
         self._prefill: dict[int, SmoothedRate] = {}
         self.decode = SmoothedRate()
         self.restore, self.save = SmoothedRate(SAMPLE_BYTES_MIN), SmoothedRate(SAMPLE_BYTES_MIN)
-        self._chunks_s: deque[float] = deque(maxlen=RECENT_CHUNKS)
-        self._decode_steps_s: deque[float] = deque(maxlen=RECENT_DECODE_STEPS)
+        self.step_durations = StepDurations()
 
     def record_prefill(self, length: int, tokens: int, seconds: float) -> None:
         """Record a chunk of `tokens` that ended at `length`."""
-        self._chunks_s.append(seconds)
+        self.step_durations.record_chunk(length, tokens, seconds)
         self._prefill.setdefault(1 << (length - 1).bit_length(), SmoothedRate()).add(tokens, seconds)
 
     def record_decode(self, tokens: int, seconds: float) -> None:
-        self._decode_steps_s.append(seconds)
+        self.step_durations.record_decode(seconds)
         self.decode.add(tokens, seconds)
 
     @property
@@ -60,6 +57,9 @@ class Rates:
         rates = sorted(self._prefill.items())
         return [PrefillRate(tokens=length, tokens_per_s=rate.per_second) for length, rate in rates]
 
-    @property
-    def slowest_recent_step_s(self) -> float:
-        return max((*self._chunks_s, *self._decode_steps_s), default=0.0)
+    def estimate_prefill_rate(self, length: int) -> float:
+        """Tokens/s of a chunk that begins at `length`, as measured at the next longer context; 0.0: unknown."""
+        longer = (rate for at, rate in sorted(self._prefill.items()) if at > length)
+        longest = max(self._prefill.items(), default=(0, None))[1]
+        rate = next(longer, longest)
+        return rate.per_second if rate else 0.0

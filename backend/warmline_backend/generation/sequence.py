@@ -4,7 +4,7 @@ Stages: waiting or following -> prefill (chunk after chunk) -> decode (in a grou
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -23,6 +23,7 @@ from warmline_backend.request.params import GenerationParams
 from warmline_backend.structured_output.matcher import Matcher
 from warmline_common.protocol.messages import FirstLogits, GenerationResult, Timings
 from warmline_common.protocol.tokens import pack_tokens
+from warmline_common.protocol.waits import STEP, TURNS
 
 # Distance of chunk ends that only followers need: each costs a state and a short chunk, while the tokens between two
 # are soon computed again.
@@ -54,6 +55,7 @@ class GenerationRequest(GenerationOptions):
     listener: EventListener
     matcher: Matcher | None = None  # grammar of the answer, with the state of this run
     expected_output: ExpectedOutput = ExpectedOutput()  # noqa: RUF009  frozen
+    accepted_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(eq=False)
@@ -68,11 +70,14 @@ class Sequence:
     fork_position: int = 0  # tokens of the leader's KV that it starts from
     detached: bool = False  # its client has left: it ends with its prefill
     chunks_skipped: float = 0.0
+    wait_reason: str = STEP  # what it waits for until it is started
+    started_at: float = 0.0  # time.monotonic(); 0.0 while it waits
     decode_started_at: float = 0.0  # time.monotonic()
     generated_count: int = 0
     timings: Timings = field(default_factory=Timings)
     first_logits: FirstLogits | None = None  # distribution of its first token
     arrival_time: float = field(default_factory=time.monotonic)
+    layerwise_chunk: "LayerwiseChunk | None" = None  # a background request's, until all of it is computed
     _prefill_batch: PromptProcessingBatch | None = None
 
     def __post_init__(self) -> None:
@@ -83,6 +88,7 @@ class Sequence:
         self.output_parser = OutputParser(self.served.tokenizer, params.stop, expected, params.min_tokens)
         self.reused_tokens = self.kv.length
         self._logprobs_capture = LogprobsCapture()
+        self._waiting_since = self.request.accepted_at
         self._fork_positions: set[int] = set()  # chunk ends that only present followers need
         self.answer_tokens_max = params.max_tokens  # or fewer, by the memory budget
 
@@ -119,8 +125,20 @@ class Sequence:
         matcher = self.request.matcher
         return not self.request.params.ignore_eos or (matcher is not None and matcher.is_complete)
 
+    def mark_waiting(self, reason: str) -> None:
+        """From now on it waits for that; the time up to now belongs to the reason before."""
+        self._record_wait()
+        self.wait_reason = reason
+
     def mark_started(self) -> None:
-        self.timings.queue_s = time.monotonic() - self.arrival_time
+        self._record_wait()
+        self.started_at = self._waiting_since
+
+    def _record_wait(self) -> None:
+        now, waits = time.monotonic(), self.timings.waits
+        if not self.started_at:
+            waits[self.wait_reason] = waits.get(self.wait_reason, 0.0) + now - self._waiting_since
+        self._waiting_since = now
 
     @property
     def chunk_ends(self) -> list[int]:
@@ -189,10 +207,7 @@ class Sequence:
 
     def prefill_chunk(self, step: int) -> int:
         """Compute the next chunk and keep its rows and state for a save.  Returns its tokens."""
-        start, ends = self.kv.length, self.chunk_ends
-        self._capture_rollback_point()
-        longest = step - start % step if self.kv.grid else step
-        end = find_chunk_end(start, len(self.request.prompt) - 1, longest, ends)
+        start, end = self._begin_chunk(step)
         if self._prefill_batch is None:
             # Built empty, then given the cache in batched form: mlx-lm would copy every row into a new batch.
             self._prefill_batch = PromptProcessingBatch(
@@ -200,11 +215,36 @@ class Sequence:
             )
             self._prefill_batch.prompt_cache = self.kv.layers
         self._prefill_batch.prompt([self.request.prompt[start:end]])
+        self._complete_chunk()
+        return end - start
+
+    def begin_layerwise_chunk(self, step: int) -> "LayerwiseChunk":
+        """Begin the next chunk as one that is computed layer by layer."""
+        start, end = self._begin_chunk(step)
+        return LayerwiseChunk(end - start, self._compute_layers(self.request.prompt[start:end]))
+
+    def _compute_layers(self, tokens: list[int]) -> Iterator[None]:
+        """Compute a chunk, pausing after each layer.  No shape depends on the pauses, so neither does any bit."""
+        self.served.model(mx.array([tokens]), cache=self.kv.layers)  # lazy
+        self.kv.tokens += tokens
+        for layer in self.kv.layers:
+            mx.eval(layer.state)
+            yield
+        mx.clear_cache()
+        self._complete_chunk()
+
+    def _begin_chunk(self, step: int) -> tuple[int, int]:
+        """Tokens [start, end) of the next chunk, of at most `step`."""
+        start = self.kv.length
+        self._capture_rollback_point()
+        longest = step - start % step if self.kv.grid else step
+        return start, find_chunk_end(start, len(self.request.prompt) - 1, longest, self.chunk_ends)
+
+    def _complete_chunk(self) -> None:
         self.kv.release_chunk()
         self.kv.capture_window()
-        if end in ends:
+        if self.kv.length in self.chunk_ends:
             self.kv.capture_checkpoint()
-        return end - start
 
     def _capture_rollback_point(self) -> None:
         """Keep the state at the end of the grid, before decoding leaves it."""
@@ -214,6 +254,10 @@ class Sequence:
     def make_result(self, finish: str, *, boot: str, generation: int, resident: str, error: str) -> GenerationResult:
         """Make the result; `resident` is the id of the resident that it left, or ""."""
         kv, prompt = self.kv, len(self.request.prompt)
+        self._record_wait()
+        if self.started_at:
+            prefill_end = self.decode_started_at or time.monotonic()
+            self.timings.waits[TURNS] = max(0.0, prefill_end - self.started_at - self.timings.prefill_s)
         return GenerationResult(
             boot=boot,
             generation=generation,
@@ -258,6 +302,22 @@ class Sequence:
             [StopSequences()],
             [UNBOUNDED],
         )
+
+
+@dataclass(eq=False)
+class LayerwiseChunk:
+    """A chunk that is computed layer by layer: others wait for a layer of it, not for the whole.  Engine thread."""
+
+    tokens: int
+    _layers: Iterator[None]
+    seconds: float = 0.0  # spent on it so far
+
+    def compute_layer(self) -> bool:
+        """Compute the next layer; False once all are computed.  Raises what the device raises."""
+        began = time.monotonic()
+        is_open = next(self._layers, self) is not self
+        self.seconds += time.monotonic() - began
+        return is_open
 
 
 def find_chunk_end(start: int, end: int, step: int, chunk_ends: Iterable[int]) -> int:

@@ -9,6 +9,7 @@ from warmline_backend.model.model import ServedModel
 from warmline_backend.scheduler.capacity import KvTooLargeError
 from warmline_backend.scheduler.finish import LEADERLESS, Finisher
 from warmline_backend.scheduler.queues import Queues
+from warmline_common.protocol.waits import MEMORY, PLACE, SAVE
 
 OUT_OF_MEMORY = "the memory budget is used up by answers that grew; try again, or raise --memory-budget-gb"
 
@@ -40,6 +41,13 @@ class SequenceAdmission:
             if self._is_full:  # only once another can use its place
                 self._cancel_youngest(self._queues.unattended)
             yield sequence
+
+    @property
+    def wait_reason(self) -> str:
+        """Reason why the requests that wait were not admitted."""
+        if self._is_full:
+            return PLACE
+        return SAVE if self._residents.has_leased else MEMORY
 
     @property
     def _is_full(self) -> bool:

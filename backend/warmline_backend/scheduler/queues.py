@@ -72,6 +72,11 @@ class Queues:
             return attended or detached
         return [] if any(not each.request.background for each in self.running) else unattended
 
+    @property
+    def has_attended(self) -> bool:
+        """True where any request is no background request."""
+        return any(not sequence.request.background for sequence in self)
+
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of its queue; its KV owns its layers afterwards."""
         if (group := self.find_group(sequence)) is not None:

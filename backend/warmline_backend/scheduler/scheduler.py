@@ -25,10 +25,14 @@ from warmline_backend.scheduler.queues import STEPS_PER_BUDGET_CHECK, Queues
 from warmline_backend.scheduler.save_source import SaveSource
 from warmline_backend.scheduler.token_dispatch import dispatch_token
 from warmline_common.protocol.messages import GenerationResult
+from warmline_common.protocol.waits import AUDIT, LEADER, STEP
 
 DECODE_STEPS_PER_CHUNK = 8  # at least
 DECODE_SHARE = 0.25  # of the time while prompts prefill: a chunk may take as long as a thousand decode steps
 DECODE_OWED_MAX_S = 30.0
+# A request that comes meanwhile waits for one layer of a background request's chunk.
+BACKGROUND_LAYER_S = 0.5
+BACKGROUND_STEP_MIN = 32  # tokens, also while the speed is not known
 CHUNKS_SKIPPED_MAX = 4  # chunks of shorter prompts that a long one waits for, at most
 CHUNK_COUNTED_MIN = 1 / 8  # a small prompt's chunk counts as at least this part of one
 # mlx 0.32.4 counts tasks under way, but not those of an evaluation that failed as done; with some left over, a later
@@ -75,6 +79,7 @@ class Scheduler:
         )
         self._decode_round_count = 0
         self.keepalive_steps = 0
+        self._is_step_background = False  # the last chunk's request
         self._decode_owed_s = 0.0  # DECODE_SHARE of the time that decoding has waited for chunks
 
     # ---- requests
@@ -92,11 +97,16 @@ class Scheduler:
             kv = self._take_resident_kv(request) if request.resident_id else self._make_kv()
             self._queues.waiting.append(self._make_sequence(request, kv))
 
+    @property
+    def step_reason(self) -> str:
+        """Reason of a command's wait for the last step."""
+        return AUDIT if self._is_step_background else STEP
+
     def _make_sequence(self, request: GenerationRequest, kv: KV) -> Sequence:
         positions = request.checkpoints if self.settings.keeps_residents else ()
         request = replace(request, checkpoints=tuple(at for at in positions if kv.floor_to_grid(at) == at))
         adopted = "" if request.copy_resident else request.resident_id
-        sequence = Sequence(request, kv, self.served, adopted_resident_id=adopted)
+        sequence = Sequence(request, kv, self.served, adopted_resident_id=adopted, wait_reason=self.step_reason)
         tokens_max = sequence_tokens_max(self.served, self.settings.memory_budget_bytes)
         sequence.answer_tokens_max = min(request.params.max_tokens, tokens_max - len(request.prompt))
         return sequence
@@ -118,6 +128,7 @@ class Scheduler:
         if (leader := self._queues.find(sequence.request.leader_id)) is None:
             raise ResidentNotFoundError(f"request {sequence.request.leader_id}, which was to be followed")
         self._queues.followers.add(sequence, leader)
+        sequence.mark_waiting(LEADER)
         if sequence in self._queues.followers.ready:
             self._admit()  # now: the leader's next step may push rows out of a window
 
@@ -198,7 +209,7 @@ class Scheduler:
         self._admit()
         yield from self._decode_rounds(prefilling)
         if self._queues.prefill_candidates:
-            self._prefill_next()
+            yield from self._prefill_next()
             yield
 
     def _decode_rounds(self, prefilling: int) -> Iterator[None]:
@@ -238,6 +249,8 @@ class Scheduler:
     def _admit(self) -> None:
         for sequence in self.admission.admit():
             self._start_sequence(sequence)
+        for sequence in self._queues.waiting:
+            sequence.mark_waiting(self.admission.wait_reason)
 
     def _start_sequence(self, sequence: Sequence) -> None:
         queues = self._queues
@@ -260,6 +273,7 @@ class Scheduler:
 
     def _decode_group(self, group: DecodeGroup) -> None:
         """Sample one token for every sequence of a group."""
+        self._is_step_background = False
         began, count = time.monotonic(), len(group.sequences)
         try:
             sampled = group.step()
@@ -287,12 +301,20 @@ class Scheduler:
 
     # ---- prefilling
 
-    def _prefill_next(self) -> None:
-        """Compute one chunk of one prompt; the last chunk is followed by the first decode step."""
+    def _prefill_next(self) -> Iterator[None]:
+        """Compute one chunk of one prompt; the last chunk is followed by the first decode step.
+
+        Yields after each layer of a background request's chunk.
+        """
+        sequence = choose_prefill(self._queues.prefill_candidates, self.settings.prefill_step_size)
+        self._is_step_background = sequence.request.background
+        if sequence.request.background:
+            yield from self._prefill_by_layers(sequence)
+        elif sequence.prefill_tokens_left <= 0 or self._prefill_chunk(sequence):
+            self._end_chunk(sequence)
+
+    def _end_chunk(self, sequence: Sequence) -> None:
         queues = self._queues
-        sequence = choose_prefill(queues.prefill_candidates, self.settings.prefill_step_size)
-        if sequence.prefill_tokens_left > 0 and not self._prefill_chunk(sequence):
-            return
         self._admit_followers(sequence)
         self.admission.reclaim_memory()  # for fork states: admission has counted the rest
         if sequence not in queues.prefilling:
@@ -301,6 +323,36 @@ class Scheduler:
             self.finisher.finish_sequence(sequence, "cancelled")
         elif sequence.prefill_tokens_left <= 0:
             self._start_decoding(sequence)
+
+    def _prefill_by_layers(self, sequence: Sequence) -> Iterator[None]:
+        """Compute a background request's chunk, yielding after each layer.
+
+        Where a command has brought another request meanwhile, the rest is computed after that one.
+        """
+        try:
+            if sequence.layerwise_chunk is None and sequence.prefill_tokens_left > 0:
+                sequence.layerwise_chunk = sequence.begin_layerwise_chunk(self._choose_background_step(sequence))
+            while (chunk := sequence.layerwise_chunk) and chunk.compute_layer():
+                yield
+                if sequence not in self._queues.prefilling or self._queues.has_attended:
+                    return
+        except Exception as error:  # noqa: BLE001  as in _decode_group
+            self.finisher.discard(self._queues.discard_batch(sequence), error)
+            return
+        if chunk:
+            sequence.layerwise_chunk = None
+            self._record_chunk(sequence, chunk.tokens, chunk.seconds)
+        self._end_chunk(sequence)
+
+    def _choose_background_step(self, sequence: Sequence) -> int:
+        """Tokens of a chunk of which a layer takes BACKGROUND_LAYER_S; in exact mode a chunk is a chunk."""
+        step = self.settings.prefill_step_size
+        if self.settings.exact:
+            return step
+        tokens_per_s = self.rates.estimate_prefill_rate(sequence.kv.length)
+        layers = max(1, len(sequence.kv.layers))
+        tokens = int(tokens_per_s * layers * BACKGROUND_LAYER_S) or BACKGROUND_STEP_MIN
+        return min(step, max(tokens, BACKGROUND_STEP_MIN))
 
     def _prefill_chunk(self, sequence: Sequence) -> bool:
         """Compute a chunk; False where it failed and the sequence is discarded."""
@@ -313,12 +365,15 @@ class Scheduler:
         seconds = time.monotonic() - began
         owed_s = self._decode_owed_s + seconds * DECODE_SHARE / (1 - DECODE_SHARE)
         self._decode_owed_s = min(owed_s, DECODE_OWED_MAX_S)
+        self.rates.record_prefill(sequence.kv.length, tokens, seconds)
+        self._record_chunk(sequence, tokens, seconds)
+        return True
+
+    def _record_chunk(self, sequence: Sequence, tokens: int, seconds: float) -> None:
         sequence.timings.prefilled += tokens
         sequence.timings.prefill_s += seconds
-        self.rates.record_prefill(sequence.kv.length, tokens, seconds)
         self.step_stats.record_chunk(tokens, seconds)
         self._notify_progress(sequence)
-        return True
 
     def _notify_progress(self, sequence: Sequence) -> None:
         sequence.request.listener(PrefillProgress(sequence.kv.length, len(sequence.request.prompt)))

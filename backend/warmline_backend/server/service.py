@@ -335,7 +335,7 @@ class Service:
         if self._grid and tokens % self._grid:
             raise BadChainError(f"exact mode continues at multiples of {self._grid} tokens, the request names {tokens}")
         with self.metrics.restores.count_failures():
-            resident, bytes_read, seconds = await self.runtime.kv_transfer.restore(request)
+            resident, bytes_read, seconds, waits = await self.runtime.kv_transfer.restore(request)
         self.metrics.restores.observe(bytes_read, seconds)
         return messages.RestoreReply(
             boot=self.boot,
@@ -344,6 +344,7 @@ class Service:
             position=tokens,
             bytes_read=bytes_read,
             seconds=seconds,
+            waits=waits,
         )
 
     async def save(self, request: messages.SaveRequest) -> messages.SaveReply:

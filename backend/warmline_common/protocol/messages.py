@@ -130,6 +130,7 @@ class RestoreReply(Reply, kw_only=True):
     position: int
     bytes_read: int
     seconds: float
+    waits: dict[str, float] = {}  # seconds before it could begin, by reason (see waits.py)
 
 
 class RestoreRefusal(Reply, kw_only=True):
@@ -159,6 +160,7 @@ class SaveRequest(msgspec.Struct, kw_only=True):
     segments: list[SegmentSpec] = []
     checkpoints: list[CheckpointRef] = []
     root: bytes = b""  # namespace(fingerprint, tenant); in the files, too, so that an index can be rebuilt
+    write_timeout_s: float = 0.0  # for the disk, all files together, without waits for the engine; 0.0: no limit
 
 
 class SavedFile(msgspec.Struct, kw_only=True):
@@ -285,7 +287,7 @@ class FirstLogits(msgspec.Struct, kw_only=True):
 
 
 class Timings(msgspec.Struct, kw_only=True):
-    queue_s: float = 0.0
+    waits: dict[str, float] = msgspec.field(default_factory=dict)  # seconds since the call, by reason (see waits.py)
     prefill_s: float = 0.0
     decode_s: float = 0.0
     prefilled: int = 0  # tokens computed in prefill

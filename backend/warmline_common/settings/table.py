@@ -88,6 +88,8 @@ _ROWS = (
             "`fast` reuses all stored KV, `exact` only KV that gives a cold run's exact bits, `off` nothing"),
     Setting("audit_fraction", 0.01, parsers.parse_share, "SHARE", PROXY,
             "share of the warm requests that are computed again, cold, when the engine is idle; 0: none"),
+    Setting("audit_quiet_s", 10.0, parsers.parse_seconds, "S", PROXY,
+            "seconds without a request before an audit begins, at least; 0: none, not even the conversation's pauses"),
     Setting("audit_tolerance", 0.0, parsers.make_amount_parser("nats", 0, 1e6), "NATS", PROXY,
             "how far log-probabilities may differ from a cold run's, in nats; 0: as the KV's type allows"),
     Setting("garbage_guard", "observe", parsers.make_choice_parser("off", "observe"), "WHAT", PROXY,

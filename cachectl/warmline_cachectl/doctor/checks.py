@@ -143,8 +143,8 @@ def check_reuse(facts: Facts) -> Diagnosis:
 
 
 def check_hit_rate(facts: Facts) -> Diagnosis:
-    records = [record for record in facts.index.records if record.prompt_tokens]
-    prompt, cached = (sum(getattr(each, name) for each in records) for name in ("prompt_tokens", "cached_tokens"))
+    records = [record for record in facts.index.records if record.reached_tokens]
+    prompt, cached = (sum(getattr(each, name) for each in records) for name in ("reached_tokens", "cached_tokens"))
     share = cached / prompt if prompt else 0.0
     seen = f"{share:.0%} of the prompts of the last {format_count(len(records), 'request')} reused"
     if len(records) < HIT_REQUESTS_MIN or share >= HIT_SHARE_MIN:
@@ -157,7 +157,7 @@ def _find_commonest_miss(records: list[RequestRecord]) -> tuple[str, str]:
     """(reason, remedy) of the misses that cost the most tokens."""
     causes: Counter[str] = Counter()
     for record in records:
-        missed = record.prompt_tokens - record.cached_tokens
+        missed = record.reached_tokens - record.cached_tokens
         if record.parting and record.parting.cause in CAUSES:
             causes[record.parting.cause] += missed
         elif record.why_not_warmer:

@@ -34,6 +34,8 @@ def render_explanation(reply: ExplainReply) -> Renderables:
         yield f"The last one that was not warm; {warm}.\n"
     yield f"request {record.id} ({record.endpoint}, {model}, {format_age(record.at)}, {record.outcome})"
     yield f"reused {record.cached_tokens:,} of {record.prompt_tokens:,} prompt tokens ({record.source})"
+    for wait in reply.waits:
+        yield f"waited {wait.seconds:.2f} s for {wait.means}"
     yield f"\n{verdict.cause}: {verdict.means}"
     if verdict.detail:
         yield f"  here: {printable(verdict.detail)}"

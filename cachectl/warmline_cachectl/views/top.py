@@ -10,6 +10,7 @@ from rich.text import Text
 
 from warmline_cachectl.views.columns import printable
 from warmline_cachectl.views.tables import format_count, format_duration, format_size
+from warmline_proxy.store.rows import count_reached_tokens
 
 View = dict[str, Any]
 BAR_CHARS = 16
@@ -22,7 +23,8 @@ def build_snapshot(status: View, records: Sequence[View], before: View | None = 
     engine, totals = status.get("engine"), status["totals"]
     earlier = {row["id"]: row for row in before["requests"]} if before else {}
     since_s = status["at"] - before["at"] if before else 0.0
-    prompt, cached = (sum(record[name] for record in records) for name in ("prompt_tokens", "cached_tokens"))
+    cached = sum(record["cached_tokens"] for record in records)
+    prompt = sum(_count_reached(record) for record in records)
     rates = engine["prefill_rates"] if engine else []
     return {
         "at": status["at"],
@@ -54,6 +56,11 @@ def build_snapshot(status: View, records: Sequence[View], before: View | None = 
             "share": cached / prompt if prompt else 0.0,
         },
     }
+
+
+def _count_reached(record: View) -> int:
+    counts = (record[f"{kind}_tokens"] for kind in ("prompt", "cached", "prefilled"))
+    return count_reached_tokens(record["outcome"], *counts)
 
 
 def bytes_used(totals: Mapping[str, int]) -> int:

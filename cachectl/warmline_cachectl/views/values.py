@@ -94,7 +94,7 @@ def build_stats(totals: Totals, requests: list[RequestRecord], snapshot: IndexSn
     answered = [record for record in requests if record.outcome != "error"]
     names = [f"{kind}_tokens" for kind in ("prompt", "cached", "prefilled", "generated", "saved")]
     tokens = {name: sum(getattr(record, name) for record in requests) for name in names}
-    prompt = tokens["prompt_tokens"]
+    prompt = tokens["prompt_tokens"] = sum(record.reached_tokens for record in requests)
     pinned = {row.id for row in snapshot.segments.values() if row.pinned}
     return {
         "stored": _to_builtins(totals)

@@ -2,13 +2,15 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from warmline_common.protocol.messages import FirstLogits, KvLayout, SegmentRef
 from warmline_common.protocol.tokens import TOKEN_BYTES
 from warmline_proxy.audit.comparison import compare
 from warmline_proxy.audit.first_token_probe import FirstTokenProbe, ModelChangedError
+from warmline_proxy.audit.quiet import QuietEngine
 from warmline_proxy.index.index import Index, IndexStoreError
 from warmline_proxy.planner import RequestPlan, plan_restores
 from warmline_proxy.store.rows import PrefixMatch
@@ -17,8 +19,10 @@ from warmline_proxy.upstream.client import UpstreamError
 
 log = logging.getLogger(__name__)
 
+ProbeRun = Coroutine[Any, Any, FirstLogits | None]
+
 SEARCH_TIMEOUT_S = 600.0  # meanwhile requests that share the prompt's beginning compute it again
-TRIES_MAX = 3  # as in an audit: a run is lost when others need the memory
+TRIES_MAX = 10  # of one run: it is lost when a request arrives
 TRY_INTERVAL_S = 1.0
 
 
@@ -33,6 +37,7 @@ class AuditMismatch:
     layout: KvLayout
     tolerance: float  # nats; a larger difference is a mismatch.  In exact mode any difference is
     started_at: float  # time.monotonic(), not before the request's start
+    quiet_s: float = 0.0  # before each run of the bisection
 
 
 class Bisector:
@@ -42,8 +47,8 @@ class Bisector:
     there, so a place agrees with the cold run where everything before it is right.
     """
 
-    def __init__(self, index: Index, first_token_probe: FirstTokenProbe) -> None:
-        self._index, self._probe = index, first_token_probe
+    def __init__(self, index: Index, first_token_probe: FirstTokenProbe, engine: QuietEngine) -> None:
+        self._index, self._probe, self._engine = index, first_token_probe, engine
 
     async def narrow_suspicion(self, case: AuditMismatch, suspicion: SuspectPrefix) -> None:
         """Raise `suspicion.trusted_tokens` to the last place that agrees, where a start from the next place differs.
@@ -77,7 +82,7 @@ class Bisector:
                 return
 
     async def _has_mismatch(self, case: AuditMismatch, place: RequestPlan) -> bool:
-        warm = await self._compute(lambda: self._probe.compute_restored(case.root, case.tokens, place))
+        warm = await self._compute(case, lambda: self._probe.compute_restored(case.root, case.tokens, place))
         return not compare(warm, case.cold, case.layout, case.tolerance).agrees
 
     async def _is_segment_good(self, case: AuditMismatch, link: SegmentRef) -> bool:
@@ -87,19 +92,19 @@ class Bisector:
         places = plan_restores(await self._match(case, stored), case.layout)
         if not places or places[-1].reuse < link.upto:
             return False
-        cold = await self._compute(lambda: self._probe.compute_cold(case.root, tokens))
-        warm = await self._compute(lambda: self._probe.compute_restored(case.root, tokens, places[-1]))
+        cold = await self._compute(case, lambda: self._probe.compute_cold(case.root, tokens))
+        warm = await self._compute(case, lambda: self._probe.compute_restored(case.root, tokens, places[-1]))
         return compare(warm, cold, case.layout, case.tolerance).agrees
 
     async def _match(self, case: AuditMismatch, tokens: bytes) -> PrefixMatch:
         return await asyncio.to_thread(self._index.match_prefix, case.root, tokens, len(tokens) // TOKEN_BYTES)
 
-    async def _compute(self, probe: Callable[[], Awaitable[FirstLogits | None]]) -> FirstLogits:
+    async def _compute(self, case: AuditMismatch, run: Callable[[], ProbeRun]) -> FirstLogits:
         for _ in range(TRIES_MAX):
-            if first := await probe():
+            if first := await self._engine.run(run(), lambda: case.quiet_s):
                 return first
             await asyncio.sleep(TRY_INTERVAL_S)
-        raise _ProbeFailedError("others needed the backend's memory")
+        raise _ProbeFailedError("others needed the engine or its memory")
 
 
 class _ProbeFailedError(Exception):

@@ -3,8 +3,10 @@
 Results are None where the backend gave the run up because other requests need its memory.
 """
 
+import asyncio
 import secrets
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -15,10 +17,11 @@ from warmline_common.protocol.sse import SseParser
 from warmline_common.protocol.tokens import TOKEN_BYTES, namespace, unpack_tokens
 from warmline_proxy.index.index import Index
 from warmline_proxy.planner import COLD, RequestPlan
-from warmline_proxy.upstream.client import ByteStream, InvalidReplyError, Upstream
+from warmline_proxy.upstream.client import ByteStream, InvalidReplyError, Upstream, UpstreamError
 from warmline_proxy.upstream.resident_view import ResidentView
 
 ANSWER_FINISHES = ("stop", "length")
+CANCEL_TIMEOUT_S = 10.0
 
 
 class ModelChangedError(Exception):
@@ -52,14 +55,35 @@ class FirstTokenProbe:
         )
         self.index.lease(plan.file_ids)
         try:
-            resident = (await self.upstream.restore(request)).resident
+            resident = await self._restore(request)
         finally:
             self.index.release(plan.file_ids)
-        self.resident_view.exclude(resident)  # it may be the damaged one: no request may start from it
         try:
             return await self._compute(root, tokens, replace(plan, resident=resident), request_id)
         finally:
             await self.upstream.delete_resident(resident)  # still there if the generation did not take it over
+
+    async def _restore(self, request: messages.RestoreRequest) -> str:
+        """Restore a resident that no request may start from, since it may be the damaged one; return its id.
+
+        Cancelled, it leaves none.
+        """
+        restoring = asyncio.ensure_future(self.upstream.restore(request))
+        try:
+            resident = (await asyncio.shield(restoring)).resident
+        except asyncio.CancelledError:
+            await self._cancel_restore(request.request_id, restoring)
+            raise
+        self.resident_view.exclude(resident)
+        return resident
+
+    async def _cancel_restore(self, request_id: str, restoring: "asyncio.Future[messages.RestoreReply]") -> None:
+        with suppress(UpstreamError):
+            await self.upstream.cancel(request_id, CANCEL_TIMEOUT_S)
+        with suppress(UpstreamError):
+            resident = (await restoring).resident  # it was complete before the cancel
+            self.resident_view.exclude(resident)
+            await self.upstream.delete_resident(resident)
 
     async def _compute(self, root: bytes, tokens: bytes, plan: RequestPlan, request_id: str) -> FirstLogits | None:
         body = {"prompt": unpack_tokens(tokens), "max_tokens": 1}

@@ -34,6 +34,7 @@ class SessionReplayer:
     quarantine: Quarantine
     metrics: ProxyMetrics
     tolerance: float
+    quiet_s: float  # before each run of a bisection
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def replay(self, request: ReplayRequest) -> ReplayReply:
@@ -75,7 +76,7 @@ class SessionReplayer:
         if cold is None or warm is None:
             result.detail = "others needed the backend's memory"
             return
-        case = AuditMismatch(row.root, tokens, plan.reuse, cold, layout, self.tolerance, started)
+        case = AuditMismatch(row.root, tokens, plan.reuse, cold, layout, self.tolerance, started, self.quiet_s)
         await self._judge_session(warm, case, result)
 
     async def _judge_session(self, warm: FirstLogits, case: AuditMismatch, result: ReplayResult) -> None:

@@ -22,7 +22,7 @@ class HistoryBucket(msgspec.Struct, kw_only=True):
     at: float  # Unix seconds
     requests: int = 0
     hits: int = 0  # reused a block or more: fewer tokens agree by chance
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # that were reached, before a cancel
     cached_tokens: int = 0
 
 
@@ -49,7 +49,7 @@ def build_history(records: Sequence[RequestRecord], now: float) -> RequestHistor
         bucket = buckets[max(0, min(count - 1, int(at - first) // width_s))]
         bucket.requests += 1
         bucket.hits += _is_hit(record)
-        bucket.prompt_tokens += record.prompt_tokens
+        bucket.prompt_tokens += record.reached_tokens
         bucket.cached_tokens += record.cached_tokens
     return RequestHistory(
         width_s=width_s,

@@ -14,6 +14,7 @@ from warmline_common.protocol.tokens import BLOCK_TOKENS, TOKEN_BYTES, unpack_to
 from warmline_proxy.auth.owners import REMOVED_LABEL, OwnerLabels, describe_owner, read_fingerprint
 from warmline_proxy.explain.causes import CAUSES, find_cause, find_secondary_causes
 from warmline_proxy.explain.text_diff import diff_texts
+from warmline_proxy.explain.waits import WaitReport, report_waits
 from warmline_proxy.index.index import IndexReader
 from warmline_proxy.planner import COLD, SHARED
 from warmline_proxy.store.rows import Divergence, RequestRecord, SegmentRow, SessionRow
@@ -84,6 +85,7 @@ class ExplainReply(msgspec.Struct, kw_only=True):
     known: DiffSide | None = None  # stored or resident tokens there
     prompt: DiffSide | None = None
     now: StoredState
+    waits: list[WaitReport]  # before and in its prefill, the longest first
     since: WarmSince | None = None  # None where the query was an id, or no request was warm since
 
 
@@ -151,6 +153,7 @@ def explain(
         known=stored,
         prompt=prompt,
         now=_read_stored_state(reader, record),
+        waits=report_waits(record.waits),
         since=since,
     )
 

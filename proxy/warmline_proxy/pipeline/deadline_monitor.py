@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from warmline_proxy.errors import ClientError, gateway_timeout
-from warmline_proxy.request.deadlines import BACKLOG_BYTES_MAX, find_missed_deadline
+from warmline_proxy.request.deadlines import BACKLOG_BYTES_MAX, EnginePace, find_missed_deadline
 from warmline_proxy.request.request import Request
 from warmline_proxy.tasks import BackgroundTasks
 from warmline_proxy.upstream.watchdog import Watchdog
@@ -37,19 +37,20 @@ class DeadlineMonitor:
 
     def _tick(self, now: float) -> None:
         running = sum(request.is_computing for request in self.requests)
+        pace = EnginePace(self.watchdog.slowest_recent_step_s, running, self.watchdog.stalled_s)
         for request in self.requests:
             if request.release_task is not None or request.response.is_closed:
                 continue
-            if error := self._find_violation(request, now, running):
+            if error := self._find_violation(request, now, pace):
                 request.cancel(error)
             elif self._is_heartbeat_due(request, now):
                 self.background.spawn(request.response.send_heartbeat(), f"heartbeat {request.log.id}")
 
-    def _find_violation(self, request: Request, now: float, running: int) -> ClientError | None:
+    def _find_violation(self, request: Request, now: float, pace: EnginePace) -> ClientError | None:
         if request.generation and request.generation.backlog_bytes > BACKLOG_BYTES_MAX:
             reason = f"its client left {BACKLOG_BYTES_MAX >> 20} MiB of the answer unread"
             return gateway_timeout(reason, "client_too_slow")
-        return find_missed_deadline(request.timeouts, request.clock, now, self.watchdog.slowest_recent_step_s, running)
+        return find_missed_deadline(request.timeouts, request.clock, now, pace)
 
     def _is_heartbeat_due(self, request: Request, now: float) -> bool:
         """Due only while there is progress: of the request, or of the engine while the request waits."""

@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from aiohttp import web
 
 from warmline_common.logging import set_request_id
+from warmline_common.protocol import waits
 from warmline_common.protocol.messages import HEADER_CACHE, HEADER_REQUEST, HEADER_STABILIZED
 from warmline_proxy.api.base import Api, ApiCall, ResponseStart
 from warmline_proxy.auth.principals import Client
@@ -102,14 +103,18 @@ class Pipeline:
             request.log.dispatches += 1
             gone_count, refused_leaders = 0, set[str]()
             for number in range(PLANS_MAX):
-                await self.steps.renderer.render_request(request)  # 3. the prompt's token ids
-                await self.registry.cancel_superseded(request)
+                with request.log.measure_wait(waits.PROMPT):
+                    await self.steps.renderer.render_request(request)  # 3. the prompt's token ids
+                with request.log.measure_wait(waits.RELEASE):
+                    await self.registry.cancel_superseded(request)
                 await self._acquire_ticket(request)
                 can_follow = number < FOLLOW_PLANS_MAX
                 running = self.registry.find_followable(request, refused_leaders) if can_follow else []
                 if not (why_cold := self._find_cold_reason(request, gone_count)):
-                    await self.registry.wait_for_releases(request)
-                    await self.registry.wait_for_saves(request, self.steps.starter.count_reusable_tokens)
+                    with request.log.measure_wait(waits.RELEASE):
+                        await self.registry.wait_for_releases(request)
+                    with request.log.measure_wait(waits.SAVE):
+                        await self.registry.wait_for_saves(request, self.steps.starter.count_reusable_tokens)
                 plan = await self.steps.starter.start(request, running, why_cold)  # 4. plan, 5. restore
                 if not (generation := await self.steps.generator.start(request, plan)):  # 6. prefill and decode
                     refused_leaders.add(plan.leader_id)
@@ -173,7 +178,8 @@ class Pipeline:
         """Body of the request.  The ticket comes first: a request that a full queue refuses costs no memory."""
         request.caller = identify_caller(request.client, http_request.headers, http_request.remote)
         request.ticket = self.steps.admission.issue_ticket(request.caller)
-        return await self.steps.body_reader.read(http_request, request.caller)
+        with request.log.measure_wait(waits.BODY):
+            return await self.steps.body_reader.read(http_request, request.caller)
 
     def _normalize(self, http_request: web.Request, api: Api, request: Request, body: bytes) -> list[ChoiceRequest]:
         call = api.read_call(body, http_request.headers)
@@ -211,7 +217,9 @@ class Pipeline:
     def _create_branch_request(self, request: Request, branch: Branch) -> Request:
         """Request for one choice; the first takes over the ticket of the whole, the others get extra ones."""
         name, now = f"{request.log.id}.{branch.index}", time.monotonic()
-        branch_log = replace(request.log, id=name, client_request_id="", arrived_at=time.time(), arrived_monotonic=now)
+        branch_log = replace(
+            request.log, id=name, client_request_id="", arrived_at=time.time(), arrived_monotonic=now, waits={}
+        )
         branch_request = Request(branch_log, branch, request.timeouts, client=request.client, caller=request.caller)
         branch_request.call = branch.call
         self.registry.add(branch_request)
@@ -230,8 +238,10 @@ class Pipeline:
     async def _connect(self, request: Request) -> None:
         """Wait for a backend that starts or restarts, in all dispatches together no longer than the limit."""
         limit_s, began = request.timeouts.connect_s, time.monotonic()
+        left_s = max(0.0, limit_s - request.clock.connecting_s) if limit_s else None
         try:
-            await self.watchdog.wait_until_up(max(0.0, limit_s - request.clock.connecting_s) if limit_s else None)
+            with request.log.measure_wait(waits.BACKEND):
+                await self.watchdog.wait_until_up(left_s)
         except TimeoutError:
             reason = self.watchdog.down_reason
             message = f"The backend can't serve now: {reason} (waited {limit_s:g} s).  Try again soon."
@@ -241,13 +251,12 @@ class Pipeline:
 
     async def _acquire_ticket(self, request: Request) -> None:
         assert request.ticket is not None
-        began_s = request.log.elapsed_s()
         request.clock.mark_waiting()
         try:
-            await request.ticket.acquire()
+            with request.log.measure_wait(waits.PLACE):
+                await request.ticket.acquire()
         finally:
             request.clock.mark_idle()
-            request.log.queue_s += request.log.elapsed_s() - began_s
 
     def _find_cold_reason(self, request: Request, gone_count: int) -> str:
         """Reason to reuse nothing; "" where there is none."""

@@ -34,9 +34,8 @@ from warmline_proxy.upstream.resident_view import ResidentEntry
 
 log = logging.getLogger(__name__)
 
-SAVE_TIMEOUT_S = 60.0
+WRITE_TIMEOUT_S = 60.0  # for the disk: the backend does not count what a save waits for the engine
 SAVE_BYTES_PER_S_MIN = 2e6  # of the slowest usable disk
-CANCEL_TIMEOUT_S = 10.0
 RETRY_INTERVAL_S = 1.0  # between looks for failed saves; SaveHealth limits the tries
 
 P = ParamSpec("P")
@@ -193,8 +192,6 @@ class Saver:
                 return await self._save_now(unsaved)
         except client.InsufficientStorageError as error:
             self.save_health.record_failure(FILES, error.code, str(error))
-        except client.UpstreamTimeoutError as error:
-            self.save_health.record_failure(FILES, "ETIMEDOUT", str(error))
         except DiskBudgetError:
             raise
         except IndexStoreError as error:
@@ -263,18 +260,16 @@ class Saver:
     async def _write_files(self, save: SavePlan, source: SaveRequest) -> SaveReply:
         """Have the backend write the files.  Raises UpstreamGoneError where rows or resident are gone."""
         files = {"segments": save.segments, "checkpoints": save.checkpoints}
-        save_request = msgspec.structs.replace(source, request_id=f"save-{save.id}", root=save.root, **files)
-        timeout_s = SAVE_TIMEOUT_S + save.bytes_expected / SAVE_BYTES_PER_S_MIN
+        timeout_s = WRITE_TIMEOUT_S + save.bytes_expected / SAVE_BYTES_PER_S_MIN
+        save_request = msgspec.structs.replace(
+            source, request_id=f"save-{save.id}", root=save.root, write_timeout_s=timeout_s, **files
+        )
         try:
-            try:
-                return await self.upstream.save(save_request, timeout_s)
-            except client.InsufficientStorageError as error:
-                if error.code not in NO_SPACE_CODES or not await self._free_disk(save.bytes_expected):
-                    raise
-                return await self.upstream.save(save_request, timeout_s)
-        except client.UpstreamTimeoutError:  # the disk hangs: other saves are waiting, and this one is retried
-            await self.upstream.cancel(save_request.request_id, CANCEL_TIMEOUT_S)
-            raise
+            return await self.upstream.save(save_request)
+        except client.InsufficientStorageError as error:
+            if error.code not in NO_SPACE_CODES or not await self._free_disk(save.bytes_expected):
+                raise
+            return await self.upstream.save(save_request)
 
     async def _free_disk(self, bytes_wanted: int) -> bool:
         """Evict files where the disk is full though the budget is not; only once until a save succeeds."""

@@ -149,10 +149,12 @@ class Starter:
             checkpoint=plan.checkpoint,
             root=request.root,
         )
-        began_s = request.log.elapsed_s()
+        began_s, waited_s = request.log.elapsed_s(), 0.0
         self.index.lease(plan.file_ids)
         try:
             reply = await self.upstream.restore(restore_request)
+            request.log.add_waits(reply.waits)
+            waited_s = sum(reply.waits.values())
             if request.suspect or request.purged != purged:  # marked while the restore ran
                 why_not = "what was restored " + ("is suspect" if request.suspect else "was purged")
                 request.suspect = False
@@ -169,7 +171,7 @@ class Starter:
             return _RestoreResult(why_not=f"restore failed: {error}")
         finally:
             self.index.release(plan.file_ids)
-            request.log.restore_s += request.log.elapsed_s() - began_s
+            request.log.restore_s += max(0.0, request.log.elapsed_s() - began_s - waited_s)
         self.backend_state.resident_view.add(reply.resident, entry)
         return _RestoreResult(resident=reply.resident)
 

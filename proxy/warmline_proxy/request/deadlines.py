@@ -57,6 +57,7 @@ class Clock:
     waiting_since: float | None = None
     progressed_at: float | None = None  # None while the engine does not work on the request
     connecting_s: float = 0.0  # waiting for the backend to be up
+    blocked_since: float | None = None  # it needs the engine, which has not begun to work on it
 
     def total_waited_s(self, now: float) -> float:
         return self.waited_s + (now - self.waiting_since if self.waiting_since is not None else 0.0)
@@ -64,7 +65,8 @@ class Clock:
     def mark_waiting(self) -> None:
         """The request is in a queue from now on."""
         self.mark_idle()
-        self.waiting_since = time.monotonic()
+        self.waiting_since = now = time.monotonic()
+        self.blocked_since = now if self.blocked_since is None else self.blocked_since
 
     def mark_idle(self) -> None:
         """The request is neither in a queue nor computed."""
@@ -74,15 +76,30 @@ class Clock:
     def mark_progress(self) -> None:
         """A chunk or a token has come, or the engine has started."""
         self.mark_idle()
-        self.progressed_at = time.monotonic()
+        self.progressed_at, self.blocked_since = time.monotonic(), None
+
+    def reset(self) -> None:
+        """The request is dispatched again, to a backend that may be a new one."""
+        self.mark_idle()
+        self.blocked_since = None
+
+
+@dataclass(frozen=True)
+class EnginePace:
+    """Speed of the engine, as far as deadlines depend on it."""
+
+    slowest_step_s: float = 0.0  # of late, without outliers
+    running_count: int = 0  # requests that take turns: each may pause for as many of the slowest steps
+    stalled_s: float = 0.0  # time without the end of a step, while there is work
 
 
 def find_missed_deadline(
-    timeouts: RequestTimeouts, clock: Clock, now: float, slowest_step_s: float, running: int
+    timeouts: RequestTimeouts, clock: Clock, now: float, pace: EnginePace = EnginePace()
 ) -> ClientError | None:
     """Error for the limit that is passed; None where none is.
 
-    The engine takes turns between `running` requests, so each may pause for as many of the slowest steps.
+    A request that waits for the engine has not stalled: the engine may work on others.  It has where the engine itself
+    has not finished a step for so long.
     """
     total_s = now - clock.started_at
     if timeouts.total_s and total_s > timeouts.total_s:
@@ -91,9 +108,14 @@ def find_missed_deadline(
         message = f"The request waited for its turn for more than {timeouts.queue_s:g} s."
         return service_unavailable(message, "queue_timeout")
     if timeouts.stall_s and clock.progressed_at is not None:
-        limit = max(timeouts.stall_s, SLOWEST_STEP_FACTOR * slowest_step_s * max(1, running))
+        limit = max(timeouts.stall_s, SLOWEST_STEP_FACTOR * pace.slowest_step_s * max(1, pace.running_count))
         if now - clock.progressed_at > limit:
             return gateway_timeout(f"no progress for more than {limit:.1f} s", "stalled")
+    if timeouts.stall_s and clock.blocked_since is not None:
+        limit = max(timeouts.stall_s, SLOWEST_STEP_FACTOR * pace.slowest_step_s)
+        if min(pace.stalled_s, now - clock.blocked_since) > limit:
+            reason = f"the engine has not finished a step for {pace.stalled_s:.0f} s, and the request waits for it"
+            return gateway_timeout(reason, "stalled")
     return None
 
 

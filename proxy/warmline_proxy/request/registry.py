@@ -29,6 +29,8 @@ class RequestRegistry:
         self._requests: dict[str, Request] = {}
         self._backend_state = backend_state
         self._answer_tokens = ANSWER_TOKENS_ASSUMED  # a moving mean
+        self.emptied_at = time.monotonic()  # when the last request left
+        self._arrival = asyncio.Event()  # replaced at each
 
     def __iter__(self) -> Iterator[Request]:
         return iter(list(self._requests.values()))
@@ -48,10 +50,17 @@ class RequestRegistry:
         while request.log.id in self._requests:
             request.log.id = f"{name}.{secrets.token_hex(2)}"
         self._requests[request.log.id] = request
+        self._arrival.set()
+        self._arrival = asyncio.Event()
         return request
 
+    async def wait_for_arrival(self) -> None:
+        """Return at the next request's arrival."""
+        await self._arrival.wait()
+
     def discard(self, request: Request) -> None:
-        self._requests.pop(request.log.id, None)
+        if self._requests.pop(request.log.id, None) and not self._requests:
+            self.emptied_at = time.monotonic()
         if (result := request.log.generation_result) and result.finish in ("stop", "length"):
             self._answer_tokens += SMOOTHING * (result.timings.decoded - self._answer_tokens)
 

@@ -109,7 +109,7 @@ class Request:
         self.log.generation_result = self.log.divergence = None
         self.divergence_tokens, self.divergence_task = b"", None
         self.log.collapse, self.log.ttft_s = "", 0.0
-        self.clock.mark_idle()
+        self.clock.reset()
         self.advance(RequestStatus.WAITING if self.prompt else RequestStatus.ARRIVING)
 
     @property

@@ -125,6 +125,11 @@ class Divergence(msgspec.Struct, kw_only=True):
     cause: str = ""  # the likeliest one, as `causes` names them
 
 
+def count_reached_tokens(outcome: str, prompt: int, cached: int, prefilled: int) -> int:
+    """Tokens of a request's prompt that were reused or computed; an answered one has reached all."""
+    return prompt if outcome == "ok" else min(prompt, cached + prefilled)
+
+
 class RequestRecord(msgspec.Struct, kw_only=True):
     """Record of one request; the last N are kept."""
 
@@ -142,7 +147,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     prefilled_tokens: int = 0
     generated_tokens: int = 0
     saved_tokens: int = 0
-    queue_s: float = 0.0
+    queue_s: float = 0.0  # from the arrival until the engine began to work on it, without `restore_s`
+    waits: dict[str, float] = {}  # the same, by reason (see protocol/waits.py), and what it waited for in its prefill
     restore_s: float = 0.0
     prefill_s: float = 0.0
     ttft_s: float = 0.0
@@ -157,6 +163,11 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     dispatches: int = 1  # more than one where the backend was lost under it
     audit: str = ""  # computed again, cold: "equal", "within", "differs", "unstable" or "abandoned"; "": it was not
     guard: str = ""  # how its answer collapsed; "model: ..." or "cache: ..." once the cause is known
+
+    @property
+    def reached_tokens(self) -> int:
+        """Prompt tokens that were reused or computed: not all where it was cancelled, or failed, in its prefill."""
+        return count_reached_tokens(self.outcome, self.prompt_tokens, self.cached_tokens, self.prefilled_tokens)
 
 
 class PrefixMatch(msgspec.Struct, kw_only=True):

@@ -180,9 +180,9 @@ class Upstream:
                 raise RestoreFailedError(error.body, _decode_reply(error.body, messages.RestoreRefusal)) from error
             raise
 
-    async def save(self, request: messages.SaveRequest, timeout_s: float) -> messages.SaveReply:
-        """Save a resident; return once all files are durable.  Raises UpstreamGoneError, UpstreamTimeoutError."""
-        return await self._fetch(messages.SaveReply, "/kv/save", request, timeout_s=timeout_s)
+    async def save(self, request: messages.SaveRequest) -> messages.SaveReply:
+        """Save a resident; return once all files are durable.  Raises UpstreamGoneError, InsufficientStorageError."""
+        return await self._fetch(messages.SaveReply, "/kv/save", request)
 
     async def detokenize(self, sequences: Sequence[bytes]) -> list[str]:
         """Decode packed tokens of the served model, one text a sequence."""
@@ -277,7 +277,7 @@ class Upstream:
     def _request(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes = b"", timeout_s: float | None = None
     ) -> httpx.Request:
-        """Build a request.  Connecting always has a time limit; generations, restores and most saves have no other."""
+        """Build a request.  Connecting always has a time limit; generations, restores and saves have no other."""
         everything = {**headers, **self._authorization}
         if request_id := current_request_id():  # for the backend's log
             everything.setdefault(messages.HEADER_REQUEST, request_id)

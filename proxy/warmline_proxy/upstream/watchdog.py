@@ -1,8 +1,8 @@
 """Watchdog of the backend's engine: polls its pulse, lets requests wait for it, and kills a wedged process.
 
-A step may take the configured limit or five times the slowest recent step, whichever is longer.  Only time between two
-polls counts as stalled, up to POLL_GAP_MAX_S each: a machine that slept did not stall.  The supervisor restarts the
-backend.
+A step may take the configured limit or five times the slowest recent step (without outliers), whichever is longer.
+Only time between two polls counts as stalled, up to POLL_GAP_MAX_S each: a machine that slept did not stall.  The
+supervisor restarts the backend.
 """
 
 import asyncio
@@ -97,6 +97,11 @@ class Watchdog:
     @property
     def slowest_recent_step_s(self) -> float:
         return self.pulse.slowest_recent_step_s if self.pulse else 0.0
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds for which the engine has finished no step of its work, or the process has not answered."""
+        return max(self._stall_tracker.stuck_s, self._stall_tracker.silent_s)
 
     async def wait_until_up(self, timeout_s: float | None = None) -> None:
         """Wait until the backend serves.  Raises TimeoutError; then `down_reason` says why it doesn't."""

@@ -2,19 +2,7 @@
 
 import pytest
 
-from warmline_backend.generation.rates import RECENT_CHUNKS, RECENT_DECODE_STEPS, SAMPLE_BYTES_MIN, Rates
-
-
-def test_decode_steps_do_not_hide_slow_chunk() -> None:
-    rates = Rates()
-    assert rates.slowest_recent_step_s == 0.0
-    rates.record_prefill(2048, 2048, 30.0)
-    for _ in range(10 * RECENT_DECODE_STEPS):
-        rates.record_decode(1, 0.05)
-    assert rates.slowest_recent_step_s == 30.0
-    for _ in range(RECENT_CHUNKS):
-        rates.record_prefill(4096, 2048, 2.0)
-    assert rates.slowest_recent_step_s == 2.0
+from warmline_backend.generation.rates import SAMPLE_BYTES_MIN, Rates
 
 
 def test_short_chunk_does_not_distort_prefill_rate() -> None:
@@ -29,14 +17,13 @@ def test_short_chunk_does_not_distort_prefill_rate() -> None:
     assert rates.prefill_rates[1].tokens_per_s == pytest.approx(2048, rel=0.01), "the newest count most"
 
 
-def test_slow_decode_step_counts_while_recent() -> None:
+def test_prefill_rate_is_estimated_at_next_longer_context() -> None:
     rates = Rates()
-    rates.record_prefill(64, 64, 1.0)
-    rates.record_decode(4, 7.0)
-    assert rates.slowest_recent_step_s == 7.0
-    for _ in range(RECENT_DECODE_STEPS):
-        rates.record_decode(4, 0.5)
-    assert rates.slowest_recent_step_s == 1.0
+    assert rates.estimate_prefill_rate(0) == 0.0
+    rates.record_prefill(2048, 2048, 2.0)
+    rates.record_prefill(8192, 2048, 8.0)
+    for length, expected in ((0, 1024), (2047, 1024), (2048, 256), (8191, 256), (100_000, 256)):
+        assert round(rates.estimate_prefill_rate(length)) == expected
 
 
 def test_small_restores_do_not_distort_restore_rate() -> None:

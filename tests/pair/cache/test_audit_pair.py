@@ -25,7 +25,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def pair(mode: str, tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    flags = ["--reuse", mode, "--prefill-step-size", str(STEP), "--audit-fraction", "1"]
+    flags = ["--reuse", mode, "--prefill-step-size", str(STEP), "--audit-fraction", "1", "--audit-quiet-s", "0"]
     with Pair(tmp_path_factory.mktemp(mode), tiny_folder(MODES[mode]), *flags) as pair:
         yield pair
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from support.proxy.fake_backend import make_first_logits, make_layout, pack_text
 from warmline_common.storage.home import Home
-from warmline_proxy.audit.auditor import WAITING_MAX, Auditor, IdleCheck
+from warmline_proxy.audit.auditor import WAITING_MAX, Auditor
 from warmline_proxy.config import ProxyConfig
 from warmline_proxy.metrics import ProxyMetrics
 
@@ -15,7 +15,7 @@ from warmline_proxy.metrics import ProxyMetrics
 def make_auditor(folder: Path, fraction: float, recorded: list[Any]) -> Any:
     """Make an auditor whose task does not run."""
     config = ProxyConfig(home=Home(folder), audit_fraction=fraction)
-    rest: dict[str, Any] = dict.fromkeys(["probe", "quarantine", "idle_check"])
+    rest: dict[str, Any] = dict.fromkeys(["probe", "quarantine", "engine"])
     rest |= {"index": SimpleNamespace(record_audit=lambda *row: recorded.append(row)), "metrics": ProxyMetrics()}
     return Auditor(config=config, rng=random.Random(7), **rest)
 
@@ -28,6 +28,7 @@ def make_request(
     outcome: str = "ok",
     length: int = 20,
     is_cacheable: bool = True,
+    prompt: str = "",
 ) -> Any:
     """Make the fields of a request that the auditor reads."""
     log = SimpleNamespace(
@@ -36,9 +37,13 @@ def make_request(
         outcome=outcome,
         plan=SimpleNamespace(reuse=reuse),
         generation_result=SimpleNamespace(first=make_first_logits(-1.0)),
+        session="conversation",
+        arrived_monotonic=0.0,
+        total_s=1.0,
     )
-    prompt = SimpleNamespace(tokens=pack_text(b"x" * length))
-    return SimpleNamespace(log=log, is_cacheable=is_cacheable, prompt=prompt, layout=make_layout(), root=b"root")
+    text = (prompt or request_id).encode().ljust(length, b"x")
+    rendered, layout = SimpleNamespace(tokens=pack_text(text)), make_layout()
+    return SimpleNamespace(log=log, is_cacheable=is_cacheable, prompt=rendered, layout=layout, root=b"root")
 
 
 def list_waiting(auditor: Any) -> list[str]:
@@ -56,14 +61,6 @@ def test_fraction_of_answered_warm_requests_is_audited(tmp_path: Path) -> None:
     assert len(list_waiting(auditor)) == WAITING_MAX and 150 < WAITING_MAX + dropped < 250
     assert not {"cold", "cancelled", "purged"} & set(list_waiting(auditor))
     assert {(audit, guard) for _, audit, guard in recorded} == {("abandoned", "")}
-
-
-def test_idle_needs_backend_up_and_no_request() -> None:
-    for busy in ("", "down", "running", "queued", "computing"):
-        admission: Any = SimpleNamespace(running_count=busy == "running", queued_count=busy == "queued")
-        registry: Any = [SimpleNamespace(is_computing=False), SimpleNamespace(is_computing=busy == "computing")]
-        watchdog: Any = SimpleNamespace(is_up=busy != "down")
-        assert IdleCheck(admission, registry, watchdog).is_idle == (not busy), busy
 
 
 def test_full_queue_drops_newest_and_keeps_collapsed_first(tmp_path: Path) -> None:
@@ -84,3 +81,14 @@ def test_queue_is_bounded_in_bytes(tmp_path: Path) -> None:
     for request_id in ("one", "two", "three"):
         auditor.consider_request(make_request(request_id, length=3 << 20))
     assert list_waiting(auditor) == ["one", "two"] and [request_id for request_id, *_ in recorded] == ["three"]
+
+
+def test_prompt_is_audited_once_and_once_more_after_collapse(tmp_path: Path) -> None:
+    auditor = make_auditor(tmp_path, 1.0, recorded := [])
+    for request_id, collapse in (("one", ""), ("same", ""), ("collapsed", "digits"), ("too", "digits"), ("later", "")):
+        auditor.consider_request(make_request(request_id, prompt="a turn", collapse=collapse))
+    auditor.consider_request(make_request("other", prompt="another turn"))
+    assert list_waiting(auditor) == ["collapsed", "one", "other"] and not recorded
+    auditor.drop_waiting()
+    auditor.consider_request(make_request("after purge", prompt="a turn"))
+    assert list_waiting(auditor) == ["after purge"]

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.proxy.audits import make_quiet_engine
 from support.proxy.fake_backend import make_first_logits, make_layout, pack_text
 from warmline_common.protocol.messages import CheckpointRef, FirstLogits, KvLayout, SegmentRef
 from warmline_proxy.audit import bisect
@@ -58,7 +59,8 @@ class FakeSegments:
 def count_trusted(files: FakeSegments, reuse: int, kv_layout: KvLayout) -> int:
     suspicion = SuspectPrefix(b"root", pack_text(b"x" * PROMPT))
     case = AuditMismatch(b"root", suspicion.tokens, reuse, COLD, kv_layout, 1e-3, started_at=0.0)
-    asyncio.run(Bisector(files, files).narrow_suspicion(case, suspicion))  # type: ignore[arg-type]
+    bisector = Bisector(files, files, make_quiet_engine())  # type: ignore[arg-type]
+    asyncio.run(bisector.narrow_suspicion(case, suspicion))
     return suspicion.trusted_tokens
 
 

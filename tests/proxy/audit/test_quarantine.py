@@ -1,6 +1,7 @@
 """Quarantine of prefixes that differ from a cold run: removed, kept, and unused meanwhile."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,12 @@ from support.proxy.audits import (
     make_turn,
     wait_for_audits,
 )
-from support.proxy.fake_backend import make_layout
+from support.proxy.fake_backend import make_first_logits, make_layout
 from support.proxy.harness import ProxyHarness, on_loop, run_proxy
-from warmline_proxy.app import REQUEST_REGISTRY
+from warmline_proxy.app import COMPONENTS, REQUEST_REGISTRY
 from warmline_proxy.audit import quarantine as quarantine_module
-from warmline_proxy.audit.auditor import IdleCheck
+from warmline_proxy.audit.bisect import AuditMismatch
+from warmline_proxy.audit.quiet import QuietEngine
 from warmline_proxy.index.index import IndexStoreError
 from warmline_proxy.planner import align_to_grid
 
@@ -100,7 +102,9 @@ async def test_later_computed_tokens_survive_audit_of_earlier_request(
             record(request_id, audit, guard)
 
         monkeypatch.setattr(proxy.index, "record_audit", recording)
-        monkeypatch.setattr(IdleCheck, "is_idle", property(lambda _: len(recorded) < audits_allowed[0]))
+        monkeypatch.setattr(
+            QuietEngine, "quiet_s", property(lambda _: 0.0 if len(recorded) < audits_allowed[0] else None)
+        )
         proxy.backend.cold_logprobs = [-3.0] * 9
         await ask_turns(proxy, 3)
         await proxy.wait_until_saved()  # else the last of them would be suspect itself, and not be audited
@@ -191,20 +195,24 @@ async def test_other_conversations_are_kept(tmp_path: Path) -> None:
 
 @on_loop
 async def test_request_started_from_suspect_prefix_saves_nothing(tmp_path: Path) -> None:
-    async with run_proxy(tmp_path, audit_fraction=1.0) as proxy:
+    async with run_proxy(tmp_path) as proxy:
         backend = proxy.backend
-        backend.cold_logprobs = [-3.0, -3.0]
-        backend.background_allowed.clear()
         await ask_turns(proxy)
-        await backend.wait_for_calls("generate", 3)
+        await proxy.wait_until_saved()
         backend.hold_after = 1
         running = asyncio.create_task(proxy.chat(**make_turn(2, backend)))
         await backend.holding.wait()
-        backend.hold_after = None
-        backend.background_allowed.set()  # the audit's first run ends, the second waits for the running request
-        backend.may_continue.set()
+        while not (computing := [each for each in proxy.app[REQUEST_REGISTRY] if each.is_computing]):
+            await proxy.status()
+        (request,) = computing
+        cold, began = make_first_logits(-3.0), time.monotonic()
+        case = AuditMismatch(request.root, request.rendered.tokens, 10, cold, backend.layout, 1e-3, began)
+        quarantining = asyncio.create_task(proxy.app[COMPONENTS].quarantine.quarantine(case, "a replay"))
+        while not request.suspect:
+            await proxy.status()
+        backend.may_continue.set()  # the bisection waits for the running request
         assert (await running).headers["X-Warmline-Cache"].startswith("resident")
-        await wait_for_audits(proxy)
+        await quarantining
         await proxy.wait_until_saved()
         assert not proxy.index.segments() and not backend.residents
 

@@ -30,7 +30,10 @@ ENGINE = {
 }
 
 
-RECORDS = [{"prompt_tokens": 1000, "cached_tokens": 900}, {"prompt_tokens": 1000, "cached_tokens": 0}]
+RECORDS = [
+    {"outcome": "ok", "prompt_tokens": 1000, "cached_tokens": 900, "prefilled_tokens": 100},
+    {"outcome": "ok", "prompt_tokens": 1000, "cached_tokens": 0, "prefilled_tokens": 1000},
+]
 
 
 def make_live_row(request: str = "r1", **changes: Any) -> dict[str, Any]:

@@ -84,7 +84,7 @@ async def run_proxy(folder: Path, **settings: Any) -> AsyncIterator[ProxyHarness
     backend = FakeBackend(home)
     backend_runner, backend_port = await serve(backend.make_app())
     budget_gb = settings.pop("disk_budget_bytes", GB) / GB
-    settings = {"disk_budget_gb": budget_gb, "port": 0, "audit_fraction": 0.0, **settings}  # no random audits
+    settings = {"disk_budget_gb": budget_gb, "port": 0, "audit_fraction": 0.0, "audit_quiet_s": 0.0, **settings}
     config = ProxyConfig(home=home, backend_url=f"http://127.0.0.1:{backend_port}", **settings)
     days, megabytes = config.responses_keep_days, config.responses_keep_mb
     limits = ResponseLimits.from_settings(days, megabytes, config.disk_budget_bytes)

@@ -39,8 +39,9 @@ async function reasons(request, again) {
   }
 }
 
-function verdicts({ verdict, besides, where, known, prompt, now }) {
+function verdicts({ verdict, besides, where, known, prompt, now, waits }) {
   const parts = [verdict, ...besides].flatMap(told);
+  for (const wait of waits) parts.push(make("p", "note", `It waited ${seconds(wait.seconds)} for ${wait.means}.`));
   if (where) parts.push(make("p", "note", `${placeOf(where)}.  ${fateOf(now)}`));
   if (known?.text || prompt?.text) {
     parts.push(make("div", "sides", side("What was known", known), side("What came instead", prompt)));
