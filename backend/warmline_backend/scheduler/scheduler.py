@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
+from warmline_backend.generation.chunk_memory import ChunkMemory, compute_usable_bytes
 from warmline_backend.generation.events import PrefillProgress, StartedEvent
 from warmline_backend.generation.rates import Rates
 from warmline_backend.generation.sequence import GenerationRequest, Sequence
 from warmline_backend.generation.step_stats import StepStats
+from warmline_backend.kv_cache.chunk_draft import OutOfMemoryError
 from warmline_backend.kv_cache.kv import KV
 from warmline_backend.kv_cache.residents import RESTORE_LEASE_S, ResidentNotFoundError, Residents
 from warmline_backend.model.model import ServedModel
@@ -36,6 +38,7 @@ CHUNK_COUNTED_MIN = 1 / 8  # a small prompt's chunk counts as at least this part
 FAILED_STEPS_MAX = 3
 STEPS_PER_CLEAN_UP = 512  # how often mlx's buffer pool is emptied while decoding
 PROBE_TOKEN = 1
+KV_MEMORY_EXCEEDED = "kv_memory_exceeded"  # the code of errors about prompts that the memory has no room for
 
 
 class DeviceBrokenError(Exception):
@@ -60,8 +63,11 @@ class SchedulerSettings:
 class Scheduler:
     """Owner of all running requests and residents of one model."""
 
-    def __init__(self, served: ServedModel, settings: SchedulerSettings) -> None:
+    def __init__(
+        self, served: ServedModel, settings: SchedulerSettings, chunk_memory: ChunkMemory | None = None
+    ) -> None:
         self.served, self.settings = served, settings
+        self.chunk_memory = chunk_memory or ChunkMemory(None, compute_usable_bytes())
         self.residents = Residents(settings.memory_budget_bytes)
         self.rates = Rates()
         self.step_stats = StepStats()
@@ -303,10 +309,18 @@ class Scheduler:
             self._start_decoding(sequence)
 
     def _prefill_chunk(self, sequence: Sequence) -> bool:
-        """Compute a chunk; False where it failed and the sequence is discarded."""
-        began = time.monotonic()
+        """Compute a chunk; False where it failed: the sequence has ended, or its next chunk will be smaller."""
+        began, committed, depth = time.monotonic(), self._committed_bytes, sequence.kv.length
+        step = self.chunk_memory.choose_tokens(sequence, self.settings.prefill_step_size, committed)
+        tokens = sequence.find_next_chunk_end(step) - depth
+        if not self.chunk_memory.has_room(tokens, depth, committed):
+            self.residents.evict_unleased()
         try:
-            tokens = sequence.prefill_chunk(self.settings.prefill_step_size)
+            with self.chunk_memory.bound_chunk(tokens, depth, committed):
+                sequence.prefill_chunk(step)
+        except OutOfMemoryError as error:
+            self._recover_memory(sequence, tokens, str(error))
+            return False
         except Exception as error:  # noqa: BLE001  as in _decode_group
             self.finisher.discard(self._queues.discard_batch(sequence), error)
             return False
@@ -319,6 +333,23 @@ class Scheduler:
         self.step_stats.record_chunk(tokens, seconds)
         self._notify_progress(sequence)
         return True
+
+    @property
+    def _committed_bytes(self) -> int:
+        """Bytes of weights and residents, and of all that requests were admitted for."""
+        return self.served.weight_bytes + self.residents.bytes_held + self._queues.bytes_held
+
+    def _recover_memory(self, sequence: Sequence, tokens: int, problem: str) -> None:
+        """Free memory after a chunk of `tokens` found none, and plan its retry; else end its sequence."""
+        self.finisher.is_device_suspect = True  # its check returns freed buffers first
+        self.step_stats.failed_steps += 1
+        if self.chunk_memory.plan_retry(sequence, tokens, problem):
+            if sequence.needs_eviction:
+                self.residents.evict_unleased()
+            return
+        sequence.error_code = KV_MEMORY_EXCEEDED
+        error = self.chunk_memory.describe_lack(sequence, tokens, problem)
+        self.finisher.finish_sequence(sequence, "error", error=error)
 
     def _notify_progress(self, sequence: Sequence) -> None:
         sequence.request.listener(PrefillProgress(sequence.kv.length, len(sequence.request.prompt)))
