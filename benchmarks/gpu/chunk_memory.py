@@ -58,8 +58,8 @@ def measure_depths(served: ServedModel, memory: ChunkMemory) -> None:
                 kv.prefill(served.model, [n % 250 for n in range(tokens)])
             taken, reckoned = mx.get_peak_memory() - active, memory.reckon_bytes(tokens, depth)
             print(
-                f"{tokens} tokens after {depth}: reckoned {reckoned / 1e9:.2f} GB, taken {taken / 1e9:.2f} GB, "
-                f"{time.monotonic() - began:.2f} s",
+                f"{tokens} tokens after {depth}: reckoned with margin {reckoned / 1e9:.2f} GB, "
+                f"taken {taken / 1e9:.2f} GB, {time.monotonic() - began:.2f} s",
                 flush=True,
             )
 

@@ -19,7 +19,7 @@ from warmline_backend.model.step_memory import StepMemory, fit_tokens, halve_chu
 log = logging.getLogger(__name__)
 
 USABLE_SHARE = 0.95  # of the machine's memory; the rest is the driver's, and lost between buffers
-# Measured beside what was reckoned: 1.00 to 1.02 on a CPU, up to 1.17 on an H200, on top of a gigabyte for libraries.
+# Above mlx's limit are the arrays of one operation more: up to 17 % on an H200.
 MARGIN = 1.25
 ROOM_SHARE_MIN = 0.25  # of the room: a chunk that needs less may be sent ahead of the device
 CACHE_SHARE = 0.1  # of what weights leave, for freed buffers that mlx keeps
@@ -48,10 +48,13 @@ class ChunkMemory:
 
     def reckon_bytes(self, tokens: int, depth: int) -> int:
         """Bytes that a chunk may take, beside the KV; 0 where nothing is known."""
-        reckoned = self._step_memory.bytes_for(tokens, depth) * MARGIN if self._step_memory else 0.0
+        return int(self._reckon_needed_bytes(tokens, depth) * MARGIN)
+
+    def _reckon_needed_bytes(self, tokens: int, depth: int) -> float:
+        needed = float(self._step_memory.bytes_for(tokens, depth)) if self._step_memory else 0.0
         if self._excess and depth >= self._excess.depth:
-            reckoned = max(reckoned, self._excess.token_bytes * tokens)
-        return int(reckoned)
+            needed = max(needed, self._excess.token_bytes * tokens)
+        return needed
 
     def choose_tokens(self, sequence: Sequence, step: int, committed_bytes: int) -> int:
         """Most tokens of the next chunk: the step, or fewer where that would not fit beside `committed_bytes`.
@@ -108,7 +111,8 @@ class ChunkMemory:
     @contextmanager
     def bound_chunk(self, tokens: int, depth: int, committed_bytes: int) -> Iterator[None]:
         """Keep mlx's memory within what a chunk needs while it is computed, and measure what it takes."""
-        allowed = max(self.reckon_bytes(tokens, depth), int(self._compute_room(committed_bytes) * ROOM_SHARE_MIN))
+        needed, room = self._reckon_needed_bytes(tokens, depth), self._compute_room(committed_bytes)
+        allowed = int(max(needed, room * ROOM_SHARE_MIN))
         self._peak_bytes = self.peak_bytes
         active = mx.get_active_memory()
         mx.reset_peak_memory()
@@ -118,7 +122,7 @@ class ChunkMemory:
         finally:
             mx.set_memory_limit(limit)
         taken = mx.get_peak_memory() - active
-        if taken > allowed * MARGIN:  # mlx waited at `allowed`: one operation may exceed that, more is what it needed
+        if taken > allowed * MARGIN:  # mlx waited at `allowed`; more than one operation's arrays is what it needed
             self._excess = _Excess(depth, taken / tokens)
 
 

@@ -34,7 +34,8 @@ DECODE_OWED_MAX_S = 30.0
 CHUNKS_SKIPPED_MAX = 4  # chunks of shorter prompts that a long one waits for, at most
 CHUNK_COUNTED_MIN = 1 / 8  # a small prompt's chunk counts as at least this part of one
 # mlx 0.32.4 counts tasks under way, but not those of an evaluation that failed as done; with some left over, a later
-# one may wait for ever (seen from about ten on, and once, on a machine with much else to do, after four).
+# one may wait for ever (seen from about ten on, and once, on a machine with much else to do, after four).  Chunks
+# that found no memory are not counted: an H200 computed on after fifteen of them.
 FAILED_STEPS_MAX = 3
 STEPS_PER_CLEAN_UP = 512  # how often mlx's buffer pool is emptied while decoding
 PROBE_TOKEN = 1

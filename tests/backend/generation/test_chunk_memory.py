@@ -1,7 +1,5 @@
 """Bounds of a chunk's memory while it is computed, and what is learnt from what it took."""
 
-import logging
-
 import mlx.core as mx
 import pytest
 
@@ -37,7 +35,7 @@ def test_limit_holds_during_a_chunk_only() -> None:
     with memory.bound_chunk(32, 0, 0):
         during = mx.set_memory_limit(1 << 40)
     after = mx.set_memory_limit(default)
-    assert after == 1 << 40 and during - mx.get_active_memory() == pytest.approx(32 * MB * MARGIN, abs=MB)
+    assert after == 1 << 40 and during - mx.get_active_memory() == pytest.approx(32 * MB, abs=MB)
     with pytest.raises(ZeroDivisionError), memory.bound_chunk(32, 0, 0):
         raise ZeroDivisionError
     assert mx.set_memory_limit(default) == default
@@ -48,8 +46,8 @@ def test_chunk_that_takes_more_than_reckoned_is_remembered_at_its_depth() -> Non
     assert memory.has_room(64, 500, 0)
     with memory.bound_chunk(64, 500, 0):
         allocate(16 * MB)
-    assert 15 * MB < memory.reckon_bytes(64, 600) < 18 * MB and not memory.has_room(64, 600, 0)
-    assert memory.reckon_bytes(32, 600) < 9 * MB
+    assert 15 * MB * MARGIN < memory.reckon_bytes(64, 600) < 18 * MB * MARGIN and not memory.has_room(64, 600, 0)
+    assert memory.reckon_bytes(32, 600) < 9 * MB * MARGIN
     assert memory.reckon_bytes(64, 400) == 0, "earlier tokens take less"
 
 
@@ -60,10 +58,3 @@ def test_peak_of_the_process_outlasts_a_chunk() -> None:
     with memory.bound_chunk(64, 0, 0):
         allocate(MB)
     assert memory.peak_bytes == before > mx.get_peak_memory()
-
-
-def test_bound_is_logged_nowhere_without_need(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    with ChunkMemory(None, 1 << 40).bound_chunk(2048, 0, 0):
-        pass
-    assert caplog.messages == []
