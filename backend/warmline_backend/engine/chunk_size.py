@@ -29,6 +29,7 @@ from warmline_common.storage import disk
 
 log = logging.getLogger(__name__)
 
+GRID_TOKENS_MIN = 256  # prefill in shorter chunks takes too long to be of use
 STEPS = (256, 512, 1024, 2048, 4096, 8192)  # each twice the one before
 NEAR_BEST = 0.97  # of the best speed
 CHUNK_S_MAX = 10.0  # from an empty context; later chunks take longer
@@ -153,20 +154,21 @@ def make_chunk_memory(served: ServedModel, step: int, memory_budget_bytes: int) 
     heads = count_heads(read_config(served.path))
     longest = _find_longest_prompt(served, memory_budget_bytes)
     reckoned = reckon_step_memory(served.model, served.layout, heads, step, longest)
-    return ChunkMemory(reckoned, compute_usable_bytes())
+    return ChunkMemory(reckoned, compute_usable_bytes(served.weight_bytes))
 
 
 def choose_grid(served: ServedModel, chunk_memory: ChunkMemory, step: int, memory_budget_bytes: int) -> int:
     """The step for exact mode, where all chunks have one size: so short that it fits after the longest prompt."""
     longest = _find_longest_prompt(served, memory_budget_bytes)
-    room = chunk_memory.usable_bytes - served.weight_bytes - memory_budget_bytes
+    room = chunk_memory.usable_bytes - served.weight_bytes - served.kv_bytes(longest)
     grid = fit_tokens(step, room, lambda tokens: chunk_memory.reckon_bytes(tokens, longest))
+    grid = max(grid, min(step, GRID_TOKENS_MIN))
     if grid < step:
         text = (
             "prefill step %d instead of %d: in exact mode all chunks have one size, and after %d tokens one of %d takes"
         )
         log.warning(
-            text + " %.1f GB of memory, of which %.1f GB are left beside weights and KV",
+            text + " %.1f GB of memory, of which %.1f GB are left beside weights and its KV",
             *(grid, step, longest, step, chunk_memory.reckon_bytes(step, longest) / 1e9, room / 1e9),
         )
     return grid

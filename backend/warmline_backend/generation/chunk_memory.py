@@ -18,10 +18,11 @@ from warmline_backend.model.step_memory import StepMemory, fit_tokens, halve_chu
 
 log = logging.getLogger(__name__)
 
-USABLE_SHARE = 0.95  # of the machine's memory; the rest is the driver's, and lost between buffers
+USABLE_SHARE = 0.95  # of what weights leave; the rest is the driver's, and lost between buffers
 # Above mlx's limit are the arrays of one operation more: up to 17 % on an H200.
 MARGIN = 1.25
 ROOM_SHARE_MIN = 0.25  # of the room: a chunk that needs less may be sent ahead of the device
+SHORTENING_MAX = 8  # residents are evicted before chunks get shorter than this part of the step
 CACHE_SHARE = 0.1  # of what weights leave, for freed buffers that mlx keeps
 
 
@@ -73,9 +74,10 @@ class ChunkMemory:
             log.info(text, sequence.request.id, tokens, depth, wanted, needed)
         return tokens
 
-    def has_room(self, tokens: int, depth: int, committed_bytes: int) -> bool:
-        """True where a chunk should fit."""
-        return self.reckon_bytes(tokens, depth) <= self._compute_room(committed_bytes)
+    def has_room(self, sequence: Sequence, step: int, committed_bytes: int) -> bool:
+        """True where the next chunk should fit without being much shorter than the step."""
+        wanted = step if sequence.kv.grid else min(step, sequence.chunk_tokens_max) // SHORTENING_MAX
+        return self.reckon_bytes(wanted, sequence.kv.length) <= self._compute_room(committed_bytes)
 
     def _compute_room(self, committed_bytes: int) -> int:
         """Bytes left for a chunk beside `committed_bytes` of weights and KV, or beside what is in use, if more."""
@@ -124,11 +126,13 @@ class ChunkMemory:
         taken = mx.get_peak_memory() - active
         if taken > allowed * MARGIN:  # mlx waited at `allowed`; more than one operation's arrays is what it needed
             self._excess = _Excess(depth, taken / tokens)
+        elif self._excess and depth >= self._excess.depth and taken < allowed / 2:
+            self._excess = None  # something else took memory then, such as a restore
 
 
-def compute_usable_bytes() -> int:
+def compute_usable_bytes(weight_bytes: int) -> int:
     """Bytes that weights, KV and chunks may take together on this machine."""
-    return int(get_machine_bytes() * USABLE_SHARE)
+    return weight_bytes + int((get_machine_bytes() - weight_bytes) * USABLE_SHARE)
 
 
 def bound_buffer_cache(weight_bytes: int) -> None:

@@ -202,6 +202,7 @@ class Sequence:
         self.kv.capture_window()
         if end in ends:
             self.kv.capture_checkpoint()
+        self.needs_eviction = False
         return end - start
 
     def find_next_chunk_end(self, step: int) -> int:

@@ -26,7 +26,7 @@ _OUT_OF_MEMORY = re.compile(
 )
 
 
-class OutOfMemoryError(Exception):
+class OutOfMemoryError(RuntimeError):
     """The device had no memory left for a chunk; the KV is as before it.  The text is the device's."""
 
 

@@ -93,9 +93,9 @@ def reckon_step_memory(model: nn.Module, layout: CacheLayout, heads: int, step: 
 
 @contextmanager
 def hollow_weights(model: nn.Module) -> Iterator[None]:
-    """Replace the model's weights by lazy zeros without memory: a graph's shapes depend on nothing else."""
+    """Replace the weights by one number each, repeated without memory: a graph's shapes depend on nothing else."""
     weights = model.parameters()
-    model.update(tree_map(lambda array: mx.zeros(array.shape, array.dtype), weights))
+    model.update(tree_map(lambda array: mx.broadcast_to(mx.array(0, array.dtype), array.shape), weights))
     try:
         yield
     finally:

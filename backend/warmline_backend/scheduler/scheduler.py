@@ -68,7 +68,7 @@ class Scheduler:
         self, served: ServedModel, settings: SchedulerSettings, chunk_memory: ChunkMemory | None = None
     ) -> None:
         self.served, self.settings = served, settings
-        self.chunk_memory = chunk_memory or ChunkMemory(None, compute_usable_bytes())
+        self.chunk_memory = chunk_memory or ChunkMemory(None, compute_usable_bytes(served.weight_bytes))
         self.residents = Residents(settings.memory_budget_bytes)
         self.rates = Rates()
         self.step_stats = StepStats()
@@ -311,13 +311,13 @@ class Scheduler:
 
     def _prefill_chunk(self, sequence: Sequence) -> bool:
         """Compute a chunk; False where it failed: the sequence has ended, or its next chunk will be smaller."""
-        began, committed, depth = time.monotonic(), self._committed_bytes, sequence.kv.length
-        step = self.chunk_memory.choose_tokens(sequence, self.settings.prefill_step_size, committed)
-        tokens = sequence.find_next_chunk_end(step) - depth
-        if not self.chunk_memory.has_room(tokens, depth, committed):
+        began, depth, step = time.monotonic(), sequence.kv.length, self.settings.prefill_step_size
+        if not self.chunk_memory.has_room(sequence, step, self._committed_bytes):
             self.residents.evict_unleased()
+        step = self.chunk_memory.choose_tokens(sequence, step, self._committed_bytes)
+        tokens = sequence.find_next_chunk_end(step) - depth
         try:
-            with self.chunk_memory.bound_chunk(tokens, depth, committed):
+            with self.chunk_memory.bound_chunk(tokens, depth, self._committed_bytes):
                 sequence.prefill_chunk(step)
         except OutOfMemoryError as error:
             self._recover_memory(sequence, tokens, str(error))

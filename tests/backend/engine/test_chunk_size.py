@@ -272,16 +272,16 @@ def test_process_uses_and_reports_step(reuse: str, root: Path, tmp_path: Path, f
 def test_grid_is_chosen_for_longest_prompt(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     """In exact mode no chunk can be shorter than the others."""
     served = replace(load_family("llama", root), context_tokens_max=10_000)
-    budget, usable = served.kv_bytes(20_000), 1 << 40
-    reckoned = StepMemory((32, 512), (0, 10_000), (0, 0), (32 * 10_000, 512 * 10_000))
-    roomy = ChunkMemory(reckoned, usable)
-    assert choose_grid(served, roomy, 512, budget) == 512 and caplog.messages == []
-    tight = ChunkMemory(reckoned, served.weight_bytes + budget + int(200 * 10_000 * MARGIN))
-    assert choose_grid(served, tight, 512, budget) == 128
-    (message,) = caplog.messages
-    assert "prefill step 128 instead of 512" in message and "after 10000 tokens" in message
-    short = replace(served, context_tokens_max=2_000)
-    assert choose_grid(short, tight, 512, budget) == 512
+    budget = served.kv_bytes(20_000)
+    reckoned = StepMemory((32, 2048), (0, 10_000), (0, 0), (32 * 10_000, 2048 * 10_000))
+    assert choose_grid(served, ChunkMemory(reckoned, 1 << 40), 2048, budget) == 2048 and caplog.messages == []
+    for room, grid in ((1000, 512), (0, 256)):
+        tight = ChunkMemory(reckoned, served.weight_bytes + served.kv_bytes(10_000) + int(room * 10_000 * MARGIN))
+        assert choose_grid(served, tight, 2048, budget) == grid
+        assert f"prefill step {grid} instead of 2048" in caplog.messages[-1]
+        assert "after 10000 tokens" in caplog.messages[-1]
+    assert choose_grid(served, tight, 200, budget) == 200, "as it was set"
+    assert choose_grid(replace(served, context_tokens_max=500), tight, 2048, budget) == 2048
 
 
 def test_reckoned_memory_covers_the_step_at_the_longest_prompt(root: Path) -> None:

@@ -154,11 +154,11 @@ def make_bounded_driver(root: Path, family: str, step: int, room: int, *, exact:
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "gemma3"])
 def test_chunks_shrink_with_depth(family: str, root: Path) -> None:
     prompt = make_prompt(600)
-    log = make_bounded_driver(root, family, 256, 20_000).run(prompt, 6)
+    log = make_bounded_driver(root, family, 256, 40_000).run(prompt, 6)
     starts = [0, *log.chunks]
     sizes = [end - start for start, end in zip(starts, log.chunks, strict=False)]
     assert sizes[0] == 256 > sizes[1] > sizes[-2] == 32 and sizes[:-1] == sorted(sizes[:-1], reverse=True)
-    assert all(1.25 * size * start <= 20_000 or size == 32 for size, start in zip(sizes, starts, strict=False))
+    assert all(1.25 * size * start <= 40_000 or size == 32 for size, start in zip(sizes, starts, strict=False))
     assert log.generated == compute_cold_tokens(family, root, prompt, 6)
 
 
