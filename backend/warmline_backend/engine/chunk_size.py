@@ -164,11 +164,9 @@ def choose_grid(served: ServedModel, chunk_memory: ChunkMemory, step: int, memor
     grid = fit_tokens(step, room, lambda tokens: chunk_memory.reckon_bytes(tokens, longest))
     grid = max(grid, min(step, GRID_TOKENS_MIN))
     if grid < step:
-        text = (
-            "prefill step %d instead of %d: in exact mode all chunks have one size, and after %d tokens one of %d takes"
-        )
         log.warning(
-            text + " %.1f GB of memory, of which %.1f GB are left beside weights and its KV",
+            "prefill step %d instead of %d: in exact mode all chunks have one size, and after %d tokens one of %d "
+            "takes %.1f GB of memory, of which %.1f GB are left beside weights and its KV",
             *(grid, step, longest, step, chunk_memory.reckon_bytes(step, longest) / 1e9, room / 1e9),
         )
     return grid

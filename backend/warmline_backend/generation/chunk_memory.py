@@ -69,9 +69,10 @@ class ChunkMemory:
         tokens = fit_tokens(wanted, room, lambda tokens: self.reckon_bytes(tokens, depth))
         if tokens < wanted and not sequence.has_short_chunks:
             sequence.has_short_chunks = True
-            needed = self.reckon_bytes(wanted, depth) / 1e9
-            text = "request %s: %d tokens a chunk after %d tokens: %d would take %.1f GB"
-            log.info(text, sequence.request.id, tokens, depth, wanted, needed)
+            log.info(
+                "request %s: %d tokens a chunk after %d tokens: %d would take %.1f GB",
+                *(sequence.request.id, tokens, depth, wanted, self.reckon_bytes(wanted, depth) / 1e9),
+            )
         return tokens
 
     def has_room(self, sequence: Sequence, step: int, committed_bytes: int) -> bool:

@@ -1,9 +1,9 @@
 """Memory of a prefill step, reckoned from the graph of a chunk before it is computed.  Pure but for `hollow_weights`.
 
 A chunk's memory grows with its tokens, with the tokens before it, or with the product of both, where attention writes
-its scores.  Graphs of four chunks are read, of least and most tokens after the least and the greatest depth; between
-them the memory is interpolated.  The largest array of a graph changes on the way, so interpolated bytes are rather too
-many than too few.
+its scores.  The graphs of three chunks are read: of most tokens after none, and of least and most tokens after the
+greatest depth.  Between them the memory is interpolated.  The largest array of a graph changes on the way, so
+interpolated bytes are rather too many than too few.
 """
 
 import logging
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -51,8 +52,8 @@ class _Operation(NamedTuple):
 class StepMemory:
     """Bytes that a chunk takes while it is computed, beside the KV."""
 
-    tokens: tuple[int, int]  # of the smallest and the largest chunk read
-    depths: tuple[int, int]  # of the shallowest and the deepest place read
+    tokens: tuple[int, int]  # of the smallest and the largest chunk
+    depths: tuple[int, int]  # of the shallowest and the deepest place
     shallow: tuple[int, int]  # bytes of both chunks at the shallowest place
     deep: tuple[int, int]  # and at the deepest
 
@@ -85,10 +86,11 @@ def reckon_step_memory(model: nn.Module, layout: CacheLayout, heads: int, step: 
     tokens = min(CHUNK_TOKENS_MIN, step), step
     depths = 0, max(step, min(depth_max, DEPTH_MAX))
     with hollow_weights(model):
-        shallow, deep = (
-            tuple(_reckon_bytes(model, layout, heads, depth, chunk) for chunk in tokens) for depth in depths
-        )
-    return StepMemory(tokens, depths, shallow, deep)  # type: ignore[arg-type]
+        sample = _sample_layers(model, layout)
+        reckon = partial(_reckon_bytes, model, layout, sample, heads)
+        first = reckon(0, step)
+        deep = reckon(depths[1], tokens[0]), reckon(depths[1], step)
+    return StepMemory(tokens, depths, (first * tokens[0] // step, first), deep)
 
 
 @contextmanager
@@ -110,52 +112,44 @@ def count_heads(config: Mapping[str, Any]) -> int:
     )
 
 
-def _reckon_bytes(model: nn.Module, layout: CacheLayout, heads: int, depth: int, step: int) -> int:
+def _sample_layers(model: nn.Module, layout: CacheLayout) -> list[Any]:
+    """Lazy cache of one token, for the shapes of its rows."""
+    layers = layout.make_empty_cache()
+    model(mx.zeros((1, 1), mx.int32), cache=layers)
+    return layers
+
+
+def _reckon_bytes(model: nn.Module, layout: CacheLayout, sample: list[Any], heads: int, depth: int, step: int) -> int:
     """Bytes that a chunk of `step` tokens takes while it is computed on top of `depth` tokens.
 
     The model must be hollow.  Operations are taken in their order, and arrays are freed after their last use.  Where
     the graph can't be read, it is one layer's attention with `heads` heads: recurrent layers are loops over tokens, or
     kernels that mlx can't export.
     """
-    if not layout.has_states:
+    if not (layout.has_states or layout.problem):
         try:
             return _find_peak_bytes(
-                lambda tokens: _run_chunk(model, layout, depth, tokens), mx.zeros((1, step), mx.int32)
+                lambda tokens: draft_chunk(model, layout, _make_deep_cache(layout, sample, depth), tokens).arrays,
+                mx.zeros((1, step), mx.int32),
             )
         except Exception as error:  # noqa: BLE001  an estimate is not worth an end, whatever a model does while traced
             log.info("the graph of a prefill step can't be read: %s", error)
-    return max((_reckon_attention_bytes(keys, heads, depth, step) for keys in _sample_keys(model, layout)), default=0)
+    leaves = zip(layout.leaves, flatten(sample), strict=False)  # none where the cache has no codecs
+    keys = [held.keys[:, :, :1] for leaf, (_, held) in leaves if leaf.codec is ROWS]
+    return max((_reckon_attention_bytes(row, heads, depth, step) for row in keys), default=0)
 
 
-def _run_chunk(model: nn.Module, layout: CacheLayout, depth: int, tokens: mx.array) -> list[mx.array]:
-    """Arrays that a chunk computes: its rows and states, and no logits."""
-    layers = layout.make_empty_cache()
-    if depth and not layout.problem:
-        before = max(1, min(layout.window, tokens.shape[1]))  # enough for shapes, and to fill rotating layers
-        model(tokens[:, :before], cache=layers)
-        layers = _deepen_cache(layout, layers, depth)
-    return draft_chunk(model, layout, layers, tokens).arrays
-
-
-def _deepen_cache(layout: CacheLayout, layers: list[Any], depth: int) -> list[Any]:
-    """Copy of the cache with `depth` rows in every leaf that keeps all rows."""
-    deep = []
-    for leaf, (_, held) in zip(layout.leaves, flatten(layers), strict=True):
-        if leaf.codec.kind is not CodecKind.ROWS:
-            deep.append(held)
-            continue
+def _make_deep_cache(layout: CacheLayout, sample: list[Any], depth: int) -> list[Any]:
+    """Cache of `depth` tokens, or of as many as its windows keep, with rows of the sample's shapes."""
+    if not depth:
+        return layout.make_empty_cache()
+    leaves = []
+    for leaf, (_, held) in zip(layout.leaves, flatten(sample), strict=True):
+        count = depth if leaf.codec.kind is CodecKind.ROWS else min(depth, leaf.template.max_size)
         rows = leaf.codec.rows(held, 0, 1, 0, 1)
-        fields = {name: mx.zeros((*row.shape[:2], depth, *row.shape[3:]), row.dtype) for name, row in rows.items()}
-        deep.append(leaf.codec.build(fields, depth, leaf.template))
-    return rebuild(layout.template, iter(deep))
-
-
-def _sample_keys(model: nn.Module, layout: CacheLayout) -> list[mx.array]:
-    """One lazy row of each leaf that keeps the keys of all tokens."""
-    layers = layout.make_empty_cache()
-    model(mx.zeros((1, 1), mx.int32), cache=layers)
-    leaves = zip(layout.leaves, flatten(layers), strict=False)  # none where the cache has no codecs
-    return [held.keys[:, :, :1] for leaf, (_, held) in leaves if leaf.codec is ROWS]
+        fields = {name: mx.zeros((*row.shape[:2], count, *row.shape[3:]), row.dtype) for name, row in rows.items()}
+        leaves.append(leaf.codec.build(fields, depth, leaf.template))
+    return rebuild(layout.template, iter(leaves))
 
 
 def _reckon_attention_bytes(row: mx.array, heads: int, depth: int, step: int) -> int:
