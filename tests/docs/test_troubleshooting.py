@@ -62,6 +62,13 @@ FAMILIES = (
         "The index, and cachectl verify",
     ),
     MessageFamily(
+        f"{PROXY}/store/*",
+        ("_PageFlawError", "_require", "_make_damage_error"),
+        "what of the index's file is damaged",
+        "The index, and cachectl verify",
+    ),
+    MessageFamily(f"{PROXY}/index/index.py", ("_RollbackError",), "caught: it ends a preview"),
+    MessageFamily(
         f"{COMMON}/settings/parsers.py", ("ValueError",), "what was expected, behind the setting's name", "Settings"
     ),
     MessageFamily(
