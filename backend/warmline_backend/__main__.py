@@ -19,9 +19,10 @@ from pathlib import Path
 from aiohttp import web
 
 from warmline_backend.config import BackendConfig, BackendConfigError, parse_config
-from warmline_backend.engine.chunk_size import resolve_step_size
+from warmline_backend.engine.chunk_size import choose_grid, make_chunk_memory, resolve_step_size
 from warmline_backend.engine.engine import Engine
 from warmline_backend.engine.warm_up import warm_up
+from warmline_backend.generation.chunk_memory import bound_buffer_cache
 from warmline_backend.model.loader import ModelError
 from warmline_backend.model.model import compute_memory_budget, load_served_model
 from warmline_backend.scheduler.scheduler import Scheduler, SchedulerSettings
@@ -178,6 +179,9 @@ def _make_scheduler(config: BackendConfig, home: Home, boot: str) -> Scheduler:
     budget_bytes = config.memory_budget_bytes or compute_memory_budget(served.weight_bytes)
     if not (step := config.prefill_step_size):
         step = resolve_step_size(served, fingerprint_served_model(served, config, home), budget_bytes, home.models)
+    chunk_memory = make_chunk_memory(served, step, budget_bytes)
+    if config.reuse == "exact":
+        step = choose_grid(served, chunk_memory, step, budget_bytes)
     settings = SchedulerSettings(
         boot=boot,
         memory_budget_bytes=budget_bytes,
@@ -186,8 +190,9 @@ def _make_scheduler(config: BackendConfig, home: Home, boot: str) -> Scheduler:
         keeps_residents=config.reuse != "off",
         exact=config.reuse == "exact",
     )
+    bound_buffer_cache(served.weight_bytes)
     warm_up(served, settings)
-    return Scheduler(served, settings)
+    return Scheduler(served, settings, chunk_memory)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def build_model(shape: str, folder: Path, seed: int = 3) -> int:
     model.update(tree_map(_scale_parameter, model.parameters()))
     weights = dict(tree_flatten(model.parameters()))
     (head,) = (name for name in weights if name.endswith("lm_head.weight"))
-    allowed = tiny_models.output_scale(stops=False)
+    allowed = tiny_models.make_output_scale(stops=False)
     rows = mx.concatenate([allowed, mx.zeros((VOCABULARY - allowed.shape[0],))])
     weights[head] = weights[head] * rows[:, None].astype(weights[head].dtype)
     mx.eval(weights)

@@ -185,7 +185,7 @@ def run_warmline(model: Path, home: Path, log: Path, *flags: str) -> Iterator[tu
         try:
             wait_until(lambda: ready() or process.poll() is not None, "the pair is ready")
             if process.poll() is not None:
-                raise SystemExit(f"warmline serve ended; see {log}")
+                raise SystemExit(f"warmline serve ended:\n{log.read_text(errors='replace')[-2000:]}")
             direct.headers = owner()
             yield pair, direct
         finally:

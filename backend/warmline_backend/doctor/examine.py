@@ -5,9 +5,9 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
-from warmline_backend.doctor import chat_template, estimates, memory
+from warmline_backend.doctor import chat_template, memory
 from warmline_backend.doctor.checkpoint import LazyModel, check_config, check_weights, find_custom_code
 from warmline_backend.doctor.estimates import CacheSummary, check_cache
 from warmline_backend.doctor.files import CONFIG_NAME, check_files, find_model
@@ -15,6 +15,7 @@ from warmline_backend.doctor.findings import CheckError, DoctorFinding, FindingL
 from warmline_backend.doctor.settings import DoctorSettings
 from warmline_backend.model.loader import ModelError
 from warmline_backend.model.model import find_context_tokens_max
+from warmline_backend.model.step_memory import count_heads, fit_tokens, reckon_step_memory
 from warmline_common.process.arguments import GB
 
 P = ParamSpec("P")
@@ -146,32 +147,28 @@ def _check_memory(
     findings: Findings, weights: LazyModel, cache: CacheSummary, settings: DoctorSettings
 ) -> memory.MemoryPlan:
     context = find_context_tokens_max(weights.config)
-    step_bytes = _estimate_step_bytes(weights, cache, settings.step_tokens, context)
+    machine = memory.estimate_mac(settings.memory_gb) if settings.memory_gb else memory.detect_machine()
+    step_bytes = _reckon_step_bytes(weights, cache, settings.step_tokens, context, machine)
     sizes = cache.weight
     needs = memory.MemoryNeeds(weights.weight_bytes, sizes.row_bytes, sizes.state_bytes, context, step_bytes)
-    machine = memory.estimate_mac(settings.memory_gb) if settings.memory_gb else memory.detect_machine()
     budget_bytes, disk_bytes_s = int(settings.memory_budget_gb * GB), settings.disk_gb_s * GB
     plan = memory.plan_memory(needs, machine, budget_bytes, settings.prefill_tokens_s, disk_bytes_s)
     memory.check_memory(findings, needs, plan)
     return plan
 
 
-def _estimate_step_bytes(weights: LazyModel, cache: CacheSummary, step: int, context: int) -> Callable[[int], int]:
-    """Memory of a prefill step by depth, interpolated between the graphs of two depths."""
-    deepest = min(memory.LENGTHS[-1], context or memory.LENGTHS[-1])
-    shallow, deep = min(memory.LENGTHS[0], deepest // 2), deepest
+def _reckon_step_bytes(
+    weights: LazyModel, cache: CacheSummary, step: int, context: int, machine: memory.MachineMemory
+) -> Callable[[int], int]:
+    """Memory of a prefill step by depth, of a chunk that is as small as the machine needs it to be."""
     step = min(step, context or step)
-    estimates.zero_weights(weights.model)
-    heads = _count_heads(weights.config)
-    low, high = (
-        estimates.estimate_step_bytes(weights.model, cache.layout, heads, depth, step) for depth in (shallow, deep)
-    )
-    return lambda tokens: max(low, low + (high - low) * (tokens - shallow) // max(1, deep - shallow))
+    heads = count_heads(weights.config)
+    reckoned = reckon_step_memory(weights.model, cache.layout, heads, step, context or memory.LENGTHS[-1])
+    sizes = cache.weight
 
+    def step_bytes(tokens: int) -> int:
+        room = machine.usable_bytes - weights.weight_bytes - tokens * sizes.row_bytes - sizes.state_bytes
+        chunk = fit_tokens(step, room, lambda chunk: reckoned.bytes_for(chunk, tokens))
+        return reckoned.bytes_for(chunk, tokens)
 
-def _count_heads(config: dict[str, Any]) -> int:
-    """Heads of the layer that has most; 1 where the config doesn't say."""
-    counts = (config.get("text_config") or config).get("num_attention_heads")
-    return max(
-        (count for count in (counts if isinstance(counts, list) else [counts]) if isinstance(count, int)), default=1
-    )
+    return step_bytes

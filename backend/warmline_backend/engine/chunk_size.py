@@ -18,15 +18,18 @@ from typing import Any
 import mlx.core as mx
 
 from warmline_backend.generation import sequence as sequences
+from warmline_backend.generation.chunk_memory import ChunkMemory, compute_usable_bytes
 from warmline_backend.generation.sequence import GenerationRequest
-from warmline_backend.model.loader import ModelError
+from warmline_backend.model.loader import ModelError, read_config
 from warmline_backend.model.model import MEMORY_SHARE, ServedModel, compute_memory_budget
+from warmline_backend.model.step_memory import DEPTH_MAX, count_heads, fit_tokens, reckon_step_memory
 from warmline_backend.request.params import GenerationParams
 from warmline_backend.scheduler.capacity import sequence_tokens_max
 from warmline_common.storage import disk
 
 log = logging.getLogger(__name__)
 
+GRID_TOKENS_MIN = 256  # prefill in shorter chunks takes too long to be of use
 STEPS = (256, 512, 1024, 2048, 4096, 8192)  # each twice the one before
 NEAR_BEST = 0.97  # of the best speed
 CHUNK_S_MAX = 10.0  # from an empty context; later chunks take longer
@@ -141,6 +144,37 @@ def _time_once(served: ServedModel, lengths: Sequence[int]) -> ChunkTiming:
     for length in lengths:
         sequence.prefill_chunk(length)
     return ChunkTiming(max(time.monotonic() - began, 1e-9), mx.get_peak_memory() - before)
+
+
+# ---- the memory of chunks
+
+
+def make_chunk_memory(served: ServedModel, step: int, memory_budget_bytes: int) -> ChunkMemory:
+    """Reckon the memory of chunks of up to `step` tokens.  Engine thread."""
+    heads = count_heads(read_config(served.path))
+    longest = _find_longest_prompt(served, memory_budget_bytes)
+    reckoned = reckon_step_memory(served.model, served.layout, heads, step, longest)
+    return ChunkMemory(reckoned, compute_usable_bytes(served.weight_bytes))
+
+
+def choose_grid(served: ServedModel, chunk_memory: ChunkMemory, step: int, memory_budget_bytes: int) -> int:
+    """The step for exact mode, where all chunks have one size: so short that it fits after the longest prompt."""
+    longest = _find_longest_prompt(served, memory_budget_bytes)
+    room = chunk_memory.usable_bytes - served.weight_bytes - served.kv_bytes(longest)
+    grid = fit_tokens(step, room, lambda tokens: chunk_memory.reckon_bytes(tokens, longest))
+    grid = max(grid, min(step, GRID_TOKENS_MIN))
+    if grid < step:
+        log.warning(
+            "prefill step %d instead of %d: in exact mode all chunks have one size, and after %d tokens one of %d "
+            "takes %.1f GB of memory, of which %.1f GB are left beside weights and its KV",
+            *(grid, step, longest, step, chunk_memory.reckon_bytes(step, longest) / 1e9, room / 1e9),
+        )
+    return grid
+
+
+def _find_longest_prompt(served: ServedModel, memory_budget_bytes: int) -> int:
+    room = sequence_tokens_max(served, memory_budget_bytes)
+    return min(room, served.context_tokens_max or room, DEPTH_MAX)
 
 
 # ---- remembering

@@ -249,7 +249,7 @@ class Engine(threading.Thread):
             weight_bytes=weights,
             memory_active_bytes=active,
             memory_cache_bytes=mx.get_cache_memory(),
-            memory_peak_bytes=mx.get_peak_memory(),
+            memory_peak_bytes=scheduler.chunk_memory.peak_bytes,
             bytes_unaccounted=active - weights - resident_bytes - running,
             step_stats=scheduler.step_stats.copy(),
             keepalive_steps=scheduler.keepalive_steps,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import mlx.core as mx
-from mlx_lm.generate import PromptProcessingBatch, StopSequences
+from mlx_lm.generate import StopSequences
 from mlx_lm.sample_utils import greedy_sampler
 
 from warmline_backend.generation import sampling
@@ -78,7 +78,10 @@ class Sequence:
     first_logits: FirstLogits | None = None  # distribution of its first token
     arrival_time: float = field(default_factory=time.monotonic)
     layerwise_chunk: "LayerwiseChunk | None" = None  # a background request's, until all of it is computed
-    _prefill_batch: PromptProcessingBatch | None = None
+    chunk_tokens_max: int = UNBOUNDED  # of this prompt's chunks, once memory has run out
+    has_short_chunks: bool = False  # shorter than the step, to fit the memory
+    needs_eviction: bool = False  # its chunks can't be shorter, and memory has run out
+    error_code: str = ""  # of the error that ends it; "" for a code by its end
 
     def __post_init__(self) -> None:
         self._set_grid_end()
@@ -206,45 +209,41 @@ class Sequence:
     # ---- prefill and end
 
     def prefill_chunk(self, step: int) -> int:
-        """Compute the next chunk and keep its rows and state for a save.  Returns its tokens."""
-        start, end = self._begin_chunk(step)
-        if self._prefill_batch is None:
-            # Built empty, then given the cache in batched form: mlx-lm would copy every row into a new batch.
-            self._prefill_batch = PromptProcessingBatch(
-                self.served.model, [self.request.id], [], tokens=[self.kv.tokens], prefill_step_size=UNBOUNDED
-            )
-            self._prefill_batch.prompt_cache = self.kv.layers
-        self._prefill_batch.prompt([self.request.prompt[start:end]])
+        """Compute the next chunk and keep its rows and state for a save.  Returns its tokens.
+
+        Raises OutOfMemoryError where memory ran out and nothing has changed.
+        """
+        tokens = self._begin_chunk(step)
+        self.kv.prefill(self.served.model, tokens)
         self._complete_chunk()
-        return end - start
+        return len(tokens)
 
     def begin_layerwise_chunk(self, step: int) -> "LayerwiseChunk":
-        """Begin the next chunk as one that is computed layer by layer."""
-        start, end = self._begin_chunk(step)
-        return LayerwiseChunk(end - start, self._compute_layers(self.request.prompt[start:end]))
+        """Begin the next chunk as one that is computed layer by layer; nothing changes before its end."""
+        tokens = self._begin_chunk(step)
+        return LayerwiseChunk(len(tokens), self._compute_layers(tokens))
 
     def _compute_layers(self, tokens: list[int]) -> Iterator[None]:
-        """Compute a chunk, pausing after each layer.  No shape depends on the pauses, so neither does any bit."""
-        self.served.model(mx.array([tokens]), cache=self.kv.layers)  # lazy
-        self.kv.tokens += tokens
-        for layer in self.kv.layers:
-            mx.eval(layer.state)
-            yield
-        mx.clear_cache()
+        yield from self.kv.prefill_by_layers(self.served.model, tokens)
         self._complete_chunk()
 
-    def _begin_chunk(self, step: int) -> tuple[int, int]:
-        """Tokens [start, end) of the next chunk, of at most `step`."""
-        start = self.kv.length
+    def _begin_chunk(self, step: int) -> list[int]:
+        """Tokens of the next chunk, of at most `step`."""
+        start, end = self.kv.length, self.find_next_chunk_end(step)
         self._capture_rollback_point()
-        longest = step - start % step if self.kv.grid else step
-        return start, find_chunk_end(start, len(self.request.prompt) - 1, longest, self.chunk_ends)
+        return self.request.prompt[start:end]
 
     def _complete_chunk(self) -> None:
-        self.kv.release_chunk()
         self.kv.capture_window()
         if self.kv.length in self.chunk_ends:
             self.kv.capture_checkpoint()
+        self.needs_eviction = False
+
+    def find_next_chunk_end(self, step: int) -> int:
+        """End of the chunk that `prefill_chunk(step)` computes."""
+        start = self.kv.length
+        longest = step - start % step if self.kv.grid else step
+        return find_chunk_end(start, len(self.request.prompt) - 1, longest, self.chunk_ends)
 
     def _capture_rollback_point(self) -> None:
         """Keep the state at the end of the grid, before decoding leaves it."""
@@ -270,6 +269,7 @@ class Sequence:
             positions=kv.positions() if resident else [],
             timings=self.timings,
             error=error,
+            error_code=self.error_code,
             first=self.first_logits,
         )
 
@@ -281,7 +281,7 @@ class Sequence:
     def make_decode_batch(self) -> DecodeBatch:
         """Make a decode batch of this sequence alone; computes its first step."""
         self._capture_rollback_point()
-        params, self._prefill_batch = self.request.params, None
+        params = self.request.params
         sampler = sampling.make_sampler(params, self.sampler_fault)
         eos = self.served.tokenizer.eos_token_ids
         processors = sampling.make_processors(params, len(self.request.prompt), self.sampler_fault, eos)

@@ -12,6 +12,7 @@ which sequence `i` of `length` tokens ends at the write index whatever its paddi
 arithmetic, without waiting for the device.  mlx objects: engine thread only.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -26,6 +27,7 @@ from mlx_lm.models.cache import (
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
+    create_attention_mask,
 )
 
 Fields = dict[str, mx.array]  # field name -> (1, heads, rows, width) for rows, any shape with leading 1 for states
@@ -43,6 +45,38 @@ class CodecKind(StrEnum):
     STATE = "state"
 
 
+class CausalKVCache(BatchKVCache):  # type: ignore[misc]  # mlx-lm has no types
+    """BatchKVCache whose mask for a chunk of one sequence has a name instead of an array.
+
+    One sequence has no padding.  For an array, attention takes heads x chunk x context numbers on some devices: 11 GB
+    for 2,048 tokens after 84,000 with 32 heads.  Decode steps keep the array: their kernels for no mask at all depend
+    on the size of the buffer, which differs between a warm and a cold run.
+    """
+
+    def make_mask(self, N: int, return_array: bool = False, **options: Any) -> Any:
+        if N == 1 or self.left_padding.shape[0] > 1:
+            return super().make_mask(N, return_array, **options)
+        return create_attention_mask(N, self._idx, return_array, options.get("window_size"))
+
+
+class _WriteRecorder:
+    """Mixin of a cache that records what is written to it, so that it can be written to another one."""
+
+    written: list[tuple[mx.array, mx.array]]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        self.written.append((keys, values))
+        return super().update_and_fetch(keys, values)  # type: ignore[misc]
+
+
+class _DraftKVCache(_WriteRecorder, CausalKVCache):
+    pass
+
+
+class _DraftQuantizedKVCache(_WriteRecorder, QuantizedKVCache):  # type: ignore[misc]
+    pass
+
+
 class Codec:
     """Base of all codecs.  `is_batchable` is false where mlx-lm can't put several sequences into one cache."""
 
@@ -53,6 +87,10 @@ class Codec:
         """The batched form of a cache of one sequence; rows are shared, not copied, where that is possible."""
         raise NotImplementedError
 
+    def make_draft(self, leaf: Any) -> Any:
+        """Copy of a leaf of one sequence, for one chunk; shares its memory until it is written to."""
+        return copy.deepcopy(leaf)
+
     def extract_sequence(self, leaf: Any, i: int) -> Any:
         """Sequence `i` of a batch as a batched form of its own (evaluated by the caller)."""
         return self.to_batched(leaf.extract(i))
@@ -62,9 +100,10 @@ class RowsCodec(Codec):
     """KVCache."""
 
     kind = CodecKind.ROWS
+    _draft_class: Any = _DraftKVCache
 
-    def to_batched(self, single: KVCache) -> BatchKVCache:
-        batch = BatchKVCache([0])
+    def to_batched(self, single: KVCache) -> CausalKVCache:
+        batch = CausalKVCache([0])
         if single.keys is not None:
             batch.keys, batch.values = single.keys, single.values
             batch.offset, batch._idx = mx.array([single.offset]), single.offset
@@ -82,6 +121,12 @@ class RowsCodec(Codec):
         single.keys, single.values, single.offset = fields["keys"], fields["values"], position
         return self.to_batched(single)
 
+    def make_draft(self, leaf: Any) -> Any:
+        """Copy of a leaf for one chunk: shares its memory, and records the rows that are written to it."""
+        draft = self._draft_class.__new__(self._draft_class)
+        vars(draft).update(vars(copy.deepcopy(leaf)), written=[])
+        return draft
+
     def count_buffer_rows(self, leaf: BatchKVCache) -> int:
         """Rows of the buffer, used or not."""
         return 0 if leaf.keys is None else int(leaf.keys.shape[2])
@@ -95,6 +140,7 @@ class QuantizedRowsCodec(RowsCodec):
     """QuantizedKVCache: packed data, scales and biases, a row a token.  Has no batched form of its own."""
 
     is_batchable = False
+    _draft_class = _DraftQuantizedKVCache
     _tensor_names = ("data", "scales", "biases")
 
     def to_batched(self, single: QuantizedKVCache) -> QuantizedKVCache:

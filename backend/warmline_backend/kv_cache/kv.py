@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_reduce
 
+from warmline_backend.kv_cache.chunk_draft import ChunkDraft, evaluate_chunk, evaluate_chunk_by_layers
 from warmline_backend.kv_cache.codecs import CacheLayout, CacheLeaf, CodecKind, Fields, flatten, rebuild
 
 LAST_CHECKPOINTS_COUNT = 3  # kept besides the first (end of system and tools): where a next turn may diverge
@@ -77,6 +79,28 @@ class KV:
                 return max(self.length, int(leaf.codec.count_buffer_rows(cache)))
         return self.length
 
+    # ---- prefill
+
+    def prefill(self, model: nn.Module, tokens: list[int]) -> None:
+        """Compute the rows of `tokens`, alone in its batch.
+
+        Raises OutOfMemoryError where memory ran out and this KV is as before; after another exception it is unusable.
+        """
+        self._commit_chunk(evaluate_chunk(model, self.layout, self.layers, tokens), tokens)
+
+    def prefill_by_layers(self, model: nn.Module, tokens: list[int]) -> Iterator[None]:
+        """As `prefill`, with a pause after each layer; until the end this KV is as before.
+
+        No shape depends on the pauses, so neither does any bit.
+        """
+        draft = yield from evaluate_chunk_by_layers(model, self.layout, self.layers, tokens)
+        self._commit_chunk(draft, tokens)
+
+    def _commit_chunk(self, draft: ChunkDraft, tokens: list[int]) -> None:
+        self.layers = draft.commit(self.layers)
+        self.tokens += tokens
+        mx.clear_cache()
+
     # ---- capture
 
     def capture_window(self) -> None:
@@ -98,11 +122,6 @@ class KV:
         self.capture_checkpoint()
         if self.layout.window and at:
             self.rollback_window = at, self._copy_window_rows(lambda leaf: max(0, at - leaf.template.max_size), at)
-
-    def release_chunk(self) -> None:
-        """Drop the intermediate arrays of the chunk just computed."""
-        for leaf, held in self._leaves_of_kind(CodecKind.STATE):
-            leaf.codec.detach_state(held)
 
     @property
     def needs_capture(self) -> bool:

@@ -15,6 +15,7 @@ LIBRARIES = ("mlx", "nvidia-")  # mlx, mlx-lm, mlx's back ends and their NVIDIA 
 DEVICE_KEYS = ("device_name", "architecture", "compute_capability_major", "compute_capability_minor")
 BLAS_KEYS = ("internal_api", "version", "threading_layer", "architecture", "num_threads")
 OTHER_BLAS_PATHS = ("numpy.libs", "scipy.libs")  # these bring a BLAS of their own
+PREFILL_REVISION = 2  # raised where chunks are computed in another way, which may round differently
 MLX_ENVIRONMENT_VARIABLES = ("MLX_ENABLE_TF32", "MLX_DISABLE_COMPILE")
 
 
@@ -35,5 +36,6 @@ def describe_numerics() -> dict[str, object]:
             for library in threadpool_info()
             if library["user_api"] == "blas" and not any(name in library["filepath"] for name in OTHER_BLAS_PATHS)
         ),
+        "prefill": PREFILL_REVISION,
         "switches": {name: os.environ.get(name) for name in MLX_ENVIRONMENT_VARIABLES},
     }

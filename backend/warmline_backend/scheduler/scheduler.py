@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from warmline_backend.generation.events import PrefillProgress, StartedEvent
+from warmline_backend.generation.chunk_memory import ChunkMemory, compute_usable_bytes
+from warmline_backend.generation.events import StartedEvent
 from warmline_backend.generation.rates import Rates
 from warmline_backend.generation.sequence import GenerationRequest, Sequence
 from warmline_backend.generation.step_stats import StepStats
@@ -21,6 +22,7 @@ from warmline_backend.scheduler.admission import SequenceAdmission
 from warmline_backend.scheduler.capacity import check_capacity, sequence_bytes, sequence_tokens_max
 from warmline_backend.scheduler.decode_group import DecodeGroup
 from warmline_backend.scheduler.finish import Finisher
+from warmline_backend.scheduler.prefill import Prefiller, choose_prefill
 from warmline_backend.scheduler.queues import STEPS_PER_BUDGET_CHECK, Queues
 from warmline_backend.scheduler.save_source import SaveSource
 from warmline_backend.scheduler.token_dispatch import dispatch_token
@@ -30,13 +32,9 @@ from warmline_common.protocol.waits import AUDIT, LEADER, STEP
 DECODE_STEPS_PER_CHUNK = 8  # at least
 DECODE_SHARE = 0.25  # of the time while prompts prefill: a chunk may take as long as a thousand decode steps
 DECODE_OWED_MAX_S = 30.0
-# A request that comes meanwhile waits for one layer of a background request's chunk.
-BACKGROUND_LAYER_S = 0.5
-BACKGROUND_STEP_MIN = 32  # tokens, also while the speed is not known
-CHUNKS_SKIPPED_MAX = 4  # chunks of shorter prompts that a long one waits for, at most
-CHUNK_COUNTED_MIN = 1 / 8  # a small prompt's chunk counts as at least this part of one
 # mlx 0.32.4 counts tasks under way, but not those of an evaluation that failed as done; with some left over, a later
-# one may wait for ever (seen from about ten on, and once, on a machine with much else to do, after four).
+# one may wait for ever (seen from about ten on, and once, on a machine with much else to do, after four).  Chunks
+# that found no memory are not counted: an H200 computed on after fifteen of them.
 FAILED_STEPS_MAX = 3
 STEPS_PER_CLEAN_UP = 512  # how often mlx's buffer pool is emptied while decoding
 PROBE_TOKEN = 1
@@ -64,8 +62,11 @@ class SchedulerSettings:
 class Scheduler:
     """Owner of all running requests and residents of one model."""
 
-    def __init__(self, served: ServedModel, settings: SchedulerSettings) -> None:
+    def __init__(
+        self, served: ServedModel, settings: SchedulerSettings, chunk_memory: ChunkMemory | None = None
+    ) -> None:
         self.served, self.settings = served, settings
+        self.chunk_memory = chunk_memory or ChunkMemory(None, compute_usable_bytes(served.weight_bytes))
         self.residents = Residents(settings.memory_budget_bytes)
         self.rates = Rates()
         self.step_stats = StepStats()
@@ -76,6 +77,16 @@ class Scheduler:
         )
         self.admission = SequenceAdmission(
             served, self._queues, self.residents, self.finisher, settings.running_count_max
+        )
+        self._prefiller = Prefiller(
+            served,
+            self._queues,
+            self.residents,
+            self.finisher,
+            self.chunk_memory,
+            self.rates,
+            self.step_stats,
+            settings.prefill_step_size,
         )
         self._decode_round_count = 0
         self.keepalive_steps = 0
@@ -267,7 +278,7 @@ class Scheduler:
         queues.prefilling.append(sequence)
         sequence.request.listener(StartedEvent())
         if sequence.prefill_tokens_left > self.settings.prefill_step_size:  # a chunk may take a minute: show its start
-            self._notify_progress(sequence)
+            self._prefiller.notify_progress(sequence)
 
     # ---- decoding
 
@@ -309,8 +320,13 @@ class Scheduler:
         sequence = choose_prefill(self._queues.prefill_candidates, self.settings.prefill_step_size)
         self._is_step_background = sequence.request.background
         if sequence.request.background:
-            yield from self._prefill_by_layers(sequence)
-        elif sequence.prefill_tokens_left <= 0 or self._prefill_chunk(sequence):
+            is_computed = yield from self._prefiller.compute_by_layers(sequence)
+        else:
+            began = time.monotonic()
+            is_computed = sequence.prefill_tokens_left <= 0 or self._prefiller.compute_chunk(sequence)
+            owed_s = self._decode_owed_s + (time.monotonic() - began) * DECODE_SHARE / (1 - DECODE_SHARE)
+            self._decode_owed_s = min(owed_s, DECODE_OWED_MAX_S)
+        if is_computed:
             self._end_chunk(sequence)
 
     def _end_chunk(self, sequence: Sequence) -> None:
@@ -323,61 +339,6 @@ class Scheduler:
             self.finisher.finish_sequence(sequence, "cancelled")
         elif sequence.prefill_tokens_left <= 0:
             self._start_decoding(sequence)
-
-    def _prefill_by_layers(self, sequence: Sequence) -> Iterator[None]:
-        """Compute a background request's chunk, yielding after each layer.
-
-        Where a command has brought another request meanwhile, the rest is computed after that one.
-        """
-        try:
-            if sequence.layerwise_chunk is None and sequence.prefill_tokens_left > 0:
-                sequence.layerwise_chunk = sequence.begin_layerwise_chunk(self._choose_background_step(sequence))
-            while (chunk := sequence.layerwise_chunk) and chunk.compute_layer():
-                yield
-                if sequence not in self._queues.prefilling or self._queues.has_attended:
-                    return
-        except Exception as error:  # noqa: BLE001  as in _decode_group
-            self.finisher.discard(self._queues.discard_batch(sequence), error)
-            return
-        if chunk:
-            sequence.layerwise_chunk = None
-            self._record_chunk(sequence, chunk.tokens, chunk.seconds)
-        self._end_chunk(sequence)
-
-    def _choose_background_step(self, sequence: Sequence) -> int:
-        """Tokens of a chunk of which a layer takes BACKGROUND_LAYER_S; in exact mode a chunk is a chunk."""
-        step = self.settings.prefill_step_size
-        if self.settings.exact:
-            return step
-        tokens_per_s = self.rates.estimate_prefill_rate(sequence.kv.length)
-        layers = max(1, len(sequence.kv.layers))
-        tokens = int(tokens_per_s * layers * BACKGROUND_LAYER_S) or BACKGROUND_STEP_MIN
-        return min(step, max(tokens, BACKGROUND_STEP_MIN))
-
-    def _prefill_chunk(self, sequence: Sequence) -> bool:
-        """Compute a chunk; False where it failed and the sequence is discarded."""
-        began = time.monotonic()
-        try:
-            tokens = sequence.prefill_chunk(self.settings.prefill_step_size)
-        except Exception as error:  # noqa: BLE001  as in _decode_group
-            self.finisher.discard(self._queues.discard_batch(sequence), error)
-            return False
-        seconds = time.monotonic() - began
-        owed_s = self._decode_owed_s + seconds * DECODE_SHARE / (1 - DECODE_SHARE)
-        self._decode_owed_s = min(owed_s, DECODE_OWED_MAX_S)
-        self.rates.record_prefill(sequence.kv.length, tokens, seconds)
-        self._record_chunk(sequence, tokens, seconds)
-        return True
-
-    def _record_chunk(self, sequence: Sequence, tokens: int, seconds: float) -> None:
-        sequence.timings.prefilled += tokens
-        sequence.timings.prefill_s += seconds
-        self.step_stats.record_chunk(tokens, seconds)
-        self._notify_progress(sequence)
-
-    def _notify_progress(self, sequence: Sequence) -> None:
-        sequence.request.listener(PrefillProgress(sequence.kv.length, len(sequence.request.prompt)))
-        self._queues.followers.notify_progress(sequence)
 
     def _admit_followers(self, leader: Sequence) -> None:
         """Start followers that can be copied now: after the leader's next step it may be too late."""
@@ -421,13 +382,3 @@ class Scheduler:
             host.dissolve()
             newcomer.dissolve()
             self.finisher.discard(members, error)
-
-
-def choose_prefill(prefilling: list[Sequence], step: int) -> Sequence:
-    """Return the shortest remaining prompt, or one skipped too often; counts skipped chunks of `step` tokens."""
-    starved = [sequence for sequence in prefilling if sequence.chunks_skipped >= CHUNKS_SKIPPED_MAX]
-    chosen = starved[0] if starved else min(prefilling, key=lambda sequence: sequence.prefill_tokens_left)
-    chunks = max(min(chosen.prefill_tokens_left, step) / step, CHUNK_COUNTED_MIN)
-    for sequence in prefilling:
-        sequence.chunks_skipped = 0.0 if sequence is chosen else sequence.chunks_skipped + chunks
-    return chosen

@@ -23,6 +23,7 @@ from warmline_common.protocol.messages import RESULT_EVENT, SampledTurn, encode
 from warmline_common.protocol.sse import DONE, ChunkAggregator, SseParser, encode_comment, encode_event
 from warmline_common.protocol.tokens import pack_tokens
 
+INVALID_REQUEST, SERVER_ERROR = "invalid_request_error", "server_error"  # kinds of errors
 SUCCESSFUL_FINISHES = ("stop", "length")  # all others are errors to the client
 SILENT_TOKENS_PER_COMMENT = 16  # while a tool call is held back until it is complete
 
@@ -45,6 +46,7 @@ class GenerationResponse:
         self._has_content = bool(prompt.echo)
         self.finish = ""
         self.error = ""
+        self.error_code = ""  # of a request that can't be served; "" for other errors
 
     async def stream(self, events: "asyncio.Queue[GenerationEvent]", *, closing_event: bool) -> AsyncIterator[bytes]:
         """Yield the bytes of all queued events in one piece."""
@@ -128,7 +130,9 @@ class GenerationResponse:
         closing = encode_event(encode(result), RESULT_EVENT) if closing_event else b""
         if result.finish not in SUCCESSFUL_FINISHES:
             self.error = result.error or f"the request was {result.finish}"
-            return encoder.encode_error(self.error, code=result.finish) + closing
+            self.error_code = result.error_code
+            kind = INVALID_REQUEST if self.error_code else SERVER_ERROR
+            return encoder.encode_error(self.error, kind, self.error_code or result.finish) + closing
         parts = [self._encode_opening()]
         reason = "tool_calls" if self._tool_calls and result.finish == "stop" else result.finish
         parts.append(encoder.encode_finish(reason, self._stop_word, empty=not (self._has_content or self._tool_calls)))

@@ -274,6 +274,8 @@ class _Routes:
             if streamed:
                 return await self._respond_streamed(request, answer, inflight)
             folded = await answer.fold(inflight.events)
+            if answer.error_code:
+                return _error(400, answer.error, code=answer.error_code)
             if answer.error:
                 status = STATUS_BY_FINISH.get(answer.finish, 500)
                 return _error(status, answer.error, "server_error", code=answer.finish)

@@ -312,6 +312,7 @@ class GenerationResult(Reply, kw_only=True):
     positions: list[int]  # as in Resident
     timings: Timings
     error: str = ""
+    error_code: str = ""  # of an invalid request; else "", and `finish` is the code
     first: FirstLogits | None = None  # where a token was computed
     turn: SampledTurn | None = None  # where tools were called
 

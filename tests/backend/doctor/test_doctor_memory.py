@@ -1,17 +1,7 @@
-"""Memory of conversations by machine, and the estimate of a prefill step against its real memory."""
+"""Memory of conversations by machine."""
 
-from pathlib import Path
-
-import mlx.core as mx
-import pytest
-from mlx_lm.models.cache import make_prompt_cache
-
-from support import tiny_models
-from warmline_backend.doctor import estimates
 from warmline_backend.doctor.findings import DoctorFinding, FindingLevel, Findings
 from warmline_backend.doctor.memory import GIB, MachineMemory, MemoryNeeds, check_memory, estimate_mac, plan_memory
-from warmline_backend.kv_cache.codecs import CacheLayout
-from warmline_backend.model.loader import load_lazy_model
 from warmline_common.process.arguments import GB
 
 ROW = 100_000
@@ -72,39 +62,3 @@ def test_fitting_lengths_are_reported() -> None:
     assert "200,000 do not" in short.what and budget.todo.startswith("--memory-budget-gb ")
     (fine,) = check(ours, MachineMemory(100 * GB, "test"))
     assert fine.level is FindingLevel.OK and "whole context fit (300,000 tokens)" in fine.what
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3_5", "glm_moe_dsa"])
-def test_step_estimate_is_near_real_memory(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    depth, step = 512, 128
-    folder = tiny_models.build(family, tmp_path / family)
-    model, config = load_lazy_model(folder, trust_remote_code=False)
-    heads = (config.get("text_config") or config)["num_attention_heads"]
-    layout = CacheLayout.from_factory(lambda: list(make_prompt_cache(model)))
-    layers = layout.make_empty_cache()
-    tokens = mx.zeros((1, step), mx.int32)
-    for _ in range(depth // step):
-        model(tokens, cache=layers)
-        mx.eval([layer.state for layer in layers])
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    model(tokens, cache=layers)
-    mx.eval([layer.state for layer in layers])
-    taken = mx.get_peak_memory() - before
-    estimates.zero_weights(model)
-    estimated = estimates.estimate_step_bytes(model, layout, heads, depth, step)
-    assert 0.5 * taken < estimated < 2 * taken
-    assert caplog.messages == []  # it could be read
-
-
-def test_model_without_attention_has_no_scores(tmp_path: Path) -> None:
-    folder = tiny_models.build("mamba2", tmp_path / "mamba2")
-    model, _ = load_lazy_model(folder, trust_remote_code=False)
-    estimates.zero_weights(model)
-    assert (
-        estimates.estimate_step_bytes(
-            model, CacheLayout.from_factory(lambda: list(make_prompt_cache(model))), 1, 4096, 2048
-        )
-        == 0
-    )

@@ -4,6 +4,7 @@ import asyncio
 import json
 import stat
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,16 @@ from warmline_backend.engine.chunk_size import (
     STEPS,
     ChunkLimits,
     ChunkTiming,
+    choose_grid,
     choose_step_size,
+    make_chunk_memory,
     measure_speeds,
     resolve_step_size,
 )
 from warmline_backend.engine.engine import Engine
+from warmline_backend.generation.chunk_memory import MARGIN, ChunkMemory
 from warmline_backend.model.loader import ModelError
+from warmline_backend.model.step_memory import StepMemory
 from warmline_backend.server.service import Service
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
@@ -262,3 +267,24 @@ def test_process_uses_and_reports_step(reuse: str, root: Path, tmp_path: Path, f
     assert first.prefill_step_size == second.prefill_step_size == 4096
     assert first.fingerprint == second.fingerprint
     assert first.layout is not None and first.layout.grid == (4096 if reuse == "exact" else 0)
+
+
+def test_grid_is_chosen_for_longest_prompt(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In exact mode no chunk can be shorter than the others."""
+    served = replace(load_family("llama", root), context_tokens_max=10_000)
+    budget = served.kv_bytes(20_000)
+    reckoned = StepMemory((32, 2048), (0, 10_000), (0, 0), (32 * 10_000, 2048 * 10_000))
+    assert choose_grid(served, ChunkMemory(reckoned, 1 << 40), 2048, budget) == 2048 and caplog.messages == []
+    for room, grid in ((1000, 512), (0, 256)):
+        tight = ChunkMemory(reckoned, served.weight_bytes + served.kv_bytes(10_000) + int(room * 10_000 * MARGIN))
+        assert choose_grid(served, tight, 2048, budget) == grid
+        assert f"prefill step {grid} instead of 2048" in caplog.messages[-1]
+        assert "after 10000 tokens" in caplog.messages[-1]
+    assert choose_grid(served, tight, 200, budget) == 200, "as it was set"
+    assert choose_grid(replace(served, context_tokens_max=500), tight, 2048, budget) == 2048
+
+
+def test_reckoned_memory_covers_the_step_at_the_longest_prompt(root: Path) -> None:
+    served = load_family("llama", root)
+    memory = make_chunk_memory(served, 256, 1 << 30)
+    assert 0 < memory.reckon_bytes(32, 1000) < memory.reckon_bytes(256, 1000) < memory.reckon_bytes(256, 50_000)

@@ -1,7 +1,9 @@
 """Background chunks computed layer by layer: others wait for a layer, and no bit changes."""
 
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from support.backend.engine_driver import SchedulerDriver
@@ -55,14 +57,33 @@ def test_failing_layer_discards_background_request_alone(root: Path, monkeypatch
     _, alone = driver.submit(make_prompt(200), 1, background=True)
 
     def fail(_: object) -> None:
-        raise RuntimeError("out of memory")
+        raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr("warmline_backend.generation.sequence.mx.eval", fail)
+    monkeypatch.setattr("warmline_backend.kv_cache.chunk_draft.mx.eval", fail)
     steps = driver.scheduler.step()
     with pytest.raises(scheduling.DeviceBrokenError):  # the device can't compute a token either
         next(steps)
     monkeypatch.undo()
     assert alone.result.finish == "discarded" and driver.scheduler.is_idle
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_background_chunk_without_memory_is_halved(family: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The KV stays as before the chunk, though some of its layers were computed."""
+    expected = SchedulerDriver(load_family(family, root), step=STEP // 2).run(make_prompt(200), 1).result.first
+    driver, evaluate, failures = SchedulerDriver(load_family(family, root), step=STEP), mx.eval, [2]
+    _, alone = driver.submit(make_prompt(200), 1, background=True)
+
+    def fail_at_second_layer(*arrays: Any) -> None:
+        failures[0] -= 1
+        if failures[0] == 0:
+            raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
+        evaluate(*arrays)
+
+    monkeypatch.setattr("warmline_backend.kv_cache.chunk_draft.mx.eval", fail_at_second_layer)
+    driver.run_until(lambda: alone.is_ended)
+    assert alone.chunks[0] == STEP // 2 and alone.result.finish == "length"
+    assert alone.result.first == expected
 
 
 @pytest.mark.parametrize(
@@ -76,7 +97,7 @@ def test_background_step_is_sized_by_speed(tokens_per_s: float, exact: bool, exp
     driver.submit(make_prompt(200), 1, background=True)
     (sequence,) = driver.scheduler._queues.waiting
     assert len(driver.served.layout.template) == 2
-    assert driver.scheduler._choose_background_step(sequence) == expected
+    assert driver.scheduler._prefiller._choose_background_step(sequence) == expected
 
 
 def test_background_chunks_are_no_measure_of_speed(root: Path) -> None:

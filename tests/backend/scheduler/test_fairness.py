@@ -10,8 +10,8 @@ from support.backend.families import load_family, make_prompt
 from warmline_backend.generation.sequence import Sequence
 from warmline_backend.scheduler import scheduler
 from warmline_backend.scheduler.decode_group import DecodeGroup
+from warmline_backend.scheduler.prefill import CHUNKS_SKIPPED_MAX
 from warmline_backend.scheduler.scheduler import (
-    CHUNKS_SKIPPED_MAX,
     DECODE_OWED_MAX_S,
     DECODE_SHARE,
     DECODE_STEPS_PER_CHUNK,

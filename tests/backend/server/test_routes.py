@@ -24,6 +24,8 @@ from support.backend.live_backend import (
     with_backend,
 )
 from warmline_backend.generation.sequence import GenerationRequest
+from warmline_backend.kv_cache import kv
+from warmline_backend.kv_cache.chunk_draft import OutOfMemoryError
 from warmline_backend.prompt.render_limits import RenderCancelledError, RenderLimits
 from warmline_backend.request.params import GenerationParams
 from warmline_backend.scheduler.capacity import KvTooLargeError
@@ -130,6 +132,29 @@ def test_large_prompts_end_with_their_clients(
         for _ in range(RENDER_THREADS):
             assert await asyncio.to_thread(cancelled.acquire, timeout=WAIT_S)
         assert not began.acquire(blocking=False), "the one that waited is not begun"
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
+
+
+def test_prompt_without_memory_for_its_chunks_returns_400(
+    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same as for a prompt over capacity: the proxy does not dispatch it again."""
+
+    async def work(backend: LiveBackend) -> None:
+        prompt = await backend.render_prompt()
+        with monkeypatch.context() as patch:
+            patch.setattr(kv, "evaluate_chunk", find_no_memory)
+            status, reply = await backend.request_json("POST", "/v1/chat/completions", BODY)
+            assert (status, reply["error"]["code"]) == (400, "kv_memory_exceeded")
+            async with backend.start_generation("a", prompt) as response:
+                text = await response.text()
+        assert '"type":"invalid_request_error"' in text and '"code":"kv_memory_exceeded"' in text
+        assert "a chunk of 32 tokens takes about" in text and '"finish":"error"' in text
+        assert (await backend.request_json("POST", "/v1/chat/completions", BODY))[0] == 200
+
+    def find_no_memory(*_: object) -> None:
+        raise OutOfMemoryError("out of memory")
 
     with_backend(tiny_folder("llama"), tmp_path, work)
 

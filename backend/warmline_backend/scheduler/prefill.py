@@ -1,0 +1,136 @@
+"""Computation of prefill chunks: their sizes, their records, and what follows where memory runs out.
+
+Engine thread.
+"""
+
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from warmline_backend.generation.chunk_memory import ChunkMemory
+from warmline_backend.generation.events import PrefillProgress
+from warmline_backend.generation.rates import Rates
+from warmline_backend.generation.sequence import Sequence
+from warmline_backend.generation.step_stats import StepStats
+from warmline_backend.kv_cache.chunk_draft import OutOfMemoryError
+from warmline_backend.kv_cache.residents import Residents
+from warmline_backend.model.model import ServedModel
+from warmline_backend.scheduler.finish import Finisher
+from warmline_backend.scheduler.queues import Queues
+
+# A request that comes meanwhile waits for one layer of a background request's chunk.
+BACKGROUND_LAYER_S = 0.5
+BACKGROUND_STEP_MIN = 32  # tokens, also while the speed is not known
+CHUNKS_SKIPPED_MAX = 4  # chunks of shorter prompts that a long one waits for, at most
+CHUNK_COUNTED_MIN = 1 / 8  # a small prompt's chunk counts as at least this part of one
+KV_MEMORY_EXCEEDED = "kv_memory_exceeded"  # the code of errors about prompts that the memory has no room for
+
+
+def choose_prefill(prefilling: list[Sequence], step: int) -> Sequence:
+    """Return the shortest remaining prompt, or one skipped too often; counts skipped chunks of `step` tokens."""
+    starved = [sequence for sequence in prefilling if sequence.chunks_skipped >= CHUNKS_SKIPPED_MAX]
+    chosen = starved[0] if starved else min(prefilling, key=lambda sequence: sequence.prefill_tokens_left)
+    chunks = max(min(chosen.prefill_tokens_left, step) / step, CHUNK_COUNTED_MIN)
+    for sequence in prefilling:
+        sequence.chunks_skipped = 0.0 if sequence is chosen else sequence.chunks_skipped + chunks
+    return chosen
+
+
+@dataclass(eq=False)
+class Prefiller:
+    """Computes chunks of at most `step_size` tokens of the scheduler's sequences, one at a time."""
+
+    served: ServedModel
+    queues: Queues
+    residents: Residents
+    finisher: Finisher
+    chunk_memory: ChunkMemory
+    rates: Rates
+    step_stats: StepStats
+    step_size: int
+
+    def compute_chunk(self, sequence: Sequence) -> bool:
+        """Compute a chunk; False where it failed: the sequence has ended, or its next chunk will be smaller."""
+        began, depth, step = time.monotonic(), sequence.kv.length, self._choose_step(sequence)
+        tokens = sequence.find_next_chunk_end(step) - depth
+        try:
+            with self.chunk_memory.bound_chunk(tokens, depth, self._committed_bytes):
+                sequence.prefill_chunk(step)
+        except OutOfMemoryError as error:
+            self._recover_memory(sequence, tokens, str(error))
+            return False
+        except Exception as error:  # noqa: BLE001  as in Scheduler._decode_group
+            self.finisher.discard(self.queues.discard_batch(sequence), error)
+            return False
+        seconds = time.monotonic() - began
+        self.rates.record_prefill(sequence.kv.length, tokens, seconds)
+        self._record_chunk(sequence, tokens, seconds)
+        return True
+
+    def compute_by_layers(self, sequence: Sequence) -> Generator[None, None, bool]:
+        """Compute a background request's chunk, yielding after each layer; its value is False without a whole chunk.
+
+        Where a command has brought another request meanwhile, the rest is computed after that one.
+        """
+        try:
+            if sequence.layerwise_chunk is None and sequence.prefill_tokens_left > 0:
+                sequence.layerwise_chunk = sequence.begin_layerwise_chunk(self._choose_background_step(sequence))
+            while (chunk := sequence.layerwise_chunk) and chunk.compute_layer():
+                yield
+                if sequence not in self.queues.prefilling or self.queues.has_attended:
+                    return False
+        except OutOfMemoryError as error:
+            sequence.layerwise_chunk = None
+            self._recover_memory(sequence, chunk.tokens if chunk else 0, str(error))
+            return False
+        except Exception as error:  # noqa: BLE001  as in Scheduler._decode_group
+            self.finisher.discard(self.queues.discard_batch(sequence), error)
+            return False
+        if chunk:
+            sequence.layerwise_chunk = None
+            self._record_chunk(sequence, chunk.tokens, chunk.seconds)
+        return True
+
+    def notify_progress(self, sequence: Sequence) -> None:
+        sequence.request.listener(PrefillProgress(sequence.kv.length, len(sequence.request.prompt)))
+        self.queues.followers.notify_progress(sequence)
+
+    def _choose_background_step(self, sequence: Sequence) -> int:
+        """Most tokens of a chunk of which a layer takes BACKGROUND_LAYER_S; in exact mode a chunk is a chunk."""
+        step = self._choose_step(sequence)
+        if sequence.kv.grid:
+            return step
+        tokens_per_s = self.rates.estimate_prefill_rate(sequence.kv.length)
+        layers = max(1, len(sequence.kv.layers))
+        tokens = int(tokens_per_s * layers * BACKGROUND_LAYER_S) or BACKGROUND_STEP_MIN
+        return min(step, max(tokens, BACKGROUND_STEP_MIN))
+
+    def _choose_step(self, sequence: Sequence) -> int:
+        """Most tokens of the next chunk that fit the memory, if need be without the residents that are not leased."""
+        step = self.step_size
+        if not self.chunk_memory.has_room(sequence, step, self._committed_bytes):
+            self.residents.evict_unleased()
+        return self.chunk_memory.choose_tokens(sequence, step, self._committed_bytes)
+
+    def _record_chunk(self, sequence: Sequence, tokens: int, seconds: float) -> None:
+        sequence.timings.prefilled += tokens
+        sequence.timings.prefill_s += seconds
+        self.step_stats.record_chunk(tokens, seconds)
+        self.notify_progress(sequence)
+
+    @property
+    def _committed_bytes(self) -> int:
+        """Bytes of weights and residents, and of all that requests were admitted for."""
+        return self.served.weight_bytes + self.residents.bytes_held + self.queues.bytes_held
+
+    def _recover_memory(self, sequence: Sequence, tokens: int, problem: str) -> None:
+        """Free memory after a chunk of `tokens` found none, and plan its retry; else end its sequence."""
+        self.finisher.is_device_suspect = True  # its check returns freed buffers first
+        self.step_stats.failed_steps += 1
+        if self.chunk_memory.plan_retry(sequence, tokens, problem):
+            if sequence.needs_eviction:
+                self.residents.evict_unleased()
+            return
+        sequence.error_code = KV_MEMORY_EXCEEDED
+        error = self.chunk_memory.describe_lack(sequence, tokens, problem)
+        self.finisher.finish_sequence(sequence, "error", error=error)
