@@ -239,24 +239,28 @@ class Index(IndexReader):
             self._leases.subtract(ids)
             self._leases = +self._leases
 
-    def make_room(self, bytes_needed: int = 0) -> list[str]:
+    def make_room(self, bytes_needed: int = 0, *, may_delete_first: bool = False) -> list[str]:
         """Evict (and delete) until the budget holds with that much more; returns the ids.  `begin_save` does so, too.
 
         Raises DiskBudgetError, except for 0 bytes: then all that may be evicted is.
         """
         leased, is_required = self._leased_ids(), bytes_needed > 0
-        return self._evict("budget", lambda tables: self._make_room(tables, bytes_needed, leased, is_required))
 
-    def free_bytes(self, bytes_wanted: int, why: str = "disk_full") -> list[str]:
+        def change(tables: Tables) -> dict[str, int]:
+            return self._make_room(tables, bytes_needed, leased, is_required)
+
+        return self._evict("budget", change, may_delete_first)
+
+    def free_bytes(self, bytes_wanted: int, why: str = "disk_full", *, may_delete_first: bool = False) -> list[str]:
         """Evict (and delete) though the budget holds; returns the ids.  `why`: for `on_evicted`."""
         leased = self._leased_ids()
-        return self._evict(why, lambda tables: save.free_bytes(tables, bytes_wanted, leased))
+        return self._evict(why, lambda tables: save.free_bytes(tables, bytes_wanted, leased), may_delete_first)
 
     def _make_room(self, tables: Tables, needed: int, leased: set[str], is_required: bool) -> dict[str, int]:
         return save.make_room(tables, self.budget_bytes, needed, self._environment.bytes_used(), leased, is_required)
 
-    def _evict(self, why: str, change: Callable[[Tables], dict[str, int]]) -> list[str]:
-        evicted = self.transact(change, frees_space=True)
+    def _evict(self, why: str, change: Callable[[Tables], dict[str, int]], may_delete_first: bool) -> list[str]:
+        evicted = self.transact(change, frees_space=True, may_delete_first=may_delete_first)
         self._finish_eviction(why, evicted)
         return list(evicted)
 
@@ -296,18 +300,21 @@ class Index(IndexReader):
 
     # --- upkeep ---
 
-    def transact(self, change: Callable[[Tables], T], *, frees_space: bool = False) -> T:
+    def transact(
+        self, change: Callable[[Tables], T], *, frees_space: bool = False, may_delete_first: bool = False
+    ) -> T:
         """Run a write transaction of `reconcile`, repair, purge or gc; `change` may run more than once.
 
-        One that `frees_space` uses the reserve where the disk is full, and deletes its files before their rows where
-        the reserve is used up: after a kill in between, the next start removes the rows.
+        One that `frees_space` uses the reserve where the disk is full.  Where the reserve is used up, one that
+        `may_delete_first` deletes its files before their rows; after a kill in between, the next start removes the
+        rows.  For deletions that the owner asked for: a disk that stays full would cost others their files in vain.
         """
         if not frees_space:
             return self._write(change)
         try:
             return self._retry_with_reserve(lambda: self._write(change))
         except IndexStoreError as error:
-            if error.code not in NO_SPACE_CODES or not self._delete_files_of(change):
+            if not may_delete_first or error.code not in NO_SPACE_CODES or not self._delete_files_of(change):
                 raise
         return self._write(change)
 

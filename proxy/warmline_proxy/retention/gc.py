@@ -59,9 +59,11 @@ def _try_on_full_disk(work: Callable[[], object]) -> bool:
 
 def _evict(index: Index, request: GcRequest) -> list[str]:
     if request.to_bytes is None:
-        return index.make_room()
+        return index.make_room(may_delete_first=True)
     used = index.totals().bytes_used
-    return index.free_bytes(used - request.to_bytes, why="budget") if used > request.to_bytes else []
+    if used <= request.to_bytes:
+        return []
+    return index.free_bytes(used - request.to_bytes, why="budget", may_delete_first=True)
 
 
 def _delete_expired(index: Index, now: float, reply: GcReply) -> None:

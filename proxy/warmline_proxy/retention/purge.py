@@ -129,7 +129,7 @@ def remove_purged_rows(index: Index, request: PurgeRequest, truncator: Truncator
     snapshot, now = index.snapshot(), time.time()
     scope = _PurgeScope(snapshot, select_purge(snapshot, request, now), request, now)
     index.drop_unwritten_responses(scope.has_response)
-    return index.transact(change, frees_space=True)
+    return index.transact(change, frees_space=True, may_delete_first=True)
 
 
 def remove_sampled_turns(index: Index, calls: Collection[tuple[bytes, str]]) -> None:

@@ -102,7 +102,7 @@ def test_crashing_pages_are_reported_and_repaired(home: Home) -> None:
         rows = {row.id for row in index.segments()}
     break_page(home, max(rows))
     done = run_process(home, "verify")
-    assert done.returncode == 3 and "of segments, is page" in done.stderr and "verify --repair" in done.stderr
+    assert done.returncode == 3 and "is damaged: page" in done.stderr and "verify --repair" in done.stderr
     assert run_process(home, "verify", "--repair").returncode == 0
     with Index(home, 1 << 30) as index:
         assert {row.id for row in index.segments()} == rows

@@ -109,11 +109,10 @@ def refill(home: Home, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 @pytest.mark.parametrize(
     "work",
     [
-        lambda index: index.free_bytes(1 << 30),
         lambda index: purge(index, PurgeRequest(everything=True)),
         lambda index: collect_garbage(index, GcRequest(to_bytes=0), is_saving=True),
     ],
-    ids=["eviction", "purge", "gc"],
+    ids=["purge", "gc"],
 )
 def test_deletions_free_their_files_first_without_reserve(
     home: Home, refill: Callable[[], None], work: Callable[[Index], object]
@@ -131,6 +130,17 @@ def test_deletions_free_their_files_first_without_reserve(
         assert index.segments() == [] and count_file_bytes(home) == 0
         save(index, A)
         assert verify_index(index, deep=True) == []
+
+
+def test_eviction_for_saves_deletes_no_file_first(home: Home, refill: Callable[[], None]) -> None:
+    """On a disk that stays full it would delete file after file in vain."""
+    with Index(home, 1 << 30) as index:
+        save(index, A)
+        before = count_file_bytes(home)
+        refill()
+        with pytest.raises(IndexStoreError, match="No space left"):
+            index.free_bytes(1 << 30)
+        assert count_file_bytes(home) == before and count_matched(index, A) == len(A)
 
 
 def test_leased_file_is_not_freed_first(home: Home, refill: Callable[[], None]) -> None:
