@@ -13,7 +13,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 
 from common.servers import (
@@ -56,9 +58,15 @@ class MemoryPoll:
 
 
 def build_model(folder: Path, context: int) -> None:
+    """Make the model in a process of its own: the memory that mlx keeps there would be counted as the pair's."""
     if not (folder / "config.json").exists():
-        large_models.SHAPES["long"] = {**large_models.SHAPES["llama"], "max_position_embeddings": context}
-        large_models.build_model("long", folder)
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            pool.submit(_build_model, folder, context).result()
+
+
+def _build_model(folder: Path, context: int) -> None:
+    large_models.SHAPES["long"] = {**large_models.SHAPES["llama"], "max_position_embeddings": context}
+    large_models.build_model("long", folder)
 
 
 def request_beside_short_ones(server: BenchServer, messages: list[Message]) -> tuple[TimedAnswer, list[TimedAnswer]]:
