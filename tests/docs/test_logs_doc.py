@@ -31,6 +31,7 @@ SLOW = RequestRecord(
     error="504: too late",
     guard="a run of 256 digits",
     dispatches=2,
+    waits={"memory": 1.5},
 )
 
 

@@ -75,9 +75,6 @@ FAMILIES = (
         f"{BACKEND}/*", PARTS_OF_400, "a part of a message that has an entry", "What is wrong with a request"
     ),
     MessageFamily(
-        f"{PROXY}/http/content_coding.py", ("_unreadable",), "a part of a message that has an entry", "The connection"
-    ),
-    MessageFamily(
         f"{BACKEND}/model/architectures/*_config.py", ("ValueError",), "what of config.json can't be", "The model"
     ),
     MessageFamily(f"{BACKEND}/*", REFUSALS, "told to the proxy, which plans again"),

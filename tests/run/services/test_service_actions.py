@@ -139,7 +139,9 @@ def test_install_checks_home_and_ports_first(mac: FakeUser) -> None:
         about = {"pid": os.getpid(), "url": f"http://127.0.0.1:{mac.port}"}
         (mac.home / "run" / "proxy.json").write_text(json.dumps(about))
         output = mac.install(code=2).output
-        assert f"port {mac.port} (--port): Address already in use\n" in output, "not by who told so and was killed"
+        assert f"port {mac.port} (--port): Address already in use; stop what" in output, (
+            "not by who told so and was killed"
+        )
     assert not mac.calls
 
 
