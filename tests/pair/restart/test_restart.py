@@ -33,9 +33,9 @@ def check_restart(pair: Pair, tolerance: float, tokens: int, stored_input: str =
     with pair:
         messages, _ = hold_conversation(pair, 3, **answer)
         pair.settle()
+        held = pair.longest_resident()
         stored = pair.post("/v1/responses", {"input": stored_input, "max_output_tokens": 8}).json
         pair.settle()
-        held = pair.longest_resident()
         turn_end = pair.render_prompt(messages[:-1]).turn_end
         pair.kill()
     messages.append({"role": "user", "content": QUESTIONS[3]})
