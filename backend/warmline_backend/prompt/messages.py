@@ -1,6 +1,5 @@
 """Chat bodies checked and made to fit templates: text parts joined, nulls dropped, tool arguments as objects.  Pure."""
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -15,6 +14,7 @@ from warmline_backend.request.field_names import explain_missing_field
 from warmline_backend.request.params import FieldError, Fields, Tools, format_json_type, format_value
 from warmline_backend.request.reasoning_effort import make_template_arguments
 from warmline_common.process.redaction import quote_text
+from warmline_common.protocol.json_structure import decode_json_text
 from warmline_common.protocol.media_parts import describe_refusal, find_placeholder, join_parts
 
 ARGUMENT_ENCODINGS_MAX = 3  # of arguments as JSON in a string
@@ -171,9 +171,9 @@ def decode_arguments(arguments: Any) -> Any:
     An agent also sends back malformed calls of its model: of other JSON the value is returned, of other text the text.
     """
     decoded = [arguments]
-    with suppress(ValueError, RecursionError):
+    with suppress(ValueError):
         while isinstance(decoded[-1], str) and len(decoded) <= ARGUMENT_ENCODINGS_MAX:
-            decoded.append(json.loads(decoded[-1].strip() or "{}"))
+            decoded.append(decode_json_text(decoded[-1].strip() or "{}"))
     if decoded[-1] is None:
         return {}
     return decoded[-1] if isinstance(decoded[-1], dict) else decoded[:2][-1]

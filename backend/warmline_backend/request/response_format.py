@@ -3,13 +3,13 @@
 Every function raises BadRequestError, which names the field, the fault and the accepted values.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from warmline_backend.request import params
 from warmline_backend.request.params import FieldError, Fields, Tools, format_value
+from warmline_common.protocol.json_structure import decode_json_text
 
 CHOICES_MAX = 1000
 FORMAT_BYTES_MAX = 1 << 18  # of a schema, a regular expression, a grammar
@@ -182,9 +182,9 @@ def _decode_schema(value: object, field: str) -> object:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        raise FieldError(field, "must be a JSON schema; this string is no JSON") from None
+        return decode_json_text(value)
+    except ValueError:
+        raise FieldError(field, "must be a JSON schema; this string is no JSON, or nests too deeply") from None
 
 
 def _make_json_format(schema: object, field: str) -> TextFormat:

@@ -4,8 +4,10 @@ A parser's cost depends on the number of values more than on the bytes, and its 
 of recursion differs between versions and holds for some of the parsers only.
 """
 
+import json
 import re
 from itertools import accumulate
+from typing import Any
 
 JSON_DEPTH_MAX = 128  # of any client's JSON; serde_json's and llguidance's bound as well
 
@@ -13,6 +15,19 @@ _QUOTE, _BACKSLASH = b'"', b"\\"
 _NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 _BRACKETS = re.compile(rb"[][{}]")
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # as signed bytes: +1 and -1
+
+
+def decode_json_text(text: str) -> Any:
+    """Value of JSON that stands in a string of a client's body, which the body's own bounds do not cover.
+
+    Raises ValueError for other text, and beyond JSON_DEPTH_MAX levels.
+    """
+    if text.count("[") + text.count("{") > JSON_DEPTH_MAX:
+        structure = JsonStructure()
+        structure.feed(text.encode(errors="replace"))
+        if structure.depth_max > JSON_DEPTH_MAX:
+            raise ValueError("it nests too deeply")
+    return json.loads(text)
 
 
 class JsonStructure:

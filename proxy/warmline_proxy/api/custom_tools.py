@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from warmline_common.protocol.json_structure import decode_json_text
+
 JsonObject = dict[str, Any]
 
 INPUT_ARGUMENT = "input"
@@ -33,8 +35,8 @@ def encode_arguments(text: str) -> str:
 def decode_input(arguments: str) -> str:
     """Input in a custom tool's arguments; the arguments themselves where they have another form."""
     try:
-        given = json.loads(arguments)
-    except (ValueError, RecursionError):
+        given = decode_json_text(arguments)
+    except ValueError:
         return arguments
     text = given.get(INPUT_ARGUMENT) if isinstance(given, dict) else None
     return text if isinstance(text, str) else arguments

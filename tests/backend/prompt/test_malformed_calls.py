@@ -104,6 +104,17 @@ def test_other_values_are_shown(make: MakeRenderer, arguments: str) -> None:
         assert text == f"user:hello;assistant:[{shown}];tool:no;user:hello;"
 
 
+@pytest.mark.parametrize("levels", [128, 129, 5_000, 100_000])
+@pytest.mark.parametrize("brackets", ["[]", ['{"a": ', "}"]])
+def test_deeply_nested_arguments_stay_text(make: MakeRenderer, levels: int, brackets: Any) -> None:
+    """The bound is a number of ours, not one of Python's."""
+    begin, end = brackets
+    arguments = '{"a": ' + begin * (levels - 1) + "1" + end * (levels - 1) + "}"
+    decoded = decode_arguments(arguments)
+    assert isinstance(decoded, dict) if levels <= 128 else decoded == arguments
+    assert "1" in render_text(make(AS_JSON), *make_exchange(arguments))
+
+
 def test_deeply_encoded_arguments_are_bounded() -> None:
     arguments = WHOLE
     for _ in range(5):
