@@ -134,6 +134,8 @@ def find_model(findings: Findings, model: str) -> Path:
         if model and local.is_dir():
             return local
         is_there = bool(model) and local.exists()
+        with suppress(FileNotFoundError, NotADirectoryError):
+            local.stat()  # `exists` hides other errors, from Python 3.14 on
     except (OSError, RuntimeError, ValueError) as error:  # no such user's home, a name that is too long ...
         raise CheckError(f"{model}: no folder can be called so: {error}", LOCATION_REMEDY) from None
     if is_there:

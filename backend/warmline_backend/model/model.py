@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,8 @@ def _resolve_folder(path: str) -> Path:
     """Local folder of a path or repository id.  Raises ModelError."""
     try:
         local = Path(path).expanduser()
-        local.exists()
+        with suppress(FileNotFoundError, NotADirectoryError):
+            local.stat()  # `exists` hides other errors, from Python 3.14 on
     except (OSError, RuntimeError, ValueError) as error:  # no such user's home, a name that is too long ...
         raise ModelError(f"--model {path[:200]}: no folder can be called so: {error}") from error
     if local.exists():
