@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from warmline_backend.doctor.findings import CheckError, Findings, format_bytes, format_first
-from warmline_backend.model.model import can_be_repository
+from warmline_backend.model.model import can_be_repository, expand_path
 
 LENGTH_BYTES = 8
 HEADER_BYTES_MAX = 100_000_000  # as the safetensors library has it
@@ -130,12 +130,10 @@ LOCATION_REMEDY = "give a model's folder, or a repository's name, owner/model"
 def find_model(findings: Findings, model: str) -> Path:
     """Folder of a path or a repository's name.  Raises CheckError."""
     try:
-        local = Path(model).expanduser()
+        local = expand_path(model)
         if model and local.is_dir():
             return local
         is_there = bool(model) and local.exists()
-        with suppress(FileNotFoundError, NotADirectoryError):
-            local.stat()  # `exists` hides other errors, from Python 3.14 on
     except (OSError, RuntimeError, ValueError) as error:  # no such user's home, a name that is too long ...
         raise CheckError(f"{model}: no folder can be called so: {error}", LOCATION_REMEDY) from None
     if is_there:

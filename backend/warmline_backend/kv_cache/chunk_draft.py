@@ -48,8 +48,7 @@ class ChunkDraft:
     @property
     def arrays(self) -> list[mx.array]:
         """All arrays that have to be computed."""
-        held = tree_flatten([leaf if isinstance(leaf, list) else leaf.state for leaf in self.leaves])
-        return [value for _, value in held if isinstance(value, mx.array)]
+        return _list_arrays(self.leaves)
 
     def evaluate(self) -> None:
         mx.eval(self.arrays)
@@ -57,7 +56,7 @@ class ChunkDraft:
 
     def evaluate_by_layers(self) -> Iterator[None]:
         for leaf in self.leaves:
-            mx.eval(ChunkDraft(self.layout, [leaf]).arrays)
+            mx.eval(_list_arrays([leaf]))
             yield
         self.detach_states()
 
@@ -80,6 +79,11 @@ class ChunkDraft:
                 mx.eval(held.state)  # now: at most one leaf's buffer is there twice
             committed.append(held if leaf.codec.kind is CodecKind.ROWS else drafted)
         return rebuild(self.layout.template, iter(committed))
+
+
+def _list_arrays(leaves: list[Any]) -> list[mx.array]:
+    held = tree_flatten([leaf if isinstance(leaf, list) else leaf.state for leaf in leaves])
+    return [value for _, value in held if isinstance(value, mx.array)]
 
 
 def draft_chunk(model: nn.Module, layout: CacheLayout, layers: list[Any], tokens: mx.array) -> ChunkDraft:

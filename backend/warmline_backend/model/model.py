@@ -162,12 +162,18 @@ def _format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:DETAIL_CHARS_MAX]}"
 
 
+def expand_path(name: str) -> Path:
+    """Path of a name, which need not exist; ~ is expanded.  Raises OSError, RuntimeError, ValueError where none can."""
+    path = Path(name).expanduser()
+    with suppress(FileNotFoundError, NotADirectoryError):
+        path.stat()  # `exists` hides other errors, from Python 3.14 on
+    return path
+
+
 def _resolve_folder(path: str) -> Path:
     """Local folder of a path or repository id.  Raises ModelError."""
     try:
-        local = Path(path).expanduser()
-        with suppress(FileNotFoundError, NotADirectoryError):
-            local.stat()  # `exists` hides other errors, from Python 3.14 on
+        local = expand_path(path)
     except (OSError, RuntimeError, ValueError) as error:  # no such user's home, a name that is too long ...
         raise ModelError(f"--model {path[:200]}: no folder can be called so: {error}") from error
     if local.exists():

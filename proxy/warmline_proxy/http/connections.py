@@ -165,7 +165,7 @@ class Connection(web.RequestHandler):
         is_receiving = self._request is not None and not self._request.content.is_eof()
         return self.phase is not ConnectionPhase.BUSY or is_receiving
 
-    def make_way(self) -> None:
+    def displace(self) -> None:
         """Close a waiting connection for a new one; a client that has sent a part of a request gets an error."""
         if self.phase in (ConnectionPhase.HEAD, ConnectionPhase.BUSY):
             self._send_error(connections_full())
@@ -330,7 +330,7 @@ class Connections:
             longest = next((connection for connection in waiting if not connection.unsent_bytes), None)
             if longest is not None:
                 self.discard(longest)
-                longest.make_way()
+                longest.displace()
                 return True
         return False
 

@@ -104,7 +104,7 @@ class WaitingConnection:
     unsent_bytes: int = 0
     has_made_way: bool = False
 
-    def make_way(self) -> None:
+    def displace(self) -> None:
         self.has_made_way = True
 
 

@@ -27,16 +27,21 @@ def full(home: Home, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """`full()`: from the call on only the reserve is left; LMDB can't commit, and nothing new can be created."""
 
     def fill() -> None:
-        real = disk.run_lmdb
-
-        def in_lmdb(what: str, act: Callable[[], Any]) -> Any:
-            if home.reserve.exists():
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return real(what, act)
-
-        monkeypatch.setattr(disk, "run_lmdb", in_lmdb)
+        fail_commits(monkeypatch, home.reserve.exists)
 
     return fill
+
+
+def fail_commits(monkeypatch: pytest.MonkeyPatch, is_full: Callable[[], bool]) -> None:
+    """Have LMDB find no space for a commit while the disk `is_full`."""
+    real = disk.run_lmdb
+
+    def in_lmdb(what: str, act: Callable[[], Any]) -> Any:
+        if is_full():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(what, act)
+
+    monkeypatch.setattr(disk, "run_lmdb", in_lmdb)
 
 
 @pytest.mark.parametrize(
@@ -94,14 +99,8 @@ def refill(home: Home, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def fill() -> None:
         home.reserve.unlink(missing_ok=True)
-        stored, real = count_file_bytes(home), disk.run_lmdb
-
-        def in_lmdb(what: str, act: Callable[[], Any]) -> Any:
-            if count_file_bytes(home) == stored:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return real(what, act)
-
-        monkeypatch.setattr(disk, "run_lmdb", in_lmdb)
+        stored = count_file_bytes(home)
+        fail_commits(monkeypatch, lambda: count_file_bytes(home) == stored)
 
     return fill
 

@@ -45,7 +45,7 @@ from warmline_proxy.index.recovery.startup import is_sound, reconcile
 from warmline_proxy.index.recovery.verify import verify_index
 from warmline_proxy.retention.purge import purge
 from warmline_proxy.store.files import quarantine_path
-from warmline_proxy.store.rows import PurgeRequest, RepairReply, SegmentRow, SessionUpdate
+from warmline_proxy.store.rows import IndexSnapshot, PurgeRequest, RepairReply, SegmentRow, SessionUpdate
 from warmline_proxy.store.tables import DIGEST_KEY, Tables
 
 
@@ -253,13 +253,19 @@ def test_changed_field_of_row_is_noticed_at_start(home: Home, field: str) -> Non
         assert reconcile(index).mended == 0
 
 
-def test_index_of_older_version_gets_digest(home: Home) -> None:
+def make_older_index(home: Home) -> IndexSnapshot:
+    """Fill an index that has no digest, as an older version leaves it."""
     with Index(home, BUDGET) as index:
         reconcile(index)
         save_conversations(index)
         before = index.snapshot()
     with open_tables(home) as table:
         table("meta").delete(DIGEST_KEY)
+    return before
+
+
+def test_index_of_older_version_gets_digest(home: Home) -> None:
+    before = make_older_index(home)
     with Index(home, BUDGET) as index:
         save(index, [8] * 70)  # before a start has looked at it
         assert not index.transact(Tables.has_true_digest)
@@ -268,12 +274,8 @@ def test_index_of_older_version_gets_digest(home: Home) -> None:
 
 
 def test_damaged_older_index_is_repaired(home: Home) -> None:
-    with Index(home, BUDGET) as index:
-        reconcile(index)
-        save_conversations(index)
-        before = index.snapshot()
+    before = make_older_index(home)
     with open_tables(home) as table:
-        table("meta").delete(DIGEST_KEY)
         table("blocks").delete(table("blocks").entries()[0][0])
     with Index(home, BUDGET) as index:
         assert reconcile(index).mended and index.snapshot() == before and verify_index(index, deep=True) == []
