@@ -76,11 +76,15 @@ def fetch_text(pair: Pair, path: str) -> str:
 
 
 def read_persistence(pair: Pair) -> str:
-    """Read the persistence of /health and the status report, which must agree."""
-    state = str(pair.proxy_status()["persistence"])
-    health = json.loads(fetch_text(pair, "/health"))
+    """Read the persistence of /health, /metrics and the status report, which must agree."""
+    for _ in range(TRIES_MAX):
+        state = str(pair.proxy_status()["persistence"])
+        health = json.loads(fetch_text(pair, "/health"))
+        metrics = fetch_text(pair, "/metrics")
+        if pair.proxy_status()["persistence"] == state:  # else it changed between the three: records are written later
+            break
     assert (health["status"], health["persistence"]) == ("ok", state)
-    assert f"warmline_persistent {float(state == 'ok')}" in fetch_text(pair, "/metrics")
+    assert f"warmline_persistent {float(state == 'ok')}" in metrics
     return state
 
 
