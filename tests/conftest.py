@@ -1,6 +1,7 @@
 """Shared fixtures.  That this file lies here also puts tests/ on the import path, for `tiny_models`."""
 
 import contextlib
+import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -26,6 +27,12 @@ if hasattr(os, "SCHED_BATCH"):
 # How long anything takes says nothing on a machine that is busy.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was collected, which lives to the end, out of each later collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

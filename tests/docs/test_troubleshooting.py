@@ -97,7 +97,11 @@ BESIDES = {
     "nothing was changed",
 }
 
-MESSAGES = find_messages(ROOT)
+
+@pytest.fixture(scope="module")
+def messages() -> list[PrintedMessage]:
+    """Each worker of a parallel run imports this file; one of them reads the source."""
+    return find_messages(ROOT)
 
 
 def list_entries(page: str) -> list[str]:
@@ -133,11 +137,11 @@ def is_entry_required(message: PrintedMessage) -> bool:
     )
 
 
-def test_each_message_has_an_entry() -> None:
+def test_each_message_has_an_entry(messages: list[PrintedMessage]) -> None:
     known = list_entries(PAGE)
     missing = [
         str(message)
-        for message in MESSAGES
+        for message in messages
         if is_entry_required(message)
         and not any(family.has(message) for family in FAMILIES)
         and not any(is_match(entry, message.text) for entry in known)
@@ -145,9 +149,9 @@ def test_each_message_has_an_entry() -> None:
     assert missing == []
 
 
-def test_each_entry_matches_a_message() -> None:
+def test_each_entry_matches_a_message(messages: list[PrintedMessage]) -> None:
     assert [
-        entry for entry in list_entries(PAGE) if not any(is_match(entry, message.text) for message in MESSAGES)
+        entry for entry in list_entries(PAGE) if not any(is_match(entry, message.text) for message in messages)
     ] == []
 
 
@@ -166,14 +170,14 @@ def test_listed_api_codes_exist_in_source() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: f"{family.modules} {family.why}")
-def test_families_have_members_and_section(family: MessageFamily) -> None:
-    assert any(family.has(message) for message in MESSAGES)
+def test_families_have_members_and_section(messages: list[PrintedMessage], family: MessageFamily) -> None:
+    assert any(family.has(message) for message in messages)
     assert not family.heading or re.search(rf"^##+ {re.escape(family.heading)}$", PAGE.replace("`", ""), re.MULTILINE)
 
 
-def test_messages_are_found_in_all_forms() -> None:
+def test_messages_are_found_in_all_forms(messages: list[PrintedMessage]) -> None:
     """One of each way in which a message comes to be said."""
-    texts = {message.text for message in MESSAGES}
+    texts = {message.text for message in messages}
     assert {
         "port and backend_port are both …; they must differ",  # in a raise
         "Computing the answer failed: ….",  # given to a function that makes an exception

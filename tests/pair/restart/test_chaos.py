@@ -5,8 +5,8 @@ from pathlib import Path
 from support.pair.pair import FolderOf
 from support.storm.storm import run_storm
 
-SECONDS, SEED = 60.0, 20261128
-LONG = (600, 1000, 1750)  # tokens: half of what the long storm has, so that as much happens in a minute
+SECONDS, SEED = 30.0, 20261128
+LONG = (600, 1000, 1750)  # tokens: half of what the long storm has, so that as much happens in half a minute
 
 
 def test_storm_leaves_nothing_wrong_or_hung(tiny_folder: FolderOf, tmp_path: Path) -> None:
