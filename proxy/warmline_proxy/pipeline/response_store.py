@@ -1,6 +1,6 @@
 """Stored responses of OpenAI's Responses, each of one key alone.
 
-A response can be read as soon as its last event is on its way to the client; the index writes it meanwhile.  Event
+A response's last event is sent once the index has written it, so that it survives the kill of all processes.  Event
 loop thread, like the lookups of a request: each reads a few entries of the index.
 """
 
@@ -12,15 +12,19 @@ from dataclasses import dataclass
 import msgspec
 
 from warmline_common.protocol.messages import decode, encode
+from warmline_common.protocol.tokens import TOKEN_BYTES
 from warmline_proxy.api.responses.history import StoredResponse
 from warmline_proxy.auth.principals import Client
 from warmline_proxy.http.bodies import BODY_BYTES_MAX
 from warmline_proxy.index.index import Index, IndexStoreError
-from warmline_proxy.index.responses import ResponseEntry, join_answers
+from warmline_proxy.index.responses import ResponseEntry, join_keys
+from warmline_proxy.index.tree import digest_prefix
 from warmline_proxy.request.request import Request
 from warmline_proxy.store.rows import ResponseRow
 
 log = logging.getLogger(__name__)
+
+WRITE_TIMEOUT_S = 2.0  # of an answer, for its response to be written; a disk may hang, or a compaction take longer
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,8 @@ class ClientHistory:
     def find_response(self, answer_id: str) -> StoredResponse | None:
         return _decode(None if self.is_off else self.index.find_response(self.owner, answer_id))
 
-    def find_holder(self, answer_id: str) -> StoredResponse | None:
-        return _decode(None if self.is_off else self.index.find_response_holder(self.owner, answer_id))
+    def find_holder(self, item_id: str) -> StoredResponse | None:
+        return _decode(None if self.is_off else self.index.find_response_holder(self.owner, item_id))
 
 
 def _decode(entry: ResponseEntry | None) -> StoredResponse | None:
@@ -66,7 +70,8 @@ class ResponseStore:
         if len(body) > BODY_BYTES_MAX:
             log.warning("request %s: its response has %d bytes, too many to be stored", request.log.id, len(body))
             return
-        owner = request.client.key_tenant
+        owner, tokens, turn_end = request.client.key_tenant, request.prompt.tokens, request.prompt.turn_end
+        turn_end = turn_end or len(tokens) // TOKEN_BYTES
         row = ResponseRow(
             id=request.log.id,
             owner=owner,
@@ -74,15 +79,24 @@ class ResponseStore:
             fingerprint=request.prompt.fingerprint,
             model=request.model,
             session=request.log.session,
-            answers=join_answers(owner, request.log.id, response.earlier_answer_ids),
+            items=join_keys(owner, request.log.id, response.item_ids),
+            turn_end=turn_end,
+            turn_digest=digest_prefix(tokens, turn_end),
+            tokens=b"" if request.log.session else tokens,
             at=time.time(),
         )
         try:
-            self.index.record_response(ResponseEntry(row, body))
+            request.response_write = asyncio.wrap_future(self.index.record_response(ResponseEntry(row, body)))
         except IndexStoreError as error:  # the proxy is being stopped
             log.warning("request %s: its response was not stored: %s", request.log.id, error)
         else:
             request.stored_response = owner, request.log.id
+
+    async def wait_until_written(self, request: Request) -> None:
+        """Wait, once, until the index has written the response of a request, if any, or could not."""
+        write, request.response_write = request.response_write, None
+        if write:
+            await asyncio.wait({write}, timeout=WRITE_TIMEOUT_S)
 
     def record_session(self, request: Request) -> None:
         """Add the conversation of a saved request to its response, so that they are purged together."""

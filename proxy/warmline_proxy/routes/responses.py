@@ -90,6 +90,7 @@ class ResponseRoutes:
         if response["store"]:
             items = normalize_input(_list_stored_input(request) or [], request.log.id)
             self.store.store(request, StoredResponse(response, items))
+            await self.store.wait_until_written(request)
         return json_response(response)
 
     def _open_api(self, http_request: web.Request) -> ResponsesApi:

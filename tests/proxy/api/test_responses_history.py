@@ -20,7 +20,7 @@ from warmline_common.protocol.messages import ErrorReply, decode, encode
 from warmline_proxy.api.base import ApiCall, ResponseStart
 from warmline_proxy.api.responses import history
 from warmline_proxy.api.responses.adapter import ResponsesApi
-from warmline_proxy.api.responses.history import StoredResponse, build_item_page, find_answer_id, normalize_input
+from warmline_proxy.api.responses.history import StoredResponse, build_item_page, normalize_input
 from warmline_proxy.errors import ClientError, bad_request, request_cancelled
 
 THINK = make_delta(reasoning_content="Hm.")
@@ -45,11 +45,9 @@ class MemoryHistory:
         self.lookups.append(answer_id)
         return self.stored.get(answer_id)
 
-    def find_holder(self, answer_id: str) -> StoredResponse | None:
-        self.lookups.append(answer_id)
-        holders = [
-            each for each in self.stored.values() if answer_id in (each.response["id"][5:], *each.earlier_answer_ids)
-        ]
+    def find_holder(self, item_id: str) -> StoredResponse | None:
+        self.lookups.append(item_id)
+        holders = [each for each in self.stored.values() if item_id in each.item_ids]
         return holders[-1] if holders else None
 
 
@@ -133,15 +131,18 @@ def test_several_turns_by_reference() -> None:
     references = [whole[0], *make_references(first["output"]), RESULT, *make_references(second["output"]), QUESTION]
     dialogue.history.lookups.clear()
     assert dialogue.read_messages(references) == expected
-    assert dialogue.history.lookups == ["r-1"], "the newest response of the conversation has all of its items"
+    assert dialogue.history.lookups == ["rs_r-1_0"], "the newest response of the conversation has all of its items"
     del dialogue.history.stored["r-1"]
     assert dialogue.read_messages(references) == expected, "also those of an answer that is no longer stored"
 
 
-def test_items_that_newest_response_lacks_are_found_in_their_own() -> None:
+def test_items_that_newest_response_lacks_are_found_in_an_earlier_one() -> None:
     dialogue = Dialogue()
     first = dialogue.answer("r-1", "Hi.", THINK, SAY)
     dialogue.answer("r-2", [first["output"][1], QUESTION], SAY)
+    dialogue.answer("r-3", [*first["output"], QUESTION], SAY)
+    dialogue.answer("r-4", [first["output"][1], QUESTION], SAY)
+    del dialogue.history.stored["r-1"]
     messages = dialogue.read_messages(make_references(first["output"]))
     assert messages == [{"role": "assistant", "content": "Paris.", "reasoning_content": "Hm."}]
 
@@ -152,6 +153,12 @@ def test_input_items_can_be_referred_to() -> None:
     ids = [item["id"] for item in dialogue.history.stored["r-1"].input]
     assert ids == ["msg_r-1_i0", "fc_r-1_i1", "fco_r-1_i2"]
     assert dialogue.read_messages([{"type": "item_reference", "id": ids[0]}]) == [{"role": "user", "content": "Hi."}]
+
+
+def test_items_with_ids_of_other_servers_can_be_referred_to() -> None:
+    dialogue = Dialogue()
+    dialogue.answer("r-1", [{"role": "user", "content": "Hi.", "id": "msg_68a0c1d2"}], SAY)
+    assert dialogue.read_messages(make_references([{"id": "msg_68a0c1d2"}])) == [{"role": "user", "content": "Hi."}]
 
 
 def test_instructions_and_tools_are_those_of_the_new_request() -> None:
@@ -233,22 +240,6 @@ def test_repeated_references_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 # ---- ids and pages
-
-
-@pytest.mark.parametrize(
-    ("item_id", "answer_id"),
-    [
-        ("msg_abc_0", "abc"),
-        ("rs_a_b.c-1_12", "a_b.c-1"),
-        ("fco_abc_i3", "abc"),
-        ("msg_abc_i3_0", "abc_i3"),
-        ("msg_68a0c1d2", ""),
-        ("msg_", ""),
-        ("", ""),
-    ],
-)
-def test_answer_id_of_item_id(item_id: str, answer_id: str) -> None:
-    assert find_answer_id(item_id) == answer_id
 
 
 def test_input_items_are_listed_as_openai_lists_them() -> None:

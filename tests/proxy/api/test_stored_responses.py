@@ -1,17 +1,22 @@
 """Stored responses through the proxy: read, listed, deleted and continued by their own key, gone with a purge."""
 
 import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from support.proxy.harness import ProxyHarness, on_loop, run_proxy
+from support.proxy.harness import TEST_TIMEOUT_S, ProxyHarness, on_loop, run_proxy
 from support.proxy.purges import run_purge
 from support.proxy.responses import RESPONSES_PATH, read_events
 from warmline_proxy.auth.key_store import add_key
+from warmline_proxy.index.index import Index
 from warmline_proxy.index.responses import MB
+from warmline_proxy.store.errors import IndexFullError
 
 TEXT = "What is the capital of France? " * 4  # more than a block of tokens
 
@@ -141,6 +146,94 @@ async def test_input_tokens_counts_previous_response(tmp_path: Path) -> None:
         assert counted["input_tokens"] == len("<user>Hi.\n<assistant>Paris.\n<user>And?\n<assistant>")
 
 
+# ---- written before the end of the answer
+
+
+@contextmanager
+def hold_writer(index: Index) -> Iterator[threading.Event]:
+    """Keep the index from writing until the event is set, at the end at last."""
+    may_write = threading.Event()
+    index._writer.submit(lambda: may_write.wait(TEST_TIMEOUT_S))
+    try:
+        yield may_write
+    finally:
+        may_write.set()
+
+
+@pytest.mark.parametrize(
+    ("stream", "fault", "status"),
+    [(True, "", "completed"), (False, "", "completed"), (True, "cut after content", "failed")],
+)
+@on_loop
+async def test_answer_ends_once_its_response_is_written(
+    tmp_path: Path, stream: bool, fault: str, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("warmline_proxy.pipeline.response_store.WRITE_TIMEOUT_S", TEST_TIMEOUT_S)
+    async with run_proxy(tmp_path) as proxy:
+        proxy.backend.generation_faults = [fault]
+        with hold_writer(proxy.index) as may_write:
+            asking = asyncio.create_task(read_answer(proxy, stream, id_="r-1"))
+            while (await fetch(proxy, "resp_r-1"))[0] == 404 or not proxy.index.find_response("", "r-1"):
+                pass
+            await asyncio.sleep(0.05)  # in which the answer could end
+            assert proxy.index.responses() == [] and not asking.done()
+            may_write.set()
+            response = await asking
+            assert [row.id for row in proxy.index.responses()] == ["r-1"]
+        assert response["status"] == status and await fetch(proxy, "resp_r-1") == (200, response)
+
+
+async def read_answer(proxy: ProxyHarness, stream: bool, id_: str = "r") -> Any:
+    """Read the response, streamed or not, to its end."""
+    body, headers = {"input": TEXT, "stream": stream}, {"X-Warmline-Request": id_}
+    async with proxy.client.post(proxy.url + RESPONSES_PATH, json=body, headers=headers) as answer:
+        return (await read_events(answer))[-1]["response"] if stream else await answer.json()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@on_loop
+async def test_answer_ends_though_the_index_hangs(
+    tmp_path: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("warmline_proxy.pipeline.response_store.WRITE_TIMEOUT_S", 0.05)
+    async with run_proxy(tmp_path) as proxy:
+        with hold_writer(proxy.index):
+            response = await read_answer(proxy, stream)
+            assert response["store"] is True and await fetch(proxy, response["id"]) == (200, response)
+            assert proxy.index.responses() == []
+        await proxy.wait_until_saved()
+        assert len(proxy.index.responses()) == 1
+
+
+@on_loop
+async def test_answer_ends_at_once_where_nothing_is_to_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without storing, by another API, and where the disk refuses the write."""
+    monkeypatch.setattr("warmline_proxy.pipeline.response_store.WRITE_TIMEOUT_S", TEST_TIMEOUT_S)
+
+    def refuse(change: object) -> None:
+        raise IndexFullError("the disk is full")
+
+    async with run_proxy(tmp_path) as proxy:
+        with hold_writer(proxy.index):
+            assert (await create(proxy, store=False))["store"] is False
+            assert (await proxy.chat()).status == 200
+        with monkeypatch.context() as broken:
+            broken.setattr(proxy.index._environment, "write", refuse)
+            response = await create(proxy)
+            assert response["store"] is True and await fetch(proxy, response["id"]) == (200, response)
+
+
+@on_loop
+async def test_heartbeats_wait_with_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("warmline_proxy.pipeline.response_store.WRITE_TIMEOUT_S", 0.25)
+    async with run_proxy(tmp_path, heartbeat_after_s=0.05) as proxy:
+        with hold_writer(proxy.index):
+            for stream in (False, True):
+                assert (await read_answer(proxy, stream))["status"] == "completed"
+
+
 # ---- running responses
 
 
@@ -207,6 +300,25 @@ async def test_purges_of_a_session_and_of_all(tmp_path: Path) -> None:
         await run_purge(proxy, everything=True)
         assert (await fetch(proxy, other["id"]))[0] == 404
         assert not any(b"something else" in path.read_bytes().lower() for path in proxy.home.index.rglob("data.mdb"))
+
+
+@on_loop
+async def test_purge_of_a_session_after_a_kill_before_its_responses_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first turn is saved, the second is not; a conversation that begins alike keeps its response."""
+    monkeypatch.setattr(Index, "record_response_session", lambda *arguments: None)
+    async with run_proxy(tmp_path) as proxy:
+        first = await create(proxy)
+        session = (await proxy.wait_until_saved())[0].session
+        other = await create(proxy, TEXT + "Or of Spain?")
+        proxy.backend.save_failures = [500]
+        second = await create(proxy, "And?", previous_response_id=first["id"])
+        await proxy.wait_until_saved()
+        assert {row.session for row in proxy.index.responses()} == {""}
+        assert (await run_purge(proxy, session=session))["responses"] == 2
+        statuses = [(await fetch(proxy, each["id"]))[0] for each in (first, second, other)]
+        assert statuses == [404, 404, 200]
 
 
 @on_loop

@@ -3,7 +3,6 @@
 Pure, but for the lookups of a `ResponseHistory`.
 """
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -28,7 +27,6 @@ _ID_PREFIXES = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
 }
-_ITEM_ID = re.compile(r"[a-z]+_(.+)_i?[0-9]+")  # of an item in an answer, or, with an i, in its input
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
@@ -43,9 +41,9 @@ class StoredResponse(msgspec.Struct, frozen=True):
         return [*self.input, *self.response["output"]]
 
     @property
-    def earlier_answer_ids(self) -> Iterable[str]:
-        """Ids of the answers whose items are in the input; possibly repeated."""
-        return filter(None, (find_answer_id(item["id"]) for item in self.input))
+    def item_ids(self) -> Iterable[str]:
+        """Ids of the items; possibly repeated."""
+        return (item["id"] for item in self.items)
 
 
 class ResponseHistory(Protocol):
@@ -57,8 +55,8 @@ class ResponseHistory(Protocol):
 
     def find_response(self, answer_id: str) -> StoredResponse | None: ...
 
-    def find_holder(self, answer_id: str) -> StoredResponse | None:
-        """The newest response that has items of that answer."""
+    def find_holder(self, item_id: str) -> StoredResponse | None:
+        """The newest response that has an item."""
 
 
 class EmptyHistory:
@@ -73,12 +71,6 @@ class EmptyHistory:
 
 
 NO_HISTORY = EmptyHistory()
-
-
-def find_answer_id(item_id: str) -> str:
-    """Id of the answer that an item's id names; "" for other servers' ids."""
-    found = _ITEM_ID.fullmatch(item_id)
-    return found[1] if found else ""
 
 
 # ---- reading a request
@@ -141,10 +133,8 @@ class _ReferenceResolver:
         return found
 
     def _find(self, item_id: str) -> JsonObject | None:
-        if item_id not in self._items and (answer_id := find_answer_id(item_id)):
-            for find in (self._history.find_holder, self._history.find_response):
-                if item_id not in self._items and (stored := find(answer_id)):
-                    self._add(stored.items)
+        if item_id not in self._items and (stored := self._history.find_holder(item_id)):
+            self._add(stored.items)
         return self._items.get(item_id)
 
     def _add(self, items: Iterable[JsonObject]) -> None:
