@@ -30,7 +30,10 @@ class _PathBelow:
 
 @dataclass(frozen=True)
 class Home:
-    """Paths under one home directory.  `prepare` creates them and `load_secret` its file; the rest touches no disk."""
+    """Paths under one home directory.
+
+    `prepare` creates them, `load_secret` its file; the rest but `read_secret` touches no disk.
+    """
 
     root: Path
 
@@ -67,7 +70,13 @@ class Home:
             self._create_secret(path)
         for draft in self.root.glob(f".secret.*{disk.DRAFT_SUFFIX}"):  # ours, and of killed processes
             disk.delete(draft)
-        if not (secret := path.read_text("latin-1").strip()) or not (secret.isascii() and secret.isprintable()):
+        return self.read_secret()
+
+    def read_secret(self) -> str:
+        """Shared secret of proxy and backend.  Raises OSError where there is none yet, or it can't be used."""
+        path = self.root / "secret"
+        secret = disk.read_file(path).decode("latin-1").strip()
+        if not secret or not (secret.isascii() and secret.isprintable()):
             raise OSError(f"{path} holds no secret; delete it, and a new one is made")
         return secret
 

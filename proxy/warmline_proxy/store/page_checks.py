@@ -6,13 +6,14 @@ roots of the named tables.  Content of entries is not looked at: that is `row_ch
 """
 
 import os
-import stat
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from struct import Struct
 from typing import NamedTuple
+
+from warmline_common.storage import disk
 
 MAGIC, VERSION = 0xBEEFC0DE, 1
 BRANCH, LEAF, OVERFLOW, META = 1, 2, 4, 8  # flags of pages
@@ -77,9 +78,7 @@ def find_page_flaw(file: Path, *, tables_only: bool = False) -> str:
     flaw = ""
     for _ in range(CHANGES_MAX):
         try:
-            if not stat.S_ISREG(file.stat().st_mode):
-                return "it is no regular file"
-            with file.open("rb", buffering=0) as opened:
+            with disk.open_to_read(file) as opened:
                 check = _PageCheck(opened.fileno())
                 try:
                     check.run(tables_only)
