@@ -106,12 +106,14 @@ def test_small_file_has_a_bound(tmp_path: Path) -> None:
         disk.read_file(path)
 
 
-def test_irregular_secret_is_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["secret", "home.lock", "run/backend.lock"])
+def test_irregular_file_of_home_is_described(tmp_path: Path, name: str) -> None:
     home = Home(tmp_path)
-    os.mkfifo(home.root / "secret")
+    home.prepare()
+    os.mkfifo(home.root / name)
     with pytest.raises(OSError, match="no regular file") as failed:
-        home.load_secret()
-    assert f"{home.root}/secret: it is no regular file" in describe_unusable_home(home, failed.value)
+        home.load_secret() if name == "secret" else home.prepare()
+    assert f"{home.root}/{name}: it is no regular file" in describe_unusable_home(home, failed.value)
 
 
 def test_secret_is_created_once_without_draft(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """Paths of the home directory, private to its owner (directories 0700, files 0600)."""
 
+import errno
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from warmline_common.storage import disk
+from warmline_common.storage.regular_file import NOT_REGULAR
 
 
 def describe_unusable_home(home: "Home", error: OSError) -> str:
@@ -59,9 +61,12 @@ class Home:
         return self.run / f"{process}.pid"
 
     def prepare(self) -> None:
-        """Create the directories.  Raises OSError where the home can't be written."""
+        """Create the directories.  Raises OSError where the home can't be written, or a lock can't be a file."""
         for path in (self.root, self.segments, self.models, self.logs, self.run):  # the index's owner makes that one
             disk.make_folders(path)
+        for path in (self.lock, self.backend_lock):
+            if path.exists() and not path.is_file():
+                raise OSError(errno.EINVAL, NOT_REGULAR, str(path))
 
     def load_secret(self) -> str:
         """Shared secret of proxy and backend, created by the first caller.  Raises OSError."""
