@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import socket
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -43,9 +44,15 @@ async def test_burst_of_requests_gets_answers_alone(tmp_path: Path) -> None:
         assert set(statuses) == {200, 503} and statuses.count(200) >= 4
 
 
-@pytest.mark.parametrize("beginning", ["GET /echo HTTP/1.1\r\nHo", "GET /hold HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+@pytest.mark.parametrize(
+    ("beginning", "accepted_count"),
+    [("GET /echo HTTP/1.1\r\nHo", 100), ("GET /hold HTTP/1.1\r\nHost: localhost\r\n\r\n", 10 + 5)],
+    ids=["unfinished", "being answered"],
+)
 @on_loop
-async def test_accepted_sockets_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beginning: str) -> None:
+async def test_accepted_sockets_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beginning: str, accepted_count: int
+) -> None:
     """Descriptors are reckoned by that: 10 connections, 5 refusals, and what is closed in the loop's next turns."""
     accepted, counts = list[socket.socket](), list[int]()
     loop, real = asyncio.get_running_loop(), asyncio.get_running_loop().sock_accept
@@ -57,11 +64,13 @@ async def test_accepted_sockets_are_bounded(tmp_path: Path, monkeypatch: pytest.
         return found, address
 
     monkeypatch.setattr(loop, "sock_accept", accept)
-    async with run_server(tmp_path, connections_max=10) as (server, connect):
-        for _ in range(100):
-            (await connect()).send(beginning)
-        await wait_until(lambda: len(counts) == 100)
+    async with run_server(tmp_path, connections_max=10) as (server, _), AsyncExitStack() as clients:
+        for _ in range(100):  # all are in the kernel before the first is accepted
+            client = clients.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            client.sendall(beginning.encode())
+        await wait_until(lambda: len(counts) == accepted_count)
         assert max(counts) <= 10 + 5 + 3 and server.connections.count == 10
+        assert len(server.connections.refusals) == (5 if "hold" in beginning else 0)
 
 
 @on_loop

@@ -202,4 +202,4 @@ def _edit_keys(home: Home) -> Iterator[list[KeyEntry]]:
     except LockedError as error:
         raise KeyStoreError(f"{home.keys} is being changed by process {error.holder}; try again") from error
     except OSError as error:
-        raise KeyStoreError(f"{home.keys} can't be changed: {error.strerror or error}") from error
+        raise KeyStoreError(f"{error.filename or home.keys} can't be changed: {error.strerror or error}") from error

@@ -155,8 +155,9 @@ class Connection(web.RequestHandler):
     @property
     def is_waiting(self) -> bool:
         """True while the client has to send, or to close, before anything can go on."""
-        is_receiving = self._request is not None and not self._request.content.is_eof()
-        return self.phase is not ConnectionPhase.BUSY or is_receiving
+        if self.phase is ConnectionPhase.BUSY:
+            return self._request is not None and not self._request.content.is_eof()
+        return self.phase is ConnectionPhase.CLOSING or not self._messages  # aiohttp's: heads that wait for handlers
 
     def makes_way(self, now: float) -> bool:
         """True for a waiting connection that a new one may take the place of: it has had the time to send something,
