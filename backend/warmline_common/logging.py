@@ -26,6 +26,7 @@ from warmline_common.process import console
 from warmline_common.process.redaction import MESSAGE_CHARS_MAX, escape_unprintable, redact
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
+from warmline_common.storage.regular_file import open_regular
 
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 FILE_BYTES_MAX = 10_000_000
@@ -235,7 +236,7 @@ def _enable_fault_handler(path: Path | None) -> None:
         return
     try:
         disk.make_folders(path.parent)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        file = open_regular(path, os.O_RDWR | os.O_CREAT)
         earlier = os.read(file, FAULT_BYTES_MAX).decode(errors="replace").strip()
         os.ftruncate(file, 0)
         os.lseek(file, 0, os.SEEK_SET)
@@ -251,7 +252,7 @@ def _enable_fault_handler(path: Path | None) -> None:
 
 
 def _open_private(path: str, flags: int) -> int:
-    file = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    file = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)  # not waiting for a reader of a FIFO
     with suppress(OSError):  # another user's
         os.fchmod(file, 0o600)
     return file

@@ -20,6 +20,7 @@ import msgspec
 from warmline_common.process.arguments import GB
 from warmline_common.protocol.messages import ErrorReply, decode, encode, parse_error_message
 from warmline_common.settings.resolve import read_setting
+from warmline_common.storage import disk
 from warmline_common.storage.file_lock import find_lock_holder
 from warmline_common.storage.home import Home
 from warmline_proxy.auth.key_store import KeyNotFoundError, KeyStoreError
@@ -271,7 +272,7 @@ def proxy_url(home: Home) -> str:
 def _read_announcement(home: Home, process: str) -> _Announcement:
     """Announcement of "proxy" or "backend"; an empty one where none can be read."""
     try:
-        return decode((home.run / f"{process}.json").read_bytes(), _Announcement)
+        return decode(disk.read_file(home.run / f"{process}.json"), _Announcement)
     except (OSError, msgspec.MsgspecError):
         return _Announcement(pid=0)
 

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from warmline_common.settings.resolve import ResolvedConfig
 from warmline_common.settings.table import SETTINGS
+from warmline_common.storage import disk
 from warmline_common.storage.file_lock import find_lock_holder
 from warmline_run.address import make_address
 
@@ -33,7 +34,7 @@ def find_running_proxy(home: Path) -> ProxyAnnouncement | None:
     A killed proxy leaves its file behind: another process that has its pid or its port by now is not taken for it.
     """
     try:
-        content = json.loads((home / "run" / "proxy.json").read_text())
+        content = json.loads(disk.read_file(home / "run" / "proxy.json"))
         announcement = ProxyAnnouncement(str(content["url"]), int(content["pid"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from warmline_common.storage.home import Home
 from warmline_run import ports
 from warmline_run.address import Address
 
@@ -58,7 +59,7 @@ def read_status(address: Address, home: Path) -> dict[str, Any]:
     if not ports.is_listening(home, address.port):
         return {}
     try:
-        status, answer = get(address, "/warmline/status", (home / "secret").read_text().strip())
-    except (*CONNECTION_ERRORS, ValueError):  # the secret is no text, or has a line's end in it
+        status, answer = get(address, "/warmline/status", Home(home).read_secret())
+    except CONNECTION_ERRORS:
         return {}
     return answer if status == 200 else {}

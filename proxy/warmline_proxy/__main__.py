@@ -23,10 +23,10 @@ from warmline_proxy.auth.key_store import derive_tenant
 from warmline_proxy.auth.principals import prepare_keys
 from warmline_proxy.config import ProxyConfig, ProxyConfigError, parse_config
 from warmline_proxy.home_lock import HomeLockedError, home_lock
-from warmline_proxy.http.connections import listen
 from warmline_proxy.index.index import Index, IndexStoreError
 from warmline_proxy.index.recovery.startup import reconcile
 from warmline_proxy.index.responses import ResponseLimits
+from warmline_proxy.listener import listen
 
 log = logging.getLogger("warmline_proxy")
 

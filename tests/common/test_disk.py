@@ -10,7 +10,7 @@ import pytest
 
 from warmline_common.storage import disk
 from warmline_common.storage import file_lock as lock_module
-from warmline_common.storage.file_lock import LockedError, find_lock_holder, process_lock
+from warmline_common.storage.file_lock import LockedError, find_lock_holder, process_lock, read_pid
 from warmline_common.storage.home import Home, describe_unusable_home
 
 
@@ -67,6 +67,53 @@ def test_sync_uses_full_fsync_where_available(refusal: int, tmp_path: Path, monk
         return
     disk.write_durable(tmp_path / "file", [b"one"])
     assert syncs == (["drive", "system"] if refusal else ["drive"]) * 2, "the file, and its folder"
+
+
+IRREGULAR: dict[str, Callable[[Path], object]] = {
+    "FIFO": os.mkfifo,
+    "link to a FIFO": lambda path: (os.mkfifo(f"{path}-fifo"), path.symlink_to(f"{path}-fifo")),
+    "link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "folder": Path.mkdir,
+    "link to nothing": lambda path: path.symlink_to("nowhere"),
+}
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+def test_irregular_file_is_neither_read_nor_waited_for(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "file"
+    IRREGULAR[kind](path)
+    for use in (disk.read_file, disk.open_to_read, *([] if "nothing" in kind else [enter_lock])):
+        with pytest.raises(OSError, match=r"no regular file: '.*/file'|directory"):
+            use(path)
+    assert read_pid(path) is None and find_lock_holder(path) == ""
+
+
+def enter_lock(path: Path) -> None:
+    with process_lock(path):
+        pass
+
+
+def test_small_file_has_a_bound(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for size in (0, 1, disk.SMALL_FILE_BYTES_MAX):
+        path.write_bytes(b"x" * size)
+        assert len(disk.read_file(path)) == size
+    path.write_bytes(b"x" * (disk.SMALL_FILE_BYTES_MAX + 1))
+    with pytest.raises(OSError, match=r"more than 4 MiB: .*/file"):
+        disk.read_file(path)
+    os.truncate(path, 1 << 40)  # sparse
+    with pytest.raises(OSError, match="more than 4 MiB"):
+        disk.read_file(path)
+
+
+@pytest.mark.parametrize("name", ["secret", "home.lock", "run/backend.lock"])
+def test_irregular_file_of_home_is_described(tmp_path: Path, name: str) -> None:
+    home = Home(tmp_path)
+    home.prepare()
+    os.mkfifo(home.root / name)
+    with pytest.raises(OSError, match="no regular file") as failed:
+        home.load_secret() if name == "secret" else home.prepare()
+    assert f"{home.root}/{name}: it is no regular file" in describe_unusable_home(home, failed.value)
 
 
 def test_secret_is_created_once_without_draft(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -183,6 +184,14 @@ def test_unwritable_log_folder_loses_no_line_and_warns_once(
     (tmp_path / "logs").unlink()
     log.info("third")
     assert (tmp_path / "logs" / "proxy.log").read_text() == "third\n"
+
+
+def test_fifo_in_place_of_log_delays_nothing(log: logging.Logger, captured_logs: io.StringIO, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "proxy.log")
+    write_until_rotated(log, tmp_path / "proxy.log", captured_logs)
+    log.info("first")
+    complaint, line = captured_logs.getvalue().splitlines()
+    assert "can't be written to" in complaint and line == "first"
 
 
 def test_full_disk_loses_no_log_line(log: logging.Logger, captured_logs: io.StringIO, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,24 @@ OF_MODULES = {
     "Path": {"replace"},
 }
 WRITING = set("wax+")
+
+# Reads of a home must go through `disk.read_file` and `disk.open_to_read`, which neither wait at a FIFO nor read
+# without end.  By module, the functions that open something else, or make the same checks.
+PLAIN_READS = {
+    # a model's folder
+    "backend/warmline_backend/doctor/files.py": {"_find_snapshot", "_read_json_object", "read_shard"},
+    "backend/warmline_backend/model/fingerprint.py": {"_compute", "_hash_sources", "compute_fingerprint"},
+    "backend/warmline_backend/import_structure.py": {"define_cached"},  # beside transformers' own bytecode
+    "backend/warmline_common/logging.py": {"_open", "_open_private"},  # to write
+    "backend/warmline_common/process/exit_codes.py": {"discard_output", "open_closed_streams"},  # /dev/null
+    "backend/warmline_common/process/pids.py": {"read_command_line"},  # /proc
+    "backend/warmline_common/storage/regular_file.py": {"open_regular"},
+    "cachectl/warmline_cachectl/client.py": {"_send_request"},  # a URL
+    "launchd/warmline_run/services/manager.py": {"read_installed"},  # the service manager's own folder
+    "launchd/warmline_run/settings/reference.py": {"<module>"},  # a page of the documents
+    "proxy/warmline_proxy/archive/reader.py": {"open_archive"},  # the same checks, with an archive's own words
+    "proxy/warmline_proxy/dashboard/pages.py": {"__init__"},  # the package's own
+}
 
 
 def run_scenario(scenario: str, *flags: str) -> Any:
@@ -107,3 +126,31 @@ def test_disk_changes_go_through_disk_module() -> None:
         imported = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
         problems += [f"{name}: call it as disk.{step}, where tests step in" for step in sorted(imported & steps)]
     assert not problems, "\n".join(problems)
+
+
+def is_plain_read(call: ast.Call) -> bool:
+    """True for a call that opens or reads a file without the seam's checks."""
+    name = call.func
+    if isinstance(name, ast.Name):
+        return name.id in ("open", "FileIO")
+    if not isinstance(name, ast.Attribute) or (isinstance(name.value, ast.Name) and name.value.id == "lmdb"):
+        return False
+    return name.attr in ("read_text", "read_bytes", "open", "FileIO")
+
+
+def iter_calls(node: ast.AST, function: str = "<module>") -> Iterator[tuple[str, ast.Call]]:
+    """Calls below a node, each with the name of the function that it stands in."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Call):
+            yield function, child
+        is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+        yield from iter_calls(child, child.name if is_function else function)
+
+
+def test_home_is_read_through_disk_module() -> None:
+    found: dict[str, set[str]] = {}
+    for path in PACKAGES.glob("*/warmline_*/**/*.py"):
+        functions = {name for name, call in iter_calls(ast.parse(path.read_text())) if is_plain_read(call)}
+        if functions and path != SEAM:
+            found[str(path.relative_to(PACKAGES))] = functions
+    assert found == PLAIN_READS

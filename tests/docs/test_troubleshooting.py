@@ -63,7 +63,7 @@ FAMILIES = (
     ),
     MessageFamily(
         f"{PROXY}/store/*",
-        ("_PageFlawError", "_require", "_make_damage_error"),
+        ("_PageFlawError", "_require", "make_damage_error"),
         "what of the index's file is damaged",
         "The index, and cachectl verify",
     ),

@@ -190,7 +190,7 @@ def describe_device() -> str:
 def _load_step_sizes(path: Path) -> dict[str, int]:
     """Remembered steps by key; none where the file can't be read or is damaged."""
     try:
-        steps: Any = json.loads(path.read_text())
+        steps: Any = json.loads(disk.read_file(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:

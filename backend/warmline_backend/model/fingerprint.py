@@ -153,7 +153,7 @@ class _DigestCache:
 
     def _load(self) -> dict[str, str]:
         try:
-            digests = json.loads(self._path.read_text())
+            digests = json.loads(disk.read_file(self._path))
         except (OSError, ValueError, RecursionError):
             return {}
         valid = isinstance(digests, dict) and all(isinstance(v, str) and len(v) == 64 for v in digests.values())

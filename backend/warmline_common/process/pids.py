@@ -7,13 +7,6 @@ from pathlib import Path
 PS_TIMEOUT_S = 5.0
 
 
-def read_pid(file: Path) -> int | None:
-    """Pid in a process's file; None where there is none."""
-    with suppress(OSError, ValueError):
-        return int(file.read_text())
-    return None
-
-
 def read_command_line(pid: int) -> str:
     """Command line of a process; "" where there is none, or where it can't be known."""
     with suppress(OSError, subprocess.SubprocessError):

@@ -11,6 +11,7 @@ from typing import Any
 from warmline_common.process.loopback import is_loopback
 from warmline_common.settings.parsers import Value
 from warmline_common.settings.table import SETTINGS, Setting
+from warmline_common.storage import disk
 
 FILE_NAME = "warmline.toml"
 KEYS_FILE = "keys.json"
@@ -98,7 +99,7 @@ def _resolve_setting(
 
 def _read_file(file: Path) -> Mapping[str, object]:
     try:
-        table = tomllib.loads(file.read_text(encoding="utf-8"))
+        table = tomllib.loads(disk.read_file(file).decode())
     except FileNotFoundError:
         return {}
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -143,6 +144,6 @@ def read_setting(home: Path, name: str, environment: Mapping[str, str] = os.envi
 def _read_table(file: Path) -> dict[str, Any]:
     """Table of the TOML file; empty where it can't be read: the processes that need it report the reason."""
     try:
-        return tomllib.loads(file.read_text())
+        return tomllib.loads(disk.read_file(file).decode())
     except (OSError, ValueError):
         return {}

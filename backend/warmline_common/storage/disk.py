@@ -10,14 +10,17 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import TypeVar
+
+from warmline_common.storage.regular_file import open_regular
 
 T = TypeVar("T")
 
 DRAFT_SUFFIX = ".tmp"
 NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+SMALL_FILE_BYTES_MAX = 4 << 20
 
 
 # ---- single steps
@@ -97,7 +100,7 @@ def set_mode(path: Path, mode: int) -> None:
 
 def overwrite(path: Path, data: bytes) -> None:
     """Overwrite a file from its beginning, and cut it there; creates the file.  Its blocks are used again."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT)
     try:
         overwrite_open(descriptor, data)
     finally:
@@ -116,7 +119,7 @@ def allocate(path: Path, bytes_count: int) -> None:
     For mapped files: a page without a block, written to on a full disk, ends the process.  Where the system can't
     allocate (macOS), zeros are appended, and existing holes stay.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:
         if hasattr(os, "posix_fallocate"):  # not on macOS
             with _ignore_unsupported():
@@ -145,8 +148,19 @@ def run_lmdb(what: str, act: Callable[[], T]) -> T:
 
 
 def open_to_read(path: Path) -> FileIO:
-    """Open a file for reading without a buffer."""
-    return FileIO(path, "rb")
+    """Open a regular file for reading without a buffer."""
+    return FileIO(path, "rb", opener=open_regular)
+
+
+def read_file(path: Path) -> bytes:
+    """Content of a small file, such as one of settings, keys or remembered values.  Raises OSError, also for anything
+    that is no regular file, or larger than SMALL_FILE_BYTES_MAX.
+    """
+    with BufferedReader(open_to_read(path)) as file:
+        data = file.read(SMALL_FILE_BYTES_MAX + 1)
+    if len(data) > SMALL_FILE_BYTES_MAX:
+        raise OSError(errno.EFBIG, f"it has more than {SMALL_FILE_BYTES_MAX >> 20} MiB", str(path))
+    return data
 
 
 def count_free_bytes(folder: Path) -> int:

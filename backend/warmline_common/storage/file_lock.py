@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from warmline_common.storage import disk
+from warmline_common.storage.regular_file import open_regular
 
 POLL_S = 0.05
 READ_ONLY_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -24,12 +25,12 @@ class LockedError(Exception):
 
 @contextmanager
 def process_lock(path: Path, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold the lock file, with this process's pid in it.  Raises LockedError after `wait_s`.
+    """Hold the lock file, with this process's pid in it.  Raises LockedError after `wait_s`; OSError.
 
     The kernel releases the lock when its holder ends, however it ends.
     """
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         if error.errno not in READ_ONLY_ERRNOS:
             raise
@@ -48,7 +49,7 @@ def process_lock(path: Path, wait_s: float = 0.0) -> Iterator[None]:
 def find_lock_holder(path: Path) -> str:
     """Pid of the lock file's holder as text; "" where there is none, or where it is unknown.  Writes nothing."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(path, os.O_RDONLY)
     except OSError:  # never held, or not readable for us
         return ""
     try:
@@ -60,6 +61,13 @@ def find_lock_holder(path: Path) -> str:
     finally:
         os.close(descriptor)
     return ""
+
+
+def read_pid(file: Path) -> int | None:
+    """Pid in a process's file; None where there is none."""
+    with suppress(OSError, ValueError):
+        return int(disk.read_file(file))
+    return None
 
 
 def is_process_alive(pid: int) -> bool:
@@ -77,7 +85,7 @@ def is_process_alive(pid: int) -> bool:
 def _read_only_lock(path: Path, wait_s: float) -> Iterator[None]:
     """Lock an existing file of a read-only home, if there is one."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(path, os.O_RDONLY)
     except FileNotFoundError:  # never held, and no process can write what it guards
         yield
         return

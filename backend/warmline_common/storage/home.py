@@ -1,11 +1,13 @@
 """Paths of the home directory, private to its owner (directories 0700, files 0600)."""
 
+import errno
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from warmline_common.storage import disk
+from warmline_common.storage.regular_file import NOT_REGULAR
 
 
 def describe_unusable_home(home: "Home", error: OSError) -> str:
@@ -30,7 +32,10 @@ class _PathBelow:
 
 @dataclass(frozen=True)
 class Home:
-    """Paths under one home directory.  `prepare` creates them and `load_secret` its file; the rest touches no disk."""
+    """Paths under one home directory.
+
+    `prepare` creates them, `load_secret` its file; the rest but `read_secret` touches no disk.
+    """
 
     root: Path
 
@@ -56,9 +61,12 @@ class Home:
         return self.run / f"{process}.pid"
 
     def prepare(self) -> None:
-        """Create the directories.  Raises OSError where the home can't be written."""
+        """Create the directories.  Raises OSError where the home can't be written, or a lock can't be a file."""
         for path in (self.root, self.segments, self.models, self.logs, self.run):  # the index's owner makes that one
             disk.make_folders(path)
+        for path in (self.lock, self.backend_lock):
+            if path.exists() and not path.is_file():
+                raise OSError(errno.EINVAL, NOT_REGULAR, str(path))
 
     def load_secret(self) -> str:
         """Shared secret of proxy and backend, created by the first caller.  Raises OSError."""
@@ -67,7 +75,13 @@ class Home:
             self._create_secret(path)
         for draft in self.root.glob(f".secret.*{disk.DRAFT_SUFFIX}"):  # ours, and of killed processes
             disk.delete(draft)
-        if not (secret := path.read_text("latin-1").strip()) or not (secret.isascii() and secret.isprintable()):
+        return self.read_secret()
+
+    def read_secret(self) -> str:
+        """Shared secret of proxy and backend.  Raises OSError where there is none yet, or it can't be used."""
+        path = self.root / "secret"
+        secret = disk.read_file(path).decode("latin-1").strip()
+        if not secret or not (secret.isascii() and secret.isprintable()):
             raise OSError(f"{path} holds no secret; delete it, and a new one is made")
         return secret
 

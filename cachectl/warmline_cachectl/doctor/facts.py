@@ -17,7 +17,7 @@ from typing import Any
 from warmline_cachectl import client
 from warmline_common.process.loopback import is_loopback
 from warmline_common.settings.resolve import read_setting
-from warmline_common.storage.file_lock import find_lock_holder, is_process_alive
+from warmline_common.storage.file_lock import find_lock_holder, is_process_alive, read_pid
 from warmline_common.storage.home import Home
 from warmline_proxy.auth import key_store
 from warmline_proxy.index.index import IndexReader, IndexStoreError
@@ -145,10 +145,9 @@ def _find_stale_pid_files(home: Home) -> dict[str, int]:
     """Pid files whose process is gone: pid by name."""
     stale: dict[str, int] = {}
     for process in ("proxy", "backend"):
-        with suppress(OSError, ValueError):
-            pid = int(home.pid_file(process).read_text())
-            if not is_process_alive(pid):
-                stale[home.pid_file(process).name] = pid
+        pid = read_pid(home.pid_file(process))
+        if pid is not None and not is_process_alive(pid):
+            stale[home.pid_file(process).name] = pid
     return stale
 
 

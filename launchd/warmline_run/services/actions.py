@@ -8,6 +8,7 @@ from pathlib import Path
 
 from warmline_common.settings.resolve import ConfigurationError, ResolvedConfig, resolve
 from warmline_common.settings.table import SETTINGS
+from warmline_common.storage.regular_file import open_regular
 from warmline_run import ports, probe
 from warmline_run.address import make_address
 from warmline_run.services.logs import read_last_lines
@@ -95,7 +96,7 @@ def _prepare_folders(processes: Sequence[ServiceProcess]) -> None:
         for process in processes:
             for folder in (process.home, process.output.parent):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.close(os.open(process.output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
+            os.close(open_regular(process.output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
     except OSError as error:
         raise ConfigurationError(f"the home can't be written: {error}; use another --home") from None
 

@@ -4,9 +4,11 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
+from warmline_common.storage import disk
 from warmline_run.services.service import log_file, output_file
 
 TAIL_BYTES_MAX = 4_000_000  # of one file
@@ -26,7 +28,7 @@ def read_last_lines(path: Path, count: int) -> list[str]:
 
 
 def _read_tail(path: Path, count: int) -> list[str]:
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(OSError), BufferedReader(disk.open_to_read(path)) as file:
         file.seek(max(0, file.seek(0, 2) - TAIL_BYTES_MAX))
         return file.read().decode(errors="replace").splitlines()[-count:] if count else []
     return []
@@ -48,7 +50,7 @@ class LogFollower:
         self.path = path
         self._file: BinaryIO | None = None
         with suppress(OSError):
-            self._file = path.open("rb")
+            self._file = BufferedReader(disk.open_to_read(path))
             self._file.seek(0, 2)
 
     def read_added(self) -> str:
@@ -58,7 +60,7 @@ class LogFollower:
             added += self._read_rest()  # written before the file was replaced
             self.close()
             with suppress(OSError):
-                self._file = self.path.open("rb")
+                self._file = BufferedReader(disk.open_to_read(self.path))
             added += self._read_rest()
         return added.decode(errors="replace")
 

@@ -73,7 +73,7 @@ def read_stamp(home: Home) -> KeyFileStamp:
 def read_keys(home: Home) -> list[KeyEntry]:
     """Keys by creation; none without a file.  Raises KeyStoreError."""
     try:
-        content = decode(home.keys.read_bytes(), _KeyFile)
+        content = decode(disk.read_file(home.keys), _KeyFile)
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -122,7 +122,7 @@ def derive_tenant(client_key: str) -> str:
 def read_last_tenant(home: Home) -> str:
     """Tenant of the last proxy's settings key; "" if none or unknown."""
     try:
-        return home.settings_tenant.read_text().strip()
+        return disk.read_file(home.settings_tenant).decode().strip()
     except (OSError, UnicodeDecodeError):
         return ""
 
@@ -202,4 +202,4 @@ def _edit_keys(home: Home) -> Iterator[list[KeyEntry]]:
     except LockedError as error:
         raise KeyStoreError(f"{home.keys} is being changed by process {error.holder}; try again") from error
     except OSError as error:
-        raise KeyStoreError(f"{home.keys} can't be changed: {error.strerror or error}") from error
+        raise KeyStoreError(f"{error.filename or home.keys} can't be changed: {error.strerror or error}") from error

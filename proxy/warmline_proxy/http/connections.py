@@ -2,8 +2,8 @@
 
 aiohttp parses and answers, but accepts any number of sockets, waits an hour for a head that comes byte by byte, and
 forever for a client that reads nothing.  Here each accepted socket is a `Connection`: aiohttp's protocol with a known
-phase.  `Connections` admits or refuses sockets and ends those that time out.  `listen` serves an application through
-them.  Event loop thread.
+phase.  `Connections` admits or refuses sockets and ends those that time out; `warmline_proxy.listener` accepts them.
+Event loop thread.
 """
 
 import asyncio
@@ -11,25 +11,20 @@ import logging
 import socket
 import sys
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from http import HTTPStatus
-from typing import NamedTuple
 
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from warmline_common.logging import request_context
-from warmline_common.process.file_limits import UNLIMITED
 from warmline_common.process.redaction import redact_path
-from warmline_proxy.config import ProxyConfig
 from warmline_proxy.errors import RETRY_AFTER_S, ClientError, bad_request, encode_error_body
-from warmline_proxy.http.bodies import SERVER_HEADERS, release_body, set_server_header
+from warmline_proxy.http.bodies import SERVER_HEADERS, release_body
 from warmline_proxy.http.request_head import HEAD_LINE_BYTES_MAX, HEADERS_COUNT_MAX, translate_parser_error
 from warmline_proxy.http.request_id import build_id_headers, get_request_id
-from warmline_proxy.http.slashes import merge_slashes
-from warmline_proxy.metrics import METRICS
 from warmline_proxy.request_log import new_request_id
 
 log = logging.getLogger(__name__)
@@ -38,11 +33,9 @@ IDLE_TIMEOUT_S = 75.0  # between requests
 LINGER_S = 10.0  # for a client to read its last response before a reset
 SHUTDOWN_GRACE_S = 0.5  # for handlers after the drain; aiohttp waits it twice
 SWEEP_INTERVAL_MAX_S = 1.0  # shorter for short timeouts
-BACKLOG_COUNT = 512  # not yet accepted connections in the kernel
 SEND_BUFFER_BYTES = 64 * 1024  # small, so that a slow reader's progress shows
-REFUSALS_COUNT_MAX = 64  # refused connections with an answer under way
-DESCRIPTORS_RESERVED = 128  # for refusals, the index, the log and Python
-DESCRIPTORS_PER_CONNECTION = 2  # the client's and one to the backend
+REFUSALS_COUNT_MAX = 64  # refused connections with an answer under way; half of `count_max` where that is less
+FIRST_BYTE_S = 0.25  # for a new connection's first byte, before it makes way for others
 READ_BUFFER_BYTES = 64 * 1024  # of a body that its reader has not taken; the kernel keeps more
 PIPELINED_BYTES_MAX = 64 * 1024  # of requests behind the one that is being answered
 LOG_INTERVAL_S = 60.0
@@ -162,8 +155,16 @@ class Connection(web.RequestHandler):
     @property
     def is_waiting(self) -> bool:
         """True while the client has to send, or to close, before anything can go on."""
-        is_receiving = self._request is not None and not self._request.content.is_eof()
-        return self.phase is not ConnectionPhase.BUSY or is_receiving
+        if self.phase is ConnectionPhase.BUSY:
+            return self._request is not None and not self._request.content.is_eof()
+        return self.phase is ConnectionPhase.CLOSING or not self._messages  # aiohttp's: heads that wait for handlers
+
+    def makes_way(self, now: float) -> bool:
+        """True for a waiting connection that a new one may take the place of: it has had the time to send something,
+        and has taken what was sent to it.
+        """
+        is_new = self._request is None and self.phase is ConnectionPhase.IDLE
+        return not (self.unsent_bytes or (is_new and now - self._phase_since < FIRST_BYTE_S))
 
     def displace(self) -> None:
         """Close a waiting connection for a new one; a client that has sent a part of a request gets an error."""
@@ -247,11 +248,8 @@ class RefusedConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        if len(self._connections.refusals) >= min(REFUSALS_COUNT_MAX, self._connections.count_max):
-            transport.abort()
-        else:
-            self._connections.refusals.add(self)
-            asyncio.get_running_loop().call_later(LINGER_S, transport.abort)
+        self._connections.refusals.add(self)
+        asyncio.get_running_loop().call_later(LINGER_S, transport.abort)
 
     def data_received(self, data: bytes) -> None:
         if self._transport and not self._is_answered:  # some clients fail on a response before their request
@@ -261,7 +259,7 @@ class RefusedConnection(asyncio.Protocol):
             self._transport.write_eof()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._connections.refusals.discard(self)
+        self._connections.discard_refusal(self)
 
 
 class Connections:
@@ -277,15 +275,34 @@ class Connections:
         self._open: weakref.WeakSet[Connection] = weakref.WeakSet()
         self._waiting: dict[str, dict[Connection, None]] = {}  # by address, the longest without a byte first
         self.refusals: set[RefusedConnection] = set()
+        self._changed = asyncio.Event()  # a connection may have a place now
         self._full_logged_at = float("-inf")
 
     @property
     def count(self) -> int:
         return len(self._open)
 
+    @property
+    def is_full(self) -> bool:
+        return self.count >= self.count_max
+
+    async def wait_for_place(self) -> None:
+        """Wait until a socket can be admitted, or refused with an answer; others wait in the kernel meanwhile."""
+        while not self._has_place():
+            self._changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_BYTE_S):
+                    await self._changed.wait()
+
+    def _has_place(self) -> bool:
+        if not self.is_full or self._find_displaceable():
+            return True
+        refusals_max = min(REFUSALS_COUNT_MAX, max(1, self.count_max // 2))
+        return not self._waiting and len(self.refusals) < refusals_max
+
     def admit(self, server: web.Server) -> asyncio.Protocol:
         """Protocol for an accepted socket."""
-        if self.count >= self.count_max and not self._close_waiting():
+        if self.is_full and not self.close_waiting():
             now = asyncio.get_running_loop().time()
             if now - self._full_logged_at >= LOG_INTERVAL_S:
                 self._full_logged_at = now
@@ -300,10 +317,16 @@ class Connections:
         self._drop_waiting(connection)
         if connection in self._open and connection.is_waiting:
             self._waiting.setdefault(connection.address, {})[connection] = None
+        self._changed.set()
 
     def discard(self, connection: Connection) -> None:
         self._drop_waiting(connection)
         self._open.discard(connection)
+        self._changed.set()
+
+    def discard_refusal(self, refusal: RefusedConnection) -> None:
+        self.refusals.discard(refusal)
+        self._changed.set()
 
     def _drop_waiting(self, connection: Connection) -> None:
         if (waiting := self._waiting.get(connection.address)) is not None:
@@ -324,62 +347,24 @@ class Connections:
         for connection in list(self._open):
             connection.abort()
 
-    def _close_waiting(self) -> bool:
-        """Close a connection that waits for its client, if any: the longest of the address with the most."""
+    def close_waiting(self) -> bool:
+        """Close a connection that waits for its client, if any."""
+        if (connection := self._find_displaceable()) is not None:
+            self.discard(connection)
+            connection.displace()
+        return connection is not None
+
+    def _find_displaceable(self) -> Connection | None:
+        """The connection that makes way first: the longest without a byte of the address with the most."""
+        now = asyncio.get_running_loop().time()
         for waiting in sorted(self._waiting.values(), key=len, reverse=True):
-            longest = next((connection for connection in waiting if not connection.unsent_bytes), None)
+            longest = next((connection for connection in waiting if connection.makes_way(now)), None)
             if longest is not None:
-                self.discard(longest)
-                longest.displace()
-                return True
-        return False
+                return longest
+        return None
 
 
 CONNECTIONS = web.AppKey("connections", Connections)  # for the status
-
-
-class HttpListener(NamedTuple):
-    """A listening application.  `close` is idempotent."""
-
-    port: int
-    connections: Connections
-    close: Callable[[], Awaitable[None]]
-
-
-@asynccontextmanager
-async def listen(
-    app: web.Application, config: ProxyConfig, descriptor_count_max: int = UNLIMITED
-) -> AsyncIterator[HttpListener]:
-    """Serve `app` at `bind_host` and `port`, with at most as many connections as there are descriptors for.
-
-    Closing it stops accepting, gives running handlers a short grace, and runs the application's clean-up.  Raises
-    OSError if it can't listen.
-    """
-    count_max = compute_connections_max(config.connections_max, descriptor_count_max)
-    connections = app[CONNECTIONS] = Connections(
-        count_max, config.receive_timeout_s, config.send_timeout_s, app[METRICS].record_error if METRICS in app else str
-    )
-    app.middlewares.insert(0, connection_middleware)
-    app.on_response_prepare.append(set_server_header)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_GRACE_S)
-    loop, host, port = asyncio.get_running_loop(), config.bind_host, config.port
-    async with AsyncExitStack() as stack:
-        stack.callback(connections.abort)
-        stack.callback(loop.create_task(connections.sweep(), name="limits of connections").cancel)
-        await runner.setup()
-        stack.push_async_callback(runner.cleanup)
-        http = runner.server
-        assert http is not None
-        http.request_factory = merge_slashes(http.request_factory)
-        try:
-            server = await loop.create_server(lambda: connections.admit(http), host, port, backlog=BACKLOG_COUNT)
-        except OSError as error:
-            message = (
-                f"can't listen on {host} port {port}: {error}; stop the program that listens there, or use another port"
-            )
-            raise OSError(message) from error
-        stack.callback(server.close)
-        yield HttpListener(server.sockets[0].getsockname()[1], connections, stack.aclose)
 
 
 @web.middleware
@@ -391,12 +376,6 @@ async def connection_middleware(request: web.Request, handler: Handler) -> web.S
         return await handler(request)
     finally:
         release_body(request)
-
-
-def compute_connections_max(connections_max: int, descriptor_count_max: int) -> int:
-    """Maximum of connections by the setting and by the descriptors that they need."""
-    reserved = min(DESCRIPTORS_RESERVED, descriptor_count_max // 2)
-    return max(1, min(connections_max, (descriptor_count_max - reserved) // DESCRIPTORS_PER_CONNECTION))
 
 
 def connections_full() -> ClientError:

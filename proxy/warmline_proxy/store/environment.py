@@ -18,7 +18,7 @@ import lmdb
 import msgspec
 
 from warmline_common.storage import disk
-from warmline_proxy.store.environment_pool import EmptyEnvironment, EnvironmentGeneration, EnvironmentPool
+from warmline_proxy.store.environment_pool import DATA_FILE, EmptyEnvironment, EnvironmentGeneration, EnvironmentPool
 from warmline_proxy.store.errors import (
     REBUILD_HINT,
     IndexDamagedError,
@@ -26,6 +26,7 @@ from warmline_proxy.store.errors import (
     IndexMissingError,
     IndexSchemaError,
     IndexStoreError,
+    make_damage_error,
     wrap_error,
 )
 from warmline_proxy.store.files import find_superseded, is_generation, restore_access
@@ -40,7 +41,7 @@ READERS_MAX = 512
 LOCK_BYTES = 36 << 10  # of LMDB's file of so many readers, which it makes without blocks, and writes to as memory
 WRITE_BYTES_MAX = 1 << 20  # of one of LMDB's writes
 SCHEMA_KEY = b"schema"
-DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"
+LOCK_FILE = "lock.mdb"
 DAMAGE_ERRORS = (
     lmdb.BadValsizeError,
     lmdb.CorruptedError,
@@ -164,7 +165,7 @@ class LmdbEnvironment:
                 _allocate_lock_file(path / LOCK_FILE)
             env = self._open_lmdb(path)
         except DAMAGE_ERRORS as error:
-            raise _make_damage_error(path, error) from error
+            raise make_damage_error(path, error) from error
         except (lmdb.Error, OSError) as error:
             raise wrap_error(f"can't open the index in {path}", error) from error
         try:
@@ -174,7 +175,7 @@ class LmdbEnvironment:
             if isinstance(error, IndexStoreError):
                 raise
             if isinstance(error, DAMAGE_ERRORS):
-                raise _make_damage_error(path, error) from error
+                raise make_damage_error(path, error) from error
             if self._writable:
                 raise wrap_error(f"can't open the index in {path}", error) from error
             raise IndexMissingError(f"the index in {path} is not complete: {error}") from error
@@ -254,6 +255,7 @@ class LmdbEnvironment:
                     result = change(tables)
                     tables.write_sums()
                     tables.write_digest()
+                generation.require_whole_file()
                 return result
             except (lmdb.MapFullError, lmdb.PanicError):
                 raise
@@ -330,6 +332,7 @@ class LmdbEnvironment:
 
         LMDB's own compacting copy copies pages as they are, with deleted rows still in their slack.
         """
+        self._pool.current.require_whole_file()
         self._replace_generations(lambda draft: _copy_tables(self._pool.current, draft))
 
     def _replace_generations(self, fill: Callable[[EnvironmentGeneration], None]) -> None:
@@ -338,7 +341,7 @@ class LmdbEnvironment:
             old = self._pool.swap(self._write_generation(fill))
             disk.delete_tree(old.path)  # its readers have it open
         except DAMAGE_ERRORS as error:
-            raise _make_damage_error(self._pool.current.path, error) from error
+            raise make_damage_error(self._pool.current.path, error) from error
         except (lmdb.Error, OSError) as error:
             raise self._wrap_write_error("can't write the index anew", error) from error
 
@@ -398,16 +401,12 @@ def _translate_errors() -> Iterator[None]:
         raise IndexStoreError(f"can't read the index: {error}") from error
 
 
-def _make_damage_error(path: Path, flaw: object) -> IndexDamagedError:
-    return IndexDamagedError(f"the index in {path} is damaged: {flaw}; {REBUILD_HINT}", "damaged")
-
-
 def _require_sound_pages(path: Path, *, tables_only: bool) -> None:
     """Raise IndexMissingError, or IndexDamagedError where LMDB could not use a generation's data file."""
     if not (flaw := find_page_flaw(path / DATA_FILE, tables_only=tables_only)):
         return
     if os.path.lexists(path / DATA_FILE) or (os.path.lexists(path) and not path.is_dir()):
-        raise _make_damage_error(path, flaw)
+        raise make_damage_error(path, flaw)
     raise IndexMissingError(f"no index in {path}")
 
 
@@ -433,7 +432,7 @@ def _list_generations(folder: Path) -> list[Path]:
     except FileNotFoundError as error:
         raise IndexMissingError(f"no index in {folder}") from error
     except NotADirectoryError as error:
-        raise _make_damage_error(folder, "it is no folder") from error
+        raise make_damage_error(folder, "it is no folder") from error
 
 
 def _copy_tables(old: EnvironmentGeneration, new: EnvironmentGeneration) -> None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from warmline_proxy.store.errors import IndexFullError, IndexStoreError
+from warmline_proxy.store.errors import IndexFullError, IndexStoreError, make_damage_error
 
+DATA_FILE = "data.mdb"
 EXCLUSIVE_WAIT_S = 10.0  # readers take milliseconds, checking the whole index somewhat longer
 
 
@@ -42,9 +43,23 @@ class EnvironmentGeneration:
     users: int = 0
     retired: bool = False
     lost: bool = False  # to be opened again before its next use
+    file_bytes: int = 0  # of the data file, when it was last seen
 
     def map_bytes(self) -> int:
         return int(self.env.info()["map_size"])
+
+    def require_whole_file(self) -> None:
+        """Raise IndexDamagedError where the data file became shorter: LMDB, which never cuts it, has it mapped, and the
+        system ends a process that reads beyond a mapped file's end.
+        """
+        known = self.file_bytes
+        try:
+            now = (self.path / DATA_FILE).stat().st_size
+        except OSError:  # of a compacted generation, which is open and has no name any more; or there is none
+            return
+        if now < known:
+            raise make_damage_error(self.path, f"its file was cut from {known} to {now} bytes")
+        self.file_bytes = now
 
 
 class EnvironmentPool:
@@ -58,7 +73,7 @@ class EnvironmentPool:
 
     @contextmanager
     def acquire(self) -> Iterator[EnvironmentGeneration]:
-        """Raises IndexStoreError where it is closed, or could not be opened again."""
+        """Raises IndexStoreError where it is closed, could not be opened again, or its file was cut."""
         depth = getattr(self._thread_state, "depth", 0)
         with self._lock:
             if not depth:  # a thread with a use already would wait for itself
@@ -69,6 +84,7 @@ class EnvironmentPool:
             generation.users += 1
         self._thread_state.depth = depth + 1
         try:
+            generation.require_whole_file()
             yield generation
         finally:
             self._thread_state.depth = depth

@@ -11,6 +11,7 @@ IndexStoreError
 
 import errno
 import os
+from pathlib import Path
 
 DAMAGE_MARKERS = ("MDB_BAD_TXN", "MDB_CORRUPTED", "MDB_PAGE_NOTFOUND")  # in what lmdb says
 NO_SPACE_CODES = ("ENOSPC", "EDQUOT")
@@ -47,6 +48,10 @@ class DiskBudgetError(IndexStoreError):
 
 class IndexReadOnlyError(IndexStoreError):
     pass
+
+
+def make_damage_error(path: Path, flaw: object) -> IndexDamagedError:
+    return IndexDamagedError(f"the index in {path} is damaged: {flaw}; {REBUILD_HINT}", "damaged")
 
 
 def wrap_error(what: str, error: Exception) -> IndexStoreError:

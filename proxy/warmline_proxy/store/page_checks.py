@@ -6,13 +6,14 @@ roots of the named tables.  Content of entries is not looked at: that is `row_ch
 """
 
 import os
-import stat
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from struct import Struct
 from typing import NamedTuple
+
+from warmline_common.storage import disk
 
 MAGIC, VERSION = 0xBEEFC0DE, 1
 BRANCH, LEAF, OVERFLOW, META = 1, 2, 4, 8  # flags of pages
@@ -71,14 +72,13 @@ class _Node(NamedTuple):
 def find_page_flaw(file: Path, *, tables_only: bool = False) -> str:
     """Flaw of a data file, with which LMDB could not open, read or write it; "" where there is none.
 
-    `tables_only`: what opening reads, as fast as that.  Another process may write the file meanwhile.  Never raises.
+    `tables_only`: what opening reads, as fast as that; all where the file ends before its last page.  Another process
+    may write the file meanwhile.  Never raises.
     """
     flaw = ""
     for _ in range(CHANGES_MAX):
         try:
-            if not stat.S_ISREG(file.stat().st_mode):
-                return "it is no regular file"
-            with file.open("rb", buffering=0) as opened:
+            with disk.open_to_read(file) as opened:
                 check = _PageCheck(opened.fileno())
                 try:
                     check.run(tables_only)
@@ -108,7 +108,7 @@ class _PageCheck:
         self._last_page, self._seen = meta.last_page, bytearray(meta.last_page + 1)
         self._seen[:2] = b"\1\1"
         tables = [(node.key.decode(errors="replace"), self._read_table(node)) for node in self._walk("main", meta.main)]
-        if tables_only:
+        if tables_only and self._count_pages() > self._last_page:  # LMDB need not write last pages that became free
             for name, record in tables:
                 _require(record.root == NO_PAGE or record.root <= self._last_page, f"table {name} has no root")
             return
@@ -143,8 +143,12 @@ class _PageCheck:
         _require(is_fresh or is_turn, "its metas are not of two successive transactions")
         _require(1 <= newest.last_page < newest.map_bytes // size, f"it has {newest.last_page} pages")
         _require(newest.map_bytes <= MAP_BYTES_MAX, f"it has a map of {newest.map_bytes} bytes")
-        _require(newest.last_page <= os.fstat(self._descriptor).st_size // size + (1 << 20), "its last page is far off")
+        _require(newest.last_page <= self._count_pages() + (1 << 20), "its last page is far off")
         return newest
+
+    def _count_pages(self) -> int:
+        """Whole pages that the file has now."""
+        return os.fstat(self._descriptor).st_size // self._page_bytes
 
     # --- trees ---
 

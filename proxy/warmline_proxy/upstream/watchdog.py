@@ -14,8 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from warmline_common.process.pids import read_command_line, read_pid
+from warmline_common.process.pids import read_command_line
 from warmline_common.protocol.messages import HealthReply
+from warmline_common.storage.file_lock import read_pid
 from warmline_proxy.upstream.client import Upstream, UpstreamConnectionError, UpstreamError
 
 log = logging.getLogger(__name__)

@@ -68,7 +68,12 @@ def test_digest_cache_is_private_and_rebuilt_when_damaged(model: Path, home: Pat
     for damage in ("{", "[]", '{"a": 5}', "[" * 100_000):
         path.write_text(damage)
         assert fingerprint_folder(model, home) == first
-    assert len(digested_files) == 5
+    for place in ("FIFO", "link"):
+        path.unlink()
+        os.mkfifo(path) if place == "FIFO" else path.symlink_to("/dev/zero")
+        assert fingerprint_folder(model, home) == first
+        assert path.is_file() and not path.is_symlink()
+    assert len(digested_files) == 7
 
 
 def test_changed_modification_time_rereads_weights(model: Path, home: Path, digested_files: list[str]) -> None:

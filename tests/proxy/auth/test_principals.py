@@ -1,6 +1,7 @@
 """Client keys in the home: created, rotated and removed while a proxy runs; caches are separate."""
 
 import json
+import os
 import re
 import stat
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ from warmline_proxy.auth.key_store import (
 from warmline_proxy.auth.principals import ANONYMOUS, Client, ClientKeys
 from warmline_proxy.config import ProxyConfig
 from warmline_proxy.errors import ClientError
-from warmline_proxy.http.connections import listen
+from warmline_proxy.listener import listen
 from warmline_proxy.request.admission import identify_caller
 
 PROMPT = "Once upon a time there was a conversation. " * 20
@@ -126,6 +127,12 @@ def test_key_file_changes_apply_at_once(home: Home) -> None:
     good = home.keys.read_bytes()
     home.keys.write_bytes(b"{")
     assert keys.authenticate(make_bearer_header(renewed.key)).name == "me", "a damaged file changes nothing"
+    for place in ("FIFO", "link"):
+        home.keys.unlink()
+        os.mkfifo(home.keys) if place == "FIFO" else home.keys.symlink_to("/dev/zero")
+        assert keys.authenticate(make_bearer_header(renewed.key)).name == "me", place
+        with pytest.raises(KeyStoreError, match=r"keys\.json can't be read: it is no regular file"):
+            ClientKeys(ProxyConfig(home=home))
     home.keys.unlink()
     assert keys.authenticate(make_bearer_header(renewed.key)).name == "me", "a deleted file must not admit everybody"
     with pytest.raises(Exception, match="401"):

@@ -15,7 +15,6 @@ from warmline_proxy.http.connections import (
     PIPELINED_BYTES_MAX,
     ConnectionPhase,
     Connections,
-    compute_connections_max,
 )
 
 MANY = 1_000
@@ -69,7 +68,10 @@ async def test_longest_idle_connection_is_closed(tmp_path: Path) -> None:
     ids=["half a head", "half a body", "nothing"],
 )
 @on_loop
-async def test_unfinished_requests_do_not_lock_others_out(tmp_path: Path, beginning: str) -> None:
+async def test_unfinished_requests_do_not_lock_others_out(
+    tmp_path: Path, beginning: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "FIRST_BYTE_S", 0.02)
     async with run_server(tmp_path, connections_max=5) as (server, connect):
         busy = await connect()
         busy.get("/hold")
@@ -104,6 +106,9 @@ class WaitingConnection:
     unsent_bytes: int = 0
     has_made_way: bool = False
 
+    def makes_way(self, now: float) -> bool:
+        return not self.unsent_bytes
+
     def displace(self) -> None:
         self.has_made_way = True
 
@@ -123,27 +128,30 @@ async def test_address_with_most_waiting_connections_makes_way() -> None:
     register(WaitingConnection("10.0.0.3", is_waiting=False))
     registry.update(progressing)  # type: ignore[arg-type]  # it has sent a byte
     for next_one in (*idle, progressing, modest):
-        assert registry._close_waiting() and next_one.has_made_way
-    assert not registry._close_waiting() and not slow_reader.has_made_way
+        assert registry.close_waiting() and next_one.has_made_way
+    assert not registry.close_waiting() and not slow_reader.has_made_way
 
 
 @on_loop
-async def test_refusals_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "REFUSALS_COUNT_MAX", 1)
+async def test_connections_beyond_refusals_wait_in_the_kernel(tmp_path: Path) -> None:
     async with run_server(tmp_path, connections_max=1) as (server, connect):
-        (await connect()).get("/hold")
+        busy = await connect()
+        busy.get("/hold")
         await server.held.wait()
-        silent, unheard = await connect(), await connect()
-        unheard.get("/echo")
-        assert await unheard.is_closed()
+        silent = await connect()
+        await wait_until(lambda: len(server.connections.refusals) == 1)
+        waiting = [await connect() for _ in range(20)]
+        for client in waiting:
+            client.get("/echo")
         assert (await silent.request("/echo"))[0] == 503
-
-
-def test_compute_connections_max() -> None:
-    assert compute_connections_max(2048, 8192) == 2048
-    assert compute_connections_max(2048, 256) == 64
-    assert compute_connections_max(2048, 128) == 32
-    assert compute_connections_max(10, 128) == 10
+        silent.writer.close()
+        assert (await waiting[0].read_response())[0] == 503
+        server.released.set()
+        assert (await busy.read_response())[2] == {"held": True}
+        waiting[0].writer.close()
+        for client in waiting[1:]:  # refused before the held one ended, or answered
+            assert (await client.read_response())[0] in (200, 503)
+            client.writer.close()
 
 
 @on_loop

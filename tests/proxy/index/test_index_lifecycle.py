@@ -13,15 +13,22 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from support.index.indexes import LAYOUT, MODEL, ROOT, count_matched, make_home, save
+from support.index.indexes import LAYOUT, MODEL, PAGE_BYTES, ROOT, count_matched, make_home, save
 from warmline_common.protocol.tokens import pack_tokens, unpack_tokens
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
 from warmline_proxy.index.index import Index, IndexReader
+from warmline_proxy.index.recovery.repair import repair
 from warmline_proxy.index.recovery.verify import verify_index
 from warmline_proxy.index.save import SaveIntent
 from warmline_proxy.store.environment import LmdbEnvironment
-from warmline_proxy.store.errors import IndexFullError, IndexMissingError, IndexSchemaError, IndexStoreError
+from warmline_proxy.store.errors import (
+    IndexDamagedError,
+    IndexFullError,
+    IndexMissingError,
+    IndexSchemaError,
+    IndexStoreError,
+)
 from warmline_proxy.store.rows import RequestRecord
 
 A = list(range(1000, 4000))
@@ -211,6 +218,50 @@ def fail_in_lmdb(monkeypatch: pytest.MonkeyPatch, what: str, error: Exception, t
         return act()
 
     monkeypatch.setattr(disk, "run_lmdb", in_lmdb)
+
+
+def cut_file(home: Home, pages: int) -> bytes:
+    """Cut the index's file to so many pages, or by so many; what it was before."""
+    (data,) = home.index.glob("*/data.mdb")
+    whole = data.read_bytes()
+    os.truncate(data, pages * PAGE_BYTES + (len(whole) if pages < 0 else 0))
+    return whole
+
+
+def require_cut_is_reported(*uses: Callable[[], object]) -> None:
+    for use in uses:
+        with pytest.raises(IndexDamagedError, match=r"was cut from .*verify --repair"):
+            use()
+
+
+@pytest.mark.parametrize("pages", [0, 1, 3, -1])
+def test_open_index_reports_that_its_file_was_cut(home: Home, pages: int) -> None:
+    """LMDB would end the process."""
+    with Index(home, 1 << 30) as index:
+        for number in range(40):
+            save(index, [number] * 5)
+        assert len(index.segments()) == 40
+        cut_file(home, pages)
+        require_cut_is_reported(
+            index.segments, index.totals, index.require_sound_pages, index.compact, lambda: save(index, [7] * 9)
+        )
+        assert repair(index, deep=False, is_saving=False).did
+        assert len(index.segments()) == 40
+        save(index, [7] * 9)
+        assert verify_index(index) == []
+
+
+@pytest.mark.parametrize("pages", [0, 1, 3, -1])
+def test_open_reader_reports_that_its_file_was_cut(home: Home, pages: int) -> None:
+    with Index(home, 1 << 30) as index:
+        for number in range(40):
+            save(index, [number] * 5)
+    with IndexReader(home) as reader:
+        assert len(reader.segments()) == 40
+        whole = cut_file(home, pages)
+        require_cut_is_reported(reader.segments, reader.totals, reader.require_sound_pages)
+        next(home.index.glob("*/data.mdb")).write_bytes(whole)
+        assert len(reader.segments()) == 40
 
 
 def test_other_schema_is_refused(home: Home) -> None:

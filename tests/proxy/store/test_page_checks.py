@@ -58,6 +58,33 @@ def test_sound_files_have_no_flaw(tmp_path: Path, seed: int) -> None:
     assert find_page_flaw(file) == find_page_flaw(file, tables_only=True) == ""
 
 
+def write_short_file(folder: Path) -> Path:
+    """Write a file that ends before its last page: that was taken and left in one transaction."""
+    with lmdb.open(str(folder), max_dbs=1, map_size=1 << 24) as env:
+        table = env.open_db(b"table")
+        for _ in range(4):  # leaves free pages, of which the next one makes its list of them
+            with env.begin(write=True) as txn:
+                txn.put(b"small", bytes(100), db=table)
+        with env.begin(write=True) as txn:
+            txn.put(b"large", bytes(40 * PAGE_BYTES), db=table)
+            txn.delete(b"large", db=table)
+        file = folder / "data.mdb"
+        assert file.stat().st_size < env.info()["last_pgno"] * PAGE_BYTES
+    return file
+
+
+def test_file_without_its_last_free_pages_has_no_flaw(tmp_path: Path) -> None:
+    file = write_short_file(tmp_path)
+    assert find_page_flaw(file) == find_page_flaw(file, tables_only=True) == ""
+
+
+def test_file_that_is_cut_is_checked_whole(tmp_path: Path, sound: bytes) -> None:
+    file = tmp_path / "data.mdb"
+    for size in random.Random(1).sample(range(0, len(sound), PAGE_BYTES // 2), 12):
+        file.write_bytes(sound[:size])
+        assert find_page_flaw(file, tables_only=True) == find_page_flaw(file)
+
+
 def test_new_file_has_no_flaw(tmp_path: Path) -> None:
     lmdb.open(str(tmp_path)).close()
     assert find_page_flaw(tmp_path / "data.mdb") == ""

@@ -8,7 +8,13 @@ import pytest
 
 from warmline_backend.config import parse_config as parse_backend
 from warmline_common.settings.parsers import STABILIZE_RULES
-from warmline_common.settings.resolve import ConfigurationError, ResolvedConfig, describe_misspelt_variables, resolve
+from warmline_common.settings.resolve import (
+    ConfigurationError,
+    ResolvedConfig,
+    describe_misspelt_variables,
+    read_setting,
+    resolve,
+)
 from warmline_common.settings.table import SETTINGS, list_settings
 from warmline_proxy.config import parse_config as parse_proxy
 from warmline_proxy.explain.prompt_head import RULES
@@ -101,6 +107,13 @@ def test_bad_values_are_refused_in_one_line(tmp_path: Path, toml: str, message: 
     with pytest.raises(ConfigurationError, match=message) as caught:
         resolve_settings(tmp_path, toml)
     assert "\n" not in str(caught.value) or "TOML" in message
+
+
+def test_irregular_file_is_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "warmline.toml")
+    with pytest.raises(ConfigurationError, match=r"warmline\.toml can't be read: it is no regular file"):
+        resolve({"home": str(tmp_path)}, {})
+    assert read_setting(tmp_path, "port", {}) == SETTINGS["port"].default
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "some.name"])

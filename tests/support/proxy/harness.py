@@ -16,9 +16,9 @@ from support.proxy.fake_backend import FakeBackend
 from warmline_common.storage.home import Home
 from warmline_proxy.app import build_app
 from warmline_proxy.config import GB, ProxyConfig
-from warmline_proxy.http.connections import listen
 from warmline_proxy.index.index import Index
 from warmline_proxy.index.responses import ResponseLimits
+from warmline_proxy.listener import listen
 from warmline_proxy.store.rows import RequestRecord
 
 P = ParamSpec("P")

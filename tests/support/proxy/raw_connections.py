@@ -18,7 +18,8 @@ from warmline_proxy.errors import ClientError
 from warmline_proxy.http import connections
 from warmline_proxy.http.bodies import BodyReader, write_chunk
 from warmline_proxy.http.body_budget import BodyBudget
-from warmline_proxy.http.connections import KEEPALIVE_IDLE_OPTION, Connections, listen
+from warmline_proxy.http.connections import KEEPALIVE_IDLE_OPTION, Connections
+from warmline_proxy.listener import listen
 
 Answer = tuple[int, dict[str, str], Any]
 

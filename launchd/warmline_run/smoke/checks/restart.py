@@ -5,7 +5,9 @@ import os
 import signal
 import time
 
-from warmline_common.process.pids import read_command_line, read_pid
+from warmline_common.process.pids import read_command_line
+from warmline_common.storage.file_lock import read_pid
+from warmline_common.storage.home import Home
 from warmline_run.smoke.check import CheckFailedError, CheckNotRunError, Target
 from warmline_run.smoke.checks.basic import WITH_LOGPROBS
 from warmline_run.smoke.checks.long_transcript import TranscriptTurn, compare_with_cold
@@ -47,10 +49,10 @@ async def _read_secret(target: Target) -> str:
     if target.home is None:
         raise CheckNotRunError("only a server on this machine can be restarted")
     try:
-        secret = (target.home / "secret").read_text().strip()
+        secret = Home(target.home).read_secret()
     except OSError as error:
         raise CheckNotRunError(
-            f"{target.home / 'secret'} can't be read ({error.strerror}): name the server's home with --home"
+            f"{target.home / 'secret'} can't be read ({error.strerror or error}): name the server's home with --home"
         ) from None
     status, _ = await target.client.get("//warmline/status", secret)
     if status != 200:
