@@ -105,7 +105,16 @@ async def _run_acceptor(listening: socket.socket, connections: Connections, http
 
 
 async def _accept(listening: socket.socket, connections: Connections, http: web.Server) -> None:
-    """Accept connections until cancelled."""
+    """Accept connections until cancelled, whatever becomes of one of them."""
+    while True:
+        try:
+            await _accept_until_error(listening, connections, http)
+        except Exception:
+            log.exception("accepting connections failed; trying again")
+            await asyncio.sleep(ACCEPT_RETRY_S)
+
+
+async def _accept_until_error(listening: socket.socket, connections: Connections, http: web.Server) -> None:
     loop, logged_at = asyncio.get_running_loop(), float("-inf")
     async with asyncio.TaskGroup() as openings:
         for number in count(1):

@@ -8,10 +8,12 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from support.proxy.harness import on_loop
 from support.proxy.raw_connections import run_server, wait_until
 from warmline_proxy import listener
+from warmline_proxy.http.connections import Connections
 from warmline_proxy.listener import compute_connections_max
 
 
@@ -96,3 +98,21 @@ async def test_lack_of_descriptors_is_logged_once_and_overcome(
         assert [(await each.request("/echo"))[0] for each in (first, second)] == [200, 200]
         assert await idle.is_closed()  # and made way
         assert lacking == 0 and caplog.text.count("no connection can be accepted: [Errno 24]") == 1
+
+
+@on_loop
+async def test_accepting_goes_on_after_a_defect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with run_server(tmp_path) as (_, connect):
+        real, failures = Connections.admit, [RuntimeError("a defect")]
+
+        def admit(self: Connections, http: web.Server) -> asyncio.Protocol:
+            if failures:
+                raise failures.pop()
+            return real(self, http)
+
+        monkeypatch.setattr(Connections, "admit", admit)
+        await connect()
+        await wait_until(lambda: "accepting connections failed" in caplog.text)
+        assert (await (await connect()).request("/echo"))[0] == 200
