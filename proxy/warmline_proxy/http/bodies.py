@@ -81,15 +81,16 @@ class BodyReader:
         Raises ClientError 503 where there is no memory for it, 413 where there never is, ValueError for damaged data.
         """
         began, structure, text = body.counted_bytes, JsonStructure(), bytearray()
+        compressed_bytes = 0 if coding == "identity" else len(data)  # plain data are the index's own buffer
         try:
-            body.count(len(data))
+            body.count(compressed_bytes)
             for part in _decode_stored(data, coding):
                 body.count(len(part) + _feed(structure, part))
                 text += part
                 if len(text) > INLINE_BYTES_MAX:
                     async with self._turn:
                         await asyncio.sleep(0)
-            body.discount(len(data))
+            body.discount(compressed_bytes)
         except BaseException:
             body.discount(body.counted_bytes - began)
             raise

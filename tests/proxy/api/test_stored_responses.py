@@ -9,10 +9,15 @@ import pytest
 
 from support.proxy.harness import ProxyHarness, on_loop, run_proxy
 from support.proxy.purges import run_purge
+from support.proxy.raw_connections import open_client, wait_until
 from support.proxy.responses import RESPONSES_PATH, read_events
+from warmline_proxy.app import COMPONENTS
 from warmline_proxy.auth.key_store import add_key
+from warmline_proxy.http.bodies import JSON_CONTAINERS_MAX, BodyReader, StoredText
+from warmline_proxy.http.body_budget import BodyBudget, RequestBody
 from warmline_proxy.index.responses import MB
 
+QUESTION = [{"role": "user", "content": "Who?"}]
 TEXT = "What is the capital of France? " * 4  # more than a block of tokens
 
 
@@ -26,6 +31,11 @@ async def create(proxy: ProxyHarness, value: object = TEXT, key: str = "", **fie
     response = await post(proxy, value, key, **fields)
     assert response.status == 200, await response.text()
     return await response.json()
+
+
+async def create_large(proxy: ProxyHarness, size: int, **fields: Any) -> Any:
+    """Response whose input has an item of that size, which no model reads."""
+    return await create(proxy, [{"type": "web_search_call", "query": "x" * size}, *QUESTION], **fields)
 
 
 async def fetch(proxy: ProxyHarness, rest: str, key: str = "", method: str = "GET") -> tuple[int, Any]:
@@ -88,6 +98,20 @@ async def test_input_items_are_paged(tmp_path: Path) -> None:
 
 
 @on_loop
+async def test_response_that_is_larger_than_all_may_be_says_that_it_is_not_stored(tmp_path: Path) -> None:
+    async with run_proxy(tmp_path, responses_keep_mb=0.1) as proxy:
+        for size, is_stored in ((60_000, True), (120_000, False)):
+            response = await create_large(proxy, size)
+            assert response["store"] is is_stored
+            assert (await fetch(proxy, response["id"]))[0] == (200 if is_stored else 404)
+        proxy.backend.answer = ["x" * 120_000]
+        events = await read_events(await post(proxy, stream=True))
+        stored = [event["response"]["store"] for event in events if "response" in event]
+        assert stored == [True, True, False], "it is its answer that is too large"
+        assert (await fetch(proxy, events[-1]["response"]["id"]))[0] == 404
+
+
+@on_loop
 async def test_response_of_another_key_is_unknown(tmp_path: Path) -> None:
     async with run_proxy(tmp_path, share_cache=True, client_key="mine") as proxy:
         other = add_key(proxy.home, "other").key
@@ -141,6 +165,112 @@ async def test_input_tokens_counts_previous_response(tmp_path: Path) -> None:
         assert counted["input_tokens"] == len("<user>Hi.\n<assistant>Paris.\n<user>And?\n<assistant>")
 
 
+# ---- memory
+
+
+def find_budget(proxy: ProxyHarness) -> BodyBudget:
+    return proxy.app[COMPONENTS].body_reader._budget
+
+
+@on_loop
+async def test_unread_pages_of_large_items_stay_within_the_budget(tmp_path: Path) -> None:
+    async with run_proxy(tmp_path, body_budget_mb=8) as proxy:
+        rest, budget = f"{(await create_large(proxy, 1_900_000))['id']}/input_items", find_budget(proxy)
+        clients = [await open_client(int(proxy.url.rpartition(":")[2]), 4096) for _ in range(6)]
+        for client in clients:
+            client.get(f"{RESPONSES_PATH}/{rest}")
+        statuses = sorted([int((await client.reader.readline()).split()[1]) for client in clients])
+        assert statuses[:2] == [200, 200] and statuses[3:] == [503] * 3, "three quarters of the budget are one client's"
+        assert statuses.count(200) * 1_900_000 < budget.counted_bytes <= 6_000_000
+        async with proxy.client.get(f"{proxy.url}/health") as health:
+            assert health.status == 200
+        for client in clients:
+            client.reset()
+        await wait_until(lambda: not budget.counted_bytes)
+        status, page = await fetch(proxy, rest)
+        assert status == 200 and len(page["data"][1]["query"]) == 1_900_000
+
+
+@on_loop
+async def test_continued_response_counts_until_its_answer(tmp_path: Path) -> None:
+    async with run_proxy(tmp_path, body_budget_mb=8) as proxy:
+        first, budget = await create_large(proxy, 500_000), find_budget(proxy)
+        await wait_until(lambda: not budget.counted_bytes)
+        asking = await hold_response(proxy, input="And?", previous_response_id=first["id"])
+        assert 500_000 < budget.counted_bytes < 600_000
+        proxy.backend.may_continue.set()
+        assert (await read_events(await asking))[-1]["response"]["store"] is True
+        await wait_until(lambda: not budget.counted_bytes)
+
+
+@on_loop
+async def test_references_keep_their_items_alone_and_read_each_response_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, sizes = BodyReader.read_stored, list[int]()
+
+    async def record(reader: BodyReader, body: RequestBody, data: bytes, coding: str) -> StoredText:
+        text = await read(reader, body, data, coding)
+        sizes.append(len(text.data))
+        return text
+
+    monkeypatch.setattr(BodyReader, "read_stored", record)
+    async with run_proxy(tmp_path, body_budget_mb=1) as proxy:
+        budget, references = find_budget(proxy), list[dict[str, str]]()
+        for _ in range(4):  # all at once would exceed the budget
+            response = await create_large(proxy, 300_000)
+            references += [{"type": "item_reference", "id": response["output"][0]["id"]}, *QUESTION] * 2
+        await proxy.wait_until_saved()
+        asking = await hold_response(proxy, input=references, store=False)
+        assert len(sizes) == 4 and 0 < budget.counted_bytes < 50_000
+        proxy.backend.may_continue.set()
+        await read_events(await asking)
+        asked = proxy.backend.calls["prompts"][-1]["messages"]
+        assert [each["content"] for each in asked] == ["Paris.", "Who?"] * 8
+
+
+@on_loop
+async def test_response_that_never_fits_into_the_budget_is_a_413(tmp_path: Path) -> None:
+    async with run_proxy(tmp_path, body_budget_mb=1) as proxy:
+        proxy.backend.answer = ["x" * 400_000]
+        first = await create_large(proxy, 400_000)
+        for rest in (first["id"], f"{first['id']}/input_items"):
+            status, reply = await fetch(proxy, rest)
+            assert status == 413 and "750000 bytes" in reply["error"]["message"]
+        assert (await post(proxy, previous_response_id=first["id"])).status == 413
+        await wait_until(lambda: not find_budget(proxy).counted_bytes)
+
+
+@on_loop
+async def test_continued_conversation_is_bounded_as_if_it_were_sent_whole(tmp_path: Path) -> None:
+    async with run_proxy(tmp_path) as proxy:
+        part = {"type": "web_search_call", "parts": [{}] * (JSON_CONTAINERS_MAX * 2 // 3)}
+        first = await create(proxy, [part, *QUESTION])
+        await create(proxy, "And?", previous_response_id=first["id"])
+        reference = {"type": "item_reference", "id": f"item_{first['id'].removeprefix('resp_')}_i0"}
+        bodies: list[dict[str, Any]] = [
+            {"value": [part], "previous_response_id": first["id"]},
+            {"value": [reference, *QUESTION, reference]},
+        ]
+        for fields in bodies:
+            answer = await post(proxy, **fields)
+            message = (await answer.json())["error"]["message"]
+            assert answer.status == 400 and "objects and lists, with the stored items" in message
+        assert (await fetch(proxy, f"{first['id']}/input_items"))[0] == 200, "it is read all the same"
+
+
+@on_loop
+async def test_damaged_response_is_not_used(tmp_path: Path) -> None:
+    async with run_proxy(tmp_path) as proxy:
+        first = await create(proxy)
+        await proxy.wait_until_saved()
+        proxy.index.transact(lambda tables: tables.put("response_bodies", next(tables.items("responses"))[0], b"x" * 9))
+        assert (await fetch(proxy, first["id"]))[0] == 404
+        assert (await post(proxy, previous_response_id=first["id"])).status == 400
+        reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+        assert (await post(proxy, [reference])).status == 404
+
+
 # ---- running responses
 
 
@@ -157,6 +287,12 @@ async def test_running_response_is_in_progress_and_stored_as_cancelled(tmp_path:
     async with run_proxy(tmp_path) as proxy:
         asking = await hold_response(proxy)
         assert (await fetch(proxy, "resp_r-1"))[1]["status"] == "in_progress"
+        continued = await post(proxy, previous_response_id="resp_r-1")
+        referred = await post(proxy, [{"type": "item_reference", "id": "msg_r-1_0"}])
+        refusals = [(each.status, await each.json()) for each in (continued, referred)]
+        for status, reply in (await fetch(proxy, "resp_r-1/input_items"), *refusals):
+            assert (status, reply["error"]["code"]) == (409, "response_in_progress")
+            assert "'resp_r-1' is still being answered: wait for its end" in reply["error"]["message"]
         cancelled = await fetch(proxy, "resp_r-1/cancel", method="POST")
         await read_events(await asking)
         assert cancelled == await fetch(proxy, "resp_r-1") and cancelled[1]["status"] == "cancelled"
