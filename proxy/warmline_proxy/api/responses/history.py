@@ -39,7 +39,7 @@ class StoredItem:
     text: msgspec.Raw
     id: str  # by which it is listed and referred to
     type: str
-    has_own_id: bool = True  # False where an item before it has the id that is in its text
+    own_id: str  # in its text; differs where an item before it has the same
 
     @property
     def size(self) -> int:
@@ -51,11 +51,11 @@ class StoredItem:
 
     def list(self) -> JsonObject | msgspec.Raw:
         """The item with the id by which it is listed."""
-        return self.text if self.has_own_id else {**self.decode(), "id": self.id}
+        return self.text if self.id == self.own_id else {**self.decode(), "id": self.id}
 
     def copy(self) -> "StoredItem":
         """The item alone, without the text of its response."""
-        return StoredItem(self.text.copy(), self.id, self.type, self.has_own_id)
+        return StoredItem(self.text.copy(), self.id, self.type, self.own_id)
 
 
 Item = JsonObject | StoredItem
@@ -83,7 +83,7 @@ class AnsweredRequest:
     @property
     def earlier_answer_ids(self) -> Iterable[str]:
         """Ids of the answers whose items are in the input; possibly repeated."""
-        ids = (item.id if isinstance(item, StoredItem) else item["id"] for item in self.input)
+        ids = (item.own_id if isinstance(item, StoredItem) else item["id"] for item in self.input)
         return filter(None, map(find_answer_id, ids))
 
     def encode(self) -> bytes:
@@ -137,7 +137,7 @@ def _parse_items(texts: list[msgspec.Raw], answer_id: str) -> list[StoredItem]:
         while item_id in used_ids or (item_id != head.id and item_id in own_ids):
             item_id, number = _name_item(head.type, f"{answer_id}_i{number}"), number + len(texts)
         used_ids.add(item_id)
-        items.append(StoredItem(text, item_id, head.type, item_id == head.id))
+        items.append(StoredItem(text, item_id, head.type, head.id))
     return items
 
 
