@@ -1,6 +1,7 @@
+# make help    print this list, as `make` alone does
 # make run     serve the demo model; Ctrl-C stops.  MODEL=path-or-repo HOME_DIR= HOST= PORT= BACKEND_PORT= ARGS="..."
 # make test    lint and all tests (ARGS="-k name" for some, JOBS=1 for one at a time; most wait for processes, so three run on two cores)
-# make newcomer   a newcomer's way from a first start to a service and a purge, in a home of its own: MODEL=path-or-repo PORT=...
+# make newcomer   a newcomer's way from a first start to a service and a purge, in a home of its own.  MODEL=path-or-repo PORT=...
 # make chaos   a storm over the pair for ten minutes: SECONDS=600 SEED=7
 # make soak    warm against cold: any order of steps on pairs of every cache family.  STEPS=2000 FAMILIES=llama,gemma3
 #              MODES=fast,exact SEED=7 ARGS="--replay SCRIPT"
@@ -31,7 +32,10 @@ TB_LOCK := requirements/terminal-bench.txt requirements/terminal-bench-itself.tx
 # Where Python may not keep what it has compiled, each start of a pair takes twice as long, and tests start a hundred.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run newcomer test pytest chaos soak index-damage terminal-bench terminal-bench-setup setup cuda lint reference lock clean
+.PHONY: help run newcomer test pytest chaos soak index-damage terminal-bench terminal-bench-setup setup cuda lint reference lock clean
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 run: setup
 	@exec $(BIN)/warmline serve $(if $(MODEL),--model "$(MODEL)") $(if $(HOME_DIR),--home "$(HOME_DIR)") \

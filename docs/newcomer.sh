@@ -5,11 +5,12 @@
 #
 #     MODEL=~/models/my-model docs/newcomer.sh
 #
-# HOME_DIR, PORT and BACKEND_PORT are as in `make run`, but the home is a new one by default, that of a real start is left alone.
+# MODEL, HOME_DIR, PORT and BACKEND_PORT are as in `make run`, but the home is a new one by default, that of a real start is left alone.
+# Without a service manager or Chromium, their steps say so and do the same in another way.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-[[ ${MODEL:-} ]] || { echo "newcomer: say MODEL=..., a folder or repository that mlx-lm loads" >&2 && exit 2; }
+MODEL=${MODEL:-demo}
 HOME_DIR=${HOME_DIR:-$(mktemp -d)/warmline}
 PORT=${PORT:-8026} BACKEND_PORT=${BACKEND_PORT:-8025}
 BIN=${BIN:-.venv/bin}
@@ -42,7 +43,10 @@ PYTHON
 }
 
 reused() { # MINIMUM QUESTION: sets COUNT
-    COUNT=$(ask "$2" | tee /dev/stderr | tail -n 1)
+    local answer
+    answer=$(ask "$2")
+    printf '%s\n' "$answer"
+    COUNT=${answer##*$'\n'}
     ((COUNT >= $1)) || fail "expected at least $1 tokens to be reused, not $COUNT"
 }
 
@@ -53,21 +57,36 @@ page() { # the dashboard as a browser shows it, once the text that is asked for 
         --user-data-dir="$(mktemp -d)" --virtual-time-budget=8000 --dump-dom "$URL/admin" 2>/dev/null
 }
 
+serve() { # sets SERVING, and waits until it is ready
+    local log
+    log=$(mktemp)
+    "$BIN/warmline" serve --model "$MODEL" >"$log" 2>&1 &
+    SERVING=$!
+    until grep -q '^ready ' "$log"; do
+        kill -0 "$SERVING" 2>/dev/null || fail "it does not start: $(tail -n 5 "$log")"
+        sleep 0.2
+    done
+    grep '^ready ' "$log"
+}
+
+stop() {
+    kill "$SERVING"
+    wait "$SERVING" || true
+}
+
+has_service_manager() {
+    [[ $KEEPER == launchd ]] || systemctl --user daemon-reload 2>/dev/null
+}
+
 step "Install"
 [[ $BIN != .venv/bin ]] || make --no-print-directory setup
 "$BIN/warmline" --version
 
 step "Serve a model of your own"
 "$BIN/warmline" doctor "$MODEL"
-log=$(mktemp)
-"$BIN/warmline" serve --model "$MODEL" >"$log" 2>&1 &
-serving=$!
-trap 'kill "$serving" 2>/dev/null || true; "$BIN/warmline" "$KEEPER" uninstall --name "$NAME" >/dev/null 2>&1 || true' EXIT
-until grep -q '^ready ' "$log"; do
-    kill -0 "$serving" 2>/dev/null || fail "it does not start: $(tail -n 5 "$log")"
-    sleep 0.2
-done
-grep '^ready ' "$log"
+SERVING=""
+trap 'kill "$SERVING" 2>/dev/null || true; "$BIN/warmline" "$KEEPER" uninstall --name "$NAME" >/dev/null 2>&1 || true' EXIT
+serve
 
 step "Point a client at it: the second time all but the last token is there"
 ask "What is a lighthouse?"
@@ -84,10 +103,14 @@ fi
 "$BIN/cachectl" explain
 
 step "Keep it as a service: it starts from what is on disk"
-kill "$serving"
-wait "$serving" || true
-"$BIN/warmline" "$KEEPER" install --name "$NAME" --model "$MODEL"
-"$BIN/warmline" "$KEEPER" status --name "$NAME"
+stop
+if has_service_manager; then
+    "$BIN/warmline" "$KEEPER" install --name "$NAME" --model "$MODEL"
+    "$BIN/warmline" "$KEEPER" status --name "$NAME"
+else
+    echo "no systemd of this user answers here; started again without a service:"
+    serve
+fi
 reused 64 "What is a lighthouse?"
 "$BIN/cachectl" doctor || true # it may have something to say of this machine
 "$BIN/cachectl" ls
@@ -96,5 +119,9 @@ step "Remove what was stored, and the service"
 "$BIN/cachectl" purge --all --yes
 [[ $("$BIN/cachectl" ls --json | "$BIN/python" -c 'import json, sys; print(len(json.load(sys.stdin)["sessions"]))') == 0 ]] ||
     fail "something is left"
-"$BIN/warmline" "$KEEPER" uninstall --name "$NAME"
+if has_service_manager; then
+    "$BIN/warmline" "$KEEPER" uninstall --name "$NAME"
+else
+    stop
+fi
 echo "done; the home $HOME_DIR can be deleted"

@@ -49,6 +49,8 @@ def test_kill_at_every_storing_step_loses_nothing() -> None:
     assert after["merge"]["longer"] == 240
     assert (after["eviction for save"]["again"], after["eviction for save"]["new"]) == (400, 260)
     assert after["quarantine"]["branch"] == 220
+    responses = [after[name]["responses"] for name in ("stored responses", "deleted response", "purge conversation")]
+    assert responses == [2, 1, 0]
     assert after["purge conversation"]["longer"] == 0
     assert after["start after a kill"]["newer"] == 0
 

@@ -70,6 +70,11 @@ class InflightGenerations:
     def request_ids(self) -> list[str]:
         return list(self._by_id)
 
+    @property
+    def releasing_count(self) -> int:
+        """Generations whose events are read no more, and whose end the engine has not reached."""
+        return sum(inflight.abandoned and not inflight.detached for inflight in self._by_id.values())
+
     @contextmanager
     def accept(self, request_id: str) -> Iterator[InflightGeneration]:
         """Make a generation cancellable; leaving the block before its end cancels it."""

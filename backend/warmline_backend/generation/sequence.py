@@ -136,6 +136,11 @@ class Sequence:
     def mark_started(self) -> None:
         self._record_wait()
         self.started_at = self._waiting_since
+        self.timings.waits[TURNS] = 0.0
+
+    def record_turn(self, seconds: float) -> None:
+        """Count the seconds of another request's chunk or decode step as a wait in its prefill."""
+        self.timings.waits[TURNS] += seconds
 
     def _record_wait(self) -> None:
         now, waits = time.monotonic(), self.timings.waits
@@ -254,9 +259,6 @@ class Sequence:
         """Make the result; `resident` is the id of the resident that it left, or ""."""
         kv, prompt = self.kv, len(self.request.prompt)
         self._record_wait()
-        if self.started_at:
-            prefill_end = self.decode_started_at or time.monotonic()
-            self.timings.waits[TURNS] = max(0.0, prefill_end - self.started_at - self.timings.prefill_s)
         return GenerationResult(
             boot=boot,
             generation=generation,

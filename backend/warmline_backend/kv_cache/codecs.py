@@ -222,7 +222,8 @@ class StateCodec(Codec):
         return batch
 
     def extract_sequence(self, leaf: ArraysCache, i: int) -> ArraysCache:
-        return self.build(self.state(leaf, i), 0, leaf)
+        state = {name: mx.contiguous(array) for name, array in self.state(leaf, i).items()}  # a view holds the batch
+        return self.build(state, 0, leaf)
 
     def state(self, leaf: ArraysCache, i: int) -> Fields:
         """The state of sequence `i`, a lazy view.  Entries that a model leaves unused are left out."""

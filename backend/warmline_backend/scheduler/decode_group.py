@@ -61,7 +61,7 @@ class DecodeGroup:
             batched = (leaf for _, leaf in flatten(layers))
             alone = (leaf.codec.extract_sequence(held, row) for leaf, held in zip(layout.leaves, batched, strict=True))
             layers = rebuild(layout.template, alone)
-            mx.eval([layer.state for layer in layers])
+        mx.eval([layer.state for layer in layers])  # of the last sequence, too: `filter` left it lazy, with the batch
         sequence.kv.index, sequence.kv.layers = 0, layers
         self.batch.filter([n for n in range(len(self.batch.uids)) if n != row])
         del self.sequences[row]  # last: if `filter` fails, `sequences` still matches the batch's rows

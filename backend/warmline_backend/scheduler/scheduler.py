@@ -296,6 +296,8 @@ class Scheduler:
                 self.step_stats.decoded_tokens += 1
                 dispatch_token(self.finisher, sequence, token, logprobs)
         seconds = time.monotonic() - began
+        for waiting in self._queues.prefilling:
+            waiting.record_turn(seconds)
         self._decode_owed_s = max(0.0, self._decode_owed_s - seconds)
         self.rates.record_decode(count, seconds)
         self.step_stats.record_decode(count, seconds)
@@ -324,7 +326,11 @@ class Scheduler:
         else:
             began = time.monotonic()
             is_computed = sequence.prefill_tokens_left <= 0 or self._prefiller.compute_chunk(sequence)
-            owed_s = self._decode_owed_s + (time.monotonic() - began) * DECODE_SHARE / (1 - DECODE_SHARE)
+            seconds = time.monotonic() - began
+            for waiting in self._queues.prefilling:
+                if waiting is not sequence:
+                    waiting.record_turn(seconds)
+            owed_s = self._decode_owed_s + seconds * DECODE_SHARE / (1 - DECODE_SHARE)
             self._decode_owed_s = min(owed_s, DECODE_OWED_MAX_S)
         if is_computed:
             self._end_chunk(sequence)

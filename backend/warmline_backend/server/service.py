@@ -195,6 +195,7 @@ class Service:
             layout=runtime.served.describe_layout(self._grid) if runtime else None,
             context_tokens_max=runtime.served.context_tokens_max if runtime else 0,
             residents=len(snapshot.residents),
+            releasing=self.inflight.releasing_count,
             prefill_step_size=(self._engine.scheduler.settings if runtime else self._config).prefill_step_size,
             failure=failure,
             model_created=runtime.model_created if runtime else 0,

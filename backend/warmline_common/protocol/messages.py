@@ -271,6 +271,7 @@ class BackendStatus(Reply, kw_only=True):
     save_bytes_per_s: float
     slowest_recent_step_s: float
     prefill_step_size: int
+    releasing: int = 0  # generations whose client is gone: at the end of the engine's step their KV becomes residents
     keepalive_steps: int = 0  # tokens computed for no request, to keep the device awake
     failure: str = ""
     model_created: int = 0  # when its config was last written, in Unix seconds; 0: unknown

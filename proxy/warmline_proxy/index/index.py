@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -175,10 +176,13 @@ class Index(IndexReader):
         if self._write_behind.record_turn(row):
             self._writer.submit(self._tick)
 
-    def record_response(self, entry: ResponseEntry) -> None:
-        """Store a response: clients can read it at once, and it is written as soon as the writer thread is free."""
+    def record_response(self, entry: ResponseEntry) -> "Future[None]":
+        """Store a response: clients can read it at once, and it is written as soon as the writer thread is free.
+
+        The future ends once it is written, or could not be: then it is written later.
+        """
         self._write_behind.record_response(entry)
-        self._writer.submit(self._tick)
+        return self._writer.submit(self._tick)
 
     def record_response_session(self, owner: str, answer_id: str, session: str) -> None:
         """Add the conversation to a stored response; written within a second."""
@@ -196,16 +200,16 @@ class Index(IndexReader):
         unwritten = self._write_behind.find_response(lambda entry: entry.key == key)
         return unwritten.as_found() if unwritten else self._find_valid(responses.find_response, owner, answer_id)
 
-    def find_response_holder(self, owner: str, answer_id: str) -> FoundResponse | None:
-        """The owner's newest stored response that has items of that answer."""
-        answer = responses.answer_key(owner, answer_id)
-        unwritten = self._write_behind.find_response(lambda entry: entry.has_answer(answer))
-        return unwritten.as_found() if unwritten else self._find_valid(responses.find_holder, owner, answer_id)
+    def find_response_holder(self, owner: str, item_id: str) -> FoundResponse | None:
+        """The owner's newest stored response that has an item."""
+        item = responses.id_key(owner, item_id)
+        unwritten = self._write_behind.find_response(lambda entry: entry.has_item(item))
+        return unwritten.as_found() if unwritten else self._find_valid(responses.find_holder, owner, item_id)
 
     def _find_valid(
-        self, find: Callable[[Tables, str, str], ResponseRow | None], owner: str, answer_id: str
+        self, find: Callable[[Tables, str, str], ResponseRow | None], owner: str, id_: str
     ) -> FoundResponse | None:
-        row = self._read(lambda tables: find(tables, owner, answer_id))
+        row = self._read(lambda tables: find(tables, owner, id_))
         if row is None or responses.is_expired(row, self.response_limits, time.time()):
             return None
         return FoundResponse(row, lambda: self._read(lambda tables: responses.get_body(tables, row)))

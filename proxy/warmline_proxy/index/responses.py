@@ -1,8 +1,10 @@
 """Stored responses of OpenAI's Responses in the index: a row and a body a response under its number, oldest first.
 
 A body is the whole conversation, so that deleting one response leaves the others as they are.  It is found by its
-response's id, and by the ids of the answers whose items it has: the newest response of a conversation has them all.
-The owner is part of each key: a key's response is found for no other one.
+response's id, and by the ids of its items: an item is found as long as any response has it.  The owner is part of each
+key: a key's response is found for no other one.
+
+Until a save tells a response's conversation, its row has the prompt's tokens: a purge of a conversation compares them.
 """
 
 import logging
@@ -13,14 +15,17 @@ from hashlib import blake2b
 
 import msgspec
 
-from warmline_proxy.store.rows import ResponseRow
+from warmline_common.protocol.tokens import TOKEN_BYTES
+from warmline_proxy.index.tree import digest_prefix
+from warmline_proxy.store.rows import ResponseRow, SessionRow
 from warmline_proxy.store.tables import DECODERS, Tables
 
 log = logging.getLogger(__name__)
 
-ANSWER_KEY_BYTES = 16
-ANSWERS_MAX = 4096  # of earlier answers, by which a response is found; the latest
-ROW_BYTES = 256  # of a row and its ids, without its answers
+ITEM_KEY_BYTES = 16
+ITEMS_MAX = 4096  # by which a response is found; its last ones
+ITEM_BYTES = 64  # of an item's key in the row, and of its entry among the holders
+ROW_BYTES = 256  # of a row and its ids, without its items
 COMPRESSION_LEVEL = 1
 DAY_S, MB = 86_400.0, 10**6
 BUDGET_SHARE = 0.1  # of the disk budget, at most: responses are not evicted for the sake of KV
@@ -80,30 +85,50 @@ class ResponseEntry:
     def key(self) -> tuple[str, str]:
         return self.row.owner, self.row.id
 
-    def has_answer(self, answer: bytes) -> bool:
-        return answer in split_answers(self.row)
+    @property
+    def bytes_count(self) -> int:
+        """In memory."""
+        return len(self.body) + len(self.row.tokens)
+
+    def has_item(self, item: bytes) -> bool:
+        """`item`: as `id_key` returns it."""
+        return item in split_keys(self.row)[1]
 
     def as_found(self) -> "FoundResponse":
         return FoundResponse(self.row, lambda: ResponseBody(self.body, "identity"))
 
 
-def answer_key(owner: str, answer_id: str) -> bytes:
-    text = f"{owner}\0{answer_id}"
-    return blake2b(text.encode(errors="replace"), digest_size=ANSWER_KEY_BYTES).digest()
+def id_key(owner: str, id_: str) -> bytes:
+    """Key of a response's or an item's id."""
+    text = f"{owner}\0{id_}"
+    return blake2b(text.encode(errors="replace"), digest_size=ITEM_KEY_BYTES).digest()
 
 
-def join_answers(owner: str, answer_id: str, earlier_ids: Iterable[str]) -> bytes:
-    """`ResponseRow.answers` of an answer whose input has items of earlier ones, oldest first."""
-    earlier = list(dict.fromkeys(each for each in earlier_ids if each != answer_id))[-ANSWERS_MAX:]
-    return b"".join(answer_key(owner, each) for each in (answer_id, *earlier))
+def join_keys(owner: str, answer_id: str, item_ids: Iterable[str]) -> bytes:
+    """`ResponseRow.items` of a response with these items, in their order."""
+    items = list(dict.fromkeys(item_ids))[-ITEMS_MAX:]
+    return b"".join(id_key(owner, each) for each in (answer_id, *items))
 
 
-def split_answers(row: ResponseRow) -> list[bytes]:
-    return [row.answers[at : at + ANSWER_KEY_BYTES] for at in range(0, len(row.answers), ANSWER_KEY_BYTES)]
+def split_keys(row: ResponseRow) -> tuple[bytes, list[bytes]]:
+    """Keys of a response's id, and of its items'."""
+    keys = [row.items[at : at + ITEM_KEY_BYTES] for at in range(0, len(row.items), ITEM_KEY_BYTES)]
+    return keys[0], keys[1:]
 
 
 def count_bytes(row: ResponseRow) -> int:
-    return row.bytes_body + 2 * len(row.answers) + ROW_BYTES
+    """Bytes in the index, nearly."""
+    return row.bytes_body + len(row.tokens) + len(row.items) // ITEM_KEY_BYTES * ITEM_BYTES + ROW_BYTES
+
+
+def is_of_conversation(row: ResponseRow, session: SessionRow, tokens: bytes) -> bool:
+    """True where a response's prompt goes on with a conversation, or the conversation's packed `tokens` with it."""
+    is_next = _begins_with(row.tokens, session.turn_end, session.turn_digest)
+    return row.root == session.root and (is_next or _begins_with(tokens, row.turn_end, row.turn_digest))
+
+
+def _begins_with(tokens: bytes, count: int, digest: bytes) -> bool:
+    return 0 < count * TOKEN_BYTES <= len(tokens) and digest_prefix(tokens, count) == digest
 
 
 def list_responses(tables: Tables) -> Iterator[tuple[bytes, ResponseRow]]:
@@ -116,22 +141,21 @@ def list_responses(tables: Tables) -> Iterator[tuple[bytes, ResponseRow]]:
 
 def find_response(tables: Tables, owner: str, answer_id: str) -> ResponseRow | None:
     """The owner's response of that id."""
-    row = _find(tables, "response_ids", owner, answer_id)
+    row = _read_row(tables, owner, tables.get("response_ids", id_key(owner, answer_id)))
     return row if row and row.id == answer_id else None
 
 
 def has_response(tables: Tables, owner: str, answer_id: str) -> bool:
     """True for a stored response, damaged or not."""
-    return tables.get("response_ids", answer_key(owner, answer_id)) is not None
+    return tables.get("response_ids", id_key(owner, answer_id)) is not None
 
 
-def find_holder(tables: Tables, owner: str, answer_id: str) -> ResponseRow | None:
-    """The owner's newest response that has items of that answer."""
-    return _find(tables, "answers", owner, answer_id)
+def find_holder(tables: Tables, owner: str, item_id: str) -> ResponseRow | None:
+    """The owner's newest response that has an item."""
+    return _read_row(tables, owner, tables.last_number("holders", id_key(owner, item_id)))
 
 
-def _find(tables: Tables, table: str, owner: str, answer_id: str) -> ResponseRow | None:
-    key = tables.get(table, answer_key(owner, answer_id))
+def _read_row(tables: Tables, owner: str, key: bytes | None) -> ResponseRow | None:
     value = tables.get("responses", key) if key else None
     row = _decode(value) if value else None
     return row if row and row.owner == owner else None
@@ -139,7 +163,7 @@ def _find(tables: Tables, table: str, owner: str, answer_id: str) -> ResponseRow
 
 def get_body(tables: Tables, row: ResponseRow) -> ResponseBody | None:
     """Body of the response, compressed; possibly damaged.  None where it is missing."""
-    key = tables.get("response_ids", answer_key(row.owner, row.id))
+    key = tables.get("response_ids", id_key(row.owner, row.id))
     data = tables.get("response_bodies", key) if key else None
     return ResponseBody(data) if data else None
 
@@ -170,25 +194,28 @@ def put_response(tables: Tables, entry: ResponseEntry, limits: ResponseLimits, n
 
 
 def insert_response(tables: Tables, key: bytes, row: ResponseRow, body: bytes) -> None:
-    """Insert a response with its compressed body; it becomes the newest one with its answers' items."""
-    answers = split_answers(row)
+    """Insert a response with its compressed body."""
+    own, items = split_keys(row)
     tables.put("responses", key, _encode(row))
     tables.put("response_bodies", key, body)
-    tables.put("response_ids", answers[0], key)
-    for answer in answers:
-        tables.put("answers", answer, key)
+    tables.put("response_ids", own, key)
+    for item in items:
+        tables.put("holders", item + key, b"")
     tables.add_to_sums(responses=1, bytes_responses=count_bytes(row))
 
 
 def set_session(tables: Tables, owner: str, answer_id: str, session: str) -> None:
-    key = tables.get("response_ids", answer_key(owner, answer_id))
+    """Note the conversation of a response, whose prompt is not needed any more."""
+    key = tables.get("response_ids", id_key(owner, answer_id))
     if key and (value := tables.get("responses", key)):
-        tables.put("responses", key, _encode(msgspec.structs.replace(_decode(value), session=session)))
+        row = _decode(value)
+        tables.put("responses", key, _encode(msgspec.structs.replace(row, session=session, tokens=b"")))
+        tables.add_to_sums(bytes_responses=-len(row.tokens))
 
 
 def delete_response(tables: Tables, owner: str, answer_id: str) -> bool:
     """Delete the owner's response of that id; False where none is stored."""
-    key = tables.get("response_ids", answer_key(owner, answer_id))
+    key = tables.get("response_ids", id_key(owner, answer_id))
     value = tables.get("responses", key) if key else None
     if key and value:
         remove_response(tables, key, _decode(value))
@@ -196,13 +223,13 @@ def delete_response(tables: Tables, owner: str, answer_id: str) -> bool:
 
 
 def remove_response(tables: Tables, key: bytes, row: ResponseRow) -> None:
-    answers = split_answers(row)
+    own, items = split_keys(row)
     tables.delete("responses", key)
     tables.delete("response_bodies", key)
-    for table, listed in (("response_ids", answers[:1]), ("answers", answers)):
-        for answer in listed:
-            if tables.get(table, answer) == key:
-                tables.delete(table, answer)
+    if tables.get("response_ids", own) == key:
+        tables.delete("response_ids", own)
+    for item in items:
+        tables.delete("holders", item + key)
     tables.add_to_sums(responses=-1, bytes_responses=-count_bytes(row))
 
 

@@ -171,7 +171,7 @@ def advance_session(
         )  # fmt: skip
     row.model = path.steps[-1].row.model
     row.leaf, row.tokens = path.leaf, path.matched_tokens
-    row.turn_end, row.turn_digest = turn_end, _digest(tokens, turn_end)
+    row.turn_end, row.turn_digest = turn_end, digest_prefix(tokens, turn_end)
     row.turn_segment = "" if turn is None else turn.row.id
     row.last_used = now
     row.requests += update.requests
@@ -189,10 +189,11 @@ def _find_session(tables: Tables, path: LookupPath, tokens: bytes, client: str) 
         for row in anchored.values()
         if not (row.client and client and row.client != client)
         and row.turn_end * TOKEN_BYTES <= len(tokens)
-        and _digest(tokens, row.turn_end) == row.turn_digest
+        and digest_prefix(tokens, row.turn_end) == row.turn_digest
     ]
     return max(fitting, key=lambda row: (row.turn_end, row.client == client, row.last_used), default=None)
 
 
-def _digest(tokens: bytes, count: int) -> bytes:
+def digest_prefix(tokens: bytes, count: int) -> bytes:
+    """Digest of the first `count` packed tokens, as in `SessionRow.turn_digest`."""
     return xxhash.xxh3_128_digest(tokens[: count * TOKEN_BYTES])

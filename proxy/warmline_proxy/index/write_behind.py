@@ -103,9 +103,9 @@ class WriteBehindBuffer:
 
     def _drop_excess_responses(self) -> None:
         responses = self._pending.responses
-        size = sum(len(entry.body) for entry in responses.values())
+        size = sum(entry.bytes_count for entry in responses.values())
         while len(responses) > 1 and (len(responses) > PENDING_MAX or size > RESPONSE_BYTES_MAX):
-            size -= len(responses.pop(next(iter(responses))).body)
+            size -= responses.pop(next(iter(responses))).bytes_count
 
     def clear(self) -> None:
         """Drop all but the responses, which clients may refer to."""

@@ -165,9 +165,13 @@ class Pipeline:
         """Raises ClientError for wrong headers."""
         client_request_id = http_request.headers.get(HEADER_REQUEST, "")
         request_log = RequestLog(api.name, check_request_id(http_request), client_request_id, client.name)
-        config, on_error = self.config, self.metrics.record_error
         response = ResponseWriter(
-            http_request, api, lambda: build_response_headers(request), config.send_timeout_s, on_error
+            http_request,
+            api,
+            get_headers=lambda: build_response_headers(request),
+            send_timeout_s=self.config.send_timeout_s,
+            on_error=self.metrics.record_error,
+            wait_until_stored=lambda: self.steps.responses.wait_until_written(request),
         )
         timeouts = self._timeouts.override_by_headers(http_request.headers)
         request = self.registry.add(Request(request_log, response, timeouts, client=client))

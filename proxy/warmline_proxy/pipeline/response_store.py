@@ -1,6 +1,6 @@
 """Stored responses of OpenAI's Responses, each of one key alone.
 
-A response can be read as soon as its last event is on its way to the client; the index writes it meanwhile.  Event
+A response's last event is sent once the index has written it, so that it survives the kill of all processes.  Event
 loop thread, like the lookups of a request: each reads a few entries of the index.  What is read counts as the body of
 the request that reads it, and is decompressed in small pieces.
 """
@@ -12,15 +12,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from warmline_common.protocol.json_structure import JsonStructure
+from warmline_common.protocol.tokens import TOKEN_BYTES
 from warmline_proxy.api.responses.adapter import ResponsesApi
-from warmline_proxy.api.responses.history import (
-    AnsweredRequest,
-    Item,
-    StoredItem,
-    StoredResponse,
-    find_answer_id,
-    parse_response,
-)
+from warmline_proxy.api.responses.history import AnsweredRequest, Item, StoredItem, StoredResponse, parse_response
 from warmline_proxy.auth.principals import Client
 from warmline_proxy.http.bodies import (
     BODY_BYTES_MAX,
@@ -32,12 +26,15 @@ from warmline_proxy.http.bodies import (
 )
 from warmline_proxy.http.body_budget import RequestBody
 from warmline_proxy.index.index import Index, IndexStoreError
-from warmline_proxy.index.responses import FoundResponse, ResponseEntry, join_answers
+from warmline_proxy.index.responses import FoundResponse, ResponseEntry, join_keys
+from warmline_proxy.index.tree import digest_prefix
 from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.request.request import Request
 from warmline_proxy.store.rows import ResponseRow
 
 log = logging.getLogger(__name__)
+
+WRITE_TIMEOUT_S = 2.0  # of an answer, for its response to be written; a disk may hang, or a compaction take longer
 
 
 @dataclass(eq=False)
@@ -71,14 +68,12 @@ class ClientHistory:
         return loaded[0] if loaded else None
 
     async def find_items(self, item_id: str, wanted_ids: Collection[str]) -> Mapping[str, StoredItem]:
-        """Search the newest response with items of the same answer, then the answer's own; each once a request."""
-        items: dict[str, StoredItem] = {}
-        for find in (self.store.index.find_response_holder, self.store.index.find_response):
-            found = self._find(find, find_answer_id(item_id))
-            if item_id not in items and found and found.row.id not in self._read_ids:
-                self._read_ids.add(found.row.id)
-                items |= await self._load_items(found, wanted_ids)
-        return items
+        """Search the newest response that has the item, unless this request has searched it before."""
+        found = self._find(self.store.index.find_response_holder, item_id)
+        if found is None or found.row.id in self._read_ids:
+            return {}
+        self._read_ids.add(found.row.id)
+        return await self._load_items(found, wanted_ids)
 
     def find_running(self, answer_id: str) -> bool | None:
         request = self.store.find_running(self.client, answer_id)
@@ -150,7 +145,8 @@ class ResponseStore:
         if request.purged or request.is_response_deleted or request.prompt is None:
             return False
         body = answered.encode()
-        owner = request.client.key_tenant
+        owner, tokens, turn_end = request.client.key_tenant, request.prompt.tokens, request.prompt.turn_end
+        turn_end = turn_end or len(tokens) // TOKEN_BYTES
         row = ResponseRow(
             id=request.log.id,
             owner=owner,
@@ -158,19 +154,28 @@ class ResponseStore:
             fingerprint=request.prompt.fingerprint,
             model=request.model,
             session=request.log.session,
-            answers=join_answers(owner, request.log.id, answered.earlier_answer_ids),
+            items=join_keys(owner, request.log.id, answered.item_ids),
+            turn_end=turn_end,
+            turn_digest=digest_prefix(tokens, turn_end),
+            tokens=b"" if request.log.session else tokens,
             at=time.time(),
         )
         if len(body) > BODY_BYTES_MAX or not self.index.response_limits.has_room(row, len(body)):
             log.warning("request %s: its response has %d bytes, too many to be stored", request.log.id, len(body))
             return False
         try:
-            self.index.record_response(ResponseEntry(row, body))
+            request.response_write = asyncio.wrap_future(self.index.record_response(ResponseEntry(row, body)))
         except IndexStoreError as error:  # the proxy is being stopped
             log.warning("request %s: its response was not stored: %s", request.log.id, error)
             return False
         request.stored_response = owner, request.log.id
         return True
+
+    async def wait_until_written(self, request: Request) -> None:
+        """Wait, once, until the index has written the response of a request, if any, or could not."""
+        write, request.response_write = request.response_write, None
+        if write:
+            await asyncio.wait({write}, timeout=WRITE_TIMEOUT_S)
 
     def record_session(self, request: Request) -> None:
         """Add the conversation of a saved request to its response, so that they are purged together."""

@@ -98,7 +98,11 @@ class RequestRegistry:
             await earlier[0].released.wait()
 
     async def wait_for_releases(self, request: Request) -> None:
-        """Wait for cancelled requests with the same prefix: a step later their rows can be continued from."""
+        """Wait for cancelled requests with the same prefix: a step later their rows can be continued from.
+
+        Raises UpstreamError.
+        """
+        await self._backend_state.wait_for_predecessor_releases()
         shared = {each.released: request.count_shared_tokens(each) for each in self if each.is_releasing}
         await asyncio.gather(*[each.wait() for each, tokens in shared.items() if tokens >= WAIT_SHARED_TOKENS_MIN])
 

@@ -64,6 +64,7 @@ class Request:
     suspect: bool = False  # may have started from rows found wrong since: nothing computed is saved
     purged: bool = False  # the reused conversation was purged meanwhile: nothing computed is saved, on any try
     stored_response: tuple[str, str] | None = None  # owner and id, where it is stored (OpenAI's Responses)
+    response_write: asyncio.Future[None] | None = None  # ends once that is written, or could not be
     is_response_deleted: bool = False  # the client has deleted the response before its end
     response_done: asyncio.Event = field(default_factory=asyncio.Event)  # the client has its answer, or has left
     release_task: asyncio.Task[None] | None = None  # makes the engine release the request

@@ -6,7 +6,7 @@ An error before the first byte is an HTTP status.  After content or a heartbeat 
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -66,6 +66,7 @@ class ResponseWriter:
     get_headers: Callable[[], Mapping[str, str]]
     send_timeout_s: float
     on_error: Callable[[ClientError], object]  # called with the error that is written to the client
+    wait_until_stored: Callable[[], Awaitable[None]]  # awaited before each write: what says that it is stored, is
     call: ApiCall | None = field(default=None, init=False)  # nothing is sent before it is known
     encoder: ResponseEncoder | None = field(default=None, init=False)  # from the first dispatch on
     has_content: bool = field(default=False, init=False)
@@ -88,6 +89,7 @@ class ResponseWriter:
     async def write(self, data: bytes) -> None:
         """Raises ConnectionResetError where the client has left, or takes nothing for `send_timeout_s`."""
         async with self._send_lock:
+            await self.wait_until_stored()
             self.last_write_at = time.monotonic()
             if self._stream_response is None:
                 assert self.call is not None
@@ -120,6 +122,7 @@ class ResponseWriter:
     async def send_json(self, body: bytes) -> None:
         """Send a JSON response, with a Content-Length where nothing was sent yet."""
         await self._stop_heartbeats()
+        await self.wait_until_stored()
         if self.has_started:
             return await self.end(body)
         self.is_closed = True

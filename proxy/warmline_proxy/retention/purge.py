@@ -5,13 +5,15 @@ from collections.abc import Callable, Collection, Set
 from contextlib import closing
 from dataclasses import dataclass
 from math import inf
+from typing import Self
 
 import msgspec
 
-from warmline_common.protocol.tokens import namespace
+from warmline_common.protocol.tokens import TOKEN_BYTES, namespace
 from warmline_proxy.auth.owners import OwnerLabels
 from warmline_proxy.index.index import Index, IndexReader
-from warmline_proxy.index.responses import delete_response, list_responses, remove_response
+from warmline_proxy.index.lookup import path_tokens
+from warmline_proxy.index.responses import delete_response, is_of_conversation, list_responses, remove_response
 from warmline_proxy.index.save import abort_save
 from warmline_proxy.index.tree import delete_quarantined, delete_subtree
 from warmline_proxy.index.turns import list_turns, remove_turns
@@ -96,9 +98,9 @@ def purge(index: Index, request: PurgeRequest) -> PurgeReply:
 
 def preview_purge(reader: IndexReader, request: PurgeRequest) -> PurgeReply:
     """Reply of a dry run.  Raises ValueError, IndexStoreError."""
-    snapshot, now = reader.snapshot(), time.time()
-    selection = select_purge(snapshot, request, now)
-    scope = _PurgeScope(snapshot, selection, request, now)
+    with reader.read_transaction() as tables:
+        scope = _PurgeScope.select(tables, request)
+    snapshot, selection = scope.snapshot, scope.selection
     cuts = ((snapshot.segments[segment], until) for segment, until in selection.cuts.items())
     previews = [truncate.preview_truncation(reader.home, *cut) for cut in cuts]
     responses = sum(map(scope.has_response, reader.responses()))
@@ -118,16 +120,15 @@ def remove_purged_rows(index: Index, request: PurgeRequest, truncator: Truncator
     """
 
     def change(tables: Tables) -> PurgeReply | None:
-        snapshot, now = tables.snapshot(), time.time()
-        selection = select_purge(snapshot, request, now)
-        if not truncator.is_ready(tables, selection.cuts):
+        scope = _PurgeScope.select(tables, request)
+        if not truncator.is_ready(tables, scope.selection.cuts):
             return None
-        cuts, responses = _Removal(tables, _PurgeScope(snapshot, selection, request, now)).run(truncator)
-        return _make_reply(selection, cuts, responses, dry_run=False)
+        cuts, responses = _Removal(tables, scope).run(truncator)
+        return _make_reply(scope.selection, cuts, responses, dry_run=False)
 
     index.flush()
-    snapshot, now = index.snapshot(), time.time()
-    scope = _PurgeScope(snapshot, select_purge(snapshot, request, now), request, now)
+    with index.read_transaction() as tables:
+        scope = _PurgeScope.select(tables, request)
     index.drop_unwritten_responses(scope.has_response)
     return index.transact(change, frees_space=True, may_delete_first=True)
 
@@ -256,6 +257,16 @@ class _PurgeScope:
     selection: PurgeSelection
     request: PurgeRequest
     now: float
+    tokens: dict[str, bytes]  # packed, by session: of those selected for a purge of one session
+
+    @classmethod
+    def select(cls, tables: Tables, request: PurgeRequest) -> Self:
+        """Raises ValueError."""
+        snapshot, now = tables.snapshot(), time.time()
+        selection = select_purge(snapshot, request, now)
+        named = [snapshot.sessions[session] for session in selection.sessions if request.session]
+        tokens = {row.id: path_tokens(tables, row.leaf)[: row.tokens * TOKEN_BYTES] for row in named}
+        return cls(snapshot, selection, request, now, tokens)
 
     @property
     def before(self) -> float:
@@ -285,7 +296,17 @@ class _PurgeScope:
             return not self.is_stored(response.session)
         own_root = namespace(response.fingerprint, response.owner)  # another one where the cache is shared
         is_owned = any(self.has_all_of(response.model, root) for root in (response.root, own_root))
-        return is_owned or response.session in self.selection.sessions
+        return is_owned or response.session in self.selection.sessions or self._has_lost_response(response)
+
+    def _has_lost_response(self, response: ResponseRow) -> bool:
+        """Say whether a response of no stored session is of a purged one, by its prompt.
+
+        Its request's save was killed, or failed, or its session was evicted before the conversation went on.
+        """
+        if response.session in self.snapshot.sessions:
+            return False
+        sessions = self.snapshot.sessions
+        return any(is_of_conversation(response, sessions[each], tokens) for each, tokens in self.tokens.items())
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,7 @@ class ResponseRoutes:
         if response["store"]:
             items = normalize_input(list_stored_input(request) or [], request.log.id)
             response["store"] = self.store.store(request, AnsweredRequest(response, items))
+            await self.store.wait_until_written(request)
         return json_response(response)
 
     def _open_api(self, http_request: web.Request) -> ResponsesApi:

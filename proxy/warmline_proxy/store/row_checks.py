@@ -71,7 +71,7 @@ def _has_matching_key(table: str, key: bytes, row: Any) -> bool:
     if table == "turns":
         return len(key) == NUMBER_BYTES and len(row.tokens) % TOKEN_BYTES == 0
     if table == "responses":
-        return len(key) == NUMBER_BYTES and len(row.answers) % ID_BYTES == 0
+        return len(key) == NUMBER_BYTES and not (len(row.items) % ID_BYTES or len(row.tokens) % TOKEN_BYTES)
     if table == "saves":
         return key == row.id.encode() and all(map(FILE_ID.fullmatch, row.file_ids))
     return len(key) == (NUMBER_BYTES if table == "requests" else ID_BYTES)
@@ -112,5 +112,5 @@ _SHAPE_CHECKS: dict[str, Callable[[bytes, bytes], bool]] = {
     "gone": lambda key, value: _is_child_key(key) and _is_text(value),
     "response_bodies": lambda key, value: len(key) == NUMBER_BYTES and value.startswith(ZLIB_HEADER),
     "response_ids": lambda key, value: len(key) == ID_BYTES and len(value) == NUMBER_BYTES,
-    "answers": lambda key, value: len(key) == ID_BYTES and len(value) == NUMBER_BYTES,
+    "holders": lambda key, value: len(key) == ID_BYTES + NUMBER_BYTES and not value,
 }

@@ -96,7 +96,11 @@ class ResponseRow(msgspec.Struct, kw_only=True):
     fingerprint: str
     model: str
     session: str = ""  # the conversation; "" where nothing of it was stored, or not yet
-    answers: Annotated[bytes, msgspec.Meta(min_length=16)]  # keys of the answers whose items it has, its own first
+    # Keys of its own id, and of the ids of its items.
+    items: Annotated[bytes, msgspec.Meta(min_length=16)] = msgspec.field(name="answers")
+    turn_end: Position = 0  # of its prompt: PromptReply.turn_end, or its end where that is unknown
+    turn_digest: bytes = b""  # of the prompt's tokens up to there, as in SessionRow
+    tokens: bytes = b""  # u32le: the prompt's, until the conversation is known
     bytes_body: int = 0  # as stored
     at: float  # Unix seconds
 

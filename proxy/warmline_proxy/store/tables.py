@@ -10,7 +10,7 @@ saves        plan id                SavePlan            doomed    id            
 quarantine   id                     QuarantineRow       gone      as children     why that child is no longer stored
 turns        number                 TurnRow             calls     root, call id   its turn's number
 responses    number                 ResponseRow         response_bodies  number   its JSON, compressed by zlib
-response_ids key of its answer      its number          answers   key of answer   number of the newest with its items
+response_ids key of its id          its number          holders   key of an item, number of a response with it  ""
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +22,7 @@ import xxhash
 from warmline_common.protocol.tokens import BLOCK_TOKENS, TOKEN_BYTES
 from warmline_proxy.store import rows
 
-RESPONSE_TABLES = ("responses", "response_bodies", "response_ids", "answers")
+RESPONSE_TABLES = ("responses", "response_bodies", "response_ids", "holders")
 TABLES_ADDED = frozenset(
     {"turns", "calls", *RESPONSE_TABLES}
 )  # missing in an older version's index until a proxy has it
@@ -149,6 +149,14 @@ class Tables:
         """Key after the last one of a table with numbers as keys."""
         cursor = self._txn.cursor(db=self._handles[table])
         return encode_number(int.from_bytes(cursor.key(), "big") + 1 if cursor.last() else 1)
+
+    def last_number(self, table: str, prefix: bytes) -> bytes | None:
+        """Number that ends the last key with this prefix, which all keys with it have after it."""
+        if (handle := self._handles[table]) is None:
+            return None
+        cursor = self._txn.cursor(db=handle)
+        is_found = cursor.prev() if cursor.set_range(prefix + encode_number((1 << 64) - 1)) else cursor.last()
+        return cursor.key()[len(prefix) :] if is_found and cursor.key().startswith(prefix) else None
 
     # --- sums ---
 

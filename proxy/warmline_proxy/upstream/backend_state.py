@@ -13,6 +13,7 @@ from warmline_proxy.upstream.resident_view import ResidentView
 
 RATES_INTERVAL_S = 1.0
 MEMORY_FILLING_SHARE = 0.5
+RELEASE_INTERVAL_S = 0.05
 
 
 @dataclass(eq=False)
@@ -36,6 +37,8 @@ class BackendState:
         self._status: BackendStatus | None = None
         self._rates_read_at = 0.0  # time.monotonic()
         self._refresh_lock = asyncio.Lock()
+        self._may_have_predecessor = True  # a proxy that died, and whose requests the backend still computes
+        self._predecessor_lock = asyncio.Lock()
         self._suspects: set[SuspectPrefix] = set()
         self.before_listing: Callable[[], Awaitable[None]] | None = None  # may raise UpstreamError
 
@@ -77,6 +80,22 @@ class BackendState:
                 listing = await self._upstream.list_residents(ids=False)  # without token ids it is cheap
                 if listing.boot == self.resident_view.boot:
                     self.resident_view.update(listing, ids_before)
+
+    async def wait_for_predecessor_releases(self) -> None:
+        """Wait, once after this proxy's start, until the backend has released the requests of a proxy that died.
+
+        The backend cancels them with their connections; a step later their KV can be continued from.  Raises
+        UpstreamError.
+        """
+        if not self._may_have_predecessor:
+            return
+        async with self._predecessor_lock:
+            while self._may_have_predecessor:
+                if (await self._upstream.fetch_status()).releasing:
+                    await asyncio.sleep(RELEASE_INTERVAL_S)
+                else:
+                    await self.refresh()  # with the token ids of what was released since the first listing
+                    self._may_have_predecessor = False
 
     async def refresh(self) -> None:
         """Fetch listing and status; entries that the backend still has are kept.  Raises UpstreamError."""

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import ArraysCache
 
 from support.backend.engine_driver import EventLog, SchedulerDriver, make_loader, save_segments
 from support.backend.families import compute_cold, load_family, make_prompt
+from warmline_backend.kv_cache.codecs import STATE
 from warmline_backend.scheduler.capacity import KvTooLargeError
 from warmline_common.protocol.tokens import pack_tokens
 
@@ -335,3 +337,26 @@ def test_state_keeps_no_chunk_alive(root: Path) -> None:
     driver.run_until(lambda: log.chunks == [256])
     held = driver.scheduler.save_source.find_kv(256, running_id=name).nbytes
     assert mx.get_active_memory() - base < held + 60_000, "a view into 256 tokens' activations would hold 200 kB"
+
+
+def test_requests_that_end_together_keep_no_batch_alive(root: Path) -> None:
+    driver = SchedulerDriver(load_family("llama", root), step=256)
+    gc.collect()
+    base = mx.get_active_memory()
+    submitted = [driver.submit(make_prompt(300, number + 1), 400) for number in range(4)]
+    driver.run_until(lambda: [len(group.sequences) for group in driver.scheduler._queues.groups] == [4])
+    for name, _ in submitted:
+        driver.scheduler.cancel(name)
+    assert len(driver.scheduler.residents) == 4
+    assert mx.get_active_memory() - base < driver.scheduler.residents.bytes_held + 60_000, "the batch takes 2 MB"
+
+
+def test_extracted_state_keeps_no_batch_alive() -> None:
+    gc.collect()
+    base = mx.get_active_memory()
+    batch = ArraysCache(size=2)
+    batch.cache = [mx.zeros((4, 64, 1024)), None]
+    alone = STATE.extract_sequence(batch, 1)
+    mx.eval(alone.cache[0])
+    del batch
+    assert mx.get_active_memory() - base == alone.cache[0].nbytes == 64 * 1024 * 4

@@ -34,7 +34,17 @@ def driver(root: Path) -> SchedulerDriver:
 
 def test_request_alone_waits_for_nothing_but_a_step(driver: SchedulerDriver) -> None:
     log = driver.run(make_prompt(100), 2)
-    assert not list_waits(log) and set(log.result.timings.waits) == {STEP, TURNS}
+    waits = log.result.timings.waits
+    assert not list_waits(log) and set(waits) == {STEP, TURNS}
+    assert waits[TURNS] == 0.0, "time between its own steps is no wait for others"
+
+
+def test_prefill_waits_for_chunks_and_answers_of_others(driver: SchedulerDriver) -> None:
+    _, long = driver.submit(make_prompt(900), 2)
+    driver.step()
+    _, short = driver.submit(make_prompt(90, 2), 8)
+    driver.run_until(lambda: long.is_ended and short.is_ended)
+    assert long.result.timings.waits[TURNS] > short.result.timings.waits[TURNS] == 0.0
 
 
 def test_request_waits_for_layer_of_audit(driver: SchedulerDriver) -> None:

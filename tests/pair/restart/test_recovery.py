@@ -3,9 +3,12 @@
 The faults are real ones, in the process that `warmline serve` runs; the gate makes sure of what each request has seen.
 """
 
+import contextlib
 import hashlib
+import http.client
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +27,7 @@ FLAGS = ("--prefill-step-size", str(STEP), "--partial-save-tokens", str(PART))
 NAME = "X-Warmline-Request"
 ANSWER = {"max_tokens": 12, **WITH_LOGPROBS}
 LONG_ANSWER = {"max_tokens": 400, "ignore_eos": True, **WITH_LOGPROBS}
+ARRIVAL_S = 0.5  # of a request at the place where it waits for others
 THREADS_MORE_MAX = 8  # of pools that had not started all of theirs
 
 
@@ -206,6 +210,32 @@ def test_pair_killed_in_long_prefill(pair: Pair, planted: FaultControl) -> None:
     pair.start()
     check_continuation(pair, messages, done, pair.chat(messages, **ANSWER))
     assert pair.cachectl("verify", "--deep")["findings"] == []
+
+
+def test_retry_after_proxy_died_continues_running_step(pair: Pair, planted: FaultControl) -> None:
+    """The step that the engine computed when the proxy died is not computed again."""
+    messages, pid = make_prompt("killed proxy", 400), pair.pid("proxy")
+    with planted.make_gate() as gate:
+        first = ClientRequest(pair, messages, **ANSWER)
+        assert gate.wait_for_step("prefill").let_pass()
+        step = gate.wait_for_step("prefill")
+        os.kill(pid, signal.SIGKILL)
+        first.wait_until_ended()
+        wait_until(lambda: pair.status().releasing == 1, "the backend does not notice that the proxy is gone")
+        wait_until(lambda: pair.pid("proxy") != pid and answers_health(pair), "no other proxy")
+        retry = ClientRequest(pair, messages, **ANSWER)
+        wait_until(lambda: pair.proxy_status()["lives"] == 1, "the retry does not arrive")
+        time.sleep(ARRIVAL_S)
+        step.start()
+    reply = retry.wait_until_ended().reply
+    assert reply.cached >= 2 * STEP
+    assert explain_difference(pair.ask_backend(messages, **ANSWER), reply) == ""
+
+
+def answers_health(pair: Pair) -> bool:
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        return send_request(f"{pair.url}/health", None, {}, "GET").status == 200
+    return False
 
 
 def prefill_parts(pair: Pair, gate: Gate) -> int:

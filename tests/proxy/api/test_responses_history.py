@@ -50,7 +50,7 @@ class MemoryHistory:
         self.is_off = False
         self.bytes_max = 10_000
         self.stored: dict[str, StoredResponse] = {}
-        self.earlier_ids: dict[str, list[str]] = {}
+        self.item_ids: dict[str, list[str]] = {}
         self.running: dict[str, bool] = {}
         self.lookups: list[str] = []
         self.counted: list[str] = []
@@ -63,7 +63,7 @@ class MemoryHistory:
         if len(answered.encode()) > self.bytes_max:
             return False
         self.stored[name] = parse_response(answered.encode())
-        self.earlier_ids[name] = [name, *answered.earlier_answer_ids]
+        self.item_ids[name] = answered.item_ids
         return True
 
     async def find_response(self, answer_id: str) -> StoredResponse | None:
@@ -71,14 +71,10 @@ class MemoryHistory:
         return self.stored.get(answer_id)
 
     async def find_items(self, item_id: str, wanted_ids: Collection[str]) -> dict[str, StoredItem]:
-        answer_id = find_answer_id(item_id)
-        holders = [name for name in self.stored if answer_id in self.earlier_ids[name]]
-        for name in (*holders[-1:], answer_id):
-            if response := await self.find_response(name):
-                items = {item.id: item for item in response.items if item.id in wanted_ids}
-                if item_id in items:
-                    return items
-        return {}
+        self.lookups.append(item_id)
+        holders = [name for name in self.stored if item_id in self.item_ids[name]]
+        items = self.stored[holders[-1]].items if holders else []
+        return {item.id: item for item in items if item.id in wanted_ids}
 
     def find_running(self, answer_id: str) -> bool | None:
         return self.running.get(answer_id)
@@ -168,15 +164,18 @@ def test_several_turns_by_reference() -> None:
     references = [whole[0], *make_references(first["output"]), RESULT, *make_references(second["output"]), QUESTION]
     dialogue.history.lookups.clear()
     assert dialogue.read_messages(references) == expected
-    assert dialogue.history.lookups == ["r-2"], "the newest response of the conversation has all of its items"
+    assert dialogue.history.lookups == ["rs_r-1_0"], "the newest response of the conversation has all of its items"
     del dialogue.history.stored["r-1"]
     assert dialogue.read_messages(references) == expected, "also those of an answer that is no longer stored"
 
 
-def test_items_that_newest_response_lacks_are_found_in_their_own() -> None:
+def test_items_that_newest_response_lacks_are_found_in_an_earlier_one() -> None:
     dialogue = Dialogue()
     first = dialogue.answer("r-1", "Hi.", THINK, SAY)
     dialogue.answer("r-2", [first["output"][1], QUESTION], SAY)
+    dialogue.answer("r-3", [*first["output"], QUESTION], SAY)
+    dialogue.answer("r-4", [first["output"][1], QUESTION], SAY)
+    del dialogue.history.stored["r-1"]
     messages = dialogue.read_messages(make_references(first["output"]))
     assert messages == [{"role": "assistant", "content": "Paris.", "reasoning_content": "Hm."}]
 
@@ -187,6 +186,12 @@ def test_input_items_can_be_referred_to() -> None:
     ids = [item.id for item in dialogue.history.stored["r-1"].input]
     assert ids == ["msg_r-1_i0", "fc_r-1_i1", "fco_r-1_i2"]
     assert dialogue.read_messages([{"type": "item_reference", "id": ids[0]}]) == [{"role": "user", "content": "Hi."}]
+
+
+def test_items_with_ids_of_other_servers_can_be_referred_to() -> None:
+    dialogue = Dialogue()
+    dialogue.answer("r-1", [{"role": "user", "content": "Hi.", "id": "msg_68a0c1d2"}], SAY)
+    assert dialogue.read_messages(make_references([{"id": "msg_68a0c1d2"}])) == [{"role": "user", "content": "Hi."}]
 
 
 def test_instructions_and_tools_are_those_of_the_new_request() -> None:

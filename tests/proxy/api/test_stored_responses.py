@@ -1,47 +1,22 @@
 """Stored responses through the proxy: read, listed, deleted and continued by their own key, gone with a purge."""
 
 import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
-from support.proxy.harness import ProxyHarness, on_loop, run_proxy
+from support.proxy.harness import TEST_TIMEOUT_S, ProxyHarness, on_loop, run_proxy
 from support.proxy.purges import run_purge
-from support.proxy.raw_connections import open_client, wait_until
 from support.proxy.responses import RESPONSES_PATH, read_events
-from warmline_proxy.app import COMPONENTS
+from support.proxy.stored_responses import TEXT, create, create_large, fetch, hold_response, post
 from warmline_proxy.auth.key_store import add_key
-from warmline_proxy.http.bodies import JSON_CONTAINERS_MAX, BodyReader, StoredText
-from warmline_proxy.http.body_budget import BodyBudget, RequestBody
+from warmline_proxy.index.index import Index
 from warmline_proxy.index.responses import MB
-
-QUESTION = [{"role": "user", "content": "Who?"}]
-TEXT = "What is the capital of France? " * 4  # more than a block of tokens
-
-
-async def post(proxy: ProxyHarness, value: object = TEXT, key: str = "", **fields: Any) -> aiohttp.ClientResponse:
-    headers = {"X-Api-Key": key} if key else {}
-    body = {"model": "any", "input": value, **fields}
-    return await proxy.client.post(proxy.url + RESPONSES_PATH, json=body, headers=headers)
-
-
-async def create(proxy: ProxyHarness, value: object = TEXT, key: str = "", **fields: Any) -> Any:
-    response = await post(proxy, value, key, **fields)
-    assert response.status == 200, await response.text()
-    return await response.json()
-
-
-async def create_large(proxy: ProxyHarness, size: int, **fields: Any) -> Any:
-    """Response whose input has an item of that size, which no model reads."""
-    return await create(proxy, [{"type": "web_search_call", "query": "x" * size}, *QUESTION], **fields)
-
-
-async def fetch(proxy: ProxyHarness, rest: str, key: str = "", method: str = "GET") -> tuple[int, Any]:
-    headers = {"X-Api-Key": key} if key else {}
-    async with proxy.client.request(method, f"{proxy.url}{RESPONSES_PATH}/{rest}", headers=headers) as response:
-        return response.status, await response.json()
+from warmline_proxy.store.errors import IndexFullError
 
 
 @on_loop
@@ -165,121 +140,95 @@ async def test_input_tokens_counts_previous_response(tmp_path: Path) -> None:
         assert counted["input_tokens"] == len("<user>Hi.\n<assistant>Paris.\n<user>And?\n<assistant>")
 
 
-# ---- memory
+# ---- written before the end of the answer
 
 
-def find_budget(proxy: ProxyHarness) -> BodyBudget:
-    return proxy.app[COMPONENTS].body_reader._budget
+@contextmanager
+def hold_writer(index: Index) -> Iterator[threading.Event]:
+    """Keep the index from writing until the event is set, at the end at last."""
+    may_write = threading.Event()
+    index._writer.submit(lambda: may_write.wait(TEST_TIMEOUT_S))
+    try:
+        yield may_write
+    finally:
+        may_write.set()
+
+
+@pytest.mark.parametrize(
+    ("stream", "fault", "status"),
+    [(True, "", "completed"), (False, "", "completed"), (True, "cut after content", "failed")],
+)
+@on_loop
+async def test_answer_ends_once_its_response_is_written(
+    tmp_path: Path, stream: bool, fault: str, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("warmline_proxy.pipeline.response_store.WRITE_TIMEOUT_S", TEST_TIMEOUT_S)
+    async with run_proxy(tmp_path) as proxy:
+        proxy.backend.generation_faults = [fault]
+        with hold_writer(proxy.index) as may_write:
+            asking = asyncio.create_task(read_answer(proxy, stream, id_="r-1"))
+            while (await fetch(proxy, "resp_r-1"))[0] == 404 or not proxy.index.find_response("", "r-1"):
+                pass
+            await asyncio.sleep(0.05)  # in which the answer could end
+            assert proxy.index.responses() == [] and not asking.done()
+            may_write.set()
+            response = await asking
+            assert [row.id for row in proxy.index.responses()] == ["r-1"]
+        assert response["status"] == status and await fetch(proxy, "resp_r-1") == (200, response)
+
+
+async def read_answer(proxy: ProxyHarness, stream: bool, id_: str = "r") -> Any:
+    """Read the response, streamed or not, to its end."""
+    body, headers = {"input": TEXT, "stream": stream}, {"X-Warmline-Request": id_}
+    async with proxy.client.post(proxy.url + RESPONSES_PATH, json=body, headers=headers) as answer:
+        return (await read_events(answer))[-1]["response"] if stream else await answer.json()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@on_loop
+async def test_answer_ends_though_the_index_hangs(
+    tmp_path: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("warmline_proxy.pipeline.response_store.WRITE_TIMEOUT_S", 0.05)
+    async with run_proxy(tmp_path) as proxy:
+        with hold_writer(proxy.index):
+            response = await read_answer(proxy, stream)
+            assert response["store"] is True and await fetch(proxy, response["id"]) == (200, response)
+            assert proxy.index.responses() == []
+        await proxy.wait_until_saved()
+        assert len(proxy.index.responses()) == 1
 
 
 @on_loop
-async def test_unread_pages_of_large_items_stay_within_the_budget(tmp_path: Path) -> None:
-    async with run_proxy(tmp_path, body_budget_mb=8) as proxy:
-        rest, budget = f"{(await create_large(proxy, 1_900_000))['id']}/input_items", find_budget(proxy)
-        clients = [await open_client(int(proxy.url.rpartition(":")[2]), 4096) for _ in range(6)]
-        for client in clients:
-            client.get(f"{RESPONSES_PATH}/{rest}")
-        statuses = sorted([int((await client.reader.readline()).split()[1]) for client in clients])
-        assert statuses[:2] == [200, 200] and statuses[3:] == [503] * 3, "three quarters of the budget are one client's"
-        assert statuses.count(200) * 1_900_000 < budget.counted_bytes <= 6_000_000
-        async with proxy.client.get(f"{proxy.url}/health") as health:
-            assert health.status == 200
-        for client in clients:
-            client.reset()
-        await wait_until(lambda: not budget.counted_bytes)
-        status, page = await fetch(proxy, rest)
-        assert status == 200 and len(page["data"][1]["query"]) == 1_900_000
-
-
-@on_loop
-async def test_continued_response_counts_until_its_answer(tmp_path: Path) -> None:
-    async with run_proxy(tmp_path, body_budget_mb=8) as proxy:
-        first, budget = await create_large(proxy, 500_000), find_budget(proxy)
-        await wait_until(lambda: not budget.counted_bytes)
-        asking = await hold_response(proxy, input="And?", previous_response_id=first["id"])
-        assert 500_000 < budget.counted_bytes < 600_000
-        proxy.backend.may_continue.set()
-        assert (await read_events(await asking))[-1]["response"]["store"] is True
-        await wait_until(lambda: not budget.counted_bytes)
-
-
-@on_loop
-async def test_references_keep_their_items_alone_and_read_each_response_once(
+async def test_answer_ends_at_once_where_nothing_is_to_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, sizes = BodyReader.read_stored, list[int]()
+    """Without storing, by another API, and where the disk refuses the write."""
+    monkeypatch.setattr("warmline_proxy.pipeline.response_store.WRITE_TIMEOUT_S", TEST_TIMEOUT_S)
 
-    async def record(reader: BodyReader, body: RequestBody, data: bytes, coding: str) -> StoredText:
-        text = await read(reader, body, data, coding)
-        sizes.append(len(text.data))
-        return text
+    def refuse(change: object) -> None:
+        raise IndexFullError("the disk is full")
 
-    monkeypatch.setattr(BodyReader, "read_stored", record)
-    async with run_proxy(tmp_path, body_budget_mb=1) as proxy:
-        budget, references = find_budget(proxy), list[dict[str, str]]()
-        for _ in range(4):  # all at once would exceed the budget
-            response = await create_large(proxy, 300_000)
-            references += [{"type": "item_reference", "id": response["output"][0]["id"]}, *QUESTION] * 2
-        await proxy.wait_until_saved()
-        asking = await hold_response(proxy, input=references, store=False)
-        assert len(sizes) == 4 and 0 < budget.counted_bytes < 50_000
-        proxy.backend.may_continue.set()
-        await read_events(await asking)
-        asked = proxy.backend.calls["prompts"][-1]["messages"]
-        assert [each["content"] for each in asked] == ["Paris.", "Who?"] * 8
-
-
-@on_loop
-async def test_response_that_never_fits_into_the_budget_is_a_413(tmp_path: Path) -> None:
-    async with run_proxy(tmp_path, body_budget_mb=1) as proxy:
-        proxy.backend.answer = ["x" * 400_000]
-        first = await create_large(proxy, 400_000)
-        for rest in (first["id"], f"{first['id']}/input_items"):
-            status, reply = await fetch(proxy, rest)
-            assert status == 413 and "750000 bytes" in reply["error"]["message"]
-        assert (await post(proxy, previous_response_id=first["id"])).status == 413
-        await wait_until(lambda: not find_budget(proxy).counted_bytes)
-
-
-@on_loop
-async def test_continued_conversation_is_bounded_as_if_it_were_sent_whole(tmp_path: Path) -> None:
     async with run_proxy(tmp_path) as proxy:
-        part = {"type": "web_search_call", "parts": [{}] * (JSON_CONTAINERS_MAX * 2 // 3)}
-        first = await create(proxy, [part, *QUESTION])
-        await create(proxy, "And?", previous_response_id=first["id"])
-        reference = {"type": "item_reference", "id": f"item_{first['id'].removeprefix('resp_')}_i0"}
-        bodies: list[dict[str, Any]] = [
-            {"value": [part], "previous_response_id": first["id"]},
-            {"value": [reference, *QUESTION, reference]},
-        ]
-        for fields in bodies:
-            answer = await post(proxy, **fields)
-            message = (await answer.json())["error"]["message"]
-            assert answer.status == 400 and "objects and lists, with the stored items" in message
-        assert (await fetch(proxy, f"{first['id']}/input_items"))[0] == 200, "it is read all the same"
+        with hold_writer(proxy.index):
+            assert (await create(proxy, store=False))["store"] is False
+            assert (await proxy.chat()).status == 200
+        with monkeypatch.context() as broken:
+            broken.setattr(proxy.index._environment, "write", refuse)
+            response = await create(proxy)
+            assert response["store"] is True and await fetch(proxy, response["id"]) == (200, response)
 
 
 @on_loop
-async def test_damaged_response_is_not_used(tmp_path: Path) -> None:
-    async with run_proxy(tmp_path) as proxy:
-        first = await create(proxy)
-        await proxy.wait_until_saved()
-        proxy.index.transact(lambda tables: tables.put("response_bodies", next(tables.items("responses"))[0], b"x" * 9))
-        assert (await fetch(proxy, first["id"]))[0] == 404
-        assert (await post(proxy, previous_response_id=first["id"])).status == 400
-        reference = {"type": "item_reference", "id": first["output"][0]["id"]}
-        assert (await post(proxy, [reference])).status == 404
+async def test_heartbeats_wait_with_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("warmline_proxy.pipeline.response_store.WRITE_TIMEOUT_S", 0.25)
+    async with run_proxy(tmp_path, heartbeat_after_s=0.05) as proxy:
+        with hold_writer(proxy.index):
+            for stream in (False, True):
+                assert (await read_answer(proxy, stream))["status"] == "completed"
 
 
 # ---- running responses
-
-
-async def hold_response(proxy: ProxyHarness, **fields: Any) -> "asyncio.Task[Any]":
-    proxy.backend.hold_after = 1
-    body, headers = {"input": TEXT, "stream": True, **fields}, {"X-Warmline-Request": "r-1"}
-    asking = asyncio.create_task(proxy.client.post(proxy.url + RESPONSES_PATH, json=body, headers=headers))
-    await proxy.backend.holding.wait()
-    return asking
 
 
 @on_loop
@@ -343,6 +292,25 @@ async def test_purges_of_a_session_and_of_all(tmp_path: Path) -> None:
         await run_purge(proxy, everything=True)
         assert (await fetch(proxy, other["id"]))[0] == 404
         assert not any(b"something else" in path.read_bytes().lower() for path in proxy.home.index.rglob("data.mdb"))
+
+
+@on_loop
+async def test_purge_of_a_session_after_a_kill_before_its_responses_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first turn is saved, the second is not; a conversation that begins alike keeps its response."""
+    monkeypatch.setattr(Index, "record_response_session", lambda *arguments: None)
+    async with run_proxy(tmp_path) as proxy:
+        first = await create(proxy)
+        session = (await proxy.wait_until_saved())[0].session
+        other = await create(proxy, TEXT + "Or of Spain?")
+        proxy.backend.save_failures = [500]
+        second = await create(proxy, "And?", previous_response_id=first["id"])
+        await proxy.wait_until_saved()
+        assert {row.session for row in proxy.index.responses()} == {""}
+        assert (await run_purge(proxy, session=session))["responses"] == 2
+        statuses = [(await fetch(proxy, each["id"]))[0] for each in (first, second, other)]
+        assert statuses == [404, 404, 200]
 
 
 @on_loop

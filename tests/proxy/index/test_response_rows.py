@@ -11,15 +11,7 @@ from warmline_common.storage.home import Home
 from warmline_proxy.index.index import Index, IndexReader
 from warmline_proxy.index.recovery.repair import repair
 from warmline_proxy.index.recovery.verify import verify_index
-from warmline_proxy.index.responses import (
-    DAY_S,
-    MB,
-    FoundResponse,
-    ResponseEntry,
-    ResponseLimits,
-    answer_key,
-    count_bytes,
-)
+from warmline_proxy.index.responses import DAY_S, MB, FoundResponse, ResponseEntry, ResponseLimits, count_bytes, id_key
 from warmline_proxy.retention.gc import collect_garbage
 from warmline_proxy.retention.purge import preview_purge, purge
 from warmline_proxy.store.errors import IndexFullError
@@ -56,14 +48,58 @@ def test_response_is_found_by_its_owner_alone(index: Index) -> None:
     assert index.find_response("desk", "a") is None
 
 
-def test_newest_response_holds_earlier_answers(index: Index) -> None:
+def read_holders(index: Index, *items: str) -> dict[str, str]:
+    """Read the text of the response in which each of these items, or of all, is found; those not found are left out."""
+    found = {item: read_text(index.find_response_holder("", item)) for item in items or ("a", "b", "c", "x")}
+    return {item: text.removeprefix("text of ") for item, text in found.items() if text}
+
+
+def test_item_is_found_in_the_newest_response_that_has_it(index: Index) -> None:
     record(index, make_response("a"), make_response("b", "a"), make_response("c", "b", "a", "x"))
-    assert [read_text(index.find_response_holder("", each)) for each in "abcx"] == ["text of c"] * 4
-    assert index.find_response("", "x") is None, "it was not stored itself"
+    assert read_holders(index) == {"a": "c", "b": "c", "c": "c", "x": "c"}
+    assert index.find_response("", "x") is None, "an item's id is no response's"
     assert index.delete_response("", "c")
-    assert index.find_response_holder("", "c") is None
+    assert read_holders(index) == {"a": "b", "b": "b"}
     assert read_text(index.find_response("", "a")) == "text of a", "other responses stay as they are"
     assert verify_index(index, deep=True) == []
+
+
+@pytest.mark.parametrize("is_repaired", [False, True])
+@pytest.mark.parametrize("order", ["abcd", "acbd", "bdac", "cadb", "dbca", "dcba"])
+def test_item_is_found_as_long_as_any_response_has_it(index: Index, order: str, is_repaired: bool) -> None:
+    """`d` has only a part of the conversation before it."""
+    items = {"a": "a", "b": "ab", "c": "abc", "d": "bd"}
+    record(index, *(make_response(name, *having) for name, having in items.items()))
+    for name in order:
+        assert index.delete_response("", name)
+        del items[name]
+        if is_repaired:
+            index.transact(lose_holders)
+            repair(index, deep=True, is_saving=False)
+        newest = {item: response for response, having in items.items() for item in having}
+        assert read_holders(index, *"abcd") == newest
+    assert index.totals().bytes_responses == 0 and verify_index(index, deep=True) == []
+
+
+def test_item_of_evicted_response_is_found_in_a_later_one(home: Home) -> None:
+    size = count_bytes(make_response("b", "a").row) + 30
+    with Index(home, BUDGET, response_limits=ResponseLimits(DAY_S, 2 * size)) as index:
+        record(index, make_response("a"), make_response("b", "a"), make_response("c"))
+        assert list_ids(index) == ["b", "c"] and read_holders(index) == {"a": "b", "b": "b", "c": "c"}
+        record(index, make_response("b", body="again, without it"))
+        assert read_holders(index) == {"b": "again, without it", "c": "c"}
+
+
+def test_items_are_of_one_owner(index: Index) -> None:
+    record(index, make_response("a", "x"), make_response("b", "x", owner="laptop"))
+    assert index.delete_response("", "a") and index.find_response_holder("", "x") is None
+    assert read_text(index.find_response_holder("laptop", "x")) == "text of b"
+
+
+def test_latest_items_of_a_response_are_found(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("warmline_proxy.index.responses.ITEMS_MAX", 2)
+    record(index, make_response("a", "x"), make_response("b", "x", "a", "a"))
+    assert read_holders(index) == {"a": "b", "b": "b", "x": "a"}
 
 
 def test_response_of_repeated_id_replaces_the_first(index: Index) -> None:
@@ -258,7 +294,12 @@ def lose_row(tables: Tables) -> None:
 
 
 def lose_id(tables: Tables) -> None:
-    tables.delete("response_ids", answer_key("", "a"))
+    tables.delete("response_ids", id_key("", "a"))
+
+
+def lose_holders(tables: Tables) -> None:
+    for key, _ in list(tables.items("holders")):
+        tables.delete("holders", key)
 
 
 def duplicate_response(tables: Tables) -> None:
@@ -266,8 +307,8 @@ def duplicate_response(tables: Tables) -> None:
         tables.put(table, encode_number(9), tables.get(table, encode_number(1)) or b"")
 
 
-def misdirect_answer(tables: Tables) -> None:
-    tables.put("answers", answer_key("", "a"), encode_number(7))
+def misdirect_item(tables: Tables) -> None:
+    tables.put("holders", id_key("", "a") + encode_number(7), b"")
 
 
 @pytest.mark.parametrize(
@@ -278,7 +319,8 @@ def misdirect_answer(tables: Tables) -> None:
         (lose_row, True),
         (lose_id, False),
         (duplicate_response, False),
-        (misdirect_answer, False),
+        (lose_holders, False),
+        (misdirect_item, False),
     ],
 )
 def test_damaged_responses_are_found_and_repaired(index: Index, damage: object, is_lost: bool) -> None:

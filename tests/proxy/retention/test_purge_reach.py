@@ -1,16 +1,28 @@
-"""Reach of a purge: records, quarantined files, saves under way, sampled turns."""
+"""Reach of a purge: records, quarantined files, saves under way, sampled turns, responses without a conversation."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from support.index.indexes import MODEL, ROOT, begin_save, commit_save, make_turn, save
+from support.index.indexes import (
+    MODEL,
+    ROOT,
+    begin_save,
+    commit_save,
+    make_prompted_response,
+    make_response,
+    make_turn,
+    save,
+)
 from warmline_common.protocol.tokens import namespace, pack_tokens
 from warmline_common.storage.home import Home
 from warmline_proxy.index.index import Index, IndexStoreError
 from warmline_proxy.index.recovery.startup import ReconcileReport, reconcile
-from warmline_proxy.retention.purge import purge, remove_sampled_turns
+from warmline_proxy.index.responses import ResponseEntry
+from warmline_proxy.retention.purge import preview_purge, purge, remove_sampled_turns
 from warmline_proxy.store.rows import PurgeRequest, RequestRecord
 
 CANARY = list(range(77_000, 77_200))
@@ -119,6 +131,67 @@ def test_purge_removes_turns_without_session(index: Index, sessions: tuple[str, 
     purge(index, PurgeRequest(session=session))
     calls = [f"call_{number:024x}" for number in (1, 2, 3)]
     assert [row.session for row in index.turns(ROOT, calls)] == [kept]
+
+
+@pytest.mark.parametrize(
+    ("saved", "saved_turn_end", "response"),
+    [
+        (CANARY, 190, make_prompted_response("r", CANARY[:195], 190)),  # of the turn that was saved last
+        (CANARY, 0, make_prompted_response("r", CANARY[:195], 190)),  # the same, of which no turn's end was known
+        (CANARY[:128], 0, make_prompted_response("r", CANARY[:195], 190)),  # the same, cut to the grid
+        (CANARY, 190, make_prompted_response("r", [*CANARY, *range(50)], 245)),  # of a later turn, not saved
+        (CANARY, 190, make_prompted_response("r", CANARY[:60], 50)),  # of an earlier turn, not saved
+        (CANARY, 190, make_prompted_response("r", CANARY[:60], 50, session="evicted", tokens=b"")),
+    ],
+)
+def test_purge_of_conversation_removes_responses_whose_saves_were_killed(
+    index: Index, saved: list[int], saved_turn_end: int, response: ResponseEntry
+) -> None:
+    session = save(index, saved, turn_end=saved_turn_end).session
+    index.record_response(response)
+    index.flush()
+    purge(index, PurgeRequest(session=save(index, KEPT).session))
+    assert preview_purge(index, PurgeRequest(session=session)).responses == len(index.responses()) == 1
+    assert purge(index, PurgeRequest(session=session)).responses == 1 and index.responses() == []
+    assert find_files_with(index.home, pack_tokens(CANARY[40:50])) == []
+
+
+def test_purge_of_conversation_keeps_responses_of_others(index: Index, sessions: tuple[str, str]) -> None:
+    """Also those of no stored conversation, and those that only begin alike."""
+    session, kept = sessions
+    branch = [*CANARY[:150], *range(50)]
+    for response in (
+        make_prompted_response("kept", KEPT, 190),
+        make_prompted_response("same prompt", CANARY[:195], 190, session=kept, tokens=b""),
+        make_prompted_response("branch", branch, 190),
+        make_prompted_response("never saved", range(300), 290),
+        make_prompted_response("another model's", CANARY, 190, root=namespace("model-b")),
+        make_response("of an older version"),
+    ):
+        index.record_response(response)
+    index.flush()
+    assert purge(index, PurgeRequest(session=session)).responses == 0 and len(index.responses()) == 6
+
+
+def test_purge_of_conversation_drops_unwritten_responses(index: Index, sessions: tuple[str, str]) -> None:
+    with pytest.MonkeyPatch.context() as broken:
+        broken.setattr(index._write_behind, "flush", lambda write: False)
+        index.record_response(make_prompted_response("r", CANARY[:195], 190))
+        index.record_response(make_prompted_response("kept", KEPT, 190))
+        purge(index, PurgeRequest(session=sessions[0]))
+        assert index.find_response("", "r") is None and index.find_response("", "kept")
+    index.flush()
+
+
+@pytest.mark.parametrize(
+    "how", [{"older_than_s": 60.0}, {"model": MODEL}, {"roots": [ROOT.hex()]}, {"everything": True}]
+)
+def test_other_purges_remove_responses_whose_saves_were_killed(
+    index: Index, sessions: tuple[str, str], how: dict[str, Any]
+) -> None:
+    for name, ids in (("saved", CANARY), ("never saved", range(300))):
+        index.record_response(make_prompted_response(name, ids, 190, at=time.time() - 3600.0))
+    assert purge(index, PurgeRequest(**how)).responses == 2 and index.responses() == []
 
 
 def test_purge_of_model_aborts_its_saves(index: Index, sessions: tuple[str, str]) -> None:

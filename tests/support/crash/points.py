@@ -109,7 +109,7 @@ def run_in_fork(work: Callable[[], object]) -> tuple[bool, str]:
 
 def record_steps(home: Home, scenario: str) -> dict[str, Any]:
     """Record all steps, and the stored tokens before and after each operation."""
-    recorder, levels = StepRecorder(home.root), [dict.fromkeys(TEXTS, 0)]
+    recorder, levels = StepRecorder(home.root), [dict.fromkeys([*TEXTS, "responses"], 0)]
     operations: list[str] = []
 
     def on_operation(operation: str, index: Index | None) -> None:
@@ -147,6 +147,7 @@ def check_restart(home: Home, is_atomic: bool, before: dict[str, int], after: di
                 f"{name}: {tokens} tokens are stored, expected {low} or {high}"
             )
         check_home(index)
+        assert bool(found["longer"]) >= bool(found["responses"]), "a response is left of a purged conversation"
         with deterministic_limits("after"):
             save(index, PROBE, [100])
         assert index.match_prefix(ROOT, pack_tokens(PROBE), len(PROBE)).tokens == len(PROBE)

@@ -4,6 +4,7 @@ The content of a file is a pure function of all tokens up to a row, so that cont
 """
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
@@ -22,11 +23,21 @@ from warmline_proxy.archive.reader import read_archive
 from warmline_proxy.index import eviction
 from warmline_proxy.index.index import Index
 from warmline_proxy.index.recovery.startup import reconcile
+from warmline_proxy.index.responses import ResponseEntry, join_keys
 from warmline_proxy.index.save import SaveIntent
+from warmline_proxy.index.tree import digest_prefix
 from warmline_proxy.retention.gc import collect_garbage
 from warmline_proxy.retention.pin import pin_session
 from warmline_proxy.retention.purge import purge
-from warmline_proxy.store.rows import GcRequest, PinRequest, PurgeRequest, RequestRecord, SavePlan, SessionUpdate
+from warmline_proxy.store.rows import (
+    GcRequest,
+    PinRequest,
+    PurgeRequest,
+    RequestRecord,
+    ResponseRow,
+    SavePlan,
+    SessionUpdate,
+)
 
 FINGERPRINT = "model-a"
 ROOT = namespace(FINGERPRINT)
@@ -131,6 +142,31 @@ def bookkeeping(index: Index) -> None:
     index.flush()
 
 
+def stored_responses(index: Index) -> None:
+    """Store a response of LONGER, whose conversation it does not name, and another one, deleted later."""
+    tokens = pack_tokens(LONGER)
+    for name, prompt in (("r-1", tokens), ("r-2", b"")):
+        row = ResponseRow(
+            id=name,
+            owner="",
+            root=ROOT,
+            fingerprint=FINGERPRINT,
+            model=FINGERPRINT,
+            items=join_keys("", name, ["item", f"item of {name}"]),
+            turn_end=len(LONGER),
+            turn_digest=digest_prefix(tokens, len(LONGER)),
+            tokens=prompt,
+            at=time.time(),
+        )
+        index.record_response(ResponseEntry(row, b"text")).result()
+    index.record_response_session("", "r-2", find_session(index, TALK))
+    index.flush()
+
+
+def deleted_response(index: Index) -> None:
+    index.delete_response("", "r-2")
+
+
 def aborted_save(index: Index) -> None:
     plan = begin_save(index, NEW, [])
     write_plan(index.home, plan)
@@ -211,6 +247,8 @@ STORING: list[Operation] = [
     small_save,
     merge,
     bookkeeping,
+    stored_responses,
+    deleted_response,
     aborted_save,
     eviction_for_save,
     quarantine,
@@ -300,5 +338,6 @@ def find_session(index: Index, ids: Sequence[int]) -> str:
 
 
 def count_stored(index: Index) -> dict[str, int]:
-    """Count the stored tokens of each text."""
-    return {name: index.match_prefix(ROOT, pack_tokens(ids), len(ids)).tokens for name, ids in TEXTS.items()}
+    """Count the stored tokens of each text, and the stored responses."""
+    tokens = {name: index.match_prefix(ROOT, pack_tokens(ids), len(ids)).tokens for name, ids in TEXTS.items()}
+    return tokens | {"responses": len(index.responses())}

@@ -13,8 +13,9 @@ from warmline_common.protocol.tokens import TOKEN_BYTES, namespace, pack_tokens,
 from warmline_common.storage.home import Home
 from warmline_common.storage.segment_file import FileMeta, file_checksum, read_checksums
 from warmline_proxy.index.index import Index
-from warmline_proxy.index.responses import ResponseEntry, join_answers
+from warmline_proxy.index.responses import ResponseEntry, join_keys
 from warmline_proxy.index.save import SaveIntent
+from warmline_proxy.index.tree import digest_prefix
 from warmline_proxy.store.rows import ResponseRow, SavePlan, SaveResult, SessionUpdate, TurnRow
 
 ROOT = namespace("model-a")
@@ -42,11 +43,18 @@ def make_turn(*calls: int, root: bytes = ROOT, **fields: Any) -> TurnRow:
     )
 
 
-def make_response(name: str, *earlier: str, owner: str = "", body: str = "", **fields: Any) -> ResponseEntry:
-    """Make a stored response of this answer, with items of earlier ones in its input."""
+def make_response(name: str, *items: str, owner: str = "", body: str = "", **fields: Any) -> ResponseEntry:
+    """Make a stored response that has an item of its own name, and these."""
     at = {"root": namespace(MODEL, owner), "fingerprint": MODEL, "model": MODEL, "at": time.time()} | fields
-    row = ResponseRow(id=name, owner=owner, answers=join_answers(owner, name, earlier), **at)
+    row = ResponseRow(id=name, owner=owner, items=join_keys(owner, name, (*items, name)), **at)
     return ResponseEntry(row, (body or f"text of {name}").encode())
+
+
+def make_prompted_response(name: str, ids: Sequence[int], turn_end: int, **fields: Any) -> ResponseEntry:
+    """Make a stored response to a prompt of these tokens, whose conversation is not known yet."""
+    tokens = pack_tokens(ids)
+    digest = digest_prefix(tokens, turn_end)
+    return make_response(name, **{"root": ROOT, "tokens": tokens, "turn_end": turn_end, "turn_digest": digest} | fields)
 
 
 def make_home(path: Path) -> Home:

@@ -81,10 +81,14 @@ class AnsweredRequest:
     input: list[Item]
 
     @property
-    def earlier_answer_ids(self) -> Iterable[str]:
-        """Ids of the answers whose items are in the input; possibly repeated."""
-        ids = (item.own_id if isinstance(item, StoredItem) else item["id"] for item in self.input)
-        return filter(None, map(find_answer_id, ids))
+    def item_ids(self) -> list[str]:
+        """Ids of all items, by which they are listed."""
+        heads = [
+            (item.type, item.own_id) if isinstance(item, StoredItem) else (item["type"], item["id"])
+            for item in self.input
+        ]
+        answer_id = self.response["id"].removeprefix(RESPONSE_PREFIX)
+        return [*_list_unique_ids(heads, answer_id), *(item["id"] for item in self.response["output"])]
 
     def encode(self) -> bytes:
         items = [item.text if isinstance(item, StoredItem) else item for item in self.input]
@@ -129,16 +133,20 @@ def parse_response(text: bytes | bytearray) -> StoredResponse:
 
 
 def _parse_items(texts: list[msgspec.Raw], answer_id: str) -> list[StoredItem]:
-    """Items with unique ids: one whose id an earlier one has, as clients may send it, gets an id by its place."""
     heads = [decode(memoryview(text), _ItemHead) for text in texts]
-    own_ids, used_ids, items = {head.id for head in heads}, set[str](), list[StoredItem]()
-    for at, (text, head) in enumerate(zip(texts, heads, strict=True)):
-        item_id, number = head.id, at
-        while item_id in used_ids or (item_id != head.id and item_id in own_ids):
-            item_id, number = _name_item(head.type, f"{answer_id}_i{number}"), number + len(texts)
-        used_ids.add(item_id)
-        items.append(StoredItem(text, item_id, head.type, head.id))
-    return items
+    ids = _list_unique_ids([(head.type, head.id) for head in heads], answer_id)
+    return [StoredItem(text, each, head.type, head.id) for text, each, head in zip(texts, ids, heads, strict=True)]
+
+
+def _list_unique_ids(heads: list[tuple[str, str]], answer_id: str) -> list[str]:
+    """Ids of items by their types and own ids: where an earlier one has the same, one by the item's place."""
+    own_ids, ids = {own_id for _, own_id in heads}, dict[str, None]()
+    for at, (kind, own_id) in enumerate(heads):
+        item_id, number = own_id, at
+        while item_id in ids or (item_id != own_id and item_id in own_ids):
+            item_id, number = _name_item(kind, f"{answer_id}_i{number}"), number + len(heads)
+        ids[item_id] = None
+    return list(ids)
 
 
 class ResponseHistory(Protocol):
@@ -263,7 +271,7 @@ class _ReferenceResolver:
             return item
         if not isinstance(item_id := item.get("id"), str):
             raise bad_request(f"'{where}.id' must be a string.", param=f"{where}.id")
-        if item_id not in self._items and find_answer_id(item_id):
+        if item_id not in self._items:
             self._items |= await self._history.find_items(item_id, self._wanted_ids)
         if (found := self._items.get(item_id)) is None:
             raise _item_not_found(item_id, where, self._history)
