@@ -82,7 +82,7 @@ class Components:
         is_reusing, finishes_prefill = config.reuse != "off", config.on_disconnect == "finish-prefill"
         self.saver = Saver(index, upstream, state, metrics, self.save_health, turns, divergences, reuse=is_reusing)
         self._build_audits()
-        self.responses = ResponseStore(index)
+        self.responses = ResponseStore(index, registry, self.body_reader)
         on_completed = (self.responses.record_session, self.auditor.consider_request)
         self.completion = Completion(
             registry, upstream, watchdog, self.saver, on_completed, background, finishes_prefill
@@ -177,7 +177,7 @@ def _build_client_table(parts: Components) -> RouteTable:
     state, registry, completion = parts.backend_state, parts.registry, parts.completion
     pipeline = parts.build_pipeline()
     clients = ClientRoutes(parts.body_reader, pipeline, parts.renderer, state, registry, completion)
-    responses = ResponseRoutes(pipeline, registry, completion, parts.responses, clients.count_response_tokens)
+    responses = ResponseRoutes(pipeline, completion, parts.responses, clients.count_response_tokens)
     return {
         **{
             ("POST", path): clients.build_generation_handler(api)

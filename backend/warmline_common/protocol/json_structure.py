@@ -9,6 +9,8 @@ import re
 from itertools import accumulate
 from typing import Any
 
+from warmline_common.protocol.surrogates import replace_escaped_halves
+
 JSON_DEPTH_MAX = 128  # of any client's JSON; serde_json's and llguidance's bound as well
 
 _QUOTE, _BACKSLASH = b'"', b"\\"
@@ -20,14 +22,15 @@ _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # as signed bytes: +1 an
 def decode_json_text(text: str) -> Any:
     """Value of JSON that stands in a string of a client's body, which the body's own bounds do not cover.
 
-    Raises ValueError for other text, and beyond JSON_DEPTH_MAX levels.
+    Halves of surrogate pairs in it become U+FFFD, as in the body.  Raises ValueError for other text, and beyond
+    JSON_DEPTH_MAX levels.
     """
     if text.count("[") + text.count("{") > JSON_DEPTH_MAX:
         structure = JsonStructure()
         structure.feed(text.encode(errors="replace"))
         if structure.depth_max > JSON_DEPTH_MAX:
             raise ValueError("it nests too deeply")
-    return json.loads(text)
+    return json.loads(replace_escaped_halves(text.encode(errors="replace")) if "\\u" in text else text)
 
 
 class JsonStructure:
@@ -40,6 +43,13 @@ class JsonStructure:
         self._depth = 0
         self._is_in_string = False
         self._is_escaped = False  # the next byte, by the last backslash of a string
+
+    def include(self, other: "JsonStructure") -> None:
+        """Add the counts of another text, one that stands somewhere inside this one."""
+        self.containers += other.containers
+        self.strings += other.strings
+        self.separators += other.separators
+        self.depth_max = max(self.depth_max, other.depth_max)
 
     def feed(self, piece: bytes) -> None:
         """Count a piece's structure, in time proportional to its bytes."""

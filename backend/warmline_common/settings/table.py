@@ -103,7 +103,8 @@ _ROWS = (
             "how long answers of `/v1/responses` are stored, as text, for clients that refer to them; `off` or 0: not "
             "stored"),
     Setting("responses_keep_mb", 256.0, parsers.make_amount_parser("megabytes", 0, 1e6), "MB", PROXY,
-            "disk for these answers, compressed, of the disk budget (a tenth of it at most); the oldest go first"),
+            "disk for these answers, compressed, of the disk budget (a tenth of it at most); the oldest go first, and "
+            "one that is larger even before it is compressed is not stored"),
     Setting("kv_bits", 0, parsers.make_choice_parser(0, 4, 8), "BITS", BACKEND_DOCTOR,
             "quantize the KV cache to 4 or 8 bits; 0: keep it as computed", omit_zero=True),
     Setting("kv_group_size", 64, parsers.make_choice_parser(32, 64, 128), "N", BACKEND_DOCTOR,
@@ -129,8 +130,8 @@ _ROWS = (
             "connections that clients may have open; beyond, those that wait for their clients are closed, then new "
             "ones get 503"),
     Setting("body_budget_mb", 256, parsers.make_integer_parser(1, 1000000), "MB", PROXY,
-            "memory for the bodies of all requests, decompressed, until they are answered; beyond, bodies that are "
-            "still being received make way, then new ones get 503"),
+            "memory for the bodies of all requests and the stored items that they refer to, decompressed, until they "
+            "are answered; beyond, bodies that are still being received make way, then new ones get 503"),
     Setting("connect_timeout_s", 60.0, parsers.parse_seconds, "S", PROXY,
             "how long a request waits for a backend that starts, or is started again; 0: no limit"),
     Setting("queue_timeout_s", 0.0, parsers.parse_seconds, "S", PROXY,

@@ -1,4 +1,4 @@
-"""Interface of an API: a reader of bodies and an encoder of responses.  No I/O; event loop thread."""
+"""Interface of an API: a reader of bodies and an encoder of responses.  No I/O but lookups; event loop thread."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class ResponseStart:
     model: str  # the served model's name
     prompt_tokens: int
     cached_tokens: int  # of these, planned to be reused
-    on_result: Callable[[Any], object] = lambda result: None  # gets the response of an API that stores its responses
+    on_result: Callable[[Any], bool] = lambda result: True  # stores the response of an API that does; False: it was not
 
 
 class ResponseEncoder(Protocol):
@@ -79,8 +79,8 @@ class Api(Protocol):
     name: str  # in records and PERF lines
     endpoint: str  # of the internal form: "chat" or "completion"
 
-    def read_call(self, body: bytes, headers: Mapping[str, str]) -> ApiCall:
-        """Raises ClientError 400, which `encode_error` puts into this API's form."""
+    async def read_call(self, body: bytes, headers: Mapping[str, str]) -> ApiCall:
+        """Raises ClientError, which `encode_error` puts into this API's form."""
 
     def create_encoder(self, call: ApiCall, response_start: ResponseStart) -> ResponseEncoder: ...
 

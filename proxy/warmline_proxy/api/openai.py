@@ -25,7 +25,7 @@ class OpenAIApi:
     def __init__(self, endpoint: str) -> None:
         self.name = self.endpoint = endpoint
 
-    def read_call(self, body: bytes, headers: Mapping[str, str]) -> ApiCall:
+    async def read_call(self, body: bytes, headers: Mapping[str, str]) -> ApiCall:
         """Raises ClientError 400; wrong types of fields that only the backend needs are refused by the backend."""
         fields: Fields = dict(body_fields.parse_object(body))
         body_fields.check_message_count(fields.get("messages"), "messages")

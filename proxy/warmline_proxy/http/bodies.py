@@ -5,7 +5,9 @@ today is below.
 """
 
 import asyncio
-from collections.abc import Mapping
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -15,7 +17,7 @@ from aiohttp import hdrs, web
 from warmline_common.process.redaction import redact
 from warmline_common.protocol.json_structure import JSON_DEPTH_MAX, JsonStructure
 from warmline_common.protocol.messages import decode, encode
-from warmline_proxy.errors import bad_request
+from warmline_proxy.errors import ClientError, bad_request
 from warmline_proxy.http.body_budget import BodyBudget, RequestBody
 from warmline_proxy.http.content_coding import ContentDecoder, create_decoder
 
@@ -38,7 +40,13 @@ REQUEST_BODY = web.RequestKey("body", RequestBody)
 
 def json_response(value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     """JSON response without spaces, as the backend and the streams write it."""
-    return web.Response(status=status, body=encode(value), content_type="application/json", headers=headers)
+    return bytes_response(encode(value), status=status, headers=headers)
+
+
+def bytes_response(body: bytes, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    """Response of a JSON text.  A large one is sent in pieces, as its client takes them, and not copied."""
+    data = body if len(body) <= INLINE_BYTES_MAX else io.BytesIO(body)
+    return web.Response(status=status, body=data, content_type="application/json", headers=headers)
 
 
 class BodyReader:
@@ -56,10 +64,37 @@ class BodyReader:
         too slowly, 503 where there is no memory for it.
         """
         decoder = create_decoder(request.headers.getall(hdrs.CONTENT_ENCODING, []))
-        body = request[REQUEST_BODY] = self._budget.open_body(caller or f"at {request.remote}")
+        body = self.open_body(request, caller)
         await self._receive(request, body, decoder)
         decoder.finish()
         return body.take()
+
+    def open_body(self, request: web.Request, caller: str = "") -> RequestBody:
+        """The request's body, from now on counted."""
+        if (body := request.get(REQUEST_BODY)) is None:
+            body = request[REQUEST_BODY] = self._budget.open_body(caller or f"at {request.remote}")
+        return body
+
+    async def read_stored(self, body: RequestBody, data: bytes, coding: str) -> "StoredText":
+        """Read stored JSON that a request refers to, decompressed; it counts as a part of the request's body.
+
+        Raises ClientError 503 where there is no memory for it, 413 where there never is, ValueError for damaged data.
+        """
+        began, structure, text = body.counted_bytes, JsonStructure(), bytearray()
+        compressed_bytes = 0 if coding == "identity" else len(data)  # plain data are the index's own buffer
+        try:
+            body.count(compressed_bytes)
+            for part in _decode_stored(data, coding):
+                body.count(len(part) + _feed(structure, part))
+                text += part
+                if len(text) > INLINE_BYTES_MAX:
+                    async with self._turn:
+                        await asyncio.sleep(0)
+            body.discount(compressed_bytes)
+        except BaseException:
+            body.discount(body.counted_bytes - began)
+            raise
+        return StoredText(text, structure, body.counted_bytes - began)
 
     async def read_message(self, request: web.Request, kind: type[T], name: str) -> T:
         """Decoded body of an admin request.  Raises ClientError as `read`, and 400 for another body."""
@@ -70,15 +105,15 @@ class BodyReader:
 
     async def _receive(self, request: web.Request, body: RequestBody, decoder: ContentDecoder) -> None:
         self._check_size(request.content_length or 0)
-        structure, began = JsonStructure(), asyncio.get_running_loop().time()
+        began = asyncio.get_running_loop().time()
         while piece := await self._receive_piece(request, body, began):
             self._check_size(request.content.total_bytes)
             for part in decoder.decode(piece):
                 if body.size + len(part) <= INLINE_BYTES_MAX:
-                    self._add_part(body, structure, part)
+                    self._add_part(body, part)
                     continue
                 async with self._turn:
-                    self._add_part(body, structure, part)
+                    self._add_part(body, part)
                     await asyncio.sleep(0)
 
     async def _receive_piece(self, request: web.Request, body: RequestBody, began: float) -> bytes:
@@ -102,16 +137,40 @@ class BodyReader:
         finally:
             body.on_displaced = bool
 
-    def _add_part(self, body: RequestBody, structure: JsonStructure, part: bytes) -> None:
-        counted = estimate_parsed_bytes(structure)
-        structure.feed(part)
-        check_structure(structure)
-        body.append(part, estimate_parsed_bytes(structure) - counted)
+    def _add_part(self, body: RequestBody, part: bytes) -> None:
+        parsed_bytes = _feed(body.structure, part)
+        check_structure(body.structure)
+        body.append(part, parsed_bytes)
         self._check_size(body.size)
 
     def _check_size(self, size: int) -> None:
         if size > self._bytes_max:
             raise bad_request(f"The body is larger than {self._bytes_max} bytes.", status=413)
+
+
+@dataclass(frozen=True)
+class StoredText:
+    """Stored JSON that a request has read."""
+
+    data: bytearray
+    structure: JsonStructure
+    counted_bytes: int  # for it, in the request's body
+
+
+def _decode_stored(data: bytes, coding: str) -> Iterator[bytes]:
+    decoder = create_decoder([coding])
+    try:
+        yield from decoder.decode(data)
+        decoder.finish()
+    except ClientError as error:
+        raise ValueError(str(error)) from None
+
+
+def _feed(structure: JsonStructure, part: bytes) -> int:
+    """Count a part's structure; memory of the values that it adds."""
+    counted = estimate_parsed_bytes(structure)
+    structure.feed(part)
+    return estimate_parsed_bytes(structure) - counted
 
 
 def _end_now(timeout: asyncio.Timeout) -> None:
@@ -131,6 +190,13 @@ def estimate_parsed_bytes(structure: JsonStructure) -> int:
     return containers + strings + structure.separators * VALUE_BYTES
 
 
+def measure_structure(value: msgspec.Raw) -> JsonStructure:
+    structure, view = JsonStructure(), memoryview(value)
+    for at in range(0, view.nbytes, INLINE_BYTES_MAX):
+        structure.feed(bytes(view[at : at + INLINE_BYTES_MAX]))
+    return structure
+
+
 def check_structure(structure: JsonStructure) -> None:
     """Raises ClientError 400 for JSON that would take too long to parse, or that nests too deeply."""
     bounds = {
@@ -142,7 +208,11 @@ def check_structure(structure: JsonStructure) -> None:
     }
     for bound, is_exceeded in bounds.items():
         if is_exceeded:
-            raise bad_request(f"The JSON body of your request has more than {bound}; send less in one request.")
+            message = (
+                f"The JSON body of your request has more than {bound}, with the stored items that it refers to; "
+                "send less in one request."
+            )
+            raise bad_request(message)
 
 
 async def set_server_header(_: web.Request, response: web.StreamResponse) -> None:

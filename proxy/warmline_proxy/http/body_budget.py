@@ -1,26 +1,28 @@
 """Memory that the bodies of all requests share.  Event loop thread.
 
-A body counts from its first byte until its request is answered, since its fields are kept as long.  Where a body does
-not fit, one that is still being received makes way: of the caller that has the most, first one that makes no progress,
-then the largest.
+A body counts from its first byte until the answer to its request is sent, since its fields, and an answer that repeats
+them, are kept as long; so do stored items that the request refers to.  Where a body does not fit, one that is still
+being received makes way: of the caller that has the most, first one that makes no progress, then the largest.
 """
 
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
 
-from warmline_proxy.errors import ClientError, service_unavailable
+from warmline_common.protocol.json_structure import JsonStructure
+from warmline_proxy.errors import ClientError, bad_request, service_unavailable
 
 IDLE_AFTER_S = 1.0  # without a byte
 CALLER_SHARE_MAX = 0.75  # of the budget, for one caller
 
 
 class RequestBody:
-    """Body of one request, while it is received and until the request is answered."""
+    """Body of one request, while it is received and until the request is answered, with the stored items it names."""
 
     def __init__(self, budget: "BodyBudget", caller: str, clock: Callable[[], float]) -> None:
         self.caller = caller
         self.counted_bytes = 0
+        self.structure = JsonStructure()
         self.is_received = False
         self.is_displaced = False
         self.on_displaced: Callable[[], object] = bool  # wakes its reader
@@ -37,10 +39,18 @@ class RequestBody:
 
     def append(self, part: bytes, parsed_bytes: int) -> None:
         """Add a part, whose values take `parsed_bytes` beside its text.  Raises ClientError 503."""
-        self.check_kept()
-        self._budget.count(self, len(part) + parsed_bytes)
+        self.count(len(part) + parsed_bytes)
         self._progressed_at = self._clock()
         self._data += part
+
+    def count(self, size: int) -> None:
+        """Count bytes that the request keeps beside its parts.  Raises ClientError 503, or 413 where they never fit."""
+        self.check_kept()
+        self._budget.count(self, size)
+
+    def discount(self, size: int) -> None:
+        """Count bytes no more: they are free again."""
+        self._budget.discount(self, size)
 
     def take(self) -> bytes:
         """The whole body, which no other displaces from now on.  Raises ClientError 503 where one has."""
@@ -87,7 +97,9 @@ class BodyBudget:
         return body
 
     def count(self, body: RequestBody, count: int) -> None:
-        """Count bytes of a body; others make way where they do not fit.  Raises ClientError 503."""
+        """Count bytes of a body; others make way where they do not fit.  Raises ClientError 503 or 413."""
+        if body.counted_bytes + count > self.caller_bytes_max:
+            raise body_too_large(self.caller_bytes_max)
         while not self._has_room(body, count):
             if (other := find_displaced(self._find_rivals(body, count), self._bytes_by_caller, body, count)) is None:
                 raise bodies_full()
@@ -95,11 +107,15 @@ class BodyBudget:
         body.counted_bytes += count
         self._bytes_by_caller[body.caller] += count
 
-    def discard(self, body: RequestBody) -> None:
+    def discount(self, body: RequestBody, count: int) -> None:
         if body in self._bodies:
-            self._bodies.remove(body)
-            self._bytes_by_caller[body.caller] -= body.counted_bytes
+            body.counted_bytes -= count
+            self._bytes_by_caller[body.caller] -= count
             self._bytes_by_caller += Counter()  # drops zeros
+
+    def discard(self, body: RequestBody) -> None:
+        self.discount(body, body.counted_bytes)
+        self._bodies.discard(body)
 
     def _has_room(self, body: RequestBody, count: int) -> bool:
         has_share = self._bytes_by_caller[body.caller] + count <= self.caller_bytes_max
@@ -132,6 +148,14 @@ def find_displaced(
     else:
         yields = bytes_by_caller[other.caller] > bytes_by_caller[newcomer.caller] + count
     return other if yields else None
+
+
+def body_too_large(bytes_max: int) -> ClientError:
+    message = (
+        f"The request takes more memory than one client may have here, {bytes_max} bytes, with its JSON's values and "
+        "the stored items that it refers to."
+    )
+    return bad_request(message, status=413)
 
 
 def bodies_full() -> ClientError:

@@ -118,12 +118,18 @@ class Connection(web.RequestHandler):
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         if request.writer.output_size and not resp.prepared:  # a partial response must not look complete
+            release_body(request)
             self.abort()
             return resp, True
         is_unread, closes = not request.content.is_eof(), resp.headers.get(hdrs.CONNECTION) == "close"
         if is_unread or closes or request.method == hdrs.METH_CONNECT:  # what follows is no request
             resp.force_close()
-        done = await super().finish_response(request, resp, start_time)
+        try:
+            done = await super().finish_response(request, resp, start_time)
+        finally:
+            release_body(request)
+            if isinstance(resp, web.Response):
+                resp.body = None  # aiohttp keeps the response until the connection's next request
         if resp.keep_alive:
             self._set_phase(ConnectionPhase.IDLE)
             self._resume_pipelining()
@@ -369,13 +375,14 @@ CONNECTIONS = web.AppKey("connections", Connections)  # for the status
 
 @web.middleware
 async def connection_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Notify the connection that its request is being handled; release its body at the end."""
+    """Notify the connection that its request is being handled.  Its body is released once the response is sent."""
     if isinstance(request.protocol, Connection):
         request.protocol.begin_request(request)
     try:
         return await handler(request)
-    finally:
+    except BaseException:
         release_body(request)
+        raise
 
 
 def connections_full() -> ClientError:

@@ -48,7 +48,9 @@ async def request_id_middleware(request: web.Request, handler: Handler) -> web.S
     """Outermost middleware: sets the log context and logs refusals."""
     with request_context(get_request_id(request)):
         response = await handler(request)
-        error = response.get(CLIENT_ERROR)
+        error = response.pop(
+            CLIENT_ERROR, None
+        )  # aiohttp keeps the response, and an error its frames with their values
         if error is None or error.status == UNAUTHORIZED:  # Authenticator logs a 401, rate-limited
             return response
         body, method, path = decode_error_body(error), request.method[:16], redact_path(request.path)

@@ -9,6 +9,7 @@ from aiohttp.http_parser import RawRequestMessage
 from yarl import URL
 
 _SLASHES = re.compile("//+")
+_TARGET = re.compile(r"(?P<origin>[a-z]+://[^/?]*)?(?P<path>/[^?]*)(?P<query>.*)", re.I | re.S)  # RFC 9112, 3.2.1-2
 
 RequestFactory = Callable[..., web.BaseRequest]  # of a message, and of what belongs to its connection
 
@@ -17,11 +18,13 @@ def merge_slashes(make_request: RequestFactory) -> RequestFactory:
     """Factory whose requests have single slashes in their paths, before any rule of access or route is applied."""
 
     def make_merged_request(message: RawRequestMessage, *rest: Any) -> web.BaseRequest:
-        path, question_mark, query = message.path.partition("?")
-        if path.startswith("/") and "//" in path:  # no other form of a target has a path that is served
-            merged = _SLASHES.sub("/", path)
-            url = URL.build(path=merged, query_string=query, encoded=True)
-            message = message._replace(path=merged + question_mark + query, url=url)
+        target = _TARGET.fullmatch(message.path)
+        if target and "//" in target["path"]:  # no other form of a target has a path that is served
+            merged, query = _SLASHES.sub("/", target["path"]), target["query"]
+            url = URL.build(path=merged, query_string=query.removeprefix("?"), encoded=True)
+            if origin := target["origin"]:
+                url = URL(origin, encoded=True).join(url)
+            message = message._replace(path=(origin or "") + merged + query, url=url)
         return make_request(message, *rest)
 
     return make_merged_request

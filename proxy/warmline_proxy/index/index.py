@@ -19,7 +19,7 @@ from warmline_common.protocol.messages import SaveReply
 from warmline_common.storage.home import Home
 from warmline_proxy.index import lookup, responses, save, tree
 from warmline_proxy.index.reader import IndexReader
-from warmline_proxy.index.responses import DEFAULT_LIMITS, ResponseEntry, ResponseLimits
+from warmline_proxy.index.responses import DEFAULT_LIMITS, FoundResponse, ResponseEntry, ResponseLimits
 from warmline_proxy.index.save import SaveIntent
 from warmline_proxy.index.write_behind import WriteBehindBuffer
 from warmline_proxy.store import files, reserve
@@ -194,23 +194,25 @@ class Index(IndexReader):
 
     # --- stored responses ---
 
-    def find_response(self, owner: str, answer_id: str) -> ResponseEntry | None:
+    def find_response(self, owner: str, answer_id: str) -> FoundResponse | None:
         """The owner's stored response of that id."""
         key = owner, answer_id
         unwritten = self._write_behind.find_response(lambda entry: entry.key == key)
-        return unwritten or self._find_valid(responses.find_response, owner, answer_id)
+        return unwritten.as_found() if unwritten else self._find_valid(responses.find_response, owner, answer_id)
 
-    def find_response_holder(self, owner: str, item_id: str) -> ResponseEntry | None:
+    def find_response_holder(self, owner: str, item_id: str) -> FoundResponse | None:
         """The owner's newest stored response that has an item."""
         item = responses.id_key(owner, item_id)
         unwritten = self._write_behind.find_response(lambda entry: entry.has_item(item))
-        return unwritten or self._find_valid(responses.find_holder, owner, item_id)
+        return unwritten.as_found() if unwritten else self._find_valid(responses.find_holder, owner, item_id)
 
     def _find_valid(
-        self, find: Callable[[Tables, str, str], ResponseEntry | None], owner: str, id_: str
-    ) -> ResponseEntry | None:
-        entry = self._read(lambda tables: find(tables, owner, id_))
-        return None if entry and responses.is_expired(entry.row, self.response_limits, time.time()) else entry
+        self, find: Callable[[Tables, str, str], ResponseRow | None], owner: str, id_: str
+    ) -> FoundResponse | None:
+        row = self._read(lambda tables: find(tables, owner, id_))
+        if row is None or responses.is_expired(row, self.response_limits, time.time()):
+            return None
+        return FoundResponse(row, lambda: self._read(lambda tables: responses.get_body(tables, row)))
 
     def delete_response(self, owner: str, answer_id: str) -> bool:
         """Delete the owner's response of that id; False where none is stored.  Blocks."""

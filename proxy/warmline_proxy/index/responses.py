@@ -49,8 +49,29 @@ class ResponseLimits:
     def is_off(self) -> bool:
         return not (self.age_max_s and self.bytes_max)
 
+    def has_room(self, row: ResponseRow, body_bytes: int) -> bool:
+        """True for a response that is small enough, however badly its body of so many bytes can be compressed."""
+        compressed = body_bytes + (body_bytes >> 11) + 64  # more than zlib's compressBound
+        return count_bytes(msgspec.structs.replace(row, bytes_body=compressed)) <= self.bytes_max
+
 
 DEFAULT_LIMITS = ResponseLimits()
+
+
+@dataclass(frozen=True)
+class ResponseBody:
+    """Body of a response, JSON, in a content coding of HTTP's."""
+
+    data: bytes
+    coding: str = "deflate"  # "identity" until it is written
+
+
+@dataclass(frozen=True)
+class FoundResponse:
+    """A response that was looked up, its body still unread."""
+
+    row: ResponseRow
+    read_body: Callable[[], ResponseBody | None]  # None where it has gone since.  Raises IndexStoreError
 
 
 @dataclass(frozen=True)
@@ -72,6 +93,9 @@ class ResponseEntry:
     def has_item(self, item: bytes) -> bool:
         """`item`: as `id_key` returns it."""
         return item in split_keys(self.row)[1]
+
+    def as_found(self) -> "FoundResponse":
+        return FoundResponse(self.row, lambda: ResponseBody(self.body, "identity"))
 
 
 def id_key(owner: str, id_: str) -> bytes:
@@ -115,10 +139,10 @@ def list_responses(tables: Tables) -> Iterator[tuple[bytes, ResponseRow]]:
 # ---- lookups
 
 
-def find_response(tables: Tables, owner: str, answer_id: str) -> ResponseEntry | None:
-    """The owner's response of that id; None also where it is damaged."""
-    entry = _read_entry(tables, owner, tables.get("response_ids", id_key(owner, answer_id)))
-    return entry if entry and entry.row.id == answer_id else None
+def find_response(tables: Tables, owner: str, answer_id: str) -> ResponseRow | None:
+    """The owner's response of that id."""
+    row = _read_row(tables, owner, tables.get("response_ids", id_key(owner, answer_id)))
+    return row if row and row.id == answer_id else None
 
 
 def has_response(tables: Tables, owner: str, answer_id: str) -> bool:
@@ -126,18 +150,22 @@ def has_response(tables: Tables, owner: str, answer_id: str) -> bool:
     return tables.get("response_ids", id_key(owner, answer_id)) is not None
 
 
-def find_holder(tables: Tables, owner: str, item_id: str) -> ResponseEntry | None:
+def find_holder(tables: Tables, owner: str, item_id: str) -> ResponseRow | None:
     """The owner's newest response that has an item."""
-    return _read_entry(tables, owner, tables.last_number("holders", id_key(owner, item_id)))
+    return _read_row(tables, owner, tables.last_number("holders", id_key(owner, item_id)))
 
 
-def _read_entry(tables: Tables, owner: str, key: bytes | None) -> ResponseEntry | None:
+def _read_row(tables: Tables, owner: str, key: bytes | None) -> ResponseRow | None:
     value = tables.get("responses", key) if key else None
-    if key is None or value is None:
-        return None
-    row = _decode(value)
-    body = read_body(tables, key)
-    return None if body is None or row.owner != owner else ResponseEntry(row, body)
+    row = _decode(value) if value else None
+    return row if row and row.owner == owner else None
+
+
+def get_body(tables: Tables, row: ResponseRow) -> ResponseBody | None:
+    """Body of the response, compressed; possibly damaged.  None where it is missing."""
+    key = tables.get("response_ids", id_key(row.owner, row.id))
+    data = tables.get("response_bodies", key) if key else None
+    return ResponseBody(data) if data else None
 
 
 def read_body(tables: Tables, key: bytes) -> bytes | None:

@@ -86,7 +86,7 @@ class Pipeline:
         request, response = self._create_request(http_request, api, client)
         async with self._request_scope(request):  # at its end: 7. release and save, 8. record
             body = await self._admit(http_request, request)  # 1. a bounded queue
-            choices = self._normalize(http_request, api, request, body)  # 2. any model name, null is absent
+            choices = await self._normalize(http_request, api, request, body)  # 2. any model name, null is absent
             if len(choices) == 1:
                 await upstream.retry_dispatch()(self._dispatch, request)  # 3. to 6., again where the backend is lost
             else:
@@ -185,8 +185,10 @@ class Pipeline:
         with request.log.measure_wait(waits.BODY):
             return await self.steps.body_reader.read(http_request, request.caller)
 
-    def _normalize(self, http_request: web.Request, api: Api, request: Request, body: bytes) -> list[ChoiceRequest]:
-        call = api.read_call(body, http_request.headers)
+    async def _normalize(
+        self, http_request: web.Request, api: Api, request: Request, body: bytes
+    ) -> list[ChoiceRequest]:
+        call = await api.read_call(body, http_request.headers)
         request.call, counts = self.steps.renderer.stabilize(call)
         request.response.call = request.call
         request.log.stabilization = ", ".join(f"{rule}={count}" for rule, count in sorted(counts.items()))

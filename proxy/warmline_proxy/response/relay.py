@@ -18,7 +18,7 @@ from warmline_common.protocol.messages import decode
 from warmline_common.protocol.sse import SseEvent, encode_comment
 from warmline_proxy.api.base import Api, ApiCall, Chunk, ResponseEncoder, ResponseStart
 from warmline_proxy.errors import ClientError, bad_gateway
-from warmline_proxy.http.bodies import write_chunk
+from warmline_proxy.http.bodies import bytes_response, write_chunk
 from warmline_proxy.request_log import RequestLog
 from warmline_proxy.upstream.client import LeaderLostError, StepFailedError, UpstreamError, translate_upstream_error
 from warmline_proxy.upstream.generation_stream import PREFILL, GenerationStream
@@ -126,7 +126,7 @@ class ResponseWriter:
         if self.has_started:
             return await self.end(body)
         self.is_closed = True
-        self.http_response = web.Response(body=body, content_type="application/json", headers=dict(self.get_headers()))
+        self.http_response = bytes_response(body, headers=self.get_headers())
 
     async def fail(self, error: ClientError) -> None:
         """Write an error, or abort the connection (ConnectionResetError): half an answer must not look whole."""

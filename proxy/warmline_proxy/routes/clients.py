@@ -1,7 +1,7 @@
 """Routes of the client APIs: generations, token counts, models, cancellation.  Event loop thread."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -70,8 +70,8 @@ class ClientRoutes:
         return await self._count_tokens(request, api.read_call)
 
     async def _count_tokens(
-        self, request: web.Request, read_call: Callable[[bytes, Mapping[str, str]], ApiCall]
+        self, request: web.Request, read_call: Callable[[bytes, Mapping[str, str]], Awaitable[ApiCall]]
     ) -> int:
         client = request[CLIENT]
         body = await self.body_reader.read(request, identify_caller(client, request.headers, request.remote))
-        return await self.renderer.count_tokens(read_call(body, request.headers), client.tenant)
+        return await self.renderer.count_tokens(await read_call(body, request.headers), client.tenant)

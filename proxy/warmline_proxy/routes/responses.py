@@ -12,16 +12,18 @@ from warmline_proxy.api.responses.history import (
     PAGE_ITEMS_DEFAULT,
     PAGE_ITEMS_MAX,
     RESPONSE_PREFIX,
+    AnsweredRequest,
     StoredResponse,
     build_item_page,
     normalize_input,
+    still_running,
 )
 from warmline_proxy.errors import ClientError, bad_request
 from warmline_proxy.http.bodies import json_response
 from warmline_proxy.pipeline.completion import Completion
 from warmline_proxy.pipeline.pipeline import Pipeline
-from warmline_proxy.pipeline.response_store import ResponseStore
-from warmline_proxy.request.registry import RequestRegistry
+from warmline_proxy.pipeline.response_store import ClientHistory, ResponseStore, list_stored_input
+from warmline_proxy.request.admission import identify_caller
 from warmline_proxy.request.request import Request
 from warmline_proxy.routes.middlewares import CLIENT
 
@@ -33,7 +35,6 @@ class ResponseRoutes:
     """Handlers, which raise ClientError, UpstreamError and IndexStoreError.  Another key's response is unknown."""
 
     pipeline: Pipeline
-    registry: RequestRegistry
     completion: Completion
     store: ResponseStore
     count_tokens: TokenCounter
@@ -56,7 +57,7 @@ class ResponseRoutes:
             raise bad_request(message, param="stream")
         if (request := self._find_running(http_request)) is not None:
             return json_response(_build_unfinished_response(request, "in_progress"))
-        return json_response(self._find_stored(http_request).response)
+        return json_response((await self._read_stored(http_request)).response)
 
     async def list_input_items(self, http_request: web.Request) -> web.Response:
         """A page of the input's items, those of previous responses included, newest first unless `order` is "asc"."""
@@ -66,7 +67,9 @@ class ResponseRoutes:
             raise bad_request(f"'limit' must be a number from 1 to {PAGE_ITEMS_MAX}.", param="limit")
         if order not in ("asc", "desc"):
             raise bad_request("'order' must be asc or desc.", param="order")
-        items = self._find_stored(http_request).input
+        if (request := self._find_running(http_request)) is not None:
+            raise still_running(http_request.match_info["id"], list_stored_input(request) is not None)
+        items = (await self._read_stored(http_request)).input
         return json_response(build_item_page(items, int(limit), order == "asc", query.get("after", "")))
 
     async def delete_response(self, http_request: web.Request) -> web.Response:
@@ -82,29 +85,32 @@ class ResponseRoutes:
     async def cancel_response(self, http_request: web.Request) -> web.Response:
         """Cancel a response on its way; one that has ended is returned as it is."""
         if (request := self._find_running(http_request)) is None:
-            return json_response(self._find_stored(http_request).response)
+            return json_response((await self._read_stored(http_request)).response)
         await self.completion.cancel(request)
         if request.stored_response:  # it ended just before
-            return json_response(self._find_stored(http_request).response)
+            return json_response((await self._read_stored(http_request)).response)
         response = _build_unfinished_response(request, "cancelled")
         if response["store"]:
-            items = normalize_input(_list_stored_input(request) or [], request.log.id)
-            self.store.store(request, StoredResponse(response, items))
+            items = normalize_input(list_stored_input(request) or [], request.log.id)
+            response["store"] = self.store.store(request, AnsweredRequest(response, items))
             await self.store.wait_until_written(request)
         return json_response(response)
 
     def _open_api(self, http_request: web.Request) -> ResponsesApi:
-        return ResponsesApi(self.store.open_history(http_request[CLIENT]))
+        return ResponsesApi(self._open_history(http_request))
+
+    def _open_history(self, http_request: web.Request) -> ClientHistory:
+        client = http_request[CLIENT]
+        caller = identify_caller(client, http_request.headers, http_request.remote)
+        return self.store.open_history(client, self.store.body_reader.open_body(http_request, caller))
 
     def _find_running(self, http_request: web.Request) -> Request | None:
-        """The client's request of that response; None once its answer has ended."""
-        request = self.registry.find(_read_answer_id(http_request), http_request[CLIENT])
-        if request is None or request.log.endpoint != ResponsesApi.name:
-            return None
-        return None if request.response.is_closed or request.released.is_set() else request
+        return self.store.find_running(http_request[CLIENT], _read_answer_id(http_request))
 
-    def _find_stored(self, http_request: web.Request) -> StoredResponse:
-        stored = self.store.open_history(http_request[CLIENT]).find_response(_read_answer_id(http_request))
+    async def _read_stored(self, http_request: web.Request) -> StoredResponse:
+        history = self._open_history(http_request)
+        history.body.take()  # empty, and complete: it makes no way for others
+        stored = await history.read_response(_read_answer_id(http_request))
         if stored is None:
             raise _not_found(http_request)
         return stored
@@ -121,10 +127,6 @@ def _not_found(http_request: web.Request) -> ClientError:
         "deleted, or no longer stored)."
     )
     return bad_request(message, status=404, code="not_found")
-
-
-def _list_stored_input(request: Request) -> list[Any] | None:
-    return request.call.api_options.stored_input if request.call else None
 
 
 def _build_unfinished_response(request: Request, status: str) -> dict[str, Any]:
@@ -144,6 +146,6 @@ def _build_unfinished_response(request: Request, status: str) -> dict[str, Any]:
         "top_p": None,
         "tool_choice": "auto",
         "tools": [],
-        "store": _list_stored_input(request) is not None,
+        "store": list_stored_input(request) is not None,
         "error": None,
     }

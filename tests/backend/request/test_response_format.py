@@ -75,6 +75,8 @@ def test_most_bodies_are_unconstrained() -> None:
         ),
         ({"structured_outputs": {"choice": ["a", "b"]}}, TextFormat("choice", ["a", "b"], "structured_outputs.choice")),
         ({"guided_json": '{"type": "null"}'}, TextFormat("json", {"type": "null"}, "guided_json")),
+        ({"guided_json": r'{"const": "a\ud83d"}'}, TextFormat("json", {"const": "a\ufffd"}, "guided_json")),
+        ({"guided_json": r'{"const": "\ud83d\ude00"}'}, TextFormat("json", {"const": "😀"}, "guided_json")),
         ({"guided_regex": "a+"}, TextFormat("regex", "a+", "guided_regex")),
         ({"guided_choice": ["yes", "no"]}, TextFormat("choice", ["yes", "no"], "guided_choice")),
         ({"guided_grammar": 'start: "a"'}, TextFormat("grammar", 'start: "a"', "guided_grammar")),

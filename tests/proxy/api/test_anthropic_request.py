@@ -1,11 +1,13 @@
 """Conversion of Anthropic's Messages bodies into chat bodies."""
 
+import asyncio
 import json
 from typing import Any
 
 import msgspec
 import pytest
 
+from support.proxy.calls import read_call
 from warmline_proxy.api.anthropic.adapter import MessagesApi
 from warmline_proxy.api.base import ApiCall
 from warmline_proxy.errors import ClientError
@@ -18,7 +20,7 @@ CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 
 def convert(headers: dict[str, str] | None = None, **fields: Any) -> ApiCall:
     body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}], **fields}
-    return MessagesApi().read_call(json.dumps(body).encode(), headers or {})
+    return read_call(MessagesApi(), json.dumps(body).encode(), headers or {})
 
 
 def convert_to_chat(**fields: Any) -> Any:
@@ -389,10 +391,11 @@ def test_invalid_bodies_return_400(fields: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"x"', b"\xff", b"[" * 100_000])
 def test_malformed_json_returns_400(body: bytes) -> None:
     with pytest.raises(ClientError) as caught:
-        MessagesApi().read_call(body, {})
+        read_call(MessagesApi(), body, {})
     assert caught.value.status == 400
 
 
 def test_count_body_needs_no_max_tokens() -> None:
     body = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}'
-    assert MessagesApi().read_count_call(body, {}).fields == {"messages": [{"role": "user", "content": "hi"}]}
+    call = asyncio.run(MessagesApi().read_count_call(body, {}))
+    assert call.fields == {"messages": [{"role": "user", "content": "hi"}]}

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from support.proxy import calls
 from warmline_common.protocol.sse import SseParser
 from warmline_proxy.api.base import ApiCall, ResponseStart
 from warmline_proxy.api.registry import CHAT, COMPLETION, RESPONSES
@@ -23,7 +24,7 @@ START = ResponseStart("r", "served", 3, 0)
 
 
 def read_call(**fields: Any) -> ApiCall:
-    return CHAT.read_call(json.dumps({"model": "m", "messages": [USER], **fields}).encode(), {})
+    return calls.read_call(CHAT, json.dumps({"model": "m", "messages": [USER], **fields}).encode(), {})
 
 
 def convert(**fields: Any) -> Any:
@@ -62,7 +63,7 @@ def test_custom_tools_are_functions_as_by_responses() -> None:
         {"type": "custom", "name": "sql", "description": "Runs SQL."},
         {"type": "custom", "name": "patch", "format": {"type": "grammar", **GRAMMAR}},
     ]
-    by_responses = RESPONSES.read_call(json.dumps({"input": "x", "tools": flat}).encode(), {}).fields["tools"]
+    by_responses = calls.read_call(RESPONSES, json.dumps({"input": "x", "tools": flat}).encode(), {}).fields["tools"]
     converted = convert(tools=TOOLS)["tools"]
     assert [converted[0], converted[2]] == by_responses and converted[1] == LOOK
     assert 'start: "a"' in converted[2]["function"]["description"]
@@ -84,7 +85,7 @@ def test_custom_calls_and_choices_are_converted() -> None:
 
 def test_bodies_without_custom_tools_stay_as_they_came() -> None:
     body = b'{"messages": [ {"role":"user", "content": "say \\"custom\\""} ], "tools": [ ], "n": 1.0}'
-    call = CHAT.read_call(body, {})
+    call = calls.read_call(CHAT, body, {})
     assert bytes(call.fields["messages"]) == b'[ {"role":"user", "content": "say \\"custom\\""} ]'
     assert bytes(call.fields["tools"]) == b"[ ]" and call.api_options == frozenset()
 
@@ -159,5 +160,5 @@ def test_answers_have_the_required_fields() -> None:
 
 def test_completions_know_no_custom_tools() -> None:
     body = {"prompt": "x", "tools": TOOLS}
-    fields = COMPLETION.read_call(json.dumps(body).encode(), {}).fields
+    fields = calls.read_call(COMPLETION, json.dumps(body).encode(), {}).fields
     assert msgspec.json.decode(msgspec.json.encode(fields)) == body

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from support.proxy.calls import read_call
 from support.proxy.responses import AGENTS, LOOK, PATCH, make_call, make_message, make_result, make_thinking
 from warmline_common.protocol.media_parts import find_placeholder
 from warmline_common.protocol.messages import ErrorReply, decode
@@ -17,7 +18,7 @@ SERVER_TOOL = {"type": "web_search", "external_web_access": False}
 
 
 def convert(value: object = "Hi.", headers: dict[str, str] | None = None, **fields: Any) -> ApiCall:
-    return ResponsesApi().read_call(json.dumps({"model": "m", "input": value, **fields}).encode(), headers or {})
+    return read_call(ResponsesApi(), json.dumps({"model": "m", "input": value, **fields}).encode(), headers or {})
 
 
 def convert_messages(value: object, **fields: Any) -> Any:
@@ -368,5 +369,5 @@ def test_unsupported_fields_return_400_with_param(fields: dict[str, Any], param:
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"input": ' + b"[" * 100_000])
 def test_malformed_json_returns_400(body: bytes) -> None:
     with pytest.raises(ClientError) as failure:
-        ResponsesApi().read_call(body, {})
+        read_call(ResponsesApi(), body, {})
     assert failure.value.status == 400

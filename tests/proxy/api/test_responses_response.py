@@ -7,6 +7,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from support.proxy.calls import read_call
 from support.proxy.responses import make_chunks, make_delta
 from warmline_common.protocol.messages import encode
 from warmline_common.protocol.sse import SseParser
@@ -50,7 +51,7 @@ class EncodedResponse:
     @staticmethod
     def _encoder(body: dict[str, Any]) -> Any:
         api = ResponsesApi()
-        return api.create_encoder(api.read_call(json.dumps(body).encode(), {}), START)
+        return api.create_encoder(read_call(api, json.dumps(body).encode(), {}), START)
 
     @property
     def names(self) -> list[str]:
@@ -256,7 +257,7 @@ def test_missing_usage_counts_prompt_tokens() -> None:
 
 def test_failure_after_content_is_response_failed() -> None:
     api = ResponsesApi()
-    encoder = api.create_encoder(api.read_call(b'{"model": "m", "input": "Hi.", "stream": true}', {}), START)
+    encoder = api.create_encoder(read_call(api, b'{"model": "m", "input": "Hi.", "stream": true}', {}), START)
     sent = encoder.encode_chunk({}, encode(make_delta(content="Par"))) + encoder.encode_stream_error(
         bad_gateway("It broke.")
     )
@@ -294,7 +295,7 @@ def test_failure_before_response_is_error_event() -> None:
 
 def test_failure_before_first_chunk_is_response_failed() -> None:
     api = ResponsesApi()
-    encoder = api.create_encoder(api.read_call(b'{"input": "Hi.", "stream": true}', {}), START)
+    encoder = api.create_encoder(read_call(api, b'{"input": "Hi.", "stream": true}', {}), START)
     events = [
         json.loads(event.data) for event in SseParser().feed(encoder.encode_stream_error(bad_gateway("It broke.")))
     ]

@@ -7,36 +7,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from support.proxy.harness import TEST_TIMEOUT_S, ProxyHarness, on_loop, run_proxy
 from support.proxy.purges import run_purge
 from support.proxy.responses import RESPONSES_PATH, read_events
+from support.proxy.stored_responses import TEXT, create, create_large, fetch, hold_response, post
 from warmline_proxy.auth.key_store import add_key
 from warmline_proxy.index.index import Index
 from warmline_proxy.index.responses import MB
 from warmline_proxy.store.errors import IndexFullError
-
-TEXT = "What is the capital of France? " * 4  # more than a block of tokens
-
-
-async def post(proxy: ProxyHarness, value: object = TEXT, key: str = "", **fields: Any) -> aiohttp.ClientResponse:
-    headers = {"X-Api-Key": key} if key else {}
-    body = {"model": "any", "input": value, **fields}
-    return await proxy.client.post(proxy.url + RESPONSES_PATH, json=body, headers=headers)
-
-
-async def create(proxy: ProxyHarness, value: object = TEXT, key: str = "", **fields: Any) -> Any:
-    response = await post(proxy, value, key, **fields)
-    assert response.status == 200, await response.text()
-    return await response.json()
-
-
-async def fetch(proxy: ProxyHarness, rest: str, key: str = "", method: str = "GET") -> tuple[int, Any]:
-    headers = {"X-Api-Key": key} if key else {}
-    async with proxy.client.request(method, f"{proxy.url}{RESPONSES_PATH}/{rest}", headers=headers) as response:
-        return response.status, await response.json()
 
 
 @on_loop
@@ -90,6 +70,20 @@ async def test_input_items_are_paged(tmp_path: Path) -> None:
             assert status == 400 and reply["error"]["param"] == param
         status, reply = await fetch(proxy, f"{second['id']}?stream=true")
         assert status == 400 and reply["error"]["param"] == "stream"
+
+
+@on_loop
+async def test_response_that_is_larger_than_all_may_be_says_that_it_is_not_stored(tmp_path: Path) -> None:
+    async with run_proxy(tmp_path, responses_keep_mb=0.1) as proxy:
+        for size, is_stored in ((60_000, True), (120_000, False)):
+            response = await create_large(proxy, size)
+            assert response["store"] is is_stored
+            assert (await fetch(proxy, response["id"]))[0] == (200 if is_stored else 404)
+        proxy.backend.answer = ["x" * 120_000]
+        events = await read_events(await post(proxy, stream=True))
+        stored = [event["response"]["store"] for event in events if "response" in event]
+        assert stored == [True, True, False], "it is its answer that is too large"
+        assert (await fetch(proxy, events[-1]["response"]["id"]))[0] == 404
 
 
 @on_loop
@@ -237,19 +231,17 @@ async def test_heartbeats_wait_with_the_answer(tmp_path: Path, monkeypatch: pyte
 # ---- running responses
 
 
-async def hold_response(proxy: ProxyHarness, **fields: Any) -> "asyncio.Task[Any]":
-    proxy.backend.hold_after = 1
-    body, headers = {"input": TEXT, "stream": True, **fields}, {"X-Warmline-Request": "r-1"}
-    asking = asyncio.create_task(proxy.client.post(proxy.url + RESPONSES_PATH, json=body, headers=headers))
-    await proxy.backend.holding.wait()
-    return asking
-
-
 @on_loop
 async def test_running_response_is_in_progress_and_stored_as_cancelled(tmp_path: Path) -> None:
     async with run_proxy(tmp_path) as proxy:
         asking = await hold_response(proxy)
         assert (await fetch(proxy, "resp_r-1"))[1]["status"] == "in_progress"
+        continued = await post(proxy, previous_response_id="resp_r-1")
+        referred = await post(proxy, [{"type": "item_reference", "id": "msg_r-1_0"}])
+        refusals = [(each.status, await each.json()) for each in (continued, referred)]
+        for status, reply in (await fetch(proxy, "resp_r-1/input_items"), *refusals):
+            assert (status, reply["error"]["code"]) == (409, "response_in_progress")
+            assert "'resp_r-1' is still being answered: wait for its end" in reply["error"]["message"]
         cancelled = await fetch(proxy, "resp_r-1/cancel", method="POST")
         await read_events(await asking)
         assert cancelled == await fetch(proxy, "resp_r-1") and cancelled[1]["status"] == "cancelled"

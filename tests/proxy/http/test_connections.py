@@ -1,10 +1,12 @@
 """Misbehaving clients on real sockets: many, slow, silent, broken; other clients are unaffected."""
 
 import asyncio
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from support.proxy.harness import on_loop
 from support.proxy.raw_connections import count_alive, run_server, wait_until
@@ -390,6 +392,20 @@ async def test_slow_reader_gets_whole_response(tmp_path: Path, path: str) -> Non
             count += piece.count(b"x")
             await asyncio.sleep(0.01)
         assert count == 1_000_000
+
+
+@on_loop
+async def test_idle_connection_keeps_no_response(tmp_path: Path) -> None:
+    async with run_server(tmp_path) as (_, connect):
+        client = await connect()
+        client.get("/lump?bytes=1000000")
+        await client.reader.readuntil(b"\r\n\r\n")
+        await client.reader.readexactly(1_000_000)
+        await wait_until(lambda: not count_bodies())
+
+
+def count_bodies() -> int:
+    return sum(isinstance(each, web.Response) and each.body is not None for each in gc.get_objects())
 
 
 @on_loop

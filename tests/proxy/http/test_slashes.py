@@ -42,6 +42,20 @@ async def test_doubled_slashes_are_one(tmp_path: Path) -> None:
 
 
 @on_loop
+async def test_doubled_slashes_in_a_url_are_one(tmp_path: Path) -> None:
+    """RFC 9112, 3.2.2: a target may be a whole URL, of which the path counts, and the host is checked."""
+    async with run_proxy(tmp_path) as proxy:
+        for origin in ("http://localhost", "HTTP://127.0.0.1:1", "https://localhost:99"):
+            assert (await send(proxy, f"{origin}//v1//models"))[1]["object"] == "list"
+            assert (await send(proxy, f"{origin}/v1/models//?a=//b"))[1]["object"] == "list"
+            assert (await send(proxy, f"{origin}//v1/chat//completions", CHAT))[0] == 200
+            assert (await send(proxy, f"{origin}//warmline//status", None, "Via: 1.1 other"))[0] == 401
+        status, answer = await send(proxy, "http://foreign.example//v1//models")
+        assert status == 403 and "foreign.example" in str(answer)
+        assert (await send(proxy, "http://localhost//"))[0] == 404
+
+
+@on_loop
 async def test_doubled_slashes_open_no_path_of_the_owner(tmp_path: Path) -> None:
     async with run_proxy(tmp_path) as proxy:
         for path in ("/warmline/status", "//warmline/status", "/warmline//status"):

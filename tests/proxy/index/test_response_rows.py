@@ -1,6 +1,7 @@
 """Stored responses in the index: found by their owner alone, bounded, deleted, purged, repaired after damage."""
 
 import time
+import zlib
 
 import pytest
 
@@ -10,7 +11,7 @@ from warmline_common.storage.home import Home
 from warmline_proxy.index.index import Index, IndexReader
 from warmline_proxy.index.recovery.repair import repair
 from warmline_proxy.index.recovery.verify import verify_index
-from warmline_proxy.index.responses import DAY_S, MB, ResponseEntry, ResponseLimits, count_bytes, id_key
+from warmline_proxy.index.responses import DAY_S, MB, FoundResponse, ResponseEntry, ResponseLimits, count_bytes, id_key
 from warmline_proxy.retention.gc import collect_garbage
 from warmline_proxy.retention.purge import preview_purge, purge
 from warmline_proxy.store.errors import IndexFullError
@@ -28,8 +29,13 @@ def list_ids(index: IndexReader) -> list[str]:
     return [row.id for row in index.responses()]
 
 
-def read_text(entry: ResponseEntry | None) -> str:
-    return entry.body.decode() if entry else ""
+def read_text(found: FoundResponse | None) -> str:
+    """Body of a response; "" where there is none, or a damaged one."""
+    body = found.read_body() if found else None
+    try:
+        return (zlib.decompress(body.data) if body.coding == "deflate" else body.data).decode() if body else ""
+    except zlib.error:
+        return ""
 
 
 def test_response_is_found_by_its_owner_alone(index: Index) -> None:

@@ -24,14 +24,14 @@ class MessagesApi:
 
     name, endpoint = "messages", "chat"
 
-    def read_call(self, body: bytes, headers: Mapping[str, str]) -> ApiCall:
+    async def read_call(self, body: bytes, headers: Mapping[str, str]) -> ApiCall:
         """Raises ClientError 400; invalid values that only the backend needs are refused by the backend."""
         parsed = read_body(body)
         if parsed.max_tokens is None:
             raise bad_request("max_tokens: Field required", param="max_tokens")
         return self._build_call(parsed, headers)
 
-    def read_count_call(self, body: bytes, headers: Mapping[str, str]) -> ApiCall:
+    async def read_count_call(self, body: bytes, headers: Mapping[str, str]) -> ApiCall:
         """Call of a count_tokens body, which needs no `max_tokens`.  Raises ClientError 400."""
         return self._build_call(read_body(body), headers)
 

@@ -11,8 +11,15 @@ from warmline_common.protocol.messages import ErrorReply
 from warmline_proxy.api.base import PASSTHROUGH_FIELDS, ApiCall, Fields, ResponseEncoder, ResponseStart
 from warmline_proxy.api.chunks import EventEncoder, encode_events
 from warmline_proxy.api.custom_tools import JsonObject
-from warmline_proxy.api.responses.history import NO_HISTORY, ResolvedInput, ResponseHistory, resolve_input
-from warmline_proxy.api.responses.items import read_input
+from warmline_proxy.api.responses.history import (
+    NO_HISTORY,
+    ResolvedInput,
+    ResponseHistory,
+    decode_item,
+    find_type,
+    resolve_input,
+)
+from warmline_proxy.api.responses.items import ADDITIONAL_TOOLS, read_input
 from warmline_proxy.api.responses.response import SERVER_ERROR, ResponseEvents, ResponseOptions, translate_error
 from warmline_proxy.api.responses.tools import Toolbox, read_tool_choice, read_tools
 from warmline_proxy.errors import ClientError, bad_request
@@ -37,7 +44,7 @@ class ResponsesApi:
     name = "responses"
     endpoint = "chat"
 
-    def read_call(self, body: bytes, headers: Mapping[str, str]) -> ApiCall:
+    async def read_call(self, body: bytes, headers: Mapping[str, str]) -> ApiCall:
         raw = body_fields.parse_object(body)
         try:
             fields = {name: msgspec.json.decode(value) for name, value in raw.items()}
@@ -48,9 +55,11 @@ class ResponsesApi:
         if fields.get("input") is None and "messages" in fields:
             message = "'input' is missing; this body has 'messages': send it to /v1/chat/completions."
             raise bad_request(message, param="input")
-        resolved = resolve_input(fields.get("previous_response_id"), fields.get("input"), self.history)
+        body_fields.check_message_count(fields.get("input"), "input")
+        resolved = await resolve_input(fields.get("previous_response_id"), fields.get("input"), self.history)
         body_fields.check_message_count(resolved.items, "input")
         messages = read_input(fields.get("instructions"), resolved.earlier, resolved.given)
+        is_stored = store and len(body) + resolved.stored_bytes <= self.history.response_bytes_max
         toolbox = read_tools(_collect_tools(fields.get("tools"), resolved))
         choice, toolbox = read_tool_choice(fields.get("tool_choice"), toolbox)
         return ApiCall(
@@ -60,7 +69,7 @@ class ResponsesApi:
             stream=stream,
             session_hint=body_fields.find_session_hint(raw, headers),
             retry_count=body_fields.parse_retry_count(headers),
-            api_options=_read_response_options(fields, toolbox, resolved, store and not self.history.is_off),
+            api_options=_read_response_options(fields, toolbox, resolved, is_stored),
         )
 
     def create_encoder(self, call: ApiCall, response_start: ResponseStart) -> ResponseEncoder:
@@ -101,12 +110,8 @@ def _read_switch(fields: Fields, name: str, default: bool) -> bool:
 
 def _collect_tools(tools: object, resolved: ResolvedInput) -> object:
     """Tools of the request and of its additional_tools items."""
-    added = [
-        tool
-        for item in resolved.items
-        if isinstance(item, dict) and item.get("type") == "additional_tools" and isinstance(item.get("tools"), list)
-        for tool in item["tools"]
-    ]
+    items = [decode_item(item) for item in resolved.items if find_type(item) == ADDITIONAL_TOOLS]
+    added = [tool for item in items if isinstance(item.get("tools"), list) for tool in item["tools"]]
     return [*(tools or []), *added] if added and isinstance(tools, list | None) else tools
 
 

@@ -12,10 +12,12 @@ from typing import Any
 
 from warmline_common.protocol.media_parts import describe_refusal, find_placeholder, join_parts
 from warmline_proxy.api.custom_tools import JsonObject, encode_arguments
+from warmline_proxy.api.responses.history import StoredItem, decode_item, find_type
 from warmline_proxy.api.responses.tools import qualify_name
 from warmline_proxy.errors import bad_request
 
 ROLES = ("user", "assistant", "system", "developer")
+ADDITIONAL_TOOLS = "additional_tools"
 TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 
 # Items of tools that ran on OpenAI's servers; no model here has seen their content.
@@ -48,7 +50,7 @@ def decode_reasoning(text: object) -> str:
         return ""
 
 
-def read_input(instructions: object, earlier: list[JsonObject], value: object) -> list[JsonObject]:
+def read_input(instructions: object, earlier: list[StoredItem], value: object) -> list[JsonObject]:
     """Messages of `instructions`, the items of the previous response, and `input`.  Raises ClientError 400."""
     reader = _ItemReader()
     if instructions not in (None, ""):
@@ -74,7 +76,7 @@ class _ItemReader:
             "function_call_output": self._read_tool_output,
             "custom_tool_call_output": self._read_tool_output,
             "agent_message": self._read_agent_message,
-            "additional_tools": lambda item, where: None,  # read with the request's other tools
+            ADDITIONAL_TOOLS: lambda item, where: None,  # read with the request's other tools
         }
 
     def add_all(self, value: object, field: str, role: str, problem: str) -> None:
@@ -88,14 +90,14 @@ class _ItemReader:
             raise bad_request(problem, param=field)
 
     def _add(self, item: object, where: str) -> None:
-        if not isinstance(item, dict):
+        if not isinstance(item, dict | StoredItem):
             raise bad_request(f"'{where}' must be an object.", param=where)
-        kind = item.get("type") or "message"
+        kind = find_type(item) or "message"
         if not isinstance(kind, str) or kind not in self._readers.keys() | SKIPPED_TYPES:
             message = f"'{where}' is of type \"{str(kind)[:40]}\", which can't be read here."
             raise bad_request(message, param=where)
         if kind not in SKIPPED_TYPES:
-            self._readers[kind](item, where)
+            self._readers[kind](decode_item(item), where)
 
     def _add_message(self, role: str, text: str) -> None:
         self._open_message = None

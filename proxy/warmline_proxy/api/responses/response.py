@@ -14,7 +14,7 @@ from warmline_common.protocol.messages import ErrorBody
 from warmline_proxy.api.base import ResponseStart
 from warmline_proxy.api.chunks import ChatChunk, ChunkToolCall, ChunkUsage
 from warmline_proxy.api.custom_tools import JsonObject, decode_input
-from warmline_proxy.api.responses.history import RESPONSE_PREFIX, StoredResponse, normalize_input
+from warmline_proxy.api.responses.history import RESPONSE_PREFIX, AnsweredRequest, Item, normalize_input
 from warmline_proxy.api.responses.items import encode_reasoning, item_id
 from warmline_proxy.api.responses.tools import Toolbox
 from warmline_proxy.errors import ClientError, decode_error_body, rename_error_param
@@ -43,7 +43,7 @@ class ResponseOptions:
     summary: bool = False  # reasoning as a summary
     encrypted_reasoning: bool = False  # reasoning also in a form to send back
     logprobs: bool = False
-    stored_input: list[JsonObject] | None = None  # all items of the input; None where the response is not stored
+    stored_input: list[Item] | None = None  # all items of the input; None where the response is not stored
 
 
 @dataclass
@@ -78,6 +78,7 @@ class ResponseEvents:
         self._finish_reason = ""
         self._usage: ChunkUsage | None = None
         self._event_count = 0
+        self._is_refused = False  # the response, by the store
 
     # ---- input
 
@@ -102,22 +103,23 @@ class ResponseEvents:
         if self._status == "completed" and all(item["type"] == REASONING for item in self._output):
             yield from self._add_item(MESSAGE)  # an empty answer has an empty message
             yield from self._finish_item()
-        self._store(self.build_result())
+        self._store(self._status)
         yield self._make_event(f"response.{self._status}", response=self.build_result())
 
     def fail(self, error: ClientError) -> Events:
         body = translate_error(error)
         yield from self._emit_created()
         failure = {"error": {"code": body.code or SERVER_ERROR, "message": body.message}}
-        response = self.build_response("failed") | failure
         if body.code != CANCELLED:
-            self._store(response)
-        yield self._make_event("response.failed", response=response)
+            self._store("failed", failure)
+        yield self._make_event("response.failed", response=self.build_response("failed") | failure)
 
-    def _store(self, response: JsonObject) -> None:
+    def _store(self, status: str, failure: JsonObject | None = None) -> None:
+        """Store the response; from then on its `store` says whether it is."""
         if (items := self._options.stored_input) is not None:
+            response = self.build_response(status) | (failure or {})
             stored_input = normalize_input(items, self._response_start.request_id)
-            self._response_start.on_result(StoredResponse(response, stored_input))
+            self._is_refused = not self._response_start.on_result(AnsweredRequest(response, stored_input))
 
     def build_result(self) -> JsonObject:
         """The whole response, after `end`."""
@@ -134,6 +136,7 @@ class ResponseEvents:
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             **self._options.echo,
+            **({"store": False} if self._is_refused else {}),
             "output": list(self._output),
             "usage": self._build_usage() if is_over else None,
         }

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from support.proxy.harness import on_loop, run_proxy
-from support.proxy.raw_connections import RawClient, run_server, wait_until
+from support.proxy.raw_connections import RawClient, open_client, run_server, wait_until
 from warmline_common.protocol.json_structure import JSON_DEPTH_MAX, JsonStructure
 from warmline_proxy.app import COMPONENTS
 from warmline_proxy.errors import ClientError
 from warmline_proxy.http import bodies
-from warmline_proxy.http.bodies import FIELDS_MAX, JSON_CONTAINERS_MAX, JSON_STRINGS_MAX, check_structure
+from warmline_proxy.http.bodies import FIELDS_MAX, JSON_CONTAINERS_MAX, JSON_STRINGS_MAX, BodyReader, check_structure
+from warmline_proxy.http.body_budget import BodyBudget
 
 POST = b"POST /echo HTTP/1.1\r\nHost: localhost\r\n"
 GZIP_HEAD = POST + b"Content-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n"
@@ -62,6 +63,62 @@ async def test_body_counts_until_its_request_is_answered(tmp_path: Path) -> None
         proxy.backend.may_continue.set()
         assert (await asked).status == 200
         await wait_until(lambda: not budget.counted_bytes)
+
+
+@on_loop
+async def test_body_counts_until_its_answer_is_read(tmp_path: Path) -> None:
+    async with run_proxy(tmp_path) as proxy:
+        budget, proxy.backend.answer = proxy.app[COMPONENTS].body_reader._budget, ["x" * 3_000_000]
+        body = json.dumps({"messages": [{"role": "user", "content": "y" * 5000}]}).encode()
+        client = await open_client(int(proxy.url.rpartition(":")[2]), 4096)
+        client.send(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body))
+        client.send(body)
+        head = await client.reader.readuntil(b"\r\n\r\n")
+        await proxy.wait_until_saved()
+        assert budget.counted_bytes > 5000
+        await client.reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split()[0]))
+        await wait_until(lambda: not budget.counted_bytes)
+        client.reset()
+
+
+def compress(text: bytes) -> tuple[bytes, str]:
+    return zlib.compress(text, 1), "deflate"
+
+
+@pytest.mark.parametrize("encode", [compress, lambda text: (text, "identity")])
+@pytest.mark.parametrize("size", [0, 10, 70_000, 500_000])
+@on_loop
+async def test_stored_text_counts_as_a_part_of_the_body(size: int, encode: Any) -> None:
+    budget = BodyBudget(1_000_000)
+    body = budget.open_body("a")
+    body.append(b"{}", 100)
+    body.take()
+    stored = json.dumps({"a": "x" * size, "b": [1, 2]}).encode()
+    text = await BodyReader(budget, 1.0).read_stored(body, *encode(stored))
+    assert text.data == stored and text.structure.containers == 2
+    assert budget.counted_bytes == 102 + text.counted_bytes and len(stored) < text.counted_bytes < len(stored) + 1000
+
+
+@pytest.mark.parametrize("data", [b"", b"x" * 100, zlib.compress(b"x" * 100_000)[:-9], zlib.compress(b"{}") + b"x"])
+@on_loop
+async def test_damaged_stored_text_is_a_value_error(data: bytes) -> None:
+    budget = BodyBudget(1_000_000)
+    with pytest.raises(ValueError, match="can't be read as deflate"):
+        await BodyReader(budget, 1.0).read_stored(budget.open_body("a"), data, "deflate")
+    assert budget.counted_bytes == 0
+
+
+@on_loop
+async def test_stored_text_that_expands_beyond_the_budget_is_not_kept() -> None:
+    budget, data = BodyBudget(1_000_000), zlib.compress(b"x" * 740_000)
+    budget.open_body("other").count(300_000)
+    body = budget.open_body("a")
+    with pytest.raises(ClientError, match=r"^503"):
+        await BodyReader(budget, 1.0).read_stored(body, data, "deflate")
+    assert body.counted_bytes == 0
+    body.count(20_000)
+    with pytest.raises(ClientError, match=r"^413"):
+        await BodyReader(BodyBudget(900_000), 1.0).read_stored(BodyBudget(900_000).open_body("a"), data, "deflate")
 
 
 @on_loop

@@ -105,3 +105,24 @@ def test_reader_of_displaced_body_is_woken() -> None:
     with pytest.raises(ClientError):
         body.append(b"x", 0)
     assert budget.counted_bytes == 400
+
+
+def test_body_that_can_never_fit_is_not_told_to_try_again() -> None:
+    budget = Budget()
+    body = budget.receive("a", 700, whole=True)
+    with pytest.raises(ClientError, match=r"^413: .* 750 bytes"):
+        body.count(51)
+    body.count(50)
+    assert budget.counted_bytes == 750
+
+
+def test_discounted_bytes_are_free_again() -> None:
+    budget = Budget()
+    body = budget.receive("a", 100, whole=True)
+    body.count(600)
+    assert budget.refuses("a", 100)
+    body.discount(600)
+    assert budget.counted_bytes == 100 and not budget.refuses("a", 600)
+    body.release()
+    body.discount(100)
+    assert budget.counted_bytes == 600, "nothing counts twice"

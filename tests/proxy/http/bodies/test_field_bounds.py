@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from support.proxy.calls import read_call
 from warmline_proxy.api.base import Api
 from warmline_proxy.api.registry import CHAT, COMPLETION, MESSAGES, RESPONSES
 from warmline_proxy.errors import ClientError
@@ -17,7 +18,7 @@ LISTS = [(CHAT, "messages"), (MESSAGES, "messages"), (RESPONSES, "input")]
 def catch_refusal(api: Api, **fields: Any) -> str:
     """Message of the 400; "" where there is none."""
     try:
-        api.read_call(json.dumps({"model": "m", "max_tokens": 5, **fields}).encode(), {})
+        read_call(api, json.dumps({"model": "m", "max_tokens": 5, **fields}).encode(), {})
     except ClientError as error:
         assert error.status == 400
         return str(json.loads(error.body)["error"]["message"])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmline_common.protocol.json_structure import JsonStructure
+from warmline_common.protocol.json_structure import JsonStructure, decode_json_text
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(st.sampled_from('a"\\[]{},:é😀'), max_size=6),
@@ -65,3 +65,27 @@ def test_levels_have_no_limit_of_pythons(opening: str, closing: str) -> None:
     assert count(text.encode())["depth"] == expected
     assert count(json.dumps(text).encode())["depth"] == 0
     assert count(text.encode(), b", []")["depth"] == expected
+
+
+def test_included_text_counts_but_for_its_outermost_fields() -> None:
+    structure, other = JsonStructure(), JsonStructure()
+    structure.feed(b'{"a": [1, 2], "b": 3}')
+    other.feed(b'{"c": [[[5, "d"]]], "e": 6}')
+    structure.include(other)
+    assert (structure.containers, structure.strings, structure.separators) == (2 + 4, 2 + 3, 2 + 2)
+    assert (structure.depth_max, structure.top_separators) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (r'"\ud83d"', "\ufffd"),
+        (r'{"\udE00a": "\uD83D"}', {"\ufffda": "\ufffd"}),
+        (r'"\ud83d\ude00"', "😀"),
+        (r'"\\ud83d"', r"\ud83d"),
+        (r'"\u00e9"', "é"),
+        ('"😀"', "😀"),
+    ],
+)
+def test_halves_of_pairs_in_json_text_are_replaced(text: str, value: object) -> None:
+    assert decode_json_text(text) == value
