@@ -46,7 +46,6 @@ class BodyReader:
 
     def __init__(self, budget: BodyBudget, receive_timeout_s: float) -> None:
         self._budget, self._receive_timeout_s = budget, receive_timeout_s
-        self._bytes_max = min(BODY_BYTES_MAX, budget.caller_bytes_max)
         self._turn = asyncio.Lock()  # of large bodies: one part at a time, whichever body it belongs to
 
     async def read(self, request: web.Request, caller: str = "") -> bytes:
@@ -106,12 +105,20 @@ class BodyReader:
         counted = estimate_parsed_bytes(structure)
         structure.feed(part)
         check_structure(structure)
-        body.append(part, estimate_parsed_bytes(structure) - counted)
-        self._check_size(body.size)
+        parsed_bytes = estimate_parsed_bytes(structure)
+        self._check_size(body.size + len(part), parsed_bytes)
+        body.append(part, parsed_bytes - counted)
 
-    def _check_size(self, size: int) -> None:
-        if size > self._bytes_max:
-            raise bad_request(f"The body is larger than {self._bytes_max} bytes.", status=413)
+    def _check_size(self, size: int, parsed_bytes: int = 0) -> None:
+        """Raises ClientError 413 for a body that no budget has room for, or not this one, whatever else it holds."""
+        if size > BODY_BYTES_MAX:
+            raise bad_request(f"The body is larger than {BODY_BYTES_MAX} bytes.", status=413)
+        if size + parsed_bytes > (bytes_max := self._budget.caller_bytes_max):
+            message = (
+                f"The body takes more than the {bytes_max} bytes of memory that body_budget_mb leaves one client; "
+                "raise that setting, or send less."
+            )
+            raise bad_request(message, status=413)
 
 
 def _end_now(timeout: asyncio.Timeout) -> None:
