@@ -160,6 +160,8 @@ def test_purge_of_unknown_key_name_is_refused(home: Home) -> None:
     done = run_cachectl(home, "purge", "--key", "desktop", "--yes")
     assert (done.returncode, done.stdout) == (1, "")
     assert "no client key 'desktop'; there are 'default', 'laptop', 'no key', 'a removed key'" in done.stderr
+    near = run_cachectl(home, "purge", "--key", "lapto", "--yes")
+    assert near.returncode == 1 and "no client key 'lapto'; did you mean 'laptop'?" in near.stderr
     assert run_cachectl(home, "purge", "--key", "laptop", "--all", "--yes").returncode == 2
     keys_file.add_key(home, "desktop")
     assert "nothing matches\n" in run_cachectl(home, "purge", "--key", "desktop", "--yes").stderr
