@@ -82,7 +82,11 @@ class OwnerLabels(msgspec.Struct, kw_only=True, frozen=True):
 
 def _format_unknown_key(name: str, known_names: Iterable[str]) -> str:
     names = list(filter(None, dict.fromkeys(known_names)))
-    return f"there is no client key {name!r}; " + (key_store.suggest_key(name, names) if names else "there is none")
+    if not names:
+        return f"there is no client key {name!r}; there is none"
+    if _REMOVED_LABEL_PATTERN.fullmatch(name):  # the nearest one would be all removed keys
+        return f"there is no client key {name!r}; there are {key_store.format_names(names)}"
+    return f"there is no client key {name!r}; {key_store.suggest_key(name, names)}"
 
 
 def describe_owner(label: str) -> str:
