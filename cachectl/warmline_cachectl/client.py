@@ -13,6 +13,7 @@ from contextlib import ExitStack, suppress
 from http.client import HTTPConnection, HTTPException
 from typing import Annotated, TypeVar
 from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
 import msgspec
@@ -267,6 +268,14 @@ def request_proxy(home: Home, path: str, reply_type: type[T], timeout_s: float, 
 def proxy_url(home: Home) -> str:
     """URL that a proxy of this home announced; "" where none did.  A killed proxy leaves its announcement."""
     return _read_announcement(home, "proxy").url
+
+
+def read_announced_ports(home: Home) -> tuple[int, int]:
+    """Ports of proxy and backend, as those that run, or were killed, announced them; 0 where none did."""
+    url, port = proxy_url(home), 0
+    with suppress(ValueError):  # the file may have anything
+        port = urlsplit(url).port or 0
+    return port, _read_announcement(home, "backend").port
 
 
 def _read_announcement(home: Home, process: str) -> _Announcement:

@@ -7,6 +7,8 @@ done), 130 interrupted, 141 closed output.
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
 from typing import NoReturn
 
 import typer
@@ -14,12 +16,21 @@ import typer
 from warmline_cachectl import client
 from warmline_cachectl.views.columns import printable
 from warmline_common.process.exit_codes import OUTPUT_ERRORS, describe_output_error, discard_output
+from warmline_common.settings.hints import add_home
 from warmline_proxy.auth.key_store import KeyNotFoundError, KeyStoreError, NoClientKeysError
 from warmline_proxy.index.index import IndexStoreError
 
 EXIT_OK, EXIT_FOUND, EXIT_USAGE, EXIT_REFUSED = 0, 1, 2, 3
 EXIT_INTERRUPTED = 130  # shells' code for SIGINT
 ADD_KEY_HINT = "make one with `cachectl key add NAME`, or start with `warmline serve --lan`"
+
+_command_home: ContextVar[Path | str] = ContextVar("_command_home", default="")
+
+
+def set_command_home(home: Path) -> Path:
+    """Take note of the home that the command acts on, for the hints of its errors."""
+    _command_home.set(home.expanduser().absolute())
+    return home
 
 
 @contextmanager
@@ -54,5 +65,6 @@ def fail_on_os_error(error: OSError, *, is_output: bool = False) -> NoReturn:
 
 
 def fail(message: str, code: int) -> NoReturn:
-    print(f"cachectl: {printable(message)}", file=sys.stderr)  # it may quote an archive's name of a model
+    shown = printable(add_home(message, _command_home.get()))  # it may quote an archive's name of a model
+    print(f"cachectl: {shown}", file=sys.stderr)
     raise typer.Exit(code)

@@ -8,9 +8,12 @@ import typer
 from typer.core import TyperGroup
 
 from warmline_cachectl.completion import complete_session_ids
+from warmline_cachectl.errors import set_command_home
 from warmline_common.storage.home import Home
 
-HomeOption = Annotated[Path, typer.Option("--home", envvar="WARMLINE_HOME", help="The home directory.")]
+HomeOption = Annotated[
+    Path, typer.Option("--home", envvar="WARMLINE_HOME", help="The home directory.", callback=set_command_home)
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 SessionArgument = Annotated[

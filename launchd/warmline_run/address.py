@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from warmline_common.process.loopback import is_loopback
+from warmline_common.settings.hints import format_command
 from warmline_common.settings.resolve import ResolvedConfig
-from warmline_common.settings.table import SETTINGS
 
 ANY_ADDRESS = "0.0.0.0"
 PROBE_HOSTS = {ANY_ADDRESS: "127.0.0.1", "::": "::1"}  # a wildcard address is no address to connect to
@@ -25,7 +25,7 @@ class Address:
     host: str
     port: int
     key: str = ""  # of the settings; there may be others in the home
-    home: str = ""  # "" for the default one
+    home: str = ""
 
     @property
     def url(self) -> str:
@@ -67,17 +67,17 @@ class Address:
     def _key_expression(self) -> str:
         if self.key:
             return "$WARMLINE_CLIENT_KEY"
-        return f"$({format_program('cachectl')} key show{f' --home {shlex.quote(self.home)}' if self.home else ''})"
+        return f"$({format_command(format_program('cachectl') + ' key show', self.home)})"
 
 
 def make_address(config: ResolvedConfig) -> Address:
     """Address by the settings, as the proxy finds it: `lan` opens a host that is loopback."""
-    host, home = str(config["host"]), str(config["home"])
+    host = str(config["host"])
     return Address(
         host=ANY_ADDRESS if config["lan"] and is_loopback(host) else host,
         port=int(config["port"]),
         key=str(config["client_key"]),
-        home="" if home == SETTINGS["home"].default else home,
+        home=str(config["home"]),
     )
 
 

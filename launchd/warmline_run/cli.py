@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -11,13 +12,22 @@ import typer
 from warmline_common.process import exit_codes
 from warmline_common.process.exit_codes import EXIT_CONFIGURATION
 from warmline_common.process.version import version
-from warmline_common.settings.parsers import Value
+from warmline_common.settings.parsers import Value, make_amount_parser, make_integer_parser, make_option_parser
 from warmline_common.settings.resolve import ConfigurationError, EffectiveSetting, ResolvedConfig, resolve
 from warmline_common.settings.table import SETTINGS
 from warmline_run import openblas, ports, processes, supervisor
 from warmline_run.services.cli import JsonOption, make_app
 from warmline_run.settings.cli_options import with_settings
 from warmline_run.supervisor import print_message
+
+
+def _amount(unit: str, low: float, high: float) -> Callable[[object], float]:
+    return make_option_parser(make_amount_parser(unit, low, high), typer.BadParameter)
+
+
+def _count(low: int, high: int) -> Callable[[object], int]:
+    return make_option_parser(make_integer_parser(low, high), typer.BadParameter)
+
 
 app = typer.Typer(
     help="A caching proxy in front of an MLX model: what was prefilled once is never prefilled again.",
@@ -80,9 +90,20 @@ def doctor(
     examined_model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="instead of the setting", show_default=False)
     ] = None,
-    memory_gb: Annotated[float, typer.Option(min=0, help="on a Mac of so much memory; 0: on this machine")] = 0,
-    prefill_tokens_s: Annotated[float, typer.Option(min=0, help="how fast it prefills, for times; 0: not known")] = 0,
-    disk_gb_s: Annotated[float, typer.Option(min=0, help="how fast its disk is read, for times; 0: not known")] = 0,
+    memory_gb: Annotated[
+        float,
+        typer.Option(min=0, parser=_amount("gigabytes", 0, 1e6), help="on a Mac of so much memory; 0: on this machine"),
+    ] = 0,
+    prefill_tokens_s: Annotated[
+        float,
+        typer.Option(min=0, parser=_amount("tokens", 0, 1e9), help="how fast it prefills, for times; 0: not known"),
+    ] = 0,
+    disk_gb_s: Annotated[
+        float,
+        typer.Option(
+            min=0, parser=_amount("gigabytes", 0, 1e6), help="how fast its disk is read, for times; 0: not known"
+        ),
+    ] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Say whether a model can be served, and how, without loading its weights."""
@@ -110,11 +131,21 @@ def gates(
     strict: Annotated[bool, typer.Option("--strict", help="a gate that can't be run is a failure")] = False,
     as_json: JsonOption = False,
     model: Annotated[str, typer.Option(metavar="NAME", help="default: the first that the server lists")] = "",
-    turns: Annotated[int, typer.Option(min=2, max=1000, help="of the long transcript")] = 12,
-    turn_kb: Annotated[float, typer.Option(min=0.2, max=1000, help="that each of them says")] = 3.0,
-    long_tokens: Annotated[int, typer.Option(min=500, max=1_000_000, help="of the prompt that is cancelled")] = 12_288,
-    tolerance: Annotated[float, typer.Option(min=0, help="nats at which two tokens are tied; 0: by their type")] = 0.0,
-    timeout_s: Annotated[float, typer.Option(min=0.1, help="for one request, and for a model to load")] = 1800.0,
+    turns: Annotated[int, typer.Option(min=2, max=1000, parser=_count(2, 1000), help="of the long transcript")] = 12,
+    turn_kb: Annotated[
+        float, typer.Option(min=0.2, max=1000, parser=_amount("kilobytes", 0.2, 1000), help="that each of them says")
+    ] = 3.0,
+    long_tokens: Annotated[
+        int, typer.Option(min=500, max=1_000_000, parser=_count(500, 1_000_000), help="of the prompt that is cancelled")
+    ] = 12_288,
+    tolerance: Annotated[
+        float,
+        typer.Option(min=0, parser=_amount("nats", 0, 1e6), help="nats at which two tokens are tied; 0: by their type"),
+    ] = 0.0,
+    timeout_s: Annotated[
+        float,
+        typer.Option(min=0.1, parser=_amount("seconds", 0.1, 1e9), help="for one request, and for a model to load"),
+    ] = 1800.0,
     seed: Annotated[str, typer.Option(help="at the top of each prompt; default: a new one")] = "",
 ) -> None:
     """Check a running server, from a first token to a long transcript.  The key comes from WARMLINE_CLIENT_KEY."""

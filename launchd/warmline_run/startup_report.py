@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from warmline_common.process.loopback import is_loopback
+from warmline_common.settings.hints import format_command
 from warmline_common.settings.resolve import ResolvedConfig
 from warmline_run import probe
 from warmline_run.address import Address, make_address
 
 DISK_USAGE_NAMES = ("segments", "checkpoints", "quarantined", "writing", "doomed", "index")  # of the disk budget
 WIDTH = len("dashboard")
-KEY_HINT = "the admin key opens it: cachectl key show admin"
-REMOTE_KEY_HINT = "from other machines it asks for the admin key: cachectl key show admin"
+SHOW_KEY_COMMAND = "cachectl key show admin"
 
 
 def read_report(config: ResolvedConfig) -> str:
@@ -56,11 +56,11 @@ def _format_persistence(status: Mapping[str, Any]) -> str:
 
 
 def _format_dashboard(config: ResolvedConfig, address: Address) -> str:
-    url = address.admin_url
+    url, show_key = address.admin_url, format_command(SHOW_KEY_COMMAND, str(config["home"]))
     is_proxied = is_loopback(address.host) and config["allowed_hosts"]  # by this machine: no client is local then
     if config["admin_needs_key"] or is_proxied or not address.is_local:
-        return f"{url} ({KEY_HINT})"
-    return f"{url} ({REMOTE_KEY_HINT})" if address.is_wildcard else url
+        return f"{url} (the admin key opens it: {show_key})"
+    return f"{url} (from other machines it asks for the admin key: {show_key})" if address.is_wildcard else url
 
 
 def _format_bytes(number: float) -> str:

@@ -71,6 +71,7 @@ def test_config_prints_each_setting_with_its_source(tmp_path: Path) -> None:
         (["--host", "0.0.0.0"], "client key"),
         (["--port", "http"], "whole number"),
         (["--no-such-flag"], "no-such-flag"),
+        (["--client-key", "hush"], "--client-key is no flag, since command lines are visible to all: set WARMLINE_CL"),
     ],
 )
 def test_bad_command_line_exits_with_2(tmp_path: Path, arguments: list[str], message: str) -> None:
@@ -78,7 +79,7 @@ def test_bad_command_line_exits_with_2(tmp_path: Path, arguments: list[str], mes
         answer = run_warmline(command, "--home", str(tmp_path), *arguments)
         assert answer.returncode == 2
         assert message in answer.stderr
-        assert "Traceback" not in answer.stderr
+        assert "Traceback" not in answer.stderr and "hush" not in answer.stderr
 
 
 def test_misspelt_variable_is_reported(tmp_path: Path) -> None:
@@ -115,7 +116,8 @@ def test_port_in_use_is_reported(tmp_path: Path, flag: str) -> None:
     [
         (["--list"], 0, "long-transcript"),
         (["--only", "nothing"], 2, "there is no gate 'nothing'; there are load, completion"),
-        (["--turns", "1"], 2, "--turns"),
+        (["--turns", "1"], 2, "'--turns': expected a whole number from 2 to 1000, not '1'"),
+        (["--turn-kb", "much"], 2, "'--turn-kb': expected a number of kilobytes, from 0.2 to 1000, not 'much'"),
         (["--home", ""], 2, "expected a directory"),
         (["--url", "localhost:8026/v1"], 2, "expected an address such as http://127.0.0.1:8026/v1"),
         (["--url", "http://[::1/v1"], 2, "expected an address"),

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 
 from warmline_common.settings.resolve import ResolvedConfig, resolve
+from warmline_common.settings.table import get_default
 from warmline_run import ports, probe, startup_report
 from warmline_run.address import Address, make_address
 
+KEY_HINT = "the admin key opens it: cachectl key show admin --home /nowhere"
+REMOTE_KEY_HINT = "from other machines it asks for the admin key: cachectl key show admin --home /nowhere"
 STATUS: dict[str, Any] = {
     "persistence": "ok",
     "reuse": "fast",
@@ -78,20 +81,25 @@ def test_report_explains_missing_persistence(change: dict[str, Any], kept: str) 
 @pytest.mark.parametrize(
     ("settings", "where"),
     [
-        ({"lan": "true"}, f"http://127.0.0.1:8026/admin ({startup_report.REMOTE_KEY_HINT})"),
+        ({"lan": "true"}, f"http://127.0.0.1:8026/admin ({REMOTE_KEY_HINT})"),
         ({"host": "::1", "port": "80"}, "http://[::1]:80/admin"),
-        ({"admin_needs_key": "true"}, f"http://127.0.0.1:8026/admin ({startup_report.KEY_HINT})"),
-        ({"allowed_hosts": "llm.example.org"}, f"http://127.0.0.1:8026/admin ({startup_report.KEY_HINT})"),
+        ({"admin_needs_key": "true"}, f"http://127.0.0.1:8026/admin ({KEY_HINT})"),
+        ({"allowed_hosts": "llm.example.org"}, f"http://127.0.0.1:8026/admin ({KEY_HINT})"),
         (
             {"lan": "true", "allowed_hosts": "llm.example.org"},
-            f"http://127.0.0.1:8026/admin ({startup_report.REMOTE_KEY_HINT})",
+            f"http://127.0.0.1:8026/admin ({REMOTE_KEY_HINT})",
         ),
-        ({"lan": "true", "admin_needs_key": "true"}, f"http://127.0.0.1:8026/admin ({startup_report.KEY_HINT})"),
-        ({"lan": "true", "host": "10.0.0.7"}, f"http://10.0.0.7:8026/admin ({startup_report.KEY_HINT})"),
+        ({"lan": "true", "admin_needs_key": "true"}, f"http://127.0.0.1:8026/admin ({KEY_HINT})"),
+        ({"lan": "true", "host": "10.0.0.7"}, f"http://10.0.0.7:8026/admin ({KEY_HINT})"),
     ],
 )
 def test_report_names_dashboard_and_key(settings: dict[str, str], where: str) -> None:
     assert list_report_lines({}, **settings)["dashboard"] == where
+
+
+def test_hint_in_report_omits_default_home() -> None:
+    shown = list_report_lines({}, home=get_default("home"), admin_needs_key="true")["dashboard"]
+    assert shown.endswith("(the admin key opens it: cachectl key show admin)")
 
 
 def test_unknown_facts_are_omitted() -> None:

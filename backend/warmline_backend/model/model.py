@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -97,7 +98,8 @@ def load_served_model(
     try:
         mx.eval(model.parameters())
     except RuntimeError as error:
-        raise ModelError(f"its weights can't be read: {error}; `warmline doctor` says which file is damaged") from error
+        command = f"warmline doctor {shlex.quote(path)}"
+        raise ModelError(f"its weights can't be read: {error}; `{command}` says which file is damaged") from error
     if adapter_path:
         model = _load_adapter(model, adapter_path)
     tokenizer = load_model_tokenizer(folder, config, trust_remote_code=trust_remote_code)

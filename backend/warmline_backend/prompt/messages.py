@@ -16,6 +16,7 @@ from warmline_backend.request.reasoning_effort import make_template_arguments
 from warmline_common.process.redaction import quote_text
 from warmline_common.protocol.json_structure import decode_json_text
 from warmline_common.protocol.media_parts import describe_refusal, find_placeholder, join_parts
+from warmline_common.protocol.misspelling import explain_missing
 
 ARGUMENT_ENCODINGS_MAX = 3  # of arguments as JSON in a string
 TOOLS_MAX = 2048  # each is rendered once for every message whose end is looked for
@@ -99,14 +100,16 @@ def _parse_item(message: object, index: int) -> ConversationItem:
         raise FieldError(field, "must be an object with a role and content")
     role, content, refusal = message.get("role"), message.get("content"), message.get("refusal")
     if not isinstance(role, str) or not role:
-        raise FieldError(f"{field}.role", 'must be a string such as "user"')
+        misspelt = explain_missing("role", message, "message") if role is None else None
+        raise FieldError(f"{field}.role", misspelt or 'must be a string such as "user"')
     if role == "function":  # the predecessor of tools
         hint = "send the role tool, with the 'tool_call_id' of the call"
         raise FieldError(f"{field}.role", f'is "function", which is not supported: {hint}')
     if message.get("function_call"):
         raise FieldError(f"{field}.function_call", "is not supported: send 'tool_calls'")
     if content is None and role in ROLES and role not in ("assistant", "tool"):
-        raise FieldError(f"{field}.content", "must be a string or a list of text parts")
+        misspelt = explain_missing("content", message, "message")
+        raise FieldError(f"{field}.content", misspelt or "must be a string or a list of text parts")
     parsed = {key: value for key, value in message.items() if value is not None and key not in _IGNORED_FIELDS}
     text = refusal if content is None and isinstance(refusal, str) else content
     parsed["content"] = _parse_content(text, f"{field}.content", with_placeholders=role == "tool")
@@ -141,13 +144,16 @@ def _parse_part(part: object, field: str, with_placeholders: bool) -> str:
     if not isinstance(part, dict):
         raise FieldError(field, "must be an object with a type, or a string")
     kind = part.get("type")
+    if kind is None and (misspelt := explain_missing("type", part, "part")):
+        raise FieldError(f"{field}.type", misspelt)
     if with_placeholders and (placeholder := find_placeholder(kind)):
         return placeholder
     if kind not in ("text", "refusal"):
         raise FieldError(field, f"is {describe_refusal(kind)}")
     text = part.get(kind)
     if not isinstance(text, str):
-        raise FieldError(f"{field}.{kind}", "must be a string")
+        misspelt = explain_missing(kind, part, "part") if text is None else None
+        raise FieldError(f"{field}.{kind}", misspelt or "must be a string")
     return text
 
 

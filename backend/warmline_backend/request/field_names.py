@@ -7,13 +7,13 @@
 Agents send all sorts of fields, so any other is ignored; one that looks like a typo is logged once.
 """
 
-import difflib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
 from warmline_common.process.redaction import is_field_name
+from warmline_common.protocol.misspelling import NAMES_COMPARED_MAX, find_similar
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +34,6 @@ IGNORED_FIELDS = frozenset(
 )
 NAME_CHARS_MAX = 40  # no slip of a name that is served is longer
 NAMES_MAX = 1000  # remembered; beyond, nothing more is logged
-SIMILARITY_MIN = 0.8  # of two names, as difflib counts it
-SIMILAR_FIELDS_MAX = 100  # compared with a missing field
 # Fields that endpoints answer.
 ENDPOINT_FIELDS = {"prompt": "/v1/completions", "messages": "/v1/chat/completions", "input": "/v1/responses"}
 
@@ -142,8 +140,7 @@ def suggest_field(name: str) -> str | None:
     """Suggest the supported field that `name` resembles; None for a known name or one that resembles none."""
     if name in _KNOWN_NAMES or not is_field_name(name):
         return None
-    near = difflib.get_close_matches(_normalize_name(name), _NORMALIZED_NAMES, n=1, cutoff=SIMILARITY_MIN)
-    return _NORMALIZED_NAMES[near[0]] if near else None
+    return find_similar(name, sorted(SUPPORTED_FIELDS))
 
 
 def explain_missing_field(name: str, body: Mapping[str, object]) -> str | None:
@@ -151,15 +148,8 @@ def explain_missing_field(name: str, body: Mapping[str, object]) -> str | None:
     for other, path in ENDPOINT_FIELDS.items():
         if other != name and body.get(other) is not None:
             return f"is missing; this body has '{other}': send it to {path}"
-    misspelt = (given for given in islice(body, SIMILAR_FIELDS_MAX) if suggest_field(given) == name)
+    misspelt = (given for given in islice(body, NAMES_COMPARED_MAX) if suggest_field(given) == name)
     return next((f"is missing; this body has '{given}': write it '{name}'" for given in misspelt), None)
-
-
-def _normalize_name(name: str) -> str:
-    return name.lower().replace("_", "").replace("-", "")
-
-
-_NORMALIZED_NAMES = {_normalize_name(name): name for name in sorted(SUPPORTED_FIELDS)}
 
 
 class TypoNotices:

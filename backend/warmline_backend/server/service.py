@@ -233,7 +233,6 @@ class Service:
         would take longer than the work.  Cancelled, as by a client that leaves, it ends the work on the thread.
         """
         self.check_accepting()
-        self._typo_notices.log_typos(body)
         budget_bytes = self._engine.scheduler.settings.memory_budget_bytes
         cancellation = RenderCancellation()
         work = partial(self.runtime.make_prompt, endpoint, body, turns, budget_bytes, cancellation)
@@ -246,6 +245,7 @@ class Service:
                     stored = await asyncio.get_running_loop().run_in_executor(pool, copy_context().run, work)
                 finally:
                     cancellation.cancel()
+        self._typo_notices.log_typos(body)  # a body that is refused is told of its typos
         self.prompts.add(stored)
         return stored
 

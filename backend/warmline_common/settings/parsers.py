@@ -69,9 +69,9 @@ def make_integer_parser(low: int, high: int) -> Callable[[object], int]:
     )
 
 
-def make_amount_parser(unit: str, low: float, below: float) -> Callable[[object], float]:
-    problem = f"expected a number of {unit}, {low:g} or more"
-    return _make_number_parser(float, problem, lambda number: low <= number < below)
+def make_amount_parser(unit: str, low: float, high: float) -> Callable[[object], float]:
+    problem = f"expected a number of {unit}, from {low:g} to {high:.15g}"
+    return _make_number_parser(float, problem, lambda number: low <= number <= high)
 
 
 def _make_number_parser(kind: type[N], problem: str, fits: Callable[[N], bool]) -> Callable[[object], N]:
@@ -83,6 +83,18 @@ def _make_number_parser(kind: type[N], problem: str, fits: Callable[[N], bool]) 
         raise ValueError(problem)
 
     return parse
+
+
+def make_option_parser(parse: Callable[[object], N], refusal: Callable[[str], Exception]) -> Callable[[object], N]:
+    """Parser of a command's own option: raises `refusal`, which names the option, with the value in the message."""
+
+    def parse_option(raw: object) -> N:
+        try:
+            return parse(raw)
+        except ValueError as error:
+            raise refusal(f"{error}, not {raw!r}") from None
+
+    return parse_option
 
 
 def make_choice_parser(*allowed: Value) -> Callable[[object], Value]:

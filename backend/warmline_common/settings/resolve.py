@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from warmline_common.process.loopback import is_loopback
+from warmline_common.settings.hints import format_command
 from warmline_common.settings.parsers import Value
 from warmline_common.settings.table import SETTINGS, Setting
 from warmline_common.storage import disk
@@ -68,8 +69,8 @@ def describe_misspelt_variables(environment: Mapping[str, str]) -> list[str]:
     variables = {setting.variable.removeprefix(PREFIX): setting.variable for setting in SETTINGS.values()}
     lines = []
     for name in sorted(environment):
-        if name.startswith(PREFIX) and name not in (*variables.values(), *INTERNAL_VARIABLES):
-            near = difflib.get_close_matches(name.removeprefix(PREFIX), variables, n=1)
+        if name.upper().startswith(PREFIX) and name not in (*variables.values(), *INTERNAL_VARIABLES):
+            near = difflib.get_close_matches(name.upper().removeprefix(PREFIX), variables, n=1)
             hint = f"; did you mean {variables[near[0]]}?" if near else ""
             lines.append(f"{name} is no setting and has no effect{hint}")
     return lines
@@ -107,16 +108,21 @@ def _read_file(file: Path) -> Mapping[str, object]:
         raise ConfigurationError(f"{file} is no valid TOML: {error}; {advice}") from None
     except OSError as error:
         raise ConfigurationError(f"{file} can't be read: {error.strerror}") from None
-    keys = [name for name, setting in SETTINGS.items() if setting.in_toml]
-    for key in table:
-        if key not in keys:
-            raise ConfigurationError(f"{file}: unknown key {key!r}{_suggest_key(key, keys)}")
+    for key, value in table.items():
+        if key not in SETTINGS or not SETTINGS[key].in_toml:
+            raise ConfigurationError(f"{file}: {_describe_unknown_key(key, value)}")
     return table
 
 
-def _suggest_key(key: str, known_keys: list[str]) -> str:
+def _describe_unknown_key(key: str, value: object) -> str:
+    if key in SETTINGS:
+        setting = SETTINGS[key]
+        return f"{key!r} can't be set in this file; use {setting.flag} or {setting.variable}"
+    if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(each, dict) for each in value)):
+        return f"unknown table {key!r}: settings stand at the top of this file, in no table, as in port = 8026"
+    known_keys = [name for name, setting in SETTINGS.items() if setting.in_toml]
     near = difflib.get_close_matches(key.replace("-", "_"), known_keys, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known_keys)}"
+    return f"unknown key {key!r}; " + (f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known_keys)}")
 
 
 def _check_config(config: ResolvedConfig) -> None:
@@ -125,7 +131,7 @@ def _check_config(config: ResolvedConfig) -> None:
     if not (is_loopback(host) or has_key):
         raise ConfigurationError(
             f"host {host} is reachable by others, and no client key keeps strangers out: use --lan, which makes one, "
-            "or make one first (cachectl key add NAME)"
+            f"or make one first ({format_command('cachectl key add NAME', str(config['home']))})"
         )
     if config["port"] == config["backend_port"]:
         raise ConfigurationError(f"port and backend_port are both {config['port']}; they must differ")

@@ -157,7 +157,8 @@ _ROWS = (
             "replace volatile text at the start of prompts: some of `times`, `dates`, `ids`, "
             "`billing`, `tool-order`"),
     Setting("drain_timeout_s", 30.0, parsers.parse_seconds, "S", PROXY_BACKEND,
-            "time for running requests to finish when Warmline stops"),
+            "time for running requests to finish when Warmline stops: for the proxy, and then for the backend; either "
+            "may take up to 15 s more to save"),
     Setting("log_level", "info", parsers.make_choice_parser("debug", "info", "warning", "error"), "LEVEL",
             PROXY_BACKEND, "`debug`, `info`, `warning` or `error`"),
     Setting("log_format", "text", parsers.make_choice_parser("text", "json"), "FORMAT", PROXY_BACKEND,

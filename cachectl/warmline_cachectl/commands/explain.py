@@ -16,6 +16,7 @@ from warmline_cachectl.options import HOME, CommandApp, HomeOption, JsonOption, 
 from warmline_cachectl.views import explain as sides
 from warmline_cachectl.views.output import show
 from warmline_common.protocol.messages import DetokenizeReply
+from warmline_common.settings.hints import add_home
 from warmline_common.storage.home import Home
 from warmline_proxy.explain.diff import (
     Comparison,
@@ -115,5 +116,5 @@ def _add_texts(home: Home, comparison: Comparison, a: StoredConversation, b: Sto
             reply = client.request_proxy(home, "/warmline/texts", DetokenizeReply, EXPLAIN_TIMEOUT_S, request)
             texts += reply.texts
     except client.CachectlError as error:
-        return msgspec.structs.replace(comparison, why_no_text=str(error))
+        return msgspec.structs.replace(comparison, why_no_text=add_home(str(error), home.root))
     return add_texts(comparison, *texts)

@@ -15,8 +15,13 @@ from warmline_cachectl.views import tree as tree_view
 from warmline_cachectl.views import values as views
 from warmline_cachectl.views.output import show
 from warmline_cachectl.views.tree import Forest
+from warmline_common.settings.parsers import make_integer_parser, make_option_parser
+
+DEPTH_MAX = 1_000_000
 
 app = CommandApp("Look")
+
+_parse_depth = make_option_parser(make_integer_parser(0, DEPTH_MAX), typer.BadParameter)
 
 
 @app.add(
@@ -78,7 +83,7 @@ def inspect(
     "Show how conversations share stored prefixes.", "cachectl tree", "cachectl tree --depth 2", "cachectl tree --json"
 )
 def tree(
-    depth: Annotated[int, typer.Option("--depth", min=0, help="How many forks deep; 0: all.")] = 0,
+    depth: Annotated[int, typer.Option("--depth", min=0, parser=_parse_depth, help="How many forks deep; 0: all.")] = 0,
     home: HomeOption = HOME,
     as_json: JsonOption = False,
 ) -> None:

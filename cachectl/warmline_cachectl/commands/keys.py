@@ -16,6 +16,7 @@ from warmline_cachectl.options import HOME, CommandApp, HomeOption, JsonOption, 
 from warmline_cachectl.views import tables
 from warmline_cachectl.views.output import show as show_view
 from warmline_common.protocol.tokens import namespace
+from warmline_common.settings.hints import add_home
 from warmline_common.storage.home import Home
 from warmline_proxy.auth import key_store
 from warmline_proxy.auth.key_store import ADMIN_KIND, KeyEntry
@@ -53,13 +54,14 @@ def show(name: NameArgument = "", home: HomeOption = HOME, as_json: JsonOption =
 @app.add("List the keys' names.", "cachectl key list  # never the keys themselves", name="list")
 def list_(home: HomeOption = HOME, as_json: JsonOption = False) -> None:
     """List the names of all keys, and since when each has its present value."""
+    place = make_home(home)
     with exit_on_error():
-        entries = key_store.read_keys(make_home(home))
+        entries = key_store.read_keys(place)
     table = Table("name", "kind", "since")
     for each in entries:
         table.add_row(each.name, each.kind, tables.format_age(each.created))
     shown = [{"name": each.name, "kind": each.kind, "created": each.created} for each in entries]
-    show_view({"keys": shown}, [table] if entries else [f"no keys; {ADD_KEY_HINT}"], as_json)
+    show_view({"keys": shown}, [table] if entries else [add_home(f"no keys; {ADD_KEY_HINT}", place.root)], as_json)
 
 
 @app.add("Make a client's key.", "cachectl key add laptop  # a key with a cache of its own, printed")
@@ -112,7 +114,7 @@ def remove(
         view |= {"stored": [], "purged": msgspec.to_builtins(reply)}
         lines.append(tables.format_purge(reply))
     elif stored:
-        lines.append(_format_purge_hint(stored))
+        lines.append(add_home(_format_purge_hint(stored), place.root))
     show_view(view, lines, as_json)
 
 

@@ -15,6 +15,7 @@ from warmline_cachectl.options import HOME, CommandApp, HomeOption, JsonOption, 
 from warmline_cachectl.views import tables
 from warmline_cachectl.views.output import show, show_spinner
 from warmline_common.process.arguments import GB
+from warmline_common.settings.parsers import make_amount_parser, make_option_parser
 from warmline_proxy.auth.owners import SHARED_BY_ALL_LABEL, SHARED_LABEL, OwnerLabels
 from warmline_proxy.retention.purge import preview_purge, resolve_key
 from warmline_proxy.store.rows import GcRequest, IndexSnapshot, PinRequest, PurgeReply, PurgeRequest, Truncation
@@ -95,6 +96,9 @@ def pin(
     show(msgspec.structs.asdict(reply), [tables.format_pin(reply)], as_json)
 
 
+_parse_to_gb = make_option_parser(make_amount_parser("gigabytes", 0, TO_GB_MAX), typer.BadParameter)
+
+
 @app.add(
     "Delete unneeded data, and evict to the budget.",
     "cachectl gc",
@@ -102,18 +106,17 @@ def pin(
 )
 def gc(
     to_gb: Annotated[
-        float | None, typer.Option("--to-gb", min=0, help="Evict until no more is used; default: the budget.")
+        float | None,
+        typer.Option("--to-gb", min=0, parser=_parse_to_gb, help="Evict until no more is used; default: the budget."),
     ] = None,
     quiet: QuietOption = False,
     home: HomeOption = HOME,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete orphaned files and drafts and records older than 30 days, compact the index, evict.
+    """Delete orphaned and incomplete files and records older than 30 days, compact the index, evict.
 
     Pinned data, and data in use or being written, stays.
     """
-    if to_gb is not None and not to_gb <= TO_GB_MAX:  # nan is neither
-        fail(f"--to-gb {to_gb} is no size", EXIT_USAGE)
     with open_index(home):
         pass  # where nothing was ever stored there is nothing to collect, and no index to be made
     with exit_on_error(), show_spinner("collecting", quiet):
@@ -152,7 +155,7 @@ def _fail_on_uncut_segments(cuts: list[Truncation]) -> None:
     if left := [cut for cut in cuts if cut.why_not]:
         why = "; ".join(f"segment {cut.segment}: {cut.why_not}" for cut in left)
         weight = tables.format_size(sum(cut.bytes_count for cut in left))
-        fail(f"{weight} of unneeded data could not be cut away; cachectl gc tries again: {why}", EXIT_REFUSED)
+        fail(f"{weight} of unneeded data could not be cut away; `cachectl gc` tries again: {why}", EXIT_REFUSED)
 
 
 def _parse_age(text: str) -> float | None:

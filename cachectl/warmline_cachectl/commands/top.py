@@ -20,6 +20,8 @@ from warmline_cachectl.options import HOME, CommandApp, HomeOption, JsonOption, 
 from warmline_cachectl.views import tables
 from warmline_cachectl.views import top as top_view
 from warmline_cachectl.views.output import show
+from warmline_common.settings.hints import add_home
+from warmline_common.settings.parsers import make_amount_parser, make_option_parser
 from warmline_common.storage.home import Home
 
 ASK_TIMEOUT_S = 5.0
@@ -30,10 +32,15 @@ KEYS_BYTES = 64  # pressed between two screens
 app = CommandApp("Look")
 
 
+_parse_interval = make_option_parser(make_amount_parser("seconds", 0.1, 86_400), typer.BadParameter)
+
+
 @app.add("Watch the running requests.", "cachectl top  # q ends it", "cachectl top --once", "cachectl top --json")
 def top(
     once: Annotated[bool, typer.Option("--once", help="Print one look, and end.")] = False,
-    interval_s: Annotated[float, typer.Option("--interval-s", min=0.1, max=86_400, help="Between two looks.")] = 1.0,
+    interval_s: Annotated[
+        float, typer.Option("--interval-s", min=0.1, max=86_400, parser=_parse_interval, help="Between two looks.")
+    ] = 1.0,
     home: HomeOption = HOME,
     as_json: JsonOption = False,
 ) -> None:
@@ -78,7 +85,7 @@ def _watch(home: Home, interval_s: float) -> None:
                     live.update(top_view.render_screen(view, live.console.width), refresh=True)
                 except client.CachectlError as error:
                     view = None
-                    live.update(Text(f"{error}; trying again, q ends"), refresh=True)
+                    live.update(Text(f"{add_home(str(error), home.root)}; trying again, q ends"), refresh=True)
                 if set(get_keys(interval_s)) & set(QUIT_KEYS):
                     return
     except KeyboardInterrupt:

@@ -10,6 +10,7 @@ from warmline_cachectl.doctor.facts import Facts
 from warmline_cachectl.views.tables import format_count, format_duration, format_size
 from warmline_cachectl.views.top import bytes_used
 from warmline_cachectl.views.values import normalize_reason
+from warmline_common.settings.hints import add_home
 from warmline_proxy.explain.causes import CAUSES
 from warmline_proxy.store.rows import RequestRecord
 
@@ -27,6 +28,7 @@ LOG_BYTES_MAX = 500_000_000
 DESCRIPTORS_MIN = 4_096
 MEMORY_SHARE_MAX = 0.85
 SHOWN_MAX = 3  # of many things
+REPAIR_COMMAND = "`cachectl verify --repair`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ def check_lock(facts: Facts) -> Diagnosis:
 def check_proxy(facts: Facts) -> Diagnosis:
     if facts.status is not None:
         return Diagnosis(OK, f"runs at {facts.proxy_url}")
-    return Diagnosis(WARN, facts.proxy_error, "start it: warmline serve")
+    return Diagnosis(WARN, facts.proxy_error, "start it: `warmline serve`")
 
 
 def check_run_files(facts: Facts) -> Diagnosis:
@@ -99,7 +101,7 @@ def check_disk(facts: Facts) -> Diagnosis:
         budget, used = facts.settings.disk_budget_bytes, totals.bytes_used if totals else 0
     free = f"{format_size(machine.disk_bytes_free)} free of {format_size(machine.disk_bytes)}"
     if machine.disk_bytes_free < max(DISK_FREE_BYTES_MIN, machine.disk_bytes * DISK_FREE_SHARE_MIN):
-        return Diagnosis(FAIL, f"nearly full: {free}", "make room: cachectl gc --to-gb N, or delete other files")
+        return Diagnosis(FAIL, f"nearly full: {free}", "make room: `cachectl gc --to-gb N`, or delete other files")
     if budget > used + machine.disk_bytes_free:
         seen = f"the budget of {format_size(budget)} is more than there is: {free}, {format_size(used)} used"
         return Diagnosis(WARN, seen, "lower disk_budget_gb, or make room")
@@ -119,10 +121,10 @@ def check_index(facts: Facts) -> Diagnosis:
     if found.problem.startswith("no index"):
         return Diagnosis(OK, "nothing was ever stored")
     if found.problem:
-        return Diagnosis(FAIL, found.problem, "cachectl verify --repair")
+        return Diagnosis(FAIL, found.problem, REPAIR_COMMAND)
     if found.findings:
         counts = ", ".join(f"{what} {count}" for what, count in Counter(each.what for each in found.findings).items())
-        return Diagnosis(FAIL, f"{format_count(len(found.findings), 'finding')}: {counts}", "cachectl verify --repair")
+        return Diagnosis(FAIL, f"{format_count(len(found.findings), 'finding')}: {counts}", REPAIR_COMMAND)
     return Diagnosis(OK, f"{format_count(found.totals.segments if found.totals else 0, 'segment')}, all ok")
 
 
@@ -132,7 +134,7 @@ def check_quarantine(facts: Facts) -> Diagnosis | None:
         return None
     if totals.quarantined:
         files = f"{format_count(totals.quarantined, 'file')}, {format_size(totals.bytes_quarantined)}"
-        return Diagnosis(WARN, files, "cachectl inspect says why; eviction takes them first")
+        return Diagnosis(WARN, files, "`cachectl inspect` says why; eviction takes them first")
     return Diagnosis(OK, "empty")
 
 
@@ -163,11 +165,11 @@ def _find_commonest_miss(records: list[RequestRecord]) -> tuple[str, str]:
         elif record.why_not_warmer:
             causes[normalize_reason(record)] += missed
     if not causes:
-        return "", "cachectl stats has the reasons"
+        return "", "`cachectl stats` has the reasons"
     ((cause, _),) = causes.most_common(1)
     if cause in CAUSES:
-        return CAUSES[cause].meaning, CAUSES[cause].advice or "cachectl explain shows where"
-    return cause, "cachectl explain shows where"
+        return CAUSES[cause].meaning, CAUSES[cause].advice or "`cachectl explain` shows where"
+    return cause, "`cachectl explain` shows where"
 
 
 def check_fingerprint(facts: Facts) -> Diagnosis | None:
@@ -177,20 +179,20 @@ def check_fingerprint(facts: Facts) -> Diagnosis | None:
     roots_max, roots = 1 + facts.keys + facts.settings.key_in_settings, facts.index.roots
     if several := [f"{name} is stored under {count} identities" for name, count in roots.items() if count > roots_max]:
         seen = f"{_format_some(several)}: its files, its keys, or in exact mode the libraries, have changed"
-        return Diagnosis(WARN, seen, "old data is evicted in time; at once: cachectl purge --older-than 7d")
-    return Diagnosis(OK, "nothing is stored of models as they were before")
+        return Diagnosis(WARN, seen, "old data is evicted in time; at once: `cachectl purge --older-than 7d`")
+    return Diagnosis(OK, "nothing stored belongs to an earlier state of a model")
 
 
 def check_keys(facts: Facts) -> Diagnosis:
     if facts.keys_problem:
-        return Diagnosis(FAIL, facts.keys_problem, "cachectl key list; restore the file, or make keys anew")
+        return Diagnosis(FAIL, facts.keys_problem, "`cachectl key list`; restore the file, or make keys anew")
     count = facts.keys + facts.settings.key_in_settings
     keys = format_count(count, "client key")
     if facts.settings.on_loopback:
         return Diagnosis(OK, f"{keys}, and only this machine can connect")
     if not count and not facts.settings.lan:
         seen = f"host {facts.settings.host} lets other machines connect, and there is no client key"
-        return Diagnosis(FAIL, seen, "use --lan, which makes one, or cachectl key add NAME")
+        return Diagnosis(FAIL, seen, "use --lan, which makes one, or `cachectl key add NAME`")
     return Diagnosis(OK, f"{keys}; plain HTTP: in a network that you trust, or behind TLS")
 
 
@@ -261,7 +263,7 @@ def check_launchd(facts: Facts) -> Diagnosis | None:
         return None
     failing = [label for pid, code, label in lines if pid == "-" and code not in ("0", "-")]
     if failing:
-        return Diagnosis(FAIL, f"loaded, but failing: {_format_some(failing)}", "warmline launchd logs")
+        return Diagnosis(FAIL, f"loaded, but failing: {_format_some(failing)}", "`warmline launchd logs`")
     return Diagnosis(OK, f"{format_count(len(lines), 'agent')} loaded")
 
 
@@ -305,7 +307,11 @@ CHECKS: dict[str, Callable[[Facts], Diagnosis | None]] = {
 def run_checks(facts: Facts) -> dict[str, Diagnosis]:
     """Diagnoses of all checks that apply, in their order; without a home the first alone."""
     checks = CHECKS.items() if facts.has_home else [("home", check_home)]
-    return {name: found for name, check in checks if (found := check(facts)) is not None}
+    diagnoses = {name: found for name, check in checks if (found := check(facts)) is not None}
+    return {
+        name: Diagnosis(found.status, add_home(found.seen, facts.home), add_home(found.mend, facts.home))
+        for name, found in diagnoses.items()
+    }
 
 
 def _format_some(items: list[str]) -> str:

@@ -27,6 +27,7 @@ from warmline_proxy.store.rows import IndexFinding, RequestRecord, Totals
 
 ASK_TIMEOUT_S = 5.0
 COMMAND_TIMEOUT_S = 5.0
+PORTS = ("port", "backend_port")
 STATUS_NAMES = {"backend", "engine", "persistence", "totals", "disk_budget_bytes"}
 OPENBLAS_PATTERNS = ("usr/lib/*/openblas*/libopenblas*.so*", "usr/lib/*/libopenblas*.so*", "usr/lib64/libopenblas*.so*")
 
@@ -51,7 +52,7 @@ class MachineFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsFacts:
-    """Settings of the home's files and this environment; of a running proxy's flags only its status is known."""
+    """Settings of the home's files and this environment; of flags only what the home or a running proxy tells."""
 
     host: str
     port: int
@@ -111,7 +112,7 @@ def gather(home: Home) -> Facts:
         proxy_url=client.proxy_url(home),
         proxy_error=error,
         status=status,
-        ports_taken=[] if status else [port for port in (settings.port, settings.backend_port) if _is_taken(port)],
+        ports_taken=[] if status else _find_taken_ports(home, settings),
         keys=keys,
         keys_problem=keys_problem,
         log_bytes=_folder_bytes(home.logs),
@@ -122,12 +123,13 @@ def gather(home: Home) -> Facts:
 
 
 def _read_settings(home: Home, status: Mapping[str, Any] | None = None) -> SettingsFacts:
-    names = ("host", "port", "backend_port", "reuse", "lan", "allowed_hosts")
+    names = ("host", *PORTS, "reuse", "lan", "allowed_hosts")
     values = {name: read_setting(home.root, name) for name in names}
     bound = str((status or {}).get("host", ""))  # address of a running proxy, `lan` included
     host = bound or values["host"]
+    announced = {name: port for name, port in zip(PORTS, client.read_announced_ports(home), strict=True) if port}
     return SettingsFacts(
-        **values | {"host": host},
+        **values | announced | {"host": host},
         key_in_settings=bool(read_setting(home.root, "client_key")),
         disk_budget_bytes=client.read_disk_budget_bytes(home),
         on_loopback=is_loopback(host) and (bool(bound) or not values["lan"]),
@@ -161,6 +163,13 @@ def _read_status(home: Home) -> tuple[dict[str, Any] | None, str]:
         why = f"it does not tell {', '.join(sorted(missing))}"
         raise client.OperationRefusedError(f"the proxy answered otherwise than expected (another version?): {why}")
     return status, ""
+
+
+def _find_taken_ports(home: Home, settings: SettingsFacts) -> list[int]:
+    """Ports that other programs have.  The home's own backend may outlive its proxy for a while."""
+    has_backend = find_lock_holder(home.backend_lock)
+    ports = (settings.port,) if has_backend else (settings.port, settings.backend_port)
+    return [port for port in ports if _is_taken(port)]
 
 
 def _is_taken(port: int) -> bool:

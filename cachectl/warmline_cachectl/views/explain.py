@@ -9,6 +9,7 @@ from rich.text import Text
 
 from warmline_cachectl.views.columns import printable
 from warmline_cachectl.views.tables import format_age, format_count, make_console
+from warmline_proxy.explain.causes import NEW_TEXT
 from warmline_proxy.explain.diff import Comparison
 from warmline_proxy.explain.explain import DiffSide, DivergencePoint, ExplainReply
 from warmline_proxy.store.rows import DIVERGENCE_TOKENS_AFTER
@@ -33,7 +34,9 @@ def render_explanation(reply: ExplainReply) -> Renderables:
         warm = f"{format_count(since.warm, 'request')} since then {were} {since.last} ({format_age(since.at)})"
         yield f"The last one that was not warm; {warm}.\n"
     yield f"request {record.id} ({record.endpoint}, {model}, {format_age(record.at)}, {record.outcome})"
-    yield f"reused {record.cached_tokens:,} of {record.prompt_tokens:,} prompt tokens ({record.source})"
+    is_new_text = verdict.cause == NEW_TEXT  # then the record's reason says how far the prompt was known
+    known = f"; {printable(record.why_not_warmer)}" if is_new_text else ""
+    yield f"reused {record.cached_tokens:,} of {record.prompt_tokens:,} prompt tokens ({record.source}{known})"
     for wait in reply.waits:
         yield f"waited {wait.seconds:.2f} s for {wait.means}"
     yield f"\n{verdict.cause}: {verdict.means}"
@@ -43,8 +46,8 @@ def render_explanation(reply: ExplainReply) -> Renderables:
         yield f"  what to do: {verdict.advice}"
     for each in reply.besides:
         yield f"also {each.cause}: {each.means}"
-    if record.why_not_warmer and record.why_not_warmer not in (verdict.means, verdict.detail):
-        yield f"reason recorded by the planner: {printable(record.why_not_warmer)}"
+    if not is_new_text and record.why_not_warmer and record.why_not_warmer not in (verdict.means, verdict.detail):
+        yield f"why no more was reused: {printable(record.why_not_warmer)}"
     if reply.where and reply.known and reply.prompt:
         yield f"\nIt diverges from the known prompt {_format_place(reply.where)}:"
         yield from _render_sides(("known", reply.known), ("this prompt", reply.prompt), reply.where)

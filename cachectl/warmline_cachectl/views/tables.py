@@ -30,7 +30,7 @@ STORED_LABELS = {  # of `stats`, in its order
     "bytes_index": "  the index",
     "bytes_pinned": "pinned, of that",
     "quarantined": "files in quarantine",
-    "turns": "sampled tool calls",
+    "turns": "recorded tool calls",
     "responses": "stored responses",
     "bytes_responses": "  of the index",
 }
@@ -250,10 +250,10 @@ def render_gc(reply: GcReply) -> Renderables:
     done = {
         "deleted": [
             (reply.orphans, "orphaned file", "orphaned files"),
-            (reply.drafts, "draft", ""),
+            (reply.drafts, "incomplete file", ""),
             (reply.doomed, "file without a row", "files without rows"),
             (reply.records, "old record", ""),
-            (reply.turns, "old sampled turn", ""),
+            (reply.turns, "old recorded tool call", ""),
             (reply.responses, "old response", ""),
             (reply.notes, "stale note", "stale notes"),
         ],

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from warmline_cachectl.views.tree import Forest
+from warmline_proxy.explain.causes import NEW_TEXT, find_cause
 from warmline_proxy.retention.pin import count_bytes
 from warmline_proxy.store.rows import IndexSnapshot, RequestRecord, SegmentRow, SessionRow, Totals
 
@@ -108,9 +109,14 @@ def build_stats(totals: Totals, requests: list[RequestRecord], snapshot: IndexSn
             "ttft_median_s": median(record.ttft_s for record in answered) if answered else 0.0,
             "audits": _count_values(record.audit for record in requests if record.audit),
             "collapsed_answers": _count_values(record.guard for record in requests if record.guard),
-            "why_not_warmer": _count_values(normalize_reason(record) for record in requests if record.why_not_warmer),
+            "why_not_warmer": _count_values(normalize_reason(record) for record in requests if _is_miss(record)),
         },
     }
+
+
+def _is_miss(record: RequestRecord) -> bool:
+    """True where more might have been reused: text that was never sent before can't be."""
+    return bool(record.why_not_warmer) and find_cause(record.why_not_warmer, record.parting) != NEW_TEXT
 
 
 def _count_values(values: Iterable[str]) -> dict[str, int]:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from warmline_common.process.exit_codes import EXIT_CONFIGURATION
+from warmline_common.settings.parsers import make_integer_parser, make_option_parser, parse_seconds
 from warmline_common.settings.resolve import ConfigurationError, ResolvedConfig
 from warmline_run.services import actions, logs
 from warmline_run.services.actions import EXIT_MANAGER_FAILED, EXIT_NOT_READY, ServicePair
@@ -21,6 +22,8 @@ from warmline_run.settings.cli_options import with_settings
 from warmline_run.supervisor import print_message
 
 WAIT_S = 1800.0  # the weights of the largest models take minutes to read, and at the first start to digest
+
+LINES_MAX = 100_000
 
 
 class Role(StrEnum):
@@ -34,7 +37,25 @@ NameOption = Annotated[
     str, typer.Option("--name", metavar="NAME", help="act on a further pair, with its own home and ports")
 ]
 WaitOption = Annotated[
-    float, typer.Option("--wait-s", min=0, metavar="S", help="seconds to wait for requests to be served; 0: none")
+    float,
+    typer.Option(
+        "--wait-s",
+        min=0,
+        parser=make_option_parser(parse_seconds, typer.BadParameter),
+        metavar="S",
+        help="seconds to wait for requests to be served; 0: none",
+    ),
+]
+LinesOption = Annotated[
+    int,
+    typer.Option(
+        "-n",
+        "--lines",
+        min=0,
+        max=LINES_MAX,
+        parser=make_option_parser(make_integer_parser(0, LINES_MAX), typer.BadParameter),
+        help="of each file",
+    ),
 ]
 RoleArgument = Annotated[Role | None, typer.Argument(help="that one alone; else both", show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="for programs instead of people")]
@@ -104,7 +125,7 @@ def _add_status_commands(app: typer.Typer, group: str) -> None:
     def show_logs(
         which: RoleArgument = None,
         name: NameOption = "",
-        count: Annotated[int, typer.Option("-n", "--lines", min=0, max=100_000, help="of each file")] = 40,
+        count: LinesOption = 40,
         follow: Annotated[bool, typer.Option("-f", "--follow", help="and new lines, until Ctrl-C")] = False,
     ) -> None:
         """Show the last lines of their logs."""

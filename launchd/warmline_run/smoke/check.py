@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from warmline_common.settings.hints import add_home
 from warmline_run.smoke.client import NoAnswerError, SmokeClient
 from warmline_run.smoke.responses import ChatCompletion, MalformedAnswerError, Message
 
@@ -54,6 +55,14 @@ class Target:
         tokens = max(0, tokens - slack)
         return tokens - tokens % self.grid_tokens if self.grid_tokens else tokens
 
+    def require_step(self, tokens: int, slack: int = 0) -> None:
+        """Raise CheckNotRunError where none of so many computed tokens can be reused: exact mode keeps whole steps."""
+        if self.grid_tokens and not self.expected_cached_tokens(tokens, slack):
+            raise CheckNotRunError(
+                f"a prompt of {tokens} tokens is too short for reuse in exact mode, which keeps whole steps of "
+                f"{self.grid_tokens}"
+            )
+
     def make_messages(self, check_name: str, text: str) -> list[Message]:
         """A conversation of this run and check alone."""
         return [{"role": "user", "content": f"[{self.seed} {check_name}] {text}"}]
@@ -86,7 +95,7 @@ class Check:
             result, detail = FAILED, f"the answer is not OpenAI's: {error}"
         except TimeoutError:
             result, detail, advice = FAILED, f"not done within {target.client.timeout_s:g} s", "see --timeout-s"
-        return Outcome(self, result, time.monotonic() - began_s, detail, advice)
+        return Outcome(self, result, time.monotonic() - began_s, detail, add_home(advice, target.home or ""))
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from warmline_proxy.store.rows import CheckpointRow, SegmentRow
 
 TRIES_MAX = 5  # to open all files before one of them is rewritten or evicted
 DESCRIPTORS_RESERVED = 64
-REPAIR_HINT = "cachectl verify --deep finds the faults, --repair repairs them"
+REPAIR_HINT = "`cachectl verify --deep` finds the faults, `cachectl verify --repair` repairs them"
 
 
 class ExportResult(msgspec.Struct, kw_only=True):

@@ -6,6 +6,7 @@ from contextlib import suppress
 
 from aiohttp import hdrs, web
 
+from warmline_common.settings.hints import add_home
 from warmline_proxy.auth import admin_access
 from warmline_proxy.auth.admin_access import ADMIN, MISSING, SECRET, WRONG, AccessRequest, extract_key, is_basic_auth
 from warmline_proxy.auth.principals import ANONYMOUS, NO_KEYS_MESSAGE, Client, ClientKeys, is_same_secret, unauthorized
@@ -28,7 +29,7 @@ class Authenticator:
         names = find_machine_names(with_domains=config.is_open_to_network) | config.allowed_host_names
         self._host_filter = HostFilter(names | {config.host.lower()})
         self._secret, self._keys, self._metrics = secret, keys, metrics
-        self._is_admin_key_required = config.is_admin_key_required
+        self._home, self._is_admin_key_required = config.home.root, config.is_admin_key_required
         self._origins = config.allowed_origins
         self._unlogged_count, self._logged_at = 0, float("-inf")
 
@@ -45,7 +46,7 @@ class Authenticator:
             shown, needs_key = self._classify_key(request), self._is_admin_key_required
             may_explain = admin_access.can_see_refusal_reason(_build_access_request(request), shown, needs_key)
             if self._keys.is_closed_without_keys and may_explain:
-                raise unauthorized(NO_KEYS_MESSAGE) from error
+                raise unauthorized(add_home(NO_KEYS_MESSAGE, self._home)) from error
             raise
         origin, hosts = request.headers.get(hdrs.ORIGIN), request.headers.getall(hdrs.HOST, [])
         if client == ANONYMOUS and is_untrusted_origin(origin, hosts, self._origins):

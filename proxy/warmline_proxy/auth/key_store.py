@@ -4,11 +4,12 @@ Rewritten as a whole, under a lock, by `cachectl key` and by a proxy that opens 
 are, since they are shown again: the file is as private as the home's secret.
 """
 
+import difflib
 import hashlib
 import re
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import msgspec
@@ -108,10 +109,22 @@ def find_key(entries: Sequence[KeyEntry], name: str) -> KeyEntry:
     for each in entries:
         if each.name == (name or DEFAULT_NAME):
             return each
-    names = ", ".join(each.name for each in clients)
     if not clients:
         raise NoClientKeysError("there is no client key yet")
-    raise KeyNotFoundError(f"there is no key {name!r}; there are {names}" if name else f"name one of the keys: {names}")
+    names = [each.name for each in clients]
+    if name:
+        raise KeyNotFoundError(f"there is no key {name!r}; {suggest_key(name, names)}")
+    raise KeyNotFoundError(f"name one of the keys: {format_names(names)}")
+
+
+def suggest_key(name: str, known_names: Sequence[str]) -> str:
+    """End of a message about a name that no key has: the nearest one, or all."""
+    near = difflib.get_close_matches(name, known_names, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"there are {format_names(known_names)}"
+
+
+def format_names(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
 def derive_tenant(client_key: str) -> str:

@@ -41,7 +41,7 @@ class KeyTenants(msgspec.Struct, kw_only=True, frozen=True):
         if self.is_shared or not self.tenants:
             return ""
         if not name and len(self.tenants) > 1:
-            names = ", ".join(self.tenants)
+            names = key_store.format_names(self.tenants)
             raise KeyNotFoundError(f"each key has a cache of its own: add --key with the owner's, one of {names}")
         return self.tenants[name] if name else next(iter(self.tenants.values()))
 
@@ -81,8 +81,12 @@ class OwnerLabels(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def _format_unknown_key(name: str, known_names: Iterable[str]) -> str:
-    names = ", ".join(filter(None, dict.fromkeys(known_names)))
-    return f"there is no client key {name!r}; " + (f"there are {names}" if names else "there is none")
+    names = list(filter(None, dict.fromkeys(known_names)))
+    if not names:
+        return f"there is no client key {name!r}; there is none"
+    if _REMOVED_LABEL_PATTERN.fullmatch(name):  # the nearest one would be all removed keys
+        return f"there is no client key {name!r}; there are {key_store.format_names(names)}"
+    return f"there is no client key {name!r}; {key_store.suggest_key(name, names)}"
 
 
 def describe_owner(label: str) -> str:

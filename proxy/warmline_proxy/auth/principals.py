@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from warmline_common.settings.hints import format_command
 from warmline_proxy.auth import key_store
 from warmline_proxy.auth.key_store import ADMIN_KIND, CLIENT_KIND, KeyEntry, KeyStoreError, derive_tenant
 from warmline_proxy.auth.owners import KeyTenants
@@ -28,7 +29,7 @@ WRONG_KEY_MESSAGE = (
     "Incorrect API key provided: it is no client key of this server.  The server's owner makes keys with 'cachectl key "
     "add NAME' and shows one with 'cachectl key show NAME'."
 )
-NO_KEYS_MESSAGE = "This server has no client key, and no access without one: make one (cachectl key add NAME)."
+NO_KEYS_MESSAGE = "This server has no client key, and no access without one: make one (`cachectl key add NAME`)."
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ def prepare_keys(config: ProxyConfig) -> None:
     if config.is_open_to_network and not has_key:
         raise ProxyConfigError(
             f"binding {config.bind_host} opens the proxy to others, and no client key keeps strangers out: use --lan, "
-            "which makes one, or make one first (cachectl key add NAME, or WARMLINE_CLIENT_KEY)"
+            f"which makes one, or make one first ({format_command('cachectl key add NAME', config.home.root)}, or "
+            "WARMLINE_CLIENT_KEY)"
         )
 
 

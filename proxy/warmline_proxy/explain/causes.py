@@ -26,10 +26,12 @@ class Cause:
     advice: str = ""
 
 
+NEW_TEXT = "new-text"
+
 # By name, for this module and `explain`; docs/explain.md has the same table.
 CAUSES = {
     "warm": Cause("All of the prompt but its last token was reused."),
-    "new-text": Cause("The whole known part of the conversation was reused; the rest was never sent before."),
+    NEW_TEXT: Cause("The whole known part of the conversation was reused; the rest was never sent before."),
     "timestamp": Cause(
         "A time in the prompt has changed, and all text after it must be computed anew.",
         'In the system text, `stabilize = "times"` evens it out; elsewhere, have the client drop it or say it last.',
@@ -178,7 +180,7 @@ _REASON_PATTERNS = [
     (r"nothing stored", "first-request"),
     (r"no checkpoint after token", "no-checkpoint"),
     (r"exact mode keeps", "exact-grid"),
-    (r"all of it is stored|stored up to token|in memory up to token", "new-text"),
+    (r"all of it is stored|stored up to token|in memory up to token", NEW_TEXT),
 ]
 _SECONDARY_REASONS = {"no-checkpoint": "no checkpoint after token", "exact-grid": "exact mode keeps"}
 # Additions of planner and prompt_head to the reason.

@@ -11,8 +11,10 @@ import msgspec
 
 from warmline_common.process.redaction import quote_text
 from warmline_common.protocol.tokens import BLOCK_TOKENS, TOKEN_BYTES, unpack_tokens
+from warmline_common.settings.hints import add_home
+from warmline_common.storage.home import Home
 from warmline_proxy.auth.owners import REMOVED_LABEL, OwnerLabels, describe_owner, read_fingerprint
-from warmline_proxy.explain.causes import CAUSES, find_cause, find_secondary_causes
+from warmline_proxy.explain.causes import CAUSES, NEW_TEXT, find_cause, find_secondary_causes
 from warmline_proxy.explain.text_diff import diff_texts
 from warmline_proxy.explain.waits import WaitReport, report_waits
 from warmline_proxy.index.index import IndexReader
@@ -22,7 +24,7 @@ from warmline_proxy.store.rows import Divergence, RequestRecord, SegmentRow, Ses
 LAST = "last"
 ID_PREFIX_MIN = 4
 RECENT_MAX = 8  # requests that are named where none has the id
-WARM_CAUSES = ("warm", "new-text", "shared")  # all stored tokens were reused
+WARM_CAUSES = ("warm", NEW_TEXT, "shared")  # all stored tokens were reused
 # Requests that `LAST` skips, since there is nothing to explain.
 QUIET_CAUSES = (*WARM_CAUSES, "nothing-asked", "not-planned")
 _ANSWER_ID = re.compile(r"(?:chatcmpl-|cmpl-|msg_|resp_)(.+)")
@@ -147,8 +149,8 @@ def explain(
         stored, prompt = make_sides(old, divergence.stored_text, new, divergence.prompt_text)
     return ExplainReply(
         request=msgspec.structs.replace(record, parting=None, key=owner_labels.format_key_name(record)),
-        verdict=_make_report(cause, detail),
-        besides=[_make_report(name) for name in find_secondary_causes(record.why_not_warmer, cause)],
+        verdict=_make_report(reader.home, cause, detail),
+        besides=[_make_report(reader.home, name) for name in find_secondary_causes(record.why_not_warmer, cause)],
         where=point,
         known=stored,
         prompt=prompt,
@@ -179,9 +181,9 @@ def _find_cause(record: RequestRecord) -> str:
     return divergence.cause if divergence and divergence.cause else find_cause(record.why_not_warmer, divergence)
 
 
-def _make_report(cause: str, detail: str = "") -> CauseReport:
+def _make_report(home: Home, cause: str, detail: str = "") -> CauseReport:
     entry = CAUSES.get(cause, CAUSES["unknown"])
-    return CauseReport(cause=cause, means=entry.meaning, advice=entry.advice, detail=detail)
+    return CauseReport(cause=cause, means=entry.meaning, advice=add_home(entry.advice, home.root), detail=detail)
 
 
 def make_point(token: int, begins: int, divergence: Divergence | None) -> DivergencePoint:

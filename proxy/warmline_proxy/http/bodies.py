@@ -54,7 +54,6 @@ class BodyReader:
 
     def __init__(self, budget: BodyBudget, receive_timeout_s: float) -> None:
         self._budget, self._receive_timeout_s = budget, receive_timeout_s
-        self._bytes_max = min(BODY_BYTES_MAX, budget.caller_bytes_max)
         self._turn = asyncio.Lock()  # of large bodies: one part at a time, whichever body it belongs to
 
     async def read(self, request: web.Request, caller: str = "") -> bytes:
@@ -140,12 +139,19 @@ class BodyReader:
     def _add_part(self, body: RequestBody, part: bytes) -> None:
         parsed_bytes = _feed(body.structure, part)
         check_structure(body.structure)
+        self._check_size(body.size + len(part), estimate_parsed_bytes(body.structure))
         body.append(part, parsed_bytes)
-        self._check_size(body.size)
 
-    def _check_size(self, size: int) -> None:
-        if size > self._bytes_max:
-            raise bad_request(f"The body is larger than {self._bytes_max} bytes.", status=413)
+    def _check_size(self, size: int, parsed_bytes: int = 0) -> None:
+        """Raises ClientError 413 for a body that no budget has room for, or not this one, whatever else it holds."""
+        if size > BODY_BYTES_MAX:
+            raise bad_request(f"The body is larger than {BODY_BYTES_MAX} bytes.", status=413)
+        if size + parsed_bytes > (bytes_max := self._budget.caller_bytes_max):
+            message = (
+                f"The body takes more than the {bytes_max} bytes of memory that body_budget_mb leaves one client; "
+                "raise that setting, or send less."
+            )
+            raise bad_request(message, status=413)
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,34 @@
-"""Checks of request heads beyond the parser's, and clients' errors for heads that it could not read.  Pure."""
+"""Checks of request heads beyond the parser's, and clients' errors for heads that it could not read.
 
+Pure, but for HeaderNotices.
+"""
+
+import logging
 import re
+from collections.abc import Iterable
 
 from aiohttp import hdrs
 from aiohttp.http_exceptions import BadHttpMessage, InvalidURLError, LineTooLong
 from multidict import CIMultiDictProxy
 
-from warmline_common.process.redaction import shorten_parser_message
+from warmline_common.process.redaction import is_field_name, shorten_parser_message
 from warmline_common.protocol import messages
+from warmline_common.protocol.misspelling import find_similar
 from warmline_proxy.errors import ClientError, bad_request
+
+log = logging.getLogger(__name__)
 
 HEAD_LINE_BYTES_MAX = 8190  # request line and each header
 HEADERS_COUNT_MAX = 128
 CLOSE = {"Connection": "close"}  # of responses where the request's end is in doubt
 # Headers of one value, beside those that the parser checks.  A second one is a mistake, or meant for another server on
 # the way, which reads the other.
-SINGLE_HEADERS = (
-    *(hdrs.AUTHORIZATION, "X-Api-Key", hdrs.ORIGIN, hdrs.EXPECT, "X-Warmline-Admin", messages.HEADER_REQUEST),
-    *(messages.HEADER_CONNECT_TIMEOUT, messages.HEADER_QUEUE_TIMEOUT),
+OUR_HEADERS = (
+    *("X-Warmline-Admin", messages.HEADER_REQUEST, messages.HEADER_CONNECT_TIMEOUT, messages.HEADER_QUEUE_TIMEOUT),
     *(messages.HEADER_STALL_TIMEOUT, messages.HEADER_TOTAL_TIMEOUT),
 )
+SINGLE_HEADERS = (hdrs.AUTHORIZATION, "X-Api-Key", hdrs.ORIGIN, hdrs.EXPECT, *OUR_HEADERS)
+NOTICES_MAX = 1000  # names remembered; beyond, nothing more is logged
 _DUPLICATE_PATTERN = re.compile(r"Duplicate '?([A-Za-z-]{1,40})'?")  # in the parser's messages
 _MISSING_PATTERN = re.compile(r"Missing '([A-Za-z-]{1,40})'")
 
@@ -38,6 +47,22 @@ def check_head(method: str, version: tuple[int, int], headers: CIMultiDictProxy[
     if codings not in ("", "chunked"):
         message = "The header Transfer-Encoding must be chunked, alone; a compressed body has a Content-Encoding."
         raise bad_request(message, status=501, headers=CLOSE)
+
+
+class HeaderNotices:
+    """Log of headers that look like ours, misspelt, each once.  Event loop thread."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def log_typos(self, names: Iterable[str]) -> None:
+        for name in names:
+            if "warmline" not in name.lower() or name.title() in OUR_HEADERS or name.lower() in self._seen:
+                continue
+            if is_field_name(name) and len(self._seen) < NOTICES_MAX:
+                self._seen.add(name.lower())
+                if similar := find_similar(name, OUR_HEADERS):
+                    log.warning("request header '%s' is not known and has no effect; did you mean '%s'?", name, similar)
 
 
 def translate_parser_error(exc: BaseException | None, message: str, status: int) -> ClientError:

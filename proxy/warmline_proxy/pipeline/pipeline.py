@@ -22,6 +22,7 @@ from warmline_proxy.config import ProxyConfig
 from warmline_proxy.errors import ClientError, service_unavailable
 from warmline_proxy.http.bodies import BodyReader
 from warmline_proxy.http.body_fields import strip_unprintable
+from warmline_proxy.http.request_head import HeaderNotices
 from warmline_proxy.http.request_id import check_request_id
 from warmline_proxy.metrics import ProxyMetrics, find_cancel_source
 from warmline_proxy.pipeline.completion import Completion
@@ -72,6 +73,10 @@ class Pipeline:
     watchdog: Watchdog
     metrics: ProxyMetrics
     steps: PipelineSteps
+
+    @cached_property
+    def _header_notices(self) -> HeaderNotices:
+        return HeaderNotices()
 
     @cached_property
     def _timeouts(self) -> RequestTimeouts:
@@ -174,6 +179,7 @@ class Pipeline:
             wait_until_stored=lambda: self.steps.responses.wait_until_written(request),
         )
         timeouts = self._timeouts.override_by_headers(http_request.headers)
+        self._header_notices.log_typos(http_request.headers)
         request = self.registry.add(Request(request_log, response, timeouts, client=client))
         set_request_id(request.log.id)
         return request, response

@@ -184,6 +184,31 @@ def test_empty_assistant_message_is_accepted(make: MakeRenderer) -> None:
     assert render_text(make(PLAIN), USER, {"role": "assistant"}) == "user:hello;assistant:;"
 
 
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"role": "user", "contnt": "hi"}, "'messages[0].content' is missing; this message has 'contnt'"),
+        ({"role": "user", "content": None}, "'messages[0].content' must be a string or a list of text parts"),
+        ({"role": "user", "text": "hi"}, "'messages[0].content' must be a string or a list of text parts"),
+        ({"rol": "user", "content": "hi"}, "'messages[0].role' is missing; this message has 'rol': write it 'role'"),
+        ({"role": 5, "rol": "user", "content": "hi"}, "'messages[0].role' must be a string such as"),
+        (
+            {"role": "user", "content": [{"type": "text", "txt": "hi"}]},
+            "'messages[0].content[0].text' is missing; this part has 'txt': write it 'text'",
+        ),
+        (
+            {"role": "user", "content": [{"typ": "text", "text": "hi"}]},
+            "'messages[0].content[0].type' is missing; this part has 'typ': write it 'type'",
+        ),
+        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "'messages[0].content[0].text' must be a string"),
+    ],
+)  # fmt: skip
+def test_misspelt_field_of_message_is_named(make: MakeRenderer, message: dict[str, Any], problem: str) -> None:
+    with pytest.raises(BadRequestError) as refused:
+        render_text(make(PLAIN), message)
+    assert problem in str(refused.value)
+
+
 @pytest.mark.parametrize("function", [None, "look", {}, {"name": 5}])
 def test_call_without_function_is_refused(make: MakeRenderer, function: Any) -> None:
     with pytest.raises(BadRequestError, match=r"messages\[0\]\.tool_calls\[0\]\.function"):

@@ -19,6 +19,7 @@ from warmline_backend.generation.events import EndedEvent
 from warmline_backend.kv_cache import segment_io
 from warmline_backend.kv_cache.segment_io import BadChainError, OperationCancelledError, write_segment_file
 from warmline_backend.model.model import load_served_model
+from warmline_backend.request.params import BadRequestError
 from warmline_backend.scheduler.scheduler import Scheduler, SchedulerSettings
 from warmline_backend.server import prompt_store
 from warmline_backend.server.prompt_store import UnknownPromptError
@@ -166,6 +167,17 @@ def test_prompt_store_evicts_beyond_limits(tmp_path: Path, monkeypatch: pytest.M
             service.prompts.get(last.id)
         held = replace(latest, constraint=Constraint(grammar="x" * 100 * prompt_store.CHARS_PER_TOKEN))
         assert held.weight_tokens == latest.weight_tokens + 100, "a form may be longer than its prompt"
+
+    run_in_service(tmp_path, work)
+
+
+def test_typos_are_logged_of_accepted_bodies_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def work(service: Service, home: Home) -> None:
+        with pytest.raises(BadRequestError, match="write it 'messages'"):
+            await service.render_prompt("chat", {"mesages": BODY["messages"], "temprature": 1}, 10)
+        assert "no effect" not in caplog.text
+        await service.render_prompt("chat", {**BODY, "temprature": 1}, 10)
+        assert "did you mean 'temperature'?" in caplog.text
 
     run_in_service(tmp_path, work)
 

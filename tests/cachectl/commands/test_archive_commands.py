@@ -160,7 +160,7 @@ def test_import_belongs_to_only_key(archive_file: Path, other: Home) -> None:
 def test_import_with_several_keys_needs_key_option(archive_file: Path, other: Home) -> None:
     tenants = add_keys(other, "laptop", "desk")
     refused: CommandResult = run_cachectl(other, "import", str(archive_file))
-    assert refused.returncode == 3 and "one of laptop, desk" in refused.stderr
+    assert refused.returncode == 3 and "one of 'laptop', 'desk'" in refused.stderr
     assert run_cachectl(other, "import", str(archive_file), "--key", "desk").returncode == 0
     assert [count_stored(other, tenant) for tenant in ("", *tenants)] == [0, 0, 1502]
 

@@ -128,6 +128,20 @@ def test_exit_codes(home: Home, words: str, code: int) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("gc --to-gb abc", "'--to-gb': expected a number of gigabytes, from 0 to 1000000000, not 'abc'"),
+        ("gc --to-gb -1", "'--to-gb': expected a number of gigabytes, from 0 to 1000000000, not '-1'"),
+        ("gc --to-gb 1e10", "'--to-gb': expected a number of gigabytes, from 0 to 1000000000, not '1e10'"),
+        ("tree --depth 1.5", "'--depth': expected a whole number from 0 to 1000000, not '1.5'"),
+        ("top --interval-s 0", "'--interval-s': expected a number of seconds, from 0.1 to 86400, not '0'"),
+    ],
+)
+def test_bad_numbers_are_quoted(home: Home, words: str, problem: str) -> None:
+    assert problem in run_cachectl(home, *words.split()).stderr
+
+
 @pytest.mark.parametrize("verb", OURS)
 def test_every_command_reports_missing_home(verb: str, tmp_path: Path) -> None:
     words = {"purge": ["--all", "--yes"], "pin": ["feedfeed"]}.get(verb, [])
@@ -301,7 +315,8 @@ def test_purge_reports_failed_truncation_and_gc_finishes(home: Home, monkeypatch
     for words in (["purge", "--session", first, "--yes"], ["gc"]):
         done = run_cachectl(home, *words, "--json")
         assert done.returncode == 3 and "No space left on device" in json.loads(done.stdout)["cuts"][0]["why_not"]
-        assert "of unneeded data could not be cut away; cachectl gc tries again: segment " in done.stderr
+        command = f"`cachectl gc --home {home.root}`"
+        assert f"of unneeded data could not be cut away; {command} tries again: segment " in done.stderr
     monkeypatch.undo()
     done = run_cachectl(home, "gc")
     assert done.returncode == 0 and done.stdout.startswith("cut 1 segment\n")

@@ -44,8 +44,9 @@ def test_key_is_printed_alone(home: Home) -> None:
 def test_missing_key_prints_hint_on_stderr(home: Home) -> None:
     for verb in ("show", "rotate"):
         done = run_key(home, verb, code=1)
-        assert done.stdout == "" and "cachectl key add NAME" in done.stderr and "--lan" in done.stderr
-    assert "cachectl key add NAME" in run_key(home, "list").stdout
+        assert done.stdout == "" and "--lan" in done.stderr
+        assert f"`cachectl key add NAME --home {home.root}`" in done.stderr
+    assert f"`cachectl key add NAME --home {home.root}`" in run_key(home, "list").stdout
 
 
 def test_admin_key_is_created_when_first_shown(home: Home) -> None:
@@ -68,8 +69,10 @@ def test_key_list_shows_no_keys(home: Home) -> None:
 def test_key_errors_are_one_line_and_exit_code(home: Home) -> None:
     run_key(home, "add", "one")
     run_key(home, "add", "two")
-    assert "name one of the keys: one, two" in run_key(home, "show", code=1).stderr
-    assert "there is no key 'three'; there are one, two" in run_key(home, "remove", "three", code=1).stderr
+    assert "name one of the keys: 'one', 'two'" in run_key(home, "show", code=1).stderr
+    assert "there is no key 'three'; there are 'one', 'two'" in run_key(home, "remove", "three", code=1).stderr
+    for verb in ("show", "rotate", "remove"):
+        assert "there is no key 'onee'; did you mean 'one'?" in run_key(home, verb, "onee", code=1).stderr
     assert "already" in run_key(home, "add", "one", code=3).stderr
     for name in ("admin", "a b", ""):
         run_key(home, "add", name, code=2)

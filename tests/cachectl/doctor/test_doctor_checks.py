@@ -1,5 +1,6 @@
 """Checks of `cachectl doctor`: each common problem is found, with its fix; a healthy machine has none."""
 
+import json
 import os
 import socket
 from dataclasses import replace
@@ -13,6 +14,8 @@ from support.cachectl.homes import read_json, run_cachectl
 from warmline_cachectl.doctor import facts as gathering
 from warmline_cachectl.doctor.checks import CHECKS, FAIL, OK, WARN, run_checks
 from warmline_cachectl.doctor.facts import Facts, IndexFacts, MachineFacts, SettingsFacts, gather
+from warmline_common.settings.table import get_default
+from warmline_common.storage.file_lock import process_lock
 from warmline_common.storage.home import Home
 from warmline_proxy.home_lock import home_lock
 from warmline_proxy.store.rows import Divergence, IndexFinding, RequestRecord, Totals
@@ -162,6 +165,19 @@ def test_each_problem_is_found_with_remedy(what: str) -> None:
     assert (found.status, seen in found.seen, mend in found.mend) == (status, True, True), found
 
 
+@pytest.mark.parametrize(
+    ("facts", "name", "mend"),
+    [
+        (vary(status=None), "proxy", "start it: `warmline serve --home /home/of/it`"),
+        (vary(index__problem="damaged"), "index", "`cachectl verify --repair --home /home/of/it`"),
+        (vary(index__records=make_records(20, cause="damaged")), "hit rate", "`cachectl verify --deep --home /home"),
+        (vary(home=Path(get_default("home")), status=None), "proxy", "start it: `warmline serve`"),
+    ],
+)  # fmt: skip
+def test_remedies_act_on_examined_home(facts: Facts, name: str, mend: str) -> None:
+    assert run_checks(facts)[name].mend.startswith(mend)
+
+
 def test_healthy_facts_give_no_finding() -> None:
     checks = run_checks(WELL)
     assert {name: check.seen for name, check in checks.items() if check.status != OK} == {}
@@ -174,7 +190,7 @@ def test_healthy_facts_give_no_finding() -> None:
     [
         (vary(index__problem="no index in /x"), "index", "nothing was ever stored"),
         (vary(index__records=make_records(5)), "hit rate", "10% of the prompts of the last 5 requests"),
-        (vary(index__roots={"m": 2}, keys=1), "fingerprint", "nothing is stored"),
+        (vary(index__roots={"m": 2}, keys=1), "fingerprint", "nothing stored belongs to"),
         (vary(settings__on_loopback=False, keys=2), "keys", "2 client keys; plain HTTP"),
         (vary(settings__on_loopback=False, settings__lan=True), "keys", "plain HTTP"),
         (vary(machine__descriptors_soft=-1, machine__descriptors_hard=-1), "descriptors", "no limit"),
@@ -205,15 +221,37 @@ def test_facts_of_real_home(home: Home) -> None:
     (home.run / "proxy.json").write_text('{"pid": 999999999, "url": "http://127.0.0.1:9"}')
     with socket.socket() as taken, home_lock(home):
         taken.bind(("127.0.0.1", 0))
-        (home.root / "warmline.toml").write_text(f'port = {taken.getsockname()[1]}\nreuse = "exact"\nlan = true\n')
+        port = taken.getsockname()[1]
+        (home.root / "warmline.toml").write_text(f'backend_port = {port}\nreuse = "exact"\nlan = true\n')
         facts = gather(home)
     assert facts.open_modes == ["secret (644)"] and facts.run_files == {"proxy.pid": 999999999}
     assert (facts.log_bytes, facts.lock_holder) == (5, str(os.getpid()))
     assert facts.status is None and "no proxy answers at http://127.0.0.1:9" in facts.proxy_error
-    assert facts.ports_taken[:1] == [facts.settings.port]
+    assert (facts.settings.port, facts.settings.backend_port, facts.ports_taken) == (9, port, [port])
     assert (facts.settings.reuse, facts.settings.lan, facts.settings.on_loopback) == ("exact", True, False)
     assert facts.index.findings and facts.index.roots == {"model-a": 1} and len(facts.index.records) == 2
     assert facts.machine.memory_bytes > 0 and facts.machine.disk_bytes >= facts.machine.disk_bytes_free
+
+
+def test_announced_ports_precede_settings(home: Home) -> None:
+    (home.root / "warmline.toml").write_text("port = 18026\n")
+    assert (gathering._read_settings(home).port, gathering._read_settings(home).backend_port) == (18026, 8025)
+    (home.run / "proxy.json").write_text('{"pid": 999999999, "url": "http://[::1]:9001"}')
+    (home.run / "backend.json").write_text('{"pid": 999999999, "port": 9002}')
+    assert (gathering._read_settings(home).port, gathering._read_settings(home).backend_port) == (9001, 9002)
+    (home.run / "proxy.json").write_text('{"pid": 999999999, "url": "http://127.0.0.1:x"}')
+    assert gathering._read_settings(home).port == 18026, "it names no port"
+
+
+def test_own_backend_is_no_other_program(home: Home) -> None:
+    with socket.socket() as taken, process_lock(home.backend_lock):
+        taken.bind(("127.0.0.1", 0))
+        (home.run / "backend.json").write_text(json.dumps({"pid": os.getpid(), "port": taken.getsockname()[1]}))
+        assert gathering._find_taken_ports(home, replace(gathering._read_settings(home), port=9)) == []
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        settings = replace(gathering._read_settings(home), port=9, backend_port=taken.getsockname()[1])
+        assert gathering._find_taken_ports(home, settings) == [settings.backend_port]
 
 
 @pytest.mark.parametrize(
@@ -227,7 +265,7 @@ def test_running_proxy_address_precedes_settings_file(home: Home, bound: str, on
 
 def test_doctor_command_exit_code_and_output(home: Home) -> None:
     done = run_cachectl(home, "doctor", columns=80)
-    assert done.returncode == 1 and "→ start it: warmline serve" in done.stdout and "quarantine" in done.stdout
+    assert done.returncode == 1 and "→ start it: `warmline serve" in done.stdout and "quarantine" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from warmline_cachectl.views.explain import MARK_CLOSE, MARK_OPEN, render_comparison
+from warmline_cachectl.views.explain import MARK_CLOSE, MARK_OPEN, render_comparison, render_explanation
 from warmline_proxy.explain.diff import Comparison
-from warmline_proxy.explain.explain import DiffSide, DivergencePoint
+from warmline_proxy.explain.explain import CauseReport, DiffSide, DivergencePoint, ExplainReply, StoredState
+from warmline_proxy.store.rows import RequestRecord
 
 
 def render_side(text: str, monkeypatch: pytest.MonkeyPatch, differs: tuple[int, int] = (0, 1)) -> str:
@@ -33,3 +34,24 @@ def test_long_runs_of_blank_lines_are_counted(text: str, shown: str, monkeypatch
 
 def test_blank_lines_that_differ_stay_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert render_side("a\n\n\n\n\nb", monkeypatch, (1, 6)) == "a<\n(4 blank lines)\n>b"
+
+
+@pytest.mark.parametrize(
+    ("reason", "cause", "shown", "omitted"),
+    [
+        ("in memory up to token 88", "new-text", "prompt tokens (resident; in memory up to token 88)", "why no more"),
+        ("evicted after token 88", "evicted", "why no more was reused: evicted after token 88", "resident; "),
+        ("", "warm", "prompt tokens (resident)\n", "why no more"),
+    ],
+)
+def test_reason_is_shown_only_where_more_could_be_reused(reason: str, cause: str, shown: str, omitted: str) -> None:
+    record = RequestRecord(
+        id="r", at=0.0, endpoint="chat", client_model="m", outcome="ok", source="resident", prompt_tokens=100,
+        cached_tokens=88, why_not_warmer=reason,
+    )  # fmt: skip
+    now = StoredState(session="", tokens=0, branch=False)
+    reply = ExplainReply(
+        request=record, verdict=CauseReport(cause=cause, means="It is so."), besides=[], now=now, waits=[]
+    )
+    text = "\n".join(map(str, render_explanation(reply)))
+    assert shown in text and omitted not in text

@@ -159,7 +159,9 @@ def test_removed_keys_are_named_by_root(home: Home) -> None:
 def test_purge_of_unknown_key_name_is_refused(home: Home) -> None:
     done = run_cachectl(home, "purge", "--key", "desktop", "--yes")
     assert (done.returncode, done.stdout) == (1, "")
-    assert "no client key 'desktop'; there are default, laptop, no key, a removed key" in done.stderr
+    assert "no client key 'desktop'; there are 'default', 'laptop', 'no key', 'a removed key'" in done.stderr
+    near = run_cachectl(home, "purge", "--key", "lapto", "--yes")
+    assert near.returncode == 1 and "no client key 'lapto'; did you mean 'laptop'?" in near.stderr
     assert run_cachectl(home, "purge", "--key", "laptop", "--all", "--yes").returncode == 2
     keys_file.add_key(home, "desktop")
     assert "nothing matches\n" in run_cachectl(home, "purge", "--key", "desktop", "--yes").stderr
@@ -181,7 +183,7 @@ def test_key_remove_reports_stored_data(home: Home) -> None:
     done = run_cachectl(home, "key", "remove", "laptop")
     roots = {each["root"][:8] for each in read_json(home, "tree")["trees"] if each["key"] == "a removed key"}
     (command,) = [line.split("`")[1] for line in done.stdout.splitlines() if "`" in line]
-    assert command.removeprefix("cachectl purge --key 'a removed key ").removesuffix("'") in roots
+    assert command.removeprefix("cachectl purge --key 'a removed key ").removesuffix(f"' --home {home.root}") in roots
     assert run_cachectl(home, "purge", "--yes", "--key", command.split("'")[1]).returncode == 0
     assert list_labels(home) == {client: word for client, word in WORDS.items() if client != "fourth"}
     gone = read_json(home, "key", "remove", "default", "--purge")

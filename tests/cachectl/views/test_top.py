@@ -81,7 +81,7 @@ def test_top_ends_in_one_line_when_its_terminal_closes(home: Home) -> None:
     ours, theirs = pty.openpty()
     process = start_top(home, theirs)
     shown = b""
-    while b"trying again" not in shown:
+    while b"no proxy runs" not in shown:
         shown += os.read(ours, 4096)
     os.close(ours)
     assert process.wait(TIMEOUT_S) in (0, 3) and process.stderr is not None
@@ -103,7 +103,7 @@ def test_top_retries_until_interrupted(home: Home, end: bytes | signal.Signals) 
     ours, theirs = pty.openpty()
     process = start_top(home, theirs)
     shown = b""
-    while b"trying again" not in shown:
+    while b"no proxy runs" not in shown:
         shown += os.read(ours, 4096)
     if isinstance(end, bytes):
         os.write(ours, end)

@@ -178,6 +178,8 @@ def test_server_tool_items_are_skipped() -> None:
         ([{"role": "user", "content": [{"type": ["input_text"], "text": "Hi."}]}], "input[0].content[0]", "only text"),
         ([{"type": "reasoning", "summary": [{"type": {}, "text": "Hm."}]}], "input[0].summary[0]", "only text"),
         ([{"role": "user", "content": [{"type": "input_text"}]}], "input[0].content[0].text", "a string"),
+        ([{"role": "user", "contnt": "Hi."}], "input[0].content", "this item has 'contnt': write it 'content'"),
+        ([{"rol": "user", "content": "Hi."}], "input[0].role", "this item has 'rol': write it 'role'"),
         ([{"type": "function_call", "name": "a", "arguments": "{}"}], "input[0].call_id", "a string"),
         ([{"type": "function_call", "name": "a", "arguments": {}, "call_id": "c"}], "input[0].arguments", "a string"),
         ([{"type": "function_call_output", "output": "x"}], "input[0].call_id", "a string"),

@@ -42,9 +42,9 @@ async def test_no_keys_message_only_for_owner(tmp_path: Path) -> None:
         keys_file.add_key(proxy.home, "laptop")
         old, elsewhere = {"X-Api-Key": keys_file.remove_key(proxy.home, "laptop").key}, {"Host": "192.168.1.5"}
         for headers, words in (
-            ({}, "make one (cachectl key add NAME)"),
-            (old, "make one (cachectl key add NAME)"),
-            (elsewhere | {"X-Api-Key": admin}, "make one (cachectl key add NAME)"),
+            ({}, f"make one (`cachectl key add NAME --home {tmp_path}"),
+            (old, f"make one (`cachectl key add NAME --home {tmp_path}"),
+            (elsewhere | {"X-Api-Key": admin}, f"make one (`cachectl key add NAME --home {tmp_path}"),
             (elsewhere, "send this server's client key"),
             (elsewhere | old, "it is no client key"),
             ({"X-Forwarded-For": "192.168.1.7"}, "send this server's client key"),
@@ -249,7 +249,9 @@ def raise_disk_full(_: Path) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "some.name"])
 def test_open_proxy_requires_key(tmp_path: Path, host: str) -> None:
     home = Home(tmp_path)
-    with pytest.raises(ProxyConfigError, match=r"--lan, .*cachectl key add NAME, or WARMLINE_CLIENT_KEY"):
+    with pytest.raises(
+        ProxyConfigError, match=r"--lan, .*\(cachectl key add NAME --home \S+, or WARMLINE_CLIENT_KEY\)"
+    ):
         prepare_keys(parse_config(["--home", str(tmp_path), "--host", host], {}))
     prepare_keys(parse_config(["--home", str(tmp_path), "--host", host], {"WARMLINE_CLIENT_KEY": "k"}))
     assert not home.keys.exists()

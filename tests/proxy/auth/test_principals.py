@@ -71,7 +71,7 @@ def test_find_key_without_name(home: Home) -> None:
     first = key_store.add_key(home, "first")
     assert key_store.find_key(key_store.read_keys(home), "") == first
     key_store.add_key(home, "second")
-    with pytest.raises(KeyNotFoundError, match=r"name one of the keys: first, second"):
+    with pytest.raises(KeyNotFoundError, match=r"name one of the keys: 'first', 'second'"):
         key_store.find_key(key_store.read_keys(home), "")
     default = key_store.add_key(home, "default")
     assert key_store.find_key(key_store.read_keys(home), "") == default

@@ -226,8 +226,9 @@ async def test_oversized_body_refused_early(tmp_path: Path) -> None:
     async with run_server(tmp_path) as (server, connect):
         client = await connect()
         client.send(f"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: {BODY_BYTES_MAX + 1}\r\n\r\n")
-        status, headers, _ = await client.read_response()
+        status, headers, answer = await client.read_response()
         assert (status, headers["connection"]) == (413, "close")
+        assert answer["error"]["message"] == f"The body is larger than {BODY_BYTES_MAX} bytes."
         for _ in range(100):  # more of the body causes no reset
             client.send(b"x" * 10_000)
         await client.writer.drain()

@@ -7,6 +7,8 @@ import pytest
 
 from support.proxy.harness import ProxyHarness, on_loop, run_proxy
 from support.proxy.raw_connections import RawClient, open_client
+from warmline_proxy.http import request_head
+from warmline_proxy.http.request_head import HeaderNotices
 
 HOST, BODY = "Host: localhost\r\n", "{}"
 POST = f"POST /v1/messages/count_tokens HTTP/1.1\r\n{HOST}"
@@ -101,3 +103,29 @@ async def test_unusual_heads_are_read(tmp_path: Path) -> None:
             client, status, _, body = await ask(proxy, request)
             assert status == 200 and '"list"' in body, request
             client.writer.close()
+
+
+def test_misspelt_header_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    notices = HeaderNotices()
+    names = ("X-Warmline-Totl-Timeout", "x-warmline-stall_timeout", STALL.upper(), "X-Warmline-Cache", "X-Request-Id")
+    for _ in range(2):
+        notices.log_typos([*names, "X-Warmline-Totl-Timeout" + "t" * 40])
+    assert [record.getMessage() for record in caplog.records] == [
+        "request header 'X-Warmline-Totl-Timeout' is not known and has no effect; did you mean "
+        "'X-Warmline-Total-Timeout'?",
+        "request header 'x-warmline-stall_timeout' is not known and has no effect; did you mean "
+        "'X-Warmline-Stall-Timeout'?",
+    ]
+
+
+def test_misspelt_header_names_are_bounded(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_head, "NOTICES_MAX", 2)
+    HeaderNotices().log_typos([f"X-Warmline-Total-Timeout{letter}" for letter in "abc"])
+    assert len(caplog.records) == 2
+
+
+@on_loop
+async def test_misspelt_header_of_a_generation_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with run_proxy(tmp_path) as proxy:
+        assert (await proxy.chat(headers={"X-Warmline-Totl-Timeout": "1"})).status == 200
+    assert "did you mean 'X-Warmline-Total-Timeout'?" in caplog.text

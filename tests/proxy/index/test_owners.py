@@ -108,8 +108,11 @@ def test_owner_lookup_by_label(index: Index) -> None:
         assert known.find_roots(label) == olds[:1]
     for wrong in ("desktop", "", f"{REMOVED_LABEL} 0000", olds[0]):
         with pytest.raises(
-            KeyNotFoundError, match=rf"no client key {wrong!r}; there are laptop, no key, a removed key"
+            KeyNotFoundError, match=rf"no client key {wrong!r}; there are 'laptop', 'no key', 'a removed key'"
         ):
+            known.find_roots(wrong)
+    for wrong, meant in (("lapto", "laptop"), ("nokey", "no key"), ("removed key", "a removed key")):
+        with pytest.raises(KeyNotFoundError, match=rf"no client key {wrong!r}; did you mean {meant!r}\?"):
             known.find_roots(wrong)
     with pytest.raises(KeyNotFoundError, match="there is none"):
         OwnerLabels().find_roots("laptop")

@@ -69,8 +69,8 @@ def test_unknown_key_suggests_nearest(tmp_path: Path) -> None:
         ("port = true", "port .*whole number"),
         ("port = ", "no valid TOML"),
         ("reuse = exact", "no valid TOML: .*line 1.*; texts want quotes"),
-        ("disk_budget_gb = -1", "disk_budget_gb .*0 or more"),
-        ("disk_budget_gb = nan", "disk_budget_gb .*0 or more"),
+        ("disk_budget_gb = -1", "disk_budget_gb .*gigabytes, from 0 to 1000000, not"),
+        ("disk_budget_gb = nan", "disk_budget_gb .*gigabytes, from 0 to 1000000, not"),
         ('reuse = "sometimes"', "reuse .*fast, exact or off, not 'sometimes'"),
         ("kv_bits = 5", "kv_bits .*0, 4 or 8"),
         ("kv_bits = true", "kv_bits .*0, 4 or 8"),
@@ -80,13 +80,21 @@ def test_unknown_key_suggests_nearest(tmp_path: Path) -> None:
             r"client_key .*expected printable characters, and no spaces at the ends[^,]*send that$",
         ),
         ("trust_remote_code = 2", "true or false"),
-        ('home = "/elsewhere"', "unknown key 'home'"),
-        ("queue_timeout_s = -1", "queue_timeout_s .*seconds, 0 or more, not -1"),
-        ('total_timeout_s = "soon"', "total_timeout_s .*seconds, 0 or more, not 'soon'"),
-        ("stall_timeout_s = inf", "stall_timeout_s .*0 or more"),
-        ("heartbeat_after_s = true", "heartbeat_after_s .*0 or more"),
+        ('home = "/elsewhere"', r"warmline.toml: 'home' can't be set in this file; use --home or WARMLINE_HOME$"),
+        ("[server]", "unknown table 'server': settings stand at the top of this file, in no table"),
+        ("[[server]]", "unknown table 'server'"),
+        ("server.port = 8026", "unknown table 'server'"),
+        ("[port]", "port .*whole number from 1 to 65535, not {}"),
+        ("responses_keep_mb = 1000000.1", "responses_keep_mb .*megabytes, from 0 to 1000000, not 1000000.1"),
+        ("responses_keep_days = 36501", "responses_keep_days .*days, from 0 to 36500, or off, not 36501"),
+        ("body_budget_mb = 1000001", "body_budget_mb .*whole number from 1 to 1000000, not 1000001"),
+        ("audit_tolerance = 1e7", "audit_tolerance .*nats, from 0 to 1000000, not"),
+        ("queue_timeout_s = -1", "queue_timeout_s .*seconds, from 0 to 1000000000, not -1"),
+        ('total_timeout_s = "soon"', "total_timeout_s .*seconds, from 0 to 1000000000, not 'soon'"),
+        ("stall_timeout_s = inf", "stall_timeout_s .*from 0 to"),
+        ("heartbeat_after_s = true", "heartbeat_after_s .*from 0 to"),
         ("audit_fraction = 7", "audit_fraction .*from 0 to 1"),
-        ("wedge_timeout_s = 0", "wedge_timeout_s .*0.001 or more"),
+        ("wedge_timeout_s = 0", "wedge_timeout_s .*from 0.001 to 1000000000"),
         ("partial_save_tokens = 0.5", "partial_save_tokens .*whole number"),
         ("connections_max = 0", "connections_max .*from 1 "),
         ('on_disconnect = "finish"', "on_disconnect .*stop or finish-prefill, not 'finish'"),
@@ -94,7 +102,7 @@ def test_unknown_key_suggests_nearest(tmp_path: Path) -> None:
         ('prefill_step_size = "fast"', "prefill_step_size .*, or auto, not 'fast'"),
         ("temp = -1", "temp .*a number, 0 or more"),
         ("top_p = 2", "top_p .*from 0 to 1"),
-        ("gpu_keepalive = -1", "gpu_keepalive .*seconds, 0 or more"),
+        ("gpu_keepalive = -1", "gpu_keepalive .*seconds, from 0 to"),
         ("chat_template_args = '{'", "chat_template_args .*a JSON object such as .*line 1 column 2"),
         ("chat_template_args = '[1]'", "chat_template_args .*a JSON object such as"),
         ("chat_template_args = 7", "chat_template_args .*a JSON object such as .*, not 7"),
@@ -116,9 +124,16 @@ def test_irregular_file_is_refused_without_waiting(tmp_path: Path) -> None:
     assert read_setting(tmp_path, "port", {}) == SETTINGS["port"].default
 
 
+@pytest.mark.parametrize(
+    ("name", "most"), [("responses_keep_mb", 1e6), ("disk_budget_gb", 1e6), ("stall_timeout_s", 1e9)]
+)
+def test_stated_maximum_is_accepted(tmp_path: Path, name: str, most: float) -> None:
+    assert resolve_settings(tmp_path, f"{name} = {most}")[name] == most
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "some.name"])
 def test_other_hosts_need_client_key(tmp_path: Path, host: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"--lan, .*cachectl key add NAME"):
+    with pytest.raises(ConfigurationError, match=rf"--lan, .*cachectl key add NAME --home {tmp_path}\)"):
         resolve_settings(tmp_path, host=host)
     assert resolve_settings(tmp_path, 'client_key = "abc"', host=host)["host"] == host
     assert resolve_settings(tmp_path, "lan = true", host=host)["host"] == host
@@ -231,11 +246,14 @@ def test_backend_defaults_equal_table(tmp_path: Path) -> None:
 
 def test_misspelt_variable_suggests_nearest() -> None:
     environment = {"WARMLINE_PROT": "1", "WARMLINE_COLOUR": "red", "WARMLINE_PORT": "9", "PORT": "8", "WARMLINE_": ""}
+    environment |= {"WARMLINE_body_budget_mb": "7", "warmline_port": "9"}
     ours = {"WARMLINE_PARENT_PIPE": "5", "WARMLINE_CLIENT_KEY": "k", "WARMLINE_HOME": "/h"}
     assert describe_misspelt_variables({**environment, **ours}) == [
         "WARMLINE_ is no setting and has no effect",
         "WARMLINE_COLOUR is no setting and has no effect",
         "WARMLINE_PROT is no setting and has no effect; did you mean WARMLINE_PORT?",
+        "WARMLINE_body_budget_mb is no setting and has no effect; did you mean WARMLINE_BODY_BUDGET_MB?",
+        "warmline_port is no setting and has no effect; did you mean WARMLINE_PORT?",
     ]
 
 

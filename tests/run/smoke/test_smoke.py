@@ -129,9 +129,17 @@ def test_clear_refusal_is_not_a_failure() -> None:
     assert seen["three-at-once"].result == PASSED and "none can be held to a value" in seen["three-at-once"].detail
 
 
+def test_prompts_shorter_than_a_step_prove_no_reuse() -> None:
+    seen = run_gates(CachesNothing, ["tool-result", "long-transcript", "cancel"], grid_tokens=8192)
+    assert {outcome.result for outcome in seen.values()} == {NOT_RUN}
+    for name in ("tool-result", "long-transcript"):
+        assert "too short for reuse in exact mode, which keeps whole steps of 8192" in seen[name].detail
+
+
 def test_exact_mode_reuse_is_judged_by_grid() -> None:
     with_grid = run_gates(CachesWholeSteps, grid_tokens=CachesWholeSteps.STEP_TOKENS)
     assert {name: outcome.detail for name, outcome in with_grid.items() if outcome.result == FAILED} == {}
+    assert (with_grid["tool-result"].result, with_grid["long-transcript"].result) == (NOT_RUN, PASSED)
     without_grid = run_gates(CachesWholeSteps)
     assert {name for name, outcome in without_grid.items() if outcome.result == FAILED} == {
         "tool-result",

@@ -157,6 +157,8 @@ class SourceModule:
                 return _join_variants([self._list_texts(side, names, depth) or [VALUE] for side in (left, right)])
             case ast.Name(id=name) if depth < DEPTH_MAX:
                 return [text for value in names.get(name, []) for text in self._list_texts(value, names, depth + 1)]
+            case ast.Call(func=ast.Name(id="add_home"), args=[text, *_]):  # which returns it with another command
+                return self._list_texts(text, names, depth)
             case ast.Call() if depth < DEPTH_MAX:
                 returned = self._known.get(_get_dotted_name(node.func)) or self._known.get(_get_callee_name(node), [])
                 return [text for value in returned for text in self._list_texts(value, names, depth + 1)]

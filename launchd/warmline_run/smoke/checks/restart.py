@@ -25,6 +25,7 @@ async def check_restart(target: Target) -> str:
     prompt_bytes = compute_long_bytes(target, await measure_text(target)) // LONG_TOKENS_DIVISOR
     messages: list[Message] = [{"role": "user", "content": render_turn(f"{target.seed} restart", 1, prompt_bytes)}]
     before = await target.complete(messages, **WITH_LOGPROBS)
+    target.require_step(before.prompt_tokens, slack=before.prompt_tokens // 10)
     await _wait_until_saved(target, secret)
     seconds = await _restart_backend(target)
     messages += [

@@ -103,6 +103,7 @@ async def check_tool_result(target: Target) -> str:
             f"with call and result the prompt has {prompt_tokens} tokens, without them {question_tokens}",
             "the model did not see them: look at its chat template with `warmline doctor MODEL`",
         )
+    target.require_step(question_tokens, slack=TAIL_TOKENS)
     cached = read_cached_tokens(answer)
     if cached < target.expected_cached_tokens(question_tokens, slack=TAIL_TOKENS):
         raise CheckFailedError(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from warmline_common.protocol.media_parts import describe_refusal, find_placeholder, join_parts
+from warmline_common.protocol.misspelling import explain_missing
 from warmline_proxy.api.custom_tools import JsonObject, encode_arguments
 from warmline_proxy.api.responses.history import StoredItem, decode_item, find_type
 from warmline_proxy.api.responses.tools import qualify_name
@@ -104,6 +105,9 @@ class _ItemReader:
         self.messages.append({"role": role, "content": text})
 
     def _read_message(self, item: JsonObject, where: str) -> None:
+        _check_spelling(item, "role", where)
+        if item.get("role") != "assistant":
+            _check_spelling(item, "content", where)
         role, text = item.get("role"), _read_text(item.get("content"), f"{where}.content")
         if role not in ROLES:
             raise bad_request(f"'{where}.role' must be one of {', '.join(ROLES)}.", param=f"{where}.role")
@@ -184,6 +188,12 @@ def _read_part(part: Any, where: str, with_placeholders: bool) -> str:
     if with_placeholders and (placeholder := find_placeholder(kind)):
         return placeholder
     raise bad_request(f"'{where}' is {describe_refusal(kind)}.", param=where)
+
+
+def _check_spelling(item: JsonObject, name: str, where: str) -> None:
+    """Raise ClientError 400 for an item that lacks a field and has it under another name."""
+    if item.get(name) is None and (hint := explain_missing(name, item, "item")):
+        raise bad_request(f"'{where}.{name}' {hint}.", param=f"{where}.{name}")
 
 
 def _decode_part(part: Any) -> Any:

@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import msgspec
 
+from warmline_common.settings.hints import format_command
 from warmline_proxy.index.index import Index, IndexStoreError
 from warmline_proxy.index.recovery.orphans import delete_orphans
 from warmline_proxy.index.recovery.repair import repair
@@ -95,7 +96,8 @@ def _finish_purge(index: Index) -> int:
     try:
         return int(index.erase_purged_data())
     except IndexStoreError as error:
-        log.warning("the index still has traces of what was purged: %s; free space, then run cachectl gc", error)
+        command = format_command("cachectl gc", index.home.root)
+        log.warning("the index still has traces of what was purged: %s; free space, then run %s", error, command)
         return 0
 
 

@@ -52,6 +52,29 @@ async def test_unfinished_compressed_bodies_stay_within_the_budget(tmp_path: Pat
         await wait_until(lambda: not server.budget.counted_bytes)
 
 
+@pytest.mark.parametrize(
+    ("body", "refused"),
+    [
+        (b'"%s"' % (b"a" * 749_000), ""),
+        (b'"%s"' % (b"a" * 750_000), "budget"),
+        (b'{"a": [%s]}' % b",".join([b"{}"] * 2_500), ""),
+        (b'{"a": [%s]}' % b",".join([b"{}"] * 3_000), "budget"),
+    ],
+    ids=["within", "too long", "values within", "too many values"],
+)
+@on_loop
+async def test_small_budget_is_named_where_it_is_the_limit(tmp_path: Path, body: bytes, refused: str) -> None:
+    async with run_server(tmp_path, body_budget_mb=1) as (server, connect):
+        client = await connect()
+        client.send(f"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n")
+        client.send(body)
+        status, _, answer = await client.read_response()
+        assert status == (413 if refused else 200)
+        if refused:
+            assert "more than the 750000 bytes of memory that body_budget_mb leaves" in answer["error"]["message"]
+        await wait_until(lambda: not server.budget.counted_bytes)
+
+
 @on_loop
 async def test_body_counts_until_its_request_is_answered(tmp_path: Path) -> None:
     async with run_proxy(tmp_path) as proxy:
