@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from warmline_common.settings.hints import format_command
 from warmline_common.settings.resolve import ConfigurationError, ResolvedConfig
 from warmline_common.settings.table import DEMO_MODEL, SETTINGS
 from warmline_run.processes import module_arguments
@@ -95,9 +96,10 @@ def check_name(name: str) -> None:
 def _check_config(config: ResolvedConfig, name: str) -> None:
     check_name(name)
     if config.effective_settings["client_key"].source == SETTINGS["client_key"].variable:
+        command = format_command("cachectl key add NAME", str(config["home"]))
         raise ConfigurationError(
             "the client key is in WARMLINE_CLIENT_KEY, which an agent does not see, and its file is no place for a "
-            "secret: unset the variable, and use `cachectl key add`, or write client_key into warmline.toml in the home"
+            f"secret: unset the variable, and use `{command}`, or write client_key into warmline.toml in the home"
         )
     for setting in FOLDER_SETTINGS:
         value, source = str(config[setting]), config.effective_settings[setting].source

@@ -14,7 +14,7 @@ BLOCK_BYTES = 512
 END_BYTES = 2 * BLOCK_BYTES  # zeros after the last file
 PADDING_BYTES_MAX = 1 << 20  # zeros after the end: tar programs fill their last record
 ENCODING = "ascii"
-NOT_AN_ARCHIVE = "it is no archive of a conversation; `cachectl export` makes one"
+NOT_AN_ARCHIVE = "it is no archive of a conversation; cachectl export makes one"
 
 Progress = Callable[[int, int], object]  # (bytes done, bytes in all)
 
