@@ -170,7 +170,7 @@ def _try_tokens(matcher: LLMatcher) -> None:
         if matcher.is_error() or matcher.is_stopped():
             return
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-        matcher.consume_token(int(bits.argmax()))
+        matcher.consume_token(int(np.argmax(bits)))
 
 
 def _format_problem(line: str) -> str:
