@@ -1,6 +1,6 @@
 # make help    print this list, as `make` alone does
 # make run     serve the demo model; Ctrl-C stops.  MODEL=path-or-repo HOME_DIR= HOST= PORT= BACKEND_PORT= ARGS="..."
-# make test    lint and all tests (ARGS="-k name" for some, JOBS=1 for one at a time; most wait for processes, so three run on two cores)
+# make test    lint and all tests (ARGS="-k name" for some, JOBS=1 for one at a time; most wait for processes, so four run on two cores)
 # make newcomer   a newcomer's way from a first start to a service and a purge, in a home of its own.  MODEL=path-or-repo PORT=...
 # make chaos   a storm over the pair for ten minutes: SECONDS=600 SEED=7
 # make soak    warm against cold: any order of steps on pairs of every cache family.  STEPS=2000 FAMILIES=llama,gemma3
@@ -18,7 +18,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 TB_PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 $(wildcard $(HOME)/.pyenv/versions/3.1[234]*/bin/python3); do \
 	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
-JOBS ?= 3
+JOBS ?= 4
 # A misspelt variable would silently mean the default.
 VARIABLES := MODEL HOME_DIR HOST PORT BACKEND_PORT ARGS JOBS SECONDS SEED STEPS FAMILIES MODES PYTHON TB_PYTHON
 UNKNOWN := $(filter-out $(VARIABLES),$(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name))))

@@ -103,9 +103,10 @@ class Connection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         if data and self.phase is ConnectionPhase.IDLE:
             self._set_phase(ConnectionPhase.HEAD)
-        elif self.phase is ConnectionPhase.BUSY and not self.is_waiting:
-            self._limit_pipelining(len(data))
+        is_pipelined = self.phase is ConnectionPhase.BUSY and not self.is_waiting
         super().data_received(data)
+        if is_pipelined:  # afterwards: at the end of a body aiohttp reads on, whoever has paused
+            self._limit_pipelining(len(data))
         if data:
             self._connections.update(self)
 

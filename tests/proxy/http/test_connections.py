@@ -307,7 +307,8 @@ async def test_pipelined_bodies_wait_in_the_kernel(tmp_path: Path) -> None:
         (connection,) = server.connections._open
         await wait_until(lambda: connection._pipelined_bytes > PIPELINED_BYTES_MAX)
         neighbour = await connect()
-        assert (await neighbour.request("/echo"))[0] == 200
+        for _ in range(20):
+            assert (await neighbour.request("/echo"))[0] == 200
         assert connection._pipelined_bytes < PIPELINED_BYTES_MAX + 300_000
         server.released.set()
         assert (await client.read_response())[2] == {"held": True}
