@@ -6,7 +6,7 @@ from collections.abc import Mapping
 BODY = "body"  # of its client, to be received
 BACKEND = "backend"  # to start, and to load the model
 PROMPT = "prompt"  # to be rendered and tokenized
-RELEASE = "release"  # of an earlier request with the same beginning
+RELEASE = "release"  # of an earlier request with the same beginning, or of those of a proxy that died
 PLACE = "place"  # among the running requests
 SAVE = "save"  # of another request, which gives a warmer start or frees memory
 # ... and in the backend: also PLACE and SAVE.

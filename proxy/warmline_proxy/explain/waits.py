@@ -12,7 +12,7 @@ WAITS = {
     waits.BODY: "its body, which the client was sending",
     waits.BACKEND: "the backend, which was starting or loading the model",
     waits.PROMPT: "its prompt to be rendered and tokenized",
-    waits.RELEASE: "the end of an earlier request with the same beginning",
+    waits.RELEASE: "the end of an earlier request with the same beginning, or of those of a proxy that died",
     waits.PLACE: "a place among the running requests",
     waits.SAVE: "a save of another request, which gives a warmer start or frees memory",
     waits.STEP: "the end of the engine's step for other requests",
