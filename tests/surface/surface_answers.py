@@ -18,7 +18,9 @@ POLL_S = 0.02
 THINK_END = "259"  # of tiny_models' tokens; ends the reasoning at once, so that what is forced comes next
 BLOCK_TOKENS = 64
 SEEDED = {"seed": 1}  # the same answer at each run, with an event of each kind
-LONG = "Words that fill some blocks of sixty-four tokens each, so that they are stored. " * 3
+LONG = (
+    "Words that fill some blocks of sixty-four tokens each, so that they are stored. " * 12
+)  # a restore is the quicker start on any machine
 PARAMETERS = {
     "type": "object",
     "properties": {"where": {"enum": ["a", "b"]}},
