@@ -207,7 +207,7 @@ class _Collector:
     def _name_what_is_stored(self, ports: Ports) -> None:
         """Set the ids that commands need."""
         sessions = ask(ports.proxy, "GET", "/warmline/sessions?sort=-tokens").json["sessions"]
-        session, other = sessions[0]["id"], sessions[1]["id"]
+        session, other = sessions[1]["id"], sessions[2]["id"]  # two that share a beginning: the longest is another
         listed = self._programs.run([commands.prepared(f"cachectl ls {session} --json --home HOME", self._values)])[0]
         request = ask(ports.proxy, "GET", "/warmline/requests?count=1").json["requests"][0]["id"]
         segment = listed.json["segments"][0]["id"]

@@ -18,9 +18,8 @@ POLL_S = 0.02
 THINK_END = "259"  # of tiny_models' tokens; ends the reasoning at once, so that what is forced comes next
 BLOCK_TOKENS = 64
 SEEDED = {"seed": 1}  # the same answer at each run, with an event of each kind
-LONG = (
-    "Words that fill some blocks of sixty-four tokens each, so that they are stored. " * 12
-)  # a restore is the quicker start on any machine
+LONG = "Words that fill some blocks of sixty-four tokens each, so that they are stored. " * 3
+LONGER = "Words of a conversation of its own, which is restored. " * 30  # the quicker start on any machine
 PARAMETERS = {
     "type": "object",
     "properties": {"where": {"enum": ["a", "b"]}},
@@ -127,7 +126,7 @@ def stored_requests(ports: Ports) -> dict[str, Any]:
     collected["resident"] = _source(ask(ports.proxy, "POST", CHAT, _chat(LONG)))
     ask(ports.proxy, "POST", CHAT, _chat(f"{LONG} But another one."), {"X-Session-Id": "talk"})
     ports.settle()
-    collected["restored"] = _source(_restored(ports))
+    collected["restored"] = _source(_restore(ports))
     ask(ports.proxy, "POST", CHAT, _chat(LONG, cache_prompt=False))
     for name, path, body in (("chat", CHAT, _chat("a")), ("responses", RESPONSES, _input(input="b"))):
         collected |= {f"{name}, {kind}": value for kind, value in _ended(ports, name, path, body).items()}
@@ -139,10 +138,12 @@ def _source(answer: Answer) -> dict[str, Any]:
     return {"X-Warmline-Cache": answer.header("X-Warmline-Cache").split(" ")[0], "usage": shape(answer.json["usage"])}
 
 
-def _restored(ports: Ports) -> Answer:
+def _restore(ports: Ports) -> Answer:
+    ask(ports.proxy, "POST", CHAT, _chat(LONGER))
+    ports.settle()
     for resident in ask(ports.backend, "GET", "/kv/residents", None, ports.as_owner).json["residents"]:
         ask(ports.backend, "DELETE", f"/kv/residents/{resident['id']}", None, ports.as_owner)
-    return ask(ports.proxy, "POST", CHAT, _chat(LONG))
+    return ask(ports.proxy, "POST", CHAT, _chat(LONGER))
 
 
 def _read_until_content(response: HTTPResponse) -> bytes:
