@@ -296,8 +296,7 @@ class Scheduler:
                 self.step_stats.decoded_tokens += 1
                 dispatch_token(self.finisher, sequence, token, logprobs)
         seconds = time.monotonic() - began
-        for waiting in self._queues.prefilling:
-            waiting.record_turn(seconds)
+        self._record_turn(seconds)
         self._decode_owed_s = max(0.0, self._decode_owed_s - seconds)
         self.rates.record_decode(count, seconds)
         self.step_stats.record_decode(count, seconds)
@@ -311,6 +310,12 @@ class Scheduler:
             self.admission.enforce_budget()
         if self._decode_round_count % STEPS_PER_CLEAN_UP == 0:
             mx.clear_cache()
+
+    def _record_turn(self, seconds: float, computed: Sequence | None = None) -> None:
+        """Count a step's seconds as a wait of all prompts in prefill but the `computed` one."""
+        for sequence in self._queues.prefilling:
+            if sequence is not computed:
+                sequence.record_turn(seconds)
 
     # ---- prefilling
 
@@ -327,9 +332,7 @@ class Scheduler:
             began = time.monotonic()
             is_computed = sequence.prefill_tokens_left <= 0 or self._prefiller.compute_chunk(sequence)
             seconds = time.monotonic() - began
-            for waiting in self._queues.prefilling:
-                if waiting is not sequence:
-                    waiting.record_turn(seconds)
+            self._record_turn(seconds, sequence)
             owed_s = self._decode_owed_s + seconds * DECODE_SHARE / (1 - DECODE_SHARE)
             self._decode_owed_s = min(owed_s, DECODE_OWED_MAX_S)
         if is_computed:

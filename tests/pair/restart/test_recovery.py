@@ -3,9 +3,7 @@
 The faults are real ones, in the process that `warmline serve` runs; the gate makes sure of what each request has seen.
 """
 
-import contextlib
 import hashlib
-import http.client
 import os
 import signal
 import time
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from support.oracle.duel import wait_for_new_process
 from support.pair.answers import WITH_LOGPROBS, explain_difference
 from support.pair.clients import ClientRequest
 from support.pair.pair import FolderOf, Message, Pair, Reply, send_request
@@ -222,7 +221,7 @@ def test_retry_after_proxy_died_continues_running_step(pair: Pair, planted: Faul
         os.kill(pid, signal.SIGKILL)
         first.wait_until_ended()
         wait_until(lambda: pair.status().releasing == 1, "the backend does not notice that the proxy is gone")
-        wait_until(lambda: pair.pid("proxy") != pid and answers_health(pair), "no other proxy")
+        wait_for_new_process(pair, "proxy", pid)
         retry = ClientRequest(pair, messages, **ANSWER)
         wait_until(lambda: pair.proxy_status()["lives"] == 1, "the retry does not arrive")
         time.sleep(ARRIVAL_S)
@@ -230,12 +229,6 @@ def test_retry_after_proxy_died_continues_running_step(pair: Pair, planted: Faul
     reply = retry.wait_until_ended().reply
     assert reply.cached >= 2 * STEP
     assert explain_difference(pair.ask_backend(messages, **ANSWER), reply) == ""
-
-
-def answers_health(pair: Pair) -> bool:
-    with contextlib.suppress(OSError, http.client.HTTPException):
-        return send_request(f"{pair.url}/health", None, {}, "GET").status == 200
-    return False
 
 
 def prefill_parts(pair: Pair, gate: Gate) -> int:
