@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from warmline_backend.request.params import BadRequestError
-from warmline_backend.structured_output.json_schema import SCHEMA_DEPTH_MAX, SCHEMA_NODES_MAX, adapt_schema
+from warmline_backend.structured_output.json_schema.adapt import SCHEMA_DEPTH_MAX, SCHEMA_NODES_MAX, adapt_schema
 
 
 def make_branch(tag: object, **more: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from warmline_backend.request import schemas
 from warmline_backend.request.schemas import Schema
-from warmline_backend.structured_output.lark import ANY_TEXT, LarkBuilder, escape_regex, quote_literal
+from warmline_backend.structured_output.grammars.lark import ANY_TEXT, LarkBuilder, escape_regex, quote_literal
 from warmline_backend.tool_parsers.argument_types import find_possible_types
 
 _TEXT_LENGTH_MAX = 10_000  # a longer limit on text is left to the model

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from warmline_backend.request.schemas import resolve_references
-from warmline_backend.structured_output import literal_values, literals
-from warmline_backend.structured_output.lark import LarkBuilder, join_optional_items, quote_literal
-from warmline_backend.structured_output.literal_values import AllowedValues, ToolSchema
+from warmline_backend.structured_output.grammars import literal_values, literals
+from warmline_backend.structured_output.grammars.lark import LarkBuilder, join_optional_items, quote_literal
+from warmline_backend.structured_output.grammars.literal_values import AllowedValues, ToolSchema
 from warmline_backend.tool_parsers.argument_types import find_possible_types
 from warmline_backend.tool_parsers.registry import ArgumentSyntax, CallSyntax
 

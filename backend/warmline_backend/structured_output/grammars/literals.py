@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from warmline_backend.request.schemas import Schema, get_typed, iter_objects, list_required_names, resolve_references
-from warmline_backend.structured_output.lark import LarkBuilder, join_optional_items, quote_literal
-from warmline_backend.structured_output.literal_values import build_text_pattern
+from warmline_backend.structured_output.grammars.lark import LarkBuilder, join_optional_items, quote_literal
+from warmline_backend.structured_output.grammars.literal_values import build_text_pattern
 
 _STRING_KEYWORDS = ("pattern", "format", "minLength", "maxLength")
 _NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")

@@ -1,0 +1,1 @@
+"""Grammars in llguidance's Lark: text, literals, values and tool calls.  Pure."""

@@ -1,0 +1,1 @@
+"""JSON schemas: what a grammar can force of them, and what is checked once it is written.  Pure."""
