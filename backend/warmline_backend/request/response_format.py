@@ -12,7 +12,7 @@ from warmline_backend.request.params import FieldError, Fields, Tools, format_va
 from warmline_common.protocol.json_structure import decode_json_text
 
 CHOICES_MAX = 1000
-FORMAT_BYTES_MAX = 1 << 18  # of a schema, a regular expression, a grammar
+FORMAT_BYTES_MAX = 1 << 18  # of a regular expression, a grammar
 STRUCTURED_KINDS = ("json", "regex", "choice", "grammar")
 # vLLM's older fields, and llama.cpp's, of which an empty grammar is none.
 LEGACY_FIELDS = {f"guided_{kind}": kind for kind in STRUCTURED_KINDS} | {"grammar": "grammar", "json_schema": "json"}
@@ -25,6 +25,7 @@ class TextFormat:
     kind: str  # one of STRUCTURED_KINDS
     value: Any  # a JSON schema, an expression, the choices, a grammar's text
     field: str  # that asked for it
+    strict: bool = False  # of a JSON schema: what can be neither forced nor checked is refused
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,8 @@ def _parse_format_field(body: Mapping[str, Any]) -> TextFormat | None:
 def _parse_json_schema(fields: Fields) -> TextFormat:
     if not isinstance(name := fields.get("name"), str | None):
         raise fields.make_error("name", "a string", name)
-    fields.get_boolean("strict")
-    return _make_json_format(fields.get("schema"), "response_format.json_schema.schema")
+    strict = fields.get_boolean("strict")
+    return _make_json_format(fields.get("schema"), "response_format.json_schema.schema", bool(strict))
 
 
 def _parse_structured_outputs(body: Mapping[str, Any]) -> list[TextFormat | None]:
@@ -187,10 +188,10 @@ def _decode_schema(value: object, field: str) -> object:
         raise FieldError(field, "must be a JSON schema; this string is no JSON, or nests too deeply") from None
 
 
-def _make_json_format(schema: object, field: str) -> TextFormat:
+def _make_json_format(schema: object, field: str, strict: bool = False) -> TextFormat:
     if not isinstance(schema, Mapping):
         raise FieldError(field, f"must be a JSON schema (an object), not {format_value(schema)}")
-    return TextFormat("json", schema, field)
+    return TextFormat("json", schema, field, strict)
 
 
 def _make_choice_format(value: object, field: str) -> TextFormat:

@@ -17,7 +17,7 @@ from warmline_backend.request.schemas import Schema, list_required_names
 from warmline_backend.structured_output.grammars.lark import GrammarTooLongError, LarkBuilder, quote_literal
 from warmline_backend.structured_output.grammars.literal_values import ToolSchema
 from warmline_backend.structured_output.grammars.tool_calls import UnsupportedToolError, write_calls
-from warmline_backend.structured_output.json_schema.adapt import adapt_schema, add_guidance_options
+from warmline_backend.structured_output.json_schema.guidance import add_guidance_options
 from warmline_backend.tool_parsers.registry import CallSyntax
 
 # Start of the answer: within reasoning; where the model may open it; after it, or where there is none.

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from warmline_backend.structured_output.json_schema.adapt import add_guidance_options
+from warmline_backend.structured_output.json_schema.guidance import add_guidance_options
 
 GRAMMAR_CHARS_MAX = 1 << 21
 ANY_TEXT = "(?s:.*)"

@@ -30,7 +30,6 @@ class ToolSchema:
 
     name: str
     parameters: Schema
-    lenient: bool  # keywords that llguidance does not know are ignored
 
 
 @dataclass(frozen=True)
@@ -177,4 +176,4 @@ def write_json_value(lark: LarkBuilder, schema: Schema, tool: ToolSchema) -> str
     else:
         schema = schemas.rebase_references(schema, _WHOLE_SCHEMA_REFERENCE)
         shared = {"$defs": {"whole": schemas.rebase_references(parameters, _WHOLE_SCHEMA_REFERENCE)}}
-    return lark.json({**schema, **shared}, lenient=tool.lenient)
+    return lark.json({**schema, **shared})

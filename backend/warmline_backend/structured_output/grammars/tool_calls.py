@@ -133,7 +133,7 @@ def _write_cdata(lark: LarkBuilder, syntax: ArgumentSyntax, tool: ToolSchema, na
 
 
 def _write_json(lark: LarkBuilder, _: ArgumentSyntax, tool: ToolSchema) -> str:
-    return lark.json(tool.parameters, lenient=tool.lenient)
+    return lark.json(tool.parameters)
 
 
 def _write_python(lark: LarkBuilder, _: ArgumentSyntax, tool: ToolSchema) -> str:

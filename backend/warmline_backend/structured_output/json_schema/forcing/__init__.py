@@ -1,0 +1,1 @@
+"""Forced schemas: keyword by keyword, what a grammar can enforce.  Pure."""

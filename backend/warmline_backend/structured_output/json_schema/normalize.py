@@ -1,0 +1,174 @@
+"""JSON schemas of any draft brought into one form: draft 2020-12, and references into the root's `$defs` alone.  Pure.
+
+Annotations and unknown keywords are left out, as a validator ignores them.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from warmline_backend.request.params import FieldError
+from warmline_backend.request.schemas import Schema
+from warmline_backend.structured_output.json_schema.keywords import (
+    LIST_KEYWORDS,
+    MAP_KEYWORDS,
+    SCHEMA_KEYWORDS,
+    VALUE_KINDS,
+    escape_step,
+    format_value,
+)
+from warmline_backend.structured_output.json_schema.references import SchemaDocuments, UnresolvedReferenceError
+
+_REFERENCE_KEYWORDS = ("$ref", "$dynamicRef", "$recursiveRef")
+_OLD_DRAFT = re.compile(r"https?://json-schema\.org/draft-0[3-7]/schema#?")  # where "$ref" stands alone
+
+
+@dataclass(frozen=True)
+class NormalizedSchema:
+    schema: Any
+    origins: Mapping[str, str]  # pointer of the original by name in "$defs"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Place of a subschema in the original."""
+
+    pointer: str
+    base: str
+
+    def descend(self, *steps: object) -> "_Place":
+        return _Place(self.pointer + "".join(f"/{escape_step(str(step))}" for step in steps), self.base)
+
+
+@dataclass
+class _Normalizer:
+    field: str
+    strict: bool
+    documents: SchemaDocuments
+    is_old: bool
+    names: dict[int, str] = field(default_factory=dict)  # names in "$defs" by identity of the target
+    targets: dict[str, tuple[Any, _Place]] = field(default_factory=dict)
+    definitions: dict[str, Any] = field(default_factory=dict)
+
+    def normalize(self, schema: Any, place: _Place) -> Any:
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, Mapping):
+            self._report(place, f"must be a schema (an object, true or false), not {format_value(schema)}")
+            return {}
+        place = _Place(place.pointer, self.documents.find_base(schema, place.base))
+        made: dict[str, Any] = {}
+        for key in _REFERENCE_KEYWORDS:
+            if isinstance(schema.get(key), str):
+                self._add_reference(made, key, schema[key], place)
+        if not (made and self.is_old):
+            for key, value in _upgrade(schema).items():
+                self._add_keyword(made, key, value, place)
+        return made
+
+    # ---- references
+
+    def _add_reference(self, made: dict[str, Any], key: str, reference: str, place: _Place) -> None:
+        try:
+            if key == "$ref":
+                target, pointer, base = self.documents.lookup(reference, place.base)
+            elif key == "$dynamicRef":
+                target, pointer, base = self.documents.lookup_dynamic(reference, place.base)
+            else:
+                target, pointer, base = self.documents.lookup_recursive(place.base)
+        except UnresolvedReferenceError:
+            advice = "put the schema that it names into '$defs'"
+            self._report(place, f"has {key} {format_value(reference)}, which is no part of the schema; {advice}")
+            return
+        _add_applicator(made, {"$ref": f"#/$defs/{escape_step(self._name_target(target, pointer, base))}"})
+
+    def _name_target(self, target: Any, pointer: str, base: str) -> str:
+        """Name of a target in "$defs": the last step of its pointer, made unique."""
+        if isinstance(target, bool) or id(target) not in self.names:
+            stem = re.sub(r"[^A-Za-z0-9_.-]", "_", pointer.rpartition("/")[2]) or "root"
+            name, n = stem, 1
+            while name in self.targets:
+                n += 1
+                name = f"{stem}_{n}"
+            self.names[id(target)] = name
+            self.targets[name] = target, _Place(pointer, base)
+        return self.names[id(target)]
+
+    def normalize_definitions(self) -> None:
+        """Normalize the targets of all references, and of those within them."""
+        while len(self.definitions) < len(self.targets):
+            name = list(self.targets)[len(self.definitions)]
+            target, place = self.targets[name]
+            self.definitions[name] = self.normalize(target, _Place(place.pointer, place.base))
+
+    # ---- keywords
+
+    def _add_keyword(self, made: dict[str, Any], key: str, value: Any, place: _Place) -> None:
+        if key not in VALUE_KINDS or key == "$defs":
+            return
+        fits, kind = VALUE_KINDS[key]
+        if key in MAP_KEYWORDS and isinstance(value, Mapping):
+            made[key] = {name: self.normalize(part, place.descend(key, name)) for name, part in value.items()}
+        elif key in LIST_KEYWORDS and isinstance(value, list) and value:
+            self._add_list(made, key, [self.normalize(part, place.descend(key, n)) for n, part in enumerate(value)])
+        elif not fits(value):
+            self._report(place, f"has {key} {format_value(value)}; it must be {kind}")
+        else:
+            made[key] = self.normalize(value, place.descend(key)) if key in SCHEMA_KEYWORDS else value
+
+    def _add_list(self, made: dict[str, Any], key: str, parts: list[Any]) -> None:
+        made[key] = [*made.get(key, ()), *parts] if key == "allOf" else parts
+
+    def _report(self, place: _Place, fault: str) -> None:
+        """Refuse what no validator can read, if the schema is strict; else it says nothing."""
+        if self.strict:
+            raise FieldError(self.field, f"at {format_place(place.pointer)} {fault}", self.field)
+
+
+def normalize_schema(schema: Schema, field: str, strict: bool) -> NormalizedSchema:
+    """Normalize a schema.  Raises FieldError for what can't be read, if it is strict; else that part allows anything."""
+    documents = SchemaDocuments(schema)
+    is_old = isinstance(uri := schema.get("$schema"), str) and _OLD_DRAFT.fullmatch(uri) is not None
+    normalizer = _Normalizer(field, strict, documents, is_old)
+    made = normalizer.normalize(schema, _Place("", documents.root_uri))
+    normalizer.normalize_definitions()
+    if normalizer.definitions:
+        made = {**made, "$defs": normalizer.definitions}
+    return NormalizedSchema(made, {name: place.pointer for name, (_, place) in normalizer.targets.items()})
+
+
+def format_place(pointer: str) -> str:
+    """Format a pointer into a schema for people."""
+    return pointer or "its root"
+
+
+def _add_applicator(made: dict[str, Any], part: Schema) -> None:
+    """Add a reference; a second one of the same schema becomes a part of allOf."""
+    if "$ref" in made:
+        made["allOf"] = [*made.get("allOf", ()), part]
+    else:
+        made.update(part)
+
+
+def _upgrade(schema: Schema) -> dict[str, Any]:
+    """Write the keywords of drafts 3 to 7 as 2020-12 has them."""
+    made = dict(schema)
+    if isinstance(schema.get("items"), list):
+        made["prefixItems"] = made.pop("items")
+        if "additionalItems" in made:
+            made["items"] = made["additionalItems"]
+    for limit, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if isinstance(made.get(limit), bool):
+            if made.pop(limit) and bound in made:
+                made[limit] = made.pop(bound)
+    if isinstance(made.get("dependencies"), Mapping):
+        _upgrade_dependencies(made)
+    return made
+
+
+def _upgrade_dependencies(made: dict[str, Any]) -> None:
+    for name, value in made.pop("dependencies").items():
+        key = "dependentRequired" if isinstance(value, list) else "dependentSchemas"
+        if isinstance(made.get(key, {}), Mapping):
+            made[key] = {**made.get(key, {}), name: value}

@@ -1,0 +1,145 @@
+"""JSON schemas prepared for answers: the part that a grammar forces, and the part that is checked.  Pure."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from warmline_backend.request.params import FieldError
+from warmline_backend.request.schemas import Schema
+from warmline_backend.structured_output.json_schema.bounds import can_end, check_size
+from warmline_backend.structured_output.json_schema.forcing.force import TYPES_ONLY, ForcedParts, SchemaForcer
+from warmline_backend.structured_output.json_schema.keywords import escape_step, iter_subschemas
+from warmline_backend.structured_output.json_schema.normalize import NormalizedSchema, format_place, normalize_schema
+
+GrammarTrial = Callable[[Schema, int], str]  # (forced schema, tokens to follow) -> the grammar's problem, or ""
+
+_ROUNDS_MAX = 6
+_TRIALS_MAX = 400  # compilations in search of the costly parts of one schema
+_TOKENS_TRIED = 48
+_UNSATISFIABLE = "no text can match it"
+
+
+@dataclass(frozen=True)
+class PreparedSchema:
+    """A schema in the two forms that an answer needs."""
+
+    forced: Schema  # for llguidance, without its options
+    normalized: Schema  # 2020-12 with references "#/$defs/..." only: what an answer is validated against
+    checks: frozenset[str]  # pointers into `normalized` of what `forced` leaves out; empty: nothing
+
+
+def prepare_schema(schema: Schema, field: str, strict: bool, find_problem: GrammarTrial) -> PreparedSchema:
+    """Prepare a schema.
+
+    Raises FieldError for one that is too large, that nothing satisfies, or, if it is strict, that has a part which can
+    be neither forced nor checked.
+    """
+    check_size(schema, field)
+    normalized = normalize_schema(schema, field, strict)
+    root = normalized.schema if isinstance(normalized.schema, dict) else {} if normalized.schema else {"enum": []}
+    if not can_end(root):
+        raise FieldError(field, "can't be satisfied: a part of it requires itself without end")
+    return _SchemaPreparation(root, normalized, field, find_problem).prepare()
+
+
+class _SchemaPreparation:
+    def __init__(self, root: Schema, normalized: NormalizedSchema, field: str, find_problem: GrammarTrial) -> None:
+        self._root, self._normalized, self._field, self._find_problem = root, normalized, field, find_problem
+        self._relaxed: dict[str, int] = {}  # levels by pointer
+        self._problems: dict[int, str] = {}
+        self._trials_left = _TRIALS_MAX
+
+    def prepare(self) -> PreparedSchema:
+        """Force as much as llguidance can take: what is too costly is relaxed, round by round."""
+        for _ in range(_ROUNDS_MAX):
+            forcer = SchemaForcer(self._root, self._relaxed)
+            forced = forcer.force_root()
+            if costly := self._find_costly_strings(forcer):
+                self._relax(costly)
+                continue
+            if not (problem := self._find_problem(forced, _TOKENS_TRIED)):
+                return PreparedSchema(forced, self._root, frozenset(forcer.checks))
+            if problem == _UNSATISFIABLE:
+                raise FieldError(self._field, f"can't be used: {problem}")
+            if not (costly := self._find_costly(forcer)):
+                break
+            self._relax(costly)
+        fault = f"is too costly to be held to as a whole ({problem}); send a smaller schema"
+        raise FieldError(self._field, fault)
+
+    def _relax(self, pointers: list[str]) -> None:
+        self._relaxed |= {pointer: self._relaxed.get(pointer, 0) + 1 for pointer in pointers}
+
+    # ---- the search for what is too costly
+
+    def _find_costly_strings(self, forcer: SchemaForcer) -> list[str]:
+        """Strings whose own grammar has a problem, followed for some tokens: some limits are met only then."""
+        return [
+            pointer
+            for pointer, schema in self._iter_subschemas()
+            if self._relaxed.get(pointer, 0) < TYPES_ONLY
+            and {"pattern", "format"} & schema.keys()
+            and self._is_costly(_force_string(forcer, schema, pointer))
+        ]
+
+    def _find_costly(self, forcer: SchemaForcer) -> list[str]:
+        """The innermost subschemas that have a problem with all references left out; else references with siblings."""
+        costly: list[str] = []
+        waiting = [("", {key: value for key, value in self._root.items() if key != "$defs"})]
+        waiting += [(f"/$defs/{escape_step(name)}", part) for name, part in self._root.get("$defs", {}).items()]
+        while waiting:
+            pointer, schema = waiting.pop()
+            if isinstance(schema, bool) or not self._is_costly(_drop_references(forcer.force(schema, pointer))):
+                continue
+            inner = [(pointer + step, part) for step, part in iter_subschemas(schema) if isinstance(part, Mapping)]
+            parts = [(at, part) for at, part in inner if self._is_costly(_drop_references(forcer.force(part, at)))]
+            waiting += parts
+            if not parts and self._relaxed.get(pointer, 0) < TYPES_ONLY:
+                costly.append(pointer)
+        return costly or [
+            pointer
+            for pointer, schema in self._iter_subschemas()
+            if "$ref" in schema and len(schema) > 1 and not self._relaxed.get(pointer)
+        ]
+
+    def _is_costly(self, forced: Any) -> bool:
+        if not isinstance(forced, dict) or not self._trials_left:
+            return False
+        key = hash(repr(forced))
+        if key not in self._problems:
+            self._trials_left -= 1
+            self._problems[key] = self._find_problem(forced, _TOKENS_TRIED)
+        return self._problems[key] not in ("", _UNSATISFIABLE)
+
+    def _iter_subschemas(self) -> Iterator[tuple[str, Schema]]:
+        """Iterate over all subschemas that are objects, with their pointers."""
+        waiting: list[tuple[str, Any]] = [("", self._root)]
+        while waiting:
+            pointer, schema = waiting.pop()
+            if isinstance(schema, Mapping):
+                yield pointer, schema
+                waiting.extend((pointer + step, part) for step, part in iter_subschemas(schema))
+
+    def describe_place(self, pointer: str) -> str:
+        """Place of a subschema in the schema as it was sent."""
+        for name, origin in self._normalized.origins.items():
+            prefix = f"/$defs/{escape_step(name)}"
+            if pointer == prefix or pointer.startswith(f"{prefix}/"):
+                return format_place(origin + pointer.removeprefix(prefix))
+        return format_place(pointer)
+
+
+def _force_string(forcer: SchemaForcer, schema: Schema, pointer: str) -> Any:
+    """Forced form of the keywords that concern strings."""
+    built = ForcedParts({"type": "string"}, [])
+    forcer.force_string(schema, pointer, built)
+    return built.build()
+
+
+def _drop_references(forced: Any) -> Any:
+    """Copy a forced schema with references that allow anything."""
+    if isinstance(forced, list):
+        return [_drop_references(part) for part in forced]
+    if not isinstance(forced, dict):
+        return forced
+    return {key: _drop_references(part) for key, part in forced.items() if key != "$ref" or not isinstance(part, str)}

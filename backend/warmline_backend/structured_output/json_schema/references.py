@@ -1,0 +1,131 @@
+"""References within one JSON schema: by pointer, by `$id` and by anchor, and to the metaschemas.  Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
+
+from jsonschema_specifications import REGISTRY
+
+from warmline_backend.request.schemas import Schema
+from warmline_backend.structured_output.json_schema.keywords import escape_step
+
+_ROOT_URI = "warmline:schema"
+_LITERAL_KEYWORDS = ("enum", "const", "default", "examples", "example")  # hold values, not schemas
+_METASCHEMAS = ("https://json-schema.org/draft/2019-09/schema", "https://json-schema.org/draft/2020-12/schema")
+
+
+class UnresolvedReferenceError(Exception):
+    """A reference leads nowhere, or out of the schema."""
+
+
+class SchemaDocuments:
+    """A schema and the metaschemas that it refers to, by their URIs."""
+
+    def __init__(self, root: Schema) -> None:
+        self._resources: dict[str, tuple[Any, str]] = {}  # URI without fragment -> (schema, its pointer from the root)
+        self._anchors: dict[tuple[str, str], tuple[Any, str, str]] = {}  # (URI, name) -> (schema, pointer, base URI)
+        self._dynamic_anchors: dict[str, list[tuple[Any, str, str]]] = {}
+        self.root_uri = self._add(root, _ROOT_URI)
+
+    def _add(self, document: Any, uri: str) -> str:
+        """Register a document with all of its resources; returns its own URI."""
+        base = _read_base(document, uri)
+        self._resources.setdefault(uri, (document, ""))
+        waiting: list[tuple[Any, str, str]] = [(document, "", uri)]
+        while waiting:
+            part, pointer, parent = waiting.pop()
+            if isinstance(part, list):
+                waiting.extend((each, f"{pointer}/{n}", parent) for n, each in enumerate(part))
+            if not isinstance(part, Mapping):
+                continue
+            own = _read_base(part, parent)
+            if own != parent or not pointer:
+                self._resources.setdefault(own, (part, pointer))
+            self._add_anchors(part, pointer, own)
+            waiting.extend(
+                (value, f"{pointer}/{escape_step(key)}", own)
+                for key, value in part.items()
+                if key not in _LITERAL_KEYWORDS or "properties" == pointer.rpartition("/")[2]
+            )
+        return base
+
+    def _add_anchors(self, part: Schema, pointer: str, base: str) -> None:
+        for key in ("$anchor", "$dynamicAnchor"):
+            if isinstance(name := part.get(key), str):
+                self._anchors.setdefault((base, name), (part, pointer, base))
+                if key == "$dynamicAnchor":
+                    self._dynamic_anchors.setdefault(name, []).append((part, pointer, base))
+        for key in ("$id", "id"):  # an anchor as drafts 4 to 7 have it
+            name = part.get(key)
+            if isinstance(name, str) and name.startswith("#") and len(name) > 1:
+                self._anchors.setdefault((base, name[1:]), (part, pointer, base))
+
+    def find_base(self, schema: Schema, base: str) -> str:
+        """Base URI of references within a schema that lies in `base`."""
+        return _read_base(schema, base)
+
+    def lookup(self, reference: str, base: str) -> tuple[Any, str, str]:
+        """Target of a reference: (schema, its pointer for people, its base URI).  Raises UnresolvedReferenceError."""
+        try:
+            uri, fragment = (base, reference[1:]) if reference.startswith("#") else urldefrag(urljoin(base, reference))
+        except ValueError as error:
+            raise UnresolvedReferenceError from error
+        document, pointer = self._find_document(uri)
+        own = _read_base(document, uri)
+        if fragment and not fragment.startswith("/"):
+            if (found := self._anchors.get((own, unquote(fragment)))) is None:
+                raise UnresolvedReferenceError
+            return found
+        for step in fragment.split("/")[1:]:
+            document, pointer = _descend(document, step), f"{pointer}/{step}"
+            own = _read_base(document, own)
+        return document, pointer, own
+
+    def lookup_dynamic(self, reference: str, base: str) -> tuple[Any, str, str]:
+        """Target of a `$dynamicRef`, where the schema leaves no choice.  Raises UnresolvedReferenceError."""
+        found = self.lookup(reference, base)
+        candidates = self._dynamic_anchors.get(unquote(reference.rpartition("#")[2]), [])
+        if not isinstance(found[0], Mapping) or "$dynamicAnchor" not in found[0] or len(candidates) <= 1:
+            return found
+        own = [each for each in candidates if each[2] == self.root_uri]
+        outermost = own or [each for each in candidates if each[2] in _METASCHEMAS]
+        if len(outermost) != 1:
+            raise UnresolvedReferenceError
+        return outermost[0]
+
+    def lookup_recursive(self, base: str) -> tuple[Any, str, str]:
+        """Target of a `$recursiveRef`.  Raises UnresolvedReferenceError."""
+        whole = next((uri for uri in _METASCHEMAS if base.startswith(uri.removesuffix("schema"))), base)
+        return self.lookup(whole if whole != base else "#", base)
+
+    def _find_document(self, uri: str) -> tuple[Any, str]:
+        if uri not in self._resources:
+            try:
+                self._add(REGISTRY.contents(uri), uri)
+            except Exception as error:  # NoSuchResource, and what the package raises for odd URIs
+                raise UnresolvedReferenceError from error
+        return self._resources[uri]
+
+
+def _read_base(schema: Any, base: str) -> str:
+    """Base URI within a schema: its `$id`, or that of the schema around it."""
+    for key in ("$id", "id"):
+        own = schema.get(key) if isinstance(schema, Mapping) else None
+        if isinstance(own, str) and own and not own.startswith("#"):
+            try:
+                return urldefrag(urljoin(base, own))[0]
+            except ValueError:
+                return base
+    return base
+
+
+def _descend(document: Any, step: str) -> Any:
+    """Part of a document by one step of a pointer.  Raises UnresolvedReferenceError."""
+    name = step.replace("~1", "/").replace("~0", "~")
+    if isinstance(document, Mapping):
+        for each in (name, unquote(step).replace("~1", "/").replace("~0", "~")):
+            if each in document:
+                return document[each]
+    if isinstance(document, list) and name.isdigit() and int(name) < len(document):
+        return document[int(name)]
+    raise UnresolvedReferenceError
