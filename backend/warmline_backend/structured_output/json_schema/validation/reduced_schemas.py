@@ -7,7 +7,7 @@ from urllib.parse import unquote
 from warmline_backend.request.schemas import Schema
 from warmline_backend.structured_output.json_schema.formats import check_format
 from warmline_backend.structured_output.json_schema.patterns import compile_check
-from warmline_backend.structured_output.json_schema.validation.values import Object, convert_value, make_key
+from warmline_backend.structured_output.json_schema.validation.values import ObjectValue, convert_value, make_key
 
 Kind = Literal[
     "schema", "schemas", "map", "count", "number", "text", "names", "types", "name lists", "flag", "values", "any"
@@ -115,7 +115,7 @@ class ReducedSchemas:
             return schema is not False
         if id(schema) in self._copies:
             return self._copies[id(schema)]
-        copy = Object()
+        copy = ObjectValue()
         for key, value in schema.items():
             kind = KINDS.get(key)
             if kind is not None and _HAS_KIND[kind](value):

@@ -15,26 +15,26 @@ class _ShortText:
         return type(self).__name__
 
 
-class Object(_ShortText, dict[str, Any]):
+class ObjectValue(_ShortText, dict[str, Any]):
     """A JSON object."""
 
 
-class Array(_ShortText, list[Any]):
+class ArrayValue(_ShortText, list[Any]):
     """A JSON array."""
 
 
-class Text(_ShortText, str):
+class TextValue(_ShortText, str):
     """A JSON string."""
 
 
 def convert_value(value: Any) -> Any:
     """Copy a value with short reprs, and floats as the decimal numbers that they are written as."""
     if isinstance(value, dict):
-        return Object({name: convert_value(inner) for name, inner in value.items()})
+        return ObjectValue({name: convert_value(inner) for name, inner in value.items()})
     if isinstance(value, list):
-        return Array([convert_value(item) for item in value])
+        return ArrayValue([convert_value(item) for item in value])
     if isinstance(value, str):
-        return Text(value)
+        return TextValue(value)
     return Decimal(repr(value)) if isinstance(value, float) else value
 
 
