@@ -176,6 +176,6 @@ def _try_tokens(matcher: LLMatcher) -> None:
 def _format_problem(line: str) -> str:
     if line.startswith("panic"):
         return "it is too large or too complex"
-    if not line or line.startswith("NoExtension") or "doesn't satisfy the grammar" in line:
+    if not line or line.startswith(("NoExtension", "Unsatisfiable")) or "doesn't satisfy the grammar" in line:
         return "no text can match it"
     return line[:PROBLEM_CHARS_MAX]

@@ -128,8 +128,8 @@ class _Normalizer:
 
 def normalize_schema(schema: Schema, field: str, strict: bool) -> NormalizedSchema:
     """Normalize a schema.  Raises FieldError for what can't be read, if it is strict; else that part allows anything."""
-    documents = SchemaDocuments(schema)
     is_old = isinstance(uri := schema.get("$schema"), str) and _OLD_DRAFT.fullmatch(uri) is not None
+    documents = SchemaDocuments(schema, is_old)
     normalizer = _Normalizer(field, strict, documents, is_old)
     made = normalizer.normalize(schema, _Place("", documents.root_uri))
     normalizer.normalize_definitions()

@@ -5,15 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from warmline_backend.request.params import FieldError
-from warmline_backend.request.schemas import Schema
+from warmline_backend.request.schemas import Schema, collect_references
 from warmline_backend.structured_output.json_schema.bounds import can_end, check_size
 from warmline_backend.structured_output.json_schema.forcing.force import TYPES_ONLY, ForcedParts, SchemaForcer
+from warmline_backend.structured_output.json_schema.forcing.unions import COMBINATORS
 from warmline_backend.structured_output.json_schema.keywords import escape_step, iter_subschemas
 from warmline_backend.structured_output.json_schema.normalize import NormalizedSchema, format_place, normalize_schema
 
 GrammarTrial = Callable[[Schema, int], str]  # (forced schema, tokens to follow) -> the grammar's problem, or ""
 
-_ROUNDS_MAX = 6
+_ROUNDS_MAX = 16
 _TRIALS_MAX = 400  # compilations in search of the costly parts of one schema
 _TOKENS_TRIED = 48
 _UNSATISFIABLE = "no text can match it"
@@ -51,14 +52,18 @@ class _SchemaPreparation:
 
     def prepare(self) -> PreparedSchema:
         """Force as much as llguidance can take: what is too costly is relaxed, round by round."""
+        requires_tags = True
         for _ in range(_ROUNDS_MAX):
-            forcer = SchemaForcer(self._root, self._relaxed)
+            forcer = SchemaForcer(self._root, self._relaxed, requires_tags)
             forced = forcer.force_root()
             if costly := self._find_costly_strings(forcer):
                 self._relax(costly)
                 continue
             if not (problem := self._find_problem(forced, _TOKENS_TRIED)):
                 return PreparedSchema(forced, self._root, frozenset(forcer.checks))
+            if problem == _UNSATISFIABLE and requires_tags:
+                requires_tags = False
+                continue
             if problem == _UNSATISFIABLE:
                 raise FieldError(self._field, f"can't be used: {problem}")
             if not (costly := self._find_costly(forcer)):
@@ -96,11 +101,27 @@ class _SchemaPreparation:
             waiting += parts
             if not parts and self._relaxed.get(pointer, 0) < TYPES_ONLY:
                 costly.append(pointer)
-        return costly or [
-            pointer
-            for pointer, schema in self._iter_subschemas()
-            if "$ref" in schema and len(schema) > 1 and not self._relaxed.get(pointer)
-        ]
+        return costly or self._find_costly_references(forcer)
+
+    def _find_costly_references(self, forcer: SchemaForcer) -> list[str]:
+        """The subschema that combines references and has a problem with them in place; the least of several."""
+        definitions = (
+            {name: forcer.force(part, f"/$defs/{escape_step(name)}") for name, part in self._root["$defs"].items()}
+            if "$defs" in self._root
+            else {}
+        )
+        costly = []
+        for pointer, schema in self._iter_subschemas():
+            if (
+                COMBINATORS & schema.keys()
+                and len(schema) > 1
+                and self._relaxed.get(pointer, 0) < TYPES_ONLY
+                and collect_references(schema)
+            ):
+                forced = _add_definitions(forcer.force(schema, pointer), definitions)
+                if self._is_costly(forced):
+                    costly.append((len(repr(forced)), pointer))
+        return [min(costly)[1]] if costly else []
 
     def _is_costly(self, forced: Any) -> bool:
         if not isinstance(forced, dict) or not self._trials_left:
@@ -143,3 +164,18 @@ def _drop_references(forced: Any) -> Any:
     if not isinstance(forced, dict):
         return forced
     return {key: _drop_references(part) for key, part in forced.items() if key != "$ref" or not isinstance(part, str)}
+
+
+def _add_definitions(forced: Any, definitions: Schema) -> Any:
+    """Add the definitions that a forced schema needs."""
+    if not isinstance(forced, dict):
+        return forced
+    needed: dict[str, Any] = {}
+    waiting = [forced]
+    while waiting:
+        for reference in collect_references(waiting.pop()):
+            name = reference.removeprefix("#/$defs/").replace("~1", "/").replace("~0", "~")
+            if name not in needed:
+                needed[name] = definitions[name]
+                waiting.append(definitions[name])
+    return {**forced, "$defs": needed} if needed else forced

@@ -21,7 +21,9 @@ class UnresolvedReferenceError(Exception):
 class SchemaDocuments:
     """A schema and the metaschemas that it refers to, by their URIs."""
 
-    def __init__(self, root: Schema) -> None:
+    def __init__(self, root: Schema, is_old: bool) -> None:
+        """`is_old`: drafts 3 to 7, where nothing counts beside "$ref"."""
+        self._is_old = is_old
         self._resources: dict[str, tuple[Any, str]] = {}  # URI without fragment -> (schema, its pointer from the root)
         self._anchors: dict[tuple[str, str], tuple[Any, str, str]] = {}  # (URI, name) -> (schema, pointer, base URI)
         self._dynamic_anchors: dict[str, list[tuple[Any, str, str]]] = {}
@@ -29,7 +31,7 @@ class SchemaDocuments:
 
     def _add(self, document: Any, uri: str) -> str:
         """Register a document with all of its resources; returns its own URI."""
-        base = _read_base(document, uri)
+        base = self.find_base(document, uri)
         self._resources.setdefault(uri, (document, ""))
         waiting: list[tuple[Any, str, str]] = [(document, "", uri)]
         while waiting:
@@ -38,7 +40,7 @@ class SchemaDocuments:
                 waiting.extend((each, f"{pointer}/{n}", parent) for n, each in enumerate(part))
             if not isinstance(part, Mapping):
                 continue
-            own = _read_base(part, parent)
+            own = self.find_base(part, parent)
             if own != parent or not pointer:
                 self._resources.setdefault(own, (part, pointer))
             self._add_anchors(part, pointer, own)
@@ -60,9 +62,9 @@ class SchemaDocuments:
             if isinstance(name, str) and name.startswith("#") and len(name) > 1:
                 self._anchors.setdefault((base, name[1:]), (part, pointer, base))
 
-    def find_base(self, schema: Schema, base: str) -> str:
+    def find_base(self, schema: Any, base: str) -> str:
         """Base URI of references within a schema that lies in `base`."""
-        return _read_base(schema, base)
+        return base if self._is_old and isinstance(schema, Mapping) and "$ref" in schema else _read_base(schema, base)
 
     def lookup(self, reference: str, base: str) -> tuple[Any, str, str]:
         """Target of a reference: (schema, its pointer for people, its base URI).  Raises UnresolvedReferenceError."""
@@ -71,14 +73,14 @@ class SchemaDocuments:
         except ValueError as error:
             raise UnresolvedReferenceError from error
         document, pointer = self._find_document(uri)
-        own = _read_base(document, uri)
+        own = self.find_base(document, uri)
         if fragment and not fragment.startswith("/"):
             if (found := self._anchors.get((own, unquote(fragment)))) is None:
                 raise UnresolvedReferenceError
             return found
         for step in fragment.split("/")[1:]:
             document, pointer = _descend(document, step), f"{pointer}/{step}"
-            own = _read_base(document, own)
+            own = self.find_base(document, own)
         return document, pointer, own
 
     def lookup_dynamic(self, reference: str, base: str) -> tuple[Any, str, str]:
@@ -94,9 +96,16 @@ class SchemaDocuments:
         return outermost[0]
 
     def lookup_recursive(self, base: str) -> tuple[Any, str, str]:
-        """Target of a `$recursiveRef`.  Raises UnresolvedReferenceError."""
-        whole = next((uri for uri in _METASCHEMAS if base.startswith(uri.removesuffix("schema"))), base)
-        return self.lookup(whole if whole != base else "#", base)
+        """Target of a `$recursiveRef`, where the schema leaves no choice.  Raises UnresolvedReferenceError."""
+        found = self.lookup("#", base)
+        if not _is_recursive(found[0]):
+            return found
+        candidates = [uri for uri, (part, _) in self._resources.items() if _is_recursive(part)]
+        outermost = [uri for uri in candidates if uri == self.root_uri] or candidates
+        outermost = [uri for uri in outermost if uri in _METASCHEMAS] or outermost
+        if len(outermost) != 1:
+            raise UnresolvedReferenceError
+        return self.lookup("#", outermost[0])
 
     def _find_document(self, uri: str) -> tuple[Any, str]:
         if uri not in self._resources:
@@ -105,6 +114,10 @@ class SchemaDocuments:
             except Exception as error:  # NoSuchResource, and what the package raises for odd URIs
                 raise UnresolvedReferenceError from error
         return self._resources[uri]
+
+
+def _is_recursive(schema: Any) -> bool:
+    return isinstance(schema, Mapping) and schema.get("$recursiveAnchor") is True
 
 
 def _read_base(schema: Any, base: str) -> str:

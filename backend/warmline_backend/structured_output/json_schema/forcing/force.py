@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from warmline_backend.request.schemas import Schema
+from warmline_backend.request.schemas import Schema, collect_references
 from warmline_backend.structured_output.json_schema.forcing import objects, unions
 from warmline_backend.structured_output.json_schema.formats import force_format
 from warmline_backend.structured_output.json_schema.keywords import escape_step
@@ -51,8 +51,9 @@ class SchemaForcer:
     `relaxed`: levels by pointer.  After `force_root`, `checks` has the pointers of what the result leaves out.
     """
 
-    def __init__(self, root: Schema, relaxed: Mapping[str, int]) -> None:
-        self.root, self.checks, self._relaxed = root, set[str](), relaxed
+    def __init__(self, root: Schema, relaxed: Mapping[str, int], requires_tags: bool = True) -> None:
+        """`requires_tags`: tags that tell branches apart are required, and the branches not checked."""
+        self.root, self.checks, self._relaxed, self.requires_tags = root, set[str](), relaxed, requires_tags
         self._validator = SchemaValidator(root)
 
     def force_root(self) -> Schema:
@@ -74,8 +75,9 @@ class SchemaForcer:
             return {"type": schema["type"]} if "type" in schema else {}
         if "enum" in schema or "const" in schema:
             return self._force_values(schema, pointer)
-        if level and "$ref" in schema:  # llguidance has no circular references beside other keywords
-            return {"$ref": schema["$ref"]}
+        if level and unions.COMBINATORS & schema.keys() and collect_references(schema):
+            # llguidance has no circular references beside other keywords.
+            schema = {key: value for key, value in schema.items() if key in unions.COMBINATORS or key == "type"}
         schema = _drop_ineffective(schema)
         built = ForcedParts({key: schema[key] for key in ("type", "$ref") if key in schema}, [])
         self.force_string(schema, pointer, built)
@@ -191,5 +193,3 @@ def _drop_ineffective(schema: Schema) -> Schema:
     types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
     ineffective = {key for name, keys in _KEYWORDS_BY_TYPE.items() if name not in types for key in keys}
     return {key: value for key, value in schema.items() if key not in ineffective}
-
-

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 CHOICES_MAX = 24  # branches that a count of properties becomes
 DEPENDENCIES_MAX = 5  # each doubles the branches
+_NO_OBJECT = {"type": ["array", "boolean", "null", "number", "string"]}
 _ESCAPED_CHARS = re.compile(r'["\\\x00-\x1f\x7f]')
 _ANY_NAME_PATTERNS = {"", ".*", "^.*$", "^.*", ".*$", "^", "$", r"[\s\S]*", r"^[\s\S]*$"}
 
@@ -175,11 +176,13 @@ def _force_dependencies(
             branches.append({"anyOf": [{"properties": {name: False}}, {"required": [name, *names]}]})
     for name, part in schema.get("dependentSchemas", {}).items():
         forced = forcer.force(part, f"{pointer}/dependentSchemas/{escape_step(name)}")
-        if name in keys.required:
+        if name in keys.required and schema.get("type") == "object":
             built.parts.append(forced)
         elif forced not in (True, {}):
             present = _intersect({"required": [name]}, forced)
-            branches.append({"anyOf": [{"properties": {name: False}}, present]} if present else {"properties": {name: False}})
+            branches.append(
+                {"anyOf": [{"properties": {name: False}}, present]} if present else {"properties": {name: False}}
+            )
     if len(branches) > DEPENDENCIES_MAX:
         forcer.checks.add(pointer)
     else:
@@ -193,7 +196,7 @@ def _force_counts(forcer: "SchemaForcer", schema: Schema, pointer: str, keys: _K
     least, most = int(schema.get("minProperties", 0)), schema.get("maxProperties")
     count = len(keys.required)
     if most is not None and most < count:
-        built.parts.append(False)
+        built.parts.append(_NO_OBJECT)
     if keys.is_closed:
         _force_counts_of_listed(forcer, pointer, keys, built, (least, None if most is None else int(most)))
     elif least <= count and most is None:
@@ -217,7 +220,7 @@ def _force_counts_of_listed(
     optional = [name for name in possible if name not in keys.required]
     fixed = len(possible) - len(optional)
     if least > len(possible):
-        built.parts.append(False)
+        built.parts.append(_NO_OBJECT)
     elif least == len(possible):
         keys.required += optional
     elif least > fixed and not _add_choices(built, optional, least - fixed, lambda names: {"required": names}):

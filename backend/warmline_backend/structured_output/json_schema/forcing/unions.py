@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from warmline_backend.request.schemas import Schema, list_required_names
+from warmline_backend.request.schemas import Schema, collect_references
 from warmline_backend.structured_output.json_schema.keywords import JSON_TYPES
 
 if TYPE_CHECKING:
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 CONDITIONAL_KEYWORDS = frozenset({"anyOf", "oneOf", "not", "if", "dependentSchemas"})
 IN_PLACE_KEYWORDS = CONDITIONAL_KEYWORDS | {"allOf", "$ref"}
+COMBINATORS = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 EXCLUDED_BRANCHES_MAX = 8  # of a oneOf, each without all others
 _DEPTH_MAX = 6  # of negations within negations
 _BRANCHES_MAX = 12
@@ -29,14 +30,14 @@ _OPPOSITE_BOUNDS = {
 
 
 def force_combinators(forcer: "SchemaForcer", schema: Schema, pointer: str, built: "ForcedParts", level: int) -> None:
-    if level:  # the schema is too costly as it is: its unions are checked alone
-        return
     if "allOf" in schema:
         built.parts += forcer.force_list(schema, "allOf", pointer)
     if "anyOf" in schema:
         built.made["anyOf"] = forcer.force_list(schema, "anyOf", pointer)
     if "oneOf" in schema:
         built.parts.append({"anyOf": _force_one_of(forcer, schema, pointer)})
+    if level:
+        return
     if "not" in schema:
         opposite = negate(forcer, schema["not"], schema)
         if opposite is None:
@@ -70,13 +71,14 @@ def _force_one_of(forcer: "SchemaForcer", schema: Schema, pointer: str) -> list[
     if all(isinstance(branch, Mapping) for branch in resolved):
         if _are_disjoint(map(_find_types, resolved)):
             return forced
-        if tag := _find_tag(forcer, resolved, schema):
+        if forcer.requires_tags and (tag := _find_tag(forcer, resolved, schema)):
             return [_all_of([part, {"required": [tag]}]) for part in forced]
     if len(branches) <= EXCLUDED_BRANCHES_MAX:
         opposites = [negate(forcer, branch, schema) for branch in branches]
         if None not in opposites:
             return [
-                _all_of([part, *(other for m, other in enumerate(opposites) if m != n)]) for n, part in enumerate(forced)
+                _all_of([part, *(other for m, other in enumerate(opposites) if m != n)])
+                for n, part in enumerate(forced)
             ]
     forcer.checks.add(pointer)
     return forced
@@ -186,10 +188,14 @@ def _negate_keyword(forcer: "SchemaForcer", key: str, value: Any, domain: Any, d
 
 
 def _force_exactly(forcer: "SchemaForcer", schema: Any) -> Any:
-    """Forced form of a schema; None where it has to be checked."""
-    inner = type(forcer)(forcer.root, {})
-    forced = inner.force(schema, "/not")  # checks are kept apart: where any is needed, the result is not used
-    return None if inner.checks else forced
+    """Forced form of a schema; None where it has, or may have, to be checked."""
+    if isinstance(schema, bool):
+        return schema
+    if collect_references(schema):
+        return None
+    alone = type(forcer)(schema, {})
+    forced = alone.force(schema, "")
+    return None if alone.checks else forced
 
 
 def _negate_types(value: Any, domain: Any) -> Any:
