@@ -14,10 +14,12 @@ from warmline_backend.output.headers import HARMONY
 from warmline_backend.request.params import BadRequestError, FieldError
 from warmline_backend.request.response_format import CallableTool, ResponseFormat, TextFormat
 from warmline_backend.request.schemas import Schema, list_required_names
+from warmline_backend.structured_output.answer_check import AnswerChecks, ContentCheck, ToolCheck
 from warmline_backend.structured_output.grammars.lark import GrammarTooLongError, LarkBuilder, quote_literal
 from warmline_backend.structured_output.grammars.literal_values import ToolSchema
 from warmline_backend.structured_output.grammars.tool_calls import UnsupportedToolError, write_calls
 from warmline_backend.structured_output.json_schema.guidance import add_guidance_options
+from warmline_backend.structured_output.schema_cache import PrepareSchema
 from warmline_backend.tool_parsers.registry import CallSyntax
 
 # Start of the answer: within reasoning; where the model may open it; after it, or where there is none.
@@ -71,6 +73,7 @@ class Constraint:
     think_start: tuple[int, ...] = ()
     think_end: tuple[int, ...] = ()
     line_breaks: frozenset[int] = frozenset()
+    checks: AnswerChecks | None = None  # of what the grammar does not force
 
 
 def read_tokenizer_traits(tokenizer: TokenizerWrapper, markers: Mapping[str, int]) -> TokenizerTraits:
@@ -98,7 +101,11 @@ def detect_reasoning(tail: str, dialect: Dialect) -> ReasoningState:
 
 
 def build_constraint(
-    response_format: ResponseFormat, tail: str, traits: TokenizerTraits, check_grammar: GrammarCheck
+    response_format: ResponseFormat,
+    tail: str,
+    traits: TokenizerTraits,
+    check_grammar: GrammarCheck,
+    prepare_schema: PrepareSchema,
 ) -> Constraint | None:
     """Build the constraint of a format that has one; None where there is nothing to forbid.  Raises BadRequestError."""
     choice, form = response_format.tool_choice, response_format.text_format
@@ -111,12 +118,16 @@ def build_constraint(
         think_end=traits.think_end,
         line_breaks=traits.line_breaks,
     )
-    writer = _GrammarWriter(traits, response_format, check_grammar)
+    writer = _GrammarWriter(traits, response_format, check_grammar, prepare_schema)
     if choice == "required":
-        return replace(base, grammar=writer.write_call_block(response_format.parallel))
-    if form is not None:
-        return replace(base, grammar=writer.write_answer(form))
-    return _forbid_tool_calls(traits) if choice == "none" else writer.constrain_free_text(base)
+        made = replace(base, grammar=writer.write_call_block(response_format.parallel))
+    elif form is not None:
+        made = replace(base, grammar=writer.write_answer(form))
+    elif choice == "none":
+        return _forbid_tool_calls(traits)
+    else:
+        made = writer.constrain_free_text(base)
+    return replace(made, checks=writer.collect_checks())
 
 
 def _forbid_tool_calls(traits: TokenizerTraits) -> Constraint | None:
@@ -129,9 +140,26 @@ def _forbid_tool_calls(traits: TokenizerTraits) -> Constraint | None:
 class _GrammarWriter:
     """Grammar of one request."""
 
-    def __init__(self, traits: TokenizerTraits, response_format: ResponseFormat, check_grammar: GrammarCheck) -> None:
+    def __init__(
+        self,
+        traits: TokenizerTraits,
+        response_format: ResponseFormat,
+        check_grammar: GrammarCheck,
+        prepare_schema: PrepareSchema,
+    ) -> None:
         self._traits, self._response_format, self._check_grammar = traits, response_format, check_grammar
+        self._prepare_schema = prepare_schema
         self._lark = LarkBuilder(traits.markers)
+        self._content_check: ContentCheck | None = None
+        self._tool_checks: dict[str, ToolCheck] = {}
+
+    def collect_checks(self) -> AnswerChecks | None:
+        """Collect the checks of what was written; None for none."""
+        requires_call = self._response_format.tool_choice == "required"
+        if self._content_check is None and not self._tool_checks and not requires_call:
+            return None
+        may_comment = requires_call and self._traits.has_channels
+        return AnswerChecks(self._content_check, self._tool_checks, requires_call, may_comment)
 
     # ---- whole grammars
 
@@ -168,7 +196,7 @@ class _GrammarWriter:
     def write_answer(self, form: TextFormat) -> str:
         """Write the text format; or calls, where tools may be called."""
         response_format, traits = self._response_format, self._traits
-        answer = _encode_form(form)
+        answer = self._encode_form(form)
         grammar = _encode_grammars([answer])
         if problem := self._check_grammar(grammar):
             raise FieldError(form.field, f'can\'t be used: "{problem}"')
@@ -185,6 +213,13 @@ class _GrammarWriter:
         if problem := self._check_grammar(grammar):
             raise FieldError(form.field, f'and these tools can\'t be used together: "{problem}"')
         return grammar
+
+    def _encode_form(self, form: TextFormat) -> dict[str, Any]:
+        if form.kind != "json":
+            return _encode_text_form(form)
+        prepared = self._prepare_schema(form.value, form.field, form.strict)
+        self._content_check = prepared.content_check
+        return {"json_schema": add_guidance_options(prepared.forced)}
 
     # ---- surroundings
 
@@ -226,17 +261,15 @@ class _GrammarWriter:
         return calls
 
     def _prepare_tool(self, tool: CallableTool) -> ToolSchema:
-        """Adapt a tool's schema; an unusable one of a tool that is not strict is reduced to its arguments' names."""
+        """Prepare a tool's schema; an unusable one of a tool that is not strict is reduced to its arguments' names."""
         try:
-            parameters: Schema = adapt_schema(_close_parameters(tool), tool.field)
-            schema = add_guidance_options(parameters, lenient=not tool.strict)
-            if problem := self._check_grammar(_encode_grammars([{"json_schema": schema}])):
-                raise FieldError(tool.field, f'can\'t be used: "{problem}"')
+            prepared = self._prepare_schema(_close_parameters(tool), tool.field, tool.strict)
         except BadRequestError:
             if tool.strict:
                 raise
-            parameters = _reduce_to_names(tool.parameters)
-        return ToolSchema(tool.name, parameters, lenient=not tool.strict)
+            return ToolSchema(tool.name, _reduce_to_names(tool.parameters))
+        self._tool_checks[tool.name] = prepared.tool_check
+        return ToolSchema(tool.name, prepared.forced)
 
     def _encode_calls(self, start: str) -> str:
         """Encode a grammar of calls.  Raises BadRequestError where it has a problem."""
@@ -266,13 +299,12 @@ def _reduce_to_names(parameters: Any) -> Schema:
     if not isinstance(properties, Mapping) or len(properties) > NAMES_MAX:
         return {"type": "object"}
     required = [name for name in list_required_names(parameters) if name in properties]
-    return {"type": "object", "properties": {name: {} for name in properties}, "required": required}
+    closed = {"additionalProperties": False} if parameters.get("additionalProperties") is False else {}
+    return {"type": "object", "properties": {name: {} for name in properties}, "required": required, **closed}
 
 
-def _encode_form(form: TextFormat) -> dict[str, Any]:
-    """Encode a format as one of llguidance's grammars."""
-    if form.kind == "json":
-        return {"json_schema": add_guidance_options(adapt_schema(form.value, form.field))}
+def _encode_text_form(form: TextFormat) -> dict[str, Any]:
+    """Encode choices, a regular expression or a grammar as one of llguidance's grammars."""
     if form.kind == "choice":
         return {"lark_grammar": f"start: {' | '.join(quote_literal(word) for word in form.value)}"}
     if form.kind == "regex":

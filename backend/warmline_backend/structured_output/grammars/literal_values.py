@@ -43,7 +43,7 @@ def list_arguments(tool: ToolSchema) -> list[ToolArgument]:
     """Properties of a tool's parameters, in their order.  Others that the schema may allow are never given."""
     schema = schemas.resolve_references(tool.parameters, tool.parameters) or {}
     names, properties = schemas.list_required_names(schema), schemas.get_typed(schema, "properties", dict)
-    return [ToolArgument(name, part, name in names) for name, part in properties.items()]
+    return [ToolArgument(name, part, name in names) for name, part in properties.items() if part is not False]
 
 
 # ---- allowed values

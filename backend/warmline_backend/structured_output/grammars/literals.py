@@ -80,7 +80,9 @@ class LiteralWriter:
             others = schema.get("additionalProperties", True)
             return quote_literal("{}") if others is False else self._write_any_object(self.write_value(others))
         items = [
-            (name in names, f"{self._write_key(name)} {self.write_value(properties[name])}") for name in properties
+            (name in names, f"{self._write_key(name)} {self.write_value(part)}")
+            for name, part in properties.items()
+            if part is not False
         ]
         return _enclose("{}", join_optional_items(self._lark, items, self._notation.comma))
 

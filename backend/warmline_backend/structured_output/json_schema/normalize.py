@@ -127,7 +127,7 @@ class _Normalizer:
 
 
 def normalize_schema(schema: Schema, field: str, strict: bool) -> NormalizedSchema:
-    """Normalize a schema.  Raises FieldError for what can't be read, if it is strict; else that part allows anything."""
+    """Normalize a schema.  What can't be read allows anything; if it is strict, that raises FieldError."""
     is_old = isinstance(uri := schema.get("$schema"), str) and _OLD_DRAFT.fullmatch(uri) is not None
     documents = SchemaDocuments(schema, is_old)
     normalizer = _Normalizer(field, strict, documents, is_old)
@@ -159,9 +159,8 @@ def _upgrade(schema: Schema) -> dict[str, Any]:
         if "additionalItems" in made:
             made["items"] = made["additionalItems"]
     for limit, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
-        if isinstance(made.get(limit), bool):
-            if made.pop(limit) and bound in made:
-                made[limit] = made.pop(bound)
+        if isinstance(made.get(limit), bool) and made.pop(limit) and bound in made:
+            made[limit] = made.pop(bound)
     if isinstance(made.get("dependencies"), Mapping):
         _upgrade_dependencies(made)
     return made

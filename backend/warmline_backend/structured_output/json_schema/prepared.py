@@ -9,7 +9,7 @@ from warmline_backend.request.schemas import Schema, collect_references
 from warmline_backend.structured_output.json_schema.bounds import can_end, check_size
 from warmline_backend.structured_output.json_schema.forcing.force import TYPES_ONLY, ForcedParts, SchemaForcer
 from warmline_backend.structured_output.json_schema.forcing.unions import COMBINATORS
-from warmline_backend.structured_output.json_schema.keywords import escape_step, iter_subschemas
+from warmline_backend.structured_output.json_schema.keywords import JSON_TYPES, escape_step, iter_subschemas
 from warmline_backend.structured_output.json_schema.normalize import NormalizedSchema, format_place, normalize_schema
 
 GrammarTrial = Callable[[Schema, int], str]  # (forced schema, tokens to follow) -> the grammar's problem, or ""
@@ -17,6 +17,7 @@ GrammarTrial = Callable[[Schema, int], str]  # (forced schema, tokens to follow)
 _ROUNDS_MAX = 16
 _TRIALS_MAX = 400  # compilations in search of the costly parts of one schema
 _TOKENS_TRIED = 48
+_NUMBER_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 _UNSATISFIABLE = "no text can match it"
 
 
@@ -27,6 +28,7 @@ class PreparedSchema:
     forced: Schema  # for llguidance, without its options
     normalized: Schema  # 2020-12 with references "#/$defs/..." only: what an answer is validated against
     checks: frozenset[str]  # pointers into `normalized` of what `forced` leaves out; empty: nothing
+    has_free_numbers: bool = False  # numbers of any size may be written, such as 1e999, which is none
 
 
 def prepare_schema(schema: Schema, field: str, strict: bool, find_problem: GrammarTrial) -> PreparedSchema:
@@ -60,7 +62,7 @@ class _SchemaPreparation:
                 self._relax(costly)
                 continue
             if not (problem := self._find_problem(forced, _TOKENS_TRIED)):
-                return PreparedSchema(forced, self._root, frozenset(forcer.checks))
+                return PreparedSchema(forced, self._root, frozenset(forcer.checks), _has_free_numbers(forced))
             if problem == _UNSATISFIABLE and requires_tags:
                 requires_tags = False
                 continue
@@ -179,3 +181,28 @@ def _add_definitions(forced: Any, definitions: Schema) -> Any:
                 needed[name] = definitions[name]
                 waiting.append(definitions[name])
     return {**forced, "$defs": needed} if needed else forced
+
+
+def _has_free_numbers(forced: Any) -> bool:
+    """True where a forced schema has a part that allows numbers without bounds."""
+    waiting = [forced]
+    while waiting:
+        schema = waiting.pop()
+        if not isinstance(schema, Mapping):
+            continue
+        if _allows_free_numbers(schema):
+            return True
+        waiting.extend(part for _, part in iter_subschemas(schema))
+    return False
+
+
+def _allows_free_numbers(schema: Schema) -> bool:
+    """True where a subschema itself, or an item or property that it does not mention, may be any number."""
+    if "enum" in schema or ("type" not in schema and COMBINATORS & schema.keys()):
+        return False
+    types = schema.get("type", JSON_TYPES)
+    return (
+        ("number" in types and not _NUMBER_BOUNDS & schema.keys())
+        or ("object" in types and "additionalProperties" not in schema)
+        or ("array" in types and "items" not in schema)
+    )

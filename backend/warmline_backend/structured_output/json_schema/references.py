@@ -47,7 +47,7 @@ class SchemaDocuments:
             waiting.extend(
                 (value, f"{pointer}/{escape_step(key)}", own)
                 for key, value in part.items()
-                if key not in _LITERAL_KEYWORDS or "properties" == pointer.rpartition("/")[2]
+                if key not in _LITERAL_KEYWORDS or pointer.rpartition("/")[2] == "properties"
             )
         return base
 

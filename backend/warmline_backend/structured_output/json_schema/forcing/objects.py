@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from warmline_backend.request.schemas import Schema, list_required_names
 from warmline_backend.structured_output.json_schema.forcing import unions
+from warmline_backend.structured_output.json_schema.formats import force_format
 from warmline_backend.structured_output.json_schema.keywords import escape_step
 from warmline_backend.structured_output.json_schema.patterns import force_pattern
-from warmline_backend.structured_output.json_schema.formats import force_format
 
 if TYPE_CHECKING:
     from warmline_backend.structured_output.json_schema.forcing.force import ForcedParts, SchemaForcer

@@ -1,0 +1,71 @@
+"""Cache of prepared schemas, with the checks of what they leave to be checked.  Any thread.
+
+A client sends the same schemas with each turn: they are normalized, and compiled, once.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import cached_property
+
+import xxhash
+
+from warmline_backend.request.schemas import Schema
+from warmline_backend.structured_output.answer_check import ContentCheck, ToolCheck
+from warmline_backend.structured_output.json_schema.prepared import GrammarTrial, PreparedSchema, prepare_schema
+
+SCHEMA_COUNT_MAX = 512
+SCHEMA_CHARS_MAX = 32 << 20  # of all schemas in the cache, as they were sent
+
+PrepareSchema = Callable[[Schema, str, bool], "CachedSchema"]  # (schema, field, strict); raises FieldError
+
+
+class CachedSchema:
+    """A prepared schema and its checks, which are made when they are first needed."""
+
+    def __init__(self, prepared: PreparedSchema) -> None:
+        self.forced, self._prepared = prepared.forced, prepared
+
+    @cached_property
+    def content_check(self) -> ContentCheck | None:
+        """Check of content under this schema; None where its grammar forces all of it."""
+        prepared = self._prepared
+        if prepared.checks or prepared.has_free_numbers:
+            return ContentCheck(prepared.normalized, prepared.checks)
+        return None
+
+    @cached_property
+    def tool_check(self) -> ToolCheck:
+        """Check of a call's arguments."""
+        return ToolCheck(self._prepared.normalized)
+
+
+class SchemaCache:
+    def __init__(self, find_problem: GrammarTrial) -> None:
+        self._find_problem = find_problem
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[bytes, tuple[CachedSchema, int]] = OrderedDict()  # each with its characters
+        self._chars = 0
+
+    def prepare(self, schema: Schema, field: str, strict: bool) -> CachedSchema:
+        """Prepare a schema, or return it from the cache.  Raises FieldError."""
+        text = json.dumps(schema, ensure_ascii=False)
+        key = xxhash.xxh3_128_digest(f"{strict} {text}".encode())
+        with self._lock:
+            if (entry := self._entries.get(key)) is not None:
+                self._entries.move_to_end(key)
+                return entry[0]
+        made = CachedSchema(prepare_schema(schema, field, strict, self._find_problem))
+        with self._lock:
+            if key not in self._entries:
+                self._entries[key] = made, len(text)
+                self._chars += len(text)
+            while len(self._entries) > SCHEMA_COUNT_MAX or self._chars > SCHEMA_CHARS_MAX:
+                self._chars -= self._entries.popitem(last=False)[1][1]
+        return made
+
+    def clear(self) -> None:
+        with self._lock:
+            self._entries.clear()
+            self._chars = 0
