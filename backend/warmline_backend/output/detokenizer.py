@@ -3,6 +3,7 @@
 from codecs import getincrementaldecoder
 from collections import deque
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -166,6 +167,11 @@ class Detokenizer:
         """
         text, tokens, self._pending = self._decode_pending(), self._pending, []
         return self._token_bytes.remove_incomplete(text, tokens) if text.endswith("\ufffd") else text
+
+    def copy(self) -> "Detokenizer":
+        made = copy(self)
+        made._context, made._pending = [*self._context], [*self._pending]
+        return made
 
     def _decode_pending(self) -> str:
         emitted = self._decode(self._context) if self._context else ""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -42,6 +43,12 @@ class PartEmitter:
     def is_empty(self) -> bool:
         """True until content or a call is emitted; reasoning does not count."""
         return not self.has_content and not self.has_calls
+
+    def copy(self) -> "PartEmitter":
+        made = copy(self)
+        made._parts = [*self._parts]
+        made._pending_spaces, made._pending_breaks = [*self._pending_spaces], [*self._pending_breaks]
+        return made
 
     def take_parts(self) -> list[Part]:
         """Take the parts that are new."""

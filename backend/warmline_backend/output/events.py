@@ -5,20 +5,25 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Content, which lies in the sampled tokens [start, end); -1 where these are unknown."""
+    """Content, which lies in the sampled tokens [start, end); -1 where these are unknown.
+
+    `offset` characters of all text precede it; -1 where that is unknown.
+    """
 
     text: str
     start: int = field(default=-1, compare=False)
     end: int = field(default=-1, compare=False)
+    offset: int = field(default=-1, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Reasoning, with the tokens that it lies in as in Text."""
+    """Reasoning, with its place as in Text."""
 
     text: str
     start: int = field(default=-1, compare=False)
     end: int = field(default=-1, compare=False)
+    offset: int = field(default=-1, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

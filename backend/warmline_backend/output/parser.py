@@ -4,6 +4,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -82,6 +83,28 @@ class OutputParser:
         self.is_reasoning = self.is_reasoning or self._splitter.is_reasoning
         return parts
 
+    def find_token(self, offset: int) -> int:
+        """Find the sampled token that has this character of all text, the first of those that make it together.
+
+        For the next character to come, which may have begun: the first token behind all text.
+        """
+        ends = self._char_ends
+        token = bisect_right(ends, offset) - 1
+        if ends[token] == offset:
+            token = bisect_left(ends, offset)
+        while token in self._hidden_indices:
+            token += 1
+        return token
+
+    def copy(self) -> "OutputParser":
+        """Copy the parser, to go on from this token in more than one way."""
+        made = copy(self)
+        made._detokenizer, made._stop_filter = self._detokenizer.copy(), copy(self._stop_filter)
+        made._splitter = self._splitter.copy() if self._splitter else None
+        made._stop_spans, made._hidden_indices = self._stop_spans.copy(), self._hidden_indices.copy()
+        made._char_ends = self._char_ends[:]
+        return made
+
     def _hides_special_tokens(self) -> bool:
         """True where special tokens are no text: everywhere but within a call of an unknown family."""
         return not (self._shows_call_tokens and self._splitter and self._splitter.is_calling)
@@ -125,15 +148,10 @@ class OutputParser:
 
     def _convert_span(self, text: T) -> T:
         """Convert a text's offset to tokens: all those of a character that several make, but none without text."""
-        if text.start < 0:
+        if (offset := text.start) < 0:
             return text
-        ends = self._char_ends
-        start = bisect_right(ends, text.start) - 1
-        if ends[start] == text.start:
-            start = bisect_left(ends, text.start)
-        while start in self._hidden_indices:
-            start += 1
-        return replace(text, start=start, end=bisect_left(ends, text.start + len(text.text)))
+        end = bisect_left(self._char_ends, offset + len(text.text))
+        return replace(text, start=self.find_token(offset), end=end, offset=offset)
 
     def _filter_parts(self, parts: list[Part]) -> Sequence[Part]:
         """Apply stop words, which count in content alone, and convert offsets of characters to tokens."""

@@ -2,6 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from copy import copy
+from typing import Self
 
 from warmline_backend.output.dialect import Dialect, get_scanners
 from warmline_backend.output.emitter import PartEmitter
@@ -26,6 +28,12 @@ class Splitter(ABC):
         self._offset = 0  # of the buffer
         self._pending: list[str] = []  # text of a call, or of a possible one
         self._step = step  # consumes up to the next marker; true while there may be another
+
+    def copy(self) -> Self:
+        made = copy(self)
+        made._emitter, made._pending = self._emitter.copy(), [*self._pending]
+        made._step = getattr(made, self._step.__name__)  # the same method, of the copy
+        return made
 
     @property
     def is_done(self) -> bool:
@@ -101,6 +109,11 @@ class MarkerSplitter(Splitter):
         if dialect.is_reasoning_open(expected.tail):
             self._step = self._read_reasoning
             self._emitter.begin_reasoning()
+
+    def copy(self) -> Self:
+        made = super().copy()
+        made._trial, made._trial_calls = self._trial and self._trial.copy(), [*self._trial_calls]
+        return made
 
     @property
     def is_reasoning(self) -> bool:
