@@ -22,9 +22,12 @@ from transformers import PreTrainedTokenizerFast
 
 from warmline_backend.request.params import BadRequestError, FieldError, Tools
 from warmline_backend.request.response_format import parse_response_format
+from warmline_backend.request.schemas import Schema
 from warmline_backend.structured_output import constraint as constraints
 from warmline_backend.structured_output.constraint import Constraint, TokenizerTraits
+from warmline_backend.structured_output.json_schema.guidance import add_guidance_options
 from warmline_backend.structured_output.matcher import Matcher, format_error
+from warmline_backend.structured_output.schema_cache import SchemaCache
 
 MATCHER_COUNT_MAX = 64
 PROBLEM_COUNT_MAX = 4096
@@ -58,6 +61,7 @@ class GrammarCompiler:
         # Matchers at their start; to be copied, never advanced.
         self._load_matcher = lru_cache(MATCHER_COUNT_MAX)(self._compile)
         self._problems: OrderedDict[bytes, str] = OrderedDict()
+        self._schemas = SchemaCache(self._find_schema_problem)
 
     def build_constraint(self, endpoint: str, body: Mapping[str, Any], tools: Tools, tail: str) -> Constraint | None:
         """Build the constraint of a body; None for an unconstrained answer.  Raises BadRequestError.
@@ -72,7 +76,9 @@ class GrammarCompiler:
             raise FieldError("continue_final_message", "can't be combined with a form that the whole answer must have")
         try:
             traits = self._load_tokenizer()[1]
-            constraint = constraints.build_constraint(response_format, tail, traits, self.find_problem)
+            constraint = constraints.build_constraint(
+                response_format, tail, traits, self.find_problem, self._schemas.prepare
+            )
         except UnicodeEncodeError as error:
             raise BadRequestError("a schema, a grammar or a tool has a lone surrogate; it is no valid text") from error
         if constraint is not None and body.get("allowed_token_ids") is not None:  # both may leave no token at all
@@ -83,6 +89,7 @@ class GrammarCompiler:
     def clear(self) -> None:
         """Delete compiled grammars and problems: schemas and grammars are their clients' texts."""
         self._load_matcher.cache_clear()
+        self._schemas.clear()
         with self._lock:
             self._problems.clear()
 
@@ -90,6 +97,9 @@ class GrammarCompiler:
         """Create the matcher of one run of one answer."""
         matcher = self._load_matcher(constraint.grammar) if constraint.grammar else None
         return Matcher(constraint, matcher, self._vocabulary_size, sorted(self._tokenizer.eos_token_ids))
+
+    def _find_schema_problem(self, schema: Schema) -> str:
+        return self.find_problem(json.dumps({"grammars": [{"json_schema": add_guidance_options(schema)}]}))
 
     def find_problem(self, grammar: str) -> str:
         """Problem of a grammar, in a line; "" for a valid one."""

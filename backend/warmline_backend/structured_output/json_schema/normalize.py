@@ -43,7 +43,7 @@ class _Place:
 
 @dataclass
 class _Normalizer:
-    field: str
+    field_name: str
     strict: bool
     documents: SchemaDocuments
     is_old: bool
@@ -123,7 +123,7 @@ class _Normalizer:
     def _report(self, place: _Place, fault: str) -> None:
         """Refuse what no validator can read, if the schema is strict; else it says nothing."""
         if self.strict:
-            raise FieldError(self.field, f"at {format_place(place.pointer)} {fault}", self.field)
+            raise FieldError(self.field_name, f"at {format_place(place.pointer)} {fault}", self.field_name)
 
 
 def normalize_schema(schema: Schema, field: str, strict: bool) -> NormalizedSchema:

@@ -12,13 +12,12 @@ from warmline_backend.structured_output.json_schema.forcing.unions import COMBIN
 from warmline_backend.structured_output.json_schema.keywords import JSON_TYPES, escape_step, iter_subschemas
 from warmline_backend.structured_output.json_schema.normalize import NormalizedSchema, format_place, normalize_schema
 
-GrammarTrial = Callable[[Schema, int], str]  # (forced schema, tokens to follow) -> the grammar's problem, or ""
+GrammarTrial = Callable[[Schema], str]  # (forced schema) -> the problem of its grammar, or ""
 
 _ROUNDS_MAX = 16
 _TRIALS_MAX = 400  # compilations in search of the costly parts of one schema
-_TOKENS_TRIED = 48
 _NUMBER_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-_UNSATISFIABLE = "no text can match it"
+UNSATISFIABLE = "no text can match it"
 
 
 @dataclass(frozen=True)
@@ -61,12 +60,12 @@ class _SchemaPreparation:
             if costly := self._find_costly_strings(forcer):
                 self._relax(costly)
                 continue
-            if not (problem := self._find_problem(forced, _TOKENS_TRIED)):
+            if not (problem := self._find_problem(forced)):
                 return PreparedSchema(forced, self._root, frozenset(forcer.checks), _has_free_numbers(forced))
-            if problem == _UNSATISFIABLE and requires_tags:
+            if problem == UNSATISFIABLE and requires_tags:
                 requires_tags = False
                 continue
-            if problem == _UNSATISFIABLE:
+            if problem == UNSATISFIABLE:
                 raise FieldError(self._field, f"can't be used: {problem}")
             if not (costly := self._find_costly(forcer)):
                 break
@@ -92,7 +91,7 @@ class _SchemaPreparation:
     def _find_costly(self, forcer: SchemaForcer) -> list[str]:
         """The innermost subschemas that have a problem with all references left out; else references with siblings."""
         costly: list[str] = []
-        waiting = [("", {key: value for key, value in self._root.items() if key != "$defs"})]
+        waiting: list[tuple[str, Any]] = [("", {key: value for key, value in self._root.items() if key != "$defs"})]
         waiting += [(f"/$defs/{escape_step(name)}", part) for name, part in self._root.get("$defs", {}).items()]
         while waiting:
             pointer, schema = waiting.pop()
@@ -131,8 +130,8 @@ class _SchemaPreparation:
         key = hash(repr(forced))
         if key not in self._problems:
             self._trials_left -= 1
-            self._problems[key] = self._find_problem(forced, _TOKENS_TRIED)
-        return self._problems[key] not in ("", _UNSATISFIABLE)
+            self._problems[key] = self._find_problem(forced)
+        return self._problems[key] not in ("", UNSATISFIABLE)
 
     def _iter_subschemas(self) -> Iterator[tuple[str, Schema]]:
         """Iterate over all subschemas that are objects, with their pointers."""
