@@ -61,7 +61,7 @@ class ToolCheck:
         self.validator = SchemaValidator(schema)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AnswerChecks:
     """Checks of one prompt's answers.  Any thread."""
 
