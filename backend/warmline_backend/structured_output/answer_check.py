@@ -6,6 +6,7 @@ a check concerns is validated once it is complete, and the arguments of each cal
 
 import io
 import json
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
@@ -21,8 +22,10 @@ from warmline_backend.tool_parsers.lenient_json import ToolCallParseError, parse
 from warmline_common.protocol.surrogates import replace_halves
 
 REASON_CHARS_MAX = 300
+PATH_CHARS_MAX = 120
 SNAPSHOT_TOKENS = 256  # between two snapshots that an answer can be rewound to
 SNAPSHOTS_MAX = 16  # the older they are, the fewer are kept
+VALIDATION_TIME_MAX_S = 0.1  # of the thread, for all values that end with one token
 
 _MISSING_CALL = "a call of a tool is required, and this is none that can be read"
 
@@ -31,7 +34,7 @@ MakeParser = Callable[[], OutputParser]  # of one answer, without stop words
 
 @dataclass(frozen=True)
 class Violation:
-    """What is wrong with an answer."""
+    """Fault of an answer."""
 
     start: int  # answer tokens before the first token of the invalid value
     reason: str  # for people, one line
@@ -58,7 +61,7 @@ class ToolCheck:
         self.validator = SchemaValidator(schema)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AnswerChecks:
     """Checks of one prompt's answers.  Any thread."""
 
@@ -80,7 +83,8 @@ class AnswerCheck:
 
     def __init__(self, checks: AnswerChecks, make_parser: MakeParser) -> None:
         self._tokens: list[int] = []
-        self._state = _AnswerState(checks, make_parser())
+        self._validation = _Validation()
+        self._state = _AnswerState(checks, make_parser(), self._validation)
         self._snapshots = [(0, self._state.copy())]  # by the tokens before them; the first one stays
 
     @property
@@ -91,6 +95,7 @@ class AnswerCheck:
     def add(self, token: int, ends: bool) -> Violation | None:
         """Add a token; `ends`: it ends the answer and has no text.  Returns what it shows to be wrong."""
         self._tokens.append(token)
+        self._validation.begin_token()
         if violation := self._state.add(token, ends):
             return violation
         if len(self._tokens) >= self._snapshots[-1][0] + SNAPSHOT_TOKENS:
@@ -106,25 +111,24 @@ class AnswerCheck:
         del self._tokens[count:]
         start, snapshot = self._snapshots[-1]
         self._state = snapshot.copy()
-        self._state.is_replay = True
+        self._validation.is_off = True
         for token in self._tokens[start:]:
             self._state.add(token, False)
-        self._state.is_replay = False
+        self._validation.is_off = False
 
 
 class _AnswerState:
     """State of an answer's check after some tokens."""
 
-    def __init__(self, checks: AnswerChecks, parser: OutputParser) -> None:
-        self._checks, self._parser = checks, parser
-        self._content = _ContentState(checks.content) if checks.content else None
+    def __init__(self, checks: AnswerChecks, parser: OutputParser, validation: "_Validation") -> None:
+        self._checks, self._parser, self._validation = checks, parser, validation
+        self._content = _ContentState(checks.content, validation) if checks.content else None
         self._count = 0  # tokens
         self._settled_count = 0  # tokens whose text is in parts, or in none for certain
         self._call_start = self._call_end = 0  # tokens of the last calls, which end together
         self._has_calls = False
         self._text_start = -1  # token with which the last content begins
         self.sound_count = 0
-        self.is_replay = False  # of tokens that are known to be valid
 
     def copy(self) -> "_AnswerState":
         made = copy(self)
@@ -170,7 +174,7 @@ class _AnswerState:
         def find_token(position: int) -> int:
             return self._parser.find_token(text.offset + position) if text.offset >= 0 else start
 
-        return self._content.add(text.text, find_token, is_replay=self.is_replay)
+        return self._content.add(text.text, find_token)
 
     def _add_call(self, call: ToolCall) -> Violation | None:
         self._has_calls = True
@@ -178,9 +182,9 @@ class _AnswerState:
             self._call_start, self._call_end = self._settled_count, call.end
         self._settle(call.end)
         tool = self._checks.tools.get(call.name)
-        if tool is None or self.is_replay:
+        if tool is None:
             return None
-        problem = _find_problem(tool.validator, call.arguments, [""])
+        problem = self._validation.find_problem(tool.validator, call.arguments, [""])
         # What is incomplete has been closed, and what closes a call is no part of the arguments.
         return Violation(self._call_start, _format_reason(f"{call.name}: ", problem)) if problem else None
 
@@ -213,26 +217,23 @@ class _OpenValue:
 class _ContentState:
     """State of the content's check after some tokens."""
 
-    def __init__(self, check: ContentCheck) -> None:
-        self._check = check
+    def __init__(self, check: ContentCheck, validation: "_Validation") -> None:
+        self._check, self._validation = check, validation
         self._reader = JsonReader()
         self._open: list[_OpenValue] = []
         self._text = io.StringIO()  # shared by all copies, each of which writes at its own end
         self._length = 0
         self._start = -1  # token with which the value begins
         self._is_complete = False
+        self.held_token = -1  # with which the outermost open value begins that a check concerns; -1 for none
+        self._held_depth = 0  # of that value
 
     def copy(self) -> "_ContentState":
         made = copy(self)
         made._reader, made._open = self._reader.copy(), [value.copy() for value in self._open]
         return made
 
-    @property
-    def held_token(self) -> int:
-        """Token with which the outermost open value begins that a check concerns; -1 for none."""
-        return next((value.token for value in self._open if value.place.is_checked), -1)
-
-    def add(self, text: str, find_token: Callable[[int], int], *, is_replay: bool) -> Violation | None:
+    def add(self, text: str, find_token: Callable[[int], int]) -> Violation | None:
         """Add text; `find_token` tells the token of a position in it."""
         if self._is_complete:
             return None
@@ -242,7 +243,7 @@ class _ContentState:
         base, self._length = self._length, self._length + len(text)
         for event in events:
             token = find_token(event.offset - base) if event.kind in ("begin", "comma") else -1
-            if violation := self._take_event(event, token, is_replay=is_replay):
+            if violation := self._take_event(event, token):
                 return violation
         return None
 
@@ -250,20 +251,20 @@ class _ContentState:
         """End the content before this token; validates the whole where the reader did not get through it."""
         is_cut = not self._reader.is_over
         for event in self._reader.finish():
-            if violation := self._take_event(event, token, is_replay=False):
+            if violation := self._take_event(event, token):
                 return violation
         if self._is_complete or self._check.places.root is NO_PLACE:
             return None
-        problem = _find_problem(self._check.validator, self._read(0, self._length), [""])
+        problem = self._validate(0, self._length, [""])
         return Violation(max(self._start, 0), _format_reason("", problem), is_cut) if problem else None
 
-    def _take_event(self, event: JsonEvent, token: int, *, is_replay: bool) -> Violation | None:
+    def _take_event(self, event: JsonEvent, token: int) -> Violation | None:
         value = self._open[-1] if self._open else None
         try:
             if event.kind == "begin":
                 self._begin_value(event, token)
             elif event.kind == "end":
-                return self._end_value(event.offset, is_replay=is_replay)
+                return self._end_value(event.offset)
             elif value and event.kind == "comma":
                 value.comma_token = token
                 value.step = value.step if isinstance(value.step, str) else value.step + 1
@@ -278,6 +279,8 @@ class _ContentState:
         place = places.find_child(self._open[-1].place, self._open[-1].step) if self._open else places.root
         names = set[str]() if event.text == "{" and place.is_checked else None
         self._open.append(_OpenValue(place, event.offset, token, 0 if event.text == "[" else "", names))
+        if place.is_checked and self.held_token < 0:
+            self.held_token, self._held_depth = token, len(self._open)
         self._start = token if self._start < 0 else self._start
 
     def _begin_property(self, value: _OpenValue, name: str) -> Violation | None:
@@ -289,19 +292,19 @@ class _ContentState:
             value.names.add(name)
         return None
 
-    def _end_value(self, end: int, *, is_replay: bool) -> Violation | None:
+    def _end_value(self, end: int) -> Violation | None:
         value = self._open[-1]
-        if value.place.is_checked and not is_replay:
-            problem = _find_problem(self._check.validator, self._read(value.start, end), value.place.pointers)
-            if problem:
-                return Violation(value.token, _format_reason(self._format_pointer(), problem), problem.is_incomplete)
+        if value.place.is_checked and (problem := self._validate(value.start, end, value.place.pointers)):
+            return Violation(value.token, _format_reason(self._format_pointer(), problem), problem.is_incomplete)
+        if len(self._open) == self._held_depth:
+            self.held_token, self._held_depth = -1, 0
         self._open.pop()
         self._is_complete = not self._open
         return None
 
-    def _read(self, start: int, end: int) -> str:
+    def _validate(self, start: int, end: int, pointers: Iterable[str]) -> "_Problem | None":
         self._text.seek(start)
-        return self._text.read(end - start)
+        return self._validation.find_problem(self._check.validator, self._text.read(end - start), pointers)
 
     def _format_pointer(self) -> str:
         """JSON pointer of the innermost open value."""
@@ -317,30 +320,49 @@ class _Problem:
     is_incomplete: bool = False
 
 
-def _find_problem(validator: SchemaValidator, text: str, pointers: Iterable[str]) -> _Problem | None:
-    """Find a problem of a JSON value under the subschemas at `pointers`; first one that more of it can't mend."""
-    try:
-        value, end = parse_strict_json(text)
-    except ToolCallParseError as parse_error:
-        return _Problem(f"can't be read: {parse_error}")
-    if text[end:].strip():
-        return _Problem("is followed by more text")
-    incomplete: _Problem | None = None
-    for pointer in pointers:
+class _Validation:
+    """Validation of one answer's values, within the time that a token may take."""
+
+    def __init__(self) -> None:
+        self.is_off = False  # while tokens are added again that are known to be valid
+        self._start_s = 0.0  # of the thread, before the first value that ends with the token; 0 for none
+
+    def begin_token(self) -> None:
+        self._start_s = 0.0
+
+    def find_problem(self, validator: SchemaValidator, text: str, pointers: Iterable[str]) -> _Problem | None:
+        """Find a problem of a JSON value under the subschemas at `pointers`; first one that more of it can't mend."""
+        if self.is_off:
+            return None
+        self._start_s = self._start_s or time.thread_time()
+        try:
+            value, end = parse_strict_json(text)
+        except ToolCallParseError as parse_error:
+            return _Problem(f"can't be read: {parse_error}")
+        if text[end:].strip():
+            return _Problem("is followed by more text")
+        incomplete: _Problem | None = None
+        for pointer in pointers:
+            problem = self._find_problem_under(validator, value, pointer)
+            if problem and not problem.is_incomplete:
+                return problem
+            incomplete = incomplete or problem
+        return incomplete
+
+    def _find_problem_under(self, validator: SchemaValidator, value: object, pointer: str) -> _Problem | None:
+        if time.thread_time() - self._start_s > VALIDATION_TIME_MAX_S:
+            return _Problem("the values that end here take too long to check")
         try:
             error = validator.find_error(value, pointer)
         except CheckTooCostlyError as costly_error:
             return _Problem(str(costly_error))
-        if error is not None:
-            problem = _Problem(error.message, error.path, error.is_incomplete)
-            if not problem.is_incomplete:
-                return problem
-            incomplete = incomplete or problem
-    return incomplete
+        return _Problem(error.message, error.path, error.is_incomplete) if error else None
 
 
 def _format_reason(place: str, problem: _Problem) -> str:
     """One line for people: where, and what."""
     path = place + problem.path
+    if len(path) > PATH_CHARS_MAX:
+        path = f"{path[: PATH_CHARS_MAX // 2]}...{path[-PATH_CHARS_MAX // 2 :]}"
     line = f"{path}: {problem.reason}" if path else problem.reason
     return replace_halves(" ".join(line.split()))[:REASON_CHARS_MAX]

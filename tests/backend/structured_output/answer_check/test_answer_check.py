@@ -1,6 +1,7 @@
 """Checks of content: what is wrong with an answer, from which token on, and which tokens may go to the client."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,23 @@ def test_costly_patterns_of_names_are_violations(bpe: TokenizerWrapper) -> None:
     schema = {"patternProperties": {"^(a|a)*$": {"uniqueItems": True}}}
     violation = find_violation(bpe, schema, ["/patternProperties/^(a|a)*$"], '{"' + "a" * 60 + 'b": 1}')
     assert violation is None or violation.start == 66
+
+
+def test_time_of_a_token_is_bounded(bpe: TokenizerWrapper, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_check, "VALIDATION_TIME_MAX_S", -1.0)
+    violation = find_violation(bpe, {"items": {"multipleOf": 2}}, ["/items"], "[2]")
+    assert violation == Violation(1, "/0: the values that end here take too long to check")
+
+
+def test_deep_answers_are_followed(bpe: TokenizerWrapper) -> None:
+    depth = 1000
+    check = make_check(bpe, {"items": {"items": {"$ref": "#"}, "multipleOf": 2}}, ["/items"])
+    _, counts = add_all(check, encode_text(bpe, "[" * depth))
+    assert counts[-1] == 1
+    violation, counts = add_all(check, encode_text(bpe, "]" * depth))
+    assert violation is not None and violation.reason.startswith("/0/0/") and len(violation.reason) < 200
+    assert re.search("nests too deep|takes too long|take too long|can't be read", violation.reason)
+    assert counts[-1] == 1 < violation.start
 
 
 def test_reasoning_is_sound(bpe: TokenizerWrapper) -> None:

@@ -12,6 +12,7 @@ from support.backend.parsed_output import encode_text
 from support.backend.tool_families import BY_NAME, CALLS, FAMILIES, HARMONY, TOOLS, Family
 from warmline_backend.output.expected import ExpectedOutput
 from warmline_backend.output.parser import OutputParser
+from warmline_backend.structured_output import answer_check
 from warmline_backend.structured_output.answer_check import (
     AnswerCheck,
     AnswerChecks,
@@ -68,14 +69,17 @@ def test_calls_of_each_family(folder: Path, family: Family) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_rewound_calls(folder: Path, family: Family) -> None:
+def test_rewound_calls(folder: Path, family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_check, "SNAPSHOT_TOKENS", 7)
     tokenizer = family.tokenizer(folder)
     check = make_check(tokenizer, {WEATHER: EVEN_DAYS, RUN: ANYTHING})
-    for _ in range(2):
-        violation, _ = add_all(check, tokenizer, family.calls)
-        assert violation is not None
-        check.rewind(violation.start)
-    even = family.calls.replace("3", "4")
+    violation, counts = add_all(check, tokenizer, family.calls)
+    assert violation is not None
+    tokens, even = encode_text(tokenizer, family.calls), family.calls.replace("3", "4")
+    for length in (len(counts) - 1, len(counts) // 2, 1, 0):
+        check.rewind(length)
+        assert check.sound_count == (counts[length - 1] if length else 0)
+        assert add_all(check, tokenizer, tokenizer.decode(tokens[length:])) == (violation, counts[length:])
     assert even != family.calls
     check.rewind(0)
     assert add_all(check, tokenizer, even)[0] is None
