@@ -18,6 +18,7 @@ from warmline_backend.structured_output.json_schema.keywords import (
     escape_step,
     format_value,
 )
+from warmline_backend.structured_output.json_schema.patterns import PatternError, compile_check
 from warmline_backend.structured_output.json_schema.references import SchemaDocuments, UnresolvedReferenceError
 
 _REFERENCE_KEYWORDS = ("$ref", "$dynamicRef", "$recursiveRef")
@@ -108,7 +109,11 @@ class _Normalizer:
         if key not in VALUE_KINDS or key == "$defs":
             return
         fits, kind = VALUE_KINDS[key]
+        if key == "pattern" and isinstance(value, str) and not self._is_readable(key, value, place):
+            return
         if key in MAP_KEYWORDS and isinstance(value, Mapping):
+            if key == "patternProperties":
+                value = {name: part for name, part in value.items() if self._is_readable(key, name, place)}
             made[key] = {name: self.normalize(part, place.descend(key, name)) for name, part in value.items()}
         elif key in LIST_KEYWORDS and isinstance(value, list) and value:
             self._add_list(made, key, [self.normalize(part, place.descend(key, n)) for n, part in enumerate(value)])
@@ -116,6 +121,15 @@ class _Normalizer:
             self._report(place, f"has {key} {format_value(value)}; it must be {kind}")
         else:
             made[key] = self.normalize(value, place.descend(key)) if key in SCHEMA_KEYWORDS else value
+
+    def _is_readable(self, key: str, pattern: str, place: _Place) -> bool:
+        """False, and reported, for a pattern that is no regular expression."""
+        try:
+            compile_check(pattern)
+        except PatternError as error:
+            self._report(place, f"has {key} {format_value(pattern)}, which is no regular expression: {error}")
+            return False
+        return True
 
     def _add_list(self, made: dict[str, Any], key: str, parts: list[Any]) -> None:
         made[key] = [*made.get(key, ()), *parts] if key == "allOf" else parts
