@@ -25,7 +25,7 @@ from warmline_backend.request.response_format import parse_response_format
 from warmline_backend.request.schemas import Schema
 from warmline_backend.structured_output import constraint as constraints
 from warmline_backend.structured_output.constraint import Constraint, TokenizerTraits
-from warmline_backend.structured_output.json_schema.guidance import add_guidance_options
+from warmline_backend.structured_output.json_schema.guidance import UNSATISFIABLE, add_guidance_options
 from warmline_backend.structured_output.matcher import Matcher, format_error
 from warmline_backend.structured_output.schema_cache import SchemaCache
 
@@ -187,5 +187,5 @@ def _format_problem(line: str) -> str:
     if line.startswith("panic"):
         return "it is too large or too complex"
     if not line or line.startswith(("NoExtension", "Unsatisfiable")) or "doesn't satisfy the grammar" in line:
-        return "no text can match it"
+        return UNSATISFIABLE
     return line[:PROBLEM_CHARS_MAX]

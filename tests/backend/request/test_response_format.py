@@ -62,6 +62,10 @@ def test_most_bodies_are_unconstrained() -> None:
                     "json_schema": {"name": "n", "schema": SCHEMA, "strict": True},
                 }
             },
+            TextFormat("json", SCHEMA, "response_format.json_schema.schema", strict=True),
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
             TextFormat("json", SCHEMA, "response_format.json_schema.schema"),
         ),
         ({"structured_outputs": {"json": SCHEMA}}, TextFormat("json", SCHEMA, "structured_outputs.json")),

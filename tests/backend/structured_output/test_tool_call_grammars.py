@@ -283,18 +283,45 @@ def test_unwritable_names_are_refused(family: str, families: dict[str, Any]) -> 
         grammars.build_constraint("chat", {"tools": tools, "tool_choice": "required"}, tools, "")
 
 
-def test_unusable_schema_is_refused_only_for_strict_tools(families: dict[str, Any]) -> None:
+def test_odd_argument_leaves_the_types_of_the_others(families: dict[str, Any]) -> None:
     tokenizer, grammars = families["json_tools"]
-    odd = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y"}}, "required": ["a"]}
+    properties = {"a": {"type": "string", "pattern": "^(?!x)"}, "b": {"$ref": "elsewhere"}, "n": {"enum": [1, 2]}}
+    odd = {"type": "object", "properties": properties, "required": ["a", "n"], "additionalProperties": False}
     tools = [make_function("f", odd)]
-    body = {"tools": tools, "tool_choice": "required"}
-    written = '<tool_call>\n{"name": "f", "arguments": {"a": [1]}}\n</tool_call>' + EOS
-    matcher = grammars.create_matcher(grammars.build_constraint("chat", body, tools, ""))
-    assert is_accepted(matcher, tokenizer.encode(written, add_special_tokens=False)) and matcher.is_complete
-    strict = [make_function("f", odd, strict=True)]
-    with pytest.raises(BadRequestError, match=r"'tools\[0\].function.parameters' can't be used") as caught:
-        grammars.build_constraint("chat", {**body, "tools": strict}, strict, "")
+    constraint = grammars.build_constraint("chat", {"tools": tools, "tool_choice": "required"}, tools, "")
+    for arguments, fits in (
+        ('{"a": "y", "n": 1}', True),
+        ('{"a": "y", "b": [], "n": 1}', True),
+        ('{"a": [1], "n": 1}', False),
+        ('{"a": "y", "n": 3}', False),
+        ('{"a": "y", "n": 1, "z": 1}', False),
+    ):
+        written = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>{EOS}'
+        tokens = tokenizer.encode(written, add_special_tokens=False)
+        assert is_accepted(grammars.create_matcher(constraint), tokens) == fits, arguments
+
+
+@pytest.mark.parametrize(
+    "odd", [{"type": "object", "allOf": 5}, {"type": "object", "properties": {"a": {"$ref": "x"}}}]
+)
+def test_unreadable_schema_is_refused_only_for_strict_tools(families: dict[str, Any], odd: dict[str, Any]) -> None:
+    grammars = families["json_tools"][1]
+    loose, strict = [make_function("f", odd)], [make_function("f", odd, strict=True)]
+    assert grammars.build_constraint("chat", {"tools": loose, "tool_choice": "required"}, loose, "")
+    with pytest.raises(BadRequestError, match=r"'tools\[0\].function.parameters' at ") as caught:
+        grammars.build_constraint("chat", {"tools": strict, "tool_choice": "required"}, strict, "")
     assert caught.value.param == "tools[0].function.parameters"
+
+
+def test_names_of_an_unusable_schema_stay(families: dict[str, Any]) -> None:
+    tokenizer, grammars = families["json_tools"]
+    parameters = {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a"], "additionalProperties": False}
+    tools = [make_function("f", {**parameters, "allOf": [{"not": {}}]})]
+    constraint = grammars.build_constraint("chat", {"tools": tools, "tool_choice": "required"}, tools, "")
+    for arguments, fits in (('{"a": [1]}', True), ('{"b": 1}', False), ('{"a": 1, "c": 1}', False)):
+        written = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>{EOS}'
+        tokens = tokenizer.encode(written, add_special_tokens=False)
+        assert is_accepted(grammars.create_matcher(constraint), tokens) == fits, arguments
 
 
 def test_calls_and_form_are_alternatives(families: dict[str, Any]) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from warmline_backend.structured_output.compiler import PARSER_LIMITS
-from warmline_backend.structured_output.json_schema.guidance import add_guidance_options
-from warmline_backend.structured_output.json_schema.prepared import UNSATISFIABLE, PreparedSchema, prepare_schema
+from warmline_backend.structured_output.json_schema.guidance import UNSATISFIABLE, add_guidance_options
+from warmline_backend.structured_output.json_schema.prepared import PreparedSchema, prepare_schema
 from warmline_backend.structured_output.json_schema.validator import SchemaValidator
 
 Schema = dict[str, Any]

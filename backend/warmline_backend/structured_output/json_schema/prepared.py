@@ -9,6 +9,7 @@ from warmline_backend.request.schemas import Schema, collect_references
 from warmline_backend.structured_output.json_schema.bounds import can_end, check_size
 from warmline_backend.structured_output.json_schema.forcing.force import TYPES_ONLY, ForcedParts, SchemaForcer
 from warmline_backend.structured_output.json_schema.forcing.unions import COMBINATORS
+from warmline_backend.structured_output.json_schema.guidance import UNSATISFIABLE
 from warmline_backend.structured_output.json_schema.keywords import JSON_TYPES, escape_step, iter_subschemas
 from warmline_backend.structured_output.json_schema.normalize import NormalizedSchema, format_place, normalize_schema
 
@@ -17,7 +18,6 @@ GrammarTrial = Callable[[Schema], str]  # (forced schema) -> the problem of its 
 _ROUNDS_MAX = 16
 _TRIALS_MAX = 400  # compilations in search of the costly parts of one schema
 _NUMBER_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-UNSATISFIABLE = "no text can match it"
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class _SchemaPreparation:
                 requires_tags = False
                 continue
             if problem == UNSATISFIABLE:
-                raise FieldError(self._field, f"can't be used: {problem}")
+                place = self._describe_place(self._find_unsatisfiable(forcer))
+                raise FieldError(self._field, f"can't be used: at {place} no value can match it")
             if not (costly := self._find_costly(forcer)):
                 break
             self._relax(costly)
-        fault = f"is too costly to be held to as a whole ({problem}); send a smaller schema"
-        raise FieldError(self._field, fault)
+        raise FieldError(self._field, "is too large for answers to be held to it; send a smaller schema")
 
     def _relax(self, pointers: list[str]) -> None:
         self._relaxed |= {pointer: self._relaxed.get(pointer, 0) + 1 for pointer in pointers}
@@ -103,6 +103,27 @@ class _SchemaPreparation:
             if not parts and self._relaxed.get(pointer, 0) < TYPES_ONLY:
                 costly.append(pointer)
         return costly or self._find_costly_references(forcer)
+
+    def _find_unsatisfiable(self, forcer: SchemaForcer) -> str:
+        """The innermost part that all valid values need and that allows none; the root in doubt."""
+        pointer, schema = "", self._root
+        while True:
+            required = schema.get("required", ())
+            needed = [
+                (pointer + step, part)
+                for step, part in iter_subschemas(schema)
+                if step.startswith(("/allOf/", "/properties/")) and isinstance(part, Mapping)
+                if step.startswith("/allOf/") or step.split("/")[2] in required
+            ]
+            parts = (each for each in needed if self._is_unsatisfiable(forcer.force(each[1], each[0])))
+            if (found := next(parts, None)) is None:
+                return pointer
+            pointer, schema = found
+
+    def _is_unsatisfiable(self, forced: Any) -> bool:
+        return forced is False or (
+            isinstance(forced, dict) and self._find_problem(_drop_references(forced)) == UNSATISFIABLE
+        )
 
     def _find_costly_references(self, forcer: SchemaForcer) -> list[str]:
         """The subschema that combines references and has a problem with them in place; the least of several."""
@@ -142,7 +163,7 @@ class _SchemaPreparation:
                 yield pointer, schema
                 waiting.extend((pointer + step, part) for step, part in iter_subschemas(schema))
 
-    def describe_place(self, pointer: str) -> str:
+    def _describe_place(self, pointer: str) -> str:
         """Place of a subschema in the schema as it was sent."""
         for name, origin in self._normalized.origins.items():
             prefix = f"/$defs/{escape_step(name)}"
