@@ -11,6 +11,7 @@ from functools import cached_property
 
 import xxhash
 
+from warmline_backend.request.params import BadRequestError, FieldError
 from warmline_backend.request.schemas import Schema
 from warmline_backend.structured_output.answer_check import ContentCheck, ToolCheck
 from warmline_backend.structured_output.json_schema.prepared import GrammarTrial, PreparedSchema, prepare_schema
@@ -18,7 +19,7 @@ from warmline_backend.structured_output.json_schema.prepared import GrammarTrial
 SCHEMA_COUNT_MAX = 512
 SCHEMA_CHARS_MAX = 32 << 20  # of all schemas in the cache, as they were sent
 
-PrepareSchema = Callable[[Schema, str, bool], "CachedSchema"]  # (schema, field, strict); raises FieldError
+PrepareSchema = Callable[[Schema, str, bool], "CachedSchema"]  # (schema, field, strict); raises BadRequestError
 
 
 class CachedSchema:
@@ -45,25 +46,35 @@ class SchemaCache:
     def __init__(self, find_problem: GrammarTrial) -> None:
         self._find_problem = find_problem
         self._lock = threading.Lock()
-        self._entries: OrderedDict[bytes, tuple[CachedSchema, int]] = OrderedDict()  # each with its characters
+        self._entries: OrderedDict[bytes, tuple[CachedSchema | FieldError, int]] = OrderedDict()  # with their characters
         self._chars = 0
 
     def prepare(self, schema: Schema, field: str, strict: bool) -> CachedSchema:
-        """Prepare a schema, or return it from the cache.  Raises FieldError."""
+        """Prepare a schema, or return it from the cache.  Raises BadRequestError."""
         text = json.dumps(schema, ensure_ascii=False)
-        key = xxhash.xxh3_128_digest(f"{strict} {text}".encode())
+        key = xxhash.xxh3_128_digest(f"{strict} {field} {text}".encode())
         with self._lock:
             if (entry := self._entries.get(key)) is not None:
                 self._entries.move_to_end(key)
-                return entry[0]
-        made = CachedSchema(prepare_schema(schema, field, strict, self._find_problem))
+        made = entry[0] if entry else self._make(schema, field, strict)
+        self._insert(key, made, len(text))
+        if isinstance(made, FieldError):
+            raise BadRequestError(made.message, made.param)
+        return made
+
+    def _make(self, schema: Schema, field: str, strict: bool) -> "CachedSchema | FieldError":
+        try:
+            return CachedSchema(prepare_schema(schema, field, strict, self._find_problem))
+        except FieldError as error:
+            return error.with_traceback(None)
+
+    def _insert(self, key: bytes, made: "CachedSchema | FieldError", chars: int) -> None:
         with self._lock:
             if key not in self._entries:
-                self._entries[key] = made, len(text)
-                self._chars += len(text)
+                self._entries[key] = made, chars
+                self._chars += chars
             while len(self._entries) > SCHEMA_COUNT_MAX or self._chars > SCHEMA_CHARS_MAX:
                 self._chars -= self._entries.popitem(last=False)[1][1]
-        return made
 
     def clear(self) -> None:
         with self._lock:

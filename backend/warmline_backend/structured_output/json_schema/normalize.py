@@ -48,6 +48,7 @@ class _Normalizer:
     strict: bool
     documents: SchemaDocuments
     is_old: bool
+    fault_count: int = 0
     names: dict[int, str] = field(default_factory=dict)  # names in "$defs" by identity of the target
     targets: dict[str, tuple[Any, _Place]] = field(default_factory=dict)
     definitions: dict[str, Any] = field(default_factory=dict)
@@ -116,7 +117,10 @@ class _Normalizer:
                 value = {name: part for name, part in value.items() if self._is_readable(key, name, place)}
             made[key] = {name: self.normalize(part, place.descend(key, name)) for name, part in value.items()}
         elif key in LIST_KEYWORDS and isinstance(value, list) and value:
-            self._add_list(made, key, [self.normalize(part, place.descend(key, n)) for n, part in enumerate(value)])
+            faults = self.fault_count
+            parts = [self.normalize(part, place.descend(key, n)) for n, part in enumerate(value)]
+            # A branch that can't be read allows anything: another may hold, too.
+            self._add_list(made, "anyOf" if key == "oneOf" and self.fault_count > faults else key, parts)
         elif not fits(value):
             self._report(place, f"has {key} {format_value(value)}; it must be {kind}")
         else:
@@ -132,10 +136,14 @@ class _Normalizer:
         return True
 
     def _add_list(self, made: dict[str, Any], key: str, parts: list[Any]) -> None:
-        made[key] = [*made.get(key, ()), *parts] if key == "allOf" else parts
+        if key == "anyOf" and "anyOf" in made:
+            made["allOf"] = [*made.get("allOf", ()), {"anyOf": parts}]
+        else:
+            made[key] = [*made.get(key, ()), *parts] if key == "allOf" else parts
 
     def _report(self, place: _Place, fault: str) -> None:
         """Refuse what no validator can read, if the schema is strict; else it says nothing."""
+        self.fault_count += 1
         if self.strict:
             raise FieldError(self.field_name, f"at {format_place(place.pointer)} {fault}", self.field_name)
 

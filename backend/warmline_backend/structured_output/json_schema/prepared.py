@@ -48,24 +48,28 @@ class _SchemaPreparation:
     def __init__(self, root: Schema, normalized: NormalizedSchema, field: str, find_problem: GrammarTrial) -> None:
         self._root, self._normalized, self._field, self._find_problem = root, normalized, field, find_problem
         self._relaxed: dict[str, int] = {}  # levels by pointer
-        self._problems: dict[int, str] = {}
+        self._unsatisfiable: frozenset[str] = frozenset()  # references
+        self._problems: dict[str, str] = {}  # by a part of the forced schema
         self._trials_left = _TRIALS_MAX
 
     def prepare(self) -> PreparedSchema:
         """Force as much as llguidance can take: what is too costly is relaxed, round by round."""
         requires_tags = True
         for _ in range(_ROUNDS_MAX):
-            forcer = SchemaForcer(self._root, self._relaxed, requires_tags)
+            forcer = SchemaForcer(self._root, self._relaxed, self._unsatisfiable, requires_tags)
             forced = forcer.force_root()
             if costly := self._find_costly_strings(forcer):
                 self._relax(costly)
                 continue
             if not (problem := self._find_problem(forced)):
                 return PreparedSchema(forced, self._root, frozenset(forcer.checks), _has_free_numbers(forced))
-            if problem == UNSATISFIABLE and requires_tags:
-                requires_tags = False
-                continue
             if problem == UNSATISFIABLE:
+                if found := self._find_unsatisfiable_references():
+                    self._unsatisfiable |= found
+                    continue
+                if requires_tags:
+                    requires_tags = False
+                    continue
                 place = self._describe_place(self._find_unsatisfiable(forcer))
                 raise FieldError(self._field, f"can't be used: at {place} no value can match it")
             if not (costly := self._find_costly(forcer)):
@@ -104,6 +108,12 @@ class _SchemaPreparation:
                 costly.append(pointer)
         return costly or self._find_costly_references(forcer)
 
+    def _find_unsatisfiable_references(self) -> frozenset[str]:
+        """References to definitions that allow no value; llguidance takes one for a fault even where it is optional."""
+        forcer = SchemaForcer(self._root, self._relaxed, self._unsatisfiable, requires_tags=False)
+        definitions = {f"#/$defs/{escape_step(name)}": part for name, part in forcer.force_definitions().items()}
+        return frozenset(name for name, part in definitions.items() if self._is_unsatisfiable(part))
+
     def _find_unsatisfiable(self, forcer: SchemaForcer) -> str:
         """The innermost part that all valid values need and that allows none; the root in doubt."""
         pointer, schema = "", self._root
@@ -121,17 +131,11 @@ class _SchemaPreparation:
             pointer, schema = found
 
     def _is_unsatisfiable(self, forced: Any) -> bool:
-        return forced is False or (
-            isinstance(forced, dict) and self._find_problem(_drop_references(forced)) == UNSATISFIABLE
-        )
+        return forced is False or self._try(_drop_references(forced)) == UNSATISFIABLE
 
     def _find_costly_references(self, forcer: SchemaForcer) -> list[str]:
         """The subschema that combines references and has a problem with them in place; the least of several."""
-        definitions = (
-            {name: forcer.force(part, f"/$defs/{escape_step(name)}") for name, part in self._root["$defs"].items()}
-            if "$defs" in self._root
-            else {}
-        )
+        definitions = forcer.force_definitions()
         costly = []
         for pointer, schema in self._iter_subschemas():
             if (
@@ -146,13 +150,19 @@ class _SchemaPreparation:
         return [min(costly)[1]] if costly else []
 
     def _is_costly(self, forced: Any) -> bool:
-        if not isinstance(forced, dict) or not self._trials_left:
-            return False
-        key = hash(repr(forced))
+        return self._try(forced) not in ("", UNSATISFIABLE)
+
+    def _try(self, forced: Any) -> str:
+        """Problem of a part's grammar; "" once there were too many trials."""
+        if not isinstance(forced, dict):
+            return ""
+        key = repr(forced)
         if key not in self._problems:
+            if not self._trials_left:
+                return ""
             self._trials_left -= 1
             self._problems[key] = self._find_problem(forced)
-        return self._problems[key] not in ("", UNSATISFIABLE)
+        return self._problems[key]
 
     def _iter_subschemas(self) -> Iterator[tuple[str, Schema]]:
         """Iterate over all subschemas that are objects, with their pointers."""

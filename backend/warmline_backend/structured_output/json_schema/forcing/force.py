@@ -4,7 +4,7 @@ Where it accepts more, the pointer of the subschema is among the checks.  In a f
 check is needed: tags that tell the branches of a union apart are required.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,26 +48,41 @@ class ForcedParts:
 class SchemaForcer:
     """Forcer of one normalized schema.
 
-    `relaxed`: levels by pointer.  After `force_root`, `checks` has the pointers of what the result leaves out.
+    `relaxed`: levels by pointer; `unsatisfiable`: references that no value satisfies.  With `requires_tags`, tags that
+    tell branches apart are required, and the branches not checked.  After `force_root`, `checks` has the pointers of
+    what the result leaves out.
     """
 
-    def __init__(self, root: Schema, relaxed: Mapping[str, int], requires_tags: bool = True) -> None:
-        """`requires_tags`: tags that tell branches apart are required, and the branches not checked."""
-        self.root, self.checks, self._relaxed, self.requires_tags = root, set[str](), relaxed, requires_tags
+    def __init__(
+        self,
+        root: Schema,
+        relaxed: Mapping[str, int],
+        unsatisfiable: Collection[str] = (),
+        requires_tags: bool = True,
+    ) -> None:
+        self.root, self.requires_tags, self.checks = root, requires_tags, set[str]()
+        self._relaxed, self._unsatisfiable = relaxed, unsatisfiable
         self._validator = SchemaValidator(root)
 
     def force_root(self) -> Schema:
         made = self.force({key: value for key, value in self.root.items() if key != "$defs"}, "")
-        definitions = {
-            name: self.force(part, f"/$defs/{escape_step(name)}") for name, part in self.root.get("$defs", {}).items()
-        }
+        definitions = self.force_definitions()
         made = made if isinstance(made, dict) else {} if made else {"enum": []}
         return {**made, "$defs": definitions} if definitions else made
+
+    def force_definitions(self) -> dict[str, Any]:
+        return {
+            name: self.force(part, f"/$defs/{escape_step(name)}")
+            for name, part in self.root.get("$defs", {}).items()
+            if f"#/$defs/{escape_step(name)}" not in self._unsatisfiable
+        }
 
     def force(self, schema: Any, pointer: str) -> Any:
         """Forced form of a subschema."""
         if isinstance(schema, bool):
             return schema
+        if schema.get("$ref") in self._unsatisfiable:
+            return False
         level = self._relaxed.get(pointer, 0)
         if level:
             self.checks.add(pointer)
