@@ -1,31 +1,86 @@
-"""Regular expressions of JSON schemas: ECMA-262's, in Unicode mode, that search a string.  Pure."""
+"""Patterns of JSON schemas: ECMA-262's regular expressions, in Unicode mode, that search a string.  Pure.
+
+Beyond ECMA-262, inline flags as Python's are read, and its names for groups and edges; see `expressions.parser`.
+Properties of characters are those of the engines' versions of Unicode, which may differ in new characters.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 
 import regex
 
-MATCH_TIMEOUT_S = 0.02
+from warmline_backend.structured_output.json_schema.expressions.nodes import (
+    Node,
+    PatternError,
+    Repeat,
+    list_parts,
+    replace_parts,
+)
+from warmline_backend.structured_output.json_schema.expressions.parser import parse_pattern
+from warmline_backend.structured_output.json_schema.expressions.search import convert_search
+from warmline_backend.structured_output.json_schema.expressions.writer import write_for_llguidance, write_for_regex
 
+MATCH_TIMEOUT_S = 0.03
+CACHED_COUNT_MAX = 1024
+CHEAP_COUNT_MAX = 8
 
-class PatternError(ValueError):
-    """No regular expression of ECMA-262; says why, for people."""
+__all__ = ["CheckTooCostlyError", "ForcedPattern", "PatternError", "compile_check", "force_pattern", "simplify_pattern"]
 
 
 class CheckTooCostlyError(Exception):
     """A check was ended at its bound, without a result."""
 
 
+@dataclass(frozen=True)
+class ForcedPattern:
+    """Pattern in llguidance's syntax."""
+
+    patterns: tuple[str, ...]  # all must match; none: any text does
+    is_exact: bool  # False: other texts match, too
+
+
+@lru_cache(CACHED_COUNT_MAX)
+def force_pattern(pattern: str) -> ForcedPattern:
+    """Translate a pattern for llguidance.  Raises PatternError.
+
+    Lookaheads at the start become patterns of their own.  Other assertions are left out, and references to groups match
+    whatever the group does.
+    """
+    whole = convert_search(parse_pattern(pattern))
+    return ForcedPattern(tuple(map(_write_whole, whole.nodes)), whole.is_exact)
+
+
+def simplify_pattern(pattern: str) -> str | None:
+    """Cheaper pattern that matches more, of one that `force_pattern` made: without large numbers; None for none."""
+    node = parse_pattern(pattern)
+    simple = _simplify(node)
+    return None if simple == node else _write_whole(convert_search(simple).nodes[0])
+
+
+@lru_cache(CACHED_COUNT_MAX)
 def compile_check(pattern: str) -> Callable[[str], bool]:
-    """Compile an expression to a test of strings, which raises CheckTooCostlyError at its time limit."""
+    """Compile a pattern to a test of strings, which raises CheckTooCostlyError at its bound.  Raises PatternError."""
     try:
-        compiled = regex.compile(pattern, regex.VERSION0)
-    except regex.error as error:
-        raise PatternError(str(error)) from error
+        compiled = regex.compile(write_for_regex(parse_pattern(pattern)), regex.VERSION0)
+    except (regex.error, RecursionError, OverflowError, MemoryError) as error:
+        raise PatternError(f"it can't be compiled: {error}") from error
 
     def search(text: str) -> bool:
         try:
-            return compiled.search(text, timeout=MATCH_TIMEOUT_S) is not None
+            return compiled.search(text, timeout=MATCH_TIMEOUT_S, concurrent=False) is not None
         except TimeoutError as error:
-            raise CheckTooCostlyError("a pattern takes too long") from error
+            raise CheckTooCostlyError("a pattern takes too long to check") from error
 
     return search
+
+
+def _write_whole(node: Node) -> str:
+    return f"^(?:{write_for_llguidance(node)})$"
+
+
+def _simplify(node: Node) -> Node:
+    node = replace_parts(node, map(_simplify, list_parts(node)))
+    if isinstance(node, Repeat) and max(node.count_min, node.count_max or 0) > CHEAP_COUNT_MAX:
+        return Repeat(node.part, min(node.count_min, CHEAP_COUNT_MAX), None)
+    return node
