@@ -12,6 +12,7 @@ from warmline_backend.structured_output.json_schema.expressions.nodes import (
     SURROGATES,
     Chars,
     Choice,
+    Concatenation,
     Edge,
     Group,
     Look,
@@ -19,7 +20,6 @@ from warmline_backend.structured_output.json_schema.expressions.nodes import (
     Range,
     Reference,
     Repeat,
-    Sequence,
     WordBoundary,
 )
 
@@ -60,7 +60,7 @@ class _Writer:
         match node:
             case Chars():
                 return self._write_chars(node)
-            case Sequence(parts):
+            case Concatenation(parts):
                 written = list(map(self._write_part, parts))
                 if not self._for_llguidance:
                     for index in range(LITERAL_PARTS_MAX, len(written), LITERAL_PARTS_MAX):
