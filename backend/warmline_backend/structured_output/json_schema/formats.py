@@ -1,7 +1,6 @@
 """Formats of strings: expressions that llguidance forces, and checks.  Pure.
 
-Expressions follow the grammars of the RFCs that JSON Schema names; limits that those state elsewhere are checked where
-noted.  Formats that are not listed have no effect.
+Expressions follow the grammars of the RFCs that JSON Schema names.  Formats that are not listed have no effect.
 """
 
 import re
@@ -47,7 +46,7 @@ _IPV6 = (
     rf"|(?:(?:{_HEX16}:){{0,5}}{_HEX16})?::{_HEX16}|(?:(?:{_HEX16}:){{0,6}}{_HEX16})?::)"
 )
 _LABEL = r"[0-9A-Za-z](?:[0-9A-Za-z\-]{0,61}[0-9A-Za-z])?"
-_HOSTNAME = rf"{_LABEL}(?:\.{_LABEL})*"
+_HOSTNAME = rf"(?=[\s\S]{{1,{HOST_CHARS_MAX}}}$){_LABEL}(?:\.{_LABEL})*"
 _MAIL_LABEL = r"[0-9A-Za-z](?:[0-9A-Za-z\-]*[0-9A-Za-z])?"
 _MAIL_ATOM = r"[0-9A-Za-z!#$%&'*+\-/=?^_`{|}~]+"
 _MAIL_QUOTED = r'"(?:[ !#-\[\]-~]|\\[ -~])*"'
@@ -121,12 +120,12 @@ FORMATS: Mapping[str, str] = {
 def force_format(name: str) -> ForcedPattern | None:
     """Patterns of a format for llguidance; None for a format without effect.
 
-    Leap seconds are not forced.  Of a host's name, the length of all labels together is checked only.
+    Leap seconds are valid, but never forced.
     """
     if name not in _EXPRESSIONS:
         return None
     forced = force_pattern(f"^(?:{_EXPRESSIONS[name]})$")
-    return ForcedPattern(forced.patterns, forced.is_exact and name not in (*_FORCED_IN_PART, "hostname"))
+    return ForcedPattern(forced.patterns, forced.is_exact and name not in _FORCED_IN_PART)
 
 
 @lru_cache
@@ -139,8 +138,6 @@ def check_format(name: str) -> Callable[[str], bool] | None:
         case "time" | "date-time":
             matches_leap_second = compile_check(f"^(?:{_EXPRESSIONS[name].replace(_SECOND, '60')})$")
             return lambda text: matches(text) or (matches_leap_second(text) and _is_last_minute(text))
-        case "hostname":
-            return lambda text: len(text) <= HOST_CHARS_MAX and matches(text)
         case "idn-hostname":
             return lambda text: matches(text) and _is_idn_hostname(text)
         case "idn-email":

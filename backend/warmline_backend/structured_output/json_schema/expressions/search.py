@@ -211,7 +211,7 @@ def _expand(node: Node) -> tuple[Node, bool]:
         variants, is_exact = _find_variants(node), True
     except _TooLargeError:
         variants, is_exact = {(False, False): _drop_edges(node)}, False
-    if _is_nullable(variants.get((False, False), NOTHING)):
+    if any(_is_nullable(variant) for edges, variant in variants.items() if edges != (True, True)):
         return ANY_TEXT, is_exact
     branches = [
         join_parts(*(() if starts else (ANY_TEXT,)), variant, *(() if ends else (ANY_TEXT,)))
