@@ -23,7 +23,7 @@ class Chars:
 
 
 @dataclass(frozen=True)
-class Sequence:
+class Concatenation:
     """Parts one after the other; none: empty text."""
 
     parts: tuple["Node", ...] = ()
@@ -83,22 +83,22 @@ class Look:
     negated: bool
 
 
-Node = Chars | Sequence | Choice | Repeat | Group | Reference | Edge | WordBoundary | Look
+Node = Chars | Concatenation | Choice | Repeat | Group | Reference | Edge | WordBoundary | Look
 
-EMPTY = Sequence()
+EMPTY = Concatenation()
 NOTHING = Choice()
 ANY_CHAR = Chars(((0, CODE_POINT_MAX),))
 ANY_TEXT = Repeat(ANY_CHAR, 0, None)
 
 
 def join_parts(*parts: Node) -> Node:
-    """Sequence of parts, flat."""
+    """Concatenation of parts, flat."""
     flat: list[Node] = []
     for part in parts:
         if part == NOTHING:
             return NOTHING
-        flat.extend(part.parts if isinstance(part, Sequence) else [part])
-    return flat[0] if len(flat) == 1 else Sequence(tuple(flat))
+        flat.extend(part.parts if isinstance(part, Concatenation) else [part])
+    return flat[0] if len(flat) == 1 else Concatenation(tuple(flat))
 
 
 def choose(*branches: Node) -> Node:
@@ -121,7 +121,7 @@ def repeat(part: Node, count_min: int, count_max: int | None) -> Node:
 def list_parts(node: Node) -> tuple[Node, ...]:
     """Direct parts of a node."""
     match node:
-        case Sequence(parts) | Choice(parts):
+        case Concatenation(parts) | Choice(parts):
             return parts
         case Repeat(part) | Group(part) | Look(part):
             return (part,)
@@ -131,7 +131,7 @@ def list_parts(node: Node) -> tuple[Node, ...]:
 def replace_parts(node: Node, parts: Iterable[Node]) -> Node:
     """Copy of a node with other parts."""
     match node:
-        case Sequence():
+        case Concatenation():
             return join_parts(*parts)
         case Choice():
             return choose(*parts)

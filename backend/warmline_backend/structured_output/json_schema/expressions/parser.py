@@ -14,7 +14,6 @@ from warmline_backend.structured_output.json_schema.expressions.nodes import (
     EMPTY,
     NOTHING,
     Chars,
-    Choice,
     Edge,
     Group,
     Look,
@@ -23,6 +22,7 @@ from warmline_backend.structured_output.json_schema.expressions.nodes import (
     Range,
     Reference,
     WordBoundary,
+    choose,
     count_required,
     join_parts,
     repeat,
@@ -100,7 +100,7 @@ class _Parser:
         branches = [self._parse_sequence()]
         while self._takes("|"):
             branches.append(self._parse_sequence())
-        return branches[0] if len(branches) == 1 else Choice(tuple(branches))
+        return choose(*branches)
 
     def _parse_sequence(self) -> Node:
         parts: list[Node] = []

@@ -15,13 +15,13 @@ from warmline_backend.structured_output.json_schema.expressions.nodes import (
     NOTHING,
     Chars,
     Choice,
+    Concatenation,
     Edge,
     Group,
     Look,
     Node,
     Reference,
     Repeat,
-    Sequence,
     WordBoundary,
     choose,
     join_parts,
@@ -79,7 +79,7 @@ def measure_size(nodes: Iterable[Node]) -> int:
 
 def _take_leading_looks(node: Node) -> tuple[list[Node], Node, bool]:
     """Split lookaheads off the start: searches that must succeed as well, the rest, and if that is exact."""
-    parts = node.parts if isinstance(node, Sequence) else (node,)
+    parts = node.parts if isinstance(node, Concatenation) else (node,)
     count = next((index for index, part in enumerate(parts) if not _is_leading(part)), len(parts))
     is_anchored = any(isinstance(part, Edge) for part in parts[:count])
     start = (Edge(is_start=True),) if is_anchored else ()
@@ -104,7 +104,9 @@ def _exclude(node: Node) -> list[Node] | None:
     branches = _distribute(node)
     if branches is None:
         return None
-    excluded = [_exclude_sequence(branch.parts if isinstance(branch, Sequence) else (branch,)) for branch in branches]
+    excluded = [
+        _exclude_sequence(branch.parts if isinstance(branch, Concatenation) else (branch,)) for branch in branches
+    ]
     return None if None in excluded else [part for part in excluded if part is not None]
 
 
@@ -116,7 +118,7 @@ def _distribute(node: Node) -> list[Node] | None:
         found = [branch for branches in lists for branch in branches or ()]
         return None if None in lists or len(found) > EXCLUDED_TEXTS_MAX else found
     found = [EMPTY]
-    for part in node.parts if isinstance(node, Sequence) else (node,):
+    for part in node.parts if isinstance(node, Concatenation) else (node,):
         branches = _distribute(part) if isinstance(part, Choice) else [part]
         if branches is None or len(found) * len(branches) > EXCLUDED_TEXTS_MAX:
             return None
@@ -209,7 +211,7 @@ def _expand(node: Node) -> tuple[Node, bool]:
         variants, is_exact = _find_variants(node), True
     except _TooLargeError:
         variants, is_exact = {(False, False): _drop_edges(node)}, False
-    if _is_nullable(variants.get((False, False), NOTHING)):
+    if any(_is_nullable(variant) for edges, variant in variants.items() if edges != (True, True)):
         return ANY_TEXT, is_exact
     branches = [
         join_parts(*(() if starts else (ANY_TEXT,)), variant, *(() if ends else (ANY_TEXT,)))
@@ -291,7 +293,7 @@ def _drop_edges(node: Node) -> Node:
 
 def _is_nullable(node: Node) -> bool:
     match node:
-        case Sequence(parts):
+        case Concatenation(parts):
             return all(map(_is_nullable, parts))
         case Choice(branches):
             return any(map(_is_nullable, branches))

@@ -12,6 +12,7 @@ from warmline_backend.structured_output.json_schema.expressions.nodes import (
     SURROGATES,
     Chars,
     Choice,
+    Concatenation,
     Edge,
     Group,
     Look,
@@ -19,7 +20,6 @@ from warmline_backend.structured_output.json_schema.expressions.nodes import (
     Range,
     Reference,
     Repeat,
-    Sequence,
     WordBoundary,
 )
 
@@ -28,7 +28,6 @@ ANYWHERE_TEXT = "(?=[\\s\\S]|\\Z)"
 LITERAL_PARTS_MAX = 64
 LAST_CONTROL = 0x1F
 _SPECIAL = set("\\^$.|?*+()[]{}-/&~#")
-NOTHING_TEXT = "[^\\s\\S]"
 
 
 def write_for_llguidance(node: Node) -> str:
@@ -55,19 +54,20 @@ def confuses_llguidance(contains: Callable[[int], bool]) -> bool:
 class _Writer:
     def __init__(self, escape_code: Callable[[int], str], for_llguidance: bool) -> None:
         self._escape_code, self._for_llguidance = escape_code, for_llguidance
+        self._nothing = "[^\\s\\S]" if for_llguidance else "(?!)"  # each engine reads the other's in its own way
 
     def write(self, node: Node) -> str:
         match node:
             case Chars():
                 return self._write_chars(node)
-            case Sequence(parts):
+            case Concatenation(parts):
                 written = list(map(self._write_part, parts))
                 if not self._for_llguidance:
                     for index in range(LITERAL_PARTS_MAX, len(written), LITERAL_PARTS_MAX):
                         written[index] = ANYWHERE_TEXT + written[index]
                 return "".join(written)
             case Choice(branches):
-                return "|".join(map(self.write, branches)) if branches else NOTHING_TEXT
+                return "|".join(map(self.write, branches)) if branches else self._nothing
             case Repeat(part, count_min, count_max):
                 return self._write_atom(part) + write_quantifier(count_min, count_max)
             case Group(part, number):
@@ -103,7 +103,7 @@ class _Writer:
         if ranges == ALL_CHARS:
             return "[\\s\\S]"
         if not ranges:
-            return NOTHING_TEXT
+            return self._nothing
         if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
             return self._write_char(ranges[0][0])
         return f"[{''.join(map(self._write_range, ranges))}]"

@@ -1,0 +1,1 @@
+"""Strings under the grammars of JSON schemas."""
