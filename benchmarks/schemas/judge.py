@@ -1,0 +1,111 @@
+"""Verdict on an instance by jsonschema, for the schema's own draft: valid, invalid, or invalid by a format alone."""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+import jsonschema
+import regex
+from jsonschema import validators
+from jsonschema.exceptions import ValidationError
+from jsonschema.protocols import Validator
+
+DRAFTS = {
+    "3": jsonschema.Draft3Validator,
+    "4": jsonschema.Draft4Validator,
+    "6": jsonschema.Draft6Validator,
+    "7": jsonschema.Draft7Validator,
+    "2019-09": jsonschema.Draft201909Validator,
+}
+ERRORS_MAX = 50
+
+
+@dataclass(frozen=True)
+class Verdict:
+    is_valid: bool
+    formats: tuple[str, ...] = ()  # not followed, where nothing else is wrong
+    reason: str = ""
+
+
+class DuplicateKeyError(ValueError):
+    """An object has a key twice."""
+
+
+class Judge:
+    """Validator of one schema.  Raises SchemaError, or another error of jsonschema's, for one that it can't use."""
+
+    def __init__(self, schema: Any) -> None:
+        draft = _get_class(_find_draft(schema))
+        self._plain: Validator = draft(schema)
+        self._strict: Validator = draft(schema, format_checker=draft.FORMAT_CHECKER)
+
+    def judge(self, instance: Any) -> Verdict:
+        if (error := next(iter(self._plain.iter_errors(instance)), None)) is not None:
+            return Verdict(False, (), f"{error.json_path}: {error.validator}: {error.message}"[:300])
+        errors = self._strict.iter_errors(instance)
+        formats = {part.validator_value for error in errors for part in _iter_leaves(error) if part.validator == "format"}
+        return Verdict(True, tuple(sorted(map(str, formats))))
+
+
+def parse_answer(text: str) -> Any:
+    """Parse an answer.  Raises ValueError."""
+    return json.loads(text, object_pairs_hook=_make_object)
+
+
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(made := dict(pairs)) < len(pairs):
+        raise DuplicateKeyError("an object has a key twice")
+    return made
+
+
+def _iter_leaves(error: ValidationError) -> Iterator[ValidationError]:
+    yield error
+    for inner in error.context or ():
+        yield from _iter_leaves(inner)
+
+
+def _find_draft(schema: Any) -> str:
+    """Draft by "$schema", however its address is written; "" for the newest."""
+    address = str(schema.get("$schema", "")) if isinstance(schema, Mapping) else ""
+    found = re.search(r"draft-?0?([3467])\b|draft/(2019-09)", address)
+    return next(filter(None, found.groups())) if found else ""
+
+
+@lru_cache
+def _get_class(draft: str) -> Any:
+    """Class of a draft, with patterns as ECMA-262 has them, and multiples of decimal numbers."""
+    base = DRAFTS.get(draft, jsonschema.Draft202012Validator)
+    changed = {"pattern": _check_pattern, "multipleOf": _check_multiple, "divisibleBy": _check_multiple}
+    changed = {key: check for key, check in changed.items() if key in base.VALIDATORS}
+    made = validators.extend(base, changed)
+    made.FORMAT_CHECKER = base.FORMAT_CHECKER
+    return made
+
+
+def _check_pattern(_validator: Any, pattern: str, instance: Any, _schema: Any) -> Iterator[ValidationError]:
+    if isinstance(instance, str) and compile_pattern(pattern).search(instance) is None:
+        yield ValidationError(f"{instance!r} does not match {pattern!r}")
+
+
+@lru_cache(4096)
+def compile_pattern(pattern: str) -> Any:
+    """Compile a pattern of ECMA-262: "$" is the end of the text, and \\d and \\w are ASCII."""
+    words = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]|\$", lambda part: r"\Z" if part[0] == "$" else part[0], pattern)
+    words = re.sub(r"\(\?<(?![=!])", "(?P<", words).replace("\\/", "/")
+    words = re.sub(r"\\u\{([0-9a-fA-F]+)\}", lambda part: re.escape(chr(int(part[1], 16))), words)
+    try:
+        return re.compile(words, re.ASCII)
+    except re.error:
+        return regex.compile(words)
+
+
+def _check_multiple(_validator: Any, step: Any, instance: Any, _schema: Any) -> Iterator[ValidationError]:
+    if not isinstance(instance, int | float) or isinstance(instance, bool) or not math.isfinite(instance):
+        return
+    if Fraction(str(instance)) % Fraction(str(step)):
+        yield ValidationError(f"{instance!r} is not a multiple of {step!r}")
