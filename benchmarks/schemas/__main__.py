@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import conformance
-import fetch
 import table
 import walk
+from corpus import fetch
 
 DEFAULT_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "warmline-schemas"
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from tokenizers_in_use import load_tokenizer
+from compilers import load_tokenizer
 
 from warmline_backend.structured_output.compiler import GrammarCompiler
 from warmline_backend.structured_output.constraint import Constraint
@@ -14,7 +14,10 @@ from warmline_backend.structured_output.constraint import Constraint
 Tokens = np.ndarray[tuple[int], np.dtype[np.int64]]
 Kinds = np.ndarray[tuple[int], np.dtype[np.int8]]
 TOKENS_MAX = 400
-CLOSING_MIN, CLOSING_GROWTH = 0.1, 1 / 250  # the share of tokens that are drawn to come to an end, and its growth a token
+CLOSING_MIN, CLOSING_GROWTH = (
+    0.1,
+    1 / 250,
+)  # the share of tokens that are drawn to come to an end, and its growth a token
 CLOSES_TEXT, CLOSES_VALUE, GOES_ON = 1, 2, 3  # kinds of tokens; other tokens are 0
 
 
@@ -33,9 +36,13 @@ def load_token_table(name: str, cache: Path) -> TokenTable:
     code_points = _make_byte_code_points()
     special = set(tokenizer._tokenizer.all_special_ids)
     words = tokenizer._tokenizer.convert_ids_to_tokens(list(range(len(tokenizer._tokenizer))))
-    texts = [b"" if i in special else bytes(code_points.get(char, 0x3F) for char in word) for i, word in enumerate(words)]
+    texts = [
+        b"" if i in special else bytes(code_points.get(char, 0x3F) for char in word) for i, word in enumerate(words)
+    ]
     texts += [b""] * (size - len(texts))
-    return TokenTable(tuple(texts), np.array([_find_kind(text) for text in texts], np.int8), frozenset(tokenizer.eos_token_ids))
+    return TokenTable(
+        tuple(texts), np.array([_find_kind(text) for text in texts], np.int8), frozenset(tokenizer.eos_token_ids)
+    )
 
 
 def _make_byte_code_points() -> dict[str, int]:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from answers import is_accepted, load_token_table
-from corpus import CorpusSchema, load_corpus
+from compilers import load_tokenizer, make_compiler
+from corpus.load import CorpusSchema, load_corpus
 from instances import change_instance, format_instance
 from judge import Judge, parse_answer
 from table import build_constraint, get_group, print_rows
-from tokenizers_in_use import load_tokenizer, make_compiler
 from walk import WalkTask, find_served, walk_schema
 from workers import run_items
 
@@ -26,7 +26,16 @@ TIMEOUT_S = 240.0
 TOKENIZER = "demo"
 WALKS, CHANGES = 3, 6  # walks a schema, and changes of each of its valid answers
 TOKENS_MAX = 2000
-KINDS = ("valid", "valid, refused", "invalid", "invalid, accepted", "by format", "by format, accepted", "not judged", "errors")
+KINDS = (
+    "valid",
+    "valid, refused",
+    "invalid",
+    "invalid, accepted",
+    "by format",
+    "by format, accepted",
+    "not judged",
+    "errors",
+)
 
 
 @dataclass

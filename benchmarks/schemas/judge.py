@@ -32,8 +32,8 @@ class Verdict:
     reason: str = ""
 
 
-class DuplicateKeyError(ValueError):
-    """An object has a key twice."""
+class UnusualJsonError(ValueError):
+    """JSON that parsers read in different ways: an object has a key twice, or a number is too large for a double."""
 
 
 class Judge:
@@ -48,19 +48,27 @@ class Judge:
         if (error := next(iter(self._plain.iter_errors(instance)), None)) is not None:
             return Verdict(False, (), f"{error.json_path}: {error.validator}: {error.message}"[:300])
         errors = self._strict.iter_errors(instance)
-        formats = {part.validator_value for error in errors for part in _iter_leaves(error) if part.validator == "format"}
+        formats = {
+            part.validator_value for error in errors for part in _iter_leaves(error) if part.validator == "format"
+        }
         return Verdict(True, tuple(sorted(map(str, formats))))
 
 
 def parse_answer(text: str) -> Any:
-    """Parse an answer.  Raises ValueError."""
-    return json.loads(text, object_pairs_hook=_make_object)
+    """Parse an answer.  Raises UnusualJsonError, or another ValueError."""
+    return json.loads(text, object_pairs_hook=_make_object, parse_float=_make_float)
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made := dict(pairs)) < len(pairs):
-        raise DuplicateKeyError("an object has a key twice")
+        raise UnusualJsonError("an object has a key twice")
     return made
+
+
+def _make_float(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise UnusualJsonError("a number is too large for a double")
+    return value
 
 
 def _iter_leaves(error: ValidationError) -> Iterator[ValidationError]:

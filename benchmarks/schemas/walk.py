@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from answers import TOKENS_MAX, Walk, load_token_table
-from corpus import CorpusSchema, load_corpus
-from judge import Judge, parse_answer
+from compilers import NAMES, make_compiler
+from corpus.load import CorpusSchema, load_corpus
+from judge import Judge, UnusualJsonError, parse_answer
 from table import build_constraint, print_rows
-from tokenizers_in_use import NAMES, make_compiler
 from workers import run_items
 
 from warmline_backend.request.params import BadRequestError
@@ -23,6 +23,18 @@ from warmline_backend.structured_output.matcher import GrammarDeadEndError
 TIMEOUT_S = 180.0
 TOGETHER = 4
 ABANDONED_SHARE = 0.1
+KINDS = (
+    "walks",
+    "valid",
+    "invalid",
+    "not JSON",
+    "a key twice",
+    "too large numbers",
+    "errors",
+    "cut",
+    "abandoned",
+    "redraws",
+)
 EXAMPLES_MAX = 5  # a schema
 
 
@@ -90,6 +102,9 @@ def judge_walk(walk: Walk, result: WalkSum, judge: Judge) -> None:
     text = walk.text
     try:
         verdict = judge.judge(parse_answer(text))
+    except UnusualJsonError as error:
+        result.note("a key twice" if "key" in str(error) else "too large numbers", text, str(error))
+        return
     except ValueError as error:
         result.note("not JSON", text, str(error))
         return
@@ -147,7 +162,8 @@ def run(options: argparse.Namespace) -> None:
                 examples: list[Any] = [failure] if failure else result.examples
                 line = {"schema": task.item.key, "tokenizer": task.tokenizer, "seed": task.seed, "examples": examples}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
-    kinds = ("walks", "valid", "invalid", "not JSON", "errors", "cut", "abandoned", "redraws")
-    kinds += ("other format", "not judged", "refused schemas", "failed tasks")
-    print_rows(["tokenizer", *kinds], [[name, *(str(counts[kind]) for kind in kinds)] for name, counts in by_tokenizer.items()])
+    kinds = [*KINDS, "other format", "not judged", "refused schemas", "failed tasks"]
+    print_rows(
+        ["tokenizer", *kinds], [[name, *(str(counts[kind]) for kind in kinds)] for name, counts in by_tokenizer.items()]
+    )
     print("formats that answers don't follow:", dict(total.formats.most_common()))

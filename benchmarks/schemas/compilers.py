@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 from support import tiny_models  # noqa: E402  (lives with the tests, which own it)
 from support.backend import tool_families  # noqa: E402
-
 from warmline_backend import demo  # noqa: E402
 from warmline_backend.model.loader import read_config  # noqa: E402
 from warmline_backend.model.model import find_vocabulary_size, load_model_tokenizer  # noqa: E402

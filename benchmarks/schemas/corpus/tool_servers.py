@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sources import DUMMY_VARIABLES, ToolServer
+from corpus.sources import DUMMY_VARIABLES, ToolServer
 
 INSTALL_TIMEOUT_S = 420.0
 ANSWER_TIMEOUT_S = 60.0
@@ -62,7 +62,9 @@ def list_tools(server: ToolServer, folder: Path) -> list[dict[str, Any]]:
 
 def _describe_exit(folder: Path) -> str:
     lines = (folder / "stderr.txt").read_text(errors="replace").split("\n")
-    return next((line.strip()[:160] for line in lines if re.search("error|must|requir|missing", line, re.I)), "no reason")
+    return next(
+        (line.strip()[:160] for line in lines if re.search("error|must|requir|missing", line, re.I)), "no reason"
+    )
 
 
 def _isolate() -> list[str]:
@@ -161,7 +163,9 @@ def install_pypi(server: ToolServer, folder: Path) -> list[str]:
 def run_installer(command: list[str], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, timeout=INSTALL_TIMEOUT_S, check=False, text=True)
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, timeout=INSTALL_TIMEOUT_S, check=False, text=True
+        )
     except subprocess.TimeoutExpired as error:
         raise ToolServerError(f"not installed within {INSTALL_TIMEOUT_S:.0f} s") from error
     if done.returncode:

@@ -19,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import pydantic_models
-from sources import FORMAT_CHECKERS, SCHEMA_PACKAGES, SUITE, TOOL_SERVERS, ZOD, SchemaPackage, ToolServer
-from tool_servers import ToolServerError, list_tools, run_installer
+from corpus import pydantic_models
+from corpus.sources import FORMAT_CHECKERS, SCHEMA_PACKAGES, SUITE, TOOL_SERVERS, ZOD, SchemaPackage, ToolServer
+from corpus.tool_servers import ToolServerError, list_tools, run_installer
 
 INSTALL_COUNT = 3  # at the same time
 FILE_BYTES_MAX = 8 << 20
@@ -30,7 +30,18 @@ TIMEOUT_S = 300.0
 KUBERNETES_DEFINITIONS = "kubernetes_validate/kubernetes-json-schema/v1.37.0-local/_definitions.json"
 KUBERNETES_REFERENCE = "/api/_definitions.json#/$defs/"
 ASSERTIONS = {"$ref", "anyOf", "oneOf", "additionalProperties", "required"}
-APPLICATORS = {"properties", "items", "allOf", "anyOf", "oneOf", "$ref", "enum", "patternProperties", "definitions", "$defs"}
+APPLICATORS = {
+    "properties",
+    "items",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "$ref",
+    "enum",
+    "patternProperties",
+    "definitions",
+    "$defs",
+}
 
 
 def fetch_corpus(cache: Path) -> None:
@@ -86,7 +97,7 @@ def fetch_packages(cache: Path, corpus: Path) -> None:
         except (OSError, subprocess.SubprocessError) as error:
             print(f"{package.package}: {str(error)[:160]}", flush=True)
             continue
-        found = {name: schema for name, schema in iter_schemas(package, archive)}
+        found = dict(iter_schemas(package, archive))
         count = 0
         for name in take_evenly(sorted(found), seen, found, package.count_max):
             write_schema(corpus / package.name / f"{make_file_name(name)}.json", found[name])
@@ -175,7 +186,9 @@ def is_schema(value: object) -> bool:
         return bool(APPLICATORS & value.keys()) or "type" in value
     is_typed = value.get("type") in ("object", "array") or bool(ASSERTIONS & value.keys())
     properties = value.get("properties")
-    return is_typed and isinstance(properties, dict) and all(isinstance(part, dict | bool) for part in properties.values())
+    return (
+        is_typed and isinstance(properties, dict) and all(isinstance(part, dict | bool) for part in properties.values())
+    )
 
 
 # ---- the test suite, and schemas that generators write
@@ -203,7 +216,9 @@ def fetch_generated(cache: Path, corpus: Path) -> None:
     folder = cache / "zod"
     script = folder / "zod_models.mjs"
     if not (folder / "node_modules" / "zod").exists():
-        run_installer(["npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", "--prefix", str(folder), *ZOD], folder)
+        run_installer(
+            ["npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", "--prefix", str(folder), *ZOD], folder
+        )
     shutil.copy(Path(__file__).with_name("zod_models.mjs"), script)
     done = subprocess.run(["node", str(script)], capture_output=True, check=True, timeout=TIMEOUT_S)
     for source, schemas in json.loads(done.stdout).items():

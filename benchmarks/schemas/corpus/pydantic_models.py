@@ -1,14 +1,13 @@
 """Schemas that pydantic writes, of small models that use what it can say."""
 
 import re
-import typing
 from collections.abc import Iterator, Mapping
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum, IntEnum
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, Literal, NamedTuple, Optional, TypeVar
 from uuid import UUID
 
 import pydantic
@@ -207,7 +206,7 @@ MODELS: tuple[type[BaseModel], ...] = (Address, Closed, Open, Tree, Expression, 
 
 def iter_schemas() -> Iterator[tuple[str, dict[str, Any]]]:
     for name, kind in FIELD_TYPES.items():
-        model = pydantic.create_model("Holder", value=(kind, ...), other=(typing.Optional[kind], None))
+        model = pydantic.create_model("Holder", value=(kind, ...), other=(Optional[kind], None))  # noqa: UP045  (None | None is no type)
         yield f"field-{name}", model.model_json_schema()
     for model in MODELS:
         yield f"model-{model.__name__}", model.model_json_schema()

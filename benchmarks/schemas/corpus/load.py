@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 TOOLS = "mcp"  # the folder of tools; each server's is a source
-SUITE_DRAFTS = {"draft2020-12": "https://json-schema.org/draft/2020-12/schema", "draft7": "http://json-schema.org/draft-07/schema#"}
+SUITE_DRAFTS = {
+    "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
+    "draft7": "http://json-schema.org/draft-07/schema#",
+}
 
 
 @dataclass(frozen=True)
