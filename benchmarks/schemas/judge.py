@@ -3,15 +3,15 @@
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jsonschema
 import regex
-from jsonschema import validators
+from jsonschema import _keywords, _legacy_keywords, _utils, validators
 from jsonschema.exceptions import ValidationError
 from jsonschema.protocols import Validator
 
@@ -22,7 +22,8 @@ DRAFTS = {
     "7": jsonschema.Draft7Validator,
     "2019-09": jsonschema.Draft201909Validator,
 }
-ERRORS_MAX = 50
+BOUNDS = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
+SPACES = "\\t-\\r \\u00a0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000\\ufeff"
 
 
 @dataclass(frozen=True)
@@ -86,30 +87,54 @@ def _find_draft(schema: Any) -> str:
 
 @lru_cache
 def _get_class(draft: str) -> Any:
-    """Class of a draft, with patterns as ECMA-262 has them, and multiples of decimal numbers."""
+    """Class of a draft, with multiples of decimal numbers, and boolean bounds of draft 4 in any draft."""
     base = DRAFTS.get(draft, jsonschema.Draft202012Validator)
-    changed = {"pattern": _check_pattern, "multipleOf": _check_multiple, "divisibleBy": _check_multiple}
-    changed = {key: check for key, check in changed.items() if key in base.VALIDATORS}
-    made = validators.extend(base, changed)
+    changed = {"multipleOf": _check_multiple, "divisibleBy": _check_multiple}
+    if draft not in ("3", "4"):
+        changed |= {key: partial(_check_bound, key, base.VALIDATORS[key]) for key in BOUNDS}
+    made = validators.extend(base, {key: check for key, check in changed.items() if key in base.VALIDATORS})
     made.FORMAT_CHECKER = base.FORMAT_CHECKER
     return made
 
 
-def _check_pattern(_validator: Any, pattern: str, instance: Any, _schema: Any) -> Iterator[ValidationError]:
-    if isinstance(instance, str) and compile_pattern(pattern).search(instance) is None:
-        yield ValidationError(f"{instance!r} does not match {pattern!r}")
+def _check_bound(
+    key: str, check: Callable[..., Any], validator: Any, bound: Any, instance: Any, schema: Any
+) -> Iterator[ValidationError]:
+    if not isinstance(bound, bool):
+        yield from check(validator, bound, instance, schema) or ()
+    elif bound and validator.is_type(instance, "number") and instance == schema.get(BOUNDS[key]):
+        yield ValidationError(f"{instance!r} is the bound itself")
 
 
 @lru_cache(4096)
 def compile_pattern(pattern: str) -> Any:
-    """Compile a pattern of ECMA-262: "$" is the end of the text, and \\d and \\w are ASCII."""
-    words = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]|\$", lambda part: r"\Z" if part[0] == "$" else part[0], pattern)
+    """Compile a pattern of ECMA-262: "$" is the end of the text, \\d and \\w are ASCII, \\s is not."""
+    words = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]|\$", _translate_pattern_part, pattern)
     words = re.sub(r"\(\?<(?![=!])", "(?P<", words).replace("\\/", "/")
     words = re.sub(r"\\u\{([0-9a-fA-F]+)\}", lambda part: re.escape(chr(int(part[1], 16))), words)
     try:
         return re.compile(words, re.ASCII)
     except re.error:
         return regex.compile(words)
+
+
+def _translate_pattern_part(part: re.Match[str]) -> str:
+    """Translate an escape, a class, or a dollar sign."""
+    text = part[0]
+    if text.startswith("["):
+        return re.sub(r"\\[sS]|\\.", lambda escape: SPACES if escape[0] == r"\s" else escape[0], text)
+    return {"$": r"\Z", r"\s": f"[{SPACES}]", r"\S": f"[^{SPACES}]"}.get(text, text)
+
+
+class EcmaPatterns:
+    """Stands where jsonschema has the module `re`, so that all its keywords read patterns alike."""
+
+    @staticmethod
+    def search(pattern: str, text: str) -> Any:
+        return compile_pattern(pattern).search(text)
+
+
+_keywords.re = _legacy_keywords.re = _utils.re = EcmaPatterns  # type: ignore[attr-defined]
 
 
 def _check_multiple(_validator: Any, step: Any, instance: Any, _schema: Any) -> Iterator[ValidationError]:
