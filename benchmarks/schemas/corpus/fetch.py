@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -49,10 +49,11 @@ def fetch_corpus(cache: Path) -> None:
     corpus = cache / "corpus"
     corpus.mkdir(parents=True, exist_ok=True)
     fetch_packages(cache, corpus)
-    fetch_suite(cache, corpus)
+    fetch_suite(cache)
     fetch_generated(cache, corpus)
     fetch_tools(cache, corpus)
     fetch_format_checkers(cache)
+    print(f"{sum(1 for _ in corpus.rglob('*.json'))} schemas in {corpus}")
 
 
 # ---- tools
@@ -194,7 +195,7 @@ def is_schema(value: object) -> bool:
 # ---- the test suite, and schemas that generators write
 
 
-def fetch_suite(cache: Path, corpus: Path) -> None:
+def fetch_suite(cache: Path) -> None:
     """Fetch JSON-Schema-Test-Suite: tests with instances, as its own files have them, and remote documents."""
     place = cache / "suite"
     if place.exists():
@@ -261,7 +262,3 @@ def _strip(value: Any) -> Any:
 def write_schema(path: Path, schema: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(schema, ensure_ascii=False))
-
-
-def count_schemas(paths: Iterable[Path]) -> int:
-    return sum(1 for path in paths for _ in path.rglob("*.json"))
