@@ -6,7 +6,7 @@ import random
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from answers import is_accepted, load_token_table
 from compilers import load_tokenizer, make_compiler
 from corpus.load import CorpusSchema, load_corpus
-from instances import change_instance, format_instance
+from instances import change_instance, format_instance, relax_schema
 from judge import Judge, parse_answer
 from table import build_constraint, get_group, print_rows
 from walk import WalkTask, find_served, walk_schema
@@ -52,7 +52,9 @@ def iter_instances(cache: Path, item: CorpusSchema, seed: int) -> Iterator[tuple
         yield from (("given", instance, is_valid) for instance, is_valid in item.instances)
         return
     draw = random.Random(seed)
-    for text in walk_schema(cache, WalkTask(item, TOKENIZER, WALKS, seed)).texts:
+    relaxed = replace(item, schema=relax_schema(item.schema))
+    tasks = (WalkTask(each, TOKENIZER, WALKS, seed + i) for i, each in enumerate((item, relaxed)))
+    for text in (text for task in tasks for text in walk_schema(cache, task).texts):
         instance = parse_answer(text)
         yield "sampled", instance, None
         for kind, changed in change_instance(instance, item.schema, draw, CHANGES):

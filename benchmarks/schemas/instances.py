@@ -11,6 +11,13 @@ PARTS_MAX = 200  # subschemas that apply to one value
 NODES_MAX = 300  # of an instance, that changes are looked for at
 COMPOSING = ("allOf", "anyOf", "oneOf")
 CONDITIONAL = ("then", "else", "if")
+NAMED_PARTS = ("properties", "patternProperties", "$defs", "definitions")
+DATA = ("enum", "const", "default", "examples", "required")
+HARD = {
+    *("uniqueItems", "not", "if", "then", "else", "propertyNames", "oneOf", "contains", "minContains", "maxContains"),
+    *("dependencies", "dependentRequired", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties"),
+    *("minProperties", "maxProperties", "$dynamicAnchor", "$recursiveAnchor"),
+}
 Path = tuple[str | int, ...]
 Schemas = list[Mapping[str, Any]]
 Change = tuple[str, Path, Any]  # its kind, the place, and the new value; REMOVED for none
@@ -77,6 +84,23 @@ def order_keys(instance: Any, schemas: Sequence[Any], root: Any) -> Any:
 
 def format_instance(instance: Any, schema: Any) -> str:
     return json.dumps(order_keys(instance, [schema], schema), ensure_ascii=False)
+
+
+def relax_schema(schema: Any) -> Any:
+    """Copy a schema without the keywords that are hard to force: it allows more, and is served by any version."""
+    if isinstance(schema, list):
+        return [relax_schema(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    relaxed = dict[str, Any]()
+    for key, part in schema.items():
+        if key in NAMED_PARTS and isinstance(part, Mapping):
+            relaxed[key] = {name: relax_schema(inner) for name, inner in part.items()}
+        elif key in DATA or (key not in HARD and not (key == "pattern" and "(?" in str(part))):
+            relaxed[key] = part if key in DATA else relax_schema(part)
+    if "anyOf" not in relaxed and isinstance(schema.get("oneOf"), list):
+        relaxed["anyOf"] = relax_schema(schema["oneOf"])
+    return relaxed
 
 
 # ---- changes
