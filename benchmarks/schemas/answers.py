@@ -1,17 +1,18 @@
 """Answers of one constraint without a model: sampled at random, or given and fed token by token."""
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import numpy as np
 from compilers import load_tokenizer
 
-from warmline_backend.structured_output.compiler import GrammarCompiler
-from warmline_backend.structured_output.constraint import Constraint
-
 Tokens = np.ndarray[tuple[int], np.dtype[np.int64]]
+Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 Kinds = np.ndarray[tuple[int], np.dtype[np.int8]]
 TOKENS_MAX = 400
 CLOSING_MIN, CLOSING_GROWTH = (
@@ -58,66 +59,102 @@ def _find_kind(text: bytes) -> int:
     return GOES_ON if text.startswith(b",") else 0
 
 
-@dataclass
+class GivenUpError(Exception):
+    """An answer that ended because a check failed too often."""
+
+
 class Walk:
-    """A random walk through one answer, a token a step.
+    """A random walk through one answer, a token a step, with its checks and redraws as the engine has them.
 
     With a share that grows, a token is drawn among those that come to an end, so that most walks do.
     """
 
-    compiler: GrammarCompiler
-    constraint: Constraint
-    table: TokenTable
-    seed: int
-    tokens: list[int] = field(default_factory=list)
-    redraw_count: int = 0
-    is_ended: bool = False
-
-    def __post_init__(self) -> None:
-        self._matcher = self.compiler.create_matcher(self.constraint)
-        self._random, self._np_random = random.Random(self.seed), np.random.default_rng(self.seed)
-        self._is_in_text = self._is_escaped = False
+    def __init__(self, matcher: Any, table: TokenTable, seed: int) -> None:
+        self._matcher, self._table = matcher, table
+        self._random, self._np_random = random.Random(seed), np.random.default_rng(seed)
+        self._states = [(False, False)]  # after each token: within a string, and after a backslash
+        self._logits = mx.zeros(len(table.texts))
+        self._sent_count = self.redraw_count = 0
+        self.tokens, self.is_ended = list[int](), False
+        self._allowed = compute_mask(self._matcher, self._logits)
 
     @property
     def text(self) -> str:
-        return b"".join(self.table.texts[token] for token in self.tokens).decode(errors="replace")
+        return b"".join(self._table.texts[token] for token in self.tokens).decode(errors="replace")
+
+    def close(self) -> None:
+        """Give the matcher back; also in the middle of an answer."""
+        if hasattr(self._matcher, "release"):
+            self._matcher.release()
 
     def step(self) -> None:
-        """Sample a token.  Raises GrammarDeadEndError."""
-        token = self._draw(np.flatnonzero(self._matcher.compute_allowed()))
-        self._matcher.advance(token)
-        self.is_ended = self._matcher.is_complete
-        if not self.is_ended:
-            self.tokens.append(token)
-            self._follow(self.table.texts[token])
+        """Sample a token.  Raises GrammarDeadEndError, GivenUpError."""
+        token = self._draw(np.flatnonzero(self._allowed))
+        ends = token in self._table.eos
+        self.tokens.append(token)
+        self._states.append(self._follow(self._table.texts[token]))
+        self._matcher.set_sampled(mx.array([token]), 0)
+        self._allowed = compute_mask(self._matcher, self._logits)
+        if (position := self._find_rejected(token, ends=ends)) is not None:
+            self.redraw_count += 1
+            self._matcher.rewind(position)
+            del self.tokens[position:], self._states[position + 1 :]
+            self._allowed = compute_mask(self._matcher, self._logits)
+        elif ends:
+            self.tokens.pop()
+            self.is_ended = True
+
+    def _find_rejected(self, token: int, *, ends: bool) -> int | None:
+        """Find the position to go back to; None where the answer may stay as it is."""
+        if not hasattr(self._matcher, "reject_token"):
+            return None
+        is_last = ends or len(self.tokens) >= TOKENS_MAX
+        rejection = self._matcher.reject_token(token, self._sent_count, ends=ends, is_last=is_last)
+        if rejection is not None and rejection.position is None:
+            raise GivenUpError(rejection.reason)
+        sound = self._matcher.count_sound(len(self.tokens))
+        assert rejection is None or rejection.position >= self._sent_count, "a token that was sent is drawn again"
+        self._sent_count = max(self._sent_count, sound if rejection is None else min(sound, rejection.position))
+        return None if rejection is None else int(rejection.position)
 
     def _draw(self, allowed: Tokens) -> int:
+        is_in_text, _ = self._states[-1]
         closing = min(1.0, CLOSING_MIN + len(self.tokens) * CLOSING_GROWTH)
         if self._random.random() < closing:
-            if not self._is_in_text and (ends := [token for token in self.table.eos if token in allowed]):
+            if not is_in_text and (ends := [token for token in self._table.eos if token in allowed]):
                 return ends[0]
-            kinds = self.table.kinds[allowed]
-            for kind in (CLOSES_TEXT,) if self._is_in_text else (CLOSES_VALUE, CLOSES_TEXT, GOES_ON):
+            kinds = self._table.kinds[allowed]
+            for kind in (CLOSES_TEXT,) if is_in_text else (CLOSES_VALUE, CLOSES_TEXT, GOES_ON):
                 if len(found := allowed[kinds == kind]):
                     return int(self._np_random.choice(found))
         return int(self._np_random.choice(allowed))
 
-    def _follow(self, text: bytes) -> None:
+    def _follow(self, text: bytes) -> tuple[bool, bool]:
+        is_in_text, is_escaped = self._states[-1]
         for byte in text:
-            if self._is_escaped:
-                self._is_escaped = False
+            if is_escaped:
+                is_escaped = False
             elif byte == 0x5C:
-                self._is_escaped = self._is_in_text
+                is_escaped = is_in_text
             elif byte == 0x22:
-                self._is_in_text = not self._is_in_text
+                is_in_text = not is_in_text
+        return is_in_text, is_escaped
 
 
-def is_accepted(compiler: GrammarCompiler, constraint: Constraint, tokens: list[int], eos: frozenset[int]) -> bool:
+def is_accepted(matcher: Any, tokens: Sequence[int], table: TokenTable) -> bool:
     """True if an answer may be these tokens, and end there.  Raises GrammarDeadEndError."""
-    matcher = compiler.create_matcher(constraint)
-    for token in tokens:
-        if not matcher.compute_allowed()[token]:
+    answer, logits = [*tokens, min(table.eos)], mx.zeros(len(table.texts))
+    allowed = compute_mask(matcher, logits)
+    for count, token in enumerate(answer, 1):
+        if not allowed[token]:
             return False
-        matcher.advance(token)
-    allowed = matcher.compute_allowed()
-    return any(allowed[token] for token in eos)
+        matcher.set_sampled(mx.array([token]), 0)
+        allowed, ends = compute_mask(matcher, logits), count == len(answer)
+        if hasattr(matcher, "reject_token") and matcher.reject_token(token, 0, ends=ends, is_last=ends) is not None:
+            return False
+    return True
+
+
+def compute_mask(matcher: Any, logits: mx.array) -> Mask:
+    """Compute the mask of the next token, as a step of the engine does, which first takes the last one."""
+    return np.array(matcher(mx.array([], mx.int32), logits)) == 0

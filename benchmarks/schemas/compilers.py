@@ -18,6 +18,8 @@ from warmline_backend import demo  # noqa: E402
 from warmline_backend.model.loader import read_config  # noqa: E402
 from warmline_backend.model.model import find_vocabulary_size, load_model_tokenizer  # noqa: E402
 from warmline_backend.structured_output.compiler import GrammarCompiler  # noqa: E402
+from warmline_backend.structured_output.constraint import Constraint  # noqa: E402
+from warmline_backend.structured_output.matcher import Matcher  # noqa: E402
 from warmline_common.storage.home import Home  # noqa: E402
 
 NAMES = ("demo", "bytes")
@@ -50,3 +52,8 @@ def make_compiler(name: str, cache: Path) -> GrammarCompiler:
     compiler = GrammarCompiler(tokenizer, vocabulary_size)
     compiler.prepare_tokenizer()
     return compiler
+
+
+def create_matcher(name: str, cache: Path, constraint: Constraint) -> Matcher:
+    """Create the matcher of one answer."""
+    return make_compiler(name, cache).create_matcher(constraint)

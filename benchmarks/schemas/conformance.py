@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from answers import is_accepted, load_token_table
-from compilers import load_tokenizer, make_compiler
+from compilers import create_matcher, load_tokenizer, make_compiler
 from corpus.load import CorpusSchema, load_corpus
 from instances import change_instance, format_instance, relax_schema
 from judge import Judge, parse_answer
@@ -70,7 +70,7 @@ def check_schema(cache: Path, seed: int, item: CorpusSchema) -> ConformanceSum:
         result.counts["refused schemas"] += 1
         return result
     tokenizer, judge = load_tokenizer(TOKENIZER, cache)[0], Judge(item.schema)
-    eos = load_token_table(TOKENIZER, cache).eos
+    table = load_token_table(TOKENIZER, cache)
     for kind, instance, is_valid in instances:
         try:
             label = label_instance(judge, instance, is_valid)
@@ -78,7 +78,7 @@ def check_schema(cache: Path, seed: int, item: CorpusSchema) -> ConformanceSum:
             tokens = tokenizer.encode(text, add_special_tokens=False)
             if len(tokens) > TOKENS_MAX:
                 continue
-            accepts = is_accepted(compiler, constraint, tokens, eos)
+            accepts = is_accepted(create_matcher(TOKENIZER, cache, constraint), tokens, table)
         except GrammarDeadEndError:
             result.counts["errors"] += 1
             continue

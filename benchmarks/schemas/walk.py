@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from answers import TOKENS_MAX, Walk, load_token_table
-from compilers import NAMES, make_compiler
+from answers import TOKENS_MAX, GivenUpError, Walk, load_token_table
+from compilers import NAMES, create_matcher, make_compiler
 from corpus.load import CorpusSchema, load_corpus
 from judge import Judge, UnusualJsonError, parse_answer
 from table import build_constraint, print_rows
@@ -33,6 +33,7 @@ KINDS = (
     "errors",
     "cut",
     "abandoned",
+    "given up",
     "redraws",
 )
 EXAMPLES_MAX = 5  # a schema
@@ -73,12 +74,13 @@ def walk_schema(cache: Path, task: WalkTask) -> WalkSum:
     draw, running = random.Random(task.seed), list[Walk]()
     while True:
         while len(running) < TOGETHER and (seed := next(seeds, None)) is not None:
-            running.append(Walk(compiler, constraint, table, seed))
+            running.append(Walk(create_matcher(task.tokenizer, cache, constraint), table, seed))
         if not running:
             return result
         for walk in list(running):
             if not step_walk(walk, result, judge, is_abandoned=draw.random() < ABANDONED_SHARE / 50):
                 running.remove(walk)
+                walk.close()
 
 
 def step_walk(walk: Walk, result: WalkSum, judge: Judge, *, is_abandoned: bool) -> bool:
@@ -87,6 +89,10 @@ def step_walk(walk: Walk, result: WalkSum, judge: Judge, *, is_abandoned: bool) 
         walk.step()
     except GrammarDeadEndError as error:
         result.note("errors", walk.text, str(error))
+        return False
+    except GivenUpError as error:
+        result.note("given up", walk.text, str(error))
+        result.counts["redraws"] += walk.redraw_count
         return False
     if walk.is_ended:
         judge_walk(walk, result, judge)
