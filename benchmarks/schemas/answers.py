@@ -1,6 +1,7 @@
 """Answers of one constraint without a model: sampled at random, or given and fed token by token."""
 
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -75,6 +76,7 @@ class Walk:
         self._states = [(False, False)]  # after each token: within a string, and after a backslash
         self._logits = mx.zeros(len(table.texts))
         self._sent_count = self.redraw_count = 0
+        self.step_max_s = 0.0  # CPU time of this thread
         self.tokens, self.is_ended = list[int](), False
         self._allowed = compute_mask(self._matcher, self._logits)
 
@@ -89,6 +91,13 @@ class Walk:
 
     def step(self) -> None:
         """Sample a token.  Raises GrammarDeadEndError, GivenUpError."""
+        began_s = time.thread_time()
+        try:
+            self._step()
+        finally:
+            self.step_max_s = max(self.step_max_s, time.thread_time() - began_s)
+
+    def _step(self) -> None:
         token = self._draw(np.flatnonzero(self._allowed))
         ends = token in self._table.eos
         self.tokens.append(token)

@@ -35,7 +35,9 @@ KINDS = (
     "abandoned",
     "given up",
     "redraws",
+    "slow",
 )
+SLOW_STEP_S = 0.05
 EXAMPLES_MAX = 5  # a schema
 
 
@@ -52,6 +54,7 @@ class WalkSum:
     counts: Counter[str] = field(default_factory=Counter)
     formats: Counter[str] = field(default_factory=Counter)  # that answers of finished walks don't follow
     examples: list[dict[str, str]] = field(default_factory=list)  # of errors and invalid answers
+    step_max_s: float = 0.0
     texts: list[str] = field(default_factory=list)  # of valid answers
 
     def note(self, kind: str, text: str, reason: str) -> None:
@@ -81,18 +84,17 @@ def walk_schema(cache: Path, task: WalkTask) -> WalkSum:
             if not step_walk(walk, result, judge, is_abandoned=draw.random() < ABANDONED_SHARE / 50):
                 running.remove(walk)
                 walk.close()
+                result.counts["redraws"] += walk.redraw_count
+                result.counts["slow"] += walk.step_max_s > SLOW_STEP_S
+                result.step_max_s = max(result.step_max_s, walk.step_max_s)
 
 
 def step_walk(walk: Walk, result: WalkSum, judge: Judge, *, is_abandoned: bool) -> bool:
     """Take a step of a walk; false where it is over."""
     try:
         walk.step()
-    except GrammarDeadEndError as error:
-        result.note("errors", walk.text, str(error))
-        return False
-    except GivenUpError as error:
-        result.note("given up", walk.text, str(error))
-        result.counts["redraws"] += walk.redraw_count
+    except (GrammarDeadEndError, GivenUpError) as error:
+        result.note("errors" if isinstance(error, GrammarDeadEndError) else "given up", walk.text, str(error))
         return False
     if walk.is_ended:
         judge_walk(walk, result, judge)
@@ -100,7 +102,6 @@ def step_walk(walk: Walk, result: WalkSum, judge: Judge, *, is_abandoned: bool) 
         result.counts["abandoned" if is_abandoned else "cut"] += 1
     else:
         return True
-    result.counts["redraws"] += walk.redraw_count
     return False
 
 
@@ -154,7 +155,7 @@ def find_served(cache: Path, items: Sequence[CorpusSchema]) -> list[CorpusSchema
 def run(options: argparse.Namespace) -> None:
     items = find_served(options.cache, load_corpus(options.cache, options.sources))
     tasks = make_tasks(items, options.walks, options.seed)
-    total, by_tokenizer = WalkSum(), {name: Counter[str]() for name in NAMES}
+    total, by_tokenizer, slowest = WalkSum(), {name: Counter[str]() for name in NAMES}, (0.0, "")
     rows = run_items(partial(walk_schema, options.cache), tasks, process_count=options.processes, timeout_s=TIMEOUT_S)
     with (options.cache / "walks.jsonl").open("w") as file:
         for task, result, failure in rows:
@@ -164,6 +165,7 @@ def run(options: argparse.Namespace) -> None:
             else:
                 by_tokenizer[task.tokenizer].update(result.counts)
                 total.formats.update(result.formats)
+                slowest = max(slowest, (result.step_max_s, task.item.key))
             if failure or result.examples:
                 examples: list[Any] = [failure] if failure else result.examples
                 line = {"schema": task.item.key, "tokenizer": task.tokenizer, "seed": task.seed, "examples": examples}
@@ -172,4 +174,5 @@ def run(options: argparse.Namespace) -> None:
     print_rows(
         ["tokenizer", *kinds], [[name, *(str(counts[kind]) for kind in kinds)] for name, counts in by_tokenizer.items()]
     )
+    print(f"slow: a step took more than {SLOW_STEP_S} s of CPU; the slowest took {slowest[0]:.3f} s, in {slowest[1]}")
     print("formats that answers don't follow:", dict(total.formats.most_common()))
