@@ -3,24 +3,26 @@
 import argparse
 import json
 import random
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from answers import TOKENS_MAX, GivenUpError, Walk, load_token_table
-from compilers import NAMES, create_matcher, make_compiler
+from compilers import NAMES, TOOL_NAMES, create_matcher, load_tokenizer, make_compiler
 from corpus.load import CorpusSchema, load_corpus
 from judge import Judge, UnusualJsonError, parse_answer
-from table import build_constraint, print_rows
+from table import build_constraint, make_request, print_rows
 from workers import run_items
 
+from warmline_backend.output.parser import parse_turn
 from warmline_backend.request.params import BadRequestError
 from warmline_backend.structured_output.matcher import GrammarDeadEndError
 
 TIMEOUT_S = 180.0
+WALKED_TOOL_NAMES = ("json_tools",)  # at random, a tag that ends a text would hardly ever be found
 TOGETHER = 4
 ABANDONED_SHARE = 0.1
 KINDS = (
@@ -48,6 +50,20 @@ class WalkTask:
     count: int
     seed: int
 
+    @property
+    def mode(self) -> str:
+        return "tool strict" if self.tokenizer in TOOL_NAMES else "strict"
+
+    def read_answer(self, cache: Path, walk: Walk) -> Any:
+        """Read the JSON of an answer, or the arguments of its first call.  Raises ValueError."""
+        if self.tokenizer not in TOOL_NAMES:
+            return parse_answer(walk.text)
+        tokenizer, tools = load_tokenizer(self.tokenizer, cache)[0], make_request(self.item, self.mode)[1]
+        content, calls = parse_turn(walk.tokens, tokenizer, tools)
+        if content or not calls or calls[0][0] != self.item.name:
+            raise ValueError("is no call")
+        return parse_answer(calls[0][1])
+
 
 @dataclass
 class WalkSum:
@@ -68,7 +84,7 @@ def walk_schema(cache: Path, task: WalkTask) -> WalkSum:
     result, compiler = WalkSum(), make_compiler(task.tokenizer, cache)
     compiler.clear()
     try:
-        constraint = build_constraint(compiler, task.item, "strict")
+        constraint = build_constraint(compiler, task.item, task.mode)
         judge = Judge(task.item.schema)
     except BadRequestError:
         result.counts["refused schemas"] += 1
@@ -81,34 +97,33 @@ def walk_schema(cache: Path, task: WalkTask) -> WalkSum:
         if not running:
             return result
         for walk in list(running):
-            if not step_walk(walk, result, judge, is_abandoned=draw.random() < ABANDONED_SHARE / 50):
+            if not step_walk(walk, result, is_abandoned=draw.random() < ABANDONED_SHARE / 50):
                 running.remove(walk)
+                if walk.is_ended:
+                    judge_walk(walk, result, judge, partial(task.read_answer, cache))
                 walk.close()
                 result.counts["redraws"] += walk.redraw_count
                 result.counts["slow"] += walk.step_max_s > SLOW_STEP_S
                 result.step_max_s = max(result.step_max_s, walk.step_max_s)
 
 
-def step_walk(walk: Walk, result: WalkSum, judge: Judge, *, is_abandoned: bool) -> bool:
+def step_walk(walk: Walk, result: WalkSum, *, is_abandoned: bool) -> bool:
     """Take a step of a walk; false where it is over."""
     try:
         walk.step()
     except (GrammarDeadEndError, GivenUpError) as error:
         result.note("errors" if isinstance(error, GrammarDeadEndError) else "given up", walk.text, str(error))
         return False
-    if walk.is_ended:
-        judge_walk(walk, result, judge)
-    elif is_abandoned or len(walk.tokens) >= TOKENS_MAX:
+    if not walk.is_ended and (is_abandoned or len(walk.tokens) >= TOKENS_MAX):
         result.counts["abandoned" if is_abandoned else "cut"] += 1
-    else:
-        return True
-    return False
+        return False
+    return not walk.is_ended
 
 
-def judge_walk(walk: Walk, result: WalkSum, judge: Judge) -> None:
+def judge_walk(walk: Walk, result: WalkSum, judge: Judge, read_answer: Callable[[Walk], Any]) -> None:
     text = walk.text
     try:
-        verdict = judge.judge(parse_answer(text))
+        verdict = judge.judge(read_answer(walk))
     except UnusualJsonError as error:
         result.note("a key twice" if "key" in str(error) else "too large numbers", text, str(error))
         return
@@ -131,7 +146,7 @@ def judge_walk(walk: Walk, result: WalkSum, judge: Judge) -> None:
 
 def make_tasks(items: Sequence[CorpusSchema], walk_count: int, seed: int) -> list[WalkTask]:
     """Spread walks evenly over schemas and tokenizers; a seed is each walk's own."""
-    keys = [(item, tokenizer) for item in items for tokenizer in NAMES]
+    keys = [(item, name) for item in items for name in (*NAMES, *(WALKED_TOOL_NAMES if item.is_tool else ()))]
     share, rest = divmod(walk_count, max(len(keys), 1))
     counts = [share + (i < rest) for i in range(len(keys))]
     random.Random(seed).shuffle(counts)
@@ -155,7 +170,7 @@ def find_served(cache: Path, items: Sequence[CorpusSchema]) -> list[CorpusSchema
 def run(options: argparse.Namespace) -> None:
     items = find_served(options.cache, load_corpus(options.cache, options.sources))
     tasks = make_tasks(items, options.walks, options.seed)
-    total, by_tokenizer, slowest = WalkSum(), {name: Counter[str]() for name in NAMES}, (0.0, "")
+    total, by_tokenizer, slowest = WalkSum(), defaultdict[str, Counter[str]](Counter), (0.0, "")
     rows = run_items(partial(walk_schema, options.cache), tasks, process_count=options.processes, timeout_s=TIMEOUT_S)
     with (options.cache / "walks.jsonl").open("w") as file:
         for task, result, failure in rows:
