@@ -74,6 +74,7 @@ def fetch_tools(cache: Path, corpus: Path) -> None:
             write_schema(draft / f"{make_file_name(str(tool.get('name')))}.json", kept)
         if tools:
             draft.rename(place)
+            shutil.rmtree(cache / "servers" / server.name)  # a hundred megabytes each
         return f"{server.package}: {len(tools)} tools"
 
     with ThreadPoolExecutor(INSTALL_COUNT) as pool:
