@@ -1,0 +1,1 @@
+"""The corpus: packages, what is fetched from them, and its schemas."""
