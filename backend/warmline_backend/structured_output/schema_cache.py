@@ -46,7 +46,9 @@ class SchemaCache:
     def __init__(self, find_problem: GrammarTrial) -> None:
         self._find_problem = find_problem
         self._lock = threading.Lock()
-        self._entries: OrderedDict[bytes, tuple[CachedSchema | FieldError, int]] = OrderedDict()  # with their characters
+        self._entries: OrderedDict[bytes, tuple[CachedSchema | FieldError, int]] = (
+            OrderedDict()
+        )  # with their characters
         self._chars = 0
 
     def prepare(self, schema: Schema, field: str, strict: bool) -> CachedSchema:

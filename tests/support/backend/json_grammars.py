@@ -4,7 +4,7 @@ import functools
 import itertools
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
@@ -20,7 +20,7 @@ EOS = 256
 
 class _Bytes:
     eos_token_id, bos_token_id, special_token_ids = EOS, None, (EOS,)
-    tokens = [*(bytes([n]) for n in range(256)), b"<eos>"]
+    tokens: ClassVar = [*(bytes([n]) for n in range(256)), b"<eos>"]
 
     def __call__(self, text: str | bytes) -> list[int]:
         return list(text if isinstance(text, bytes) else text.encode())

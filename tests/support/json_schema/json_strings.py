@@ -5,7 +5,7 @@ import json
 from llguidance import LLMatcher, LLTokenizer
 
 from warmline_backend.structured_output.compiler import PARSER_LIMITS
-from warmline_backend.structured_output.json_schema.adapt import add_guidance_options
+from warmline_backend.structured_output.json_schema.guidance import add_guidance_options
 from warmline_backend.structured_output.json_schema.patterns import ForcedPattern
 
 

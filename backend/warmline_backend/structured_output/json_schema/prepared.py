@@ -17,6 +17,8 @@ GrammarTrial = Callable[[Schema], str]  # (forced schema) -> the problem of its 
 
 _ROUNDS_MAX = 16
 _TRIALS_MAX = 400  # compilations in search of the costly parts of one schema
+_ALL_TYPES = frozenset(JSON_TYPES)
+_IN_PLACE_STEPS = ("/allOf/", "/anyOf/", "/oneOf/")
 _NUMBER_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 
 
@@ -214,23 +216,25 @@ def _add_definitions(forced: Any, definitions: Schema) -> Any:
 
 
 def _has_free_numbers(forced: Any) -> bool:
-    """True where a forced schema has a part that allows numbers without bounds."""
-    waiting = [forced]
+    """True where a forced schema has a part that allows numbers without bounds; in doubt, true."""
+    waiting: list[tuple[Any, frozenset[str]]] = [(forced, _ALL_TYPES)]  # each with the types that its place allows
     while waiting:
-        schema = waiting.pop()
+        schema, types = waiting.pop()
         if not isinstance(schema, Mapping):
             continue
-        if _allows_free_numbers(schema):
+        if "type" in schema:
+            types &= frozenset([schema["type"]] if isinstance(schema["type"], str) else schema["type"])
+        if _allows_free_numbers(schema, types):
             return True
-        waiting.extend(part for _, part in iter_subschemas(schema))
+        for step, part in iter_subschemas(schema):
+            waiting.append((part, types if step.startswith(_IN_PLACE_STEPS) else _ALL_TYPES))
     return False
 
 
-def _allows_free_numbers(schema: Schema) -> bool:
+def _allows_free_numbers(schema: Schema, types: frozenset[str]) -> bool:
     """True where a subschema itself, or an item or property that it does not mention, may be any number."""
-    if "enum" in schema or ("type" not in schema and COMBINATORS & schema.keys()):
+    if "enum" in schema or COMBINATORS & schema.keys():  # of those, the parts are looked at
         return False
-    types = schema.get("type", JSON_TYPES)
     return (
         ("number" in types and not _NUMBER_BOUNDS & schema.keys())
         or ("object" in types and "additionalProperties" not in schema)

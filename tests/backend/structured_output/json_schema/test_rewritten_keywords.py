@@ -198,6 +198,7 @@ FORCED: dict[str, Case] = {
         [1, "a"],
         [2.5, "abc", None],
     ),
+    "a lookahead": ({"type": "string", "pattern": "^(?!no)[a-z]{2}$"}, ["ab", "on"], ["no", "a"]),
     "contains of nothing": ({"type": "array", "contains": ONE, "minContains": 0}, [[], [2]], [{}]),
 }
 
@@ -226,7 +227,7 @@ CHECKED: dict[str, Case] = {
         [{}, {"a": "y"}, {"a": "x", "b": 1}],
         [{"a": "x"}],
     ),
-    "a lookahead": ({"type": "string", "pattern": "^(?!no)[a-z]{2}$"}, ["ab", "on"], ["no", "a"]),
+    "a lookbehind": ({"type": "string", "pattern": "^[a-z]{2}(?<!no)$"}, ["ab", "on"], ["no", "a"]),
     "bounds beyond 64 bits": ({"type": "integer", "maximum": 1 << 70}, [5, 1 << 65], [1 << 71]),
     "patternProperties that overlap": (
         {
@@ -276,3 +277,25 @@ def test_keyword_is_checked(name: str) -> None:
     assert trial.prepared.checks
     assert [value for value in allowed if not trial.is_forced(value)] == []
     assert [value for value in excluded if trial.is_valid(value)] == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_free"),
+    [
+        ({"type": "number"}, True),
+        ({"type": ["null", "number"]}, True),
+        ({}, True),
+        ({"type": "object"}, True),
+        ({"type": "array"}, True),
+        ({**CLOSED, "properties": {"a": {"type": "array", "items": {"type": "number"}}}}, True),
+        ({"anyOf": [{"type": "string"}, {"type": "number"}]}, True),
+        ({"type": "integer"}, False),
+        ({"type": "number", "minimum": 0}, False),
+        ({"type": "string", "pattern": "^(?!no)[a-z]{2}$"}, False),
+        ({**CLOSED, "properties": {"a": {"enum": [1.5]}}}, False),
+        ({"type": "string", "anyOf": [{"minLength": 1}, {"pattern": "a"}]}, False),
+    ],
+)
+def test_numbers_without_bounds_are_noticed(schema: dict[str, Any], is_free: bool) -> None:
+    """The grammar takes 1e999, which no reader can."""
+    assert PreparedTrial(schema).prepared.has_free_numbers == is_free

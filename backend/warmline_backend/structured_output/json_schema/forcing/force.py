@@ -12,8 +12,13 @@ from warmline_backend.request.schemas import Schema, collect_references
 from warmline_backend.structured_output.json_schema.forcing import objects, unions
 from warmline_backend.structured_output.json_schema.formats import force_format
 from warmline_backend.structured_output.json_schema.keywords import escape_step
-from warmline_backend.structured_output.json_schema.patterns import ForcedPattern, force_pattern, simplify_pattern
-from warmline_backend.structured_output.json_schema.validator import CheckTooCostlyError, SchemaValidator
+from warmline_backend.structured_output.json_schema.patterns import (
+    CheckTooCostlyError,
+    ForcedPattern,
+    force_pattern,
+    simplify_pattern,
+)
+from warmline_backend.structured_output.json_schema.validator import SchemaValidator
 
 # How a costly subschema is relaxed: its costly keywords are simplified or left out; only its types are forced.
 SIMPLIFIED, TYPES_ONLY = 1, 2
