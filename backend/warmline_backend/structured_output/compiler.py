@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,9 @@ from warmline_backend.request.response_format import parse_response_format
 from warmline_backend.structured_output import constraint as constraints
 from warmline_backend.structured_output.constraint import Constraint, TokenizerTraits
 from warmline_backend.structured_output.matcher import Matcher, format_error
+from warmline_backend.structured_output.prototypes import Prototype, PrototypePool
+from warmline_backend.structured_output.redraw import TokenCheck
 
-MATCHER_COUNT_MAX = 64
 PROBLEM_COUNT_MAX = 4096
 PROBLEM_CHARS_MAX = 200
 STEPS_TRIED = 8
@@ -55,8 +55,7 @@ class GrammarCompiler:
         self._tokenizer, self._vocabulary_size, self._on_compiled = tokenizer, vocabulary_size, on_compiled
         self._lock = threading.Lock()
         self._converted_tokenizer: tuple[LLTokenizer, TokenizerTraits] | None = None
-        # Matchers at their start; to be copied, never advanced.
-        self._load_matcher = lru_cache(MATCHER_COUNT_MAX)(self._compile)
+        self._prototypes = PrototypePool()
         self._problems: OrderedDict[bytes, str] = OrderedDict()
 
     def build_constraint(self, endpoint: str, body: Mapping[str, Any], tools: Tools, tail: str) -> Constraint | None:
@@ -82,14 +81,17 @@ class GrammarCompiler:
 
     def clear(self) -> None:
         """Delete compiled grammars and problems: schemas and grammars are their clients' texts."""
-        self._load_matcher.cache_clear()
+        self._prototypes.clear()
         with self._lock:
             self._problems.clear()
 
-    def create_matcher(self, constraint: Constraint) -> Matcher:
-        """Create the matcher of one run of one answer."""
-        matcher = self._load_matcher(constraint.grammar) if constraint.grammar else None
-        return Matcher(constraint, matcher, self._vocabulary_size, sorted(self._tokenizer.eos_token_ids))
+    def create_matcher(self, constraint: Constraint, check: TokenCheck | None = None) -> Matcher:
+        """Create the matcher of one run of one answer; it may have to compile the grammar."""
+        prototype, grammar = None, constraint.grammar
+        if grammar:
+            prototype = self._prototypes.take(grammar) or self._compile(grammar)[0]
+        eos = sorted(self._tokenizer.eos_token_ids)
+        return Matcher(constraint, prototype, self._vocabulary_size, eos, self._prototypes.put, check)
 
     def find_problem(self, grammar: str) -> str:
         """Problem of a grammar, in a line; "" for a valid one."""
@@ -97,9 +99,9 @@ class GrammarCompiler:
         with self._lock:
             if (problem := self._problems.get(key)) is not None:
                 return problem
-        matcher = self._compile(grammar)
-        _try_tokens(matcher)
-        problem = _format_problem(format_error(matcher)) if matcher.is_error() else ""
+        prototype, problem = self._compile(grammar)
+        if not problem:
+            self._prototypes.put(prototype)
         with self._lock:
             self._problems[key] = problem
             while len(self._problems) > PROBLEM_COUNT_MAX:
@@ -117,14 +119,14 @@ class GrammarCompiler:
                 self._converted_tokenizer = _convert_tokenizer(self._tokenizer)
             return self._converted_tokenizer
 
-    def _compile(self, grammar: str) -> LLMatcher:
-        """Compile, with the first mask computed; in error where no token can be the first."""
-        tokenizer, start_s = self._load_tokenizer()[0], time.monotonic()
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=PARSER_LIMITS)
-        if not matcher.is_error() and not np.frombuffer(matcher.compute_bitmask(), np.uint8).any():
-            matcher.consume_token(0)  # no token fits: sets its error
+    def _compile(self, grammar: str) -> tuple[Prototype, str]:
+        """Compile a grammar and try a few tokens of it; returns it with its problem, "" for none."""
+        tokenizer, epoch, start_s = self._load_tokenizer()[0], self._prototypes.epoch, time.monotonic()
+        prototype = Prototype(grammar, LLMatcher(tokenizer, grammar, log_level=0, limits=PARSER_LIMITS), epoch)
+        trial = prototype.copy_matcher()
+        _try_tokens(trial)
         self._on_compiled(time.monotonic() - start_s)
-        return matcher
+        return prototype, _format_problem(format_error(trial)) if trial.is_error() else ""
 
 
 def _convert_tokenizer(tokenizer: TokenizerWrapper) -> tuple[LLTokenizer, TokenizerTraits]:
@@ -165,7 +167,7 @@ def _hide_markers(description: dict[str, Any]) -> dict[str, int]:
 
 
 def _try_tokens(matcher: LLMatcher) -> None:
-    """Follow a grammar for a few tokens: some limits are met only then."""
+    """Follow a grammar for a few tokens, since some limits are met only then; it is in error where none may follow."""
     for _ in range(STEPS_TRIED):
         if matcher.is_error() or matcher.is_stopped():
             return
