@@ -41,12 +41,19 @@ class TokenEvent:
 
 
 @dataclass(frozen=True)
+class HeldEvent:
+    """A token that may be drawn again, and is held until it may not."""
+
+
+@dataclass(frozen=True)
 class EndedEvent:
     """The last event.  `result.finish` gives the reason, `result.error` the text for "error"."""
 
     result: GenerationResult
     reused_tokens: int  # prompt tokens that were not prefilled
+    parts: Sequence[Part] = ()  # text that no later token can change, after that of the last token
+    stop_reason: str = ""  # why an answer of a given form was cut, for the client
 
 
-GenerationEvent = StartedEvent | PrefillProgress | TokenEvent | EndedEvent
+GenerationEvent = StartedEvent | PrefillProgress | TokenEvent | HeldEvent | EndedEvent
 EventListener = Callable[[GenerationEvent], None]  # called on the engine thread; must not block

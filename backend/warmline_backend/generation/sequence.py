@@ -12,9 +12,10 @@ from mlx_lm.generate import StopSequences
 from mlx_lm.sample_utils import greedy_sampler
 
 from warmline_backend.generation import sampling
+from warmline_backend.generation.answer import Answer
 from warmline_backend.generation.decode_batch import DecodeBatch
 from warmline_backend.generation.events import EventListener
-from warmline_backend.generation.sampling import LogprobsCapture, SamplerFault
+from warmline_backend.generation.sampling import LogitsProcessor, LogprobsCapture, Sampler, SamplerFault
 from warmline_backend.kv_cache.kv import KV
 from warmline_backend.model.model import ServedModel
 from warmline_backend.output.expected import ExpectedOutput
@@ -29,6 +30,7 @@ from warmline_common.protocol.waits import STEP, TURNS
 # are soon computed again.
 FORK_DISTANCE_TOKENS_MIN = 64
 UNBOUNDED = 1 << 30  # disables mlx-lm's own limits: the scheduler finds ends
+REWIND_DISTANCE_TOKENS = 64  # between two rewind points: each costs a state, and the tokens after it are soon computed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,8 @@ class Sequence:
     wait_reason: str = STEP  # what it waits for until it is started
     started_at: float = 0.0  # time.monotonic(); 0.0 while it waits
     decode_started_at: float = 0.0  # time.monotonic()
-    generated_count: int = 0
+    answer: Answer = field(default_factory=Answer)
+    redraw_position: int | None = None  # answer tokens to go back to, as soon as the present step is over
     timings: Timings = field(default_factory=Timings)
     first_logits: FirstLogits | None = None  # distribution of its first token
     arrival_time: float = field(default_factory=time.monotonic)
@@ -94,6 +97,9 @@ class Sequence:
         self._waiting_since = self.request.accepted_at
         self._fork_positions: set[int] = set()  # chunk ends that only present followers need
         self.answer_tokens_max = params.max_tokens  # or fewer, by the memory budget
+        self.inputs = self.request.prompt  # tokens to compute before the next one is drawn: all but the last in prefill
+        self._sampler: Sampler | None = None  # with the processors, made when decoding begins
+        self._processors: list[LogitsProcessor] = []
 
     def _set_grid_end(self) -> None:
         """Set the end of the last full chunk; later rows are not kept in exact mode."""
@@ -101,8 +107,8 @@ class Sequence:
 
     @property
     def prefill_tokens_left(self) -> int:
-        """Prompt tokens before the last one, which the first decode step computes."""
-        return len(self.request.prompt) - 1 - self.kv.length
+        """Input tokens before the last one, which the first decode step computes."""
+        return len(self.inputs) - 1 - self.kv.length
 
     @property
     def savable_tokens_left(self) -> int:
@@ -116,8 +122,13 @@ class Sequence:
 
     @property
     def all_tokens(self) -> list[int]:
-        """Tokens that it computes: the prompt, and the answer so far."""
-        return max(self.request.prompt, self.kv.tokens, key=len)
+        """Tokens that it computes: the prompt, and the answer as far as it is sent."""
+        return max(self.request.prompt, self.kv.tokens[: self.sent_length], key=len)
+
+    @property
+    def sent_length(self) -> int:
+        """Tokens of the prompt, and of the answer as far as it is sent: later ones may be drawn again."""
+        return len(self.request.prompt) + self.answer.sent_count
 
     def is_end(self, token: int) -> bool:
         """True where the model ends its answer with `token`; a complete grammar ends it even with ignore_eos."""
@@ -236,7 +247,7 @@ class Sequence:
         """Tokens of the next chunk, of at most `step`."""
         start, end = self.kv.length, self.find_next_chunk_end(step)
         self._capture_rollback_point()
-        return self.request.prompt[start:end]
+        return self.inputs[start:end]
 
     def _complete_chunk(self) -> None:
         self.kv.capture_window()
@@ -248,7 +259,7 @@ class Sequence:
         """End of the chunk that `prefill_chunk(step)` computes."""
         start = self.kv.length
         longest = step - start % step if self.kv.grid else step
-        return find_chunk_end(start, len(self.request.prompt) - 1, longest, self.chunk_ends)
+        return find_chunk_end(start, len(self.inputs) - 1, longest, self.chunk_ends)
 
     def _capture_rollback_point(self) -> None:
         """Keep the state at the end of the grid, before decoding leaves it."""
@@ -283,27 +294,71 @@ class Sequence:
     def make_decode_batch(self) -> DecodeBatch:
         """Make a decode batch of this sequence alone; computes its first step."""
         self._capture_rollback_point()
+        if self._sampler is None:
+            self._sampler, self._processors = self._make_sampling()
+            if self.can_redraw:
+                self.kv.capture_rewind_point()
+        return DecodeBatch(
+            self.request.matcher,
+            self.served.model,
+            [self.request.id],
+            mx.array(self.inputs[-1:]),
+            self.kv.layers,
+            [self.kv.tokens],
+            [self._sampler],
+            greedy_sampler,
+            [self._processors],
+            [StopSequences()],
+            [UNBOUNDED],
+        )
+
+    def _make_sampling(self) -> tuple[Sampler, list[LogitsProcessor]]:
         params = self.request.params
-        sampler = sampling.make_sampler(params, self.sampler_fault)
         eos = self.served.tokenizer.eos_token_ids
         processors = sampling.make_processors(params, len(self.request.prompt), self.sampler_fault, eos)
         if self.request.matcher is not None:  # last: no later processor may allow a forbidden token
             processors.append(self.sampler_fault.guard_processor(self.request.matcher))
         if processors:
             processors.insert(0, self._logprobs_capture)
-        return DecodeBatch(
-            self.request.matcher,
-            self.served.model,
-            [self.request.id],
-            mx.array(self.request.prompt[-1:]),
-            self.kv.layers,
-            [self.kv.tokens],
-            [sampler],
-            greedy_sampler,
-            [processors],
-            [StopSequences()],
-            [UNBOUNDED],
-        )
+        return sampling.make_sampler(params, self.sampler_fault), processors
+
+    # ---- redraws
+
+    @property
+    def can_redraw(self) -> bool:
+        """True where tokens of the answer may be drawn again."""
+        matcher = self.request.matcher
+        return matcher is not None and matcher.has_check and not self.kv.layout.problem
+
+    def count_sound_tokens(self) -> int:
+        """Tokens of the answer that may be sent."""
+        matcher, count = self.request.matcher, self.answer.token_count
+        return count if matcher is None else matcher.count_sound(count)
+
+    def keep_rewind_point(self) -> None:
+        """Keep a rewind point from time to time, where all tokens so far are sent, in place of the one before."""
+        if not self.can_redraw:
+            return
+        self.kv.release_rewind_points(self.sent_length - 1)
+        last = max((point.position for point in self.kv.rewind_points), default=0)
+        is_settled = self.answer.sent_count == self.answer.token_count
+        if is_settled and len(self.kv.rewind_points) < 2 and self.kv.length >= last + REWIND_DISTANCE_TOKENS:
+            self.kv.capture_rewind_point()
+
+    def rewind(self, count: int) -> None:
+        """Go back to the first `count` tokens of the answer, out of its batch; those not computed are `inputs`."""
+        assert self.request.matcher is not None
+        held = self.kv.tokens[: len(self.request.prompt) + count]
+        self.answer.rewind(count)
+        self.request.matcher.rewind(count)
+        self.kv.rewind(len(held) - 1)
+        self.inputs, self.redraw_position = held, None
+
+    def drop_held_tokens(self) -> None:
+        """Cut the KV to the tokens that were sent, out of its batch."""
+        if self.answer.token_count and not self.kv.layout.problem:
+            self.kv.rewind(self.sent_length)
+            self.kv.rewind_points = []
 
 
 @dataclass(eq=False)

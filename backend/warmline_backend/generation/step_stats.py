@@ -52,6 +52,7 @@ class StepStats:
     finish_counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(FINISHES, 0)))
     prefilled_tokens: int = 0
     decoded_tokens: int = 0
+    redraws: int = 0
     failed_steps: int = 0
 
     def record_chunk(self, tokens: int, seconds: float) -> None:

@@ -23,6 +23,15 @@ class RowsUnavailableError(Exception):
     """Rows of a rotating layer are neither in its window nor in the journal."""
 
 
+@dataclass(frozen=True)
+class RewindPoint:
+    """States and windows at a position of an answer, of the layers that can't be cut anywhere."""
+
+    position: int
+    states: NamedArrays
+    windows: NamedArrays
+
+
 @dataclass
 class KV:
     """The KV of `tokens`: every leaf with rows has exactly `len(tokens)` of them.
@@ -45,6 +54,7 @@ class KV:
     grid: int = 0  # exact mode: tokens in a full chunk, at whose multiples it can be continued; 0: anywhere
     grid_end: int = 0  # with a grid: end of the rows computed on it
     rollback_window: tuple[int, NamedArrays] = (0, {})  # a position, and the windows' rows there
+    rewind_points: list[RewindPoint] = field(default_factory=list)  # ascending, while an answer may be drawn again
 
     @classmethod
     def from_leaves(cls, layout: CacheLayout, tokens: list[int], leaves: Iterator[Any]) -> "KV":
@@ -69,7 +79,8 @@ class KV:
         """Bytes held when this sequence is alone in its batch."""
         journal = sum(_nbytes(rows) for *_, rows in self.journal)
         states = sum(map(_nbytes, self.checkpoints.values())) + _nbytes(self.rollback_window[1])
-        return layers_nbytes(self.layers) + journal + states
+        points = sum(_nbytes(point.states) + _nbytes(point.windows) for point in self.rewind_points)
+        return layers_nbytes(self.layers) + journal + states + points
 
     @property
     def buffer_rows(self) -> int:
@@ -118,10 +129,14 @@ class KV:
 
     def capture_rollback_point(self) -> None:
         """Keep the state and windows of the present length, for a later rollback, in place of the last ones."""
-        at = self.length
         self.capture_checkpoint()
-        if self.layout.window and at:
-            self.rollback_window = at, self._copy_window_rows(lambda leaf: max(0, at - leaf.template.max_size), at)
+        if self.layout.window and self.length:
+            self.rollback_window = self.length, self._copy_windows()
+
+    def _copy_windows(self) -> NamedArrays:
+        """Copies of the rows that the windows hold at the present length."""
+        at = self.length
+        return self._copy_window_rows(lambda leaf: max(0, at - leaf.template.max_size), at)
 
     @property
     def needs_capture(self) -> bool:
@@ -132,9 +147,12 @@ class KV:
     def capture_checkpoint(self) -> None:
         """Keep the state of all recurrent layers at the present length."""
         if self.layout.has_states and self.length and self.length not in self.checkpoints:
-            leaves = self._leaves_of_kind(CodecKind.STATE)
-            fields = (leaf.codec.state(held, self.index) for leaf, held in leaves)
-            self.checkpoints[self.length] = _detach(_name_arrays(leaves, fields))
+            self.checkpoints[self.length] = self._copy_states()
+
+    def _copy_states(self) -> NamedArrays:
+        leaves = self._leaves_of_kind(CodecKind.STATE)
+        fields = (leaf.codec.state(held, self.index) for leaf, held in leaves)
+        return _detach(_name_arrays(leaves, fields))
 
     def release_saved(self, end: int, *, states: bool = True) -> None:
         """Drop journal rows below `end`, and states up to it but for the first and the last ones."""
@@ -142,6 +160,40 @@ class KV:
         saved = sorted(position for position in self.checkpoints if position <= end)
         for position in saved[1:-LAST_CHECKPOINTS_COUNT] if states else ():
             del self.checkpoints[position]
+
+    # ---- rewinding within an answer
+
+    @property
+    def needs_rewind_points(self) -> bool:
+        """True where some layers can't be cut at any position."""
+        return not self.layout.problem and (self.layout.has_states or self.layout.window > 0)
+
+    def capture_rewind_point(self) -> None:
+        """Keep states and windows of the present length, where they are needed to rewind to it later."""
+        if self.needs_rewind_points and self.length:
+            self.rewind_points.append(RewindPoint(self.length, self._copy_states(), self._copy_windows()))
+
+    def release_rewind_points(self, position: int) -> None:
+        """Drop the rewind points that a rewind to `position`, or to a later one, does not need."""
+        usable = [point for point in self.rewind_points if point.position <= position]
+        self.rewind_points = [*usable[-1:], *(point for point in self.rewind_points if point.position > position)]
+
+    def rewind(self, position: int) -> None:
+        """Drop all but the first `position` tokens, and those back to a rewind point where one is needed.
+
+        Only on a sequence that is out of its batch, and without a problem in its layout.
+        """
+        if position >= self.length:
+            return
+        if self.needs_rewind_points:
+            position = max((point.position for point in self.rewind_points if point.position <= position), default=0)
+            self.rewind_points = [point for point in self.rewind_points if point.position <= position]
+        if position:
+            self._roll_back(position)
+        else:
+            self.layers, self.index, self.tokens = self.layout.make_empty_cache(), 0, []
+            self.journal_until = 0
+            self._copy_history_below(0, self)
 
     # ---- reading for a save
 
@@ -222,7 +274,7 @@ class KV:
         """Drop all but the first `position` tokens, in place.  Only where `can_continue_at(position)`."""
         if position < self.length:
             self._roll_back(position)
-        self.rollback_window, self.grid_end = (0, {}), position
+        self.rollback_window, self.grid_end, self.rewind_points = (0, {}), position, []
 
     def shrink_buffers(self) -> None:
         """Shrink buffers that are much longer than the rows, as after a long answer was dropped."""
@@ -248,12 +300,15 @@ class KV:
         self._copy_history_below(position, self)
 
     def _build_leaf_at(self, leaf: CacheLeaf, held: Any, position: int, detached: bool = False) -> Any:
+        point = next((point for point in self.rewind_points if point.position == position), None)
         if leaf.codec.kind is CodecKind.STATE:
-            state = self.checkpoints.get(position)
+            state = point.states if point else self.checkpoints.get(position)
             fields = leaf.codec.state(held, self.index) if state is None else select_fields(state, leaf.name)
         elif leaf.codec.kind is CodecKind.WINDOW and position == self.length:
             # past its start, a ring has no row 0
             return copy.deepcopy(held) if leaf.codec.is_single(held) else leaf.codec.extract_sequence(held, self.index)
+        elif leaf.codec.kind is CodecKind.WINDOW and point is not None:
+            fields = select_fields(point.windows, leaf.name)
         elif leaf.codec.kind is CodecKind.WINDOW and position == self.rollback_window[0]:
             fields = select_fields(self.rollback_window[1], leaf.name)
         else:

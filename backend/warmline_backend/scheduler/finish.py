@@ -9,6 +9,7 @@ from warmline_backend.generation.sequence import Sequence
 from warmline_backend.generation.step_stats import StepStats
 from warmline_backend.kv_cache.residents import UNSAVED_LEASE_S, Residents
 from warmline_backend.model.model import ServedModel
+from warmline_backend.output.events import Part
 from warmline_backend.scheduler.queues import Queues
 from warmline_common.logging import describe_error
 from warmline_common.protocol.messages import GenerationResult
@@ -36,8 +37,13 @@ class Finisher:
         self.failed_steps = 0  # since the process started
         self.is_device_suspect = False  # a batch was discarded, and the device has not been probed since
 
-    def finish_sequence(self, sequence: Sequence, finish: str, error: str = "") -> GenerationResult:
-        """Take a sequence out, keep its KV as a resident unless there is an `error`, and notify its listener."""
+    def finish_sequence(
+        self, sequence: Sequence, finish: str, error: str = "", *, parts: Iterable[Part] = (), stop_reason: str = ""
+    ) -> GenerationResult:
+        """Take a sequence out, keep its KV as a resident unless there is an `error`, and notify its listener.
+
+        `parts` and `stop_reason` are those of the EndedEvent.
+        """
         if sequence.decode_started_at:
             sequence.timings.decode_s = time.monotonic() - sequence.decode_started_at
         resident = ""
@@ -49,7 +55,7 @@ class Finisher:
         except Exception as fault:  # noqa: BLE001  half taken out: the rest of its batch can't be trusted
             batch = self._queues.discard_batch(sequence)
             self.discard([member for member in batch if member is not sequence], fault)
-        return self._notify_end(sequence, finish, resident, error)
+        return self._notify_end(sequence, finish, resident, error, parts, stop_reason)
 
     def discard(self, sequences: Iterable[Sequence], error: Exception) -> None:
         """End all sequences of a batch whose step raised `error`; no KV of them is kept."""
@@ -68,7 +74,8 @@ class Finisher:
 
     def _add_resident(self, sequence: Sequence) -> str:
         kv = sequence.kv
-        if not (end := kv.find_continue_position(kv.length)):
+        sequence.drop_held_tokens()
+        if kv.length > sequence.sent_length or not (end := kv.find_continue_position(kv.length)):
             return ""
         kv.truncate(end)  # in exact mode, to the grid
         if kv.grid:
@@ -81,17 +88,27 @@ class Finisher:
         request = sequence.request
         return self._residents.add(kv, lease_s=lease_s, request_id=request.id, root=request.root)
 
-    def _notify_end(self, sequence: Sequence, finish: str, resident: str, error: str) -> GenerationResult:
+    def _notify_end(
+        self,
+        sequence: Sequence,
+        finish: str,
+        resident: str,
+        error: str,
+        parts: Iterable[Part] = (),
+        stop_reason: str = "",
+    ) -> GenerationResult:
         """Send the end events of a sequence and of its followers."""
         generation = self._residents.generation
         result = sequence.make_result(finish, boot=self._boot, generation=generation, resident=resident, error=error)
+        if sequence.request.matcher is not None:
+            sequence.request.matcher.release()
         orphaned = self._queues.followers.pop_followers(sequence)
         self._step_stats.finish_counts[finish] += 1
         try:
             self.on_changed()
         except Exception:  # the listener must get its event all the same
             log.exception("taking the engine's snapshot failed")
-        sequence.request.listener(EndedEvent(result, sequence.reused_tokens))
+        sequence.request.listener(EndedEvent(result, sequence.reused_tokens, tuple(parts), stop_reason))
         for follower in orphaned:
             self._notify_end(follower, "leaderless", "", LEADERLESS)
         return result

@@ -113,10 +113,11 @@ class Prefiller:
         return self.chunk_memory.choose_tokens(sequence, step, self._committed_bytes)
 
     def _record_chunk(self, sequence: Sequence, tokens: int, seconds: float) -> None:
-        sequence.timings.prefilled += tokens
-        sequence.timings.prefill_s += seconds
         self.step_stats.record_chunk(tokens, seconds)
-        self.notify_progress(sequence)
+        if not sequence.decode_started_at:  # else a part of its answer is computed again
+            sequence.timings.prefilled += tokens
+            sequence.timings.prefill_s += seconds
+            self.notify_progress(sequence)
 
     @property
     def _committed_bytes(self) -> int:

@@ -14,6 +14,7 @@ STEPS_PER_BUDGET_CHECK = 32  # decode rounds between two budget checks
 # Joining copies a group layer by layer, each old layer freed on the way: at most 1.7 layers were measured on top
 # (llama, qwen3_5, deepseek_v32 and a llama of 8 layers, 3,000 tokens each).
 LAYERS_COPIED_AT_ONCE = 2
+REWIND_POINTS_MAX = 2  # of a sequence: the one in use, and its successor
 
 
 class Queues:
@@ -159,9 +160,16 @@ class Queues:
         return sequence_bytes(self._served, sequence.kv.buffer_rows) + self._bytes_of_states(sequence)
 
     def _bytes_of_states(self, sequence: Sequence, *, include_pending: bool = False) -> int:
-        """Bytes of checkpoint states and of the windows at its rollback point, on request with those still to come."""
-        states = len(sequence.kv.checkpoints) + (sequence.pending_checkpoint_count if include_pending else 0)
-        windows = bool(sequence.kv.rollback_window[0]) or (include_pending and sequence.needs_rollback_point)
+        """Bytes of checkpoint states, and of states and windows at rollback and rewind points.
+
+        On request with those still to come.
+        """
+        points = len(sequence.kv.rewind_points)
+        if include_pending and sequence.can_redraw and sequence.kv.needs_rewind_points:
+            points = REWIND_POINTS_MAX
+        states = points + len(sequence.kv.checkpoints) + (sequence.pending_checkpoint_count if include_pending else 0)
+        has_rollback_window = sequence.kv.rollback_window[0] or (include_pending and sequence.needs_rollback_point)
+        windows = points + bool(has_rollback_window)
         return states * self._served.state_bytes + windows * self._served.window_bytes
 
     def _bytes_of_request(self, sequence: Sequence) -> int:

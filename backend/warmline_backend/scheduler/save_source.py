@@ -49,7 +49,8 @@ class SaveSource:
 
     def _find_prefix(self, resident_id: str, running_id: str) -> _KvPrefix:
         if running_id and (sequence := self._queues.find(running_id)) is not None:
-            return _KvPrefix(sequence.kv, sequence.kv.savable_length, is_running=True)
+            savable_length = min(sequence.kv.savable_length, sequence.sent_length)
+            return _KvPrefix(sequence.kv, savable_length, is_running=True)
         resident_id = resident_id or self._residents.find_by_request(running_id)
         if (kv := self._residents.find_kv(resident_id)) is not None:
             return _KvPrefix(kv, kv.length, resident_id)

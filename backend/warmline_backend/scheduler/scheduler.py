@@ -295,11 +295,30 @@ class Scheduler:
             if group in self._queues.groups:  # else discarded for a failure of another of its sequences
                 self.step_stats.decoded_tokens += 1
                 dispatch_token(self.finisher, sequence, token, logprobs)
+        for sequence in list(group.sequences):
+            if sequence.redraw_position is None:
+                sequence.keep_rewind_point()
+            elif sequence in group.sequences:  # else discarded, as above
+                self._redraw(sequence, sequence.redraw_position)
         seconds = time.monotonic() - began
         self._record_turn(seconds)
         self._decode_owed_s = max(0.0, self._decode_owed_s - seconds)
         self.rates.record_decode(count, seconds)
         self.step_stats.record_decode(count, seconds)
+
+    def _redraw(self, sequence: Sequence, count: int) -> None:
+        """Go back to the first `count` tokens of the answer; some of them may have to be prefilled again."""
+        self.step_stats.redraws += 1
+        try:
+            self.residents.make_room(self._queues.bytes_held + self._queues.bytes_to_remove(sequence))
+            self._queues.remove(sequence)
+            sequence.rewind(count)
+        except Exception as error:  # noqa: BLE001  as in _decode_group
+            self.finisher.discard(self._queues.discard_batch(sequence), error)
+            return
+        self._queues.prefilling.append(sequence)
+        if sequence.prefill_tokens_left <= 0:
+            self._start_decoding(sequence)
 
     def _finish_decode_round(self) -> None:
         """Check the budget and free mlx's buffers every so many rounds."""
@@ -314,7 +333,7 @@ class Scheduler:
     def _record_turn(self, seconds: float, computed: Sequence | None = None) -> None:
         """Count a step's seconds as a wait of all prompts in prefill but the `computed` one."""
         for sequence in self._queues.prefilling:
-            if sequence is not computed:
+            if sequence is not computed and not sequence.decode_started_at:
                 sequence.record_turn(seconds)
 
     # ---- prefilling
@@ -360,9 +379,10 @@ class Scheduler:
         except Exception as error:  # noqa: BLE001  as in _decode_group
             self.finisher.discard(self._queues.discard_batch(sequence), error)
             return
-        sequence.decode_started_at = time.monotonic()
-        sequence.timings.prefilled += 1  # the prompt's last token is computed by the first decode step
-        self.step_stats.prefilled_tokens += 1
+        if not sequence.decode_started_at:
+            sequence.decode_started_at = time.monotonic()
+            sequence.timings.prefilled += 1  # the prompt's last token is computed by the first decode step
+            self.step_stats.prefilled_tokens += 1
         self._queues.prefilling.remove(sequence)
         self._queues.groups.append(newcomer)
         self._admit_followers(sequence)

@@ -1,22 +1,30 @@
-"""Dispatch of sampled tokens: events to the listener, and the end of a sequence at its last token.  Engine thread."""
+"""Dispatch of sampled tokens: events to the listener, and the end of a sequence at its last token.  Engine thread.
+
+Tokens of an answer with a check are held until the check has passed them.  Where it fails, the sequence goes back to an
+earlier token; the scheduler does that after the step.
+"""
 
 import logging
+from dataclasses import replace
 
 import mlx.core as mx
 
-from warmline_backend.generation.events import SampledLogprobs, TokenEvent
+from warmline_backend.generation.answer import AnswerToken
+from warmline_backend.generation.events import HeldEvent, SampledLogprobs, TokenEvent
 from warmline_backend.generation.sampling import pick_logprobs
 from warmline_backend.generation.sequence import Sequence
 from warmline_backend.scheduler.finish import Finisher
+from warmline_backend.structured_output.matcher import Rejection
 from warmline_common.logging import describe_error, request_context
 
 log = logging.getLogger(__name__)
 
 
 def dispatch_token(finisher: Finisher, sequence: Sequence, token: int, logprobs: mx.array) -> None:
-    """Parse a token, notify the listener, and finish the sequence on a stop, a limit or an error.
+    """Check and parse a token, notify the listener, and finish the sequence on a stop, a limit or an error.
 
-    `logprobs` is the token's row [vocabulary].  An exception ends this sequence alone.
+    `logprobs` is the token's row [vocabulary].  An exception ends this sequence alone.  Sets the sequence's
+    `redraw_position` where it has to go back.
     """
     try:
         _process_token(finisher, sequence, token, logprobs)
@@ -27,22 +35,61 @@ def dispatch_token(finisher: Finisher, sequence: Sequence, token: int, logprobs:
 
 
 def _process_token(finisher: Finisher, sequence: Sequence, token: int, logprobs: mx.array) -> None:
-    sequence.generated_count += 1
-    sequence.timings.decoded += 1
     if (fault := sequence.sampler_fault.error) is not None:
         finisher.finish_sequence(sequence, "error", error=f"sampling failed: {describe_error(fault)}")
         return
-    parser, ends = sequence.output_parser, sequence.is_end(token)
-    parts = () if ends else parser.add(token)
-    full = sequence.generated_count >= sequence.answer_tokens_max
-    if ends or full:
-        parts = (*parts, *parser.finish(natural=ends))
-    detail = None if ends else _make_sampled_logprobs(sequence, token, logprobs)
-    sequence.request.listener(TokenEvent(parts, token, detail, parser.is_reasoning, parser.stop_word))
+    answer, parser, matcher = sequence.answer, sequence.output_parser, sequence.request.matcher
+    if matcher is not None and matcher.is_drawn_freely(answer.token_count):
+        _cut_answer(finisher, sequence, matcher.dead_end)
+        return
+    is_end = sequence.is_end(token)
+    answer.add(AnswerToken(token, None if is_end else _make_sampled_logprobs(sequence, token, logprobs), is_end))
+    has_ended = is_end and not (matcher is not None and matcher.dead_end)
+    is_last = has_ended or answer.token_count >= sequence.answer_tokens_max
+    rejection = _reject_token(sequence, token, has_ended, is_last)
+    _send_tokens(sequence, rejection, is_last=is_last and rejection is None, has_ended=has_ended)
     if sequence.first_logits is None:  # after the event: no client waits for these
         sequence.record_first_logits(logprobs)
-    if ends or parser.is_stopped or full:
-        finisher.finish_sequence(sequence, "stop" if ends or parser.is_stopped else "length")
+    if parser.is_stopped or (is_last and rejection is None):
+        finisher.finish_sequence(sequence, "stop" if has_ended or parser.is_stopped else "length")
+    elif rejection is not None and rejection.position is None:
+        _cut_answer(finisher, sequence, rejection.reason)
+    elif rejection is not None:
+        sequence.redraw_position = rejection.position
+
+
+def _reject_token(sequence: Sequence, token: int, has_ended: bool, is_last: bool) -> Rejection | None:
+    """Check a token, unless it is a stop token of the client's, which cuts any answer."""
+    matcher, is_eos = sequence.request.matcher, token in sequence.served.tokenizer.eos_token_ids
+    if matcher is None or (has_ended and not is_eos):
+        return None
+    rejection = matcher.reject_token(token, sequence.answer.sent_count, ends=has_ended, is_last=is_last)
+    return rejection if rejection is None or sequence.can_redraw else replace(rejection, position=None)
+
+
+def _send_tokens(sequence: Sequence, rejection: Rejection | None, *, is_last: bool, has_ended: bool) -> None:
+    """Send the tokens that will stay; all of them after the `is_last` one."""
+    answer, parser = sequence.answer, sequence.output_parser
+    count, before = answer.token_count if is_last else sequence.count_sound_tokens(), answer.sent_count
+    if rejection is not None:
+        count = rejection.sound_count
+    for token in answer.take(count):
+        parts = () if token.is_end else parser.add(token.id)
+        if is_last and answer.sent_count == count:
+            parts = (*parts, *parser.finish(natural=has_ended))
+        sequence.timings.decoded += 1
+        event = TokenEvent(parts, token.id, token.logprobs, parser.is_reasoning, parser.stop_word)
+        sequence.request.listener(event)
+        if parser.is_stopped:
+            return
+    if answer.sent_count == before:
+        sequence.request.listener(HeldEvent())
+
+
+def _cut_answer(finisher: Finisher, sequence: Sequence, reason: str) -> None:
+    """Finish an answer that can't go on in its form."""
+    parts = sequence.output_parser.finish(natural=False)
+    finisher.finish_sequence(sequence, "length", parts=parts, stop_reason=reason)
 
 
 def _make_sampled_logprobs(sequence: Sequence, token: int, logprobs: mx.array) -> SampledLogprobs | None:

@@ -74,13 +74,15 @@ class ChunkEncoder:
         call = {"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         return self._encode_choice({"tool_calls": [call]})
 
-    def encode_finish(self, reason: str, stop_word: str = "", *, empty: bool = False) -> bytes:
-        """The finish chunk; `reason` is OpenAI's: "stop", "length" or "tool_calls", `stop_word` the one that was met.
+    def encode_finish(self, reason: str, stop_reason: str = "", *, empty: bool = False) -> bytes:
+        """The finish chunk; `reason` is OpenAI's: "stop", "length" or "tool_calls".
+
+        `stop_reason` is the stop word that was met, or why an answer of a given form was cut.
 
         `empty`: no content and no call was sent; the content is "" then, while beside calls it is null.
         """
         delta = {"content": ""} if empty else {}
-        return self._encode_choice(delta if self._is_chat else "", finish=reason, stop_word=stop_word)
+        return self._encode_choice(delta if self._is_chat else "", finish=reason, stop_reason=stop_reason)
 
     def encode_usage(
         self, prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int = 0
@@ -103,7 +105,7 @@ class ChunkEncoder:
         content: object,
         logprobs: Sequence[TokenLogprob] = (),
         finish: str | None = None,
-        stop_word: str = "",
+        stop_reason: str = "",
         logprobs_name: str = "content",
     ) -> bytes:
         choice = {
@@ -111,7 +113,7 @@ class ChunkEncoder:
             "delta" if self._is_chat else "text": content,
             "logprobs": self._format_logprobs(logprobs, logprobs_name) if logprobs else None,
             "finish_reason": finish,
-            **({"stop_reason": stop_word} if stop_word else {}),
+            **({"stop_reason": stop_reason} if stop_reason else {}),
         }
         return encode_event(msgspec.json.encode({**self._common_fields, "choices": [choice]}))
 

@@ -130,6 +130,7 @@ class BackendMetrics(Collector):
         yield _histograms("decode_batch_sequences", "Sequences in a decode step.", "", {"": stats.batch_sizes})
         yield _counter("prefilled_tokens", "Tokens of prompts that were computed.", stats.prefilled_tokens)
         yield _counter("decoded_tokens", "Tokens that were generated.", stats.decoded_tokens)
+        yield _counter("redraws", "Answers taken back to an earlier token, to fit their schema.", stats.redraws)
         yield _counter("failed_steps", "Steps that failed, with all in their batch.", stats.failed_steps)
         yield _counter("keepalive_steps", "Tokens computed to keep an idle device ready.", snapshot.keepalive_steps)
         yield _gauge("step_age_seconds", "How long the present step has been going on.", heartbeat.step_age_s)

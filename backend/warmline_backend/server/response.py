@@ -4,13 +4,14 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
 from warmline_backend.generation.events import (
     EndedEvent,
     GenerationEvent,
+    HeldEvent,
     PrefillProgress,
     SampledLogprobs,
     StartedEvent,
@@ -74,6 +75,8 @@ class GenerationResponse:
                 return encode_comment(f"prefill {event.done}/{event.total}")
             case TokenEvent():
                 return self._encode_opening() + self._encode_token(event)
+            case HeldEvent():
+                return self._encode_silence()
             case EndedEvent():
                 return self._encode_end(event, closing_event)
 
@@ -90,11 +93,16 @@ class GenerationResponse:
         self._stop_word = piece.stop_word
         if piece.logprobs is not None:
             self._pending_logprobs.append((len(self._sampled_tokens) - 1, piece.logprobs))
-        if not piece.parts:
-            self._silent_tokens += 1
-            return b"" if self._silent_tokens % SILENT_TOKENS_PER_COMMENT else encode_comment("held")
+        return self._encode_parts(piece.parts) if piece.parts else self._encode_silence()
+
+    def _encode_silence(self) -> bytes:
+        """A comment from time to time, while tokens come and nothing is sent."""
+        self._silent_tokens += 1
+        return b"" if self._silent_tokens % SILENT_TOKENS_PER_COMMENT else encode_comment("held")
+
+    def _encode_parts(self, parts: Sequence[Part]) -> bytes:
         self._silent_tokens = 0
-        return b"".join([self._encode_part(part) for part in piece.parts])
+        return b"".join([self._encode_part(part) for part in parts])
 
     def _encode_part(self, part: Part) -> bytes:
         if isinstance(part, Text):
@@ -133,9 +141,10 @@ class GenerationResponse:
             self.error_code = result.error_code
             kind = INVALID_REQUEST if self.error_code else SERVER_ERROR
             return encoder.encode_error(self.error, kind, self.error_code or result.finish) + closing
-        parts = [self._encode_opening()]
+        parts = [self._encode_opening(), self._encode_parts(ended.parts)]
         reason = "tool_calls" if self._tool_calls and result.finish == "stop" else result.finish
-        parts.append(encoder.encode_finish(reason, self._stop_word, empty=not (self._has_content or self._tool_calls)))
+        stop_reason, is_empty = ended.stop_reason or self._stop_word, not (self._has_content or self._tool_calls)
+        parts.append(encoder.encode_finish(reason, stop_reason, empty=is_empty))
         if self._with_usage:
             prompt_tokens, decoded = len(self._prompt.tokens), result.timings.decoded
             parts.append(encoder.encode_usage(prompt_tokens, decoded, ended.reused_tokens, self._reasoning_tokens))

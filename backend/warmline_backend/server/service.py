@@ -278,8 +278,8 @@ class Service:
         """Make a matcher for one run of the answer, off the loop: its grammar may have to be compiled again."""
         if (constraint := prompt.constraint) is None:
             return None
-        grammars, loop = self.runtime.grammar_compiler, asyncio.get_running_loop()
-        return await loop.run_in_executor(self._render_pool, grammars.create_matcher, constraint)
+        create, loop = self.runtime.grammar_compiler.create_matcher, asyncio.get_running_loop()
+        return await loop.run_in_executor(self._render_pool, create, constraint, prompt.expected_output)
 
     async def cancel(self, request_id: str) -> messages.GenerationResult:
         """End a generation, or a restore or save, and return once it has ended.

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,19 +19,23 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerFast
 
+from warmline_backend.output.expected import ExpectedOutput
+from warmline_backend.output.parser import OutputParser
 from warmline_backend.request.params import BadRequestError, FieldError, Tools
 from warmline_backend.request.response_format import parse_response_format
 from warmline_backend.request.schemas import Schema
 from warmline_backend.structured_output import constraint as constraints
 from warmline_backend.structured_output.constraint import Constraint, TokenizerTraits
-from warmline_backend.structured_output.json_schema.guidance import UNSATISFIABLE, add_guidance_options
+from warmline_backend.structured_output.json_schema.guidance import UNSATISFIABLE
 from warmline_backend.structured_output.matcher import Matcher, format_error
+from warmline_backend.structured_output.prototypes import Prototype, PrototypePool
 from warmline_backend.structured_output.schema_cache import SchemaCache
 
-MATCHER_COUNT_MAX = 64
 PROBLEM_COUNT_MAX = 4096
 PROBLEM_CHARS_MAX = 200
-STEPS_TRIED = 8
+TOKENS_TRIED = 8
+PART_TOKENS_TRIED = 64  # of a single string, say: some limits are met only in its middle
+_TRIAL_STRIDE = 7919  # a prime: a trial takes another of the allowed tokens each time
 SLOW_TOKENIZER_MESSAGE = (
     "this model's tokenizer has no fast form, which answers of a given form, required calls and strict tools need"
 )
@@ -58,8 +61,7 @@ class GrammarCompiler:
         self._tokenizer, self._vocabulary_size, self._on_compiled = tokenizer, vocabulary_size, on_compiled
         self._lock = threading.Lock()
         self._converted_tokenizer: tuple[LLTokenizer, TokenizerTraits] | None = None
-        # Matchers at their start; to be copied, never advanced.
-        self._load_matcher = lru_cache(MATCHER_COUNT_MAX)(self._compile)
+        self._prototypes = PrototypePool()
         self._problems: OrderedDict[bytes, str] = OrderedDict()
         self._schemas = SchemaCache(self._find_schema_problem)
 
@@ -88,33 +90,40 @@ class GrammarCompiler:
 
     def clear(self) -> None:
         """Delete compiled grammars and problems: schemas and grammars are their clients' texts."""
-        self._load_matcher.cache_clear()
         self._schemas.clear()
+        self._prototypes.clear()
         with self._lock:
             self._problems.clear()
 
-    def create_matcher(self, constraint: Constraint) -> Matcher:
-        """Create the matcher of one run of one answer."""
-        matcher = self._load_matcher(constraint.grammar) if constraint.grammar else None
-        return Matcher(constraint, matcher, self._vocabulary_size, sorted(self._tokenizer.eos_token_ids))
+    def create_matcher(self, constraint: Constraint, expected: ExpectedOutput | None = None) -> Matcher:
+        """Create the matcher of one run of one answer; it may have to compile the grammar."""
+        check = None
+        if constraint.checks is not None:
+            check = constraint.checks.create(lambda: OutputParser(self._tokenizer, expected=expected))
+        prototype, grammar = None, constraint.grammar
+        if grammar:
+            prototype = self._prototypes.take(grammar) or self._compile(grammar)[0]
+        eos = sorted(self._tokenizer.eos_token_ids)
+        return Matcher(constraint, prototype, self._vocabulary_size, eos, self._prototypes.put, check)
 
-    def _find_schema_problem(self, schema: Schema) -> str:
-        return self.find_problem(json.dumps({"grammars": [{"json_schema": add_guidance_options(schema)}]}))
-
-    def find_problem(self, grammar: str) -> str:
-        """Problem of a grammar, in a line; "" for a valid one."""
+    def find_problem(self, grammar: str, tokens_tried: int = TOKENS_TRIED, *, is_part: bool = False) -> str:
+        """Problem of a grammar, in a line; "" for a valid one, which an answer will use unless it `is_part` of one."""
         key = xxhash.xxh3_128_digest(grammar.encode())
         with self._lock:
             if (problem := self._problems.get(key)) is not None:
                 return problem
-        matcher = self._compile(grammar)
-        _try_tokens(matcher)
-        problem = _format_problem(format_error(matcher)) if matcher.is_error() else ""
+        prototype, problem = self._compile(grammar, tokens_tried)
+        if not (problem or is_part):
+            self._prototypes.put(prototype)
         with self._lock:
             self._problems[key] = problem
             while len(self._problems) > PROBLEM_COUNT_MAX:
                 self._problems.popitem(last=False)
         return problem
+
+    def _find_schema_problem(self, forced: Schema, is_part: bool) -> str:
+        tokens_tried = PART_TOKENS_TRIED if is_part else TOKENS_TRIED
+        return self.find_problem(constraints.encode_schema(forced), tokens_tried, is_part=is_part)
 
     def prepare_tokenizer(self) -> None:
         """Convert the tokenizer now, so that no request waits for it; one without a fast form is refused later."""
@@ -127,14 +136,14 @@ class GrammarCompiler:
                 self._converted_tokenizer = _convert_tokenizer(self._tokenizer)
             return self._converted_tokenizer
 
-    def _compile(self, grammar: str) -> LLMatcher:
-        """Compile, with the first mask computed; in error where no token can be the first."""
-        tokenizer, start_s = self._load_tokenizer()[0], time.monotonic()
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=PARSER_LIMITS)
-        if not matcher.is_error() and not np.frombuffer(matcher.compute_bitmask(), np.uint8).any():
-            matcher.consume_token(0)  # no token fits: sets its error
+    def _compile(self, grammar: str, tokens_tried: int = TOKENS_TRIED) -> tuple[Prototype, str]:
+        """Compile a grammar and try some tokens of it; returns it with its problem, "" for none."""
+        tokenizer, epoch, start_s = self._load_tokenizer()[0], self._prototypes.epoch, time.monotonic()
+        prototype = Prototype(grammar, LLMatcher(tokenizer, grammar, log_level=0, limits=PARSER_LIMITS), epoch)
+        trial = prototype.copy_matcher()
+        _try_tokens(trial, tokens_tried)
         self._on_compiled(time.monotonic() - start_s)
-        return matcher
+        return prototype, _format_problem(format_error(trial)) if trial.is_error() else ""
 
 
 def _convert_tokenizer(tokenizer: TokenizerWrapper) -> tuple[LLTokenizer, TokenizerTraits]:
@@ -174,13 +183,14 @@ def _hide_markers(description: dict[str, Any]) -> dict[str, int]:
     return markers
 
 
-def _try_tokens(matcher: LLMatcher) -> None:
-    """Follow a grammar for a few tokens: some limits are met only then."""
-    for _ in range(STEPS_TRIED):
+def _try_tokens(matcher: LLMatcher, count: int) -> None:
+    """Follow a grammar for some tokens, since some limits are met only then; it is in error where none may follow."""
+    for n in range(count):
         if matcher.is_error() or matcher.is_stopped():
             return
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-        matcher.consume_token(int(np.argmax(bits)))
+        allowed = np.flatnonzero(bits)
+        matcher.consume_token(int(allowed[n * _TRIAL_STRIDE % len(allowed)]) if len(allowed) else 0)
 
 
 def _format_problem(line: str) -> str:

@@ -217,7 +217,7 @@ class _GrammarWriter:
     def _encode_form(self, form: TextFormat) -> dict[str, Any]:
         if form.kind != "json":
             return _encode_text_form(form)
-        prepared = self._prepare_schema(form.value, form.field, form.strict)
+        prepared = self._prepare_schema(form.value, form.field, form.strict, False)
         self._content_check = prepared.content_check
         return {"json_schema": add_guidance_options(prepared.forced)}
 
@@ -263,7 +263,7 @@ class _GrammarWriter:
     def _prepare_tool(self, tool: CallableTool) -> ToolSchema:
         """Prepare a tool's schema; an unusable one of a tool that is not strict is reduced to its arguments' names."""
         try:
-            prepared = self._prepare_schema(_close_parameters(tool), tool.field, tool.strict)
+            prepared = self._prepare_schema(_close_parameters(tool), tool.field, tool.strict, True)
         except BadRequestError:
             if tool.strict:
                 raise
@@ -314,6 +314,11 @@ def _encode_text_form(form: TextFormat) -> dict[str, Any]:
         return {"lark_grammar": any_to_lark(form.value)}
     except Exception as error:
         raise FieldError(form.field, f'can\'t be read as a grammar: "{str(error)[:200]}"') from error
+
+
+def encode_schema(forced: Schema) -> str:
+    """Encode the grammar of JSON under a forced schema."""
+    return _encode_grammars([{"json_schema": add_guidance_options(forced)}])
 
 
 def _encode_grammars(grammars: Sequence[Mapping[str, Any]]) -> str:

@@ -19,7 +19,7 @@ from warmline_backend.structured_output.json_schema.prepared import GrammarTrial
 SCHEMA_COUNT_MAX = 512
 SCHEMA_CHARS_MAX = 32 << 20  # of all schemas in the cache, as they were sent
 
-PrepareSchema = Callable[[Schema, str, bool], "CachedSchema"]  # (schema, field, strict); raises BadRequestError
+PrepareSchema = Callable[[Schema, str, bool, bool], "CachedSchema"]  # as SchemaCache.prepare
 
 
 class CachedSchema:
@@ -51,22 +51,22 @@ class SchemaCache:
         )  # with their characters
         self._chars = 0
 
-    def prepare(self, schema: Schema, field: str, strict: bool) -> CachedSchema:
-        """Prepare a schema, or return it from the cache.  Raises BadRequestError."""
+    def prepare(self, schema: Schema, field: str, strict: bool, is_part: bool) -> CachedSchema:
+        """Prepare a schema as `prepare_schema` does, or return it from the cache.  Raises BadRequestError."""
         text = json.dumps(schema, ensure_ascii=False)
         key = xxhash.xxh3_128_digest(f"{strict} {field} {text}".encode())
         with self._lock:
             if (entry := self._entries.get(key)) is not None:
                 self._entries.move_to_end(key)
-        made = entry[0] if entry else self._make(schema, field, strict)
+        made = entry[0] if entry else self._make(schema, field, strict, is_part)
         self._insert(key, made, len(text))
         if isinstance(made, FieldError):
             raise BadRequestError(made.message, made.param)
         return made
 
-    def _make(self, schema: Schema, field: str, strict: bool) -> "CachedSchema | FieldError":
+    def _make(self, schema: Schema, field: str, strict: bool, is_part: bool) -> "CachedSchema | FieldError":
         try:
-            return CachedSchema(prepare_schema(schema, field, strict, self._find_problem))
+            return CachedSchema(prepare_schema(schema, field, strict, self._find_problem, is_part))
         except FieldError as error:
             return error.with_traceback(None)
 

@@ -12,7 +12,8 @@ from openai.lib.streaming._deltas import accumulate_delta
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from support.backend.tool_families import BY_NAME, TOOLS
-from warmline_backend.generation.events import EndedEvent, GenerationEvent, SampledLogprobs, TokenEvent
+from warmline_backend.generation.events import EndedEvent, GenerationEvent, HeldEvent, SampledLogprobs, TokenEvent
+from warmline_backend.output.events import Text
 from warmline_backend.output.expected import ExpectedOutput
 from warmline_backend.output.parser import OutputParser, parse_turn
 from warmline_backend.request.params import GenerationParams
@@ -170,6 +171,19 @@ def test_finish_reason_is_tool_calls_only_with_a_call(
     (choice,) = whole["choices"]
     assert choice["finish_reason"] == finish_reason
     assert bool(choice["message"].get("tool_calls")) or choice["message"]["content"], "never nothing at all"
+
+
+def test_reason_of_a_cut_and_text_after_the_last_token_are_sent(tokenizer: TokenizerWrapper) -> None:
+    *events, ended = make_events(tokenizer, '</think>{"a": 1', "length")
+    assert isinstance(ended, EndedEvent)
+    held: list[GenerationEvent] = [HeldEvent()] * 2 * SILENT_TOKENS_PER_COMMENT
+    ended = replace(ended, parts=(Text(", "),), stop_reason="the answer can't be held to its schema: /a: is odd")
+    sent, whole = render_answers(tokenizer, [*events, *held, ended])
+    (choice,) = whole["choices"]
+    assert choice == aggregate(sent)["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", ended.stop_reason)
+    assert choice["message"]["content"] == '{"a": 1, '
+    assert [event.comment for event in sent if event.comment] == [b"held"] * 2
 
 
 def test_sampled_turn_parses_to_emitted_parts(tokenizer: TokenizerWrapper) -> None:

@@ -191,18 +191,40 @@ def test_warm_start_equals_cold_answer(served: ServedModel, grammars: GrammarCom
     assert log.text == generate_alone(served, make_matcher(grammars, PEOPLE), prompt, temperature=1.0, seed=3).text
 
 
+@pytest.mark.parametrize(("error", "finish"), [(GrammarDeadEndError, "length"), (RuntimeError, "error")])
 def test_failing_matcher_ends_its_request_only(
-    served: ServedModel, grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+    served: ServedModel,
+    grammars: GrammarCompiler,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[Exception],
+    finish: str,
 ) -> None:
-    def fails(token: int) -> None:
-        raise GrammarDeadEndError("a limit was met")
+    def fails() -> None:
+        raise error("a limit was met")
 
     driver, broken = SchedulerDriver(served), make_matcher(grammars, PEOPLE)
-    monkeypatch.setattr(broken, "advance", fails)
     failed, other = submit_constrained(driver, broken), submit_constrained(driver, make_matcher(grammars, FIXED))
+    driver.run_until(lambda: len(failed.text) >= 2)
+    monkeypatch.setattr(broken, "compute_allowed", fails)
     driver.run_until(lambda: failed.is_ended and other.is_ended)
-    assert failed.result.finish == "error" and "a limit was met" in failed.result.error
+    assert failed.result.finish == finish
+    assert "a limit was met" in (failed.result.error if finish == "error" else failed.stop_reason)
     assert other.result.finish == "stop" and json.loads(other.text) == FIXED["const"]
+
+
+def test_limit_within_answer_cuts_it(served: ServedModel, grammars: GrammarCompiler) -> None:
+    summary = {"type": "string", "pattern": r"^(?:\S+\s+){0,49}\S+$", "maxLength": 1000}
+    costly = {"type": "object", "properties": {"summary": summary}, "required": ["summary"]}
+    driver = SchedulerDriver(served)
+    logs = [
+        submit_constrained(driver, make_matcher(grammars, costly), temperature=1.0, seed=seed, max_tokens=400)
+        for seed in range(4)
+    ]
+    driver.run_until(lambda: all(log.is_ended for log in logs))
+    for log in logs:
+        assert log.result.finish == "length" and "too many expressions" in log.stop_reason
+        assert log.text.startswith('{"summary": "') and "}" not in log.text[-1:]
+        assert log.generated == [event.token for event in log.events if isinstance(event, TokenEvent)]
 
 
 TOOL = {

@@ -173,6 +173,28 @@ def test_matchers_of_one_constraint_are_independent(thinking: Any) -> None:
     assert list_allowed(tokenizer, one) == {"s"} and list_allowed(tokenizer, other) == {"y", "n"}
 
 
+@pytest.mark.parametrize(
+    ("tail", "answer"),
+    [
+        ("<think>\n", "hm</think>\nyes" + EOS),
+        ("", "<think>hm</think>yes" + EOS),
+        ("", "yes" + EOS),
+    ],
+)
+def test_rewound_matcher_equals_new_one(thinking: Any, tail: str, answer: str) -> None:
+    tokenizer, grammars = thinking
+    tokens, matcher = encode_text(tokenizer, answer), make_matcher(grammars, tail)
+    assert is_accepted(matcher, tokens)
+    for count in range(len(tokens), -1, -1):
+        matcher.rewind(count)
+        other = make_matcher(grammars, tail)
+        assert is_accepted(other, tokens[:count])
+        assert (matcher.state, matcher.is_complete) == (other.state, other.is_complete)
+        if matcher.state != "reasoning":
+            assert list_allowed(tokenizer, matcher) == list_allowed(tokenizer, other)
+        assert is_accepted(matcher, tokens[count:]) and matcher.is_complete
+
+
 def test_sentencepiece_tokens_are_matched_as_bytes(tmp_path: Path) -> None:
     tokenizer = make_sentence_piece_tokenizer(tmp_path)
     grammars = make_compiler(tokenizer)
@@ -225,10 +247,12 @@ def test_compiled_grammars_are_bounded(thinking: Any, monkeypatch: pytest.Monkey
     constraints = [
         grammars.build_constraint("chat", {"guided_choice": [word]}, None, "</think>") for word in ("ab", "cd", "ef")
     ]
-    monkeypatch.setattr("warmline_backend.structured_output.compiler.MATCHER_COUNT_MAX", 2)
+    monkeypatch.setattr("warmline_backend.structured_output.prototypes.IDLE_COUNT_MAX", 2)
     compile_times: list[float] = []
     bounded = GrammarCompiler(tokenizer, len(tokenizer), compile_times.append)
     for constraint, word in [*zip(constraints, ("ab", "cd", "ef"), strict=True)] * 2:
         for _ in range(2):
-            assert is_accepted(bounded.create_matcher(constraint), encode_text(tokenizer, word + EOS))
+            matcher = bounded.create_matcher(constraint)
+            assert is_accepted(matcher, encode_text(tokenizer, word + EOS))
+            matcher.release()
     assert len(compile_times) == 6  # each was evicted before its next turn, and found in between

@@ -168,6 +168,7 @@ def test_each_chunk_is_encoded_at_once() -> None:
         ("stop", None, ("end_turn", None)),
         ("stop", "END", ("stop_sequence", "END")),
         ("length", None, ("max_tokens", None)),
+        ("length", "the answer can't be held to its schema: /a: is odd", ("max_tokens", None)),
         ("tool_calls", None, ("tool_use", None)),
     ],
 )

@@ -44,6 +44,12 @@ class EventLog:
         return ended.reused_tokens
 
     @property
+    def stop_reason(self) -> str:
+        ended = self.events[-1]
+        assert isinstance(ended, EndedEvent), self.events[-3:]
+        return ended.stop_reason
+
+    @property
     def generated(self) -> list[int]:
         return unpack_tokens(self.result.generated)
 

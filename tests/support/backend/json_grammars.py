@@ -36,7 +36,7 @@ def compile_schema(forced: Schema) -> LLMatcher:
     return LLMatcher(load_tokenizer(), grammar, log_level=0, limits=PARSER_LIMITS)
 
 
-def find_problem(forced: Schema) -> str:
+def find_problem(forced: Schema, is_part: bool = False) -> str:
     matcher = compile_schema(forced)
     error = matcher.get_error().split("\n")[0]
     if not error and not np.frombuffer(matcher.compute_bitmask(), np.uint8).any():

@@ -13,7 +13,8 @@ from warmline_backend.structured_output.json_schema.guidance import UNSATISFIABL
 from warmline_backend.structured_output.json_schema.keywords import JSON_TYPES, escape_step, iter_subschemas
 from warmline_backend.structured_output.json_schema.normalize import NormalizedSchema, format_place, normalize_schema
 
-GrammarTrial = Callable[[Schema], str]  # (forced schema) -> the problem of its grammar, or ""
+# (forced schema, whether it is only a part of an answer's) -> the problem of its grammar, or ""
+GrammarTrial = Callable[[Schema, bool], str]
 
 _ROUNDS_MAX = 16
 _TRIALS_MAX = 400  # compilations in search of the costly parts of one schema
@@ -32,8 +33,10 @@ class PreparedSchema:
     has_free_numbers: bool = False  # numbers of any size may be written, such as 1e999, which is none
 
 
-def prepare_schema(schema: Schema, field: str, strict: bool, find_problem: GrammarTrial) -> PreparedSchema:
-    """Prepare a schema.
+def prepare_schema(
+    schema: Schema, field: str, strict: bool, find_problem: GrammarTrial, is_part: bool = False
+) -> PreparedSchema:
+    """Prepare a schema; `is_part`: of an answer that has more than this JSON.
 
     Raises FieldError for one that is too large, that nothing satisfies, or, if it is strict, that has a part which can
     be neither forced nor checked.
@@ -43,7 +46,7 @@ def prepare_schema(schema: Schema, field: str, strict: bool, find_problem: Gramm
     root = normalized.schema if isinstance(normalized.schema, dict) else {} if normalized.schema else {"enum": []}
     if not can_end(root):
         raise FieldError(field, "can't be satisfied: a part of it requires itself without end")
-    return _SchemaPreparation(root, normalized, field, find_problem).prepare()
+    return _SchemaPreparation(root, normalized, field, find_problem).prepare(is_part)
 
 
 class _SchemaPreparation:
@@ -54,7 +57,7 @@ class _SchemaPreparation:
         self._problems: dict[str, str] = {}  # by a part of the forced schema
         self._trials_left = _TRIALS_MAX
 
-    def prepare(self) -> PreparedSchema:
+    def prepare(self, is_part: bool) -> PreparedSchema:
         """Force as much as llguidance can take: what is too costly is relaxed, round by round."""
         requires_tags = True
         for _ in range(_ROUNDS_MAX):
@@ -63,7 +66,7 @@ class _SchemaPreparation:
             if costly := self._find_costly_strings(forcer):
                 self._relax(costly)
                 continue
-            if not (problem := self._find_problem(forced)):
+            if not (problem := self._find_problem(forced, is_part)):
                 return PreparedSchema(forced, self._root, frozenset(forcer.checks), _has_free_numbers(forced))
             if problem == UNSATISFIABLE:
                 if found := self._find_unsatisfiable_references():
@@ -163,7 +166,7 @@ class _SchemaPreparation:
             if not self._trials_left:
                 return ""
             self._trials_left -= 1
-            self._problems[key] = self._find_problem(forced)
+            self._problems[key] = self._find_problem(forced, True)
         return self._problems[key]
 
     def _iter_subschemas(self) -> Iterator[tuple[str, Schema]]:
