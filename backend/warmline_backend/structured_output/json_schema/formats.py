@@ -5,7 +5,7 @@ Expressions follow the grammars of the RFCs that JSON Schema names.  Formats tha
 
 import re
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache
 
 import idna
 
@@ -116,23 +116,27 @@ FORMATS: Mapping[str, str] = {
 }
 
 
-@lru_cache
 def force_format(name: str) -> ForcedPattern | None:
     """Patterns of a format for llguidance; None for a format without effect.
 
     Leap seconds are valid, but never forced.
     """
-    if name not in _EXPRESSIONS:
-        return None
+    return _force_known(name) if name in _EXPRESSIONS else None
+
+
+def check_format(name: str) -> Callable[[str], bool] | None:
+    """Exact test of a format; None for a format without effect.  The test raises CheckTooCostlyError."""
+    return _check_known(name) if name in _EXPRESSIONS else None
+
+
+@cache
+def _force_known(name: str) -> ForcedPattern:
     forced = force_pattern(f"^(?:{_EXPRESSIONS[name]})$")
     return ForcedPattern(forced.patterns, forced.is_exact and name not in _FORCED_IN_PART)
 
 
-@lru_cache
-def check_format(name: str) -> Callable[[str], bool] | None:
-    """Exact test of a format; None for a format without effect.  The test raises CheckTooCostlyError."""
-    if name not in _EXPRESSIONS:
-        return None
+@cache
+def _check_known(name: str) -> Callable[[str], bool]:
     matches = compile_check(f"^(?:{_EXPRESSIONS[name]})$")
     match name:
         case "time" | "date-time":

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import regex
 
+from warmline_backend.structured_output.json_schema.expressions.character_properties import find_support
 from warmline_backend.structured_output.json_schema.expressions.nodes import (
     Node,
     PatternError,
@@ -25,7 +26,15 @@ MATCH_TIMEOUT_S = 0.03
 CACHED_COUNT_MAX = 1024
 CHEAP_COUNT_MAX = 8
 
-__all__ = ["CheckTooCostlyError", "ForcedPattern", "PatternError", "compile_check", "force_pattern", "simplify_pattern"]
+__all__ = [
+    "CheckTooCostlyError",
+    "ForcedPattern",
+    "PatternError",
+    "clear_patterns",
+    "compile_check",
+    "force_pattern",
+    "simplify_pattern",
+]
 
 
 class CheckTooCostlyError(Exception):
@@ -73,6 +82,12 @@ def compile_check(pattern: str) -> Callable[[str], bool]:
             raise CheckTooCostlyError("a pattern takes too long to check") from error
 
     return search
+
+
+def clear_patterns() -> None:
+    """Delete what is kept of patterns, which are clients' texts."""
+    for cached in (force_pattern, compile_check, find_support):
+        cached.cache_clear()
 
 
 def _write_whole(node: Node) -> str:

@@ -23,6 +23,7 @@ from warmline_backend.structured_output.json_schema.validation.reduced_schemas i
 from warmline_backend.structured_output.json_schema.validation.values import convert_value, is_integer, is_number
 
 STEPS_MAX = 10_000  # of some microseconds each
+ERROR_STEPS = 4
 STEP_SIZE = 8  # items or properties that are looked at in one step
 SEARCH_CHARS_OF_STEP = 256
 SEARCH_TIME_MAX_S = 0.05  # of all patterns of a call
@@ -123,16 +124,19 @@ class _Evaluation:
         return result
 
 
-def _count(name: str, evaluate: Callable[..., Any]) -> Callable[..., Any]:
-    """Count the work of a keyword before it is evaluated."""
+def _count(name: str, evaluate: Callable[..., Any]) -> Callable[..., Iterator[ValidationError]]:
+    """Count the work of a keyword before it is evaluated, and that of its errors."""
     unit = 1 if name in _VALIDATES_EACH else STEP_SIZE
 
-    def evaluate_counted(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
+    def evaluate_counted(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
         size = len(value) if isinstance(value, _SIZED) else 0
         if isinstance(instance, _SIZED):
             size += len(instance)
-        validator.format_checker.spend(1 + size // unit)
-        return evaluate(validator, value, instance, schema)
+        spend = validator.format_checker.spend
+        spend(1 + size // unit)
+        for error in evaluate(validator, value, instance, schema) or ():
+            spend(ERROR_STEPS)
+            yield error
 
     return evaluate_counted
 

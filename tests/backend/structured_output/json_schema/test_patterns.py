@@ -9,6 +9,7 @@ from warmline_backend.structured_output.json_schema.patterns import (
     CheckTooCostlyError,
     ForcedPattern,
     PatternError,
+    clear_patterns,
     compile_check,
     force_pattern,
     simplify_pattern,
@@ -206,3 +207,9 @@ def test_a_costly_search_is_ended() -> None:
 def test_simple_patterns_have_no_large_numbers(pattern: str, simple: str | None) -> None:
     (forced,) = force_pattern(pattern).patterns
     assert simplify_pattern(forced) == simple
+
+
+def test_kept_patterns_are_deleted() -> None:
+    force_pattern(r"^\p{L}$"), compile_check(r"^\p{L}$")
+    clear_patterns()
+    assert force_pattern.cache_info().currsize == compile_check.cache_info().currsize == 0
