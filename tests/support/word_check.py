@@ -13,6 +13,7 @@ class WordViolation:
     start: int
     reason: str
     is_incomplete: bool
+    is_final: bool = False
 
 
 class WordCheck:

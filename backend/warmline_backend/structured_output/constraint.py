@@ -14,7 +14,8 @@ from warmline_backend.output.headers import HARMONY
 from warmline_backend.request.params import BadRequestError, FieldError
 from warmline_backend.request.response_format import CallableTool, ResponseFormat, TextFormat
 from warmline_backend.request.schemas import Schema, list_required_names
-from warmline_backend.structured_output.answer_check import AnswerChecks, ContentCheck, ToolCheck
+from warmline_backend.structured_output.checks.answer_check import AnswerChecks, ToolCheck
+from warmline_backend.structured_output.checks.content_check import ContentCheck
 from warmline_backend.structured_output.grammars.lark import GrammarTooLongError, LarkBuilder, quote_literal
 from warmline_backend.structured_output.grammars.literal_values import ToolSchema
 from warmline_backend.structured_output.grammars.tool_calls import UnsupportedToolError, write_calls

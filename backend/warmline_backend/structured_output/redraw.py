@@ -36,6 +36,10 @@ class TokenViolation(Protocol):
     def is_incomplete(self) -> bool:
         """True where going on may mend the value: only the last token has to be drawn again."""
 
+    @property
+    def is_final(self) -> bool:
+        """True where no other value would do."""
+
 
 class TokenCheck(Protocol):
     """Check of one run of one answer, token by token.  Engine thread."""
@@ -74,6 +78,8 @@ class RedrawPolicy:
         `tokens` is the answer so far, `allowed_counts` has the number of tokens that were allowed at each position.
         The first `sent_count` tokens stay.  Without a violation, no token may follow.
         """
+        if violation is not None and violation.is_final:
+            return None
         if sent_count > self._sent_count:
             self._sent_count, self.redraw_count = sent_count, 0
         if self.redraw_count >= max(REDRAW_COUNT_MAX, (len(tokens) - sent_count) // TOKENS_PER_REDRAW_MIN):

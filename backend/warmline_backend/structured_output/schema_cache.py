@@ -13,7 +13,8 @@ import xxhash
 
 from warmline_backend.request.params import BadRequestError, FieldError
 from warmline_backend.request.schemas import Schema
-from warmline_backend.structured_output.answer_check import ContentCheck, ToolCheck
+from warmline_backend.structured_output.checks.answer_check import ToolCheck
+from warmline_backend.structured_output.checks.content_check import ContentCheck
 from warmline_backend.structured_output.json_schema.prepared import GrammarTrial, PreparedSchema, prepare_schema
 
 SCHEMA_COUNT_MAX = 512

@@ -13,6 +13,7 @@ class Found:
     start: int = 0
     reason: str = "wrong"
     is_incomplete: bool = False
+    is_final: bool = False
 
 
 TOKENS = [10, 11, 12, 13, 14, 15, 16, 17]
@@ -98,3 +99,9 @@ def test_every_value_of_a_few_decisions_is_tried(wanted: int) -> None:
         position = policy.choose_position(tokens, allowed_counts, 0, Found())
         assert position is not None, "given up"
         del tokens[position:], allowed_counts[position:]
+
+
+def test_schema_that_is_too_costly_ends_the_answer() -> None:
+    policy = RedrawPolicy()
+    assert policy.choose_position([0, 0], [2, 2], 0, Found(is_final=True)) is None
+    assert policy.choose_position([0, 0], [2, 2], 0, Found()) == 1

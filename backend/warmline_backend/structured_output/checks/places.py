@@ -40,6 +40,7 @@ class _Subschema:
     items: "_Subschema | None" = None
     users: list["_Subschema"] = field(default_factory=list)  # that apply it
     uncertain_users: list["_Subschema"] = field(default_factory=list)  # that apply it to some values only
+    has_unique_items: bool = False
     has_check: bool = False  # in itself, or in any that it applies
     is_concerned: bool = False  # by a check that only the whole value can pass
 
@@ -70,6 +71,7 @@ class Place:
 
     followed: tuple[_Subschema, ...] = ()  # whose children apply to the value's properties or items
     validated: tuple[_Subschema, ...] = ()  # that the whole value is validated against
+    has_unique_items: bool = False
 
     @property
     def is_checked(self) -> bool:
@@ -128,7 +130,8 @@ def _make_place(roots: tuple[_Subschema, ...]) -> Place:
     with_children = [subschema for subschema in followed if subschema.has_children]
     if sum(1 + len(subschema.matchers) for subschema in with_children) > VALIDATIONS_MAX:
         return Place((), roots)
-    return Place(tuple(with_children), tuple(validated) if len(validated) <= VALIDATIONS_MAX else roots)
+    is_unique = any(subschema.has_unique_items for subschema in followed)
+    return Place(tuple(with_children), tuple(validated) if len(validated) <= VALIDATIONS_MAX else roots, is_unique)
 
 
 class _SubschemaReader:
@@ -148,6 +151,7 @@ class _SubschemaReader:
         return self.subschemas.get(id(schema)) if isinstance(schema, Mapping) else self.root
 
     def _read(self, schema: Schema, made: _Subschema) -> None:
+        made.has_unique_items = schema.get("uniqueItems") is True
         if isinstance(reference := schema.get("$ref"), str):
             self._add_in_place(made, self._refer(reference, made))
         for index, part in enumerate(get_typed(schema, "allOf", list)):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warmline_backend.structured_output.json_reader import JsonEvent, JsonReader
+from warmline_backend.structured_output.checks.json_reader import JsonEvent, JsonReader
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-200, 200) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

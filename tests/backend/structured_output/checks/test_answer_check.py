@@ -17,8 +17,10 @@ from support.backend.small_tokenizers import make_byte_level_tokenizer
 from support.backend.tool_families import BY_NAME, TOOLS
 from warmline_backend.output.expected import ExpectedOutput
 from warmline_backend.output.parser import OutputParser
-from warmline_backend.structured_output import answer_check
-from warmline_backend.structured_output.answer_check import AnswerCheck, AnswerChecks, ContentCheck, Violation
+from warmline_backend.structured_output.checks import answer_check, value_validation
+from warmline_backend.structured_output.checks.answer_check import AnswerCheck, AnswerChecks
+from warmline_backend.structured_output.checks.content_check import ContentCheck
+from warmline_backend.structured_output.checks.value_validation import Violation
 from warmline_backend.structured_output.json_schema.validator import SchemaValidator
 
 CONTENT = ExpectedOutput(has_parts=True, is_constrained=True)
@@ -59,11 +61,18 @@ def find_violation(tokenizer: TokenizerWrapper, schema: Any, checks: list[str], 
     ("text", "start", "end", "reason"),
     [
         ('{"tags": [1, 2], "n": 3}', "", "", ""),
-        ('{"tags": [1, 1], "n": 3}', "[1", "]", "/tags: has equal items (uniqueItems)"),
+        ('{"tags": [1, 1], "n": 3}', "1], ", "]", "/tags/1: is equal to an earlier item (uniqueItems)"),
         ('{"tags": [1, 2], "n": 4}', "4", "}", "/n: is no multiple of the required number (multipleOf)"),
         ('{"n": 4, "tags": [[], []]}', "4", ", ", "/n: is no multiple of the required number (multipleOf)"),
         ('{"a": [1, 1], "tags": "é\\"[1, 1]", "n": 6}', "", "", ""),
-        ('{"tags": [1, 2], "tags": ["é", "\\u00e9"]}', '["é', "]", "/tags: has equal items (uniqueItems)"),
+        (
+            '{"tags": [1, 2], "tags": ["é", "\\u00e9"]}',
+            '"\\u00e9',
+            '"',
+            "/tags/1: is equal to an earlier item (uniqueItems)",
+        ),
+        ('{"tags": [1.0, {"a": [1, 2]}, 1e0, 3]}', "1e0", ",", "/tags/2: is equal to an earlier item (uniqueItems)"),
+        ('{"a": 1e999}', "1e999", "}", "/a: can't be read: 1e999 is too large a number"),
     ],
 )
 def test_values_are_checked_once_complete(bpe: TokenizerWrapper, text: str, start: str, end: str, reason: str) -> None:
@@ -72,19 +81,20 @@ def test_values_are_checked_once_complete(bpe: TokenizerWrapper, text: str, star
         assert violation is None and counts[-1] == len(encode_text(bpe, text)) + 1
         return
     before = text.index(start)
-    through = text.index(end, before) + len(end)
+    through = text.index(end, before + 1) + len(end)
     assert violation == Violation(len(encode_text(bpe, text[:before])), reason)
     assert len(counts) == len(encode_text(bpe, text[: before + len(text[before:through])])) - (len(end) - 1)
-    assert counts[-1] == violation.start
+    assert counts[-1] <= violation.start
 
 
 def test_sound_count_stops_at_checked_values(bpe: TokenizerWrapper) -> None:
     text = '{"a": 1, "tags": [1, 2], "n": 3}'
     _, counts = add_all(make_check(bpe, TAGS, TAG_CHECKS), encode_text(bpe, text))
-    tags, number = text.index("["), text.index("3")
+    first, tags, number = text.index("1"), text.index("["), text.index("3")
     assert len(encode_text(bpe, text)) == len(text)  # a token a character
     behind = text.index("]") + 1
-    expected = [*range(1, tags + 1), *[tags] * (behind - tags - 1), *range(behind, number + 1), number, len(text)]
+    expected = [*range(1, first + 1), first, *range(first + 2, tags + 1)]  # a number is held until its end
+    expected += [*[tags] * (behind - tags - 1), *range(behind, number + 1), number, len(text)]
     assert counts == [*expected, len(text)]
 
 
@@ -94,7 +104,7 @@ def test_outermost_checked_value_is_held(bpe: TokenizerWrapper) -> None:
     violation, counts = add_all(make_check(bpe, schema, ["", "/items"]), tokens)
     assert violation is None and counts == [1] * 10 + [11, 11]
     violation, counts = add_all(make_check(bpe, schema, ["", "/items"]), encode_text(bpe, "[[1, 1]"))
-    assert violation == Violation(1, "/0: has equal items (uniqueItems)") and counts[-1] == 0
+    assert violation == Violation(5, "/0/1: is equal to an earlier item (uniqueItems)") and counts[-1] == 0
 
 
 @pytest.mark.parametrize(
@@ -106,8 +116,8 @@ def test_outermost_checked_value_is_held(bpe: TokenizerWrapper) -> None:
         ({"not": {"const": {"a": 1}}}, '{"a": 1}', 0, "is valid under an excluded schema (not)", False),
         ({"not": {}, "type": "array"}, "[1, 2", 0, "can't be read: ", True),
         ({"maxItems": 9}, "[1 2]", 0, "can't be read: ", False),
-        ({"maxItems": 9}, "[1e999]", 0, "can't be read: 1e999 is too large a number", False),
-        ({"maxItems": 9}, f"[{'1' * 5000}]", 0, "can't be read: ", False),
+        ({"maxItems": 9}, "[1e999]", 1, "/0: can't be read: 1e999 is too large a number", False),
+        ({"maxItems": 9}, f"[{'1' * 5000}]", 1, "/0: can't be read: ", False),
         ({"maxItems": 9}, "", 0, "can't be read: ", True),
         ({"maxItems": 9}, "[" * 9000 + "]" * 9000, 0, "", False),
         ({"minProperties": 1}, '{"a": 1, "\\u0061"', 7, 'repeats the key "a"', False),
@@ -138,7 +148,7 @@ def test_costly_checks_are_violations(bpe: TokenizerWrapper) -> None:
     definitions: dict[str, Any] = {f"a{n}": {"anyOf": [{"$ref": f"#/$defs/a{n + 1}"}] * 2} for n in range(40)}
     schema = {"properties": {"a": {"$ref": "#/$defs/a0"}}, "$defs": {**definitions, "a40": {"multipleOf": 7}}}
     violation = find_violation(bpe, schema, ["/$defs/a40"], '{"a": 1}')
-    assert violation == Violation(6, "/a: the value takes too long to check")
+    assert violation == Violation(6, "/a: the value takes too long to check", is_final=True)
 
 
 def test_costly_patterns_of_names_are_violations(bpe: TokenizerWrapper) -> None:
@@ -148,9 +158,9 @@ def test_costly_patterns_of_names_are_violations(bpe: TokenizerWrapper) -> None:
 
 
 def test_time_of_a_token_is_bounded(bpe: TokenizerWrapper, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_check, "VALIDATION_TIME_MAX_S", -1.0)
+    monkeypatch.setattr(value_validation, "VALIDATION_TIME_MAX_S", -1.0)
     violation = find_violation(bpe, {"items": {"multipleOf": 2}}, ["/items"], "[2]")
-    assert violation == Violation(1, "/0: the values that end here take too long to check")
+    assert violation == Violation(1, "/0: the values that end here take too long to check", is_final=True)
 
 
 def test_deep_answers_are_followed(bpe: TokenizerWrapper) -> None:
@@ -170,20 +180,22 @@ def test_reasoning_is_sound(bpe: TokenizerWrapper) -> None:
     assert add_all(check, encode_text(bpe, "</think>\n\n"))[0] is None
     start = len(encode_text(bpe, '<think>so [1, 1] "</think>\n\n'))
     violation, counts = add_all(check, encode_text(bpe, "[1, 1]"))
-    assert violation == Violation(start, "has equal items (uniqueItems)")
+    assert violation == Violation(start + 4, "/1: is equal to an earlier item (uniqueItems)")
     assert set(counts) == {start}
 
 
 def test_text_without_parts_is_checked(bpe: TokenizerWrapper) -> None:
     check = make_check(bpe, {"uniqueItems": True}, [""], ExpectedOutput())
-    assert add_all(check, encode_text(bpe, "\n[1, 1]"))[0] == Violation(1, "has equal items (uniqueItems)")
+    assert add_all(check, encode_text(bpe, "\n[1, 4, 4]"))[0] == Violation(
+        8, "/2: is equal to an earlier item (uniqueItems)"
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "start", "added"),
     [
         ('{"a": [1, 1]}', 2, 4),
-        ('{"a": [[1], [1, 1]]}', 4, 9),
+        ('{"a": [[2], [2, 2]]}', 7, 9),
         ('{"a": [12, 3]}', 5, 7),
         ('{"a": [2, 4, 5]}', 6, 8),
     ],
@@ -209,7 +221,9 @@ def test_content_between_markers(tmp_path: Path) -> None:
             tokens = encode_text(tokenizer, f"{head}{value}<|close|>response<|sep|>")
             violation, _ = add_all(check, tokens, tokenizer.eos_token_id)
             start = len(encode_text(tokenizer, head))
-            assert violation == (None if is_valid else Violation(start, "has equal items (uniqueItems)"))
+            assert violation == (
+                None if is_valid else Violation(start + 4, "/1: is equal to an earlier item (uniqueItems)")
+            )
 
 
 SCHEMA: dict[str, Any] = {

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from warmline_backend.structured_output.check_places import SUBSCHEMAS_MAX, VALIDATIONS_MAX, CheckPlaces
+from warmline_backend.structured_output.checks.places import SUBSCHEMAS_MAX, VALIDATIONS_MAX, CheckPlaces
 
 UNIQUE = {"uniqueItems": True}
 

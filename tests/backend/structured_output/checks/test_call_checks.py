@@ -12,8 +12,8 @@ from support.backend.parsed_output import encode_text
 from support.backend.tool_families import BY_NAME, CALLS, FAMILIES, HARMONY, TOOLS, Family
 from warmline_backend.output.expected import ExpectedOutput
 from warmline_backend.output.parser import OutputParser
-from warmline_backend.structured_output import answer_check
-from warmline_backend.structured_output.answer_check import (
+from warmline_backend.structured_output.checks import answer_check
+from warmline_backend.structured_output.checks.answer_check import (
     AnswerCheck,
     AnswerChecks,
     ContentCheck,
