@@ -17,6 +17,8 @@ from support.backend import tool_families  # noqa: E402
 from warmline_backend import demo  # noqa: E402
 from warmline_backend.model.loader import read_config  # noqa: E402
 from warmline_backend.model.model import find_vocabulary_size, load_model_tokenizer  # noqa: E402
+from warmline_backend.output.expected import ExpectedOutput  # noqa: E402
+from warmline_backend.request.params import Tools  # noqa: E402
 from warmline_backend.structured_output.compiler import GrammarCompiler  # noqa: E402
 from warmline_backend.structured_output.constraint import Constraint  # noqa: E402
 from warmline_backend.structured_output.matcher import Matcher  # noqa: E402
@@ -54,6 +56,7 @@ def make_compiler(name: str, cache: Path) -> GrammarCompiler:
     return compiler
 
 
-def create_matcher(name: str, cache: Path, constraint: Constraint) -> Matcher:
-    """Create the matcher of one answer."""
-    return make_compiler(name, cache).create_matcher(constraint)
+def create_matcher(name: str, cache: Path, constraint: Constraint, tools: Tools = None) -> Matcher:
+    """Create the matcher of one answer: content, or calls of `tools`."""
+    expected = ExpectedOutput(has_parts=tools is not None, tail=THOUGHT, tools=tools)
+    return make_compiler(name, cache).create_matcher(constraint, expected)

@@ -93,7 +93,8 @@ def walk_schema(cache: Path, task: WalkTask) -> WalkSum:
     draw, running = random.Random(task.seed), list[Walk]()
     while True:
         while len(running) < TOGETHER and (seed := next(seeds, None)) is not None:
-            running.append(Walk(create_matcher(task.tokenizer, cache, constraint), table, seed))
+            matcher = create_matcher(task.tokenizer, cache, constraint, make_request(task.item, task.mode)[1])
+            running.append(Walk(matcher, table, seed))
         if not running:
             return result
         for walk in list(running):

@@ -27,6 +27,7 @@ from warmline_backend.request.schemas import Schema
 from warmline_backend.structured_output import constraint as constraints
 from warmline_backend.structured_output.constraint import Constraint, TokenizerTraits
 from warmline_backend.structured_output.json_schema.guidance import UNSATISFIABLE
+from warmline_backend.structured_output.json_schema.patterns import clear_patterns
 from warmline_backend.structured_output.matcher import Matcher, format_error
 from warmline_backend.structured_output.prototypes import Prototype, PrototypePool
 from warmline_backend.structured_output.schema_cache import SchemaCache
@@ -91,6 +92,7 @@ class GrammarCompiler:
     def clear(self) -> None:
         """Delete compiled grammars and problems: schemas and grammars are their clients' texts."""
         self._schemas.clear()
+        clear_patterns()
         self._prototypes.clear()
         with self._lock:
             self._problems.clear()

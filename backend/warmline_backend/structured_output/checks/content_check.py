@@ -33,6 +33,11 @@ class ContentCheck:
         self.validator = SchemaValidator(schema)
         self.places = CheckPlaces(schema, checks, compile_check)
 
+    @property
+    def has_checks(self) -> bool:
+        """False where numbers alone are looked at."""
+        return self.places.root is not NO_PLACE
+
 
 @dataclass(slots=True)
 class _OpenValue:

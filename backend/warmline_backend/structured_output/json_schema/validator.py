@@ -20,9 +20,15 @@ from warmline_backend.structured_output.json_schema.validation.reduced_schemas i
     ReducedSchemas,
     escape_pointer,
 )
-from warmline_backend.structured_output.json_schema.validation.values import convert_value, is_integer, is_number
+from warmline_backend.structured_output.json_schema.validation.values import (
+    convert_value,
+    count_parts,
+    is_integer,
+    is_number,
+)
 
-STEPS_MAX = 10_000  # of some microseconds each
+STEPS_MAX = 10_000  # of some microseconds each, for a small value
+STEPS_PER_PART_MAX = 40  # of a value: a large one may take longer, since it took longer to write
 ERROR_STEPS = 4
 STEP_SIZE = 8  # items or properties that are looked at in one step
 SEARCH_CHARS_OF_STEP = 256
@@ -91,7 +97,8 @@ class SchemaValidator:
         """
         schema = self._schemas.get_part(pointer)
         try:
-            validator = _Validator(schema, format_checker=_Evaluation(self._schemas))
+            steps = STEPS_MAX + STEPS_PER_PART_MAX * count_parts(value)
+            validator = _Validator(schema, format_checker=_Evaluation(self._schemas, steps))
             return _choose(map(_describe, validator.iter_errors(convert_value(value))))
         except RecursionError as error:
             raise CheckTooCostlyError("the value or the schema nests too deep to be checked") from error
@@ -100,9 +107,9 @@ class SchemaValidator:
 class _Evaluation:
     """State of one call: jsonschema's format checker, which is handed on to the validators of all subschemas."""
 
-    def __init__(self, schemas: ReducedSchemas) -> None:
+    def __init__(self, schemas: ReducedSchemas, steps: int) -> None:
         self.schemas = schemas
-        self._steps_left = STEPS_MAX
+        self._steps_left = steps
         self._search_time_left_s = SEARCH_TIME_MAX_S
         self._matches: dict[tuple[str, str], bool] = {}
 

@@ -38,6 +38,17 @@ def convert_value(value: Any) -> Any:
     return Decimal(repr(value)) if isinstance(value, float) else value
 
 
+def count_parts(value: Any) -> int:
+    """Count the values in a value, itself included."""
+    count, waiting = 0, [value]
+    while waiting:
+        part = waiting.pop()
+        count += 1
+        if isinstance(part, dict | list):
+            waiting.extend(part.values() if isinstance(part, dict) else part)
+    return count
+
+
 def is_number(value: object) -> bool:
     """True for numbers of converted values."""
     return isinstance(value, int | Decimal) and not isinstance(value, bool)
