@@ -1,16 +1,23 @@
 """References within one JSON schema: by pointer, by `$id` and by anchor, and to the metaschemas.  Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
 from jsonschema_specifications import REGISTRY
 
 from warmline_backend.request.schemas import Schema
-from warmline_backend.structured_output.json_schema.keywords import escape_step
+from warmline_backend.structured_output.json_schema.keywords import (
+    LIST_KEYWORDS,
+    MAP_KEYWORDS,
+    SCHEMA_KEYWORDS,
+    escape_step,
+)
 
 _ROOT_URI = "warmline:schema"
-_LITERAL_KEYWORDS = ("enum", "const", "default", "examples", "example")  # hold values, not schemas
+# Keywords of all drafts: identifiers count only where a schema stands.
+_RAW_MAP_KEYWORDS = MAP_KEYWORDS | {"definitions", "dependencies"}
+_RAW_KEYWORDS = SCHEMA_KEYWORDS | LIST_KEYWORDS | {"additionalItems"}
 _METASCHEMAS = ("https://json-schema.org/draft/2019-09/schema", "https://json-schema.org/draft/2020-12/schema")
 
 
@@ -36,19 +43,13 @@ class SchemaDocuments:
         waiting: list[tuple[Any, str, str]] = [(document, "", uri)]
         while waiting:
             part, pointer, parent = waiting.pop()
-            if isinstance(part, list):
-                waiting.extend((each, f"{pointer}/{n}", parent) for n, each in enumerate(part))
             if not isinstance(part, Mapping):
                 continue
             own = self.find_base(part, parent)
             if own != parent or not pointer:
                 self._resources.setdefault(own, (part, pointer))
             self._add_anchors(part, pointer, own)
-            waiting.extend(
-                (value, f"{pointer}/{escape_step(key)}", own)
-                for key, value in part.items()
-                if key not in _LITERAL_KEYWORDS or pointer.rpartition("/")[2] == "properties"
-            )
+            waiting.extend((inner, pointer + step, own) for step, inner in _iter_raw_subschemas(part))
         return base
 
     def _add_anchors(self, part: Schema, pointer: str, base: str) -> None:
@@ -114,6 +115,17 @@ class SchemaDocuments:
             except Exception as error:  # NoSuchResource, and what the package raises for odd URIs
                 raise UnresolvedReferenceError from error
         return self._resources[uri]
+
+
+def _iter_raw_subschemas(schema: Schema) -> Iterator[tuple[str, Any]]:
+    """Iterate over a schema's direct subschemas in any draft, each with its pointer from here."""
+    for key, value in schema.items():
+        if key in _RAW_MAP_KEYWORDS and isinstance(value, Mapping):
+            yield from ((f"/{key}/{escape_step(name)}", part) for name, part in value.items())
+        elif key in _RAW_KEYWORDS and isinstance(value, list):
+            yield from ((f"/{key}/{n}", part) for n, part in enumerate(value))
+        elif key in _RAW_KEYWORDS:
+            yield f"/{key}", value
 
 
 def _is_recursive(schema: Any) -> bool:

@@ -68,6 +68,12 @@ REFERENCES: dict[str, dict[str, Any]] = {
     },
     "beside other keywords": {"$ref": "#/$defs/a", "enum": [None, 1], "$defs": {"a": NULL}},
     "alone in draft 7": {"$schema": DRAFT_7, "$ref": "#/definitions/a", "type": "string", "definitions": {"a": NULL}},
+    "identifier in an unknown keyword": {
+        "$ref": "http://x.test/a",
+        "x-own": {"$id": "http://x.test/a", "type": "string"},
+        "enum": [{"$id": "http://x.test/a"}, None],
+        "$defs": {"a": {"$id": "http://x.test/a", **NULL}},
+    },
     "dynamic": {"$dynamicRef": "#a", "$defs": {"a": {"$dynamicAnchor": "a", **NULL}}},
 }
 

@@ -116,6 +116,20 @@ FORCED: dict[str, Case] = {
         [{"kind": "a", "x": 1}, {"kind": "b", "y": 1}],
         [{"kind": "a"}, {"kind": "a", "y": 1}, {"kind": "b", "x": 1}],
     ),
+    "if within allOf on a value that is listed around it": (
+        {
+            **CLOSED,
+            "properties": {"kind": {"$ref": "#/$defs/kind"}, "x": ONE, "y": ONE},
+            "required": ["kind"],
+            "allOf": [
+                {"if": {"properties": {"kind": {"const": "a"}}}, "then": {"required": ["x"]}},
+                {"if": {"properties": {"kind": {"enum": ["b", "c"]}}}, "then": {"not": {"required": ["x"]}}},
+            ],
+            "$defs": {"kind": {"enum": ["a", "b", "c"]}},
+        },
+        [{"kind": "a", "x": 1, "y": 1}, {"kind": "b", "y": 1}],
+        [{"kind": "a"}, {"kind": "b", "x": 1}, {"kind": "c", "x": 1}],
+    ),
     "if on a name": (
         make_object("a", "b", **{"if": {"required": ["a"]}, "then": {"required": ["b"]}}),
         [{}, {"b": 1}, {"a": 1, "b": 1}],

@@ -4,7 +4,8 @@ Where it accepts more, the pointer of the subschema is among the checks.  In a f
 check is needed: tags that tell the branches of a union apart are required.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,7 @@ class SchemaForcer:
     ) -> None:
         self.root, self.requires_tags, self.checks = root, requires_tags, set[str]()
         self._relaxed, self._unsatisfiable = relaxed, unsatisfiable
+        self._domain: list[Schema] = []  # schemas that hold wherever the present part does
         self._validator = SchemaValidator(root)
 
     def force_root(self) -> Schema:
@@ -102,8 +104,9 @@ class SchemaForcer:
         built = ForcedParts({key: schema[key] for key in ("type", "$ref") if key in schema}, [])
         self.force_string(schema, pointer, built)
         self._force_number(schema, pointer, built)
-        self._force_array(schema, pointer, built)
-        objects.force_object(self, schema, pointer, built, level)
+        with self._leave_domain():
+            self._force_array(schema, pointer, built)
+            objects.force_object(self, schema, pointer, built, level)
         unions.force_combinators(self, schema, pointer, built, level)
         return built.build()
 
@@ -118,6 +121,24 @@ class SchemaForcer:
     def lookup(self, reference: str) -> Any:
         name = reference.removeprefix("#/$defs/").replace("~1", "/").replace("~0", "~")
         return self.root["$defs"][name]
+
+    def collect_domain(self) -> unions.Domain:
+        """Collect the schemas that hold for all values for which the present forced form is used."""
+        return unions.collect_domain(self, reversed(self._domain))
+
+    @contextmanager
+    def extend_domain(self, schema: Schema) -> Iterator[None]:
+        """Force parts of a schema that apply to the same values."""
+        self._domain.append(schema)
+        yield
+        self._domain.pop()
+
+    @contextmanager
+    def _leave_domain(self) -> Iterator[None]:
+        """Force parts that apply to other values."""
+        domain, self._domain = self._domain, []
+        yield
+        self._domain = domain
 
     # ---- values and scalars
 

@@ -16,6 +16,7 @@ COMBINATORS = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 EXCLUDED_BRANCHES_MAX = 8  # of a oneOf, each without all others
 _DEPTH_MAX = 6  # of negations within negations
 _BRANCHES_MAX = 12
+_DOMAIN_SIZE_MAX = 50
 # The opposite of a bound: the type that it concerns, and the keyword that holds where it does not.
 _OPPOSITE_BOUNDS = {
     "minimum": ("number", "exclusiveMaximum", 0),
@@ -30,16 +31,20 @@ _OPPOSITE_BOUNDS = {
 
 
 def force_combinators(forcer: "SchemaForcer", schema: Schema, pointer: str, built: "ForcedParts", level: int) -> None:
-    if "allOf" in schema:
-        built.parts += forcer.force_list(schema, "allOf", pointer)
-    if "anyOf" in schema:
-        built.made["anyOf"] = forcer.force_list(schema, "anyOf", pointer)
-    if "oneOf" in schema:
-        built.parts.append({"anyOf": _force_one_of(forcer, schema, pointer)})
-    if level:
-        return
+    with forcer.extend_domain(schema):
+        if "allOf" in schema:
+            built.parts += forcer.force_list(schema, "allOf", pointer)
+        if "anyOf" in schema:
+            built.made["anyOf"] = forcer.force_list(schema, "anyOf", pointer)
+        if "oneOf" in schema:
+            built.parts.append({"anyOf": _force_one_of(forcer, schema, pointer)})
+        if not level:
+            _force_conditions(forcer, schema, pointer, built)
+
+
+def _force_conditions(forcer: "SchemaForcer", schema: Schema, pointer: str, built: "ForcedParts") -> None:
     if "not" in schema:
-        opposite = negate(forcer, schema["not"], schema)
+        opposite = negate(forcer, schema["not"], forcer.collect_domain())
         if opposite is None:
             forcer.checks.add(pointer)
         else:
@@ -52,7 +57,7 @@ def _force_if(forcer: "SchemaForcer", schema: Schema, pointer: str) -> Any:
     first = [forcer.force(schema[key], f"{pointer}/{key}") for key in ("if", "then") if key in schema]
     holds = _all_of(first)
     fails = forcer.force(schema.get("else", True), f"{pointer}/else")
-    opposite = negate(forcer, schema["if"], schema)
+    opposite = negate(forcer, schema["if"], forcer.collect_domain())
     if opposite is None:
         forcer.checks.add(pointer)
     else:
@@ -74,7 +79,8 @@ def _force_one_of(forcer: "SchemaForcer", schema: Schema, pointer: str) -> list[
         if forcer.requires_tags and (tag := _find_tag(forcer, resolved, schema)):
             return [_all_of([part, {"required": [tag]}]) for part in forced]
     if len(branches) <= EXCLUDED_BRANCHES_MAX:
-        opposites = [negate(forcer, branch, schema) for branch in branches]
+        domain = forcer.collect_domain()
+        opposites = [negate(forcer, branch, domain) for branch in branches]
         if None not in opposites:
             return [
                 _all_of([part, *(other for m, other in enumerate(opposites) if m != n)])
@@ -140,12 +146,27 @@ def _find_tag_values(forcer: "SchemaForcer", branch: Any, name: str, union: Sche
 # ---- negation
 
 
-def negate(forcer: "SchemaForcer", schema: Any, domain: Any, depth: int = 0) -> Any:
-    """A schema that holds exactly where `schema` does not, among the values of `domain`; None where there is none.
+# Schemas that all hold for the values that a negation is used for.
+Domain = tuple[Schema, ...]
 
-    `domain` holds wherever the result is used.
-    """
-    schema, domain = forcer.resolve(schema), forcer.resolve(domain)
+
+def collect_domain(forcer: "SchemaForcer", schemas: Iterable[Any]) -> Domain:
+    """Collect the schemas that hold where all of these do: their references, and the parts of their allOf."""
+    found: dict[int, Schema] = {}
+    waiting = [*schemas]
+    while waiting and len(found) < _DOMAIN_SIZE_MAX:
+        schema = waiting.pop(0)
+        if isinstance(schema, Mapping) and id(schema) not in found:
+            found[id(schema)] = schema
+            waiting += schema.get("allOf", ())
+            if "$ref" in schema:
+                waiting.append(forcer.lookup(schema["$ref"]))
+    return tuple(found.values())
+
+
+def negate(forcer: "SchemaForcer", schema: Any, domain: Domain, depth: int = 0) -> Any:
+    """A schema that holds exactly where `schema` does not, among the values of `domain`; None where there is none."""
+    schema = forcer.resolve(schema)
     if isinstance(schema, bool):
         return not schema
     if depth > _DEPTH_MAX:
@@ -161,7 +182,7 @@ def negate(forcer: "SchemaForcer", schema: Any, domain: Any, depth: int = 0) -> 
     return _any_of(opposites)
 
 
-def _negate_keyword(forcer: "SchemaForcer", key: str, value: Any, domain: Any, depth: int) -> Any:
+def _negate_keyword(forcer: "SchemaForcer", key: str, value: Any, domain: Domain, depth: int) -> Any:
     match key:
         case "type":
             return _negate_types(value, domain)
@@ -198,10 +219,9 @@ def _force_exactly(forcer: "SchemaForcer", schema: Any) -> Any:
     return None if alone.checks else forced
 
 
-def _negate_types(value: Any, domain: Any) -> Any:
+def _negate_types(value: Any, domain: Domain) -> Any:
     types = set(value if isinstance(value, list) else [value])
-    possible = _find_types(domain) if isinstance(domain, Mapping) else None
-    possible = frozenset(JSON_TYPES) if possible is None else possible
+    possible = _find_domain_types(domain)
     if "number" in types:
         types.add("integer")
     elif "integer" in types and "number" in possible:
@@ -210,29 +230,35 @@ def _negate_types(value: Any, domain: Any) -> Any:
     return {"type": sorted(left - ({"integer"} if "number" in left else set()))} if left else False
 
 
-def _negate_values(values: list[Any], domain: Any) -> Any:
+def _find_domain_types(domain: Domain) -> frozenset[str]:
+    found = (types for schema in domain if (types := _find_types(schema)) is not None)
+    return frozenset.intersection(frozenset(JSON_TYPES), *found)
+
+
+def _negate_values(values: list[Any], domain: Domain) -> Any:
     """Negate a list of values: all others of a listed domain, or of booleans and null."""
     excluded = {json.dumps(value, sort_keys=True) for value in values}
-    if isinstance(domain, Mapping) and ("enum" in domain or "const" in domain):
-        possible = [domain["const"]] if "const" in domain else domain["enum"]
-        left = [value for value in possible if json.dumps(value, sort_keys=True) not in excluded]
-        return {"enum": left} if left else False
-    possible_types = _find_types(domain) if isinstance(domain, Mapping) else None
-    types = set(JSON_TYPES) - {"integer"} if possible_types is None else set(possible_types)
+    for schema in domain:
+        if "enum" in schema or "const" in schema:
+            possible = [schema["const"]] if "const" in schema else schema["enum"]
+            left = [value for value in possible if json.dumps(value, sort_keys=True) not in excluded]
+            return {"enum": left} if left else False
+    types = set(_find_domain_types(domain))
+    has_booleans = "boolean" in types
     for kind in {_find_type(value) for value in values} & types:
         if kind not in ("boolean", "null"):
             return None
         types.remove(kind)
     constants = [word for word in (True, False) if json.dumps(word) not in excluded]
-    has_booleans = possible_types is None or "boolean" in possible_types
     others = [{"enum": constants}] if constants and has_booleans and "boolean" not in types else []
+    types -= {"integer"} if "number" in types else set()
     return _any_of([*others, *([{"type": sorted(types)}] if types else [])])
 
 
-def _negate_properties(forcer: "SchemaForcer", properties: Mapping[str, Any], domain: Any, depth: int) -> Any:
+def _negate_properties(forcer: "SchemaForcer", properties: Mapping[str, Any], domain: Domain, depth: int) -> Any:
     opposites = []
     for name, part in properties.items():
-        inner = domain.get("properties", {}).get(name, True) if isinstance(domain, Mapping) else True
+        inner = collect_domain(forcer, (schema["properties"].get(name) for schema in domain if "properties" in schema))
         opposite = negate(forcer, part, inner, depth + 1)
         if opposite is None:
             return None
