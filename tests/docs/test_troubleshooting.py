@@ -77,6 +77,12 @@ FAMILIES = (
     MessageFamily(
         f"{BACKEND}/model/architectures/*_config.py", ("ValueError",), "what of config.json can't be", "The model"
     ),
+    MessageFamily(
+        f"{BACKEND}/structured_output/*",
+        ("PatternError", "_fail", "CheckTooCostlyError", "LookupError", "Problem", "Violation", "Rejection"),
+        "the reason within a message about a schema or an answer",
+        "What is wrong with a request",
+    ),
     MessageFamily(f"{BACKEND}/*", REFUSALS, "told to the proxy, which plans again"),
     MessageFamily(f"{BACKEND}/output/*", (), "caught: the call is passed on as text"),
     MessageFamily(f"{BACKEND}/tool_parsers/*", (), "caught: the call is passed on as text"),

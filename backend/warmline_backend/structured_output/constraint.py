@@ -269,7 +269,9 @@ class _GrammarWriter:
             if tool.strict:
                 raise
             return ToolSchema(tool.name, _reduce_to_names(tool.parameters))
-        self._tool_checks[tool.name] = prepared.tool_check
+        syntax = self._traits.call_syntax
+        if prepared.needs_check or syntax is None or syntax.arguments.style != "json":  # others force less than JSON
+            self._tool_checks[tool.name] = prepared.tool_check
         return ToolSchema(tool.name, prepared.forced)
 
     def _encode_calls(self, start: str) -> str:

@@ -28,14 +28,13 @@ class CachedSchema:
 
     def __init__(self, prepared: PreparedSchema) -> None:
         self.forced, self._prepared = prepared.forced, prepared
+        self.needs_check = bool(prepared.checks) or prepared.has_free_numbers  # its grammar does not force all of it
 
     @cached_property
     def content_check(self) -> ContentCheck | None:
-        """Check of content under this schema; None where its grammar forces all of it."""
+        """Check of content under this schema; None where it needs none."""
         prepared = self._prepared
-        if prepared.checks or prepared.has_free_numbers:
-            return ContentCheck(prepared.normalized, prepared.checks)
-        return None
+        return ContentCheck(prepared.normalized, prepared.checks) if self.needs_check else None
 
     @cached_property
     def tool_check(self) -> ToolCheck:

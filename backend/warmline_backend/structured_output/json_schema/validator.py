@@ -27,8 +27,8 @@ from warmline_backend.structured_output.json_schema.validation.values import (
     is_number,
 )
 
-STEPS_MAX = 10_000  # of some microseconds each, for a small value
-STEPS_PER_PART_MAX = 40  # of a value: a large one may take longer, since it took longer to write
+# Of some microseconds each.  A large value may take longer, since it took longer to write.
+STEPS_MIN, STEPS_PER_PART, STEPS_MAX = 10_000, 40, 50_000
 ERROR_STEPS = 4
 STEP_SIZE = 8  # items or properties that are looked at in one step
 SEARCH_CHARS_OF_STEP = 256
@@ -97,7 +97,7 @@ class SchemaValidator:
         """
         schema = self._schemas.get_part(pointer)
         try:
-            steps = STEPS_MAX + STEPS_PER_PART_MAX * count_parts(value)
+            steps = min(STEPS_MIN + STEPS_PER_PART * count_parts(value), STEPS_MAX)
             validator = _Validator(schema, format_checker=_Evaluation(self._schemas, steps))
             return _choose(map(_describe, validator.iter_errors(convert_value(value))))
         except RecursionError as error:

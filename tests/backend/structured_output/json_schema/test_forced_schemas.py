@@ -2,8 +2,8 @@
 
 import pytest
 
-from support.backend.json_grammars import PreparedTrial
-from support.backend.keyword_schemas import VALUES, KeywordSchemaBuilder
+from support.json_schema.json_grammars import PreparedTrial
+from support.json_schema.keyword_schemas import VALUES, KeywordSchemaBuilder
 from warmline_backend.request.params import BadRequestError
 from warmline_backend.structured_output.json_schema.validator import SchemaValidator
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from support.backend.json_grammars import PreparedTrial, prepare
+from support.json_schema.json_grammars import PreparedTrial, prepare
 from warmline_backend.request.params import BadRequestError
 from warmline_backend.structured_output.json_schema import bounds
 from warmline_backend.structured_output.json_schema.normalize import normalize_schema

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from support.backend.json_grammars import PreparedTrial
+from support.json_schema.json_grammars import PreparedTrial
 
 CLOSED = {"type": "object", "additionalProperties": False}
 ONE = {"enum": [1]}
