@@ -5,6 +5,7 @@ is rendered.  One that reaches a limit only later fails its own request.
 """
 
 import json
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -28,6 +29,7 @@ from warmline_backend.structured_output import constraint as constraints
 from warmline_backend.structured_output.constraint import Constraint, TokenizerTraits
 from warmline_backend.structured_output.json_schema.guidance import UNSATISFIABLE
 from warmline_backend.structured_output.json_schema.patterns import clear_patterns
+from warmline_backend.structured_output.json_schema.prepared import Trial
 from warmline_backend.structured_output.matcher import Matcher, format_error
 from warmline_backend.structured_output.prototypes import Prototype, PrototypePool
 from warmline_backend.structured_output.schema_cache import SchemaCache
@@ -35,7 +37,7 @@ from warmline_backend.structured_output.schema_cache import SchemaCache
 PROBLEM_COUNT_MAX = 4096
 PROBLEM_CHARS_MAX = 200
 TOKENS_TRIED = 8
-PART_TOKENS_TRIED = 64  # of a single string, say: some limits are met only in its middle
+STRING_TOKENS_TRIED = 64  # some limits are met only in its middle
 _TRIAL_STRIDE = 7919  # a prime: a trial takes another of the allowed tokens each time
 SLOW_TOKENIZER_MESSAGE = (
     "this model's tokenizer has no fast form, which answers of a given form, required calls and strict tools need"
@@ -43,7 +45,7 @@ SLOW_TOKENIZER_MESSAGE = (
 
 
 PARSER_LIMITS = LLParserLimits(
-    initial_lexer_fuel=1_000_000,
+    initial_lexer_fuel=5_000_000,
     step_lexer_fuel=200_000,
     step_max_items=50_000,
     max_lexer_states=50_000,
@@ -123,9 +125,11 @@ class GrammarCompiler:
                 self._problems.popitem(last=False)
         return problem
 
-    def _find_schema_problem(self, forced: Schema, is_part: bool) -> str:
-        tokens_tried = PART_TOKENS_TRIED if is_part else TOKENS_TRIED
-        return self.find_problem(constraints.encode_schema(forced), tokens_tried, is_part=is_part)
+    def _find_schema_problem(self, forced: Schema, trial: Trial) -> str:
+        tokens_tried = STRING_TOKENS_TRIED if trial is Trial.STRING else TOKENS_TRIED
+        return self.find_problem(
+            constraints.encode_schema(forced), tokens_tried, is_part=trial is not Trial.WHOLE_ANSWER
+        )
 
     def prepare_tokenizer(self) -> None:
         """Convert the tokenizer now, so that no request waits for it; one without a fast form is refused later."""
@@ -198,6 +202,8 @@ def _try_tokens(matcher: LLMatcher, count: int) -> None:
 def _format_problem(line: str) -> str:
     if line.startswith("panic"):
         return "it is too large or too complex"
+    if line.startswith("Unsatisfiable") and (definition := re.search(r"(#/\$defs/[^\s,]+)$", line)):
+        return f"{UNSATISFIABLE}, at {definition[1]}"
     if not line or line.startswith(("NoExtension", "Unsatisfiable")) or "doesn't satisfy the grammar" in line:
         return UNSATISFIABLE
     return line[:PROBLEM_CHARS_MAX]

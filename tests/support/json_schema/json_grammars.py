@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from warmline_backend.structured_output.compiler import PARSER_LIMITS
 from warmline_backend.structured_output.json_schema.guidance import UNSATISFIABLE, add_guidance_options
-from warmline_backend.structured_output.json_schema.prepared import PreparedSchema, prepare_schema
+from warmline_backend.structured_output.json_schema.prepared import PreparedSchema, Trial, prepare_schema
 from warmline_backend.structured_output.json_schema.validator import SchemaValidator
 
 Schema = dict[str, Any]
@@ -36,7 +36,7 @@ def compile_schema(forced: Schema) -> LLMatcher:
     return LLMatcher(load_tokenizer(), grammar, log_level=0, limits=PARSER_LIMITS)
 
 
-def find_problem(forced: Schema, is_part: bool = False) -> str:
+def find_problem(forced: Schema, trial: Trial = Trial.PART) -> str:
     matcher = compile_schema(forced)
     error = matcher.get_error().split("\n")[0]
     if not error and not np.frombuffer(matcher.compute_bitmask(), np.uint8).any():

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 from warmline_backend.request.params import FieldError
@@ -13,8 +14,16 @@ from warmline_backend.structured_output.json_schema.guidance import UNSATISFIABL
 from warmline_backend.structured_output.json_schema.keywords import JSON_TYPES, escape_step, iter_subschemas
 from warmline_backend.structured_output.json_schema.normalize import NormalizedSchema, format_place, normalize_schema
 
-# (forced schema, whether it is only a part of an answer's) -> the problem of its grammar, or ""
-GrammarTrial = Callable[[Schema, bool], str]
+
+class Trial(Enum):
+    """Kind of a forced schema whose grammar is tried."""
+
+    WHOLE_ANSWER = auto()  # an answer may follow
+    PART = auto()
+    STRING = auto()  # a part, which is followed further
+
+
+GrammarTrial = Callable[[Schema, Trial], str]  # -> the problem of a forced schema's grammar, or ""
 
 _ROUNDS_MAX = 16
 _TRIALS_MAX = 400  # compilations in search of the costly parts of one schema
@@ -46,7 +55,9 @@ def prepare_schema(
     root = normalized.schema if isinstance(normalized.schema, dict) else {} if normalized.schema else {"enum": []}
     if not can_end(root):
         raise FieldError(field, "can't be satisfied: a part of it requires itself without end")
-    return _SchemaPreparation(root, normalized, field, find_problem).prepare(is_part)
+    return _SchemaPreparation(root, normalized, field, find_problem).prepare(
+        Trial.PART if is_part else Trial.WHOLE_ANSWER
+    )
 
 
 class _SchemaPreparation:
@@ -57,7 +68,7 @@ class _SchemaPreparation:
         self._problems: dict[str, str] = {}  # by a part of the forced schema
         self._trials_left = _TRIALS_MAX
 
-    def prepare(self, is_part: bool) -> PreparedSchema:
+    def prepare(self, trial: Trial) -> PreparedSchema:
         """Force as much as llguidance can take: what is too costly is relaxed, round by round."""
         requires_tags = True
         for _ in range(_ROUNDS_MAX):
@@ -66,10 +77,10 @@ class _SchemaPreparation:
             if costly := self._find_costly_strings(forcer):
                 self._relax(costly)
                 continue
-            if not (problem := self._find_problem(forced, is_part)):
+            if not (problem := self._find_problem(forced, trial)):
                 return PreparedSchema(forced, self._root, frozenset(forcer.checks), _has_free_numbers(forced))
-            if problem == UNSATISFIABLE:
-                if found := self._find_unsatisfiable_references():
+            if problem.startswith(UNSATISFIABLE):
+                if found := self._find_unsatisfiable_references(problem):
                     self._unsatisfiable |= found
                     continue
                 if requires_tags:
@@ -94,7 +105,7 @@ class _SchemaPreparation:
             for pointer, schema in self._iter_subschemas()
             if self._relaxed.get(pointer, 0) < TYPES_ONLY
             and {"pattern", "format"} & schema.keys()
-            and self._is_costly(_force_string(forcer, schema, pointer))
+            and self._is_costly(_force_string(forcer, schema, pointer), Trial.STRING)
         ]
 
     def _find_costly(self, forcer: SchemaForcer) -> list[str]:
@@ -113,10 +124,13 @@ class _SchemaPreparation:
                 costly.append(pointer)
         return costly or self._find_costly_references(forcer)
 
-    def _find_unsatisfiable_references(self) -> frozenset[str]:
+    def _find_unsatisfiable_references(self, problem: str) -> frozenset[str]:
         """References to definitions that allow no value; llguidance takes one for a fault even where it is optional."""
         forcer = SchemaForcer(self._root, self._relaxed, self._unsatisfiable, requires_tags=False)
         definitions = {f"#/$defs/{escape_step(name)}": part for name, part in forcer.force_definitions().items()}
+        named = problem.rpartition(" at ")[2]
+        if self._is_unsatisfiable(definitions.get(named, {})):
+            return frozenset([named])
         return frozenset(name for name, part in definitions.items() if self._is_unsatisfiable(part))
 
     def _find_unsatisfiable(self, forcer: SchemaForcer) -> str:
@@ -136,7 +150,7 @@ class _SchemaPreparation:
             pointer, schema = found
 
     def _is_unsatisfiable(self, forced: Any) -> bool:
-        return forced is False or self._try(_drop_references(forced)) == UNSATISFIABLE
+        return forced is False or self._try(_drop_references(forced)).startswith(UNSATISFIABLE)
 
     def _find_costly_references(self, forcer: SchemaForcer) -> list[str]:
         """The subschema that combines references and has a problem with them in place; the least of several."""
@@ -154,10 +168,11 @@ class _SchemaPreparation:
                     costly.append((len(repr(forced)), pointer))
         return [min(costly)[1]] if costly else []
 
-    def _is_costly(self, forced: Any) -> bool:
-        return self._try(forced) not in ("", UNSATISFIABLE)
+    def _is_costly(self, forced: Any, trial: Trial = Trial.PART) -> bool:
+        problem = self._try(forced, trial)
+        return bool(problem) and not problem.startswith(UNSATISFIABLE)
 
-    def _try(self, forced: Any) -> str:
+    def _try(self, forced: Any, trial: Trial = Trial.PART) -> str:
         """Problem of a part's grammar; "" once there were too many trials."""
         if not isinstance(forced, dict):
             return ""
@@ -166,7 +181,7 @@ class _SchemaPreparation:
             if not self._trials_left:
                 return ""
             self._trials_left -= 1
-            self._problems[key] = self._find_problem(forced, True)
+            self._problems[key] = self._find_problem(forced, trial)
         return self._problems[key]
 
     def _iter_subschemas(self) -> Iterator[tuple[str, Schema]]:
