@@ -22,7 +22,7 @@ from warmline_backend.structured_output.json_schema.expressions.parser import pa
 from warmline_backend.structured_output.json_schema.expressions.search import convert_search
 from warmline_backend.structured_output.json_schema.expressions.writer import write_for_llguidance, write_for_regex
 
-MATCH_TIMEOUT_S = 0.03
+MATCH_TIMEOUT_S = 0.1  # of the process, whose other threads count too
 CACHED_COUNT_MAX = 1024
 CHEAP_COUNT_MAX = 8
 

@@ -46,6 +46,16 @@ FORCED: dict[str, Case] = {
         [{"a": 1, "b": 1}],
         [{"c": 1}, {"a": 2}],
     ),
+    "propertyNames, a pattern of listed names": (
+        {**CLOSED, "properties": {"ax": ONE, "b": ONE}, "propertyNames": {"pattern": "^a"}},
+        [{}, {"ax": 1}],
+        [{"b": 1}, {"a": 1}],
+    ),
+    "propertyNames: false": (
+        {"type": "object", "properties": {"a": ONE}, "patternProperties": {"^b": ONE}, "propertyNames": False},
+        [{}],
+        [{"a": 1}, {"b": 1}, {"c": 1}],
+    ),
     "propertyNames, a length": (
         {"type": "object", "propertyNames": {"minLength": 2, "maxLength": 3}},
         [{"ab": 1, "äöü": 1}],
@@ -217,6 +227,16 @@ FORCED: dict[str, Case] = {
 }
 
 CHECKED: dict[str, Case] = {
+    "propertyNames, a pattern, beside other names": (
+        {
+            "type": "object",
+            "properties": {"ax": {"enum": [2]}, "b": ONE},
+            "additionalProperties": ONE,
+            "propertyNames": {"pattern": "^a"},
+        },
+        [{}, {"ax": 2}, {"ax": 2, "ay": 1}],
+        [{"b": 1}, {"c": 1}, {"ax": 1}],
+    ),
     "uniqueItems": ({"type": "array", "uniqueItems": True}, [[], [1, 2], ["a", None]], [[1, 1], [{"a": 1}, {"a": 1}]]),
     "contains": ({"type": "array", "contains": ONE, "maxContains": 1}, [[1], [2, 1]], [[], [2], [1, 1]]),
     "minProperties over free keys": (

@@ -11,7 +11,7 @@ from warmline_backend.request.schemas import Schema, list_required_names
 from warmline_backend.structured_output.json_schema.forcing import unions
 from warmline_backend.structured_output.json_schema.formats import force_format
 from warmline_backend.structured_output.json_schema.keywords import escape_step
-from warmline_backend.structured_output.json_schema.patterns import force_pattern
+from warmline_backend.structured_output.json_schema.patterns import CheckTooCostlyError, compile_check, force_pattern
 
 if TYPE_CHECKING:
     from warmline_backend.structured_output.json_schema.forcing.force import ForcedParts, SchemaForcer
@@ -112,7 +112,7 @@ def _force_names(forcer: "SchemaForcer", names: Any, keys: _Keys) -> bool:
     """Apply `propertyNames`; False where a check has to."""
     if isinstance(names, bool):
         if not names:
-            _allow_names(keys, [])
+            keys.properties, keys.patterns, keys.others = dict.fromkeys(keys.properties, False), {}, False
         return True
     names = {key: value for key, value in names.items() if (key, value) != ("type", "string")}
     values = [names["const"]] if "const" in names else names.get("enum")
@@ -141,10 +141,17 @@ def _allow_matching_names(names: Schema, keys: _Keys) -> bool:
     pattern = _build_name_pattern(names)
     if pattern is None or keys.patterns:
         return not names
-    if keys.others is not False:
-        keys.patterns = {pattern: keys.others}
-        keys.others = False
-    return not keys.properties
+    matches = compile_check(pattern)
+    try:
+        keys.properties = {name: part if matches(name) else False for name, part in keys.properties.items()}
+    except CheckTooCostlyError:
+        return False
+    if keys.others is False:
+        return True
+    if keys.properties:  # a pattern would apply to them, too
+        return False
+    keys.patterns, keys.others = {pattern: keys.others}, False
+    return True
 
 
 def _build_name_pattern(names: Schema) -> str | None:
