@@ -46,6 +46,10 @@ def make_chat_body(**fields: Any) -> dict[str, Any]:
     return {"messages": make_user_message(), "max_tokens": 3, **fields}
 
 
+def make_strict_form(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+
+
 GOOD: list[tuple[str, object]] = [
     (CHAT, make_chat_body(**LEAK, stop=[TEXT], stream=True)),
     (CHAT, make_chat_body(messages=[{"role": "system", "content": TEXT}, *make_user_message()], n=2)),
@@ -98,11 +102,11 @@ BAD: list[tuple[str, object]] = [
     (CHAT, make_chat_body(response_format={"type": WORD})),
     (
         CHAT,
-        make_chat_body(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": WORD}}}),
+        make_chat_body(response_format=make_strict_form({"type": WORD})),
     ),
     (
         CHAT,
-        make_chat_body(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": WORD}}}),
+        make_chat_body(response_format=make_strict_form({"$ref": WORD})),
     ),
     (CHAT, make_chat_body(structured_outputs={"regex": f"{WORD}("})),
     (CHAT, make_chat_body(grammar=f"{WORD} ::= nothing")),

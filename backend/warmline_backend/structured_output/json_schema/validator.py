@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jsonschema import Draft202012Validator, ValidationError
-from jsonschema.validators import create
+from jsonschema import Draft202012Validator, ValidationError, validators
 
 from warmline_backend.request.schemas import Schema
 from warmline_backend.structured_output.json_schema.patterns import CheckTooCostlyError
@@ -152,7 +151,7 @@ _TYPES = Draft202012Validator.TYPE_CHECKER.redefine_many(
     {"number": lambda _, value: is_number(value), "integer": lambda _, value: is_integer(value)}
 )
 # Without a meta schema jsonschema takes no identifiers into account, and resolves nothing itself.
-_Validator: Any = create(
+_Validator: Any = validators.create(
     meta_schema={},
     validators={
         name: _count(name, evaluate)
