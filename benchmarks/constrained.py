@@ -4,10 +4,11 @@ The scheduler is driven as the engine drives it, two of them in turn: some steps
 freely, then as many of ones that are held to the schema, and so on, so that a machine's moods fall on both.  No answer
 ends by itself: the schema asks for more items than there is room for.
 
-Usage: .venv/bin/python benchmarks/constrained.py [--quick | --shape llama | --model DIR] [--rounds N] [--steps N]
+Usage: .venv/bin/python benchmarks/constrained.py [--quick | --shape llama | --model DIR] [--checked] [--rounds N] [--steps N]
 """
 
 import argparse
+import copy
 import os
 import platform
 import statistics
@@ -55,6 +56,15 @@ SCHEMA: dict[str, Any] = {
         "additionalProperties": False,
     },
 }
+UNIQUE_ITEMS = {"uniqueItems": True}  # which no grammar forces: the tags are checked, and drawn again
+
+
+def make_schema(is_checked: bool) -> dict[str, Any]:
+    made: dict[str, Any] = copy.deepcopy(SCHEMA)
+    made["items"]["properties"]["tags"] |= UNIQUE_ITEMS if is_checked else {}
+    return made
+
+
 WIDTHS = {
     "model": 12,
     "vocabulary": 0,
@@ -76,27 +86,28 @@ class BenchModel:
     compiled_s: float  # the tokenizer converted, and the grammar
 
     @classmethod
-    def load(cls, name: str, folder: Path) -> "BenchModel":
+    def load(cls, name: str, folder: Path, schema: dict[str, Any]) -> "BenchModel":
         served = load_served_model(str(folder), name)
         grammars, began = GrammarCompiler(served.tokenizer, served.vocabulary_size), time.perf_counter()
-        constraint = grammars.build_constraint("completion", {"structured_outputs": {"json": SCHEMA}}, None, "")
+        constraint = grammars.build_constraint("completion", {"structured_outputs": {"json": schema}}, None, "")
         assert constraint is not None
         return cls(name, served, grammars, constraint, time.perf_counter() - began)
 
 
 def load_models(options: argparse.Namespace, place: Path) -> Iterator[BenchModel]:
+    schema = make_schema(options.checked)
     if options.model:
-        yield BenchModel.load(options.model.name, options.model)
+        yield BenchModel.load(options.model.name, options.model, schema)
         return
     if options.shape:
         import large_models  # which makes arrays on the device as it is imported
 
         large_models.build_model(options.shape, place / options.shape)
-        yield BenchModel.load(options.shape, place / options.shape)
+        yield BenchModel.load(options.shape, place / options.shape, schema)
         return
-    yield BenchModel.load("tiny", tiny_models.build("bench", place / "tiny"))
+    yield BenchModel.load("tiny", tiny_models.build("bench", place / "tiny"), schema)
     try:
-        yield BenchModel.load("demo", demo.prepare_demo_model(Home(place / "home"), "float32"))
+        yield BenchModel.load("demo", demo.prepare_demo_model(Home(place / "home"), "float32"), schema)
     except demo.DemoUnavailableError as problem:
         print(f"no demo model: {problem}", file=sys.stderr)
 
@@ -192,6 +203,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few short rounds: shows that it runs, and no more")
     parser.add_argument("--shape", default="", help="random bfloat16 weights, see large_models: for a GPU")
+    parser.add_argument("--checked", action="store_true", help="a schema with a part that is checked")
     parser.add_argument("--model", type=Path, help="a model of your own")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--steps", type=int, default=16, help="a round, of either side")
