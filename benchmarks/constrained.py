@@ -100,7 +100,7 @@ def load_models(options: argparse.Namespace, place: Path) -> Iterator[BenchModel
         yield BenchModel.load(options.model.name, options.model, schema)
         return
     if options.shape:
-        import large_models  # which makes arrays on the device as it is imported
+        from common import large_models  # which makes arrays on the device as it is imported
 
         large_models.build_model(options.shape, place / options.shape)
         yield BenchModel.load(options.shape, place / options.shape, schema)
