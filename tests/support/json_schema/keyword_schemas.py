@@ -33,6 +33,10 @@ _LEAVES: list[Schema] = [
     {"minItems": 1},
     {"required": ["a"]},
     {"not": {"type": "string"}},
+    {"type": "integer", "not": {"const": 1}},
+    {"type": ["integer", "boolean"], "not": {"enum": [1, True]}},
+    {"type": "string", "not": {"enum": ["a"]}},
+    {"enum": [1.0, 2, "a"], "not": {"const": 1}},
     {},
     True,
     False,
@@ -73,7 +77,8 @@ class KeywordSchemaBuilder:
     def make(self, level: int) -> Schema:
         if level <= 0 or self._draw.random() < 0.15:
             return self._draw.choice(_LEAVES)
-        made = {"type": "object"} if self._draw.random() < 0.5 else {}
+        kinds = ["object", "object", "object", "integer", "string", ["integer", "null"], ["array", "object"]]
+        made: dict[str, Any] = {"type": self._draw.choice(kinds)} if self._draw.random() < 0.6 else {}
         for key in self._draw.choices([*self._makers, "branches"], k=self._draw.randint(1, 3)):
             made |= self._make_branches() if key == "branches" else {key: self._makers[key](level - 1)}
         if "if" in made and "then" not in made:

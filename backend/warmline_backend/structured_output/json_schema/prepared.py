@@ -238,6 +238,8 @@ def _has_free_numbers(forced: Any) -> bool:
     waiting: list[tuple[Any, frozenset[str]]] = [(forced, _ALL_TYPES)]  # each with the types that its place allows
     while waiting:
         schema, types = waiting.pop()
+        if schema is True:
+            return True
         if not isinstance(schema, Mapping):
             continue
         if "type" in schema:

@@ -139,7 +139,7 @@ def _find_tag_values(forcer: "SchemaForcer", branch: Any, name: str, union: Sche
         inner = forcer.resolve(part.get("properties", {}).get(name, True)) if isinstance(part, Mapping) else True
         if isinstance(inner, Mapping) and ("const" in inner or "enum" in inner):
             values = [inner["const"]] if "const" in inner else inner["enum"]
-            return frozenset(json.dumps(value, sort_keys=True) for value in values)
+            return frozenset(map(_spell, values))
     return None
 
 
@@ -237,22 +237,36 @@ def _find_domain_types(domain: Domain) -> frozenset[str]:
 
 def _negate_values(values: list[Any], domain: Domain) -> Any:
     """Negate a list of values: all others of a listed domain, or of booleans and null."""
-    excluded = {json.dumps(value, sort_keys=True) for value in values}
+    excluded = set(map(_spell, values))
     for schema in domain:
         if "enum" in schema or "const" in schema:
             possible = [schema["const"]] if "const" in schema else schema["enum"]
-            left = [value for value in possible if json.dumps(value, sort_keys=True) not in excluded]
+            left = [value for value in possible if _spell(value) not in excluded]
             return {"enum": left} if left else False
     types = set(_find_domain_types(domain))
     has_booleans = "boolean" in types
-    for kind in {_find_type(value) for value in values} & types:
-        if kind not in ("boolean", "null"):
+    for value in values:
+        kinds = {"number", "integer"} if _find_type(value) == "number" else {_find_type(value)}
+        if kinds & types - {"boolean", "null"}:
             return None
-        types.remove(kind)
-    constants = [word for word in (True, False) if json.dumps(word) not in excluded]
+        types -= kinds
+    constants = [word for word in (True, False) if _spell(word) not in excluded]
     others = [{"enum": constants}] if constants and has_booleans and "boolean" not in types else []
     types -= {"integer"} if "number" in types else set()
     return _any_of([*others, *([{"type": sorted(types)}] if types else [])])
+
+
+def _spell(value: Any) -> str:
+    """Spell a value so that equal ones are the same: 1.0 is 1."""
+    return json.dumps(_drop_fractions(value), sort_keys=True)
+
+
+def _drop_fractions(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _drop_fractions(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_drop_fractions(part) for part in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _negate_properties(forcer: "SchemaForcer", properties: Mapping[str, Any], domain: Domain, depth: int) -> Any:
