@@ -4,7 +4,8 @@ The scheduler is driven as the engine drives it, two of them in turn: some steps
 freely, then as many of ones that are held to the schema, and so on, so that a machine's moods fall on both.  No answer
 ends by itself: the schema asks for more items than there is room for.
 
-Usage: .venv/bin/python benchmarks/constrained.py [--quick | --shape llama | --model DIR] [--checked] [--rounds N] [--steps N]
+Usage: .venv/bin/python benchmarks/constrained.py [--quick | --shape llama | --model DIR] [--checked]
+       [--rounds N] [--steps N]
 """
 
 import argparse

@@ -189,6 +189,8 @@ def _decode_schema(value: object, field: str) -> object:
 
 
 def _make_json_format(schema: object, field: str, strict: bool = False) -> TextFormat:
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
     if not isinstance(schema, Mapping):
         raise FieldError(field, f"must be a JSON schema (an object), not {format_value(schema)}")
     return TextFormat("json", schema, field, strict)

@@ -92,7 +92,9 @@ class Runtime:
             turn_end=rendered.turn_end,
             messages=rendered.messages,
             echo=render_echo(body, rendered.tokens, served.tokenizer) if params.echo else "",
-            constraint=self.grammar_compiler.build_constraint(endpoint, body, rendered.tools, expected.tail),
+            constraint=self.grammar_compiler.build_constraint(
+                endpoint, body, rendered.tools, expected.tail, cancellation.check
+            ),
             expected_output=expected,
         )
 

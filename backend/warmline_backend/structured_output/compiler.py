@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,10 +69,18 @@ class GrammarCompiler:
         self._problems: OrderedDict[bytes, str] = OrderedDict()
         self._schemas = SchemaCache(self._find_schema_problem)
 
-    def build_constraint(self, endpoint: str, body: Mapping[str, Any], tools: Tools, tail: str) -> Constraint | None:
-        """Build the constraint of a body; None for an unconstrained answer.  Raises BadRequestError.
+    def build_constraint(
+        self,
+        endpoint: str,
+        body: Mapping[str, Any],
+        tools: Tools,
+        tail: str,
+        check_cancelled: Callable[[], None] = lambda: None,
+    ) -> Constraint | None:
+        """Build the constraint of a body; None for an unconstrained answer.
 
-        The first constraint takes up to a second or two, for the tokenizer.
+        Raises BadRequestError, and what `check_cancelled` raises, which is called now and then.  The first constraint
+        takes up to a second or two, for the tokenizer.
         """
         response_format = parse_response_format(endpoint, body, tools)
         if response_format.is_unconstrained:
@@ -81,9 +90,8 @@ class GrammarCompiler:
             raise FieldError("continue_final_message", "can't be combined with a form that the whole answer must have")
         try:
             traits = self._load_tokenizer()[1]
-            constraint = constraints.build_constraint(
-                response_format, tail, traits, self.find_problem, self._schemas.prepare
-            )
+            prepare = partial(self._schemas.prepare, check_cancelled=check_cancelled)
+            constraint = constraints.build_constraint(response_format, tail, traits, self.find_problem, prepare)
         except UnicodeEncodeError as error:
             raise BadRequestError("a schema, a grammar or a tool has a lone surrogate; it is no valid text") from error
         if constraint is not None and body.get("allowed_token_ids") is not None:  # both may leave no token at all

@@ -18,7 +18,7 @@ REDRAW_COUNT_MAX = 64  # while no further token can be sent
 TOKENS_PER_REDRAW_MIN = 8  # and at most one for so many tokens that are not sent yet, where that is more
 # Tokens that are given up, for each token of the answer: an answer takes at most five times its own length.
 REDRAWN_TOKENS_RATIO_MAX = 4
-ANSWER_TOKENS_COUNTED_MIN = 256
+ANSWER_TOKENS_COUNTED_MIN = 64
 
 
 class TokenViolation(Protocol):

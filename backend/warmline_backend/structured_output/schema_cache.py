@@ -15,7 +15,7 @@ from warmline_backend.request.params import BadRequestError, FieldError
 from warmline_backend.request.schemas import Schema
 from warmline_backend.structured_output.checks.answer_check import ToolCheck
 from warmline_backend.structured_output.checks.content_check import ContentCheck
-from warmline_backend.structured_output.json_schema.prepared import GrammarTrial, PreparedSchema, prepare_schema
+from warmline_backend.structured_output.json_schema.prepared import GrammarTrial, PreparedSchema, Trial, prepare_schema
 
 SCHEMA_COUNT_MAX = 512
 SCHEMA_CHARS_MAX = 32 << 20  # of all schemas in the cache, as they were sent
@@ -51,22 +51,38 @@ class SchemaCache:
         )  # with their characters
         self._chars = 0
 
-    def prepare(self, schema: Schema, field: str, strict: bool, is_part: bool) -> CachedSchema:
-        """Prepare a schema as `prepare_schema` does, or return it from the cache.  Raises BadRequestError."""
+    def prepare(
+        self,
+        schema: Schema,
+        field: str,
+        strict: bool,
+        is_part: bool,
+        check_cancelled: Callable[[], None] = lambda: None,
+    ) -> CachedSchema:
+        """Prepare a schema as `prepare_schema` does, or return it from the cache.
+
+        Raises BadRequestError, and what `check_cancelled` raises, which is called now and then.
+        """
         text = json.dumps(schema, ensure_ascii=False)
         key = xxhash.xxh3_128_digest(f"{strict} {field} {text}".encode())
         with self._lock:
             if (entry := self._entries.get(key)) is not None:
                 self._entries.move_to_end(key)
-        made = entry[0] if entry else self._make(schema, field, strict, is_part)
+        made = entry[0] if entry else self._make(schema, field, strict, is_part, check_cancelled)
         self._insert(key, made, len(text))
         if isinstance(made, FieldError):
             raise BadRequestError(made.message, made.param)
         return made
 
-    def _make(self, schema: Schema, field: str, strict: bool, is_part: bool) -> "CachedSchema | FieldError":
+    def _make(
+        self, schema: Schema, field: str, strict: bool, is_part: bool, check_cancelled: Callable[[], None]
+    ) -> "CachedSchema | FieldError":
+        def find_problem(forced: Schema, trial: Trial) -> str:
+            check_cancelled()
+            return self._find_problem(forced, trial)
+
         try:
-            return CachedSchema(prepare_schema(schema, field, strict, self._find_problem, is_part))
+            return CachedSchema(prepare_schema(schema, field, strict, find_problem, is_part))
         except FieldError as error:
             return error.with_traceback(None)
 

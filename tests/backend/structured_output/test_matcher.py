@@ -223,8 +223,8 @@ def make_strict_form(schema: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"structured_outputs": {"json": {"not": {}}}}, "no value can match it"),
-        ({"structured_outputs": {"json": {"enum": []}}}, "no value can match it"),
+        ({"structured_outputs": {"json": {"not": {}}}}, "'not' allows no value"),
+        ({"structured_outputs": {"json": {"enum": []}}}, "no value is listed"),
         (make_strict_form({"$ref": "https://example.com/x"}), "is no part of the schema"),
         (make_strict_form({"type": "string", "pattern": "("}), "no regular expression"),
         ({"structured_outputs": {"json": {"const": "\ud83d"}}}, "lone surrogate"),

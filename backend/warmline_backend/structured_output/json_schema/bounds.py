@@ -30,20 +30,21 @@ def check_size(schema: Schema, field: str) -> None:
         raise FieldError(field, f"is longer than {SCHEMA_BYTES_MAX} characters; it is too large")
 
 
-def can_end(schema: Schema) -> bool:
-    """True where some finite JSON may be valid under a normalized schema.
+def find_endless(schema: Schema) -> str | None:
+    """Find what of a normalized schema requires itself: a reference, "#" for the root.  None for nothing.
 
-    A cheap look at parts that are required for certain; in doubt, true.  References that can end are found round by
-    round, each built on those before; what is left after the last round requires itself.
+    A cheap look at parts that are required for certain; in doubt, None.  References that can end are found round by
+    round, each built on those before; what is left after the last round requires itself, so that no finite JSON is
+    valid.
     """
     ending: set[str] = set()
     parts = {reference: schemas.lookup_reference(reference, schema) for reference in schemas.collect_references(schema)}
     for _ in range(_ROUNDS_MAX):
         found = {reference for reference in parts.keys() - ending if _can_end_given(parts[reference], ending)}
         if not found:
-            return _can_end_given(schema, ending)
+            return None if _can_end_given(schema, ending) else min(parts.keys() - ending, default="#")
         ending |= found
-    return True
+    return None
 
 
 def _can_end_given(schema: Any, ending: set[str]) -> bool:

@@ -3,7 +3,9 @@
 Annotations and unknown keywords are left out, as a validator ignores them.
 """
 
+import itertools
 import re
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +51,8 @@ class _Normalizer:
     documents: SchemaDocuments
     is_old: bool
     fault_count: int = 0
-    names: dict[int, str] = field(default_factory=dict)  # names in "$defs" by identity of the target
+    names: dict[tuple[str, int], str] = field(default_factory=dict)  # in "$defs", by identity of the target
+    stem_counts: Counter[str] = field(default_factory=Counter)
     targets: dict[str, tuple[Any, _Place]] = field(default_factory=dict)
     definitions: dict[str, Any] = field(default_factory=dict)
 
@@ -87,22 +90,25 @@ class _Normalizer:
 
     def _name_target(self, target: Any, pointer: str, base: str) -> str:
         """Name of a target in "$defs": the last step of its pointer, made unique."""
-        if isinstance(target, bool) or id(target) not in self.names:
+        key = ("boolean", target) if isinstance(target, bool) else ("identity", id(target))
+        if key not in self.names:
             stem = re.sub(r"[^A-Za-z0-9_.-]", "_", pointer.rpartition("/")[2]) or "root"
-            name, n = stem, 1
-            while name in self.targets:
-                n += 1
-                name = f"{stem}_{n}"
-            self.names[id(target)] = name
+            self.stem_counts[stem] += 1
+            count = self.stem_counts[stem]
+            self.names[key] = name = stem if count == 1 else f"{stem}.{count}"
+            if name in self.targets:  # another stem of that form
+                self.names[key] = name = f"{stem}.{count}.{len(self.targets)}"
             self.targets[name] = target, _Place(pointer, base)
-        return self.names[id(target)]
+        return self.names[key]
 
     def normalize_definitions(self) -> None:
         """Normalize the targets of all references, and of those within them."""
-        while len(self.definitions) < len(self.targets):
-            name = list(self.targets)[len(self.definitions)]
+        waiting = deque(self.targets)
+        while waiting:
+            name, known = waiting.popleft(), len(self.targets)
             target, place = self.targets[name]
-            self.definitions[name] = self.normalize(target, _Place(place.pointer, place.base))
+            self.definitions[name] = self.normalize(target, place)
+            waiting.extend(itertools.islice(self.targets, known, None))
 
     # ---- keywords
 

@@ -7,11 +7,16 @@ from typing import Any
 
 from warmline_backend.request.params import FieldError
 from warmline_backend.request.schemas import Schema, collect_references
-from warmline_backend.structured_output.json_schema.bounds import can_end, check_size
+from warmline_backend.structured_output.json_schema.bounds import check_size, find_endless
 from warmline_backend.structured_output.json_schema.forcing.force import TYPES_ONLY, ForcedParts, SchemaForcer
 from warmline_backend.structured_output.json_schema.forcing.unions import COMBINATORS
 from warmline_backend.structured_output.json_schema.guidance import UNSATISFIABLE
-from warmline_backend.structured_output.json_schema.keywords import JSON_TYPES, escape_step, iter_subschemas
+from warmline_backend.structured_output.json_schema.keywords import (
+    JSON_TYPES,
+    escape_step,
+    format_value,
+    iter_subschemas,
+)
 from warmline_backend.structured_output.json_schema.normalize import NormalizedSchema, format_place, normalize_schema
 
 
@@ -27,6 +32,7 @@ GrammarTrial = Callable[[Schema, Trial], str]  # -> the problem of a forced sche
 
 _ROUNDS_MAX = 16
 _TRIALS_MAX = 400  # compilations in search of the costly parts of one schema
+_STRINGS_TRIED_MAX = 64  # kinds of strings of one schema that are followed further; others may end an answer
 _ALL_TYPES = frozenset(JSON_TYPES)
 _IN_PLACE_STEPS = ("/allOf/", "/anyOf/", "/oneOf/")
 _NUMBER_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
@@ -53,11 +59,14 @@ def prepare_schema(
     check_size(schema, field)
     normalized = normalize_schema(schema, field, strict)
     root = normalized.schema if isinstance(normalized.schema, dict) else {} if normalized.schema else {"enum": []}
-    if not can_end(root):
-        raise FieldError(field, "can't be satisfied: a part of it requires itself without end")
-    return _SchemaPreparation(root, normalized, field, find_problem).prepare(
-        Trial.PART if is_part else Trial.WHOLE_ANSWER
-    )
+    preparation = _SchemaPreparation(root, normalized, field, find_problem)
+    if (reference := find_endless(root)) is not None:
+        place = preparation.describe_place(reference.removeprefix("#"))
+        raise FieldError(field, f"can't be satisfied: at {place} it requires itself without end")
+    try:
+        return preparation.prepare(Trial.PART if is_part else Trial.WHOLE_ANSWER)
+    except RecursionError as error:
+        raise FieldError(field, "is too deep for answers to be held to it; send a smaller schema") from error
 
 
 class _SchemaPreparation:
@@ -66,7 +75,7 @@ class _SchemaPreparation:
         self._relaxed: dict[str, int] = {}  # levels by pointer
         self._unsatisfiable: frozenset[str] = frozenset()  # references
         self._problems: dict[str, str] = {}  # by a part of the forced schema
-        self._trials_left = _TRIALS_MAX
+        self._trials_left, self._strings_left = _TRIALS_MAX, _STRINGS_TRIED_MAX
 
     def prepare(self, trial: Trial) -> PreparedSchema:
         """Force as much as llguidance can take: what is too costly is relaxed, round by round."""
@@ -86,8 +95,9 @@ class _SchemaPreparation:
                 if requires_tags:
                     requires_tags = False
                     continue
-                place = self._describe_place(self._find_unsatisfiable(forcer))
-                raise FieldError(self._field, f"can't be used: at {place} no value can match it")
+                pointer, schema = self._find_unsatisfiable(forcer)
+                fault = f"can't be satisfied: at {self.describe_place(pointer)} {_describe_conflict(schema)}"
+                raise FieldError(self._field, fault)
             if not (costly := self._find_costly(forcer)):
                 break
             self._relax(costly)
@@ -105,15 +115,22 @@ class _SchemaPreparation:
             for pointer, schema in self._iter_subschemas()
             if self._relaxed.get(pointer, 0) < TYPES_ONLY
             and {"pattern", "format"} & schema.keys()
-            and self._is_costly(_force_string(forcer, schema, pointer), Trial.STRING)
+            and self._is_costly_string(_force_string(forcer, schema, pointer))
         ]
+
+    def _is_costly_string(self, forced: Any) -> bool:
+        if repr(forced) not in self._problems:
+            if not self._strings_left:
+                return False
+            self._strings_left -= 1
+        return self._is_costly(forced, Trial.STRING)
 
     def _find_costly(self, forcer: SchemaForcer) -> list[str]:
         """The innermost subschemas that have a problem with all references left out; else references with siblings."""
         costly: list[str] = []
         waiting: list[tuple[str, Any]] = [("", {key: value for key, value in self._root.items() if key != "$defs"})]
         waiting += [(f"/$defs/{escape_step(name)}", part) for name, part in self._root.get("$defs", {}).items()]
-        while waiting:
+        while waiting and self._trials_left:
             pointer, schema = waiting.pop()
             if isinstance(schema, bool) or not self._is_costly(_drop_references(forcer.force(schema, pointer))):
                 continue
@@ -133,8 +150,8 @@ class _SchemaPreparation:
             return frozenset([named])
         return frozenset(name for name, part in definitions.items() if self._is_unsatisfiable(part))
 
-    def _find_unsatisfiable(self, forcer: SchemaForcer) -> str:
-        """The innermost part that all valid values need and that allows none; the root in doubt."""
+    def _find_unsatisfiable(self, forcer: SchemaForcer) -> tuple[str, Schema]:
+        """The innermost part that all valid values need and that allows none, with its pointer; the root in doubt."""
         pointer, schema = "", self._root
         while True:
             required = schema.get("required", ())
@@ -146,7 +163,7 @@ class _SchemaPreparation:
             ]
             parts = (each for each in needed if self._is_unsatisfiable(forcer.force(each[1], each[0])))
             if (found := next(parts, None)) is None:
-                return pointer
+                return pointer, schema
             pointer, schema = found
 
     def _is_unsatisfiable(self, forced: Any) -> bool:
@@ -193,13 +210,31 @@ class _SchemaPreparation:
                 yield pointer, schema
                 waiting.extend((pointer + step, part) for step, part in iter_subschemas(schema))
 
-    def _describe_place(self, pointer: str) -> str:
+    def describe_place(self, pointer: str) -> str:
         """Place of a subschema in the schema as it was sent."""
         for name, origin in self._normalized.origins.items():
             prefix = f"/$defs/{escape_step(name)}"
             if pointer == prefix or pointer.startswith(f"{prefix}/"):
                 return format_place(origin + pointer.removeprefix(prefix))
         return format_place(pointer)
+
+
+_CONFLICT_KEYWORDS_MAX = 6
+
+
+def _describe_conflict(schema: Schema) -> str:
+    """Say why no value is valid under a schema, as far as its own keywords tell."""
+    names, required = schema.get("properties", {}), schema.get("required", ())
+    closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
+    for name in required:
+        if names.get(name) is False or (closed and name not in names):
+            return f"the property {format_value(name)} is required, and not allowed"
+    if "enum" in schema or "const" in schema:
+        return "no listed value is valid under its other keywords" if len(schema) > 1 else "no value is listed"
+    keywords = [f"'{key}'" for key in schema if key != "$defs"]
+    if len(keywords) == 1:
+        return f"{keywords[0]} allows no value"
+    return f"no value is valid under {', '.join(keywords[:_CONFLICT_KEYWORDS_MAX])} together"
 
 
 def _force_string(forcer: SchemaForcer, schema: Schema, pointer: str) -> Any:

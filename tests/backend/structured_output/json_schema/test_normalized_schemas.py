@@ -129,8 +129,8 @@ def make_nested(levels: int) -> dict[str, Any]:
         (make_nested(bounds.SCHEMA_DEPTH_MAX), "nests deeper"),
         ({"enum": list(range(bounds.SCHEMA_NODES_MAX))}, "too large"),
         ({"const": "x" * bounds.SCHEMA_BYTES_MAX}, "too large"),
-        ({"not": {}}, "at its root no value can match it"),
-        ({"type": "string", "enum": [1]}, "at its root no value can match it"),
+        ({"not": {}}, "can't be satisfied: at its root 'not' allows no value"),
+        ({"type": "string", "enum": [1]}, "at its root no listed value is valid under its other keywords"),
         (
             {"type": "object", "minProperties": 2, "properties": {"a": {}}, "additionalProperties": False},
             "at its root no value",
@@ -141,9 +141,25 @@ def make_nested(levels: int) -> dict[str, Any]:
                 "properties": {"a": {"items": {}, "allOf": [{"type": "null"}, {"const": 1}]}},
                 "required": ["a"],
             },
-            "at /properties/a no value can match it",
+            "at /properties/a no value is valid under 'items', 'allOf' together",
         ),
-        ({"type": "integer", "minimum": 2, "maximum": 1}, "at its root no value can match it"),
+        (
+            {"type": "integer", "minimum": 2, "maximum": 1},
+            "no value is valid under 'type', 'minimum', 'maximum' together",
+        ),
+        (
+            {"type": "object", "properties": {"a": {}}, "required": ["b"], "additionalProperties": False},
+            'at its root the property "b" is required, and not allowed',
+        ),
+        (
+            {
+                "type": "object",
+                "properties": {"a": {"$ref": "#/$defs/a"}},
+                "required": ["a"],
+                "$defs": {"a": {"$ref": "#/$defs/a"}},
+            },
+            r"can't be satisfied: at /\$defs/a it requires itself",
+        ),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "requires itself"),
         ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "requires itself"),
         ({"type": "array", "minItems": 1, "items": {"$ref": "#"}}, "requires itself"),

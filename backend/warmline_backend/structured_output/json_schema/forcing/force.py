@@ -68,6 +68,7 @@ class SchemaForcer:
     ) -> None:
         self.root, self.requires_tags, self.checks = root, requires_tags, set[str]()
         self._relaxed, self._unsatisfiable = relaxed, unsatisfiable
+        self._resolved: dict[str, Any] = {}  # ends of chains of references
         self._domain: list[Schema] = []  # schemas that hold wherever the present part does
         self._validator = SchemaValidator(root)
 
@@ -112,11 +113,19 @@ class SchemaForcer:
 
     def resolve(self, schema: Any) -> Any:
         """Target of a schema that is a reference and nothing else, or the schema itself."""
-        for _ in range(len(self.root.get("$defs", {})) + 1):
-            if not (isinstance(schema, Mapping) and schema.keys() == {"$ref"}):
-                return schema
-            schema = self.lookup(schema["$ref"])
-        return False  # refers to itself
+        passed: list[str] = []
+        while isinstance(schema, Mapping) and schema.keys() == {"$ref"}:
+            reference = schema["$ref"]
+            if reference in self._resolved:
+                schema = self._resolved[reference]
+                break
+            if reference in passed:
+                schema = False  # refers to itself
+                break
+            passed.append(reference)
+            schema = self.lookup(reference)
+        self._resolved |= dict.fromkeys(passed, schema)
+        return schema
 
     def lookup(self, reference: str) -> Any:
         name = reference.removeprefix("#/$defs/").replace("~1", "/").replace("~0", "~")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from warmline_backend.structured_output.json_schema.forcing.force import ForcedParts, SchemaForcer
 
 CHOICES_MAX = 24  # branches that a count of properties becomes
+PATTERNS_MAX = 32  # of names, of which llguidance compares each two
 DEPENDENCIES_MAX = 5  # each doubles the branches
 _NO_OBJECT = {"type": ["array", "boolean", "null", "number", "string"]}
 _ESCAPED_CHARS = re.compile(r'["\\\x00-\x1f\x7f]')
@@ -55,7 +56,7 @@ def force_object(forcer: "SchemaForcer", schema: Schema, pointer: str, built: "F
         list(dict.fromkeys(list_required_names(schema))),
     )
     _merge_patterns_of_any_name(keys)
-    if not _force_patterns(keys) or (level and keys.patterns):
+    if not _force_patterns(keys) or (level and keys.patterns) or len(keys.patterns) > PATTERNS_MAX:
         forcer.checks.add(pointer)
         keys.patterns, keys.others = {}, True
     if "propertyNames" in schema and not _force_names(forcer, forcer.resolve(schema["propertyNames"]), keys):
@@ -252,8 +253,7 @@ def _add_choices(built: "ForcedParts", names: list[str], count: int, make: Any) 
 def _force_unevaluated(forcer: "SchemaForcer", schema: Schema, pointer: str, built: "ForcedParts") -> None:
     """Apply `unevaluatedProperties` to all keys but those that any part of the schema may evaluate."""
     forced = forcer.force(schema["unevaluatedProperties"], f"{pointer}/unevaluatedProperties")
-    evaluated = _Evaluated()
-    _collect_evaluated(forcer, schema, evaluated, set())
+    evaluated = _collect_evaluated(forcer, schema)
     if not evaluated.is_certain:
         forcer.checks.add(pointer)
     if evaluated.has_all or forced in (True, {}):
@@ -278,17 +278,19 @@ class _Evaluated:
     is_certain: bool = True  # false: only if some branch holds
 
 
-def _collect_evaluated(forcer: "SchemaForcer", schema: Any, evaluated: _Evaluated, seen: set[int]) -> None:
-    if isinstance(schema, bool) or id(schema) in seen:
-        return
-    seen.add(id(schema))
-    evaluated.names |= dict.fromkeys(schema.get("properties", ()))
-    evaluated.patterns += [name for name in schema.get("patternProperties", ()) if name not in evaluated.patterns]
-    evaluated.has_all |= "additionalProperties" in schema or (len(seen) > 1 and "unevaluatedProperties" in schema)
-    for part in _iter_in_place(forcer, schema):
-        _collect_evaluated(forcer, part, evaluated, seen)
-    if unions.CONDITIONAL_KEYWORDS & schema.keys():
-        evaluated.is_certain = False
+def _collect_evaluated(forcer: "SchemaForcer", schema: Schema) -> _Evaluated:
+    evaluated, seen, waiting = _Evaluated(), set[int](), [schema]
+    while waiting:
+        part = waiting.pop(0)
+        if isinstance(part, bool) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        evaluated.names |= dict.fromkeys(part.get("properties", ()))
+        evaluated.patterns += [name for name in part.get("patternProperties", ()) if name not in evaluated.patterns]
+        evaluated.has_all |= "additionalProperties" in part or (len(seen) > 1 and "unevaluatedProperties" in part)
+        evaluated.is_certain &= not unions.CONDITIONAL_KEYWORDS & part.keys()
+        waiting += _iter_in_place(forcer, part)
+    return evaluated
 
 
 def _iter_in_place(forcer: "SchemaForcer", schema: Schema) -> Iterator[Any]:
