@@ -79,8 +79,11 @@ class KeywordSchemaBuilder:
             return self._draw.choice(_LEAVES)
         kinds = ["object", "object", "object", "integer", "string", ["integer", "null"], ["array", "object"]]
         made: dict[str, Any] = {"type": self._draw.choice(kinds)} if self._draw.random() < 0.6 else {}
-        for key in self._draw.choices([*self._makers, "branches"], k=self._draw.randint(1, 3)):
-            made |= self._make_branches() if key == "branches" else {key: self._makers[key](level - 1)}
+        for key in self._draw.choices([*self._makers, "branches", "conditions"], k=self._draw.randint(1, 3)):
+            if key == "branches":
+                made |= self._make_branches()
+            else:
+                made |= self._make_conditions(level) if key == "conditions" else {key: self._makers[key](level - 1)}
         if "if" in made and "then" not in made:
             made["then"] = self.make(level - 1)
         return made
@@ -91,6 +94,18 @@ class KeywordSchemaBuilder:
             return {self._draw.choice(["oneOf", "anyOf"]): [{"required": [name]} for name in self._draw_names(1, 3)]}
         properties = [{"a": {"const": tag}, "b": self._draw.choice(_LEAVES)} for tag in (1, "a")]
         return {"oneOf": [{"type": "object", "required": ["a"], "properties": each} for each in properties]}
+
+    def _make_conditions(self, level: int) -> dict[str, Any]:
+        """Make conditions on one property with listed values."""
+        conditions = []
+        for values in ([1], ["a"], [1, "a"], ["b"])[: self._draw.randint(1, 4)]:
+            made: dict[str, Any] = {"if": {"properties": {"a": {"enum": values}}}, "then": self.make(level - 1)}
+            if self._draw.random() < 0.5:
+                made["if"]["required"] = ["a"]
+            if self._draw.random() < 0.3:
+                made["else"] = self.make(level - 1)
+            conditions.append(made)
+        return {"type": "object", "properties": {"a": {"enum": [1, "a", None]}}, "allOf": conditions}
 
     def _draw_names(self, least: int, most: int) -> list[str]:
         return self._draw.sample(NAMES, self._draw.randint(least, most))

@@ -11,6 +11,7 @@ from typing import Any
 
 from warmline_backend.request.schemas import Schema, collect_references
 from warmline_backend.structured_output.json_schema.forcing import objects, unions
+from warmline_backend.structured_output.json_schema.forcing.combining import Domain, collect_domain
 from warmline_backend.structured_output.json_schema.formats import force_format
 from warmline_backend.structured_output.json_schema.keywords import escape_step
 from warmline_backend.structured_output.json_schema.patterns import (
@@ -131,9 +132,9 @@ class SchemaForcer:
         name = reference.removeprefix("#/$defs/").replace("~1", "/").replace("~0", "~")
         return self.root["$defs"][name]
 
-    def collect_domain(self) -> unions.Domain:
+    def collect_domain(self) -> Domain:
         """Collect the schemas that hold for all values for which the present forced form is used."""
-        return unions.collect_domain(self, reversed(self._domain))
+        return collect_domain(self, reversed(self._domain))
 
     @contextmanager
     def extend_domain(self, schema: Schema) -> Iterator[None]:

@@ -1,10 +1,17 @@
 """Keywords that combine schemas in the forced schema: anyOf, oneOf, not, if.  Pure."""
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from warmline_backend.request.schemas import Schema, collect_references
+from warmline_backend.structured_output.json_schema.forcing import conditions
+from warmline_backend.structured_output.json_schema.forcing.combining import (
+    Domain,
+    all_of,
+    any_of,
+    collect_domain,
+    spell,
+)
 from warmline_backend.structured_output.json_schema.keywords import JSON_TYPES
 
 if TYPE_CHECKING:
@@ -16,7 +23,6 @@ COMBINATORS = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 EXCLUDED_BRANCHES_MAX = 8  # of a oneOf, each without all others
 _DEPTH_MAX = 6  # of negations within negations
 _BRANCHES_MAX = 12
-_DOMAIN_SIZE_MAX = 50
 # The opposite of a bound: the type that it concerns, and the keyword that holds where it does not.
 _OPPOSITE_BOUNDS = {
     "minimum": ("number", "exclusiveMaximum", 0),
@@ -33,7 +39,11 @@ _OPPOSITE_BOUNDS = {
 def force_combinators(forcer: "SchemaForcer", schema: Schema, pointer: str, built: "ForcedParts", level: int) -> None:
     with forcer.extend_domain(schema):
         if "allOf" in schema:
-            built.parts += forcer.force_list(schema, "allOf", pointer)
+            indexes, built_parts = conditions.force_tagged_conditions(forcer, schema["allOf"], f"{pointer}/allOf")
+            built.parts += built_parts
+            built.parts += [
+                forcer.force(part, f"{pointer}/allOf/{n}") for n, part in enumerate(schema["allOf"]) if n not in indexes
+            ]
         if "anyOf" in schema:
             built.made["anyOf"] = forcer.force_list(schema, "anyOf", pointer)
         if "oneOf" in schema:
@@ -55,14 +65,14 @@ def _force_conditions(forcer: "SchemaForcer", schema: Schema, pointer: str, buil
 
 def _force_if(forcer: "SchemaForcer", schema: Schema, pointer: str) -> Any:
     first = [forcer.force(schema[key], f"{pointer}/{key}") for key in ("if", "then") if key in schema]
-    holds = _all_of(first)
+    holds = all_of(first)
     fails = forcer.force(schema.get("else", True), f"{pointer}/else")
     opposite = negate(forcer, schema["if"], forcer.collect_domain())
     if opposite is None:
         forcer.checks.add(pointer)
     else:
-        fails = _all_of([opposite, fails])
-    return _any_of([holds, fails])
+        fails = all_of([opposite, fails])
+    return any_of([holds, fails])
 
 
 # ---- oneOf
@@ -77,14 +87,13 @@ def _force_one_of(forcer: "SchemaForcer", schema: Schema, pointer: str) -> list[
         if _are_disjoint(map(_find_types, resolved)):
             return forced
         if forcer.requires_tags and (tag := _find_tag(forcer, resolved, schema)):
-            return [_all_of([part, {"required": [tag]}]) for part in forced]
+            return [all_of([part, {"required": [tag]}]) for part in forced]
     if len(branches) <= EXCLUDED_BRANCHES_MAX:
         domain = forcer.collect_domain()
         opposites = [negate(forcer, branch, domain) for branch in branches]
         if None not in opposites:
             return [
-                _all_of([part, *(other for m, other in enumerate(opposites) if m != n)])
-                for n, part in enumerate(forced)
+                all_of([part, *(other for m, other in enumerate(opposites) if m != n)]) for n, part in enumerate(forced)
             ]
     forcer.checks.add(pointer)
     return forced
@@ -139,29 +148,11 @@ def _find_tag_values(forcer: "SchemaForcer", branch: Any, name: str, union: Sche
         inner = forcer.resolve(part.get("properties", {}).get(name, True)) if isinstance(part, Mapping) else True
         if isinstance(inner, Mapping) and ("const" in inner or "enum" in inner):
             values = [inner["const"]] if "const" in inner else inner["enum"]
-            return frozenset(map(_spell, values))
+            return frozenset(map(spell, values))
     return None
 
 
 # ---- negation
-
-
-# Schemas that all hold for the values that a negation is used for.
-Domain = tuple[Schema, ...]
-
-
-def collect_domain(forcer: "SchemaForcer", schemas: Iterable[Any]) -> Domain:
-    """Collect the schemas that hold where all of these do: their references, and the parts of their allOf."""
-    found: dict[int, Schema] = {}
-    waiting = [*schemas]
-    while waiting and len(found) < _DOMAIN_SIZE_MAX:
-        schema = waiting.pop(0)
-        if isinstance(schema, Mapping) and id(schema) not in found:
-            found[id(schema)] = schema
-            waiting += schema.get("allOf", ())
-            if "$ref" in schema:
-                waiting.append(forcer.lookup(schema["$ref"]))
-    return tuple(found.values())
 
 
 def negate(forcer: "SchemaForcer", schema: Any, domain: Domain, depth: int = 0) -> Any:
@@ -179,7 +170,7 @@ def negate(forcer: "SchemaForcer", schema: Any, domain: Domain, depth: int = 0) 
         if opposite is None:
             return None
         opposites.append(opposite)
-    return _any_of(opposites)
+    return any_of(opposites)
 
 
 def _negate_keyword(forcer: "SchemaForcer", key: str, value: Any, domain: Domain, depth: int) -> Any:
@@ -191,7 +182,7 @@ def _negate_keyword(forcer: "SchemaForcer", key: str, value: Any, domain: Domain
         case "enum":
             return _negate_values(value, domain)
         case "required":
-            return _any_of([{"type": "object", "properties": {name: False}} for name in value])
+            return any_of([{"type": "object", "properties": {name: False}} for name in value])
         case "properties":
             return _negate_properties(forcer, value, domain, depth)
         case "not":
@@ -200,7 +191,7 @@ def _negate_keyword(forcer: "SchemaForcer", key: str, value: Any, domain: Domain
             return negate(forcer, forcer.lookup(value), domain, depth + 1)
         case "anyOf" | "allOf":
             parts = [negate(forcer, part, domain, depth + 1) for part in value]
-            combine = _all_of if key == "anyOf" else _any_of
+            combine = all_of if key == "anyOf" else any_of
             return None if None in parts or len(parts) > _BRANCHES_MAX else combine(parts)
     if key in _OPPOSITE_BOUNDS:
         kind, opposite, step = _OPPOSITE_BOUNDS[key]
@@ -237,11 +228,11 @@ def _find_domain_types(domain: Domain) -> frozenset[str]:
 
 def _negate_values(values: list[Any], domain: Domain) -> Any:
     """Negate a list of values: all others of a listed domain, or of booleans and null."""
-    excluded = set(map(_spell, values))
+    excluded = set(map(spell, values))
     for schema in domain:
         if "enum" in schema or "const" in schema:
             possible = [schema["const"]] if "const" in schema else schema["enum"]
-            left = [value for value in possible if _spell(value) not in excluded]
+            left = [value for value in possible if spell(value) not in excluded]
             return {"enum": left} if left else False
     types = set(_find_domain_types(domain))
     has_booleans = "boolean" in types
@@ -250,23 +241,10 @@ def _negate_values(values: list[Any], domain: Domain) -> Any:
         if kinds & types - {"boolean", "null"}:
             return None
         types -= kinds
-    constants = [word for word in (True, False) if _spell(word) not in excluded]
+    constants = [word for word in (True, False) if spell(word) not in excluded]
     others = [{"enum": constants}] if constants and has_booleans and "boolean" not in types else []
     types -= {"integer"} if "number" in types else set()
-    return _any_of([*others, *([{"type": sorted(types)}] if types else [])])
-
-
-def _spell(value: Any) -> str:
-    """Spell a value so that equal ones are the same: 1.0 is 1."""
-    return json.dumps(_drop_fractions(value), sort_keys=True)
-
-
-def _drop_fractions(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _drop_fractions(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_drop_fractions(part) for part in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    return any_of([*others, *([{"type": sorted(types)}] if types else [])])
 
 
 def _negate_properties(forcer: "SchemaForcer", properties: Mapping[str, Any], domain: Domain, depth: int) -> Any:
@@ -278,18 +256,4 @@ def _negate_properties(forcer: "SchemaForcer", properties: Mapping[str, Any], do
             return None
         if opposite is not False:
             opposites.append({"type": "object", "required": [name], "properties": {name: opposite}})
-    return _any_of(opposites)
-
-
-def _any_of(parts: list[Any]) -> Any:
-    if any(part is True or part == {} for part in parts):
-        return {}
-    kept = [part for part in parts if part is not False]
-    return {"anyOf": kept} if len(kept) > 1 else kept[0] if kept else False
-
-
-def _all_of(parts: list[Any]) -> Any:
-    if any(part is False for part in parts):
-        return False
-    kept = [part for part in parts if part is not True and part != {}]
-    return {"allOf": kept} if len(kept) > 1 else kept[0] if kept else {}
+    return any_of(opposites)
