@@ -110,6 +110,11 @@ FORCED: dict[str, Case] = {
         [{"kind": "cat", "lives": 1}, {"kind": "dog", "age": 1}],
         [{"kind": "cat", "age": 1}, {"kind": "cow"}],
     ),
+    "oneOf of one branch": (
+        {"oneOf": [{"type": "object", "properties": {"a": {"enum": [1, 2]}}, "additionalProperties": False}]},
+        [{}, {"a": 1}],
+        [{"a": 3}],
+    ),
     "oneOf of bounds": (
         {"type": "integer", "oneOf": [{"minimum": 10}, {"maximum": 20}]},
         [9, 21],

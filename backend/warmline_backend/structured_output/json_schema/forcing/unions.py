@@ -82,6 +82,8 @@ def _force_one_of(forcer: "SchemaForcer", schema: Schema, pointer: str) -> list[
     """Branches of which exactly one holds, or at least one where a check does the rest."""
     branches = schema["oneOf"]
     forced = forcer.force_list(schema, "oneOf", pointer)
+    if len(branches) == 1:
+        return forced
     resolved = [forcer.resolve(branch) for branch in branches]
     if all(isinstance(branch, Mapping) for branch in resolved):
         if _are_disjoint(map(_find_types, resolved)):
