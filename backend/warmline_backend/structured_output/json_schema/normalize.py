@@ -24,6 +24,8 @@ from warmline_backend.structured_output.json_schema.patterns import PatternError
 from warmline_backend.structured_output.json_schema.references import SchemaDocuments, UnresolvedReferenceError
 
 _REFERENCE_KEYWORDS = ("$ref", "$dynamicRef", "$recursiveRef")
+# Keywords that say nothing without another.
+_NEEDED_KEYWORDS = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
 _OLD_DRAFT = re.compile(r"https?://json-schema\.org/draft-0[3-7]/schema#?")  # where "$ref" stands alone
 
 
@@ -191,6 +193,9 @@ def _upgrade(schema: Schema) -> dict[str, Any]:
             made[limit] = made.pop(bound)
     if isinstance(made.get("dependencies"), Mapping):
         _upgrade_dependencies(made)
+    for key, needed in _NEEDED_KEYWORDS.items():
+        if needed not in made:
+            made.pop(key, None)
     return made
 
 

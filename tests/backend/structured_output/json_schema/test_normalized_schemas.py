@@ -23,6 +23,7 @@ NULL = {"type": "null"}
         ),
         ({"items": [NULL, True], "additionalItems": False}, {"prefixItems": [NULL, True], "items": False}),
         ({"items": [NULL]}, {"prefixItems": [NULL]}),
+        ({"then": NULL, "else": NULL, "minContains": 2, "type": "array"}, {"type": "array"}),
         ({"minimum": 1, "exclusiveMinimum": True}, {"exclusiveMinimum": 1}),
         ({"maximum": 1, "exclusiveMaximum": False}, {"maximum": 1}),
         (
