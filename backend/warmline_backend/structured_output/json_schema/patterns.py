@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import regex
 
+from warmline_backend.structured_output.json_schema.expressions.char_sets import fold_ranges
 from warmline_backend.structured_output.json_schema.expressions.character_properties import find_support
 from warmline_backend.structured_output.json_schema.expressions.nodes import (
     Node,
@@ -56,7 +57,10 @@ def force_pattern(pattern: str) -> ForcedPattern:
     Lookaheads at the start become patterns of their own.  Other assertions are left out, and references to groups match
     whatever the group does.
     """
-    whole = convert_search(parse_pattern(pattern))
+    try:
+        whole = convert_search(parse_pattern(pattern))
+    except RecursionError as error:
+        raise PatternError("it nests too deep") from error
     return ForcedPattern(tuple(map(_write_whole, whole.nodes)), whole.is_exact)
 
 
@@ -86,7 +90,7 @@ def compile_check(pattern: str) -> Callable[[str], bool]:
 
 def clear_patterns() -> None:
     """Delete what is kept of patterns, which are clients' texts."""
-    for cached in (force_pattern, compile_check, find_support):
+    for cached in (force_pattern, compile_check, find_support, fold_ranges):
         cached.cache_clear()
 
 

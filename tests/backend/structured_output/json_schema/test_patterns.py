@@ -158,7 +158,9 @@ def test_patterns_that_any_text_matches_force_nothing(pattern: str) -> None:
         ("a" * 9000, "longer than 8000 characters"),
         ("a{99999999999}", "it repeats too often"),
         ("((((a{1000}){1000}){1000}){1000}){1000}", "it repeats too often"),
-        ("(?i)" + r"[\S-]" * 1000, "it ignores the case of too many characters"),
+        ("(?i)" + "".join(rf"[\u0000-\u{{{number}}}]" for number in range(8000, 8060)), "case of too many characters"),
+        (r"\S" * 4000, "it has too many ranges of characters"),
+        ("." * 4000, "it has too many ranges of characters"),
     ],
 )
 def test_other_expressions_are_refused(pattern: str, fault: str) -> None:
@@ -179,6 +181,11 @@ def test_other_expressions_are_refused(pattern: str, fault: str) -> None:
         "^" + "(?!(?:a|b)(?:a|b)(?:a|b)(?:a|b)(?:a|b)(?:a|b))" * 50,
         "".join(rf"[\p{{L}}{chr(0x4E00 + number)}]" for number in range(500)),
         "|".join(f"a{number}" for number in range(1200)),
+        "(^|a)(b|$)" * 20 + "|".join(f"a{number}" for number in range(1300)),
+        "([" + "".join(chr(0x4E00 + 2 * number) for number in range(6000)) + "])" + r"\1" * 900,
+        "(?i)" + r"[\u0000-\uffff]" * 60,
+        "^" + f"(?!{'a' * 99})" * 3,
+        "^" + "".join(f"(?!{number})" for number in range(1000)),
     ],
 )
 def test_large_expressions_stay_bounded(pattern: str) -> None:

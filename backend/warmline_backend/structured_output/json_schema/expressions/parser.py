@@ -30,7 +30,8 @@ from warmline_backend.structured_output.json_schema.expressions.nodes import (
 
 DEPTH_MAX = 30
 CHARS_MAX = 8000
-FOLD_STEPS_MAX = 200_000
+FOLD_STEPS_MAX = 30_000  # of a microsecond
+RANGES_MAX = 12_000  # of all sets
 COUNT_MAX = 2**31 - 1
 REQUIRED_MAX = 40_000
 
@@ -65,7 +66,8 @@ class _Parser:
         self._opened = 0
         self._closed: set[int] = set()
         self._ignores_case = self._dot_is_any = False
-        self._fold_steps_left = FOLD_STEPS_MAX
+        self._folded: set[tuple[Range, ...]] = set()
+        self._fold_steps_left, self._ranges_left = FOLD_STEPS_MAX, RANGES_MAX
 
     def parse(self) -> Node:
         if not self._strict and (flags := _LEADING_FLAGS.match(self._text)):
@@ -139,7 +141,7 @@ class _Parser:
                 return Edge(char == "^")
             case ".":
                 ends = () if self._dot_is_any else char_sets.LINE_ENDS
-                return Chars(char_sets.complement_ranges(ends))
+                return self._count_ranges(char_sets.complement_ranges(ends))
             case "(":
                 return self._parse_group()
             case "[":
@@ -218,7 +220,7 @@ class _Parser:
             self._at += 1
             ranges = _CLASSES[char.lower()]
             if self._ignores_case:  # before the complement, so that "\\W" has no character that "\\w" has
-                ranges = char_sets.fold_ranges(ranges)[0]
+                ranges = self._fold(ranges)
             return char_sets.complement_ranges(ranges) if char.isupper() else ranges
         if char and char in "pP":
             if not (match := self._match(_PROPERTY)):
@@ -297,11 +299,24 @@ class _Parser:
         """Make a set; its ranges hold both cases where case is ignored."""
         merged = char_sets.merge_ranges(ranges)
         if properties:
+            self._count_ranges(merged)
             return Chars(merged, tuple(properties), negated, self._ignores_case)
         if self._ignores_case:
-            merged, steps = char_sets.fold_ranges(merged)
+            merged = self._fold(merged)
+        return self._count_ranges(char_sets.complement_ranges(merged) if negated else merged)
+
+    def _fold(self, ranges: tuple[Range, ...]) -> tuple[Range, ...]:
+        """Add other cases; equal sets cost their steps once."""
+        folded, steps = char_sets.fold_ranges(ranges)
+        if ranges not in self._folded:
+            self._folded.add(ranges)
             self._fold_steps_left -= steps
-            if self._fold_steps_left < 0:
-                self._fail("ignores the case of too many characters")
-        merged = char_sets.complement_ranges(merged) if negated else merged
-        return Chars(merged) if merged else NOTHING
+        if self._fold_steps_left < 0:
+            self._fail("ignores the case of too many characters")
+        return folded
+
+    def _count_ranges(self, ranges: tuple[Range, ...]) -> Node:
+        self._ranges_left -= len(ranges)
+        if self._ranges_left < 0:
+            self._fail("has too many ranges of characters")
+        return Chars(ranges) if ranges else NOTHING

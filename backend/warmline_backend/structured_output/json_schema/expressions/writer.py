@@ -54,6 +54,7 @@ def confuses_llguidance(contains: Callable[[int], bool]) -> bool:
 class _Writer:
     def __init__(self, escape_code: Callable[[int], str], for_llguidance: bool) -> None:
         self._escape_code, self._for_llguidance = escape_code, for_llguidance
+        self._written: dict[Chars, str] = {}
         self._nothing = "[^\\s\\S]" if for_llguidance else "(?!)"  # each engine reads the other's in its own way
 
     def write(self, node: Node) -> str:
@@ -91,6 +92,12 @@ class _Writer:
         return written if isinstance(node, Chars | Group) else f"(?:{written})"
 
     def _write_chars(self, chars: Chars) -> str:
+        """Write a set, once: a class may have many ranges, and stand in many places."""
+        if (written := self._written.get(chars)) is None:
+            written = self._written[chars] = self._write_new_chars(chars)
+        return written
+
+    def _write_new_chars(self, chars: Chars) -> str:
         ranges = chars.ranges
         if self._for_llguidance and ranges != ALL_CHARS:
             ranges = remove_range(ranges, SURROGATES)
