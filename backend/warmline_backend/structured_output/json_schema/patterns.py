@@ -11,7 +11,10 @@ from functools import lru_cache
 import regex
 
 from warmline_backend.structured_output.json_schema.expressions.char_sets import fold_ranges
-from warmline_backend.structured_output.json_schema.expressions.character_properties import find_support
+from warmline_backend.structured_output.json_schema.expressions.character_properties import (
+    find_support,
+    is_known_property,
+)
 from warmline_backend.structured_output.json_schema.expressions.nodes import (
     Node,
     PatternError,
@@ -77,7 +80,7 @@ def compile_check(pattern: str) -> Callable[[str], bool]:
     try:
         compiled = regex.compile(write_for_regex(parse_pattern(pattern)), regex.VERSION0)
     except (regex.error, RecursionError, OverflowError, MemoryError) as error:
-        raise PatternError(f"it can't be compiled: {error}") from error
+        raise PatternError("it is too large or nests too deep") from error
 
     def search(text: str) -> bool:
         try:
@@ -90,7 +93,7 @@ def compile_check(pattern: str) -> Callable[[str], bool]:
 
 def clear_patterns() -> None:
     """Delete what is kept of patterns, which are clients' texts."""
-    for cached in (force_pattern, compile_check, find_support, fold_ranges):
+    for cached in (force_pattern, compile_check, find_support, fold_ranges, is_known_property):
         cached.cache_clear()
 
 
