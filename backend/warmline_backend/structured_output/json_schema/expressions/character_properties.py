@@ -13,7 +13,7 @@ from warmline_backend.structured_output.json_schema.expressions.writer import (
     write_for_regex,
 )
 
-Support = Literal["exact", "partial", "none"]  # partial: llguidance may take some characters more
+Support = Literal["exact", "partial", "none"]  # partial: in strings of JSON llguidance may take some characters more
 
 
 @lru_cache(512)

@@ -3,11 +3,11 @@
 What can't be expressed so is left out: more texts match then, and the result says so.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from warmline_backend.structured_output.json_schema.expressions.char_sets import complement_ranges
-from warmline_backend.structured_output.json_schema.expressions.character_properties import find_support
+from warmline_backend.structured_output.json_schema.expressions.character_properties import Support, find_support
 from warmline_backend.structured_output.json_schema.expressions.nodes import (
     ANY_CHAR,
     ANY_TEXT,
@@ -53,12 +53,21 @@ class _TooLargeError(Exception):
     """The expression grows too large without its edges."""
 
 
-def convert_search(node: Node) -> WholeMatch:
-    """Convert an expression that searches a text to expressions of whole texts."""
+def convert_whole(node: Node) -> WholeMatch:
+    """Convert an expression that matches a whole text, which is no string of JSON, to such ones without assertions."""
+    whole = join_parts(Edge(is_start=True), _drop_groups_of_one(node), Edge(is_start=False))
+    return convert_search(whole, in_json=False)
+
+
+def convert_search(node: Node, in_json: bool = True) -> WholeMatch:
+    """Convert an expression that searches a text to expressions of whole texts.
+
+    `in_json`: the text is written as a string of JSON.
+    """
     required, rest, is_exact = _take_leading_looks(_drop_groups_of_one(node))
     nodes = list[Node]()
     for part in (*required, rest):
-        plain, is_plain = _remove_assertions(part)
+        plain, is_plain = _remove_assertions(part, in_json)
         whole, is_whole = _expand(plain)
         is_exact = is_exact and is_plain and is_whole
         if whole != ANY_TEXT and whole not in nodes:
@@ -166,15 +175,15 @@ def _drop_groups_of_one(node: Node) -> Node:
     return node
 
 
-def _remove_assertions(node: Node) -> tuple[Node, bool]:
+def _remove_assertions(node: Node, in_json: bool) -> tuple[Node, bool]:
     """Remove all but edges; references become the expressions of their groups.  True where nothing was lost."""
-    remover = _AssertionRemover()
+    remover = _AssertionRemover({"exact"} if in_json else {"exact", "partial"})
     return remover.remove(node, is_certain=True), remover.is_exact
 
 
 class _AssertionRemover:
-    def __init__(self) -> None:
-        self.is_exact = True
+    def __init__(self, exact: Collection[Support]) -> None:
+        self.is_exact, self._exact = True, exact
         self._groups: dict[int, Node] = {}
         self._size_left = SIZE_MAX // 10
         self._property_sets_left = PROPERTY_SETS_MAX
@@ -193,7 +202,7 @@ class _AssertionRemover:
             case Chars(properties=properties) if properties:
                 self._property_sets_left -= 1
                 support = find_support(node) if self._property_sets_left >= 0 else "none"
-                self.is_exact = self.is_exact and support == "exact"
+                self.is_exact = self.is_exact and support in self._exact
                 return ANY_CHAR if support == "none" else node
             case Group(part, number):
                 plain = self.remove(part, is_certain)
