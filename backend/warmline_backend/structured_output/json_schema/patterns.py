@@ -114,7 +114,10 @@ def _iter_nodes(node: Node) -> Iterator[Node]:
 
 def simplify_pattern(pattern: str) -> str | None:
     """Cheaper pattern that matches more, of one that `force_pattern` made: without large numbers; None for none."""
-    node = parse_pattern(pattern)
+    try:
+        node = parse_pattern(pattern)
+    except PatternError:  # what was written may be longer or nest deeper than what is read
+        return None
     simple = _simplify(node)
     return None if simple == node else _write_whole(convert_search(simple).nodes[0])
 

@@ -214,6 +214,7 @@ def test_a_costly_search_is_ended() -> None:
         ("^(a{2,500}b){0,99}$", "^(?:(?:a{2,}b)*)$"),
         ("^a{8}$", None),
         ("^a+$", None),
+        ("^[" + "".join(map(chr, range(0x4E00, 0x5A00, 2))) + "]{99}$", None),  # longer than what is read, once written
     ],
 )
 def test_simple_patterns_have_no_large_numbers(pattern: str, simple: str | None) -> None:
