@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -20,6 +19,7 @@ from warmline_backend.structured_output.grammars.lark import GrammarTooLongError
 from warmline_backend.structured_output.grammars.literal_values import ToolSchema
 from warmline_backend.structured_output.grammars.tool_calls import UnsupportedToolError, write_calls
 from warmline_backend.structured_output.json_schema.guidance import add_guidance_options
+from warmline_backend.structured_output.json_schema.patterns import PatternError, force_text
 from warmline_backend.structured_output.schema_cache import PrepareSchema
 from warmline_backend.tool_parsers.registry import CallSyntax
 
@@ -311,8 +311,11 @@ def _encode_text_form(form: TextFormat) -> dict[str, Any]:
     if form.kind == "choice":
         return {"lark_grammar": f"start: {' | '.join(quote_literal(word) for word in form.value)}"}
     if form.kind == "regex":
-        grammar = json.loads(LLMatcher.grammar_from_regex(form.value))["grammars"][0]
-        return {key: value for key, value in grammar.items() if value is not None and key != "name"}
+        try:
+            patterns = force_text(form.value)
+        except PatternError as error:
+            raise FieldError(form.field, f"can't be used: {error}") from error
+        return {"lark_grammar": f"start: T\nT: {' & '.join(f'/{pattern}/' for pattern in patterns)}"}
     try:
         return {"lark_grammar": any_to_lark(form.value)}
     except Exception as error:

@@ -229,6 +229,15 @@ def make_strict_form(schema: dict[str, Any]) -> dict[str, Any]:
         (make_strict_form({"type": "string", "pattern": "("}), "no regular expression"),
         ({"structured_outputs": {"json": {"const": "\ud83d"}}}, "lone surrogate"),
         ({"guided_regex": "(?=a)b"}, "can't be used"),
+        ({"guided_regex": "ab[c"}, r"'guided_regex' can't be used: it has a '\[' without an end \(at character 3\)"),
+        ({"structured_outputs": {"regex": "(?<=a)b"}}, "it has a lookbehind, which no grammar has"),
+        ({"guided_regex": r"(a)\1"}, "it has a reference to a group, which no grammar has"),
+        ({"guided_regex": r"\bfoo\b"}, "it has a word boundary, which no grammar has"),
+        ({"guided_regex": "a(?=b)b"}, "it has a lookahead that is not at its start"),
+        ({"guided_regex": "(^a){2}"}, "it has a '\\^' or '\\$' within a repetition"),
+        ({"guided_regex": r"(?i)\p{Lu}"}, "it has a property of characters where case is ignored"),
+        ({"guided_regex": "[[:alpha:]]"}, "it has a POSIX class"),
+        ({"guided_regex": "[]"}, "no text can match it"),
         ({"guided_grammar": "start: start"}, "no text can match it"),
         ({"guided_grammar": "start: missing"}, "unknown name"),
         ({"guided_grammar": "{{{{"}, "can't be read as a grammar"),
@@ -240,6 +249,27 @@ def test_invalid_grammar_is_refused(thinking: Any, body: dict[str, Any], words: 
         with pytest.raises(BadRequestError, match=words) as caught:
             thinking[1].build_constraint("chat", body, None, "")
         assert len(caught.value.message) < 400
+
+
+@pytest.mark.parametrize(
+    ("expression", "matching", "other"),
+    [
+        (r"\d\w+", ["1a"], ["\u0661a", "1é", "1a.", "x1a"]),
+        ("a|bc", ["a", "bc"], ["abc", "ac"]),
+        ("^a|bc$", ["a", "bc"], ["ax"]),
+        (r"(?=.*\d)(?!admin)[a-z\d]{3,}", ["ab1"], ["abc", "admin1"]),
+        (r"[^a]/[^\x20]\/\P{L}", ['\x1f/"/\\', '"/\x1f/\n'], ["a/b/1", "b/ /1", "b/b/b"]),
+        ("(?:a*)", ["", "aa"], ["b"]),
+        ("(?i)k", ["K", "\u212a"], ["l"]),
+    ],
+)
+def test_regular_expressions_match_whole_texts(
+    thinking: Any, expression: str, matching: list[str], other: list[str]
+) -> None:
+    tokenizer, grammars = thinking
+    for text in (*matching, *other):
+        matcher = make_matcher(grammars, "</think>", guided_regex=expression)
+        assert is_accepted(matcher, encode_text(tokenizer, text + EOS)) == (text in matching), text
 
 
 def test_compiled_grammars_are_bounded(thinking: Any, monkeypatch: pytest.MonkeyPatch) -> None:

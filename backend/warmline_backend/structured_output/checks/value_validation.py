@@ -1,4 +1,4 @@
-"""Validation of an answer's values, within the time that a token may take.  Engine thread."""
+"""Validation of an answer's values, within the work that a token and an answer may take.  Engine thread."""
 
 import time
 from collections.abc import Iterable
@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 from warmline_backend.structured_output.json_schema.patterns import CheckTooCostlyError
 from warmline_backend.structured_output.json_schema.validation.values import convert_value, make_key
-from warmline_backend.structured_output.json_schema.validator import SchemaValidator
+from warmline_backend.structured_output.json_schema.validator import SchemaValidator, StepBudget
 from warmline_backend.tool_parsers.lenient_json import ToolCallParseError, parse_strict_json
 from warmline_common.protocol.surrogates import replace_halves
 
 REASON_CHARS_MAX = 300
 PATH_CHARS_MAX = 120
 VALIDATION_TIME_MAX_S = 0.2  # of the thread, for all values that end with one token
+# For all values of an answer: each is bounded, but others' tokens wait for their sum.
+ANSWER_STEPS, STEPS_PER_TOKEN, ANSWER_STEPS_MAX = 100_000, 300, 200_000
 
 
 @dataclass(frozen=True)
@@ -36,14 +38,17 @@ class Problem:
 
 
 class ValueValidation:
-    """Validation of one answer's values, within the time that a token may take."""
+    """Validation of one answer's values, within the work that a token and the answer may take."""
 
     def __init__(self) -> None:
         self.is_off = False  # while tokens are added again that are known to be valid
         self._start_s = 0.0  # of the thread, before the first value that ends with the token; 0 for none
+        self._budget = StepBudget(ANSWER_STEPS)
 
     def begin_token(self) -> None:
+        """Begin a token that was drawn; it adds to the steps that are left."""
         self._start_s = 0.0
+        self._budget.left = min(self._budget.left + STEPS_PER_TOKEN, ANSWER_STEPS_MAX)
 
     def make_key(self, text: str) -> object:
         """Make a key that equal JSON values share, and no others.  Raises CheckTooCostlyError."""
@@ -79,7 +84,7 @@ class ValueValidation:
         if time.thread_time() - self._start_s > VALIDATION_TIME_MAX_S:
             return Problem("the values that end here take too long to check", is_final=True)
         try:
-            error = validator.find_error(value, pointer)
+            error = validator.find_error(value, pointer, self._budget)
         except CheckTooCostlyError as costly_error:
             return Problem(str(costly_error), is_final=True)
         return Problem(error.message, error.path, error.is_incomplete) if error else None

@@ -32,6 +32,7 @@ ERROR_STEPS = 4
 STEP_SIZE = 8  # items or properties that are looked at in one step
 SEARCH_CHARS_OF_STEP = 256
 SEARCH_TIME_MAX_S = 0.05  # of the thread, for all patterns of a call
+SEARCH_STEP_S = 1e-5  # of the thread: a longer search costs further steps
 
 _SIZED = (list, dict)
 _VALIDATES_EACH = {"contains", "oneOf"}  # which cost a step for each, whatever the subschema
@@ -78,6 +79,16 @@ class SchemaError:
     is_incomplete: bool  # more of the value may mend it
 
 
+class StepBudget:
+    """Steps, of some microseconds each, that several calls of `find_error` may take together.
+
+    The caller owns it, and may add to `left`; each call deducts what it takes.  Used by one thread at a time.
+    """
+
+    def __init__(self, left: int) -> None:
+        self.left = left  # none are where this is 0 or below
+
+
 class SchemaValidator:
     """Validator of values under subschemas of one schema of draft 2020-12, with references "#..." only.  Any thread.
 
@@ -88,16 +99,19 @@ class SchemaValidator:
         """Raises PatternError, and LookupError for a reference without a target."""
         self._schemas = ReducedSchemas(schema)
 
-    def find_error(self, value: object, pointer: str = "") -> SchemaError | None:
+    def find_error(self, value: object, pointer: str = "", budget: StepBudget | None = None) -> SchemaError | None:
         """Find an error of `value` under the subschema at a JSON pointer; None for a valid value.
 
-        Errors that more of the value can't mend come first.  Raises CheckTooCostlyError at the bound, and LookupError
-        for a pointer to no subschema.
+        Errors that more of the value can't mend come first.  Raises CheckTooCostlyError at the call's own bound, or
+        where `budget` is used up; and LookupError for a pointer to no subschema.
         """
         schema = self._schemas.get_part(pointer)
         try:
-            steps = min(STEPS_MIN + STEPS_PER_PART * count_parts(value), STEPS_MAX)
-            validator = _Validator(schema, format_checker=_Evaluation(self._schemas, steps))
+            count = count_parts(value)
+            steps = min(STEPS_MIN + STEPS_PER_PART * count, STEPS_MAX)
+            evaluation = _Evaluation(self._schemas, steps, budget or StepBudget(STEPS_MAX))
+            evaluation.spend(1 + count // STEP_SIZE)
+            validator = _Validator(schema, format_checker=evaluation)
             return _choose(map(_describe, validator.iter_errors(convert_value(value))))
         except RecursionError as error:
             raise CheckTooCostlyError("the value or the schema nests too deep to be checked") from error
@@ -106,17 +120,20 @@ class SchemaValidator:
 class _Evaluation:
     """State of one call: jsonschema's format checker, which is handed on to the validators of all subschemas."""
 
-    def __init__(self, schemas: ReducedSchemas, steps: int) -> None:
+    def __init__(self, schemas: ReducedSchemas, steps: int, budget: StepBudget) -> None:
         self.schemas = schemas
-        self._steps_left = steps
+        self._steps_left, self._budget = steps, budget
         self._search_time_left_s = SEARCH_TIME_MAX_S
         self._matches: dict[tuple[str, str], bool] = {}
 
     def spend(self, steps: int) -> None:
         """Count work.  Raises CheckTooCostlyError at the bound."""
         self._steps_left -= steps
+        self._budget.left -= steps
         if self._steps_left < 0:
             raise CheckTooCostlyError("the value takes too long to check")
+        if self._budget.left < 0:
+            raise CheckTooCostlyError("the values take too long to check")
 
     def matches(self, pattern: str, text: str) -> bool:
         """True where the expression matches, searched once.  Raises CheckTooCostlyError."""
@@ -124,9 +141,11 @@ class _Evaluation:
             self.spend(1 + len(text) // SEARCH_CHARS_OF_STEP)
             start_s = time.thread_time()
             result = self._matches[pattern, text] = self.schemas.patterns[pattern](text)
-            self._search_time_left_s -= time.thread_time() - start_s
+            time_s = time.thread_time() - start_s
+            self._search_time_left_s -= time_s
             if self._search_time_left_s < 0:
                 raise CheckTooCostlyError("patterns take too long to check")
+            self.spend(int(time_s / SEARCH_STEP_S))
         return result
 
 

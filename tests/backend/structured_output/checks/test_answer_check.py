@@ -163,6 +163,40 @@ def test_time_of_a_token_is_bounded(bpe: TokenizerWrapper, monkeypatch: pytest.M
     assert violation == Violation(1, "/0: the values that end here take too long to check", is_final=True)
 
 
+def test_work_of_an_answer_is_bounded(bpe: TokenizerWrapper) -> None:
+    item = {"type": "integer", "maximum": 9, "not": {"multipleOf": 11}, "allOf": [{"$ref": "#/$defs/a"}] * 2000}
+    schema = {"items": item, "$defs": {"a": {"minimum": 0}}}
+    tokens = encode_text(bpe, "[" + "1, " * 200)
+    violation, counts = add_all(make_check(bpe, schema, ["/items"]), tokens)
+    assert violation is not None and violation.is_final
+    assert re.fullmatch(r"/\d+: the values take too long to check", violation.reason)
+    assert 10 < len(counts) < 150  # some dozen items, of three tokens each
+
+
+def test_work_of_ordinary_items_never_ends_an_answer(bpe: TokenizerWrapper) -> None:
+    item = {
+        "type": "integer",
+        "minimum": 0,
+        "maximum": 9,
+        "not": {"multipleOf": 11},
+        "anyOf": [{"const": 1}, {"enum": [2, 3]}],
+        "allOf": [{"$ref": "#/$defs/a"}] * 6,
+    }
+    check = make_check(bpe, {"items": item, "$defs": {"a": {"type": "integer", "minimum": 0}}}, ["/items"])
+    assert add_all(check, encode_text(bpe, "[" + "1, " * 3000 + "1]"), bpe.eos_token_id)[0] is None
+
+
+def test_replayed_values_cost_no_work(bpe: TokenizerWrapper, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(value_validation, "STEPS_PER_TOKEN", 0)
+    monkeypatch.setattr(value_validation, "ANSWER_STEPS", 500)
+    check = make_check(bpe, {"items": {"multipleOf": 2}}, ["/items"])
+    tokens = encode_text(bpe, "[" + "2, " * 50)
+    assert add_all(check, tokens)[0] is None
+    for _ in range(20):
+        check.rewind(len(tokens) - 1)
+    assert add_all(check, encode_text(bpe, " 2, 4, "))[0] is None
+
+
 def test_deep_answers_are_followed(bpe: TokenizerWrapper) -> None:
     depth = 1000
     check = make_check(bpe, {"items": {"items": {"$ref": "#"}, "multipleOf": 2}}, ["/items"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from warmline_backend.structured_output.json_schema.patterns import CheckTooCostlyError, PatternError
-from warmline_backend.structured_output.json_schema.validator import SchemaError, SchemaValidator
+from warmline_backend.structured_output.json_schema.validator import SchemaError, SchemaValidator, StepBudget
 
 TREE = {
     "$defs": {
@@ -190,6 +190,17 @@ def test_large_values_may_take_longer() -> None:
 def test_a_bound_is_one_of_each_call() -> None:
     validator = SchemaValidator({"items": {"type": "integer"}, "uniqueItems": True})
     assert [validator.find_error(list(range(2000))) for _ in range(20)] == [None] * 20
+
+
+def test_calls_may_share_a_budget() -> None:
+    validator, budget = SchemaValidator({"items": {"type": "integer"}, "uniqueItems": True}), StepBudget(6000)
+    assert validator.find_error([1, 2], budget=budget) is None and 5900 < budget.left < 6000
+    assert validator.find_error(list(range(1000)), budget=budget) is None
+    with pytest.raises(CheckTooCostlyError, match="the values take too long"):
+        validator.find_error(list(range(4000)), budget=budget)
+    with pytest.raises(CheckTooCostlyError, match="the values take too long"):
+        validator.find_error(1, budget=budget)
+    assert budget.left < 0 and validator.find_error(1) is None
 
 
 def test_other_keywords_and_values_of_the_wrong_type_have_no_effect() -> None:

@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, lru_cache
 
 from warmline_backend.structured_output.json_schema.expressions.nodes import CODE_POINT_MAX, Range
 
@@ -58,6 +58,7 @@ def contains_code(ranges: tuple[Range, ...], code: int) -> bool:
     return index > 0 and ranges[index - 1][1] >= code
 
 
+@lru_cache(512)
 def fold_ranges(ranges: tuple[Range, ...]) -> tuple[tuple[Range, ...], int]:
     """Add the other cases of all characters, by simple case folding; returns the steps that this took, too."""
     cases = _load_cases()

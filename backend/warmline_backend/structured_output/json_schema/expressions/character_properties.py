@@ -6,23 +6,30 @@ from typing import Literal
 import regex
 from llguidance import LLMatcher
 
-from warmline_backend.structured_output.json_schema.expressions.nodes import Chars, PatternError
+from warmline_backend.structured_output.json_schema.expressions.nodes import Chars
 from warmline_backend.structured_output.json_schema.expressions.writer import (
     confuses_llguidance,
     write_for_llguidance,
     write_for_regex,
 )
 
-Support = Literal["exact", "partial", "none"]  # partial: llguidance may take some characters more
+Support = Literal["exact", "partial", "none"]  # partial: in strings of JSON llguidance may take some characters more
+
+
+@lru_cache(512)
+def is_known_property(written: str) -> bool:
+    """True for a property, written as an expression has it, that the regex package knows."""
+    try:
+        regex.compile(write_for_regex(Chars((), (written,))))
+    except regex.error:
+        return False
+    return True
 
 
 @lru_cache(512)
 def find_support(chars: Chars) -> Support:
-    """Find what llguidance makes of a set with properties.  Raises PatternError for an unknown property."""
-    try:
-        compiled = regex.compile(write_for_regex(chars))
-    except regex.error as error:
-        raise PatternError(f"it has an unknown property in {''.join(chars.properties)[:60]!r}") from error
+    """Find what llguidance makes of a set with known properties."""
+    compiled = regex.compile(write_for_regex(chars))
     grammar = LLMatcher.grammar_from_regex(write_for_llguidance(chars))
     if chars.ignores_case or LLMatcher.validate_grammar(grammar):
         return "none"

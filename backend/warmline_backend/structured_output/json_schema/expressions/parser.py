@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 from warmline_backend.structured_output.json_schema.expressions import char_sets
+from warmline_backend.structured_output.json_schema.expressions.character_properties import is_known_property
 from warmline_backend.structured_output.json_schema.expressions.nodes import (
     CODE_POINT_MAX,
     EMPTY,
@@ -30,7 +31,9 @@ from warmline_backend.structured_output.json_schema.expressions.nodes import (
 
 DEPTH_MAX = 30
 CHARS_MAX = 8000
-FOLD_STEPS_MAX = 200_000
+FOLD_STEPS_MAX = 30_000  # of a microsecond
+RANGES_MAX = 12_000  # of all sets
+PROPERTIES_MAX = 100  # different ones
 COUNT_MAX = 2**31 - 1
 REQUIRED_MAX = 40_000
 
@@ -44,6 +47,9 @@ _HEX = re.compile(r"x([0-9A-Fa-f]{2})|u\{([0-9A-Fa-f]{1,8})\}|u([0-9A-Fa-f]{4})"
 _LOW_SURROGATE = re.compile(r"\\u([Dd][C-Fc-f][0-9A-Fa-f]{2})")
 _PROPERTY = re.compile(r"[pP]\{(\w+)(?:=(\w+))?\}", re.ASCII)
 _PROPERTY_NAMES = {"IDC": "ID_Continue", "VS": "Variation_Selector"}  # short names that engines read otherwise
+_POSIX_CLASS = re.compile(
+    r"\[:\^?(?:al(?:num|pha)|ascii|blank|cntrl|x?digit|graph|lower|print|punct|space|upper|word):\]"
+)
 _REFERENCE = re.compile(r"k<([^\W\d][\w$]*)>")
 
 
@@ -65,7 +71,9 @@ class _Parser:
         self._opened = 0
         self._closed: set[int] = set()
         self._ignores_case = self._dot_is_any = False
-        self._fold_steps_left = FOLD_STEPS_MAX
+        self._properties: set[str] = set()
+        self._folded: set[tuple[Range, ...]] = set()
+        self._fold_steps_left, self._ranges_left = FOLD_STEPS_MAX, RANGES_MAX
 
     def parse(self) -> Node:
         if not self._strict and (flags := _LEADING_FLAGS.match(self._text)):
@@ -78,8 +86,10 @@ class _Parser:
             self._fail("repeats too often")
         return node
 
-    def _fail(self, fault: str) -> NoReturn:
-        raise PatternError(f"it {fault} (at character {self._at + 1})")
+    def _fail(self, fault: str, at: int | None = None) -> NoReturn:
+        """Raise PatternError; `at` is the place of the fault, if that is not the next character."""
+        place = min(self._at if at is None else at, len(self._text) - 1)
+        raise PatternError(f"it {fault} (at character {place + 1})")
 
     def _takes(self, text: str) -> bool:
         """Take a text that comes next, if it does."""
@@ -139,7 +149,7 @@ class _Parser:
                 return Edge(char == "^")
             case ".":
                 ends = () if self._dot_is_any else char_sets.LINE_ENDS
-                return Chars(char_sets.complement_ranges(ends))
+                return self._count_ranges(char_sets.complement_ranges(ends))
             case "(":
                 return self._parse_group()
             case "[":
@@ -151,7 +161,7 @@ class _Parser:
         return self._make_chars([(ord(char), ord(char))])
 
     def _parse_group(self) -> Node:
-        number, flags = 0, (self._ignores_case, self._dot_is_any)
+        start_at, number, flags = self._at - 1, 0, (self._ignores_case, self._dot_is_any)
         self._depth += 1
         if self._depth > DEPTH_MAX:
             self._fail(f"nests deeper than {DEPTH_MAX} groups")
@@ -171,7 +181,7 @@ class _Parser:
             number = self._opened = self._opened + 1
         node = self._parse_choice()
         if not self._takes(")"):
-            self._fail("has a group without an end")
+            self._fail("has a group without an end", start_at)
         self._depth -= 1
         self._ignores_case, self._dot_is_any = flags
         if look:
@@ -218,15 +228,23 @@ class _Parser:
             self._at += 1
             ranges = _CLASSES[char.lower()]
             if self._ignores_case:  # before the complement, so that "\\W" has no character that "\\w" has
-                ranges = char_sets.fold_ranges(ranges)[0]
+                ranges = self._fold(ranges)
             return char_sets.complement_ranges(ranges) if char.isupper() else ranges
         if char and char in "pP":
             if not (match := self._match(_PROPERTY)):
                 self._fail("has a property without its name")
             name = _PROPERTY_NAMES.get(match[0][2:-1])
             written = f"\\{char}{{{name}}}" if name else "\\" + match[0]
+            self._check_property(written, match)
             return Chars((), (written,), ignores_case=self._ignores_case)
         return None
+
+    def _check_property(self, written: str, match: re.Match[str]) -> None:
+        self._properties.add(written)
+        if len(self._properties) > PROPERTIES_MAX:
+            self._fail("has too many properties of characters", match.start() - 1)
+        if not is_known_property(written):
+            self._fail(f'has an unknown property, "\\{match[0][:40]}"', match.start() - 1)
 
     def _parse_char_escape(self) -> int:
         """Parse an escape for one character."""
@@ -254,14 +272,14 @@ class _Parser:
         return code
 
     def _parse_set(self) -> Node:
-        negated = self._takes("^")
+        start, negated = self._at - 1, self._takes("^")
         ranges: list[Range] = []
         properties: list[str] = []
         while not self._takes("]"):
-            first = self._parse_set_item()
+            first = self._parse_set_item(start)
             if self._text.startswith("-", self._at) and self._text[self._at + 1 : self._at + 2] not in ("]", ""):
                 self._at += 1
-                last = self._parse_set_item()
+                last = self._parse_set_item(start)
                 if isinstance(first, int) and isinstance(last, int):
                     if last < first:
                         self._fail("has a range out of order")
@@ -274,9 +292,11 @@ class _Parser:
             self._add_item(first, ranges, properties)
         return self._make_chars(ranges, properties, negated)
 
-    def _parse_set_item(self) -> int | Chars | tuple[Range, ...]:
+    def _parse_set_item(self, start: int) -> int | Chars | tuple[Range, ...]:
         if self._at >= len(self._text):
-            self._fail("has a '[' without an end")
+            self._fail("has a '[' without an end", start)
+        if not self._strict and (posix := _POSIX_CLASS.match(self._text, self._at)):
+            self._fail(f'has a POSIX class, "{posix[0]}", which ECMA-262 has not')
         if not self._takes("\\"):
             self._at += 1
             return ord(self._text[self._at - 1])
@@ -297,11 +317,24 @@ class _Parser:
         """Make a set; its ranges hold both cases where case is ignored."""
         merged = char_sets.merge_ranges(ranges)
         if properties:
+            self._count_ranges(merged)
             return Chars(merged, tuple(properties), negated, self._ignores_case)
         if self._ignores_case:
-            merged, steps = char_sets.fold_ranges(merged)
+            merged = self._fold(merged)
+        return self._count_ranges(char_sets.complement_ranges(merged) if negated else merged)
+
+    def _fold(self, ranges: tuple[Range, ...]) -> tuple[Range, ...]:
+        """Add other cases; equal sets cost their steps once."""
+        folded, steps = char_sets.fold_ranges(ranges)
+        if ranges not in self._folded:
+            self._folded.add(ranges)
             self._fold_steps_left -= steps
-            if self._fold_steps_left < 0:
-                self._fail("ignores the case of too many characters")
-        merged = char_sets.complement_ranges(merged) if negated else merged
-        return Chars(merged) if merged else NOTHING
+        if self._fold_steps_left < 0:
+            self._fail("ignores the case of too many characters")
+        return folded
+
+    def _count_ranges(self, ranges: tuple[Range, ...]) -> Node:
+        self._ranges_left -= len(ranges)
+        if self._ranges_left < 0:
+            self._fail("has too many ranges of characters")
+        return Chars(ranges) if ranges else NOTHING

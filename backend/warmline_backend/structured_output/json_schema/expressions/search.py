@@ -3,11 +3,11 @@
 What can't be expressed so is left out: more texts match then, and the result says so.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from warmline_backend.structured_output.json_schema.expressions.char_sets import complement_ranges
-from warmline_backend.structured_output.json_schema.expressions.character_properties import find_support
+from warmline_backend.structured_output.json_schema.expressions.character_properties import Support, find_support
 from warmline_backend.structured_output.json_schema.expressions.nodes import (
     ANY_CHAR,
     ANY_TEXT,
@@ -32,8 +32,10 @@ from warmline_backend.structured_output.json_schema.expressions.nodes import (
 
 EDGES_MAX = 40
 SIZE_MAX = 40_000
+VARIANTS_SIZE_MAX = 60_000  # of all that are made on the way
+LOOKS_MAX = 100
 PROPERTY_SETS_MAX = 50  # which take milliseconds each
-EXCLUDED_LENGTH_MAX = 100
+EXCLUDED_LENGTH_MAX = 50  # each nests deeper
 EXCLUDED_TEXTS_MAX = 30
 # Needs the text's start, needs its end -> expression.  At most one of each kind.
 Variants = Mapping[tuple[bool, bool], Node]
@@ -51,12 +53,21 @@ class _TooLargeError(Exception):
     """The expression grows too large without its edges."""
 
 
-def convert_search(node: Node) -> WholeMatch:
-    """Convert an expression that searches a text to expressions of whole texts."""
+def convert_whole(node: Node) -> WholeMatch:
+    """Convert an expression that matches a whole text, which is no string of JSON, to such ones without assertions."""
+    whole = join_parts(Edge(is_start=True), _drop_groups_of_one(node), Edge(is_start=False))
+    return convert_search(whole, in_json=False)
+
+
+def convert_search(node: Node, in_json: bool = True) -> WholeMatch:
+    """Convert an expression that searches a text to expressions of whole texts.
+
+    `in_json`: the text is written as a string of JSON.
+    """
     required, rest, is_exact = _take_leading_looks(_drop_groups_of_one(node))
     nodes = list[Node]()
     for part in (*required, rest):
-        plain, is_plain = _remove_assertions(part)
+        plain, is_plain = _remove_assertions(part, in_json)
         whole, is_whole = _expand(plain)
         is_exact = is_exact and is_plain and is_whole
         if whole != ANY_TEXT and whole not in nodes:
@@ -65,11 +76,11 @@ def convert_search(node: Node) -> WholeMatch:
 
 
 def measure_size(nodes: Iterable[Node]) -> int:
-    """Count the parts of expressions, up to a little more than SIZE_MAX."""
+    """Count the parts of expressions and the ranges of their sets, up to a little more than SIZE_MAX."""
     waiting, count = list(nodes), 0
     while waiting and count <= SIZE_MAX:
         node = waiting.pop()
-        count += 1
+        count += len(node.ranges) if isinstance(node, Chars) else 1
         waiting.extend(list_parts(node))
     return count
 
@@ -83,8 +94,9 @@ def _take_leading_looks(node: Node) -> tuple[list[Node], Node, bool]:
     count = next((index for index, part in enumerate(parts) if not _is_leading(part)), len(parts))
     is_anchored = any(isinstance(part, Edge) for part in parts[:count])
     start = (Edge(is_start=True),) if is_anchored else ()
-    found, is_exact = list[Node](), True
-    for look in (part for part in parts[:count] if isinstance(part, Look)):
+    looks = [part for part in parts[:count] if isinstance(part, Look)]
+    found, is_exact = list[Node](), len(looks) <= LOOKS_MAX
+    for look in looks[:LOOKS_MAX]:
         if look.negated:
             excluded = _exclude(look.part) if is_anchored else None
             is_exact = is_exact and excluded is not None
@@ -163,15 +175,15 @@ def _drop_groups_of_one(node: Node) -> Node:
     return node
 
 
-def _remove_assertions(node: Node) -> tuple[Node, bool]:
+def _remove_assertions(node: Node, in_json: bool) -> tuple[Node, bool]:
     """Remove all but edges; references become the expressions of their groups.  True where nothing was lost."""
-    remover = _AssertionRemover()
+    remover = _AssertionRemover({"exact"} if in_json else {"exact", "partial"})
     return remover.remove(node, is_certain=True), remover.is_exact
 
 
 class _AssertionRemover:
-    def __init__(self) -> None:
-        self.is_exact = True
+    def __init__(self, exact: Collection[Support]) -> None:
+        self.is_exact, self._exact = True, exact
         self._groups: dict[int, Node] = {}
         self._size_left = SIZE_MAX // 10
         self._property_sets_left = PROPERTY_SETS_MAX
@@ -190,7 +202,7 @@ class _AssertionRemover:
             case Chars(properties=properties) if properties:
                 self._property_sets_left -= 1
                 support = find_support(node) if self._property_sets_left >= 0 else "none"
-                self.is_exact = self.is_exact and support == "exact"
+                self.is_exact = self.is_exact and support in self._exact
                 return ANY_CHAR if support == "none" else node
             case Group(part, number):
                 plain = self.remove(part, is_certain)
@@ -208,7 +220,7 @@ def _expand(node: Node) -> tuple[Node, bool]:
     try:
         if _count_edges(node) > EDGES_MAX:
             raise _TooLargeError
-        variants, is_exact = _find_variants(node), True
+        variants, is_exact = _EdgeRemover().find_variants(node), True
     except _TooLargeError:
         variants, is_exact = {(False, False): _drop_edges(node)}, False
     if any(_is_nullable(variant) for edges, variant in variants.items() if edges != (True, True)):
@@ -220,67 +232,72 @@ def _expand(node: Node) -> tuple[Node, bool]:
     return choose(*branches), is_exact
 
 
-def _find_variants(node: Node) -> Variants:
-    """Edge-free expressions of a node by the edges that it needs at its own start and end."""
-    if not _count_edges(node):
-        return {(False, False): node}
-    match node:
-        case Edge(is_start):
-            return {(is_start, not is_start): EMPTY}
-        case Choice(branches):
-            return _merge_variants(item for branch in branches for item in _find_variants(branch).items())
-        case Repeat():
-            return _repeat_variants(node)
-    found: Variants = {(False, False): EMPTY}
-    for part in list_parts(node):
-        found = _join_variants(found, _find_variants(part))
-    return found
+class _EdgeRemover:
+    """Raises _TooLargeError at the bound."""
 
+    def __init__(self) -> None:
+        self._size_left = VARIANTS_SIZE_MAX
 
-def _merge_variants(items: Iterable[tuple[tuple[bool, bool], Node]]) -> Variants:
-    merged: dict[tuple[bool, bool], Node] = {}
-    for key, node in items:
-        if node != NOTHING:
-            merged[key] = choose(merged[key], node) if key in merged else node
-    if measure_size(merged.values()) > SIZE_MAX:
-        raise _TooLargeError
-    return merged
+    def find_variants(self, node: Node) -> Variants:
+        """Edge-free expressions of a node by the edges that it needs at its own start and end."""
+        if not _count_edges(node):
+            return {(False, False): node}
+        match node:
+            case Edge(is_start):
+                return {(is_start, not is_start): EMPTY}
+            case Choice(branches):
+                return self._merge_variants(item for branch in branches for item in self.find_variants(branch).items())
+            case Repeat():
+                return self._repeat_variants(node)
+        found: Variants = {(False, False): EMPTY}
+        for part in list_parts(node):
+            found = self._join_variants(found, self.find_variants(part))
+        return found
 
+    def _merge_variants(self, items: Iterable[tuple[tuple[bool, bool], Node]]) -> Variants:
+        branches: dict[tuple[bool, bool], list[Node]] = {}
+        for key, node in items:
+            if node != NOTHING:
+                branches.setdefault(key, []).append(node)
+        merged = {key: choose(*nodes) for key, nodes in branches.items()}
+        self._size_left -= measure_size(merged.values())
+        if self._size_left < 0:
+            raise _TooLargeError
+        return merged
 
-def _join_variants(first: Variants, second: Variants) -> Variants:
-    """Join two parts.  What comes before a start, or after an end, must be empty."""
-    return _merge_variants(
-        (
-            (starts or inner_starts, ends or inner_ends),
-            join_parts(EMPTY if inner_starts else before, EMPTY if inner_ends else after),
+    def _join_variants(self, first: Variants, second: Variants) -> Variants:
+        """Join two parts.  What comes before a start, or after an end, must be empty."""
+        return self._merge_variants(
+            (
+                (starts or inner_starts, ends or inner_ends),
+                join_parts(EMPTY if inner_starts else before, EMPTY if inner_ends else after),
+            )
+            for (starts, inner_ends), before in first.items()
+            for (inner_starts, ends), after in second.items()
+            if (not inner_starts or _is_nullable(before)) and (not inner_ends or _is_nullable(after))
         )
-        for (starts, inner_ends), before in first.items()
-        for (inner_starts, ends), after in second.items()
-        if (not inner_starts or _is_nullable(before)) and (not inner_ends or _is_nullable(after))
-    )
 
-
-def _repeat_variants(node: Repeat) -> Variants:
-    variants = _find_variants(node.part)
-    plain = variants.get((False, False), NOTHING)
-    if (node.count_min, node.count_max) == (0, 1):
-        return _merge_variants([((False, False), EMPTY), *variants.items()])
-    if node.count_min > 1 or node.count_max is not None:
-        raise _TooLargeError
-    more, starting, ending = (
-        repeat(plain, 0, None),
-        variants.get((True, False), NOTHING),
-        variants.get((False, True), NOTHING),
-    )
-    return _merge_variants(
-        [
-            ((False, False), repeat(plain, node.count_min, None)),
-            ((True, False), join_parts(starting, more)),
-            ((False, True), join_parts(more, ending)),
-            ((True, True), join_parts(starting, more, ending)),
-            ((True, True), variants.get((True, True), NOTHING)),
-        ]
-    )
+    def _repeat_variants(self, node: Repeat) -> Variants:
+        variants = self.find_variants(node.part)
+        plain = variants.get((False, False), NOTHING)
+        if (node.count_min, node.count_max) == (0, 1):
+            return self._merge_variants([((False, False), EMPTY), *variants.items()])
+        if node.count_min > 1 or node.count_max is not None:
+            raise _TooLargeError
+        more, starting, ending = (
+            repeat(plain, 0, None),
+            variants.get((True, False), NOTHING),
+            variants.get((False, True), NOTHING),
+        )
+        return self._merge_variants(
+            [
+                ((False, False), repeat(plain, node.count_min, None)),
+                ((True, False), join_parts(starting, more)),
+                ((False, True), join_parts(more, ending)),
+                ((True, True), join_parts(starting, more, ending)),
+                ((True, True), variants.get((True, True), NOTHING)),
+            ]
+        )
 
 
 def _count_edges(node: Node) -> int:

@@ -30,17 +30,18 @@ LAST_CONTROL = 0x1F
 _SPECIAL = set("\\^$.|?*+()[]{}-/&~#")
 
 
-def write_for_llguidance(node: Node) -> str:
+def write_for_llguidance(node: Node, in_json: bool = True) -> str:
     """Write an expression without references and assertions, which ECMA-262 and llguidance read alike.
 
-    Lone surrogates are left out, which no JSON text has.  So is U+001F of sets that `confuses_llguidance` names.
+    Lone surrogates are left out, which no text in UTF-8 has.  So is, in strings of JSON, U+001F of sets that
+    `confuses_llguidance` names.
     """
-    return _Writer(lambda code: f"\\u{{{code:X}}}", for_llguidance=True).write(node)
+    return _Writer(lambda code: f"\\u{{{code:X}}}", for_llguidance=True, in_json=in_json).write(node)
 
 
 def write_for_regex(node: Node) -> str:
     """Write an expression for the regex package."""
-    return _Writer(lambda code: f"\\U{code:08X}", for_llguidance=False).write(node)
+    return _Writer(lambda code: f"\\U{code:08X}", for_llguidance=False, in_json=False).write(node)
 
 
 def confuses_llguidance(contains: Callable[[int], bool]) -> bool:
@@ -52,8 +53,9 @@ def confuses_llguidance(contains: Callable[[int], bool]) -> bool:
 
 
 class _Writer:
-    def __init__(self, escape_code: Callable[[int], str], for_llguidance: bool) -> None:
-        self._escape_code, self._for_llguidance = escape_code, for_llguidance
+    def __init__(self, escape_code: Callable[[int], str], for_llguidance: bool, in_json: bool) -> None:
+        self._escape_code, self._for_llguidance, self._in_json = escape_code, for_llguidance, in_json
+        self._written: dict[Chars, str] = {}
         self._nothing = "[^\\s\\S]" if for_llguidance else "(?!)"  # each engine reads the other's in its own way
 
     def write(self, node: Node) -> str:
@@ -91,10 +93,16 @@ class _Writer:
         return written if isinstance(node, Chars | Group) else f"(?:{written})"
 
     def _write_chars(self, chars: Chars) -> str:
+        """Write a set, once: a class may have many ranges, and stand in many places."""
+        if (written := self._written.get(chars)) is None:
+            written = self._written[chars] = self._write_new_chars(chars)
+        return written
+
+    def _write_new_chars(self, chars: Chars) -> str:
         ranges = chars.ranges
         if self._for_llguidance and ranges != ALL_CHARS:
             ranges = remove_range(ranges, SURROGATES)
-            if not chars.properties and confuses_llguidance(lambda code: contains_code(ranges, code)):
+            if self._in_json and not chars.properties and confuses_llguidance(lambda code: contains_code(ranges, code)):
                 ranges = remove_range(ranges, (LAST_CONTROL, LAST_CONTROL))
         if chars.properties:
             items = "".join(map(self._write_range, ranges)) + "".join(chars.properties)
