@@ -15,6 +15,9 @@ from warmline_backend.structured_output.json_schema.expressions.writer import (
 
 Support = Literal["exact", "partial", "none"]  # partial: in strings of JSON llguidance may take some characters more
 
+# Properties whose characters differ much between the engines' versions of Unicode.
+_CHANGING_PROPERTIES = ("Emoji", "Extended_Pictographic")
+
 
 @lru_cache(512)
 def is_known_property(written: str) -> bool:
@@ -33,4 +36,6 @@ def find_support(chars: Chars) -> Support:
     grammar = LLMatcher.grammar_from_regex(write_for_llguidance(chars))
     if chars.ignores_case or LLMatcher.validate_grammar(grammar):
         return "none"
+    if any(name in written for written in chars.properties for name in _CHANGING_PROPERTIES):
+        return "partial"
     return "partial" if confuses_llguidance(lambda code: compiled.fullmatch(chr(code)) is not None) else "exact"

@@ -20,13 +20,14 @@ from warmline_backend.structured_output.json_schema.patterns import (
     force_pattern,
     simplify_pattern,
 )
-from warmline_backend.structured_output.json_schema.validator import SchemaValidator
+from warmline_backend.structured_output.json_schema.validator import SchemaValidator, StepBudget
 
 # How a costly subschema is relaxed: its costly keywords are simplified or left out; only its types are forced.
 SIMPLIFIED, TYPES_ONLY = 1, 2
 
 INTEGER_BOUND = 1 << 62  # a bound beyond it is checked: llguidance reckons with 64 bits
 _VALUES_FILTERED_MAX = 2000
+_FILTER_STEPS_MAX = 200_000  # for the listed values of one schema, in all
 _LOWER_BOUNDS, _UPPER_BOUNDS = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems")
 _KEYWORDS_BY_TYPE = {
@@ -71,7 +72,7 @@ class SchemaForcer:
         self._relaxed, self._unsatisfiable = relaxed, unsatisfiable
         self._resolved: dict[str, Any] = {}  # ends of chains of references
         self._domain: list[Schema] = []  # schemas that hold wherever the present part does
-        self._validator = SchemaValidator(root)
+        self._validator, self._steps_left = SchemaValidator(root), StepBudget(_FILTER_STEPS_MAX)
 
     def force_root(self) -> Schema:
         made = self.force({key: value for key, value in self.root.items() if key != "$defs"}, "")
@@ -162,7 +163,7 @@ class SchemaForcer:
 
     def _is_valid(self, value: object, pointer: str) -> bool:
         try:
-            return self._validator.find_error(value, pointer) is None
+            return self._validator.find_error(value, pointer, self._steps_left) is None
         except CheckTooCostlyError:
             self.checks.add(pointer)
             return True
