@@ -151,7 +151,7 @@ def test_wrong_text_formats_name_field(body: dict[str, Any], param: str, words: 
 
 def test_tool_choices() -> None:
     assert [tool.name for tool in parse_body(TOOLS, tool_choice="required").tools] == ["f", "g"]
-    one = parse_body(TOOLS, tool_choice=make_named_choice("g"), parallel_tool_calls=False)
+    one = parse_body(TOOLS, tool_choice=make_named_choice("g"), parallel_tool_calls=True)
     assert (one.tool_choice, [tool.name for tool in one.tools], one.parallel) == ("required", ["g"], False)
     for mode in ("auto", "required"):
         some = parse_body(
