@@ -6,7 +6,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from warmline_backend.prompt.renderer import RenderedPrompt
-from warmline_backend.request.params import Tools
+from warmline_backend.request.params import Fields, Tools, parse_parallel_tool_calls
 from warmline_backend.request.response_format import parse_text_format
 
 _TAIL_TOKENS = 8  # of a prompt with an unknown tail: as many as the longest marker and its line breaks have
@@ -34,6 +34,6 @@ def make_expected_output(
         # Unknown where the template opens the reasoning in the user's message.
         tail=rendered.tail or str(tokenizer.decode(rendered.tokens[-_TAIL_TOKENS:])),
         tools=None if body.get("tool_choice") == "none" else rendered.tools,
-        parallel=body.get("parallel_tool_calls") is not False,
+        parallel=parse_parallel_tool_calls(Fields(body)),
         is_constrained=parse_text_format(body) is not None,
     )

@@ -356,5 +356,7 @@ def parse_tool_choice(fields: Fields) -> str:
 
 
 def parse_parallel_tool_calls(fields: Fields) -> bool:
-    """True unless the body allows a single call only."""
-    return fields.get_optional_boolean("parallel_tool_calls") is not False
+    """True unless the body allows a single call only; a function named in `tool_choice` is called once."""
+    choice = fields.get("tool_choice")
+    is_named = isinstance(choice, Mapping) and choice.get("type") == "function"
+    return fields.get_optional_boolean("parallel_tool_calls") is not False and not is_named

@@ -133,8 +133,13 @@ def _parse_format_field(body: Mapping[str, Any]) -> TextFormat | None:
     if kind == "text" or not any(each is not None for each in value.values()):  # {} asks for nothing
         return None
     if kind == "json_object":
-        return _make_json_format(fields.get("schema") or {"type": "object"}, "response_format.schema")
+        if not (schema := fields.get("schema")):
+            return _make_json_format({"type": "object"}, "response_format")
+        return _make_json_format(schema, "response_format.schema")
     if kind == "json_schema":
+        if fields.get("json_schema") is None and fields.get("schema") is not None:
+            fault = "is missing; 'response_format.schema' belongs into it: send 'response_format.json_schema.schema'"
+            raise FieldError("response_format.json_schema", fault)
         return _parse_json_schema(Fields(fields.get("json_schema"), "response_format.json_schema"))
     raise fields.make_error("type", '"text", "json_object" or "json_schema"', kind)
 
@@ -156,7 +161,10 @@ def _parse_structured_outputs(body: Mapping[str, Any]) -> list[TextFormat | None
     if fields.get("structural_tag") is not None:
         raise FieldError("structured_outputs.structural_tag", "is not supported; send 'tools'", "structured_outputs")
     if not any(forms):
-        raise FieldError("structured_outputs", 'must have one of "json", "regex", "choice", "grammar"')
+        known = (*STRUCTURED_KINDS, "json_object")
+        unknown = next((name for name in value if name not in known), None)
+        found = "" if unknown is None else f"; it has {format_value(unknown)}, which is none of them"
+        raise FieldError("structured_outputs", f'must have one of "json", "regex", "choice", "grammar"{found}')
     return forms
 
 

@@ -14,13 +14,28 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from corpus import pydantic_models
-from corpus.sources import FORMAT_CHECKERS, SCHEMA_PACKAGES, SUITE, TOOL_SERVERS, ZOD, SchemaPackage, ToolServer
+from corpus.sources import (
+    FORMAT_CHECKERS,
+    PYDANTIC,
+    SCHEMA_PACKAGES,
+    SUITE,
+    SUITE_SOURCES,
+    TOOL_SERVERS,
+    TOOLS,
+    ZOD,
+    ZOD_SOURCES,
+    SchemaPackage,
+    ToolServer,
+    check_sources,
+    is_selected,
+    list_sources,
+)
 from corpus.tool_servers import ToolServerError, list_tools, run_installer
 
 INSTALL_COUNT = 3  # at the same time
@@ -44,14 +59,19 @@ APPLICATORS = {
 }
 
 
-def fetch_corpus(cache: Path) -> None:
-    """Fetch whatever the corpus lacks; prints what can't be had."""
+def fetch_corpus(cache: Path, sources: Sequence[str] = ()) -> None:
+    """Fetch what the corpus lacks, or lacks of some sources; prints what can't be had.  Raises UnknownSourceError."""
+    check_sources(sources, list_sources())
     corpus = cache / "corpus"
     corpus.mkdir(parents=True, exist_ok=True)
-    fetch_packages(cache, corpus)
-    fetch_suite(cache)
-    fetch_generated(cache, corpus)
-    fetch_tools(cache, corpus)
+    fetch_packages(cache, corpus, sources)
+    if any(is_selected(name, sources) for name in SUITE_SOURCES):
+        fetch_suite(cache)
+    if is_selected(PYDANTIC, sources):
+        fetch_pydantic(corpus)
+    if any(is_selected(name, sources) for name in ZOD_SOURCES):
+        fetch_zod(cache, corpus, sources)
+    fetch_tools(cache, corpus, sources)
     fetch_format_checkers(cache)
     print(f"{sum(1 for _ in corpus.rglob('*.json'))} schemas in {corpus}")
 
@@ -59,9 +79,9 @@ def fetch_corpus(cache: Path) -> None:
 # ---- tools
 
 
-def fetch_tools(cache: Path, corpus: Path) -> None:
+def fetch_tools(cache: Path, corpus: Path, sources: Sequence[str]) -> None:
     def fetch(server: ToolServer) -> str:
-        place = corpus / "mcp" / server.name
+        place = corpus / TOOLS / server.name
         if place.exists():
             return ""
         try:
@@ -78,21 +98,22 @@ def fetch_tools(cache: Path, corpus: Path) -> None:
         return f"{server.package}: {len(tools)} tools"
 
     with ThreadPoolExecutor(INSTALL_COUNT) as pool:
-        for line in filter(None, pool.map(fetch, TOOL_SERVERS)):
+        servers = (server for server in TOOL_SERVERS if is_selected(f"{TOOLS}/{server.name}", sources))
+        for line in filter(None, pool.map(fetch, servers)):
             print(line, flush=True)
 
 
 # ---- packages
 
 
-def fetch_packages(cache: Path, corpus: Path) -> None:
+def fetch_packages(cache: Path, corpus: Path, sources: Sequence[str]) -> None:
     """Fetch the packages' schemas; they are known by their content, so that none comes twice."""
     done_file = cache / "packages.json"
     done = json.loads(done_file.read_text()) if done_file.exists() else []
     seen = {hash_schema(json.loads(path.read_text())) for path in corpus.rglob("*.json")} if done else set[str]()
     for package in SCHEMA_PACKAGES:
         key = f"{package.package}@{package.version}"
-        if key in done:
+        if key in done or not is_selected(package.name, sources):
             continue
         try:
             archive = download(package, cache / "archives")
@@ -212,9 +233,12 @@ def fetch_suite(cache: Path) -> None:
     draft.rename(place)
 
 
-def fetch_generated(cache: Path, corpus: Path) -> None:
+def fetch_pydantic(corpus: Path) -> None:
     for name, schema in pydantic_models.iter_schemas():
-        write_schema(corpus / "pydantic" / f"{make_file_name(name)}.json", schema)
+        write_schema(corpus / PYDANTIC / f"{make_file_name(name)}.json", schema)
+
+
+def fetch_zod(cache: Path, corpus: Path, sources: Sequence[str]) -> None:
     folder = cache / "zod"
     script = folder / "zod_models.mjs"
     if not (folder / "node_modules" / "zod").exists():
@@ -224,7 +248,7 @@ def fetch_generated(cache: Path, corpus: Path) -> None:
     shutil.copy(Path(__file__).with_name("zod_models.mjs"), script)
     done = subprocess.run(["node", str(script)], capture_output=True, check=True, timeout=TIMEOUT_S)
     for source, schemas in json.loads(done.stdout).items():
-        for name, schema in schemas.items():
+        for name, schema in schemas.items() if is_selected(source, sources) else ():
             write_schema(corpus / source / f"{make_file_name(name)}.json", schema)
 
 

@@ -6,11 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TOOLS = "mcp"  # the folder of tools; each server's is a source
-SUITE_DRAFTS = {
-    "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
-    "draft7": "http://json-schema.org/draft-07/schema#",
-}
+from corpus.sources import SUITE_DRAFTS, TOOLS, check_sources, is_selected
 
 
 @dataclass(frozen=True)
@@ -28,9 +24,10 @@ class CorpusSchema:
 
 
 def load_corpus(cache: Path, sources: Sequence[str] = (), *, suite: bool = True) -> list[CorpusSchema]:
-    """Load all schemas, or those of some sources, sorted by their names."""
+    """Load all schemas, or those of some sources, sorted by their names.  Raises UnknownSourceError."""
     found = [*_iter_files(cache / "corpus"), *(_iter_suite(cache / "suite" / "tests") if suite else ())]
-    return [item for item in found if not sources or item.source.split("/")[0] in sources or item.source in sources]
+    check_sources(sources, {name for item in found for name in (item.source, item.source.split("/")[0])})
+    return [item for item in found if is_selected(item.source, sources)]
 
 
 def _iter_files(corpus: Path) -> Iterator[CorpusSchema]:

@@ -1,5 +1,6 @@
 """Packages that real schemas come from, with their versions, so that a corpus can be made again."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 
@@ -212,4 +213,34 @@ SCHEMA_PACKAGES = (
 )
 SUITE = SchemaPackage("pypi", "jsonschema", "4.26.0", source="suite")
 ZOD = ("zod@4.6.7", "zod-to-json-schema@3.25.2")
+SUITE_DRAFTS = {
+    "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
+    "draft7": "http://json-schema.org/draft-07/schema#",
+}
+SUITE_SOURCES = tuple(f"suite-{draft}" for draft in SUITE_DRAFTS)
+ZOD_SOURCES = ("zod", "zod-input", "zod-to-json-schema", "zod-to-json-schema-openai")  # of zod_models.mjs
+PYDANTIC = "pydantic"
+TOOLS = "mcp"  # the folder of tools; each server's is a source
 FORMAT_CHECKERS = ("jsonschema[format-nongpl]==4.26.0",)
+
+
+class UnknownSourceError(ValueError):
+    """Names of sources that there are not; its text lists those that there are."""
+
+
+def list_sources() -> list[str]:
+    """List all sources that can be fetched: folders of the corpus, and the suite's drafts."""
+    servers = (f"{TOOLS}/{server.name}" for server in TOOL_SERVERS)
+    packages = (package.name for package in SCHEMA_PACKAGES)
+    return sorted({*packages, PYDANTIC, *ZOD_SOURCES, *SUITE_SOURCES, TOOLS, *servers})
+
+
+def is_selected(source: str, sources: Sequence[str]) -> bool:
+    """True for one of `sources`, by its name or its folder's; without any, for each."""
+    return not sources or source in sources or source.split("/")[0] in sources
+
+
+def check_sources(sources: Sequence[str], known: Collection[str]) -> None:
+    """Raises UnknownSourceError."""
+    if unknown := [source for source in sources if source not in known]:
+        raise UnknownSourceError(f"no source {', '.join(unknown)}; there are {', '.join(sorted(known)) or 'none'}")

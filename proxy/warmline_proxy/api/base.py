@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from warmline_proxy.api.tool_fields import ToolFields
 from warmline_proxy.errors import ClientError
 
 Fields = dict[str, Any]  # JSON values; those not looked into stay msgspec.Raw, byte for byte
@@ -31,6 +32,7 @@ class ApiCall:
     retry_count: int = 0  # the client's count of this request's tries
     include_usage: bool = False  # in a stream of OpenAI's
     api_options: Any = None  # the api's own, for its encoder
+    tool_fields: ToolFields | None = None  # where the tools came; None: as chat has them
 
     @property
     def can_reuse(self) -> bool:

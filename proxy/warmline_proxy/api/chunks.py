@@ -43,7 +43,12 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     text: str | None = None  # of a completion, which has no delta
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None  # "stop", "length" or "tool_calls"
-    stop_reason: str | int | None = None  # the stop sequence that ended the answer, if any
+    stop_reason: str | int | None = None  # the stop sequence that ended the answer; or why it was cut, with "length"
+
+    @property
+    def failed_format(self) -> str:
+        """Why an answer of a given format was cut; "" where it was not, or only by its limit."""
+        return str(self.stop_reason or "") if self.finish_reason == "length" else ""
 
 
 class _UsageDetails(msgspec.Struct, frozen=True):

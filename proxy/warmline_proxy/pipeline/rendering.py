@@ -8,7 +8,7 @@ from warmline_common.protocol.tokens import TOKEN_BYTES, namespace
 from warmline_proxy.api.base import ApiCall
 from warmline_proxy.config import ProxyConfig
 from warmline_proxy.errors import parse_context_overflow, service_unavailable
-from warmline_proxy.explain.prompt_head import stabilize_fields
+from warmline_proxy.explain.prompt_head import TOOL_ORDER, stabilize_fields
 from warmline_proxy.pipeline.sampled_turns import SampledTurnCache
 from warmline_proxy.request.request import Request, RequestStatus
 from warmline_proxy.request_log import new_request_id
@@ -30,7 +30,10 @@ class RemoteRenderer:
         if not self.config.stabilize_rules:
             return call, Counter()
         fields, counts = stabilize_fields(call.fields, self.config.stabilize_rules)
-        return replace(call, fields=fields), counts
+        tool_fields = call.tool_fields
+        if TOOL_ORDER in counts and tool_fields:
+            tool_fields = tool_fields.reorder(call.fields["tools"], fields["tools"])
+        return replace(call, fields=fields, tool_fields=tool_fields), counts
 
     async def render_request(self, request: Request) -> None:
         """Render into the request, with model, layout and root.  Raises UpstreamError; ClientError 503."""
@@ -70,4 +73,9 @@ class RemoteRenderer:
         body = {**call.fields, "model": status.model}
         turns = self.sampled_turns.find(namespace(status.fingerprint, tenant), body.get("messages"))
         prompt_request = PromptRequest(request_id=request_id, endpoint=call.api.endpoint, body=body, turns=turns)
-        return await self.upstream.render_prompt(prompt_request, timeout_s)
+        try:
+            return await self.upstream.render_prompt(prompt_request, timeout_s)
+        except UpstreamStatusError as error:
+            if call.tool_fields is not None:
+                error.body = call.tool_fields.rename(error.body)
+            raise

@@ -49,7 +49,7 @@ def test_most_bodies_are_unconstrained() -> None:
     [
         (
             {"response_format": {"type": "json_object"}},
-            TextFormat("json", {"type": "object"}, "response_format.schema"),
+            TextFormat("json", {"type": "object"}, "response_format"),
         ),
         (
             {"response_format": {"type": "json_object", "schema": SCHEMA}},
@@ -104,6 +104,11 @@ def test_text_formats(endpoint: str, body: dict[str, Any], form: TextFormat) -> 
         ({"response_format": {"type": "json_object", "schema": [1]}}, "response_format.schema", "a JSON schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "must be a JSON object"),
         (
+            {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+            "response_format.json_schema",
+            "send 'response_format.json_schema.schema'",
+        ),
+        (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
             "response_format.json_schema.schema",
             "must be a JSON schema (an object), not null",
@@ -120,6 +125,8 @@ def test_text_formats(endpoint: str, body: dict[str, Any], form: TextFormat) -> 
         ),
         ({"structured_outputs": []}, "structured_outputs", "must be a JSON object"),
         ({"structured_outputs": {}}, "structured_outputs", "must have one of"),
+        ({"structured_outputs": {"jsn": {}}}, "structured_outputs", 'it has "jsn", which is none of them'),
+        ({"structured_outputs": {"json": None}}, "structured_outputs", '"grammar"'),
         ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs", "not supported"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "no JSON"),
         ({"structured_outputs": {"json": "[" * 100_000}}, "structured_outputs.json", "no JSON"),
@@ -137,6 +144,11 @@ def test_text_formats(endpoint: str, body: dict[str, Any], form: TextFormat) -> 
         ({"guided_regex": "a", "json_schema": {}}, "json_schema", "both say"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "both say what the answer must be"),
         (
+            {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+            "guided_regex",
+            "'response_format' and 'guided_regex' both",
+        ),
+        (
             {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
             "structured_outputs.regex",
             "both say",
@@ -151,7 +163,7 @@ def test_wrong_text_formats_name_field(body: dict[str, Any], param: str, words: 
 
 def test_tool_choices() -> None:
     assert [tool.name for tool in parse_body(TOOLS, tool_choice="required").tools] == ["f", "g"]
-    one = parse_body(TOOLS, tool_choice=make_named_choice("g"), parallel_tool_calls=False)
+    one = parse_body(TOOLS, tool_choice=make_named_choice("g"), parallel_tool_calls=True)
     assert (one.tool_choice, [tool.name for tool in one.tools], one.parallel) == ("required", ["g"], False)
     for mode in ("auto", "required"):
         some = parse_body(

@@ -114,15 +114,17 @@ def test_parallel_calls_are_allowed(family: str, families: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_named_tool_is_called(family: str, families: dict[str, Any]) -> None:
+def test_named_tool_is_called_once(family: str, families: dict[str, Any]) -> None:
+    """One call ends the answer, also where several calls are allowed."""
     tokenizer, grammars = families[family]
     body = {"tools": FLAT, "tool_choice": {"type": "function", "function": {"name": "now"}}}
-    constraint = grammars.build_constraint(
-        "chat", {**body, "parallel_tool_calls": False}, FLAT, get_thought_end(family)
-    )
-    answers = [sample_tokens(grammars.create_matcher(constraint), seed) for seed in range(3)]
-    calls = {tuple(parse_turn(answer, tokenizer, FLAT)[1]) for answer in answers}
-    assert calls == {(("now", "{}"),)}
+    for parallel in (None, True, False):
+        constraint = grammars.build_constraint(
+            "chat", {**body, "parallel_tool_calls": parallel}, FLAT, get_thought_end(family)
+        )
+        answers = [sample_tokens(grammars.create_matcher(constraint), seed) for seed in range(6)]
+        calls = {tuple(parse_turn(answer, tokenizer, FLAT)[1]) for answer in answers}
+        assert calls == {(("now", "{}"),)}
 
 
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}

@@ -12,8 +12,13 @@ from support.pair.pair import Message, Pair, Reply
 
 MESSAGES: list[Message] = [{"role": "user", "content": "Are you well?"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES_PATH = "/v1/responses", "/v1/messages"
 CONTEXT_TOKENS = 100_000  # of the tiny models
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+
+
+ODD_SCHEMA = {"type": "object", "properties": {"a": {"type": "any"}}}
+ODD_TOOLS = [{"type": "web_search"}, {"type": "function", "name": "f", "parameters": ODD_SCHEMA, "strict": True}]
 
 
 def make_body(**fields: object) -> dict[str, Any]:
@@ -108,6 +113,7 @@ REFUSED: dict[str, tuple[str, object, str | None, str]] = {
         "response_format.json_schema",
         "object",
     ),
+    "a tool of Responses": (RESPONSES, {"input": "hi", "tools": ODD_TOOLS}, "tools[1].parameters", "'tools[1].param"),
     "no prompt": (COMPLETIONS, {"model": "m"}, "prompt", "string"),
     "an empty prompt": (COMPLETIONS, make_prompt_body(prompt=""), "prompt", "empty"),
     "one of two prompts empty": (COMPLETIONS, make_prompt_body(prompt=["a", ""]), "prompt", "empty"),
@@ -172,6 +178,13 @@ def test_bad_request_is_refused(warm_pair: Pair, name: str) -> None:
     assert word in error["message"]
     assert param is None or error["param"] == param
     assert error["code"] == CODES.get(name)
+
+
+@pytest.mark.parametrize("path", [MESSAGES_PATH, f"{MESSAGES_PATH}/count_tokens"])
+def test_refused_tool_of_messages_has_its_field(warm_pair: Pair, path: str) -> None:
+    tools = [{"type": "web_search_20250305", "name": "s"}, {"name": "f", "input_schema": ODD_SCHEMA, "strict": True}]
+    reply = warm_pair.post(path, make_body(tools=tools))
+    assert reply.status == 400 and reply.json["error"]["message"].startswith("'tools[1].input_schema' ")
 
 
 @pytest.mark.parametrize("name", ["stop: [5]", "0 max_tokens", "more than the context"])

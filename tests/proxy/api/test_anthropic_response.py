@@ -87,7 +87,7 @@ def make_message(chunks: list[dict[str, Any]], **options: Any) -> Any:
     whole = encode_json(chunks, **options)
     streamed = accumulate(encode_stream(chunks, **options))
     assert streamed.to_dict() == types.Message.construct(**whole).to_dict()
-    types.Message.model_validate(whole)
+    types.Message.model_validate({**whole, "stop_details": None})  # its only type for the SDK is "refusal"
     return whole
 
 
@@ -168,13 +168,23 @@ def test_each_chunk_is_encoded_at_once() -> None:
         ("stop", None, ("end_turn", None)),
         ("stop", "END", ("stop_sequence", "END")),
         ("length", None, ("max_tokens", None)),
-        ("length", "the answer can't be held to its schema: /a: is odd", ("max_tokens", None)),
         ("tool_calls", None, ("tool_use", None)),
     ],
 )
 def test_stop_reasons_are_converted(finish: str, word: str | None, expected: tuple[str, str | None]) -> None:
     message = make_message([make_chunk(content="x"), make_chunk(finish, word), make_usage_chunk(20, 1, 0)])
-    assert (message["stop_reason"], message["stop_sequence"]) == expected
+    assert (message["stop_reason"], message["stop_sequence"], message["stop_details"]) == (*expected, None)
+
+
+def test_failed_schema_is_explained_in_stop_details() -> None:
+    """The SDK reads the details of a whole answer, and of a stream."""
+    words = "the answer can't be held to its schema: /a: is odd"
+    chunks = [make_chunk(content="x"), make_chunk("length", words), make_usage_chunk(20, 1, 0)]
+    message = make_message(chunks)
+    assert (message["stop_reason"], message["stop_sequence"]) == ("max_tokens", None)
+    assert message["stop_details"] == {"type": "schema", "explanation": words}
+    for read in (types.Message.construct(**message), accumulate(encode_stream(chunks))):
+        assert read.stop_details is not None and read.stop_details.explanation == words
 
 
 def test_alternating_content_opens_new_blocks() -> None:

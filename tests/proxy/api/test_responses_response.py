@@ -207,6 +207,21 @@ def test_length_finish_is_incomplete(part: dict[str, Any]) -> None:
     assert [item["status"] for item in answer.whole["output"]] == ["incomplete"]
 
 
+def test_failed_schema_is_explained_in_incomplete_details() -> None:
+    words = "the answer can't be held to its schema: /a: is odd"
+    answer = EncodedResponse(make_chunks(make_delta(content="Par"), finish="length", stop_reason=words))
+    check_response(answer)
+    assert answer.whole["incomplete_details"] == {"reason": "max_output_tokens", "message": words}
+    for read in (Response.construct(**answer.whole), Response.model_validate(answer.last)):
+        assert read.incomplete_details is not None
+        assert read.incomplete_details.to_dict() == answer.whole["incomplete_details"]
+
+
+def test_stop_word_is_no_incomplete_detail() -> None:
+    answer = EncodedResponse(make_chunks(make_delta(content="Par"), stop_reason="END"))
+    assert (answer.whole["status"], answer.whole["incomplete_details"]) == ("completed", None)
+
+
 def test_tool_calls_are_completed_in_incomplete_response() -> None:
     answer = EncodedResponse(make_chunks(make_call_delta(0, "look", "{}", "call_1"), finish="length"))
     check_response(answer)

@@ -39,8 +39,8 @@ def make_delta(**fields: Any) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": fields, "finish_reason": None}]}
 
 
-def make_chunks(*parts: dict[str, Any], finish: str = "stop") -> list[dict[str, Any]]:
-    end = {"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]}
+def make_chunks(*parts: dict[str, Any], finish: str = "stop", stop_reason: str | None = None) -> list[dict[str, Any]]:
+    end = {"choices": [{"index": 0, "delta": {}, "finish_reason": finish, "stop_reason": stop_reason}]}
     return [make_delta(role="assistant", content=""), *parts, end, {"choices": [], "usage": USAGE}]
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 
 from warmline_common.protocol.messages import BackendStatus
-from warmline_proxy.api.anthropic.request import MessagesBody, build_chat_fields, read_body
+from warmline_proxy.api.anthropic.request import MessagesBody, build_chat_fields, list_tool_places, read_body
 from warmline_proxy.api.anthropic.response import MessageEvents, build_error_envelope
 from warmline_proxy.api.base import ApiCall, ResponseEncoder, ResponseStart
 from warmline_proxy.api.chunks import EventEncoder, encode_events
+from warmline_proxy.api.tool_fields import ToolFields
 from warmline_proxy.errors import ClientError, bad_request
 from warmline_proxy.http import body_fields
 
@@ -47,6 +48,7 @@ class MessagesApi:
             or body_fields.strip_unprintable(parse_session(body.user_id)),
             retry_count=body_fields.parse_retry_count(headers),
             api_options=body.max_tokens,
+            tool_fields=ToolFields(list_tool_places(body.tools or []), "input_schema"),
         )
 
     def create_encoder(self, call: ApiCall, response_start: ResponseStart) -> ResponseEncoder:

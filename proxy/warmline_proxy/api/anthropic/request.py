@@ -298,6 +298,11 @@ def convert_tools(tools: Sequence[ToolSpec], choice: ToolChoice | None) -> Field
     return fields | _convert_choice(choice, {tool["function"]["name"] for tool in functions})
 
 
+def list_tool_places(tools: Sequence[ToolSpec]) -> tuple[str, ...]:
+    """Places of the tools that `convert_tools` converts.  Raises ClientError 400."""
+    return tuple(f"tools[{i}]" for i, tool in enumerate(tools) if _convert_tool(tool, f"tools.{i}"))
+
+
 def _convert_tool(tool: ToolSpec, where: str) -> dict[str, Any] | None:
     """Chat's function; None for a tool that runs at Anthropic.  Raises ClientError 400 without a definition."""
     if tool.type not in CUSTOM_TYPES and tool.input_schema is None:

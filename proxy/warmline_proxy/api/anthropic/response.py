@@ -20,6 +20,7 @@ from warmline_proxy.errors import ClientError, decode_error_body, parse_context_
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 SIGNATURE = "d2FybWxpbmU="  # of all thinking blocks: clients send it back, and it is ignored
 TEXT, THINKING, TOOL_USE = "text", "thinking", "tool_use"
+SCHEMA = "schema"  # `stop_details` of an answer that could not be held to its format; Anthropic has "refusal" alone
 ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -55,6 +56,7 @@ class MessageEvents:
         self._open_call_index = -1
         self._arguments = ""
         self._stop_reason: tuple[str, str | None] = ("max_tokens" if self._is_silent else "end_turn", None)
+        self._stop_details: dict[str, str] | None = None  # why the answer couldn't be held to its format
         self._usage: ChunkUsage | None = None
 
     def add_chunk(self, chunk: ChatChunk) -> Iterator[Event]:
@@ -66,12 +68,7 @@ class MessageEvents:
     def end(self) -> Iterator[Event]:
         yield from self._start_message()
         yield from self._close_block()
-        reason, sequence = self._stop_reason
-        yield {
-            "type": "message_delta",
-            "delta": {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None},
-            "usage": self._build_usage(),
-        }
+        yield {"type": "message_delta", "delta": self._build_end(), "usage": self._build_usage()}
         yield {"type": "message_stop"}
 
     def fail(self, error: ClientError) -> Iterator[Event]:
@@ -79,9 +76,11 @@ class MessageEvents:
 
     def build_result(self) -> dict[str, Any]:
         """The whole message, after `end`."""
+        return self._build_message() | {"content": self._content} | self._build_end()
+
+    def _build_end(self) -> dict[str, Any]:
         reason, sequence = self._stop_reason
-        end = {"content": self._content, "stop_reason": reason, "stop_sequence": sequence}
-        return self._build_message() | end
+        return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": self._stop_details}
 
     def _start_message(self) -> Iterator[Event]:
         if not self._has_started:
@@ -124,6 +123,8 @@ class MessageEvents:
             self._stop_reason = (STOP_REASONS.get(choice.finish_reason, "end_turn"), None)
             if self._stop_reason[0] == "end_turn" and choice.stop_reason and isinstance(choice.stop_reason, str):
                 self._stop_reason = ("stop_sequence", choice.stop_reason)
+            if choice.failed_format:
+                self._stop_details = {"type": SCHEMA, "explanation": choice.failed_format}
 
     def _emit_text(self, kind: str, text: str) -> Iterator[Event]:
         if not text:

@@ -22,6 +22,7 @@ from warmline_proxy.api.responses.history import (
 from warmline_proxy.api.responses.items import ADDITIONAL_TOOLS, read_input
 from warmline_proxy.api.responses.response import SERVER_ERROR, ResponseEvents, ResponseOptions, translate_error
 from warmline_proxy.api.responses.tools import Toolbox, read_tool_choice, read_tools
+from warmline_proxy.api.tool_fields import ToolFields
 from warmline_proxy.errors import ClientError, bad_request
 from warmline_proxy.http import body_fields
 
@@ -70,6 +71,7 @@ class ResponsesApi:
             session_hint=body_fields.find_session_hint(raw, headers),
             retry_count=body_fields.parse_retry_count(headers),
             api_options=_read_response_options(fields, toolbox, resolved, is_stored),
+            tool_fields=ToolFields(tuple(tool.field for tool in toolbox.tools.values())),
         )
 
     def create_encoder(self, call: ApiCall, response_start: ResponseStart) -> ResponseEncoder:

@@ -76,6 +76,7 @@ class ResponseEvents:
         self._output: list[JsonObject] = []
         self._item: _OpenItem | None = None
         self._finish_reason = ""
+        self._failed_format = ""  # why the answer couldn't be held to its format
         self._usage: ChunkUsage | None = None
         self._event_count = 0
         self._is_refused = False  # the response, by the store
@@ -94,7 +95,7 @@ class ResponseEvents:
             for call in choice.delta.tool_calls or ():
                 yield from self._emit_tool_call(call)
             if choice.finish_reason:
-                self._finish_reason = choice.finish_reason
+                self._finish_reason, self._failed_format = choice.finish_reason, choice.failed_format
                 yield from self._finish_item()
 
     def end(self) -> Events:
@@ -134,12 +135,16 @@ class ResponseEvents:
             "completed_at": int(time.time()) if status == "completed" else None,
             "background": False,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": self._build_incomplete_details() if status == "incomplete" else None,
             **self._options.echo,
             **({"store": False} if self._is_refused else {}),
             "output": list(self._output),
             "usage": self._build_usage() if is_over else None,
         }
+
+    def _build_incomplete_details(self) -> JsonObject:
+        failed = {"message": self._failed_format} if self._failed_format else {}  # a field of Warmline's own
+        return {"reason": "max_output_tokens", **failed}
 
     @property
     def _status(self) -> str:

@@ -25,6 +25,7 @@ class ResponsesTool:
     name: str  # the client's
     namespace: str  # "" without one
     definition: JsonObject  # chat's `function`
+    field: str = ""  # its place in the body, such as "tools[0]"
 
     @property
     def function_name(self) -> str:
@@ -70,7 +71,7 @@ def _read_tool(entry: object, where: str, namespace: str) -> Iterable[ResponsesT
     if kind in ("function", "custom"):
         name = _read_name(entry, where)
         convert = _convert_function if kind == "function" else _convert_custom
-        return [ResponsesTool(kind, name, namespace, convert(entry, qualify_name(namespace, name)))]
+        return [ResponsesTool(kind, name, namespace, convert(entry, qualify_name(namespace, name)), where)]
     if not isinstance(kind, str):
         raise bad_request(f"'{where}.type' must be a string such as \"function\".", param=f"{where}.type")
     return []
