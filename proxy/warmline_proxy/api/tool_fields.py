@@ -25,7 +25,7 @@ class ToolFields:
         places = dict(zip(map(msgspec.json.encode, before), self.places, strict=True))
         return replace(self, places=tuple(places[msgspec.json.encode(tool)] for tool in after))
 
-    def rename(self, body: bytes) -> bytes:
+    def replace_names(self, body: bytes) -> bytes:
         """Rename the tool that an error object names, in `param` and at the message's beginning."""
         try:
             error = decode(body, ErrorReply).error

@@ -77,5 +77,5 @@ class RemoteRenderer:
             return await self.upstream.render_prompt(prompt_request, timeout_s)
         except UpstreamStatusError as error:
             if call.tool_fields is not None:
-                error.body = call.tool_fields.rename(error.body)
+                error.body = call.tool_fields.replace_names(error.body)
             raise

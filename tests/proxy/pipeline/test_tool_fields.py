@@ -34,7 +34,7 @@ RESPONSES_BODY = {
 def rename(fields: ToolFields | None, name: str, message: str = "'{}' is odd", param: str | None = None) -> list[str]:
     assert fields is not None
     body = encode_error_body(message.format(name), "invalid_request_error", "code", param or name)
-    error = json.loads(fields.rename(body))["error"]
+    error = json.loads(fields.replace_names(body))["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "code")
     return [error["message"], error["param"]]
 
@@ -64,7 +64,7 @@ def test_client_words_are_unchanged() -> None:
     words = "'{}' (f) is refused: 'tools[0].function.parameters'"
     assert rename(fields, "tools[0]", words)[0] == "'tools[3]' (f) is refused: 'tools[0].function.parameters'"
     assert rename(fields, "tools[0].function.strict", param="tools[0]") == ["'tools[3].strict' is odd", "tools[3]"]
-    assert fields.rename(b"no JSON") == b"no JSON"
+    assert fields.replace_names(b"no JSON") == b"no JSON"
 
 
 def test_reordered_tools_keep_their_places() -> None:
