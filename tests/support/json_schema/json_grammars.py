@@ -1,13 +1,12 @@
 """Prepared schemas tried out on JSON values, with a tokenizer of bytes."""
 
-import functools
 import itertools
 import json
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLTokenizer
 
 from warmline_backend.structured_output.compiler import PARSER_LIMITS
 from warmline_backend.structured_output.json_schema.guidance import UNSATISFIABLE, add_guidance_options
@@ -15,25 +14,11 @@ from warmline_backend.structured_output.json_schema.prepared import PreparedSche
 from warmline_backend.structured_output.json_schema.validator import SchemaValidator
 
 Schema = dict[str, Any]
-EOS = 256
-
-
-class _Bytes:
-    eos_token_id, bos_token_id, special_token_ids = EOS, None, (EOS,)
-    tokens: ClassVar = [*(bytes([n]) for n in range(256)), b"<eos>"]
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        return list(text if isinstance(text, bytes) else text.encode())
-
-
-@functools.cache
-def load_tokenizer() -> LLTokenizer:
-    return LLTokenizer(TokenizerWrapper(_Bytes()))  # type: ignore[no-untyped-call]
 
 
 def compile_schema(forced: Schema) -> LLMatcher:
     grammar = json.dumps({"grammars": [{"json_schema": add_guidance_options(forced)}]})
-    return LLMatcher(load_tokenizer(), grammar, log_level=0, limits=PARSER_LIMITS)
+    return LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=PARSER_LIMITS)
 
 
 def find_problem(forced: Schema, trial: Trial = Trial.PART) -> str:

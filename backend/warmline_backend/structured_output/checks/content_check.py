@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 from warmline_backend.request.schemas import Schema
 from warmline_backend.structured_output.checks.json_reader import JsonEvent, JsonReader
-from warmline_backend.structured_output.checks.places import NO_PLACE, CheckPlaces, Place, escape_step
+from warmline_backend.structured_output.checks.places import NO_PLACE, CheckPlaces, Place
 from warmline_backend.structured_output.checks.value_validation import (
     Problem,
     ValueValidation,
     Violation,
     format_reason,
 )
+from warmline_backend.structured_output.json_schema.keywords import escape_step
 from warmline_backend.structured_output.json_schema.patterns import CheckTooCostlyError, compile_check
 from warmline_backend.structured_output.json_schema.validator import SchemaValidator
 

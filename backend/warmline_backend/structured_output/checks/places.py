@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from warmline_backend.request.schemas import Schema, get_typed
+from warmline_backend.structured_output.json_schema.keywords import escape_step
 
 # Beyond these bounds a value is validated as a whole, instead of the values within it.
 SUBSCHEMAS_MAX = 256  # that are followed at one place
@@ -215,11 +216,6 @@ def _mark_checks(targets: list[_Subschema]) -> None:
             if not user.has_check:
                 user.has_check = True
                 waiting.append(user)
-
-
-def escape_step(name: str | int) -> str:
-    """Name of a property or number of an item as a step of a JSON pointer."""
-    return str(name).replace("~", "~0").replace("/", "~1")
 
 
 def _look_up(pointer: str, schema: Schema) -> Any:

@@ -84,9 +84,9 @@ def iter_subschemas(schema: Schema) -> Iterator[tuple[str, Any]]:
             yield f"/{key}", value
 
 
-def escape_step(name: str) -> str:
-    """Escape a name as a step of a JSON pointer."""
-    return name.replace("~", "~0").replace("/", "~1")
+def escape_step(name: object) -> str:
+    """Name of a property or number of an item as a step of a JSON pointer."""
+    return str(name).replace("~", "~0").replace("/", "~1")
 
 
 def format_value(value: object) -> str:

@@ -43,7 +43,7 @@ class _Place:
     base: str
 
     def descend(self, *steps: object) -> "_Place":
-        return _Place(self.pointer + "".join(f"/{escape_step(str(step))}" for step in steps), self.base)
+        return _Place(self.pointer + "".join(f"/{escape_step(step)}" for step in steps), self.base)
 
 
 @dataclass

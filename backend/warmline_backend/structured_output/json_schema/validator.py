@@ -12,12 +12,12 @@ from typing import Any
 from jsonschema import Draft202012Validator, ValidationError, validators
 
 from warmline_backend.request.schemas import Schema
+from warmline_backend.structured_output.json_schema.keywords import escape_step
 from warmline_backend.structured_output.json_schema.patterns import CheckTooCostlyError
 from warmline_backend.structured_output.json_schema.validation.keywords import KEYWORDS, NAMING_KEYWORDS
 from warmline_backend.structured_output.json_schema.validation.reduced_schemas import (
     KINDS,
     ReducedSchemas,
-    escape_pointer,
 )
 from warmline_backend.structured_output.json_schema.validation.values import (
     convert_value,
@@ -193,7 +193,7 @@ def _choose(errors: Iterator[SchemaError]) -> SchemaError | None:
 
 def _describe(error: ValidationError) -> SchemaError:
     keyword = str(error.validator or "false")
-    path = "".join("/" + escape_pointer(step) for step in error.absolute_path)
+    path = "".join("/" + escape_step(step) for step in error.absolute_path)
     message = error.message if keyword in NAMING_KEYWORDS else _MESSAGES.get(keyword, "is invalid")
     return SchemaError(path, keyword, f"{message} ({keyword})", not path and _is_incomplete(error))
 

@@ -156,8 +156,3 @@ def find_part(root: Any, pointer: str) -> Any:
         else:
             raise LookupError(f"no part at {pointer!r}")
     return part
-
-
-def escape_pointer(step: object) -> str:
-    """Escape a property's name or an index for a JSON pointer."""
-    return str(step).replace("~", "~0").replace("/", "~1")
