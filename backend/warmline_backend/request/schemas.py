@@ -21,6 +21,12 @@ def list_required_names(schema: Schema) -> list[str]:
     return [name for name in get_typed(schema, "required", list) if isinstance(name, str)]
 
 
+def list_values(schema: Schema) -> list[Any] | None:
+    """Values of `const` or `enum`; None where they are not listed."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) else None
+
+
 def resolve_references(schema: Any, root: Any) -> Schema | None:
     """Target of a chain of local references; None where it leads nowhere, or is no object."""
     for _ in range(CHAIN_MAX):

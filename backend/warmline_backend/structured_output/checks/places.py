@@ -14,6 +14,7 @@ from urllib.parse import unquote
 
 from warmline_backend.request.schemas import Schema, get_typed
 from warmline_backend.structured_output.json_schema.keywords import escape_step
+from warmline_backend.structured_output.json_schema.validation.reduced_schemas import find_part
 
 # Beyond these bounds a value is validated as a whole, instead of the values within it.
 SUBSCHEMAS_MAX = 256  # that are followed at one place
@@ -220,13 +221,7 @@ def _mark_checks(targets: list[_Subschema]) -> None:
 
 def _look_up(pointer: str, schema: Schema) -> Any:
     """Value in a schema; None for a missing one."""
-    part: Any = schema
-    for step in pointer.split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(part, Mapping):
-            part = part.get(name)
-        elif isinstance(part, list) and name in map(str, range(len(part))):
-            part = part[int(name)]
-        else:
-            return None
-    return part
+    try:
+        return find_part(schema, pointer)
+    except LookupError:
+        return None

@@ -81,8 +81,7 @@ class AllowedValues:
 def collect_allowed_values(schema: Any, parameters: Schema) -> AllowedValues:
     allowed = AllowedValues([], [], [])
     for branch in _iter_branches(schema, parameters):
-        values = [branch["const"]] if "const" in branch else branch.get("enum")
-        if isinstance(values, list):
+        if (values := schemas.list_values(branch)) is not None:
             allowed.constants.extend(value for value in values if isinstance(value, _SCALARS))
             if nested := [value for value in values if not isinstance(value, _SCALARS)]:
                 allowed.json_schemas.append({"enum": nested})

@@ -5,7 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from warmline_backend.request.schemas import Schema, get_typed, iter_objects, list_required_names, resolve_references
+from warmline_backend.request.schemas import (
+    Schema,
+    get_typed,
+    iter_objects,
+    list_required_names,
+    list_values,
+    resolve_references,
+)
 from warmline_backend.structured_output.grammars.lark import LarkBuilder, join_optional_items, quote_literal
 from warmline_backend.structured_output.grammars.literal_values import build_text_pattern
 
@@ -95,8 +102,7 @@ class LiteralWriter:
             return self.write_any()
         if isinstance(reference := schema.get("$ref"), str):
             return self._write_rule(reference, resolve_references(schema, self._root))
-        words = [schema["const"]] if "const" in schema else schema.get("enum")
-        if isinstance(words, list) and words:
+        if words := list_values(schema):
             return self._lark.one_of(self._write_constant(word) for word in words)
         for key in ("anyOf", "oneOf"):
             if branches := get_typed(schema, key, list):

@@ -261,7 +261,7 @@ def _add_definitions(forced: Any, definitions: Schema) -> Any:
     waiting = [forced]
     while waiting:
         for reference in collect_references(waiting.pop()):
-            name = reference.removeprefix("#/$defs/").replace("~1", "/").replace("~0", "~")
+            name = reference.removeprefix("#/$defs/")
             if name not in needed:
                 needed[name] = definitions[name]
                 waiting.append(definitions[name])

@@ -29,6 +29,11 @@ def collect_domain(forcer: "SchemaForcer", schemas: Iterable[Any]) -> Domain:
     return tuple(found.values())
 
 
+def collect_property_domain(forcer: "SchemaForcer", domain: Domain, name: str) -> Domain:
+    """Collect the schemas that hold for a property of the values of a domain."""
+    return collect_domain(forcer, (schema["properties"].get(name) for schema in domain if "properties" in schema))
+
+
 def spell(value: Any) -> str:
     """Spell a value so that equal ones are the same: 1.0 is 1."""
     return json.dumps(_drop_fractions(value), sort_keys=True)

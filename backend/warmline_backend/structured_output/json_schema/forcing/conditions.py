@@ -9,8 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from warmline_backend.request.schemas import Schema
-from warmline_backend.structured_output.json_schema.forcing.combining import all_of, any_of, collect_domain, spell
+from warmline_backend.request.schemas import Schema, list_values
+from warmline_backend.structured_output.json_schema.forcing.combining import (
+    all_of,
+    any_of,
+    collect_property_domain,
+    spell,
+)
 
 if TYPE_CHECKING:
     from warmline_backend.structured_output.json_schema.forcing.force import SchemaForcer
@@ -62,13 +67,11 @@ def _read_condition(forcer: "SchemaForcer", index: int, part: Any) -> _Condition
         return None
     (name, values), *_ = properties.items()
     values = forcer.resolve(values)
-    if (
-        not isinstance(values, Mapping)
-        or not ("const" in values or "enum" in values)
-        or values.keys() - {"const", "enum", "type"}
-    ):
+    listed = (
+        list_values(values) if isinstance(values, Mapping) and not values.keys() - {"const", "enum", "type"} else None
+    )
+    if listed is None:
         return None
-    listed = [values["const"]] if "const" in values else values["enum"]
     return _Condition(index, name, frozenset(map(spell, listed)), bool(required), part)
 
 
@@ -77,10 +80,8 @@ def _find_values(forcer: "SchemaForcer", name: str) -> list[Any] | None:
     domain = forcer.collect_domain()
     if not any(schema.get("type") == "object" for schema in domain):
         return None
-    inner = collect_domain(forcer, (schema["properties"].get(name) for schema in domain if "properties" in schema))
-    listed = (schema for schema in inner if "const" in schema or "enum" in schema)
-    found = next(listed, None)
-    return None if found is None else [found["const"]] if "const" in found else found["enum"]
+    listed = map(list_values, collect_property_domain(forcer, domain, name))
+    return next((values for values in listed if values is not None), None)
 
 
 def _make_branch(

@@ -7,9 +7,10 @@ check is needed: tags that tell the branches of a union apart are required.
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from warmline_backend.request.schemas import Schema, collect_references
+from warmline_backend.request.schemas import Schema, collect_references, list_values, lookup_reference
 from warmline_backend.structured_output.json_schema.forcing import objects, unions
 from warmline_backend.structured_output.json_schema.forcing.combining import Domain, collect_domain
 from warmline_backend.structured_output.json_schema.formats import force_format
@@ -72,7 +73,7 @@ class SchemaForcer:
         self._relaxed, self._unsatisfiable = relaxed, unsatisfiable
         self._resolved: dict[str, Any] = {}  # ends of chains of references
         self._domain: list[Schema] = []  # schemas that hold wherever the present part does
-        self._validator, self._steps_left = SchemaValidator(root), StepBudget(_FILTER_STEPS_MAX)
+        self._steps_left = StepBudget(_FILTER_STEPS_MAX)
 
     def force_root(self) -> Schema:
         made = self.force({key: value for key, value in self.root.items() if key != "$defs"}, "")
@@ -130,8 +131,7 @@ class SchemaForcer:
         return schema
 
     def lookup(self, reference: str) -> Any:
-        name = reference.removeprefix("#/$defs/").replace("~1", "/").replace("~0", "~")
-        return self.root["$defs"][name]
+        return lookup_reference(reference, self.root)
 
     def collect_domain(self) -> Domain:
         """Collect the schemas that hold for all values for which the present forced form is used."""
@@ -153,8 +153,13 @@ class SchemaForcer:
 
     # ---- values and scalars
 
+    @cached_property
+    def _validator(self) -> SchemaValidator:
+        """Made for the first listed values: most schemas have none."""
+        return SchemaValidator(self.root)
+
     def _force_values(self, schema: Schema, pointer: str) -> Any:
-        values = [schema["const"]] if "const" in schema else schema["enum"]
+        values = list_values(schema) or []
         if len(values) > _VALUES_FILTERED_MAX:
             self.checks.add(pointer)
         else:

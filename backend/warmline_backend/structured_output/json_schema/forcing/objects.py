@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from warmline_backend.request.schemas import Schema, list_required_names
+from warmline_backend.request.schemas import Schema, list_required_names, list_values
 from warmline_backend.structured_output.json_schema.forcing import unions
+from warmline_backend.structured_output.json_schema.forcing.combining import all_of
 from warmline_backend.structured_output.json_schema.formats import force_format
 from warmline_backend.structured_output.json_schema.keywords import escape_step
 from warmline_backend.structured_output.json_schema.patterns import CheckTooCostlyError, compile_check, force_pattern
@@ -85,16 +86,9 @@ def _merge_patterns_of_any_name(keys: _Keys) -> None:
     """Apply patterns that every name matches to all keys."""
     for pattern in [pattern for pattern in keys.patterns if pattern in _ANY_NAME_PATTERNS]:
         part = keys.patterns.pop(pattern)
-        keys.properties = {name: _intersect(own, part) for name, own in keys.properties.items()}
-        keys.patterns = {name: _intersect(own, part) for name, own in keys.patterns.items()}
+        keys.properties = {name: all_of([own, part]) for name, own in keys.properties.items()}
+        keys.patterns = {name: all_of([own, part]) for name, own in keys.patterns.items()}
         keys.others = part  # no key is left to additionalProperties
-
-
-def _intersect(one: Any, other: Any) -> Any:
-    if False in (one, other):
-        return False
-    parts = [part for part in (one, other) if part not in (True, {})]
-    return {"allOf": parts} if len(parts) > 1 else parts[0] if parts else {}
 
 
 def _force_patterns(keys: _Keys) -> bool:
@@ -116,13 +110,12 @@ def _force_names(forcer: "SchemaForcer", names: Any, keys: _Keys) -> bool:
             keys.properties, keys.patterns, keys.others = dict.fromkeys(keys.properties, False), {}, False
         return True
     names = {key: value for key, value in names.items() if (key, value) != ("type", "string")}
-    values = [names["const"]] if "const" in names else names.get("enum")
+    values = list_values(names)
     if values is not None and not names.keys() - {"enum", "const"}:
         return _allow_names(keys, [value for value in values if isinstance(value, str)])
     excluded = names["not"] if names.keys() == {"not"} else {}
     if isinstance(excluded, Mapping) and excluded and excluded.keys() <= {"enum", "const"}:
-        listed = [excluded["const"]] if "const" in excluded else excluded["enum"]
-        keys.properties |= {name: False for name in listed if isinstance(name, str)}
+        keys.properties |= {name: False for name in list_values(excluded) or () if isinstance(name, str)}
         return True
     return _allow_matching_names(names, keys)
 
@@ -187,7 +180,7 @@ def _force_dependencies(
         if name in keys.required and schema.get("type") == "object":
             built.parts.append(forced)
         elif forced not in (True, {}):
-            present = _intersect({"required": [name]}, forced)
+            present = all_of([{"required": [name]}, forced])
             branches.append(
                 {"anyOf": [{"properties": {name: False}}, present]} if present else {"properties": {name: False}}
             )

@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from warmline_backend.request.schemas import Schema, collect_references
+from warmline_backend.request.schemas import Schema, collect_references, list_values
 from warmline_backend.structured_output.json_schema.forcing import conditions
 from warmline_backend.structured_output.json_schema.forcing.combining import (
     Domain,
     all_of,
     any_of,
-    collect_domain,
+    collect_property_domain,
     spell,
 )
 from warmline_backend.structured_output.json_schema.keywords import JSON_TYPES
@@ -115,8 +115,8 @@ def _find_types(schema: Schema) -> frozenset[str] | None:
     """Types of a schema; None for any.  A number may be an integer: "number" counts as both."""
     if "type" in schema:
         types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-    elif "const" in schema or "enum" in schema:
-        types = [_find_type(value) for value in ([schema["const"]] if "const" in schema else schema["enum"])]
+    elif (values := list_values(schema)) is not None:
+        types = list(map(_find_type, values))
     else:
         return None
     return frozenset(types) | ({"integer"} if "number" in types else frozenset())
@@ -148,8 +148,7 @@ def _find_tag_values(forcer: "SchemaForcer", branch: Any, name: str, union: Sche
         return None
     for part in parts:
         inner = forcer.resolve(part.get("properties", {}).get(name, True)) if isinstance(part, Mapping) else True
-        if isinstance(inner, Mapping) and ("const" in inner or "enum" in inner):
-            values = [inner["const"]] if "const" in inner else inner["enum"]
+        if isinstance(inner, Mapping) and (values := list_values(inner)) is not None:
             return frozenset(map(spell, values))
     return None
 
@@ -232,8 +231,7 @@ def _negate_values(values: list[Any], domain: Domain) -> Any:
     """Negate a list of values: all others of a listed domain, or of booleans and null."""
     excluded = set(map(spell, values))
     for schema in domain:
-        if "enum" in schema or "const" in schema:
-            possible = [schema["const"]] if "const" in schema else schema["enum"]
+        if (possible := list_values(schema)) is not None:
             left = [value for value in possible if spell(value) not in excluded]
             return {"enum": left} if left else False
     types = set(_find_domain_types(domain))
@@ -252,7 +250,7 @@ def _negate_values(values: list[Any], domain: Domain) -> Any:
 def _negate_properties(forcer: "SchemaForcer", properties: Mapping[str, Any], domain: Domain, depth: int) -> Any:
     opposites = []
     for name, part in properties.items():
-        inner = collect_domain(forcer, (schema["properties"].get(name) for schema in domain if "properties" in schema))
+        inner = collect_property_domain(forcer, domain, name)
         opposite = negate(forcer, part, inner, depth + 1)
         if opposite is None:
             return None
