@@ -89,7 +89,7 @@ def escape_step(name: object) -> str:
     return str(name).replace("~", "~0").replace("/", "~1")
 
 
-def format_value(value: object) -> str:
+def format_json(value: object) -> str:
     """Format a value for people, as short JSON."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -18,7 +18,7 @@ from warmline_backend.structured_output.json_schema.keywords import (
     SCHEMA_KEYWORDS,
     VALUE_KINDS,
     escape_step,
-    format_value,
+    format_json,
 )
 from warmline_backend.structured_output.json_schema.patterns import PatternError, compile_check
 from warmline_backend.structured_output.json_schema.references import SchemaDocuments, UnresolvedReferenceError
@@ -62,7 +62,7 @@ class _Normalizer:
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, Mapping):
-            self._report(place, f"must be a schema (an object, true or false), not {format_value(schema)}")
+            self._report(place, f"must be a schema (an object, true or false), not {format_json(schema)}")
             return {}
         place = _Place(place.pointer, self.documents.find_base(schema, place.base))
         made: dict[str, Any] = {}
@@ -86,7 +86,7 @@ class _Normalizer:
                 target, pointer, base = self.documents.lookup_recursive(place.base)
         except UnresolvedReferenceError:
             advice = "put the schema that it names into '$defs'"
-            self._report(place, f"has {key} {format_value(reference)}, which is no part of the schema; {advice}")
+            self._report(place, f"has {key} {format_json(reference)}, which is no part of the schema; {advice}")
             return
         _add_applicator(made, {"$ref": f"#/$defs/{escape_step(self._name_target(target, pointer, base))}"})
 
@@ -130,7 +130,7 @@ class _Normalizer:
             # A branch that can't be read allows anything: another may hold, too.
             self._add_list(made, "anyOf" if key == "oneOf" and self.fault_count > faults else key, parts)
         elif not fits(value):
-            self._report(place, f"has {key} {format_value(value)}; it must be {kind}")
+            self._report(place, f"has {key} {format_json(value)}; it must be {kind}")
         else:
             made[key] = self.normalize(value, place.descend(key)) if key in SCHEMA_KEYWORDS else value
 
@@ -139,7 +139,7 @@ class _Normalizer:
         try:
             compile_check(pattern)
         except PatternError as error:
-            self._report(place, f"has {key} {format_value(pattern)}, which is no regular expression: {error}")
+            self._report(place, f"has {key} {format_json(pattern)}, which is no regular expression: {error}")
             return False
         return True
 

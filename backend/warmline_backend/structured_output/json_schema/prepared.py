@@ -14,7 +14,7 @@ from warmline_backend.structured_output.json_schema.guidance import UNSATISFIABL
 from warmline_backend.structured_output.json_schema.keywords import (
     JSON_TYPES,
     escape_step,
-    format_value,
+    format_json,
     iter_subschemas,
 )
 from warmline_backend.structured_output.json_schema.normalize import NormalizedSchema, format_place, normalize_schema
@@ -228,7 +228,7 @@ def _describe_conflict(schema: Schema) -> str:
     closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
     for name in required:
         if names.get(name) is False or (closed and name not in names):
-            return f"the property {format_value(name)} is required, and not allowed"
+            return f"the property {format_json(name)} is required, and not allowed"
     if "enum" in schema or "const" in schema:
         return "no listed value is valid under its other keywords" if len(schema) > 1 else "no value is listed"
     keywords = [f"'{key}'" for key in schema if key != "$defs"]
