@@ -43,6 +43,7 @@ class Generator:
         request.sent, request.stored_tokens = True, plan.reuse
         request.listener = ProgressListener(request, self)
         request.clock.mark_waiting()
+        request.log.mark_dispatched()
         try:
             stream = await self.upstream.generate(
                 request.call.api.endpoint, request.log.id, request.prompt.prompt_id, plan, root=request.root

@@ -120,6 +120,7 @@ class Pipeline:
                         await self.registry.wait_for_releases(request)
                     with request.log.measure_wait(waits.SAVE):
                         await self.registry.wait_for_saves(request, self.steps.starter.count_reusable_tokens)
+                request.load = self.registry.describe_load(request)
                 plan = await self.steps.starter.start(request, running, why_cold)  # 4. plan, 5. restore
                 if not (generation := await self.steps.generator.start(request, plan)):  # 6. prefill and decode
                     refused_leaders.add(plan.leader_id)

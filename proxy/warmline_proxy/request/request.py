@@ -9,6 +9,7 @@ from warmline_common.protocol.tokens import TOKEN_BYTES, count_common_tokens
 from warmline_proxy.api.base import ApiCall
 from warmline_proxy.auth.principals import ANONYMOUS, Client
 from warmline_proxy.errors import ClientError
+from warmline_proxy.estimate.costs import EngineLoad, PrefillLeft
 from warmline_proxy.planner import PromptShape, RunningRequest, has_fixed_positions
 from warmline_proxy.request.admission import Ticket
 from warmline_proxy.request.deadlines import CancelScope, Clock, RequestTimeouts
@@ -51,6 +52,7 @@ class Request:
     layout: KvLayout | None = None
     prompt: PromptReply | None = None
     root: bytes = b""  # namespace of fingerprint and tenant
+    load: EngineLoad = EngineLoad()  # noqa: RUF009  frozen; when it was planned
     restore_task: asyncio.Task[object] | None = None
     sent: bool = False  # a generation was asked for: the backend may hold something
     started: bool = False  # the engine has begun with the generation
@@ -103,6 +105,7 @@ class Request:
 
     def reset(self) -> None:
         """Prepare for another dispatch: what an earlier one left is dropped."""
+        self.log.record_lost_dispatch()
         self.sent = self.started = self.suspect = False
         self.prefilled_tokens = self.stored_tokens = self.content_chunks = 0
         self.generation = self.listener = self.restore_task = None
@@ -154,6 +157,10 @@ class Request:
         prefilled = max(self.prefilled_tokens, 0 if is_follower else self.stored_tokens)
         common_tokens, tokens = other.count_shared_tokens(self), self.prompt_shape().tokens
         return RunningRequest(self.log.id, common_tokens, tokens, prefilled, self.started)
+
+    def describe_prefill_left(self) -> PrefillLeft:
+        reuse = self.log.plan.reuse if self.log.plan else 0
+        return PrefillLeft(self.log.id, max(self.prefilled_tokens, reuse), self.log.prompt_tokens - 1)
 
     def is_retried_by(self, other: "Request") -> bool:
         """True if the other is the same client's next try: same session and body, and a higher retry count."""
