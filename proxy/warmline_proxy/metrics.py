@@ -81,7 +81,7 @@ class ProxyMetrics:
         about = "Time to the first token, divided by the expected time."
         self._estimate = histogram("ttft_estimate_ratio", about, "source", buckets=RATIO_BUCKETS)
         about = "Error of the expected time to the first token, or of a part, as a share of the actual one."
-        self._estimate_error = histogram("ttft_estimate_error", about, "part", buckets=ERROR_BUCKETS)
+        self._estimate_error = histogram("ttft_estimate_error_ratio", about, "part", buckets=ERROR_BUCKETS)
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts by where their KV came from.", "source")
         self._generated_tokens = counter("generated_tokens", "Tokens of answers.")
 

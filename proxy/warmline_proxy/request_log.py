@@ -164,8 +164,8 @@ class RequestLog:
         )
 
 
-# Private (prompt text), meaningless in a log, or not known yet.
-UNLOGGED_FIELDS = ("parting", "root", "audit")
+# Private (prompt text), meaningless in a log, not known yet, or logged one by one.
+UNLOGGED_FIELDS = ("parting", "root", "audit", "ttft_parts")
 SECONDS_DIGITS = 6
 
 
@@ -174,9 +174,9 @@ def build_perf_fields(record: RequestRecord, session_hint: str = "") -> dict[str
     values = {name: getattr(record, name) for name in record.__struct_fields__ if name not in UNLOGGED_FIELDS}
     fields = {name: round(each, SECONDS_DIGITS) if isinstance(each, float) else each for name, each in values.items()}
     fields["waits"] = {reason: round(seconds, SECONDS_DIGITS) for reason, seconds in record.waits.items()}
-    for name in ("ttft_parts", "expected_parts"):
-        fields[name] = {part: round(seconds, SECONDS_DIGITS) for part, seconds in list_parts(getattr(record, name))}
-    return {"event": "perf", "request": fields.pop("id"), **fields, "client_session": session_hint}
+    fields["expected_parts"] = {part: round(s, SECONDS_DIGITS) for part, s in list_parts(record.expected_parts)}
+    parts = {f"{part}_s": round(s, SECONDS_DIGITS) for part, s in list_parts(record.ttft_parts)}
+    return {"event": "perf", "request": fields.pop("id"), **fields, **parts, "client_session": session_hint}
 
 
 def format_perf_line(record: RequestRecord, session_hint: str = "") -> str:

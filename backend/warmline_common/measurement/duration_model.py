@@ -1,5 +1,6 @@
 """Model of how long work takes by its size, fitted to measured durations.  Pure."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -9,6 +10,8 @@ from warmline_common.measurement.recent_durations import UsualDuration
 
 COUNT_TRUSTED = 3  # durations of a class, from which on it weighs fully: one alone may be an outlier
 ASSUMED_WEIGHT = 0.02  # of the assumed shape, against a class that is trusted: it decides where nothing is measured
+ITERATIONS = 6
+ERROR_MIN = 0.05  # a relative one; smaller ones weigh as much
 SECONDS_MIN = 1e-6  # a coarse clock may show 0
 PIVOT_MIN = 1e-12  # a smaller one is that of a singular matrix, whose diagonal is 1
 
@@ -33,11 +36,10 @@ class DurationModel:
 def fit_durations(
     usual: Sequence[UsualDuration], assumed: DurationModel, sizes: Iterable[tuple[int, int]]
 ) -> DurationModel:
-    """Model with the least squared relative errors, without negative parts.
+    """Model with the least absolute errors of the logarithms, without negative parts: outliers do not count.
 
     The `assumed` model, scaled to what was measured, stands at the `sizes` (amount and context), with little weight:
-    a single duration would not say how others grow with size.  A duration many times longer than usual counts little,
-    since its relative error is at most 1.
+    a single duration would not say how others grow with size.
     """
     if not usual:
         return assumed
@@ -45,11 +47,25 @@ def fit_durations(
     scaled = assumed.scale(max(median_low(ratios), SECONDS_MIN))
     points = [(each.amount, each.context, each.seconds, min(each.count / COUNT_TRUSTED, 1.0)) for each in usual]
     points += [(amount, context, scaled.estimate_s(amount, context), ASSUMED_WEIGHT) for amount, context in sizes]
-    return _fit(points)
+    model = _fit_squares(points)
+    for _ in range(ITERATIONS):
+        model = _fit_squares([_weigh_by_error(model, *point) for point in points])
+    return model
 
 
-def _fit(points: Iterable[tuple[int, int, float, float]]) -> DurationModel:
-    """Fit to points of amount, context, seconds and weight; the best of all choices of parts that are not 0."""
+def _weigh_by_error(
+    model: DurationModel, amount: int, context: int, seconds: float, weight: float
+) -> tuple[int, int, float, float]:
+    """Point with the weight that makes the square of its relative error its logarithm's absolute error."""
+    ratio = max(model.estimate_s(amount, context), SECONDS_MIN) / max(seconds, SECONDS_MIN)
+    return amount, context, seconds, weight / (ratio * max(abs(math.log(ratio)), ERROR_MIN))
+
+
+def _fit_squares(points: Iterable[tuple[int, int, float, float]]) -> DurationModel:
+    """Fit to points of amount, context, seconds and weight with the least squares of relative errors.
+
+    The best of all choices of parts that are not 0.
+    """
     products, targets = [[0.0] * 3 for _ in range(3)], [0.0] * 3
     for amount, context, seconds, weight in points:
         row = [part / max(seconds, SECONDS_MIN) for part in (1.0, float(amount), float(amount) * context)]

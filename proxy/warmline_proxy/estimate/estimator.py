@@ -16,7 +16,7 @@ RESTORE_SIZES = ((1 << 20, 0), (1 << 30, 0))
 CHUNK_SIZES = ((64, 32), (2_048, 1_024), (2_048, 30_000))
 # A fit takes a fraction of a millisecond.
 RECORDS_PER_FIT = 8
-RECORDS_FITTED_AT_ONCE = 64
+RECORDS_FITTED_AT_ONCE = 16
 
 
 class DurationEstimator:

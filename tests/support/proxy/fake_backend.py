@@ -16,6 +16,7 @@ from support.proxy.fake_replies import (
     pack_text,
     render_prompt,
 )
+from warmline_common.measurement.recent_durations import UsualDuration
 from warmline_common.protocol.messages import (
     HEADER_BACKGROUND,
     HEADER_CHECKPOINTS,
@@ -177,6 +178,10 @@ class FakeBackend:
                 running=len(self._running),
                 queued=0,
                 prefill_rates=[PrefillRate(tokens=1000, tokens_per_s=self.prefill_tokens_s)],
+                chunk_durations=[
+                    UsualDuration(amount=tokens, context=context, seconds=tokens / self.prefill_tokens_s, count=9)
+                    for tokens, context in ((16, 8), (512, 256), (512, 8_000))
+                ],
                 decode_tokens_per_s=10.0,
                 restore_bytes_per_s=1e9,
                 save_bytes_per_s=1e9,
