@@ -38,6 +38,7 @@ def fit_durations(
 ) -> DurationModel:
     """Model with the least absolute errors of the logarithms, without negative parts: outliers do not count.
 
+    `usual`: least recently measured first; the last one weighs most, since a machine's speed changes with its load.
     The `assumed` model, scaled to what was measured, stands at the `sizes` (amount and context), with little weight:
     a single duration would not say how others grow with size.
     """
@@ -45,7 +46,10 @@ def fit_durations(
         return assumed
     ratios = [each.seconds / assumed.estimate_s(each.amount, each.context) for each in usual]
     scaled = assumed.scale(max(median_low(ratios), SECONDS_MIN))
-    points = [(each.amount, each.context, each.seconds, min(each.count / COUNT_TRUSTED, 1.0)) for each in usual]
+    points = [
+        (each.amount, each.context, each.seconds, min(each.count / COUNT_TRUSTED, 1.0) / rank)
+        for rank, each in enumerate(reversed(usual), start=1)
+    ]
     points += [(amount, context, scaled.estimate_s(amount, context), ASSUMED_WEIGHT) for amount, context in sizes]
     model = _fit_squares(points)
     for _ in range(ITERATIONS):

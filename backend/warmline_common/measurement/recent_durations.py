@@ -4,7 +4,7 @@ from collections import deque
 
 import msgspec
 
-RECENT_MAX = 9  # of one class of similar work: five slow ones, one after the other, are a slower machine
+RECENT_MAX = 5  # of one class of similar work: two slow ones do not count, three are a slower machine
 CLASSES_MAX = 64  # the least recently measured are dropped first
 
 WorkClass = tuple[int, int]  # of similar work: the powers of two above its amount and its context
@@ -37,7 +37,10 @@ class RecentDurations:
             del self._usual[oldest], self._recent[oldest]
 
     def list_usual(self) -> list[UsualDuration]:
-        """One duration a class, a measured one: the faster of the two in the middle, where the count is even."""
+        """One duration a class, the least recently measured class first.
+
+        It is a measured one: the faster of the two in the middle, where the count is even.
+        """
         return list(self._usual.values())
 
 
