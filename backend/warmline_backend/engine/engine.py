@@ -16,7 +16,7 @@ from warmline_backend.generation.step_stats import StepStats
 from warmline_backend.model.model import ServedModel
 from warmline_backend.scheduler.scheduler import Scheduler
 from warmline_common.logging import describe_error
-from warmline_common.measurement.recent_durations import UsualDuration
+from warmline_common.measurement.recent_durations import WorkDuration
 from warmline_common.protocol.messages import LOADING, PrefillRate, Resident
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class EngineSnapshot:
     memory_budget_bytes: int = 0
     generation: int = 0
     prefill_rates: list[PrefillRate] = field(default_factory=list)
-    chunk_durations: list[UsualDuration] = field(default_factory=list)
+    chunk_durations: list[WorkDuration] = field(default_factory=list)
     decode_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
     restore_bytes_per_s: float = 0.0

@@ -3,7 +3,7 @@
 from collections import deque
 
 from warmline_backend.generation.step_durations import StepDurations
-from warmline_common.measurement.recent_durations import RecentDurations
+from warmline_common.measurement.recent_durations import RecentDurations, WorkDuration
 from warmline_common.protocol.messages import PrefillRate
 
 RECENT_MAX = 15  # samples of a rate: a few slow ones do not count, a slower machine soon does
@@ -43,6 +43,11 @@ class MedianRate:
         return 0.0
 
 
+def measure_chunk(length: int, tokens: int, seconds: float) -> WorkDuration:
+    """Duration of a chunk of `tokens` that ended at `length`."""
+    return WorkDuration(amount=tokens, context=length - (tokens + 1) // 2, seconds=seconds)
+
+
 class Rates:
     """Prefill tokens/s by context length (powers of two), decode tokens/s, disk bytes/s, durations of recent steps.
 
@@ -65,7 +70,7 @@ class Rates:
 
     def record_chunk(self, length: int, tokens: int, seconds: float) -> None:
         """Record a chunk for estimates alone, as one of the warm-up: it tells little about the usual speed."""
-        self.chunks.add(tokens, seconds, context=length - (tokens + 1) // 2)
+        self.chunks.add(measure_chunk(length, tokens, seconds))
 
     def record_decode(self, tokens: int, seconds: float) -> None:
         self.step_durations.record_decode(seconds)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import median_low
 
-from warmline_common.measurement.recent_durations import UsualDuration
+from warmline_common.measurement.recent_durations import WorkDuration
 
 COUNT_TRUSTED = 3  # durations of a class, from which on it weighs fully: one alone may be an outlier
 ASSUMED_WEIGHT = 0.02  # of the assumed shape, against a class that is trusted: it decides where nothing is measured
@@ -34,11 +34,11 @@ class DurationModel:
 
 
 def fit_durations(
-    usual: Sequence[UsualDuration], assumed: DurationModel, sizes: Iterable[tuple[int, int]]
+    usual: Sequence[WorkDuration], assumed: DurationModel, sizes: Iterable[tuple[int, int]]
 ) -> DurationModel:
     """Model with the least absolute errors of the logarithms, without negative parts: outliers do not count.
 
-    `usual`: least recently measured first; the last one weighs most, since a machine's speed changes with its load.
+    `usual` ends with the most recently measured class, which weighs most: a machine's speed changes with its load.
     The `assumed` model, scaled to what was measured, stands at the `sizes` (amount and context), with little weight:
     a single duration would not say how others grow with size.
     """

@@ -1,9 +1,9 @@
 """Estimator of durations: it learns from the records of requests and from the backend's measurements."""
 
-from dataclasses import replace
+from collections.abc import Iterable
 
 from warmline_common.measurement.duration_model import DurationModel, fit_durations
-from warmline_common.measurement.recent_durations import RecentDurations
+from warmline_common.measurement.recent_durations import RecentDurations, WorkDuration
 from warmline_common.protocol.messages import BackendStatus, KvLayout
 from warmline_proxy.estimate import costs as assumptions
 from warmline_proxy.estimate.costs import Costs, compute_restore_bytes
@@ -16,7 +16,7 @@ RESTORE_SIZES = ((1 << 20, 0), (1 << 30, 0))
 CHUNK_SIZES = ((64, 32), (2_048, 1_024), (2_048, 30_000))
 # A fit takes a fraction of a millisecond.
 RECORDS_PER_FIT = 8
-RECORDS_FITTED_AT_ONCE = 16
+RECORDS_FITTED_AT_ONCE = 32
 
 
 class DurationEstimator:
@@ -28,49 +28,62 @@ class DurationEstimator:
         self._status: BackendStatus | None = None
         self.costs = Costs()
 
-    def record(self, record: RequestRecord) -> None:
+    def record_chunks(self, chunks: Iterable[WorkDuration]) -> None:
+        """Learn from the chunks of a prompt, or of a part of it."""
+        self._recent.add_chunks(chunks)
+        self._fit_when_due()
+
+    def record_request(self, record: RequestRecord) -> None:
         """Learn from a request that has ended, unless it failed, was sent again, or computed nothing."""
-        if record.outcome != OK or record.dispatches != 1 or not (record.ttft_s and record.prefilled_tokens):
-            return
-        self._recent.add(record, self._status.layout if self._status else None)
+        if record.outcome == OK and record.dispatches == 1 and record.ttft_s and record.prefilled_tokens:
+            self._recent.add_parts(record, self._status.layout if self._status else None)
+            self._fit_when_due()
+
+    def _fit_when_due(self) -> None:
         self._record_count += 1
         if self._record_count <= RECORDS_FITTED_AT_ONCE or self._record_count % RECORDS_PER_FIT == 0:
-            self.costs = self._recent.fit(self.costs, self._status)
+            self.costs = self._recent.fit(self._status)
 
     def update_status(self, status: BackendStatus) -> None:
-        """Take the backend's measurements; what requests of another model have taken is forgotten."""
-        if self._status and self._status.fingerprint != status.fingerprint:
+        """Take what a started backend has measured; what requests of another model have taken is forgotten."""
+        before, self._status = self._status, status
+        if before and before.fingerprint != status.fingerprint:
             self._recent, self._record_count = _RecentParts(), 0
-        self._status = status
-        chunk = fit_durations(status.chunk_durations, assumptions.CHUNK_ASSUMED, CHUNK_SIZES)
-        measured = replace(
-            self.costs, chunk=chunk, step_tokens=max(1, status.prefill_step_size), decode_step_s=status.decode_step_s
-        )
-        self.costs = self._recent.fit(measured, status)
+        if not before or before.boot != status.boot:
+            self._recent.add_chunks(status.chunk_durations)
+            self.costs = self._recent.fit(status)
 
 
 class _RecentParts:
     def __init__(self) -> None:
+        self._chunks = RecentDurations()  # by tokens and their context
         self._render, self._plan = RecentDurations(), RecentDurations()  # by the prompt's tokens
         self._restore = RecentDurations()  # by bytes
         self._first_step = RecentDurations()  # by the prompt's tokens
 
-    def add(self, record: RequestRecord, layout: KvLayout | None) -> None:
-        parts, tokens = record.ttft_parts, record.prompt_tokens
-        self._render.add(tokens, parts.render_s)
-        self._plan.add(tokens, parts.plan_s)
-        self._first_step.add(tokens, parts.first_step_s)
-        if record.restored_tokens and layout:
-            self._restore.add(compute_restore_bytes(layout, record.restored_tokens), parts.restore_s)
+    def add_chunks(self, chunks: Iterable[WorkDuration]) -> None:
+        for chunk in chunks:
+            self._chunks.add(chunk)
 
-    def fit(self, costs: Costs, status: BackendStatus | None) -> Costs:
+    def add_parts(self, record: RequestRecord, layout: KvLayout | None) -> None:
+        parts, tokens = record.ttft_parts, record.prompt_tokens
+        self._render.add(WorkDuration(amount=tokens, seconds=parts.render_s))
+        self._plan.add(WorkDuration(amount=tokens, seconds=parts.plan_s))
+        self._first_step.add(WorkDuration(amount=tokens, seconds=parts.first_step_s))
+        if record.restored_tokens and layout:
+            size = compute_restore_bytes(layout, record.restored_tokens)
+            self._restore.add(WorkDuration(amount=size, seconds=parts.restore_s))
+
+    def fit(self, status: BackendStatus | None) -> Costs:
         restore, first_step = assumptions.RESTORE_ASSUMED, assumptions.FIRST_STEP_ASSUMED
         if status and status.restore_bytes_per_s:
             restore = DurationModel(restore.fixed_s, 1 / status.restore_bytes_per_s)
         if status and status.decode_step_s:
             first_step = DurationModel(status.decode_step_s + assumptions.CALL_ASSUMED_S, first_step.unit_s)
-        return replace(
-            costs,
+        return Costs(
+            chunk=fit_durations(self._chunks.list_usual(), assumptions.CHUNK_ASSUMED, CHUNK_SIZES),
+            step_tokens=status.prefill_step_size if status else assumptions.STEP_TOKENS_ASSUMED,
+            decode_step_s=status.decode_step_s if status else 0.0,
             render=fit_durations(self._render.list_usual(), assumptions.RENDER_ASSUMED, PROMPT_SIZES),
             plan=fit_durations(self._plan.list_usual(), assumptions.PLAN_ASSUMED, PROMPT_SIZES),
             restore=fit_durations(self._restore.list_usual(), restore, RESTORE_SIZES),

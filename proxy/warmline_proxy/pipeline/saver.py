@@ -70,6 +70,7 @@ class Saver:
     async def _save_request(self, request: Request) -> None:
         if not (result := request.log.generation_result):
             return
+        self.backend_state.estimator.record_chunks(result.timings.chunks)
         with _log_failures("what request %s has computed could not be saved: %s", request.log.id):
             if result.resident:
                 async with self._save_lock:
@@ -284,7 +285,7 @@ class Saver:
         hint = request.log.session_hint
         log.info(format_perf_line(record, hint), extra={"fields": build_perf_fields(record, hint)})
         self.metrics.record_request(record, request.log.status)
-        self.backend_state.estimator.record(record)
+        self.backend_state.estimator.record_request(record)
         try:
             self.index.record_request(record)
         except IndexStoreError as error:

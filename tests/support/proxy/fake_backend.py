@@ -16,7 +16,7 @@ from support.proxy.fake_replies import (
     pack_text,
     render_prompt,
 )
-from warmline_common.measurement.recent_durations import UsualDuration
+from warmline_common.measurement.recent_durations import WorkDuration
 from warmline_common.protocol.messages import (
     HEADER_BACKGROUND,
     HEADER_CHECKPOINTS,
@@ -161,6 +161,14 @@ class FakeBackend:
     def _snapshot(self) -> dict[str, Any]:
         return {"boot": self.boot, "generation": self.generation}
 
+    @property
+    def _chunk_durations(self) -> list[WorkDuration]:
+        """Durations of chunks at this speed: of all sizes, and often enough to be usual."""
+        return 3 * [
+            WorkDuration(amount=tokens, context=context, seconds=tokens / self.prefill_tokens_s)
+            for tokens, context in ((16, 8), (512, 256), (512, 8_000))
+        ]
+
     async def _status(self, request: web.Request) -> web.Response:
         return self._reply(
             BackendStatus(
@@ -178,10 +186,7 @@ class FakeBackend:
                 running=len(self._running),
                 queued=0,
                 prefill_rates=[PrefillRate(tokens=1000, tokens_per_s=self.prefill_tokens_s)],
-                chunk_durations=[
-                    UsualDuration(amount=tokens, context=context, seconds=tokens / self.prefill_tokens_s, count=9)
-                    for tokens, context in ((16, 8), (512, 256), (512, 8_000))
-                ],
+                chunk_durations=self._chunk_durations,
                 decode_tokens_per_s=10.0,
                 restore_bytes_per_s=1e9,
                 save_bytes_per_s=1e9,
@@ -445,7 +450,13 @@ class FakeBackend:
             prefilled_until=len(prompt + generated),
             checkpoints=self.checkpoints[resident],
             positions=self.checkpoints[resident],
-            timings=Timings(prefill_s=0.1, decode_s=0.1, prefilled=len(prompt) - reuse, decoded=len(generated)),
+            timings=Timings(
+                prefill_s=0.1,
+                decode_s=0.1,
+                prefilled=len(prompt) - reuse,
+                decoded=len(generated),
+                chunks=self._chunk_durations,
+            ),
             first=make_first_logits(logprob) if generated else None,
             turn=self.turn,
         )
