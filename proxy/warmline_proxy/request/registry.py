@@ -88,7 +88,7 @@ class RequestRegistry:
         return [each.as_running(request) for each in others if each.is_computing and not each.suspect]
 
     def describe_load(self, request: Request) -> EngineLoad:
-        """What this request has waited for, and the work of the others that it may wait for at the backend."""
+        """Describe this request's wait so far, and the work of the others at the backend."""
         others = [each for each in self if each is not request and each.is_computing]
         prefills = [each.describe_prefill_left() for each in others if not each.log.ttft_s]
         return EngineLoad(request.log.waited_s, prefills, len(others) - len(prefills))

@@ -43,7 +43,9 @@ def test_parts_are_learned_from_records() -> None:
     estimator.update_status(make_status())
     for _ in range(3):
         estimator.record_request(make_record())
-    estimator.record(make_record(ttft_parts=TtftParts(render_s=4.0, plan_s=2.0, restore_s=50.0, first_step_s=30.0)))
+    estimator.record_request(
+        make_record(ttft_parts=TtftParts(render_s=4.0, plan_s=2.0, restore_s=50.0, first_step_s=30.0))
+    )
     costs, restored_bytes = estimator.costs, 900 * make_layout().row_bytes
     assert costs.render.estimate_s(1_000) == pytest.approx(0.04, rel=0.05)
     assert costs.plan.estimate_s(1_000) == pytest.approx(0.02, rel=0.05)

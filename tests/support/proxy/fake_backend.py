@@ -10,13 +10,14 @@ from aiohttp import web
 from support.proxy.fake_replies import (
     SERVED,
     make_chunk,
+    make_chunk_durations,
     make_first_logits,
     make_layout,
+    make_timings,
     make_usage_chunk,
     pack_text,
     render_prompt,
 )
-from warmline_common.measurement.recent_durations import WorkDuration
 from warmline_common.protocol.messages import (
     HEADER_BACKGROUND,
     HEADER_CHECKPOINTS,
@@ -46,7 +47,6 @@ from warmline_common.protocol.messages import (
     SavedFile,
     SaveReply,
     SaveRequest,
-    Timings,
     decode,
     encode,
 )
@@ -161,14 +161,6 @@ class FakeBackend:
     def _snapshot(self) -> dict[str, Any]:
         return {"boot": self.boot, "generation": self.generation}
 
-    @property
-    def _chunk_durations(self) -> list[WorkDuration]:
-        """Durations of chunks at this speed: of all sizes, and often enough to be usual."""
-        return 3 * [
-            WorkDuration(amount=tokens, context=context, seconds=tokens / self.prefill_tokens_s)
-            for tokens, context in ((16, 8), (512, 256), (512, 8_000))
-        ]
-
     async def _status(self, request: web.Request) -> web.Response:
         return self._reply(
             BackendStatus(
@@ -186,7 +178,7 @@ class FakeBackend:
                 running=len(self._running),
                 queued=0,
                 prefill_rates=[PrefillRate(tokens=1000, tokens_per_s=self.prefill_tokens_s)],
-                chunk_durations=self._chunk_durations,
+                chunk_durations=make_chunk_durations(self.prefill_tokens_s),
                 decode_tokens_per_s=10.0,
                 restore_bytes_per_s=1e9,
                 save_bytes_per_s=1e9,
@@ -450,13 +442,7 @@ class FakeBackend:
             prefilled_until=len(prompt + generated),
             checkpoints=self.checkpoints[resident],
             positions=self.checkpoints[resident],
-            timings=Timings(
-                prefill_s=0.1,
-                decode_s=0.1,
-                prefilled=len(prompt) - reuse,
-                decoded=len(generated),
-                chunks=self._chunk_durations,
-            ),
+            timings=make_timings(len(prompt) - reuse, len(generated), self.prefill_tokens_s),
             first=make_first_logits(logprob) if generated else None,
             turn=self.turn,
         )
