@@ -12,14 +12,15 @@ from typing import Any
 from common.servers import format_blas
 
 
-def make_parser(description: str | None, has_model: bool = True) -> argparse.ArgumentParser:
-    """A parser with --json, --quick, --no-peer and, where any model will do, --model."""
+def make_parser(description: str | None, has_model: bool = True, has_peer: bool = True) -> argparse.ArgumentParser:
+    """A parser with --json, --quick, --model where any model will do, and --no-peer where there is one."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every value measured to this file")
     parser.add_argument("--quick", action="store_true", help="small and once: whether it works, not how fast")
     if has_model:
         parser.add_argument("--model", type=Path, metavar="FOLDER", help="a model of your own, not the small one")
-    parser.add_argument("--no-peer", action="store_true", help="leave out mlx_lm.server")
+    if has_peer:
+        parser.add_argument("--no-peer", action="store_true", help="leave out mlx_lm.server")
     return parser
 
 

@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,11 @@ def read_saved_tokens(pair: BenchServer) -> float:
     return MetricsText(get_status(pair.port, "/metrics")[1].decode()).total("warmline_saved_tokens_total")
 
 
+def find_longest_pause_s(stream: TimedStream, since: float, until: float) -> float:
+    within = [since, *(at for at in stream.arrival_times if since <= at <= until), until]
+    return max(later - earlier for earlier, later in pairwise(within))
+
+
 def measure_save(run: Run) -> None:
     """The part of the prompt that was not saved while it was computed is saved after the answer, beside the stream."""
     pair, direct = run.sides.pair, run.sides.direct
@@ -172,20 +178,26 @@ def measure_save(run: Run) -> None:
     streaming.join()
     pair.wait_until_saved()
     size, seconds = (after - earlier for after, earlier in zip(read_saves(direct), before, strict=True))
-    gaps = [later - earlier for earlier, later in zip(stream.arrival_times, stream.arrival_times[1:], strict=False)]
-    while_saving = [gap for at, gap in zip(stream.arrival_times, gaps, strict=False) if answered <= at <= saved]
-    alone = [gap for at, gap in zip(stream.arrival_times, gaps, strict=False) if at <= alone_until]
-    figures = {"bytes": size, "seconds": seconds, "gaps_alone_s": alone, "gaps_while_saving_s": while_saving}
+    began = stream.arrival_times[0]
+    figures: dict[str, Any] = {
+        "bytes": size,
+        "seconds": seconds,
+        "tokens_per_s": {
+            "alone": stream.tokens_per_s(began, alone_until),
+            "while prefilling": stream.tokens_per_s(alone_until, answered),
+            "while saving": stream.tokens_per_s(answered, saved),
+        },
+        "longest_pause_s": {
+            "alone": find_longest_pause_s(stream, began, alone_until),
+            "while saving": find_longest_pause_s(stream, answered, saved),
+        },
+    }
     run.figures["save"] = figures
-    headings = ("saved", "rate", "a token alone", "a token while saving", "longest gap alone", "longest while saving")
-    row = [
-        f"{size / 1e9:.2f} GB",
-        f"{size / 1e9 / seconds:.2f} GB/s",
-        format_quartiles(alone, " ms", 1e3, 1),
-        format_quartiles(while_saving, " ms", 1e3, 1),
-        f"{1e3 * max(alone):.1f} ms",
-        f"{1e3 * max(while_saving):.1f} ms",
-    ]
+    headings = ["saved", "rate", *(f"stream {when}" for when in figures["tokens_per_s"])]
+    headings += [f"longest pause {when}" for when in figures["longest_pause_s"]]
+    row = [f"{size / 1e9:.2f} GB", f"{size / 1e9 / seconds:.2f} GB/s"]
+    row += [f"{rate:.1f} tok/s" for rate in figures["tokens_per_s"].values()]
+    row += [f"{1e3 * pause_s:.0f} ms" for pause_s in figures["longest_pause_s"].values()]
     print_results(f"A stream beside the save of {run.tokens:,} tokens, Warmline", headings, [row], "Once.")
 
 

@@ -16,7 +16,7 @@ Usage: PYTHONPATH=benchmarks .venv/bin/python benchmarks/serving/restore.py [--t
 import argparse
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -41,11 +41,11 @@ class RestoreRound:
         return self.after_restart_s / (self.plain_read_s + self.next_turn_s)
 
 
-def list_segment_files(home: Path) -> list[Path]:
-    return [path for path in (home / "segments").rglob("*") if path.is_file()]
+def list_segment_files(home: Path) -> set[Path]:
+    return {path for path in (home / "segments").rglob("*") if path.is_file()}
 
 
-def read_files_s(paths: Sequence[Path]) -> float:
+def read_files_s(paths: Collection[Path]) -> float:
     """Seconds of reading the files, each into memory that was never used before."""
     began = time.perf_counter()
     contents = []
@@ -57,30 +57,34 @@ def read_files_s(paths: Sequence[Path]) -> float:
 
 
 def measure_round(
-    pair: BenchServer, home: Path, messages: list[Message], number: int
+    pair: BenchServer, home: Path, others: set[Path], messages: list[Message], number: int
 ) -> tuple[RestoreRound, list[Message]]:
-    """One round; the conversation with its answers, whose last message is the next question."""
+    """One round; the conversation with its answers, whose last message is the next question.
+
+    `others` are files that are not the conversation's.
+    """
     next_turn = request_completion(pair, messages)
     messages = make_next_turn(messages, next_turn.text, f"And what is number {number}?")
     pair.wait_until_saved()
     pair.kill_and_start()
     request_completion(pair, [{"role": "user", "content": make_text(40, ("small", number))}], 4)
     after = request_completion(pair, messages)
-    files = list_segment_files(home)
-    plain_read_s = read_files_s(files)
     pair.wait_until_saved()
+    files = list_segment_files(home) - others
+    plain_read_s = read_files_s(files)
     size = sum(path.stat().st_size for path in files)
     following = make_next_turn(messages, after.text, f"And what follows number {number}?")
     return RestoreRound(size, next_turn.ttft_s, after.ttft_s, plain_read_s), following
 
 
 def measure(pair: BenchServer, home: Path, tokens: int, repeats: int) -> list[RestoreRound]:
+    others = list_segment_files(home)  # of conversations before
     messages = make_conversation(tokens, "restore")
     messages = make_next_turn(messages, request_completion(pair, messages).text, "And what is second?")
     pair.wait_until_saved()
     rounds = []
     for number in range(repeats):
-        found, messages = measure_round(pair, home, messages, number)
+        found, messages = measure_round(pair, home, others, messages, number)
         rounds.append(found)
     return rounds
 
@@ -108,7 +112,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, has_peer=False)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=5, help="rounds")
     options = parser.parse_args()
