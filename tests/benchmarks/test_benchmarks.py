@@ -14,13 +14,13 @@ COMPARES_CHECKOUTS = "serving/hot_path.py"  # of two environments, which the run
 # One process for all: each would import mlx anew.
 PRINT_HELP = """
 import contextlib, io, json, runpy, sys
-listed = list(runpy.run_path("__main__.py")["BENCHMARKS"])
+listed = list(runpy.run_path("benchmarks/__main__.py")["BENCHMARKS"])
 helps = {}
-for script in [".", *listed, *sys.argv[1:]]:
+for script in ["", *listed, *sys.argv[1:]]:
     sys.argv = [script, "--help"]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         try:
-            runpy.run_path(script, run_name="__main__")
+            runpy.run_path(f"benchmarks/{script}", run_name="__main__")
         except SystemExit as error:
             assert not error.code, script
     helps[script] = printed.getvalue()
@@ -31,10 +31,11 @@ print(json.dumps([listed, helps]))
 @pytest.fixture(scope="module")
 def started() -> tuple[list[str], dict[str, str]]:
     """(scripts that the runner lists, what each script of it and the others print with --help)."""
-    others = [COMPARES_CHECKOUTS, *(f"gpu/{path.name}" for path in (BENCHMARKS / "gpu").glob("*.py"))]
-    command = [sys.executable, "-c", PRINT_HELP, *others]
+    others = [path.name for path in BENCHMARKS.glob("*.py") if path.name != "__main__.py"]
+    others += [f"gpu/{path.name}" for path in (BENCHMARKS / "gpu").glob("*.py")]
+    command = [sys.executable, "-c", PRINT_HELP, COMPARES_CHECKOUTS, *others]
     environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
-    done = subprocess.run(command, cwd=BENCHMARKS, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     listed, helps = json.loads(done.stdout)
     return listed, helps
