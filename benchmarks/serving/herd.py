@@ -92,7 +92,8 @@ def prepare_behind_chunk(server: BenchServer, tokens: int, seed: object) -> Burs
 
     def send() -> BurstResult:
         longer = partial(request_answer, server, make_prompt(3 * tokens, server.name, seed, "longer"))
-        first, *answers = call_together([longer, *(partial(request_later, number) for number in range(3))])
+        calls: list[Callable[[], TimedAnswer]] = [longer, *(partial(request_later, number) for number in range(3))]
+        first, *answers = call_together(calls)
         return BurstResult(answers, first.prompt_tokens - first.cached_tokens)
 
     return send
