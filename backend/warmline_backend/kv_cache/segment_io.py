@@ -5,7 +5,7 @@ that the engine has evaluated and no longer changes; readers fill buffers made f
 format is `warmline_common.storage.segment_file`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -31,6 +31,7 @@ from warmline_common.storage import disk, segment_file
 from warmline_common.storage.segment_file import FileMeta, SegmentFileError, SegmentHeader
 
 READ_BYTES_MAX = 4 << 20  # one read call: what it has read is in the processor's cache when its checksum is computed
+WRITE_BYTES_MAX = READ_BYTES_MAX
 JOB_BYTES_MIN = 16 << 20  # of a reader, unless its segment is smaller
 
 
@@ -65,21 +66,54 @@ def expose_bytes(arrays: NamedArrays) -> dict[str, RawTensor]:
 # ---- writing
 
 
-def write_segment_file(path: Path, meta: FileMeta, tensors: dict[str, RawTensor], tokens: bytes = b"") -> SavedFile:
-    """Write, fsync and rename one file; durable on return.  Raises OSError, and leaves no file then."""
+@dataclass(frozen=True)
+class TensorStream:
+    """Tensors of a file that are made while it is written.
+
+    `read` returns the bytes of a tensor, cut anywhere; it is called once for each, in the order of their names.
+    """
+
+    shapes: Mapping[str, tuple[str, Sequence[int]]]  # dtype, shape
+    read: Callable[[str], Iterable[bytes | memoryview]]
+
+
+def write_segment_file(
+    path: Path, meta: FileMeta, tensors: Mapping[str, RawTensor] | TensorStream, tokens: bytes = b""
+) -> SavedFile:
+    """Write, fsync and rename one file; durable on return.
+
+    Raises OSError, and what the stream raises; leaves no file then.
+    """
+    if not isinstance(tensors, TensorStream):
+        held = tensors
+        shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in held.items()}
+        tensors = TensorStream(shapes, lambda name: [held[name].data])
     if meta.kind == "segment":
-        tensors = {
-            **tensors,
-            segment_file.TOKENS_TENSOR: RawTensor("U32", (len(tokens) // TOKEN_BYTES,), memoryview(tokens)),
-        }
-    names = sorted(tensors)
-    checksums = [segment_file.tensor_checksum(name, *meta.span, [tensors[name].data]) for name in names]
-    shapes: dict[str, tuple[str, Sequence[int]]] = {name: (tensors[name].dtype, tensors[name].shape) for name in names}
-    checksums.append(segment_file.header_checksum(meta, shapes))
-    packed = b"".join(value.to_bytes(8, "little") for value in checksums)
-    head = segment_file.encode_header(meta, shapes | {segment_file.CHECKSUMS_TENSOR: ("U64", (len(checksums),))})
-    written = disk.write_durable(path, [head, *(tensors[name].data for name in names), packed])
+        tensors = _add_tokens(tensors, tokens)
+    checksums: list[int] = []
+    written = disk.write_durable(path, _encode_file(meta, tensors, checksums))
     return SavedFile(id=meta.id, bytes_written=written, checksum=segment_file.file_checksum(checksums))
+
+
+def _add_tokens(tensors: TensorStream, tokens: bytes) -> TensorStream:
+    name, shape = segment_file.TOKENS_TENSOR, ("U32", (len(tokens) // TOKEN_BYTES,))
+    return TensorStream({**tensors.shapes, name: shape}, lambda each: [tokens] if each == name else tensors.read(each))
+
+
+def _encode_file(meta: FileMeta, tensors: TensorStream, checksums: list[int]) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a file in order; its checksums are appended to the list."""
+    shapes = {name: tensors.shapes[name] for name in sorted(tensors.shapes)}
+    yield segment_file.encode_header(meta, shapes | {segment_file.CHECKSUMS_TENSOR: ("U64", (len(shapes) + 1,))})
+    for name in shapes:
+        hasher = segment_file.tensor_hasher(name, *meta.span)
+        for data in tensors.read(name):
+            for start in range(0, len(data), WRITE_BYTES_MAX):
+                part = memoryview(data)[start : start + WRITE_BYTES_MAX]
+                hasher.update(part)
+                yield part
+        checksums.append(hasher.intdigest())
+    checksums.append(segment_file.header_checksum(meta, shapes))
+    yield b"".join(value.to_bytes(8, "little") for value in checksums)
 
 
 def delete_drafts(folder: Path) -> int:
