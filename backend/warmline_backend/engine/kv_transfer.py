@@ -39,7 +39,7 @@ READER_THREADS = max(4, min(8, (os.cpu_count() or 1) // 2))
 LOADER_THREADS = 4
 
 
-class _TransferJob:
+class TransferJob:
     """A restore or save in progress."""
 
     def __init__(self, request_id: str, is_save: bool) -> None:
@@ -94,13 +94,13 @@ class _TransferJob:
             raise OperationCancelledError from None
 
     @asynccontextmanager
-    async def limit_writing(self) -> AsyncIterator[None]:
-        """Raise TimeoutError where the writer takes longer than is left of the save's time for the disk."""
+    async def limit_writing(self) -> AsyncIterator[asyncio.Timeout]:
+        """Limit of a block that ends with TimeoutError where the disk takes longer than the save allows."""
         limit = asyncio.timeout(self.write_left_s if math.isfinite(self.write_left_s) else None)
         async with limit:
             self._write_limit, self._write_resumed_at = limit, time.monotonic()
             try:
-                yield
+                yield limit
             finally:
                 self._pause_write_limit()
                 self._write_limit = None
@@ -128,7 +128,7 @@ class KvTransfer:
 
     def __init__(self, home: Home, engine: Engine, served: ServedModel, fingerprint: str) -> None:
         self._home, self._engine, self._served, self._fingerprint = home, engine, served, fingerprint
-        self._jobs: set[_TransferJob] = set()
+        self._jobs: set[TransferJob] = set()
         self._reader_pool = ThreadPoolExecutor(READER_THREADS, "segment-reader")
         self._loader_pool = ThreadPoolExecutor(LOADER_THREADS, "restore")
         self._writer_pool = ThreadPoolExecutor(1, "segment-writer")
@@ -184,7 +184,7 @@ class KvTransfer:
             finally:  # after the last reader has stopped: until then the memory is in use
                 job.call_when_idle(lambda: self._engine.submit(lambda scheduler: scheduler.admission.release(name)))
 
-    async def _reserve_memory(self, reservation_id: str, job: _TransferJob, bytes_needed: int) -> dict[str, float]:
+    async def _reserve_memory(self, reservation_id: str, job: TransferJob, bytes_needed: int) -> dict[str, float]:
         """Wait until running requests leave room: a prefill would need as much, and take longer.  Returns the waits."""
         granted: Future[None] = Future()
 
@@ -203,7 +203,7 @@ class KvTransfer:
         return {step_reason: queued - began, MEMORY: time.monotonic() - queued}
 
     async def _load_resident(
-        self, reservation_id: str, request: RestoreRequest, tokens_max: int, job: _TransferJob
+        self, reservation_id: str, request: RestoreRequest, tokens_max: int, job: TransferJob
     ) -> tuple[str, int, float]:
         began = time.monotonic()
         load = partial(self._loader.load, request.tokens, request.chain, request.checkpoint)
@@ -260,14 +260,14 @@ class KvTransfer:
         self._engine.submit(mark_saved)  # not waited for: the files are their caller's from here on
         return segments, states, seconds
 
-    async def _save_segment(self, request: SaveRequest, spec: SegmentSpec, job: _TransferJob) -> SavedFile:
+    async def _save_segment(self, request: SaveRequest, spec: SegmentSpec, job: TransferJob) -> SavedFile:
         def read_rows(kv: KV, leaves: Collection[str] | None) -> NamedArrays:
             return kv.slice_rows(spec.start, spec.end, leaves)
 
         meta = self._make_meta(request, kind="segment", id=spec.id, start=spec.start, end=spec.end, parent=spec.parent)
         return await self._save_file(request, meta, spec.end, job, read_rows)
 
-    async def _save_checkpoint(self, request: SaveRequest, ref: CheckpointRef, job: _TransferJob) -> SavedFile:
+    async def _save_checkpoint(self, request: SaveRequest, ref: CheckpointRef, job: TransferJob) -> SavedFile:
         state: NamedArrays = {}  # kept while it is saved, also where the KV drops it
 
         def read_state(kv: KV, leaves: Collection[str] | None) -> NamedArrays:
@@ -285,7 +285,7 @@ class KvTransfer:
         return FileMeta(fingerprint=self._fingerprint, root=root, prefix="", model=model, **fields)
 
     async def _save_file(
-        self, request: SaveRequest, meta: FileMeta, end: int, job: _TransferJob, read_leaves: LeafReader
+        self, request: SaveRequest, meta: FileMeta, end: int, job: TransferJob, read_leaves: LeafReader
     ) -> SavedFile:
         """Copy the first slice on the engine thread, and have the writer thread write the file."""
 
@@ -312,7 +312,7 @@ class KvTransfer:
 
         return await self._write(job, write_unless_cancelled)
 
-    async def _write(self, job: _TransferJob, work: Callable[[], SavedFile]) -> SavedFile:
+    async def _write(self, job: TransferJob, work: Callable[[], SavedFile]) -> SavedFile:
         """Have the writer thread write a file.  Raises OSError where the disk takes longer than the save allows."""
         try:
             async with job.limit_writing():
@@ -324,9 +324,9 @@ class KvTransfer:
     # ---- shared
 
     @contextmanager
-    def _track_job(self, request_id: str, *, is_save: bool) -> Iterator[_TransferJob]:
+    def _track_job(self, request_id: str, *, is_save: bool) -> Iterator[TransferJob]:
         """A job that `cancel(request_id)`, or the end of its handler, ends."""
-        job = _TransferJob(request_id, is_save)
+        job = TransferJob(request_id, is_save)
         self._jobs.add(job)
         try:
             yield job
