@@ -85,6 +85,8 @@ class ProgressListener:
     def on_prefilled(self, tokens: int) -> None:
         request, step = self.request, self.generator.config.partial_save_tokens
         request.prefilled_tokens = tokens
+        if request.started:  # a follower may have had to go on in its leader's place, from less than it was to share
+            request.stored_tokens = min(request.stored_tokens, tokens)
         tokens = align_to_grid(tokens, request.layout.grid) if request.layout else tokens
         new_tokens = tokens - max(request.stored_tokens, self._attempted_tokens)
         if request.started and step and new_tokens >= step and not self._is_saving:

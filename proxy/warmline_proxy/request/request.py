@@ -153,7 +153,7 @@ class Request:
         is_follower = self.log.plan is None or self.log.plan.leader_id != ""  # reuses none before its leader has them
         prefilled = max(self.prefilled_tokens, 0 if is_follower else self.stored_tokens)
         common_tokens, tokens = other.count_shared_tokens(self), self.prompt_shape().tokens
-        return RunningRequest(self.log.id, common_tokens, tokens, prefilled, self.started)
+        return RunningRequest(self.log.id, common_tokens, tokens, prefilled, self.started, self.generation is not None)
 
     def is_retried_by(self, other: "Request") -> bool:
         """True if the other is the same client's next try: same session and body, and a higher retry count."""
