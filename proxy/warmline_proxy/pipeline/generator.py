@@ -38,8 +38,8 @@ class Generator:
     async def start(self, request: Request, plan: RequestPlan) -> GenerationStream | None:
         """Start a generation; None where the plan's resident or leader is gone: to be planned again."""
         assert request.call is not None and request.prompt is not None
-        if not plan.copy_resident:
-            self.backend_state.resident_view.remove(plan.resident)
+        if plan.resident and not plan.copy_resident:
+            self.backend_state.resident_view.exclude(plan.resident)  # a listing on its way may still have it
         request.sent, request.stored_tokens = True, plan.reuse
         request.listener = ProgressListener(request, self)
         request.clock.mark_waiting()
