@@ -120,7 +120,7 @@ def plan_request(
     starts = [start for start in (RequestPlan(COLD, 0), in_memory, on_disk) if start]
     estimates = [(_estimate_ttft_s(start, prompt.tokens, layout, costs), start) for start in starts]
     seconds, start = min(estimates, key=lambda pair: (pair[0], -pair[1].reuse))
-    if leader := _choose_leader(running, start, limit, grid, costs):
+    if leader := _choose_leader(running, start, limit, layout, costs):
         start = RequestPlan(SHARED, _shareable_tokens(leader, limit, grid), leader_id=leader.request_id)
         seconds = estimate_prefill_s(min(leader.prefilled, start.reuse), prompt.tokens, costs.prefill)
     known = _find_known_prefix(start, prompt, residents, match)
@@ -162,13 +162,16 @@ def _shareable_tokens(leader: RunningRequest, limit: int, grid: int) -> int:
 
 
 def _choose_leader(
-    running: Sequence[RunningRequest], start: RequestPlan, limit: int, grid: int, costs: Costs
+    running: Sequence[RunningRequest], start: RequestPlan, limit: int, layout: KvLayout | None, costs: Costs
 ) -> RunningRequest | None:
     """Running request that will have computed more than `start` reuses, and sooner than this request could.
 
-    Instead of a restore also one that will have computed, or restored, as much: then the files are read once.
+    Instead of a restore also one that will have computed, or restored, as much: then the files are read once.  Not
+    where there are windows: one that has nothing to compute would be past the place before it can be copied.
     """
-    reach_min = start.reuse + (0 if start.source == RESTORED else SHARED_TOKENS_MIN)
+    grid = layout.grid if layout else 0
+    reads_once = start.source == RESTORED and layout is not None and not layout.has_windows
+    reach_min = start.reuse + (0 if reads_once else SHARED_TOKENS_MIN)
 
     def reach(each: RunningRequest) -> int:
         return _shareable_tokens(each, limit, grid)

@@ -121,8 +121,7 @@ class Pipeline:
                 can_follow = not why_cold and number < FOLLOW_PLANS_MAX
                 with self.registry.track_start(request) if can_follow else nullcontext():
                     plan = await self._plan(request, why_cold, refused_leaders if can_follow else None)  # 4. and 5.
-                    generation = await self.steps.generator.start(request, plan)  # 6. prefill and decode
-                if not generation:
+                if not (generation := await self.steps.generator.start(request, plan)):  # 6. prefill and decode
                     refused_leaders.add(plan.leader_id)
                     gone_count += plan.source == RESIDENT  # what was restored can be restored again
                     continue
@@ -136,7 +135,7 @@ class Pipeline:
         raise upstream.UpstreamError("its start was lost again and again")
 
     async def _plan(self, request: Request, why_cold: str, refused_leaders: set[str] | None) -> RequestPlan:
-        """Plan and restore; again once a leader that is itself being started is at the backend, or has left.
+        """Plan and restore; again once a leader that is itself being planned was sent to the backend, or has left.
 
         `refused_leaders`: requests that are not to be followed; None: it follows none.
         """
@@ -147,7 +146,7 @@ class Pipeline:
                 return plan
 
     async def _wait_for_leader(self, request: Request, leader_id: str) -> bool:
-        """Wait for a leader's start; False where the backend has it already, or it has left."""
+        """Wait until a leader is sent to the backend; False where it was already, or has left."""
         request.clock.mark_waiting()
         try:
             with request.log.measure_wait(waits.LEADER):

@@ -86,7 +86,7 @@ class RequestRegistry:
 
     @contextmanager
     def track_start(self, request: Request) -> Iterator[None]:
-        """Scope of a request's start: from its plan until the backend has it, or it has failed."""
+        """Scope in which a request is planned and restored; then it is sent to the backend, or has failed."""
         self._starts[request] = ended = asyncio.Event()
         try:
             yield
@@ -97,15 +97,25 @@ class RequestRegistry:
     def find_followable(self, request: Request, refused_ids: Collection[str] = ()) -> list[RunningRequest]:
         """Requests whose prefill this one could share, without those of the `refused_ids`.
 
-        They are at the backend, or began to start before this one, so that no two wait for each other.
+        They were sent to the backend, or began to start before this one, so that no two wait for each other.
         """
-        earlier = set(takewhile(lambda each: each is not request, self._starts))
         others = (each for each in self if each is not request and each.log.id not in refused_ids)
-        running = (each for each in others if each.is_computing or (each in earlier and each.release_task is None))
-        return [each.as_running(request) for each in running if each.is_cacheable]
+        earlier = set(takewhile(lambda each: each is not request, self._starts))
+        leaders = (each for each in others if each.can_lead or (each in earlier and each.is_cacheable))
+        return [each.as_running(request) for each in leaders if each.started or not self._follows(each, request)]
+
+    def _follows(self, follower: Request, request: Request) -> bool:
+        """True if a request was to follow this one, or another one that was."""
+        seen = {follower}
+        while (plan := follower.log.plan) and (leader := self._requests.get(plan.leader_id)) and leader not in seen:
+            if leader is request:
+                return True
+            seen.add(leader)
+            follower = leader
+        return False
 
     async def wait_for_start(self, request_id: str) -> bool:
-        """Wait until the backend has a request, or its start has failed; False, at once, where it is not starting."""
+        """Wait until a request is sent to the backend, or has failed; False, at once, where it is not being planned."""
         request = self._requests.get(request_id)
         if request is None or (ended := self._starts.get(request)) is None:
             return False
