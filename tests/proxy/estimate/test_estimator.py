@@ -67,6 +67,8 @@ def test_other_records_teach_nothing(facts: dict[str, object]) -> None:
 def test_backend_measurements_are_used_at_once() -> None:
     estimator = DurationEstimator()
     chunk = WorkDuration(amount=512, context=256, seconds=2.0, count=9)
+    estimator.update_status(make_status(prefill_step_size=0))  # the model is loading
+    assert estimator.costs == Costs()
     estimator.update_status(make_status(chunk_durations=[chunk], decode_step_s=0.5, restore_bytes_per_s=1e6))
     costs = estimator.costs
     assert costs.estimate_prefill_s(0, 512) == pytest.approx(2.0, rel=0.01) and costs.step_tokens == 512
