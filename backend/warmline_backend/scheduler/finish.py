@@ -78,7 +78,7 @@ class Finisher:
         if kv.length > sequence.sent_length or not (end := kv.find_continue_position(kv.length)):
             return ""
         kv.truncate(end)  # in exact mode, to the grid
-        if kv.grid:
+        if kv.grid or not sequence.decode_started_at:
             kv.shrink_buffers()
         kv.capture_window()
         kv.capture_checkpoint()

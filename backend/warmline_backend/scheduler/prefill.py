@@ -15,6 +15,7 @@ from warmline_backend.generation.step_stats import StepStats
 from warmline_backend.kv_cache.chunk_draft import OutOfMemoryError
 from warmline_backend.kv_cache.residents import Residents
 from warmline_backend.model.model import ServedModel
+from warmline_backend.scheduler.capacity import ANSWER_TOKENS_RESERVED
 from warmline_backend.scheduler.finish import Finisher
 from warmline_backend.scheduler.queues import Queues
 
@@ -53,7 +54,9 @@ class Prefiller:
         """Compute a chunk; False where it failed: the sequence has ended, or its next chunk will be smaller."""
         began, depth, step = time.monotonic(), sequence.kv.length, self._choose_step(sequence)
         tokens = sequence.find_next_chunk_end(step) - depth
+        rows = len(sequence.inputs) + min(sequence.answer_tokens_max, ANSWER_TOKENS_RESERVED)  # as admission counts
         try:
+            sequence.kv.reserve_rows(rows)  # before the bound, which is for what the chunk takes
             with self.chunk_memory.bound_chunk(tokens, depth, self._committed_bytes):
                 sequence.prefill_chunk(step)
         except OutOfMemoryError as error:

@@ -130,10 +130,11 @@ class Queues:
 
     def _bytes_freed(self, sequence: Sequence) -> int:
         """Bytes that the end of a sequence frees; a prefill keeps its KV and its last state until they are saved."""
-        now = self._bytes_now(sequence)
+        now, kv = self._bytes_now(sequence), sequence.kv
         held = self._bytes_of_request(sequence) if sequence in self.prefilling else now
         is_saved = sequence.request.leaves_resident and not self._served.layout.problem
-        return held - (now + self._served.state_bytes if is_saved else 0)
+        kept = sequence_bytes(self._served, kv.rows_at_rest) + self._bytes_of_states(sequence) if kv.length else 0
+        return held - (kept + self._served.state_bytes if is_saved else 0)
 
     def bytes_to_merge(self, host: DecodeGroup, newcomer: DecodeGroup) -> int:
         """Bytes that one batch of both takes on top of the two: padding, and copies."""
