@@ -106,7 +106,7 @@ def compute_chunk(model: nn.Module, layout: CacheLayout, layers: list[Any], toke
     try:
         return _compute_chunk(model, layout, layers, mx.array([tokens]))
     except (RuntimeError, MemoryError) as error:
-        problem = _describe_out_of_memory(error)
+        problem = describe_out_of_memory(error)
     mx.eval(_list_arrays([leaf for _, leaf in flatten(layers)]))  # a write that is left takes no memory
     raise OutOfMemoryError(problem)
 
@@ -137,7 +137,7 @@ def reserve_rows(layout: CacheLayout, layers: list[Any], rows: int) -> None:
                 leaf.codec.reserve_rows(held, round_up_to_buffer(rows))
         return
     except (RuntimeError, MemoryError) as error:
-        problem = _describe_out_of_memory(error)
+        problem = describe_out_of_memory(error)
     raise OutOfMemoryError(problem)
 
 
@@ -150,11 +150,11 @@ def evaluate_chunk_by_layers(
         yield from draft.evaluate_by_layers()
         return draft
     except (RuntimeError, MemoryError) as error:
-        problem = _describe_out_of_memory(error)
+        problem = describe_out_of_memory(error)
     raise OutOfMemoryError(problem)
 
 
-def _describe_out_of_memory(error: Exception) -> str:
+def describe_out_of_memory(error: Exception) -> str:
     """Text of a device's error, whose frames then hold no arrays any more.  Raises other errors again."""
     if not _is_out_of_memory(error):
         raise error

@@ -85,7 +85,7 @@ class _RowWriter:
     """
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        mx.async_eval(keys, values)
+        mx.async_eval(keys, values)  # type: ignore[no-untyped-call]
         return super().update_and_fetch(keys, values)  # type: ignore[misc]
 
 
