@@ -11,10 +11,18 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from warmline_backend.kv_cache.chunk_draft import OutOfMemoryError, describe_out_of_memory, detach_states
-from warmline_backend.kv_cache.codecs import flatten
+from warmline_backend.kv_cache.codecs import CacheLayout, flatten
 from warmline_backend.kv_cache.kv import KV
 
 PAD_TOKEN = 0
+# Whose recurrent layers leave out the padding, as tests/backend/scheduler/test_prefill_batches.py shows; some of mlx-lm
+# keep the inputs of a short convolution from the batch's last columns.
+PADDED_STATE_MODELS = frozenset({"qwen3_5", "qwen3_5_moe", "falcon_h1", "mamba2"})
+
+
+def takes_padding(model: nn.Module, layout: CacheLayout) -> bool:
+    """True where chunks of different lengths may share a batch."""
+    return not layout.has_states or getattr(model, "model_type", "") in PADDED_STATE_MODELS
 
 
 def prefill_batch(model: nn.Module, kvs: Sequence[KV], chunks: Sequence[list[int]]) -> None:

@@ -12,6 +12,7 @@ from warmline_backend.generation.events import PrefillProgress
 from warmline_backend.generation.rates import Rates
 from warmline_backend.generation.sequence import Sequence, prefill_last_chunks
 from warmline_backend.generation.step_stats import StepStats
+from warmline_backend.kv_cache.batch_prefill import takes_padding
 from warmline_backend.kv_cache.chunk_draft import OutOfMemoryError
 from warmline_backend.kv_cache.residents import Residents
 from warmline_backend.model.model import ServedModel
@@ -82,6 +83,8 @@ class Prefiller:
         if not self._can_share_batch(chosen):
             return [chosen]
         mates = [each for each in candidates if each is not chosen and self._can_share_batch(each)]
+        if not takes_padding(self.served.model, self.served.layout):
+            mates = [each for each in mates if each.prefill_tokens_left == chosen.prefill_tokens_left]
         if not mates:
             return [chosen]
         tokens_max = self.chunk_memory.choose_tokens(chosen, self.step_size, self._committed_bytes)
