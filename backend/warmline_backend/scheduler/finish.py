@@ -3,18 +3,20 @@
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from warmline_backend.generation.events import EndedEvent
 from warmline_backend.generation.sequence import Sequence
 from warmline_backend.generation.step_stats import StepStats
 from warmline_backend.kv_cache.chunk_draft import OutOfMemoryError
-from warmline_backend.kv_cache.residents import UNSAVED_LEASE_S, Residents
+from warmline_backend.kv_cache.residents import UNSAVED_LEASE_S, ResidentMismatchError, Residents
 from warmline_backend.model.model import ServedModel
 from warmline_backend.output.events import Part
 from warmline_backend.scheduler.queues import Queues
 from warmline_common.logging import describe_error
 from warmline_common.protocol.messages import GenerationResult
+from warmline_common.protocol.waits import STEP
 
 log = logging.getLogger(__name__)
 
@@ -54,11 +56,13 @@ class Finisher:
         return self.finish_sequences([(sequence, Ending(finish, error))])[0]
 
     def finish_sequences(self, endings: list[tuple[Sequence, "Ending"]]) -> list[GenerationResult]:
-        """Take sequences of one batch out, keep their KV as residents unless there is an error, notify their listeners.
+        """Take sequences of one batch out, keep their KV unless there is an error, and notify their listeners.
 
-        A sequence that is in no batch comes alone.
+        The KV is kept by a follower that goes on with it, else as a resident.  A sequence that is in no batch comes
+        alone.
         """
         sequences = [sequence for sequence, _ in endings]
+        leaders = [sequence.leader for sequence in sequences]
         for sequence in sequences:
             if sequence.decode_started_at:
                 sequence.timings.decode_s = time.monotonic() - sequence.decode_started_at
@@ -66,8 +70,9 @@ class Finisher:
         try:
             self._residents.make_room(self._queues.bytes_held + self._queues.bytes_to_remove(sequences))
             self._queues.remove(sequences)
-            for sequence, ending in endings:
-                if not ending.error and self.leaves_resident(sequence):
+            for (sequence, ending), leader in zip(endings, leaders, strict=True):
+                is_taken_over = not ending.error and self._replace_leader(sequence, leader)
+                if not (ending.error or is_taken_over) and self.leaves_resident(sequence):
                     residents[sequence] = self._add_resident(sequence)
         except Exception as fault:  # noqa: BLE001  half taken out: the rest of its batch can't be trusted
             batch = self._queues.discard_batch(sequences[0])
@@ -88,6 +93,26 @@ class Finisher:
         self.is_device_suspect = True
         self.failed_steps += not isinstance(error, OutOfMemoryError)
         self._step_stats.failed_steps += 1
+
+    def _replace_leader(self, ended: Sequence, leader: Sequence | None) -> bool:
+        """Have a follower of an ended sequence lead the others; True where it goes on with the sequence's KV.
+
+        `leader`: what the sequence itself was following.  Else the followers are left to be planned again.
+        """
+        queues = self._queues
+        if (heir := queues.followers.find_heir(ended)) is None:
+            return False
+        if leader is not None:
+            with suppress(ResidentMismatchError):
+                queues.followers.replace_leader(ended, heir, leader)
+            return False
+        if not heir.can_take_over(ended):
+            return False
+        heir.take_over(ended)
+        queues.followers.replace_leader(ended, heir, None)
+        queues.waiting.append(heir)
+        heir.mark_waiting(STEP)
+        return True
 
     def leaves_resident(self, sequence: Sequence) -> bool:
         """True where the sequence's KV is to become a resident."""
