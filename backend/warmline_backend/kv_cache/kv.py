@@ -214,7 +214,8 @@ class KV:
             }
         return rows
 
-    def _slice_journal(self, start: int, end: int) -> NamedArrays:
+    def _slice_journal(self, start: int, end: int, leaf: str = "") -> NamedArrays:
+        """Rows [start, end) of one leaf, or of all.  Raises RowsUnavailableError."""
         parts: dict[str, list[mx.array]] = {}
         reached = start
         for first, last, rows in self.journal:
@@ -222,7 +223,8 @@ class KV:
                 continue
             if first > reached:
                 break
-            for name, array in rows.items():
+            wanted = {name: array for name, array in rows.items() if not leaf or name.startswith(leaf + ".")}
+            for name, array in wanted.items():
                 parts.setdefault(name, []).append(array[:, :, reached - first : min(end, last) - first])
             reached = min(end, last)
         if reached < end:
@@ -242,7 +244,9 @@ class KV:
         """The last position up to `position` where it can be continued; 0 where there is none."""
         upto = self.floor_to_grid(min(position, self.savable_length))
         places = self._find_positions()
-        return upto if places is None else max((at for at in places if at <= upto), default=0)
+        if places is None or self._has_windows_at(upto):
+            return upto
+        return max((at for at in places if at <= upto), default=0)
 
     def _find_positions(self) -> list[int] | None:
         """As `positions`, but None means anywhere, and empty nowhere."""
@@ -260,6 +264,15 @@ class KV:
             leaf.codec.count_rows_in_memory(held, self.length) >= self.length and self.length <= leaf.template.max_size
             for leaf, held in self._leaves_of_kind(CodecKind.WINDOW)
         )
+
+    def _has_windows_at(self, position: int) -> bool:
+        """True where the journal has all rows of the windows at `position`, and nothing else is needed there."""
+        if self.layout.problem or self.layout.has_states or not 0 < position < self.length:
+            return False
+        reached = max(0, position - self.layout.window)
+        for start, end, _ in self.journal:
+            reached = end if start <= reached < end else reached
+        return reached >= position
 
     def fork(self, position: int, *, detached: bool = False) -> "KV":
         """Make a KV of the first `position` tokens; this one stays as it is.  Only where `can_continue_at(position)`.
@@ -324,6 +337,9 @@ class KV:
             fields = select_fields(point.windows, leaf.name)
         elif leaf.codec.kind is CodecKind.WINDOW and position == self.rollback_window[0]:
             fields = select_fields(self.rollback_window[1], leaf.name)
+        elif leaf.codec.kind is CodecKind.WINDOW and not self._is_window_complete():
+            first = max(0, position - leaf.template.max_size)
+            fields = select_fields(self._slice_journal(first, position, leaf.name), leaf.name)
         else:
             fields = leaf.codec.rows(held, self.index, self.length, 0, position)
         return leaf.codec.build(_detach(fields) if detached else fields, position, leaf.template)
