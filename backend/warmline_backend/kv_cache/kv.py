@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_reduce
 
 from warmline_backend.kv_cache.chunk_draft import compute_chunk, evaluate_chunk_by_layers, reserve_rows
-from warmline_backend.kv_cache.codecs import CacheLayout, CacheLeaf, CodecKind, Fields, flatten, rebuild
+from warmline_backend.kv_cache.codecs import CacheLayout, CacheLeaf, CausalKVCache, CodecKind, Fields, flatten, rebuild
 
 LAST_CHECKPOINTS_COUNT = 3  # kept besides the first (end of system and tools): where a next turn may diverge
 BUFFER_RATIO_MAX = 1.25  # buffer rows / rows of a KV whose buffers were shrunk
@@ -113,6 +113,12 @@ class KV:
         draft = yield from evaluate_chunk_by_layers(model, self.layout, self.layers, tokens)
         self.layers = draft.commit(self.layers)
         self.tokens += tokens
+
+    def prepare_decoding(self) -> None:
+        """Have decode steps of this sequence alone use no mask, unless in exact mode."""
+        for _, cache in flatten(self.layers):
+            if isinstance(cache, CausalKVCache):
+                cache.masks_decode_steps = bool(self.grid)
 
     # ---- capture
 
@@ -342,7 +348,9 @@ class KV:
             fields = select_fields(self._slice_journal(first, position, leaf.name), leaf.name)
         else:
             fields = leaf.codec.rows(held, self.index, self.length, 0, position)
-        return leaf.codec.build(_detach(fields) if detached else fields, position, leaf.template)
+        if detached or leaf.codec.kind is CodecKind.WINDOW:  # a ring is written to in place
+            fields = _detach(fields)
+        return leaf.codec.build(fields, position, leaf.template)
 
     def _copy_history_below(self, position: int, other: "KV") -> None:
         self.checkpoints = {at: state for at, state in other.checkpoints.items() if at <= position}
