@@ -149,6 +149,12 @@ class Request:
         """True if others can share its prefill: it is at the backend, or on its way there."""
         return (self.is_computing or (self.is_dispatching and self.release_task is None)) and self.is_cacheable
 
+    @property
+    def loads_engine(self) -> bool:
+        """True if it is computed, or will be: it is planned."""
+        is_coming = self.generation is None and self.release_task is None and not self.response_done.is_set()
+        return self.log.plan is not None and (self.is_computing or is_coming)
+
     def count_shared_tokens(self, other: "Request") -> int:
         """Leading tokens of this prompt that the other request has computed, or will."""
         if self.prompt is None or other.prompt is None or self.root != other.root:
