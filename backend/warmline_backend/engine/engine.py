@@ -16,7 +16,7 @@ from warmline_backend.generation.step_stats import StepStats
 from warmline_backend.model.model import ServedModel
 from warmline_backend.scheduler.scheduler import Scheduler
 from warmline_common.logging import describe_error
-from warmline_common.protocol.messages import LOADING, PrefillRate, Resident
+from warmline_common.protocol.messages import LOADING, PrefillRate
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class EngineSnapshot:
     bytes_unaccounted: int = 0
     step_stats: StepStats = field(default_factory=StepStats)
     keepalive_steps: int = 0
-    residents: list[Resident] = field(default_factory=list)
+    residents: int = 0  # their listing is `Engine.residents`
 
 
 class Engine(threading.Thread):
@@ -253,5 +253,5 @@ class Engine(threading.Thread):
             bytes_unaccounted=active - weights - resident_bytes - running,
             step_stats=scheduler.step_stats.copy(),
             keepalive_steps=scheduler.keepalive_steps,
-            residents=residents.list_residents(),
+            residents=len(residents),
         )

@@ -179,7 +179,7 @@ class Saver:
             return await self._try_save(unsaved)
         except (_SaveError, client.UpstreamError, IndexStoreError, OSError) as error:
             if resident:  # evictable although it is not saved: other requests may be waiting for its memory
-                await self.upstream.order_residents([*self.backend_state.resident_view.durable_ids(), resident])
+                await self.backend_state.order_durable_residents(resident)
             if not isinstance(error, client.UpstreamGoneError):
                 raise
             log.info("%s was gone before it was saved", resident or unsaved.source.running)  # only this tail is lost
@@ -249,7 +249,7 @@ class Saver:
             return
         self.backend_state.resident_view.mark_durable(resident)
         if leased or self.backend_state.is_memory_filling():
-            await self.upstream.order_residents(self.backend_state.resident_view.durable_ids())
+            await self.backend_state.order_durable_residents()
 
     async def _abort_saves(self) -> None:
         """Abort failed saves, earlier ones too."""
