@@ -14,13 +14,12 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from common.load import ProcessCpu, read_cpu, run_clients
+from common.load import KeptConnection, ProcessCpu, read_cpu, repeat_prompts, run_clients, wait_until_saved
 from common.rows import StreamingTable
 from common.servers import BenchServer, run_warmline, tiny_models
 from rich.console import Console
 
 CLIENTS = 8
-FILL_CLIENTS = 8
 ANSWER_TOKENS = 4
 
 
@@ -33,37 +32,22 @@ class GrowthRow:
 
 def fill(pair: BenchServer, start: int, end: int) -> None:
     """Leave the conversations [start, end) in the pair's memory."""
-    run_clients(
-        pair,
-        FILL_CLIENTS,
-        lambda connection, number: (
-            [
-                connection.ask(f"{each} is the number of a short conversation", 1)
-                for each in range(start + number, end, FILL_CLIENTS)
-            ]
-            and None
-        ),
-    )
-    pair.wait_until_saved()
+
+    def ask_all(connection: KeptConnection, number: int) -> None:
+        for each in range(start + number, end, CLIENTS):
+            connection.ask(f"{each} is the number of a short conversation", 1)
+
+    run_clients(pair, CLIENTS, ask_all)
+    wait_until_saved(pair)
 
 
 def measure(pair: BenchServer, home: Path, requests: int) -> ProcessCpu:
     """CPU seconds a warm request."""
-    each_count = requests // CLIENTS
+    count_each = max(1, requests // CLIENTS)
     before = read_cpu(home)
-    run_clients(
-        pair,
-        CLIENTS,
-        lambda connection, number: (
-            [
-                connection.ask(f"client {number} asks the same again", ANSWER_TOKENS, stream=bool(each % 2))
-                for each in range(each_count)
-            ]
-            and None
-        ),
-    )
-    pair.wait_until_saved()
-    return read_cpu(home).since(before, each_count * CLIENTS)
+    repeat_prompts(pair, CLIENTS, count_each, ANSWER_TOKENS)
+    wait_until_saved(pair)
+    return read_cpu(home).since(before, count_each * CLIENTS)
 
 
 def main() -> None:

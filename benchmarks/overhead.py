@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from common.load import ProcessCpu, read_cpu, run_clients
+from common.load import ProcessCpu, read_cpu, repeat_prompts, wait_until_saved
 from common.rows import StreamingTable
 from common.servers import BenchServer, run_warmline, tiny_models
 from rich.console import Console
@@ -30,23 +30,13 @@ class OverheadRow:
     direct_ms: list[float]  # the backend's, without a proxy: each request computed cold
 
 
-def measure(server: BenchServer, home: Path, clients: int, requests: int, settle: BenchServer) -> ProcessCpu:
-    """CPU seconds a request."""
-    each_count = max(1, requests // clients)
+def measure(server: BenchServer, pair: BenchServer, home: Path, clients: int, requests: int) -> ProcessCpu:
+    """CPU seconds a request to `server`: the pair, or its backend alone."""
+    count_each = max(1, requests // clients)
     before = read_cpu(home)
-    run_clients(
-        server,
-        clients,
-        lambda connection, number: (
-            [
-                connection.ask(f"client {number} asks the same again", ANSWER_TOKENS, stream=bool(each % 2))
-                for each in range(each_count)
-            ]
-            and None
-        ),
-    )
-    settle.wait_until_saved()
-    return read_cpu(home).since(before, each_count * clients)
+    repeat_prompts(server, clients, count_each, ANSWER_TOKENS)
+    wait_until_saved(pair)
+    return read_cpu(home).since(before, count_each * clients)
 
 
 def main() -> None:
@@ -64,12 +54,12 @@ def main() -> None:
         home, model = folder / "home", tiny_models.build("llama", folder / "model")
         with run_warmline(model, home, folder / "log", "--audit-fraction", "0") as (pair, direct):
             for clients in options.clients:  # warm up
-                measure(pair, home, clients, clients * 2, pair)
+                measure(pair, pair, home, clients, clients * 2)
             rounds = {clients: ([], []) for clients in options.clients}
             for _ in range(options.rounds):  # in turn
                 for clients, (paired, alone) in rounds.items():
-                    paired.append(measure(pair, home, clients, options.requests, pair))
-                    alone.append(measure(direct, home, clients, options.requests, pair))
+                    paired.append(measure(pair, pair, home, clients, options.requests))
+                    alone.append(measure(direct, pair, home, clients, options.requests))
             for clients, (paired, alone) in rounds.items():
                 rows.append(
                     OverheadRow(

@@ -3,13 +3,15 @@
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
 
-from common.servers import REQUEST_TIMEOUT_S, BenchServer
+from common.servers import REQUEST_TIMEOUT_S, BenchServer, get_status
 
+SETTLE_INTERVAL_S = 0.25  # between looks, which cost the proxy time too
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -78,3 +80,22 @@ def run_clients(server: BenchServer, clients: int, work: Callable[[KeptConnectio
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def wait_until_saved(pair: BenchServer) -> None:
+    """Return when nothing of earlier requests is left to do; few looks, unlike `BenchServer.wait_until_saved`."""
+    while True:
+        status, body = get_status(pair.port, "/metrics")
+        if status == 200 and b"\nwarmline_requests_settling 0.0" in body:
+            return
+        time.sleep(SETTLE_INTERVAL_S)
+
+
+def repeat_prompts(pair: BenchServer, clients: int, count_each: int, answer_tokens: int) -> None:
+    """Each client repeats a small prompt of its own, streamed and not in turn: all but its last token is reused."""
+
+    def repeat(connection: KeptConnection, number: int) -> None:
+        for each in range(count_each):
+            connection.ask(f"client {number} asks the same again", answer_tokens, stream=bool(each % 2))
+
+    run_clients(pair, clients, repeat)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from contextvars import copy_context
-from dataclasses import fields
 from functools import partial
 from typing import Any, TypeVar
 
@@ -55,7 +54,7 @@ INLINE_RENDER_BYTES_MAX = 8192
 LARGE_BODY_BYTES_MIN = 1 << 20
 SHUTTING_DOWN = "shutting down"
 _SNAPSHOT_FIELDS = tuple(
-    {*messages.BackendStatus.__struct_fields__} & {field.name for field in fields(EngineSnapshot)} - {"residents"}
+    {*messages.BackendStatus.__struct_fields__} & {*EngineSnapshot.__struct_fields__} - {"residents"}
 )
 
 

@@ -16,9 +16,10 @@ Errors are translated here, once, and for clients by `translate_upstream_error`.
 are sent twice; whole requests are dispatched again by the pipeline, with `retry_dispatch`.
 """
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import aiohttp
 import httpx
@@ -45,10 +46,12 @@ PROBE_TIMEOUT_S = 5.0
 READY_TIMEOUT_S = 4.0  # it may compute a token
 LIST_TIMEOUT_S = 30.0  # token ids of all residents may be megabytes
 DISPATCHES_MAX = 5
+RETRY_WAIT_S = 0.1  # the first; each later one is twice as long
 CONTROL_PATHS = ("/health", "/ready", "/kv/status")  # calls of these are no request's own; cancels are none either
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class UpstreamError(Exception):
@@ -112,6 +115,7 @@ class RestoreFailedError(UpstreamStatusError):
 
 
 BACKEND_LOST_ERRORS = (UpstreamUnreachableError, UpstreamConnectionError)
+RETRIED_ERRORS = (*BACKEND_LOST_ERRORS, StepFailedError)
 
 
 class ByteStream:
@@ -130,14 +134,19 @@ class ByteStream:
         await self._response.close()
 
 
-def retry_dispatch() -> AsyncRetrying:
-    """Retry a request that sent nothing yet when the backend is lost, at most DISPATCHES_MAX times in all."""
-    return AsyncRetrying(
-        retry=retry_if_exception_type((*BACKEND_LOST_ERRORS, StepFailedError)),
-        stop=stop_after_attempt(DISPATCHES_MAX),
-        wait=wait_exponential(multiplier=0.1, max=2.0),
+async def retry_dispatch(dispatch: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Dispatch a request, again where the backend is lost and nothing was sent yet, at most DISPATCHES_MAX times."""
+    try:
+        return await dispatch(*args, **kwargs)  # most succeed at once, and need nothing of what follows
+    except RETRIED_ERRORS:
+        await asyncio.sleep(RETRY_WAIT_S)
+    retrying = AsyncRetrying(
+        retry=retry_if_exception_type(RETRIED_ERRORS),
+        stop=stop_after_attempt(DISPATCHES_MAX - 1),
+        wait=wait_exponential(multiplier=2 * RETRY_WAIT_S, max=2.0),
         reraise=True,
     )
+    await retrying(dispatch, *args, **kwargs)
 
 
 class _ReadyReply(msgspec.Struct):

@@ -33,7 +33,7 @@ async def test_lease_ends_after_failed_index_plan(tmp_path: Path, monkeypatch: p
         raise OSError(errno.EIO, "as scripted")
 
     async with run_proxy(tmp_path) as proxy:
-        monkeypatch.setattr(proxy.index, "begin_save", fails)
+        monkeypatch.setattr(proxy.index, "begin_turn_save", fails)
         await proxy.chat()
         assert await list_evictable(proxy) == set(proxy.backend.residents) and not proxy.backend.calls["save"]
 

@@ -292,7 +292,7 @@ async def test_saves_do_not_block_requests(tmp_path: Path) -> None:
 async def test_failed_save_leaves_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with run_proxy(tmp_path) as proxy:
         with monkeypatch.context() as planted:
-            planted.setattr(proxy.index, "begin_save", lambda *_, **__: 1 / 0)
+            planted.setattr(proxy.index, "begin_turn_save", lambda *_, **__: 1 / 0)
             assert (await proxy.chat(TEXT)).status == 200
             await proxy.wait_until_saved()
         assert (await proxy.chat(TEXT)).status == 200
