@@ -45,6 +45,7 @@ class BackendState:
         self._may_have_predecessor = True  # a proxy that died, and whose requests the backend still computes
         self._predecessor_lock = asyncio.Lock()
         self._suspects: set[SuspectPrefix] = set()
+        self._suspect_changes = 0
         self.before_listing: Callable[[], Awaitable[None]] | None = None  # may raise UpstreamError
 
     async def status(self) -> BackendStatus:
@@ -147,10 +148,17 @@ class BackendState:
         """Exclude these tokens, on disk and in memory, from use until `remove_suspect`."""
         suspect = SuspectPrefix(root, tokens)
         self._suspects.add(suspect)
+        self._suspect_changes += 1
         return suspect
 
     def remove_suspect(self, suspect: SuspectPrefix) -> None:
         self._suspects.discard(suspect)
+        self._suspect_changes += 1
+
+    @property
+    def change_count(self) -> int:
+        """Changes of residents and suspects: as long as it is equal, so are candidates and trusted tokens."""
+        return self.resident_view.change_count + self._suspect_changes
 
     def count_trusted_tokens(self, root: bytes, prompt: bytes) -> int:
         """Count the prompt's tokens that may be reused."""

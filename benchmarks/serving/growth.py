@@ -1,6 +1,6 @@
 """CPU time of a small warm request, by the number of conversations that the pair holds in memory and on disk.
 
-Usage: python benchmarks/growth.py [--residents 10 100 500 2000] [--requests 200] [--rounds 3] [--json FILE]
+Usage: PYTHONPATH=benchmarks .venv/bin/python benchmarks/serving/growth.py [--requests 240] [--rounds 3] [--json FILE]
 
 A pair with a tiny model is filled with short conversations.  At each stage CLIENTS clients repeat a prompt of their
 own, so that all but its last token is reused.  CPU time is both processes' own, saves included; Linux only.
@@ -55,8 +55,11 @@ def main() -> None:
     parser.add_argument("--residents", type=int, nargs="+", default=[10, 100, 500, 2000])
     parser.add_argument("--requests", type=int, default=200, help="a round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every value measured to this file")
+    parser.add_argument("--quick", action="store_true", help="small and once: whether it works, not how fast")
     options = parser.parse_args()
+    if options.quick:
+        options.residents, options.requests, options.rounds = [8, 16], 16, 1
     columns = {"residents": 9, "proxy ms": 8, "ratio": 5, "backend ms": 10, "ratio ": 5}
     table = StreamingTable(Console(), f"CPU a small warm request, {CLIENTS} clients, medians of rounds", columns)
     rows: list[GrowthRow] = []

@@ -1,6 +1,6 @@
 """CPU time of a small warm request, by the number of clients that ask at once.
 
-Usage: python benchmarks/overhead.py [--clients 1 8 64] [--requests 320] [--rounds 3] [--json FILE]
+Usage: PYTHONPATH=benchmarks .venv/bin/python benchmarks/serving/overhead.py [--requests 240] [--rounds 3] [--json FILE]
 
 Each client repeats a prompt of its own on a connection that it keeps, streamed and not in turn; all but the prompt's
 last token is reused.  The last column is the backend's CPU where it is asked directly.  Linux only.
@@ -44,8 +44,11 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--requests", type=int, default=320, help="a round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every value measured to this file")
+    parser.add_argument("--quick", action="store_true", help="small and once: whether it works, not how fast")
     options = parser.parse_args()
+    if options.quick:
+        options.clients, options.requests, options.rounds = [1, 2], 4, 1
     columns = {"clients": 7, "proxy ms": 8, "ratio": 5, "backend ms": 10, "directly ms": 11}
     table = StreamingTable(Console(), "CPU a small warm request, medians of rounds", columns)
     rows: list[OverheadRow] = []
