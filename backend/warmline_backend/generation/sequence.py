@@ -5,7 +5,7 @@ Stages: waiting or following -> prefill (chunk after chunk) -> decode (in a grou
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
@@ -16,6 +16,7 @@ from warmline_backend.generation.answer import Answer
 from warmline_backend.generation.decode_batch import DecodeBatch
 from warmline_backend.generation.events import EventListener
 from warmline_backend.generation.sampling import LogitsProcessor, LogprobsCapture, Sampler, SamplerFault
+from warmline_backend.kv_cache.batch_prefill import prefill_batch
 from warmline_backend.kv_cache.kv import KV
 from warmline_backend.model.model import ServedModel
 from warmline_backend.output.expected import ExpectedOutput
@@ -84,6 +85,7 @@ class Sequence:
     chunk_tokens_max: int = UNBOUNDED  # of this prompt's chunks, once memory has run out
     has_short_chunks: bool = False  # shorter than the step, to fit the memory
     needs_eviction: bool = False  # its chunks can't be shorter, and memory has run out
+    prefills_alone: bool = False  # not in a batch with others, after one that failed
     error_code: str = ""  # of the error that ends it; "" for a code by its end
 
     def __post_init__(self) -> None:
@@ -222,6 +224,27 @@ class Sequence:
             self._fork_positions.remove(position)
             self.kv.checkpoints.pop(position, None)
 
+    def can_take_over(self, leader: "Sequence") -> bool:
+        """True where this follower can go on with the very KV of its leader: it shares all that is computed of it."""
+        kv = leader.kv
+        is_shared = not leader.decode_started_at and kv.length <= self.request.reuse_tokens
+        return is_shared and kv.find_continue_position(kv.length) == kv.length
+
+    def take_over(self, leader: "Sequence") -> None:
+        """Go on with the KV of an ended leader, and keep the states that it was to keep."""
+        reuse_tokens, request = self.request.reuse_tokens, leader.request
+        shared = [position for position in request.checkpoints if position <= reuse_tokens]
+        self.request = replace(self.request, checkpoints=tuple(sorted({*shared, *self.request.checkpoints})))
+        self.kv, self.adopted_resident_id = leader.kv, leader.adopted_resident_id
+        self._fork_positions = {position for position in leader._fork_positions if position <= reuse_tokens}
+        self._set_grid_end()
+        self.reused_tokens = self.kv.length
+
+    def keep_fork_positions(self, positions: Iterable[int]) -> None:
+        """Drop the states at all fork positions but these."""
+        for position in self._fork_positions.difference(positions):
+            self.remove_fork_position(position)
+
     # ---- prefill and end
 
     def prefill_chunk(self, step: int) -> int:
@@ -231,7 +254,7 @@ class Sequence:
         """
         tokens = self._begin_chunk(step)
         self.kv.prefill(self.served.model, tokens)
-        self._complete_chunk()
+        self.complete_chunk()
         return len(tokens)
 
     def begin_layerwise_chunk(self, step: int) -> "LayerwiseChunk":
@@ -241,7 +264,7 @@ class Sequence:
 
     def _compute_layers(self, tokens: list[int]) -> Iterator[None]:
         yield from self.kv.prefill_by_layers(self.served.model, tokens)
-        self._complete_chunk()
+        self.complete_chunk()
 
     def _begin_chunk(self, step: int) -> list[int]:
         """Tokens of the next chunk, of at most `step`."""
@@ -249,7 +272,8 @@ class Sequence:
         self._capture_rollback_point()
         return self.inputs[start:end]
 
-    def _complete_chunk(self) -> None:
+    def complete_chunk(self) -> None:
+        """Keep the rows and the state of a computed chunk for a save."""
         self.kv.capture_window()
         if self.kv.length in self.chunk_ends:
             self.kv.capture_checkpoint()
@@ -291,26 +315,15 @@ class Sequence:
         own, self._logprobs_capture.logprobs = self._logprobs_capture.logprobs, None
         self.first_logits = sampling.make_first_logits(logprobs if own is None else own)
 
-    def make_decode_batch(self) -> DecodeBatch:
-        """Make a decode batch of this sequence alone; computes its first step."""
+    def prepare_decoding(self) -> tuple[Sampler, list[LogitsProcessor]]:
+        """Make its sampler and processors, and keep what saves and rewinds need of the KV before its first step."""
+        self.complete_chunk()  # of a batch
         self._capture_rollback_point()
         if self._sampler is None:
             self._sampler, self._processors = self._make_sampling()
             if self.can_redraw:
                 self.kv.capture_rewind_point()
-        return DecodeBatch(
-            self.request.matcher,
-            self.served.model,
-            [self.request.id],
-            mx.array(self.inputs[-1:]),
-            self.kv.layers,
-            [self.kv.tokens],
-            [self._sampler],
-            greedy_sampler,
-            [self._processors],
-            [StopSequences()],
-            [UNBOUNDED],
-        )
+        return self._sampler, self._processors
 
     def _make_sampling(self) -> tuple[Sampler, list[LogitsProcessor]]:
         params = self.request.params
@@ -359,6 +372,34 @@ class Sequence:
         if self.answer.token_count and not self.kv.layout.problem:
             self.kv.rewind(self.sent_length)
             self.kv.rewind_points = []
+
+
+def make_decode_batch(sequences: list[Sequence]) -> DecodeBatch:
+    """Make a decode batch of all sequences of a KV batch, in its order; computes its first step."""
+    samplers, processors = zip(*(sequence.prepare_decoding() for sequence in sequences), strict=True)
+    sequences[0].kv.prepare_decoding()  # its layers are those of all
+    return DecodeBatch(
+        [sequence.request.matcher for sequence in sequences],
+        sequences[0].served.model,
+        [sequence.request.id for sequence in sequences],
+        mx.array([sequence.inputs[-1] for sequence in sequences]),
+        sequences[0].kv.layers,
+        [sequence.kv.tokens for sequence in sequences],
+        list(samplers),
+        greedy_sampler,
+        list(processors),
+        [StopSequences() for _ in sequences],
+        [UNBOUNDED for _ in sequences],
+    )
+
+
+def prefill_last_chunks(sequences: list[Sequence]) -> None:
+    """Compute the last chunks of several sequences in one forward pass; they share a batch then.
+
+    Where an exception is raised, nothing has changed.
+    """
+    chunks = [sequence.inputs[sequence.kv.length : -1] for sequence in sequences]
+    prefill_batch(sequences[0].served.model, [sequence.kv for sequence in sequences], chunks)
 
 
 @dataclass(eq=False)
