@@ -228,6 +228,7 @@ def test_residents_are_evicted_for_fork_states(root: Path) -> None:
     driver.step()
     old = driver.scheduler.residents.add(model.make_kv(journals=True), lease_s=0.0)
     driver.scheduler.residents._entries[old].bytes_held = 10 * model.state_bytes
+    driver.scheduler.residents.bytes_held += 10 * model.state_bytes
     for at in (100, 200, 300):
         driver.submit(make_prompt(at) + make_prompt(5, 2), 1, follow=name, reuse=at)
     assert old in driver.scheduler.residents
