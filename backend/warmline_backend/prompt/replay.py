@@ -23,6 +23,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from warmline_backend.prompt.messages import ChatConversation, decode_arguments
 from warmline_backend.prompt.template_compat import ConversationItem, OriginalMessage
+from warmline_backend.prompt.tokenization.text_tokenizer import Tokens
 from warmline_backend.request.params import Tools
 from warmline_backend.tool_parsers.registry import ToolFormat, detect_tool_format
 from warmline_common.protocol.messages import SampledTurn
@@ -30,7 +31,7 @@ from warmline_common.protocol.tokens import pack_tokens, unpack_tokens
 
 ParsedTurn = tuple[str, list[tuple[str, str]]]  # content, and the calls' names and arguments as JSON
 TurnParser = Callable[[Sequence[int], Tools], ParsedTurn]  # tokens of an answer, and the prompt's tools
-TokenizedText = tuple[list[int], Callable[[int], int]]  # ids, and how many of them lie wholly before a character
+TokenizeFunction = Callable[[str, int], Tokens]  # of a text, and the number of tokens before it
 
 SHAPES_MAX = 1024
 PARSED_TURNS_MAX = 4096  # cached
@@ -106,6 +107,12 @@ class ToolCallReplayer:
     def _strip_reasoning(self, content: str) -> str:
         """Strip reasoning that some clients send before the content."""
         return content.rpartition(self._think_end)[2] if self._think_end else content
+
+    def clear_cache(self) -> None:
+        """Drop the answers that were parsed."""
+        with self._lock:
+            self._parsed_turns.clear()
+            self._parsed_turns_bytes = 0
 
     def _parse_cached(self, sampled: list[int], tools: Tools, tools_key: bytes) -> ParsedTurn | None:
         key = tools_key + pack_tokens(sampled)
@@ -283,8 +290,8 @@ def _is_equal(a: Any, b: Any) -> bool:
 
 
 def splice_tokens(
-    text: str, spans: list[SampledSpan], marked: MarkedConversation, tokenize: Callable[[str], TokenizedText]
-) -> TokenizedText:
+    text: str, spans: list[SampledSpan], marked: MarkedConversation, tokenize: TokenizeFunction
+) -> Tokens:
     """Tokenize the text, with sampled tokens for the spans.  Offsets are of the marked text."""
     ids: list[int] = []
     starts: list[int] = []  # characters at which the parts below begin
@@ -298,16 +305,16 @@ def splice_tokens(
 
     position = 0
     for span in spans:
-        add_part(position, *_tokenize_restored(text[position : span.start], marked, tokenize))
+        add_part(position, *_tokenize_restored(text[position : span.start], len(ids), marked, tokenize))
         add_part(span.start, span.tokens, lambda _: 0)
         position = span.end
-    add_part(position, *_tokenize_restored(text[position:], marked, tokenize))
+    add_part(position, *_tokenize_restored(text[position:], len(ids), marked, tokenize))
     return ids, lambda offset: parts[bisect_right(starts, offset) - 1](offset)
 
 
 def _tokenize_restored(
-    marked_text: str, marked: MarkedConversation, tokenize: Callable[[str], TokenizedText]
-) -> TokenizedText:
+    marked_text: str, tokens_before: int, marked: MarkedConversation, tokenize: TokenizeFunction
+) -> Tokens:
     """Tokenize a piece of text with its placeholders resolved.  Offsets are of the marked text."""
     if not marked_text:
         return [], lambda _: 0
@@ -315,5 +322,6 @@ def _tokenize_restored(
     for match in marked.placeholder_pattern.finditer(marked_text):
         edges.append(match.end())
         shifts.append(shifts[-1] + len(marked.resolve_placeholder(match)) - len(match[0]))
-    tokens, token_at = tokenize(marked.placeholder_pattern.sub(marked.resolve_placeholder, marked_text))
+    text = marked.placeholder_pattern.sub(marked.resolve_placeholder, marked_text)
+    tokens, token_at = tokenize(text, tokens_before)
     return tokens, lambda offset: token_at(max(0, offset + shifts[bisect_right(edges, offset) - 1]))
