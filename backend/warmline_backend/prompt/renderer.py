@@ -20,6 +20,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
 from warmline_backend.prompt.boundaries import RenderedConversation
+from warmline_backend.prompt.message_ends import MessageEndCache
 from warmline_backend.prompt.messages import ROLES, ChatConversation, extract_reasoning, parse_conversation
 from warmline_backend.prompt.render_limits import RenderLimits
 from warmline_backend.prompt.replay import ToolCallReplayer, TurnParser, splice_tokens
@@ -85,6 +86,7 @@ class TemplateRenderer:
         self._tokenizer: Any = tokenizer._tokenizer  # the wrapper forwards no __call__
         self._vocabulary_size = vocabulary_size or len(tokenizer)
         self._text_tokenizer = TextTokenizer(self._tokenizer)
+        self._message_ends = MessageEndCache()
         self._template_args = dict(template_args or {})
         self._template_source = _find_template_source(tokenizer)
         self.traits = TemplateTraits()
@@ -99,8 +101,9 @@ class TemplateRenderer:
             self._check_template_args()
 
     def clear_cache(self) -> None:
-        """Drop the texts that were tokenized and the answers that were parsed."""
+        """Drop the texts that were tokenized, their messages' ends, and the answers that were parsed."""
         self._text_tokenizer.clear_cache()
+        self._message_ends.clear()
         if self._replayer is not None:
             self._replayer.clear_cache()
 
@@ -237,7 +240,7 @@ class TemplateRenderer:
         can_replay = turns and self._text_tokenizer.has_offsets
         if can_replay and (replayed := self._replay_turns(conversation, turns, limits, root)):
             return replayed
-        rendered = self._render_conversation(conversation, limits)
+        rendered = self._render_conversation(conversation, limits, root)
         return rendered, self._text_tokenizer.tokenize(rendered.text, limits, root)
 
     def _replay_turns(
@@ -255,7 +258,7 @@ class TemplateRenderer:
             if not sampled:
                 break
             marked = self._replayer.mark_conversation(conversation, sampled)
-            rendered = self._render_conversation(marked.conversation, limits)
+            rendered = self._render_conversation(marked.conversation, limits, root)
             spans, doubtful = self._replayer.find_spans(marked, rendered.text, rendered.tail)
             doubtful |= {span.message_index for span in spans if not self._can_split_at(rendered.text, span.end)}
             if not doubtful:
@@ -267,7 +270,9 @@ class TemplateRenderer:
         """True where the text after `offset` becomes the same tokens by itself."""
         return self._can_split_anywhere or offset == len(text) or text.startswith(self._added_tokens, offset)
 
-    def _render_conversation(self, conversation: ChatConversation, limits: RenderLimits) -> RenderedConversation:
+    def _render_conversation(
+        self, conversation: ChatConversation, limits: RenderLimits, root: bytes
+    ) -> RenderedConversation:
         options = {"continue_final_message": True} if conversation.continue_final else {}
         try:
             text = self._render_messages(conversation, conversation.messages, conversation.generation_prompt, **options)
@@ -281,7 +286,7 @@ class TemplateRenderer:
             limits.cancellation.check()
             return self._render_prefix(conversation, messages)
 
-        return RenderedConversation(conversation, text, render_prefix)
+        return RenderedConversation(conversation, text, render_prefix, self._message_ends, root)
 
     def _render_messages(
         self, conversation: ChatConversation, messages: list[Message], generation_prompt: bool, **options: object

@@ -4,7 +4,8 @@ A client sends calls back parsed: their spaces, order and escapes are not the mo
 tokens still parse to what the client sends, they stand in the prompt, so that a prompt begins as the last one went on.
 
 The conversation is rendered with placeholders, random words, for such a message's content and the names of its calls.
-They show the place of the tokens; where it is ambiguous the message stays as rendered.
+They are the same in each turn, whose messages are then known (`message_ends`).  They show the place of the tokens;
+where it is ambiguous the message stays as rendered.
 """
 
 import json
@@ -72,6 +73,7 @@ class ToolCallReplayer:
         self._think_end = str(tokenizer.think_end or "")
         self._eos_texts = [str(tokenizer.decode([token])) for token in sorted(tokenizer.eos_token_ids)]
         self._eos_pattern = re.compile("|".join(map(re.escape, filter(None, self._eos_texts))) or r"\Z")
+        self._word = f"w{secrets.token_hex(8)}"  # begins placeholders, the same in each turn of a conversation
         self._verified_shapes: set[str] = set()  # of regions that read as they should
         self._parsed_turns: OrderedDict[bytes, ParsedTurn | None] = OrderedDict()
         self._parsed_turns_bytes = 0
@@ -136,7 +138,7 @@ class ToolCallReplayer:
 
     def mark_conversation(self, conversation: ChatConversation, sampled: dict[int, list[int]]) -> MarkedConversation:
         """Put placeholders into the messages with sampled tokens."""
-        word, items = f"w{secrets.token_hex(8)}", list(conversation.items)
+        word, items = self._word, list(conversation.items)
         for index in sampled:
             items[index] = self._mark_item(items[index], index, word)
         return MarkedConversation(

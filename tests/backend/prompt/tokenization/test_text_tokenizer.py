@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, PreTokenizedString, Tokenizer, pre_tokenizers, processors
 
-from support.backend.tokenizer_kinds import KINDS, NORMALIZED, PLAIN, make_gpt_2, make_llama_3, wrap_tokenizer
+from support.backend.small_tokenizers import KINDS, NORMALIZED, PLAIN, make_gpt_2, make_llama_3, wrap_tokenizer
 from warmline_backend.prompt.render_limits import PromptTooLongError, RenderCancelledError, RenderLimits
 from warmline_backend.prompt.tokenization import text_cache, text_tokenizer
 from warmline_backend.prompt.tokenization.added_tokens import NO_SEPARATORS, find_separators
@@ -150,7 +150,7 @@ def test_short_and_foreign_texts_are_tokenized_whole() -> None:
 
 
 def test_added_beginning_is_not_taken_for_another_text() -> None:
-    """Where the tokenizer itself adds tokens to a text, each text is tokenized whole."""
+    """Texts to which the tokenizer itself adds tokens are tokenized whole."""
     tokenizer = TextTokenizer(wrap_tokenizer(make_llama_3()))
     text = make_conversation(10)
     tokenizer.tokenize(text, LIMITS)
