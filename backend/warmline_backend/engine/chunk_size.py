@@ -25,6 +25,7 @@ from warmline_backend.model.model import MEMORY_SHARE, ServedModel, compute_memo
 from warmline_backend.model.step_memory import DEPTH_MAX, count_heads, fit_tokens, reckon_step_memory
 from warmline_backend.request.params import GenerationParams
 from warmline_backend.scheduler.capacity import sequence_tokens_max
+from warmline_common.protocol.tokens import TokenArray
 from warmline_common.storage import disk
 
 log = logging.getLogger(__name__)
@@ -134,7 +135,9 @@ def time_chunks(served: ServedModel, lengths: Sequence[int]) -> ChunkTiming:
 
 
 def _time_once(served: ServedModel, lengths: Sequence[int]) -> ChunkTiming:
-    prompt = [n * 7919 % served.vocabulary_size for n in range(sum(lengths) + 1)]  # varied tokens, for all experts
+    prompt = TokenArray(
+        n * 7919 % served.vocabulary_size for n in range(sum(lengths) + 1)
+    )  # varied tokens, for all experts
     params = GenerationParams(max_tokens=1)
     request = GenerationRequest("prefill step", prompt, params, lambda _: None, leaves_resident=False)
     sequence = sequences.Sequence(request, served.make_kv(journals=False), served)

@@ -18,6 +18,7 @@ from warmline_backend.request.params import GenerationParams
 from warmline_backend.scheduler.capacity import sequence_tokens_max
 from warmline_backend.scheduler.decode_group import DecodeGroup
 from warmline_backend.scheduler.scheduler import SchedulerSettings
+from warmline_common.protocol.tokens import TokenArray
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class _WarmUpRunner:
         self._step(group)
 
     def _prefill(self, prompt_tokens: int, *, sampled: bool) -> Sequence:
-        prompt = [1 + n % (self._served.vocabulary_size - 1) for n in range(prompt_tokens + 1)]
+        prompt = TokenArray(1 + n % (self._served.vocabulary_size - 1) for n in range(prompt_tokens + 1))
         sampling = {"temperature": 1.0, "top_p": 0.9, "seed": 0} if sampled else {}
         params = GenerationParams(max_tokens=DECODE_STEPS, ignore_eos=True, **sampling)  # type: ignore[arg-type]
         request = GenerationRequest("warm-up", prompt, params, lambda _: None, leaves_resident=False)

@@ -23,7 +23,7 @@ from warmline_backend.output.parser import OutputParser
 from warmline_backend.request.params import GenerationParams
 from warmline_backend.structured_output.matcher import Matcher
 from warmline_common.protocol.messages import FirstLogits, GenerationResult, Timings
-from warmline_common.protocol.tokens import pack_tokens
+from warmline_common.protocol.tokens import TokenArray, pack_tokens
 from warmline_common.protocol.waits import STEP, TURNS
 
 # Distance of chunk ends that only followers need: each costs a state and a short chunk, while the tokens between two
@@ -52,7 +52,7 @@ class GenerationRequest(GenerationOptions):
     """A validated request to the engine."""
 
     id: str
-    prompt: list[int]
+    prompt: TokenArray
     params: GenerationParams
     listener: EventListener
     matcher: Matcher | None = None  # grammar of the answer, with the state of this run
@@ -121,7 +121,7 @@ class Sequence:
         return len(self.request.prompt) + self.answer_tokens_max
 
     @property
-    def all_tokens(self) -> list[int]:
+    def all_tokens(self) -> TokenArray:
         """Tokens that it computes: the prompt, and the answer as far as it is sent."""
         return max(self.request.prompt, self.kv.tokens[: self.sent_length], key=len)
 
@@ -268,7 +268,7 @@ class Sequence:
         """Tokens of the next chunk, of at most `step`."""
         start, end = self.kv.length, self.find_next_chunk_end(step)
         self._capture_rollback_point()
-        return self.inputs[start:end]
+        return list(self.inputs[start:end])
 
     def _complete_chunk(self) -> None:
         self.kv.capture_window()
@@ -323,9 +323,9 @@ class Sequence:
             self.request.matcher,
             self.served.model,
             [self.request.id],
-            mx.array(self.inputs[-1:]),
+            mx.array([self.inputs[-1]]),
             self.kv.layers,
-            [self.kv.tokens],
+            [self.kv.tokens.ids],  # to append to
             [self._sampler],
             greedy_sampler,
             [self._processors],

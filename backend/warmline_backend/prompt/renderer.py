@@ -33,6 +33,7 @@ from warmline_common.process.redaction import PLACEHOLDER, is_field_name, quote_
 from warmline_common.protocol.messages import MessageEnd, SampledTurn
 from warmline_common.protocol.numbers import convert_integer
 from warmline_common.protocol.surrogates import replace_halves
+from warmline_common.protocol.tokens import TokenArray
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     prompt (and whatever the template puts behind it); 0 where unknown, as for completions.
     """
 
-    tokens: list[int]
+    tokens: TokenArray
     boundaries: list[int] = []
     turn_end: int = 0
     messages: list[MessageEnd] = []
@@ -176,12 +177,12 @@ class TemplateRenderer:
             return RenderedPrompt(tokens=tokens)
         if isinstance(prompt, list):
             limits.check_ids(len(prompt))
-        tokens = _parse_token_ids(prompt)
-        if not tokens:
+        ids = _parse_token_ids(prompt)
+        if not ids:
             raise FieldError("prompt", "is empty")
-        if min(tokens) < 0 or max(tokens) >= self._vocabulary_size:
+        if min(ids) < 0 or max(ids) >= self._vocabulary_size:
             raise FieldError("prompt", f"has token ids outside 0 to {self._vocabulary_size - 1}")
-        return RenderedPrompt(tokens=tokens)
+        return RenderedPrompt(tokens=TokenArray(ids))
 
     def _render_chat(
         self, body: dict[str, Any], turns: Sequence[SampledTurn], limits: RenderLimits, root: bytes

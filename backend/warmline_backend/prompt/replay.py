@@ -28,7 +28,7 @@ from warmline_backend.prompt.tokenization.text_tokenizer import Tokens
 from warmline_backend.request.params import Tools
 from warmline_backend.tool_parsers.registry import ToolFormat, detect_tool_format
 from warmline_common.protocol.messages import SampledTurn
-from warmline_common.protocol.tokens import pack_tokens, unpack_tokens
+from warmline_common.protocol.tokens import TokenArray, pack_tokens, unpack_tokens
 
 ParsedTurn = tuple[str, list[tuple[str, str]]]  # content, and the calls' names and arguments as JSON
 TurnParser = Callable[[Sequence[int], Tools], ParsedTurn]  # tokens of an answer, and the prompt's tools
@@ -295,11 +295,11 @@ def splice_tokens(
     text: str, spans: list[SampledSpan], marked: MarkedConversation, tokenize: TokenizeFunction
 ) -> Tokens:
     """Tokenize the text, with sampled tokens for the spans.  Offsets are of the marked text."""
-    ids: list[int] = []
+    ids = TokenArray()
     starts: list[int] = []  # characters at which the parts below begin
     parts: list[Callable[[int], int]] = []
 
-    def add_part(start: int, tokens: list[int], token_at: Callable[[int], int]) -> None:
+    def add_part(start: int, tokens: Iterable[int], token_at: Callable[[int], int]) -> None:
         base = len(ids)
         starts.append(start)
         parts.append(lambda offset: base + token_at(offset - start))
@@ -319,7 +319,7 @@ def _tokenize_restored(
 ) -> Tokens:
     """Tokenize a piece of text with its placeholders resolved.  Offsets are of the marked text."""
     if not marked_text:
-        return [], lambda _: 0
+        return TokenArray(), lambda _: 0
     edges, shifts = [0], [0]
     for match in marked.placeholder_pattern.finditer(marked_text):
         edges.append(match.end())

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import xxhash
 
+from warmline_common.protocol.tokens import TOKEN_BYTES, TokenArray
+
 BLOCK_CHARS = 4096
 TEXT_CHARS_MIN = 128  # a shorter one is tokenized about as soon as it is found
 TEXTS_MAX = 16_384
@@ -25,13 +27,13 @@ class TokenizedText:
     """A text, its token ids, and for each token the end of the characters up to there.  The arrays are not changed."""
 
     text: str
-    ids: "array[int]"
+    ids: TokenArray
     ends: "array[int]"
     hashes: tuple[bytes, ...] = ()  # of its beginnings, ascending
 
     @property
     def nbytes(self) -> int:
-        arrays = sum(len(each) * each.itemsize for each in (self.ids, self.ends))
+        arrays = TOKEN_BYTES * (len(self.ids) + len(self.ends))
         return sys.getsizeof(self.text) + arrays + _HASH_BYTES * len(self.hashes) + _TEXT_BYTES
 
 

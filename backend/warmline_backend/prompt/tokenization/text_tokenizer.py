@@ -26,11 +26,11 @@ from warmline_backend.prompt.tokenization.text_cache import (
 )
 from warmline_backend.prompt.tokenization.tokenizer_process import TokenizerProcessError, tokenize_in_process
 from warmline_backend.request.params import BadRequestError
-from warmline_common.protocol.tokens import count_common_chars
+from warmline_common.protocol.tokens import TokenArray, count_common_chars
 
 THREAD_CHARS_MAX = 1_000_000  # more new text is tokenized in a process, which can be ended
 
-Tokens = tuple[list[int], Callable[[int], int]]  # ids, and how many of them lie wholly before a character
+Tokens = tuple[TokenArray, Callable[[int], int]]  # ids, and how many of them lie wholly before a character
 
 
 class TextTokenizer:
@@ -82,13 +82,13 @@ class TextTokenizer:
         """
         if not self.has_offsets:
             limits.check_text(text, self.encode, tokens_before)
-            return self.encode(text, add_special_tokens), lambda _: 0
+            return TokenArray(self.encode(text, add_special_tokens)), lambda _: 0
         if self._separators and not (add_special_tokens and self._adds_special_tokens):
             tokenized = self._tokenize_cached(text, limits, root, tokens_before)
         else:
             tokenized = self._tokenize_whole(text, limits, tokens_before, add_special_tokens)
         ends = tokenized.ends
-        return tokenized.ids.tolist(), lambda offset: bisect_right(ends, offset) if offset else 0
+        return tokenized.ids, lambda offset: bisect_right(ends, offset) if offset else 0
 
     def _tokenize_cached(self, text: str, limits: RenderLimits, root: bytes, tokens_before: int) -> TokenizedText:
         hashes = hash_beginnings(root, text)
@@ -131,7 +131,7 @@ class TextTokenizer:
         else:
             encoding = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).encodings[0]
         return TokenizedText(
-            text, array("I", encoding.ids), array("I", accumulate((end for _, end in encoding.offsets), max))
+            text, TokenArray(encoding.ids), array("I", accumulate((end for _, end in encoding.offsets), max))
         )
 
     def _tokenize_in_process(self, text: str, limits: RenderLimits, add_special_tokens: bool) -> TokenizedText:
@@ -141,4 +141,4 @@ class TextTokenizer:
         except (TokenizerProcessError, OSError) as error:
             fault = f"the process that tokenizes {len(text)} characters has failed: {error}; shorten the prompt"
             raise BadRequestError(fault) from error
-        return TokenizedText(text, ids, ends)
+        return TokenizedText(text, TokenArray(ids), ends)
