@@ -71,6 +71,10 @@ class TokenArray(Sequence[int]):
         joined.extend(other)
         return joined
 
+    def __iadd__(self, other: Iterable[int]) -> "TokenArray":
+        self.extend(other)
+        return self
+
     def __repr__(self) -> str:
         return f"TokenArray({self.ids.tolist()})"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from support.backend.families import load_family
-from warmline_backend.generation.sequence import GenerationRequest, Sequence
+from warmline_backend.generation.sequence import GenerationRequest, Sequence, make_decode_batch
 from warmline_backend.request.params import GenerationParams
 from warmline_common.protocol.tokens import TokenArray
 
@@ -18,7 +18,7 @@ def test_context_is_kept_for_processors_alone(root: Path, penalty: float, contex
     params = GenerationParams(max_tokens=8, ignore_eos=True, repetition_penalty=penalty)
     sequence = Sequence(GenerationRequest("a", PROMPT, params, lambda _: None), served.make_kv(journals=False), served)
     sequence.prefill_chunk(512)
-    batch = sequence.make_decode_batch()
+    batch = make_decode_batch([sequence])
     sampled = [response.token for _ in range(2) for response in batch.next()]
     assert sequence.kv.tokens == PROMPT + sampled[:2]
     assert sequence.kv.tokens is not PROMPT and len(PROMPT) == 39

@@ -42,7 +42,7 @@ def test_token_array_is_as_a_list(ids: list[int], more: list[int], start: int, e
     for token in more:
         part.append(token)
     copied = TokenArray(tokens)
-    copied.extend(TokenArray(more))
+    copied += TokenArray(more)
     assert part == copied == tokens + more == tokens + TokenArray(more) == ids + more
     assert tokens == ids, "slices, sums and copies are apart"
     assert pack_tokens(tokens) == pack_tokens(ids) and TokenArray.from_bytes(pack_tokens(ids)) == tokens
