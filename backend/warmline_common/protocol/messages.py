@@ -69,6 +69,7 @@ class PromptRequest(msgspec.Struct, kw_only=True):
     endpoint: str  # "chat" or "completion"
     body: dict[str, Any]
     turns: list[SampledTurn] = []  # those with calls that the body repeats, as far as the proxy has them
+    root: bytes = b""  # namespace; a text's tokens are taken from earlier prompts of the same one
 
 
 class MessageEnd(msgspec.Struct, kw_only=True, frozen=True):
