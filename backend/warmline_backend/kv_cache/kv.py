@@ -1,7 +1,7 @@
 """KV of one token sequence, at rest as a resident or as one row of a running batch.  Engine thread only."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -9,11 +9,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_reduce
 
-from warmline_backend.kv_cache.chunk_draft import ChunkDraft, evaluate_chunk, evaluate_chunk_by_layers
-from warmline_backend.kv_cache.codecs import CacheLayout, CacheLeaf, CodecKind, Fields, flatten, rebuild
+from warmline_backend.kv_cache.chunk_draft import compute_chunk, evaluate_chunk_by_layers, reserve_rows
+from warmline_backend.kv_cache.codecs import CacheLayout, CacheLeaf, CausalKVCache, CodecKind, Fields, flatten, rebuild
 
 LAST_CHECKPOINTS_COUNT = 3  # kept besides the first (end of system and tools): where a next turn may diverge
-BUFFER_RATIO_MAX = 1.25  # buffer rows / rows of a resident in exact mode
+BUFFER_RATIO_MAX = 1.25  # buffer rows / rows of a KV whose buffers were shrunk
 
 T = TypeVar("T")
 NamedArrays = dict[str, mx.array]  # "layer.component.field" -> array
@@ -92,12 +92,18 @@ class KV:
 
     # ---- prefill
 
+    def reserve_rows(self, rows: int) -> None:
+        """Give buffers that have rows room for `rows` of them.  Raises OutOfMemoryError, with all rows as before."""
+        reserve_rows(self.layout, self.layers, rows)
+
     def prefill(self, model: nn.Module, tokens: list[int]) -> None:
         """Compute the rows of `tokens`, alone in its batch.
 
         Raises OutOfMemoryError where memory ran out and this KV is as before; after another exception it is unusable.
         """
-        self._commit_chunk(evaluate_chunk(model, self.layout, self.layers, tokens), tokens)
+        self.reserve_rows(self.length + len(tokens))
+        self.layers = compute_chunk(model, self.layout, self.layers, tokens)
+        self.tokens += tokens
 
     def prefill_by_layers(self, model: nn.Module, tokens: list[int]) -> Iterator[None]:
         """As `prefill`, with a pause after each layer; until the end this KV is as before.
@@ -105,12 +111,14 @@ class KV:
         No shape depends on the pauses, so neither does any bit.
         """
         draft = yield from evaluate_chunk_by_layers(model, self.layout, self.layers, tokens)
-        self._commit_chunk(draft, tokens)
-
-    def _commit_chunk(self, draft: ChunkDraft, tokens: list[int]) -> None:
         self.layers = draft.commit(self.layers)
         self.tokens += tokens
-        mx.clear_cache()
+
+    def prepare_decoding(self) -> None:
+        """Have decode steps of this sequence alone use no mask, unless in exact mode."""
+        for _, cache in flatten(self.layers):
+            if isinstance(cache, CausalKVCache):
+                cache.masks_decode_steps = bool(self.grid)
 
     # ---- capture
 
@@ -197,14 +205,19 @@ class KV:
 
     # ---- reading for a save
 
-    def slice_rows(self, start: int, end: int) -> NamedArrays:
-        """Rows [start, end) of all leaves that have rows: contiguous, lazy.  Raises RowsUnavailableError."""
+    def slice_rows(self, start: int, end: int, leaf_names: Collection[str] | None = None) -> NamedArrays:
+        """Rows [start, end) of these leaves, or of all: contiguous, lazy.  Raises RowsUnavailableError."""
         leaves = self._leaves_of_kind(CodecKind.ROWS)
+        if leaf_names is not None:
+            leaves = [(leaf, held) for leaf, held in leaves if leaf.name in leaf_names]
         fields = (leaf.codec.rows(held, self.index, self.length, start, end) for leaf, held in leaves)
         rows = {name: mx.contiguous(array) for name, array in _name_arrays(leaves, fields).items()}
         if self.layout.window:
             self.capture_window()
-            rows |= self._slice_journal(start, end)
+            journal = self._slice_journal(start, end)
+            rows |= {
+                name: array for name, array in journal.items() if leaf_names is None or leaf_of(name) in leaf_names
+            }
         return rows
 
     def _slice_journal(self, start: int, end: int, leaf: str = "") -> NamedArrays:
@@ -289,16 +302,22 @@ class KV:
             self._roll_back(position)
         self.rollback_window, self.grid_end, self.rewind_points = (0, {}), position, []
 
+    @property
+    def rows_at_rest(self) -> int:
+        """Rows of its buffers after `shrink_buffers`."""
+        rows = self.buffer_rows
+        return rows if rows <= BUFFER_RATIO_MAX * self.length else self.length
+
     def shrink_buffers(self) -> None:
-        """Shrink buffers that are much longer than the rows, as after a long answer was dropped."""
-        if self.buffer_rows <= BUFFER_RATIO_MAX * self.length:
+        """Shrink buffers that are much longer than the rows, as those of a prompt that was not computed to its end.
+
+        Only on a sequence that is out of its batch.
+        """
+        if self.rows_at_rest == self.buffer_rows:
             return
-        leaves = self._leaves()
-        for n, leaf in enumerate(self.layout.leaves):
-            if leaf.codec.kind is CodecKind.ROWS:
-                fields = leaf.codec.rows(leaves[n], self.index, self.length, 0, self.length)
-                leaves[n] = leaf.codec.build(_detach(fields), self.length, leaf.template)
-        self.layers, self.index = rebuild(self.layout.template, iter(leaves)), 0
+        for leaf, held in self._leaves_of_kind(CodecKind.ROWS):  # one after the other: only one is there twice
+            rows = _detach(leaf.codec.rows(held, self.index, self.length, 0, self.length))
+            leaf.codec.commit(held, leaf.codec.build(rows, self.length, leaf.template))
 
     def _roll_back(self, position: int) -> None:
         leaves = self._leaves()
@@ -329,7 +348,9 @@ class KV:
             fields = select_fields(self._slice_journal(first, position, leaf.name), leaf.name)
         else:
             fields = leaf.codec.rows(held, self.index, self.length, 0, position)
-        return leaf.codec.build(_detach(fields) if detached else fields, position, leaf.template)
+        if detached or leaf.codec.kind is CodecKind.WINDOW:  # a ring is written to in place
+            fields = _detach(fields)
+        return leaf.codec.build(fields, position, leaf.template)
 
     def _copy_history_below(self, position: int, other: "KV") -> None:
         self.checkpoints = {at: state for at, state in other.checkpoints.items() if at <= position}
@@ -347,6 +368,11 @@ class KV:
 def _name_arrays(leaves: list[tuple[CacheLeaf, Any]], fields: Iterable[Fields]) -> NamedArrays:
     pairs = zip(leaves, fields, strict=True)
     return {f"{leaf.name}.{key}": array for (leaf, _), named in pairs for key, array in named.items()}
+
+
+def leaf_of(name: str) -> str:
+    """Name of the leaf that a named array belongs to."""
+    return name.rpartition(".")[0]
 
 
 def select_fields(entries: Mapping[str, T], leaf: str) -> dict[str, T]:

@@ -9,6 +9,7 @@ from support.backend.engine_driver import SchedulerDriver
 from support.backend.families import FAMILIES, load_family, make_prompt
 from warmline_backend.engine import warm_up as module
 from warmline_backend.engine.warm_up import prompt_lengths, warm_up
+from warmline_backend.generation.rates import Rates
 from warmline_backend.generation.sequence import Sequence
 from warmline_backend.model.loader import ModelError
 from warmline_backend.scheduler.decode_group import DecodeGroup
@@ -86,17 +87,28 @@ def test_prompt_lengths_grow_to_full_chunk_and_selection(
 
 def test_warm_up_ends_at_time_limit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock of 1 s a token: jobs that would end too late are not begun."""
-    clock, chunk = [0.0], Sequence.prefill_chunk
+    clock, chunk, batch = [0.0], Sequence.prefill_chunk, module.prefill_last_chunks
 
     def slow(sequence: Sequence, tokens: int) -> int:
         done = chunk(sequence, tokens)
         clock[0] += done
         return done
 
+    def slow_batch(sequences: list[Sequence]) -> None:
+        clock[0] += sum(sequence.prefill_tokens_left for sequence in sequences)
+        batch(sequences)
+
     monkeypatch.setattr(Sequence, "prefill_chunk", slow)
+    monkeypatch.setattr(module, "prefill_last_chunks", slow_batch)
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
-    model, few, two = load_family("llama", root), 4, 8
-    for seconds_max, seconds in ((0.0, few), (few + two, few + two), (100.0, few + two + 16 + 32), (40.0, 4 + 8 + 16)):
+    model, few, three = load_family("llama", root), 4, 4 + 5 + 4
+    few_and_three = few + three
+    for seconds_max, seconds in (
+        (0.0, few),
+        (few_and_three, few_and_three),
+        (100.0, few_and_three + 16 + 32),
+        (40.0, few_and_three + 16),
+    ):
         began = clock[0]
         warm_up(model, make_settings(), seconds_max)
         assert clock[0] - began == seconds, seconds_max
@@ -147,3 +159,11 @@ def test_slow_machine_computes_one_token(root: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module.mx, "eval", slow)
     assert warm_up(model, make_settings(), 2.0) == 1
     assert watched.chunks == watched.batches == []
+
+
+def test_chunks_are_measured_for_estimates_alone(root: Path) -> None:
+    rates = Rates()
+    warm_up(load_family("llama", root), make_settings(), LONG_S, rates)
+    assert max(each.amount for each in rates.chunks.list_usual()) == 32, "a full chunk"
+    assert all(each.seconds > 0 for each in rates.chunks.list_usual())
+    assert rates.prefill_rates == [] and rates.step_durations.slowest_s == 0.0
