@@ -377,6 +377,7 @@ class Sequence:
 def make_decode_batch(sequences: list[Sequence]) -> DecodeBatch:
     """Make a decode batch of all sequences of a KV batch, in its order; computes its first step."""
     samplers, processors = zip(*(sequence.prepare_decoding() for sequence in sequences), strict=True)
+    sequences[0].kv.prepare_decoding()  # its layers are those of all
     return DecodeBatch(
         [sequence.request.matcher for sequence in sequences],
         sequences[0].served.model,

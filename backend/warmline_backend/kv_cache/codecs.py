@@ -49,12 +49,15 @@ class CausalKVCache(BatchKVCache):  # type: ignore[misc]  # mlx-lm has no types
     """BatchKVCache whose mask for a chunk of one sequence has a name instead of an array.
 
     One sequence has no padding.  For an array, attention takes heads x chunk x context numbers on some devices: 11 GB
-    for 2,048 tokens after 84,000 with 32 heads.  Decode steps keep the array: their kernels for no mask at all depend
-    on the size of the buffer, which differs between a warm and a cold run.
+    for 2,048 tokens after 84,000 with 32 heads.  A decode step needs none: with an array it took twice as long after
+    24,000 tokens on an H200.  In exact mode it keeps the array: the kernels for no mask at all depend on the size of
+    the buffer, which differs between a warm and a cold run.
     """
 
+    masks_decode_steps = True
+
     def make_mask(self, N: int, return_array: bool = False, **options: Any) -> Any:
-        if N == 1 or self.left_padding.shape[0] > 1:
+        if self.left_padding.shape[0] > 1 or (N == 1 and (self.masks_decode_steps or return_array)):
             return super().make_mask(N, return_array, **options)
         return create_attention_mask(N, self._idx, return_array, options.get("window_size"))
 
@@ -252,10 +255,9 @@ class WindowCodec(Codec):
         }
 
     def build(self, fields: Fields, position: int, template: RotatingKVCache) -> BatchRotatingKVCache:
-        """Make a leaf; `fields` hold rows [max(0, position - window), position)."""
+        """Make a leaf of rows [max(0, position - window), position); `fields` become its ring."""
         leaf = BatchRotatingKVCache(template.max_size, [0])
-        # New array objects, as the leaf writes to its own in place; the memory of whole buffers is shared, not copied.
-        leaf.keys, leaf.values = mx.contiguous(fields["keys"]), mx.contiguous(fields["values"])
+        leaf.keys, leaf.values = fields["keys"], fields["values"]
         leaf.offset, leaf._idx = mx.array([position]), leaf.keys.shape[2]
         leaf._offset = leaf._idx
         return leaf

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_reduce
 
 from warmline_backend.kv_cache.chunk_draft import compute_chunk, evaluate_chunk_by_layers, reserve_rows
-from warmline_backend.kv_cache.codecs import CacheLayout, CacheLeaf, CodecKind, Fields, flatten, rebuild
+from warmline_backend.kv_cache.codecs import CacheLayout, CacheLeaf, CausalKVCache, CodecKind, Fields, flatten, rebuild
 
 LAST_CHECKPOINTS_COUNT = 3  # kept besides the first (end of system and tools): where a next turn may diverge
 BUFFER_RATIO_MAX = 1.25  # buffer rows / rows of a KV whose buffers were shrunk
@@ -114,6 +114,12 @@ class KV:
         self.layers = draft.commit(self.layers)
         self.tokens += tokens
 
+    def prepare_decoding(self) -> None:
+        """Have decode steps of this sequence alone use no mask, unless in exact mode."""
+        for _, cache in flatten(self.layers):
+            if isinstance(cache, CausalKVCache):
+                cache.masks_decode_steps = bool(self.grid)
+
     # ---- capture
 
     def capture_window(self) -> None:
@@ -214,7 +220,8 @@ class KV:
             }
         return rows
 
-    def _slice_journal(self, start: int, end: int) -> NamedArrays:
+    def _slice_journal(self, start: int, end: int, leaf: str = "") -> NamedArrays:
+        """Rows [start, end) of one leaf, or of all.  Raises RowsUnavailableError."""
         parts: dict[str, list[mx.array]] = {}
         reached = start
         for first, last, rows in self.journal:
@@ -222,7 +229,8 @@ class KV:
                 continue
             if first > reached:
                 break
-            for name, array in rows.items():
+            wanted = {name: array for name, array in rows.items() if not leaf or name.startswith(leaf + ".")}
+            for name, array in wanted.items():
                 parts.setdefault(name, []).append(array[:, :, reached - first : min(end, last) - first])
             reached = min(end, last)
         if reached < end:
@@ -242,7 +250,9 @@ class KV:
         """The last position up to `position` where it can be continued; 0 where there is none."""
         upto = self.floor_to_grid(min(position, self.savable_length))
         places = self._find_positions()
-        return upto if places is None else max((at for at in places if at <= upto), default=0)
+        if places is None or self._has_windows_at(upto):
+            return upto
+        return max((at for at in places if at <= upto), default=0)
 
     def _find_positions(self) -> list[int] | None:
         """As `positions`, but None means anywhere, and empty nowhere."""
@@ -260,6 +270,15 @@ class KV:
             leaf.codec.count_rows_in_memory(held, self.length) >= self.length and self.length <= leaf.template.max_size
             for leaf, held in self._leaves_of_kind(CodecKind.WINDOW)
         )
+
+    def _has_windows_at(self, position: int) -> bool:
+        """True where the journal has all rows of the windows at `position`, and nothing else is needed there."""
+        if self.layout.problem or self.layout.has_states or not 0 < position < self.length:
+            return False
+        reached = max(0, position - self.layout.window)
+        for start, end, _ in self.journal:
+            reached = end if start <= reached < end else reached
+        return reached >= position
 
     def fork(self, position: int, *, detached: bool = False) -> "KV":
         """Make a KV of the first `position` tokens; this one stays as it is.  Only where `can_continue_at(position)`.
@@ -324,9 +343,14 @@ class KV:
             fields = select_fields(point.windows, leaf.name)
         elif leaf.codec.kind is CodecKind.WINDOW and position == self.rollback_window[0]:
             fields = select_fields(self.rollback_window[1], leaf.name)
+        elif leaf.codec.kind is CodecKind.WINDOW and not self._is_window_complete():
+            first = max(0, position - leaf.template.max_size)
+            fields = select_fields(self._slice_journal(first, position, leaf.name), leaf.name)
         else:
             fields = leaf.codec.rows(held, self.index, self.length, 0, position)
-        return leaf.codec.build(_detach(fields) if detached else fields, position, leaf.template)
+        if detached or leaf.codec.kind is CodecKind.WINDOW:  # a ring is written to in place
+            fields = _detach(fields)
+        return leaf.codec.build(fields, position, leaf.template)
 
     def _copy_history_below(self, position: int, other: "KV") -> None:
         self.checkpoints = {at: state for at, state in other.checkpoints.items() if at <= position}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from warmline_backend.generation.chunk_memory import ChunkMemory
 from warmline_backend.generation.events import PrefillProgress
-from warmline_backend.generation.rates import Rates
+from warmline_backend.generation.rates import Rates, measure_chunk
 from warmline_backend.generation.sequence import Sequence, prefill_last_chunks
 from warmline_backend.generation.step_stats import StepStats
 from warmline_backend.kv_cache.batch_prefill import takes_padding
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 BACKGROUND_LAYER_S = 0.5
 BACKGROUND_STEP_MIN = 32  # tokens, also while the speed is not known
 CHUNKS_SKIPPED_MAX = 4  # chunks of shorter prompts that a long one waits for, at most
+CHUNKS_REPORTED_MAX = 16  # of a prompt, the last ones
 BATCH_SCORES_MAX = 1 << 22  # of a head, in a batch of prompts: 1 GB with 64 heads in float32
 CHUNK_COUNTED_MIN = 1 / 8  # a small prompt's chunk counts as at least this part of one
 KV_MEMORY_EXCEEDED = "kv_memory_exceeded"  # the code of errors about prompts that the memory has no room for
@@ -208,6 +209,9 @@ class Prefiller:
 
     def _record_chunk(self, sequence: Sequence, tokens: int, seconds: float) -> None:
         self.step_stats.record_chunk(tokens, seconds)
+        if not sequence.decode_started_at:  # else a part of its answer is computed again
+            chunk = measure_chunk(sequence.kv.length, tokens, seconds)
+            sequence.timings.chunks = [*sequence.timings.chunks, chunk][-CHUNKS_REPORTED_MAX:]
         self._record_prefill(sequence, tokens, seconds)
 
     def _record_prefill(self, sequence: Sequence, tokens: int, seconds: float) -> None:
