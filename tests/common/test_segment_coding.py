@@ -8,6 +8,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from warmline_common.storage.segment_coding import (
+    BLOCK_BYTES,
     BLOCK_OVERHEAD_BYTES,
     BLOCK_VALUES,
     CodingError,
@@ -32,7 +33,7 @@ def make_any(count: int) -> Values:
 
 
 def encode_all(values: Values) -> bytes:
-    return b"".join(encode(memoryview(values.tobytes())))
+    return b"".join(encode([values.tobytes()]))
 
 
 def decode_all(stored: bytes, bytes_count: int) -> bytes:
@@ -76,6 +77,15 @@ def test_every_length_comes_back(count: int, make: Callable[[int], Values]) -> N
     assert decode_all(stored, values.nbytes) == values.tobytes()
     assert is_possible_size(len(stored), values.nbytes)
     assert count // BLOCK_VALUES <= count_blocks(values.nbytes) <= count // BLOCK_VALUES + 1
+
+
+@pytest.mark.parametrize("part_bytes", [1, 999, BLOCK_BYTES // 2, BLOCK_BYTES, BLOCK_BYTES + 1])
+def test_cuts_of_the_parts_do_not_matter(part_bytes: int) -> None:
+    data = make_kv_like(2 * BLOCK_VALUES + 7).tobytes()
+    if part_bytes == 1:  # many calls
+        data = data[:2000]
+    parts = (data[start : start + part_bytes] for start in range(0, len(data), part_bytes))
+    assert b"".join(encode(parts)) == b"".join(encode([data]))
 
 
 def test_kv_takes_less_than_seven_tenths() -> None:

@@ -15,7 +15,7 @@ Errors: CodingError.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import zstandard
@@ -24,11 +24,15 @@ from numpy.typing import NDArray
 BLOCK_VALUES = 128 << 10
 BLOCK_OVERHEAD_BYTES = 4  # its length
 VALUE_BYTES = 2
+BLOCK_BYTES = BLOCK_VALUES * VALUE_BYTES  # decoded
 
 # Entropy coding alone: planes hardly repeat, and a search for matches would take most of the time.
 _COMPRESSION = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST, window_log=17, hash_log=6, chain_log=6, search_log=1, min_match=7
 )
+
+
+Bytes = bytes | bytearray | memoryview
 
 
 class CodingError(Exception):
@@ -49,7 +53,7 @@ _coders = _Coders()
 
 def count_blocks(bytes_count: int) -> int:
     """Number of blocks of a tensor of so many decoded bytes."""
-    return -(-bytes_count // (BLOCK_VALUES * VALUE_BYTES))
+    return -(-bytes_count // BLOCK_BYTES)
 
 
 def is_possible_size(stored_bytes: int, bytes_count: int) -> bool:
@@ -58,18 +62,41 @@ def is_possible_size(stored_bytes: int, bytes_count: int) -> bool:
     return bytes_count % VALUE_BYTES == 0 and least <= stored_bytes <= least + bytes_count // VALUE_BYTES
 
 
-def encode(data: memoryview) -> Iterator[bytes | memoryview]:
-    """Stored bytes of a tensor in order, some a block."""
-    values = np.frombuffer(data, "<u2")
-    for start in range(0, values.size, BLOCK_VALUES):
-        yield from _encode_block(values[start : start + BLOCK_VALUES])
+def encode(parts: Iterable[Bytes]) -> Iterator[Bytes]:
+    """Stored bytes of a tensor in order, three parts a block; `parts` are its decoded bytes, cut anywhere.
+
+    A part is valid until the next block begins.
+    """
+    for block in _iter_blocks(parts):
+        yield from _encode_block(np.frombuffer(block, "<u2"))
 
 
-def _encode_block(values: NDArray[np.uint16]) -> Iterator[bytes | memoryview]:
+def _iter_blocks(parts: Iterable[Bytes]) -> Iterator[Bytes]:
+    """The bytes of `parts`, cut where blocks end; copied where a block is spread over parts."""
+    pending = bytearray()
+    for part in parts:
+        view = memoryview(part).cast("B")
+        if pending:
+            missing = BLOCK_BYTES - len(pending)
+            pending += view[:missing]
+            view = view[missing:]
+            if len(pending) < BLOCK_BYTES:
+                continue
+            yield pending
+            pending = bytearray()
+        whole = len(view) - len(view) % BLOCK_BYTES
+        for start in range(0, whole, BLOCK_BYTES):
+            yield view[start : start + BLOCK_BYTES]
+        pending += view[whole:]
+    if pending:
+        yield pending
+
+
+def _encode_block(values: NDArray[np.uint16]) -> Iterator[Bytes]:
     upper, lower = np.empty(values.size, np.uint8), np.empty(values.size, np.uint8)
     np.right_shift(values, 8, out=upper, casting="unsafe")
     np.copyto(lower, values, casting="unsafe")
-    stored: bytes | memoryview = _coders.compressor.compress(upper.data)
+    stored: Bytes = _coders.compressor.compress(upper.data)
     if len(stored) >= values.size:
         stored = upper.data
     yield len(stored).to_bytes(BLOCK_OVERHEAD_BYTES, "little")
@@ -77,7 +104,7 @@ def _encode_block(values: NDArray[np.uint16]) -> Iterator[bytes | memoryview]:
     yield lower.data
 
 
-def decode(read: Callable[[int], bytes | memoryview], stored_bytes: int, bytes_count: int) -> Iterator[memoryview]:
+def decode(read: Callable[[int], Bytes], stored_bytes: int, bytes_count: int) -> Iterator[memoryview]:
     """Decoded bytes of a tensor in order, a block at a time, each valid until the next.
 
     `read` returns exactly as many of the next stored bytes as it is asked for; together these are `stored_bytes`.
