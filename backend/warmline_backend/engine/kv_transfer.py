@@ -6,6 +6,7 @@ The engine thread makes and copies arrays; loader, reader and writer threads onl
 import asyncio
 import errno
 import math
+import os
 import secrets
 import threading
 import time
@@ -22,6 +23,7 @@ from warmline_backend.kv_cache import segment_io
 from warmline_backend.kv_cache.kv import KV, NamedArrays, RowsUnavailableError
 from warmline_backend.kv_cache.segment_io import OperationCancelledError, RawTensor
 from warmline_backend.model.model import ServedModel
+from warmline_backend.scheduler.capacity import restore_tokens
 from warmline_backend.scheduler.scheduler import Scheduler
 from warmline_common.protocol.messages import CheckpointRef, RestoreRequest, SavedFile, SaveRequest, SegmentSpec
 from warmline_common.protocol.tokens import TOKEN_BYTES, pack_tokens, prefix_digest
@@ -32,7 +34,7 @@ from warmline_common.storage.segment_file import FileMeta
 
 T = TypeVar("T")
 
-READER_THREADS = 4
+READER_THREADS = max(4, min(8, (os.cpu_count() or 1) // 2))
 LOADER_THREADS = 4
 
 
@@ -129,9 +131,10 @@ class KvTransfer:
         name = f"{request.request_id} {secrets.token_hex(4)}"  # unique: a retry has a reservation of its own
         with self._track_job(request.request_id, is_save=False) as job:
             try:
-                bytes_needed = self._served.kv_bytes(len(request.tokens) // TOKEN_BYTES)
-                waits = await self._reserve_memory(name, job, bytes_needed)
-                return *await self._load_resident(name, request, job), waits
+                position, budget_bytes = len(request.tokens) // TOKEN_BYTES, self._engine.snapshot.memory_budget_bytes
+                tokens_max = restore_tokens(self._served, position, request.prompt_tokens, budget_bytes)
+                waits = await self._reserve_memory(name, job, self._served.kv_bytes(tokens_max))
+                return *await self._load_resident(name, request, tokens_max, job), waits
             finally:  # after the last reader has stopped: until then the memory is in use
                 job.call_when_idle(lambda: self._engine.submit(lambda scheduler: scheduler.admission.release(name)))
 
@@ -154,11 +157,11 @@ class KvTransfer:
         return {step_reason: queued - began, MEMORY: time.monotonic() - queued}
 
     async def _load_resident(
-        self, reservation_id: str, request: RestoreRequest, job: _TransferJob
+        self, reservation_id: str, request: RestoreRequest, tokens_max: int, job: _TransferJob
     ) -> tuple[str, int, float]:
         began = time.monotonic()
         load = partial(self._loader.load, request.tokens, request.chain, request.checkpoint)
-        loaded = await job.wait_for(self._loader_pool.submit(load, job.cancelled.is_set, request.root))
+        loaded = await job.wait_for(self._loader_pool.submit(load, job.cancelled.is_set, request.root, tokens_max))
         load_s = time.monotonic() - began  # without the wait for the engine's present step, which a prefill would share
 
         def install(scheduler: Scheduler) -> tuple[str, int, float]:

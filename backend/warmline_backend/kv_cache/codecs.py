@@ -194,10 +194,12 @@ class WindowCodec(Codec):
 
     def build(self, fields: Fields, position: int, template: RotatingKVCache) -> BatchRotatingKVCache:
         """Make a leaf; `fields` hold rows [max(0, position - window), position)."""
-        single = RotatingKVCache(max_size=template.max_size)
-        single.keys, single.values = fields["keys"], fields["values"]
-        single.offset, single._idx = position, fields["keys"].shape[2]
-        return self.to_batched(single)
+        leaf = BatchRotatingKVCache(template.max_size, [0])
+        # New array objects, as the leaf writes to its own in place; the memory of whole buffers is shared, not copied.
+        leaf.keys, leaf.values = mx.contiguous(fields["keys"]), mx.contiguous(fields["values"])
+        leaf.offset, leaf._idx = mx.array([position]), leaf.keys.shape[2]
+        leaf._offset = leaf._idx
+        return leaf
 
 
 def _ring_slice(buffer: mx.array, first: int, count: int, size: int) -> mx.array:

@@ -1,20 +1,28 @@
 """Segment and checkpoint files: evaluated arrays out to disk, verified bytes back into arrays.
 
-Only `expose_bytes` and `LoadedChain.build` run on the engine thread.  Writers read memory that the engine has evaluated
-and no longer changes; loaders fill arrays made for them on the engine thread.  The file format is
-`warmline_common.storage.segment_file`.
+Only `expose_bytes`, the allocation of buffers and `LoadedChain.build` run on the engine thread.  Writers read memory
+that the engine has evaluated and no longer changes; readers fill buffers made for them on the engine thread.  The file
+format is `warmline_common.storage.segment_file`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
+from warmline_backend.kv_cache.byte_buffers import (
+    DTYPE_NAMES,
+    UNSIGNED_DTYPES,
+    BufferShape,
+    ByteBuffer,
+    allocate_buffers,
+    view_bytes,
+)
 from warmline_backend.kv_cache.codecs import CacheLayout, CodecKind, round_up_to_buffer
 from warmline_backend.kv_cache.kv import KV, NamedArrays, select_fields
 from warmline_common.protocol.messages import CheckpointRef, SavedFile, SegmentRef
@@ -22,13 +30,8 @@ from warmline_common.protocol.tokens import TOKEN_BYTES, count_common_tokens, pr
 from warmline_common.storage import disk, segment_file
 from warmline_common.storage.segment_file import FileMeta, SegmentFileError, SegmentHeader
 
-# Python's buffer protocol has no bfloat16, so bytes are always reached through an unsigned type of the same width.
-UNSIGNED_DTYPES = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
-DTYPES = {"BOOL": mx.bool_, "F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "C64": mx.complex64}
-DTYPES |= {f"U{8 * width}": dtype for width, dtype in UNSIGNED_DTYPES.items()}
-DTYPES |= {"I8": mx.int8, "I16": mx.int16, "I32": mx.int32, "I64": mx.int64}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-READ_BYTES_MAX = 64 << 20  # one read call; some systems refuse 2 GiB and more
+READ_BYTES_MAX = 4 << 20  # one read call: what it has read is in the processor's cache when its checksum is computed
+JOB_BYTES_MIN = 16 << 20  # of a reader, unless its segment is smaller
 
 
 class BadChainError(Exception):
@@ -54,14 +57,9 @@ def expose_bytes(arrays: NamedArrays) -> dict[str, RawTensor]:
     unsigned = {name: array.view(UNSIGNED_DTYPES[array.dtype.size]) for name, array in arrays.items()}
     mx.eval(unsigned)
     return {
-        name: RawTensor(DTYPE_NAMES[arrays[name].dtype], arrays[name].shape, _view_bytes(array), array)
+        name: RawTensor(DTYPE_NAMES[arrays[name].dtype], arrays[name].shape, view_bytes(array), array)
         for name, array in unsigned.items()
     }
-
-
-def _view_bytes(array: mx.array) -> memoryview:
-    buffer: Any = array  # has the buffer protocol, though its type stub doesn't say so
-    return memoryview(buffer).cast("B") if array.nbytes else memoryview(b"")
 
 
 # ---- writing
@@ -117,27 +115,7 @@ def _translate_file_errors(file_id: str, good_prefix: int) -> Iterator[None]:
         raise DamagedFileError(file_id, good_prefix, reason, str(error)) from error
 
 
-@dataclass(frozen=True)
-class _ByteBuffer:
-    """An array that a reader fills through its bytes.  Made and read on the engine thread, filled on any.
-
-    Rows have the shape (1, heads, buffer rows, width) and begin with the position `first`.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    first: int
-    array: mx.array  # of the unsigned type of the same width
-    data: memoryview
-
-    @classmethod
-    def allocate(cls, dtype: str, shape: tuple[int, ...], first: int = 0) -> "_ByteBuffer":
-        array = mx.zeros(shape, UNSIGNED_DTYPES[DTYPES[dtype].size])
-        mx.eval(array)
-        return cls(dtype, shape, first, array, _view_bytes(array))
-
-
-_Buffers = dict[str, _ByteBuffer]  # by the tensor's name
+_Buffers = dict[str, ByteBuffer]  # by the tensor's name
 EngineRunner = Callable[[Callable[[], _Buffers]], _Buffers]  # runs its argument on the engine thread, and waits
 
 
@@ -153,8 +131,7 @@ class LoadedChain:
 
     def build(self, layout: CacheLayout) -> KV:
         """Make a KV of the loaded buffers.  Engine thread."""
-        buffers = self.rows | self.state
-        arrays = {name: buffer.array.view(DTYPES[buffer.dtype]) for name, buffer in buffers.items()}
+        arrays = {name: buffer.array for name, buffer in (self.rows | self.state).items()}
         state = {name: arrays[name] for name in self.state}
         built = (
             leaf.codec.build(select_fields(arrays, leaf.name), self.position, leaf.template) for leaf in layout.leaves
@@ -184,30 +161,27 @@ class ChainLoader:
         checkpoint: CheckpointRef | None,
         is_cancelled: Callable[[], bool],
         root: bytes = b"",
+        tokens_max: int = 0,
     ) -> LoadedChain:
         """Read and verify the rows and state of `tokens`; files saved under another `root` are foreign.
 
-        Raises DamagedFileError, OperationCancelledError, BadChainError.
+        The buffers have room for `tokens_max` tokens, whose content is undefined.  Raises DamagedFileError,
+        OperationCancelledError, BadChainError.
         """
         loaded = LoadedChain(len(tokens) // TOKEN_BYTES, tokens)
         _check_chain(chain, checkpoint, loaded.position, self.layout)
         prefixes = prefix_digests(root, tokens, [*(ref.start for ref in chain), loaded.position])
         headers = [self._read_segment_header(ref) for ref in chain]
         if headers:
-            loaded.rows = self.run_on_engine(lambda: self._allocate_rows(loaded.position, headers[0]))
+            shapes = self._shape_rows(loaded.position, max(loaded.position, tokens_max), headers[0])
+            loaded.rows = self.run_on_engine(lambda: allocate_buffers(shapes))
+        read = partial(self._read_tensors, loaded=loaded, is_cancelled=is_cancelled)
         jobs = [
-            self.reader_pool.submit(self._read_segment, ref, header, prefixes[ref.start], loaded, is_cancelled)
+            self.reader_pool.submit(read, ref, header, prefixes[ref.start], names)
             for ref, header in zip(chain, headers, strict=True)
+            for names in _divide_tensors(header, [segment_file.TOKENS_TENSOR, *loaded.rows])
         ]
-        try:
-            for job in jobs:  # in order, so that the first damage found is the shallowest
-                loaded.bytes_read += job.result()
-        finally:
-            for job in jobs:
-                job.cancel()
-            for job in jobs:  # no reader may write into freed memory
-                if not job.cancelled():
-                    job.exception()
+        loaded.bytes_read += _collect_bytes_read(jobs)
         if checkpoint is not None:
             self._read_state(checkpoint, prefixes[loaded.position], loaded)
         return loaded
@@ -226,40 +200,46 @@ class ChainLoader:
                 raise SegmentFileError("foreign", f"{meta.kind} {meta.id} of [{meta.start}, {meta.end})")
         return header
 
-    def _allocate_rows(self, position: int, header: SegmentHeader) -> _Buffers:
-        """Allocate buffers for the rows [0, position), or those in a window, of each tensor.  Engine thread."""
-        buffers = {}
+    def _shape_rows(self, position: int, tokens_max: int, header: SegmentHeader) -> dict[str, BufferShape]:
+        """Shapes of buffers for the rows [0, tokens_max), or those in a window at `position`, of each tensor."""
+        shapes = {}
         for leaf in self.layout.leaves:
             if leaf.codec.kind is CodecKind.STATE:
                 continue
-            first, rows = 0, round_up_to_buffer(position)
+            first, rows = 0, round_up_to_buffer(tokens_max)
             if leaf.codec.kind is CodecKind.WINDOW:
                 first = max(0, position - leaf.template.max_size)
                 rows = position - first
             for name, info in select_fields(header.tensors, leaf.name).items():
                 one, heads, _, width = info.shape
-                shape = one, heads, rows, width
-                buffers[f"{leaf.name}.{name}"] = _ByteBuffer.allocate(info.dtype, shape, first)
-        return buffers
+                shapes[f"{leaf.name}.{name}"] = BufferShape(info.dtype, (one, heads, rows, width), first)
+        return shapes
 
-    def _read_segment(
+    def _read_tensors(
         self,
         ref: SegmentRef,
         header: SegmentHeader,
         prefix: str,
+        names: Sequence[str],
+        *,
         loaded: LoadedChain,
         is_cancelled: Callable[[], bool],
     ) -> int:
+        """Compare the tokens of a segment, and read other tensors into their buffers; returns the bytes read.
+
+        Reader thread.
+        """
         with _translate_file_errors(ref.id, ref.start):
             _check_prefix(header.meta, prefix)
             with disk.open_to_read(self.segment_file(ref.id)) as file:
                 reader = _TensorReader(file, header)
-                self._check_tokens(ref, reader, loaded)
-                for name, buffer in loaded.rows.items():
+                for name in names:
                     if is_cancelled():
                         raise OperationCancelledError
-                    if ref.upto > buffer.first:
-                        reader.read_rows(name, buffer, ref.upto)
+                    if name == segment_file.TOKENS_TENSOR:
+                        self._check_tokens(ref, reader, loaded)
+                    elif ref.upto > loaded.rows[name].shape.first:
+                        reader.read_rows(name, loaded.rows[name], ref.upto)
                 return reader.bytes_read
 
     def _check_tokens(self, ref: SegmentRef, reader: "_TensorReader", loaded: LoadedChain) -> None:
@@ -279,14 +259,39 @@ class ChainLoader:
                 raise SegmentFileError("foreign", f"{meta.kind} {meta.id} at {meta.position}")
             _check_prefix(meta, prefix)
             tensors = header.select_kv_tensors().items()
-            loaded.state = self.run_on_engine(
-                lambda: {name: _ByteBuffer.allocate(info.dtype, info.shape) for name, info in tensors}
-            )
+            shapes = {name: BufferShape(info.dtype, info.shape) for name, info in tensors}
+            loaded.state = self.run_on_engine(lambda: allocate_buffers(shapes))
             with disk.open_to_read(path) as file:
                 reader = _TensorReader(file, header)
                 for name, buffer in loaded.state.items():
                     reader.read_into(name, buffer.data)
                 loaded.bytes_read += reader.bytes_read
+
+
+def _divide_tensors(header: SegmentHeader, names: list[str]) -> Iterator[list[str]]:
+    """Divide the tensors of a segment among readers."""
+    group: list[str] = []
+    group_bytes = 0
+    for name in names:
+        group.append(name)
+        group_bytes += header.tensors[name].bytes_count
+        if group_bytes >= JOB_BYTES_MIN:
+            yield group
+            group, group_bytes = [], 0
+    if group:
+        yield group
+
+
+def _collect_bytes_read(jobs: list["Future[int]"]) -> int:
+    """Sum of what the readers have read, once none of them writes any more.  Raises the first one's error."""
+    try:
+        return sum(job.result() for job in jobs)  # in order, so that the first damage found is the shallowest
+    finally:
+        for job in jobs:
+            job.cancel()
+        for job in jobs:  # no reader may write into freed memory
+            if not job.cancelled():
+                job.exception()
 
 
 def _check_prefix(meta: FileMeta, prefix: str) -> None:
@@ -324,41 +329,41 @@ class _TensorReader:
         return bytes(data)
 
     def read_into(self, name: str, data: memoryview) -> None:
-        self._fill(data, self._header.tensors[name].offset)
-        self._verify_checksum(name, [data])
+        self._verify_checksum(name, self._fill(data, self._header.tensors[name].offset))
 
-    def read_rows(self, name: str, buffer: _ByteBuffer, upto: int) -> None:
+    def read_rows(self, name: str, buffer: ByteBuffer, upto: int) -> None:
         """Read rows [max(start, buffer.first), upto) of every head into the buffer, others for the checksum only."""
-        info, meta = self._header.tensors.get(name), self._header.meta
-        if info is None or info.dtype != buffer.dtype or info.shape[1::2] != buffer.shape[1::2]:
+        info, meta, shape = self._header.tensors.get(name), self._header.meta, buffer.shape
+        if info is None or info.dtype != shape.dtype or info.shape[1::2] != shape.shape[1::2]:
             raise SegmentFileError("foreign", f"{name} is {info and (info.dtype, info.shape)}")
         if info.shape[2] != meta.end - meta.start:
             raise SegmentFileError("rows", f"{name} has {info.shape[2]} rows for [{meta.start}, {meta.end})")
         self._verify_checksum(name, self._read_strips(info, buffer, upto))
 
-    def _read_strips(self, info: segment_file.TensorInfo, buffer: _ByteBuffer, upto: int) -> Iterator[memoryview]:
+    def _read_strips(self, info: segment_file.TensorInfo, buffer: ByteBuffer, upto: int) -> Iterator[memoryview]:
         """Yield each head's rows: those before, the needed ones in their buffer, those behind them."""
         start, end = self._header.meta.start, self._header.meta.end
-        row_bytes, buffer_rows = buffer.shape[3] * buffer.array.dtype.size, buffer.shape[2]
-        first = max(start, buffer.first)
+        _, _, buffer_rows, width = buffer.shape.shape
+        row_bytes = width * segment_file.DTYPE_BYTES[info.dtype]
+        first = max(start, buffer.shape.first)
         before, after = (memoryview(bytearray(rows * row_bytes)) for rows in (first - start, end - upto))
         offset = info.offset
         for head in range(info.shape[1]):
-            into = (head * buffer_rows + first - buffer.first) * row_bytes
+            into = (head * buffer_rows + first - buffer.shape.first) * row_bytes
             for strip in (before, buffer.data[into : into + (upto - first) * row_bytes], after):
-                self._fill(strip, offset)
+                yield from self._fill(strip, offset)
                 offset += strip.nbytes
-                yield strip
 
-    def _fill(self, into: memoryview, offset: int) -> None:
+    def _fill(self, into: memoryview, offset: int) -> Iterator[memoryview]:
+        """Fill `into` from the file, and yield each piece once it is read."""
         self._file.seek(offset)
-        done = 0
-        while done < into.nbytes:
-            count = self._file.readinto(into[done : done + READ_BYTES_MAX])
+        while into.nbytes:
+            count = self._file.readinto(into[:READ_BYTES_MAX])
             if not count:
                 raise SegmentFileError("truncated", "the file became shorter while it was read")
-            done += count
-        self.bytes_read += done
+            self.bytes_read += count
+            yield into[:count]
+            into = into[count:]
 
     def _verify_checksum(self, name: str, pieces: Iterable[memoryview]) -> None:
         if segment_file.tensor_checksum(name, *self._header.meta.span, pieces) != self._expected_checksums[name]:

@@ -26,6 +26,15 @@ def request_bytes(served: ServedModel, prompt_tokens: int, answer_tokens_max: in
     return sequence_bytes(served, prompt_tokens + min(answer_tokens_max, ANSWER_TOKENS_RESERVED))
 
 
+def restore_tokens(served: ServedModel, position: int, prompt_tokens: int, budget_bytes: int) -> int:
+    """Tokens that the buffers of a restore get room for: those of the request that it is for, where known.
+
+    Without room its first chunk would copy all that was restored.  Where the budget has none, only what is restored.
+    """
+    wanted = max(position, prompt_tokens + ANSWER_TOKENS_RESERVED if prompt_tokens else 0)
+    return wanted if sequence_bytes(served, wanted) <= budget_bytes else position
+
+
 def check_capacity(
     served: ServedModel, prompt_tokens: int, answer_tokens_max: int, budget_bytes: int, *, is_exact: bool = True
 ) -> None:

@@ -123,6 +123,7 @@ class RestoreRequest(msgspec.Struct, kw_only=True):
     chain: list[SegmentRef]
     checkpoint: CheckpointRef | None = None  # required where the layout has states
     root: bytes = b""  # as in SaveRequest; each file must name it and the digest of the tokens before it
+    prompt_tokens: int = 0  # of the request to come: buffers get room for its rest and a part of its answer; 0: none
 
 
 class RestoreReply(Reply, kw_only=True):

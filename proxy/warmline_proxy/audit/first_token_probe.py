@@ -52,6 +52,7 @@ class FirstTokenProbe:
             chain=list(plan.chain),
             checkpoint=plan.checkpoint,
             root=root,
+            prompt_tokens=len(tokens) // TOKEN_BYTES,
         )
         self.index.lease(plan.file_ids)
         try:

@@ -148,6 +148,7 @@ class Starter:
             chain=list(plan.chain),
             checkpoint=plan.checkpoint,
             root=request.root,
+            prompt_tokens=request.prompt_shape().tokens,
         )
         began_s, waited_s = request.log.elapsed_s(), 0.0
         self.index.lease(plan.file_ids)
