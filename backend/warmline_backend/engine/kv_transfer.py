@@ -166,8 +166,8 @@ class KvTransfer:
 
         def install(scheduler: Scheduler) -> tuple[str, int, float]:
             resident = scheduler.install_resident(reservation_id, loaded.build(self._served.layout), request.root)
-            scheduler.rates.restore.add(loaded.bytes_read, load_s)
-            return resident, loaded.bytes_read, time.monotonic() - began
+            scheduler.rates.restore.add(loaded.stats.bytes_decoded, load_s)  # plans know decoded sizes
+            return resident, loaded.stats.bytes_read, time.monotonic() - began
 
         installed = self._engine.submit(install)
         try:

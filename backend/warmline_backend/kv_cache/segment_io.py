@@ -5,12 +5,11 @@ that the engine has evaluated and no longer changes; readers fill buffers made f
 format is `warmline_common.storage.segment_file`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from io import FileIO
 from pathlib import Path
 
 import mlx.core as mx
@@ -25,12 +24,13 @@ from warmline_backend.kv_cache.byte_buffers import (
 )
 from warmline_backend.kv_cache.codecs import CacheLayout, CodecKind, round_up_to_buffer
 from warmline_backend.kv_cache.kv import KV, NamedArrays, select_fields
+from warmline_backend.kv_cache.tensor_reader import ReadStats, TensorReader
 from warmline_common.protocol.messages import CheckpointRef, SavedFile, SegmentRef
 from warmline_common.protocol.tokens import TOKEN_BYTES, count_common_tokens, prefix_digests, unpack_tokens
 from warmline_common.storage import disk, segment_file
 from warmline_common.storage.segment_file import FileMeta, SegmentFileError, SegmentHeader
+from warmline_common.storage.segment_writer import SegmentWriter
 
-READ_BYTES_MAX = 4 << 20  # one read call: what it has read is in the processor's cache when its checksum is computed
 JOB_BYTES_MIN = 16 << 20  # of a reader, unless its segment is smaller
 
 
@@ -65,21 +65,20 @@ def expose_bytes(arrays: NamedArrays) -> dict[str, RawTensor]:
 # ---- writing
 
 
-def write_segment_file(path: Path, meta: FileMeta, tensors: dict[str, RawTensor], tokens: bytes = b"") -> SavedFile:
-    """Write, fsync and rename one file; durable on return.  Raises OSError, and leaves no file then."""
+def write_segment_file(
+    path: Path, meta: FileMeta, tensors: dict[str, RawTensor], tokens: bytes = b"", *, is_coded: bool = False
+) -> SavedFile:
+    """Write, fsync and rename one file; durable on return.  Raises OSError, and leaves no file then.
+
+    Tensors of bfloat16 are coded where `is_coded`, piece by piece while they are written.
+    """
     if meta.kind == "segment":
-        tensors = {
-            **tensors,
-            segment_file.TOKENS_TENSOR: RawTensor("U32", (len(tokens) // TOKEN_BYTES,), memoryview(tokens)),
-        }
-    names = sorted(tensors)
-    checksums = [segment_file.tensor_checksum(name, *meta.span, [tensors[name].data]) for name in names]
-    shapes: dict[str, tuple[str, Sequence[int]]] = {name: (tensors[name].dtype, tensors[name].shape) for name in names}
-    checksums.append(segment_file.header_checksum(meta, shapes))
-    packed = b"".join(value.to_bytes(8, "little") for value in checksums)
-    head = segment_file.encode_header(meta, shapes | {segment_file.CHECKSUMS_TENSOR: ("U64", (len(checksums),))})
-    written = disk.write_durable(path, [head, *(tensors[name].data for name in names), packed])
-    return SavedFile(id=meta.id, bytes_written=written, checksum=segment_file.file_checksum(checksums))
+        packed = RawTensor("U32", (len(tokens) // TOKEN_BYTES,), memoryview(tokens))
+        tensors = {**tensors, segment_file.TOKENS_TENSOR: packed}
+    writer = SegmentWriter(meta, {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, is_coded)
+    chunks = writer.iter_chunks(lambda name: [tensors[name].data])
+    written = disk.write_durable(path, chunks, (lambda: writer.header) if writer.is_coded else None)
+    return SavedFile(id=meta.id, bytes_written=written, checksum=writer.checksum)
 
 
 def delete_drafts(folder: Path) -> int:
@@ -125,7 +124,7 @@ class LoadedChain:
 
     position: int
     tokens: bytes
-    bytes_read: int = 0
+    stats: ReadStats = field(default_factory=ReadStats)
     rows: _Buffers = field(default_factory=dict)
     state: _Buffers = field(default_factory=dict)
 
@@ -181,7 +180,7 @@ class ChainLoader:
             for ref, header in zip(chain, headers, strict=True)
             for names in _divide_tensors(header, [segment_file.TOKENS_TENSOR, *loaded.rows])
         ]
-        loaded.bytes_read += _collect_bytes_read(jobs)
+        loaded.stats += _collect_stats(jobs)
         if checkpoint is not None:
             self._read_state(checkpoint, prefixes[loaded.position], loaded)
         return loaded
@@ -224,7 +223,7 @@ class ChainLoader:
         *,
         loaded: LoadedChain,
         is_cancelled: Callable[[], bool],
-    ) -> int:
+    ) -> ReadStats:
         """Compare the tokens of a segment, and read other tensors into their buffers; returns the bytes read.
 
         Reader thread.
@@ -232,7 +231,7 @@ class ChainLoader:
         with _translate_file_errors(ref.id, ref.start):
             _check_prefix(header.meta, prefix)
             with disk.open_to_read(self.segment_file(ref.id)) as file:
-                reader = _TensorReader(file, header)
+                reader = TensorReader(file, header)
                 for name in names:
                     if is_cancelled():
                         raise OperationCancelledError
@@ -240,9 +239,9 @@ class ChainLoader:
                         self._check_tokens(ref, reader, loaded)
                     elif ref.upto > loaded.rows[name].shape.first:
                         reader.read_rows(name, loaded.rows[name], ref.upto)
-                return reader.bytes_read
+                return reader.stats
 
-    def _check_tokens(self, ref: SegmentRef, reader: "_TensorReader", loaded: LoadedChain) -> None:
+    def _check_tokens(self, ref: SegmentRef, reader: TensorReader, loaded: LoadedChain) -> None:
         """Compare the file's tokens with the prompt's: equality decides, not the hash."""
         prompt = loaded.tokens[ref.start * TOKEN_BYTES : ref.upto * TOKEN_BYTES]
         equal = count_common_tokens(reader.read_tensor(segment_file.TOKENS_TENSOR), prompt)
@@ -262,10 +261,10 @@ class ChainLoader:
             shapes = {name: BufferShape(info.dtype, info.shape) for name, info in tensors}
             loaded.state = self.run_on_engine(lambda: allocate_buffers(shapes))
             with disk.open_to_read(path) as file:
-                reader = _TensorReader(file, header)
+                reader = TensorReader(file, header)
                 for name, buffer in loaded.state.items():
                     reader.read_into(name, buffer.data)
-                loaded.bytes_read += reader.bytes_read
+                loaded.stats += reader.stats
 
 
 def _divide_tensors(header: SegmentHeader, names: list[str]) -> Iterator[list[str]]:
@@ -282,10 +281,10 @@ def _divide_tensors(header: SegmentHeader, names: list[str]) -> Iterator[list[st
         yield group
 
 
-def _collect_bytes_read(jobs: list["Future[int]"]) -> int:
-    """Sum of what the readers have read, once none of them writes any more.  Raises the first one's error."""
+def _collect_stats(jobs: list["Future[ReadStats]"]) -> ReadStats:
+    """Sum of what the readers did, once none of them writes any more.  Raises the error of the first that failed."""
     try:
-        return sum(job.result() for job in jobs)  # in order, so that the first damage found is the shallowest
+        return sum((job.result() for job in jobs), ReadStats())  # in order: the first damage found is the shallowest
     finally:
         for job in jobs:
             job.cancel()
@@ -311,60 +310,3 @@ def _check_chain(chain: list[SegmentRef], checkpoint: CheckpointRef | None, posi
         raise BadChainError(f"the chain holds {reached} tokens, the request names {position}")
     if layout.has_states and (checkpoint is None or checkpoint.position != position):
         raise BadChainError(f"a model with recurrent layers needs a checkpoint at {position}")
-
-
-class _TensorReader:
-    """Reader of one open file; verifies each tensor's checksum.  Raises SegmentFileError, OSError."""
-
-    def __init__(self, file: FileIO, header: SegmentHeader) -> None:
-        self._file, self._header = file, header
-        self.bytes_read = header.tensors[segment_file.CHECKSUMS_TENSOR].bytes_count
-        checksums = segment_file.read_checksums_from(file, header)
-        header.verify(checksums)
-        self._expected_checksums = dict(zip(header.list_checksummed_names(), checksums[:-1], strict=True))
-
-    def read_tensor(self, name: str) -> bytes:
-        data = bytearray(self._header.tensors[name].bytes_count)
-        self.read_into(name, memoryview(data))
-        return bytes(data)
-
-    def read_into(self, name: str, data: memoryview) -> None:
-        self._verify_checksum(name, self._fill(data, self._header.tensors[name].offset))
-
-    def read_rows(self, name: str, buffer: ByteBuffer, upto: int) -> None:
-        """Read rows [max(start, buffer.first), upto) of every head into the buffer, others for the checksum only."""
-        info, meta, shape = self._header.tensors.get(name), self._header.meta, buffer.shape
-        if info is None or info.dtype != shape.dtype or info.shape[1::2] != shape.shape[1::2]:
-            raise SegmentFileError("foreign", f"{name} is {info and (info.dtype, info.shape)}")
-        if info.shape[2] != meta.end - meta.start:
-            raise SegmentFileError("rows", f"{name} has {info.shape[2]} rows for [{meta.start}, {meta.end})")
-        self._verify_checksum(name, self._read_strips(info, buffer, upto))
-
-    def _read_strips(self, info: segment_file.TensorInfo, buffer: ByteBuffer, upto: int) -> Iterator[memoryview]:
-        """Yield each head's rows: those before, the needed ones in their buffer, those behind them."""
-        start, end = self._header.meta.start, self._header.meta.end
-        _, _, buffer_rows, width = buffer.shape.shape
-        row_bytes = width * segment_file.DTYPE_BYTES[info.dtype]
-        first = max(start, buffer.shape.first)
-        before, after = (memoryview(bytearray(rows * row_bytes)) for rows in (first - start, end - upto))
-        offset = info.offset
-        for head in range(info.shape[1]):
-            into = (head * buffer_rows + first - buffer.shape.first) * row_bytes
-            for strip in (before, buffer.data[into : into + (upto - first) * row_bytes], after):
-                yield from self._fill(strip, offset)
-                offset += strip.nbytes
-
-    def _fill(self, into: memoryview, offset: int) -> Iterator[memoryview]:
-        """Fill `into` from the file, and yield each piece once it is read."""
-        self._file.seek(offset)
-        while into.nbytes:
-            count = self._file.readinto(into[:READ_BYTES_MAX])
-            if not count:
-                raise SegmentFileError("truncated", "the file became shorter while it was read")
-            self.bytes_read += count
-            yield into[:count]
-            into = into[count:]
-
-    def _verify_checksum(self, name: str, pieces: Iterable[memoryview]) -> None:
-        if segment_file.tensor_checksum(name, *self._header.meta.span, pieces) != self._expected_checksums[name]:
-            raise SegmentFileError("checksum", f"{name} of {self._header.meta.kind} {self._header.meta.id}")
