@@ -18,7 +18,7 @@ from warmline_common.storage.segment_file import (
 )
 
 Bytes = bytes | bytearray | memoryview
-CODED_BYTES_MIN = 4096  # of a tensor: a frame of less is hardly shorter
+CODED_BYTES_MIN = 1024  # of a tensor: a frame of less is hardly shorter
 
 
 class SegmentWriter:
