@@ -10,18 +10,19 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
 from warmline_backend.engine.engine import Engine
+from warmline_backend.engine.save_slices import LeafReader, SaveSlices
 from warmline_backend.kv_cache import segment_io
-from warmline_backend.kv_cache.kv import KV, NamedArrays, RowsUnavailableError
-from warmline_backend.kv_cache.segment_io import OperationCancelledError, RawTensor
+from warmline_backend.kv_cache.kv import KV, NamedArrays, RowsUnavailableError, leaf_of
+from warmline_backend.kv_cache.segment_io import OperationCancelledError
 from warmline_backend.model.model import ServedModel
 from warmline_backend.scheduler.capacity import restore_tokens
 from warmline_backend.scheduler.scheduler import Scheduler
@@ -38,7 +39,7 @@ READER_THREADS = max(4, min(8, (os.cpu_count() or 1) // 2))
 LOADER_THREADS = 4
 
 
-class _TransferJob:
+class TransferJob:
     """A restore or save in progress."""
 
     def __init__(self, request_id: str, is_save: bool) -> None:
@@ -47,12 +48,16 @@ class _TransferJob:
         self.cancelled = threading.Event()  # read by other threads between two pieces of work
         self.done = asyncio.Event()
         self._pending: Future[Any] | None = None
+        self._awaited_by_writer: Future[Any] | None = None
+        self._write_limit: asyncio.Timeout | None = None  # while the writer is at work
+        self._write_resumed_at = 0.0
 
     def cancel(self) -> None:
         """Cancel the job; `done` is set once no work of it goes on."""
         self.cancelled.set()
-        if self._pending is not None:
-            self._pending.cancel()
+        for work in (self._pending, self._awaited_by_writer):
+            if work is not None:
+                work.cancel()
 
     async def wait_for(self, work: "Future[T]") -> T:
         """Wait for another thread's result.  Cancelling withdraws work not begun, and waits for the rest.
@@ -69,6 +74,47 @@ class _TransferJob:
                 raise OperationCancelledError from None
             raise
 
+    def wait_on_writer(self, loop: asyncio.AbstractEventLoop, work: "Future[T]") -> T:
+        """Wait for the engine's result, a time that does not count as the disk's.  Writer thread.
+
+        Raises OperationCancelledError.
+        """
+        self._awaited_by_writer = work
+        if self.cancelled.is_set():
+            work.cancel()
+        counts = not work.done()
+        try:
+            if counts:
+                loop.call_soon_threadsafe(self._pause_write_limit)
+            result = work.result()
+            if counts:
+                loop.call_soon_threadsafe(self._resume_write_limit)
+            return result
+        except CancelledError:
+            raise OperationCancelledError from None
+
+    @asynccontextmanager
+    async def limit_writing(self) -> AsyncIterator[asyncio.Timeout]:
+        """Limit of a block that ends with TimeoutError where the disk takes longer than the save allows."""
+        limit = asyncio.timeout(self.write_left_s if math.isfinite(self.write_left_s) else None)
+        async with limit:
+            self._write_limit, self._write_resumed_at = limit, time.monotonic()
+            try:
+                yield limit
+            finally:
+                self._pause_write_limit()
+                self._write_limit = None
+
+    def _pause_write_limit(self) -> None:
+        if self._write_limit is not None and self._write_limit.when() is not None and not self._write_limit.expired():
+            self.write_left_s -= time.monotonic() - self._write_resumed_at
+            self._write_limit.reschedule(None)
+
+    def _resume_write_limit(self) -> None:
+        if self._write_limit is not None and not self._write_limit.expired() and math.isfinite(self.write_left_s):
+            self._write_resumed_at = time.monotonic()
+            self._write_limit.reschedule(asyncio.get_running_loop().time() + self.write_left_s)
+
     def call_when_idle(self, work: Callable[[], object]) -> None:
         """Call `work` once no other thread works for this job any more, on any thread."""
         if self._pending is None:
@@ -82,7 +128,7 @@ class KvTransfer:
 
     def __init__(self, home: Home, engine: Engine, served: ServedModel, fingerprint: str) -> None:
         self._home, self._engine, self._served, self._fingerprint = home, engine, served, fingerprint
-        self._jobs: set[_TransferJob] = set()
+        self._jobs: set[TransferJob] = set()
         self._reader_pool = ThreadPoolExecutor(READER_THREADS, "segment-reader")
         self._loader_pool = ThreadPoolExecutor(LOADER_THREADS, "restore")
         self._writer_pool = ThreadPoolExecutor(1, "segment-writer")
@@ -138,7 +184,7 @@ class KvTransfer:
             finally:  # after the last reader has stopped: until then the memory is in use
                 job.call_when_idle(lambda: self._engine.submit(lambda scheduler: scheduler.admission.release(name)))
 
-    async def _reserve_memory(self, reservation_id: str, job: _TransferJob, bytes_needed: int) -> dict[str, float]:
+    async def _reserve_memory(self, reservation_id: str, job: TransferJob, bytes_needed: int) -> dict[str, float]:
         """Wait until running requests leave room: a prefill would need as much, and take longer.  Returns the waits."""
         granted: Future[None] = Future()
 
@@ -157,7 +203,7 @@ class KvTransfer:
         return {step_reason: queued - began, MEMORY: time.monotonic() - queued}
 
     async def _load_resident(
-        self, reservation_id: str, request: RestoreRequest, tokens_max: int, job: _TransferJob
+        self, reservation_id: str, request: RestoreRequest, tokens_max: int, job: TransferJob
     ) -> tuple[str, int, float]:
         began = time.monotonic()
         load = partial(self._loader.load, request.tokens, request.chain, request.checkpoint)
@@ -214,15 +260,21 @@ class KvTransfer:
         self._engine.submit(mark_saved)  # not waited for: the files are their caller's from here on
         return segments, states, seconds
 
-    async def _save_segment(self, request: SaveRequest, spec: SegmentSpec, job: _TransferJob) -> SavedFile:
-        meta = self._make_meta(request, kind="segment", id=spec.id, start=spec.start, end=spec.end, parent=spec.parent)
-        return await self._save_file(request, meta, spec.end, job, lambda kv: kv.slice_rows(spec.start, spec.end))
+    async def _save_segment(self, request: SaveRequest, spec: SegmentSpec, job: TransferJob) -> SavedFile:
+        def read_rows(kv: KV, leaves: Collection[str] | None) -> NamedArrays:
+            return kv.slice_rows(spec.start, spec.end, leaves)
 
-    async def _save_checkpoint(self, request: SaveRequest, ref: CheckpointRef, job: _TransferJob) -> SavedFile:
-        def read_state(kv: KV) -> NamedArrays:
-            if ref.position not in kv.checkpoints:
+        meta = self._make_meta(request, kind="segment", id=spec.id, start=spec.start, end=spec.end, parent=spec.parent)
+        return await self._save_file(request, meta, spec.end, job, read_rows)
+
+    async def _save_checkpoint(self, request: SaveRequest, ref: CheckpointRef, job: TransferJob) -> SavedFile:
+        state: NamedArrays = {}  # kept while it is saved, also where the KV drops it
+
+        def read_state(kv: KV, leaves: Collection[str] | None) -> NamedArrays:
+            if not state and ref.position not in kv.checkpoints:
                 raise RowsUnavailableError(f"no state at {ref.position}")
-            return kv.checkpoints[ref.position]
+            state.update(state or kv.checkpoints[ref.position])
+            return {name: array for name, array in state.items() if leaves is None or leaf_of(name) in leaves}
 
         meta = self._make_meta(request, kind="checkpoint", id=ref.id, start=0, end=0, position=ref.position)
         return await self._save_file(request, meta, ref.position, job, read_state)
@@ -233,23 +285,26 @@ class KvTransfer:
         return FileMeta(fingerprint=self._fingerprint, root=root, prefix="", model=model, **fields)
 
     async def _save_file(
-        self, request: SaveRequest, meta: FileMeta, end: int, job: _TransferJob, read: Callable[[KV], NamedArrays]
+        self, request: SaveRequest, meta: FileMeta, end: int, job: TransferJob, read_leaves: LeafReader
     ) -> SavedFile:
-        """Copy arrays and the first `end` tokens on the engine thread, and have the writer thread write the file."""
+        """Copy the first slice on the engine thread, and have the writer thread write the file."""
 
-        def copy_content(scheduler: Scheduler) -> tuple[dict[str, RawTensor], list[int]]:
-            kv = scheduler.save_source.find_kv(end, resident_id=request.resident, running_id=request.running)
-            return segment_io.expose_bytes(read(kv)), kv.tokens[:end]
+        def find_kv(scheduler: Scheduler) -> KV:
+            return scheduler.save_source.find_kv(end, resident_id=request.resident, running_id=request.running)
 
-        tensors, ids = await job.wait_for(self._engine.submit(copy_content))
-        path = self._home.segment_file(meta.id)
+        slices = SaveSlices(self._engine, find_kv, read_leaves, meta.start, end)
+        await job.wait_for(self._engine.submit(slices.begin))
+        path, wait = self._home.segment_file(meta.id), partial(job.wait_on_writer, asyncio.get_running_loop())
 
         def write_unless_cancelled() -> SavedFile:
             if job.cancelled.is_set():
                 raise OperationCancelledError
-            tokens, first = pack_tokens(ids), (meta.start if meta.kind == "segment" else end) * TOKEN_BYTES
+            tokens, first = pack_tokens(slices.tokens), (meta.start if meta.kind == "segment" else end) * TOKEN_BYTES
             placed = msgspec.structs.replace(meta, prefix=prefix_digest(request.root, tokens[:first]))
-            saved = segment_io.write_segment_file(path, placed, tensors, tokens[first:])
+            try:
+                saved = segment_io.write_segment_file(path, placed, slices.open_stream(wait), tokens[first:])
+            finally:
+                slices.close()
             if job.cancelled.is_set():  # meanwhile: the handler has gone and won't learn of this file
                 disk.delete(path)
                 raise OperationCancelledError
@@ -257,24 +312,21 @@ class KvTransfer:
 
         return await self._write(job, write_unless_cancelled)
 
-    async def _write(self, job: _TransferJob, work: Callable[[], SavedFile]) -> SavedFile:
+    async def _write(self, job: TransferJob, work: Callable[[], SavedFile]) -> SavedFile:
         """Have the writer thread write a file.  Raises OSError where the disk takes longer than the save allows."""
-        began = time.monotonic()
         try:
-            async with asyncio.timeout(job.write_left_s if math.isfinite(job.write_left_s) else None):
+            async with job.limit_writing():
                 return await job.wait_for(self._writer_pool.submit(work))
         except TimeoutError:
             job.cancel()
             raise OSError(errno.ETIMEDOUT, "the disk has not written a segment in time") from None
-        finally:
-            job.write_left_s -= time.monotonic() - began
 
     # ---- shared
 
     @contextmanager
-    def _track_job(self, request_id: str, *, is_save: bool) -> Iterator[_TransferJob]:
+    def _track_job(self, request_id: str, *, is_save: bool) -> Iterator[TransferJob]:
         """A job that `cancel(request_id)`, or the end of its handler, ends."""
-        job = _TransferJob(request_id, is_save)
+        job = TransferJob(request_id, is_save)
         self._jobs.add(job)
         try:
             yield job

@@ -1,7 +1,7 @@
 """KV of one token sequence, at rest as a resident or as one row of a running batch.  Engine thread only."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -197,14 +197,19 @@ class KV:
 
     # ---- reading for a save
 
-    def slice_rows(self, start: int, end: int) -> NamedArrays:
-        """Rows [start, end) of all leaves that have rows: contiguous, lazy.  Raises RowsUnavailableError."""
+    def slice_rows(self, start: int, end: int, leaf_names: Collection[str] | None = None) -> NamedArrays:
+        """Rows [start, end) of these leaves, or of all: contiguous, lazy.  Raises RowsUnavailableError."""
         leaves = self._leaves_of_kind(CodecKind.ROWS)
+        if leaf_names is not None:
+            leaves = [(leaf, held) for leaf, held in leaves if leaf.name in leaf_names]
         fields = (leaf.codec.rows(held, self.index, self.length, start, end) for leaf, held in leaves)
         rows = {name: mx.contiguous(array) for name, array in _name_arrays(leaves, fields).items()}
         if self.layout.window:
             self.capture_window()
-            rows |= self._slice_journal(start, end)
+            journal = self._slice_journal(start, end)
+            rows |= {
+                name: array for name, array in journal.items() if leaf_names is None or leaf_of(name) in leaf_names
+            }
         return rows
 
     def _slice_journal(self, start: int, end: int) -> NamedArrays:
@@ -331,6 +336,11 @@ class KV:
 def _name_arrays(leaves: list[tuple[CacheLeaf, Any]], fields: Iterable[Fields]) -> NamedArrays:
     pairs = zip(leaves, fields, strict=True)
     return {f"{leaf.name}.{key}": array for (leaf, _), named in pairs for key, array in named.items()}
+
+
+def leaf_of(name: str) -> str:
+    """Name of the leaf that a named array belongs to."""
+    return name.rpartition(".")[0]
 
 
 def select_fields(entries: Mapping[str, T], leaf: str) -> dict[str, T]:

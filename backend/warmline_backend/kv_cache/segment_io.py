@@ -5,7 +5,7 @@ that the engine has evaluated and no longer changes; readers fill buffers made f
 format is `warmline_common.storage.segment_file`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -65,20 +65,43 @@ def expose_bytes(arrays: NamedArrays) -> dict[str, RawTensor]:
 # ---- writing
 
 
-def write_segment_file(
-    path: Path, meta: FileMeta, tensors: dict[str, RawTensor], tokens: bytes = b"", *, is_coded: bool = False
-) -> SavedFile:
-    """Write, fsync and rename one file; durable on return.  Raises OSError, and leaves no file then.
+@dataclass(frozen=True)
+class TensorStream:
+    """Tensors of a file that are made while it is written.
 
-    Tensors of bfloat16 are coded where `is_coded`, piece by piece while they are written.
+    `read` returns the bytes of a tensor, cut anywhere; it is called once for each, in the order of their names.
     """
+
+    shapes: Mapping[str, tuple[str, Sequence[int]]]  # dtype, shape
+    read: Callable[[str], Iterable[bytes | memoryview]]
+
+
+def write_segment_file(
+    path: Path,
+    meta: FileMeta,
+    tensors: Mapping[str, RawTensor] | TensorStream,
+    tokens: bytes = b"",
+    is_coded: bool = False,
+) -> SavedFile:
+    """Write, fsync and rename one file, its tensors of bfloat16 coded where `is_coded`; durable on return.
+
+    Raises OSError, and what the stream raises; leaves no file then.
+    """
+    if not isinstance(tensors, TensorStream):
+        held = tensors
+        shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in held.items()}
+        tensors = TensorStream(shapes, lambda name: [held[name].data])
     if meta.kind == "segment":
-        packed = RawTensor("U32", (len(tokens) // TOKEN_BYTES,), memoryview(tokens))
-        tensors = {**tensors, segment_file.TOKENS_TENSOR: packed}
-    writer = SegmentWriter(meta, {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, is_coded)
-    chunks = writer.iter_chunks(lambda name: [tensors[name].data])
-    written = disk.write_durable(path, chunks, (lambda: writer.header) if writer.is_coded else None)
+        tensors = _add_tokens(tensors, tokens)
+    writer = SegmentWriter(meta, tensors.shapes, is_coded)
+    read_head = (lambda: writer.header) if writer.is_coded else None
+    written = disk.write_durable(path, writer.iter_chunks(tensors.read), read_head)
     return SavedFile(id=meta.id, bytes_written=written, checksum=writer.checksum)
+
+
+def _add_tokens(tensors: TensorStream, tokens: bytes) -> TensorStream:
+    name, shape = segment_file.TOKENS_TENSOR, ("U32", (len(tokens) // TOKEN_BYTES,))
+    return TensorStream({**tensors.shapes, name: shape}, lambda each: [tokens] if each == name else tensors.read(each))
 
 
 def delete_drafts(folder: Path) -> int:

@@ -78,13 +78,13 @@ def skip_check(real: Any, *arguments: Any) -> None:
     """Check nothing."""
 
 
-def repeat_row_before_last(real: Any, self: Any, start: int, end: int) -> Any:
+def repeat_row_before_last(real: Any, self: Any, *span: Any) -> Any:
     """Put the row before the last one in the place of the last."""
     import mlx.core as mx
 
     return {
         name: mx.contiguous(mx.concatenate([array[:, :, :-1], array[:, :, -2:-1]], axis=2))
-        for name, array in real(self, start, end).items()
+        for name, array in real(self, *span).items()
     }
 
 
