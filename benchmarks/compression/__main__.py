@@ -1,7 +1,7 @@
 """Codings of bfloat16 KV: how small, how fast on a core and on several, and restores from a slow disk.
 
-  codings   candidates on KV of SmolLM2 (the demo model, over this repository's code) and of random weights: share of the
-            bytes that is stored, GB/s of decoded bytes a core (of its own time), and with several threads (of wall time)
+  codings   candidates on KV of SmolLM2 (the demo model, over code) and of random weights: share of the bytes that is
+            stored, GB/s of decoded bytes a core (of its own time), and with several threads (of wall time)
   restore   the product's loader on segments of SmolLM2's KV in an 8B model's shape, coded and plain, beside reading the
             plain files' bytes; disks of `--disk-gb-s` are simulated: each read sleeps until such a disk, shared by all
             readers, would have delivered.  Sides take turns; medians
