@@ -6,6 +6,8 @@
 # make soak    warm against cold: any order of steps on pairs of every cache family.  STEPS=2000 FAMILIES=llama,gemma3
 #              MODES=fast,exact SEED=7 ARGS="--replay SCRIPT"
 # make index-damage   starts on an index that is damaged in each way: ten minutes.  ARGS="--sample 500 --seed 7"
+# make bench   benchmarks beside mlx_lm.server, a quarter of an hour on two quiet cores; tables in build/bench/summary.md.
+#              ARGS="--only herd,restart" for some, ARGS=--quick for whether they work
 # make terminal-bench   Terminal-Bench's agent on a pair, in a Python of its own (3.12 or newer: TB_PYTHON=/path/to/it)
 # make setup   only install: .venv with the versions in requirements/
 # make lint    only lint
@@ -32,7 +34,7 @@ TB_LOCK := requirements/terminal-bench.txt requirements/terminal-bench-itself.tx
 # Where Python may not keep what it has compiled, each start of a pair takes twice as long, and tests start a hundred.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run newcomer test pytest chaos soak index-damage terminal-bench terminal-bench-setup setup cuda lint reference lock clean
+.PHONY: help run newcomer test pytest chaos soak index-damage bench terminal-bench terminal-bench-setup setup cuda lint reference lock clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -60,6 +62,9 @@ soak: setup
 
 index-damage: setup
 	PYTHONPATH=tests $(BIN)/python tests/support/index/page_damage.py $(ARGS)
+
+bench: setup
+	$(BIN)/python benchmarks $(ARGS)
 
 terminal-bench: setup terminal-bench-setup
 	WARMLINE_TERMINAL_BENCH_PYTHON=$(abspath .venv-tb/bin/python) $(BIN)/pytest -q tests/terminal_bench/check_terminal_bench.py $(ARGS)

@@ -40,7 +40,7 @@ from common.servers import (
     run_warmline,
     tiny_models,
 )
-from restart import make_next_turn
+from common.sides import make_next_turn
 from rich.console import Console
 
 from warmline_common.storage import disk
@@ -181,7 +181,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
             measured.print_table(console, what)
             names = ("moved", "the other")
             turns = {
-                name: make_next_turn(messages, answer, "And then?")
+                name: make_next_turn(messages, answer.text, "And then?")
                 for name, messages, answer in zip(names, talks, answers, strict=True)
             }
             print_next_turns(console, pair, direct, turns)

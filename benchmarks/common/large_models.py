@@ -6,6 +6,8 @@ ASCII is ever likely, so that what was generated comes back as the same tokens.
 
 import importlib
 import json
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +57,34 @@ _GEMMA3 = {
     "query_pre_attn_scalar": 128,
     "vocab_size": VOCABULARY,
 }
+_LLAMA_8B = {
+    **_LLAMA,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "max_position_embeddings": 1 << 16,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
+    "llama_8b": _LLAMA_8B,
     "qwen3_5": {**tiny_models.FAMILIES["qwen3_5"], "text_config": _QWEN3_5_TEXT},
     "gemma3": _GEMMA3,
 }
 
 
-def build_model(shape: str, folder: Path, seed: int = 3) -> int:
+def build_model_once(shape: str, folder: Path, **changes: Any) -> None:
+    """Make the model in `folder`, unless it is there, with `changes` of its config.
+
+    A process of its own makes it: the memory that mlx keeps there would be counted as the servers'.
+    """
+    if not (folder / "config.json").exists():
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            pool.submit(build_model, shape, folder, **changes).result()
+
+
+def build_model(shape: str, folder: Path, seed: int = 3, **changes: Any) -> int:
     """Make the model in `folder`; the number of its parameters."""
-    config = SHAPES[shape]
+    config = {**SHAPES[shape], **changes}
     architecture = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     mx.random.seed(seed)
     model = architecture.Model(architecture.ModelArgs.from_dict(config))

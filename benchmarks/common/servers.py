@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import socket
 import statistics
@@ -47,6 +48,10 @@ class TimedAnswer:
     prompt_tokens: int
     logprobs: tuple[TopLogprobs, ...] = ()  # where they were asked for
 
+    def list_figures(self) -> dict[str, float]:
+        names = ("ttft_s", "total_s", "cached_tokens", "prompt_tokens")
+        return {name: getattr(self, name) for name in names}
+
 
 @dataclass
 class BenchServer:
@@ -57,25 +62,24 @@ class BenchServer:
     headers: dict[str, str] = field(default_factory=dict)
     kill_and_start: Callable[[], None] = lambda: None
     wait_until_saved: Callable[[], None] = lambda: None  # returns when nothing of earlier turns is left to do
+    find_pids: Callable[[], dict[str, int]] = dict  # of its processes, by their names
+    timeout_s: float = REQUEST_TIMEOUT_S  # without a byte
 
 
 def request_completion(
-    server: BenchServer, messages: Sequence[Message], answer_tokens: int = ANSWER_TOKENS, **options: Any
+    server: BenchServer,
+    messages: Sequence[Message],
+    answer_tokens: int = ANSWER_TOKENS,
+    connection: HTTPConnection | None = None,
+    **options: Any,
 ) -> TimedAnswer:
-    """One streamed request on a new connection, greedy unless `options` say otherwise; time runs from before it."""
-    body = {
-        "model": "default_model",
-        "messages": messages,
-        "max_tokens": answer_tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        **options,
-    }
+    """One streamed request, greedy unless `options` say otherwise; time runs from before it.
+
+    Without a `connection` it opens one of its own, within the time; one that is given is closed, too.
+    """
     started = time.perf_counter()
-    connection = HTTPConnection("127.0.0.1", server.port, timeout=REQUEST_TIMEOUT_S)
-    headers = {"Content-Type": "application/json", **server.headers}
-    connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+    connection = connection or open_connection(server)
+    send_completion(server, connection, messages, answer_tokens, **options)
     response = connection.getresponse()
     if response.status != 200:
         raise SystemExit(f"{server.name} answered {response.status}: {response.read(2000).decode(errors='replace')}")
@@ -99,6 +103,29 @@ def request_completion(
         prompt_tokens=usage.get("prompt_tokens") or 0,
         logprobs=tuple(logprobs),
     )
+
+
+def open_connection(server: BenchServer) -> HTTPConnection:
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=server.timeout_s)
+    connection.connect()
+    return connection
+
+
+def send_completion(
+    server: BenchServer, connection: HTTPConnection, messages: Sequence[Message], answer_tokens: int, **options: Any
+) -> None:
+    """Send a streamed request and do not read its answer."""
+    body = {
+        "model": "default_model",
+        "messages": messages,
+        "max_tokens": answer_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **options,
+    }
+    headers = {"Content-Type": "application/json", **server.headers}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
 
 
 def _parse_top_logprobs(entry: dict[str, Any]) -> TopLogprobs:
@@ -149,13 +176,15 @@ def find_free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def run_warmline(model: Path, home: Path, log: Path, *flags: str) -> Iterator[tuple[BenchServer, BenchServer]]:
+def run_warmline(
+    model: Path, home: Path, log: Path, *flags: str, prefill_step_size: int = PREFILL_STEP_SIZE
+) -> Iterator[tuple[BenchServer, BenchServer]]:
     """The pair under `warmline serve` with an empty home: (through the proxy, the backend directly)."""
     port, backend_port = find_free_ports(2)
     command = [
         *(sys.executable, "-m", "warmline_run.cli", "serve"),
         *("--home", str(home), "--model", str(model), "--port", str(port), "--backend-port", str(backend_port)),
-        *("--prefill-step-size", str(PREFILL_STEP_SIZE), *flags),
+        *("--prefill-step-size", str(prefill_step_size), *flags),
     ]
     pair = BenchServer("Warmline", port)
     direct = BenchServer("Warmline's backend", backend_port)
@@ -171,15 +200,18 @@ def run_warmline(model: Path, home: Path, log: Path, *flags: str) -> Iterator[tu
             lambda: json.loads(get_status(port, "/warmline/status", owner())[1])["settling"] == 0, "the pair settles"
         )
 
+    def find_pids() -> dict[str, int]:
+        return {name: int((home / "run" / f"{name}.pid").read_text()) for name in ("proxy", "backend")}
+
     def kill_and_start() -> None:
         """serve starts again what dies; the wait for it is no part of any measurement."""
-        pids = [int((home / "run" / f"{name}.pid").read_text()) for name in ("proxy", "backend")]
+        pids = list(find_pids().values())
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not any(is_alive(pid) for pid in pids), "the pair dies")
         wait_until(ready, "the pair is ready again")
 
-    pair.wait_until_saved, pair.kill_and_start = settle, kill_and_start
+    pair.wait_until_saved, pair.kill_and_start, pair.find_pids = settle, kill_and_start, find_pids
     with log.open("ab") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
         try:
@@ -191,6 +223,14 @@ def run_warmline(model: Path, home: Path, log: Path, *flags: str) -> Iterator[tu
         finally:
             process.terminate()
             process.wait()
+            keep_log(log)
+
+
+def keep_log(log: Path) -> None:
+    """Copy a pair's log to the folder that BENCHMARK_LOGS names, if it does: what it logged of its requests."""
+    if folder := os.environ.get("BENCHMARK_LOGS"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        shutil.copy(log, Path(folder, f"{os.getpid()}-{time.time_ns()}.log"))
 
 
 def is_alive(pid: int) -> bool:
@@ -202,12 +242,12 @@ def is_alive(pid: int) -> bool:
 
 
 @contextmanager
-def run_mlx_lm_server(model: Path, log: Path) -> Iterator[BenchServer]:
+def run_mlx_lm_server(model: Path, log: Path, prefill_step_size: int = PREFILL_STEP_SIZE) -> Iterator[BenchServer]:
     """The peer, with the same BLAS and the same prefill step."""
     (port,) = find_free_ports(1)
     command = [
         *(sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--port", str(port)),
-        *("--prefill-step-size", str(PREFILL_STEP_SIZE)),
+        *("--prefill-step-size", str(prefill_step_size)),
     ]
     server = BenchServer("mlx_lm.server", port)
     running: list[subprocess.Popen[bytes]] = []
@@ -226,6 +266,7 @@ def run_mlx_lm_server(model: Path, log: Path) -> Iterator[BenchServer]:
         start()
 
     server.kill_and_start = kill_and_start
+    server.find_pids = lambda: {"server": running[-1].pid}
     try:
         start()
         yield server

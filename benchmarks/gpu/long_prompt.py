@@ -13,11 +13,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 
+from common.large_models import build_model_once
 from common.servers import (
     BenchServer,
     Message,
@@ -28,8 +27,6 @@ from common.servers import (
     request_completion,
     run_warmline,
 )
-
-from common import large_models
 
 SHORT_TOKENS, SHORT_ANSWER_TOKENS = 200, 16
 POLL_S = 0.2
@@ -55,18 +52,6 @@ class MemoryPoll:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-
-
-def build_model(folder: Path, context: int) -> None:
-    """Make the model in a process of its own: the memory that mlx keeps there would be counted as the pair's."""
-    if not (folder / "config.json").exists():
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            pool.submit(_build_model, folder, context).result()
-
-
-def _build_model(folder: Path, context: int) -> None:
-    large_models.SHAPES["long"] = {**large_models.SHAPES["llama"], "max_position_embeddings": context}
-    large_models.build_model("long", folder)
 
 
 def request_beside_short_ones(server: BenchServer, messages: list[Message]) -> tuple[TimedAnswer, list[TimedAnswer]]:
@@ -110,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--reuse", default="fast", choices=("fast", "exact"))
     parser.add_argument("--model", type=Path, default=Path.home() / "long-model", help="made there on the first run")
     options = parser.parse_args(arguments)
-    build_model(options.model, options.tokens + (1 << 16))
+    build_model_once("llama", options.model, max_position_embeddings=options.tokens + (1 << 16))
     with tempfile.TemporaryDirectory(dir=options.model.parent) as folder, MemoryPoll() as memory:
         log = Path(folder) / "log"
         with run_warmline(options.model, Path(folder) / "home", log, "--reuse", options.reuse) as (server, _):

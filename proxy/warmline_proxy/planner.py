@@ -50,13 +50,14 @@ class ResidentCandidate:
 
 @dataclass(frozen=True)
 class RunningRequest:
-    """A request at the backend that shares its first `common_tokens` tokens with the prompt."""
+    """A request that shares its first `common_tokens` tokens with the prompt: at the backend, or about to be."""
 
     request_id: str
     common_tokens: int
     tokens: int  # of its own prompt
     prefilled: int
-    started: bool
+    started: bool  # the engine has begun with it
+    dispatched: bool = True  # it is at the backend
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def plan_request(
     starts = [start for start in (RequestPlan(COLD, 0), in_memory, on_disk) if start]
     estimates = [(_estimate_ttft_s(start, prompt.tokens, layout, costs), start) for start in starts]
     seconds, start = min(estimates, key=lambda pair: (pair[0], -pair[1].reuse))
-    if leader := _choose_leader(running, start.reuse, limit, grid, costs):
+    if leader := _choose_leader(running, start, limit, layout, costs):
         start = RequestPlan(SHARED, _shareable_tokens(leader, limit, grid), leader_id=leader.request_id)
         seconds = estimate_prefill_s(min(leader.prefilled, start.reuse), prompt.tokens, costs.prefill)
     known = _find_known_prefix(start, prompt, residents, match)
@@ -161,19 +162,28 @@ def _shareable_tokens(leader: RunningRequest, limit: int, grid: int) -> int:
 
 
 def _choose_leader(
-    running: Sequence[RunningRequest], reuse: int, limit: int, grid: int, costs: Costs
+    running: Sequence[RunningRequest], start: RequestPlan, limit: int, layout: KvLayout | None, costs: Costs
 ) -> RunningRequest | None:
-    """Running request that will have computed more than `reuse` tokens, and sooner than this request could."""
+    """Running request that will have computed more than `start` reuses, and sooner than this request could.
+
+    Instead of a restore also one that will have computed, or restored, as much: then the files are read once.  Not
+    where there are windows: one that has nothing to compute would be past the place before it can be copied.
+    """
+    grid = layout.grid if layout else 0
+    reads_once = start.source == RESTORED and layout is not None and not layout.has_windows
+    reach_min = start.reuse + (0 if reads_once else SHARED_TOKENS_MIN)
 
     def reach(each: RunningRequest) -> int:
         return _shareable_tokens(each, limit, grid)
 
     def is_worth_it(each: RunningRequest) -> bool:
         is_startable = each.started or each.tokens <= LEADER_LENGTH_RATIO_MAX * (limit + 1)
-        waits_s = estimate_prefill_s(min(each.prefilled, reach(each)), reach(each), costs.prefill)
-        return is_startable and waits_s <= estimate_prefill_s(reuse, reach(each), costs.prefill)
+        # One that is being planned can start from what this one could: they have the same beginning.
+        prefilled = each.prefilled if each.dispatched else max(each.prefilled, start.reuse)
+        waits_s = estimate_prefill_s(min(prefilled, reach(each)), reach(each), costs.prefill)
+        return is_startable and waits_s <= estimate_prefill_s(start.reuse, reach(each), costs.prefill)
 
-    candidates = [each for each in running if reach(each) >= reuse + SHARED_TOKENS_MIN]
+    candidates = [each for each in running if reach(each) >= reach_min]
     return max(filter(is_worth_it, candidates), key=reach, default=None)
 
 

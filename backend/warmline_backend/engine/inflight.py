@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 RESULTS_MAX = 256
 EVENTS_QUEUED_MAX = 100_000
+LEADER_TIMEOUT_S = 5.0  # for a leader that was sent before its follower, and may be overtaken on the way
 EVENTS_OVERFLOW = f"more than {EVENTS_QUEUED_MAX} events wait without a reader"
 
 
@@ -51,6 +52,7 @@ class InflightGeneration:
     abandoned: bool = False  # its events are read no more
     overflowed: bool = False  # too many events are queued
     cancel_sent: bool = False  # the engine was asked to cancel it
+    submitted: asyncio.Event = field(default_factory=asyncio.Event)  # the engine was asked for it, or never will be
 
 
 class InflightGenerations:
@@ -62,6 +64,7 @@ class InflightGenerations:
         self._results: OrderedDict[str, GenerationResult] = OrderedDict()
         self._empty = asyncio.Event()
         self._empty.set()
+        self._arrival = asyncio.Event()  # replaced at each
 
     async def wait_until_empty(self) -> None:
         await self._empty.wait()
@@ -83,6 +86,8 @@ class InflightGenerations:
         inflight = self._by_id[request_id] = InflightGeneration(request_id)
         self._results.pop(request_id, None)
         self._empty.clear()
+        self._arrival.set()
+        self._arrival = asyncio.Event()
         try:
             yield inflight
         finally:
@@ -97,13 +102,27 @@ class InflightGenerations:
         loop = asyncio.get_running_loop()
         return lambda event: _call_soon(loop, lambda: self._handle_event(inflight, event))
 
+    async def wait_until_submitted(self, request_id: str) -> None:
+        """Wait until the engine was asked for a generation, or it has ended; for a while also until it arrives.
+
+        A follower that is submitted after that finds its leader, however long the engine's present step is.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LEADER_TIMEOUT_S):
+                while request_id not in self._by_id and request_id not in self._results:
+                    await self._arrival.wait()
+                if (inflight := self._by_id.get(request_id)) is not None:
+                    await inflight.submitted.wait()
+
     async def submit(self, inflight: InflightGeneration, request: GenerationRequest) -> None:
         """Submit a generation to the engine.  Raises OperationCancelledError if it was cancelled meanwhile."""
         if inflight.stage is Stage.CANCELLED:
             raise OperationCancelledError
         inflight.stage, inflight.background = Stage.SUBMITTED, request.background
         try:
-            await asyncio.wrap_future(self._engine.submit(lambda scheduler: scheduler.submit(request)))
+            submitting = self._engine.submit(lambda scheduler: scheduler.submit(request))
+            inflight.submitted.set()
+            await asyncio.wrap_future(submitting)
         except Exception:
             self._remove(inflight)
             raise
@@ -207,6 +226,7 @@ class InflightGenerations:
 
     def _remove(self, inflight: InflightGeneration) -> None:
         inflight.stage = Stage.DONE
+        inflight.submitted.set()
         if self._by_id.get(inflight.id) is inflight:
             del self._by_id[inflight.id]
         if not self._by_id:

@@ -5,7 +5,7 @@ Stages: waiting or following -> prefill (chunk after chunk) -> decode (in a grou
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
@@ -221,6 +221,27 @@ class Sequence:
         if position in self._fork_positions:
             self._fork_positions.remove(position)
             self.kv.checkpoints.pop(position, None)
+
+    def can_take_over(self, leader: "Sequence") -> bool:
+        """True where this follower can go on with the very KV of its leader: it shares all that is computed of it."""
+        kv = leader.kv
+        is_shared = not leader.decode_started_at and kv.length <= self.request.reuse_tokens
+        return is_shared and kv.find_continue_position(kv.length) == kv.length
+
+    def take_over(self, leader: "Sequence") -> None:
+        """Go on with the KV of an ended leader, and keep the states that it was to keep."""
+        reuse_tokens, request = self.request.reuse_tokens, leader.request
+        shared = [position for position in request.checkpoints if position <= reuse_tokens]
+        self.request = replace(self.request, checkpoints=tuple(sorted({*shared, *self.request.checkpoints})))
+        self.kv, self.adopted_resident_id = leader.kv, leader.adopted_resident_id
+        self._fork_positions = {position for position in leader._fork_positions if position <= reuse_tokens}
+        self._set_grid_end()
+        self.reused_tokens = self.kv.length
+
+    def keep_fork_positions(self, positions: Iterable[int]) -> None:
+        """Drop the states at all fork positions but these."""
+        for position in self._fork_positions.difference(positions):
+            self.remove_fork_position(position)
 
     # ---- prefill and end
 

@@ -3,16 +3,18 @@
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from warmline_backend.generation.events import EndedEvent
 from warmline_backend.generation.sequence import Sequence
 from warmline_backend.generation.step_stats import StepStats
-from warmline_backend.kv_cache.residents import UNSAVED_LEASE_S, Residents
+from warmline_backend.kv_cache.residents import UNSAVED_LEASE_S, ResidentMismatchError, Residents
 from warmline_backend.model.model import ServedModel
 from warmline_backend.output.events import Part
 from warmline_backend.scheduler.queues import Queues
 from warmline_common.logging import describe_error
 from warmline_common.protocol.messages import GenerationResult
+from warmline_common.protocol.waits import STEP
 
 log = logging.getLogger(__name__)
 
@@ -40,17 +42,19 @@ class Finisher:
     def finish_sequence(
         self, sequence: Sequence, finish: str, error: str = "", *, parts: Iterable[Part] = (), stop_reason: str = ""
     ) -> GenerationResult:
-        """Take a sequence out, keep its KV as a resident unless there is an `error`, and notify its listener.
+        """Take a sequence out, keep its KV unless there is an `error`, and notify its listener.
 
+        The KV is kept by a follower that goes on with it, else as a resident.
         `parts` and `stop_reason` are those of the EndedEvent.
         """
         if sequence.decode_started_at:
             sequence.timings.decode_s = time.monotonic() - sequence.decode_started_at
-        resident = ""
+        resident, leader = "", sequence.leader
         try:
             self._residents.make_room(self._queues.bytes_held + self._queues.bytes_to_remove(sequence))
             self._queues.remove(sequence)
-            if not error and self.leaves_resident(sequence):
+            is_taken_over = not error and self._replace_leader(sequence, leader)
+            if not (error or is_taken_over) and self.leaves_resident(sequence):
                 resident = self._add_resident(sequence)
         except Exception as fault:  # noqa: BLE001  half taken out: the rest of its batch can't be trusted
             batch = self._queues.discard_batch(sequence)
@@ -67,6 +71,26 @@ class Finisher:
         self._step_stats.failed_steps += 1
         for sequence in batch:
             self._notify_end(sequence, "discarded", "", f"the engine failed: {describe_error(error)}")
+
+    def _replace_leader(self, ended: Sequence, leader: Sequence | None) -> bool:
+        """Have a follower of an ended sequence lead the others; True where it goes on with the sequence's KV.
+
+        `leader`: what the sequence itself was following.  Else the followers are left to be planned again.
+        """
+        queues = self._queues
+        if (heir := queues.followers.find_heir(ended)) is None:
+            return False
+        if leader is not None:
+            with suppress(ResidentMismatchError):
+                queues.followers.replace_leader(ended, heir, leader)
+            return False
+        if not heir.can_take_over(ended):
+            return False
+        heir.take_over(ended)
+        queues.followers.replace_leader(ended, heir, None)
+        queues.waiting.append(heir)
+        heir.mark_waiting(STEP)
+        return True
 
     def leaves_resident(self, sequence: Sequence) -> bool:
         """True where the sequence's KV is to become a resident."""

@@ -43,6 +43,10 @@ class Queues:
     def find(self, request_id: str) -> Sequence | None:
         return next((sequence for sequence in self if sequence.request.id == request_id), None)
 
+    def find_leader(self, request_id: str) -> Sequence | None:
+        """Find a request, or the one that goes on in its place after its end."""
+        return self.find(request_id) or self.find(self.followers.find_leader_id(request_id))
+
     def find_group(self, sequence: Sequence) -> DecodeGroup | None:
         return next((group for group in self.groups if sequence in group.sequences), None)
 

@@ -48,7 +48,7 @@ class SaveSource:
         self._residents.mark_saved(prefix.resident_id, whole=whole)
 
     def _find_prefix(self, resident_id: str, running_id: str) -> _KvPrefix:
-        if running_id and (sequence := self._queues.find(running_id)) is not None:
+        if running_id and (sequence := self._queues.find_leader(running_id)) is not None:
             savable_length = min(sequence.kv.savable_length, sequence.sent_length)
             return _KvPrefix(sequence.kv, savable_length, is_running=True)
         resident_id = resident_id or self._residents.find_by_request(running_id)

@@ -136,7 +136,7 @@ class Scheduler:
         return self.served.make_kv(journals=self.settings.keeps_residents, grid=self.settings.grid)
 
     def _queue_follower(self, sequence: Sequence) -> None:
-        if (leader := self._queues.find(sequence.request.leader_id)) is None:
+        if (leader := self._queues.find_leader(sequence.request.leader_id)) is None:
             raise ResidentNotFoundError(f"request {sequence.request.leader_id}, which was to be followed")
         self._queues.followers.add(sequence, leader)
         sequence.mark_waiting(LEADER)

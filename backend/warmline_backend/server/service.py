@@ -272,6 +272,8 @@ class Service:
         )
         reused = options.reuse_tokens
         log.debug("computes %d tokens after %d that are there already", len(prompt.tokens) - reused, reused)
+        if options.leader_id:
+            await self.inflight.wait_until_submitted(options.leader_id)
         await self.inflight.submit(inflight, request)
 
     async def _make_matcher(self, prompt: StoredPrompt) -> Matcher | None:

@@ -14,7 +14,7 @@ from warmline_proxy.request.request import Request, RequestStatus, resident_afte
 from warmline_proxy.response.repetition import RepetitionDetector, chunk_text
 from warmline_proxy.tasks import BackgroundTasks
 from warmline_proxy.upstream.backend_state import BackendState
-from warmline_proxy.upstream.client import Upstream, UpstreamGoneError
+from warmline_proxy.upstream.client import ByteStream, Upstream, UpstreamGoneError
 from warmline_proxy.upstream.generation_stream import GenerationStream
 
 log = logging.getLogger(__name__)
@@ -37,26 +37,36 @@ class Generator:
 
     async def start(self, request: Request, plan: RequestPlan) -> GenerationStream | None:
         """Start a generation; None where the plan's resident or leader is gone: to be planned again."""
-        assert request.call is not None and request.prompt is not None
-        if not plan.copy_resident:
-            self.backend_state.resident_view.remove(plan.resident)
-        request.sent, request.stored_tokens = True, plan.reuse
-        request.listener = ProgressListener(request, self)
-        request.clock.mark_waiting()
-        try:
-            stream = await self.upstream.generate(
-                request.call.api.endpoint, request.log.id, request.prompt.prompt_id, plan, root=request.root
-            )
-        except UpstreamGoneError as error:
-            log.info("request %s is planned again: %s", request.log.id, error)
+        assert request.call is not None
+        if plan.resident and not plan.copy_resident:
+            self.backend_state.resident_view.exclude(plan.resident)  # a listing on its way may still have it
+        if (stream := await self._send(request, plan)) is None:
             await self.backend_state.refresh()
             return None
+        assert request.listener is not None
         request.generation = GenerationStream(stream, request.log.id, self.background, request.listener)
         request.advance(RequestStatus.WAITING)
         # Explanations come last: the engine computes meanwhile.
         self.prompt_heads.add(request.root, extract_head(request.call.fields))
         self.divergence_recorder.start_analysis(request)
         return request.generation
+
+    async def _send(self, request: Request, plan: RequestPlan) -> ByteStream | None:
+        """Send a request to the backend, from which moment others can follow it; None where its start is gone."""
+        assert request.call is not None
+        request.sent = request.is_dispatching = True
+        request.stored_tokens = plan.reuse
+        request.listener = ProgressListener(request, self)
+        request.clock.mark_waiting()
+        try:
+            return await self.upstream.generate(
+                request.call.api.endpoint, request.log.id, request.rendered.prompt_id, plan, root=request.root
+            )
+        except UpstreamGoneError as error:
+            log.info("request %s is planned again: %s", request.log.id, error)
+            return None
+        finally:
+            request.is_dispatching = False
 
 
 @dataclass(eq=False)
@@ -85,6 +95,8 @@ class ProgressListener:
     def on_prefilled(self, tokens: int) -> None:
         request, step = self.request, self.generator.config.partial_save_tokens
         request.prefilled_tokens = tokens
+        if request.started:  # a follower may have had to go on in its leader's place, from less than it was to share
+            request.stored_tokens = min(request.stored_tokens, tokens)
         tokens = align_to_grid(tokens, request.layout.grid) if request.layout else tokens
         new_tokens = tokens - max(request.stored_tokens, self._attempted_tokens)
         if request.started and step and new_tokens >= step and not self._is_saving:

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -30,7 +30,7 @@ from warmline_proxy.pipeline.generator import Generator
 from warmline_proxy.pipeline.rendering import RemoteRenderer
 from warmline_proxy.pipeline.response_store import ResponseStore
 from warmline_proxy.pipeline.starter import Starter
-from warmline_proxy.planner import RequestPlan
+from warmline_proxy.planner import RESIDENT, RequestPlan
 from warmline_proxy.request.admission import AdmissionQueue, identify_caller
 from warmline_proxy.request.deadlines import RequestTimeouts
 from warmline_proxy.request.registry import RequestRegistry
@@ -46,7 +46,7 @@ from warmline_proxy.upstream.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 PLANS_MAX = 16  # in one dispatch
-FOLLOW_PLANS_MAX = 8  # of these; a follower plans again each time that its leader leaves
+FOLLOW_PLANS_MAX = 8  # of these; a follower plans again each time that its leader fails
 GONE_STARTS_MAX = 2  # starts whose resident was gone; then cold
 PREVIOUS_END_TIMEOUT_S = 10.0
 
@@ -113,17 +113,17 @@ class Pipeline:
                 with request.log.measure_wait(waits.RELEASE):
                     await self.registry.cancel_superseded(request)
                 await self._acquire_ticket(request)
-                can_follow = number < FOLLOW_PLANS_MAX
-                running = self.registry.find_followable(request, refused_leaders) if can_follow else []
                 if not (why_cold := self._find_cold_reason(request, gone_count)):
                     with request.log.measure_wait(waits.RELEASE):
                         await self.registry.wait_for_releases(request)
                     with request.log.measure_wait(waits.SAVE):
                         await self.registry.wait_for_saves(request, self.steps.starter.count_reusable_tokens)
-                plan = await self.steps.starter.start(request, running, why_cold)  # 4. plan, 5. restore
+                can_follow = not why_cold and number < FOLLOW_PLANS_MAX
+                with self.registry.track_start(request) if can_follow else nullcontext():
+                    plan = await self._plan(request, why_cold, refused_leaders if can_follow else None)  # 4. and 5.
                 if not (generation := await self.steps.generator.start(request, plan)):  # 6. prefill and decode
                     refused_leaders.add(plan.leader_id)
-                    gone_count += not plan.leader_id
+                    gone_count += plan.source == RESIDENT  # what was restored can be restored again
                     continue
                 try:
                     return await self._relay(request, generation, plan)
@@ -133,6 +133,26 @@ class Pipeline:
             self.watchdog.recheck()
             raise
         raise upstream.UpstreamError("its start was lost again and again")
+
+    async def _plan(self, request: Request, why_cold: str, refused_leaders: set[str] | None) -> RequestPlan:
+        """Plan and restore; again once a leader that is itself being planned was sent to the backend, or has left.
+
+        `refused_leaders`: requests that are not to be followed; None: it follows none.
+        """
+        while True:
+            running = [] if refused_leaders is None else self.registry.find_followable(request, refused_leaders)
+            plan = await self.steps.starter.start(request, running, why_cold)
+            if not (plan.leader_id and await self._wait_for_leader(request, plan.leader_id)):
+                return plan
+
+    async def _wait_for_leader(self, request: Request, leader_id: str) -> bool:
+        """Wait until a leader is sent to the backend; False where it was already, or has left."""
+        request.clock.mark_waiting()
+        try:
+            with request.log.measure_wait(waits.LEADER):
+                return await self.registry.wait_for_start(leader_id)
+        finally:
+            request.clock.mark_idle()
 
     async def _relay(self, request: Request, generation: GenerationStream, plan: RequestPlan) -> None:
         store = partial(self.steps.responses.store, request)

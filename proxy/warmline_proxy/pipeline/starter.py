@@ -173,7 +173,8 @@ class Starter:
         finally:
             self.index.release(plan.file_ids)
             request.log.restore_s += max(0.0, request.log.elapsed_s() - began_s - waited_s)
-        self.backend_state.resident_view.add(reply.resident, entry)
+        if request.release_task:  # else the request takes it over at once, and no other may before that
+            self.backend_state.resident_view.add(reply.resident, entry)
         return _RestoreResult(resident=reply.resident)
 
     async def _quarantine_file(self, error: RestoreFailedError, files: list[str]) -> _RestoreResult:

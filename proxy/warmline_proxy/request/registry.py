@@ -5,6 +5,8 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from itertools import takewhile
 
 from warmline_common.protocol.tokens import BLOCK_TOKENS
 from warmline_proxy.auth.principals import Client
@@ -27,6 +29,7 @@ class RequestRegistry:
 
     def __init__(self, backend_state: BackendState) -> None:
         self._requests: dict[str, Request] = {}
+        self._starts: dict[Request, asyncio.Event] = {}  # in order, with the event of their end
         self._backend_state = backend_state
         self._answer_tokens = ANSWER_TOKENS_ASSUMED  # a moving mean
         self.emptied_at = time.monotonic()  # when the last request left
@@ -81,10 +84,43 @@ class RequestRegistry:
         """Requests that are computed, but not yet on disk."""
         return sum(request.is_saving for request in self)
 
+    @contextmanager
+    def track_start(self, request: Request) -> Iterator[None]:
+        """Scope in which a request is planned and restored; then it is sent to the backend, or has failed."""
+        self._starts[request] = ended = asyncio.Event()
+        try:
+            yield
+        finally:
+            del self._starts[request]
+            ended.set()
+
     def find_followable(self, request: Request, refused_ids: Collection[str] = ()) -> list[RunningRequest]:
-        """Running requests whose prefill this one could share, without those of the `refused_ids`."""
+        """Requests whose prefill this one could share, without those of the `refused_ids`.
+
+        They were sent to the backend, or began to start before this one, so that no two wait for each other.
+        """
         others = (each for each in self if each is not request and each.log.id not in refused_ids)
-        return [each.as_running(request) for each in others if each.is_computing and not each.suspect]
+        earlier = set(takewhile(lambda each: each is not request, self._starts))
+        leaders = (each for each in others if each.can_lead or (each in earlier and each.is_cacheable))
+        return [each.as_running(request) for each in leaders if each.started or not self._follows(each, request)]
+
+    def _follows(self, follower: Request, request: Request) -> bool:
+        """True if a request was to follow this one, or another one that was."""
+        seen = {follower}
+        while (plan := follower.log.plan) and (leader := self._requests.get(plan.leader_id)) and leader not in seen:
+            if leader is request:
+                return True
+            seen.add(leader)
+            follower = leader
+        return False
+
+    async def wait_for_start(self, request_id: str) -> bool:
+        """Wait until a request is sent to the backend, or has failed; False, at once, where it is not being planned."""
+        request = self._requests.get(request_id)
+        if request is None or (ended := self._starts.get(request)) is None:
+            return False
+        await ended.wait()
+        return True
 
     async def cancel_superseded(self, request: Request) -> None:
         """Cancel the client's earlier try, whose connection is not known to be dead yet, and wait for its release.

@@ -53,6 +53,7 @@ class Request:
     root: bytes = b""  # namespace of fingerprint and tenant
     restore_task: asyncio.Task[object] | None = None
     sent: bool = False  # a generation was asked for: the backend may hold something
+    is_dispatching: bool = False  # on its way to the backend, which has not answered
     started: bool = False  # the engine has begun with the generation
     prefilled_tokens: int = 0  # prompt tokens that have rows
     stored_tokens: int = 0  # of these, reused or saved already: need no saving while the request runs
@@ -103,7 +104,7 @@ class Request:
 
     def reset(self) -> None:
         """Prepare for another dispatch: what an earlier one left is dropped."""
-        self.sent = self.started = self.suspect = False
+        self.sent = self.is_dispatching = self.started = self.suspect = False
         self.prefilled_tokens = self.stored_tokens = self.content_chunks = 0
         self.generation = self.listener = self.restore_task = None
         self.released = asyncio.Event() if self.released.is_set() else self.released
@@ -135,10 +136,15 @@ class Request:
 
     @property
     def is_computing(self) -> bool:
-        """At the backend and not being ended: other requests can share the prefill."""
+        """At the backend and not being ended."""
         if self.generation is None or self.generation.is_over or self.log.generation_result is not None:
             return False
         return self.is_detached or self.release_task is None
+
+    @property
+    def can_lead(self) -> bool:
+        """True if others can share its prefill: it is at the backend, or on its way there."""
+        return (self.is_computing or (self.is_dispatching and self.release_task is None)) and self.is_cacheable
 
     def count_shared_tokens(self, other: "Request") -> int:
         """Leading tokens of this prompt that the other request has computed, or will."""
@@ -153,7 +159,8 @@ class Request:
         is_follower = self.log.plan is None or self.log.plan.leader_id != ""  # reuses none before its leader has them
         prefilled = max(self.prefilled_tokens, 0 if is_follower else self.stored_tokens)
         common_tokens, tokens = other.count_shared_tokens(self), self.prompt_shape().tokens
-        return RunningRequest(self.log.id, common_tokens, tokens, prefilled, self.started)
+        is_dispatched = self.is_dispatching or self.generation is not None
+        return RunningRequest(self.log.id, common_tokens, tokens, prefilled, self.started, is_dispatched)
 
     def is_retried_by(self, other: "Request") -> bool:
         """True if the other is the same client's next try: same session and body, and a higher retry count."""

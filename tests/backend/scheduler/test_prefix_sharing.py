@@ -247,31 +247,101 @@ def test_waiting_follower_costs_no_memory_and_place(root: Path) -> None:
     assert driver.scheduler.running_bytes == alone and not leader.is_ended
 
 
-def test_ended_leader_ends_followers_as_leaderless(root: Path) -> None:
+@pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+@pytest.mark.parametrize("family", EACH_KIND)
+def test_followers_go_on_where_leader_ended(family: str, exact: bool, root: Path) -> None:
+    """Of twelve that leave one after the other, each after a chunk of its own or less, nothing is computed again."""
+    driver, prompt = SchedulerDriver(load_family(family, root), step=10, exact=exact), make_prompt(131)
+    requests = [driver.submit(prompt, 4, checkpoints=(50,))]
+    leader = requests[0][0]
+    requests += [driver.submit(prompt, 4, follow=leader, reuse=130) for _ in range(12)]
+    for name, log in requests[:-1]:
+        driver.step()
+        result = driver.scheduler.cancel(name)
+        assert result is not None and (log.result.finish, result.resident) == ("cancelled", "")
+    last = requests[-1][1]
+    driver.run_until(lambda: last.is_ended)
+    assert sum(log.result.timings.prefilled for _, log in requests) == len(prompt)
+    assert last.result.checkpoints[:1] == ([50] if driver.served.layout.has_states else [])
+    assert_as_alone(driver, family, prompt, last)
+    assert driver.scheduler.is_idle and len(driver.scheduler.residents) == 1
+
+
+@pytest.mark.parametrize("family", EACH_KIND)
+def test_follower_that_shares_most_leads(family: str, root: Path) -> None:
+    driver = SchedulerDriver(load_family(family, root), step=50)
+    name, leader = driver.submit(make_prompt(250), 4)
+    near, far = make_prompt(120) + make_prompt(20, 3), make_prompt(200) + make_prompt(30, 5)
+    _, near_log = driver.submit(near, 4, follow=name, reuse=120)
+    far_name, far_log = driver.submit(far, 4, follow=name, reuse=200)
+    driver.run_until(lambda: leader.chunks == [50, 100])
+    driver.scheduler.cancel(name)
+    late_name, late = driver.submit(far, 4, follow=name, reuse=200)
+    assert late_name and not late.is_ended, "the one that goes on is followed under the name of the one that ended"
+    driver.run_until(lambda: near_log.is_ended and far_log.is_ended and late.is_ended)
+    assert (far_log.result.timings.prefilled, near_log.result.timings.prefilled) == (130, 20)
+    assert (near_log.reused, late.reused) == (120, 200)
+    for prompt, log in ((near, near_log), (far, far_log), (far, late)):
+        assert_as_alone(driver, family, prompt, log)
+    assert far_name
+
+
+def test_follower_of_ended_follower_follows_its_leader(root: Path) -> None:
+    driver, prompt = SchedulerDriver(load_family("qwen3_5", root), step=40), make_prompt(200)
+    first, leader = driver.submit(make_prompt(150) + make_prompt(50, 3), 4)
+    second, middle = driver.submit(prompt, 4, follow=first, reuse=150)
+    followers = [driver.submit(prompt, 4, follow=second, reuse=199)[1] for _ in range(2)]
+    driver.run_until(lambda: len(leader.chunks) == 2)
+    driver.scheduler.cancel(second)
+    driver.run_until(lambda: all(one.is_ended for one in followers))
+    assert middle.result.finish == "cancelled"
+    assert [one.result.timings.prefilled for one in followers] == [50, 1]
+    assert_as_alone(driver, "qwen3_5", prompt, followers[1])
+
+
+def test_fork_states_of_ended_leader_are_released(root: Path) -> None:
+    driver = SchedulerDriver(load_family("qwen3_5", root), step=50)
+    name, leader = driver.submit(make_prompt(400), 4)
+    branch = make_prompt(320) + make_prompt(40, 7)
+    _, near = driver.submit(make_prompt(120) + make_prompt(30, 7), 4, follow=name, reuse=120)
+    heir_name, heir = driver.submit(branch, 4, follow=name, reuse=320)
+    _, last = driver.submit(branch, 4, follow=name, reuse=250)
+    driver.run_until(lambda: near.is_ended)
+    driver.scheduler.cancel(name)
+    (sequence,) = driver.scheduler._queues.waiting
+    assert sequence.request.id == heir_name and sequence.chunk_ends == [250], "what the last follower needs"
+    driver.run_until(lambda: heir.is_ended and last.is_ended)
+    assert heir.result.checkpoints == [364]
+    assert leader.result.timings.prefilled + heir.result.timings.prefilled == 360
+    assert_as_alone(driver, "qwen3_5", branch, heir)
+
+
+def test_failed_leader_ends_followers_as_leaderless(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = SchedulerDriver(load_family("qwen3_5", root), step=40)
     name, leader = driver.submit(make_prompt(200), 4)
     second, middle = driver.submit(make_prompt(200), 4, follow=name, reuse=199)
     _, last = driver.submit(make_prompt(200), 4, follow=second, reuse=150)
     driver.run_until(lambda: len(leader.chunks) == 2)
-    result = driver.scheduler.cancel(name)
-    assert result is not None and result.prefilled_until == 80
+    (sequence,) = driver.scheduler._queues.prefilling
+    monkeypatch.setattr(sequence.kv, "prefill", lambda *args: 1 / 0)
+    driver.step()
+    assert leader.result.finish == "discarded"
     for one in (middle, last):
         assert (one.result.finish, one.result.resident, one.result.prefilled_until) == ("leaderless", "", 0)
         assert "ended" in one.result.error
     assert driver.scheduler.is_idle
-    again = driver.run(make_prompt(200), 4, resident=result.resident, reuse=80)
-    assert_as_alone(driver, "qwen3_5", make_prompt(200), again)
 
 
-def test_unstarted_leader_ends_followers(root: Path) -> None:
+def test_follower_takes_place_of_unstarted_leader(root: Path) -> None:
     driver = SchedulerDriver(load_family("llama", root), places=1)
     _, running = driver.submit(make_prompt(20), 50)
     name, leader = driver.submit(make_prompt(60), 4)
     _, follower = driver.submit(make_prompt(60), 4, follow=name, reuse=59)
     driver.step()
     driver.scheduler.cancel(name)
-    assert (leader.result.finish, follower.result.finish) == ("cancelled", "leaderless")
-    driver.run_until(lambda: running.is_ended)
+    assert leader.result.finish == "cancelled" and not follower.is_ended
+    driver.run_until(lambda: running.is_ended and follower.is_ended)
+    assert_as_alone(driver, "llama", make_prompt(60), follower)
 
 
 def test_cancelled_follower_does_not_affect_leader(root: Path) -> None:

@@ -70,7 +70,7 @@ def run_service_command(arguments: list[str]) -> int:
 def check_benchmark_flags(arguments: list[str]) -> int:
     """Exit code: 0 if the script, or its shared modules, has these flags."""
     script = Path(os.environ["STAND_IN_ROOT"], arguments[0])
-    text = script.read_text() + (script.parent / "common" / "servers.py").read_text()
+    text = script.read_text() + Path(os.environ["STAND_IN_ROOT"], "benchmarks", "common", "results.py").read_text()
     unknown = [word for word in arguments[1:] if word.startswith("--") and f'"{word}"' not in text]
     if unknown:
         print(f"{arguments[0]} does not know {unknown}", file=sys.stderr)

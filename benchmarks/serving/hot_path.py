@@ -1,6 +1,6 @@
 """Latency of small warm requests on two checkouts, both pairs up at once and asked in turn.
 
-Usage: python benchmarks/hot_path.py OLD_WARMLINE NEW_WARMLINE [--short 1500] [--long 200]
+Usage: PYTHONPATH=benchmarks python benchmarks/serving/hot_path.py OLD_WARMLINE NEW_WARMLINE [--short 1500] [--long 200]
 
 The arguments are the `warmline` executables of two environments.  Both pairs get the same requests in turn: a repeated
 short prompt, and one with 50 kB of messages whose last one is new.
