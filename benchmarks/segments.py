@@ -1,47 +1,65 @@
 """How fast KV goes to disk and comes back, beside mlx-lm's own prompt cache files and the bare disk.
 
-Builds a llama with random weights in memory (an 8B model's shape by default; `--tiny` for a CPU), prefills, and then in
-turn, `--repeats` times, medians shown:
+Builds a llama with random weights in memory (an 8B model's shape by default; `--tiny` for a CPU) and KV of random rows.
+It saves this, sides taking turns, `--repeats` times, medians shown:
 
-  save       our segment files (fsync'ed, checksummed)      mlx_lm.save_prompt_cache
-  restore    files to evaluated KV, checksums verified      mlx_lm.load_prompt_cache, evaluated
-  limit      writing and fsync'ing the same bytes           reading the same files into one buffer
+  save, ours         segment files, fsync'ed and checksummed, in slices copied on a thread of their own
+  save, mlx_lm       mlx_lm.save_prompt_cache, which does not fsync
+  save, limit        writing and fsync'ing the same bytes
 
-Files are in the page cache when they are read, for all alike.
+and restores in `--restarts` processes of each side, as after a kill: all memory is fresh, files are in the page cache.
 
-Usage: .venv/bin/python benchmarks/segments.py [--tiny] [--tokens N] [--repeats N]
+  restore, ours      its parts, and the first chunk of CHUNK_AFTER tokens on what was restored, against the same chunk
+                     once more, as in a session
+  restore, mlx_lm    mlx_lm.load_prompt_cache, evaluated, and the same chunk
+  restore, limit     reading the same files into fresh memory by one thread, and the chunk as in a session
+
+Usage: .venv/bin/python benchmarks/segments.py [--tiny] [--tokens N] [--repeats N] [--restarts N] [--json FILE]
 """
 
 import argparse
+import json
+import mmap
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from io import FileIO
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import xxhash
 from mlx.utils import tree_map
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
 from rich.console import Console
 from rich.table import Table
 
-from warmline_backend.kv_cache.codecs import CacheLayout
+from warmline_backend.engine.kv_transfer import READER_THREADS
+from warmline_backend.engine.save_slices import SaveSlices
+from warmline_backend.kv_cache.codecs import CacheLayout, flatten, round_up_to_buffer
 from warmline_backend.kv_cache.kv import KV
-from warmline_backend.kv_cache.segment_io import ChainLoader, expose_bytes, write_segment_file
+from warmline_backend.kv_cache.segment_io import READ_BYTES_MAX, ChainLoader, LoadedChain, write_segment_file
+from warmline_backend.scheduler.capacity import ANSWER_TOKENS_RESERVED
 from warmline_common.protocol.messages import SegmentRef
 from warmline_common.protocol.tokens import SEGMENT_TOKENS_MAX, pack_tokens, prefix_digest
 from warmline_common.storage import disk
-from warmline_common.storage.segment_file import FileMeta
+from warmline_common.storage.segment_file import FileMeta, read_header
+from warmline_run.processes import add_huge_pages
 
 SHAPES = {
     "8B": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336, "num_attention_heads": 32},
     "tiny": {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1024, "num_attention_heads": 8},
 }
-CHUNK = 2048
-READERS = 4
+CHUNK_AFTER = 40  # tokens of a next turn
+THEIRS = "prompt_cache.safetensors"
 FINGERPRINT = "benchmark"
 
 
@@ -55,36 +73,62 @@ def build_model(shape: str) -> llama.Model:
     return model
 
 
-def prefill(model: llama.Model, layout: CacheLayout, tokens: list[int]) -> KV:
-    kv = KV(layout, [], layout.make_empty_cache())
-    for start in range(0, len(tokens), CHUNK):
-        chunk = tokens[start : start + CHUNK]
-        model(mx.array([chunk]), cache=kv.layers)
-        mx.eval([layer.state for layer in kv.layers])
-        kv.tokens += chunk
-    return kv
+def make_kv(model: llama.Model, layout: CacheLayout, tokens: list[int]) -> KV:
+    """KV of random rows, in the shapes and types of the model's."""
+    one = KV(layout, [], layout.make_empty_cache())
+    one.prefill(model, tokens[:1])
+    leaves = []
+    for leaf, (_, held) in zip(layout.leaves, flatten(one.layers), strict=True):
+        fields = {}
+        for name, row in leaf.codec.rows(held, 0, 1, 0, 1).items():
+            _, heads, _, width = row.shape
+            fields[name] = mx.random.normal((1, heads, round_up_to_buffer(len(tokens)), width), row.dtype)
+        mx.eval(fields)
+        leaves.append(leaf.codec.build(fields, len(tokens), leaf.template))
+    return KV.from_leaves(layout, list(tokens), iter(leaves))
 
 
-def measure_median_s(work: Callable[[], object], repeats: int) -> float:
-    seconds = []
-    for _ in range(repeats):
+def measure_s(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+class SaveThread:
+    """Thread that copies slices, as the engine's does; remembers the longest copy."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self.longest_s = 0.0
+
+    def submit(self, work: Callable[[Any], Any]) -> Any:
+        return self._pool.submit(self._run, work)
+
+    def _run(self, work: Callable[[Any], Any]) -> Any:
         began = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
+        try:
+            return work(None)
+        finally:
+            self.longest_s = max(self.longest_s, time.perf_counter() - began)
 
 
-def save_segments(kv: KV, folder: Path) -> list[SegmentRef]:
-    chain = []
-    for start in range(0, kv.length, SEGMENT_TOKENS_MAX):
-        end = min(kv.length, start + SEGMENT_TOKENS_MAX)
-        name = f"{start:032x}"
+def list_spans(length: int) -> list[tuple[str, int, int]]:
+    starts = range(0, length, SEGMENT_TOKENS_MAX)
+    return [(f"{start:032x}", start, min(length, start + SEGMENT_TOKENS_MAX)) for start in starts]
+
+
+def save_segments(kv: KV, folder: Path, thread: Any) -> None:
+    for name, start, end in list_spans(kv.length):
         prefix = prefix_digest(b"", pack_tokens(kv.tokens[:start]))
         meta = FileMeta(kind="segment", id=name, fingerprint=FINGERPRINT, root="", prefix=prefix, start=start, end=end)
-        tensors = expose_bytes(kv.slice_rows(start, end))
-        write_segment_file(folder / f"{name}.safetensors", meta, tensors, pack_tokens(kv.tokens[start:end]))
-        chain.append(SegmentRef(id=name, start=start, end=end, upto=end))
-    return chain
+        slices = SaveSlices(thread, lambda _: kv, partial(read_rows, start, end), start, end)
+        thread.submit(slices.begin).result()
+        stream = slices.open_stream(lambda copied: copied.result())
+        write_segment_file(folder / f"{name}.safetensors", meta, stream, pack_tokens(kv.tokens[start:end]))
+
+
+def read_rows(start: int, end: int, kv: KV, leaves: Any) -> dict[str, mx.array]:
+    return kv.slice_rows(start, end, leaves)
 
 
 def save_with_mlx_lm(kv: KV, path: Path) -> None:
@@ -96,66 +140,200 @@ def save_with_mlx_lm(kv: KV, path: Path) -> None:
     save_prompt_cache(str(path), caches)
 
 
-def load_with_mlx_lm(path: Path) -> None:
-    mx.eval([cache.state for cache in load_prompt_cache(str(path))])
-
-
 def write_raw(path: Path, data: bytes) -> None:
     with FileIO(path, "wb") as file:
         disk.write(file, data)
         disk.sync(file)
 
 
-def read_raw(files: list[Path], buffer: memoryview) -> None:
-    for path in files:
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
+def read_raw(files: list[Path]) -> None:
+    """Read whole files into memory that was never used."""
+    size = sum(path.stat().st_size for path in files)
+    with mmap.mmap(-1, size) as fresh, memoryview(fresh) as view:
+        at = 0
+        for path in files:
+            with path.open("rb", buffering=0) as file:
+                while count := file.readinto(view[at : at + READ_BYTES_MAX]):
+                    at += count
 
 
-def main() -> None:
+# ---- restores, each in a process of its own
+
+
+def restore_segments(layout: CacheLayout, tokens: list[int], folder: Path) -> tuple[KV, dict[str, float]]:
+    """KV of the files, and the seconds of each part."""
+    marks: dict[str, float] = {}
+
+    def allocate(work: Callable[[], Any]) -> Any:
+        marks["open"] = time.perf_counter()
+        buffers = work()
+        marks["allocate"] = time.perf_counter()
+        return buffers
+
+    spans = list_spans(len(tokens))
+    row_names = frozenset(read_header(folder / f"{spans[0][0]}.safetensors").select_kv_tensors())
+    chain = [SegmentRef(id=name, start=start, end=end, upto=end) for name, start, end in spans]
+    with ThreadPoolExecutor(READER_THREADS) as pool:
+        loader = ChainLoader(
+            layout, row_names, FINGERPRINT, lambda each: folder / f"{each}.safetensors", pool, allocate
+        )
+        began, room = time.perf_counter(), len(tokens) + CHUNK_AFTER + ANSWER_TOKENS_RESERVED
+        loaded = loader.load(pack_tokens(tokens), chain, None, lambda: False, b"", room)
+        marks["read and verify"] = time.perf_counter()
+        kv = loaded.build(layout)
+        marks["build"] = time.perf_counter()
+    times = dict(zip(marks, (b - a for a, b in pairwise([began, *marks.values()])), strict=True))
+    times["verify alone, one core"] = measure_s(partial(verify_rows, loaded))
+    return kv, times
+
+
+def verify_rows(loaded: LoadedChain) -> None:
+    for buffer in loaded.rows.values():
+        xxhash.xxh3_64_intdigest(buffer.data)
+
+
+def measure_restore(model: llama.Model, layout: CacheLayout, tokens: list[int], folder: Path) -> dict[str, float]:
+    """Seconds of the parts of one restore, and of chunks after it."""
+    kv, times = restore_segments(layout, tokens, folder)
+    restore_s = sum(times[part] for part in ("open", "allocate", "read and verify", "build"))
+    chunks_s = []
+    for _ in range(4):
+        kv.truncate(len(tokens))
+        chunks_s.append(measure_s(partial(kv.prefill, model, tokens[:CHUNK_AFTER])))
+    return times | {
+        "restore": restore_s,
+        "first chunk": chunks_s[0],
+        "chunk in session": statistics.median(chunks_s[1:]),
+        "first token": restore_s + chunks_s[0],
+    }
+
+
+def measure_mlx_lm(model: llama.Model, tokens: list[int], folder: Path) -> dict[str, float]:
+    began = time.perf_counter()
+    caches = load_prompt_cache(str(folder / THEIRS))
+    mx.eval([cache.state for cache in caches])
+    restored = time.perf_counter()
+    mx.eval(model(mx.array([tokens[:CHUNK_AFTER]]), cache=caches))
+    return {"restore": restored - began, "first token": time.perf_counter() - began}
+
+
+def run_restart(side: str, shape: str, tokens: list[int], folder: Path) -> dict[str, float]:
+    """Measure one restore in this process."""
+    if side == "raw":
+        return {
+            "restore": measure_s(
+                lambda: read_raw([folder / f"{name}.safetensors" for name, *_ in list_spans(len(tokens))])
+            )
+        }
+    model = build_model(shape)
+    layout = CacheLayout.from_factory(partial(make_prompt_cache, model))
+    warm_up = KV(layout, [], layout.make_empty_cache())
+    for _ in range(2):
+        warm_up.prefill(model, tokens[:CHUNK_AFTER])
+    del warm_up
+    if side == "mlx_lm":
+        return measure_mlx_lm(model, tokens, folder)
+    return measure_restore(model, layout, tokens, folder)
+
+
+def restart(side: str, given: argparse.Namespace, folder: Path) -> dict[str, float]:
+    command = [sys.executable, __file__, "--restart", side, "--folder", str(folder), "--tokens", str(given.tokens)]
+    environment = {**os.environ, "GLIBC_TUNABLES": add_huge_pages(os.environ.get("GLIBC_TUNABLES", ""))}
+    done = subprocess.run(
+        [*command, *(["--tiny"] if given.tiny else [])], capture_output=True, text=True, check=True, env=environment
+    )
+    measured: dict[str, float] = json.loads(done.stdout)
+    return measured
+
+
+def take_medians(samples: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(sample[name] for sample in samples) for name in samples[0]}
+
+
+# ---- the whole
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--tokens", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--restarts", type=int, default=3)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--restart", choices=["ours", "mlx_lm", "raw"], help=argparse.SUPPRESS)
     given = parser.parse_args()
-    shape = "tiny" if given.tiny else "8B"
-    tokens = [(7 * n + n * n) % 32000 for n in range(given.tokens or (4096 if given.tiny else 32768))]
-    model = build_model(shape)
-    layout = CacheLayout.from_factory(lambda: make_prompt_cache(model))
-    prefill(model, layout, tokens[:CHUNK])
-    began = time.perf_counter()
-    kv = prefill(model, layout, tokens)
-    prefill_s = time.perf_counter() - began
-    row_names = frozenset(kv.slice_rows(0, 1))
+    given.tokens = given.tokens or (4096 if given.tiny else 24000)
+    return given
 
-    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(READERS) as pool:
-        folder, theirs, raw = Path(name), Path(name) / "prompt_cache.safetensors", Path(name) / "raw"
-        chain = save_segments(kv, folder)
-        files = [folder / f"{link.id}.safetensors" for link in chain]
-        size = sum(path.stat().st_size for path in files)
-        loader = ChainLoader(
-            layout, row_names, FINGERPRINT, lambda segment: folder / f"{segment}.safetensors", pool, lambda work: work()
-        )
-        packed, blob = pack_tokens(tokens), bytes(size)
-        buffer = memoryview(bytearray(64 << 20))
-        rows = [
-            ("save, ours", measure_median_s(lambda: save_segments(kv, folder), given.repeats)),
-            ("save, mlx_lm", measure_median_s(lambda: save_with_mlx_lm(kv, theirs), given.repeats)),
-            ("save, limit (write + fsync)", measure_median_s(lambda: write_raw(raw, blob), given.repeats)),
-            (
-                "restore, ours",
-                measure_median_s(lambda: loader.load(packed, chain, None, lambda: False).build(layout), given.repeats),
-            ),
-            ("restore, mlx_lm", measure_median_s(lambda: load_with_mlx_lm(theirs), given.repeats)),
-            ("restore, limit (one reader)", measure_median_s(lambda: read_raw(files, buffer), given.repeats)),
-        ]
-    table = Table("", "s", "GB/s", "x of cold prefill", title=f"{shape}, {len(tokens)} tokens, {size / 1e9:.2f} GB")
-    for label, seconds in rows:
-        table.add_row(label, f"{seconds:.3f}", f"{size / 1e9 / seconds:.2f}", f"{prefill_s / seconds:.0f}")
+
+def measure_saves(kv: KV, folder: Path, repeats: int) -> dict[str, Any]:
+    thread, saves = SaveThread(), []
+    save_segments(kv, folder, thread)
+    thread.longest_s, size = 0.0, sum(path.stat().st_size for path in folder.iterdir())
+    works = {
+        "ours": partial(save_segments, kv, folder, thread),
+        "mlx_lm": partial(save_with_mlx_lm, kv, folder / THEIRS),
+        "limit": partial(write_raw, folder / "raw", bytes(size)),
+    }
+    for _ in range(repeats):
+        saves.append({side: measure_s(work) for side, work in works.items()})
+    return {"bytes": size, "save_s": take_medians(saves), "longest_slice_s": thread.longest_s}
+
+
+def measure(given: argparse.Namespace, shape: str, tokens: list[int], folder: Path) -> dict[str, Any]:
+    model = build_model(shape)
+    layout = CacheLayout.from_factory(partial(make_prompt_cache, model))
+    found = measure_saves(make_kv(model, layout, tokens), folder, given.repeats)
+    mx.clear_cache()  # for the processes of the restores
+    sides = ("raw", "ours", "mlx_lm")
+    restarts = [{side: restart(side, given, folder) for side in sides} for _ in range(given.restarts)]
+    return {
+        "device": str(mx.device_info().get("device_name", "CPU")),
+        "shape": shape,
+        "tokens": len(tokens),
+        **found,
+        "restart_s": {side: take_medians([each[side] for each in restarts]) for side in sides},
+    }
+
+
+def print_report(found: dict[str, Any]) -> None:
+    size = found["bytes"] / 1e9
+    table = Table("", "s", "GB/s", title=f"{found['shape']}, {found['tokens']} tokens, {size:.2f} GB")
+
+    def add(label: str, seconds: float, *, moves_all: bool = False) -> None:
+        table.add_row(label, f"{seconds:.3f}", f"{size / seconds:.2f}" if moves_all else "")
+
+    for side, seconds in found["save_s"].items():
+        add(f"save, {side}", seconds, moves_all=True)
+    add("longest slice of a save", found["longest_slice_s"])
+    ours, theirs, raw = (found["restart_s"][side] for side in ("ours", "mlx_lm", "raw"))
+    for part, seconds in ours.items():
+        add(f"ours: {part}", seconds, moves_all=part in ("restore", "read and verify", "verify alone, one core"))
+    for part, seconds in theirs.items():
+        add(f"mlx_lm: {part}", seconds, moves_all=part == "restore")
+    add("limit: raw read into fresh memory", raw["restore"], moves_all=True)
+    limit_s = raw["restore"] + ours["chunk in session"]
+    add("limit: the same and the chunk in session", limit_s)
     console = Console(width=100)
-    console.print(f"{mx.device_info().get('device_name', 'CPU')}; cold prefill {prefill_s:.2f} s")
+    console.print(found["device"])
     console.print(table)
+    console.print(f"save: {found['save_s']['limit'] / found['save_s']['ours']:.2f} of the limit's rate")
+    console.print(f"first token after a kill: {ours['first token'] / limit_s:.2f} of the limit's time")
+
+
+def main() -> None:
+    given = parse_arguments()
+    shape = "tiny" if given.tiny else "8B"
+    tokens = [(7 * n + n * n) % 32000 for n in range(given.tokens)]
+    if given.restart:
+        print(json.dumps(run_restart(given.restart, shape, tokens, given.folder)))
+        return
+    with tempfile.TemporaryDirectory() as name:
+        found = measure(given, shape, tokens, Path(name))
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1))
+    print_report(found)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ turn:
 "Prompts computed" is what the pair's `warmline_prompt_tokens_total{source="computed"}` grew by, divided by one prompt.
 mlx_lm.server has no such counter, so its column is time alone.
 
-Usage: PYTHONPATH=benchmarks .venv/bin/python benchmarks/serving/herd.py [--tokens 6144] [--repeats 3]
+Usage: PYTHONPATH=benchmarks .venv/bin/python benchmarks/serving/herd.py [--tokens 4096] [--repeats 3]
 """
 
 import argparse
@@ -185,7 +185,7 @@ def format_rows(measured: dict[str, dict[str, list[HerdMeasurement]]]) -> list[l
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--tokens", type=int, default=6144, help="of each prompt")
+    parser.add_argument("--tokens", type=int, default=4096, help="of each prompt")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     if options.quick:

@@ -1,6 +1,6 @@
 """Warm-up: run all kinds of work once, so that kernels are compiled before the first request.  Engine thread.
 
-The jobs: chunks, up to a full one; decode steps, alone and two in a batch; sampling; and, for sparse attention, a chunk
+The jobs: chunks, up to a full one; decode steps, alone and in a batch; sampling; and, for sparse attention, a chunk
 and steps past the length where selection begins.  From few tokens to many, as far as the time allows, judged by the
 duration of the last job.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 
-from warmline_backend.generation.sequence import GenerationRequest, Sequence
+from warmline_backend.generation.sequence import GenerationRequest, Sequence, prefill_last_chunks
 from warmline_backend.model.loader import ModelError
 from warmline_backend.model.model import ServedModel
 from warmline_backend.request.params import GenerationParams
@@ -78,7 +78,7 @@ def _make_jobs(served: ServedModel, settings: SchedulerSettings) -> Iterator[War
     yield 1, lambda: mx.eval(served.model(mx.array([[1]]), cache=served.layout.make_empty_cache()))
     yield SHORT_PROMPT_TOKENS + DECODE_STEPS, lambda: runner.run_prompt(SHORT_PROMPT_TOKENS)
     if served.layout.is_batchable and not settings.exact:
-        yield 2 * (SHORT_PROMPT_TOKENS + DECODE_STEPS), runner.run_batch_of_two
+        yield 3 * (SHORT_PROMPT_TOKENS + DECODE_STEPS), runner.run_batch_of_three
     for length in prompt_lengths(settings.prefill_step_size, served.index_topk, runner.prompt_tokens_max):
         yield length + DECODE_STEPS, lambda length=length: runner.run_prompt(length)  # type: ignore[misc]
 
@@ -96,30 +96,33 @@ class _WarmUpRunner:
         return min(room, self._served.context_tokens_max or room) - DECODE_STEPS - 1
 
     def run_prompt(self, prompt_tokens: int) -> None:
-        group = DecodeGroup.from_sequence(self._prefill(prompt_tokens, sampled=True))
+        group = DecodeGroup.from_sequences([self._prefill(prompt_tokens, sampled=True)])
         for _ in range(DECODE_STEPS):
             self._step(group)
 
-    def run_batch_of_two(self) -> None:
-        """Decode two sequences in one batch; then one leaves it."""
-        first, second = (self._prefill(SHORT_PROMPT_TOKENS, sampled=sampled) for sampled in (True, False))
-        group, other = DecodeGroup.from_sequence(first), DecodeGroup.from_sequence(second)
-        group.merge(other)
+    def run_batch_of_three(self) -> None:
+        """Prefill two sequences in one batch, decode them with a third; then one leaves."""
+        both = [self._make_sequence(SHORT_PROMPT_TOKENS + n, sampled=n > 0) for n in range(2)]
+        prefill_last_chunks(both)
+        group = DecodeGroup.from_sequences(both)
+        group.merge(DecodeGroup.from_sequences([self._prefill(SHORT_PROMPT_TOKENS, sampled=True)]))
         self._step(group)
-        group.remove(second)
+        group.remove(both[:1])
         self._step(group)
 
     def _prefill(self, prompt_tokens: int, *, sampled: bool) -> Sequence:
+        sequence = self._make_sequence(prompt_tokens, sampled=sampled)
+        while sequence.prefill_tokens_left > 0:
+            sequence.prefill_chunk(self._settings.prefill_step_size)
+        return sequence
+
+    def _make_sequence(self, prompt_tokens: int, *, sampled: bool) -> Sequence:
         prompt = [1 + n % (self._served.vocabulary_size - 1) for n in range(prompt_tokens + 1)]
         sampling = {"temperature": 1.0, "top_p": 0.9, "seed": 0} if sampled else {}
         params = GenerationParams(max_tokens=DECODE_STEPS, ignore_eos=True, **sampling)  # type: ignore[arg-type]
         request = GenerationRequest("warm-up", prompt, params, lambda _: None, leaves_resident=False)
-        settings = self._settings
-        kv = self._served.make_kv(journals=settings.keeps_residents, grid=settings.grid)
-        sequence = Sequence(request, kv, self._served)
-        while sequence.prefill_tokens_left > 0:
-            sequence.prefill_chunk(settings.prefill_step_size)
-        return sequence
+        kv = self._served.make_kv(journals=self._settings.keeps_residents, grid=self._settings.grid)
+        return Sequence(request, kv, self._served)
 
     def _step(self, group: DecodeGroup) -> None:
         for sequence, token, logprobs in group.step():

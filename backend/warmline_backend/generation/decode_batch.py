@@ -13,8 +13,9 @@ class DecodeBatch(GenerationBatch):  # type: ignore[misc]  # mlx-lm has no types
     the masks have to be ready.
     """
 
-    def __init__(self, matcher: Matcher | None, model: object, uids: list[str], *rest: object) -> None:
-        self._matcher_by_uid = {uid: matcher for uid in uids if matcher is not None}
+    def __init__(self, matchers: list[Matcher | None], model: object, uids: list[str], *rest: object) -> None:
+        pairs = zip(uids, matchers, strict=True)
+        self._matcher_by_uid = {uid: matcher for uid, matcher in pairs if matcher is not None}
         super().__init__(model, uids, *rest)
 
     def extend(self, batch: "DecodeBatch") -> None:

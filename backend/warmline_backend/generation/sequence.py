@@ -16,6 +16,7 @@ from warmline_backend.generation.answer import Answer
 from warmline_backend.generation.decode_batch import DecodeBatch
 from warmline_backend.generation.events import EventListener
 from warmline_backend.generation.sampling import LogitsProcessor, LogprobsCapture, Sampler, SamplerFault
+from warmline_backend.kv_cache.batch_prefill import prefill_batch
 from warmline_backend.kv_cache.kv import KV
 from warmline_backend.model.model import ServedModel
 from warmline_backend.output.expected import ExpectedOutput
@@ -84,6 +85,7 @@ class Sequence:
     chunk_tokens_max: int = UNBOUNDED  # of this prompt's chunks, once memory has run out
     has_short_chunks: bool = False  # shorter than the step, to fit the memory
     needs_eviction: bool = False  # its chunks can't be shorter, and memory has run out
+    prefills_alone: bool = False  # not in a batch with others, after one that failed
     error_code: str = ""  # of the error that ends it; "" for a code by its end
 
     def __post_init__(self) -> None:
@@ -252,7 +254,7 @@ class Sequence:
         """
         tokens = self._begin_chunk(step)
         self.kv.prefill(self.served.model, tokens)
-        self._complete_chunk()
+        self.complete_chunk()
         return len(tokens)
 
     def begin_layerwise_chunk(self, step: int) -> "LayerwiseChunk":
@@ -262,7 +264,7 @@ class Sequence:
 
     def _compute_layers(self, tokens: list[int]) -> Iterator[None]:
         yield from self.kv.prefill_by_layers(self.served.model, tokens)
-        self._complete_chunk()
+        self.complete_chunk()
 
     def _begin_chunk(self, step: int) -> list[int]:
         """Tokens of the next chunk, of at most `step`."""
@@ -270,7 +272,8 @@ class Sequence:
         self._capture_rollback_point()
         return self.inputs[start:end]
 
-    def _complete_chunk(self) -> None:
+    def complete_chunk(self) -> None:
+        """Keep the rows and the state of a computed chunk for a save."""
         self.kv.capture_window()
         if self.kv.length in self.chunk_ends:
             self.kv.capture_checkpoint()
@@ -312,26 +315,15 @@ class Sequence:
         own, self._logprobs_capture.logprobs = self._logprobs_capture.logprobs, None
         self.first_logits = sampling.make_first_logits(logprobs if own is None else own)
 
-    def make_decode_batch(self) -> DecodeBatch:
-        """Make a decode batch of this sequence alone; computes its first step."""
+    def prepare_decoding(self) -> tuple[Sampler, list[LogitsProcessor]]:
+        """Make its sampler and processors, and keep what saves and rewinds need of the KV before its first step."""
+        self.complete_chunk()  # of a batch
         self._capture_rollback_point()
         if self._sampler is None:
             self._sampler, self._processors = self._make_sampling()
             if self.can_redraw:
                 self.kv.capture_rewind_point()
-        return DecodeBatch(
-            self.request.matcher,
-            self.served.model,
-            [self.request.id],
-            mx.array(self.inputs[-1:]),
-            self.kv.layers,
-            [self.kv.tokens],
-            [self._sampler],
-            greedy_sampler,
-            [self._processors],
-            [StopSequences()],
-            [UNBOUNDED],
-        )
+        return self._sampler, self._processors
 
     def _make_sampling(self) -> tuple[Sampler, list[LogitsProcessor]]:
         params = self.request.params
@@ -380,6 +372,34 @@ class Sequence:
         if self.answer.token_count and not self.kv.layout.problem:
             self.kv.rewind(self.sent_length)
             self.kv.rewind_points = []
+
+
+def make_decode_batch(sequences: list[Sequence]) -> DecodeBatch:
+    """Make a decode batch of all sequences of a KV batch, in its order; computes its first step."""
+    samplers, processors = zip(*(sequence.prepare_decoding() for sequence in sequences), strict=True)
+    sequences[0].kv.prepare_decoding()  # its layers are those of all
+    return DecodeBatch(
+        [sequence.request.matcher for sequence in sequences],
+        sequences[0].served.model,
+        [sequence.request.id for sequence in sequences],
+        mx.array([sequence.inputs[-1] for sequence in sequences]),
+        sequences[0].kv.layers,
+        [sequence.kv.tokens for sequence in sequences],
+        list(samplers),
+        greedy_sampler,
+        list(processors),
+        [StopSequences() for _ in sequences],
+        [UNBOUNDED for _ in sequences],
+    )
+
+
+def prefill_last_chunks(sequences: list[Sequence]) -> None:
+    """Compute the last chunks of several sequences in one forward pass; they share a batch then.
+
+    Where an exception is raised, nothing has changed.
+    """
+    chunks = [sequence.inputs[sequence.kv.length : -1] for sequence in sequences]
+    prefill_batch(sequences[0].served.model, [sequence.kv for sequence in sequences], chunks)
 
 
 @dataclass(eq=False)

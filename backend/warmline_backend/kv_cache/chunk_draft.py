@@ -1,8 +1,11 @@
 """Drafts of chunks: new rows and states, computed while the KV before them stays as it is.
 
 After an exception inside a computation, a cache object is neither as before nor as after it.  So a chunk is computed
-with copies of the cache objects, which share their memory until they are written to, and only the new rows are kept of
-the copies.  They are appended once all of them exist.  The price is one more pass over the KV a chunk.
+with copies of the cache objects.  Rows are written behind the last row of the KV's own buffers, which no reader of the
+KV looks at, and count once all of them exist.
+
+A chunk that is computed layer by layer leaves the buffers alone until its end: its new rows are recorded, and appended
+then.  Its price is one more pass over the KV.
 Engine thread.
 """
 
@@ -17,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from warmline_backend.kv_cache.codecs import CacheLayout, CodecKind, flatten, rebuild
+from warmline_backend.kv_cache.codecs import CacheLayout, CodecKind, flatten, rebuild, round_up_to_buffer
 
 # Texts of mlx, of Metal, CUDA and cuBLAS behind it, and of C++'s std::bad_alloc.
 _OUT_OF_MEMORY = re.compile(
@@ -50,20 +53,11 @@ class ChunkDraft:
         """All arrays that have to be computed."""
         return _list_arrays(self.leaves)
 
-    def evaluate(self) -> None:
-        mx.eval(self.arrays)
-        self.detach_states()
-
     def evaluate_by_layers(self) -> Iterator[None]:
+        detach_states(self.layout, self.leaves)
         for leaf in self.leaves:
             mx.eval(_list_arrays([leaf]))
             yield
-        self.detach_states()
-
-    def detach_states(self) -> None:
-        for leaf, drafted in zip(self.layout.leaves, self.leaves, strict=False):
-            if leaf.codec.kind is CodecKind.STATE:
-                leaf.codec.detach_state(drafted)
 
     def commit(self, layers: list[Any]) -> list[Any]:
         """Write to `layers`, leaf by leaf, and return the layers with the chunk; the draft is used up."""
@@ -79,6 +73,13 @@ class ChunkDraft:
                 mx.eval(held.state)  # now: at most one leaf's buffer is there twice
             committed.append(held if leaf.codec.kind is CodecKind.ROWS else drafted)
         return rebuild(self.layout.template, iter(committed))
+
+
+def detach_states(layout: CacheLayout, leaves: list[Any]) -> None:
+    """Make the states of `leaves` copies, lazily: a model may leave views into all that it computed of a chunk."""
+    for leaf, drafted in zip(layout.leaves, leaves, strict=False):
+        if leaf.codec.kind is CodecKind.STATE:
+            leaf.codec.detach_state(drafted)
 
 
 def _list_arrays(leaves: list[Any]) -> list[mx.array]:
@@ -97,14 +98,46 @@ def draft_chunk(model: nn.Module, layout: CacheLayout, layers: list[Any], tokens
     return ChunkDraft(layout, [getattr(leaf, "written", leaf) for leaf in leaves])
 
 
-def evaluate_chunk(model: nn.Module, layout: CacheLayout, layers: list[Any], tokens: list[int]) -> ChunkDraft:
-    """Compute a draft of `tokens`.  Raises OutOfMemoryError, and what the device raises; `layers` are as before."""
+def compute_chunk(model: nn.Module, layout: CacheLayout, layers: list[Any], tokens: list[int]) -> list[Any]:
+    """Compute `tokens` after those of `layers`, and return the layers with them.
+
+    Raises OutOfMemoryError, and `layers` are as before.  After another error they are unusable.
+    """
     try:
-        draft = draft_chunk(model, layout, layers, mx.array([tokens]))
-        draft.evaluate()
-        return draft
+        return _compute_chunk(model, layout, layers, mx.array([tokens]))
     except (RuntimeError, MemoryError) as error:
-        problem = _describe_out_of_memory(error)
+        problem = describe_out_of_memory(error)
+    mx.eval(_list_arrays([leaf for _, leaf in flatten(layers)]))  # a write that is left takes no memory
+    raise OutOfMemoryError(problem)
+
+
+def _compute_chunk(model: nn.Module, layout: CacheLayout, layers: list[Any], tokens: mx.array) -> list[Any]:
+    if layout.problem:
+        drafted = copy.deepcopy(layers)
+        model(tokens, cache=drafted)
+        mx.eval(_list_arrays(drafted))
+        return drafted
+    held = [leaf for _, leaf in flatten(layers)]
+    drafts = [leaf.codec.make_writer(cache) for leaf, cache in zip(layout.leaves, held, strict=True)]
+    model(tokens, cache=rebuild(layout.template, iter(drafts)))
+    detach_states(layout, drafts)
+    mx.eval(_list_arrays(drafts))
+    committed = (leaf.codec.commit(*pair) for leaf, *pair in zip(layout.leaves, held, drafts, strict=True))
+    return rebuild(layout.template, committed)
+
+
+def reserve_rows(layout: CacheLayout, layers: list[Any], rows: int) -> None:
+    """Grow buffers that have rows to `rows` of them, one after the other: only one is there twice.
+
+    Raises OutOfMemoryError, and no row is lost.
+    """
+    try:
+        for leaf, (_, held) in zip(layout.leaves, flatten(layers), strict=False):
+            if leaf.codec.kind is CodecKind.ROWS and 0 < leaf.codec.count_buffer_rows(held) < rows:
+                leaf.codec.reserve_rows(held, round_up_to_buffer(rows))
+        return
+    except (RuntimeError, MemoryError) as error:
+        problem = describe_out_of_memory(error)
     raise OutOfMemoryError(problem)
 
 
@@ -117,11 +150,11 @@ def evaluate_chunk_by_layers(
         yield from draft.evaluate_by_layers()
         return draft
     except (RuntimeError, MemoryError) as error:
-        problem = _describe_out_of_memory(error)
+        problem = describe_out_of_memory(error)
     raise OutOfMemoryError(problem)
 
 
-def _describe_out_of_memory(error: Exception) -> str:
+def describe_out_of_memory(error: Exception) -> str:
     """Text of a device's error, whose frames then hold no arrays any more.  Raises other errors again."""
     if not _is_out_of_memory(error):
         raise error

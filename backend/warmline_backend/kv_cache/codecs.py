@@ -49,12 +49,15 @@ class CausalKVCache(BatchKVCache):  # type: ignore[misc]  # mlx-lm has no types
     """BatchKVCache whose mask for a chunk of one sequence has a name instead of an array.
 
     One sequence has no padding.  For an array, attention takes heads x chunk x context numbers on some devices: 11 GB
-    for 2,048 tokens after 84,000 with 32 heads.  Decode steps keep the array: their kernels for no mask at all depend
-    on the size of the buffer, which differs between a warm and a cold run.
+    for 2,048 tokens after 84,000 with 32 heads.  A decode step needs none: with an array it took twice as long after
+    24,000 tokens on an H200.  In exact mode it keeps the array: the kernels for no mask at all depend on the size of
+    the buffer, which differs between a warm and a cold run.
     """
 
+    masks_decode_steps = True
+
     def make_mask(self, N: int, return_array: bool = False, **options: Any) -> Any:
-        if N == 1 or self.left_padding.shape[0] > 1:
+        if self.left_padding.shape[0] > 1 or (N == 1 and (self.masks_decode_steps or return_array)):
             return super().make_mask(N, return_array, **options)
         return create_attention_mask(N, self._idx, return_array, options.get("window_size"))
 
@@ -77,6 +80,26 @@ class _DraftQuantizedKVCache(_WriteRecorder, QuantizedKVCache):  # type: ignore[
     pass
 
 
+class _RowWriter:
+    """Mixin of a cache that writes behind the last row of another one's buffers, which it shares.
+
+    New rows are sent to the device before they are written.  So where the device has no memory for them, the buffers
+    are evaluated or need no more than a write.
+    """
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        mx.async_eval(keys, values)  # type: ignore[no-untyped-call]
+        return super().update_and_fetch(keys, values)  # type: ignore[misc]
+
+
+class _KVCacheWriter(_RowWriter, CausalKVCache):
+    pass
+
+
+class _QuantizedKVCacheWriter(_RowWriter, QuantizedKVCache):  # type: ignore[misc]
+    pass
+
+
 class Codec:
     """Base of all codecs.  `is_batchable` is false where mlx-lm can't put several sequences into one cache."""
 
@@ -91,6 +114,16 @@ class Codec:
         """Copy of a leaf of one sequence, for one chunk; shares its memory until it is written to."""
         return copy.deepcopy(leaf)
 
+    def make_writer(self, leaf: Any) -> Any:
+        """Copy of a leaf of one sequence, for one chunk that `commit` makes a part of the leaf; until then it is as
+        before.
+        """
+        return copy.deepcopy(leaf)
+
+    def commit(self, leaf: Any, writer: Any) -> Any:
+        """The leaf with what was written to its writer."""
+        return writer
+
     def extract_sequence(self, leaf: Any, i: int) -> Any:
         """Sequence `i` of a batch as a batched form of its own (evaluated by the caller)."""
         return self.to_batched(leaf.extract(i))
@@ -101,6 +134,7 @@ class RowsCodec(Codec):
 
     kind = CodecKind.ROWS
     _draft_class: Any = _DraftKVCache
+    _writer_class: Any = _KVCacheWriter
 
     def to_batched(self, single: KVCache) -> CausalKVCache:
         batch = CausalKVCache([0])
@@ -127,6 +161,21 @@ class RowsCodec(Codec):
         vars(draft).update(vars(copy.deepcopy(leaf)), written=[])
         return draft
 
+    def make_writer(self, leaf: Any) -> Any:
+        """Cache with the leaf's own buffers: rows that are written behind its last one do not change it."""
+        writer = self._writer_class.__new__(self._writer_class)
+        vars(writer).update(vars(leaf))
+        return writer
+
+    def commit(self, leaf: Any, writer: Any) -> Any:
+        vars(leaf).update(vars(writer))
+        return leaf
+
+    def reserve_rows(self, leaf: BatchKVCache, rows: int) -> None:
+        """Grow the buffers to `rows` rows."""
+        leaf.keys = _grow_buffer(leaf.keys, rows)
+        leaf.values = _grow_buffer(leaf.values, rows)
+
     def count_buffer_rows(self, leaf: BatchKVCache) -> int:
         """Rows of the buffer, used or not."""
         return 0 if leaf.keys is None else int(leaf.keys.shape[2])
@@ -136,11 +185,20 @@ class RowsCodec(Codec):
         leaf.trim(count)
 
 
+def _grow_buffer(buffer: mx.array, rows: int) -> mx.array:
+    """Copy of a buffer [..., rows, width] with room for more rows, evaluated."""
+    shape = (*buffer.shape[:-2], rows - buffer.shape[-2], buffer.shape[-1])
+    grown = mx.concatenate([buffer, mx.zeros(shape, buffer.dtype)], axis=-2)
+    mx.eval(grown)
+    return grown
+
+
 class QuantizedRowsCodec(RowsCodec):
     """QuantizedKVCache: packed data, scales and biases, a row a token.  Has no batched form of its own."""
 
     is_batchable = False
     _draft_class = _DraftQuantizedKVCache
+    _writer_class = _QuantizedKVCacheWriter
     _tensor_names = ("data", "scales", "biases")
 
     def to_batched(self, single: QuantizedKVCache) -> QuantizedKVCache:
@@ -160,6 +218,10 @@ class QuantizedRowsCodec(RowsCodec):
         leaf.values = [fields[f"values_{part}"] for part in self._tensor_names]
         leaf.offset = position
         return leaf
+
+    def reserve_rows(self, leaf: QuantizedKVCache, rows: int) -> None:
+        leaf.keys = [_grow_buffer(array, rows) for array in leaf.keys]
+        leaf.values = [_grow_buffer(array, rows) for array in leaf.values]
 
     def count_buffer_rows(self, leaf: QuantizedKVCache) -> int:
         return 0 if leaf.keys is None else int(leaf.keys[0].shape[2])
@@ -193,10 +255,9 @@ class WindowCodec(Codec):
         }
 
     def build(self, fields: Fields, position: int, template: RotatingKVCache) -> BatchRotatingKVCache:
-        """Make a leaf; `fields` hold rows [max(0, position - window), position)."""
+        """Make a leaf of rows [max(0, position - window), position); `fields` become its ring."""
         leaf = BatchRotatingKVCache(template.max_size, [0])
-        # New array objects, as the leaf writes to its own in place; the memory of whole buffers is shared, not copied.
-        leaf.keys, leaf.values = mx.contiguous(fields["keys"]), mx.contiguous(fields["values"])
+        leaf.keys, leaf.values = fields["keys"], fields["values"]
         leaf.offset, leaf._idx = mx.array([position]), leaf.keys.shape[2]
         leaf._offset = leaf._idx
         return leaf
@@ -232,9 +293,8 @@ class StateCodec(Codec):
         return {f"state{n}": array[i : i + 1] for n, array in enumerate(leaf.cache) if array is not None}
 
     def detach_state(self, leaf: ArraysCache) -> None:
-        """Copy the state: a model may leave a view there, into all that it computed of a chunk."""
+        """Copy the state, lazily: a model may leave a view there, into all that it computed of a chunk."""
         leaf.cache = [None if array is None else mx.contiguous(array) for array in leaf.cache]
-        mx.eval([array for array in leaf.cache if array is not None])
 
     def build(self, fields: Fields, position: int, template: ArraysCache) -> ArraysCache:
         single = ArraysCache(size=len(template.cache))

@@ -9,11 +9,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_reduce
 
-from warmline_backend.kv_cache.chunk_draft import ChunkDraft, evaluate_chunk, evaluate_chunk_by_layers
-from warmline_backend.kv_cache.codecs import CacheLayout, CacheLeaf, CodecKind, Fields, flatten, rebuild
+from warmline_backend.kv_cache.chunk_draft import compute_chunk, evaluate_chunk_by_layers, reserve_rows
+from warmline_backend.kv_cache.codecs import CacheLayout, CacheLeaf, CausalKVCache, CodecKind, Fields, flatten, rebuild
 
 LAST_CHECKPOINTS_COUNT = 3  # kept besides the first (end of system and tools): where a next turn may diverge
-BUFFER_RATIO_MAX = 1.25  # buffer rows / rows of a resident in exact mode
+BUFFER_RATIO_MAX = 1.25  # buffer rows / rows of a KV whose buffers were shrunk
 
 T = TypeVar("T")
 NamedArrays = dict[str, mx.array]  # "layer.component.field" -> array
@@ -92,12 +92,18 @@ class KV:
 
     # ---- prefill
 
+    def reserve_rows(self, rows: int) -> None:
+        """Give buffers that have rows room for `rows` of them.  Raises OutOfMemoryError, with all rows as before."""
+        reserve_rows(self.layout, self.layers, rows)
+
     def prefill(self, model: nn.Module, tokens: list[int]) -> None:
         """Compute the rows of `tokens`, alone in its batch.
 
         Raises OutOfMemoryError where memory ran out and this KV is as before; after another exception it is unusable.
         """
-        self._commit_chunk(evaluate_chunk(model, self.layout, self.layers, tokens), tokens)
+        self.reserve_rows(self.length + len(tokens))
+        self.layers = compute_chunk(model, self.layout, self.layers, tokens)
+        self.tokens += tokens
 
     def prefill_by_layers(self, model: nn.Module, tokens: list[int]) -> Iterator[None]:
         """As `prefill`, with a pause after each layer; until the end this KV is as before.
@@ -105,12 +111,14 @@ class KV:
         No shape depends on the pauses, so neither does any bit.
         """
         draft = yield from evaluate_chunk_by_layers(model, self.layout, self.layers, tokens)
-        self._commit_chunk(draft, tokens)
-
-    def _commit_chunk(self, draft: ChunkDraft, tokens: list[int]) -> None:
         self.layers = draft.commit(self.layers)
         self.tokens += tokens
-        mx.clear_cache()
+
+    def prepare_decoding(self) -> None:
+        """Have decode steps of this sequence alone use no mask, unless in exact mode."""
+        for _, cache in flatten(self.layers):
+            if isinstance(cache, CausalKVCache):
+                cache.masks_decode_steps = bool(self.grid)
 
     # ---- capture
 
@@ -212,7 +220,8 @@ class KV:
             }
         return rows
 
-    def _slice_journal(self, start: int, end: int) -> NamedArrays:
+    def _slice_journal(self, start: int, end: int, leaf: str = "") -> NamedArrays:
+        """Rows [start, end) of one leaf, or of all.  Raises RowsUnavailableError."""
         parts: dict[str, list[mx.array]] = {}
         reached = start
         for first, last, rows in self.journal:
@@ -220,7 +229,8 @@ class KV:
                 continue
             if first > reached:
                 break
-            for name, array in rows.items():
+            wanted = {name: array for name, array in rows.items() if not leaf or name.startswith(leaf + ".")}
+            for name, array in wanted.items():
                 parts.setdefault(name, []).append(array[:, :, reached - first : min(end, last) - first])
             reached = min(end, last)
         if reached < end:
@@ -240,7 +250,9 @@ class KV:
         """The last position up to `position` where it can be continued; 0 where there is none."""
         upto = self.floor_to_grid(min(position, self.savable_length))
         places = self._find_positions()
-        return upto if places is None else max((at for at in places if at <= upto), default=0)
+        if places is None or self._has_windows_at(upto):
+            return upto
+        return max((at for at in places if at <= upto), default=0)
 
     def _find_positions(self) -> list[int] | None:
         """As `positions`, but None means anywhere, and empty nowhere."""
@@ -258,6 +270,15 @@ class KV:
             leaf.codec.count_rows_in_memory(held, self.length) >= self.length and self.length <= leaf.template.max_size
             for leaf, held in self._leaves_of_kind(CodecKind.WINDOW)
         )
+
+    def _has_windows_at(self, position: int) -> bool:
+        """True where the journal has all rows of the windows at `position`, and nothing else is needed there."""
+        if self.layout.problem or self.layout.has_states or not 0 < position < self.length:
+            return False
+        reached = max(0, position - self.layout.window)
+        for start, end, _ in self.journal:
+            reached = end if start <= reached < end else reached
+        return reached >= position
 
     def fork(self, position: int, *, detached: bool = False) -> "KV":
         """Make a KV of the first `position` tokens; this one stays as it is.  Only where `can_continue_at(position)`.
@@ -281,16 +302,22 @@ class KV:
             self._roll_back(position)
         self.rollback_window, self.grid_end, self.rewind_points = (0, {}), position, []
 
+    @property
+    def rows_at_rest(self) -> int:
+        """Rows of its buffers after `shrink_buffers`."""
+        rows = self.buffer_rows
+        return rows if rows <= BUFFER_RATIO_MAX * self.length else self.length
+
     def shrink_buffers(self) -> None:
-        """Shrink buffers that are much longer than the rows, as after a long answer was dropped."""
-        if self.buffer_rows <= BUFFER_RATIO_MAX * self.length:
+        """Shrink buffers that are much longer than the rows, as those of a prompt that was not computed to its end.
+
+        Only on a sequence that is out of its batch.
+        """
+        if self.rows_at_rest == self.buffer_rows:
             return
-        leaves = self._leaves()
-        for n, leaf in enumerate(self.layout.leaves):
-            if leaf.codec.kind is CodecKind.ROWS:
-                fields = leaf.codec.rows(leaves[n], self.index, self.length, 0, self.length)
-                leaves[n] = leaf.codec.build(_detach(fields), self.length, leaf.template)
-        self.layers, self.index = rebuild(self.layout.template, iter(leaves)), 0
+        for leaf, held in self._leaves_of_kind(CodecKind.ROWS):  # one after the other: only one is there twice
+            rows = _detach(leaf.codec.rows(held, self.index, self.length, 0, self.length))
+            leaf.codec.commit(held, leaf.codec.build(rows, self.length, leaf.template))
 
     def _roll_back(self, position: int) -> None:
         leaves = self._leaves()
@@ -316,9 +343,14 @@ class KV:
             fields = select_fields(point.windows, leaf.name)
         elif leaf.codec.kind is CodecKind.WINDOW and position == self.rollback_window[0]:
             fields = select_fields(self.rollback_window[1], leaf.name)
+        elif leaf.codec.kind is CodecKind.WINDOW and not self._is_window_complete():
+            first = max(0, position - leaf.template.max_size)
+            fields = select_fields(self._slice_journal(first, position, leaf.name), leaf.name)
         else:
             fields = leaf.codec.rows(held, self.index, self.length, 0, position)
-        return leaf.codec.build(_detach(fields) if detached else fields, position, leaf.template)
+        if detached or leaf.codec.kind is CodecKind.WINDOW:  # a ring is written to in place
+            fields = _detach(fields)
+        return leaf.codec.build(fields, position, leaf.template)
 
     def _copy_history_below(self, position: int, other: "KV") -> None:
         self.checkpoints = {at: state for at, state in other.checkpoints.items() if at <= position}

@@ -5,14 +5,21 @@ turns.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
 from warmline_backend.generation.decode_batch import DecodeBatch
-from warmline_backend.generation.sequence import Sequence
+from warmline_backend.generation.sequence import Sequence, make_decode_batch
 from warmline_backend.kv_cache.codecs import flatten, rebuild
 
 PADDING_MAX = 1.25  # rows computed / rows needed
+
+
+def can_share_batch(sequences: list[Sequence]) -> bool:
+    """True where a batch is possible, and its padding within PADDING_MAX once all prompts are computed."""
+    lengths = [max(each.kv.length, len(each.inputs) - 1) for each in sequences]
+    return sequences[0].kv.layout.is_batchable and len(lengths) * max(lengths) <= PADDING_MAX * sum(lengths)
 
 
 @dataclass(eq=False)
@@ -23,16 +30,15 @@ class DecodeGroup:
     sequences: list[Sequence] = field(default_factory=list)
 
     @classmethod
-    def from_sequence(cls, sequence: Sequence) -> "DecodeGroup":
-        """Make a group of one; computes its first step."""
-        group = cls(sequence.make_decode_batch(), [sequence])
+    def from_sequences(cls, sequences: list[Sequence]) -> "DecodeGroup":
+        """Make a group of one sequence, or of all that were prefilled in one batch; computes its first step."""
+        group = cls(make_decode_batch(sequences), list(sequences))
         group._attach_sequences()
         return group
 
-    def can_accept(self, sequence: Sequence) -> bool:
-        """True where the padding stays within PADDING_MAX with `sequence` added."""
-        lengths = [member.kv.length for member in self.sequences] + [sequence.kv.length]
-        return sequence.kv.layout.is_batchable and len(lengths) * max(lengths) <= PADDING_MAX * sum(lengths)
+    def can_accept(self, newcomers: list[Sequence]) -> bool:
+        """True where the padding stays within PADDING_MAX with `newcomers` added."""
+        return can_share_batch([*self.sequences, *newcomers])
 
     def merge(self, other: "DecodeGroup") -> None:
         """Take over all sequences of another group."""
@@ -51,21 +57,31 @@ class DecodeGroup:
             for sequence, response in zip(self.sequences, responses, strict=True)
         ]
 
-    def remove(self, sequence: Sequence) -> None:
-        """Take one sequence out; its KV owns its layers afterwards."""
-        row = self.sequences.index(sequence)
-        sequence.kv.capture_window()
-        layers = list(self.batch.prompt_cache)  # moved: `filter` clears only the batch's own list
+    def remove(self, sequences: list[Sequence]) -> None:
+        """Take sequences out together; the KV of each owns its layers afterwards."""
+        rows = {self.sequences.index(sequence): sequence for sequence in sequences}
+        for sequence in sequences:
+            sequence.kv.capture_window()
+        held = list(self.batch.prompt_cache)  # moved: `filter` clears only the batch's own list
         if len(self.sequences) > 1:
-            layout = sequence.kv.layout
-            batched = (leaf for _, leaf in flatten(layers))
-            alone = (leaf.codec.extract_sequence(held, row) for leaf, held in zip(layout.leaves, batched, strict=True))
-            layers = rebuild(layout.template, alone)
-        mx.eval([layer.state for layer in layers])  # of the last sequence, too: `filter` left it lazy, with the batch
-        sequence.kv.index, sequence.kv.layers = 0, layers
-        self.batch.filter([n for n in range(len(self.batch.uids)) if n != row])
-        del self.sequences[row]  # last: if `filter` fails, `sequences` still matches the batch's rows
+            extracted = {row: self._extract_layers(row) for row in rows}
+        else:
+            extracted = dict.fromkeys(rows, held)
+        # Of the last sequence, too: `filter` left it lazy, with the batch.
+        mx.eval([layer.state for layers in extracted.values() for layer in layers])
+        for row, sequence in rows.items():
+            sequence.kv.index, sequence.kv.layers = 0, extracted[row]
+        self.batch.filter([row for row in range(len(self.batch.uids)) if row not in rows])
+        # Last: if `filter` fails, `sequences` still matches the batch's rows.
+        self.sequences = [sequence for row, sequence in enumerate(self.sequences) if row not in rows]
         self._attach_sequences()
+
+    def _extract_layers(self, row: int) -> list[Any]:
+        """Lazy copies of one row's layers."""
+        layout = self.sequences[row].kv.layout
+        batched = (leaf for _, leaf in flatten(self.batch.prompt_cache))
+        alone = (leaf.codec.extract_sequence(held, row) for leaf, held in zip(layout.leaves, batched, strict=True))
+        return rebuild(layout.template, alone)
 
     def dissolve(self) -> list[Sequence]:
         """Return all sequences and drop their rows, also for other holders of this group."""

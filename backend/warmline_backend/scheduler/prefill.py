@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from warmline_backend.generation.chunk_memory import ChunkMemory
 from warmline_backend.generation.events import PrefillProgress
 from warmline_backend.generation.rates import Rates
-from warmline_backend.generation.sequence import Sequence
+from warmline_backend.generation.sequence import Sequence, prefill_last_chunks
 from warmline_backend.generation.step_stats import StepStats
+from warmline_backend.kv_cache.batch_prefill import takes_padding
 from warmline_backend.kv_cache.chunk_draft import OutOfMemoryError
 from warmline_backend.kv_cache.residents import Residents
 from warmline_backend.model.model import ServedModel
+from warmline_backend.scheduler.capacity import ANSWER_TOKENS_RESERVED
+from warmline_backend.scheduler.decode_group import PADDING_MAX, can_share_batch
 from warmline_backend.scheduler.finish import Finisher
 from warmline_backend.scheduler.queues import Queues
 
@@ -22,6 +25,7 @@ from warmline_backend.scheduler.queues import Queues
 BACKGROUND_LAYER_S = 0.5
 BACKGROUND_STEP_MIN = 32  # tokens, also while the speed is not known
 CHUNKS_SKIPPED_MAX = 4  # chunks of shorter prompts that a long one waits for, at most
+BATCH_SCORES_MAX = 1 << 22  # of a head, in a batch of prompts: 1 GB with 64 heads in float32
 CHUNK_COUNTED_MIN = 1 / 8  # a small prompt's chunk counts as at least this part of one
 KV_MEMORY_EXCEEDED = "kv_memory_exceeded"  # the code of errors about prompts that the memory has no room for
 
@@ -36,9 +40,33 @@ def choose_prefill(prefilling: list[Sequence], step: int) -> Sequence:
     return chosen
 
 
+def choose_batch(chosen: Sequence, mates: list[Sequence], tokens_max: int) -> list[Sequence]:
+    """Return `chosen` and those of its mates, in order, that fit into a batch of `tokens_max` tokens with padding.
+
+    Its padding is small, for chunks and for whole prompts, and so are its scores: with padding, attention may write
+    them.
+    """
+    batch = [chosen]
+    for mate in mates:
+        wider = [*batch, mate]
+        rows, needed = count_batch_tokens(wider), sum(each.prefill_tokens_left for each in wider)
+        longest = max(len(each.inputs) for each in wider)
+        is_small = rows <= min(tokens_max, PADDING_MAX * needed) and rows * longest <= BATCH_SCORES_MAX
+        if is_small and can_share_batch(wider):
+            batch = wider
+    return batch
+
+
+def count_batch_tokens(sequences: list[Sequence]) -> int:
+    """Tokens of a batch of the sequences' last chunks, with padding."""
+    return len(sequences) * max(sequence.prefill_tokens_left for sequence in sequences)
+
+
 @dataclass(eq=False)
 class Prefiller:
-    """Computes chunks of at most `step_size` tokens of the scheduler's sequences, one at a time."""
+    """Computes chunks of at most `step_size` tokens of the scheduler's sequences, one at a time, or several together
+    where all are short.
+    """
 
     served: ServedModel
     queues: Queues
@@ -49,11 +77,66 @@ class Prefiller:
     step_stats: StepStats
     step_size: int
 
-    def compute_chunk(self, sequence: Sequence) -> bool:
+    def choose_sequences(self, candidates: list[Sequence]) -> list[Sequence]:
+        """Choose whose next chunk is computed: one sequence, or several whose last chunks fit into one batch."""
+        chosen = choose_prefill(candidates, self.step_size)
+        if not self._can_share_batch(chosen):
+            return [chosen]
+        mates = [each for each in candidates if each is not chosen and self._can_share_batch(each)]
+        if not takes_padding(self.served.model, self.served.layout):
+            mates = [each for each in mates if each.prefill_tokens_left == chosen.prefill_tokens_left]
+        if not mates:
+            return [chosen]
+        tokens_max = self.chunk_memory.choose_tokens(chosen, self.step_size, self._committed_bytes)
+        batch = choose_batch(chosen, mates, tokens_max)
+        if not self.residents.make_room(self.queues.bytes_held + self.queues.bytes_to_copy_into_batch(batch)):
+            return [chosen]
+        for sequence in batch:
+            sequence.chunks_skipped = 0.0
+        return batch
+
+    def _can_share_batch(self, sequence: Sequence) -> bool:
+        """True where one chunk is left, and nothing needs the KV while it is no group's yet."""
+        kv, tokens = sequence.kv, sequence.prefill_tokens_left
+        if sequence.request.background or sequence.detached or sequence.prefills_alone or kv.grid:
+            return False
+        if not kv.layout.is_batchable or sequence.decode_started_at or self.queues.followers.has_followers(sequence):
+            return False
+        return 0 < tokens == sequence.find_next_chunk_end(self.step_size) - kv.length
+
+    def compute(self, sequences: list[Sequence]) -> bool:
+        """Compute what `choose_sequences` chose; False where it failed."""
+        if len(sequences) > 1:
+            return self._compute_batch(sequences)
+        return sequences[0].prefill_tokens_left <= 0 or self._compute_chunk(sequences[0])
+
+    def _compute_batch(self, sequences: list[Sequence]) -> bool:
+        """Compute the last chunks of several prompts in one forward pass; where it fails, each goes on alone."""
+        began, rows = time.monotonic(), count_batch_tokens(sequences)
+        chunks = [sequence.prefill_tokens_left for sequence in sequences]
+        depth = max(sequence.kv.length for sequence in sequences)
+        try:
+            with self.chunk_memory.bound_chunk(rows, depth, self._committed_bytes):
+                prefill_last_chunks(sequences)
+        except Exception as error:  # noqa: BLE001  whosever fault it was: their KV is as before
+            for sequence in sequences:
+                sequence.prefills_alone = True
+            self.finisher.record_failed_step(error, "a batch of prompts failed, which go on one by one")
+            return False
+        seconds = time.monotonic() - began
+        self.rates.step_durations.record_chunk(depth + max(chunks), rows, seconds)
+        self.step_stats.record_chunk(sum(chunks), seconds)
+        for sequence, tokens in zip(sequences, chunks, strict=True):
+            self._record_prefill(sequence, tokens, seconds)
+        return True
+
+    def _compute_chunk(self, sequence: Sequence) -> bool:
         """Compute a chunk; False where it failed: the sequence has ended, or its next chunk will be smaller."""
         began, depth, step = time.monotonic(), sequence.kv.length, self._choose_step(sequence)
         tokens = sequence.find_next_chunk_end(step) - depth
+        rows = len(sequence.inputs) + min(sequence.answer_tokens_max, ANSWER_TOKENS_RESERVED)  # as admission counts
         try:
+            sequence.kv.reserve_rows(rows)  # before the bound, which is for what the chunk takes
             with self.chunk_memory.bound_chunk(tokens, depth, self._committed_bytes):
                 sequence.prefill_chunk(step)
         except OutOfMemoryError as error:
@@ -114,6 +197,9 @@ class Prefiller:
 
     def _record_chunk(self, sequence: Sequence, tokens: int, seconds: float) -> None:
         self.step_stats.record_chunk(tokens, seconds)
+        self._record_prefill(sequence, tokens, seconds)
+
+    def _record_prefill(self, sequence: Sequence, tokens: int, seconds: float) -> None:
         if not sequence.decode_started_at:  # else a part of its answer is computed again
             sequence.timings.prefilled += tokens
             sequence.timings.prefill_s += seconds

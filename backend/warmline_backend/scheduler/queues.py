@@ -82,13 +82,13 @@ class Queues:
         """True where any request is no background request."""
         return any(not sequence.request.background for sequence in self)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out of its queue; its KV owns its layers afterwards."""
-        if (group := self.find_group(sequence)) is not None:
-            group.remove(sequence)
+    def remove(self, sequences: list[Sequence]) -> None:
+        """Take sequences of one batch, or one that is in none, out of their queue; each KV owns its layers then."""
+        if (group := self.find_group(sequences[0])) is not None:
+            group.remove(sequences)
             self.groups = [group for group in self.groups if group.sequences]
         else:
-            self._remove_unbatched(sequence)
+            self._remove_unbatched(sequences[0])
 
     def discard_batch(self, sequence: Sequence) -> list[Sequence]:
         """Remove a sequence and all that share its batch, whose rows can't be trusted; returns them."""
@@ -116,12 +116,12 @@ class Queues:
     @property
     def bytes_to_copy(self) -> int:
         """Most bytes that copying one sequence out of its batch takes on top, for a moment."""
-        return max((self.bytes_to_remove(group.sequences[0]) for group in self.groups), default=0)
+        return max((self.bytes_to_remove(group.sequences[:1]) for group in self.groups), default=0)
 
-    def bytes_to_remove(self, sequence: Sequence) -> int:
-        """Bytes that taking `sequence` out takes on top: a copy from a batch, none where it is alone."""
-        group = self.find_group(sequence)
-        return self._bytes_per_row(group) if group and len(group.sequences) > 1 else 0
+    def bytes_to_remove(self, sequences: list[Sequence]) -> int:
+        """Bytes that taking sequences of one batch out takes on top: copies from it, none for one that is alone."""
+        group = self.find_group(sequences[0])
+        return len(sequences) * self._bytes_per_row(group) if group and len(group.sequences) > 1 else 0
 
     def bytes_to_admit(self, sequence: Sequence) -> int:
         """Bytes that starting a waiting sequence takes on top of its present KV."""
@@ -134,10 +134,16 @@ class Queues:
 
     def _bytes_freed(self, sequence: Sequence) -> int:
         """Bytes that the end of a sequence frees; a prefill keeps its KV and its last state until they are saved."""
-        now = self._bytes_now(sequence)
+        now, kv = self._bytes_now(sequence), sequence.kv
         held = self._bytes_of_request(sequence) if sequence in self.prefilling else now
         is_saved = sequence.request.leaves_resident and not self._served.layout.problem
-        return held - (now + self._served.state_bytes if is_saved else 0)
+        kept = sequence_bytes(self._served, kv.rows_at_rest) + self._bytes_of_states(sequence) if kv.length else 0
+        return held - (kept + self._served.state_bytes if is_saved else 0)
+
+    def bytes_to_copy_into_batch(self, sequences: list[Sequence]) -> int:
+        """Bytes that a batch of copies of these KVs takes, beside them."""
+        rows = max(len(each.inputs) for each in sequences)
+        return len(sequences) * sequence_bytes(self._served, rows) if any(each.kv.length for each in sequences) else 0
 
     def bytes_to_merge(self, host: DecodeGroup, newcomer: DecodeGroup) -> int:
         """Bytes that one batch of both takes on top of the two: padding, and copies."""

@@ -5,7 +5,7 @@ and running streams don't starve each other.  See DESIGN.md.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -22,14 +22,13 @@ from warmline_backend.scheduler.admission import SequenceAdmission
 from warmline_backend.scheduler.capacity import check_capacity, sequence_bytes, sequence_tokens_max
 from warmline_backend.scheduler.decode_group import DecodeGroup
 from warmline_backend.scheduler.finish import Finisher
-from warmline_backend.scheduler.prefill import Prefiller, choose_prefill
+from warmline_backend.scheduler.prefill import Prefiller
 from warmline_backend.scheduler.queues import STEPS_PER_BUDGET_CHECK, Queues
 from warmline_backend.scheduler.save_source import SaveSource
 from warmline_backend.scheduler.token_dispatch import dispatch_token
 from warmline_common.protocol.messages import GenerationResult
 from warmline_common.protocol.waits import AUDIT, LEADER, STEP
 
-DECODE_STEPS_PER_CHUNK = 8  # at least
 DECODE_SHARE = 0.25  # of the time while prompts prefill: a chunk may take as long as a thousand decode steps
 DECODE_OWED_MAX_S = 30.0
 # mlx 0.32.4 counts tasks under way, but not those of an evaluation that failed as done; with some left over, a later
@@ -224,19 +223,19 @@ class Scheduler:
             yield
 
     def _decode_rounds(self, prefilling: int) -> Iterator[None]:
-        """Decode for all groups, also the steps owed to them for the last chunks.
+        """Decode one step for all groups, and those owed to them for the last chunks.
 
         With a new prompt besides the `prefilling` earlier ones, its chunk comes first, and owed steps after it.
         """
         rounds = 0
-        while self._queues.groups and (rounds < DECODE_STEPS_PER_CHUNK or self._is_decode_owed(prefilling)):
+        while self._queues.groups and (not rounds or self._is_decode_owed(prefilling)):
             for group in list(self._queues.groups):
                 if group in self._queues.groups:
                     self._decode_group(group)
                     yield
             self._finish_decode_round()
             rounds += 1
-            if self._queues.waiting and rounds >= DECODE_STEPS_PER_CHUNK:
+            if self._queues.waiting:
                 self._admit()
         if not self._queues.groups:
             self._decode_owed_s = 0.0
@@ -291,14 +290,14 @@ class Scheduler:
         except Exception as error:  # noqa: BLE001  after any failure, tokens and rows of the batch disagree
             self.finisher.discard(self._queues.discard_batch(group.sequences[0]), error)
             return
-        for sequence, token, logprobs in sampled:
-            if group in self._queues.groups:  # else discarded for a failure of another of its sequences
-                self.step_stats.decoded_tokens += 1
-                dispatch_token(self.finisher, sequence, token, logprobs)
+        self.step_stats.decoded_tokens += len(sampled)
+        endings = [(sequence, dispatch_token(sequence, token, logprobs)) for sequence, token, logprobs in sampled]
+        if ended := [(sequence, ending) for sequence, ending in endings if ending is not None]:
+            self.finisher.finish_sequences(ended)
         for sequence in list(group.sequences):
             if sequence.redraw_position is None:
                 sequence.keep_rewind_point()
-            elif sequence in group.sequences:  # else discarded, as above
+            elif sequence in group.sequences:  # else discarded for a failure of another of its batch
                 self._redraw(sequence, sequence.redraw_position)
         seconds = time.monotonic() - began
         self._record_turn(seconds)
@@ -310,15 +309,15 @@ class Scheduler:
         """Go back to the first `count` tokens of the answer; some of them may have to be prefilled again."""
         self.step_stats.redraws += 1
         try:
-            self.residents.make_room(self._queues.bytes_held + self._queues.bytes_to_remove(sequence))
-            self._queues.remove(sequence)
+            self.residents.make_room(self._queues.bytes_held + self._queues.bytes_to_remove([sequence]))
+            self._queues.remove([sequence])
             sequence.rewind(count)
         except Exception as error:  # noqa: BLE001  as in _decode_group
             self.finisher.discard(self._queues.discard_batch(sequence), error)
             return
         self._queues.prefilling.append(sequence)
         if sequence.prefill_tokens_left <= 0:
-            self._start_decoding(sequence)
+            self._start_decoding([sequence])
 
     def _finish_decode_round(self) -> None:
         """Check the budget and free mlx's buffers every so many rounds."""
@@ -330,62 +329,71 @@ class Scheduler:
         if self._decode_round_count % STEPS_PER_CLEAN_UP == 0:
             mx.clear_cache()
 
-    def _record_turn(self, seconds: float, computed: Sequence | None = None) -> None:
-        """Count a step's seconds as a wait of all prompts in prefill but the `computed` one."""
+    def _record_turn(self, seconds: float, computed: Collection[Sequence] = ()) -> None:
+        """Count a step's seconds as a wait of all prompts in prefill but the `computed` ones."""
         for sequence in self._queues.prefilling:
-            if sequence is not computed and not sequence.decode_started_at:
+            if sequence not in computed and not sequence.decode_started_at:
                 sequence.record_turn(seconds)
 
     # ---- prefilling
 
     def _prefill_next(self) -> Iterator[None]:
-        """Compute one chunk of one prompt; the last chunk is followed by the first decode step.
+        """Compute one chunk of one prompt, or the rest of several short ones; a last chunk is followed by the first
+        decode step.
 
         Yields after each layer of a background request's chunk.
         """
-        sequence = choose_prefill(self._queues.prefill_candidates, self.settings.prefill_step_size)
-        self._is_step_background = sequence.request.background
-        if sequence.request.background:
-            is_computed = yield from self._prefiller.compute_by_layers(sequence)
+        sequences = self._prefiller.choose_sequences(self._queues.prefill_candidates)
+        self._is_step_background = sequences[0].request.background
+        if self._is_step_background:
+            is_computed = yield from self._prefiller.compute_by_layers(sequences[0])
         else:
             began = time.monotonic()
-            is_computed = sequence.prefill_tokens_left <= 0 or self._prefiller.compute_chunk(sequence)
+            is_computed = self._prefiller.compute(sequences)
             seconds = time.monotonic() - began
-            self._record_turn(seconds, sequence)
-            owed_s = self._decode_owed_s + seconds * DECODE_SHARE / (1 - DECODE_SHARE)
-            self._decode_owed_s = min(owed_s, DECODE_OWED_MAX_S)
-        if is_computed:
-            self._end_chunk(sequence)
+            self._record_turn(seconds, sequences)
+            if self._queues.groups:
+                owed_s = self._decode_owed_s + seconds * DECODE_SHARE / (1 - DECODE_SHARE)
+                self._decode_owed_s = min(owed_s, DECODE_OWED_MAX_S)
+        if not is_computed:
+            return
+        if len(sequences) > 1:  # a batch, which nobody may take out of the queue
+            self._start_decoding(sequences)
+            self.admission.reclaim_memory()
+        else:
+            self._end_chunk(sequences[0])
 
     def _end_chunk(self, sequence: Sequence) -> None:
         queues = self._queues
-        self._admit_followers(sequence)
+        self._admit_followers([sequence])
         self.admission.reclaim_memory()  # for fork states: admission has counted the rest
         if sequence not in queues.prefilling:
             return
         if sequence.detached and sequence.savable_tokens_left <= 0:
             self.finisher.finish_sequence(sequence, "cancelled")
         elif sequence.prefill_tokens_left <= 0:
-            self._start_decoding(sequence)
+            self._start_decoding([sequence])
 
-    def _admit_followers(self, leader: Sequence) -> None:
-        """Start followers that can be copied now: after the leader's next step it may be too late."""
-        if self._queues.followers.has_followers(leader):
+    def _admit_followers(self, leaders: list[Sequence]) -> None:
+        """Start followers that can be copied now: after their leader's next step it may be too late."""
+        if any(map(self._queues.followers.has_followers, leaders)):
             self._admit()
 
-    def _start_decoding(self, sequence: Sequence) -> None:
+    def _start_decoding(self, sequences: list[Sequence]) -> None:
+        """Start one sequence, or all that were prefilled in one batch."""
+        self._queues.prefilling = [each for each in self._queues.prefilling if each not in sequences]
         try:
-            newcomer = DecodeGroup.from_sequence(sequence)
+            newcomer = DecodeGroup.from_sequences(sequences)
         except Exception as error:  # noqa: BLE001  as in _decode_group
-            self.finisher.discard(self._queues.discard_batch(sequence), error)
+            self.finisher.discard(sequences, error)
             return
-        if not sequence.decode_started_at:
-            sequence.decode_started_at = time.monotonic()
-            sequence.timings.prefilled += 1  # the prompt's last token is computed by the first decode step
-            self.step_stats.prefilled_tokens += 1
-        self._queues.prefilling.remove(sequence)
+        for sequence in sequences:
+            if not sequence.decode_started_at:
+                sequence.decode_started_at = time.monotonic()
+                sequence.timings.prefilled += 1  # the prompt's last token is computed by the first decode step
+                self.step_stats.prefilled_tokens += 1
         self._queues.groups.append(newcomer)
-        self._admit_followers(sequence)
+        self._admit_followers(sequences)
         host = next((group for group in self._queues.groups if self._can_merge(group, newcomer)), None)
         if host is not None:
             self._merge_groups(host, newcomer)
@@ -397,7 +405,7 @@ class Scheduler:
         """
         if self.settings.exact:
             return False
-        if newcomer.sequences[0].request.background or host is newcomer or not host.can_accept(newcomer.sequences[0]):
+        if newcomer.sequences[0].request.background or host is newcomer or not host.can_accept(newcomer.sequences):
             return False
         return self.residents.make_room(self.running_bytes + self._queues.bytes_to_merge(host, newcomer))
 

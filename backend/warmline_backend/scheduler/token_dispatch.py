@@ -1,4 +1,4 @@
-"""Dispatch of sampled tokens: events to the listener, and the end of a sequence at its last token.  Engine thread.
+"""Dispatch of sampled tokens: events to the listener, and the choice of a sequence's end.  Engine thread.
 
 Tokens of an answer with a check are held until the check has passed them.  Where it fails, the sequence goes back to an
 earlier token; the scheduler does that after the step.
@@ -13,35 +13,33 @@ from warmline_backend.generation.answer import AnswerToken
 from warmline_backend.generation.events import HeldEvent, SampledLogprobs, TokenEvent
 from warmline_backend.generation.sampling import pick_logprobs
 from warmline_backend.generation.sequence import Sequence
-from warmline_backend.scheduler.finish import Finisher
+from warmline_backend.scheduler.finish import Ending
 from warmline_backend.structured_output.matcher import Rejection
 from warmline_common.logging import describe_error, request_context
 
 log = logging.getLogger(__name__)
 
 
-def dispatch_token(finisher: Finisher, sequence: Sequence, token: int, logprobs: mx.array) -> None:
-    """Check and parse a token, notify the listener, and finish the sequence on a stop, a limit or an error.
+def dispatch_token(sequence: Sequence, token: int, logprobs: mx.array) -> Ending | None:
+    """Check and parse a token and notify the listener; the sequence's end on a stop, a limit or an error, else None.
 
     `logprobs` is the token's row [vocabulary].  An exception ends this sequence alone.  Sets the sequence's
     `redraw_position` where it has to go back.
     """
     try:
-        _process_token(finisher, sequence, token, logprobs)
+        return _process_token(sequence, token, logprobs)
     except Exception as error:  # the text or its log-probabilities: the fault of this sequence
         with request_context(sequence.request.id):
             log.error("request %s failed", sequence.request.id, exc_info=error)
-        finisher.finish_sequence(sequence, "error", error=f"the answer could not be encoded: {describe_error(error)}")
+        return Ending("error", f"the answer could not be encoded: {describe_error(error)}")
 
 
-def _process_token(finisher: Finisher, sequence: Sequence, token: int, logprobs: mx.array) -> None:
+def _process_token(sequence: Sequence, token: int, logprobs: mx.array) -> Ending | None:
     if (fault := sequence.sampler_fault.error) is not None:
-        finisher.finish_sequence(sequence, "error", error=f"sampling failed: {describe_error(fault)}")
-        return
+        return Ending("error", f"sampling failed: {describe_error(fault)}")
     answer, parser, matcher = sequence.answer, sequence.output_parser, sequence.request.matcher
     if matcher is not None and matcher.is_drawn_freely(answer.token_count):
-        _cut_answer(finisher, sequence, matcher.dead_end)
-        return
+        return _cut_answer(sequence, matcher.dead_end)
     is_end = sequence.is_end(token)
     answer.add(AnswerToken(token, None if is_end else _make_sampled_logprobs(sequence, token, logprobs), is_end))
     has_ended = is_end and not (matcher is not None and matcher.dead_end)
@@ -51,11 +49,12 @@ def _process_token(finisher: Finisher, sequence: Sequence, token: int, logprobs:
     if sequence.first_logits is None:  # after the event: no client waits for these
         sequence.record_first_logits(logprobs)
     if parser.is_stopped or (is_last and rejection is None):
-        finisher.finish_sequence(sequence, "stop" if has_ended or parser.is_stopped else "length")
-    elif rejection is not None and rejection.position is None:
-        _cut_answer(finisher, sequence, rejection.reason)
-    elif rejection is not None:
+        return Ending("stop" if has_ended or parser.is_stopped else "length")
+    if rejection is not None and rejection.position is None:
+        return _cut_answer(sequence, rejection.reason)
+    if rejection is not None:
         sequence.redraw_position = rejection.position
+    return None
 
 
 def _reject_token(sequence: Sequence, token: int, has_ended: bool, is_last: bool) -> Rejection | None:
@@ -86,10 +85,9 @@ def _send_tokens(sequence: Sequence, rejection: Rejection | None, *, is_last: bo
         sequence.request.listener(HeldEvent())
 
 
-def _cut_answer(finisher: Finisher, sequence: Sequence, reason: str) -> None:
-    """Finish an answer that can't go on in its form."""
-    parts = sequence.output_parser.finish(natural=False)
-    finisher.finish_sequence(sequence, "length", parts=parts, stop_reason=reason)
+def _cut_answer(sequence: Sequence, reason: str) -> Ending:
+    """End an answer that can't go on in its form."""
+    return Ending("length", parts=sequence.output_parser.finish(natural=False), stop_reason=reason)
 
 
 def _make_sampled_logprobs(sequence: Sequence, token: int, logprobs: mx.array) -> SampledLogprobs | None:

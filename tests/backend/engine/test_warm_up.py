@@ -86,17 +86,28 @@ def test_prompt_lengths_grow_to_full_chunk_and_selection(
 
 def test_warm_up_ends_at_time_limit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock of 1 s a token: jobs that would end too late are not begun."""
-    clock, chunk = [0.0], Sequence.prefill_chunk
+    clock, chunk, batch = [0.0], Sequence.prefill_chunk, module.prefill_last_chunks
 
     def slow(sequence: Sequence, tokens: int) -> int:
         done = chunk(sequence, tokens)
         clock[0] += done
         return done
 
+    def slow_batch(sequences: list[Sequence]) -> None:
+        clock[0] += sum(sequence.prefill_tokens_left for sequence in sequences)
+        batch(sequences)
+
     monkeypatch.setattr(Sequence, "prefill_chunk", slow)
+    monkeypatch.setattr(module, "prefill_last_chunks", slow_batch)
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
-    model, few, two = load_family("llama", root), 4, 8
-    for seconds_max, seconds in ((0.0, few), (few + two, few + two), (100.0, few + two + 16 + 32), (40.0, 4 + 8 + 16)):
+    model, few, three = load_family("llama", root), 4, 4 + 5 + 4
+    few_and_three = few + three
+    for seconds_max, seconds in (
+        (0.0, few),
+        (few_and_three, few_and_three),
+        (100.0, few_and_three + 16 + 32),
+        (40.0, few_and_three + 16),
+    ):
         began = clock[0]
         warm_up(model, make_settings(), seconds_max)
         assert clock[0] - began == seconds, seconds_max

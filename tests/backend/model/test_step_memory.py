@@ -75,6 +75,9 @@ def test_masks_of_one_sequence_are_named_and_of_several_are_arrays() -> None:
     cache.update_and_fetch(rows, rows)
     assert cache.make_mask(4, return_array=False, window_size=None) == "causal"
     assert isinstance(cache.make_mask(1, return_array=False, window_size=None), mx.array)
+    cache.masks_decode_steps = False
+    assert cache.make_mask(1, return_array=False, window_size=None) is None
+    assert np.array(cache.make_mask(1, return_array=False, window_size=3)).tolist() == [[False] * 3 + [True] * 3]
     single = KVCache()
     single.update_and_fetch(rows, rows)
     for options in ({"return_array": True, "window_size": None}, {"return_array": False, "window_size": 3}):
@@ -84,3 +87,4 @@ def test_masks_of_one_sequence_are_named_and_of_several_are_arrays() -> None:
     other.update_and_fetch(rows[:, :, :3], rows[:, :, :3])
     cache.extend(other)
     assert cache.make_mask(4).shape == (2, 1, 4, 9)
+    assert cache.make_mask(1).shape == (2, 1, 1, 6)

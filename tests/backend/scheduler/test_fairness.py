@@ -14,7 +14,6 @@ from warmline_backend.scheduler.prefill import CHUNKS_SKIPPED_MAX
 from warmline_backend.scheduler.scheduler import (
     DECODE_OWED_MAX_S,
     DECODE_SHARE,
-    DECODE_STEPS_PER_CHUNK,
 )
 
 
@@ -25,7 +24,7 @@ def test_stream_continues_during_long_prefill(root: Path) -> None:
     before = len(stream.events)
     _, long = driver.submit(make_prompt(161), 2)
     driver.run_until(lambda: len(long.chunks) == 10)
-    assert len(stream.events) - before >= 9 * DECODE_STEPS_PER_CHUNK
+    assert len(stream.events) - before >= 9, "a step after each chunk at least"
 
 
 class FakeClock:
@@ -74,7 +73,7 @@ def test_new_prompt_precedes_owed_decode_steps(root: Path, monkeypatch: pytest.M
     before = len(stream.events)
     for _ in turn:
         pass
-    assert len(stream.events) - before <= DECODE_STEPS_PER_CHUNK and small.chunks == [11] and len(long.chunks) == 2
+    assert len(stream.events) - before <= 1 and small.chunks == [11] and len(long.chunks) == 2
 
 
 def test_small_request_ends_between_two_long_chunks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

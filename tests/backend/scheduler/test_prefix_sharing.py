@@ -118,12 +118,21 @@ def test_leader_past_position_uses_earlier_checkpoint(family: str, root: Path) -
         driver.submit(make_prompt(20) + make_prompt(20, 4), follow=name, reuse=20)
 
 
-def test_window_past_position_refuses_follower(root: Path) -> None:
-    driver = SchedulerDriver(load_family("gemma3", root), step=50)
-    name, leader = driver.submit(make_prompt(200), 4)
-    driver.run_until(lambda: leader.chunks == [50, 100])
+@pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+def test_window_past_position_is_copied_from_journal(exact: bool, root: Path) -> None:
+    """Also while the leader decodes; not once the rows are on disk, where the journal has them no more."""
+    driver = SchedulerDriver(load_family("gemma3", root), step=10, exact=exact)
+    name, leader = driver.submit(make_prompt(200), 60)
+    driver.run_until(lambda: len(leader.events) > 30)
+    branch = make_prompt(70) + make_prompt(20, 4)
+    for prompt, reuse in ((branch, 70), (make_prompt(200), 190)):
+        _, follower = driver.submit(prompt, 8, follow=name, reuse=reuse)
+        driver.run_until(lambda follower=follower: follower.is_ended)
+        assert follower.reused == reuse and not leader.is_ended
+        assert_as_alone(driver, "gemma3", prompt, follower)
+    driver.scheduler.save_source.mark_saved("", name, 190)
     with pytest.raises(ResidentMismatchError, match="can't be copied at 70"):
-        driver.submit(make_prompt(70) + make_prompt(20, 4), follow=name, reuse=70)
+        driver.submit(branch, follow=name, reuse=70)
 
 
 def test_hybrid_model_is_followed_until_position_is_passed(root: Path) -> None:
@@ -372,6 +381,8 @@ def test_window_is_lost_without_memory_for_copy(root: Path) -> None:
     driver = SchedulerDriver(model, step=100, budget=model.kv_bytes(800))
     name, leader = driver.submit(make_prompt(500), 4)
     _, follower = driver.submit(make_prompt(500), 4, follow=name, reuse=300)
+    driver.run_until(lambda: leader.chunks == [100, 200, 300])
+    driver.scheduler.save_source.mark_saved("", name, 300)
     driver.run_until(lambda: follower.is_ended)
     assert follower.result.finish == "leaderless" and leader.chunks == [100, 200, 300, 400]
     driver.run_until(lambda: leader.is_ended)

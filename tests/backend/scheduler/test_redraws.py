@@ -16,7 +16,6 @@ from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.kv_cache.kv import RowsUnavailableError
 from warmline_backend.model.model import ServedModel
 from warmline_backend.request.params import GenerationParams
-from warmline_backend.scheduler import scheduler as scheduling
 from warmline_backend.structured_output.compiler import GrammarCompiler
 from warmline_backend.structured_output.matcher import Matcher
 from warmline_backend.structured_output.redraw import TokenCheck
@@ -173,10 +172,9 @@ def test_rewind_point_moves_with_sent_tokens(family: str, root: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "falcon_h1"])
-def test_answers_that_go_back_share_batches(family: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_go_back_share_batches(family: str, root: Path) -> None:
     served = load_family(family, root)
     grammars = GrammarCompiler(served.tokenizer, served.vocabulary_size)
-    monkeypatch.setattr(scheduling, "DECODE_STEPS_PER_CHUNK", 1)
     cases: list[tuple[bool, dict[str, Any]]] = [
         (True, {}),
         (False, {"max_tokens": 50, "ignore_eos": True}),

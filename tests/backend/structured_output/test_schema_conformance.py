@@ -12,7 +12,6 @@ from support.backend.nasty_schemas import is_endless, make_schema
 from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.model.model import ServedModel, load_served_model
 from warmline_backend.request.params import GenerationParams
-from warmline_backend.scheduler import scheduler
 from warmline_backend.structured_output.compiler import GrammarCompiler
 
 SCHEMAS = 200
@@ -49,9 +48,6 @@ def sample_answers(
                 f"{seed}", prompt, params, log[seed].events.append, matcher=grammars.create_matcher(constraint)
             )
         )
-    with pytest.MonkeyPatch.context() as patch:  # all begin to decode together, and share a batch
-        patch.setattr(scheduler, "DECODE_STEPS_PER_CHUNK", 0)
-        driver.run_until(lambda: not (driver.scheduler.queued_count or driver.scheduler._queues.prefilling))
     driver.run_until(lambda: all(one.is_ended for one in log.values()))
     return log
 

@@ -134,4 +134,4 @@ def keep_after_failure(real: Any, self: Any, sequences: Any, error: Exception) -
 
 
 def merge_in_exact_mode(real: Any, self: Any, host: Any, newcomer: Any) -> bool:
-    return host is not newcomer and bool(host.can_accept(newcomer.sequences[0]))
+    return host is not newcomer and bool(host.can_accept(newcomer.sequences))

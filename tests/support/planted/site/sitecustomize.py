@@ -139,8 +139,8 @@ def wait_at_gate(phase: str, requests: list[str]) -> Iterator[None]:
 # ---- wrapped functions
 
 
-def wrap_step(kind: type, name: str, phase: str, sequences: Callable[[Any], list[Any]]) -> None:
-    real = getattr(kind, name)
+def wrap_step(owner: object, name: str, phase: str, sequences: Callable[[Any], list[Any]]) -> None:
+    real = getattr(owner, name)
 
     @functools.wraps(real)
     def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -150,7 +150,7 @@ def wrap_step(kind: type, name: str, phase: str, sequences: Callable[[Any], list
                 stack.enter_context(fault_in_calls(members[0].served.model, fault))
             return real(self, *arguments, **options)
 
-    setattr(kind, name, wrapped)
+    setattr(owner, name, wrapped)
 
 
 def wrap_submit(kind: type) -> None:
@@ -170,11 +170,12 @@ def wrap_submit(kind: type) -> None:
 def plant_in_backend() -> None:
     from warmline_backend.engine.engine import Engine
     from warmline_backend.generation.sequence import Sequence
-    from warmline_backend.scheduler.decode_group import DecodeGroup
+    from warmline_backend.scheduler import decode_group, prefill
 
     wrap_step(Sequence, "prefill_chunk", "prefill", lambda one: [one])
-    wrap_step(Sequence, "make_decode_batch", "first", lambda one: [one])
-    wrap_step(DecodeGroup, "step", "decode", lambda group: list(group.sequences))
+    wrap_step(prefill, "prefill_last_chunks", "prefill", list)
+    wrap_step(decode_group, "make_decode_batch", "first", list)
+    wrap_step(decode_group.DecodeGroup, "step", "decode", lambda group: list(group.sequences))
     wrap_submit(Engine)
 
 
