@@ -74,10 +74,11 @@ def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
         folders = {"plain": Path(name) / "plain", "coded": Path(name) / "coded"}
         chains = {side: _write(folder, tensors, given.tokens, side == "coded") for side, folder in folders.items()}
         sizes = {side: sum(path.stat().st_size for path in folder.iterdir()) for side, folder in folders.items()}
+        memory = memoryview(bytearray(sizes["plain"]))
         for rate in given.disk_gb_s:
             simulated = SimulatedDisk(rate)
             work = {
-                "raw read of the plain bytes": lambda s=simulated: _read_raw(s, folders["plain"], sizes["plain"]),
+                "raw read of the plain bytes": lambda: _read_raw(folders["plain"], memory, pool),
                 "restore, plain": lambda: _restore(layout, folders["plain"], chains["plain"], given.tokens, pool),
                 "restore, coded": lambda: _restore(layout, folders["coded"], chains["coded"], given.tokens, pool),
             }
@@ -130,13 +131,23 @@ def _restore(layout: CacheLayout, folder: Path, chain: list[SegmentRef], tokens:
     loader.load(pack_tokens(range(tokens)), chain, None, lambda: False).build(layout)
 
 
-def _read_raw(simulated: SimulatedDisk, folder: Path, size: int) -> None:
-    """Read the files into fresh memory, one read after the other."""
-    memory, at = memoryview(bytearray(size)), 0
-    for path in sorted(folder.iterdir()):
+def _read_raw(folder: Path, memory: memoryview, pool: ThreadPoolExecutor) -> None:
+    """Read the files into memory that is used again, with as many readers as restores have."""
+
+    def read_piece(path: Path, start: int, into: memoryview) -> None:
         with disk.open_to_read(path) as file:
-            while count := file.readinto(memory[at : at + RAW_READ_BYTES]):
-                at += count
+            file.seek(start)
+            file.readinto(into)
+
+    jobs, at = [], 0
+    for path in sorted(folder.iterdir()):
+        size = path.stat().st_size
+        for start in range(0, size, RAW_READ_BYTES):
+            into = memory[at + start : at + min(size, start + RAW_READ_BYTES)]
+            jobs.append(pool.submit(read_piece, path, start, into))
+        at += size
+    for job in jobs:
+        job.result()
 
 
 def _take_turns(work: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:

@@ -99,7 +99,7 @@ def test_bytes_without_redundancy_grow_by_block_lengths_alone() -> None:
 
 
 def test_changed_bytes_give_an_error_or_as_many_bytes() -> None:
-    """Which of them are wrong is for the checksum to find."""
+    """The checksum finds those that are wrong."""
     values = make_kv_like(500)
     stored = encode_all(values)
     outcomes = set()

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WriteStats:
-    """What it took to write a file."""
+    """Size and time of a written file."""
 
     bytes_written: int
     wait_s: float  # for the disk
@@ -43,14 +43,14 @@ class CompressionRates:
 
     @property
     def restore_gain(self) -> float:
-        """How many times as fast coded segments are read: readers wait for the disk while others decode."""
+        """Factor by which coded segments are read faster: some readers wait for the disk while others decode."""
         if not (self.disk_read and self.decode):
             return 0.0
         return (1 / self.disk_read) / max(self.stored_share / self.disk_read, 1 / self.decode)
 
     @property
     def save_gain(self) -> float:
-        """How many times as fast coded segments are written: one thread encodes and writes."""
+        """Factor by which coded segments are written faster: one thread encodes and writes."""
         if not (self.disk_write and self.encode):
             return 0.0
         return (1 / self.disk_write) / (self.stored_share / self.disk_write + 1 / self.encode)

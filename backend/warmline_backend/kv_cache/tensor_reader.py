@@ -1,7 +1,7 @@
 """Reading of tensors from segment files into memory, decoded and verified, while it is in the processor's cache."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from io import FileIO
 
@@ -9,6 +9,7 @@ from warmline_backend.kv_cache.byte_buffers import ByteBuffer
 from warmline_common.storage import segment_file
 from warmline_common.storage.segment_file import SegmentFileError, SegmentHeader, TensorInfo
 
+READ_AHEAD_BYTES = 2 << 20  # of a coded tensor; larger than a block
 READ_BYTES_MAX = 4 << 20  # one read call: what it has read is in the processor's cache when its checksum is computed
 
 
@@ -35,7 +36,7 @@ class TensorReader:
 
     def __init__(self, file: FileIO, header: SegmentHeader) -> None:
         self._began_s, self._cpu_began_s = time.monotonic(), time.thread_time()
-        self._file, self._header = file, header
+        self._file, self._header, self._read_ahead = file, header, _ReadAhead(self._fill)
         self._bytes_read = self._bytes_decoded = header.tensors[segment_file.CHECKSUMS_TENSOR].bytes_count
         checksums = segment_file.read_checksums_from(file, header)
         header.verify(checksums)
@@ -81,7 +82,10 @@ class TensorReader:
     def _fill_all(self, info: TensorInfo, strips: Iterable[memoryview]) -> Iterator[memoryview]:
         """Fill the strips with a tensor's decoded bytes, and yield each piece once it is filled."""
         self._file.seek(info.offset)
-        decoded = _PartCopier(segment_file.decode_tensor(info, self._read)) if info.is_coded else None
+        decoded = None
+        if info.is_coded:
+            self._read_ahead.begin(info.stored_bytes)
+            decoded = _PartCopier(segment_file.decode_tensor(info, self._read_ahead.read))
         for strip in strips:
             yield from decoded.fill(strip) if decoded else self._fill(strip)
         self._bytes_decoded += info.bytes_count
@@ -95,16 +99,37 @@ class TensorReader:
             yield into[:count]
             into = into[count:]
 
-    def _read(self, count: int) -> bytearray:
-        """The next bytes of the file."""
-        data = bytearray(count)
-        for _ in self._fill(memoryview(data)):
-            pass
-        return data
-
     def _verify_checksum(self, name: str, pieces: Iterable[memoryview]) -> None:
         if segment_file.tensor_checksum(name, *self._header.meta.span, pieces) != self._expected_checksums[name]:
             raise SegmentFileError("checksum", f"{name} of {self._header.meta.kind} {self._header.meta.id}")
+
+
+class _ReadAhead:
+    """Stored bytes of one tensor after the other, in memory that is used again; few reads wait for the disk."""
+
+    def __init__(self, fill: Callable[[memoryview], Iterable[object]]) -> None:
+        self._fill = fill
+        self._memory, self._at, self._end, self._left = memoryview(b""), 0, 0, 0
+
+    def begin(self, stored_bytes: int) -> None:
+        """Begin with a tensor, at the file's position."""
+        if not self._memory:
+            self._memory = memoryview(bytearray(READ_AHEAD_BYTES))
+        self._at, self._end, self._left = 0, 0, stored_bytes
+
+    def read(self, count: int) -> memoryview:
+        """The next bytes, valid until the next read; READ_AHEAD_BYTES at most.  Raises SegmentFileError, OSError."""
+        if self._end - self._at < count:
+            rest = self._end - self._at
+            self._memory[:rest] = self._memory[self._at : self._end]
+            more = self._memory[rest : rest + self._left]
+            for _ in self._fill(more):
+                pass
+            self._at, self._end, self._left = 0, rest + len(more), self._left - len(more)
+        if self._end < self._at + count:
+            raise SegmentFileError("truncated", "a coded tensor ends before its last block")
+        self._at += count
+        return self._memory[self._at - count : self._at]
 
 
 class _PartCopier:

@@ -153,7 +153,7 @@ class SchedulerDriver:
 
 
 class SavableKV(Protocol):
-    """What is saved of a KV."""
+    """The parts of a KV that are saved."""
 
     tokens: list[int]
     checkpoints: dict[int, NamedArrays]
