@@ -16,6 +16,7 @@ from warmline_backend.generation.step_stats import StepStats
 from warmline_backend.model.model import ServedModel
 from warmline_backend.scheduler.scheduler import Scheduler
 from warmline_common.logging import describe_error
+from warmline_common.measurement.recent_durations import WorkDuration
 from warmline_common.protocol.messages import LOADING, PrefillRate, Resident
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,9 @@ class EngineSnapshot:
     memory_budget_bytes: int = 0
     generation: int = 0
     prefill_rates: list[PrefillRate] = field(default_factory=list)
+    chunk_durations: list[WorkDuration] = field(default_factory=list)
     decode_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
     restore_bytes_per_s: float = 0.0
     save_bytes_per_s: float = 0.0
     slowest_recent_step_s: float = 0.0
@@ -242,7 +245,9 @@ class Engine(threading.Thread):
             memory_budget_bytes=residents.budget_bytes,
             generation=residents.generation,
             prefill_rates=rates.prefill_rates,
+            chunk_durations=rates.chunks.list_usual(),
             decode_tokens_per_s=rates.decode.per_second,
+            decode_step_s=rates.step_durations.usual_decode_s,
             restore_bytes_per_s=rates.restore.per_second,
             save_bytes_per_s=rates.save.per_second,
             slowest_recent_step_s=rates.step_durations.slowest_s,

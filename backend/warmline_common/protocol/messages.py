@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from warmline_common.measurement.recent_durations import WorkDuration
 from warmline_common.process.redaction import redact
 
 # Request headers of a generation call, set by the proxy.
@@ -273,6 +274,8 @@ class BackendStatus(Reply, kw_only=True):
     save_bytes_per_s: float
     slowest_recent_step_s: float
     prefill_step_size: int
+    chunk_durations: list[WorkDuration] = []  # by tokens and their context, the warm-up's too
+    decode_step_s: float = 0.0  # usual duration of late; 0.0 before the first
     releasing: int = 0  # generations whose client is gone: at the end of the engine's step their KV becomes residents
     keepalive_steps: int = 0  # tokens computed for no request, to keep the device awake
     failure: str = ""
@@ -295,6 +298,7 @@ class Timings(msgspec.Struct, kw_only=True):
     decode_s: float = 0.0
     prefilled: int = 0  # tokens computed in prefill
     decoded: int = 0
+    chunks: list[WorkDuration] = []  # its last ones, by tokens and their context
 
 
 class GenerationResult(Reply, kw_only=True):
