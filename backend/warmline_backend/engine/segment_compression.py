@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from warmline_backend.engine.save_slices import SaveSlices
-from warmline_backend.generation.rates import SAMPLE_BYTES_MIN, SmoothedRate
+from warmline_backend.generation.rates import SAMPLE_BYTES_MIN, MedianRate
 from warmline_backend.kv_cache.tensor_reader import ReadStats
 from warmline_common.storage.segment_coding import CodingSample, measure
 from warmline_common.storage.segment_file import CODED_DTYPE
@@ -73,7 +73,7 @@ class SegmentCompression:
 
     def __init__(self, is_allowed: bool, readers: int) -> None:
         self._is_allowed, self._cores = is_allowed, min(readers, os.cpu_count() or 1)
-        self._disk_read, self._disk_write = SmoothedRate(SAMPLE_BYTES_MIN), SmoothedRate(SAMPLE_BYTES_MIN)
+        self._disk_read, self._disk_write = MedianRate(SAMPLE_BYTES_MIN), MedianRate(SAMPLE_BYTES_MIN)
         self._sample: CodingSample | None = None
         self._is_compressing = False
 
