@@ -96,7 +96,7 @@ class Service:
             TemplateRenderer(tokenizer, vocabulary_size, config.template_args, make_turn_parser(tokenizer)),
             GrammarCompiler(tokenizer, vocabulary_size, self.metrics.observe_compile),
             TokenDecoder(tokenizer),
-            KvTransfer(self._home, self._engine, served, fingerprint),
+            KvTransfer(self._home, self._engine, served, fingerprint, compress=config.segment_compression == "auto"),
             config,
             int((served.path / "config.json").stat().st_mtime),
             get_device_name(),

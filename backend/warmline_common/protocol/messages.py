@@ -164,6 +164,7 @@ class SaveRequest(msgspec.Struct, kw_only=True):
     checkpoints: list[CheckpointRef] = []
     root: bytes = b""  # namespace(fingerprint, tenant); in the files, too, so that an index can be rebuilt
     write_timeout_s: float = 0.0  # for the disk, all files together, without waits for the engine; 0.0: no limit
+    disk_used_share: float = 0.0  # of the disk budget, with this save
 
 
 class SavedFile(msgspec.Struct, kw_only=True):

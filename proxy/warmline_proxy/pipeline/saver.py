@@ -276,8 +276,14 @@ class Saver:
         """Have the backend write the files.  Raises UpstreamGoneError where rows or resident are gone."""
         files = {"segments": save.segments, "checkpoints": save.checkpoints}
         timeout_s = WRITE_TIMEOUT_S + save.bytes_expected / SAVE_BYTES_PER_S_MIN
+        used = (await _run_in_thread(self.index.totals)).bytes_used
         save_request = msgspec.structs.replace(
-            source, request_id=f"save-{save.id}", root=save.root, write_timeout_s=timeout_s, **files
+            source,
+            request_id=f"save-{save.id}",
+            root=save.root,
+            write_timeout_s=timeout_s,
+            disk_used_share=used / max(1, self.index.budget_bytes),
+            **files,
         )
         try:
             return await self.upstream.save(save_request)
