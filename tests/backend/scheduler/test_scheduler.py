@@ -77,7 +77,7 @@ def test_copy_and_original_do_not_interfere(family: str, root: Path) -> None:
 
 def test_mismatching_residents_are_refused(root: Path) -> None:
     driver = SchedulerDriver(load_family("gemma3", root))
-    held = driver.run(make_prompt(60), 4).result.resident
+    held = driver.mark_saved(driver.run(make_prompt(60), 4))  # its journal is gone
     with pytest.raises(ResidentNotFoundError):
         driver.submit(make_prompt(80), resident="nobody", reuse=10)
     with pytest.raises(ResidentMismatchError, match="other tokens"):
