@@ -17,6 +17,7 @@ from warmline_backend.generation.step_stats import StepStats
 from warmline_backend.model.model import ServedModel
 from warmline_backend.scheduler.scheduler import Scheduler
 from warmline_common.logging import describe_error
+from warmline_common.measurement.recent_durations import WorkDuration
 from warmline_common.protocol.messages import LOADING, PrefillRate
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,9 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     memory_budget_bytes: int = 0
     generation: int = 0
     prefill_rates: list[PrefillRate] = []
+    chunk_durations: list[WorkDuration] = []
     decode_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
     restore_bytes_per_s: float = 0.0
     save_bytes_per_s: float = 0.0
     slowest_recent_step_s: float = 0.0
@@ -245,7 +248,9 @@ class Engine(threading.Thread):
             memory_budget_bytes=residents.budget_bytes,
             generation=residents.generation,
             prefill_rates=rates.prefill_rates,
+            chunk_durations=rates.chunks.list_usual(),
             decode_tokens_per_s=rates.decode.per_second,
+            decode_step_s=rates.step_durations.usual_decode_s,
             restore_bytes_per_s=rates.restore.per_second,
             save_bytes_per_s=rates.save.per_second,
             slowest_recent_step_s=rates.step_durations.slowest_s,

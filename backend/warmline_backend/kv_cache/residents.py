@@ -10,7 +10,7 @@ from itertools import chain
 from warmline_backend.kv_cache.kv import KV
 from warmline_backend.kv_cache.resident_listing import ResidentListing
 from warmline_common.protocol.messages import Resident
-from warmline_common.protocol.tokens import pack_tokens
+from warmline_common.protocol.tokens import TokenArray, pack_tokens
 
 RESTORE_LEASE_S = 20.0  # time for a restored resident's request to arrive
 UNSAVED_LEASE_S = 60.0  # time for the save of an ended request's resident; each piece written renews it
@@ -116,7 +116,7 @@ class Residents:
         self.listing.update(resident_id, bytes_held=entry.bytes_held, last_used=entry.last_used)
 
     def take(
-        self, resident_id: str, prompt: list[int], reuse_tokens: int, copy_resident: bool, root: bytes = b""
+        self, resident_id: str, prompt: TokenArray, reuse_tokens: int, copy_resident: bool, root: bytes = b""
     ) -> KV:
         """Return a KV of exactly `prompt[:reuse_tokens]` for a new owner.
 

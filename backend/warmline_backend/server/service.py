@@ -96,7 +96,7 @@ class Service:
             TemplateRenderer(tokenizer, vocabulary_size, config.template_args, make_turn_parser(tokenizer)),
             GrammarCompiler(tokenizer, vocabulary_size, self.metrics.observe_compile),
             TokenDecoder(tokenizer),
-            KvTransfer(self._home, self._engine, served, fingerprint),
+            KvTransfer(self._home, self._engine, served, fingerprint, compress=config.segment_compression == "auto"),
             config,
             int((served.path / "config.json").stat().st_mtime),
             get_device_name(),
@@ -205,7 +205,7 @@ class Service:
     # ---- prompts and generations
 
     async def create_prompt(self, request: messages.PromptRequest, body_bytes: int) -> messages.PromptReply:
-        stored = await self.render_prompt(request.endpoint, request.body, body_bytes, request.turns)
+        stored = await self.render_prompt(request.endpoint, request.body, body_bytes, request.turns, request.root)
         return messages.PromptReply(
             boot=self.boot,
             generation=self._engine.snapshot.generation,
@@ -224,7 +224,12 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._render_pool, runtime.decode_texts, sequences)
 
     async def render_prompt(
-        self, endpoint: str, body: dict[str, Any], body_bytes: int, turns: Sequence[messages.SampledTurn] = ()
+        self,
+        endpoint: str,
+        body: dict[str, Any],
+        body_bytes: int,
+        turns: Sequence[messages.SampledTurn] = (),
+        root: bytes = b"",
     ) -> StoredPrompt:
         """Check, render, tokenize and store a body.  Raises BadRequestError, KvTooLargeError, NotReadyError.
 
@@ -234,7 +239,7 @@ class Service:
         self.check_accepting()
         budget_bytes = self._engine.scheduler.settings.memory_budget_bytes
         cancellation = RenderCancellation()
-        work = partial(self.runtime.make_prompt, endpoint, body, turns, budget_bytes, cancellation)
+        work = partial(self.runtime.make_prompt, endpoint, body, turns, root, budget_bytes, cancellation)
         with self.metrics.time_render():
             if body_bytes <= INLINE_RENDER_BYTES_MAX and not has_format_fields(body):
                 stored = work()
@@ -321,12 +326,13 @@ class Service:
         return await self._run_on_engine(lambda scheduler: scheduler.residents.delete(resident_id))
 
     async def clear_cache(self, keep_ids: Collection[str]) -> None:
-        """Drop prompts, results, grammars and residents, except these residents or those of these requests.
+        """Drop prompts, texts, results, grammars and residents, except these residents or those of these requests.
 
         Raises NotReadyError.
         """
         self.prompts.clear()
         self.inflight.clear_results()
+        self.runtime.renderer.clear_cache()
         self.runtime.grammar_compiler.clear()
 
         def clear_residents(scheduler: Scheduler) -> None:

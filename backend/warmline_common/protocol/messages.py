@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from warmline_common.measurement.recent_durations import WorkDuration
 from warmline_common.process.redaction import redact
 
 # Request headers of a generation call, set by the proxy.
@@ -68,6 +69,7 @@ class PromptRequest(msgspec.Struct, kw_only=True):
     endpoint: str  # "chat" or "completion"
     body: dict[str, Any]
     turns: list[SampledTurn] = []  # those with calls that the body repeats, as far as the proxy has them
+    root: bytes = b""  # namespace; a text's tokens are taken from earlier prompts of the same one
 
 
 class MessageEnd(msgspec.Struct, kw_only=True, frozen=True):
@@ -162,6 +164,7 @@ class SaveRequest(msgspec.Struct, kw_only=True):
     checkpoints: list[CheckpointRef] = []
     root: bytes = b""  # namespace(fingerprint, tenant); in the files, too, so that an index can be rebuilt
     write_timeout_s: float = 0.0  # for the disk, all files together, without waits for the engine; 0.0: no limit
+    disk_used_share: float = 0.0  # of the disk budget, with this save
 
 
 class SavedFile(msgspec.Struct, kw_only=True):
@@ -284,6 +287,8 @@ class BackendStatus(Reply, kw_only=True):
     save_bytes_per_s: float
     slowest_recent_step_s: float
     prefill_step_size: int
+    chunk_durations: list[WorkDuration] = []  # by tokens and their context, the warm-up's too
+    decode_step_s: float = 0.0  # usual duration of late; 0.0 before the first
     releasing: int = 0  # generations whose client is gone: at the end of the engine's step their KV becomes residents
     keepalive_steps: int = 0  # tokens computed for no request, to keep the device awake
     failure: str = ""
@@ -306,6 +311,7 @@ class Timings(msgspec.Struct, kw_only=True):
     decode_s: float = 0.0
     prefilled: int = 0  # tokens computed in prefill
     decoded: int = 0
+    chunks: list[WorkDuration] = []  # its last ones, by tokens and their context
 
 
 class GenerationResult(Reply, kw_only=True):

@@ -141,6 +141,7 @@ class Pipeline:
         """
         while True:
             running = [] if refused_leaders is None else self.registry.find_followable(request, refused_leaders)
+            request.load = self.registry.describe_load(request)
             plan = await self.steps.starter.start(request, running, why_cold)
             if not (plan.leader_id and await self._wait_for_leader(request, plan.leader_id)):
                 return plan

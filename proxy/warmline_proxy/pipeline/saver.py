@@ -22,7 +22,6 @@ from warmline_proxy.index.save import SaveIntent
 from warmline_proxy.metrics import ProxyMetrics
 from warmline_proxy.pipeline.sampled_turns import SampledTurnCache
 from warmline_proxy.pipeline.save_health import FILES, INDEX, SaveHealth
-from warmline_proxy.planner import estimate_prefill_s
 from warmline_proxy.request.request import Request, resident_after_generation
 from warmline_proxy.request_log import build_perf_fields, format_perf_line
 from warmline_proxy.store.errors import NO_SPACE_CODES, get_error_code
@@ -73,6 +72,7 @@ class Saver:
     async def _save_request(self, request: Request) -> None:
         if not (result := request.log.generation_result):
             return
+        self.backend_state.estimator.record_chunks(result.timings.chunks)
         with _log_failures("what request %s has computed could not be saved: %s", request.log.id):
             if result.resident:
                 async with self._save_lock:
@@ -240,7 +240,7 @@ class Saver:
             self._has_freed_disk = False
             with suppress(client.UpstreamError):  # then the cost is by earlier rates
                 await self.backend_state.refresh_rates()
-            cost_s = estimate_prefill_s(save.matched, len(entry), self.backend_state.costs().prefill)
+            cost_s = self.backend_state.costs().estimate_prefill_s(save.matched, len(entry))
             commit = partial(self.index.commit_save, prefill_s=cost_s, session=unsaved.session)
             committed = await _run_in_thread(commit, save, reply)
             self.save_health.record_success(INDEX)
@@ -276,8 +276,14 @@ class Saver:
         """Have the backend write the files.  Raises UpstreamGoneError where rows or resident are gone."""
         files = {"segments": save.segments, "checkpoints": save.checkpoints}
         timeout_s = WRITE_TIMEOUT_S + save.bytes_expected / SAVE_BYTES_PER_S_MIN
+        used = (await _run_in_thread(self.index.totals)).bytes_used
         save_request = msgspec.structs.replace(
-            source, request_id=f"save-{save.id}", root=save.root, write_timeout_s=timeout_s, **files
+            source,
+            request_id=f"save-{save.id}",
+            root=save.root,
+            write_timeout_s=timeout_s,
+            disk_used_share=used / max(1, self.index.budget_bytes),
+            **files,
         )
         try:
             return await self.upstream.save(save_request)
@@ -300,6 +306,7 @@ class Saver:
         hint = request.log.session_hint
         log.info(format_perf_line(record, hint), extra={"fields": partial(build_perf_fields, record, hint)})
         self.metrics.record_request(record, request.log.status)
+        self.backend_state.estimator.record_request(record)
         try:
             self.index.record_request(record)
         except IndexStoreError as error:

@@ -86,7 +86,8 @@ class Starter:
         if not request.rendered.tokens_max:  # nothing is computed
             return RequestPlan(COLD, 0, why)
         gap_max = self.config.partial_save_tokens
-        plan = plan_cold(request.prompt_shape(), request.layout, self.backend_state.costs(), why, gap_max)
+        costs, shape = self.backend_state.costs(), request.prompt_shape()
+        plan = plan_cold(shape, request.layout, costs, why, load=request.load, checkpoint_gap_max=gap_max)
         return replace(plan, checkpoint_positions=()) if self.config.reuse == "off" else plan
 
     async def _start_warm(self, request: Request, running: Sequence[RunningRequest]) -> RequestPlan:
@@ -135,7 +136,10 @@ class Starter:
         prompt, layout, costs = request.prompt_shape(), request.layout, self.backend_state.costs()
         residents = self._find_candidates(request)
         gap_max = self.config.partial_save_tokens
-        return plan_request(prompt, residents, match, layout, costs, running=running, checkpoint_gap_max=gap_max)
+        load = request.load
+        return plan_request(
+            prompt, residents, match, layout, costs, running=running, load=load, checkpoint_gap_max=gap_max
+        )
 
     def _find_candidates(self, request: Request) -> list[ResidentCandidate]:
         """Candidates as last found for this prompt, unless residents have changed since."""

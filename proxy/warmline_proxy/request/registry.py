@@ -13,7 +13,8 @@ from typing import TypeVar
 from warmline_common.protocol.tokens import BLOCK_TOKENS, TOKEN_BYTES
 from warmline_proxy.auth.principals import Client
 from warmline_proxy.errors import bad_request, request_cancelled
-from warmline_proxy.planner import RunningRequest, align_to_grid, estimate_prefill_s
+from warmline_proxy.estimate.costs import EngineLoad
+from warmline_proxy.planner import RunningRequest, align_to_grid
 from warmline_proxy.request.request import Request
 from warmline_proxy.tasks import wait_for_events
 from warmline_proxy.upstream.backend_state import BackendState
@@ -149,6 +150,12 @@ class RequestRegistry:
         await ended.wait()
         return True
 
+    def describe_load(self, request: Request) -> EngineLoad:
+        """Describe this request's wait so far, and the work of the others at the backend, or on their way there."""
+        others = [each for each in self if each is not request and each.loads_engine]
+        prefills = [each.describe_prefill_left() for each in others if not each.log.ttft_s]
+        return EngineLoad(request.log.waited_s, prefills, len(others) - len(prefills))
+
     async def cancel_superseded(self, request: Request) -> None:
         """Cancel the client's earlier try, whose connection is not known to be dead yet, and wait for its release.
 
@@ -195,8 +202,8 @@ class RequestRegistry:
         answer_s = self._answer_tokens / (self._backend_state.decode_tokens_per_s or DECODE_TOKENS_PER_S_ASSUMED)
         if request.log.ttft_s:
             return max(0.0, answer_s - (time.monotonic() - request.log.arrived_monotonic - request.log.ttft_s))
-        rates = self._backend_state.costs().prefill
-        return answer_s + estimate_prefill_s(request.prefilled_tokens, request.log.prompt_tokens, rates)
+        costs = self._backend_state.costs()
+        return answer_s + costs.estimate_prefill_s(request.prefilled_tokens, request.log.prompt_tokens)
 
 
 def _get_prompt_head(request: Request) -> bytes:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from warmline_common.protocol.messages import RESIDENT_IDS_MAX, BackendStatus, Reply, ResidentsReply
 from warmline_common.protocol.tokens import TOKEN_BYTES, count_common_tokens
-from warmline_proxy.planner import Costs, ResidentCandidate
+from warmline_proxy.estimate.costs import Costs
+from warmline_proxy.estimate.estimator import DurationEstimator
+from warmline_proxy.planner import ResidentCandidate
 from warmline_proxy.upstream.client import Upstream
 from warmline_proxy.upstream.resident_view import ResidentView
 
@@ -37,7 +39,7 @@ class BackendState:
     """Backend status and residents.  Event loop thread; refreshes run one at a time."""
 
     def __init__(self, upstream: Upstream) -> None:
-        self.resident_view = ResidentView()
+        self.resident_view, self.estimator = ResidentView(), DurationEstimator()
         self._upstream = upstream
         self._status: BackendStatus | None = None
         self._rates_read_at = 0.0  # time.monotonic()
@@ -67,7 +69,7 @@ class BackendState:
         return self._status.fingerprint if self._status else ""
 
     def costs(self) -> Costs:
-        return Costs(self._status.prefill_rates, self._status.restore_bytes_per_s) if self._status else Costs()
+        return self.estimator.costs
 
     @property
     def decode_tokens_per_s(self) -> float:
@@ -115,6 +117,7 @@ class BackendState:
         listing = await self._list_with_unknown_tokens()
         # The status last: after a backend restart in between, the view is stale, and is refreshed again.
         self._status = status = await self._upstream.fetch_status()
+        self.estimator.update_status(status)
         self.resident_view.update(listing, ids_before)
         return status
 
@@ -183,3 +186,4 @@ class BackendState:
         status = await self._upstream.fetch_status()
         if self._status is None or status.boot == self._status.boot:
             self._status = status
+            self.estimator.update_status(status)

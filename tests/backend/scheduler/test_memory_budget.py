@@ -257,8 +257,10 @@ def test_batches_merge_only_with_room_to_copy(root: Path) -> None:
     one = model.kv_bytes(512)
     for budget, sizes in ((6 * one, [2]), (2 * one, [1, 1])):  # two rows each, and two layers of both for joining
         driver = SchedulerDriver(model, budget=budget)
-        running = [driver.submit(make_prompt(400, seed), 50)[1] for seed in (1, 2)]
-        driver.run_until(lambda running=running: all(len(log.events) > 4 for log in running))  # type: ignore[misc]
+        running = []
+        for seed in (1, 2):  # one after the other: together they would be prefilled in one batch
+            running.append(log := driver.submit(make_prompt(400, seed), 50)[1])
+            driver.run_until(lambda log=log: len(log.events) > 4)  # type: ignore[misc]
         assert sorted(len(group.sequences) for group in driver.scheduler._queues.groups) == sizes
         driver.run_until(lambda running=running: all(log.is_ended for log in running))  # type: ignore[misc]
         for seed, log in zip((1, 2), running, strict=True):

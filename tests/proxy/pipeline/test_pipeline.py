@@ -35,7 +35,7 @@ async def test_next_turn_starts_from_resident(tmp_path: Path, caplog: pytest.Log
         await proxy.wait_until_saved()
         first, second = perf_lines(caplog)
         assert "source=cold" in first and 'miss="nothing stored"' in first
-        assert re.search(r"source=resident queue=\S+s restore=0\.000s prefill=0\.100s", second)
+        assert re.search(r"source=resident render=\S+ plan=\S+ restore=0\.000s wait=\S+ prefill=0\.100s", second)
         assert f"cached={reused} restored=0" in second
 
 
