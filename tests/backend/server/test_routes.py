@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import convert
 
 from support.backend.live_backend import (
     BODY,
@@ -37,7 +38,9 @@ from warmline_common.protocol.messages import (
     HEADER_REQUEST,
     HEADER_RESIDENT,
     HEADER_REUSE,
+    RESIDENT_IDS_MAX,
     PromptRequest,
+    ResidentsReply,
 )
 
 FolderOf = Callable[..., Path]
@@ -251,5 +254,31 @@ def test_started_comment_comes_first(tiny_folder: FolderOf, tmp_path: Path) -> N
         async with backend.start_generation("a", await backend.render_prompt()) as response:
             assert await read_until(response, b":") == b": started\n"
             assert (await read_result(response)).finish == "length"
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
+
+
+def test_residents_route_lists_changes_and_named_residents(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    async def work(backend: LiveBackend) -> None:
+        async def list_residents(query: str) -> ResidentsReply:
+            status, body = await backend.request_json("GET", f"/kv/residents{query}")
+            assert status == 200
+            return convert(body, ResidentsReply)
+
+        prompt = await backend.render_prompt(BODY)
+        for name in ("a", "b"):
+            async with backend.start_generation(name, prompt) as response:
+                assert (await read_result(response)).resident
+        every = await list_residents("?ids=1")
+        first, second = every.residents
+        assert every.since == 0 and first.ids and second.ids
+        assert (await list_residents(f"?ids={second.id},none")).residents == [second]
+        assert await backend.service.delete_resident(first.id)
+        changes = await list_residents(f"?since={every.revision}")
+        assert (changes.since, changes.residents, changes.removed) == (every.revision, [], [first.id])
+        complete = await list_residents("?since=0")
+        assert [(each.id, each.ids) for each in complete.residents] == [(second.id, None)]
+        for query in ("?since=x", f"?ids={'a,' * RESIDENT_IDS_MAX}b"):
+            assert (await backend.request_json("GET", f"/kv/residents{query}"))[0] == 400
 
     with_backend(tiny_folder("llama"), tmp_path, work)
