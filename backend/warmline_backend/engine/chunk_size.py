@@ -19,6 +19,7 @@ import mlx.core as mx
 
 from warmline_backend.generation import sequence as sequences
 from warmline_backend.generation.chunk_memory import ChunkMemory, compute_usable_bytes
+from warmline_backend.generation.rates import Rates
 from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.model.loader import ModelError, read_config
 from warmline_backend.model.model import MEMORY_SHARE, ServedModel, compute_memory_budget
@@ -55,10 +56,12 @@ class ChunkLimits:
 TimeChunks = Callable[[Sequence[int]], ChunkTiming]  # argument: lengths of consecutive chunks from the start
 
 
-def resolve_step_size(served: ServedModel, fingerprint: str, memory_budget_bytes: int, folder: Path) -> int:
+def resolve_step_size(
+    served: ServedModel, fingerprint: str, memory_budget_bytes: int, folder: Path, rates: Rates | None = None
+) -> int:
     """The step for this model on this machine, remembered or measured now.  Engine thread.  Raises ModelError.
 
-    `fingerprint` is the model's without a grid; the step is remembered in `folder`.
+    `fingerprint` is the model's without a grid; the step is remembered in `folder`.  Chunks are recorded in `rates`.
     """
     key = f"{fingerprint} {describe_device()}"
     steps = _load_step_sizes(folder / FILE)
@@ -68,7 +71,7 @@ def resolve_step_size(served: ServedModel, fingerprint: str, memory_budget_bytes
     log.info("measuring which prefill step is fastest; this is remembered")
     try:
         limits = compute_limits(served, memory_budget_bytes)
-        speeds = measure_speeds(lambda lengths: time_chunks(served, lengths), limits)
+        speeds = measure_speeds(lambda lengths: _time_and_record(served, lengths, rates or Rates()), limits)
     except RuntimeError as error:  # mlx's, such as memory that ran out
         raise ModelError(f"measuring the prefill step failed: {error}; give one, --prefill-step-size 1024") from error
     step = choose_step_size(speeds)
@@ -132,6 +135,13 @@ def compute_limits(served: ServedModel, memory_budget_bytes: int) -> ChunkLimits
 def time_chunks(served: ServedModel, lengths: Sequence[int]) -> ChunkTiming:
     """Prefill a prompt in chunks of these lengths, as requests are prefilled."""
     return min((_time_once(served, lengths) for _ in range(RUNS)), key=lambda timed: timed.seconds)
+
+
+def _time_and_record(served: ServedModel, lengths: Sequence[int], rates: Rates) -> ChunkTiming:
+    timing = time_chunks(served, lengths)
+    if len(lengths) == 1:
+        rates.record_chunk(lengths[0], lengths[0], timing.seconds)
+    return timing
 
 
 def _time_once(served: ServedModel, lengths: Sequence[int]) -> ChunkTiming:

@@ -52,6 +52,11 @@ class SaveSlices:
         """Stream of the tensors for the writer; `wait` is called on its thread."""
         return TensorStream(self._shapes, lambda name: self._read_tensor(name, wait))
 
+    def find_sample(self, dtype: str) -> memoryview | None:
+        """Bytes of the largest tensor of a dtype in the present slice."""
+        data = [tensor.data for tensor in self._slice.values() if tensor.dtype == dtype]
+        return max(data, key=len, default=None)
+
     def close(self) -> None:
         """Withdraw the slice that is asked for.  Any thread."""
         if self._next is not None:

@@ -17,6 +17,7 @@ from warmline_backend.engine.inflight import UnknownGenerationError
 from warmline_backend.generation import rates
 from warmline_backend.generation.events import EndedEvent
 from warmline_backend.kv_cache import segment_io
+from warmline_backend.kv_cache.codecs import round_up_to_buffer
 from warmline_backend.kv_cache.segment_io import BadChainError, OperationCancelledError, write_segment_file
 from warmline_backend.model.model import load_served_model
 from warmline_backend.request.params import BadRequestError
@@ -243,3 +244,22 @@ def test_fast_mode_has_no_grid(tmp_path: Path) -> None:
 def test_exact_mode_needs_steps_of_two_tokens() -> None:
     with pytest.raises(BackendConfigError, match="expected at least 2 with --reuse exact"):
         parse_config(["--home", "h", "--model", "m", "--reuse", "exact", "--prefill-step-size", "1"])
+
+
+def test_restore_has_room_for_its_request_where_budget_allows(tmp_path: Path) -> None:
+    async def work(service: Service, home: Home) -> None:
+        result, tokens = await generate(service)
+        await service.save(save_request(result))
+        end, served = result.prefilled_until, service.runtime.served
+        chain = [SegmentRef(id=IDS[0], start=0, end=64, upto=64), SegmentRef(id=IDS[1], start=64, end=end, upto=end)]
+        bytes_held = []
+        for prompt_tokens in (0, end + 1_000, 100_000_000):
+            request = RestoreRequest(request_id="x", tokens=tokens, chain=chain, prompt_tokens=prompt_tokens)
+            reply = await service.restore(request)
+            residents = {each.id: each for each in service.list_residents(with_ids=False).residents}
+            bytes_held.append(residents[reply.resident].bytes_held)
+            assert await service.delete_resident(reply.resident)
+        assert bytes_held[0] == bytes_held[2], "more than the budget: no room"
+        assert bytes_held[1] - bytes_held[0] >= served.kv_bytes(end + 1_000) - served.kv_bytes(round_up_to_buffer(end))
+
+    run_in_service(tmp_path, work)
