@@ -109,9 +109,9 @@ def test_large_prompts_end_with_their_clients(
     check_text, large = RenderLimits.check_text, b"x" * LARGE_BODY_BYTES_MIN
     began, cancelled = threading.Semaphore(0), threading.Semaphore(0)
 
-    def wait_for_cancellation(limits: RenderLimits, text: str, encode: Callable[[str], list[int]]) -> None:
+    def wait_for_cancellation(limits: RenderLimits, text: str, *arguments: Any) -> None:
         if len(text) < len(large):
-            return check_text(limits, text, encode)
+            return check_text(limits, text, *arguments)
         try:
             with subprocess.Popen(["sleep", str(WAIT_S)]) as process, limits.cancellation.kill_on_cancel(process):
                 began.release()
