@@ -23,6 +23,7 @@ from warmline_backend.engine.chunk_size import choose_grid, make_chunk_memory, r
 from warmline_backend.engine.engine import Engine
 from warmline_backend.engine.warm_up import warm_up
 from warmline_backend.generation.chunk_memory import bound_buffer_cache
+from warmline_backend.generation.rates import Rates
 from warmline_backend.model.loader import ModelError
 from warmline_backend.model.model import compute_memory_budget, load_served_model
 from warmline_backend.scheduler.scheduler import Scheduler, SchedulerSettings
@@ -177,8 +178,10 @@ def _make_scheduler(config: BackendConfig, home: Home, boot: str) -> Scheduler:
         trust_remote_code=config.trust_remote_code,
     )
     budget_bytes = config.memory_budget_bytes or compute_memory_budget(served.weight_bytes)
+    rates = Rates()
     if not (step := config.prefill_step_size):
-        step = resolve_step_size(served, fingerprint_served_model(served, config, home), budget_bytes, home.models)
+        fingerprint = fingerprint_served_model(served, config, home)
+        step = resolve_step_size(served, fingerprint, budget_bytes, home.models, rates)
     chunk_memory = make_chunk_memory(served, step, budget_bytes)
     if config.reuse == "exact":
         step = choose_grid(served, chunk_memory, step, budget_bytes)
@@ -191,8 +194,8 @@ def _make_scheduler(config: BackendConfig, home: Home, boot: str) -> Scheduler:
         exact=config.reuse == "exact",
     )
     bound_buffer_cache(served.weight_bytes)
-    warm_up(served, settings)
-    return Scheduler(served, settings, chunk_memory)
+    warm_up(served, settings, rates=rates)
+    return Scheduler(served, settings, chunk_memory, rates)
 
 
 if __name__ == "__main__":

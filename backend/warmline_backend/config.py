@@ -37,6 +37,7 @@ class BackendConfig:
     memory_budget_bytes: int  # 0: a share of the memory that the weights leave
     kv_bits: int  # 0: not quantized
     kv_group_size: int
+    segment_compression: str  # "auto" or "off"
     max_tokens: int  # default of a request that names none; 0: the rest of the context
     temperature: float  # defaults of a request that names none
     top_p: float

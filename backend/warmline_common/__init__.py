@@ -1,1 +1,1 @@
-"""Base of all processes: settings, logging, storage, protocol, process.  Lowest layer; no mlx, no HTTP library."""
+"""Base of all processes: settings, logging, storage, protocol, measurement, process.  No mlx, no HTTP library."""

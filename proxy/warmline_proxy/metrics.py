@@ -23,6 +23,8 @@ SECONDS_BUCKETS = (
     *(60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0, 7200.0),
 )
 TOKEN_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+ERROR_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
+PART_S_MIN = 0.005  # a shorter part of a time to the first token is as good as none
 RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 
 COMPUTED = "computed"  # source of prompt tokens without reuse
@@ -76,8 +78,10 @@ class ProxyMetrics:
         self._decode = histogram("decode_seconds", "From the end of prefills to the last token of answers.")
         about = "Mean of an answer's tokens."
         self._per_token = histogram("time_per_output_token_seconds", about, buckets=TOKEN_SECONDS_BUCKETS)
-        about = "Time to the first token without waiting, divided by the planned time."
+        about = "Time to the first token, divided by the expected time."
         self._estimate = histogram("ttft_estimate_ratio", about, "source", buckets=RATIO_BUCKETS)
+        about = "Error of the expected time to the first token, or of a part, as a share of the actual one."
+        self._estimate_error = histogram("ttft_estimate_error_ratio", about, "part", buckets=ERROR_BUCKETS)
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts by where their KV came from.", "source")
         self._generated_tokens = counter("generated_tokens", "Tokens of answers.")
 
@@ -132,8 +136,16 @@ class ProxyMetrics:
         if record.ttft_s:
             self._ttft.labels(source=source).observe(record.ttft_s)
         if record.ttft_s and record.expected_ttft_s and record.dispatches == 1:
-            actual_s = max(0.0, record.ttft_s - record.queue_s)
-            self._estimate.labels(source=source).observe(actual_s / record.expected_ttft_s)
+            self._estimate.labels(source=source).observe(record.ttft_s / record.expected_ttft_s)
+            self._observe_estimate_errors(record)
+
+    def _observe_estimate_errors(self, record: RequestRecord) -> None:
+        pairs = {"all": (record.ttft_s, record.expected_ttft_s)}
+        for name in record.ttft_parts.__struct_fields__:
+            pairs[name.removesuffix("_s")] = getattr(record.ttft_parts, name), getattr(record.expected_parts, name)
+        for part, (actual_s, expected_s) in pairs.items():
+            if part == "all" or max(actual_s, expected_s) >= PART_S_MIN:
+                self._estimate_error.labels(part=part).observe(abs(expected_s - actual_s) / max(actual_s, PART_S_MIN))
 
     def record_cancel(self, stage: str, cancel_source: str) -> None:
         """Count an ended request; `stage` as in `Request.status`, `cancel_source` as by `find_cancel_source`."""

@@ -11,18 +11,18 @@ from itertools import pairwise
 
 import msgspec
 
-from warmline_common.protocol.messages import CheckpointRef, KvLayout, MessageEnd, PrefillRate, SegmentRef
+from warmline_common.protocol.messages import CheckpointRef, KvLayout, MessageEnd, SegmentRef
 from warmline_common.protocol.tokens import BLOCK_TOKENS
-from warmline_proxy.store.rows import PrefixMatch
+from warmline_proxy.estimate.costs import Costs, EngineLoad, compute_restore_bytes
+from warmline_proxy.store.rows import PrefixMatch, TtftParts
 
 CHECKPOINT_STRIDE_TOKENS = 2_048
 CHECKPOINT_STRIDES_MAX = 8  # in a prompt; longer ones get a longer stride, since a state may take 100 MB
 _STRIDED_TOKENS_MAX = CHECKPOINT_STRIDE_TOKENS * CHECKPOINT_STRIDES_MAX
 CHECKPOINT_GAP_TOKENS_MIN = 512  # closer to a boundary a stride's checkpoint is not worth a split chunk
-# Assumed until the backend has measured; restoring wins clearly, as on every machine known.
-PREFILL_TOKENS_PER_S_ASSUMED = 500.0
-RESTORE_BYTES_PER_S_ASSUMED = 500e6
-RESTORE_OVERHEAD_S = 0.01  # opening files and one more call
+RESTORE_CUTS_MAX = 64  # places that are compared; a chain may have hundreds
+# Less than all is restored only where that is clearly sooner: estimates of one moment are noisy, rows last.
+SOONER_SHARE_MIN, SOONER_S_MIN = 0.1, 0.005
 
 RESIDENT, RESTORED, SHARED, COLD = "resident", "restored", "shared", "cold"
 SHARED_TOKENS_MIN = BLOCK_TOKENS  # less is not worth waiting for another request
@@ -61,14 +61,6 @@ class RunningRequest:
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Rates measured by the backend; empty and zero before that."""
-
-    prefill: Sequence[PrefillRate] = ()
-    restore_bytes_per_s: float = 0.0
-
-
-@dataclass(frozen=True)
 class PromptShape:
     """Part of a PromptReply that a plan depends on."""
 
@@ -91,7 +83,7 @@ class RequestPlan:
     chain: tuple[SegmentRef, ...] = ()
     checkpoint: CheckpointRef | None = None
     checkpoint_positions: tuple[int, ...] = ()  # at which prefill saves recurrent state
-    expected_ttft_s: float = 0.0  # estimated, without waiting in a queue; 0.0: not estimated
+    expected: TtftParts = TtftParts()  # noqa: RUF009  frozen; estimated; all 0.0: not estimated
     diverges_at: int | None = None  # token from which on the prompt differs from all known prefixes
     diverges_from: str = ""  # the resident that differs there; "" for a stored prefix
 
@@ -99,6 +91,18 @@ class RequestPlan:
     def file_ids(self) -> list[str]:
         """Ids of the files to restore."""
         return [link.id for link in self.chain] + ([self.checkpoint.id] if self.checkpoint else [])
+
+    @property
+    def expected_ttft_s(self) -> float:
+        return self.expected.total_s
+
+
+@dataclass(frozen=True)
+class RestoreCut:
+    """Place up to which a stored chain can be restored; with states the position of a checkpoint."""
+
+    position: int
+    checkpoint: CheckpointRef | None = None
 
 
 def plan_request(
@@ -109,6 +113,7 @@ def plan_request(
     costs: Costs,
     *,
     running: Sequence[RunningRequest] = (),
+    load: EngineLoad = EngineLoad(),  # noqa: B008  frozen
     checkpoint_gap_max: int = 0,
 ) -> RequestPlan:
     """The start with the shortest estimated time to the first token; on a tie the one that reuses more.
@@ -116,38 +121,46 @@ def plan_request(
     A running request that computes more of the prompt, and sooner, is followed.
     """
     limit, grid = prompt.tokens - 1, layout.grid if layout else 0
-    in_memory, on_disk = _start_from_resident(residents, limit, grid), plan_restore(prompt.tokens, match, layout)
-    starts = [start for start in (RequestPlan(COLD, 0), in_memory, on_disk) if start]
-    estimates = [(_estimate_ttft_s(start, prompt.tokens, layout, costs), start) for start in starts]
-    seconds, start = min(estimates, key=lambda pair: (pair[0], -pair[1].reuse))
+    in_memory = _start_from_resident(residents, limit, grid)
+    cuts = list_restore_cuts(prompt.tokens, match, layout)
+    start = _start_from_disk(cuts, match, prompt.tokens, layout, costs)
+    reuse_max = max(in_memory.reuse if in_memory else 0, cuts[-1].position if cuts else 0)
+    if in_memory and _is_sooner(in_memory, start, prompt.tokens, layout, costs):
+        start = in_memory
     if leader := _choose_leader(running, start, limit, layout, costs):
         start = RequestPlan(SHARED, _shareable_tokens(leader, limit, grid), leader_id=leader.request_id)
-        seconds = estimate_prefill_s(min(leader.prefilled, start.reuse), prompt.tokens, costs.prefill)
+        leader_s = costs.estimate_prefill_s(min(leader.prefilled, start.reuse), start.reuse)
+        load = load.follow(leader.request_id, leader_s)
     known = _find_known_prefix(start, prompt, residents, match)
+    positions = choose_checkpoint_positions(prompt, start.reuse, layout, checkpoint_gap_max)
     return replace(
         start,
-        why_not_warmer=_explain_start(start, max(each.reuse for each in starts), prompt, known, layout),
-        checkpoint_positions=choose_checkpoint_positions(prompt, start.reuse, layout, checkpoint_gap_max),
-        expected_ttft_s=seconds,
+        why_not_warmer=_explain_start(start, max(start.reuse, reuse_max), prompt, known, layout),
+        checkpoint_positions=positions,
+        expected=_estimate_parts(start, positions, prompt.tokens, layout, costs, load),
         diverges_at=known.end if known.diverges else None,
         diverges_from=known.resident if known.diverges else "",
     )
 
 
 def plan_cold(
-    prompt: PromptShape, layout: KvLayout | None, costs: Costs, reason: str, checkpoint_gap_max: int = 0
+    prompt: PromptShape,
+    layout: KvLayout | None,
+    costs: Costs,
+    reason: str,
+    *,
+    load: EngineLoad = EngineLoad(),  # noqa: B008  frozen
+    checkpoint_gap_max: int = 0,
 ) -> RequestPlan:
     """Plan that computes the whole prompt."""
     positions = choose_checkpoint_positions(prompt, 0, layout, checkpoint_gap_max)
-    ttft_s = estimate_prefill_s(0, prompt.tokens, costs.prefill)
-    return RequestPlan(COLD, 0, reason, checkpoint_positions=positions, expected_ttft_s=ttft_s)
+    plan = RequestPlan(COLD, 0, reason, checkpoint_positions=positions)
+    return replace(plan, expected=_estimate_parts(plan, positions, prompt.tokens, layout, costs, load))
 
 
 def plan_restores(match: PrefixMatch, layout: KvLayout | None) -> list[RequestPlan]:
     """Plans that restore, ascending: up to each file's end, or the last usable position before that."""
-    ends = {link.upto for link in match.chain} | {each.position for each in match.checkpoints}
-    plans = (plan_restore(end + 1, match, layout) for end in sorted(ends))
-    return list({plan.reuse: plan for plan in plans if plan}.values())
+    return [_plan_cut(cut, match) for cut in list_restore_cuts(match.tokens + 1, match, layout)]
 
 
 def align_to_grid(position: int, grid: int) -> int:
@@ -180,8 +193,8 @@ def _choose_leader(
         is_startable = each.started or each.tokens <= LEADER_LENGTH_RATIO_MAX * (limit + 1)
         # One that is being planned can start from what this one could: they have the same beginning.
         prefilled = each.prefilled if each.dispatched else max(each.prefilled, start.reuse)
-        waits_s = estimate_prefill_s(min(prefilled, reach(each)), reach(each), costs.prefill)
-        return is_startable and waits_s <= estimate_prefill_s(start.reuse, reach(each), costs.prefill)
+        waits_s = costs.estimate_prefill_s(min(prefilled, reach(each)), reach(each))
+        return is_startable and waits_s <= costs.estimate_prefill_s(start.reuse, reach(each))
 
     candidates = [each for each in running if reach(each) >= reach_min]
     return max(filter(is_worth_it, candidates), key=reach, default=None)
@@ -239,17 +252,61 @@ def find_usable_position(candidate: ResidentCandidate, limit: int, grid: int = 0
 
 def plan_restore(tokens: int, match: PrefixMatch, layout: KvLayout | None) -> RequestPlan | None:
     """Plan that restores stored rows of `tokens` tokens, however long that takes; None where none can be used."""
+    cuts = list_restore_cuts(tokens, match, layout)
+    return _plan_cut(cuts[-1], match) if cuts else None
+
+
+def list_restore_cuts(tokens: int, match: PrefixMatch, layout: KvLayout | None) -> list[RestoreCut]:
+    """Places to which a prompt of `tokens` tokens can be restored, ascending: files' ends, or checkpoints with states.
+
+    In exact mode the last place before each end that lies on the grid.
+    """
     if not layout or not layout.persistent:
-        return None
-    position, checkpoint = align_to_grid(min(match.tokens, tokens - 1), layout.grid), None
+        return []
+    limit = min(match.tokens, tokens - 1)
     if layout.has_states:
-        reachable = (each for each in match.checkpoints if each.position <= position)
-        usable = (each for each in reachable if each.position == align_to_grid(each.position, layout.grid))
-        checkpoint = max(usable, key=lambda each: each.position, default=None)
-        position = checkpoint.position if checkpoint else 0
-    if position <= 0:
-        return None
-    return RequestPlan(RESTORED, position, chain=truncate_chain(match.chain, position), checkpoint=checkpoint)
+        usable = (each for each in match.checkpoints if each.position == align_to_grid(each.position, layout.grid))
+        by_position = {each.position: each for each in usable if 0 < each.position <= limit}
+        return [RestoreCut(position, checkpoint) for position, checkpoint in sorted(by_position.items())]
+    ends = {align_to_grid(min(link.upto, limit), layout.grid) for link in match.chain}
+    return [RestoreCut(end) for end in sorted(ends) if end > 0]
+
+
+def _plan_cut(cut: RestoreCut, match: PrefixMatch) -> RequestPlan:
+    chain = truncate_chain(match.chain, cut.position)
+    return RequestPlan(RESTORED, cut.position, chain=chain, checkpoint=cut.checkpoint)
+
+
+def _start_from_disk(
+    cuts: Sequence[RestoreCut], match: PrefixMatch, tokens: int, layout: KvLayout | None, costs: Costs
+) -> RequestPlan:
+    """Start that restores as much as is worth it, or nothing: the rest is computed."""
+    if not cuts or not layout:
+        return RequestPlan(COLD, 0)
+    position = choose_restore_position([cut.position for cut in cuts], tokens, layout, costs)
+    chosen = next((cut for cut in cuts if cut.position == position), None)
+    return _plan_cut(chosen, match) if chosen else RequestPlan(COLD, 0)
+
+
+def choose_restore_position(cuts: Sequence[int], tokens: int, layout: KvLayout, costs: Costs) -> int:
+    """The last of ascending `cuts`, or an earlier one, or 0, from which a prompt of `tokens` starts clearly sooner.
+
+    Of many cuts RESTORE_CUTS_MAX are compared, evenly spread.
+    """
+    stride = -(-len(cuts) // RESTORE_CUTS_MAX)
+    compared = (*cuts[::-1][::stride], 0)
+    seconds = {at: _estimate_start_s(at, at > 0, tokens, layout, costs) for at in compared}
+    last_s, soonest = seconds[cuts[-1]], min(compared, key=lambda at: (seconds[at], -at))
+    is_clear = last_s - seconds[soonest] > max(SOONER_S_MIN, SOONER_SHARE_MIN * last_s)
+    return soonest if is_clear else cuts[-1]
+
+
+def _is_sooner(start: RequestPlan, other: RequestPlan, tokens: int, layout: KvLayout | None, costs: Costs) -> bool:
+    """True where this start has its first token before the other; on a tie, where it reuses as much."""
+    seconds, other_s = (
+        _estimate_start_s(each.reuse, each.source == RESTORED, tokens, layout, costs) for each in (start, other)
+    )
+    return (seconds, -start.reuse) <= (other_s, -other.reuse)
 
 
 def truncate_chain(chain: Sequence[SegmentRef], position: int) -> tuple[SegmentRef, ...]:
@@ -258,24 +315,33 @@ def truncate_chain(chain: Sequence[SegmentRef], position: int) -> tuple[SegmentR
     return tuple(msgspec.structs.replace(link, upto=min(link.upto, position)) for link in covered)
 
 
-def _estimate_ttft_s(start: RequestPlan, tokens: int, layout: KvLayout | None, costs: Costs) -> float:
-    computing = estimate_prefill_s(start.reuse, tokens, costs.prefill)
-    if start.source != RESTORED or not layout:
-        return computing
-    size = start.reuse * layout.row_bytes + (layout.state_bytes if start.checkpoint else 0)
-    return computing + RESTORE_OVERHEAD_S + size / (costs.restore_bytes_per_s or RESTORE_BYTES_PER_S_ASSUMED)
+def _estimate_start_s(reuse: int, is_restored: bool, tokens: int, layout: KvLayout | None, costs: Costs) -> float:
+    """Seconds of the parts that depend on the start: restore and prefill."""
+    return _estimate_restore_s(reuse if is_restored else 0, layout, costs) + costs.estimate_prefill_s(reuse, tokens - 1)
 
 
-def estimate_prefill_s(start: int, end: int, rates: Sequence[PrefillRate]) -> float:
-    """Seconds to compute tokens [start, end), each stretch at the rate measured nearest above its context length."""
-    usable = sorted((rate for rate in rates if rate.tokens_per_s > 0), key=lambda rate: rate.tokens)
-    seconds, at = 0.0, start
-    for rate in usable[:-1]:
-        stretch = min(end, rate.tokens) - at
-        if stretch > 0:
-            seconds, at = seconds + stretch / rate.tokens_per_s, at + stretch
-    last = usable[-1].tokens_per_s if usable else PREFILL_TOKENS_PER_S_ASSUMED
-    return seconds + max(0, end - at) / last
+def _estimate_restore_s(tokens: int, layout: KvLayout | None, costs: Costs) -> float:
+    return costs.restore.estimate_s(compute_restore_bytes(layout, tokens)) if tokens and layout else 0.0
+
+
+def _estimate_parts(
+    start: RequestPlan,
+    chunk_ends: Sequence[int],
+    tokens: int,
+    layout: KvLayout | None,
+    costs: Costs,
+    load: EngineLoad,
+) -> TtftParts:
+    """Parts of the time to the first token; the prompt's last token is computed by the first step."""
+    prefill_s = costs.estimate_prefill_s(start.reuse, tokens - 1, chunk_ends)
+    return TtftParts(
+        render_s=costs.render.estimate_s(tokens),
+        plan_s=costs.plan.estimate_s(tokens),
+        restore_s=_estimate_restore_s(start.reuse if start.source == RESTORED else 0, layout, costs),
+        wait_s=load.estimate_wait_s(prefill_s, costs),
+        prefill_s=prefill_s,
+        first_step_s=costs.first_step.estimate_s(tokens),
+    )
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from warmline_common.process.redaction import quote_text
 from warmline_common.protocol.messages import HEADER_REQUEST, GenerationResult, Timings
-from warmline_common.protocol.waits import add_waits, list_long_waits, sum_waits
+from warmline_common.protocol.waits import PROMPT, add_waits, list_long_waits, sum_waits
 from warmline_proxy.errors import CLIENT_CLOSED, ClientError, bad_request
 from warmline_proxy.planner import COLD, RESTORED, RequestPlan
-from warmline_proxy.store.rows import Divergence, RequestRecord
+from warmline_proxy.store.rows import Divergence, RequestRecord, TtftParts
 from warmline_proxy.upstream.client import UpstreamError, translate_upstream_error
 
 OK, ERROR, CANCELLED = "ok", "error", "cancelled"
@@ -62,6 +62,8 @@ class RequestLog:
     collapse: str = ""  # finding of the repetition guard
     waits: dict[str, float] = field(default_factory=dict)  # seconds before it was dispatched, by reason
     restore_s: float = 0.0
+    dispatched_s: float = 0.0  # from the arrival to the last dispatch; 0.0 before it
+    lost_s: float = 0.0  # of earlier dispatches, which were lost
     ttft_s: float = 0.0
     total_s: float = 0.0
     generation_result: GenerationResult | None = None
@@ -74,14 +76,28 @@ class RequestLog:
     @contextmanager
     def measure_wait(self, reason: str) -> Iterator[None]:
         """Scope in which the request waits for `reason`, one of waits.py."""
-        began_s = self.elapsed_s()
+        began_s = time.monotonic()
         try:
             yield
         finally:
-            self.add_waits({reason: self.elapsed_s() - began_s})
+            self.waits[reason] = self.waits.get(reason, 0.0) + time.monotonic() - began_s
 
     def add_waits(self, waits: Mapping[str, float]) -> None:
         self.waits = add_waits(self.waits, waits)
+
+    def mark_dispatched(self) -> None:
+        self.dispatched_s = self.elapsed_s()
+
+    def record_lost_dispatch(self) -> None:
+        """Count the time since the last dispatch as lost: the request will be dispatched again."""
+        if self.dispatched_s:
+            self.lost_s += self.elapsed_s() - self.dispatched_s
+        self.dispatched_s = 0.0
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that it has waited so far, but for its rendering."""
+        return self.queue_s - self.waits.get(PROMPT, 0.0) + self.lost_s
 
     @property
     def queue_s(self) -> float:
@@ -119,17 +135,37 @@ class RequestLog:
             queue_s=sum_waits(waits),
             waits=waits,
             prefill_s=timings.prefill_s,
+            ttft_parts=self._build_parts(timings),
             decode_s=timings.decode_s,
             expected_ttft_s=plan.expected_ttft_s,
+            expected_parts=plan.expected,
             decode_tokens_per_s=timings.decoded / timings.decode_s if timings.decode_s > 0 else 0.0,
             total_s=self.total_s or self.elapsed_s(),
             parting=self.divergence,
             guard=self.collapse,
         )
 
+    def _build_parts(self, timings: Timings) -> TtftParts:
+        """Parts of `ttft_s`: what the proxy measured before the dispatch, what the engine measured, and the rest."""
+        render_s = self.waits.get(PROMPT, 0.0)
+        before_s = render_s + self.waited_s + self.restore_s
+        plan_s = max(0.0, self.dispatched_s - before_s)
+        wait_s = self.waited_s + sum(timings.waits.values())
+        first_step_s = self.ttft_s - (plan_s + render_s + self.restore_s + wait_s + timings.prefill_s)
+        if first_step_s < 0.0:  # nothing came, or its turns include some after the first token
+            wait_s, first_step_s = max(0.0, wait_s + first_step_s) if self.ttft_s else wait_s, 0.0
+        return TtftParts(
+            render_s=render_s,
+            plan_s=plan_s,
+            restore_s=self.restore_s,
+            wait_s=wait_s,
+            prefill_s=timings.prefill_s,
+            first_step_s=first_step_s,
+        )
 
-# Private (prompt text), meaningless in a log, or not known yet.
-UNLOGGED_FIELDS = ("parting", "root", "audit")
+
+# Private (prompt text), meaningless in a log, not known yet, or logged one by one.
+UNLOGGED_FIELDS = ("parting", "root", "audit", "ttft_parts")
 SECONDS_DIGITS = 6
 
 
@@ -138,14 +174,17 @@ def build_perf_fields(record: RequestRecord, session_hint: str = "") -> dict[str
     values = {name: getattr(record, name) for name in record.__struct_fields__ if name not in UNLOGGED_FIELDS}
     fields = {name: round(each, SECONDS_DIGITS) if isinstance(each, float) else each for name, each in values.items()}
     fields["waits"] = {reason: round(seconds, SECONDS_DIGITS) for reason, seconds in record.waits.items()}
-    return {"event": "perf", "request": fields.pop("id"), **fields, "client_session": session_hint}
+    fields["expected_parts"] = {part: round(s, SECONDS_DIGITS) for part, s in list_parts(record.expected_parts)}
+    parts = {f"{part}_s": round(s, SECONDS_DIGITS) for part, s in list_parts(record.ttft_parts)}
+    return {"event": "perf", "request": fields.pop("id"), **fields, **parts, "client_session": session_hint}
 
 
 def format_perf_line(record: RequestRecord, session_hint: str = "") -> str:
     """PERF line, `key=value`; texts of others are quoted."""
     numbers = (
-        f"queue={record.queue_s:.3f}s restore={record.restore_s:.3f}s prefill={record.prefill_s:.3f}s"
-        f" ttft={record.ttft_s:.3f}s expected={record.expected_ttft_s:.3f}s total={record.total_s:.3f}s"
+        f"{_format_parts(record.ttft_parts)} ttft={record.ttft_s:.3f}s expected={record.expected_ttft_s:.3f}s"
+        f" expected_parts={_format_parts(record.expected_parts, ':', ',')}"
+        f" queue={record.queue_s:.3f}s total={record.total_s:.3f}s"
         f" decode={record.decode_tokens_per_s:.1f}tok/s"
         f" prompt={record.prompt_tokens} cached={record.cached_tokens} restored={record.restored_tokens}"
         f" prefilled={record.prefilled_tokens} generated={record.generated_tokens} saved={record.saved_tokens}"
@@ -163,3 +202,12 @@ def format_perf_line(record: RequestRecord, session_hint: str = "") -> str:
         f"PERF request={record.id} session={session} endpoint={record.endpoint} outcome={record.outcome}"
         f" source={record.source} {numbers} {texts}"
     )
+
+
+def list_parts(parts: TtftParts) -> list[tuple[str, float]]:
+    """Parts by their names, such as "render", in order."""
+    return [(name.removesuffix("_s"), getattr(parts, name)) for name in parts.__struct_fields__]
+
+
+def _format_parts(parts: TtftParts, equals: str = "=", space: str = " ") -> str:
+    return space.join(f"{name}{equals}{seconds:.3f}s" for name, seconds in list_parts(parts))

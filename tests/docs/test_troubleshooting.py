@@ -50,7 +50,7 @@ FAMILIES = (
     ),
     MessageFamily(
         "*",
-        ("SegmentFileError", "DamagedFileError"),
+        ("SegmentFileError", "DamagedFileError", "CodingError"),
         "the detail behind what is logged or found",
         "Files that are damaged",
     ),

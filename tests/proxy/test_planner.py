@@ -7,20 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.proxy.fake_backend import make_layout
-from warmline_common.protocol.messages import CheckpointRef, KvLayout, MessageEnd, PrefillRate, SegmentRef
+from warmline_common.measurement.duration_model import DurationModel
+from warmline_common.protocol.messages import CheckpointRef, KvLayout, MessageEnd, SegmentRef
+from warmline_proxy.estimate.costs import Costs
 from warmline_proxy.planner import (
-    Costs,
     PromptShape,
     ResidentCandidate,
     RunningRequest,
     choose_checkpoint_positions,
-    estimate_prefill_s,
     plan_cold,
     plan_request,
 )
 from warmline_proxy.store.rows import PrefixMatch
 
-COSTS = Costs([PrefillRate(tokens=1000, tokens_per_s=100.0)], 1e6)  # 10 ms a token to compute, 0.1 ms a row to read
+COSTS = Costs(DurationModel(unit_s=0.01), DurationModel(0.01, 1e-6))  # 10 ms a token to compute, 0.1 ms a row to read
 HYBRID = make_layout(has_states=True, state_bytes=1000)
 
 
@@ -171,15 +171,32 @@ def test_no_leader_for_known_prefix() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("leader", "layout", "source"),
+    [
+        (replace(LEADER, started=False, dispatched=False), make_layout(), "shared"),
+        (replace(LEADER, started=False, dispatched=False, tokens=9000), make_layout(), "restored"),
+        (replace(LEADER, prefilled=299), make_layout(), "shared"),
+        (replace(LEADER, prefilled=0), make_layout(), "restored"),
+        (replace(LEADER, common_tokens=250, prefilled=250), make_layout(), "restored"),
+        (replace(LEADER, prefilled=299), make_layout(has_windows=True), "restored"),
+    ],
+    ids=[
+        "one that will restore the same",
+        "not a long one",
+        "one that has restored the same",
+        "not one that computes it",
+        "not one that shares less",
+        "not one whose windows pass the place at once",
+    ],
+)
+def test_prefix_on_disk_is_restored_once(leader: RunningRequest, layout: KvLayout, source: str) -> None:
+    plan = plan_request(PromptShape(300), [], make_match(299), layout, COSTS, running=[leader])
+    assert (plan.source, plan.reuse) == (source, 299)
+
+
 def test_plan_without_measured_rates() -> None:
     assert plan_request(PromptShape(300), [], make_match(200), make_layout(), Costs()).source == "restored"
-
-
-def test_prefill_estimate_uses_rates_by_length() -> None:
-    rates = [PrefillRate(tokens=100, tokens_per_s=100.0), PrefillRate(tokens=1000, tokens_per_s=10.0)]
-    assert estimate_prefill_s(0, 100, rates) == pytest.approx(1.0)
-    assert estimate_prefill_s(50, 150, rates) == pytest.approx(0.5 + 5.0)
-    assert estimate_prefill_s(150, 2000, rates) == pytest.approx(185.0)
 
 
 @pytest.mark.parametrize(

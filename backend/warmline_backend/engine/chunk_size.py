@@ -19,12 +19,14 @@ import mlx.core as mx
 
 from warmline_backend.generation import sequence as sequences
 from warmline_backend.generation.chunk_memory import ChunkMemory, compute_usable_bytes
+from warmline_backend.generation.rates import Rates
 from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.model.loader import ModelError, read_config
 from warmline_backend.model.model import MEMORY_SHARE, ServedModel, compute_memory_budget
 from warmline_backend.model.step_memory import DEPTH_MAX, count_heads, fit_tokens, reckon_step_memory
 from warmline_backend.request.params import GenerationParams
 from warmline_backend.scheduler.capacity import sequence_tokens_max
+from warmline_common.protocol.tokens import TokenArray
 from warmline_common.storage import disk
 
 log = logging.getLogger(__name__)
@@ -54,10 +56,12 @@ class ChunkLimits:
 TimeChunks = Callable[[Sequence[int]], ChunkTiming]  # argument: lengths of consecutive chunks from the start
 
 
-def resolve_step_size(served: ServedModel, fingerprint: str, memory_budget_bytes: int, folder: Path) -> int:
+def resolve_step_size(
+    served: ServedModel, fingerprint: str, memory_budget_bytes: int, folder: Path, rates: Rates | None = None
+) -> int:
     """The step for this model on this machine, remembered or measured now.  Engine thread.  Raises ModelError.
 
-    `fingerprint` is the model's without a grid; the step is remembered in `folder`.
+    `fingerprint` is the model's without a grid; the step is remembered in `folder`.  Chunks are recorded in `rates`.
     """
     key = f"{fingerprint} {describe_device()}"
     steps = _load_step_sizes(folder / FILE)
@@ -67,7 +71,7 @@ def resolve_step_size(served: ServedModel, fingerprint: str, memory_budget_bytes
     log.info("measuring which prefill step is fastest; this is remembered")
     try:
         limits = compute_limits(served, memory_budget_bytes)
-        speeds = measure_speeds(lambda lengths: time_chunks(served, lengths), limits)
+        speeds = measure_speeds(lambda lengths: _time_and_record(served, lengths, rates or Rates()), limits)
     except RuntimeError as error:  # mlx's, such as memory that ran out
         raise ModelError(f"measuring the prefill step failed: {error}; give one, --prefill-step-size 1024") from error
     step = choose_step_size(speeds)
@@ -133,8 +137,17 @@ def time_chunks(served: ServedModel, lengths: Sequence[int]) -> ChunkTiming:
     return min((_time_once(served, lengths) for _ in range(RUNS)), key=lambda timed: timed.seconds)
 
 
+def _time_and_record(served: ServedModel, lengths: Sequence[int], rates: Rates) -> ChunkTiming:
+    timing = time_chunks(served, lengths)
+    if len(lengths) == 1:
+        rates.record_chunk(lengths[0], lengths[0], timing.seconds)
+    return timing
+
+
 def _time_once(served: ServedModel, lengths: Sequence[int]) -> ChunkTiming:
-    prompt = [n * 7919 % served.vocabulary_size for n in range(sum(lengths) + 1)]  # varied tokens, for all experts
+    prompt = TokenArray(
+        n * 7919 % served.vocabulary_size for n in range(sum(lengths) + 1)
+    )  # varied tokens, for all experts
     params = GenerationParams(max_tokens=1)
     request = GenerationRequest("prefill step", prompt, params, lambda _: None, leaves_resident=False)
     sequence = sequences.Sequence(request, served.make_kv(journals=False), served)

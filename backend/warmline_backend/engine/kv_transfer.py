@@ -20,6 +20,7 @@ import msgspec
 
 from warmline_backend.engine.engine import Engine
 from warmline_backend.engine.save_slices import LeafReader, SaveSlices
+from warmline_backend.engine.segment_compression import SegmentCompression, WriteStats
 from warmline_backend.kv_cache import segment_io
 from warmline_backend.kv_cache.kv import KV, NamedArrays, RowsUnavailableError, leaf_of
 from warmline_backend.kv_cache.segment_io import OperationCancelledError
@@ -126,7 +127,13 @@ class TransferJob:
 class KvTransfer:
     """Restore and save jobs, and the threads that read and write segment files."""
 
-    def __init__(self, home: Home, engine: Engine, served: ServedModel, fingerprint: str) -> None:
+    def __init__(
+        self, home: Home, engine: Engine, served: ServedModel, fingerprint: str, *, compress: bool = False
+    ) -> None:
+        """`compress`: where it is worthwhile, and where KV is of bfloat16."""
+        self._compression = SegmentCompression(
+            compress and served.describe_layout().dtype == "bfloat16", READER_THREADS
+        )
         self._home, self._engine, self._served, self._fingerprint = home, engine, served, fingerprint
         self._jobs: set[TransferJob] = set()
         self._reader_pool = ThreadPoolExecutor(READER_THREADS, "segment-reader")
@@ -208,12 +215,13 @@ class KvTransfer:
         began = time.monotonic()
         load = partial(self._loader.load, request.tokens, request.chain, request.checkpoint)
         loaded = await job.wait_for(self._loader_pool.submit(load, job.cancelled.is_set, request.root, tokens_max))
+        self._compression.record_restore(loaded.stats, time.monotonic() - began)
         load_s = time.monotonic() - began  # without the wait for the engine's present step, which a prefill would share
 
         def install(scheduler: Scheduler) -> tuple[str, int, float]:
             resident = scheduler.install_resident(reservation_id, loaded.build(self._served.layout), request.root)
-            scheduler.rates.restore.add(loaded.bytes_read, load_s)
-            return resident, loaded.bytes_read, time.monotonic() - began
+            scheduler.rates.restore.add(loaded.stats.bytes_decoded, load_s)  # plans know decoded sizes
+            return resident, loaded.stats.bytes_read, time.monotonic() - began
 
         installed = self._engine.submit(install)
         try:
@@ -295,24 +303,29 @@ class KvTransfer:
         slices = SaveSlices(self._engine, find_kv, read_leaves, meta.start, end)
         await job.wait_for(self._engine.submit(slices.begin))
         path, wait = self._home.segment_file(meta.id), partial(job.wait_on_writer, asyncio.get_running_loop())
+        is_coded = self._compression.choose(request.disk_used_share)
 
-        def write_unless_cancelled() -> SavedFile:
+        def write_unless_cancelled() -> tuple[SavedFile, WriteStats]:
             if job.cancelled.is_set():
                 raise OperationCancelledError
             tokens, first = pack_tokens(slices.tokens), (meta.start if meta.kind == "segment" else end) * TOKEN_BYTES
             placed = msgspec.structs.replace(meta, prefix=prefix_digest(request.root, tokens[:first]))
+            meter = self._compression.make_meter(slices)
+            stream = slices.open_stream(lambda work: meter.exclude(lambda: wait(work)))
             try:
-                saved = segment_io.write_segment_file(path, placed, slices.open_stream(wait), tokens[first:])
+                saved = segment_io.write_segment_file(path, placed, stream, tokens[first:], is_coded)
             finally:
                 slices.close()
             if job.cancelled.is_set():  # meanwhile: the handler has gone and won't learn of this file
                 disk.delete(path)
                 raise OperationCancelledError
-            return saved
+            return saved, meter.finish(saved.bytes_written)
 
-        return await self._write(job, write_unless_cancelled)
+        saved, stats = await self._write(job, write_unless_cancelled)
+        self._compression.record_save(stats)
+        return saved
 
-    async def _write(self, job: TransferJob, work: Callable[[], SavedFile]) -> SavedFile:
+    async def _write(self, job: TransferJob, work: Callable[[], T]) -> T:
         """Have the writer thread write a file.  Raises OSError where the disk takes longer than the save allows."""
         try:
             async with job.limit_writing():

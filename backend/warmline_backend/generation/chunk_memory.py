@@ -78,7 +78,11 @@ class ChunkMemory:
     def has_room(self, sequence: Sequence, step: int, committed_bytes: int) -> bool:
         """True where the next chunk should fit without being much shorter than the step."""
         wanted = step if sequence.kv.grid else min(step, sequence.chunk_tokens_max) // SHORTENING_MAX
-        return self.reckon_bytes(wanted, sequence.kv.length) <= self._compute_room(committed_bytes)
+        return self.fits(wanted, sequence.kv.length, committed_bytes)
+
+    def fits(self, tokens: int, depth: int, committed_bytes: int) -> bool:
+        """True where a chunk should fit."""
+        return self.reckon_bytes(tokens, depth) <= self._compute_room(committed_bytes)
 
     def _compute_room(self, committed_bytes: int) -> int:
         """Bytes left for a chunk beside `committed_bytes` of weights and KV, or beside what is in use, if more."""

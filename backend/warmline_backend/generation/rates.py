@@ -1,52 +1,76 @@
-"""Measured rates of this machine, for plans and admission.  Engine thread."""
+"""Measured speeds and durations of this machine, for plans and admission.  Engine thread."""
+
+from collections import deque
 
 from warmline_backend.generation.step_durations import StepDurations
+from warmline_common.measurement.recent_durations import RecentDurations, WorkDuration
 from warmline_common.protocol.messages import PrefillRate
 
-SMOOTHING = 0.3  # weight of the newest sample
+RECENT_MAX = 15  # samples of a rate: a few slow ones do not count, a slower machine soon does
 SECONDS_MIN = 1e-9  # a coarse clock may show 0
 SAMPLE_BYTES_MIN = 16 << 20  # the time of smaller reads and writes is that of their calls
 
 
-class SmoothedRate:
-    """Amount per second, exponentially smoothed; 0 until the first sample.
+class MedianRate:
+    """Amount per second of recent samples: the median, by amount; 0 until the first sample.
 
-    Amounts and times are averaged apart, so that samples weigh by their amount: the tokens of a short chunk, which take
-    longer each, say little about long chunks.  Amounts below `amount_min` are ignored.
+    Half of the amount was faster, half was slower: a slow sample does not count, and the tokens of a short chunk, which
+    take longer each, say little about long chunks.  Amounts below `amount_min` are ignored.
     """
 
     def __init__(self, amount_min: int = 0) -> None:
         self._amount_min = amount_min
-        self._amount = self._seconds = 0.0
+        self._samples: deque[tuple[float, int]] = deque(maxlen=RECENT_MAX)  # rate and amount
+        self._median: float | None = 0.0
 
     def add(self, amount: int, seconds: float) -> None:
-        if amount < self._amount_min:
-            return
-        weight = SMOOTHING if self._seconds else 1.0
-        self._amount += weight * (amount - self._amount)
-        self._seconds += weight * (max(seconds, SECONDS_MIN) - self._seconds)
+        if amount >= self._amount_min:
+            self._samples.append((amount / max(seconds, SECONDS_MIN), amount))
+            self._median = None
 
     @property
     def per_second(self) -> float:
-        return self._amount / self._seconds if self._seconds else 0.0
+        if self._median is None:
+            self._median = self._find_median()
+        return self._median
+
+    def _find_median(self) -> float:
+        half, passed = sum(amount for _, amount in self._samples) / 2, 0
+        for rate, amount in sorted(self._samples, reverse=True):  # of two in the middle the faster
+            passed += amount
+            if passed >= half:
+                return rate
+        return 0.0
+
+
+def measure_chunk(length: int, tokens: int, seconds: float) -> WorkDuration:
+    """Duration of a chunk of `tokens` that ended at `length`."""
+    return WorkDuration(amount=tokens, context=length - (tokens + 1) // 2, seconds=seconds)
 
 
 class Rates:
     """Prefill tokens/s by context length (powers of two), decode tokens/s, disk bytes/s, durations of recent steps.
 
-    0 for all that has not been measured yet.
+    0 for all that has not been measured yet.  `chunks` are the durations of chunks by tokens and context, the warm-up's
+    too.
     """
 
     def __init__(self) -> None:
-        self._prefill: dict[int, SmoothedRate] = {}
-        self.decode = SmoothedRate()
-        self.restore, self.save = SmoothedRate(SAMPLE_BYTES_MIN), SmoothedRate(SAMPLE_BYTES_MIN)
+        self._prefill: dict[int, MedianRate] = {}
+        self.chunks = RecentDurations()
+        self.decode = MedianRate()
+        self.restore, self.save = MedianRate(SAMPLE_BYTES_MIN), MedianRate(SAMPLE_BYTES_MIN)
         self.step_durations = StepDurations()
 
     def record_prefill(self, length: int, tokens: int, seconds: float) -> None:
         """Record a chunk of `tokens` that ended at `length`."""
         self.step_durations.record_chunk(length, tokens, seconds)
-        self._prefill.setdefault(1 << (length - 1).bit_length(), SmoothedRate()).add(tokens, seconds)
+        self._prefill.setdefault(1 << (length - 1).bit_length(), MedianRate()).add(tokens, seconds)
+        self.record_chunk(length, tokens, seconds)
+
+    def record_chunk(self, length: int, tokens: int, seconds: float) -> None:
+        """Record a chunk for estimates alone, as one of the warm-up: it tells little about the usual speed."""
+        self.chunks.add(measure_chunk(length, tokens, seconds))
 
     def record_decode(self, tokens: int, seconds: float) -> None:
         self.step_durations.record_decode(seconds)

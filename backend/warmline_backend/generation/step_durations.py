@@ -1,6 +1,7 @@
 """Durations of recent steps, and the time that a step may be expected to take at most.  Engine thread."""
 
 from collections import defaultdict, deque
+from statistics import median_low
 
 RECENT_CHUNKS, RECENT_DECODE_STEPS = 32, 64  # apart: a minute of decode steps must not hide how long a chunk takes
 OUTLIER_SHARE = 4  # of similar steps, the slowest one in so many (at least one of two) does not count
@@ -29,6 +30,11 @@ class StepDurations:
 
     def record_decode(self, seconds: float) -> None:
         self._decode_steps.append((DECODE_CLASS, seconds))
+
+    @property
+    def usual_decode_s(self) -> float:
+        """The usual decode step of late; 0.0 before the first."""
+        return median_low(seconds for _, seconds in self._decode_steps) if self._decode_steps else 0.0
 
     @property
     def slowest_s(self) -> float:

@@ -10,7 +10,6 @@ from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from io import FileIO
 from pathlib import Path
 
 import mlx.core as mx
@@ -25,13 +24,13 @@ from warmline_backend.kv_cache.byte_buffers import (
 )
 from warmline_backend.kv_cache.codecs import CacheLayout, CodecKind, round_up_to_buffer
 from warmline_backend.kv_cache.kv import KV, NamedArrays, select_fields
+from warmline_backend.kv_cache.tensor_reader import ReadStats, TensorReader
 from warmline_common.protocol.messages import CheckpointRef, SavedFile, SegmentRef
-from warmline_common.protocol.tokens import TOKEN_BYTES, count_common_tokens, prefix_digests, unpack_tokens
+from warmline_common.protocol.tokens import TOKEN_BYTES, TokenArray, count_common_tokens, prefix_digests
 from warmline_common.storage import disk, segment_file
 from warmline_common.storage.segment_file import FileMeta, SegmentFileError, SegmentHeader
+from warmline_common.storage.segment_writer import SegmentWriter
 
-READ_BYTES_MAX = 4 << 20  # one read call: what it has read is in the processor's cache when its checksum is computed
-WRITE_BYTES_MAX = READ_BYTES_MAX
 JOB_BYTES_MIN = 16 << 20  # of a reader, unless its segment is smaller
 
 
@@ -78,9 +77,13 @@ class TensorStream:
 
 
 def write_segment_file(
-    path: Path, meta: FileMeta, tensors: Mapping[str, RawTensor] | TensorStream, tokens: bytes = b""
+    path: Path,
+    meta: FileMeta,
+    tensors: Mapping[str, RawTensor] | TensorStream,
+    tokens: bytes = b"",
+    is_coded: bool = False,
 ) -> SavedFile:
-    """Write, fsync and rename one file; durable on return.
+    """Write, fsync and rename one file, its tensors of bfloat16 coded where `is_coded`; durable on return.
 
     Raises OSError, and what the stream raises; leaves no file then.
     """
@@ -90,30 +93,15 @@ def write_segment_file(
         tensors = TensorStream(shapes, lambda name: [held[name].data])
     if meta.kind == "segment":
         tensors = _add_tokens(tensors, tokens)
-    checksums: list[int] = []
-    written = disk.write_durable(path, _encode_file(meta, tensors, checksums))
-    return SavedFile(id=meta.id, bytes_written=written, checksum=segment_file.file_checksum(checksums))
+    writer = SegmentWriter(meta, tensors.shapes, is_coded)
+    read_head = (lambda: writer.header) if writer.is_coded else None
+    written = disk.write_durable(path, writer.iter_chunks(tensors.read), read_head)
+    return SavedFile(id=meta.id, bytes_written=written, checksum=writer.checksum)
 
 
 def _add_tokens(tensors: TensorStream, tokens: bytes) -> TensorStream:
     name, shape = segment_file.TOKENS_TENSOR, ("U32", (len(tokens) // TOKEN_BYTES,))
     return TensorStream({**tensors.shapes, name: shape}, lambda each: [tokens] if each == name else tensors.read(each))
-
-
-def _encode_file(meta: FileMeta, tensors: TensorStream, checksums: list[int]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a file in order; its checksums are appended to the list."""
-    shapes = {name: tensors.shapes[name] for name in sorted(tensors.shapes)}
-    yield segment_file.encode_header(meta, shapes | {segment_file.CHECKSUMS_TENSOR: ("U64", (len(shapes) + 1,))})
-    for name in shapes:
-        hasher = segment_file.tensor_hasher(name, *meta.span)
-        for data in tensors.read(name):
-            for start in range(0, len(data), WRITE_BYTES_MAX):
-                part = memoryview(data)[start : start + WRITE_BYTES_MAX]
-                hasher.update(part)
-                yield part
-        checksums.append(hasher.intdigest())
-    checksums.append(segment_file.header_checksum(meta, shapes))
-    yield b"".join(value.to_bytes(8, "little") for value in checksums)
 
 
 def delete_drafts(folder: Path) -> int:
@@ -159,7 +147,7 @@ class LoadedChain:
 
     position: int
     tokens: bytes
-    bytes_read: int = 0
+    stats: ReadStats = field(default_factory=ReadStats)
     rows: _Buffers = field(default_factory=dict)
     state: _Buffers = field(default_factory=dict)
 
@@ -170,7 +158,7 @@ class LoadedChain:
         built = (
             leaf.codec.build(select_fields(arrays, leaf.name), self.position, leaf.template) for leaf in layout.leaves
         )
-        kv = KV.from_leaves(layout, unpack_tokens(self.tokens), built)
+        kv = KV.from_leaves(layout, TokenArray.from_bytes(self.tokens), built)
         if state:
             kv.checkpoints[self.position] = state
         mx.eval([layer.state for layer in kv.layers], list(state.values()))
@@ -215,7 +203,7 @@ class ChainLoader:
             for ref, header in zip(chain, headers, strict=True)
             for names in _divide_tensors(header, [segment_file.TOKENS_TENSOR, *loaded.rows])
         ]
-        loaded.bytes_read += _collect_bytes_read(jobs)
+        loaded.stats += _collect_stats(jobs)
         if checkpoint is not None:
             self._read_state(checkpoint, prefixes[loaded.position], loaded)
         return loaded
@@ -258,7 +246,7 @@ class ChainLoader:
         *,
         loaded: LoadedChain,
         is_cancelled: Callable[[], bool],
-    ) -> int:
+    ) -> ReadStats:
         """Compare the tokens of a segment, and read other tensors into their buffers; returns the bytes read.
 
         Reader thread.
@@ -266,7 +254,7 @@ class ChainLoader:
         with _translate_file_errors(ref.id, ref.start):
             _check_prefix(header.meta, prefix)
             with disk.open_to_read(self.segment_file(ref.id)) as file:
-                reader = _TensorReader(file, header)
+                reader = TensorReader(file, header)
                 for name in names:
                     if is_cancelled():
                         raise OperationCancelledError
@@ -274,9 +262,9 @@ class ChainLoader:
                         self._check_tokens(ref, reader, loaded)
                     elif ref.upto > loaded.rows[name].shape.first:
                         reader.read_rows(name, loaded.rows[name], ref.upto)
-                return reader.bytes_read
+                return reader.stats
 
-    def _check_tokens(self, ref: SegmentRef, reader: "_TensorReader", loaded: LoadedChain) -> None:
+    def _check_tokens(self, ref: SegmentRef, reader: TensorReader, loaded: LoadedChain) -> None:
         """Compare the file's tokens with the prompt's: equality decides, not the hash."""
         prompt = loaded.tokens[ref.start * TOKEN_BYTES : ref.upto * TOKEN_BYTES]
         equal = count_common_tokens(reader.read_tensor(segment_file.TOKENS_TENSOR), prompt)
@@ -296,10 +284,10 @@ class ChainLoader:
             shapes = {name: BufferShape(info.dtype, info.shape) for name, info in tensors}
             loaded.state = self.run_on_engine(lambda: allocate_buffers(shapes))
             with disk.open_to_read(path) as file:
-                reader = _TensorReader(file, header)
+                reader = TensorReader(file, header)
                 for name, buffer in loaded.state.items():
                     reader.read_into(name, buffer.data)
-                loaded.bytes_read += reader.bytes_read
+                loaded.stats += reader.stats
 
 
 def _divide_tensors(header: SegmentHeader, names: list[str]) -> Iterator[list[str]]:
@@ -316,10 +304,10 @@ def _divide_tensors(header: SegmentHeader, names: list[str]) -> Iterator[list[st
         yield group
 
 
-def _collect_bytes_read(jobs: list["Future[int]"]) -> int:
-    """Sum of what the readers have read, once none of them writes any more.  Raises the first one's error."""
+def _collect_stats(jobs: list["Future[ReadStats]"]) -> ReadStats:
+    """Sum of what the readers did, once none of them writes any more.  Raises the error of the first that failed."""
     try:
-        return sum(job.result() for job in jobs)  # in order, so that the first damage found is the shallowest
+        return sum((job.result() for job in jobs), ReadStats())  # in order: the first damage found is the shallowest
     finally:
         for job in jobs:
             job.cancel()
@@ -345,60 +333,3 @@ def _check_chain(chain: list[SegmentRef], checkpoint: CheckpointRef | None, posi
         raise BadChainError(f"the chain holds {reached} tokens, the request names {position}")
     if layout.has_states and (checkpoint is None or checkpoint.position != position):
         raise BadChainError(f"a model with recurrent layers needs a checkpoint at {position}")
-
-
-class _TensorReader:
-    """Reader of one open file; verifies each tensor's checksum.  Raises SegmentFileError, OSError."""
-
-    def __init__(self, file: FileIO, header: SegmentHeader) -> None:
-        self._file, self._header = file, header
-        self.bytes_read = header.tensors[segment_file.CHECKSUMS_TENSOR].bytes_count
-        checksums = segment_file.read_checksums_from(file, header)
-        header.verify(checksums)
-        self._expected_checksums = dict(zip(header.list_checksummed_names(), checksums[:-1], strict=True))
-
-    def read_tensor(self, name: str) -> bytes:
-        data = bytearray(self._header.tensors[name].bytes_count)
-        self.read_into(name, memoryview(data))
-        return bytes(data)
-
-    def read_into(self, name: str, data: memoryview) -> None:
-        self._verify_checksum(name, self._fill(data, self._header.tensors[name].offset))
-
-    def read_rows(self, name: str, buffer: ByteBuffer, upto: int) -> None:
-        """Read rows [max(start, buffer.first), upto) of every head into the buffer, others for the checksum only."""
-        info, meta, shape = self._header.tensors.get(name), self._header.meta, buffer.shape
-        if info is None or info.dtype != shape.dtype or info.shape[1::2] != shape.shape[1::2]:
-            raise SegmentFileError("foreign", f"{name} is {info and (info.dtype, info.shape)}")
-        if info.shape[2] != meta.end - meta.start:
-            raise SegmentFileError("rows", f"{name} has {info.shape[2]} rows for [{meta.start}, {meta.end})")
-        self._verify_checksum(name, self._read_strips(info, buffer, upto))
-
-    def _read_strips(self, info: segment_file.TensorInfo, buffer: ByteBuffer, upto: int) -> Iterator[memoryview]:
-        """Yield each head's rows: those before, the needed ones in their buffer, those behind them."""
-        start, end = self._header.meta.start, self._header.meta.end
-        _, _, buffer_rows, width = buffer.shape.shape
-        row_bytes = width * segment_file.DTYPE_BYTES[info.dtype]
-        first = max(start, buffer.shape.first)
-        before, after = (memoryview(bytearray(rows * row_bytes)) for rows in (first - start, end - upto))
-        offset = info.offset
-        for head in range(info.shape[1]):
-            into = (head * buffer_rows + first - buffer.shape.first) * row_bytes
-            for strip in (before, buffer.data[into : into + (upto - first) * row_bytes], after):
-                yield from self._fill(strip, offset)
-                offset += strip.nbytes
-
-    def _fill(self, into: memoryview, offset: int) -> Iterator[memoryview]:
-        """Fill `into` from the file, and yield each piece once it is read."""
-        self._file.seek(offset)
-        while into.nbytes:
-            count = self._file.readinto(into[:READ_BYTES_MAX])
-            if not count:
-                raise SegmentFileError("truncated", "the file became shorter while it was read")
-            self.bytes_read += count
-            yield into[:count]
-            into = into[count:]
-
-    def _verify_checksum(self, name: str, pieces: Iterable[memoryview]) -> None:
-        if segment_file.tensor_checksum(name, *self._header.meta.span, pieces) != self._expected_checksums[name]:
-            raise SegmentFileError("checksum", f"{name} of {self._header.meta.kind} {self._header.meta.id}")

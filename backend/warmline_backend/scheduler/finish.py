@@ -83,13 +83,13 @@ class Finisher:
         """End all sequences of a batch whose step raised `error`; no KV of them is kept."""
         batch = list(sequences)
         ids = ", ".join(sequence.request.id for sequence in batch)
-        self.record_failed_step(error, f"a step failed and its batch is discarded: {ids or 'none'}")
+        log.error("a step failed and its batch is discarded: %s", ids or "none", exc_info=error)
+        self.record_failed_step(error)
         for sequence in batch:
-            self._notify_end(sequence, "", Ending("discarded", f"the engine failed: {describe_error(error)}"))
+            self._notify_end(sequence, "", Ending("discarded", error=f"the engine failed: {describe_error(error)}"))
 
-    def record_failed_step(self, error: Exception, message: str) -> None:
+    def record_failed_step(self, error: Exception) -> None:
         """Count a step that raised `error`; the device is checked before the next one."""
-        log.error(message, exc_info=error)
         self.is_device_suspect = True
         self.failed_steps += not isinstance(error, OutOfMemoryError)
         self._step_stats.failed_steps += 1
@@ -154,5 +154,5 @@ class Finisher:
         event = EndedEvent(result, sequence.reused_tokens, tuple(ending.parts), ending.stop_reason)
         sequence.request.listener(event)
         for follower in orphaned:
-            self._notify_end(follower, "", Ending("leaderless", LEADERLESS))
+            self._notify_end(follower, "", Ending("leaderless", error=LEADERLESS))
         return result

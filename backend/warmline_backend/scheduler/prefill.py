@@ -1,15 +1,16 @@
-"""Computation of prefill chunks: their sizes, their records, and what follows where memory runs out.
+"""Computation of prefill chunks, alone or in a batch: their sizes, their records, and what follows a failure.
 
 Engine thread.
 """
 
+import logging
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
 
 from warmline_backend.generation.chunk_memory import ChunkMemory
 from warmline_backend.generation.events import PrefillProgress
-from warmline_backend.generation.rates import Rates
+from warmline_backend.generation.rates import Rates, measure_chunk
 from warmline_backend.generation.sequence import Sequence, prefill_last_chunks
 from warmline_backend.generation.step_stats import StepStats
 from warmline_backend.kv_cache.batch_prefill import takes_padding
@@ -21,23 +22,29 @@ from warmline_backend.scheduler.decode_group import PADDING_MAX, can_share_batch
 from warmline_backend.scheduler.finish import Finisher
 from warmline_backend.scheduler.queues import Queues
 
+log = logging.getLogger(__name__)
+
 # A request that comes meanwhile waits for one layer of a background request's chunk.
 BACKGROUND_LAYER_S = 0.5
 BACKGROUND_STEP_MIN = 32  # tokens, also while the speed is not known
 CHUNKS_SKIPPED_MAX = 4  # chunks of shorter prompts that a long one waits for, at most
+CHUNKS_REPORTED_MAX = 16  # of a prompt, the last ones
 BATCH_SCORES_MAX = 1 << 22  # of a head, in a batch of prompts: 1 GB with 64 heads in float32
 CHUNK_COUNTED_MIN = 1 / 8  # a small prompt's chunk counts as at least this part of one
 KV_MEMORY_EXCEEDED = "kv_memory_exceeded"  # the code of errors about prompts that the memory has no room for
 
 
-def choose_prefill(prefilling: list[Sequence], step: int) -> Sequence:
-    """Return the shortest remaining prompt, or one skipped too often; counts skipped chunks of `step` tokens."""
+def choose_prefill(prefilling: list[Sequence]) -> Sequence:
+    """Return the shortest remaining prompt, or one skipped too often."""
     starved = [sequence for sequence in prefilling if sequence.chunks_skipped >= CHUNKS_SKIPPED_MAX]
-    chosen = starved[0] if starved else min(prefilling, key=lambda sequence: sequence.prefill_tokens_left)
-    chunks = max(min(chosen.prefill_tokens_left, step) / step, CHUNK_COUNTED_MIN)
+    return starved[0] if starved else min(prefilling, key=lambda sequence: sequence.prefill_tokens_left)
+
+
+def count_skipped_chunks(prefilling: list[Sequence], chosen: list[Sequence], step: int) -> None:
+    """Count the next chunk of the `chosen` ones, in steps, as skipped for all others."""
+    chunks = max(min(count_batch_tokens(chosen), step) / step, CHUNK_COUNTED_MIN)
     for sequence in prefilling:
-        sequence.chunks_skipped = 0.0 if sequence is chosen else sequence.chunks_skipped + chunks
-    return chosen
+        sequence.chunks_skipped = 0.0 if sequence in chosen else sequence.chunks_skipped + chunks
 
 
 def choose_batch(chosen: Sequence, mates: list[Sequence], tokens_max: int) -> list[Sequence]:
@@ -79,21 +86,24 @@ class Prefiller:
 
     def choose_sequences(self, candidates: list[Sequence]) -> list[Sequence]:
         """Choose whose next chunk is computed: one sequence, or several whose last chunks fit into one batch."""
-        chosen = choose_prefill(candidates, self.step_size)
-        if not self._can_share_batch(chosen):
-            return [chosen]
+        chosen = choose_prefill(candidates)
+        batch = self._choose_mates(chosen, candidates) if self._can_share_batch(chosen) else [chosen]
+        count_skipped_chunks(candidates, batch, self.step_size)
+        return batch
+
+    def _choose_mates(self, chosen: Sequence, candidates: list[Sequence]) -> list[Sequence]:
         mates = [each for each in candidates if each is not chosen and self._can_share_batch(each)]
         if not takes_padding(self.served.model, self.served.layout):
             mates = [each for each in mates if each.prefill_tokens_left == chosen.prefill_tokens_left]
-        if not mates:
-            return [chosen]
-        tokens_max = self.chunk_memory.choose_tokens(chosen, self.step_size, self._committed_bytes)
-        batch = choose_batch(chosen, mates, tokens_max)
-        if not self.residents.make_room(self.queues.bytes_held + self.queues.bytes_to_copy_into_batch(batch)):
-            return [chosen]
-        for sequence in batch:
-            sequence.chunks_skipped = 0.0
-        return batch
+        batch = choose_batch(chosen, mates, self.step_size)
+        return batch if len(batch) == 1 or self._has_room_for_batch(batch) else [chosen]
+
+    def _has_room_for_batch(self, batch: list[Sequence]) -> bool:
+        copied_bytes = self.queues.bytes_to_copy_into_batch(batch)
+        if not self.residents.make_room(self.queues.bytes_held + copied_bytes):
+            return False
+        depth = max(sequence.kv.length for sequence in batch)
+        return self.chunk_memory.fits(count_batch_tokens(batch), depth, self._committed_bytes + copied_bytes)
 
     def _can_share_batch(self, sequence: Sequence) -> bool:
         """True where one chunk is left, and nothing needs the KV while it is no group's yet."""
@@ -102,7 +112,8 @@ class Prefiller:
             return False
         if not kv.layout.is_batchable or sequence.decode_started_at or self.queues.followers.has_followers(sequence):
             return False
-        return 0 < tokens == sequence.find_next_chunk_end(self.step_size) - kv.length
+        step = min(self.step_size, sequence.chunk_tokens_max)
+        return 0 < tokens == sequence.find_next_chunk_end(step) - kv.length
 
     def compute(self, sequences: list[Sequence]) -> bool:
         """Compute what `choose_sequences` chose; False where it failed."""
@@ -118,10 +129,11 @@ class Prefiller:
         try:
             with self.chunk_memory.bound_chunk(rows, depth, self._committed_bytes):
                 prefill_last_chunks(sequences)
-        except Exception as error:  # noqa: BLE001  whosever fault it was: their KV is as before
+        except Exception as error:  # whosever fault it was: their KV is as before
             for sequence in sequences:
                 sequence.prefills_alone = True
-            self.finisher.record_failed_step(error, "a batch of prompts failed, which go on one by one")
+            log.warning("a batch of prompts failed, and they go on one by one", exc_info=error)
+            self.finisher.record_failed_step(error)
             return False
         seconds = time.monotonic() - began
         self.rates.step_durations.record_chunk(depth + max(chunks), rows, seconds)
@@ -197,6 +209,9 @@ class Prefiller:
 
     def _record_chunk(self, sequence: Sequence, tokens: int, seconds: float) -> None:
         self.step_stats.record_chunk(tokens, seconds)
+        if not sequence.decode_started_at:  # else a part of its answer is computed again
+            chunk = measure_chunk(sequence.kv.length, tokens, seconds)
+            sequence.timings.chunks = [*sequence.timings.chunks, chunk][-CHUNKS_REPORTED_MAX:]
         self._record_prefill(sequence, tokens, seconds)
 
     def _record_prefill(self, sequence: Sequence, tokens: int, seconds: float) -> None:

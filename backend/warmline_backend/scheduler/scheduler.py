@@ -62,12 +62,16 @@ class Scheduler:
     """Owner of all running requests and residents of one model."""
 
     def __init__(
-        self, served: ServedModel, settings: SchedulerSettings, chunk_memory: ChunkMemory | None = None
+        self,
+        served: ServedModel,
+        settings: SchedulerSettings,
+        chunk_memory: ChunkMemory | None = None,
+        rates: Rates | None = None,
     ) -> None:
         self.served, self.settings = served, settings
         self.chunk_memory = chunk_memory or ChunkMemory(None, compute_usable_bytes(served.weight_bytes))
         self.residents = Residents(settings.memory_budget_bytes)
-        self.rates = Rates()
+        self.rates = rates or Rates()
         self.step_stats = StepStats()
         self._queues = Queues(served)
         self.save_source = SaveSource(self._queues, self.residents)

@@ -1,8 +1,8 @@
 """Contract of the backend as msgspec structs.  JSON on the wire; `bytes` fields travel as base64; token ids are u32le.
 
 Replies about KV carry `boot` and `generation`: `boot` changes when the backend process does, `generation` grows by
-one each time the backend evicts a resident on its own.  A proxy that sees either change lists the residents again
-(``GET /kv/residents``).
+one each time the backend evicts a resident on its own.  A proxy that sees either change lists what has changed
+(``GET /kv/residents?since=REVISION``).
 """
 
 import threading
@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from warmline_common.measurement.recent_durations import WorkDuration
 from warmline_common.process.redaction import redact
 
 # Request headers of a generation call, set by the proxy.
@@ -68,6 +69,7 @@ class PromptRequest(msgspec.Struct, kw_only=True):
     endpoint: str  # "chat" or "completion"
     body: dict[str, Any]
     turns: list[SampledTurn] = []  # those with calls that the body repeats, as far as the proxy has them
+    root: bytes = b""  # namespace; a text's tokens are taken from earlier prompts of the same one
 
 
 class MessageEnd(msgspec.Struct, kw_only=True, frozen=True):
@@ -162,6 +164,7 @@ class SaveRequest(msgspec.Struct, kw_only=True):
     checkpoints: list[CheckpointRef] = []
     root: bytes = b""  # namespace(fingerprint, tenant); in the files, too, so that an index can be rebuilt
     write_timeout_s: float = 0.0  # for the disk, all files together, without waits for the engine; 0.0: no limit
+    disk_used_share: float = 0.0  # of the disk budget, with this save
 
 
 class SavedFile(msgspec.Struct, kw_only=True):
@@ -191,13 +194,25 @@ class Resident(msgspec.Struct, kw_only=True):
 
 
 class ResidentsReply(Reply, kw_only=True):
+    """GET /kv/residents: all residents, or with `since=N` those added after the listing with `revision` N.
+
+    With `ids=1` they have their token ids; with `ids=ID,ID ...` these residents alone are listed, with token ids.
+    """
+
     residents: list[Resident]
+    revision: int = 0  # grows by one with each resident that is added or removed
+    since: int = 0  # as asked for; 0: all residents, also where the backend no longer knows what has changed since
+    removed: list[str] = []  # ids of residents removed after `since`
+
+
+RESIDENT_IDS_MAX = 256  # named in one GET /kv/residents?ids=
 
 
 class EvictionOrder(msgspec.Struct, kw_only=True):
     """PUT /kv/residents/order: residents to evict first under pressure; those not named go last, oldest first."""
 
     drop_first: list[str]
+    extends: bool = False  # after those named before, which stay; else in place of these
 
 
 class ClearCacheRequest(msgspec.Struct, kw_only=True):
@@ -272,6 +287,8 @@ class BackendStatus(Reply, kw_only=True):
     save_bytes_per_s: float
     slowest_recent_step_s: float
     prefill_step_size: int
+    chunk_durations: list[WorkDuration] = []  # by tokens and their context, the warm-up's too
+    decode_step_s: float = 0.0  # usual duration of late; 0.0 before the first
     releasing: int = 0  # generations whose client is gone: at the end of the engine's step their KV becomes residents
     keepalive_steps: int = 0  # tokens computed for no request, to keep the device awake
     failure: str = ""
@@ -294,6 +311,7 @@ class Timings(msgspec.Struct, kw_only=True):
     decode_s: float = 0.0
     prefilled: int = 0  # tokens computed in prefill
     decoded: int = 0
+    chunks: list[WorkDuration] = []  # its last ones, by tokens and their context
 
 
 class GenerationResult(Reply, kw_only=True):

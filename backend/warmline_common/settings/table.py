@@ -99,6 +99,9 @@ _ROWS = (
     Setting("memory_budget_gb", 0.0, parsers.parse_gigabytes, "GB", BACKEND_DOCTOR,
             "memory for conversations; 0: as the machine allows", omit_zero=True),
     Setting("disk_budget_gb", 50.0, parsers.parse_gigabytes, "GB", PROXY, "disk for conversations, index included"),
+    Setting("segment_compression", "auto", parsers.make_choice_parser("auto", "off"), "WHEN", BACKEND,
+            "store `bfloat16` KV in two thirds of its bytes, bit for bit: `auto` where the disk is slower than "
+            "decoding, or its budget nearly used; `off`: never"),
     Setting("responses_keep_days", 30.0, parsers.parse_days, "DAYS", PROXY,
             "how long answers of `/v1/responses` are stored, as text, for clients that refer to them; `off` or 0: not "
             "stored"),

@@ -35,11 +35,18 @@ def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def write(file: FileIO, data: bytes | memoryview) -> None:
+def write(file: FileIO, data: bytes | bytearray | memoryview) -> None:
     """Write all of `data`."""
     view = memoryview(data).cast("B") if len(data) else memoryview(b"")
     while view.nbytes:
         view = view[file.write(view) :]
+
+
+def write_at(file: FileIO, data: bytes, offset: int) -> None:
+    """Write all of `data` over what the file has there."""
+    while data:
+        written = os.pwrite(file.fileno(), data, offset)
+        data, offset = data[written:], offset + written
 
 
 def sync(file: FileIO) -> None:
@@ -180,9 +187,13 @@ def make_folders(folder: Path) -> None:
         sync_folder(path.parent)
 
 
-def write_durable(path: Path, chunks: Iterable[bytes | memoryview]) -> int:
+def write_durable(
+    path: Path, chunks: Iterable[bytes | bytearray | memoryview], read_head: Callable[[], bytes] | None = None
+) -> int:
     """Write a new file that is complete and durable before it has its name; returns its size.  A failure leaves
     nothing.
+
+    `read_head` is called after the last chunk; it returns bytes that replace the file's first ones.
     """
     make_folders(path.parent)
     draft = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{DRAFT_SUFFIX}")
@@ -190,8 +201,10 @@ def write_durable(path: Path, chunks: Iterable[bytes | memoryview]) -> int:
         with create(draft) as file:
             for part in chunks:
                 write(file, part)
-            sync(file)
             written = file.tell()
+            if read_head is not None:
+                write_at(file, read_head(), 0)
+            sync(file)
         rename(draft, path)
     except BaseException:
         with suppress(OSError):  # the first failure is what counts; the next start sweeps drafts

@@ -5,7 +5,7 @@ as sound as its source, or is not made.
 """
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,20 +13,17 @@ from warmline_common.protocol.messages import SavedFile
 from warmline_common.protocol.tokens import TOKEN_BYTES
 from warmline_common.storage import disk
 from warmline_common.storage.segment_file import (
-    CHECKSUMS_TENSOR,
     DTYPE_BYTES,
     TOKENS_TENSOR,
     FileMeta,
     SegmentFileError,
     SegmentHeader,
     TensorInfo,
-    encode_header,
-    file_checksum,
-    header_checksum,
-    iter_bytes,
+    iter_tensor_bytes,
     read_checksums_from,
     tensor_hasher,
 )
+from warmline_common.storage.segment_writer import Bytes, SegmentWriter, update_hasher
 
 ROWS_AXIS = 2  # of a segment's tensors: (1, heads, rows, width)
 
@@ -34,12 +31,11 @@ ROWS_AXIS = 2  # of a segment's tensors: (1, heads, rows, width)
 class SegmentCopy:
     """File that `meta` names, with the rows of [meta.start, meta.end) of an open source file.
 
-    Raises SegmentFileError; a checkpoint is copied whole.
+    Coded tensors are decoded, for whoever can't read them, unless `keeps_coding`.  Raises SegmentFileError; a
+    checkpoint is copied whole.
     """
 
-    def __init__(self, source: BinaryIO, header: SegmentHeader, meta: FileMeta) -> None:
-        self.meta = meta
-        self.checksum = ""  # as in SavedFile, once `read_chunks` has ended
+    def __init__(self, source: BinaryIO, header: SegmentHeader, meta: FileMeta, keeps_coding: bool = False) -> None:
         self._source, self._header = source, header
         whole = meta.kind == "checkpoint"
         span = (0, 1) if whole else (meta.start - header.meta.start, meta.end - header.meta.start)
@@ -47,48 +43,65 @@ class SegmentCopy:
         if meta.kind != header.meta.kind or not 0 <= span[0] < span[1] <= rows:
             raise SegmentFileError("rows", f"[{meta.start}, {meta.end}) of [{header.meta.start}, {header.meta.end})")
         self._row_range = _RowRange(*span, rows)
-        self._shapes = {
+        shapes = {
             name: self._row_range.slice_shape(name, header.tensors[name]) for name in header.list_checksummed_names()
         }
         self._expected_checksums = header.verify(read_checksums_from(source, header))
-        checksums_shape = (len(self._expected_checksums) + 1,)
-        self._encoded_header = encode_header(meta, self._shapes | {CHECKSUMS_TENSOR: ("U64", checksums_shape)})
+        self._writer = SegmentWriter(meta, shapes, keeps_coding and header.is_coded)
+
+    @property
+    def meta(self) -> FileMeta:
+        return self._writer.meta
+
+    @property
+    def checksum(self) -> str:
+        """As in SavedFile, once `read_chunks` has ended."""
+        return self._writer.checksum
+
+    @property
+    def is_coded(self) -> bool:
+        return self._writer.is_coded
 
     @property
     def bytes_count(self) -> int:
-        """Bytes of all chunks together."""
-        tensors = sum(math.prod(shape) * DTYPE_BYTES[dtype] for dtype, shape in self._shapes.values())
-        return len(self._encoded_header) + tensors + 8 * (len(self._shapes) + 1)
+        """Bytes of all chunks together, unless they are coded."""
+        return self._writer.bytes_count
 
     @property
     def tensor_count(self) -> int:
         """Number of tensors without tokens and checksums."""
         return len(self._header.select_kv_tensors())
 
-    def read_chunks(self) -> Iterator[bytes]:
-        """Bytes of the copy in order.  They are verified at its end."""
-        yield self._encoded_header
-        checksums: list[int] = []
-        for name in self._shapes:
-            checksums.append((yield from self._copy_tensor(name)))
-        checksums.append(header_checksum(self.meta, self._shapes))
-        self.checksum = file_checksum(checksums)
-        yield b"".join(value.to_bytes(8, "little") for value in checksums)
+    def read_chunks(self) -> Iterator[Bytes]:
+        """Bytes of the copy in order.  They are verified at its end; where they are coded, `read_header` replaces the
+        first ones then.
+        """
+        return self._writer.iter_chunks(self._read_tensor)
 
-    def _copy_tensor(self, name: str) -> Generator[bytes, None, int]:
-        """Selected bytes of one tensor; returns their checksum."""
-        place, old = self._header.tensors[name], tensor_hasher(name, *self._header.meta.span)
-        new = tensor_hasher(name, *self.meta.span)
-        self._source.seek(place.offset)
-        for is_selected, length in self._row_range.iter_byte_spans(name, place):
-            for part in iter_bytes(self._source, length):
-                old.update(part)
-                if is_selected:
-                    new.update(part)
-                    yield part
-        if old.intdigest() != self._expected_checksums[name]:
+    def read_header(self) -> bytes:
+        """The header, once `read_chunks` has ended."""
+        return self._writer.header
+
+    def _read_tensor(self, name: str) -> Iterator[Bytes]:
+        """Selected bytes of one tensor; all are compared with their checksum."""
+        place, hasher = self._header.tensors[name], tensor_hasher(name, *self._header.meta.span)
+        parts = update_hasher(hasher, iter_tensor_bytes(self._source, place))
+        yield from _select_spans(parts, self._row_range.iter_byte_spans(name, place))
+        if hasher.intdigest() != self._expected_checksums[name]:
             raise SegmentFileError("checksum", f"{name} of {self._header.meta.kind} {self._header.meta.id}")
-        return new.intdigest()
+
+
+def _select_spans(parts: Iterator[Bytes], spans: Iterator[tuple[bool, int]]) -> Iterator[Bytes]:
+    """The bytes of selected spans, of (selected, bytes) in order; reads all parts."""
+    view = memoryview(b"")
+    for is_selected, length in spans:
+        while length:
+            if not view:
+                view = memoryview(next(parts))
+            part, view = view[:length], view[length:]
+            length -= len(part)
+            if is_selected:
+                yield part
 
 
 class _RowRange:
@@ -139,5 +152,5 @@ def write_copy(path: Path, make_copy: Callable[[], SegmentCopy]) -> SavedFile:
 
 
 def _write(path: Path, copy: SegmentCopy) -> SavedFile:
-    size = disk.write_durable(path, copy.read_chunks())
+    size = disk.write_durable(path, copy.read_chunks(), copy.read_header if copy.is_coded else None)
     return SavedFile(id=copy.meta.id, bytes_written=size, checksum=copy.checksum)

@@ -1,6 +1,6 @@
 """Format of a segment or checkpoint file: a safetensors header, a place in a conversation, a checksum a tensor.
 
-Read with the standard library and xxhash alone, so that the index's owner can check what the backend wrote.
+Read without mlx, so that the index's owner can check what the backend wrote.
 
     __metadata__["warmline"]  a JSON `FileMeta`
     "tokens"                  U8 or U32: the u32le ids of [start, end); segments only
@@ -8,12 +8,15 @@ Read with the standard library and xxhash alone, so that the index's owner can c
                               their names, and last `header_checksum`
     layer.component.field     everything else
 
+Tensors of bfloat16 may be coded (`segment_coding`): stored as U8, in fewer bytes, with a field "decoded" of coding,
+dtype and shape.  Checksums are those of the decoded tensors.  A file with coded tensors has a format of its own.
+
 Errors: SegmentFileError, whose `reason` is a word of RestoreRefusal.reason.
 """
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
@@ -36,6 +39,10 @@ HEADER_ALIGN = 8
 READ_CHUNK_BYTES = 4 << 20
 DTYPE_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4}
 DTYPE_BYTES |= {"U64": 8, "I64": 8, "F64": 8, "C64": 8}
+CODED_SEGMENT_FORMAT = 3
+CODING = "zstd-upper-bytes"
+CODED_DTYPE = "BF16"
+CODING_RATIO_MAX = 2  # decoded bytes of a stored one: lower bytes are stored as they are
 _DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # the last: brackets within brackets
 
 
@@ -75,15 +82,27 @@ class FileMeta(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()
 
+    def with_coding(self, is_coded: bool) -> "FileMeta":
+        """The same identity of a file whose tensors are coded, or not."""
+        return msgspec.structs.replace(self, format=CODED_SEGMENT_FORMAT if is_coded else SEGMENT_FORMAT)
+
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Location of a tensor's bytes: `offset` counts from the file's first byte."""
+    """A tensor and the location of its bytes: `offset` counts from the file's first byte.
+
+    `dtype`, `shape` and `bytes_count` are those of the decoded tensor.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    bytes_count: int
+    stored_bytes: int
+    is_coded: bool = False
+
+    @property
+    def bytes_count(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -91,6 +110,15 @@ class SegmentHeader:
     meta: FileMeta
     tensors: dict[str, TensorInfo]  # "checksums" included
     file_bytes: int
+
+    @property
+    def is_coded(self) -> bool:
+        return self.meta.format == CODED_SEGMENT_FORMAT
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Size of the file if no tensor were coded."""
+        return self.file_bytes + sum(place.bytes_count - place.stored_bytes for place in self.tensors.values())
 
     def select_kv_tensors(self) -> dict[str, TensorInfo]:
         """Tensors that are KV."""
@@ -111,10 +139,17 @@ class SegmentHeader:
         return dict(zip(self.list_checksummed_names(), checksums[:-1], strict=True))
 
 
-class _Tensor(msgspec.Struct):
+class _DecodedTensor(msgspec.Struct):
+    coding: str
     dtype: str
     shape: list[int]
+
+
+class _Tensor(msgspec.Struct, omit_defaults=True):
+    dtype: str
+    shape: Sequence[int]
     data_offsets: tuple[int, int]
+    decoded: _DecodedTensor | None = None
 
 
 def tensor_checksum(name: str, start: int, end: int, chunks: Iterable[bytes | bytearray | memoryview]) -> int:
@@ -143,16 +178,27 @@ def file_checksum(checksums: Iterable[int]) -> str:
     return xxhash.xxh3_64_hexdigest(b"".join(value.to_bytes(8, "little") for value in checksums))
 
 
-def encode_header(meta: FileMeta, shapes: Mapping[str, tuple[str, Sequence[int]]]) -> bytes:
-    """Bytes before the tensors of a file whose tensors (dtype and shape) follow in this order."""
+def encode_header(
+    meta: FileMeta,
+    shapes: Mapping[str, tuple[str, Sequence[int]]],
+    coded_bytes: Mapping[str, int] | None = None,
+    bytes_min: int = 0,
+) -> bytes:
+    """Bytes before the tensors of a file whose tensors (dtype and shape) follow in this order.
+
+    `coded_bytes` has the stored sizes of coded tensors.  A header shorter than `bytes_min` is filled with spaces.
+    """
     fields: dict[str, object] = {"__metadata__": {METADATA_KEY: meta.to_json()}}
     offset = 0
     for name, (dtype, shape) in shapes.items():
-        end = offset + math.prod(shape) * DTYPE_BYTES[dtype]
-        fields[name] = {"dtype": dtype, "shape": shape, "data_offsets": (offset, end)}
-        offset = end
+        stored, decoded = math.prod(shape) * DTYPE_BYTES[dtype], None
+        if coded_bytes and name in coded_bytes:
+            stored, decoded = coded_bytes[name], _DecodedTensor(CODING, dtype, list(shape))
+            dtype, shape = "U8", (stored,)
+        fields[name] = _Tensor(dtype, shape, (offset, offset + stored), decoded)
+        offset += stored
     text = msgspec.json.encode(fields)
-    text += b" " * (-len(text) % HEADER_ALIGN)
+    text += b" " * max(-len(text) % HEADER_ALIGN, bytes_min - 8 - len(text))
     return len(text).to_bytes(8, "little") + text
 
 
@@ -235,8 +281,9 @@ def _decode_meta(raw: msgspec.Raw | None) -> FileMeta:
         meta = decode(texts.get(METADATA_KEY, "").encode(), FileMeta)
     except _DECODE_ERRORS as error:
         raise SegmentFileError("foreign", f"not a segment file: {error}") from error
-    if meta.format != SEGMENT_FORMAT:
-        raise SegmentFileError("foreign", f"segment format {meta.format}, this version reads {SEGMENT_FORMAT}")
+    if meta.format not in (SEGMENT_FORMAT, CODED_SEGMENT_FORMAT):
+        known = f"{SEGMENT_FORMAT} and {CODED_SEGMENT_FORMAT}"
+        raise SegmentFileError("foreign", f"segment format {meta.format}, this version reads {known}")
     return meta
 
 
@@ -252,7 +299,19 @@ def _decode_tensor_info(name: str, raw: msgspec.Raw, data_start: int, file_bytes
         raise SegmentFileError("checksum", f"shape and bytes of {name} disagree")
     if data_start + end > file_bytes:
         raise SegmentFileError("truncated", f"{name} ends at byte {data_start + end} of {file_bytes}")
-    return TensorInfo(tensor.dtype, tuple(tensor.shape), data_start + begin, end - begin)
+    info = TensorInfo(tensor.dtype, tuple(tensor.shape), data_start + begin, end - begin)
+    return _decode_coded_info(name, info, tensor.decoded) if tensor.decoded else info
+
+
+def _decode_coded_info(name: str, stored: TensorInfo, decoded: _DecodedTensor) -> TensorInfo:
+    if decoded.coding != CODING:
+        raise SegmentFileError("foreign", f"{name} has the coding {decoded.coding!r}, this version reads {CODING!r}")
+    if decoded.dtype != CODED_DTYPE or name in (TOKENS_TENSOR, CHECKSUMS_TENSOR) or min(decoded.shape, default=0) < 0:
+        raise SegmentFileError("checksum", f"header of {name} makes no sense")
+    info = TensorInfo(decoded.dtype, tuple(decoded.shape), stored.offset, stored.stored_bytes, is_coded=True)
+    if info.bytes_count > CODING_RATIO_MAX * info.stored_bytes:  # a copy would be larger than this file, without bounds
+        raise SegmentFileError("checksum", f"{name} is stored in {info.stored_bytes} of {info.bytes_count} bytes")
+    return info
 
 
 def _check_header(header: SegmentHeader) -> None:
@@ -260,10 +319,14 @@ def _check_header(header: SegmentHeader) -> None:
     if checksums is None or checksums.bytes_count != 8 * (len(header.list_checksummed_names()) + 1):
         raise SegmentFileError("checksum", "not one checksum a tensor and one of the header")
     places = header.tensors.values()
-    if max(place.offset + place.bytes_count for place in places) != header.file_bytes:
+    if max(place.offset + place.stored_bytes for place in places) != header.file_bytes:
         raise SegmentFileError("truncated", "the file is longer than its tensors")
+    if any(place.is_coded for place in places) and not header.is_coded:
+        raise SegmentFileError("checksum", f"coded tensors in a file of format {meta.format}")
     data_bytes = header.file_bytes - min(place.offset for place in places)
-    if sum(place.bytes_count for place in places) > data_bytes:  # a copy would be larger than this file, without bounds
+    if (
+        sum(place.stored_bytes for place in places) > data_bytes
+    ):  # a copy would be larger than this file, without bounds
         raise SegmentFileError("checksum", "tensors overlap")
     if meta.kind == "checkpoint":
         return
@@ -291,9 +354,28 @@ def read_checksums_from(file: BinaryIO, header: SegmentHeader) -> list[int]:
 
 
 def iter_tensor_bytes(file: BinaryIO, tensor: TensorInfo) -> Iterator[bytes]:
-    """Bytes of a tensor, a few MB at a time.  Raises SegmentFileError where the file ends before."""
+    """Decoded bytes of a tensor, a few MB at a time at most.
+
+    Raises SegmentFileError where the file ends before, and where they can't be decoded.
+    """
     file.seek(tensor.offset)
-    yield from iter_bytes(file, tensor.bytes_count)
+    if tensor.is_coded:
+        yield from map(bytes, decode_tensor(tensor, lambda count: b"".join(iter_bytes(file, count))))
+    else:
+        yield from iter_bytes(file, tensor.bytes_count)
+
+
+def decode_tensor(tensor: TensorInfo, read: Callable[[int], bytes | bytearray | memoryview]) -> Iterator[memoryview]:
+    """Decoded bytes of a coded tensor, each part valid until the next; `read` as in `segment_coding.decode`.
+
+    Raises SegmentFileError, and what `read` raises.
+    """
+    from warmline_common.storage import segment_coding  # here, since most files have no coded tensors
+
+    try:
+        yield from segment_coding.decode(read, tensor.stored_bytes, tensor.bytes_count)
+    except segment_coding.CodingError as error:
+        raise SegmentFileError("checksum", f"a coded tensor: {error}") from error
 
 
 def iter_bytes(file: BinaryIO, count: int) -> Iterator[bytes]:

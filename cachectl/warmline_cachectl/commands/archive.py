@@ -21,6 +21,7 @@ from warmline_cachectl.views.tables import format_count
 from warmline_common.storage import disk
 from warmline_common.storage.file_lock import is_process_alive
 from warmline_common.storage.home import Home
+from warmline_common.storage.segment_writer import Bytes
 from warmline_proxy.archive.exporter import Exporter, ExportResult
 from warmline_proxy.archive.importer import ImportReply, ImportRequest, find_known_models, import_archive
 from warmline_proxy.archive.reader import open_archive
@@ -128,7 +129,7 @@ def _check_target(file: str, force: bool, as_json: bool) -> None:
         fail(f"{file} exists already; add --force to overwrite it", EXIT_USAGE)
 
 
-def _write_archive(file: str, chunks: Iterator[bytes]) -> None:
+def _write_archive(file: str, chunks: Iterator[Bytes]) -> None:
     """Write an archive whole and durable, or not at all; readable by its owner alone."""
     if file != STANDARD_STREAM:
         disk.write_durable(Path(file).absolute(), chunks)
@@ -143,7 +144,7 @@ def _write_archive(file: str, chunks: Iterator[bytes]) -> None:
         fail_on_os_error(error, is_output=True)
 
 
-def _report_progress(chunks: Iterator[bytes], progress: Callable[[int], None]) -> Iterator[bytes]:
+def _report_progress(chunks: Iterator[Bytes], progress: Callable[[int], None]) -> Iterator[Bytes]:
     for part in chunks:
         progress(len(part))
         yield part

@@ -16,6 +16,8 @@ from warmline_cachectl.views import values as views
 from warmline_cachectl.views.output import show
 from warmline_cachectl.views.tree import Forest
 from warmline_common.settings.parsers import make_integer_parser, make_option_parser
+from warmline_common.storage.home import Home
+from warmline_common.storage.segment_file import SegmentFileError, read_header
 
 DEPTH_MAX = 1_000_000
 
@@ -76,7 +78,16 @@ def inspect(
         view = views.build_conversation(forest, row_id, time.time())
         return show(view, tables.render_conversation(view), as_json)
     view = views.build_file(forest, kind, row_id)
+    view[kind]["bytes_uncompressed"] = _find_uncompressed_bytes(Home(home), row_id)
     show(view, tables.render_fields(view), as_json)
+
+
+def _find_uncompressed_bytes(home: Home, file_id: str) -> int | None:
+    """Size of a file if it were not compressed; None where its header can't be read."""
+    try:
+        return read_header(home.segment_file(file_id)).decoded_bytes
+    except SegmentFileError:
+        return None
 
 
 @app.add(

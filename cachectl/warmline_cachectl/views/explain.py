@@ -9,10 +9,12 @@ from rich.text import Text
 
 from warmline_cachectl.views.columns import printable
 from warmline_cachectl.views.tables import format_age, format_count, make_console
+from warmline_common.protocol.waits import LONG_WAIT_S_MIN
 from warmline_proxy.explain.causes import NEW_TEXT
 from warmline_proxy.explain.diff import Comparison
 from warmline_proxy.explain.explain import DiffSide, DivergencePoint, ExplainReply
-from warmline_proxy.store.rows import DIVERGENCE_TOKENS_AFTER
+from warmline_proxy.request_log import list_parts
+from warmline_proxy.store.rows import DIVERGENCE_TOKENS_AFTER, RequestRecord
 
 BLANK_LINES_MAX = 2  # that are shown as they are
 COLUMNS_WIDTH_MIN = 100  # narrower terminals get one text below the other
@@ -39,6 +41,8 @@ def render_explanation(reply: ExplainReply) -> Renderables:
     yield f"reused {record.cached_tokens:,} of {record.prompt_tokens:,} prompt tokens ({record.source}{known})"
     for wait in reply.waits:
         yield f"waited {wait.seconds:.2f} s for {wait.means}"
+    if record.ttft_s and record.expected_ttft_s:
+        yield _format_ttft(record)
     yield f"\n{verdict.cause}: {verdict.means}"
     if verdict.detail:
         yield f"  here: {printable(verdict.detail)}"
@@ -70,6 +74,18 @@ def render_comparison(result: Comparison) -> Renderables:
         yield "They are the same."
     if result.why_no_text:
         yield f"No texts: {printable(result.why_no_text)}"
+
+
+def _format_ttft(record: RequestRecord) -> str:
+    """The time to the first token beside the expected one, with the parts that matter in either."""
+    text = f"first token after {record.ttft_s:.2f} s, expected after {record.expected_ttft_s:.2f} s"
+    pairs = zip(list_parts(record.ttft_parts), list_parts(record.expected_parts), strict=True)
+    long = [
+        f"{part.replace('_', ' ')} {seconds:.2f} s, expected {expected_s:.2f} s"
+        for (part, seconds), (_, expected_s) in pairs
+        if max(seconds, expected_s) >= LONG_WAIT_S_MIN
+    ]
+    return "; ".join([text, *long]) if record.ttft_parts.total_s else text
 
 
 def _format_place(where: DivergencePoint) -> str:

@@ -70,7 +70,7 @@ def bytes_used(totals: Mapping[str, int]) -> int:
 
 
 def _build_request(row: View, before: View | None, since_s: float) -> View:
-    names = ("id", "client_model", "client_session", "phase", "source", "age_s", "queue_s", "ttft_s")
+    names = ("id", "client_model", "client_session", "phase", "source", "age_s", "queue_s", "ttft_s", "expected_ttft_s")
     tokens = ("prompt_tokens", "reused_tokens", "prefilled_tokens", "spoken")
     shown = {name: row[name] for name in (*names, *tokens)}
     prompt = row["prompt_tokens"]
@@ -138,7 +138,7 @@ def _render_requests(rows: list[View], wide: bool) -> Table:
     table = Table(expand=True)
     for name in ("request", "phase", *(["from"] if wide else []), "prefill"):
         table.add_column(name, no_wrap=True)
-    for name in ("prompt", "tok/s", "age"):
+    for name in ("prompt", "tok/s", "age", *(["first token"] if wide else [])):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("session", no_wrap=True, overflow="ellipsis", ratio=1)
     for row in rows[:REQUESTS_MAX]:
@@ -150,8 +150,16 @@ def _render_requests(rows: list[View], wide: bool) -> Table:
             f"{row['prompt_tokens']:,}",
             f"{row['tokens_per_s']:,.0f}" if row["tokens_per_s"] else "",
             format_duration(row["age_s"]),
+            *([_format_first_token(row)] if wide else []),
             printable(row["client_session"] or row["client_model"]),
         )
     if len(rows) > REQUESTS_MAX:
         table.caption = f"and {len(rows) - REQUESTS_MAX} more"
     return table
+
+
+def _format_first_token(row: View) -> str:
+    """Seconds from its arrival to its first token, or those expected."""
+    if row["ttft_s"]:
+        return format_duration(row["ttft_s"])
+    return f"~{format_duration(row['expected_ttft_s'])}" if row["expected_ttft_s"] else ""

@@ -40,6 +40,7 @@ class LiveRequest(msgspec.Struct, kw_only=True):
     queue_s: float
     restore_s: float
     ttft_s: float  # 0.0 until the first token
+    expected_ttft_s: float = 0.0  # as planned; 0.0 until then
     prompt_tokens: int
     reused_tokens: int
     prefilled_tokens: int  # prompt tokens with KV, reused ones included
@@ -120,7 +121,7 @@ class StatusRoutes:
         try:
             if self.watchdog.is_up:
                 async with asyncio.timeout(BACKEND_TIMEOUT_S):
-                    residents = (await self.upstream.list_residents(ids=False)).residents
+                    residents = (await self.upstream.list_residents()).residents
                     engine = await self.backend_state.status()
             else:
                 backend = self.watchdog.down_reason
@@ -147,7 +148,7 @@ class StatusRoutes:
             loading=LOADING in (backend, engine.failure if engine else ""),
             engine=engine,
             persistence=self.save_health.state,
-            unsaved=len(self.backend_state.resident_view.non_durable_entries()),
+            unsaved=self.backend_state.resident_view.non_durable_count,
             host=self.server.host,
             needs_key=self.server.needs_key(),
         )
@@ -161,6 +162,7 @@ def build_live_request(request: Request) -> LiveRequest:
         client_session=request_log.session_hint,
         phase=request.status,
         source=request_log.plan.source if request_log.plan else "",
+        expected_ttft_s=request_log.plan.expected_ttft_s if request_log.plan else 0.0,
         age_s=request_log.elapsed_s(),
         reused_tokens=request_log.plan.reuse if request_log.plan else 0,
         prefilled_tokens=request.prefilled_tokens,

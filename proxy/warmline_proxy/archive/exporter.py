@@ -17,6 +17,7 @@ from warmline_common.protocol.tokens import TOKEN_BYTES, namespace, prefix_diges
 from warmline_common.storage import disk
 from warmline_common.storage.segment_copy import SegmentCopy
 from warmline_common.storage.segment_file import SegmentFileError, SegmentHeader, read_header_from, read_tokens_from
+from warmline_common.storage.segment_writer import Bytes
 from warmline_proxy.archive import manifest, tar
 from warmline_proxy.archive.tar import ArchiveError, Progress
 from warmline_proxy.index.index import IndexReader
@@ -80,7 +81,7 @@ class Exporter(AbstractContextManager["Exporter"]):
             bytes_count=self.bytes_count,
         )
 
-    def read_chunks(self) -> Iterator[bytes]:
+    def read_chunks(self) -> Iterator[Bytes]:
         """Yield the archive's bytes.  Raises ArchiveError at a damaged file: then all that came before is useless."""
         done = 0
         for part in self._read_chunks():
@@ -88,7 +89,7 @@ class Exporter(AbstractContextManager["Exporter"]):
             self._progress(done, self.bytes_count)
             yield part
 
-    def _read_chunks(self) -> Iterator[bytes]:
+    def _read_chunks(self) -> Iterator[Bytes]:
         made = self._manifest.made
         yield tar.encode_header(manifest.MANIFEST, len(self._manifest_bytes), made)
         yield self._manifest_bytes

@@ -204,7 +204,7 @@ def _plan_files(manifest: Manifest, plan: SavePlan) -> list[tuple[int, FileMeta]
 def _copy_file(index: Index, archive: Archive, number: int, header: SegmentHeader, meta: FileMeta) -> SavedFile:
     path = index.home.segment_file(meta.id)
     try:
-        return write_copy(path, lambda: SegmentCopy(archive.open_member(number), header, meta))
+        return write_copy(path, lambda: SegmentCopy(archive.open_member(number), header, meta, keeps_coding=True))
     except SegmentFileError as error:
         raise ArchiveError(f"{archive.members[number].name} in it can't be used: {error}") from error
 

@@ -55,6 +55,7 @@ class RequestSummary(msgspec.Struct, kw_only=True):
     prefill_s: float
     decode_s: float
     ttft_s: float
+    expected_ttft_s: float
     total_s: float
     decode_tokens_per_s: float
     error: str

@@ -58,6 +58,7 @@ class Generator:
         request.stored_tokens = plan.reuse
         request.listener = ProgressListener(request, self)
         request.clock.mark_waiting()
+        request.log.mark_dispatched()
         try:
             return await self.upstream.generate(
                 request.call.api.endpoint, request.log.id, request.rendered.prompt_id, plan, root=request.root

@@ -9,6 +9,7 @@ from warmline_common.protocol.tokens import TOKEN_BYTES, count_common_tokens
 from warmline_proxy.api.base import ApiCall
 from warmline_proxy.auth.principals import ANONYMOUS, Client
 from warmline_proxy.errors import ClientError
+from warmline_proxy.estimate.costs import EngineLoad, PrefillLeft
 from warmline_proxy.planner import PromptShape, RunningRequest, has_fixed_positions
 from warmline_proxy.request.admission import Ticket
 from warmline_proxy.request.deadlines import CancelScope, Clock, RequestTimeouts
@@ -51,6 +52,7 @@ class Request:
     layout: KvLayout | None = None
     prompt: PromptReply | None = None
     root: bytes = b""  # namespace of fingerprint and tenant
+    load: EngineLoad = EngineLoad()  # noqa: RUF009  frozen; when it was planned
     restore_task: asyncio.Task[object] | None = None
     sent: bool = False  # a generation was asked for: the backend may hold something
     is_dispatching: bool = False  # on its way to the backend, which has not answered
@@ -104,6 +106,7 @@ class Request:
 
     def reset(self) -> None:
         """Prepare for another dispatch: what an earlier one left is dropped."""
+        self.log.record_lost_dispatch()
         self.sent = self.is_dispatching = self.started = self.suspect = False
         self.prefilled_tokens = self.stored_tokens = self.content_chunks = 0
         self.generation = self.listener = self.restore_task = None
@@ -146,13 +149,23 @@ class Request:
         """True if others can share its prefill: it is at the backend, or on its way there."""
         return (self.is_computing or (self.is_dispatching and self.release_task is None)) and self.is_cacheable
 
+    @property
+    def loads_engine(self) -> bool:
+        """True if it is computed, or will be: it is planned."""
+        is_coming = self.generation is None and self.release_task is None and not self.response_done.is_set()
+        return self.log.plan is not None and (self.is_computing or is_coming)
+
     def count_shared_tokens(self, other: "Request") -> int:
         """Leading tokens of this prompt that the other request has computed, or will."""
         if self.prompt is None or other.prompt is None or self.root != other.root:
             return 0
-        result = other.log.generation_result
-        other_tokens = resident_after_generation(other, result).tokens if result else other.prompt.tokens
-        return count_common_tokens(self.prompt.tokens, other_tokens)
+        mine, theirs, result = self.prompt.tokens, other.prompt.tokens, other.log.generation_result
+        common = count_common_tokens(mine, theirs)
+        if result is None:
+            return common
+        if common * TOKEN_BYTES == len(theirs):
+            common += count_common_tokens(mine[len(theirs) :], result.generated)
+        return min(common, result.prefilled_until)
 
     def as_running(self, other: "Request") -> RunningRequest:
         """This request as a leader that the other could follow."""
@@ -161,6 +174,10 @@ class Request:
         common_tokens, tokens = other.count_shared_tokens(self), self.prompt_shape().tokens
         is_dispatched = self.is_dispatching or self.generation is not None
         return RunningRequest(self.log.id, common_tokens, tokens, prefilled, self.started, is_dispatched)
+
+    def describe_prefill_left(self) -> PrefillLeft:
+        reuse = self.log.plan.reuse if self.log.plan else 0
+        return PrefillLeft(self.log.id, max(self.prefilled_tokens, reuse), self.log.prompt_tokens - 1)
 
     def is_retried_by(self, other: "Request") -> bool:
         """True if the other is the same client's next try: same session and body, and a higher retry count."""

@@ -181,7 +181,7 @@ def _shorten_segment(source: BufferedReader, row: SegmentRow, file_id: str, unti
     if header.meta.id != row.id or file_checksum(read_checksums_from(source, header)) != row.checksum:
         raise SegmentFileError("foreign", f"it is not the file saved as {row.id}")
     meta = msgspec.structs.replace(header.meta, id=file_id, end=until, parent=row.parent)
-    return SegmentCopy(source, header, meta)
+    return SegmentCopy(source, header, meta, keeps_coding=True)
 
 
 def _estimate_bytes(row: SegmentRow, until: int) -> int:
@@ -190,10 +190,14 @@ def _estimate_bytes(row: SegmentRow, until: int) -> int:
 
 
 def preview_truncation(home: Home, row: SegmentRow, until: int) -> Truncation:
-    """Compute the bytes that a cut would free, by the file's header; estimate them where that can't be read."""
+    """Compute the bytes that a cut would free, by the file's header; estimate them where that can't be read, or where
+    its tensors are coded.
+    """
     freed = _estimate_bytes(row, until)
     with suppress(SegmentFileError, OSError), _open_segment(home, row) as source:
-        freed = row.bytes_on_disk - _shorten_segment(source, row, row.id, until).bytes_count
+        copy = _shorten_segment(source, row, row.id, until)
+        if not copy.is_coded:
+            freed = row.bytes_on_disk - copy.bytes_count
     return Truncation(segment=row.id, until=until, end=row.end, bytes_count=freed)
 
 

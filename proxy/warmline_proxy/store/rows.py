@@ -134,6 +134,21 @@ def count_reached_tokens(outcome: str, prompt: int, cached: int, prefilled: int)
     return prompt if outcome == "ok" else min(prompt, cached + prefilled)
 
 
+class TtftParts(msgspec.Struct, kw_only=True, frozen=True):
+    """Parts of the time to the first token, in seconds: measured or expected."""
+
+    render_s: float = 0.0  # of the prompt's rendering and tokenizing, by the backend
+    plan_s: float = 0.0  # of all else that the proxy does before it sends the request on
+    restore_s: float = 0.0
+    wait_s: float = 0.0  # before the engine begins, and for others' chunks and steps in its prefill
+    prefill_s: float = 0.0
+    first_step_s: float = 0.0  # from the prefill's end to the first token at the client
+
+    @property
+    def total_s(self) -> float:
+        return self.render_s + self.plan_s + self.restore_s + self.wait_s + self.prefill_s + self.first_step_s
+
+
 class RequestRecord(msgspec.Struct, kw_only=True):
     """Record of one request; the last N are kept."""
 
@@ -159,7 +174,9 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     decode_s: float = 0.0
     decode_tokens_per_s: float = 0.0
     total_s: float = 0.0
-    expected_ttft_s: float = 0.0  # as planned, without waiting for a turn; 0.0: nothing was planned
+    ttft_parts: TtftParts = TtftParts()  # of `ttft_s`; where there was no first token, of what was done
+    expected_ttft_s: float = 0.0  # as planned; 0.0: nothing was planned
+    expected_parts: TtftParts = TtftParts()
     key: str = ""  # name of the client key that it showed; "" without one
     root: bytes = b""  # namespace of its prompt; b"" where it had none
     parting: Divergence | None = None  # from the longest known prefix

@@ -9,6 +9,7 @@ from support.backend.engine_driver import SchedulerDriver
 from support.backend.families import FAMILIES, load_family, make_prompt
 from warmline_backend.engine import warm_up as module
 from warmline_backend.engine.warm_up import prompt_lengths, warm_up
+from warmline_backend.generation.rates import Rates
 from warmline_backend.generation.sequence import Sequence
 from warmline_backend.model.loader import ModelError
 from warmline_backend.scheduler.decode_group import DecodeGroup
@@ -158,3 +159,11 @@ def test_slow_machine_computes_one_token(root: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module.mx, "eval", slow)
     assert warm_up(model, make_settings(), 2.0) == 1
     assert watched.chunks == watched.batches == []
+
+
+def test_chunks_are_measured_for_estimates_alone(root: Path) -> None:
+    rates = Rates()
+    warm_up(load_family("llama", root), make_settings(), LONG_S, rates)
+    assert max(each.amount for each in rates.chunks.list_usual()) == 32, "a full chunk"
+    assert all(each.seconds > 0 for each in rates.chunks.list_usual())
+    assert rates.prefill_rates == [] and rates.step_durations.slowest_s == 0.0

@@ -312,7 +312,7 @@ def test_fork_states_of_ended_leader_are_released(root: Path) -> None:
     driver = SchedulerDriver(load_family("qwen3_5", root), step=50)
     name, leader = driver.submit(make_prompt(400), 4)
     branch = make_prompt(320) + make_prompt(40, 7)
-    _, near = driver.submit(make_prompt(120) + make_prompt(30, 7), 4, follow=name, reuse=120)
+    _, near = driver.submit(make_prompt(120) + make_prompt(30, 7), 1, follow=name, reuse=120)
     heir_name, heir = driver.submit(branch, 4, follow=name, reuse=320)
     _, last = driver.submit(branch, 4, follow=name, reuse=250)
     driver.run_until(lambda: near.is_ended)

@@ -19,6 +19,7 @@ from warmline_backend.kv_cache.kv import RowsUnavailableError
 from warmline_backend.kv_cache.residents import ResidentNotFoundError
 from warmline_backend.kv_cache.segment_io import BadChainError, OperationCancelledError
 from warmline_backend.scheduler.capacity import KvTooLargeError
+from warmline_backend.scheduler.prefill import CHUNKS_REPORTED_MAX
 from warmline_backend.scheduler.scheduler import Scheduler
 from warmline_backend.server.metrics import classify_failure
 from warmline_common.protocol.messages import RestoreRequest, SaveRequest, SegmentRef, SegmentSpec
@@ -49,6 +50,16 @@ def test_histogram_buckets_are_cumulative() -> None:
     spread.add(9.0)
     assert copied.buckets() == [("1.0", 2.0), ("2.5", 3.0), ("+Inf", 4.0)]
     assert (copied.sum, spread.buckets()[-1]) == (12.5, ("+Inf", 5.0))
+
+
+def test_result_has_durations_of_last_chunks(root: Path) -> None:
+    driver = SchedulerDriver(load_family("llama", root), step=16)
+    short, long = (driver.run(make_prompt(tokens), 1).result.timings for tokens in (40, 400))
+    assert [(each.amount, each.context) for each in short.chunks] == [(16, 8), (16, 24), (7, 35)]
+    assert sum(each.seconds for each in short.chunks) == pytest.approx(short.prefill_s)
+    assert len(long.chunks) == CHUNKS_REPORTED_MAX and long.chunks[-1].context == 391, "the last ones"
+    usual = driver.scheduler.rates.chunks.list_usual()
+    assert {(16, 8), (7, 35)} <= {(each.amount, each.context) for each in usual}
 
 
 def test_step_stats_match_request_events(root: Path) -> None:

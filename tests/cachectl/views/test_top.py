@@ -50,8 +50,8 @@ def test_json_names_of_top() -> None:
     names = "at model backend persistence running queued settling connections requests engine memory disk reuse"
     assert set(view) == set(names.split())
     names = (
-        "id client_model client_session phase source age_s queue_s ttft_s prompt_tokens reused_tokens prefilled_tokens "
-        "spoken progress tokens_per_s"
+        "id client_model client_session phase source age_s queue_s ttft_s expected_ttft_s prompt_tokens "
+        "reused_tokens prefilled_tokens spoken progress tokens_per_s"
     )
     assert set(view["requests"][0]) == set(names.split())
 
@@ -62,7 +62,8 @@ def test_screen_fits_width() -> None:
         assert part in text
     assert "task-17" in text and "restored" not in text
     assert max(map(len, text.splitlines())) <= 80
-    assert "restored" in render_text(top_view.build_snapshot(make_status(100.0, make_live_row()), RECORDS), columns=100)
+    wide = render_text(top_view.build_snapshot(make_status(100.0, make_live_row()), RECORDS), columns=100)
+    assert "restored" in wide and "~12" in wide and "~12" not in text, "the first token is expected"
     many = render_text(
         top_view.build_snapshot(make_status(100.0, *(make_live_row(f"r{number}") for number in range(70))), [])
     )

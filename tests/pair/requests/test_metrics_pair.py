@@ -4,6 +4,8 @@ import sys
 import time
 from typing import Any
 
+import pytest
+
 from support.metrics_text import MetricsText
 from support.pair.pair import POLL_S, SETTLE_TIMEOUT_S, Pair, Reply, send_request
 
@@ -41,6 +43,12 @@ def test_metrics_of_both_processes_agree(warm_pair: Pair) -> None:
         f"expected={each['expected_ttft_s']:.3f}s" in pair.perf_line(reply)
         for each, reply in zip(records[::-1], replies, strict=True)
     )
+
+    for each in records:
+        parts, expected = each["ttft_parts"], each["expected_parts"]
+        assert sum(parts.values()) == pytest.approx(each["ttft_s"]) and min(parts.values()) >= 0.0
+        assert sum(expected.values()) == pytest.approx(each["expected_ttft_s"])
+        assert (parts["restore_s"] > 0.0) == (expected["restore_s"] > 0.0) == (each["source"] == "restored")
 
     def gained(name: str, **labels: str) -> float:
         old, new = (each.backend if name.startswith(P) else each.proxy for each in (before, after))

@@ -11,13 +11,15 @@ import pytest
 from support.metrics_text import MetricsText
 from support.proxy.harness import ProxyHarness, on_loop, run_proxy
 from support.proxy.metric_values import count_cancels, scrape, wait_until_async
-from warmline_common.protocol.messages import HEADER_REQUEST, PrefillRate
+from warmline_common.measurement.duration_model import DurationModel
+from warmline_common.protocol.messages import HEADER_REQUEST
 from warmline_proxy.admin import metrics as gauges
 from warmline_proxy.errors import ClientError, bad_request, encode_error_body
+from warmline_proxy.estimate.costs import Costs
 from warmline_proxy.index.index import IndexStoreError
 from warmline_proxy.metrics import ERROR_CODES_MAX, ProxyMetrics
-from warmline_proxy.planner import Costs, PromptShape, RunningRequest, plan_request
-from warmline_proxy.store.rows import PrefixMatch, RequestRecord, Totals
+from warmline_proxy.planner import PromptShape, RunningRequest, plan_request
+from warmline_proxy.store.rows import PrefixMatch, RequestRecord, Totals, TtftParts
 
 LONG = "A long question. " * 20
 NOTHING = PrefixMatch(tokens=0, chain=[], checkpoints=[], end_reason="nothing stored")
@@ -50,6 +52,8 @@ def test_record_request_counts_outcome_and_times() -> None:
         decode_s=5.0,
         total_s=9.0,
         expected_ttft_s=2.0,
+        ttft_parts=TtftParts(wait_s=1.5, restore_s=0.5, prefill_s=2.0),
+        expected_parts=TtftParts(wait_s=0.001, restore_s=0.999, prefill_s=1.0),
         dispatches=1,
     )
     metrics.record_request(warm, "2xx")
@@ -69,8 +73,13 @@ def test_record_request_counts_outcome_and_times() -> None:
         "warmline_prefill_seconds": (1, 2.0),
         "warmline_decode_seconds": (1, 5.0),
         "warmline_time_per_output_token_seconds": (1, 0.1),
-        "warmline_ttft_estimate_ratio": (1, 1.5),  # 3 s without the queue; 2 s planned
+        "warmline_ttft_estimate_ratio": (1, 2.0),
+        "warmline_ttft_estimate_error_ratio": (4, pytest.approx(0.5 + 1.499 / 1.5 + 0.998 + 0.5)),
     }
+    counts = found.group_by("warmline_ttft_estimate_error_ratio_count", "part")
+    assert counts == {(part,): 1 for part in ("all", "wait", "restore", "prefill")}, (
+        "parts that took no time do not count"
+    )
 
 
 def list_histograms(found: MetricsText) -> list[str]:
@@ -143,18 +152,22 @@ async def test_expected_ttft_recorded_and_compared(tmp_path: Path) -> None:
         for _ in range(2):
             await proxy.chat(LONG)
         warm, cold = await proxy.wait_until_saved()
-        assert cold.expected_ttft_s == cold.prompt_tokens
-        assert warm.source == "resident" and warm.expected_ttft_s == warm.prompt_tokens - warm.cached_tokens
+        assert cold.expected_parts.prefill_s == pytest.approx(cold.prompt_tokens - 1, rel=0.02)
+        computed = warm.prompt_tokens - 1 - warm.cached_tokens
+        assert warm.source == "resident" and warm.expected_parts.prefill_s == pytest.approx(computed, rel=0.02, abs=0.1)
+        assert cold.expected_ttft_s == cold.expected_parts.total_s > cold.expected_parts.prefill_s
         found = await scrape(proxy)
         assert found.group_by("warmline_ttft_estimate_ratio_count", "source") == {("cold",): 1, ("resident",): 1}
         assert 0 < found.total("warmline_ttft_estimate_ratio_sum", source="cold") < 1
 
 
 def test_follower_expects_rest_of_leader_prefill() -> None:
-    costs = Costs(prefill=[PrefillRate(tokens=1000, tokens_per_s=10.0)])
+    nothing = DurationModel()
+    costs = Costs(DurationModel(unit_s=0.1), render=nothing, plan=nothing, first_step=DurationModel(0.1))
     leader = RunningRequest(request_id="leader", common_tokens=800, tokens=900, prefilled=300, started=True)
     plan = plan_request(PromptShape(1000), [], NOTHING, None, costs, running=[leader])
     assert (plan.leader_id, plan.reuse) == ("leader", 800)
+    assert (plan.expected.wait_s, plan.expected.prefill_s) == pytest.approx((50.0, 19.9))
     assert plan.expected_ttft_s == pytest.approx(70.0)
     assert plan_request(PromptShape(1000), [], NOTHING, None, costs).expected_ttft_s == pytest.approx(100.0)
 
@@ -164,7 +177,7 @@ async def test_expected_ttft_without_reuse_is_full_prefill(tmp_path: Path) -> No
     async with run_proxy(tmp_path, reuse="off") as proxy:
         await proxy.chat(LONG)
         (only,) = await proxy.wait_until_saved()
-        assert only.expected_ttft_s == only.prompt_tokens
+        assert only.expected_parts.prefill_s == pytest.approx(only.prompt_tokens - 1, rel=0.02)
 
 
 # ---- errors

@@ -18,5 +18,5 @@ async def test_segment_cost_follows_measured_rates(tmp_path: Path, monkeypatch: 
         await proxy.chat("Another question, which shares a beginning at most.")
         await proxy.wait_until_saved()
         (first, second) = sorted(proxy.index.segments(), key=lambda row: row.created)
-        assert first.prefill_s == pytest.approx(first.end - first.start)
-        assert second.prefill_s == pytest.approx((second.end - second.start) / 50)
+        assert first.prefill_s == pytest.approx(first.end - first.start, rel=0.02)
+        assert second.prefill_s == pytest.approx((second.end - second.start) / 50, rel=0.02)

@@ -1,9 +1,13 @@
-"""Status of a request: stages, branches, and events after the end of the response."""
+"""Status of a request: stages, branches, and events after the end of the response; the load that requests are."""
 
 from typing import Any, cast
 
 from support.proxy.harness import on_loop
+from warmline_common.protocol import waits
+from warmline_proxy.estimate.costs import EngineLoad, PrefillLeft
+from warmline_proxy.planner import RequestPlan
 from warmline_proxy.request.deadlines import RequestTimeouts
+from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.request.request import STAGES, Request, RequestStatus
 from warmline_proxy.request_log import RequestLog
 
@@ -60,3 +64,17 @@ async def test_reset_returns_to_arriving_and_forgets_the_first_token() -> None:
     request.record_first_token()
     request.reset()
     assert request.status is RequestStatus.ARRIVING and not request.log.ttft_s
+
+
+@on_loop
+async def test_load_is_that_of_planned_requests() -> None:
+    registry = RequestRegistry(cast(Any, None))
+    asking, planned, arriving, answering, left = (registry.add(make_request()) for _ in range(5))
+    for request, ttft_s in ((planned, 0.0), (answering, 3.0), (left, 0.0)):
+        request.log.plan, request.log.prompt_tokens, request.log.ttft_s = RequestPlan("resident", 200), 1_000, ttft_s
+    planned.prefilled_tokens = 600
+    left.mark_response_done()
+    asking.log.add_waits({waits.PLACE: 2.0, waits.PROMPT: 1.0})
+    load = registry.describe_load(asking)
+    assert load == EngineLoad(2.0, [PrefillLeft(planned.log.id, 600, 999)], decoding_count=1)
+    assert arriving.log.plan is None and registry.describe_load(planned).prefills == []

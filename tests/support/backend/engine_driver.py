@@ -4,10 +4,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from warmline_backend.generation.events import EndedEvent, GenerationEvent, PrefillProgress, TokenEvent
 from warmline_backend.generation.sequence import GenerationRequest
-from warmline_backend.kv_cache.kv import KV
+from warmline_backend.kv_cache.kv import NamedArrays
 from warmline_backend.kv_cache.segment_io import ChainLoader, expose_bytes, write_segment_file
 from warmline_backend.model.model import ServedModel
 from warmline_backend.output.events import Text
@@ -151,7 +152,18 @@ class SchedulerDriver:
         return log
 
 
-def save_segments(kv: KV, folder: Path, cuts: list[int]) -> tuple[list[SegmentRef], list[CheckpointRef]]:
+class SavableKV(Protocol):
+    """The parts of a KV that are saved."""
+
+    tokens: list[int]
+    checkpoints: dict[int, NamedArrays]
+
+    def slice_rows(self, start: int, end: int) -> NamedArrays: ...
+
+
+def save_segments(
+    kv: SavableKV, folder: Path, cuts: list[int], *, is_coded: bool = False
+) -> tuple[list[SegmentRef], list[CheckpointRef]]:
     """Write `kv` as segments that end at `cuts`, and all of its checkpoints."""
     chain, start, root = [], 0, b""
     prefixes = prefix_digests(root, pack_tokens(kv.tokens), range(len(kv.tokens) + 1))
@@ -167,7 +179,8 @@ def save_segments(kv: KV, folder: Path, cuts: list[int]) -> tuple[list[SegmentRe
             end=end,
         )
         tensors = expose_bytes(kv.slice_rows(start, end))
-        write_segment_file(folder / f"{name}.safetensors", meta, tensors, pack_tokens(kv.tokens[start:end]))
+        tokens = pack_tokens(kv.tokens[start:end])
+        write_segment_file(folder / f"{name}.safetensors", meta, tensors, tokens, is_coded=is_coded)
         chain.append(SegmentRef(id=name, start=start, end=end, upto=end))
         start = end
     checkpoints = []
@@ -183,7 +196,7 @@ def save_segments(kv: KV, folder: Path, cuts: list[int]) -> tuple[list[SegmentRe
             end=0,
             position=position,
         )
-        write_segment_file(folder / f"{name}.safetensors", meta, expose_bytes(state))
+        write_segment_file(folder / f"{name}.safetensors", meta, expose_bytes(state), is_coded=is_coded)
         checkpoints.append(CheckpointRef(id=name, position=position))
     return chain, checkpoints
 

@@ -47,6 +47,7 @@ def make_live_row(request: str = "r1", **changes: Any) -> dict[str, Any]:
         "queue_s": 1.0,
         "restore_s": 1.0,
         "ttft_s": 0.0,
+        "expected_ttft_s": 12.0,
         "prompt_tokens": 4000,
         "reused_tokens": 1000,
         "prefilled_tokens": 2000,

@@ -10,8 +10,10 @@ from aiohttp import web
 from support.proxy.fake_replies import (
     SERVED,
     make_chunk,
+    make_chunk_durations,
     make_first_logits,
     make_layout,
+    make_timings,
     make_usage_chunk,
     pack_text,
     render_prompt,
@@ -45,7 +47,6 @@ from warmline_common.protocol.messages import (
     SavedFile,
     SaveReply,
     SaveRequest,
-    Timings,
     decode,
     encode,
 )
@@ -177,6 +178,7 @@ class FakeBackend:
                 running=len(self._running),
                 queued=0,
                 prefill_rates=[PrefillRate(tokens=1000, tokens_per_s=self.prefill_tokens_s)],
+                chunk_durations=make_chunk_durations(self.prefill_tokens_s),
                 decode_tokens_per_s=10.0,
                 restore_bytes_per_s=1e9,
                 save_bytes_per_s=1e9,
@@ -287,7 +289,8 @@ class FakeBackend:
     async def _residents(self, request: web.Request) -> web.Response:
         self._record_call("residents", request.query_string)
         await self.listing_allowed.wait()
-        with_ids = request.query.get("ids") == "1"
+        ids = request.query.get("ids", "")
+        wanted, with_ids = set(ids.split(",")) if ids not in ("", "1") else None, bool(ids)
         return self._reply(
             ResidentsReply(
                 **self._snapshot,
@@ -302,6 +305,7 @@ class FakeBackend:
                         root=self.roots.get(name, b""),
                     )
                     for name, ids in self.residents.items()
+                    if wanted is None or name in wanted
                 ],
             )
         )
@@ -440,7 +444,7 @@ class FakeBackend:
             prefilled_until=len(prompt + generated),
             checkpoints=self.checkpoints[resident],
             positions=self.checkpoints[resident],
-            timings=Timings(prefill_s=0.1, decode_s=0.1, prefilled=len(prompt) - reuse, decoded=len(generated)),
+            timings=make_timings(len(prompt) - reuse, len(generated), self.prefill_tokens_s),
             first=make_first_logits(logprob) if generated else None,
             turn=self.turn,
         )

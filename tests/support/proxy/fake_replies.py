@@ -3,10 +3,8 @@
 import struct
 from typing import Any
 
-from warmline_common.protocol.messages import (
-    FirstLogits,
-    KvLayout,
-)
+from warmline_common.measurement.recent_durations import WorkDuration
+from warmline_common.protocol.messages import FirstLogits, KvLayout, Timings
 from warmline_common.protocol.tokens import pack_tokens
 
 SERVED = "fake-model"
@@ -63,3 +61,14 @@ def make_usage_chunk(prompt: int, generated: int, cached: int) -> dict[str, Any]
     }
     head = {"id": "c-1", "created": 1, "model": SERVED, "object": "chat.completion.chunk"}
     return {**head, "choices": [], "usage": usage}
+
+
+def make_chunk_durations(tokens_per_s: float) -> list[WorkDuration]:
+    """Make durations of chunks at one speed for all sizes, each often enough to be usual."""
+    sizes = ((16, 8), (512, 256), (512, 8_000))
+    return 3 * [WorkDuration(amount=each, context=context, seconds=each / tokens_per_s) for each, context in sizes]
+
+
+def make_timings(prefilled: int, decoded: int, tokens_per_s: float) -> Timings:
+    chunks = make_chunk_durations(tokens_per_s)
+    return Timings(prefill_s=0.1, decode_s=0.1, prefilled=prefilled, decoded=decoded, chunks=chunks)

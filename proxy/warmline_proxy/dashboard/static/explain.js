@@ -4,6 +4,8 @@ import { Refused, get, isAnswer } from "./api.js";
 import { button, describe, make } from "./dom.js";
 import { count, many, seconds, visible } from "./format.js";
 
+const LONG_S = 0.05; // parts of a time that are told
+
 /** Fills `panel`; `showPath` is called to show where the request landed. */
 export async function explain(panel, request, showPath) {
   const why = make("div", "verdict", make("p", "note", "Asking why…"));
@@ -39,14 +41,26 @@ async function reasons(request, again) {
   }
 }
 
-function verdicts({ verdict, besides, where, known, prompt, now, waits }) {
+function verdicts({ request, verdict, besides, where, known, prompt, now, waits }) {
   const parts = [verdict, ...besides].flatMap(told);
   for (const wait of waits) parts.push(make("p", "note", `It waited ${seconds(wait.seconds)} for ${wait.means}.`));
+  if (request.ttft_s && request.expected_ttft_s) parts.push(make("p", "note", timesOf(request)));
   if (where) parts.push(make("p", "note", `${placeOf(where)}.  ${fateOf(now)}`));
   if (known?.text || prompt?.text) {
     parts.push(make("div", "sides", side("What was known", known), side("What came instead", prompt)));
   }
   return parts;
+}
+
+/** The time to the first token beside the expected one, with the parts that matter in either. */
+function timesOf({ ttft_s, expected_ttft_s, ttft_parts, expected_parts }) {
+  const long = Object.keys(ttft_parts).filter((part) => Math.max(ttft_parts[part], expected_parts[part]) >= LONG_S);
+  const parts = long.map((part) => {
+    const name = part.replace(/_s$/, "").replace("_", " ");
+    return `${name} ${seconds(ttft_parts[part])}, expected ${seconds(expected_parts[part])}`;
+  });
+  const all = `First token after ${seconds(ttft_s)}, expected after ${seconds(expected_ttft_s)}`;
+  return `${[all, ...parts].join("; ")}.`;
 }
 
 function told({ cause, means, detail, advice }) {

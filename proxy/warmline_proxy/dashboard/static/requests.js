@@ -105,7 +105,8 @@ function updateRow(item, request, longest) {
   setText(tokens, request.prompt_tokens ? reused : "–"); // refused before it had a prompt
   setAttribute(tokens, "title", `${count(request.cached_tokens)} of ${many(request.prompt_tokens, "prompt token")}`);
   setText(ttft, request.ttft_s ? seconds(request.ttft_s) : "–");
-  setAttribute(ttft, "title", "time to the first token");
+  const expected = request.expected_ttft_s ? `; expected ${seconds(request.expected_ttft_s)}` : "";
+  setAttribute(ttft, "title", `time to the first token${expected}`);
   setText(reason, request.error || request.why_not_warmer);
 }
 

@@ -53,7 +53,7 @@ def plant_in_backend(active: Active) -> None:
 
     replace_while_active(KV, "slice_rows", repeat_row_before_last, active, SHORT_SEGMENT)
     replace_while_active(KV, "capture_checkpoint", capture_first_checkpoint_again, active, STALE_CHECKPOINT)
-    replace_while_active(segments._TensorReader, "read_rows", skip_first_layer, active, SKIPPED_LAYER)
+    replace_while_active(segments.TensorReader, "read_rows", skip_first_layer, active, SKIPPED_LAYER)
     replace_while_active(segments.ChainLoader, "load", load_other_parent, active, WRONG_PARENT)
     replace_while_active(segments.ChainLoader, "_check_tokens", skip_check, active, WRONG_PARENT)
     replace_while_active(segments, "_check_prefix", skip_check, active, WRONG_PARENT)

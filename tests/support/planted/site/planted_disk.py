@@ -15,6 +15,7 @@ from typing import Any, Protocol
 CHANGES = (
     "create",
     "write",
+    "write_at",
     "sync",
     "sync_folder",
     "rename",

@@ -1,0 +1,1 @@
+"""Estimated durations of a request's parts, from recent ones; above store/; event loop thread."""

@@ -1,0 +1,85 @@
+"""Durations to expect of the parts of a time to the first token.  Pure."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from warmline_common.measurement.duration_model import DurationModel
+from warmline_common.protocol.messages import KvLayout
+
+# Assumed until something is measured; restoring wins clearly, as on every machine known.
+RENDER_ASSUMED = DurationModel(0.003, 3e-6)  # by the prompt's tokens
+PLAN_ASSUMED = DurationModel(0.003, 2e-7)  # by the prompt's tokens
+RESTORE_ASSUMED = DurationModel(0.01, 2e-9)  # by bytes; the fixed part opens files and is one more call
+CHUNK_ASSUMED = DurationModel(0.005, 0.002, 1e-7)  # by a chunk's tokens and their context
+FIRST_STEP_ASSUMED = DurationModel(0.02, 5e-7)  # by the prompt's tokens
+CALL_ASSUMED_S = 0.005  # of a call to the backend, beside the step itself
+STEP_TOKENS_ASSUMED = 2_048  # of a chunk
+DECODE_SHARE = 0.25  # of the time, while others prefill and some decode: as the backend's scheduler has it
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Models of the parts' durations."""
+
+    chunk: DurationModel = CHUNK_ASSUMED
+    restore: DurationModel = RESTORE_ASSUMED
+    render: DurationModel = RENDER_ASSUMED
+    plan: DurationModel = PLAN_ASSUMED
+    first_step: DurationModel = FIRST_STEP_ASSUMED
+    step_tokens: int = STEP_TOKENS_ASSUMED  # most tokens of a chunk
+    decode_step_s: float = 0.0  # 0.0: not measured yet
+
+    def estimate_prefill_s(self, start: int, end: int, chunk_ends: Collection[int] = ()) -> float:
+        """Seconds to compute tokens [start, end) in chunks, of which some end at `chunk_ends`."""
+        if end <= start:
+            return 0.0
+        stops = sorted({start, end, *(at for at in chunk_ends if start < at < end)})
+        chunks = sum(-(-(high - low) // self.step_tokens) for low, high in pairwise(stops))
+        tokens, context = end - start, (start + end) / 2  # mean number of tokens before each
+        return chunks * self.chunk.fixed_s + tokens * (self.chunk.unit_s + context * self.chunk.context_s)
+
+
+@dataclass(frozen=True)
+class PrefillLeft:
+    """Tokens [start, end) that another request has still to compute."""
+
+    request_id: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """Waits of a request that are known when it is planned."""
+
+    waited_s: float = 0.0  # since its arrival, but for its rendering
+    prefills: Sequence[PrefillLeft] = ()  # of the other requests at the backend
+    decoding_count: int = 0  # of the other requests at the backend
+
+    def follow(self, leader_id: str, leader_s: float) -> "EngineLoad":
+        """The load where the request waits `leader_s` for one of the others, and then for the rest of them."""
+        others = [each for each in self.prefills if each.request_id != leader_id]
+        return replace(self, waited_s=self.waited_s + leader_s, prefills=others)
+
+    def estimate_wait_s(self, prefill_s: float, costs: Costs) -> float:
+        """Seconds that a request with `prefill_s` of its own waits, those of `waited_s` included.
+
+        The engine computes the shortest prompt first; of a longer one the chunk that runs is awaited, half of it in
+        the mean.  Decoding has its share of the time, and a step between two chunks at least.
+        """
+        left = [costs.estimate_prefill_s(each.start, each.end) for each in self.prefills]
+        shorter = [seconds for seconds in left if seconds <= prefill_s]
+        chunk_s = costs.chunk.estimate_s(costs.step_tokens)
+        longest = max(left, default=0.0)
+        wait_s = sum(shorter) + len(shorter) * costs.decode_step_s
+        wait_s += min(longest, chunk_s) / 2 if longest > prefill_s else 0.0
+        if not self.decoding_count:
+            return self.waited_s + wait_s
+        computing_s = wait_s + prefill_s
+        return self.waited_s + wait_s + max(costs.decode_step_s, computing_s * DECODE_SHARE / (1 - DECODE_SHARE))
+
+
+def compute_restore_bytes(layout: KvLayout, tokens: int) -> int:
+    """Bytes to read for the rows of `tokens` tokens, and for a state."""
+    return tokens * layout.row_bytes + (layout.state_bytes if layout.has_states else 0)

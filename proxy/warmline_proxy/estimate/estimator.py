@@ -1,0 +1,109 @@
+"""Estimator of durations: it learns from the records of requests and from the backend's measurements."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from warmline_common.measurement.duration_model import DurationModel, fit_durations
+from warmline_common.measurement.recent_durations import RecentDurations, WorkDuration
+from warmline_common.protocol.messages import BackendStatus
+from warmline_proxy.estimate import costs as assumptions
+from warmline_proxy.estimate.costs import Costs, compute_restore_bytes
+from warmline_proxy.store.rows import RequestRecord
+
+OK = "ok"  # outcome of a request
+# Sizes at which an assumed shape stands: tokens, bytes, and tokens with their context.
+PROMPT_SIZES = ((100, 0), (1_000, 0), (30_000, 0))
+RESTORE_SIZES = ((1 << 20, 0), (1 << 30, 0))
+CHUNK_SIZES = ((64, 32), (2_048, 1_024), (2_048, 30_000))
+# A fit takes a fraction of a millisecond.
+DURATIONS_PER_FIT = 4
+DURATIONS_FITTED_AT_ONCE = 16
+
+
+class DurationEstimator:
+    """Durations of recent chunks, and of the other parts of recent requests.  Event loop thread."""
+
+    def __init__(self) -> None:
+        self._recent = _RecentParts()
+        self._status: BackendStatus | None = None
+        self._boot = ""  # of the backend whose own measurements are known
+
+    def record_chunks(self, chunks: Iterable[WorkDuration]) -> None:
+        """Learn from the chunks of a prompt, or of a part of it."""
+        for chunk in chunks:
+            self._recent.chunk.add(chunk)
+
+    def record_request(self, record: RequestRecord) -> None:
+        """Learn from a request that has ended, unless it failed, was sent again, or computed nothing."""
+        if record.outcome != OK or record.dispatches != 1 or not (record.ttft_s and record.prefilled_tokens):
+            return
+        parts, tokens = record.ttft_parts, record.prompt_tokens
+        self._recent.render.add(WorkDuration(amount=tokens, seconds=parts.render_s))
+        self._recent.plan.add(WorkDuration(amount=tokens, seconds=parts.plan_s))
+        self._recent.first_step.add(WorkDuration(amount=tokens, seconds=parts.first_step_s))
+        if record.restored_tokens and self._status and self._status.layout:
+            size = compute_restore_bytes(self._status.layout, record.restored_tokens)
+            self._recent.restore.add(WorkDuration(amount=size, seconds=parts.restore_s))
+
+    def update_status(self, status: BackendStatus) -> None:
+        """Take what a started backend has measured; what requests of another model have taken is forgotten."""
+        before = self._status
+        if before and before.fingerprint != status.fingerprint:
+            self._recent = _RecentParts()
+        self._status = status
+        if self._boot != status.boot and status.chunk_durations:  # none while the model is loading
+            self.record_chunks(status.chunk_durations)
+            self._boot = status.boot
+        if status.restore_bytes_per_s:
+            self._recent.restore.assumed = replace(assumptions.RESTORE_ASSUMED, unit_s=1 / status.restore_bytes_per_s)
+        if status.decode_step_s:
+            fixed_s = status.decode_step_s + assumptions.CALL_ASSUMED_S
+            self._recent.first_step.assumed = replace(assumptions.FIRST_STEP_ASSUMED, fixed_s=fixed_s)
+
+    @property
+    def costs(self) -> Costs:
+        status = self._status
+        return Costs(
+            chunk=self._recent.chunk.model,
+            restore=self._recent.restore.model,
+            render=self._recent.render.model,
+            plan=self._recent.plan.model,
+            first_step=self._recent.first_step.model,
+            step_tokens=(status and status.prefill_step_size) or assumptions.STEP_TOKENS_ASSUMED,  # 0: not chosen yet
+            decode_step_s=status.decode_step_s if status else 0.0,
+        )
+
+
+class _FittedDurations:
+    """Recent durations with a model, which is fitted when it is asked for and enough has been added."""
+
+    def __init__(self, assumed: DurationModel, sizes: Sequence[tuple[int, int]]) -> None:
+        self.assumed, self._sizes = assumed, sizes  # the shape, where nothing is measured
+        self._recent = RecentDurations()
+        self._model = assumed
+        self._count = self._unfitted_count = 0
+
+    def add(self, duration: WorkDuration) -> None:
+        self._recent.add(duration)
+        self._count += 1
+        self._unfitted_count += 1
+
+    @property
+    def model(self) -> DurationModel:
+        if not self._count:
+            return self.assumed
+        if self._unfitted_count >= (DURATIONS_PER_FIT if self._count > DURATIONS_FITTED_AT_ONCE else 1):
+            self._model = fit_durations(self._recent.list_usual(), self.assumed, self._sizes)
+            self._unfitted_count = 0
+        return self._model
+
+
+class _RecentParts:
+    """Recent durations of each part, with the size that it depends on."""
+
+    def __init__(self) -> None:
+        self.chunk = _FittedDurations(assumptions.CHUNK_ASSUMED, CHUNK_SIZES)  # tokens and their context
+        self.render = _FittedDurations(assumptions.RENDER_ASSUMED, PROMPT_SIZES)  # tokens of the prompt
+        self.plan = _FittedDurations(assumptions.PLAN_ASSUMED, PROMPT_SIZES)  # tokens of the prompt
+        self.restore = _FittedDurations(assumptions.RESTORE_ASSUMED, RESTORE_SIZES)  # bytes
+        self.first_step = _FittedDurations(assumptions.FIRST_STEP_ASSUMED, PROMPT_SIZES)  # tokens of the prompt
