@@ -20,7 +20,6 @@ Usage: .venv/bin/python benchmarks/segments.py [--tiny] [--tokens N] [--repeats 
 import argparse
 import json
 import mmap
-import os
 import statistics
 import subprocess
 import sys
@@ -52,7 +51,6 @@ from warmline_common.protocol.messages import SegmentRef
 from warmline_common.protocol.tokens import SEGMENT_TOKENS_MAX, pack_tokens, prefix_digest
 from warmline_common.storage import disk
 from warmline_common.storage.segment_file import FileMeta, read_header
-from warmline_run.processes import add_huge_pages
 
 SHAPES = {
     "8B": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336, "num_attention_heads": 32},
@@ -238,10 +236,7 @@ def run_restart(side: str, shape: str, tokens: list[int], folder: Path) -> dict[
 
 def restart(side: str, given: argparse.Namespace, folder: Path) -> dict[str, float]:
     command = [sys.executable, __file__, "--restart", side, "--folder", str(folder), "--tokens", str(given.tokens)]
-    environment = {**os.environ, "GLIBC_TUNABLES": add_huge_pages(os.environ.get("GLIBC_TUNABLES", ""))}
-    done = subprocess.run(
-        [*command, *(["--tiny"] if given.tiny else [])], capture_output=True, text=True, check=True, env=environment
-    )
+    done = subprocess.run([*command, *(["--tiny"] if given.tiny else [])], capture_output=True, text=True, check=True)
     measured: dict[str, float] = json.loads(done.stdout)
     return measured
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from logging.handlers import RotatingFileHandler
@@ -124,7 +124,7 @@ class TextFormatter(_Formatter):
 
 class JsonFormatter(_Formatter):
     """Formatter of one JSON object a line.  `extra={"fields": {...}}` adds keys; with `event` among them the line is
-    its fields.
+    its fields.  They may be a function that returns them, called for such a line alone.
     """
 
     def __init__(self, process: str) -> None:
@@ -132,7 +132,8 @@ class JsonFormatter(_Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        fields: Mapping[str, object] = getattr(record, "fields", {})
+        given: Mapping[str, object] | Callable[[], Mapping[str, object]] = getattr(record, "fields", {})
+        fields = given() if callable(given) else given
         entry: dict[str, object] = {
             "time": format_rfc3339(record.created),
             "level": record.levelname.lower(),

@@ -15,7 +15,6 @@ from warmline_run import openblas
 
 DEMO_NAME = "smollm2-135m-instruct"
 NAME_CHARS_MAX = 200
-HUGE_PAGES_TUNABLE = "glibc.malloc.hugetlb"
 NEAR_COUNT_MAX = 3
 CLIENT_KEY = SETTINGS["client_key"].variable
 
@@ -51,20 +50,7 @@ def backend_command(config: ResolvedConfig, model: str, environment: Mapping[str
     if preload:
         variables["LD_PRELOAD"] = preload
         variables.setdefault("OPENBLAS_THREAD_TIMEOUT", openblas.THREAD_TIMEOUT)
-    if sys.platform == "linux":
-        variables["GLIBC_TUNABLES"] = add_huge_pages(variables.get("GLIBC_TUNABLES", ""))
     return Command("backend", arguments, variables, float(config["drain_timeout_s"]))
-
-
-def add_huge_pages(tunables: str) -> str:
-    """GLIBC_TUNABLES by which malloc asks for huge pages, unless the user's own say something about these.
-
-    On a Linux CPU the KV is malloc's memory, and the first touch of each page takes longer than reading its content
-    from the page cache: with huge pages a restore took half of the CPU time.
-    """
-    if HUGE_PAGES_TUNABLE in tunables:
-        return tunables
-    return ":".join(filter(None, [tunables, f"{HUGE_PAGES_TUNABLE}=1"]))
 
 
 def proxy_command(config: ResolvedConfig, environment: Mapping[str, str]) -> Command:

@@ -87,7 +87,9 @@ class Components:
         self.completion = Completion(
             registry, upstream, watchdog, self.saver, on_completed, background, finishes_prefill
         )
-        self.deadline_monitor = DeadlineMonitor(registry, watchdog, background, config.heartbeat_after_s)
+        self.deadline_monitor = DeadlineMonitor(
+            lambda: registry.unsettled, watchdog, background, config.heartbeat_after_s
+        )
 
     def _build_audits(self) -> None:
         index, upstream, state, metrics = self.index, self.upstream, self.backend_state, self.metrics

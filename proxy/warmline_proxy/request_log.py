@@ -76,11 +76,11 @@ class RequestLog:
     @contextmanager
     def measure_wait(self, reason: str) -> Iterator[None]:
         """Scope in which the request waits for `reason`, one of waits.py."""
-        began_s = self.elapsed_s()
+        began_s = time.monotonic()
         try:
             yield
         finally:
-            self.add_waits({reason: self.elapsed_s() - began_s})
+            self.waits[reason] = self.waits.get(reason, 0.0) + time.monotonic() - began_s
 
     def add_waits(self, waits: Mapping[str, float]) -> None:
         self.waits = add_waits(self.waits, waits)

@@ -171,6 +171,30 @@ def test_no_leader_for_known_prefix() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("leader", "layout", "source"),
+    [
+        (replace(LEADER, started=False, dispatched=False), make_layout(), "shared"),
+        (replace(LEADER, started=False, dispatched=False, tokens=9000), make_layout(), "restored"),
+        (replace(LEADER, prefilled=299), make_layout(), "shared"),
+        (replace(LEADER, prefilled=0), make_layout(), "restored"),
+        (replace(LEADER, common_tokens=250, prefilled=250), make_layout(), "restored"),
+        (replace(LEADER, prefilled=299), make_layout(has_windows=True), "restored"),
+    ],
+    ids=[
+        "one that will restore the same",
+        "not a long one",
+        "one that has restored the same",
+        "not one that computes it",
+        "not one that shares less",
+        "not one whose windows pass the place at once",
+    ],
+)
+def test_prefix_on_disk_is_restored_once(leader: RunningRequest, layout: KvLayout, source: str) -> None:
+    plan = plan_request(PromptShape(300), [], make_match(299), layout, COSTS, running=[leader])
+    assert (plan.source, plan.reuse) == (source, 299)
+
+
 def test_plan_without_measured_rates() -> None:
     assert plan_request(PromptShape(300), [], make_match(200), make_layout(), Costs()).source == "restored"
 

@@ -79,7 +79,7 @@ class _TemplateChecker:
 
     def render_tokens(self, *messages: Message, **body: Any) -> list[int]:
         """Token ids of a conversation.  Raises BadRequestError where the template refuses it."""
-        return self._renderer.render("chat", {"messages": list(messages), **body}).tokens
+        return self._renderer.render("chat", {"messages": list(messages), **body}).tokens.tolist()
 
     def check_rendered(self, what: str, needle: str, *messages: Message, **body: Any) -> bool:
         """True where the rendered conversation has `needle`; adds a warning otherwise."""

@@ -26,6 +26,7 @@ from warmline_backend.model.model import MEMORY_SHARE, ServedModel, compute_memo
 from warmline_backend.model.step_memory import DEPTH_MAX, count_heads, fit_tokens, reckon_step_memory
 from warmline_backend.request.params import GenerationParams
 from warmline_backend.scheduler.capacity import sequence_tokens_max
+from warmline_common.protocol.tokens import TokenArray
 from warmline_common.storage import disk
 
 log = logging.getLogger(__name__)
@@ -144,7 +145,9 @@ def _time_and_record(served: ServedModel, lengths: Sequence[int], rates: Rates) 
 
 
 def _time_once(served: ServedModel, lengths: Sequence[int]) -> ChunkTiming:
-    prompt = [n * 7919 % served.vocabulary_size for n in range(sum(lengths) + 1)]  # varied tokens, for all experts
+    prompt = TokenArray(
+        n * 7919 % served.vocabulary_size for n in range(sum(lengths) + 1)
+    )  # varied tokens, for all experts
     params = GenerationParams(max_tokens=1)
     request = GenerationRequest("prefill step", prompt, params, lambda _: None, leaves_resident=False)
     sequence = sequences.Sequence(request, served.make_kv(journals=False), served)

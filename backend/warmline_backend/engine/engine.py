@@ -7,17 +7,18 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import mlx.core as mx
+import msgspec
 
 from warmline_backend.generation.step_stats import StepStats
 from warmline_backend.model.model import ServedModel
 from warmline_backend.scheduler.scheduler import Scheduler
 from warmline_common.logging import describe_error
 from warmline_common.measurement.recent_durations import WorkDuration
-from warmline_common.protocol.messages import LOADING, PrefillRate, Resident
+from warmline_common.protocol.messages import LOADING, PrefillRate
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +49,11 @@ class Heartbeat:
         return time.monotonic() - self.step_started_at if self.is_busy else 0.0
 
 
-@dataclass(frozen=True)
-class EngineSnapshot:
-    """State of the engine after its last turn or once at rest; read by any thread without waiting."""
+class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """State of the engine after its last turn or once at rest; read by any thread without waiting.
+
+    One is made after each step and command, so all of it is at hand then, and none of it grows with what is kept.
+    """
 
     running: int = 0
     queued: int = 0
@@ -58,8 +61,8 @@ class EngineSnapshot:
     resident_bytes: int = 0
     memory_budget_bytes: int = 0
     generation: int = 0
-    prefill_rates: list[PrefillRate] = field(default_factory=list)
-    chunk_durations: list[WorkDuration] = field(default_factory=list)
+    prefill_rates: list[PrefillRate] = []
+    chunk_durations: list[WorkDuration] = []
     decode_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
     restore_bytes_per_s: float = 0.0
@@ -70,9 +73,9 @@ class EngineSnapshot:
     memory_cache_bytes: int = 0  # freed buffers that mlx keeps
     memory_peak_bytes: int = 0
     bytes_unaccounted: int = 0
-    step_stats: StepStats = field(default_factory=StepStats)
+    step_stats: StepStats = msgspec.field(default_factory=StepStats)
     keepalive_steps: int = 0
-    residents: list[Resident] = field(default_factory=list)
+    residents: int = 0  # their listing is `Engine.residents`
 
 
 class Engine(threading.Thread):
@@ -258,5 +261,5 @@ class Engine(threading.Thread):
             bytes_unaccounted=active - weights - resident_bytes - running,
             step_stats=scheduler.step_stats.copy(),
             keepalive_steps=scheduler.keepalive_steps,
-            residents=residents.list_residents(),
+            residents=len(residents),
         )

@@ -9,6 +9,7 @@ from warmline_backend.kv_cache.byte_buffers import DTYPE_NAMES
 from warmline_backend.kv_cache.kv import KV, NamedArrays, RowsUnavailableError, leaf_of
 from warmline_backend.kv_cache.segment_io import RawTensor, TensorStream, expose_bytes
 from warmline_backend.scheduler.scheduler import Scheduler
+from warmline_common.protocol.tokens import TokenArray
 
 SLICE_S_MAX = 0.02  # about a decode step of a large model; a slice has one leaf at least
 SLICE_BYTES_MAX = 64 << 20  # likewise; two slices are in memory at a time
@@ -28,7 +29,7 @@ class SaveSlices:
     def __init__(self, engine: Engine, find_kv: KvFinder, read_leaves: LeafReader, start: int, end: int) -> None:
         self._engine, self._find_kv, self._read_leaves = engine, find_kv, read_leaves
         self._start, self._end = start, end
-        self.tokens: list[int] = []  # [0, end)
+        self.tokens = TokenArray()  # [0, end)
         self._shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._leaves: list[str] = []  # not copied yet, in the order of the file
         self._slice: dict[str, RawTensor] = {}

@@ -19,6 +19,7 @@ from warmline_backend.request.params import GenerationParams
 from warmline_backend.scheduler.capacity import sequence_tokens_max
 from warmline_backend.scheduler.decode_group import DecodeGroup
 from warmline_backend.scheduler.scheduler import SchedulerSettings
+from warmline_common.protocol.tokens import TokenArray
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class _WarmUpRunner:
         return sequence
 
     def _make_sequence(self, prompt_tokens: int, *, sampled: bool) -> Sequence:
-        prompt = [1 + n % (self.served.vocabulary_size - 1) for n in range(prompt_tokens + 1)]
+        prompt = TokenArray(1 + n % (self.served.vocabulary_size - 1) for n in range(prompt_tokens + 1))
         sampling = {"temperature": 1.0, "top_p": 0.9, "seed": 0} if sampled else {}
         params = GenerationParams(max_tokens=DECODE_STEPS, ignore_eos=True, **sampling)  # type: ignore[arg-type]
         request = GenerationRequest("warm-up", prompt, params, lambda _: None, leaves_resident=False)

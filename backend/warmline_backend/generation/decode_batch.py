@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationBatch
+from mlx_lm.models.cache import TokenBuffer
 
 from warmline_backend.structured_output.matcher import Matcher
 
@@ -13,10 +14,15 @@ class DecodeBatch(GenerationBatch):  # type: ignore[misc]  # mlx-lm has no types
     the masks have to be ready.
     """
 
+    _token_context: list[TokenBuffer]  # by row
+
     def __init__(self, matchers: list[Matcher | None], model: object, uids: list[str], *rest: object) -> None:
         pairs = zip(uids, matchers, strict=True)
         self._matcher_by_uid = {uid: matcher for uid, matcher in pairs if matcher is not None}
         super().__init__(model, uids, *rest)
+        # Only processors read the tokens before: without any, no copy is kept.
+        processors = zip(self._token_context, self.logits_processors, strict=True)
+        self._token_context = [context if each else TokenBuffer() for context, each in processors]
 
     def extend(self, batch: "DecodeBatch") -> None:
         self._matcher_by_uid |= batch._matcher_by_uid

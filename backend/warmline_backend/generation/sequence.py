@@ -24,7 +24,7 @@ from warmline_backend.output.parser import OutputParser
 from warmline_backend.request.params import GenerationParams
 from warmline_backend.structured_output.matcher import Matcher
 from warmline_common.protocol.messages import FirstLogits, GenerationResult, Timings
-from warmline_common.protocol.tokens import pack_tokens
+from warmline_common.protocol.tokens import TokenArray, pack_tokens
 from warmline_common.protocol.waits import STEP, TURNS
 
 # Distance of chunk ends that only followers need: each costs a state and a short chunk, while the tokens between two
@@ -53,7 +53,7 @@ class GenerationRequest(GenerationOptions):
     """A validated request to the engine."""
 
     id: str
-    prompt: list[int]
+    prompt: TokenArray
     params: GenerationParams
     listener: EventListener
     matcher: Matcher | None = None  # grammar of the answer, with the state of this run
@@ -123,7 +123,7 @@ class Sequence:
         return len(self.request.prompt) + self.answer_tokens_max
 
     @property
-    def all_tokens(self) -> list[int]:
+    def all_tokens(self) -> TokenArray:
         """Tokens that it computes: the prompt, and the answer as far as it is sent."""
         return max(self.request.prompt, self.kv.tokens[: self.sent_length], key=len)
 
@@ -270,7 +270,7 @@ class Sequence:
         """Tokens of the next chunk, of at most `step`."""
         start, end = self.kv.length, self.find_next_chunk_end(step)
         self._capture_rollback_point()
-        return self.inputs[start:end]
+        return list(self.inputs[start:end])
 
     def complete_chunk(self) -> None:
         """Keep the rows and the state of a computed chunk for a save."""
@@ -384,7 +384,7 @@ def make_decode_batch(sequences: list[Sequence]) -> DecodeBatch:
         [sequence.request.id for sequence in sequences],
         mx.array([sequence.inputs[-1] for sequence in sequences]),
         sequences[0].kv.layers,
-        [sequence.kv.tokens for sequence in sequences],
+        [sequence.kv.tokens.ids for sequence in sequences],  # to append to
         list(samplers),
         greedy_sampler,
         list(processors),
@@ -398,7 +398,7 @@ def prefill_last_chunks(sequences: list[Sequence]) -> None:
 
     Where an exception is raised, nothing has changed.
     """
-    chunks = [sequence.inputs[sequence.kv.length : -1] for sequence in sequences]
+    chunks = [list(sequence.inputs[sequence.kv.length : -1]) for sequence in sequences]
     prefill_batch(sequences[0].served.model, [sequence.kv for sequence in sequences], chunks)
 
 

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 # A decode step of a small model takes a millisecond, a chunk of a large one minutes.
@@ -64,4 +64,14 @@ class StepStats:
         self.decode_seconds.add(seconds)
 
     def copy(self) -> "StepStats":
-        return replace(self, **{name: value.copy() for name, value in vars(self).items() if not isinstance(value, int)})
+        return StepStats(
+            self.chunk_seconds.copy(),
+            self.decode_seconds.copy(),
+            self.command_seconds.copy(),
+            self.batch_sizes.copy(),
+            self.finish_counts.copy(),
+            self.prefilled_tokens,
+            self.decoded_tokens,
+            self.redraws,
+            self.failed_steps,
+        )

@@ -11,6 +11,7 @@ from mlx.utils import tree_reduce
 
 from warmline_backend.kv_cache.chunk_draft import compute_chunk, evaluate_chunk_by_layers, reserve_rows
 from warmline_backend.kv_cache.codecs import CacheLayout, CacheLeaf, CausalKVCache, CodecKind, Fields, flatten, rebuild
+from warmline_common.protocol.tokens import TokenArray
 
 LAST_CHECKPOINTS_COUNT = 3  # kept besides the first (end of system and tools): where a next turn may diverge
 BUFFER_RATIO_MAX = 1.25  # buffer rows / rows of a KV whose buffers were shrunk
@@ -44,7 +45,7 @@ class KV:
     """
 
     layout: CacheLayout
-    tokens: list[int]
+    tokens: TokenArray
     layers: list[Any]  # batched form
     journal: list[tuple[int, int, NamedArrays]] = field(default_factory=list)
     checkpoints: dict[int, NamedArrays] = field(default_factory=dict)
@@ -57,7 +58,7 @@ class KV:
     rewind_points: list[RewindPoint] = field(default_factory=list)  # ascending, while an answer may be drawn again
 
     @classmethod
-    def from_leaves(cls, layout: CacheLayout, tokens: list[int], leaves: Iterator[Any]) -> "KV":
+    def from_leaves(cls, layout: CacheLayout, tokens: TokenArray, leaves: Iterator[Any]) -> "KV":
         """Make a KV of leaves in batched form, in flattened order; all its rows count as saved."""
         return cls(layout, tokens, rebuild(layout.template, leaves), journal_until=len(tokens))
 
@@ -199,7 +200,7 @@ class KV:
         if position:
             self._roll_back(position)
         else:
-            self.layers, self.index, self.tokens = self.layout.make_empty_cache(), 0, []
+            self.layers, self.index, self.tokens = self.layout.make_empty_cache(), 0, TokenArray()
             self.journal_until = 0
             self._copy_history_below(0, self)
 

@@ -5,10 +5,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import chain
 
 from warmline_backend.kv_cache.kv import KV
+from warmline_backend.kv_cache.resident_listing import ResidentListing
 from warmline_common.protocol.messages import Resident
-from warmline_common.protocol.tokens import pack_tokens
+from warmline_common.protocol.tokens import TokenArray, pack_tokens
 
 RESTORE_LEASE_S = 20.0  # time for a restored resident's request to arrive
 UNSAVED_LEASE_S = 60.0  # time for the save of an ended request's resident; each piece written renews it
@@ -26,7 +28,6 @@ class ResidentMismatchError(Exception):
 @dataclass
 class _Entry:
     kv: KV
-    packed_tokens: bytes  # its tokens, u32le
     bytes_held: int
     root: bytes = b""
     leased_until: float = 0.0  # time.monotonic()
@@ -38,28 +39,27 @@ class _Entry:
 
 
 class Residents:
-    """Residents by id, under a byte budget.
+    """Residents by id, under a byte budget.  What a call costs does not grow with their number, but for evictions.
 
-    `generation` grows by one with each eviction (not with deletions that were asked for).
+    `generation` grows by one with each eviction (not with deletions that were asked for).  Other threads read the
+    `listing`.
     """
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.generation = 0
-        self._entries: dict[str, _Entry] = {}  # oldest first
-        self._rank: dict[str, int] = {}  # eviction order: the lowest goes first
+        self.listing = ResidentListing()
+        self.bytes_held = 0
+        self._entries: dict[str, _Entry] = {}  # least recently used first
+        self._leased: dict[str, None] = {}  # those that may have a lease
+        self._ranked: dict[str, None] = {}  # to be evicted first, in this order
         self._resident_by_request: OrderedDict[str, str] = OrderedDict()  # by the id of the request that left it
-        self._listing: list[Resident] | None = None  # until the table changes
 
     def __contains__(self, resident_id: str) -> bool:
         return resident_id in self._entries
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    @property
-    def bytes_held(self) -> int:
-        return sum(entry.bytes_held for entry in self._entries.values())
 
     def find_kv(self, resident_id: str) -> KV | None:
         entry = self._entries.get(resident_id)
@@ -77,8 +77,20 @@ class Residents:
         """
         resident_id = secrets.token_hex(8)
         until = time.monotonic() + lease_s
-        self._entries[resident_id] = _Entry(kv, pack_tokens(kv.tokens), kv.nbytes, root, until)
-        self._listing = None
+        entry = self._entries[resident_id] = _Entry(kv, kv.nbytes, root, until)
+        self.bytes_held += entry.bytes_held
+        self._leased[resident_id] = None
+        self.listing.add(
+            Resident(
+                id=resident_id,
+                tokens=kv.length,
+                positions=kv.positions(),
+                bytes_held=entry.bytes_held,
+                last_used=entry.last_used,
+                ids=pack_tokens(kv.tokens),
+                root=root,
+            )
+        )
         if request_id:
             self._resident_by_request.pop(request_id, None)
             self._resident_by_request[request_id] = resident_id
@@ -94,13 +106,17 @@ class Residents:
     def mark_saved(self, resident_id: str, *, whole: bool) -> None:
         """Recount a resident after a save; where the `whole` of it is on disk, its lease ends."""
         if (entry := self._entries.get(resident_id)) is not None:
+            self.bytes_held += entry.kv.nbytes - entry.bytes_held
             entry.bytes_held = entry.kv.nbytes
             if whole:
                 entry.leased_until = 0.0
-            self._listing = None
+            self._update_listing(resident_id, entry)
+
+    def _update_listing(self, resident_id: str, entry: _Entry) -> None:
+        self.listing.update(resident_id, bytes_held=entry.bytes_held, last_used=entry.last_used)
 
     def take(
-        self, resident_id: str, prompt: list[int], reuse_tokens: int, copy_resident: bool, root: bytes = b""
+        self, resident_id: str, prompt: TokenArray, reuse_tokens: int, copy_resident: bool, root: bytes = b""
     ) -> KV:
         """Return a KV of exactly `prompt[:reuse_tokens]` for a new owner.
 
@@ -119,90 +135,100 @@ class Residents:
         if kv.tokens[:reuse_tokens] != prompt[:reuse_tokens]:
             problem = f"resident {resident_id} holds other tokens than the prompt's first {reuse_tokens}"
             raise ResidentMismatchError(problem)
-        entry.leased_until, entry.last_used, self._listing = 0.0, time.time(), None
+        entry.leased_until, entry.last_used = 0.0, time.time()
         if copy_resident:
             self._entries[resident_id] = self._entries.pop(resident_id)
+            self._update_listing(resident_id, entry)
             return kv.fork(reuse_tokens)
-        del self._entries[resident_id]
+        self._remove(resident_id)
         kv.truncate(reuse_tokens)
         return kv
 
+    def _remove(self, resident_id: str) -> int:
+        """Remove a resident; returns the bytes that it held."""
+        entry = self._entries.pop(resident_id)
+        self._leased.pop(resident_id, None)
+        self._ranked.pop(resident_id, None)
+        self.bytes_held -= entry.bytes_held
+        self.listing.remove(resident_id)
+        return entry.bytes_held
+
     def delete(self, resident_id: str) -> bool:
         """Delete a resident on request; False where there is none."""
-        self._listing = None
-        return self._entries.pop(resident_id, None) is not None
+        if resident_id not in self._entries:
+            return False
+        self._remove(resident_id)
+        return True
 
     def delete_all(self, except_ids: Collection[str] = ()) -> None:
         """Delete all residents, also leased ones; `except_ids` are ids of residents, or of requests that left one."""
         by_request = self._resident_by_request
         kept_ids = {*except_ids, *(name for left_by, name in by_request.items() if left_by in except_ids)}
-        self._entries = {name: entry for name, entry in self._entries.items() if name in kept_ids}
-        self._rank.clear()
+        for resident_id in self._entries.keys() - kept_ids:
+            self._remove(resident_id)
+        self._ranked.clear()
         self._resident_by_request = OrderedDict(item for item in by_request.items() if item[1] in kept_ids)
-        self._listing = None
 
-    def set_eviction_order(self, evict_first: list[str]) -> None:
-        """Set which to evict first; the others go after these, least recently used first."""
-        self._rank = {resident_id: rank for rank, resident_id in enumerate(evict_first)}
+    def set_eviction_order(self, evict_first: list[str], *, extends: bool = False) -> None:
+        """Set which to evict first; the others go after these, least recently used first.  Their leases end.
+
+        The order is new, or follows the earlier one where it `extends` that.
+        """
+        if not extends:
+            self._ranked.clear()
         for resident_id in evict_first:
             if (entry := self._entries.get(resident_id)) is not None:
                 entry.leased_until = 0.0
+                self._ranked.setdefault(resident_id)
 
     @property
     def has_leased(self) -> bool:
         """True where some residents will become evictable soon: when they are taken or saved, or their lease ends."""
-        return any(entry.is_leased for entry in self._entries.values())
+        return bool(self._list_leased())
+
+    def _list_leased(self) -> list[str]:
+        """Ids with a lease; ended leases are forgotten."""
+        self._leased = {each: None for each in self._leased if self._entries[each].is_leased}
+        return list(self._leased)
 
     def make_room(self, bytes_needed: int, *, except_id: str = "") -> bool:
         """Evict unleased residents except `except_id` until at most `budget - bytes_needed` is held.
 
         False, with none evicted, where that is impossible.
         """
-        if not self.can_make_room(bytes_needed, except_id=except_id):
+        if (chosen := self._choose_evictions(bytes_needed, except_id)) is None:
             return False
-        held, target = self.bytes_held, self.budget_bytes - bytes_needed
-        if held > target:
-            ranks, entries = self._rank, self._entries
-            evictable = self._list_evictable(except_id)
-            for each in sorted(evictable, key=lambda each: (ranks.get(each, len(ranks)), entries[each].last_used)):
-                if held <= target:
-                    break
-                held -= self._evict(each)
+        for resident_id in chosen:
+            self._evict(resident_id)
         return True
 
     def can_make_room(self, bytes_needed: int, *, except_id: str = "", only_ranked: bool = False) -> bool:
         """True where `make_room` would succeed, or would by evicting only ranked ones; nothing is evicted."""
-        ids = [each for each in self._list_evictable(except_id) if not only_ranked or each in self._rank]
-        evictable = sum(self._entries[resident_id].bytes_held for resident_id in ids)
-        return self.bytes_held - evictable <= self.budget_bytes - bytes_needed
+        return self._choose_evictions(bytes_needed, except_id, only_ranked) is not None
+
+    def _choose_evictions(self, bytes_needed: int, except_id: str, only_ranked: bool = False) -> list[str] | None:
+        """Ids to evict, in that order; None where too little may be evicted."""
+        excess = self.bytes_held - (self.budget_bytes - bytes_needed)
+        if excess <= 0:
+            return []
+        kept = {*self._list_leased(), except_id} & self._entries.keys()
+        if self.bytes_held - sum(self._entries[each].bytes_held for each in kept) < excess:
+            return None
+        chosen = []
+        others = () if only_ranked else (each for each in self._entries if each not in self._ranked)
+        for resident_id in chain(self._ranked, others):
+            if excess <= 0:
+                break
+            if resident_id not in kept:
+                chosen.append(resident_id)
+                excess -= self._entries[resident_id].bytes_held
+        return chosen if excess <= 0 else None
 
     def evict_unleased(self) -> None:
         """Evict all that may go, even where that makes too little room."""
-        for resident_id in self._list_evictable():
+        for resident_id in self._entries.keys() - self._list_leased():
             self._evict(resident_id)
 
-    def _list_evictable(self, except_id: str = "") -> list[str]:
-        return [each for each, entry in self._entries.items() if not (entry.is_leased or each == except_id)]
-
-    def _evict(self, resident_id: str) -> int:
-        """Evict a resident; returns the bytes that it held."""
+    def _evict(self, resident_id: str) -> None:
         self.generation += 1
-        self._listing = None
-        return self._entries.pop(resident_id).bytes_held
-
-    def list_residents(self) -> list[Resident]:
-        """All residents with their tokens; a shared list, rebuilt only after changes, not to be modified."""
-        if self._listing is None:
-            self._listing = [
-                Resident(
-                    id=resident_id,
-                    tokens=entry.kv.length,
-                    positions=entry.kv.positions(),
-                    bytes_held=entry.bytes_held,
-                    last_used=entry.last_used,
-                    ids=entry.packed_tokens,
-                    root=entry.root,
-                )
-                for resident_id, entry in self._entries.items()
-            ]
-        return self._listing
+        self._remove(resident_id)

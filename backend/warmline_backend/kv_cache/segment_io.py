@@ -26,7 +26,7 @@ from warmline_backend.kv_cache.codecs import CacheLayout, CodecKind, round_up_to
 from warmline_backend.kv_cache.kv import KV, NamedArrays, select_fields
 from warmline_backend.kv_cache.tensor_reader import ReadStats, TensorReader
 from warmline_common.protocol.messages import CheckpointRef, SavedFile, SegmentRef
-from warmline_common.protocol.tokens import TOKEN_BYTES, count_common_tokens, prefix_digests, unpack_tokens
+from warmline_common.protocol.tokens import TOKEN_BYTES, TokenArray, count_common_tokens, prefix_digests
 from warmline_common.storage import disk, segment_file
 from warmline_common.storage.segment_file import FileMeta, SegmentFileError, SegmentHeader
 from warmline_common.storage.segment_writer import SegmentWriter
@@ -158,7 +158,7 @@ class LoadedChain:
         built = (
             leaf.codec.build(select_fields(arrays, leaf.name), self.position, leaf.template) for leaf in layout.leaves
         )
-        kv = KV.from_leaves(layout, unpack_tokens(self.tokens), built)
+        kv = KV.from_leaves(layout, TokenArray.from_bytes(self.tokens), built)
         if state:
             kv.checkpoints[self.position] = state
         mx.eval([layer.state for layer in kv.layers], list(state.values()))

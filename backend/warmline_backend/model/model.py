@@ -21,6 +21,7 @@ from warmline_backend.kv_cache.codecs import CacheLayout, CodecKind, flatten
 from warmline_backend.kv_cache.kv import KV, layers_nbytes, select_fields
 from warmline_backend.model.loader import ModelError, load_lazy_model
 from warmline_common.protocol.messages import KvLayout
+from warmline_common.protocol.tokens import TokenArray
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class ServedModel(KvSizes):
         return tokens * self.row_bytes + self.state_bytes
 
     def make_kv(self, *, journals: bool, grid: int = 0) -> KV:
-        return KV(self.layout, [], self.layout.make_empty_cache(), journal_enabled=journals, grid=grid)
+        return KV(self.layout, TokenArray(), self.layout.make_empty_cache(), journal_enabled=journals, grid=grid)
 
     def describe_layout(self, grid: int = 0) -> KvLayout:
         layout = self.layout

@@ -32,7 +32,7 @@ def make_expected_output(
     return ExpectedOutput(
         has_parts=True,
         # Unknown where the template opens the reasoning in the user's message.
-        tail=rendered.tail or str(tokenizer.decode(rendered.tokens[-_TAIL_TOKENS:])),
+        tail=rendered.tail or str(tokenizer.decode(list(rendered.tokens[-_TAIL_TOKENS:]))),
         tools=None if body.get("tool_choice") == "none" else rendered.tools,
         parallel=parse_parallel_tool_calls(Fields(body)),
         is_constrained=parse_text_format(body) is not None,

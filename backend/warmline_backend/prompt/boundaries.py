@@ -5,31 +5,52 @@ that: templates that rewrite earlier turns give fewer ends, never wrong ones.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
+from warmline_backend.prompt.message_ends import MessageEndCache, TextHasher, describe_text, hash_messages
 from warmline_backend.prompt.messages import ChatConversation
 from warmline_backend.prompt.template_traits import Message
 from warmline_common.protocol.tokens import count_common_chars
 
 MESSAGES_ALL_MAX = 16  # up to so many, every message's end is looked for; beyond, only the last ones'
 MESSAGES_LAST = 8
+BEFORE_USER = b"user"  # of a key, for a beginning that a user's message follows
 TURNS_LAST = 2  # and the answers to as many users' messages: from there on templates leave out reasoning
 
 
 @dataclass(frozen=True)
 class RenderedConversation:
-    """A conversation and its text; `render_prefix` gives "" where the template refuses."""
+    """A conversation and its text; `render_prefix` gives "" where the template refuses.
+
+    `known_ends`: of conversations of the same `root`.
+    """
 
     conversation: ChatConversation
     text: str
     render_prefix: Callable[[list[Message]], str]
+    known_ends: MessageEndCache = field(default_factory=MessageEndCache)
+    root: bytes = b""
+
+    @cached_property
+    def _keys(self) -> list[bytes]:
+        """Hashes of the conversation's beginnings, by the number of their messages."""
+        conversation = self.conversation
+        return hash_messages(self.root, [conversation.tools, conversation.kwargs], conversation.messages)
+
+    @cached_property
+    def _hasher(self) -> TextHasher:
+        return TextHasher(self.text)
 
     @cached_property
     def turn_end(self) -> int:
         """Offset up to which the prompt is the same without a generation prompt (or the message to continue)."""
         closed = [item.message for item in self.conversation.complete_items]
-        return count_common_chars(self.render_prefix(closed), self.text) if closed else 0
+        if not closed:
+            return 0
+        prefix = self.render_prefix(closed)
+        self.known_ends.add(self._keys[len(closed)], describe_text(prefix))  # the next turn asks for it
+        return count_common_chars(prefix, self.text)
 
     @property
     def tail(self) -> str:
@@ -42,9 +63,11 @@ class RenderedConversation:
         if system or self.conversation.tools:
             ends[system] = self._find_system_end()
         for count in _select_message_counts(self.conversation):
-            prefix = self.render_prefix(messages[:count])
-            if self.text.startswith(prefix):
-                ends[count] = len(prefix)
+            if (end := self.known_ends.find(self._keys[count])) is None:
+                end = describe_text(self.render_prefix(messages[:count]))
+                self.known_ends.add(self._keys[count], end)
+            if self._hasher.begins_with(end):
+                ends[count] = end.chars
         return ends
 
     def find_rewritten_ends(self, known_ends: dict[int, int]) -> dict[int, int]:
@@ -62,10 +85,13 @@ class RenderedConversation:
             return {}
         ends = {}
         for count in rewritten:
-            text = self._render_before_user(count)
-            end = len(text) - (len(followed) - len(start))
-            if end > 0 and self.text.startswith(text[:end]):
-                ends[count] = end
+            key = self._keys[count] + BEFORE_USER
+            if (end := self.known_ends.find(key)) is None:
+                text = self._render_before_user(count)
+                end = describe_text(text[: max(0, len(text) - (len(followed) - len(start)))])
+                self.known_ends.add(key, end)
+            if end.chars and self._hasher.begins_with(end):
+                ends[count] = end.chars
         return ends
 
     def _render_before_user(self, count: int, word: str = "a") -> str:

@@ -81,15 +81,23 @@ class RenderLimits:
         if self.tokens_max and count > self.tokens_max:
             raise PromptTooLongError(count, is_exact=True)
 
-    def check_text(self, text: str, encode: Callable[[str], list[int]]) -> None:
-        """Raise PromptTooLongError for a text of many more tokens than the limit, and RenderCancelledError."""
-        if len(text) <= PIECE_CHARS or not self.tokens_max:
+    def check_text(self, text: str, encode: Callable[[str], list[int]], tokens_before: int = 0) -> None:
+        """Raise PromptTooLongError for a text of many more tokens than the limit, and RenderCancelledError.
+
+        `tokens_before`: tokens of the same prompt that are known.
+        """
+        self.cancellation.check()
+        if not self.tokens_max:
             return
-        size = len(text.encode(errors="replace"))
-        if size <= BYTES_PER_TOKEN * self.tokens_max:
+        if tokens_before > EXCESS_FACTOR * self.tokens_max:
+            raise PromptTooLongError(tokens_before, is_exact=False)
+        if len(text) <= PIECE_CHARS:
             return
-        factor = EXCESS_FACTOR if size <= DENSE_BYTES_PER_TOKEN * self.tokens_max else 1
-        counted = 0
+        size, room = len(text.encode(errors="replace")), max(0, self.tokens_max - tokens_before)
+        if size <= BYTES_PER_TOKEN * room:
+            return
+        factor = EXCESS_FACTOR if size <= DENSE_BYTES_PER_TOKEN * room else 1
+        counted = tokens_before
         for start in range(0, len(text), PIECE_CHARS):
             self.cancellation.check()
             counted += max(0, len(encode(text[start : start + PIECE_CHARS])) - CUT_TOKENS)

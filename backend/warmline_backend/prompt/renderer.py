@@ -8,11 +8,10 @@ import inspect
 import json
 import logging
 import re
-import threading
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from functools import lru_cache, partial
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -21,11 +20,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
 from warmline_backend.prompt.boundaries import RenderedConversation
+from warmline_backend.prompt.message_ends import MessageEndCache
 from warmline_backend.prompt.messages import ROLES, ChatConversation, extract_reasoning, parse_conversation
 from warmline_backend.prompt.render_limits import RenderLimits
-from warmline_backend.prompt.replay import TokenizedText, ToolCallReplayer, TurnParser, splice_tokens
+from warmline_backend.prompt.replay import ToolCallReplayer, TurnParser, splice_tokens
 from warmline_backend.prompt.template_traits import Message, TemplateTraits, is_quoted, probe_template
-from warmline_backend.prompt.tokenizer_process import TokenizerProcessError, tokenize_in_process
+from warmline_backend.prompt.tokenization.text_tokenizer import TextTokenizer, Tokens
 from warmline_backend.prompt.tool_definitions import complete_tool
 from warmline_backend.request.field_names import explain_missing_field
 from warmline_backend.request.params import BadRequestError, FieldError, Tools, format_json_type
@@ -33,11 +33,11 @@ from warmline_common.process.redaction import PLACEHOLDER, is_field_name, quote_
 from warmline_common.protocol.messages import MessageEnd, SampledTurn
 from warmline_common.protocol.numbers import convert_integer
 from warmline_common.protocol.surrogates import replace_halves
+from warmline_common.protocol.tokens import TokenArray
 
 log = logging.getLogger(__name__)
 
 REPLAY_ATTEMPTS_MAX = 3  # each without the doubtful messages of the last one
-THREAD_CHARS_MAX = 1_000_000  # a longer text is tokenized in a process that can be ended
 ROLES_CACHED_MAX = 64  # that clients invented
 ROLE_CHARS_MAX = 16  # shown of a role, which may be any text
 _ERROR_CHARS_MAX = 500
@@ -61,7 +61,7 @@ class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     prompt (and whatever the template puts behind it); 0 where unknown, as for completions.
     """
 
-    tokens: list[int]
+    tokens: TokenArray
     boundaries: list[int] = []
     turn_end: int = 0
     messages: list[MessageEnd] = []
@@ -71,9 +71,6 @@ class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 class TemplateRenderer:
     """Renderer for any number of threads at once.
-
-    Hugging Face's fast tokenizers may be shared by threads as long as truncation, padding and special tokens stay; they
-    set these themselves, lazily, in a first call, which is made here.  Slow ones get a lock.
 
     `template_args` are arguments of a chat's template that a request does not set.  Raises ValueError where the
     template refuses them.  `parse_turn` parses sampled tokens as an answer; without it none are replayed.
@@ -89,11 +86,8 @@ class TemplateRenderer:
         self._wrapper = tokenizer
         self._tokenizer: Any = tokenizer._tokenizer  # the wrapper forwards no __call__
         self._vocabulary_size = vocabulary_size or len(tokenizer)
-        fast = bool(self._tokenizer.is_fast)
-        # Some legacy classes rewrite the text in `encode` alone; offsets are then offsets into another text.
-        self._has_offsets = fast and type(self._tokenizer).encode is PreTrainedTokenizerBase.encode
-        self._lock = nullcontext() if fast else threading.Lock()
-        self._tokenize("a", RenderLimits())
+        self._text_tokenizer = TextTokenizer(self._tokenizer)
+        self._message_ends = MessageEndCache()
         self._template_args = dict(template_args or {})
         self._template_source = _find_template_source(tokenizer)
         self.traits = TemplateTraits()
@@ -103,9 +97,16 @@ class TemplateRenderer:
         self._replayer = ToolCallReplayer(tokenizer, parse_turn) if parse_turn else None
         self._added_tokens = tuple(self._tokenizer.get_added_vocab())
         # Some put a space before any text, so that a piece by itself has other tokens than within a text.
-        self._can_split_anywhere = self._tokenizer.convert_ids_to_tokens(self._encode("x")) == ["x"]
+        self._can_split_anywhere = self._tokenizer.convert_ids_to_tokens(self._text_tokenizer.encode("x")) == ["x"]
         if self._template_args:
             self._check_template_args()
+
+    def clear_cache(self) -> None:
+        """Drop the texts that were tokenized, their messages' ends, and the answers that were parsed."""
+        self._text_tokenizer.clear_cache()
+        self._message_ends.clear()
+        if self._replayer is not None:
+            self._replayer.clear_cache()
 
     def _check_template_args(self) -> None:
         """Raise ValueError where a greeting is rendered without them and not with them."""
@@ -144,52 +145,59 @@ class TemplateRenderer:
         return is_quoted(role, self._template_source) and marker in self._render_probe(probe, None)
 
     def render(
-        self, endpoint: str, body: object, turns: Sequence[SampledTurn] = (), limits: RenderLimits | None = None
+        self,
+        endpoint: str,
+        body: object,
+        turns: Sequence[SampledTurn] = (),
+        limits: RenderLimits | None = None,
+        root: bytes = b"",
     ) -> RenderedPrompt:
         """Render a "chat" or "completion" body.  Raises BadRequestError, PromptTooLongError, RenderCancelledError.
 
-        `turns`: sampled answers, to be replayed token by token where the body still has them.
+        `turns`: sampled answers, to be replayed token by token where the body still has them.  `root`: namespace of the
+        prompts whose tokens are taken where this one begins as they did.
         """
         if not isinstance(body, dict):
             raise BadRequestError("the body must be a JSON object")
         limits = limits or RenderLimits()
         chat = endpoint == "chat"
-        rendered = self._render_chat(body, turns, limits) if chat else self._render_completion(body, limits)
+        rendered = self._render_chat(body, turns, limits, root) if chat else self._render_completion(body, limits, root)
         if not rendered.tokens:
             raise BadRequestError("the prompt is empty", "messages" if chat else "prompt")
         return rendered
 
-    def _render_completion(self, body: dict[str, Any], limits: RenderLimits) -> RenderedPrompt:
+    def _render_completion(self, body: dict[str, Any], limits: RenderLimits, root: bytes) -> RenderedPrompt:
         prompt = body.get("prompt")
         if prompt is None and (hint := explain_missing_field("prompt", body)):
             raise FieldError("prompt", hint)
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list | str):
             prompt = prompt[0]
         if isinstance(prompt, str) and prompt:
-            limits.check_text(prompt, self._encode)
-            tokens, _ = self._tokenize(replace_halves(prompt), limits, add_special_tokens=True)
+            tokens, _ = self._text_tokenizer.tokenize(replace_halves(prompt), limits, root, add_special_tokens=True)
             return RenderedPrompt(tokens=tokens)
         if isinstance(prompt, list):
             limits.check_ids(len(prompt))
-        tokens = _parse_token_ids(prompt)
-        if not tokens:
+        ids = _parse_token_ids(prompt)
+        if not ids:
             raise FieldError("prompt", "is empty")
-        if min(tokens) < 0 or max(tokens) >= self._vocabulary_size:
+        if min(ids) < 0 or max(ids) >= self._vocabulary_size:
             raise FieldError("prompt", f"has token ids outside 0 to {self._vocabulary_size - 1}")
-        return RenderedPrompt(tokens=tokens)
+        return RenderedPrompt(tokens=TokenArray(ids))
 
-    def _render_chat(self, body: dict[str, Any], turns: Sequence[SampledTurn], limits: RenderLimits) -> RenderedPrompt:
+    def _render_chat(
+        self, body: dict[str, Any], turns: Sequence[SampledTurn], limits: RenderLimits, root: bytes
+    ) -> RenderedPrompt:
         if not self._wrapper.has_chat_template:
             raise BadRequestError("this model has no chat template; use /v1/completions", "messages")
         conversation = self._parse_conversation(body)
         self._refuse_unknown_roles(conversation)
         try:
-            rendered, (tokens, token_at) = self._render_and_tokenize(conversation, turns, limits)
+            rendered, (tokens, token_at) = self._render_and_tokenize(conversation, turns, limits, root)
         except TemplateRefusalError:
             if (completed := self._complete_tools(conversation)) is None:
                 raise
             conversation = completed
-            rendered, (tokens, token_at) = self._render_and_tokenize(conversation, turns, limits)
+            rendered, (tokens, token_at) = self._render_and_tokenize(conversation, turns, limits, root)
         ends, turn_end = rendered.find_message_ends(), rendered.turn_end
         boundaries = {token_at(end) for end in (*ends.values(), turn_end)}
         ends = rendered.find_rewritten_ends(ends) | ends | {len(conversation.complete_items): turn_end}
@@ -228,30 +236,34 @@ class TemplateRenderer:
         return msgspec.structs.replace(conversation, tools=completed)
 
     def _render_and_tokenize(
-        self, conversation: ChatConversation, turns: Sequence[SampledTurn], limits: RenderLimits
-    ) -> tuple[RenderedConversation, TokenizedText]:
-        replayed = self._replay_turns(conversation, turns, limits) if turns and self._has_offsets else None
-        if replayed:
+        self, conversation: ChatConversation, turns: Sequence[SampledTurn], limits: RenderLimits, root: bytes
+    ) -> tuple[RenderedConversation, Tokens]:
+        can_replay = turns and self._text_tokenizer.has_offsets
+        if can_replay and (replayed := self._replay_turns(conversation, turns, limits, root)):
             return replayed
-        rendered = self._render_conversation(conversation, limits)
-        return rendered, self._tokenize(rendered.text, limits)
+        rendered = self._render_conversation(conversation, limits, root)
+        return rendered, self._text_tokenizer.tokenize(rendered.text, limits, root)
 
     def _replay_turns(
-        self, conversation: ChatConversation, turns: Sequence[SampledTurn], limits: RenderLimits
-    ) -> tuple[RenderedConversation, TokenizedText] | None:
+        self, conversation: ChatConversation, turns: Sequence[SampledTurn], limits: RenderLimits, root: bytes
+    ) -> tuple[RenderedConversation, Tokens] | None:
         """The conversation with placeholders, and the tokens in their place; None without a turn to replay."""
         if self._replayer is None:
             return None
         sampled = self._replayer.find_sampled_tokens(conversation, turns)
+
+        def tokenize(text: str, tokens_before: int) -> Tokens:
+            return self._text_tokenizer.tokenize(text, limits, root, tokens_before=tokens_before)
+
         for _ in range(REPLAY_ATTEMPTS_MAX):
             if not sampled:
                 break
             marked = self._replayer.mark_conversation(conversation, sampled)
-            rendered = self._render_conversation(marked.conversation, limits)
+            rendered = self._render_conversation(marked.conversation, limits, root)
             spans, doubtful = self._replayer.find_spans(marked, rendered.text, rendered.tail)
             doubtful |= {span.message_index for span in spans if not self._can_split_at(rendered.text, span.end)}
             if not doubtful:
-                return rendered, splice_tokens(rendered.text, spans, marked, partial(self._tokenize, limits=limits))
+                return rendered, splice_tokens(rendered.text, spans, marked, tokenize)
             sampled = {index: tokens for index, tokens in sampled.items() if index not in doubtful}
         return None
 
@@ -259,7 +271,9 @@ class TemplateRenderer:
         """True where the text after `offset` becomes the same tokens by itself."""
         return self._can_split_anywhere or offset == len(text) or text.startswith(self._added_tokens, offset)
 
-    def _render_conversation(self, conversation: ChatConversation, limits: RenderLimits) -> RenderedConversation:
+    def _render_conversation(
+        self, conversation: ChatConversation, limits: RenderLimits, root: bytes
+    ) -> RenderedConversation:
         options = {"continue_final_message": True} if conversation.continue_final else {}
         try:
             text = self._render_messages(conversation, conversation.messages, conversation.generation_prompt, **options)
@@ -268,13 +282,12 @@ class TemplateRenderer:
             detail = _format_template_error(error, self._template_source)
             fault = f"the model's chat template refuses these messages{arguments}: {detail}"
             raise TemplateRefusalError(fault, "messages") from error
-        limits.check_text(text, self._encode)
 
         def render_prefix(messages: list[Message]) -> str:
             limits.cancellation.check()
             return self._render_prefix(conversation, messages)
 
-        return RenderedConversation(conversation, text, render_prefix)
+        return RenderedConversation(conversation, text, render_prefix, self._message_ends, root)
 
     def _render_messages(
         self, conversation: ChatConversation, messages: list[Message], generation_prompt: bool, **options: object
@@ -284,7 +297,7 @@ class TemplateRenderer:
     def _apply_template(
         self, messages: list[Message], tools: Tools, kwargs: Mapping[str, Any], generation_prompt: bool
     ) -> str:
-        with self._lock:
+        with self._text_tokenizer.lock:
             options = {"tools": tools, "add_generation_prompt": generation_prompt, "tokenize": False, **kwargs}
             return replace_halves(str(self._wrapper.apply_chat_template(messages, **options)))
 
@@ -314,39 +327,6 @@ class TemplateRenderer:
         if reasoning := extract_reasoning(message, self._wrapper.think_start, self._wrapper.think_end):
             return "" if reasoning in rendered else "the template leaves out its reasoning"
         return "it came without reasoning" if conversation.kwargs.get("enable_thinking", True) else ""
-
-    def _tokenize(self, text: str, limits: RenderLimits, add_special_tokens: bool = False) -> TokenizedText:
-        """Token ids, and a function from a character offset to the number of tokens wholly before it."""
-        if not self._has_offsets:
-            return self._encode(text, add_special_tokens), lambda _: 0
-        if len(text) > THREAD_CHARS_MAX:
-            return self._tokenize_in_process(text, limits, add_special_tokens)
-        with self._lock:
-            encoding = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).encodings[0]
-        ids: list[int] = encoding.ids
-
-        def token_at(offset: int) -> int:
-            # Characters without a token (dropped by the tokenizer) belong to the next one.
-            for position in range(offset, len(text)) if offset else ():
-                if (token := encoding.char_to_token(position)) is not None:
-                    return int(token)
-            return len(ids) if offset else 0
-
-        return ids, token_at
-
-    def _tokenize_in_process(self, text: str, limits: RenderLimits, add_special_tokens: bool) -> TokenizedText:
-        kill_on_cancel = limits.cancellation.kill_on_cancel
-        try:
-            ids, ends = tokenize_in_process(self._tokenizer._tokenizer, text, add_special_tokens, kill_on_cancel)
-        except (TokenizerProcessError, OSError) as error:
-            fault = f"the process that tokenizes {len(text)} characters has failed: {error}; shorten the prompt"
-            raise BadRequestError(fault) from error
-        return ids, lambda offset: bisect_right(ends, offset) if offset else 0
-
-    def _encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        with self._lock:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
-        return ids
 
 
 def _parse_token_ids(prompt: object) -> list[int]:

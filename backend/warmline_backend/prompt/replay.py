@@ -4,7 +4,8 @@ A client sends calls back parsed: their spaces, order and escapes are not the mo
 tokens still parse to what the client sends, they stand in the prompt, so that a prompt begins as the last one went on.
 
 The conversation is rendered with placeholders, random words, for such a message's content and the names of its calls.
-They show the place of the tokens; where it is ambiguous the message stays as rendered.
+They are the same in each turn, whose messages are then known (`message_ends`).  They show the place of the tokens;
+where it is ambiguous the message stays as rendered.
 """
 
 import json
@@ -23,14 +24,15 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from warmline_backend.prompt.messages import ChatConversation, decode_arguments
 from warmline_backend.prompt.template_compat import ConversationItem, OriginalMessage
+from warmline_backend.prompt.tokenization.text_tokenizer import Tokens
 from warmline_backend.request.params import Tools
 from warmline_backend.tool_parsers.registry import ToolFormat, detect_tool_format
 from warmline_common.protocol.messages import SampledTurn
-from warmline_common.protocol.tokens import pack_tokens, unpack_tokens
+from warmline_common.protocol.tokens import TokenArray, pack_tokens, unpack_tokens
 
 ParsedTurn = tuple[str, list[tuple[str, str]]]  # content, and the calls' names and arguments as JSON
 TurnParser = Callable[[Sequence[int], Tools], ParsedTurn]  # tokens of an answer, and the prompt's tools
-TokenizedText = tuple[list[int], Callable[[int], int]]  # ids, and how many of them lie wholly before a character
+TokenizeFunction = Callable[[str, int], Tokens]  # of a text, and the number of tokens before it
 
 SHAPES_MAX = 1024
 PARSED_TURNS_MAX = 4096  # cached
@@ -71,6 +73,7 @@ class ToolCallReplayer:
         self._think_end = str(tokenizer.think_end or "")
         self._eos_texts = [str(tokenizer.decode([token])) for token in sorted(tokenizer.eos_token_ids)]
         self._eos_pattern = re.compile("|".join(map(re.escape, filter(None, self._eos_texts))) or r"\Z")
+        self._word = f"w{secrets.token_hex(8)}"  # begins placeholders, the same in each turn of a conversation
         self._verified_shapes: set[str] = set()  # of regions that read as they should
         self._parsed_turns: OrderedDict[bytes, ParsedTurn | None] = OrderedDict()
         self._parsed_turns_bytes = 0
@@ -107,6 +110,12 @@ class ToolCallReplayer:
         """Strip reasoning that some clients send before the content."""
         return content.rpartition(self._think_end)[2] if self._think_end else content
 
+    def clear_cache(self) -> None:
+        """Drop the answers that were parsed."""
+        with self._lock:
+            self._parsed_turns.clear()
+            self._parsed_turns_bytes = 0
+
     def _parse_cached(self, sampled: list[int], tools: Tools, tools_key: bytes) -> ParsedTurn | None:
         key = tools_key + pack_tokens(sampled)
         with self._lock:
@@ -129,7 +138,7 @@ class ToolCallReplayer:
 
     def mark_conversation(self, conversation: ChatConversation, sampled: dict[int, list[int]]) -> MarkedConversation:
         """Put placeholders into the messages with sampled tokens."""
-        word, items = f"w{secrets.token_hex(8)}", list(conversation.items)
+        word, items = self._word, list(conversation.items)
         for index in sampled:
             items[index] = self._mark_item(items[index], index, word)
         return MarkedConversation(
@@ -283,14 +292,14 @@ def _is_equal(a: Any, b: Any) -> bool:
 
 
 def splice_tokens(
-    text: str, spans: list[SampledSpan], marked: MarkedConversation, tokenize: Callable[[str], TokenizedText]
-) -> TokenizedText:
+    text: str, spans: list[SampledSpan], marked: MarkedConversation, tokenize: TokenizeFunction
+) -> Tokens:
     """Tokenize the text, with sampled tokens for the spans.  Offsets are of the marked text."""
-    ids: list[int] = []
+    ids = TokenArray()
     starts: list[int] = []  # characters at which the parts below begin
     parts: list[Callable[[int], int]] = []
 
-    def add_part(start: int, tokens: list[int], token_at: Callable[[int], int]) -> None:
+    def add_part(start: int, tokens: Iterable[int], token_at: Callable[[int], int]) -> None:
         base = len(ids)
         starts.append(start)
         parts.append(lambda offset: base + token_at(offset - start))
@@ -298,22 +307,23 @@ def splice_tokens(
 
     position = 0
     for span in spans:
-        add_part(position, *_tokenize_restored(text[position : span.start], marked, tokenize))
+        add_part(position, *_tokenize_restored(text[position : span.start], len(ids), marked, tokenize))
         add_part(span.start, span.tokens, lambda _: 0)
         position = span.end
-    add_part(position, *_tokenize_restored(text[position:], marked, tokenize))
+    add_part(position, *_tokenize_restored(text[position:], len(ids), marked, tokenize))
     return ids, lambda offset: parts[bisect_right(starts, offset) - 1](offset)
 
 
 def _tokenize_restored(
-    marked_text: str, marked: MarkedConversation, tokenize: Callable[[str], TokenizedText]
-) -> TokenizedText:
+    marked_text: str, tokens_before: int, marked: MarkedConversation, tokenize: TokenizeFunction
+) -> Tokens:
     """Tokenize a piece of text with its placeholders resolved.  Offsets are of the marked text."""
     if not marked_text:
-        return [], lambda _: 0
+        return TokenArray(), lambda _: 0
     edges, shifts = [0], [0]
     for match in marked.placeholder_pattern.finditer(marked_text):
         edges.append(match.end())
         shifts.append(shifts[-1] + len(marked.resolve_placeholder(match)) - len(match[0]))
-    tokens, token_at = tokenize(marked.placeholder_pattern.sub(marked.resolve_placeholder, marked_text))
+    text = marked.placeholder_pattern.sub(marked.resolve_placeholder, marked_text)
+    tokens, token_at = tokenize(text, tokens_before)
     return tokens, lambda offset: token_at(max(0, offset + shifts[bisect_right(edges, offset) - 1]))

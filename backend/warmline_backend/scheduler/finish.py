@@ -86,7 +86,7 @@ class Finisher:
         log.error("a step failed and its batch is discarded: %s", ids or "none", exc_info=error)
         self.record_failed_step(error)
         for sequence in batch:
-            self._notify_end(sequence, "", Ending("discarded", f"the engine failed: {describe_error(error)}"))
+            self._notify_end(sequence, "", Ending("discarded", error=f"the engine failed: {describe_error(error)}"))
 
     def record_failed_step(self, error: Exception) -> None:
         """Count a step that raised `error`; the device is checked before the next one."""
@@ -154,5 +154,5 @@ class Finisher:
         event = EndedEvent(result, sequence.reused_tokens, tuple(ending.parts), ending.stop_reason)
         sequence.request.listener(event)
         for follower in orphaned:
-            self._notify_end(follower, "", Ending("leaderless", LEADERLESS))
+            self._notify_end(follower, "", Ending("leaderless", error=LEADERLESS))
         return result

@@ -31,12 +31,12 @@ def dispatch_token(sequence: Sequence, token: int, logprobs: mx.array) -> Ending
     except Exception as error:  # the text or its log-probabilities: the fault of this sequence
         with request_context(sequence.request.id):
             log.error("request %s failed", sequence.request.id, exc_info=error)
-        return Ending("error", f"the answer could not be encoded: {describe_error(error)}")
+        return Ending("error", error=f"the answer could not be encoded: {describe_error(error)}")
 
 
 def _process_token(sequence: Sequence, token: int, logprobs: mx.array) -> Ending | None:
     if (fault := sequence.sampler_fault.error) is not None:
-        return Ending("error", f"sampling failed: {describe_error(fault)}")
+        return Ending("error", error=f"sampling failed: {describe_error(fault)}")
     answer, parser, matcher = sequence.answer, sequence.output_parser, sequence.request.matcher
     if matcher is not None and matcher.is_drawn_freely(answer.token_count):
         return _cut_answer(sequence, matcher.dead_end)

@@ -7,6 +7,7 @@ from warmline_backend.output.expected import ExpectedOutput
 from warmline_backend.request.params import GenerationParams
 from warmline_backend.structured_output.constraint import Constraint
 from warmline_common.protocol.messages import MessageEnd
+from warmline_common.protocol.tokens import TokenArray
 
 PROMPTS_MAX = 4096
 PROMPT_TOKENS_MAX = 8_000_000
@@ -21,7 +22,7 @@ class UnknownPromptError(Exception):
 class StoredPrompt:
     id: str
     endpoint: str
-    tokens: list[int]
+    tokens: TokenArray
     params: GenerationParams
     boundaries: list[int]
     turn_end: int

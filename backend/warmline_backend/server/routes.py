@@ -51,7 +51,7 @@ RETRY_AFTER_S = "2"
 SEND_TIMEOUT_S = 300.0  # for the next piece of a stream to be taken
 POLLED_PATHS = ("/health", "/metrics", "/kv/status")  # too frequent to log
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,80}")  # the proxy may append suffixes to a client's id
-_TOKEN_COUNT = re.compile(r"[0-9]{1,12}")
+_TOKEN_COUNT = _NUMBER = re.compile(r"[0-9]{1,12}")
 # Without streaming; other finishes are 500.
 STATUS_BY_FINISH = {"cancelled": STATUS_CLIENT_GONE, "discarded": 503, "leaderless": 503}
 
@@ -223,7 +223,13 @@ class _Routes:
         return _json(await self._service.save(await _read_body(request, messages.SaveRequest)))
 
     async def residents(self, request: web.Request) -> web.Response:
-        return _json(self._service.list_residents(with_ids=request.query.get("ids") == "1"))
+        ids, since = request.query.get("ids", ""), request.query.get("since", "0")
+        if not _NUMBER.fullmatch(since):
+            raise BadRequestError(f"since={quote_text(since)}: expected the revision of an earlier listing", "since")
+        only_ids = [] if ids in ("", "1") else ids.split(",")
+        if len(only_ids) > messages.RESIDENT_IDS_MAX:
+            raise BadRequestError(f"ids names more than {messages.RESIDENT_IDS_MAX} residents; ids=1 lists all", "ids")
+        return _json(self._service.list_residents(with_ids=ids == "1", since=int(since), only_ids=only_ids))
 
     async def delete_resident(self, request: web.Request) -> web.Response:
         dropped = await self._service.delete_resident(request.match_info["resident"])
@@ -236,7 +242,8 @@ class _Routes:
         return _json({})
 
     async def set_eviction_order(self, request: web.Request) -> web.Response:
-        await self._service.set_eviction_order((await _read_body(request, messages.EvictionOrder)).drop_first)
+        order = await _read_body(request, messages.EvictionOrder)
+        await self._service.set_eviction_order(order.drop_first, extends=order.extends)
         return _json({})
 
     async def cancel(self, request: web.Request) -> web.Response:

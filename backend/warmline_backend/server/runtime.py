@@ -62,6 +62,7 @@ class Runtime:
         endpoint: str,
         body: dict[str, Any],
         turns: Sequence[SampledTurn],
+        root: bytes,
         budget_bytes: int,
         cancellation: RenderCancellation,
     ) -> StoredPrompt:
@@ -70,7 +71,7 @@ class Runtime:
         Raises BadRequestError, KvTooLargeError; RenderCancelledError.
         """
         served, config = self.served, self.config
-        rendered = self._render(endpoint, body, turns, budget_bytes, cancellation)
+        rendered = self._render(endpoint, body, turns, root, budget_bytes, cancellation)
         expected = make_expected_output(endpoint, body, rendered, served.tokenizer)
         params = parse_params(
             endpoint,
@@ -103,6 +104,7 @@ class Runtime:
         endpoint: str,
         body: dict[str, Any],
         turns: Sequence[SampledTurn],
+        root: bytes,
         budget_bytes: int,
         cancellation: RenderCancellation,
     ) -> RenderedPrompt:
@@ -110,7 +112,7 @@ class Runtime:
         context, room = served.context_tokens_max, sequence_tokens_max(served, budget_bytes)
         limits = RenderLimits(max(1, min(context or room, room)), cancellation)
         try:
-            return self.renderer.render(endpoint, body, turns, limits)
+            return self.renderer.render(endpoint, body, turns, limits, root)
         except PromptTooLongError as error:
             if not context or error.tokens < context:
                 check_capacity(served, error.tokens, 0, budget_bytes, is_exact=error.is_exact)

@@ -12,12 +12,10 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from contextvars import copy_context
-from dataclasses import fields
 from functools import partial
 from typing import Any, TypeVar
 
 import mlx.core as mx
-import msgspec
 
 from warmline_backend.config import BackendConfig
 from warmline_backend.engine.engine import Engine, EngineSnapshot, EngineStoppedError
@@ -25,6 +23,7 @@ from warmline_backend.engine.inflight import InflightGeneration, InflightGenerat
 from warmline_backend.engine.kv_transfer import KvTransfer
 from warmline_backend.generation.events import EndedEvent
 from warmline_backend.generation.sequence import GenerationOptions, GenerationRequest
+from warmline_backend.kv_cache.resident_listing import ResidentListing, omit_tokens
 from warmline_backend.kv_cache.segment_io import BadChainError, delete_drafts
 from warmline_backend.model.model import get_device_name
 from warmline_backend.output.dialect import detect_dialect
@@ -55,7 +54,7 @@ INLINE_RENDER_BYTES_MAX = 8192
 LARGE_BODY_BYTES_MIN = 1 << 20
 SHUTTING_DOWN = "shutting down"
 _SNAPSHOT_FIELDS = tuple(
-    {*messages.BackendStatus.__struct_fields__} & {field.name for field in fields(EngineSnapshot)} - {"residents"}
+    {*messages.BackendStatus.__struct_fields__} & {*EngineSnapshot.__struct_fields__} - {"residents"}
 )
 
 
@@ -194,7 +193,7 @@ class Service:
             fingerprint=runtime.fingerprint if runtime else "",
             layout=runtime.served.describe_layout(self._grid) if runtime else None,
             context_tokens_max=runtime.served.context_tokens_max if runtime else 0,
-            residents=len(snapshot.residents),
+            residents=snapshot.residents,
             releasing=self.inflight.releasing_count,
             prefill_step_size=(self._engine.scheduler.settings if runtime else self._config).prefill_step_size,
             failure=failure,
@@ -206,7 +205,7 @@ class Service:
     # ---- prompts and generations
 
     async def create_prompt(self, request: messages.PromptRequest, body_bytes: int) -> messages.PromptReply:
-        stored = await self.render_prompt(request.endpoint, request.body, body_bytes, request.turns)
+        stored = await self.render_prompt(request.endpoint, request.body, body_bytes, request.turns, request.root)
         return messages.PromptReply(
             boot=self.boot,
             generation=self._engine.snapshot.generation,
@@ -225,7 +224,12 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._render_pool, runtime.decode_texts, sequences)
 
     async def render_prompt(
-        self, endpoint: str, body: dict[str, Any], body_bytes: int, turns: Sequence[messages.SampledTurn] = ()
+        self,
+        endpoint: str,
+        body: dict[str, Any],
+        body_bytes: int,
+        turns: Sequence[messages.SampledTurn] = (),
+        root: bytes = b"",
     ) -> StoredPrompt:
         """Check, render, tokenize and store a body.  Raises BadRequestError, KvTooLargeError, NotReadyError.
 
@@ -235,7 +239,7 @@ class Service:
         self.check_accepting()
         budget_bytes = self._engine.scheduler.settings.memory_budget_bytes
         cancellation = RenderCancellation()
-        work = partial(self.runtime.make_prompt, endpoint, body, turns, budget_bytes, cancellation)
+        work = partial(self.runtime.make_prompt, endpoint, body, turns, root, budget_bytes, cancellation)
         with self.metrics.time_render():
             if body_bytes <= INLINE_RENDER_BYTES_MAX and not has_format_fields(body):
                 stored = work()
@@ -301,23 +305,34 @@ class Service:
 
     # ---- residents
 
-    def list_residents(self, with_ids: bool) -> messages.ResidentsReply:
-        snapshot = self._engine.snapshot
-        listed = snapshot.residents
-        if not with_ids:
-            listed = [msgspec.structs.replace(resident, ids=None) for resident in listed]
-        return messages.ResidentsReply(boot=self.boot, generation=snapshot.generation, residents=listed)
+    def list_residents(
+        self, *, with_ids: bool = False, since: int = 0, only_ids: Sequence[str] = ()
+    ) -> messages.ResidentsReply:
+        """List residents as ResidentsReply says, without waiting for the engine; `only_ids`: these, with token ids."""
+        generation = self._engine.snapshot.generation  # first: what is evicted from now on makes the reader ask again
+        listing = self._engine.scheduler.residents.listing if self._runtime else ResidentListing()
+        changes = listing.list_changes(since)
+        residents = listing.find(only_ids) if only_ids else changes.residents
+        return messages.ResidentsReply(
+            boot=self.boot,
+            generation=generation,
+            residents=residents if with_ids or only_ids else omit_tokens(residents),
+            revision=changes.revision,
+            since=changes.since,
+            removed=changes.removed,
+        )
 
     async def delete_resident(self, resident_id: str) -> bool:
         return await self._run_on_engine(lambda scheduler: scheduler.residents.delete(resident_id))
 
     async def clear_cache(self, keep_ids: Collection[str]) -> None:
-        """Drop prompts, results, grammars and residents, except these residents or those of these requests.
+        """Drop prompts, texts, results, grammars and residents, except these residents or those of these requests.
 
         Raises NotReadyError.
         """
         self.prompts.clear()
         self.inflight.clear_results()
+        self.runtime.renderer.clear_cache()
         self.runtime.grammar_compiler.clear()
 
         def clear_residents(scheduler: Scheduler) -> None:
@@ -326,8 +341,10 @@ class Service:
 
         await self._run_on_engine(clear_residents)
 
-    async def set_eviction_order(self, evict_first: list[str]) -> None:
-        await self._run_on_engine(lambda scheduler: scheduler.residents.set_eviction_order(evict_first))
+    async def set_eviction_order(self, evict_first: list[str], *, extends: bool) -> None:
+        await self._run_on_engine(
+            lambda scheduler: scheduler.residents.set_eviction_order(evict_first, extends=extends)
+        )
 
     # ---- restore and save
 

@@ -1,8 +1,8 @@
 """Contract of the backend as msgspec structs.  JSON on the wire; `bytes` fields travel as base64; token ids are u32le.
 
 Replies about KV carry `boot` and `generation`: `boot` changes when the backend process does, `generation` grows by
-one each time the backend evicts a resident on its own.  A proxy that sees either change lists the residents again
-(``GET /kv/residents``).
+one each time the backend evicts a resident on its own.  A proxy that sees either change lists what has changed
+(``GET /kv/residents?since=REVISION``).
 """
 
 import threading
@@ -69,6 +69,7 @@ class PromptRequest(msgspec.Struct, kw_only=True):
     endpoint: str  # "chat" or "completion"
     body: dict[str, Any]
     turns: list[SampledTurn] = []  # those with calls that the body repeats, as far as the proxy has them
+    root: bytes = b""  # namespace; a text's tokens are taken from earlier prompts of the same one
 
 
 class MessageEnd(msgspec.Struct, kw_only=True, frozen=True):
@@ -193,13 +194,25 @@ class Resident(msgspec.Struct, kw_only=True):
 
 
 class ResidentsReply(Reply, kw_only=True):
+    """GET /kv/residents: all residents, or with `since=N` those added after the listing with `revision` N.
+
+    With `ids=1` they have their token ids; with `ids=ID,ID ...` these residents alone are listed, with token ids.
+    """
+
     residents: list[Resident]
+    revision: int = 0  # grows by one with each resident that is added or removed
+    since: int = 0  # as asked for; 0: all residents, also where the backend no longer knows what has changed since
+    removed: list[str] = []  # ids of residents removed after `since`
+
+
+RESIDENT_IDS_MAX = 256  # named in one GET /kv/residents?ids=
 
 
 class EvictionOrder(msgspec.Struct, kw_only=True):
     """PUT /kv/residents/order: residents to evict first under pressure; those not named go last, oldest first."""
 
     drop_first: list[str]
+    extends: bool = False  # after those named before, which stay; else in place of these
 
 
 class ClearCacheRequest(msgspec.Struct, kw_only=True):

@@ -15,6 +15,8 @@ _ESCAPE = re.compile(
 
 def replace_halves(text: str) -> str:
     """Replace each half in a text; other texts are returned as they are."""
+    if text.isascii():  # known without a look at it
+        return text
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -7,8 +7,9 @@ are only a hint: whoever reuses KV compares the tokens themselves.
 
 import copy
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from sys import byteorder
+from typing import overload
 
 import xxhash
 
@@ -18,9 +19,80 @@ SEGMENT_TOKENS_MAX = 8192
 COMPARE_CHUNK_BYTES = 4096  # at a time: large for memcmp, small for finding the difference in
 
 
+class TokenArray(Sequence[int]):
+    """Token ids at 4 bytes each, to which others are appended.  Equal to any list or tuple of the same ids.
+
+    A slice is a copy.  Not for several threads where one of them appends.
+    """
+
+    __slots__ = ("ids",)
+
+    def __init__(self, ids: Iterable[int] = ()) -> None:
+        """Raises OverflowError for an id that is no u32."""
+        self.ids: array[int] = array("I", ids.ids if isinstance(ids, TokenArray) else ids)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "TokenArray":
+        """The inverse of `pack_tokens`.  Raises ValueError where the length is no multiple of 4."""
+        tokens = cls()
+        tokens.ids.frombytes(data)
+        if byteorder == "big":
+            tokens.ids.byteswap()
+        return tokens
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.ids)
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> "TokenArray": ...
+
+    def __getitem__(self, place: int | slice) -> "int | TokenArray":
+        if isinstance(place, int):
+            return self.ids[place]
+        part = TokenArray.__new__(TokenArray)
+        part.ids = self.ids[place]
+        return part
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, TokenArray):
+            return self.ids == other.ids
+        return self.ids.tolist() == list(other) if isinstance(other, list | tuple) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
+
+    def __add__(self, other: Iterable[int]) -> "TokenArray":
+        joined = TokenArray(self)
+        joined.extend(other)
+        return joined
+
+    def __iadd__(self, other: Iterable[int]) -> "TokenArray":
+        self.extend(other)
+        return self
+
+    def __repr__(self) -> str:
+        return f"TokenArray({self.ids.tolist()})"
+
+    def append(self, token: int) -> None:
+        self.ids.append(token)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        self.ids.extend(tokens.ids if isinstance(tokens, TokenArray) else tokens)
+
+    def tolist(self) -> list[int]:
+        return self.ids.tolist()
+
+
 def pack_tokens(ids: Iterable[int]) -> bytes:
     """Token ids as u32 little-endian, 4 bytes a token."""
-    packed = array("I", ids)
+    if isinstance(ids, TokenArray) and byteorder == "little":
+        return ids.ids.tobytes()
+    packed = TokenArray(ids).ids
     if byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
@@ -28,11 +100,7 @@ def pack_tokens(ids: Iterable[int]) -> bytes:
 
 def unpack_tokens(data: bytes) -> list[int]:
     """The inverse of `pack_tokens`.  Raises ValueError where the length is no multiple of 4."""
-    packed = array("I")
-    packed.frombytes(data)
-    if byteorder == "big":
-        packed.byteswap()
-    return packed.tolist()
+    return TokenArray.from_bytes(data).tolist()
 
 
 def namespace(fingerprint: str, tenant: str = "") -> bytes:

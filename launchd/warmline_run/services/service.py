@@ -26,7 +26,6 @@ CLI_MODULE = "warmline_run.cli"
 # hold a secret: a service's file is no place for it.
 INHERITED_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
-    "GLIBC_TUNABLES",
     "HF_ENDPOINT",
     "HF_HOME",
     "HF_HUB_CACHE",

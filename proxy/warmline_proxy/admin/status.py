@@ -121,7 +121,7 @@ class StatusRoutes:
         try:
             if self.watchdog.is_up:
                 async with asyncio.timeout(BACKEND_TIMEOUT_S):
-                    residents = (await self.upstream.list_residents(ids=False)).residents
+                    residents = (await self.upstream.list_residents()).residents
                     engine = await self.backend_state.status()
             else:
                 backend = self.watchdog.down_reason
@@ -148,7 +148,7 @@ class StatusRoutes:
             loading=LOADING in (backend, engine.failure if engine else ""),
             engine=engine,
             persistence=self.save_health.state,
-            unsaved=len(self.backend_state.resident_view.non_durable_entries()),
+            unsaved=self.backend_state.resident_view.non_durable_count,
             host=self.server.host,
             needs_key=self.server.needs_key(),
         )

@@ -65,15 +65,14 @@ class Quarantine:
     async def _quarantine(self, case: AuditMismatch, suspicion: SuspectPrefix) -> int:
         """Find the trusted tokens and remove the others from use; number of quarantined files."""
         found_at = time.monotonic()
-        residents = self.backend_state.resident_view.candidates(
-            case.root, case.tokens
-        )  # later residents are computed anew
+        # Later residents are computed anew.
+        residents = self.backend_state.resident_view.count_shared_tokens(case.root, case.tokens)
         self._mark_suspect_requests(case.root, case.tokens)
         try:
             await self.bisector.narrow_suspicion(case, suspicion)
         finally:
             self._past_suspicions.append((found_at, suspicion))
-            wrong = [each.resident for each in residents if each.common_tokens > suspicion.trusted_tokens]
+            wrong = [name for name, common in residents.items() if common > suspicion.trusted_tokens]
             removal = self.background.spawn(self._remove_from_use(suspicion, wrong), "quarantine")
             count: int = await asyncio.shield(removal)
         return count

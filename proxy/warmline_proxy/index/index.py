@@ -121,15 +121,24 @@ class Index(IndexReader):
         Evicts for the budget, and deletes those files, before it returns; segments that the plan builds on stay.
         Raises DiskBudgetError.
         """
+        return self._begin_save(intent, None)[0]
+
+    def begin_turn_save(self, intent: SaveIntent, session: SessionUpdate) -> tuple[SavePlan | None, str]:
+        """As `begin_save`, with "", or, where all is stored, (None, id of the session as `record_session`)."""
+        return self._begin_save(intent, session)
+
+    def _begin_save(self, intent: SaveIntent, session: SessionUpdate | None) -> tuple[SavePlan | None, str]:
         leased = self._leased_ids()
 
-        def change(tables: Tables) -> tuple[SavePlan | None, dict[str, int]]:
-            plan = save.begin_save(tables, intent, leased)
-            return plan, self._make_room(tables, 0, leased, is_required=True) if plan else {}
+        def change(tables: Tables) -> tuple[SavePlan | None, str, dict[str, int]]:
+            if plan := save.begin_save(tables, intent, leased):
+                return plan, "", self._make_room(tables, 0, leased, is_required=True)
+            return None, _advance_session(tables, intent.root, intent.tokens, session) if session else "", {}
 
-        plan, evicted = self._write(change)
-        self._finish_eviction("budget", evicted)
-        return plan
+        plan, session_id, evicted = self._write(change)
+        if plan:
+            self._finish_eviction("budget", evicted)
+        return plan, session_id
 
     def commit_save(self, plan: SavePlan, reply: SaveReply, *, prefill_s: float, session: SessionUpdate) -> SaveResult:
         """Insert the written files in the tree, in one transaction, and advance (or create) their session.
@@ -148,12 +157,7 @@ class Index(IndexReader):
 
     def record_session(self, root: bytes, tokens: bytes, session: SessionUpdate) -> str:
         """Advance the session of a conversation without anything to save: its id; "" where nothing of it is stored."""
-
-        def change(tables: Tables) -> str:
-            path = lookup.lookup_path(tables, root, tokens, len(tokens))
-            return tree.advance_session(tables, path, root, tokens, session, time.time())
-
-        return self._write(change)
+        return self._write(lambda tables: _advance_session(tables, root, tokens, session))
 
     # --- bookkeeping, off the hot path ---
 
@@ -432,6 +436,11 @@ class Index(IndexReader):
         limits, now = self.response_limits, time.time()
         if not self.read_only and self._read(lambda tables: responses.has_excess(tables, limits, now)):
             self._environment.write(lambda tables: responses.evict_responses(tables, limits, now))
+
+
+def _advance_session(tables: Tables, root: bytes, tokens: bytes, session: SessionUpdate) -> str:
+    path = lookup.lookup_path(tables, root, tokens, len(tokens))
+    return tree.advance_session(tables, path, root, tokens, session, time.time())
 
 
 def _log_flush_error(error: IndexStoreError | None) -> None:

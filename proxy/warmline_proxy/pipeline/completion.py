@@ -78,6 +78,7 @@ class Completion:
         try:
             assert request.release_task is not None
             await request.release_task
+            self.registry.mark_settling(request)
             if request.ticket:  # refused requests are not recorded: a flood of them would evict all other records
                 await self.saver.save_request(request)
                 for on_completed in self.on_completed:

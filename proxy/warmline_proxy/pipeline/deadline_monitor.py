@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from warmline_proxy.errors import ClientError, gateway_timeout
@@ -22,7 +22,7 @@ HEARTBEAT_INTERVAL_S = 15.0  # to one client
 class DeadlineMonitor:
     """Owned by the event loop.  `run` is its one task."""
 
-    requests: Iterable[Request]
+    list_requests: Callable[[], Iterable[Request]]
     watchdog: Watchdog
     background: BackgroundTasks
     heartbeat_after_s: float
@@ -36,9 +36,10 @@ class DeadlineMonitor:
                 log.exception("checking the deadlines failed")
 
     def _tick(self, now: float) -> None:
-        running = sum(request.is_computing for request in self.requests)
+        requests = list(self.list_requests())
+        running = sum(request.is_computing for request in requests)
         pace = EnginePace(self.watchdog.slowest_recent_step_s, running, self.watchdog.stalled_s)
-        for request in self.requests:
+        for request in requests:
             if request.release_task is not None or request.response.is_closed:
                 continue
             if error := self._find_violation(request, now, pace):

@@ -93,7 +93,7 @@ class Pipeline:
             body = await self._admit(http_request, request)  # 1. a bounded queue
             choices = await self._normalize(http_request, api, request, body)  # 2. any model name, null is absent
             if len(choices) == 1:
-                await upstream.retry_dispatch()(self._dispatch, request)  # 3. to 6., again where the backend is lost
+                await upstream.retry_dispatch(self._dispatch, request)  # 3. to 6., again where the backend is lost
             else:
                 await self._fan_out(request, response, choices)  # 3. to 6. for each choice
         assert response.http_response is not None
@@ -229,13 +229,13 @@ class Pipeline:
         """Answer with several generations, each a request with a ticket and a record of its own."""
         assert request.call is not None
         await self.registry.cancel_superseded(request)
-        await upstream.retry_dispatch()(self._check_prompts, request, request.call, choices)
+        await upstream.retry_dispatch(self._check_prompts, request, request.call, choices)
         fanout = Fanout(response, choices, request.log.id, self.config.running_count_max)
 
         async def compute(branch: Branch) -> None:
             branch_request = self._create_branch_request(request, branch)
             async with self._request_scope(branch_request):
-                await upstream.retry_dispatch()(self._dispatch, branch_request)
+                await upstream.retry_dispatch(self._dispatch, branch_request)
 
         await fanout.run(compute, lambda: request.cancel_scope.reason)
 

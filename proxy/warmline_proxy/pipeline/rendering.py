@@ -71,8 +71,10 @@ class RemoteRenderer:
         """Render with the tenant's sampled turns.  Raises UpstreamStatusError for an invalid body."""
         status = await self.backend_state.status()
         body = {**call.fields, "model": status.model}
-        turns = self.sampled_turns.find(namespace(status.fingerprint, tenant), body.get("messages"))
-        prompt_request = PromptRequest(request_id=request_id, endpoint=call.api.endpoint, body=body, turns=turns)
+        root = namespace(status.fingerprint, tenant)
+        turns = self.sampled_turns.find(root, body.get("messages"))
+        endpoint = call.api.endpoint
+        prompt_request = PromptRequest(request_id=request_id, endpoint=endpoint, body=body, turns=turns, root=root)
         try:
             return await self.upstream.render_prompt(prompt_request, timeout_s)
         except UpstreamStatusError as error:

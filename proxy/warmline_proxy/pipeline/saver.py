@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 WRITE_TIMEOUT_S = 60.0  # for the disk: the backend does not count what a save waits for the engine
 SAVE_BYTES_PER_S_MIN = 2e6  # of the slowest usable disk
 RETRY_INTERVAL_S = 1.0  # between looks for failed saves; SaveHealth limits the tries
+LEASE_INTERVAL_S = 0.25  # between calls that end leases, while the backend has memory to spare
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -57,6 +58,7 @@ class Saver:
     _saves_to_abort: list[SavePlan] = field(default_factory=list, init=False)  # failed, and still in the index
     _has_unsaved: bool = field(default=False, init=False)  # some resident could not be saved
     _has_freed_disk: bool = field(default=False, init=False)
+    _has_leases: bool = field(default=False, init=False)  # some durable resident is leased for a save that was not made
 
     async def save_request(self, request: Request) -> None:
         """Save the tail, then record the request; sets `request.saved` in between."""
@@ -148,7 +150,19 @@ class Saver:
             await _run_in_thread(self.index.flush)  # else the next turn could not use all of the saved rows
 
     async def run(self) -> None:
-        """Retry failed saves as soon as saving works again.  Never returns."""
+        """Retry failed saves as soon as saving works again, and end leases.  Never returns."""
+        await asyncio.gather(self._retry_failed_saves(), self._end_leases())
+
+    async def _end_leases(self) -> None:
+        """End leases of residents that are on disk already, many with one call."""
+        while True:
+            await asyncio.sleep(LEASE_INTERVAL_S)
+            if self._has_leases:
+                with _log_failures("residents that are on disk could not be made evictable yet: %s"):
+                    await self.backend_state.order_durable_residents()
+                    self._has_leases = False
+
+    async def _retry_failed_saves(self) -> None:
         while True:
             await asyncio.sleep(RETRY_INTERVAL_S)
             if self.index.read_only and self.save_health.can_save():
@@ -179,7 +193,7 @@ class Saver:
             return await self._try_save(unsaved)
         except (_SaveError, client.UpstreamError, IndexStoreError, OSError) as error:
             if resident:  # evictable although it is not saved: other requests may be waiting for its memory
-                await self.upstream.order_residents([*self.backend_state.resident_view.durable_ids(), resident])
+                await self.backend_state.order_durable_residents(resident)
             if not isinstance(error, client.UpstreamGoneError):
                 raise
             log.info("%s was gone before it was saved", resident or unsaved.source.running)  # only this tail is lost
@@ -214,10 +228,9 @@ class Saver:
             layout=unsaved.layout,
             may_replace=not unsaved.layout.has_windows,  # rotating layers have lost their parent's rows
         )
-        save = await _run_in_thread(self.index.begin_save, intent)
+        save, session = await _run_in_thread(self.index.begin_turn_save, intent, unsaved.session)
         if save is None:
             await self._mark_durable(resident, leased=True)  # no save of rows has ended its lease
-            session = await _run_in_thread(self.index.record_session, entry.root, entry.tokens, unsaved.session)
             self.save_health.record_success(INDEX)
             return _SaveResult(session, 0, is_complete=True)
         committed = None
@@ -244,12 +257,14 @@ class Saver:
         return _SaveResult(committed.session, committed.tokens_saved, is_complete=not committed.why_not)
 
     async def _mark_durable(self, resident: str, *, leased: bool = False) -> None:
-        """Mark a resident as evictable; the backend is notified once its memory fills, or where it holds a lease."""
+        """Mark a resident as evictable; the backend is notified once its memory fills, or soon where it is leased."""
         if not resident:
             return
         self.backend_state.resident_view.mark_durable(resident)
-        if leased or self.backend_state.is_memory_filling():
-            await self.upstream.order_residents(self.backend_state.resident_view.durable_ids())
+        if self.backend_state.is_memory_filling():
+            await self.backend_state.order_durable_residents()
+        elif leased:
+            self._has_leases = True
 
     async def _abort_saves(self) -> None:
         """Abort failed saves, earlier ones too."""
@@ -289,7 +304,7 @@ class Saver:
     def _record_request(self, request: Request) -> None:
         record = request.log.build_record()
         hint = request.log.session_hint
-        log.info(format_perf_line(record, hint), extra={"fields": build_perf_fields(record, hint)})
+        log.info(format_perf_line(record, hint), extra={"fields": partial(build_perf_fields, record, hint)})
         self.metrics.record_request(record, request.log.status)
         self.backend_state.estimator.record_request(record)
         try:

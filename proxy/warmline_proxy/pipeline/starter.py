@@ -15,7 +15,15 @@ from warmline_proxy.explain.divergence import DivergenceRecorder
 from warmline_proxy.explain.prompt_head import PromptHeadCache, extract_head
 from warmline_proxy.index.index import Index, IndexStoreError
 from warmline_proxy.metrics import ProxyMetrics
-from warmline_proxy.planner import COLD, RESTORED, RequestPlan, RunningRequest, plan_cold, plan_request
+from warmline_proxy.planner import (
+    COLD,
+    RESTORED,
+    RequestPlan,
+    ResidentCandidate,
+    RunningRequest,
+    plan_cold,
+    plan_request,
+)
 from warmline_proxy.request.request import Request, RequestStatus, resident_after_restore
 from warmline_proxy.store.rows import PrefixMatch
 from warmline_proxy.upstream.backend_state import BackendState
@@ -53,15 +61,19 @@ class Starter:
     prompt_heads: PromptHeadCache
     divergence_recorder: DivergenceRecorder
     _read_failures: Counter[str] = field(default_factory=Counter, init=False)  # by file id
+    # What was found last, and for what: a request that looks whether to wait for a save needs it again for its plan.
+    _last_candidates: tuple[object, list[ResidentCandidate]] = field(default=(None, []), init=False)
+    _last_match: tuple[object, PrefixMatch] = field(default=(None, EMPTY_MATCH), init=False)
 
     def count_reusable_tokens(self, request: Request) -> int:
         """Tokens that a start would reuse by now."""
-        return self._decide(request, (), EMPTY_MATCH if request.prompt is None else self._match(request)).reuse
+        return self._decide(request, (), EMPTY_MATCH if request.prompt is None else self._find_match(request)).reuse
 
     async def start(self, request: Request, running: Sequence[RunningRequest], why_cold: str) -> RequestPlan:
         """Plan into the request's log and restore; `why_cold`: reason to reuse nothing.  Raises BACKEND_LOST_ERRORS."""
         assert request.call is not None
         plan = self._plan_cold(request, why_cold) if why_cold else await self._start_warm(request, running)
+        self._last_candidates, self._last_match = (None, []), (None, EMPTY_MATCH)  # needed no more
         in_head = plan.diverges_at is not None and plan.diverges_at < next(iter(request.rendered.boundaries), 0)
         if in_head and (cause := self.prompt_heads.explain_change(request.root, extract_head(request.call.fields))):
             plan = replace(plan, why_not_warmer=f"{plan.why_not_warmer}: {cause}")
@@ -115,19 +127,33 @@ class Starter:
     def _plan(
         self, request: Request, misses: list[str], running: Sequence[RunningRequest], stored: bool = True
     ) -> RequestPlan:
-        match = self._match(request) if stored else EMPTY_MATCH
+        match = self._find_match(request) if stored else EMPTY_MATCH
         plan = self._decide(request, running, match)
         self.divergence_recorder.record(request, plan, match)
         return replace(plan, why_not_warmer="; ".join(filter(None, [*misses, plan.why_not_warmer])))
 
     def _decide(self, request: Request, running: Sequence[RunningRequest], match: PrefixMatch) -> RequestPlan:
         prompt, layout, costs = request.prompt_shape(), request.layout, self.backend_state.costs()
-        residents = self.backend_state.candidates(request.root, request.rendered.tokens)
+        residents = self._find_candidates(request)
         gap_max = self.config.partial_save_tokens
         load = request.load
         return plan_request(
             prompt, residents, match, layout, costs, running=running, load=load, checkpoint_gap_max=gap_max
         )
+
+    def _find_candidates(self, request: Request) -> list[ResidentCandidate]:
+        """Candidates as last found for this prompt, unless residents have changed since."""
+        key = (request, request.prompt, self.backend_state.change_count)
+        if self._last_candidates[0] != key:
+            self._last_candidates = key, self.backend_state.candidates(request.root, request.rendered.tokens)
+        return self._last_candidates[1]
+
+    def _find_match(self, request: Request) -> PrefixMatch:
+        """Match as last found for this prompt, unless what is stored has changed since."""
+        key = (request, request.prompt, self.backend_state.change_count, self.index.change_count)
+        if self._last_match[0] != key:
+            self._last_match = key, self._match(request)
+        return self._last_match[1]
 
     def _match(self, request: Request) -> PrefixMatch:
         if (limit := request.prompt_shape().tokens - 1) < 1:

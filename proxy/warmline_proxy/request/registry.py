@@ -4,11 +4,13 @@ import asyncio
 import math
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from itertools import takewhile
+from typing import TypeVar
 
-from warmline_common.protocol.tokens import BLOCK_TOKENS
+from warmline_common.protocol.tokens import BLOCK_TOKENS, TOKEN_BYTES
 from warmline_proxy.auth.principals import Client
 from warmline_proxy.errors import bad_request, request_cancelled
 from warmline_proxy.estimate.costs import EngineLoad
@@ -24,12 +26,20 @@ SMOOTHING = 0.2  # weight of the newest answer
 WAIT_SHARED_TOKENS_MIN = BLOCK_TOKENS  # fewer are not worth waiting for another request
 SAVE_WAIT_S = 10.0
 
+K = TypeVar("K", bytes, str)
+
 
 class RequestRegistry:
-    """Requests from their first byte until their tail is on disk."""
+    """Requests from their first byte until their tail is on disk.
+
+    Those that only wait for their save may be many; what a request costs does not grow with them.
+    """
 
     def __init__(self, backend_state: BackendState) -> None:
         self._requests: dict[str, Request] = {}
+        self._unsettled: dict[str, Request] = {}  # of these, the ones that the engine may work on
+        self._settling: defaultdict[bytes, dict[str, Request]] = defaultdict(dict)  # the others, by their prompt's head
+        self._named: defaultdict[str, dict[str, Request]] = defaultdict(dict)  # by the name that the client gave
         self._starts: dict[Request, asyncio.Event] = {}  # in order, with the event of their end
         self._backend_state = backend_state
         self._answer_tokens = ANSWER_TOKENS_ASSUMED  # a moving mean
@@ -42,6 +52,11 @@ class RequestRegistry:
     def __len__(self) -> int:
         return len(self._requests)
 
+    @property
+    def unsettled(self) -> list[Request]:
+        """Requests that the engine may work on, or whose clients still wait."""
+        return list(self._unsettled.values())
+
     def add(self, request: Request) -> Request:
         """Raises ClientError 409 where the client has given the same name to another request on its way.
 
@@ -53,7 +68,9 @@ class RequestRegistry:
             raise bad_request(f"A request named {name!r} is still on its way.", status=409, code="name_taken")
         while request.log.id in self._requests:
             request.log.id = f"{name}.{secrets.token_hex(2)}"
-        self._requests[request.log.id] = request
+        self._requests[request.log.id] = self._unsettled[request.log.id] = request
+        if request.log.client_request_id:
+            self._named[request.log.client_request_id][request.log.id] = request
         self._arrival.set()
         self._arrival = asyncio.Event()
         return request
@@ -62,7 +79,15 @@ class RequestRegistry:
         """Return at the next request's arrival."""
         await self._arrival.wait()
 
+    def mark_settling(self, request: Request) -> None:
+        """Record that client and engine are done with a request, which now waits for its save."""
+        if self._unsettled.pop(request.log.id, None) is not None:
+            self._settling[_get_prompt_head(request)][request.log.id] = request
+
     def discard(self, request: Request) -> None:
+        self._unsettled.pop(request.log.id, None)
+        _discard_entry(self._settling, _get_prompt_head(request), request)
+        _discard_entry(self._named, request.log.client_request_id, request)
         if self._requests.pop(request.log.id, None) and not self._requests:
             self.emptied_at = time.monotonic()
         if (result := request.log.generation_result) and result.finish in ("stop", "length"):
@@ -70,8 +95,10 @@ class RequestRegistry:
 
     def find(self, name: str, client: Client) -> Request | None:
         """This client's request of that id or given name; of several tries under one name, one that is not ending."""
-        own = (request for request in self if request.client == client)
-        matches = [request for request in own if name and name in (request.log.id, request.log.client_request_id)]
+        found = dict(self._named[name]) if name in self._named else {}
+        if name in self._requests:
+            found[name] = self._requests[name]
+        matches = [request for request in found.values() if request.client == client]
         return next((request for request in matches if request.release_task is None), next(iter(matches), None))
 
     @property
@@ -100,7 +127,7 @@ class RequestRegistry:
 
         They were sent to the backend, or began to start before this one, so that no two wait for each other.
         """
-        others = (each for each in self if each is not request and each.log.id not in refused_ids)
+        others = (each for each in self.unsettled if each is not request and each.log.id not in refused_ids)
         earlier = set(takewhile(lambda each: each is not request, self._starts))
         leaders = (each for each in others if each.can_lead or (each in earlier and each.is_cacheable))
         return [each.as_running(request) for each in leaders if each.started or not self._follows(each, request)]
@@ -134,7 +161,9 @@ class RequestRegistry:
 
         Several candidates may be several samples of one prompt: none is cancelled then.
         """
-        earlier = [each for each in self if each.release_task is None and each.is_retried_by(request)]
+        if not (request.call and request.call.retry_count):
+            return
+        earlier = [each for each in self.unsettled if each.release_task is None and each.is_retried_by(request)]
         if len(earlier) == 1:
             message = "The client has sent this request again; this try is cancelled."
             earlier[0].cancel(request_cancelled(message, cancel_source="superseded"))
@@ -146,7 +175,7 @@ class RequestRegistry:
         Raises UpstreamError.
         """
         await self._backend_state.wait_for_predecessor_releases()
-        shared = {each.released: request.count_shared_tokens(each) for each in self if each.is_releasing}
+        shared = {each.released: request.count_shared_tokens(each) for each in self.unsettled if each.is_releasing}
         await asyncio.gather(*[each.wait() for each, tokens in shared.items() if tokens >= WAIT_SHARED_TOKENS_MIN])
 
     async def wait_for_saves(self, request: Request, count_reusable_tokens: Callable[[Request], int]) -> None:
@@ -154,8 +183,10 @@ class RequestRegistry:
 
         A resident that can't go on at the shared position can be restored there once it is saved.
         """
-        others = (each for each in self if each is not request and each.log.generation_result)
-        if saving := {other: request.count_shared_tokens(other) for other in others}:
+        settling = self._settling.get(_get_prompt_head(request), {})
+        others = [each for each in (*settling.values(), *self.unsettled) if each is not request]
+        shared = {each: request.count_shared_tokens(each) for each in others if each.log.generation_result}
+        if saving := {each: tokens for each, tokens in shared.items() if tokens >= WAIT_SHARED_TOKENS_MIN}:
             tokens_min = count_reusable_tokens(request) + WAIT_SHARED_TOKENS_MIN
             grid = request.layout.grid if request.layout else 0
             events = [other.saved for other, shared in saving.items() if align_to_grid(shared, grid) >= tokens_min]
@@ -163,7 +194,7 @@ class RequestRegistry:
 
     def estimate_retry_after_s(self) -> int:
         """Seconds until the first of the running requests may be done, by the measured rates."""
-        running = (request for request in self if request.ticket and request.ticket.is_running)
+        running = (request for request in self.unsettled if request.ticket and request.ticket.is_running)
         left_s = min((self._estimate_seconds_left(request) for request in running), default=0.0)
         return min(max(math.ceil(left_s), RETRY_AFTER_MIN_S), RETRY_AFTER_MAX_S)
 
@@ -173,3 +204,16 @@ class RequestRegistry:
             return max(0.0, answer_s - (time.monotonic() - request.log.arrived_monotonic - request.log.ttft_s))
         costs = self._backend_state.costs()
         return answer_s + costs.estimate_prefill_s(request.prefilled_tokens, request.log.prompt_tokens)
+
+
+def _get_prompt_head(request: Request) -> bytes:
+    """Tokens that all prompts have which share enough of it to wait for it; without a prompt b""."""
+    return request.root + request.prompt.tokens[: WAIT_SHARED_TOKENS_MIN * TOKEN_BYTES] if request.prompt else b""
+
+
+def _discard_entry(groups: defaultdict[K, dict[str, Request]], key: K, request: Request) -> None:
+    """Remove a request from its group, and a group that is empty."""
+    if (group := groups.get(key)) is not None:
+        group.pop(request.log.id, None)
+        if not group:
+            del groups[key]

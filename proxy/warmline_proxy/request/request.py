@@ -159,9 +159,13 @@ class Request:
         """Leading tokens of this prompt that the other request has computed, or will."""
         if self.prompt is None or other.prompt is None or self.root != other.root:
             return 0
-        result = other.log.generation_result
-        other_tokens = resident_after_generation(other, result).tokens if result else other.prompt.tokens
-        return count_common_tokens(self.prompt.tokens, other_tokens)
+        mine, theirs, result = self.prompt.tokens, other.prompt.tokens, other.log.generation_result
+        common = count_common_tokens(mine, theirs)
+        if result is None:
+            return common
+        if common * TOKEN_BYTES == len(theirs):
+            common += count_common_tokens(mine[len(theirs) :], result.generated)
+        return min(common, result.prefilled_until)
 
     def as_running(self, other: "Request") -> RunningRequest:
         """This request as a leader that the other could follow."""

@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from warmline_common.protocol.messages import BackendStatus, Reply
+from warmline_common.protocol.messages import RESIDENT_IDS_MAX, BackendStatus, Reply, ResidentsReply
 from warmline_common.protocol.tokens import TOKEN_BYTES, count_common_tokens
 from warmline_proxy.estimate.costs import Costs
 from warmline_proxy.estimate.estimator import DurationEstimator
@@ -30,6 +30,11 @@ class SuspectPrefix:
         return self.root == root and count_common_tokens(self.tokens, tokens) > self.trusted_tokens
 
 
+def _split(names: Sequence[str], count: int) -> Iterator[Sequence[str]]:
+    """Parts of at most `count` names."""
+    return (names[start : start + count] for start in range(0, len(names), count))
+
+
 class BackendState:
     """Backend status and residents.  Event loop thread; refreshes run one at a time."""
 
@@ -42,6 +47,7 @@ class BackendState:
         self._may_have_predecessor = True  # a proxy that died, and whose requests the backend still computes
         self._predecessor_lock = asyncio.Lock()
         self._suspects: set[SuspectPrefix] = set()
+        self._suspect_changes = 0
         self.before_listing: Callable[[], Awaitable[None]] | None = None  # may raise UpstreamError
 
     async def status(self) -> BackendStatus:
@@ -79,7 +85,7 @@ class BackendState:
                 await self._refresh()
             elif self.resident_view.is_stale(reply):
                 ids_before = self.resident_view.ids()
-                listing = await self._upstream.list_residents(ids=False)  # without token ids it is cheap
+                listing = await self._upstream.list_residents(since=self.resident_view.revision)
                 if listing.boot == self.resident_view.boot:
                     self.resident_view.update(listing, ids_before)
 
@@ -108,21 +114,54 @@ class BackendState:
         if self.before_listing:
             await self.before_listing()
         ids_before = self.resident_view.ids()
-        listing = await self._upstream.list_residents(ids=True)
+        listing = await self._list_with_unknown_tokens()
         # The status last: after a backend restart in between, the view is stale, and is refreshed again.
         self._status = status = await self._upstream.fetch_status()
         self.estimator.update_status(status)
         self.resident_view.update(listing, ids_before)
         return status
 
+    async def _list_with_unknown_tokens(self) -> ResidentsReply:
+        """List all residents, with token ids where the view lacks them: they may be megabytes."""
+        listing = await self._upstream.list_residents()
+        view, is_same_boot = self.resident_view, listing.boot == self.resident_view.boot
+        unknown_ids = [each.id for each in listing.residents if not is_same_boot or view.is_unknown(each)]
+        tokens: dict[str, bytes | None] = {}
+        for ids in _split(unknown_ids, RESIDENT_IDS_MAX):
+            found = await self._upstream.list_residents(ids=ids)
+            if found.boot == listing.boot:  # else the next reply says that the view is stale
+                tokens.update((each.id, each.ids) for each in found.residents)
+        for each in listing.residents:
+            each.ids = tokens.get(each.id)
+        return listing
+
+    async def order_durable_residents(self, resident: str = "") -> None:
+        """Have the backend drop durable residents first, and then this one.  Raises UpstreamError.
+
+        It is told of each once.
+        """
+        names = self.resident_view.take_unordered_ids()
+        try:
+            await self._upstream.extend_eviction_order([*names, resident] if resident else names)
+        except BaseException:
+            self.resident_view.return_unordered_ids(names)
+            raise
+
     def add_suspect(self, root: bytes, tokens: bytes) -> SuspectPrefix:
         """Exclude these tokens, on disk and in memory, from use until `remove_suspect`."""
         suspect = SuspectPrefix(root, tokens)
         self._suspects.add(suspect)
+        self._suspect_changes += 1
         return suspect
 
     def remove_suspect(self, suspect: SuspectPrefix) -> None:
         self._suspects.discard(suspect)
+        self._suspect_changes += 1
+
+    @property
+    def change_count(self) -> int:
+        """Changes of residents and suspects: as long as it is equal, so are candidates and trusted tokens."""
+        return self.resident_view.change_count + self._suspect_changes
 
     def count_trusted_tokens(self, root: bytes, prompt: bytes) -> int:
         """Count the prompt's tokens that may be reused."""
@@ -131,8 +170,7 @@ class BackendState:
 
     def candidates(self, root: bytes, prompt: bytes) -> list[ResidentCandidate]:
         """List the residents that a request may start from."""
-        trusted = self.count_trusted_tokens(root, prompt)
-        return [each for each in self.resident_view.candidates(root, prompt) if each.common_tokens <= trusted]
+        return self.resident_view.candidates(root, prompt, self.count_trusted_tokens(root, prompt))
 
     def is_memory_filling(self) -> bool:
         """Say whether the backend may soon have to drop residents."""

@@ -1,4 +1,4 @@
-"""The backend as typed calls.  The only module that imports httpx and tenacity.
+"""The backend as typed calls, on the connections of `transport`.
 
     UpstreamError
     ├── UpstreamUnreachableError      no process listens, or it is starting or stopping; nothing was done
@@ -16,10 +16,12 @@ Errors are translated here, once, and for clients by `translate_upstream_error`.
 are sent twice; whole requests are dispatched again by the pipeline, with `retry_dispatch`.
 """
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
+import aiohttp
 import httpx
 import msgspec
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
@@ -31,15 +33,25 @@ from warmline_common.protocol.messages import decode, encode
 from warmline_proxy import errors
 from warmline_proxy.errors import ClientError
 from warmline_proxy.planner import RequestPlan
+from warmline_proxy.upstream.transport import (
+    CONNECTION_LOST_ERRORS,
+    ControlTransport,
+    RequestTransport,
+    Transport,
+    UpstreamRequest,
+    UpstreamResponse,
+)
 
-CONNECT_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 5.0
 READY_TIMEOUT_S = 4.0  # it may compute a token
 LIST_TIMEOUT_S = 30.0  # token ids of all residents may be megabytes
 DISPATCHES_MAX = 5
+RETRY_WAIT_S = 0.1  # the first; each later one is twice as long
+CONTROL_PATHS = ("/health", "/ready", "/kv/status")  # calls of these are no request's own; cancels are none either
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class UpstreamError(Exception):
@@ -103,32 +115,38 @@ class RestoreFailedError(UpstreamStatusError):
 
 
 BACKEND_LOST_ERRORS = (UpstreamUnreachableError, UpstreamConnectionError)
+RETRIED_ERRORS = (*BACKEND_LOST_ERRORS, StepFailedError)
 
 
 class ByteStream:
     """Body of an answer whose headers have come.  Close it, or read it to its end."""
 
-    def __init__(self, response: httpx.Response) -> None:
+    def __init__(self, response: UpstreamResponse) -> None:
         self._response = response
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """Yield bytes as they arrive, not decoded.  Raises UpstreamConnectionError."""
         with _translate_errors():
-            async for data in self._response.aiter_raw():
+            async for data in self._response.iterate():
                 yield data
 
     async def close(self) -> None:
-        await self._response.aclose()
+        await self._response.close()
 
 
-def retry_dispatch() -> AsyncRetrying:
-    """Retry a request that sent nothing yet when the backend is lost, at most DISPATCHES_MAX times in all."""
-    return AsyncRetrying(
-        retry=retry_if_exception_type((*BACKEND_LOST_ERRORS, StepFailedError)),
-        stop=stop_after_attempt(DISPATCHES_MAX),
-        wait=wait_exponential(multiplier=0.1, max=2.0),
+async def retry_dispatch(dispatch: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Dispatch a request, again where the backend is lost and nothing was sent yet, at most DISPATCHES_MAX times."""
+    try:
+        return await dispatch(*args, **kwargs)  # most succeed at once, and need nothing of what follows
+    except RETRIED_ERRORS:
+        await asyncio.sleep(RETRY_WAIT_S)
+    retrying = AsyncRetrying(
+        retry=retry_if_exception_type(RETRIED_ERRORS),
+        stop=stop_after_attempt(DISPATCHES_MAX - 1),
+        wait=wait_exponential(multiplier=2 * RETRY_WAIT_S, max=2.0),
         reraise=True,
     )
+    await retrying(dispatch, *args, **kwargs)
 
 
 class _ReadyReply(msgspec.Struct):
@@ -144,13 +162,11 @@ class Upstream:
     def __init__(self, base_url: str, secret: str) -> None:
         self._base_url = base_url
         self._authorization = {"Authorization": f"Bearer {secret}"}
-        # The bare transport: httpx.AsyncClient's cookies, redirects and environment take a third more time a call.
-        self._transport = httpx.AsyncHTTPTransport(
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64), trust_env=False, verify=False
-        )
+        self._transport, self._control_transport = RequestTransport(), ControlTransport()
 
     async def close(self) -> None:
-        await self._transport.aclose()
+        await self._transport.close()
+        await self._control_transport.close()
 
     async def fetch_pulse(self, timeout_s: float) -> messages.HealthReply:
         """Fetch the engine's step counter.  Raises UpstreamUnreachableError, UpstreamTimeoutError."""
@@ -160,7 +176,7 @@ class Upstream:
         """Raise UpstreamUnreachableError with the reason unless a request would be computed now."""
         response = await self._send(self._request("GET", "/ready", {}, timeout_s=READY_TIMEOUT_S))
         with _translate_errors():
-            body = await response.aread()
+            body = await response.read()
         if not (reply := _decode_reply(body, _ReadyReply)).ready:
             raise UpstreamUnreachableError(reply.reason)
 
@@ -192,10 +208,11 @@ class Upstream:
             raise InvalidReplyError(f"the backend gave {len(reply.texts)} texts for {len(sequences)} sequences")
         return reply.texts
 
-    async def list_residents(self, ids: bool) -> messages.ResidentsReply:
-        """List the residents in memory, with their token `ids` or without."""
-        path = "/kv/residents?ids=1" if ids else "/kv/residents"
-        return await self._fetch(messages.ResidentsReply, path, timeout_s=LIST_TIMEOUT_S, repeatable=True)
+    async def list_residents(self, since: int = 0, ids: Sequence[str] = ()) -> messages.ResidentsReply:
+        """List the residents in memory, what has changed `since` a revision, or those of these `ids` with tokens."""
+        query = f"?ids={','.join(ids)}" if ids else f"?since={since}"
+        kind = messages.ResidentsReply
+        return await self._fetch(kind, f"/kv/residents{query}", timeout_s=LIST_TIMEOUT_S, repeatable=True)
 
     async def delete_resident(self, resident: str) -> None:
         await self._delete(f"/kv/residents/{resident}")
@@ -204,9 +221,9 @@ class Upstream:
         """Drop all KV of conversations in memory, except running requests and the residents or requests in `keep`."""
         await self._call("POST", "/kv/forget", messages.ClearCacheRequest(keep=list(keep)))
 
-    async def order_residents(self, drop_first: list[str]) -> None:
-        """Set the residents that the backend drops first when its memory is short."""
-        await self._call("PUT", "/kv/residents/order", messages.EvictionOrder(drop_first=drop_first))
+    async def extend_eviction_order(self, drop_first: list[str]) -> None:
+        """Add residents to those that the backend drops first when its memory is short; their leases end."""
+        await self._call("PUT", "/kv/residents/order", messages.EvictionOrder(drop_first=drop_first, extends=True))
 
     async def cancel(self, request_id: str, timeout_s: float) -> messages.GenerationResult | None:
         """Cancel a request; return the result when its step has ended, or None where it is over or unknown."""
@@ -272,50 +289,49 @@ class Upstream:
         request = self._request(method, path, headers, body, timeout_s)
         response = await self._check_status(await self._send(request, repeatable))
         with _translate_errors():
-            return await response.aread()
+            return await response.read()
 
     def _request(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes = b"", timeout_s: float | None = None
-    ) -> httpx.Request:
+    ) -> UpstreamRequest:
         """Build a request.  Connecting always has a time limit; generations, restores and saves have no other."""
         everything = {**headers, **self._authorization}
         if request_id := current_request_id():  # for the backend's log
             everything.setdefault(messages.HEADER_REQUEST, request_id)
-        encoded = [(name.encode(), value.encode()) for name, value in everything.items()]
-        extensions = {"timeout": httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S).as_dict()}
-        url = self._base_url + path
-        return httpx.Request(method, url, headers=encoded, content=body or None, extensions=extensions)
+        is_control = path in CONTROL_PATHS or method == "DELETE"
+        return UpstreamRequest(method, self._base_url + path, everything, body, timeout_s, is_control)
 
-    async def _send(self, request: httpx.Request, repeatable: bool = False) -> httpx.Response:
+    async def _send(self, request: UpstreamRequest, repeatable: bool = False) -> UpstreamResponse:
         """Send a request and receive the answer's head; once more if a kept connection was just being closed."""
+        transport: Transport = self._control_transport if request.is_control else self._transport
         with _translate_errors():
             try:
-                return await self._transport.handle_async_request(request)
-            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-                if not repeatable:
+                return await transport.send(request)
+            except CONNECTION_LOST_ERRORS as error:
+                if not repeatable or isinstance(error, aiohttp.ClientConnectorError):
                     raise
-            return await self._transport.handle_async_request(request)
+            return await transport.send(request)
 
-    async def _check_status(self, response: httpx.Response) -> httpx.Response:
-        if response.status_code < 400:
+    async def _check_status(self, response: UpstreamResponse) -> UpstreamResponse:
+        if response.status < 400:
             return response
         with _translate_errors():
-            body = await response.aread()
-        if response.status_code == 503:
+            body = await response.read()
+        if response.status == 503:
             raise UpstreamUnreachableError(f"the backend is not ready: {messages.parse_error_message(body)}")
-        kind = {410: UpstreamGoneError, 507: InsufficientStorageError}.get(response.status_code, UpstreamStatusError)
-        raise kind(response.status_code, body, response.headers.get("Retry-After", ""))
+        kind = {410: UpstreamGoneError, 507: InsufficientStorageError}.get(response.status, UpstreamStatusError)
+        raise kind(response.status, body, response.find_header("Retry-After"))
 
 
 @contextmanager
 def _translate_errors() -> Iterator[None]:
     try:
         yield
-    except httpx.ConnectError as error:
+    except (aiohttp.ClientConnectorError, httpx.ConnectError) as error:
         raise UpstreamUnreachableError("the backend is not reachable") from error
-    except httpx.TimeoutException as error:
+    except (TimeoutError, httpx.TimeoutException) as error:
         raise UpstreamTimeoutError("the backend did not answer in time") from error
-    except (httpx.HTTPError, httpx.StreamError) as error:
+    except (aiohttp.ClientError, httpx.HTTPError, httpx.StreamError) as error:
         raise UpstreamConnectionError("the backend broke off") from error
 
 

@@ -46,9 +46,10 @@ def test_snapshot_shows_resident_at_end(root: Path) -> None:
     engine, ended = run_engine(root), Future[EventLog]()
     engine.submit(lambda scheduler: scheduler.submit(make_generation("a", ended))).result(WAIT_S)
     log = ended.result(WAIT_S)
-    assert [resident.id for resident in engine.snapshot.residents] == [log.result.resident]
+    listing = engine.scheduler.residents.listing
+    assert engine.snapshot.residents == 1 and [each.id for each in listing.list_residents()] == [log.result.resident]
     assert engine.submit(lambda scheduler: scheduler.residents.delete(log.result.resident)).result(WAIT_S)
-    assert engine.snapshot.residents == []
+    assert engine.snapshot.residents == 0 and not listing.list_residents()
     engine.stop()
     engine.ended.result(WAIT_S)
 

@@ -95,7 +95,7 @@ def test_room_of_restored_buffers_is_filled_in_place_and_never_read(family: str,
     turn = driver.run(PROMPT, 20)
     kv = driver.scheduler.save_source.find_kv(1, resident_id=turn.result.resident)
     chain, checkpoints = save_segments(kv, tmp_path, [kv.length])
-    prompt = kv.tokens + make_prompt(300, 7)
+    prompt = [*kv.tokens, *make_prompt(300, 7)]
 
     def restore() -> KV:
         read = make_loader(driver.served, tmp_path, POOL).load(

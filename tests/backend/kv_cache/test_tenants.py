@@ -14,7 +14,7 @@ MINE, THEIRS = b"m" * 16, b"t" * 16
 def test_resident_of_other_root_is_refused(root: Path) -> None:
     driver, prompt = SchedulerDriver(load_family("llama", root)), make_prompt(70)
     resident = driver.run(prompt, 2, root=MINE).result.resident
-    assert [each.root for each in driver.scheduler.residents.list_residents()] == [MINE]
+    assert [each.root for each in driver.scheduler.residents.listing.list_residents()] == [MINE]
     for other in (THEIRS, b""):
         for keep in (True, False):
             with pytest.raises(ResidentMismatchError, match="another model or tenant"):

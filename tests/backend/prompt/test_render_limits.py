@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from support.backend.small_tokenizers import make_byte_level_tokenizer, make_sentence_piece_tokenizer
 from warmline_backend.prompt import render_limits
-from warmline_backend.prompt import renderer as renderer_module
 from warmline_backend.prompt.render_limits import (
     BYTES_PER_TOKEN,
     CUT_TOKENS,
@@ -27,7 +26,8 @@ from warmline_backend.prompt.render_limits import (
     RenderLimits,
 )
 from warmline_backend.prompt.renderer import TemplateRenderer
-from warmline_backend.prompt.tokenizer_process import TokenizerProcessError, tokenize_in_process
+from warmline_backend.prompt.tokenization import text_tokenizer
+from warmline_backend.prompt.tokenization.tokenizer_process import TokenizerProcessError, tokenize_in_process
 from warmline_backend.request.params import BadRequestError
 
 TOKENS_MAX = 100_000
@@ -154,7 +154,7 @@ def test_process_makes_same_prompt(renderer: TemplateRenderer) -> None:
     ]
     for endpoint, body in (("chat", {"messages": messages}), ("completion", {"prompt": "the quick 😀</s> fox"})):
         expected = renderer.render(endpoint, body)
-        with patch.object(renderer_module, "THREAD_CHARS_MAX", 5):
+        with patch.object(text_tokenizer, "THREAD_CHARS_MAX", 5):
             assert renderer.render(endpoint, body) == expected
 
 
@@ -186,7 +186,7 @@ def test_killed_process_refuses_prompt(renderer: TemplateRenderer) -> None:
     with pytest.raises(TokenizerProcessError, match="exit code -9"):
         tokenize_in_process(renderer._tokenizer._tokenizer, "the fox", False, kill)
     with (
-        patch.object(renderer_module, "THREAD_CHARS_MAX", 5),
+        patch.object(text_tokenizer, "THREAD_CHARS_MAX", 5),
         patch.object(RenderCancellation, "kill_on_cancel", lambda _, process: kill(process)),
         pytest.raises(
             BadRequestError, match="the process that tokenizes 7 characters has failed: exit code -9; shorten"

@@ -228,6 +228,7 @@ def test_residents_are_evicted_for_fork_states(root: Path) -> None:
     driver.step()
     old = driver.scheduler.residents.add(model.make_kv(journals=True), lease_s=0.0)
     driver.scheduler.residents._entries[old].bytes_held = 10 * model.state_bytes
+    driver.scheduler.residents.bytes_held += 10 * model.state_bytes
     for at in (100, 200, 300):
         driver.submit(make_prompt(at) + make_prompt(5, 2), 1, follow=name, reuse=at)
     assert old in driver.scheduler.residents
@@ -256,8 +257,10 @@ def test_batches_merge_only_with_room_to_copy(root: Path) -> None:
     one = model.kv_bytes(512)
     for budget, sizes in ((6 * one, [2]), (2 * one, [1, 1])):  # two rows each, and two layers of both for joining
         driver = SchedulerDriver(model, budget=budget)
-        running = [driver.submit(make_prompt(400, seed), 50)[1] for seed in (1, 2)]
-        driver.run_until(lambda running=running: all(len(log.events) > 4 for log in running))  # type: ignore[misc]
+        running = []
+        for seed in (1, 2):  # one after the other: together they would be prefilled in one batch
+            running.append(log := driver.submit(make_prompt(400, seed), 50)[1])
+            driver.run_until(lambda log=log: len(log.events) > 4)  # type: ignore[misc]
         assert sorted(len(group.sequences) for group in driver.scheduler._queues.groups) == sizes
         driver.run_until(lambda running=running: all(log.is_ended for log in running))  # type: ignore[misc]
         for seed, log in zip((1, 2), running, strict=True):

@@ -2,6 +2,7 @@
 
 import gc
 import types
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,6 +52,8 @@ def find_objects_holding(text: str, tokens: list[int]) -> list[str]:
                 found.append(f"{type(holder)}: text")
             elif isinstance(value, bytes) and (packed in value or text.encode() in value):
                 found.append(f"{type(holder)}: bytes")
+            elif isinstance(value, array) and packed in value.tobytes():
+                found.append(f"{type(holder)}: array")
             elif type(value) is list and len(value) > len(tokens) and is_containing(value, tokens):
                 found.append(f"{type(holder)}: tokens")
     return found

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from warmline_common.protocol.tokens import (
     BLOCK_TOKENS,
     PrefixHash,
+    TokenArray,
     chain_hashes,
     count_common_chars,
     count_common_tokens,
@@ -29,6 +30,33 @@ def test_packing_is_reversible_u32le(ids: list[int]) -> None:
     packed = pack_tokens(ids)
     assert packed == b"".join(i.to_bytes(4, "little") for i in ids)
     assert unpack_tokens(packed) == ids
+
+
+@given(IDS, IDS, st.integers(-310, 310), st.integers(-310, 310))
+def test_token_array_is_as_a_list(ids: list[int], more: list[int], start: int, end: int) -> None:
+    tokens = TokenArray(ids)
+    assert tokens == ids and ids == tokens and tokens == tuple(ids) and list(tokens) == tokens.tolist() == ids
+    assert tokens[start:end] == ids[start:end] and len(tokens) == len(ids) and bool(tokens) == bool(ids)
+    assert (tokens == TokenArray(more)) == (tokens == more) == (ids == more)
+    part = tokens[:]
+    for token in more:
+        part.append(token)
+    copied = TokenArray(tokens)
+    copied += TokenArray(more)
+    assert part == copied == tokens + more == tokens + TokenArray(more) == ids + more
+    assert tokens == ids, "slices, sums and copies are apart"
+    assert pack_tokens(tokens) == pack_tokens(ids) and TokenArray.from_bytes(pack_tokens(ids)) == tokens
+    if ids:
+        assert tokens[-1] == ids[-1] and tokens[0] == ids[0]
+
+
+def test_token_array_refuses_other_ids() -> None:
+    for wrong in (-1, 2**32):
+        with pytest.raises(OverflowError):
+            TokenArray([wrong])
+    assert TokenArray([1]) != [1, 2] and TokenArray([1]) != "1"
+    with pytest.raises(TypeError):
+        hash(TokenArray())
 
 
 def test_truncated_token_raises_value_error() -> None:

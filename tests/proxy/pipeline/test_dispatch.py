@@ -84,6 +84,45 @@ async def test_concurrent_same_prompt_follows_leader(tmp_path: Path) -> None:
 
 
 @on_loop
+async def test_requests_at_once_follow_first(tmp_path: Path) -> None:
+    """The first is still being restored when the others come; they follow it as soon as it is sent."""
+    question = "A long question. " * 20
+    async with run_proxy(tmp_path) as proxy:
+        await proxy.chat(question)
+        await proxy.wait_until_saved()
+        proxy.backend.restart()
+        proxy.backend.restoring_allowed.clear()
+        asked = [asyncio.create_task(proxy.chat(question)) for _ in range(5)]
+        await proxy.backend.wait_for_calls("restore", 1)
+        await proxy.backend.wait_for_calls("prompts", 6)
+        proxy.backend.hold_after = 0
+        proxy.backend.restoring_allowed.set()
+        await proxy.backend.wait_for_calls("generate", 6)
+        leader, *followers = proxy.backend.calls["generate"][1:]
+        assert {call.get("X-Warmline-Follow") for call in followers} == {leader["X-Warmline-Request"]}
+        assert len(proxy.backend.calls["restore"]) == 1
+        proxy.backend.may_continue.set()
+        assert {(await each).status for each in asked} == {200}
+
+
+@on_loop
+async def test_request_at_once_leads_where_first_is_cancelled(tmp_path: Path) -> None:
+    question = "A long question. " * 20
+    async with run_proxy(tmp_path) as proxy:
+        await proxy.chat(question)
+        await proxy.wait_until_saved()
+        proxy.backend.restart()
+        proxy.backend.restoring_allowed.clear()
+        first = asyncio.create_task(proxy.chat(question, headers={"X-Warmline-Request": "first"}))
+        await proxy.backend.wait_for_calls("restore", 1)
+        others = [asyncio.create_task(proxy.chat(question)) for _ in range(2)]
+        await proxy.backend.wait_for_calls("prompts", 4)
+        proxy.backend.restoring_allowed.set()
+        first.cancel()
+        assert [(await other).status for other in others] == [200, 200]
+
+
+@on_loop
 async def test_refused_leader_is_not_followed_again(tmp_path: Path) -> None:
     """A rotating layer that has passed the position can't be copied there any more."""
     async with run_proxy(tmp_path) as proxy:

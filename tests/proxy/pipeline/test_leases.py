@@ -10,9 +10,10 @@ from support.proxy.fake_backend import make_layout
 from support.proxy.harness import ProxyHarness, on_loop, run_proxy
 
 
-async def list_evictable(proxy: ProxyHarness) -> set[Any]:
-    """Residents that the backend may evict, as it was notified."""
+async def list_evictable(proxy: ProxyHarness, calls: int = 1) -> set[Any]:
+    """Residents that the backend may evict, as it was notified in at least so many calls."""
     await proxy.wait_until_saved()
+    await proxy.backend.wait_for_calls("order", calls)
     return {resident for names in proxy.backend.calls["order"] for resident in names}
 
 
@@ -33,7 +34,7 @@ async def test_lease_ends_after_failed_index_plan(tmp_path: Path, monkeypatch: p
         raise OSError(errno.EIO, "as scripted")
 
     async with run_proxy(tmp_path) as proxy:
-        monkeypatch.setattr(proxy.index, "begin_save", fails)
+        monkeypatch.setattr(proxy.index, "begin_turn_save", fails)
         await proxy.chat()
         assert await list_evictable(proxy) == set(proxy.backend.residents) and not proxy.backend.calls["save"]
 
@@ -49,7 +50,7 @@ async def test_lease_ends_after_exceeded_budget(tmp_path: Path) -> None:
 async def test_lease_ends_where_all_rows_are_stored(tmp_path: Path) -> None:
     async with run_proxy(tmp_path) as proxy:
         await proxy.chat()
-        assert not await list_evictable(proxy), "a save of its rows ends a lease by itself"
+        assert not await list_evictable(proxy, 0), "a save of its rows ends a lease by itself"
         first = set(proxy.backend.residents)
         await proxy.chat()
         assert await list_evictable(proxy) == set(proxy.backend.residents) - first

@@ -292,7 +292,7 @@ async def test_saves_do_not_block_requests(tmp_path: Path) -> None:
 async def test_failed_save_leaves_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with run_proxy(tmp_path) as proxy:
         with monkeypatch.context() as planted:
-            planted.setattr(proxy.index, "begin_save", lambda *_, **__: 1 / 0)
+            planted.setattr(proxy.index, "begin_turn_save", lambda *_, **__: 1 / 0)
             assert (await proxy.chat(TEXT)).status == 200
             await proxy.wait_until_saved()
         assert (await proxy.chat(TEXT)).status == 200
@@ -304,10 +304,10 @@ async def test_concurrent_requests_list_residents_once_after_restart(tmp_path: P
         await proxy.chat(TEXT)
         await proxy.wait_until_saved()
         proxy.backend.restart()
-        before = proxy.backend.calls["residents"].count("ids=1")
+        before = proxy.backend.calls["residents"].count("since=0")
         answers = await asyncio.gather(*(proxy.chat(f"{number} {TEXT}") for number in range(6)))
         assert {each.status for each in answers} == {200}
-        assert proxy.backend.calls["residents"].count("ids=1") == before + 1
+        assert proxy.backend.calls["residents"].count("since=0") == before + 1
 
 
 @on_loop

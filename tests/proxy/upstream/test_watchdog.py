@@ -16,7 +16,7 @@ from support.proxy.audits import make_metric_reader
 from support.proxy.harness import on_loop, run_proxy, serve
 from warmline_common.process.pids import read_command_line
 from warmline_common.protocol.messages import HealthReply
-from warmline_proxy.upstream import client as upstream
+from warmline_proxy.upstream import transport
 from warmline_proxy.upstream.client import Upstream
 from warmline_proxy.upstream.watchdog import (
     BACKEND_COMMAND,
@@ -240,7 +240,7 @@ async def test_foreign_server_on_port_kills_no_process(tmp_path: Path) -> None:
 @on_loop
 async def test_process_with_full_backlog_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its event loop is stuck, and connections have filled the kernel's backlog."""
-    monkeypatch.setattr(upstream, "CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(transport, "CONNECT_TIMEOUT_S", 0.1)
     async with run_process() as child:
         stuck = socket.create_server(("127.0.0.1", 0), backlog=0)
         port = stuck.getsockname()[1]

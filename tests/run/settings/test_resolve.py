@@ -268,20 +268,6 @@ def test_backend_environment_limits_openblas_spinning(monkeypatch: pytest.Monkey
     assert theirs["OPENBLAS_THREAD_TIMEOUT"] == "4"
 
 
-def test_backend_on_linux_asks_for_huge_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    config = resolve_settings(tmp_path)
-
-    def tunables(**environment: str) -> str | None:
-        return processes.backend_command(config, "m", environment).environment.get("GLIBC_TUNABLES")
-
-    monkeypatch.setattr(processes.sys, "platform", "linux")
-    assert tunables() == "glibc.malloc.hugetlb=1"
-    assert tunables(GLIBC_TUNABLES="glibc.malloc.arena_max=2") == "glibc.malloc.arena_max=2:glibc.malloc.hugetlb=1"
-    assert tunables(GLIBC_TUNABLES="glibc.malloc.hugetlb=0") == "glibc.malloc.hugetlb=0"
-    monkeypatch.setattr(processes.sys, "platform", "darwin")
-    assert tunables() is None
-
-
 def test_home_must_be_utf_8(tmp_path: Path) -> None:
     """For LMDB; anywhere else a path may have any bytes."""
     with pytest.raises(ConfigurationError, match="expected a directory whose path is UTF-8"):

@@ -20,7 +20,7 @@ PRINTERS = {
     "print_line",
     "run_checked",
     "_run_systemctl",
-    "_notify_end",
+    "Ending",
     "finish_sequence",
     "encode_error_body",
     "_error",

@@ -289,7 +289,8 @@ class FakeBackend:
     async def _residents(self, request: web.Request) -> web.Response:
         self._record_call("residents", request.query_string)
         await self.listing_allowed.wait()
-        with_ids = request.query.get("ids") == "1"
+        ids = request.query.get("ids", "")
+        wanted, with_ids = set(ids.split(",")) if ids not in ("", "1") else None, bool(ids)
         return self._reply(
             ResidentsReply(
                 **self._snapshot,
@@ -304,6 +305,7 @@ class FakeBackend:
                         root=self.roots.get(name, b""),
                     )
                     for name, ids in self.residents.items()
+                    if wanted is None or name in wanted
                 ],
             )
         )

@@ -33,7 +33,7 @@ class _Header(TypedDict):
 
 def tokenize_in_process(
     tokenizer: Tokenizer, text: str, add_special_tokens: bool, kill_on_cancel: KillOnCancel
-) -> tuple[list[int], list[int]]:
+) -> tuple["array[int]", "array[int]"]:
     """Ids as of `tokenizer.encode`, and for each the end of the characters up to there.
 
     `kill_on_cancel` may kill the process within its context, and raises there what says so.  Raises
@@ -53,7 +53,7 @@ def tokenize_in_process(
         raise TokenizerProcessError(f"exit code {process.returncode}")
     numbers = array("I", reply)
     count = len(numbers) // 2
-    return numbers[:count].tolist(), list(accumulate(numbers[count:], max))
+    return numbers[:count], array("I", accumulate(numbers[count:], max))
 
 
 def _main() -> None:
