@@ -11,7 +11,7 @@ from warmline_backend.kv_cache.segment_io import RawTensor, TensorStream, expose
 from warmline_backend.scheduler.scheduler import Scheduler
 from warmline_common.protocol.tokens import TokenArray
 
-SLICE_S_MAX = 0.02  # about a decode step of a large model; a slice has one leaf at least
+SLICE_S_MAX = 0.02  # about a decode step of a large model; a slice has one tensor at least
 SLICE_BYTES_MAX = 64 << 20  # likewise; two slices are in memory at a time
 
 KvFinder = Callable[[Scheduler], KV]  # raises ResidentNotFoundError, RowsUnavailableError
@@ -20,7 +20,7 @@ EngineWait = Callable[["Future[dict[str, RawTensor]]"], dict[str, RawTensor]]  #
 
 
 class SaveSlices:
-    """Tensors of one file as slices, each of as many leaves as can be copied in SLICE_S_MAX.
+    """Tensors of one file as slices, each of as many as can be copied in SLICE_S_MAX.
 
     The KV is looked up for each slice: it may have moved from a resident to a request, and holding its arrays from step
     to step would make each step copy them.  What is saved of it does not change, as `tokens` shows.
@@ -31,7 +31,7 @@ class SaveSlices:
         self._start, self._end = start, end
         self.tokens = TokenArray()  # [0, end)
         self._shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self._leaves: list[str] = []  # not copied yet, in the order of the file
+        self._names: list[str] = []  # of tensors that are not copied yet, in the order of the file
         self._slice: dict[str, RawTensor] = {}
         self._next: Future[dict[str, RawTensor]] | None = None
 
@@ -44,7 +44,7 @@ class SaveSlices:
         self.tokens = kv.tokens[: self._end]
         arrays = self._read_leaves(kv, None)
         self._shapes = {name: (DTYPE_NAMES[array.dtype], array.shape) for name, array in arrays.items()}
-        self._leaves = list(dict.fromkeys(map(leaf_of, sorted(arrays))))
+        self._names = sorted(arrays)
         del arrays
         self._slice = self._copy_slice(scheduler)
 
@@ -65,19 +65,20 @@ class SaveSlices:
     def _read_tensor(self, name: str, wait: EngineWait) -> Iterator[memoryview]:
         if name not in self._slice and self._next is not None:
             self._slice, self._next = wait(self._next), None
-        if self._next is None and self._leaves:
+        if self._next is None and self._names:
             self._next = self._engine.submit(self._copy_slice)
         yield self._slice[name].data
 
     def _copy_slice(self, scheduler: Scheduler) -> dict[str, RawTensor]:
-        """Copy the next leaves.  Engine thread."""
+        """Copy the next tensors.  Engine thread."""
         kv = self._find_kv(scheduler)
         if kv.tokens[self._start : self._end] != self.tokens[self._start :]:
             raise RowsUnavailableError(f"rows [{self._start}, {self._end}) are of other tokens by now")
         tensors: dict[str, RawTensor] = {}
         began, bytes_copied = time.perf_counter(), 0
-        while self._leaves and time.perf_counter() - began < SLICE_S_MAX and bytes_copied < SLICE_BYTES_MAX:
-            leaf = expose_bytes(self._read_leaves(kv, {self._leaves.pop(0)}))
-            bytes_copied += sum(tensor.data.nbytes for tensor in leaf.values())
-            tensors |= leaf
+        while self._names and time.perf_counter() - began < SLICE_S_MAX and bytes_copied < SLICE_BYTES_MAX:
+            name = self._names.pop(0)
+            array = self._read_leaves(kv, {leaf_of(name)})[name]
+            tensors |= expose_bytes({name: array})
+            bytes_copied += array.nbytes
         return tensors
