@@ -45,7 +45,8 @@ from warmline_backend.engine.kv_transfer import READER_THREADS
 from warmline_backend.engine.save_slices import SaveSlices
 from warmline_backend.kv_cache.codecs import CacheLayout, flatten, round_up_to_buffer
 from warmline_backend.kv_cache.kv import KV
-from warmline_backend.kv_cache.segment_io import READ_BYTES_MAX, ChainLoader, LoadedChain, write_segment_file
+from warmline_backend.kv_cache.segment_io import ChainLoader, LoadedChain, write_segment_file
+from warmline_backend.kv_cache.tensor_reader import READ_BYTES_MAX
 from warmline_backend.scheduler.capacity import ANSWER_TOKENS_RESERVED
 from warmline_common.protocol.messages import SegmentRef
 from warmline_common.protocol.tokens import SEGMENT_TOKENS_MAX, pack_tokens, prefix_digest
