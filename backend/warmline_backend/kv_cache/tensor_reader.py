@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from io import FileIO
 
+import numpy as np
+
 from warmline_backend.kv_cache.byte_buffers import ByteBuffer
 from warmline_common.storage import segment_file
 from warmline_common.storage.segment_file import SegmentFileError, SegmentHeader, TensorInfo
@@ -159,6 +161,7 @@ class _PartCopier:
             if not self._rest:
                 self._rest = next(self._parts)
             piece, into = into[: len(self._rest)], into[len(self._rest) :]
-            piece[:] = self._rest[: len(piece)]
+            # With numpy, which lets other readers go on meanwhile: fresh memory is slow to write to for the first time.
+            np.copyto(np.frombuffer(piece, np.uint8), np.frombuffer(self._rest[: len(piece)], np.uint8))
             self._rest = self._rest[len(piece) :]
             yield piece
