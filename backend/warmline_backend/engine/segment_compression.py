@@ -18,7 +18,7 @@ T = TypeVar("T")
 GAIN_BEGIN, GAIN_END = 1.2, 1.05  # times as fast as plain segments: to begin to code, and to go on
 BUDGET_SHARE_BEGIN, BUDGET_SHARE_END = 0.9, 0.75
 STORED_SHARE_MAX = 0.9  # else coding is not worth its time
-RESTORE_TO_DECODE = 2.0  # readers' time to decode, and to read, copy and verify, against decoding alone; as measured
+RESTORE_TO_DECODE = 3.0  # time of readers to decode, read, copy and verify, against decoding alone; as measured
 
 log = logging.getLogger(__name__)
 
