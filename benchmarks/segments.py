@@ -46,6 +46,7 @@ from warmline_backend.engine.save_slices import SaveSlices
 from warmline_backend.kv_cache.codecs import CacheLayout, flatten, round_up_to_buffer
 from warmline_backend.kv_cache.kv import KV
 from warmline_backend.kv_cache.segment_io import ChainLoader, LoadedChain, write_segment_file
+from warmline_backend.kv_cache.tensor_reader import READ_BYTES_MAX
 from warmline_backend.scheduler.capacity import ANSWER_TOKENS_RESERVED
 from warmline_common.protocol.messages import SegmentRef
 from warmline_common.protocol.tokens import SEGMENT_TOKENS_MAX, pack_tokens, prefix_digest
@@ -56,7 +57,6 @@ SHAPES = {
     "8B": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336, "num_attention_heads": 32},
     "tiny": {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1024, "num_attention_heads": 8},
 }
-READ_BYTES_MAX = 4 << 20
 CHUNK_AFTER = 40  # tokens of a next turn
 THEIRS = "prompt_cache.safetensors"
 FINGERPRINT = "benchmark"

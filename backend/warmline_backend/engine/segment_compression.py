@@ -18,6 +18,7 @@ T = TypeVar("T")
 GAIN_BEGIN, GAIN_END = 1.2, 1.05  # times as fast as plain segments: to begin to code, and to go on
 BUDGET_SHARE_BEGIN, BUDGET_SHARE_END = 0.9, 0.75
 STORED_SHARE_MAX = 0.9  # else coding is not worth its time
+RESTORE_TO_DECODE = 3.0  # time of readers to decode, read, copy and verify, against decoding alone; as measured
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class CompressionRates:
     disk_read: float
     disk_write: float
     encode: float  # of the writer
-    decode: float  # of all readers together
+    decode: float  # of all readers together, with all else that a restore computes
     stored_share: float  # stored bytes of a decoded one
 
     @property
@@ -84,15 +85,15 @@ class SegmentCompression:
             disk_read=self._disk_read.per_second,
             disk_write=self._disk_write.per_second,
             encode=sample.encode_bytes_per_s if sample else 0.0,
-            decode=sample.decode_bytes_per_s * self._cores if sample else 0.0,
+            decode=sample.decode_bytes_per_s * self._cores / RESTORE_TO_DECODE if sample else 0.0,
             stored_share=sample.stored_share if sample else 0.0,
         )
 
     def record_restore(self, stats: ReadStats, seconds: float) -> None:
         """Record a restore that took `seconds`.
 
-        Bytes of the page cache cost the readers' own time and no waits: then the disk looks as fast as it is.  Several
-        readers that wait at a time wait for the same disk.
+        Bytes of the page cache cost no waits: then the disk looks as fast as it is.  Several readers that wait at a
+        time wait for the same disk.
         """
         self._disk_read.add(stats.bytes_read, min(stats.wait_s, seconds))
 

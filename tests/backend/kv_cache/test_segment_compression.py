@@ -16,10 +16,13 @@ from warmline_backend.engine.segment_compression import (
     WriteStats,
     should_compress,
 )
+from warmline_backend.kv_cache import tensor_reader
+from warmline_backend.kv_cache.segment_io import expose_bytes, write_segment_file
 from warmline_backend.kv_cache.tensor_reader import ReadStats
 from warmline_common.protocol.messages import RestoreRequest, SaveRequest, SegmentRef, SegmentSpec
+from warmline_common.storage import disk
 from warmline_common.storage.segment_coding import CodingSample
-from warmline_common.storage.segment_file import read_header, verify_file
+from warmline_common.storage.segment_file import FileMeta, read_header, verify_file
 
 GB = 1e9
 UNKNOWN = CompressionRates(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -134,3 +137,35 @@ def test_backend_codes_bfloat16_once_the_budget_is_nearly_used(dtype: mx.Dtype, 
         assert (reply["bytes_read"] < sum(read_header(path).decoded_bytes for path in paths)) or not is_bfloat16
 
     with_backend(build_model(tmp_path, dtype), tmp_path, work)
+
+
+def test_reads_of_the_page_cache_wait_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meta = FileMeta(kind="checkpoint", id="a" * 32, fingerprint="f", root="", prefix="", start=0, end=0, position=7)
+    path = tmp_path / "file"
+    tensors = expose_bytes({"0.0.state0": mx.zeros((1, 1 << 16))})
+    write_segment_file(path, meta, tensors)
+    blocks = iter([0, 0, 100, 100 + (1 << 18) // 512])
+    monkeypatch.setattr(tensor_reader, "HAS_THREAD_USAGE", True)
+    monkeypatch.setattr(tensor_reader, "_count_disk_blocks", lambda: next(blocks))
+    monkeypatch.setattr(tensor_reader, "time", StoppedCpu())
+    for waits in (False, True):
+        with disk.open_to_read(path) as file:
+            reader = tensor_reader.TensorReader(file, read_header(path))
+            reader.read_tensor("0.0.state0")
+            stats = reader.stats
+        assert (stats.wait_s > 0.0) == waits
+        assert stats.bytes_read == stats.bytes_decoded == (1 << 18) + 16
+
+
+class StoppedCpu:
+    """Clocks of a thread that only waits."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def monotonic(self) -> float:
+        self._now += 1.0
+        return self._now
+
+    def thread_time(self) -> float:
+        return 0.0
