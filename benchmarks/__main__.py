@@ -26,7 +26,7 @@ from common.servers import format_blas
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "build" / "bench"
 BENCHMARK_TIMEOUT_S = 3600.0
-# In the order in which they run, with the flags that they have here.
+# Scripts and folders in the order in which they run, with the flags that they have here.
 BENCHMARKS: dict[str, tuple[str, ...]] = {
     "serving/restart.py": (),
     "serving/restore.py": (),
@@ -34,6 +34,11 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "serving/herd.py": (),
     "serving/agent.py": (),
     "serving/beside.py": (),
+    "serving/overhead.py": (),
+    "serving/growth.py": ("--residents", "10", "100", "500"),
+    "rendering": (),
+    "compression": (),
+    "segments.py": ("--tiny",),
 }
 VERSIONS = ("mlx", "mlx-lm", "warmline")
 
