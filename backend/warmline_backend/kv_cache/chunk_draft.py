@@ -60,22 +60,22 @@ class ChunkDraft:
             yield
 
     def commit(self, layers: list[Any]) -> list[Any]:
-        """Write to `layers`, leaf by leaf, and return the layers with the chunk; the draft is used up."""
+        """Write to `layers`, which have room or no rows, and return the layers with the chunk; the draft is used up.
+
+        Until all is written, `layers` have the rows that they had.
+        """
         if self.layout.problem:
             return self.leaves
-        drafts, self.leaves = self.leaves[::-1], []
-        committed = []
-        for leaf, (_, held) in zip(self.layout.leaves, flatten(layers), strict=True):
-            drafted = drafts.pop()
+        held = [leaf for _, leaf in flatten(layers)]
+        drafts, self.leaves = self.leaves, []
+        for number, leaf in enumerate(self.layout.leaves):
             if leaf.codec.kind is CodecKind.ROWS:
-                rows = leaf.codec.count_buffer_rows(held)
-                for keys, values in drafted:
-                    held.update_and_fetch(keys, values)
-                if leaf.codec.count_buffer_rows(held) > rows > 0:
-                    mx.eval(held.state)  # now: at most one leaf's buffer is there twice
-            committed.append(held if leaf.codec.kind is CodecKind.ROWS else drafted)
-        mx.eval([leaf.state for leaf in committed])
-        return rebuild(self.layout.template, iter(committed))
+                writer = leaf.codec.make_writer(held[number])
+                for keys, values in drafts[number]:
+                    writer.update_and_fetch(keys, values)
+                drafts[number] = writer
+        mx.eval(_list_arrays(drafts))
+        return _commit_leaves(self.layout, held, drafts)
 
 
 def detach_states(layout: CacheLayout, leaves: list[Any]) -> None:
@@ -144,6 +144,11 @@ def _compute_in_place(model: nn.Module, layout: CacheLayout, layers: list[Any], 
     model(tokens, cache=rebuild(layout.template, iter(drafts)))
     detach_states(layout, drafts)
     mx.eval(_list_arrays(drafts))
+    return _commit_leaves(layout, held, drafts)
+
+
+def _commit_leaves(layout: CacheLayout, held: list[Any], drafts: list[Any]) -> list[Any]:
+    """The layers with drafts that are evaluated."""
     committed = (leaf.codec.commit(*pair) for leaf, *pair in zip(layout.leaves, held, drafts, strict=True))
     return rebuild(layout.template, committed)
 
@@ -166,7 +171,7 @@ def reserve_rows(layout: CacheLayout, layers: list[Any], rows: int) -> None:
 def evaluate_chunk_by_layers(
     model: nn.Module, layout: CacheLayout, layers: list[Any], tokens: list[int]
 ) -> Generator[None, None, ChunkDraft]:
-    """As `evaluate_chunk`, with a pause after each layer; the draft is the generator's value."""
+    """Draft a chunk with a pause after each layer; the draft is the generator's value.  Raises OutOfMemoryError."""
     try:
         draft = draft_chunk(model, layout, layers, mx.array([tokens]))
         yield from draft.evaluate_by_layers()
