@@ -1,6 +1,7 @@
 """CPU time of a small warm request, by the number of conversations that the pair holds in memory and on disk.
 
 Usage: PYTHONPATH=benchmarks .venv/bin/python benchmarks/serving/growth.py [--requests 240] [--rounds 3] [--json FILE]
+       [--quick]
 
 A pair with a tiny model is filled with short conversations.  At each stage CLIENTS clients repeat a prompt of their
 own, so that all but its last token is reused.  CPU time is both processes' own, saves included; Linux only.

@@ -1,6 +1,7 @@
 """CPU time of a small warm request, by the number of clients that ask at once.
 
 Usage: PYTHONPATH=benchmarks .venv/bin/python benchmarks/serving/overhead.py [--requests 240] [--rounds 3] [--json FILE]
+       [--quick]
 
 Each client repeats a prompt of its own on a connection that it keeps, streamed and not in turn; all but the prompt's
 last token is reused.  The last column is the backend's CPU where it is asked directly.  Linux only.
