@@ -144,7 +144,7 @@ def reserve_rows(layout: CacheLayout, layers: list[Any], rows: int) -> None:
 def evaluate_chunk_by_layers(
     model: nn.Module, layout: CacheLayout, layers: list[Any], tokens: list[int]
 ) -> Generator[None, None, ChunkDraft]:
-    """Compute a draft of `tokens` with a pause after each layer; it is the generator's value.  Raises as `compute_chunk`."""
+    """Compute a draft of `tokens`, the generator's value, with a pause after each layer.  Raises as `compute_chunk`."""
     try:
         draft = draft_chunk(model, layout, layers, mx.array([tokens]))
         yield from draft.evaluate_by_layers()
