@@ -111,7 +111,6 @@ class KV:
 
         No shape depends on the pauses, so neither does any bit.
         """
-        self.reserve_rows(self.length + len(tokens))
         draft = yield from evaluate_chunk_by_layers(model, self.layout, self.layers, tokens)
         self.layers = draft.commit(self.layers)
         self.tokens += tokens

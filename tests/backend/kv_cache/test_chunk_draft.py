@@ -1,4 +1,4 @@
-"""Both ways to compute a chunk, beside the KV and in place: the same bits, and no trace of a chunk without memory."""
+"""Chunks in one step and layer by layer have the same bits, and one without memory leaves no trace."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models.cache import BatchKVCache, QuantizedKVCache
 
 from support.backend.families import FAMILIES, load_family, make_prompt
-from warmline_backend.kv_cache import chunk_draft, codecs
+from warmline_backend.kv_cache import codecs
 from warmline_backend.kv_cache.chunk_draft import OutOfMemoryError
 from warmline_backend.kv_cache.codecs import CodecKind, flatten
 from warmline_backend.kv_cache.kv import KV
@@ -55,11 +55,15 @@ def make_kv(served: ServedModel) -> KV:
     return KV(served.layout, [], served.layout.make_empty_cache())
 
 
-def prefill_chunks(kv: KV, served: ServedModel, room_tokens: int) -> list[Rows]:
+def prefill_chunks(kv: KV, served: ServedModel, room_tokens: int = 0, *, by_layers: bool = False) -> list[Rows]:
     """Compute CHUNKS; the rows after each of them."""
     tokens, found = make_prompt(sum(CHUNKS)), []
     for count in CHUNKS:
-        kv.prefill(served.model, tokens[kv.length : kv.length + count])
+        chunk = tokens[kv.length : kv.length + count]
+        if by_layers:
+            assert len(list(kv.prefill_by_layers(served.model, chunk))) == len(served.layout.leaves)
+        else:
+            kv.prefill(served.model, chunk)
         kv.reserve_rows(room_tokens)
         found.append(read_rows(kv))
     return found
@@ -81,26 +85,17 @@ def read_rows(kv: KV) -> Rows:
 
 @pytest.mark.parametrize("room_tokens", [0, ROOM_TOKENS], ids=["without room", "with room"])
 @pytest.mark.parametrize("family", EVERY_FAMILY)
-def test_rows_beside_equal_rows_in_place(
-    family: str, room_tokens: int, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served, found = load_family(family, root), []
-    for are_copies_cheaper in (True, False):
-        monkeypatch.setattr(chunk_draft, "_copies_are_cheaper", lambda are=are_copies_cheaper: are)
-        found.append(prefill_chunks(make_kv(served), served, room_tokens))
-    beside, in_place = found
-    assert beside == in_place and all(rows for rows in beside)
+def test_rows_by_layers_equal_rows_in_one_step(family: str, room_tokens: int, root: Path) -> None:
+    served = load_family(family, root)
+    by_layers = prefill_chunks(make_kv(served), served, room_tokens, by_layers=True)
+    assert by_layers == prefill_chunks(make_kv(served), served, room_tokens) and all(by_layers)
 
 
-@pytest.mark.parametrize("are_copies_cheaper", [True, False], ids=["beside", "in place"])
 @pytest.mark.parametrize("family", EVERY_FAMILY)
-def test_chunk_without_memory_leaves_kv(
-    family: str, are_copies_cheaper: bool, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunk_without_memory_leaves_kv(family: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever evaluation fails: of a first chunk, of one within the buffers, or of one that makes them grow."""
     served = load_family(family, root)
-    monkeypatch.setattr(chunk_draft, "_copies_are_cheaper", lambda: are_copies_cheaper)
-    cold = prefill_chunks(make_kv(served), served, 0)
+    cold = prefill_chunks(make_kv(served), served)
     device, kv, tokens = FailingDevice(monkeypatch), make_kv(served), make_prompt(sum(CHUNKS))
     for expected, count in zip(cold, CHUNKS, strict=True):
         before, length = read_rows(kv), kv.length
