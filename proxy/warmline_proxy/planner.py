@@ -13,17 +13,22 @@ import msgspec
 
 from warmline_common.protocol.messages import CheckpointRef, KvLayout, MessageEnd, SegmentRef
 from warmline_common.protocol.tokens import BLOCK_TOKENS
-from warmline_proxy.estimate.costs import Costs, EngineLoad, compute_restore_bytes
+from warmline_proxy.estimate.costs import Costs, EngineLoad
+from warmline_proxy.estimate.restore_choice import (
+    RECOMPUTED_TOKENS_MIN,
+    SOONER_S_MIN,
+    SOONER_SHARE_MIN,
+    choose_restore_position,
+    estimate_restore_s,
+    estimate_start_s,
+    is_worth_computing,
+)
 from warmline_proxy.store.rows import PrefixMatch, TtftParts
 
 CHECKPOINT_STRIDE_TOKENS = 2_048
 CHECKPOINT_STRIDES_MAX = 8  # in a prompt; longer ones get a longer stride, since a state may take 100 MB
 _STRIDED_TOKENS_MAX = CHECKPOINT_STRIDE_TOKENS * CHECKPOINT_STRIDES_MAX
 CHECKPOINT_GAP_TOKENS_MIN = 512  # closer to a boundary a stride's checkpoint is not worth a split chunk
-RESTORE_CUTS_MAX = 64  # places that are compared; a chain may have hundreds
-# Less than all is restored, or computed twice at once, only where that is clearly sooner: estimates of one moment are
-# noisy, rows last.
-SOONER_SHARE_MIN, SOONER_S_MIN = 0.1, 0.005
 
 RESIDENT, RESTORED, SHARED, COLD = "resident", "restored", "shared", "cold"
 SHARED_TOKENS_MIN = BLOCK_TOKENS  # less is not worth waiting for another request
@@ -126,7 +131,7 @@ def plan_request(
     cuts = list_restore_cuts(prompt.tokens, match, layout)
     start = _start_from_disk(cuts, match, prompt.tokens, layout, costs)
     reuse_max = max(in_memory.reuse if in_memory else 0, cuts[-1].position if cuts else 0)
-    if in_memory and _is_sooner(in_memory, start, prompt.tokens, layout, costs):
+    if in_memory and _is_preferred(in_memory, start, prompt.tokens, layout, costs):
         start = in_memory
     if leader := _choose_leader(running, start, limit, layout, costs):
         start = RequestPlan(SHARED, _shareable_tokens(leader, limit, grid), leader_id=leader.request_id)
@@ -195,7 +200,7 @@ def _choose_leader(
         # One that is being planned can start from what this one could: they have the same beginning.
         prefilled = each.prefilled if each.dispatched else max(each.prefilled, start.reuse)
         waits_s = costs.estimate_prefill_s(min(prefilled, reach(each)), reach(each))
-        alone_s = _estimate_start_s(start.reuse, start.source == RESTORED, reach(each) + 1, layout, costs)
+        alone_s = estimate_start_s(start.reuse, start.source == RESTORED, reach(each) + 1, layout, costs)
         return is_startable and waits_s - alone_s <= max(SOONER_S_MIN, SOONER_SHARE_MIN * waits_s)
 
     candidates = [each for each in running if reach(each) >= reach_min]
@@ -290,40 +295,24 @@ def _start_from_disk(
     return _plan_cut(chosen, match) if chosen else RequestPlan(COLD, 0)
 
 
-def choose_restore_position(cuts: Sequence[int], tokens: int, layout: KvLayout, costs: Costs) -> int:
-    """The last of ascending `cuts`, or an earlier one, or 0, from which a prompt of `tokens` starts clearly sooner.
-
-    Of many cuts RESTORE_CUTS_MAX are compared, evenly spread.
-    """
-    stride = -(-len(cuts) // RESTORE_CUTS_MAX)
-    compared = (*cuts[::-1][::stride], 0)
-    seconds = {at: _estimate_start_s(at, at > 0, tokens, layout, costs) for at in compared}
-    last_s, soonest = seconds[cuts[-1]], min(compared, key=lambda at: (seconds[at], -at))
-    is_clear = last_s - seconds[soonest] > max(SOONER_S_MIN, SOONER_SHARE_MIN * last_s)
-    return soonest if is_clear else cuts[-1]
-
-
-def _is_sooner(start: RequestPlan, other: RequestPlan, tokens: int, layout: KvLayout | None, costs: Costs) -> bool:
-    """True where this start has its first token before the other; on a tie, where it reuses as much."""
-    seconds, other_s = (
-        _estimate_start_s(each.reuse, each.source == RESTORED, tokens, layout, costs) for each in (start, other)
+def _is_preferred(
+    in_memory: RequestPlan, stored: RequestPlan, tokens: int, layout: KvLayout | None, costs: Costs
+) -> bool:
+    """True where a start in memory is better than one that restores, or than a cold one."""
+    if in_memory.reuse >= stored.reuse:
+        return True
+    seconds, stored_s = (
+        estimate_start_s(each.reuse, each.source == RESTORED, tokens, layout, costs) for each in (in_memory, stored)
     )
-    return (seconds, -start.reuse) <= (other_s, -other.reuse)
+    if stored.reuse - in_memory.reuse < RECOMPUTED_TOKENS_MIN:
+        return seconds <= stored_s
+    return is_worth_computing(stored_s - seconds, costs.estimate_prefill_s(in_memory.reuse, stored.reuse), stored_s)
 
 
 def truncate_chain(chain: Sequence[SegmentRef], position: int) -> tuple[SegmentRef, ...]:
     """Part of a chain with exactly the rows [0, position)."""
     covered = (link for link in chain if link.start < position)
     return tuple(msgspec.structs.replace(link, upto=min(link.upto, position)) for link in covered)
-
-
-def _estimate_start_s(reuse: int, is_restored: bool, tokens: int, layout: KvLayout | None, costs: Costs) -> float:
-    """Seconds of the parts that depend on the start: restore and prefill."""
-    return _estimate_restore_s(reuse if is_restored else 0, layout, costs) + costs.estimate_prefill_s(reuse, tokens - 1)
-
-
-def _estimate_restore_s(tokens: int, layout: KvLayout | None, costs: Costs) -> float:
-    return costs.restore.estimate_s(compute_restore_bytes(layout, tokens)) if tokens and layout else 0.0
 
 
 def _estimate_parts(
@@ -339,7 +328,7 @@ def _estimate_parts(
     return TtftParts(
         render_s=costs.render.estimate_s(tokens),
         plan_s=costs.plan.estimate_s(tokens),
-        restore_s=_estimate_restore_s(start.reuse if start.source == RESTORED else 0, layout, costs),
+        restore_s=estimate_restore_s(start.reuse if start.source == RESTORED else 0, layout, costs),
         wait_s=load.estimate_wait_s(prefill_s, costs),
         prefill_s=prefill_s,
         first_step_s=costs.first_step.estimate_s(tokens),

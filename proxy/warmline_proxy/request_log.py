@@ -174,8 +174,8 @@ def build_perf_fields(record: RequestRecord, session_hint: str = "") -> dict[str
     values = {name: getattr(record, name) for name in record.__struct_fields__ if name not in UNLOGGED_FIELDS}
     fields = {name: round(each, SECONDS_DIGITS) if isinstance(each, float) else each for name, each in values.items()}
     fields["waits"] = {reason: round(seconds, SECONDS_DIGITS) for reason, seconds in record.waits.items()}
-    fields["expected_parts"] = {part: round(s, SECONDS_DIGITS) for part, s in list_parts(record.expected_parts)}
-    parts = {f"{part}_s": round(s, SECONDS_DIGITS) for part, s in list_parts(record.ttft_parts)}
+    fields["expected_parts"] = {part: round(s, SECONDS_DIGITS) for part, s in record.expected_parts.list_named()}
+    parts = {f"{part}_s": round(s, SECONDS_DIGITS) for part, s in record.ttft_parts.list_named()}
     return {"event": "perf", "request": fields.pop("id"), **fields, **parts, "client_session": session_hint}
 
 
@@ -204,10 +204,5 @@ def format_perf_line(record: RequestRecord, session_hint: str = "") -> str:
     )
 
 
-def list_parts(parts: TtftParts) -> list[tuple[str, float]]:
-    """Parts by their names, such as "render", in order."""
-    return [(name.removesuffix("_s"), getattr(parts, name)) for name in parts.__struct_fields__]
-
-
 def _format_parts(parts: TtftParts, equals: str = "=", space: str = " ") -> str:
-    return space.join(f"{name}{equals}{seconds:.3f}s" for name, seconds in list_parts(parts))
+    return space.join(f"{name}{equals}{seconds:.3f}s" for name, seconds in parts.list_named())

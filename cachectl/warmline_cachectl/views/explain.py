@@ -13,7 +13,6 @@ from warmline_common.protocol.waits import LONG_WAIT_S_MIN
 from warmline_proxy.explain.causes import NEW_TEXT
 from warmline_proxy.explain.diff import Comparison
 from warmline_proxy.explain.explain import DiffSide, DivergencePoint, ExplainReply
-from warmline_proxy.request_log import list_parts
 from warmline_proxy.store.rows import DIVERGENCE_TOKENS_AFTER, RequestRecord
 
 BLANK_LINES_MAX = 2  # that are shown as they are
@@ -79,7 +78,7 @@ def render_comparison(result: Comparison) -> Renderables:
 def _format_ttft(record: RequestRecord) -> str:
     """The time to the first token beside the expected one, with the parts that matter in either."""
     text = f"first token after {record.ttft_s:.2f} s, expected after {record.expected_ttft_s:.2f} s"
-    pairs = zip(list_parts(record.ttft_parts), list_parts(record.expected_parts), strict=True)
+    pairs = zip(record.ttft_parts.list_named(), record.expected_parts.list_named(), strict=True)
     long = [
         f"{part.replace('_', ' ')} {seconds:.2f} s, expected {expected_s:.2f} s"
         for (part, seconds), (_, expected_s) in pairs

@@ -148,6 +148,10 @@ class TtftParts(msgspec.Struct, kw_only=True, frozen=True):
     def total_s(self) -> float:
         return self.render_s + self.plan_s + self.restore_s + self.wait_s + self.prefill_s + self.first_step_s
 
+    def list_named(self) -> list[tuple[str, float]]:
+        """Parts by their names, such as "render", in order."""
+        return [(name.removesuffix("_s"), getattr(self, name)) for name in self.__struct_fields__]
+
 
 class RequestRecord(msgspec.Struct, kw_only=True):
     """Record of one request; the last N are kept."""

@@ -10,16 +10,14 @@ from support.proxy.fake_backend import make_layout
 from warmline_common.measurement.duration_model import DurationModel
 from warmline_common.protocol.messages import CheckpointRef, KvLayout, SegmentRef
 from warmline_proxy.estimate.costs import Costs
-from warmline_proxy.planner import (
+from warmline_proxy.estimate.restore_choice import (
+    RECOMPUTED_S_MAX,
+    RECOMPUTED_SHARE_MIN,
     RESTORE_CUTS_MAX,
     SOONER_S_MIN,
-    SOONER_SHARE_MIN,
-    PromptShape,
-    RequestPlan,
     choose_restore_position,
-    list_restore_cuts,
-    plan_request,
 )
+from warmline_proxy.planner import PromptShape, RequestPlan, list_restore_cuts, plan_request
 from warmline_proxy.store.rows import PrefixMatch
 
 
@@ -78,8 +76,9 @@ def test_choice_is_soonest_of_all_places(case: tuple[int, PrefixMatch, KvLayout,
     possible = {end for end in ends | {0} if is_possible(end, tokens, match, layout)}
     seconds = {end: time_start(end, tokens, layout, costs) for end in possible}
     longest, soonest_s = max(possible), min(seconds.values())
-    margin_s = max(SOONER_S_MIN, SOONER_SHARE_MIN * seconds[longest])
+    margin_s = max(SOONER_S_MIN, RECOMPUTED_SHARE_MIN * seconds[longest])
     if plan.reuse == longest:
+        margin_s = max(margin_s, RECOMPUTED_S_MAX)
         assert seconds[longest] - soonest_s <= margin_s * (1 + 1e-9), "nothing else is clearly sooner"
     else:
         assert seconds[plan.reuse] == pytest.approx(soonest_s), "a shorter restore is the soonest start"
@@ -111,10 +110,13 @@ def test_part_of_chain_is_restored_where_the_rest_is_sooner_computed() -> None:
 def test_noise_does_not_throw_restore_away() -> None:
     costs = Costs(DurationModel(unit_s=0.001), DurationModel(unit_s=1.05e-6))  # restoring takes 5 % longer
     assert choose_restore_position([500, 1_000], 1_001, LAYOUT, costs) == 1_000
-    clear = replace(costs, restore=DurationModel(unit_s=1.2e-6))
+    clear = replace(costs, restore=DurationModel(unit_s=1.3e-6))
     assert choose_restore_position([500, 1_000], 1_001, LAYOUT, clear) == 0
     short = replace(costs, restore=DurationModel(0.004))
     assert choose_restore_position([1], 2, LAYOUT, short) == 1, "nor some milliseconds"
+    slow = replace(costs, restore=DurationModel(0.25))
+    assert choose_restore_position([100], 101, LAYOUT, slow) == 0
+    assert choose_restore_position([150], 151, LAYOUT, slow) == 150, "computing takes more than half as long"
 
 
 def test_places_compared_are_bounded() -> None:
@@ -128,7 +130,7 @@ def test_places_compared_are_bounded() -> None:
             return super().estimate_prefill_s(start, end)
 
     assert choose_restore_position(cuts, 200_000, LAYOUT, CountedCosts()) == cuts[-1]
-    assert calls <= RESTORE_CUTS_MAX + 1
+    assert calls <= RESTORE_CUTS_MAX + 2
 
 
 def test_old_and_foreign_places_are_left_out() -> None:
