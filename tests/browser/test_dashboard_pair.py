@@ -109,7 +109,8 @@ def test_conversation_from_warm_to_purged(browser: Chromium, pair: Pair, screens
     marked = browser.run("[...document.querySelectorAll('.side mark')].map((each) => each.textContent).join('|')")
     assert "t" in marked and "w" in marked
     assert browser.run("document.querySelector('.row').getAttribute('aria-expanded')") == "true"
-    assert "message 1" in browser.run("document.querySelector('.panel .note').textContent")
+    notes = browser.run("[...document.querySelectorAll('.panel .note')].map((each) => each.textContent).join('|')")
+    assert "message 1" in notes and "First token after" in notes
 
     # where it landed
     browser.run("document.querySelector('.panel > button').click()")

@@ -15,7 +15,7 @@ import httpx
 from yarl import URL
 
 CONNECT_TIMEOUT_S = 5.0
-KEEPALIVE_TIMEOUT_S = 30.0  # of an unused connection; less than the backend's
+KEEPALIVE_TIMEOUT_S = 5.0  # of an unused connection, which is a task at the backend; less than the backend's
 CONTROL_CONNECTIONS_MAX = 64  # kept
 UNSENT_HEADERS = ("Accept", "Accept-Encoding", "User-Agent")  # of aiohttp's own
 

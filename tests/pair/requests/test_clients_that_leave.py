@@ -136,8 +136,8 @@ def test_rotating_model_waits_for_save(rotating_pair: Pair) -> None:
     assert other.cached >= first.prompt_tokens + 20
 
 
-def test_branch_beyond_window_starts_from_disk(rotating_pair: Pair) -> None:
-    check_divergent_prompt(rotating_pair, "restored")
+def test_branch_beyond_window_starts_from_unsaved_rows(rotating_pair: Pair) -> None:
+    check_divergent_prompt(rotating_pair, "shared")
 
 
 def test_branch_starts_from_last_checkpoint(tiny_folder: FolderOf, tmp_path: Path) -> None:
