@@ -194,6 +194,10 @@ class Scheduler:
         return not (self._queues.prefilling or self._queues.groups or self.is_idle)
 
     @property
+    def is_decoding(self) -> bool:
+        return bool(self._queues.groups)
+
+    @property
     def running_count(self) -> int:
         return len(self._queues.running)
 
