@@ -117,7 +117,7 @@ class EngineThread:
 
     def set_step(self, step: Callable[[], None] | None) -> None:
         def change(scheduler: Any) -> None:
-            self.step, self.steps_s = step, []
+            self.step, self.steps_s, self.longest_s = step, [], 0.0
             scheduler.is_decoding = step is not None
 
         self.submit(change).result()
@@ -322,6 +322,7 @@ def measure_steps(
     decoding = KV(layout, [], layout.make_empty_cache())
     decoding.prefill(model, kv.tokens[:CHUNK_AFTER])
     found: dict[str, list[float]] = {"alone": [], "saving": []}
+    slices_s: list[float] = []
     for _ in range(repeats):
         for side, steps_s in found.items():
             thread.set_step(partial(decoding.prefill, model, kv.tokens[:1]))
@@ -331,12 +332,14 @@ def measure_steps(
                 else:
                     time.sleep(1.0)
             steps_s += thread.steps_s[1:]
+            slices_s.append(thread.longest_s)
             thread.set_step(None)
     return {
         "step alone": statistics.median(found["alone"]),
         "longest step alone": max(found["alone"]),
         "step while saving": statistics.median(found["saving"]),
         "longest step while saving": max(found["saving"]),
+        "longest slice between steps": max(slices_s),
     }
 
 
