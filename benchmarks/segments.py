@@ -104,7 +104,7 @@ class EngineThread:
 
     def __init__(self) -> None:
         self._works: queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]]] = queue.SimpleQueue()
-        self.scheduler: Any = SimpleNamespace(rates=Rates(), is_decoding=False)
+        self.scheduler: Any = SimpleNamespace(rates=Rates(), is_decoding=False, is_prefilling=False)
         self.longest_s = 0.0  # of the works
         self.step: Callable[[], None] | None = None
         self.steps_s: list[float] = []  # from each step's end to the next one's

@@ -14,9 +14,10 @@ from warmline_backend.kv_cache.segment_io import TensorStream
 from warmline_backend.scheduler.scheduler import Scheduler
 from warmline_common.protocol.tokens import TokenArray
 
-SLICE_S_MAX = 0.02  # while some request decodes, of its step: a stream's reader sees a longer pause
+SLICE_S_MAX = 0.02  # while requests compute: a stream's reader sees a longer pause, and a chunk takes a second or so
 SLICE_STEP_SHARE = 0.5  # of a decode step's time: the rate varies, and no step is to be a step late
 SLICE_BYTES_MAX = 16 << 20  # two slices are in memory; from freed memory of more, malloc returns pages to the system
+CHUNK_SLICE_BYTES_MAX = 64 << 20  # while prompts prefill alone: a chunk, which takes long, follows each slice
 PIECE_BYTES_MAX = 1 << 20  # half a millisecond to copy on a slow machine
 
 Piece = tuple[slice, ...]  # index of the first axes of a tensor, for bytes that follow each other in the file
@@ -27,13 +28,14 @@ LeafReader = Callable[[KV, Collection[str] | None, Piece], NamedArrays]
 EngineWait = Callable[["Future[Future[Views]]"], Views]  # raises what the engine raised
 
 
-def choose_slice_bytes(copy_bytes_per_s: float, decode_step_s: float) -> int:
+def choose_slice_bytes(copy_bytes_per_s: float, decode_step_s: float, is_prefilling: bool) -> int:
     """Bytes of the next slice, where recent ones were copied at this rate; 0.0: unknown.
 
     `decode_step_s` is the usual decode step's time; 0.0 where no request decodes.
     """
     if not decode_step_s:
-        return SLICE_BYTES_MAX
+        bytes_max = CHUNK_SLICE_BYTES_MAX if is_prefilling else SLICE_BYTES_MAX
+        return min(max(int(copy_bytes_per_s * SLICE_S_MAX), SLICE_BYTES_MAX), bytes_max)
     seconds = min(decode_step_s * SLICE_STEP_SHARE, SLICE_S_MAX)
     return min(max(int(copy_bytes_per_s * seconds), PIECE_BYTES_MAX), SLICE_BYTES_MAX)
 
@@ -123,7 +125,8 @@ class SaveSlices:
     def _copy_slice(self, scheduler: Scheduler) -> Future[Views]:
         """Copy the next pieces, and have their bytes reached meanwhile.  Engine thread."""
         step_s = scheduler.rates.step_durations.usual_decode_s if scheduler.is_decoding else 0.0
-        arrays = self._copy_pieces(scheduler, choose_slice_bytes(scheduler.rates.copy.per_second, step_s))
+        rate = scheduler.rates.copy.per_second
+        arrays = self._copy_pieces(scheduler, choose_slice_bytes(rate, step_s, scheduler.is_prefilling))
         return self._view_pool.submit(_view_all, arrays)
 
     def _copy_pieces(self, scheduler: Scheduler, bytes_wanted: int) -> list[mx.array]:

@@ -198,6 +198,10 @@ class Scheduler:
         return bool(self._queues.groups)
 
     @property
+    def is_prefilling(self) -> bool:
+        return bool(self._queues.prefilling)
+
+    @property
     def running_count(self) -> int:
         return len(self._queues.running)
 

@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from support.backend.live_backend import wait_until
 from warmline_backend.engine import save_slices
 from warmline_backend.engine.kv_transfer import TransferJob
 from warmline_backend.engine.save_slices import (
+    CHUNK_SLICE_BYTES_MAX,
     PIECE_BYTES_MAX,
     SLICE_BYTES_MAX,
     SaveSlices,
@@ -108,12 +110,19 @@ def test_pieces_follow_each_other_in_the_file(
 
 
 def test_slices_take_half_a_decode_step() -> None:
-    assert choose_slice_bytes(0.0, 0.0) == choose_slice_bytes(1e9, 0.0) == SLICE_BYTES_MAX, "no step waits"
-    assert choose_slice_bytes(0.0, 0.009) == PIECE_BYTES_MAX, "the first ones, at an unknown rate"
-    assert choose_slice_bytes(1e9, 0.009) == 4_500_000
-    assert choose_slice_bytes(5e8, 1.0) == 10_000_000, "no more than 20 ms"
-    assert choose_slice_bytes(1e9, 1e-4) == PIECE_BYTES_MAX
-    assert choose_slice_bytes(1e12, 0.009) == SLICE_BYTES_MAX
+    choose = partial(choose_slice_bytes, is_prefilling=True)
+    assert choose(0.0, 0.009) == PIECE_BYTES_MAX, "the first ones, at an unknown rate"
+    assert choose(1e9, 0.009) == 4_500_000
+    assert choose(5e8, 1.0) == 10_000_000, "no more than 20 ms"
+    assert choose(1e9, 1e-4) == PIECE_BYTES_MAX
+    assert choose(1e12, 0.009) == SLICE_BYTES_MAX
+
+
+def test_slices_are_large_where_no_step_waits() -> None:
+    assert [choose_slice_bytes(rate, 0.0, False) for rate in (0.0, 1e6, 1e12)] == [SLICE_BYTES_MAX] * 3
+    assert choose_slice_bytes(1e6, 0.0, True) == SLICE_BYTES_MAX
+    assert choose_slice_bytes(1e9, 0.0, True) == 20_000_000
+    assert choose_slice_bytes(1e12, 0.0, True) == CHUNK_SLICE_BYTES_MAX, "few come between chunks"
 
 
 @pytest.mark.parametrize("decodes", [True, False])
