@@ -6,7 +6,7 @@
 # make soak    warm against cold: any order of steps on pairs of every cache family.  STEPS=2000 FAMILIES=llama,gemma3
 #              MODES=fast,exact SEED=7 ARGS="--replay SCRIPT"
 # make index-damage   starts on an index that is damaged in each way: ten minutes.  ARGS="--sample 500 --seed 7"
-# make bench   benchmarks beside mlx_lm.server, a quarter of an hour on two quiet cores; tables in build/bench/summary.md.
+# make bench   benchmarks beside mlx_lm.server, twenty minutes on two quiet cores; tables in build/bench/summary.md.
 #              ARGS="--only herd,restart" for some, ARGS=--quick for whether they work
 # make terminal-bench   Terminal-Bench's agent on a pair, in a Python of its own (3.12 or newer: TB_PYTHON=/path/to/it)
 # make setup   only install: .venv with the versions in requirements/

@@ -26,7 +26,7 @@ from common.servers import format_blas
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "build" / "bench"
 BENCHMARK_TIMEOUT_S = 3600.0
-# In the order in which they run, with the flags that they have here.
+# Scripts and folders in the order in which they run, with the flags that they have here.
 BENCHMARKS: dict[str, tuple[str, ...]] = {
     "serving/restart.py": (),
     "serving/restore.py": (),
@@ -34,7 +34,14 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "serving/herd.py": (),
     "serving/agent.py": (),
     "serving/beside.py": (),
+    "serving/overhead.py": ("--requests", "128"),
+    "serving/growth.py": ("--residents", "10", "100", "500"),
+    "rendering": (),
+    "compression": (),
+    "segments.py": ("--tiny",),
 }
+# Thousands of small requests, which would outweigh all others in the error of the estimates.
+SMALL_REQUESTS = ("overhead", "growth")
 VERSIONS = ("mlx", "mlx-lm", "warmline")
 
 
@@ -99,7 +106,8 @@ def run(scripts: Sequence[str], is_quick: bool, results: Path) -> int:
         codes[name], text = run_benchmark(script, [*BENCHMARKS[script], *(["--quick"] if is_quick else [])], results)
         sections.append(format_section(name, codes[name], time.monotonic() - began, text))
         (results / "summary.md").write_text("\n".join(sections), encoding="utf-8")
-    samples = list(read_samples(log for name in codes for log in sorted((results / "logs" / name).glob("*.log"))))
+    names = [name for name in codes if name not in SMALL_REQUESTS]
+    samples = list(read_samples(log for name in names for log in sorted((results / "logs" / name).glob("*.log"))))
     write_json(results / "estimates.json", [{**vars(sample), "error": sample.error} for sample in samples])
     estimates = f"## Estimates of the time to the first token\n\n{format_estimates(samples)}\n"
     print(f"\n{estimates}")

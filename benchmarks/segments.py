@@ -16,6 +16,7 @@ and restores in `--restarts` processes of each side, as after a kill: all memory
   restore, limit     reading the same files into fresh memory by one thread, and the chunk as in a session
 
 Usage: .venv/bin/python benchmarks/segments.py [--tiny] [--tokens N] [--repeats N] [--restarts N] [--json FILE]
+       [--quick]
 """
 
 import argparse
@@ -40,6 +41,7 @@ from typing import Any
 
 import mlx.core as mx
 import xxhash
+from common.results import make_parser, write_json
 from mlx.utils import tree_map
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
@@ -279,15 +281,17 @@ def take_medians(samples: list[dict[str, float]]) -> dict[str, float]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, has_model=False, has_peer=False)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--tokens", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--restarts", type=int, default=3)
-    parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--restart", choices=["ours", "mlx_lm", "raw"], help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.quick:
+        given.tiny, given.repeats, given.restarts = True, 1, 1
+        given.tokens = given.tokens or 512
     given.tokens = given.tokens or (4096 if given.tiny else 24000)
     return given
 
@@ -398,8 +402,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         found = measure(given, shape, tokens, Path(name))
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1))
+    write_json(given.json, found)
     print_report(found)
 
 

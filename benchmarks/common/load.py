@@ -1,41 +1,14 @@
-"""Load of many clients on a pair, and the CPU time that its two processes spend on it."""
+"""Load of many clients that keep their connections."""
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from http.client import HTTPConnection
-from pathlib import Path
 
 from common.servers import REQUEST_TIMEOUT_S, BenchServer, get_status
 
 SETTLE_INTERVAL_S = 0.25  # between looks, which cost the proxy time too
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-
-
-@dataclass(frozen=True)
-class ProcessCpu:
-    """User and system seconds of the proxy and of the backend since their start."""
-
-    proxy_s: float
-    backend_s: float
-
-    def since(self, earlier: "ProcessCpu", requests: int) -> "ProcessCpu":
-        """Seconds a request."""
-        return ProcessCpu((self.proxy_s - earlier.proxy_s) / requests, (self.backend_s - earlier.backend_s) / requests)
-
-
-def read_cpu(home: Path) -> ProcessCpu:
-    """Read /proc/PID/stat of both; Linux only."""
-    return ProcessCpu(_read_process_s(home, "proxy"), _read_process_s(home, "backend"))
-
-
-def _read_process_s(home: Path, name: str) -> float:
-    pid = (home / "run" / f"{name}.pid").read_text().strip()
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
 class KeptConnection:

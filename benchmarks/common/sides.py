@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -95,6 +95,11 @@ def request_in_turns(
 def read_cpu_s(server: BenchServer) -> dict[str, float]:
     """User and system time of each process of the server so far, by its name; nan where there is no /proc."""
     return {name: _read_process_cpu_s(pid) for name, pid in server.find_pids().items()}
+
+
+def compute_request_ms(before: Mapping[str, float], after: Mapping[str, float], requests: int) -> dict[str, float]:
+    """CPU time a request between two results of `read_cpu_s`, in milliseconds, by process."""
+    return {name: 1e3 * (cpu_s - before[name]) / requests for name, cpu_s in after.items()}
 
 
 def _read_process_cpu_s(pid: int) -> float:

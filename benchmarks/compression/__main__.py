@@ -6,33 +6,42 @@
             plain files' bytes; disks of `--disk-gb-s` are simulated: each read sleeps until such a disk, shared by all
             readers, would have delivered.  Sides take turns; medians
 
-Usage: .venv/bin/python benchmarks/compression codings|restore [--threads N] [--disk-gb-s GB ...] [--json FILE]
+Usage: .venv/bin/python benchmarks/compression [codings|restore] [--threads N] [--disk-gb-s GB ...] [--json FILE]
+       [--quick]
 """
 
-import argparse
-import json
+import sys
 from pathlib import Path
 
 import codings
 import restore
 
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from common.results import make_parser, write_json  # noqa: E402
+
+COMMANDS = {"codings": codings.measure, "restore": restore.measure}
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("codings", "restore"))
+    parser = make_parser(__doc__, has_model=False, has_peer=False)
+    parser.add_argument("command", nargs="?", choices=("all", *COMMANDS), default="all")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--kv-tokens", type=int, default=512, help="tokens whose KV is coded")
-    parser.add_argument("--home", type=Path, default=Path.home() / ".warmline", help="where the demo model is, or goes")
+    home = ROOT / "build" / "bench" / "demo"
+    parser.add_argument(
+        "--home", type=Path, default=home, help="where the demo model is, or goes; default: %(default)s"
+    )
     parser.add_argument(
         "--disk-gb-s", type=float, nargs="+", default=[1.0], help="rates of simulated disks; 0: as it is"
     )
     parser.add_argument("--tokens", type=int, default=2048, help="restore: tokens of the restored segments")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    rows = codings.measure(given) if given.command == "codings" else restore.measure(given)
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=1))
+    if given.quick:
+        given.kv_tokens, given.repeats = 64, 1
+    wanted = COMMANDS if given.command == "all" else [given.command]
+    write_json(given.json, {command: COMMANDS[command](given) for command in wanted})
 
 
 if __name__ == "__main__":

@@ -4,11 +4,9 @@ The demo model's tokenizer and template; messages are pieces of Python files.  B
 rendering, one forgets all texts, the other knows the last turn's.  CPU time of the process, medians.
 
 Usage: .venv/bin/python benchmarks/rendering [--tokens 2000,20000,177000] [--message-tokens 1000] [--rounds 9]
-       [--json FILE]
+       [--json FILE] [--quick]
 """
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -29,6 +27,7 @@ from warmline_common.protocol.tokens import pack_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
+from common.results import make_parser, write_json  # noqa: E402
 from common.rows import StreamingTable  # noqa: E402
 
 Message = dict[str, str]
@@ -98,12 +97,13 @@ def encode_reply(rendered: Any) -> bytes:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, has_model=False, has_peer=False)
     parser.add_argument("--tokens", default="2000,20000,177000", help="lengths of the conversation, about")
     parser.add_argument("--message-tokens", type=int, default=1000, help="length of a message, about")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here, too")
     options = parser.parse_args()
+    if options.quick:
+        options.tokens, options.rounds = "2000", 1
     renderer = make_renderer()
     table, rows = StreamingTable(Console(), "next turn, CPU time, medians", COLUMNS), []
     for tokens in map(int, options.tokens.split(",")):
@@ -113,8 +113,7 @@ def main() -> None:
         times = [f"{row[side]:.1f}" for side in ("all", "new")]
         ratio, rest = f"{row['all'] / row['new']:.1f}", [f"{row[side]:.1f}" for side in ("decode", "reply")]
         table.add_row(str(row["tokens"]), str(row["messages"]), *times, ratio, *rest)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+    write_json(options.json, rows)
 
 
 if __name__ == "__main__":

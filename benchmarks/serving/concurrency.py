@@ -21,7 +21,7 @@ from pathlib import Path
 
 from common.results import format_quartiles, make_parser, print_results, write_json
 from common.servers import BenchServer, Message, make_text, median, tiny_models
-from common.sides import Sides, read_cpu_s, request_in_turns, run_both
+from common.sides import Sides, compute_request_ms, read_cpu_s, request_in_turns, run_both
 
 SHORT_TOKENS, LONG_TOKENS, END_TOKENS = 40, 700, 40
 HEADINGS = (
@@ -87,7 +87,7 @@ def measure_burst(server: BenchServer, settled: BenchServer, load: Load, seed: o
     answers = request_in_turns(server, prompts, load.answer_tokens, load.clients)
     wall_s = time.perf_counter() - began
     settled.wait_until_saved()
-    cpu_ms = {name: 1e3 * (cpu_s - before[name]) / load.requests for name, cpu_s in read_cpu_s(settled).items()}
+    cpu_ms = compute_request_ms(before, read_cpu_s(settled), load.requests)
     return Burst(wall_s, [answer.ttft_s for answer in answers], cpu_ms, load)
 
 

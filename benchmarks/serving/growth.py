@@ -1,22 +1,22 @@
 """CPU time of a small warm request, by the number of conversations that the pair holds in memory and on disk.
 
 Usage: PYTHONPATH=benchmarks .venv/bin/python benchmarks/serving/growth.py [--requests 240] [--rounds 3] [--json FILE]
+       [--quick]
 
 A pair with a tiny model is filled with short conversations.  At each stage CLIENTS clients repeat a prompt of their
 own, so that all but its last token is reused.  CPU time is both processes' own, saves included; Linux only.
 """
 
-import argparse
-import json
 import statistics
-import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from common.load import KeptConnection, ProcessCpu, read_cpu, repeat_prompts, run_clients, wait_until_saved
+from common.load import KeptConnection, repeat_prompts, run_clients, wait_until_saved
+from common.results import make_parser, write_json
 from common.rows import StreamingTable
 from common.servers import BenchServer, run_warmline, tiny_models
+from common.sides import NO_AUDITS, compute_request_ms, read_cpu_s
 from rich.console import Console
 
 CLIENTS = 8
@@ -41,22 +41,20 @@ def fill(pair: BenchServer, start: int, end: int) -> None:
     wait_until_saved(pair)
 
 
-def measure(pair: BenchServer, home: Path, requests: int) -> ProcessCpu:
-    """CPU seconds a warm request."""
+def measure(pair: BenchServer, requests: int) -> dict[str, float]:
+    """CPU milliseconds a warm request, by process."""
     count_each = max(1, requests // CLIENTS)
-    before = read_cpu(home)
+    before = read_cpu_s(pair)
     repeat_prompts(pair, CLIENTS, count_each, ANSWER_TOKENS)
     wait_until_saved(pair)
-    return read_cpu(home).since(before, count_each * CLIENTS)
+    return compute_request_ms(before, read_cpu_s(pair), count_each * CLIENTS)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="CPU of a warm request as conversations accumulate.")
+    parser = make_parser(__doc__, has_model=False, has_peer=False)
     parser.add_argument("--residents", type=int, nargs="+", default=[10, 100, 500, 2000])
     parser.add_argument("--requests", type=int, default=200, help="a round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every value measured to this file")
-    parser.add_argument("--quick", action="store_true", help="small and once: whether it works, not how fast")
     options = parser.parse_args()
     if options.quick:
         options.residents, options.requests, options.rounds = [8, 16], 16, 1
@@ -65,20 +63,17 @@ def main() -> None:
     rows: list[GrowthRow] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        home, model = folder / "home", tiny_models.build("llama", folder / "model")
-        with run_warmline(model, home, folder / "log", "--audit-fraction", "0") as (pair, _):
-            measure(pair, home, CLIENTS * 5)  # warms up
+        model = tiny_models.build("llama", folder / "model")
+        with run_warmline(model, folder / "home", folder / "log", *NO_AUDITS) as (pair, _):
+            measure(pair, CLIENTS * 5)  # warms up
             held = CLIENTS
             for residents in options.residents:
                 fill(pair, held, residents)
                 held = max(held, residents)
-                rounds = [measure(pair, home, options.requests) for _ in range(options.rounds)]
-                rows.append(
-                    GrowthRow(held, [1e3 * each.proxy_s for each in rounds], [1e3 * each.backend_s for each in rounds])
-                )
+                rounds = [measure(pair, options.requests) for _ in range(options.rounds)]
+                rows.append(GrowthRow(held, *([each[name] for each in rounds] for name in ("proxy", "backend"))))
                 add_row(table, rows)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    write_json(options.json, [asdict(row) for row in rows])
 
 
 def add_row(table: StreamingTable, rows: list[GrowthRow]) -> None:
@@ -90,4 +85,4 @@ def add_row(table: StreamingTable, rows: list[GrowthRow]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

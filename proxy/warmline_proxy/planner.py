@@ -21,7 +21,8 @@ CHECKPOINT_STRIDES_MAX = 8  # in a prompt; longer ones get a longer stride, sinc
 _STRIDED_TOKENS_MAX = CHECKPOINT_STRIDE_TOKENS * CHECKPOINT_STRIDES_MAX
 CHECKPOINT_GAP_TOKENS_MIN = 512  # closer to a boundary a stride's checkpoint is not worth a split chunk
 RESTORE_CUTS_MAX = 64  # places that are compared; a chain may have hundreds
-# Less than all is restored only where that is clearly sooner: estimates of one moment are noisy, rows last.
+# Less than all is restored, or computed twice at once, only where that is clearly sooner: estimates of one moment are
+# noisy, rows last.
 SOONER_SHARE_MIN, SOONER_S_MIN = 0.1, 0.005
 
 RESIDENT, RESTORED, SHARED, COLD = "resident", "restored", "shared", "cold"
@@ -118,7 +119,7 @@ def plan_request(
 ) -> RequestPlan:
     """The start with the shortest estimated time to the first token; on a tie the one that reuses more.
 
-    A running request that computes more of the prompt, and sooner, is followed.
+    A running request that computes more of the prompt is followed, unless that would be clearly later.
     """
     limit, grid = prompt.tokens - 1, layout.grid if layout else 0
     in_memory = _start_from_resident(residents, limit, grid)
@@ -177,7 +178,7 @@ def _shareable_tokens(leader: RunningRequest, limit: int, grid: int) -> int:
 def _choose_leader(
     running: Sequence[RunningRequest], start: RequestPlan, limit: int, layout: KvLayout | None, costs: Costs
 ) -> RunningRequest | None:
-    """Running request that will have computed more than `start` reuses, and sooner than this request could.
+    """Running request that will have computed more than `start` reuses, unless this request could clearly sooner.
 
     Instead of a restore also one that will have computed, or restored, as much: then the files are read once.  Not
     where there are windows: one that has nothing to compute would be past the place before it can be copied.
@@ -194,7 +195,8 @@ def _choose_leader(
         # One that is being planned can start from what this one could: they have the same beginning.
         prefilled = each.prefilled if each.dispatched else max(each.prefilled, start.reuse)
         waits_s = costs.estimate_prefill_s(min(prefilled, reach(each)), reach(each))
-        return is_startable and waits_s <= costs.estimate_prefill_s(start.reuse, reach(each))
+        alone_s = _estimate_start_s(start.reuse, start.source == RESTORED, reach(each) + 1, layout, costs)
+        return is_startable and waits_s - alone_s <= max(SOONER_S_MIN, SOONER_SHARE_MIN * waits_s)
 
     candidates = [each for each in running if reach(each) >= reach_min]
     return max(filter(is_worth_it, candidates), key=reach, default=None)

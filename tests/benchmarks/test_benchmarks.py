@@ -1,4 +1,4 @@
-"""Benchmarks start, and the runner lists all that ask servers."""
+"""Benchmarks start, and the runner lists all that ask servers, and folders that are benchmarks."""
 
 import json
 import os
@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 COMPARES_CHECKOUTS = "serving/hot_path.py"  # of two environments, which the runner does not have
+DOWNLOADS_SCHEMAS = "schemas"
 # One process for all: each would import mlx anew.
 PRINT_HELP = """
 import contextlib, io, json, runpy, sys
@@ -32,6 +33,7 @@ print(json.dumps([listed, helps]))
 def started() -> tuple[list[str], dict[str, str]]:
     """(scripts that the runner lists, what each script of it and the others print with --help)."""
     others = [path.name for path in BENCHMARKS.glob("*.py") if path.name != "__main__.py"]
+    others += [path.parent.name for path in BENCHMARKS.glob("*/__main__.py")]
     others += [f"gpu/{path.name}" for path in (BENCHMARKS / "gpu").glob("*.py")]
     command = [sys.executable, "-c", PRINT_HELP, COMPARES_CHECKOUTS, *others]
     environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
@@ -51,6 +53,11 @@ def test_runner_lists_benchmarks_of_servers(started: tuple[list[str], dict[str, 
     assert {f"serving/{path.name}" for path in (BENCHMARKS / "serving").glob("*.py")} - {*listed} == {
         COMPARES_CHECKOUTS
     }
+
+
+def test_runner_lists_folders(started: tuple[list[str], dict[str, str]]) -> None:
+    listed, _ = started
+    assert {path.parent.name for path in BENCHMARKS.glob("*/__main__.py")} - {*listed} == {DOWNLOADS_SCHEMAS}
 
 
 def test_listed_benchmarks_have_json_and_quick(started: tuple[list[str], dict[str, str]]) -> None:

@@ -195,6 +195,14 @@ def test_prefix_on_disk_is_restored_once(leader: RunningRequest, layout: KvLayou
     assert (plan.source, plan.reuse) == (source, 299)
 
 
+@pytest.mark.parametrize(("stored", "source"), [(8, "shared"), (100, "restored")])
+def test_leader_is_followed_unless_start_alone_is_clearly_sooner(stored: int, source: str) -> None:
+    """The template's first tokens on disk don't make two requests compute the same prompt at once."""
+    leader = replace(LEADER, prefilled=0)
+    plan = plan_request(PromptShape(300), [], make_match(stored), make_layout(), COSTS, running=[leader])
+    assert (plan.source, plan.reuse) == (source, 299 if source == "shared" else stored)
+
+
 def test_plan_without_measured_rates() -> None:
     assert plan_request(PromptShape(300), [], make_match(200), make_layout(), Costs()).source == "restored"
 

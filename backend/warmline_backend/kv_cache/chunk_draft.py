@@ -4,8 +4,8 @@ After an exception inside a computation, a cache object is neither as before nor
 with copies of the cache objects.  Rows are written behind the last row of the KV's own buffers, which no reader of the
 KV looks at, and count once all of them exist.
 
-On CUDA, and for a chunk with a pause after each layer, the buffers are left alone until its end: its new rows are
-recorded, and appended then.  The price is one more pass over the KV.
+A chunk that is computed layer by layer leaves the buffers alone until its end: its new rows are recorded, and appended
+then.  Its price is one more pass over the KV.
 Engine thread.
 """
 
@@ -68,13 +68,10 @@ class ChunkDraft:
         for leaf, (_, held) in zip(self.layout.leaves, flatten(layers), strict=True):
             drafted = drafts.pop()
             if leaf.codec.kind is CodecKind.ROWS:
-                rows = leaf.codec.count_buffer_rows(held)
                 for keys, values in drafted:
                     held.update_and_fetch(keys, values)
-                if leaf.codec.count_buffer_rows(held) > rows > 0:
-                    mx.eval(held.state)  # now: at most one leaf's buffer is there twice
+                mx.eval(held.state)  # now: at most one leaf's buffer is there twice
             committed.append(held if leaf.codec.kind is CodecKind.ROWS else drafted)
-        mx.eval([leaf.state for leaf in committed])
         return rebuild(self.layout.template, iter(committed))
 
 
@@ -106,34 +103,15 @@ def compute_chunk(model: nn.Module, layout: CacheLayout, layers: list[Any], toke
 
     Raises OutOfMemoryError, and `layers` are as before.  After another error they are unusable.
     """
-    compute = _compute_beside if _copies_are_cheaper() else _compute_in_place
     try:
-        return compute(model, layout, layers, mx.array([tokens]))
+        return _compute_chunk(model, layout, layers, mx.array([tokens]))
     except (RuntimeError, MemoryError) as error:
         problem = describe_out_of_memory(error)
     mx.eval(_list_arrays([leaf for _, leaf in flatten(layers)]))  # a write that is left takes no memory
     raise OutOfMemoryError(problem)
 
 
-def _copies_are_cheaper() -> bool:
-    """True on CUDA.
-
-    There a pass over 3 GB of KV takes 2 ms, while sending a chunk layer by layer took 60 ms longer than as a whole: 40
-    tokens after 24,000 of a llama of 32 layers, on an H200.
-    """
-    return mx.default_device() == mx.gpu and mx.cuda.is_available()
-
-
-def _compute_beside(model: nn.Module, layout: CacheLayout, layers: list[Any], tokens: mx.array) -> list[Any]:
-    """Compute a chunk whole, with copies of the buffers, and append its rows to them afterwards."""
-    draft = draft_chunk(model, layout, layers, tokens)
-    detach_states(layout, draft.leaves)
-    mx.eval(draft.arrays)
-    return draft.commit(layers)
-
-
-def _compute_in_place(model: nn.Module, layout: CacheLayout, layers: list[Any], tokens: mx.array) -> list[Any]:
-    """Compute a chunk layer by layer, and write its rows behind those of the buffers."""
+def _compute_chunk(model: nn.Module, layout: CacheLayout, layers: list[Any], tokens: mx.array) -> list[Any]:
     if layout.problem:
         drafted = copy.deepcopy(layers)
         model(tokens, cache=drafted)
@@ -166,7 +144,7 @@ def reserve_rows(layout: CacheLayout, layers: list[Any], rows: int) -> None:
 def evaluate_chunk_by_layers(
     model: nn.Module, layout: CacheLayout, layers: list[Any], tokens: list[int]
 ) -> Generator[None, None, ChunkDraft]:
-    """As `evaluate_chunk`, with a pause after each layer; the draft is the generator's value."""
+    """Compute a draft of `tokens`, the generator's value, with a pause after each layer.  Raises as `compute_chunk`."""
     try:
         draft = draft_chunk(model, layout, layers, mx.array([tokens]))
         yield from draft.evaluate_by_layers()

@@ -172,9 +172,8 @@ class RowsCodec(Codec):
         return leaf
 
     def reserve_rows(self, leaf: BatchKVCache, rows: int) -> None:
-        """Grow the buffers to `rows` rows."""
-        leaf.keys = _grow_buffer(leaf.keys, rows)
-        leaf.values = _grow_buffer(leaf.values, rows)
+        """Grow the buffers to `rows` rows, all or none of them."""
+        leaf.keys, leaf.values = _grow_buffer(leaf.keys, rows), _grow_buffer(leaf.values, rows)
 
     def count_buffer_rows(self, leaf: BatchKVCache) -> int:
         """Rows of the buffer, used or not."""
@@ -220,8 +219,7 @@ class QuantizedRowsCodec(RowsCodec):
         return leaf
 
     def reserve_rows(self, leaf: QuantizedKVCache, rows: int) -> None:
-        leaf.keys = [_grow_buffer(array, rows) for array in leaf.keys]
-        leaf.values = [_grow_buffer(array, rows) for array in leaf.values]
+        leaf.keys, leaf.values = ([_grow_buffer(each, rows) for each in half] for half in (leaf.keys, leaf.values))
 
     def count_buffer_rows(self, leaf: QuantizedKVCache) -> int:
         return 0 if leaf.keys is None else int(leaf.keys[0].shape[2])

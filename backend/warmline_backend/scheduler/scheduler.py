@@ -13,7 +13,7 @@ import mlx.core as mx
 from warmline_backend.generation.chunk_memory import ChunkMemory, compute_usable_bytes
 from warmline_backend.generation.events import StartedEvent
 from warmline_backend.generation.rates import Rates
-from warmline_backend.generation.sequence import GenerationRequest, Sequence
+from warmline_backend.generation.sequence import FORK_DISTANCE_TOKENS_MIN, GenerationRequest, Sequence
 from warmline_backend.generation.step_stats import StepStats
 from warmline_backend.kv_cache.kv import KV
 from warmline_backend.kv_cache.residents import RESTORE_LEASE_S, ResidentNotFoundError, Residents
@@ -105,9 +105,10 @@ class Scheduler:
         """
         budget_bytes = self.settings.memory_budget_bytes
         check_capacity(self.served, len(request.prompt), request.params.max_tokens, budget_bytes)
-        if request.leader_id:
-            self._queue_follower(self._make_sequence(request, self._make_kv()))
+        if request.leader_id and (leader := self._queues.find_leader(request.leader_id)):
+            self._queue_follower(self._make_sequence(request, self._make_kv()), leader)
         else:
+            request = self._follow_resident(request) if request.leader_id else request
             kv = self._take_resident_kv(request) if request.resident_id else self._make_kv()
             self._queues.waiting.append(self._make_sequence(request, kv))
 
@@ -138,9 +139,20 @@ class Scheduler:
     def _make_kv(self) -> KV:
         return self.served.make_kv(journals=self.settings.keeps_residents, grid=self.settings.grid)
 
-    def _queue_follower(self, sequence: Sequence) -> None:
-        if (leader := self._queues.find_leader(sequence.request.leader_id)) is None:
-            raise ResidentNotFoundError(f"request {sequence.request.leader_id}, which was to be followed")
+    def _follow_resident(self, request: GenerationRequest) -> GenerationRequest:
+        """Have a follower whose leader has ended start from a copy of the resident that this one left.
+
+        Raises ResidentNotFoundError where there is none that can be copied nearly as far: another plan may reuse more.
+        """
+        resident_id = self.residents.find_by_request(self._queues.followers.find_leader_id(request.leader_id))
+        if (kv := self.residents.find_kv(resident_id)) is None:
+            raise ResidentNotFoundError(f"request {request.leader_id}, which was to be followed")
+        position = kv.find_continue_position(request.reuse_tokens)
+        if not position or kv.floor_to_grid(request.reuse_tokens) - position >= FORK_DISTANCE_TOKENS_MIN:
+            raise ResidentNotFoundError(f"request {request.leader_id}, and its resident can't be copied so far")
+        return replace(request, leader_id="", resident_id=resident_id, reuse_tokens=position, copy_resident=True)
+
+    def _queue_follower(self, sequence: Sequence, leader: Sequence) -> None:
         self._queues.followers.add(sequence, leader)
         sequence.mark_waiting(LEADER)
         if sequence in self._queues.followers.ready:

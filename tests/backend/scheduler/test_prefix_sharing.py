@@ -135,6 +135,35 @@ def test_window_past_position_is_copied_from_journal(exact: bool, root: Path) ->
         driver.submit(branch, follow=name, reuse=70)
 
 
+@pytest.mark.parametrize(
+    ("family", "exact", "reused"),
+    [("llama", False, 99), ("llama", True, 50), ("qwen3_5", False, 90), ("gemma3", False, 99), ("gemma3", True, 50)],
+)
+def test_ended_leaders_resident_is_copied(family: str, exact: bool, reused: int, root: Path) -> None:
+    """Also where states are kept a little before the shared tokens' end; not where they are far before it."""
+    driver, name = SchedulerDriver(load_family(family, root), step=50, exact=exact), "r1"
+    leader = driver.run(make_prompt(100), 4, checkpoints=(90,))
+    follower = driver.run(make_prompt(100), 8, follow=name, reuse=99)
+    assert (follower.reused, follower.result.timings.prefilled) == (reused, 100 - reused)
+    assert leader.result.resident in driver.scheduler.residents, "it stays, for its own next turn"
+    assert_as_alone(driver, family, make_prompt(100), follower)
+    with pytest.raises(ResidentMismatchError, match="another model or tenant"):
+        driver.submit(make_prompt(100), follow=name, reuse=99, root=b"other")
+    driver.scheduler.residents.delete(leader.result.resident)
+    with pytest.raises(ResidentNotFoundError, match=name):
+        driver.submit(make_prompt(100), follow=name, reuse=99)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3"])
+def test_ended_leaders_resident_is_refused_far_before_end(family: str, root: Path) -> None:
+    """With states at an early position alone, or with the windows' rows on disk alone: another plan may reuse more."""
+    driver = SchedulerDriver(load_family(family, root), step=50)
+    leader = driver.run(make_prompt(200), 4, checkpoints=(30,))
+    driver.mark_saved(leader)
+    with pytest.raises(ResidentNotFoundError, match="r1"):
+        driver.submit(make_prompt(180) + make_prompt(20, 4), follow="r1", reuse=180)
+
+
 def test_hybrid_model_is_followed_until_position_is_passed(root: Path) -> None:
     driver = SchedulerDriver(load_family("baichuan_m1", root), step=50)
     name, leader = driver.submit(make_prompt(200), 30, checkpoints=(20, 70))

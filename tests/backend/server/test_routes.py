@@ -147,7 +147,7 @@ def test_prompt_without_memory_for_its_chunks_returns_400(
     async def work(backend: LiveBackend) -> None:
         prompt = await backend.render_prompt()
         with monkeypatch.context() as patch:
-            patch.setattr(kv, "evaluate_chunk", find_no_memory)
+            patch.setattr(kv, "compute_chunk", find_no_memory)
             status, reply = await backend.request_json("POST", "/v1/chat/completions", BODY)
             assert (status, reply["error"]["code"]) == (400, "kv_memory_exceeded")
             async with backend.start_generation("a", prompt) as response:
@@ -193,7 +193,7 @@ def test_follower_reuses_leaders_prefill(
     with_backend(tiny_folder("llama"), tmp_path, work, step=64)
 
 
-def test_orphaned_follower_returns_503_leaderless(
+def test_follower_continues_cancelled_leaders_prefill(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = ChunkGate(monkeypatch)
@@ -201,17 +201,43 @@ def test_orphaned_follower_returns_503_leaderless(
     async def work(backend: LiveBackend) -> None:
         async with backend.start_generation("leader", await backend.render_prompt()):
             await chunks.wait_for_chunk()
-            headers = {HEADER_FOLLOW: "leader", HEADER_REUSE: "198"}
-            asking = asyncio.ensure_future(backend.request_json("POST", "/v1/chat/completions", BODY, **headers))
-            await wait_until(lambda: not backend.engine._commands.empty())
+            asking = await start_follower(backend)
             cancelling = asyncio.ensure_future(backend.request_json("DELETE", "/requests/leader"))
             await wait_until(lambda: backend.engine._commands.qsize() == 2)
             chunks.open_for_all()
             assert (await cancelling)[0] == 200
         status, reply = await asking
+        assert (status, reply["usage"]["prompt_tokens_details"]["cached_tokens"]) == (200, 64)
+
+    with_backend(tiny_folder("llama"), tmp_path, work, step=64)
+
+
+def test_orphaned_follower_returns_503_leaderless(
+    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its leader's step fails, and leaves no KV to go on with."""
+    chunks = ChunkGate(monkeypatch)
+
+    async def work(backend: LiveBackend) -> None:
+        async with backend.start_generation("leader", await backend.render_prompt()):
+            await chunks.wait_for_chunk()
+            asking = await start_follower(backend)
+            chunks.release()
+            await chunks.wait_for_chunk()
+            monkeypatch.setattr(kv, "compute_chunk", lambda *_: 1 / 0)
+            chunks.open_for_all()
+            status, reply = await asking
         assert (status, reply["error"]["code"]) == (503, "leaderless")
 
     with_backend(tiny_folder("llama"), tmp_path, work, step=64)
+
+
+async def start_follower(backend: LiveBackend) -> "asyncio.Future[tuple[int, Any]]":
+    """Send a request that follows the request "leader"; returns when the engine is to queue it next."""
+    headers = {HEADER_FOLLOW: "leader", HEADER_REUSE: "198"}
+    asking = asyncio.ensure_future(backend.request_json("POST", "/v1/chat/completions", BODY, **headers))
+    await wait_until(lambda: not backend.engine._commands.empty())
+    return asking
 
 
 def test_leader_and_resident_together_return_400(tiny_folder: FolderOf, tmp_path: Path) -> None:
