@@ -6,6 +6,7 @@ It saves this, sides taking turns, `--repeats` times, medians shown:
   save, ours         segment files, fsync'ed and checksummed, in slices copied on a thread of their own
   save, mlx_lm       mlx_lm.save_prompt_cache, which does not fsync
   save, limit        writing and fsync'ing the same bytes
+  step               decode steps alone, and with a slice between any two of them
 
 and restores in `--restarts` processes of each side, as after a kill: all memory is fresh, files are in the page cache.
 
@@ -21,17 +22,21 @@ Usage: .venv/bin/python benchmarks/segments.py [--tiny] [--tokens N] [--repeats 
 import argparse
 import json
 import mmap
+import os
+import queue
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from io import FileIO
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -45,6 +50,7 @@ from rich.table import Table
 
 from warmline_backend.engine.kv_transfer import READER_THREADS
 from warmline_backend.engine.save_slices import SaveSlices
+from warmline_backend.generation.rates import Rates
 from warmline_backend.kv_cache.codecs import CacheLayout, flatten, round_up_to_buffer
 from warmline_backend.kv_cache.kv import KV
 from warmline_backend.kv_cache.segment_io import ChainLoader, LoadedChain, write_segment_file
@@ -59,6 +65,7 @@ SHAPES = {
     "8B": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336, "num_attention_heads": 32},
     "tiny": {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1024, "num_attention_heads": 8},
 }
+STEPS_MIN = 8  # alone, and beside saves
 CHUNK_AFTER = 40  # tokens of a next turn
 THEIRS = "prompt_cache.safetensors"
 FINGERPRINT = "benchmark"
@@ -95,22 +102,44 @@ def measure_s(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-class SaveThread:
-    """Thread that copies slices, as the engine's does; remembers the longest copy."""
+class EngineThread:
+    """Thread that copies slices, as the engine's does: one between any two decode steps, where it is given steps."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1)
-        self.longest_s = 0.0
+        self._works: queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]]] = queue.SimpleQueue()
+        self.scheduler: Any = SimpleNamespace(rates=Rates(), is_decoding=False, is_prefilling=False)
+        self.longest_s = 0.0  # of the works
+        self.step: Callable[[], None] | None = None
+        self.steps_s: list[float] = []  # from each step's end to the next one's
+        threading.Thread(target=self._run, daemon=True).start()
 
-    def submit(self, work: Callable[[Any], Any]) -> Any:
-        return self._pool.submit(self._run, work)
+    def submit(self, work: Callable[[Any], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._works.put((work, future))
+        return future
 
-    def _run(self, work: Callable[[Any], Any]) -> Any:
-        began = time.perf_counter()
-        try:
-            return work(None)
-        finally:
-            self.longest_s = max(self.longest_s, time.perf_counter() - began)
+    def set_step(self, step: Callable[[], None] | None) -> None:
+        def change(scheduler: Any) -> None:
+            self.step, self.steps_s, self.longest_s = step, [], 0.0
+            scheduler.is_decoding = step is not None
+
+        self.submit(change).result()
+
+    def _run(self) -> None:
+        ended = time.perf_counter()
+        while True:
+            for _ in range(self._works.qsize() if self.step else 1):
+                work, future = self._works.get()
+                began = time.perf_counter()
+                try:
+                    future.set_result(work(self.scheduler))
+                except Exception as error:  # noqa: BLE001  it belongs to the caller
+                    future.set_exception(error)
+                self.longest_s = max(self.longest_s, time.perf_counter() - began)
+            if self.step is not None:
+                self.scheduler.rates.record_decode(1, measure_s(self.step))
+                self.steps_s.append(time.perf_counter() - ended)
+            ended = time.perf_counter()
 
 
 def list_spans(length: int) -> list[tuple[str, int, int]]:
@@ -119,17 +148,18 @@ def list_spans(length: int) -> list[tuple[str, int, int]]:
 
 
 def save_segments(kv: KV, folder: Path, thread: Any) -> None:
+    view_pool = ThreadPoolExecutor(1)
     for name, start, end in list_spans(kv.length):
         prefix = prefix_digest(b"", pack_tokens(kv.tokens[:start]))
         meta = FileMeta(kind="segment", id=name, fingerprint=FINGERPRINT, root="", prefix=prefix, start=start, end=end)
-        slices = SaveSlices(thread, lambda _: kv, partial(read_rows, start, end), start, end)
+        slices = SaveSlices(thread, view_pool, lambda _: kv, partial(read_rows, start, end), start, end)
         thread.submit(slices.begin).result()
-        stream = slices.open_stream(lambda copied: copied.result())
+        stream = slices.open_stream(lambda copied: copied.result().result())
         write_segment_file(folder / f"{name}.safetensors", meta, stream, pack_tokens(kv.tokens[start:end]))
 
 
-def read_rows(start: int, end: int, kv: KV, leaves: Any) -> dict[str, mx.array]:
-    return kv.slice_rows(start, end, leaves)
+def read_rows(start: int, end: int, kv: KV, leaves: Any, piece: Any) -> dict[str, mx.array]:
+    return kv.slice_rows(start, end, leaves, piece)
 
 
 def save_with_mlx_lm(kv: KV, path: Path) -> None:
@@ -267,24 +297,66 @@ def parse_arguments() -> argparse.Namespace:
     return given
 
 
-def measure_saves(kv: KV, folder: Path, repeats: int) -> dict[str, Any]:
-    thread, saves = SaveThread(), []
+def measure_saves(kv: KV, folder: Path, repeats: int, thread: EngineThread) -> dict[str, Any]:
     save_segments(kv, folder, thread)
     thread.longest_s, size = 0.0, sum(path.stat().st_size for path in folder.iterdir())
+    data = os.urandom(1 << 20) * (size >> 20)  # zeros would be read from the processor's cache
     works = {
         "ours": partial(save_segments, kv, folder, thread),
         "mlx_lm": partial(save_with_mlx_lm, kv, folder / THEIRS),
-        "limit": partial(write_raw, folder / "raw", bytes(size)),
+        "limit": partial(write_raw, folder / "raw", data),
     }
+    saves = []
     for _ in range(repeats):
-        saves.append({side: measure_s(work) for side, work in works.items()})
-    return {"bytes": size, "save_s": take_medians(saves), "longest_slice_s": thread.longest_s}
+        saves.append({})
+        for side, work in works.items():
+            for path in list(folder.iterdir()):  # to overwrite a file is slower
+                if side != "mlx_lm" or path.name == THEIRS:
+                    path.unlink()
+            saves[-1][side] = measure_s(work)
+    save_segments(kv, folder, thread)  # for the restores
+    save_with_mlx_lm(kv, folder / THEIRS)
+    ratio = statistics.median(each["limit"] / each["ours"] for each in saves)
+    return {"bytes": size, "save_s": take_medians(saves), "save_ratio": ratio, "longest_slice_s": thread.longest_s}
+
+
+def measure_steps(
+    model: llama.Model, layout: CacheLayout, kv: KV, thread: EngineThread, repeats: int
+) -> dict[str, float]:
+    """Seconds from a decode step's end to the next one's: alone, and while `kv` is saved."""
+    decoding = KV(layout, [], layout.make_empty_cache())
+    decoding.prefill(model, kv.tokens[:CHUNK_AFTER])
+    found: dict[str, list[float]] = {"alone": [], "saving": []}
+    slices_s: list[float] = []
+    for _ in range(repeats):
+        for side, steps_s in found.items():
+            thread.set_step(partial(decoding.prefill, model, kv.tokens[:1]))
+            with tempfile.TemporaryDirectory() as name:
+                began = time.perf_counter()
+                while len(thread.steps_s) < STEPS_MIN or time.perf_counter() - began < 1.0:
+                    if side == "saving":
+                        save_segments(kv, Path(name), thread)
+                    else:
+                        time.sleep(0.01)
+            steps_s += thread.steps_s[1:]
+            slices_s.append(thread.longest_s)
+            thread.set_step(None)
+    return {
+        "step alone": statistics.median(found["alone"]),
+        "longest step alone": max(found["alone"]),
+        "step while saving": statistics.median(found["saving"]),
+        "longest step while saving": max(found["saving"]),
+        "longest slice between steps": max(slices_s),
+    }
 
 
 def measure(given: argparse.Namespace, shape: str, tokens: list[int], folder: Path) -> dict[str, Any]:
     model = build_model(shape)
     layout = CacheLayout.from_factory(partial(make_prompt_cache, model))
-    found = measure_saves(make_kv(model, layout, tokens), folder, given.repeats)
+    thread, kv = EngineThread(), make_kv(model, layout, tokens)
+    found = measure_saves(kv, folder, given.repeats, thread)
+    found["steps_s"] = measure_steps(model, layout, kv, thread, given.repeats)
+    del kv
     mx.clear_cache()  # for the processes of the restores
     sides = ("raw", "ours", "mlx_lm")
     restarts = [{side: restart(side, given, folder) for side in sides} for _ in range(given.restarts)]
@@ -307,6 +379,8 @@ def print_report(found: dict[str, Any]) -> None:
     for side, seconds in found["save_s"].items():
         add(f"save, {side}", seconds, moves_all=True)
     add("longest slice of a save", found["longest_slice_s"])
+    for label, seconds in found["steps_s"].items():
+        add(label, seconds)
     ours, theirs, raw = (found["restart_s"][side] for side in ("ours", "mlx_lm", "raw"))
     for part, seconds in ours.items():
         add(f"ours: {part}", seconds, moves_all=part in ("restore", "read and verify", "verify alone, one core"))
@@ -318,7 +392,7 @@ def print_report(found: dict[str, Any]) -> None:
     console = Console(width=100)
     console.print(found["device"])
     console.print(table)
-    console.print(f"save: {found['save_s']['limit'] / found['save_s']['ours']:.2f} of the limit's rate")
+    console.print(f"save: {found['save_ratio']:.2f} of the limit's rate")
     console.print(f"first token after a kill: {ours['first token'] / limit_s:.2f} of the limit's time")
 
 

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,22 @@ def test_written_file_is_complete_and_private(tmp_path: Path) -> None:
     disk.delete_tree(tmp_path / "a")
     disk.delete_tree(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_large_file_is_sent_to_the_disk_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[int, int]] = []
+    start = disk.start_write_back
+
+    def record(file: FileIO, offset: int, bytes_count: int) -> None:
+        assert os.fstat(file.fileno()).st_size >= offset + bytes_count, "it is written"
+        sent.append((offset, bytes_count))
+        start(file, offset, bytes_count)
+
+    monkeypatch.setattr(disk, "WRITE_BACK_BYTES", 10)
+    monkeypatch.setattr(disk, "start_write_back", record)
+    disk.write_durable(tmp_path / "file", [b"123456", b"7890", b"", b"x" * 25, b"last"])
+    assert sent == [(0, 10), (10, 25)]
+    assert (tmp_path / "file").read_bytes() == b"1234567890" + b"x" * 25 + b"last"
 
 
 @pytest.mark.parametrize("refusal", [0, errno.ENOTSUP, errno.EINVAL, errno.ENOTTY, errno.EIO])

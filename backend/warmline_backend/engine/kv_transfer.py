@@ -16,10 +16,11 @@ from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+import mlx.core as mx
 import msgspec
 
 from warmline_backend.engine.engine import Engine
-from warmline_backend.engine.save_slices import LeafReader, SaveSlices
+from warmline_backend.engine.save_slices import LeafReader, Piece, SaveSlices
 from warmline_backend.engine.segment_compression import SegmentCompression, WriteStats
 from warmline_backend.kv_cache import segment_io
 from warmline_backend.kv_cache.kv import KV, NamedArrays, RowsUnavailableError, leaf_of
@@ -139,6 +140,7 @@ class KvTransfer:
         self._reader_pool = ThreadPoolExecutor(READER_THREADS, "segment-reader")
         self._loader_pool = ThreadPoolExecutor(LOADER_THREADS, "restore")
         self._writer_pool = ThreadPoolExecutor(1, "segment-writer")
+        self._view_pool = ThreadPoolExecutor(1, "segment-view")
         self._loader = segment_io.ChainLoader(
             served.layout,
             served.row_names,
@@ -152,7 +154,7 @@ class KvTransfer:
         """Cancel all jobs; threads end after their present work."""
         for job in self._jobs:
             job.cancel()
-        for pool in (self._loader_pool, self._reader_pool, self._writer_pool):
+        for pool in (self._loader_pool, self._reader_pool, self._writer_pool, self._view_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
     @property
@@ -269,8 +271,8 @@ class KvTransfer:
         return segments, states, seconds
 
     async def _save_segment(self, request: SaveRequest, spec: SegmentSpec, job: TransferJob) -> SavedFile:
-        def read_rows(kv: KV, leaves: Collection[str] | None) -> NamedArrays:
-            return kv.slice_rows(spec.start, spec.end, leaves)
+        def read_rows(kv: KV, leaves: Collection[str] | None, piece: Piece) -> NamedArrays:
+            return kv.slice_rows(spec.start, spec.end, leaves, piece)
 
         meta = self._make_meta(request, kind="segment", id=spec.id, start=spec.start, end=spec.end, parent=spec.parent)
         return await self._save_file(request, meta, spec.end, job, read_rows)
@@ -278,11 +280,15 @@ class KvTransfer:
     async def _save_checkpoint(self, request: SaveRequest, ref: CheckpointRef, job: TransferJob) -> SavedFile:
         state: NamedArrays = {}  # kept while it is saved, also where the KV drops it
 
-        def read_state(kv: KV, leaves: Collection[str] | None) -> NamedArrays:
+        def read_state(kv: KV, leaves: Collection[str] | None, piece: Piece) -> NamedArrays:
             if not state and ref.position not in kv.checkpoints:
                 raise RowsUnavailableError(f"no state at {ref.position}")
             state.update(state or kv.checkpoints[ref.position])
-            return {name: array for name, array in state.items() if leaves is None or leaf_of(name) in leaves}
+            return {
+                name: mx.contiguous(array[piece])
+                for name, array in state.items()
+                if leaves is None or leaf_of(name) in leaves
+            }
 
         meta = self._make_meta(request, kind="checkpoint", id=ref.id, start=0, end=0, position=ref.position)
         return await self._save_file(request, meta, ref.position, job, read_state)
@@ -300,7 +306,7 @@ class KvTransfer:
         def find_kv(scheduler: Scheduler) -> KV:
             return scheduler.save_source.find_kv(end, resident_id=request.resident, running_id=request.running)
 
-        slices = SaveSlices(self._engine, find_kv, read_leaves, meta.start, end)
+        slices = SaveSlices(self._engine, self._view_pool, find_kv, read_leaves, meta.start, end)
         await job.wait_for(self._engine.submit(slices.begin))
         path, wait = self._home.segment_file(meta.id), partial(job.wait_on_writer, asyncio.get_running_loop())
         is_coded = self._compression.choose(request.disk_used_share)
@@ -311,7 +317,7 @@ class KvTransfer:
             tokens, first = pack_tokens(slices.tokens), (meta.start if meta.kind == "segment" else end) * TOKEN_BYTES
             placed = msgspec.structs.replace(meta, prefix=prefix_digest(request.root, tokens[:first]))
             meter = self._compression.make_meter(slices)
-            stream = slices.open_stream(lambda work: meter.exclude(lambda: wait(work)))
+            stream = slices.open_stream(lambda work: meter.exclude(lambda: wait(work).result()))
             try:
                 saved = segment_io.write_segment_file(path, placed, stream, tokens[first:], is_coded)
             finally:

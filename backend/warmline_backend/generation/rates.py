@@ -9,6 +9,7 @@ from warmline_common.protocol.messages import PrefillRate
 RECENT_MAX = 15  # samples of a rate: a few slow ones do not count, a slower machine soon does
 SECONDS_MIN = 1e-9  # a coarse clock may show 0
 SAMPLE_BYTES_MIN = 16 << 20  # the time of smaller reads and writes is that of their calls
+COPY_SAMPLE_BYTES_MIN = 1 << 18  # likewise, of copies in memory
 
 
 class MedianRate:
@@ -60,6 +61,7 @@ class Rates:
         self.chunks = RecentDurations()
         self.decode = MedianRate()
         self.restore, self.save = MedianRate(SAMPLE_BYTES_MIN), MedianRate(SAMPLE_BYTES_MIN)
+        self.copy = MedianRate(COPY_SAMPLE_BYTES_MIN)  # of rows on this thread, for a save
         self.step_durations = StepDurations()
 
     def record_prefill(self, length: int, tokens: int, seconds: float) -> None:

@@ -4,7 +4,7 @@ Arrays are made on the engine thread.  Their bytes may be read and filled on any
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,18 @@ DTYPES |= {"I8": mx.int8, "I16": mx.int16, "I32": mx.int32, "I64": mx.int64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+def evaluate_unsigned(arrays: Iterable[mx.array]) -> list[mx.array]:
+    """The arrays as ones of unsigned types, evaluated.  Engine thread."""
+    unsigned = [array.view(UNSIGNED_DTYPES[array.dtype.size]) for array in arrays]
+    mx.eval(unsigned)
+    return unsigned
+
+
 def view_bytes(array: mx.array) -> memoryview:
-    """The bytes of an evaluated array of an unsigned type, writable."""
+    """The bytes of an evaluated array of an unsigned type, writable.
+
+    On some GPUs this moves them to memory that the host can read, and takes as long.
+    """
     buffer: Any = array  # has the buffer protocol, though its type stub doesn't say so
     return memoryview(buffer).cast("B") if array.nbytes else memoryview(b"")
 

@@ -17,6 +17,7 @@ LAST_CHECKPOINTS_COUNT = 3  # kept besides the first (end of system and tools): 
 BUFFER_RATIO_MAX = 1.25  # buffer rows / rows of a KV whose buffers were shrunk
 
 T = TypeVar("T")
+_ALL = slice(None)
 NamedArrays = dict[str, mx.array]  # "layer.component.field" -> array
 
 
@@ -206,23 +207,34 @@ class KV:
 
     # ---- reading for a save
 
-    def slice_rows(self, start: int, end: int, leaf_names: Collection[str] | None = None) -> NamedArrays:
-        """Rows [start, end) of these leaves, or of all: contiguous, lazy.  Raises RowsUnavailableError."""
+    def slice_rows(
+        self,
+        start: int,
+        end: int,
+        leaf_names: Collection[str] | None = None,
+        piece: tuple[slice, ...] = (),
+    ) -> NamedArrays:
+        """Rows [start, end) of these leaves, or of all: contiguous, lazy.  Raises RowsUnavailableError.
+
+        `piece` selects a part of each array: an index of (1, heads, end - start), its slices with a start and a stop.
+        """
+        _, heads, rows = (*piece, _ALL, _ALL, _ALL)[:3]
+        first, last, _ = rows.indices(end - start)
+        start, end = start + first, start + last
         leaves = self._leaves_of_kind(CodecKind.ROWS)
         if leaf_names is not None:
             leaves = [(leaf, held) for leaf, held in leaves if leaf.name in leaf_names]
         fields = (leaf.codec.rows(held, self.index, self.length, start, end) for leaf, held in leaves)
-        rows = {name: mx.contiguous(array) for name, array in _name_arrays(leaves, fields).items()}
+        arrays = {name: mx.contiguous(array[:, heads]) for name, array in _name_arrays(leaves, fields).items()}
         if self.layout.window:
             self.capture_window()
-            journal = self._slice_journal(start, end)
-            rows |= {
-                name: array for name, array in journal.items() if leaf_names is None or leaf_of(name) in leaf_names
-            }
-        return rows
+            arrays |= self._slice_journal(start, end, leaf_names, heads)
+        return arrays
 
-    def _slice_journal(self, start: int, end: int, leaf: str = "") -> NamedArrays:
-        """Rows [start, end) of one leaf, or of all.  Raises RowsUnavailableError."""
+    def _slice_journal(
+        self, start: int, end: int, leaf_names: Collection[str] | None = None, heads: slice = _ALL
+    ) -> NamedArrays:
+        """Rows [start, end) of some leaves, or of all: contiguous, lazy.  Raises RowsUnavailableError."""
         parts: dict[str, list[mx.array]] = {}
         reached = start
         for first, last, rows in self.journal:
@@ -230,9 +242,9 @@ class KV:
                 continue
             if first > reached:
                 break
-            wanted = {name: array for name, array in rows.items() if not leaf or name.startswith(leaf + ".")}
+            wanted = {name: array for name, array in rows.items() if leaf_names is None or leaf_of(name) in leaf_names}
             for name, array in wanted.items():
-                parts.setdefault(name, []).append(array[:, :, reached - first : min(end, last) - first])
+                parts.setdefault(name, []).append(array[:, heads, reached - first : min(end, last) - first])
             reached = min(end, last)
         if reached < end:
             raise RowsUnavailableError(f"rows [{reached}, {end}) of rotating layers are no longer in memory")
@@ -346,7 +358,7 @@ class KV:
             fields = select_fields(self.rollback_window[1], leaf.name)
         elif leaf.codec.kind is CodecKind.WINDOW and not self._is_window_complete():
             first = max(0, position - leaf.template.max_size)
-            fields = select_fields(self._slice_journal(first, position, leaf.name), leaf.name)
+            fields = select_fields(self._slice_journal(first, position, {leaf.name}), leaf.name)
         else:
             fields = leaf.codec.rows(held, self.index, self.length, 0, position)
         if detached or leaf.codec.kind is CodecKind.WINDOW:  # a ring is written to in place

@@ -16,10 +16,10 @@ import mlx.core as mx
 
 from warmline_backend.kv_cache.byte_buffers import (
     DTYPE_NAMES,
-    UNSIGNED_DTYPES,
     BufferShape,
     ByteBuffer,
     allocate_buffers,
+    evaluate_unsigned,
     view_bytes,
 )
 from warmline_backend.kv_cache.codecs import CacheLayout, CodecKind, round_up_to_buffer
@@ -54,11 +54,10 @@ class RawTensor:
 
 def expose_bytes(arrays: NamedArrays) -> dict[str, RawTensor]:
     """Evaluate arrays and expose their bytes.  Engine thread."""
-    unsigned = {name: array.view(UNSIGNED_DTYPES[array.dtype.size]) for name, array in arrays.items()}
-    mx.eval(unsigned)
+    unsigned = evaluate_unsigned(arrays.values())
     return {
-        name: RawTensor(DTYPE_NAMES[arrays[name].dtype], arrays[name].shape, view_bytes(array), array)
-        for name, array in unsigned.items()
+        name: RawTensor(DTYPE_NAMES[array.dtype], array.shape, view_bytes(evaluated), evaluated)
+        for (name, array), evaluated in zip(arrays.items(), unsigned, strict=True)
     }
 
 

@@ -206,6 +206,14 @@ class Scheduler:
         return not (self._queues.prefilling or self._queues.groups or self.is_idle)
 
     @property
+    def is_decoding(self) -> bool:
+        return bool(self._queues.groups)
+
+    @property
+    def is_prefilling(self) -> bool:
+        return bool(self._queues.prefilling)
+
+    @property
     def running_count(self) -> int:
         return len(self._queues.running)
 

@@ -1,11 +1,14 @@
 """Slices of a save: what is copied between steps, of a KV that moves meanwhile, is the file of one copy."""
 
 import asyncio
+import math
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from support.backend.engine_driver import FINGERPRINT, SchedulerDriver
@@ -13,7 +16,14 @@ from support.backend.families import FAMILIES, load_family, make_prompt
 from support.backend.live_backend import wait_until
 from warmline_backend.engine import save_slices
 from warmline_backend.engine.kv_transfer import TransferJob
-from warmline_backend.engine.save_slices import SaveSlices
+from warmline_backend.engine.save_slices import (
+    CHUNK_SLICE_BYTES_MAX,
+    PIECE_BYTES_MAX,
+    SLICE_BYTES_MAX,
+    SaveSlices,
+    choose_slice_bytes,
+    list_pieces,
+)
 from warmline_backend.kv_cache.kv import KV, RowsUnavailableError
 from warmline_backend.kv_cache.segment_io import OperationCancelledError, expose_bytes, write_segment_file
 from warmline_common.protocol.tokens import pack_tokens
@@ -37,15 +47,16 @@ class StoppedEngine:
     def wait(self, future: Future[Any]) -> Any:
         self._driver.step()
         self.commands += 1
-        return self._works.pop(future)(self._driver.scheduler)
+        return self._works.pop(future)(self._driver.scheduler).result()
 
 
 def open_slices(driver: SchedulerDriver, **source: str) -> tuple[StoppedEngine, SaveSlices]:
     engine: Any = StoppedEngine(driver)
     slices = SaveSlices(
         engine,
+        ThreadPoolExecutor(1),
         lambda scheduler: scheduler.save_source.find_kv(END, **source),
-        lambda kv, leaves: kv.slice_rows(0, END, leaves),
+        lambda kv, leaves, piece: kv.slice_rows(0, END, leaves, piece),
         0,
         END,
     )
@@ -57,6 +68,7 @@ def open_slices(driver: SchedulerDriver, **source: str) -> tuple[StoppedEngine, 
 def test_slices_of_running_request_make_file_of_one_copy(
     family: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(save_slices, "PIECE_BYTES_MAX", 6000)
     monkeypatch.setattr(save_slices, "SLICE_BYTES_MAX", 1)
     driver = SchedulerDriver(load_family(family, root))
     name, log = driver.submit(PROMPT, 60)
@@ -71,8 +83,64 @@ def test_slices_of_running_request_make_file_of_one_copy(
     assert write_segment_file(tmp_path / "sliced", meta, slices.open_stream(engine.wait), tokens) == whole
     verify_file(tmp_path / "sliced")
     assert (tmp_path / "sliced").read_bytes() == (tmp_path / "whole").read_bytes()
-    tensors = len(driver.served.row_names)
-    assert engine.commands >= tensors // 2 - 1, "one tensor in each slice, unless it has no bytes, the first one before"
+    assert engine.commands >= len(driver.served.row_names) - 1, "one piece in each slice, the first one before"
+
+
+@pytest.mark.parametrize(
+    ("shape", "counts"),
+    [
+        ((), [1]),
+        ((0, 7), []),
+        ((1, 2, 4, 0), [0]),
+        ((3,), [3]),
+        ((1, 3, 10), [30]),
+        ((1, 8, 10), [50, 30]),
+        ((1, 2, 60, 1), [50, 10, 50, 10]),
+        ((2, 1, 3, 70), [50, 20] * 6),
+    ],
+)
+def test_pieces_follow_each_other_in_the_file(
+    shape: tuple[int, ...], counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_slices, "PIECE_BYTES_MAX", 100)
+    numbers = np.arange(math.prod(shape), dtype=np.uint16).reshape(shape)
+    pieces = [numbers[piece].ravel() for piece in list_pieces(shape, 2)]
+    assert [len(piece) for piece in pieces] == counts
+    assert [int(number) for piece in pieces for number in piece] == list(range(numbers.size))
+
+
+def test_slices_take_half_a_decode_step() -> None:
+    choose = partial(choose_slice_bytes, is_prefilling=True)
+    assert choose(0.0, 0.009) == PIECE_BYTES_MAX, "the first ones, at an unknown rate"
+    assert choose(1e9, 0.009) == 4_500_000
+    assert choose(5e8, 1.0) == 10_000_000, "no more than 20 ms"
+    assert choose(1e9, 1e-4) == PIECE_BYTES_MAX
+    assert choose(1e12, 0.009) == SLICE_BYTES_MAX
+
+
+def test_slices_are_large_where_no_step_waits() -> None:
+    assert [choose_slice_bytes(rate, 0.0, False) for rate in (0.0, 1e6, 1e12)] == [SLICE_BYTES_MAX] * 3
+    assert choose_slice_bytes(1e6, 0.0, True) == SLICE_BYTES_MAX
+    assert choose_slice_bytes(1e9, 0.0, True) == 20_000_000
+    assert choose_slice_bytes(1e12, 0.0, True) == CHUNK_SLICE_BYTES_MAX, "few come between chunks"
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_slices_beside_decode_steps_are_bounded_by_time(
+    decodes: bool, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = SchedulerDriver(load_family("llama", root))
+    resident = driver.run(PROMPT, 4).result.resident
+    if decodes:
+        _, log = driver.submit(make_prompt(30, 6), 1000)
+        driver.run_until(lambda: len(log.events) > 3)
+    driver.scheduler.rates.copy.add(1 << 20, 1 << 20)  # one byte a second
+    engine, slices = open_slices(driver, resident_id=resident)
+    monkeypatch.setattr(save_slices, "PIECE_BYTES_MAX", 1)
+    stream = slices.open_stream(engine.wait)
+    tensors = [list(stream.read(name)) for name in sorted(stream.shapes)]
+    assert all(len(pieces) == 1 for pieces in tensors)
+    assert engine.commands == (len(tensors) - 1 if decodes else 1), "the first piece is copied before"
 
 
 def test_kv_lost_between_slices_fails_save_and_leaves_no_file(
