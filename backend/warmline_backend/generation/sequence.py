@@ -18,6 +18,7 @@ from warmline_backend.generation.events import EventListener
 from warmline_backend.generation.sampling import LogitsProcessor, LogprobsCapture, Sampler, SamplerFault
 from warmline_backend.kv_cache.batch_prefill import prefill_batch
 from warmline_backend.kv_cache.kv import KV
+from warmline_backend.kv_cache.residents import Adoption
 from warmline_backend.model.model import ServedModel
 from warmline_backend.output.expected import ExpectedOutput
 from warmline_backend.output.parser import OutputParser
@@ -68,7 +69,7 @@ class Sequence:
     request: GenerationRequest
     kv: KV
     served: ServedModel
-    adopted_resident_id: str = ""  # the resident that it took over
+    adoption: Adoption | None = None  # of the resident that it took over
     leader: "Sequence | None" = None  # while it waits as a follower
     fork_position: int = 0  # tokens of the leader's KV that it starts from
     detached: bool = False  # its client has left: it ends with its prefill
@@ -235,7 +236,7 @@ class Sequence:
         reuse_tokens, request = self.request.reuse_tokens, leader.request
         shared = [position for position in request.checkpoints if position <= reuse_tokens]
         self.request = replace(self.request, checkpoints=tuple(sorted({*shared, *self.request.checkpoints})))
-        self.kv, self.adopted_resident_id = leader.kv, leader.adopted_resident_id
+        self.kv, self.adoption = leader.kv, leader.adoption
         self._fork_positions = {position for position in leader._fork_positions if position <= reuse_tokens}
         self._set_grid_end()
         self.reused_tokens = self.kv.length

@@ -1,6 +1,7 @@
 """Residents: KV kept in memory for its conversation's next turn.  Engine thread."""
 
 import secrets
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Collection
@@ -15,6 +16,7 @@ from warmline_common.protocol.tokens import TokenArray, pack_tokens
 RESTORE_LEASE_S = 20.0  # time for a restored resident's request to arrive
 UNSAVED_LEASE_S = 60.0  # time for the save of an ended request's resident; each piece written renews it
 RESIDENT_BY_REQUEST_MAX = 256  # ended requests whose resident is remembered
+SUCCESSORS_MAX = 256  # residents that were taken over, and are remembered for saves of their rows
 
 
 class ResidentNotFoundError(Exception):
@@ -23,6 +25,14 @@ class ResidentNotFoundError(Exception):
 
 class ResidentMismatchError(Exception):
     """The resident is not a prefix of the prompt, or can't be continued at that position."""
+
+
+@dataclass(frozen=True)
+class Adoption:
+    """A resident that a request has taken over, and how many of its tokens."""
+
+    resident_id: str
+    tokens: int
 
 
 @dataclass
@@ -54,6 +64,7 @@ class Residents:
         self._leased: dict[str, None] = {}  # those that may have a lease
         self._ranked: dict[str, None] = {}  # to be evicted first, in this order
         self._resident_by_request: OrderedDict[str, str] = OrderedDict()  # by the id of the request that left it
+        self._successors: OrderedDict[str, Adoption] = OrderedDict()  # the next resident with the first rows of one
 
     def __contains__(self, resident_id: str) -> bool:
         return resident_id in self._entries
@@ -69,11 +80,20 @@ class Residents:
         """Id of the resident that an ended request left, even if it is gone by now; "" where unknown."""
         return self._resident_by_request.get(request_id, "")
 
-    def add(self, kv: KV, *, lease_s: float, request_id: str = "", root: bytes = b"") -> str:
+    def find_successor(self, resident_id: str) -> Adoption:
+        """Last resident known to have the first rows of this one, and how many of them; itself, with any number."""
+        found = Adoption(resident_id, sys.maxsize)
+        while (after := self._successors.get(found.resident_id)) is not None:
+            found = Adoption(after.resident_id, min(found.tokens, after.tokens))
+        return found
+
+    def add(
+        self, kv: KV, *, lease_s: float, request_id: str = "", root: bytes = b"", adoption: Adoption | None = None
+    ) -> str:
         """Add `kv`, for which the caller has made room; returns the new resident's id.
 
         Only requests of the same `root` can take it.  It is not evicted for `lease_s`; the lease ends sooner when it is
-        taken, saved, or named in the eviction order.
+        taken, saved, or named in the eviction order.  `adoption`: the resident that its request had taken over.
         """
         resident_id = secrets.token_hex(8)
         until = time.monotonic() + lease_s
@@ -91,6 +111,10 @@ class Residents:
                 root=root,
             )
         )
+        if adoption is not None:
+            self._successors[adoption.resident_id] = Adoption(resident_id, adoption.tokens)
+            if len(self._successors) > SUCCESSORS_MAX:
+                self._successors.popitem(last=False)
         if request_id:
             self._resident_by_request.pop(request_id, None)
             self._resident_by_request[request_id] = resident_id
@@ -167,6 +191,7 @@ class Residents:
         for resident_id in self._entries.keys() - kept_ids:
             self._remove(resident_id)
         self._ranked.clear()
+        self._successors.clear()
         self._resident_by_request = OrderedDict(item for item in by_request.items() if item[1] in kept_ids)
 
     def set_eviction_order(self, evict_first: list[str], *, extends: bool = False) -> None:

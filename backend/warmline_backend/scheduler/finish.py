@@ -132,7 +132,9 @@ class Finisher:
         # Added even without room: it takes no more than before, and an eviction before its save costs a recomputation.
         lease_s = 0.0 if self._served.layout.problem else UNSAVED_LEASE_S
         request = sequence.request
-        return self._residents.add(kv, lease_s=lease_s, request_id=request.id, root=request.root)
+        return self._residents.add(
+            kv, lease_s=lease_s, request_id=request.id, root=request.root, adoption=sequence.adoption
+        )
 
     def _notify_end(self, sequence: Sequence, resident: str, ending: "Ending") -> GenerationResult:
         """Send the end events of a sequence and of its followers."""

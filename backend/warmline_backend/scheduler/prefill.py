@@ -27,17 +27,23 @@ log = logging.getLogger(__name__)
 # A request that comes meanwhile waits for one layer of a background request's chunk.
 BACKGROUND_LAYER_S = 0.5
 BACKGROUND_STEP_MIN = 32  # tokens, also while the speed is not known
-CHUNKS_SKIPPED_MAX = 4  # chunks of shorter prompts that a long one waits for, at most
+CHUNKS_SKIPPED_MAX = 4  # chunks of shorter prompts that one of a few long ones waits for, at most
 CHUNKS_REPORTED_MAX = 16  # of a prompt, the last ones
 BATCH_SCORES_MAX = 1 << 22  # of a head, in a batch of prompts: 1 GB with 64 heads in float32
 CHUNK_COUNTED_MIN = 1 / 8  # a small prompt's chunk counts as at least this part of one
 KV_MEMORY_EXCEEDED = "kv_memory_exceeded"  # the code of errors about prompts that the memory has no room for
 
 
-def choose_prefill(prefilling: list[Sequence]) -> Sequence:
-    """Return the shortest remaining prompt, or one skipped too often."""
-    starved = [sequence for sequence in prefilling if sequence.chunks_skipped >= CHUNKS_SKIPPED_MAX]
-    return starved[0] if starved else min(prefilling, key=lambda sequence: sequence.prefill_tokens_left)
+def choose_prefill(prefilling: list[Sequence], step: int) -> Sequence:
+    """Return the shortest remaining prompt, or the one skipped most, if too often.
+
+    Many long prompts take turns, each skipped as often as there are others; a short one need not wait for all of them.
+    """
+    shortest = min(prefilling, key=lambda sequence: sequence.prefill_tokens_left)
+    most_skipped = max(prefilling, key=lambda sequence: sequence.chunks_skipped)
+    is_short = shortest.prefill_tokens_left <= step
+    limit = max(CHUNKS_SKIPPED_MAX, len(prefilling)) if is_short else CHUNKS_SKIPPED_MAX
+    return most_skipped if most_skipped.chunks_skipped >= limit else shortest
 
 
 def count_skipped_chunks(prefilling: list[Sequence], chosen: list[Sequence], step: int) -> None:
@@ -86,7 +92,7 @@ class Prefiller:
 
     def choose_sequences(self, candidates: list[Sequence]) -> list[Sequence]:
         """Choose whose next chunk is computed: one sequence, or several whose last chunks fit into one batch."""
-        chosen = choose_prefill(candidates)
+        chosen = choose_prefill(candidates, self.step_size)
         batch = self._choose_mates(chosen, candidates) if self._can_share_batch(chosen) else [chosen]
         count_skipped_chunks(candidates, batch, self.step_size)
         return batch

@@ -26,7 +26,8 @@ class SaveSource:
     def find_kv(self, end: int, *, resident_id: str = "", running_id: str = "") -> KV:
         """Return the KV with the first `end` tokens of a resident or a running request.
 
-        A request that took the resident over stands for it, and so does the resident that a request left.
+        A request that took the resident over stands for it, and so does the resident that a request left, as far as
+        its tokens are the same.
         Raises ResidentNotFoundError, or RowsUnavailableError where fewer tokens are left.
         """
         prefix = self._find_prefix(resident_id, running_id)
@@ -52,9 +53,10 @@ class SaveSource:
             savable_length = min(sequence.kv.savable_length, sequence.sent_length)
             return _KvPrefix(sequence.kv, savable_length, is_running=True)
         resident_id = resident_id or self._residents.find_by_request(running_id)
-        if (kv := self._residents.find_kv(resident_id)) is not None:
-            return _KvPrefix(kv, kv.length, resident_id)
+        found = self._residents.find_successor(resident_id)
+        if (kv := self._residents.find_kv(found.resident_id)) is not None:
+            return _KvPrefix(kv, min(kv.length, found.tokens), found.resident_id)
         for sequence in self._queues:
-            if resident_id and sequence.adopted_resident_id == resident_id:
-                return _KvPrefix(sequence.kv, sequence.reused_tokens)
+            if (adoption := sequence.adoption) and adoption.resident_id == found.resident_id:
+                return _KvPrefix(sequence.kv, min(adoption.tokens, found.tokens))
         raise ResidentNotFoundError(resident_id or running_id)

@@ -16,7 +16,7 @@ from warmline_backend.generation.rates import Rates
 from warmline_backend.generation.sequence import FORK_DISTANCE_TOKENS_MIN, GenerationRequest, Sequence
 from warmline_backend.generation.step_stats import StepStats
 from warmline_backend.kv_cache.kv import KV
-from warmline_backend.kv_cache.residents import RESTORE_LEASE_S, ResidentNotFoundError, Residents
+from warmline_backend.kv_cache.residents import RESTORE_LEASE_S, Adoption, ResidentNotFoundError, Residents
 from warmline_backend.model.model import ServedModel
 from warmline_backend.scheduler.admission import SequenceAdmission
 from warmline_backend.scheduler.capacity import check_capacity, sequence_bytes, sequence_tokens_max
@@ -120,8 +120,10 @@ class Scheduler:
     def _make_sequence(self, request: GenerationRequest, kv: KV) -> Sequence:
         positions = request.checkpoints if self.settings.keeps_residents else ()
         request = replace(request, checkpoints=tuple(at for at in positions if kv.floor_to_grid(at) == at))
-        adopted = "" if request.copy_resident else request.resident_id
-        sequence = Sequence(request, kv, self.served, adopted_resident_id=adopted, wait_reason=self.step_reason)
+        is_adopted = request.resident_id and not request.copy_resident
+        adoption = Adoption(request.resident_id, kv.length) if is_adopted else None
+        reason = LEADER if request.leader_id else self.step_reason
+        sequence = Sequence(request, kv, self.served, adoption=adoption, wait_reason=reason)
         tokens_max = sequence_tokens_max(self.served, self.settings.memory_budget_bytes)
         sequence.answer_tokens_max = min(request.params.max_tokens, tokens_max - len(request.prompt))
         return sequence

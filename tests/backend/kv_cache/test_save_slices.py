@@ -143,6 +143,31 @@ def test_slices_beside_decode_steps_are_bounded_by_time(
     assert engine.commands == (len(tensors) - 1 if decodes else 1), "the first piece is copied before"
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_save_goes_on_in_residents_of_next_turns(
+    family: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two turns begin and end between two slices: the rows are in the last one's resident by then."""
+    monkeypatch.setattr(save_slices, "SLICE_BYTES_MAX", 1)
+    driver = SchedulerDriver(load_family(family, root))
+    first = last = driver.run(PROMPT, 4)
+    meta = FileMeta(kind="segment", id="a" * 32, fingerprint=FINGERPRINT, root="", prefix="", start=0, end=END)
+    engine, slices = open_slices(driver, resident_id=first.result.resident)
+    prompt = PROMPT
+    for number in (1, 2):
+        prompt = [*prompt, *last.generated, *make_prompt(9, number)]
+        reuse = last.result.prefilled_until
+        last = driver.run(prompt, 4, resident=last.result.resident, reuse=reuse)
+        assert last.reused == reuse
+    tokens = pack_tokens(PROMPT[:END])
+    write_segment_file(tmp_path / "file", meta, slices.open_stream(engine.wait), tokens)
+    verify_file(tmp_path / "file")
+    find_kv = driver.scheduler.save_source.find_kv
+    assert find_kv(END, resident_id=first.result.resident) is find_kv(END, resident_id=last.result.resident)
+    with pytest.raises(RowsUnavailableError, match="tokens can be saved"):
+        find_kv(last.result.prefilled_until, resident_id=first.result.resident)
+
+
 def test_kv_lost_between_slices_fails_save_and_leaves_no_file(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

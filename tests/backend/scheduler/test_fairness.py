@@ -1,7 +1,9 @@
 """Fairness: running streams go on beside prefills, and no prompt starves."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -10,7 +12,7 @@ from support.backend.families import load_family, make_prompt
 from warmline_backend.generation.sequence import Sequence
 from warmline_backend.scheduler import scheduler
 from warmline_backend.scheduler.decode_group import DecodeGroup
-from warmline_backend.scheduler.prefill import CHUNKS_SKIPPED_MAX
+from warmline_backend.scheduler.prefill import CHUNKS_SKIPPED_MAX, choose_prefill, count_skipped_chunks
 from warmline_backend.scheduler.scheduler import (
     DECODE_OWED_MAX_S,
     DECODE_SHARE,
@@ -102,3 +104,43 @@ def test_shortest_prompt_first_without_starvation(root: Path) -> None:
     shorts = [driver.submit(make_prompt(12, seed), 1)[1] for seed in range(2, 2 + 3 * (CHUNKS_SKIPPED_MAX + 1))]
     driver.run_until(lambda: all(one.is_ended for one in shorts))
     assert len(long.chunks) >= seen + 2
+
+
+@dataclass(eq=False)
+class Prompt:
+    """What the choice of a chunk looks at."""
+
+    prefill_tokens_left: int
+    chunks_skipped: float = 0.0
+
+
+def compute_chunk(prompts: list[Any]) -> Prompt:
+    chosen: Prompt = choose_prefill(prompts, 256)
+    count_skipped_chunks(prompts, [cast(Sequence, chosen)], 256)
+    chosen.prefill_tokens_left -= 256
+    if chosen.prefill_tokens_left <= 0:
+        prompts.remove(chosen)
+    return chosen
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 8, 15])
+def test_short_prompt_does_not_wait_for_many_long_ones(count: int) -> None:
+    prompts = [Prompt(400 * 256) for _ in range(count)]
+    for _ in range(40):
+        compute_chunk(prompts)
+    short = Prompt(50)
+    prompts.append(short)
+    chosen = [compute_chunk(prompts) for _ in range(3)]
+    assert short in chosen, "it waits for two chunks at most"
+
+
+@pytest.mark.parametrize("count", [1, 5, 15])
+def test_many_long_prompts_advance_beside_short_ones(count: int) -> None:
+    prompts = [Prompt(400 * 256) for _ in range(count)]
+    longs = list(prompts)
+    for _ in range(3000):
+        if len(prompts) == count:
+            prompts.append(Prompt(20))  # always one
+        compute_chunk(prompts)
+    done = [400 - each.prefill_tokens_left // 256 for each in longs]
+    assert min(done) > 0.5 * max(done) > 0, "none is left behind, by short ones or by its likes"
