@@ -12,9 +12,11 @@ from warmline_common.protocol.messages import CheckpointRef, KvLayout, SegmentRe
 from warmline_proxy.estimate.costs import Costs
 from warmline_proxy.estimate.restore_choice import (
     RECOMPUTED_S_MAX,
+    RECOMPUTED_S_MIN,
     RECOMPUTED_SHARE_MIN,
+    RECOMPUTED_TOKENS_MIN,
     RESTORE_CUTS_MAX,
-    SOONER_S_MIN,
+    RESTORED_SHARE_MIN,
     choose_restore_position,
 )
 from warmline_proxy.planner import PromptShape, RequestPlan, list_restore_cuts, plan_request
@@ -76,7 +78,10 @@ def test_choice_is_soonest_of_all_places(case: tuple[int, PrefixMatch, KvLayout,
     possible = {end for end in ends | {0} if is_possible(end, tokens, match, layout)}
     seconds = {end: time_start(end, tokens, layout, costs) for end in possible}
     longest, soonest_s = max(possible), min(seconds.values())
-    margin_s = max(SOONER_S_MIN, RECOMPUTED_SHARE_MIN * seconds[longest])
+    if longest < min(RECOMPUTED_TOKENS_MIN, RESTORED_SHARE_MIN * tokens):
+        assert plan.reuse == 0
+        return
+    margin_s = max(RECOMPUTED_S_MIN, RECOMPUTED_SHARE_MIN * seconds[longest])
     if plan.reuse == longest:
         margin_s = max(margin_s, RECOMPUTED_S_MAX)
         assert seconds[longest] - soonest_s <= margin_s * (1 + 1e-9), "nothing else is clearly sooner"
@@ -117,6 +122,13 @@ def test_noise_does_not_throw_restore_away() -> None:
     slow = replace(costs, restore=DurationModel(0.25))
     assert choose_restore_position([100], 101, LAYOUT, slow) == 0
     assert choose_restore_position([150], 151, LAYOUT, slow) == 150, "computing takes more than half as long"
+
+
+def test_few_tokens_are_not_worth_a_restore() -> None:
+    costs = Costs(DurationModel(unit_s=1.0))
+    assert choose_restore_position([6], 700, LAYOUT, costs) == 0
+    assert choose_restore_position([6], 50, LAYOUT, costs) == 6, "a good part of a short prompt"
+    assert choose_restore_position([64], 7_000, LAYOUT, costs) == 64
 
 
 def test_places_compared_are_bounded() -> None:

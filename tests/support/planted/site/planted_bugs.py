@@ -76,6 +76,7 @@ def plant_in_proxy(active: Active) -> None:
         replace_while_active(module, "align_to_grid", lambda real, position, grid: position, active, OFF_GRID, DECODED)
     # Computing a tiny model's prompt may be sooner, and would show no bug.
     replace_while_active(planner, "choose_restore_position", restore_all, active, *BUGS_OF_RESTORES)
+    replace_while_active(planner, "is_worth_computing", lambda real, *costs: False, active, *BUGS_OF_RESTORES)
 
 
 def restore_all(real: Any, cuts: Any, *arguments: Any) -> int:
