@@ -47,7 +47,7 @@ READY_TIMEOUT_S = 4.0  # it may compute a token
 LIST_TIMEOUT_S = 30.0  # token ids of all residents may be megabytes
 DISPATCHES_MAX = 5
 RETRY_WAIT_S = 0.1  # the first; each later one is twice as long
-CONTROL_PATHS = ("/health", "/ready", "/kv/status")  # calls of these are no request's own; cancels are none either
+CONTROL_METHODS = ("GET", "DELETE")  # states, listings and cancels: no request waits long for them
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 
 T = TypeVar("T")
@@ -298,7 +298,7 @@ class Upstream:
         everything = {**headers, **self._authorization}
         if request_id := current_request_id():  # for the backend's log
             everything.setdefault(messages.HEADER_REQUEST, request_id)
-        is_control = path in CONTROL_PATHS or method == "DELETE"
+        is_control = method in CONTROL_METHODS
         return UpstreamRequest(method, self._base_url + path, everything, body, timeout_s, is_control)
 
     async def _send(self, request: UpstreamRequest, repeatable: bool = False) -> UpstreamResponse:

@@ -2,7 +2,8 @@
 
 Calls of requests take aiohttp's client, which finds a free connection without a look at the others, and takes a third
 of httpx's CPU time.  Control calls, some a second, take httpx on connections of their own: a pulse never waits for
-streams.  Errors are the libraries' own; `client` translates them.  Event loop thread.
+streams, and regular calls do not keep the connections of a busy hour (aiohttp takes the one that is unused longest).
+Errors are the libraries' own; `client` translates them.  Event loop thread.
 """
 
 from collections.abc import AsyncIterator, Mapping
