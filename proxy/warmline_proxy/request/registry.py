@@ -152,7 +152,7 @@ class RequestRegistry:
 
     def describe_load(self, request: Request) -> EngineLoad:
         """Describe this request's wait so far, and the work of the others at the backend, or on their way there."""
-        others = [each for each in self if each is not request and each.loads_engine]
+        others = [each for each in self.unsettled if each is not request and each.loads_engine]
         prefills = [each.describe_prefill_left() for each in others if not each.log.ttft_s]
         return EngineLoad(request.log.waited_s, prefills, len(others) - len(prefills))
 
