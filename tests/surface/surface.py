@@ -41,7 +41,7 @@ CLIENT_KEY = "surface-client-key"
 # Differ from run to run: what was still in memory when a request came, how long it waited, and how far another was when
 # it was cancelled.
 UNSTABLE = re.compile(
-    r"explain REQUEST|why_not_warmer\.|waits\[\]|warmline_cancels_total > labels"
+    r"explain REQUEST|explain --json > since|why_not_warmer\.|sources\.shared|waits\[\]|warmline_cancels_total > labels"
     r"|chat, events > chat\.completion\.chunk$"
 )
 TEMPORARY = re.compile(r"\S*/surface-\s?\w+/user|\b\d+:\d+:\d+:\d+\b")

@@ -83,8 +83,12 @@ def _parse_tags(tags: xml_style.TagFormat) -> CallParser:
 
 
 def _parse_unopened_function(text: str, cut: bool) -> ParsedItems:
-    """Parse Qwen's call where the model has left out the marker before it."""
-    return xml_style.parse_tagged(xml_style.QWEN, f"<function={text}</function>", cut)
+    """Parse Qwen's call where the model has left out the marker before it; text is the model's, without our tags."""
+    opening, end = "<function=", xml_style.QWEN.call_end
+    items = [*xml_style.parse_tagged(xml_style.QWEN, f"{opening}{text}{end}", cut)]
+    if items and isinstance(items[-1], str):
+        items[-1] = items[-1].removesuffix(end)
+    return [item for item in items if item]
 
 
 def _make_qwen_syntax(prefix: str) -> CallSyntax:

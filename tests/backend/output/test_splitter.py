@@ -102,6 +102,13 @@ def test_constrained_content_may_contain_markers(dialects: dict[str, Dialect], p
     assert [part.name for part in called if isinstance(part, ToolCall)] == ["now"]
 
 
+def test_text_after_unopened_call_is_the_models_own(dialects: dict[str, Dialect]) -> None:
+    text = "<function=now><function=now><think>"
+    parts = split_pieces(dialects["qwen3_coder"], [text], ExpectedOutput(has_parts=True, tools=TOOLS), True)
+    assert list_names_and_texts(parts) == [("now", "{}"), ("Text", "<function=now><think>")]
+    check_offsets(text, parts)
+
+
 @given(
     family=st.sampled_from(
         [("json_tools", MARKED), ("qwen3_coder", MARKED + QWEN), ("llama3", LLAMA), ("harmony", HEADED)]

@@ -108,7 +108,7 @@ def test_shortest_prompt_first_without_starvation(root: Path) -> None:
 
 @dataclass(eq=False)
 class Prompt:
-    """What the choice of a chunk looks at."""
+    """Prompt as the choice of a chunk sees it."""
 
     prefill_tokens_left: int
     chunks_skipped: float = 0.0

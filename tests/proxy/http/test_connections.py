@@ -345,11 +345,11 @@ async def test_no_leak_after_disconnects(tmp_path: Path) -> None:
         client.reset() if number % 2 else client.writer.close()
 
     async with run_server(tmp_path) as (server, connect):
-        before = count_open_descriptors()
+        before, alive = count_open_descriptors(), count_alive()  # some are alive where tests before have failed
         for number in range(200):
             await connect_and_leave(number)
         await wait_until(lambda: count_open_descriptors() <= before)
-        await wait_until(lambda: not count_alive())
+        await wait_until(lambda: count_alive() <= alive)
         assert server.connections.count == 0
 
 
