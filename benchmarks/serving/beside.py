@@ -1,4 +1,4 @@
-"""What a long prefill costs everybody else: a running stream and small requests, beside it and without it.
+"""The cost of a long prefill to other requests: a running stream and small requests, beside it and without it.
 
 Warmline's pair and `mlx_lm.server` do the same work in turn, on a small model with random weights (8 layers, 256 wide)
 or one of your own:

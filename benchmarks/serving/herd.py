@@ -1,4 +1,4 @@
-"""How often a prompt is computed that many clients send at once, and when the last of them has its first token.
+"""The number of times one prompt of many clients is computed, and the time when the last has its first token.
 
 On a small model with random weights (2 layers, 64 wide), chunks of 2,048 tokens, Warmline's pair and `mlx_lm.server` in
 turn:

@@ -1,4 +1,4 @@
-"""What a restart costs: time to the first token cold, in session and after kill -9, beside mlx_lm.server.
+"""The cost of a restart: time to the first token cold, in session and after kill -9, beside mlx_lm.server.
 
 Warmline's pair and `mlx_lm.server` take turns with conversations of the same length, on small models with random
 weights: 8 layers, 256 wide, for prompts of 2,048 and 8,192 tokens, and 2 layers, 64 wide, for 32,768, which the larger

@@ -1,4 +1,4 @@
-"""What a restore costs: the first token after kill -9 against a plain read of the same bytes and the turn in session.
+"""The cost of a restore: the first token after kill -9 against a plain read of the same bytes and the turn in session.
 
 The model is small and has much KV, as large models have: 8 layers, 256 wide, 4 heads of keys and values 256 wide, 64 KB
 a token.  One conversation goes on, and each round measures

@@ -140,10 +140,9 @@ class ProxyMetrics:
             self._observe_estimate_errors(record)
 
     def _observe_estimate_errors(self, record: RequestRecord) -> None:
-        pairs = {"all": (record.ttft_s, record.expected_ttft_s)}
-        for name in record.ttft_parts.__struct_fields__:
-            pairs[name.removesuffix("_s")] = getattr(record.ttft_parts, name), getattr(record.expected_parts, name)
-        for part, (actual_s, expected_s) in pairs.items():
+        actual = [("all", record.ttft_s), *record.ttft_parts.list_named()]
+        expected = [("all", record.expected_ttft_s), *record.expected_parts.list_named()]
+        for (part, actual_s), (_, expected_s) in zip(actual, expected, strict=True):
             if part == "all" or max(actual_s, expected_s) >= PART_S_MIN:
                 self._estimate_error.labels(part=part).observe(abs(expected_s - actual_s) / max(actual_s, PART_S_MIN))
 

@@ -75,7 +75,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     bytes_unaccounted: int = 0
     step_stats: StepStats = msgspec.field(default_factory=StepStats)
     keepalive_steps: int = 0
-    residents: int = 0  # their listing is `Engine.residents`
+    residents: int = 0  # their listing is `Residents.listing`
 
 
 class Engine(threading.Thread):

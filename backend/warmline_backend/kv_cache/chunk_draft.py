@@ -113,10 +113,9 @@ def compute_chunk(model: nn.Module, layout: CacheLayout, layers: list[Any], toke
 
 def _compute_chunk(model: nn.Module, layout: CacheLayout, layers: list[Any], tokens: mx.array) -> list[Any]:
     if layout.problem:
-        drafted = copy.deepcopy(layers)
-        model(tokens, cache=drafted)
-        mx.eval(_list_arrays(drafted))
-        return drafted
+        draft = draft_chunk(model, layout, layers, tokens)
+        mx.eval(draft.arrays)
+        return draft.commit(layers)
     held = [leaf for _, leaf in flatten(layers)]
     drafts = [leaf.codec.make_writer(cache) for leaf, cache in zip(layout.leaves, held, strict=True)]
     model(tokens, cache=rebuild(layout.template, iter(drafts)))

@@ -168,14 +168,12 @@ class Residents:
         kv.truncate(reuse_tokens)
         return kv
 
-    def _remove(self, resident_id: str) -> int:
-        """Remove a resident; returns the bytes that it held."""
+    def _remove(self, resident_id: str) -> None:
         entry = self._entries.pop(resident_id)
         self._leased.pop(resident_id, None)
         self._ranked.pop(resident_id, None)
         self.bytes_held -= entry.bytes_held
         self.listing.remove(resident_id)
-        return entry.bytes_held
 
     def delete(self, resident_id: str) -> bool:
         """Delete a resident on request; False where there is none."""

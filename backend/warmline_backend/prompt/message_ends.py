@@ -1,7 +1,7 @@
 """Cache of the ends of rendered beginnings of conversations, so that a turn renders its new messages' alone.
 
 A beginning is known by a hash of its messages, and the text that it renders to by its length and hash: no text is kept.
-A wrong end would cost a checkpoint that nobody needs, and nothing else, since prompts are compared by their tokens.
+A wrong end would cost an unused checkpoint, and nothing else, since prompts are compared by their tokens.
 """
 
 import marshal

@@ -298,12 +298,12 @@ class Upstream:
         everything = {**headers, **self._authorization}
         if request_id := current_request_id():  # for the backend's log
             everything.setdefault(messages.HEADER_REQUEST, request_id)
-        is_control = method in CONTROL_METHODS
-        return UpstreamRequest(method, self._base_url + path, everything, body, timeout_s, is_control)
+        return UpstreamRequest(method, self._base_url + path, everything, body, timeout_s)
 
     async def _send(self, request: UpstreamRequest, repeatable: bool = False) -> UpstreamResponse:
         """Send a request and receive the answer's head; once more if a kept connection was just being closed."""
-        transport: Transport = self._control_transport if request.is_control else self._transport
+        is_control = request.method in CONTROL_METHODS
+        transport: Transport = self._control_transport if is_control else self._transport
         with _translate_errors():
             try:
                 return await transport.send(request)

@@ -30,7 +30,6 @@ class UpstreamRequest:
     headers: Mapping[str, str]
     body: bytes = b""
     timeout_s: float | None = None
-    is_control: bool = False
 
 
 class UpstreamResponse(Protocol):
