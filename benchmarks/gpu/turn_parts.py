@@ -45,6 +45,7 @@ def list_parts() -> list[tuple[object, str, str]]:
         (KV, "reserve_rows", "room for new rows"),
         (Sequence, "prefill_chunk", "chunk"),
         (decode_group, "make_decode_batch", "first decode step, sent"),
+        (DecodeGroup, "read_sampled", "first token"),
         (DecodeGroup, "step", "decode steps"),
         (Finisher, "finish_sequences", "end"),
     ]

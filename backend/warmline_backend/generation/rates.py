@@ -3,7 +3,8 @@
 from collections import deque
 
 from warmline_backend.generation.step_durations import StepDurations
-from warmline_common.measurement.recent_durations import RecentDurations, WorkDuration
+from warmline_common.measurement.fitted_durations import make_chunk_durations
+from warmline_common.measurement.recent_durations import WorkDuration
 from warmline_common.protocol.messages import PrefillRate
 
 RECENT_MAX = 15  # samples of a rate: a few slow ones do not count, a slower machine soon does
@@ -52,13 +53,13 @@ def measure_chunk(length: int, tokens: int, seconds: float) -> WorkDuration:
 class Rates:
     """Prefill tokens/s by context length (powers of two), decode tokens/s, disk bytes/s, durations of recent steps.
 
-    0 for all that has not been measured yet.  `chunks` are the durations of chunks by tokens and context, the warm-up's
-    too.
+    0 for all that has not been measured yet.  `chunks` are the durations of chunks by tokens and context, those of the
+    warm-up and of batches, too.
     """
 
     def __init__(self) -> None:
         self._prefill: dict[int, MedianRate] = {}
-        self.chunks = RecentDurations()
+        self.chunks = make_chunk_durations()
         self.decode = MedianRate()
         self.restore, self.save = MedianRate(SAMPLE_BYTES_MIN), MedianRate(SAMPLE_BYTES_MIN)
         self.copy = MedianRate(COPY_SAMPLE_BYTES_MIN)  # of rows on this thread, for a save
@@ -73,6 +74,11 @@ class Rates:
     def record_chunk(self, length: int, tokens: int, seconds: float) -> None:
         """Record a chunk for estimates alone, as one of the warm-up: it tells little about the usual speed."""
         self.chunks.add(measure_chunk(length, tokens, seconds))
+
+    def record_batch(self, depth: int, longest: int, tokens: int, seconds: float) -> None:
+        """Record a batch of `tokens`, padding included, whose prompts have `longest` each, after `depth` at most."""
+        self.step_durations.record_chunk(depth + longest, tokens, seconds)
+        self.chunks.add(WorkDuration(amount=tokens, context=depth + longest // 2, seconds=seconds))
 
     def record_decode(self, tokens: int, seconds: float) -> None:
         self.step_durations.record_decode(seconds)

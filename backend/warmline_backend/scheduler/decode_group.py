@@ -13,6 +13,8 @@ from warmline_backend.generation.decode_batch import DecodeBatch
 from warmline_backend.generation.sequence import Sequence, make_decode_batch
 from warmline_backend.kv_cache.codecs import flatten, rebuild
 
+SampledToken = tuple[Sequence, int, mx.array]  # with its id and its log-probabilities [vocabulary]
+
 PADDING_MAX = 1.25  # rows computed / rows needed
 
 
@@ -46,8 +48,8 @@ class DecodeGroup:
         self.sequences += other.sequences
         self._attach_sequences()
 
-    def step(self) -> list[tuple[Sequence, int, mx.array]]:
-        """Sample one token for each sequence: (sequence, token id, log-probabilities [vocabulary])."""
+    def step(self) -> list[SampledToken]:
+        """Sample one token for each sequence."""
         for sequence in self.sequences:
             if sequence.kv.needs_capture:
                 sequence.kv.capture_window()
@@ -57,9 +59,15 @@ class DecodeGroup:
             for sequence, response in zip(self.sequences, responses, strict=True)
         ]
 
+    def read_sampled(self) -> list[SampledToken]:
+        """As `step`, but of the tokens that are sampled already, and without beginning the step after them."""
+        tokens, logprobs = self.batch.read_sampled()
+        return list(zip(self.sequences, tokens, logprobs, strict=True))
+
     def remove(self, sequences: list[Sequence]) -> None:
         """Take sequences out together; the KV of each owns its layers afterwards."""
         rows = {self.sequences.index(sequence): sequence for sequence in sequences}
+        self.batch.complete_read()
         for sequence in sequences:
             sequence.kv.capture_window()
         held = list(self.batch.prompt_cache)  # moved: `filter` clears only the batch's own list

@@ -30,6 +30,7 @@ BACKGROUND_STEP_MIN = 32  # tokens, also while the speed is not known
 CHUNKS_SKIPPED_MAX = 4  # chunks of shorter prompts that one of a few long ones waits for, at most
 CHUNKS_REPORTED_MAX = 16  # of a prompt, the last ones
 BATCH_SCORES_MAX = 1 << 22  # of a head, in a batch of prompts: 1 GB with 64 heads in float32
+BATCH_SLOWNESS_MAX = 1.1  # seconds a prompt of a batch / those of the batch that takes the fewest
 CHUNK_COUNTED_MIN = 1 / 8  # a small prompt's chunk counts as at least this part of one
 KV_MEMORY_EXCEEDED = "kv_memory_exceeded"  # the code of errors about prompts that the memory has no room for
 
@@ -70,9 +71,27 @@ def choose_batch(chosen: Sequence, mates: list[Sequence], tokens_max: int) -> li
     return batch
 
 
+def choose_batch_size(batch_s: list[float]) -> int:
+    """Return how many of the first prompts to compute together, where `batch_s[i]` are the seconds for `i + 1`.
+
+    Of the sizes that compute nearly as many prompts a second as the best one, it is that with the soonest first tokens
+    in the mean, if the others follow in batches of its size; the largest of equals.
+    """
+    sizes = range(len(batch_s), 0, -1)
+    prompt_s = {size: batch_s[size - 1] / size for size in sizes}
+    slowest_s = min(prompt_s.values()) * BATCH_SLOWNESS_MAX
+    efficient = [size for size in sizes if prompt_s[size] <= slowest_s]
+    return min(efficient, key=lambda size: prompt_s[size] * (len(batch_s) + size))
+
+
 def count_batch_tokens(sequences: list[Sequence]) -> int:
     """Tokens of a batch of the sequences' last chunks, with padding."""
     return len(sequences) * max(sequence.prefill_tokens_left for sequence in sequences)
+
+
+def find_depth(sequences: list[Sequence]) -> int:
+    """Length of the longest KV."""
+    return max(sequence.kv.length for sequence in sequences)
 
 
 @dataclass(eq=False)
@@ -102,14 +121,22 @@ class Prefiller:
         if not takes_padding(self.served.model, self.served.layout):
             mates = [each for each in mates if each.prefill_tokens_left == chosen.prefill_tokens_left]
         batch = choose_batch(chosen, mates, self.step_size)
+        batch = batch[: choose_batch_size([self._estimate_batch_s(batch[: n + 1]) for n in range(len(batch))])]
         return batch if len(batch) == 1 or self._has_room_for_batch(batch) else [chosen]
+
+    def _estimate_batch_s(self, batch: list[Sequence]) -> float:
+        """Seconds of a batch, and of the decode step that follows it."""
+        rows, longest = count_batch_tokens(batch), max(sequence.prefill_tokens_left for sequence in batch)
+        batch_s = self.rates.chunks.model.estimate_s(rows, find_depth(batch) + longest // 2)
+        return batch_s + self.rates.step_durations.usual_decode_s
 
     def _has_room_for_batch(self, batch: list[Sequence]) -> bool:
         copied_bytes = self.queues.bytes_to_copy_into_batch(batch)
         if not self.residents.make_room(self.queues.bytes_held + copied_bytes):
             return False
-        depth = max(sequence.kv.length for sequence in batch)
-        return self.chunk_memory.fits(count_batch_tokens(batch), depth, self._committed_bytes + copied_bytes)
+        return self.chunk_memory.fits(
+            count_batch_tokens(batch), find_depth(batch), self._committed_bytes + copied_bytes
+        )
 
     def _can_share_batch(self, sequence: Sequence) -> bool:
         """True where one chunk is left, and nothing needs the KV while it is no group's yet."""
@@ -131,7 +158,7 @@ class Prefiller:
         """Compute the last chunks of several prompts in one forward pass; where it fails, each goes on alone."""
         began, rows = time.monotonic(), count_batch_tokens(sequences)
         chunks = [sequence.prefill_tokens_left for sequence in sequences]
-        depth = max(sequence.kv.length for sequence in sequences)
+        depth = find_depth(sequences)
         try:
             with self.chunk_memory.bound_chunk(rows, depth, self._committed_bytes):
                 prefill_last_chunks(sequences)
@@ -142,7 +169,7 @@ class Prefiller:
             self.finisher.record_failed_step(error)
             return False
         seconds = time.monotonic() - began
-        self.rates.step_durations.record_chunk(depth + max(chunks), rows, seconds)
+        self.rates.record_batch(depth, max(chunks), rows, seconds)
         self.step_stats.record_chunk(sum(chunks), seconds)
         for sequence, tokens in zip(sequences, chunks, strict=True):
             self._record_prefill(sequence, tokens, seconds)

@@ -5,7 +5,7 @@ and running streams don't starve each other.  See DESIGN.md.
 """
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -20,7 +20,7 @@ from warmline_backend.kv_cache.residents import RESTORE_LEASE_S, Adoption, Resid
 from warmline_backend.model.model import ServedModel
 from warmline_backend.scheduler.admission import SequenceAdmission
 from warmline_backend.scheduler.capacity import check_capacity, sequence_bytes, sequence_tokens_max
-from warmline_backend.scheduler.decode_group import DecodeGroup
+from warmline_backend.scheduler.decode_group import DecodeGroup, SampledToken
 from warmline_backend.scheduler.finish import Finisher
 from warmline_backend.scheduler.prefill import Prefiller
 from warmline_backend.scheduler.queues import STEPS_PER_BUDGET_CHECK, Queues
@@ -311,11 +311,23 @@ class Scheduler:
         """Sample one token for every sequence of a group."""
         self._is_step_background = False
         began, count = time.monotonic(), len(group.sequences)
+        if self._dispatch_sampled(group, group.step):
+            seconds = time.monotonic() - began
+            self._decode_owed_s = max(0.0, self._decode_owed_s - seconds)
+            self._record_decode(count, seconds)
+
+    def _record_decode(self, count: int, seconds: float) -> None:
+        self._record_turn(seconds)
+        self.rates.record_decode(count, seconds)
+        self.step_stats.record_decode(count, seconds)
+
+    def _dispatch_sampled(self, group: DecodeGroup, sample: Callable[[], list[SampledToken]]) -> bool:
+        """Dispatch the tokens of `sample`, and end or redraw sequences; False where it raised: the group is lost."""
         try:
-            sampled = group.step()
+            sampled = sample()
         except Exception as error:  # noqa: BLE001  after any failure, tokens and rows of the batch disagree
             self.finisher.discard(self._queues.discard_batch(group.sequences[0]), error)
-            return
+            return False
         self.step_stats.decoded_tokens += len(sampled)
         endings = [(sequence, dispatch_token(sequence, token, logprobs)) for sequence, token, logprobs in sampled]
         if ended := [(sequence, ending) for sequence, ending in endings if ending is not None]:
@@ -325,11 +337,7 @@ class Scheduler:
                 sequence.keep_rewind_point()
             elif sequence in group.sequences:  # else discarded for a failure of another of its batch
                 self._redraw(sequence, sequence.redraw_position)
-        seconds = time.monotonic() - began
-        self._record_turn(seconds)
-        self._decode_owed_s = max(0.0, self._decode_owed_s - seconds)
-        self.rates.record_decode(count, seconds)
-        self.step_stats.record_decode(count, seconds)
+        return True
 
     def _redraw(self, sequence: Sequence, count: int) -> None:
         """Go back to the first `count` tokens of the answer; some of them may have to be prefilled again."""
@@ -408,20 +416,36 @@ class Scheduler:
     def _start_decoding(self, sequences: list[Sequence]) -> None:
         """Start one sequence, or all that were prefilled in one batch."""
         self._queues.prefilling = [each for each in self._queues.prefilling if each not in sequences]
+        began = time.monotonic()
         try:
             newcomer = DecodeGroup.from_sequences(sequences)
         except Exception as error:  # noqa: BLE001  as in _decode_group
             self.finisher.discard(sequences, error)
             return
-        for sequence in sequences:
-            if not sequence.decode_started_at:
-                sequence.decode_started_at = time.monotonic()
-                sequence.timings.prefilled += 1  # the prompt's last token is computed by the first decode step
-                self.step_stats.prefilled_tokens += 1
+        is_first = not sequences[0].decode_started_at  # else a part of its answer was computed again
+        for sequence in sequences if is_first else ():
+            sequence.decode_started_at = time.monotonic()
+            sequence.timings.prefilled += 1  # the prompt's last token is computed by the first decode step
+            self.step_stats.prefilled_tokens += 1
         self._queues.groups.append(newcomer)
         self._admit_followers(sequences)
-        host = next((group for group in self._queues.groups if self._can_merge(group, newcomer)), None)
-        if host is not None:
+        # First tokens don't wait for the step after them.
+        reads_first = is_first and newcomer.batch.can_read_sampled
+        if reads_first and self._dispatch_sampled(newcomer, newcomer.read_sampled):
+            self._record_decode(len(sequences), time.monotonic() - began)
+        self._merge_newcomer(newcomer)
+
+    def _merge_newcomer(self, newcomer: DecodeGroup) -> None:
+        """Merge a new group with one of similar length, if there is one."""
+        groups = self._queues.groups
+        host = next((each for each in groups if newcomer in groups and self._can_merge(each, newcomer)), None)
+        if host is None:
+            return
+        if newcomer.batch.is_read and host.batch.can_read_sampled:  # for both the same step is under way then
+            began, count = time.monotonic(), len(host.sequences)
+            if self._dispatch_sampled(host, host.read_sampled):
+                self.step_stats.record_decode(count, time.monotonic() - began)
+        if host in self._queues.groups and newcomer in self._queues.groups:
             self._merge_groups(host, newcomer)
 
     def _can_merge(self, host: DecodeGroup, newcomer: DecodeGroup) -> bool:

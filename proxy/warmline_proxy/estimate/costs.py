@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from warmline_common.measurement.duration_model import DurationModel
+from warmline_common.measurement.fitted_durations import CHUNK_ASSUMED
 from warmline_common.protocol.messages import KvLayout
 
 # Assumed until something is measured; restoring wins clearly, as on every machine known.
 RENDER_ASSUMED = DurationModel(0.003, 3e-6)  # by the prompt's tokens
 PLAN_ASSUMED = DurationModel(0.003, 2e-7)  # by the prompt's tokens
 RESTORE_ASSUMED = DurationModel(0.01, 2e-9)  # by bytes; the fixed part opens files and is one more call
-CHUNK_ASSUMED = DurationModel(0.005, 0.002, 1e-7)  # by a chunk's tokens and their context
 FIRST_STEP_ASSUMED = DurationModel(0.02, 5e-7)  # by the prompt's tokens
 CALL_ASSUMED_S = 0.005  # of a call to the backend, beside the step itself
 STEP_TOKENS_ASSUMED = 2_048  # of a chunk

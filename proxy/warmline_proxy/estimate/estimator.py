@@ -1,23 +1,19 @@
 """Estimator of durations: it learns from the records of requests and from the backend's measurements."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
-from warmline_common.measurement.duration_model import DurationModel, fit_durations
-from warmline_common.measurement.recent_durations import RecentDurations, WorkDuration
+from warmline_common.measurement.fitted_durations import FittedDurations, make_chunk_durations
+from warmline_common.measurement.recent_durations import WorkDuration
 from warmline_common.protocol.messages import BackendStatus
 from warmline_proxy.estimate import costs as assumptions
 from warmline_proxy.estimate.costs import Costs, compute_restore_bytes
 from warmline_proxy.store.rows import RequestRecord
 
 OK = "ok"  # outcome of a request
-# Sizes at which an assumed shape stands: tokens, bytes, and tokens with their context.
+# Sizes at which an assumed shape stands: tokens, and bytes.
 PROMPT_SIZES = ((100, 0), (1_000, 0), (30_000, 0))
 RESTORE_SIZES = ((1 << 20, 0), (1 << 30, 0))
-CHUNK_SIZES = ((64, 32), (2_048, 1_024), (2_048, 30_000))
-# A fit takes a fraction of a millisecond.
-DURATIONS_PER_FIT = 4
-DURATIONS_FITTED_AT_ONCE = 16
 
 
 class DurationEstimator:
@@ -74,36 +70,12 @@ class DurationEstimator:
         )
 
 
-class _FittedDurations:
-    """Recent durations with a model, which is fitted when it is asked for and enough has been added."""
-
-    def __init__(self, assumed: DurationModel, sizes: Sequence[tuple[int, int]]) -> None:
-        self.assumed, self._sizes = assumed, sizes  # the shape, where nothing is measured
-        self._recent = RecentDurations()
-        self._model = assumed
-        self._count = self._unfitted_count = 0
-
-    def add(self, duration: WorkDuration) -> None:
-        self._recent.add(duration)
-        self._count += 1
-        self._unfitted_count += 1
-
-    @property
-    def model(self) -> DurationModel:
-        if not self._count:
-            return self.assumed
-        if self._unfitted_count >= (DURATIONS_PER_FIT if self._count > DURATIONS_FITTED_AT_ONCE else 1):
-            self._model = fit_durations(self._recent.list_usual(), self.assumed, self._sizes)
-            self._unfitted_count = 0
-        return self._model
-
-
 class _RecentParts:
     """Recent durations of each part, with the size that it depends on."""
 
     def __init__(self) -> None:
-        self.chunk = _FittedDurations(assumptions.CHUNK_ASSUMED, CHUNK_SIZES)  # tokens and their context
-        self.render = _FittedDurations(assumptions.RENDER_ASSUMED, PROMPT_SIZES)  # tokens of the prompt
-        self.plan = _FittedDurations(assumptions.PLAN_ASSUMED, PROMPT_SIZES)  # tokens of the prompt
-        self.restore = _FittedDurations(assumptions.RESTORE_ASSUMED, RESTORE_SIZES)  # bytes
-        self.first_step = _FittedDurations(assumptions.FIRST_STEP_ASSUMED, PROMPT_SIZES)  # tokens of the prompt
+        self.chunk = make_chunk_durations()
+        self.render = FittedDurations(assumptions.RENDER_ASSUMED, PROMPT_SIZES)  # tokens of the prompt
+        self.plan = FittedDurations(assumptions.PLAN_ASSUMED, PROMPT_SIZES)  # tokens of the prompt
+        self.restore = FittedDurations(assumptions.RESTORE_ASSUMED, RESTORE_SIZES)  # bytes
+        self.first_step = FittedDurations(assumptions.FIRST_STEP_ASSUMED, PROMPT_SIZES)  # tokens of the prompt

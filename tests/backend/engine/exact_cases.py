@@ -18,14 +18,13 @@ from support.backend.cold_runs import cold_logprobs
 from support.backend.engine_driver import EventLog, SchedulerDriver, cut_chain, make_loader, save_segments
 from support.backend.families import FAMILIES, load_family, make_prompt
 from warmline_backend.generation.events import GenerationEvent
-from warmline_backend.generation.sequence import Sequence
 from warmline_backend.kv_cache.kv import RowsUnavailableError
 from warmline_backend.kv_cache.residents import ResidentMismatchError
-from warmline_backend.scheduler.decode_group import DecodeGroup
+from warmline_backend.scheduler.decode_group import DecodeGroup, SampledToken
 from warmline_common.protocol.tokens import pack_tokens
 
 Rows = list[NDArray[np.float32]]
-Sampled = list[tuple[Sequence, int, mx.array]]
+Sample = Callable[[DecodeGroup], list[SampledToken]]
 Note = Callable[[list[GenerationEvent], NDArray[np.float32]], object]
 
 ALL = [*FAMILIES, "baichuan_m1", "mamba2"]
@@ -39,12 +38,15 @@ def make_driver(family: str, root: Path, step: int = GRID) -> SchedulerDriver:
     return SchedulerDriver(load_family(family, root), step=step, exact=True)
 
 
-def record_rows(note: Note) -> Callable[[DecodeGroup], Sampled]:
-    """Make a step of a decode group that also records each sequence's row."""
-    step = DecodeGroup.step
+def record_rows(patch: pytest.MonkeyPatch, note: Note) -> None:
+    """Have decode groups also record each sequence's row."""
+    for name in ("step", "read_sampled"):
+        patch.setattr(DecodeGroup, name, _make_recorded(getattr(DecodeGroup, name), note))
 
-    def recorded(group: DecodeGroup) -> Sampled:
-        sampled = step(group)
+
+def _make_recorded(sample: Sample, note: Note) -> Sample:
+    def recorded(group: DecodeGroup) -> list[SampledToken]:
+        sampled = sample(group)
         for sequence, _, row in sampled:
             events: Any = sequence.request.listener  # the bound `append` of an EventLog's events
             note(events.__self__, np.array(row.astype(mx.float32)))
@@ -69,7 +71,7 @@ class RowRecorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> RowRecorder:
     recorder = RowRecorder()
-    monkeypatch.setattr(DecodeGroup, "step", record_rows(recorder.record))
+    record_rows(monkeypatch, recorder.record)
     return recorder
 
 
@@ -78,7 +80,7 @@ def compute_cold_rows(model: str, root: Path, step: int, prompt: tuple[int, ...]
     """Compute the rows of a cold answer, alone on an engine without reuse."""
     rows: Rows = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DecodeGroup, "step", record_rows(lambda _, row: rows.append(row)))
+        record_rows(patch, lambda _, row: rows.append(row))
         SchedulerDriver(load_family(model, root), step=step, keeps=False).run(list(prompt), tokens)
     return rows
 

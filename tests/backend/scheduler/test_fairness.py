@@ -101,8 +101,10 @@ def test_shortest_prompt_first_without_starvation(root: Path) -> None:
     driver.run_until(lambda: short.is_ended)
     assert len(long.chunks) <= 3
     seen = len(long.chunks)
-    shorts = [driver.submit(make_prompt(12, seed), 1)[1] for seed in range(2, 2 + 3 * (CHUNKS_SKIPPED_MAX + 1))]
-    driver.run_until(lambda: all(one.is_ended for one in shorts))
+    count = 3 * (CHUNKS_SKIPPED_MAX + 1)
+    for first_seed in (2, 2 + count):
+        shorts = [driver.submit(make_prompt(12, first_seed + n), 1)[1] for n in range(count)]
+        driver.run_until(lambda shorts=shorts: all(one.is_ended for one in shorts))
     assert len(long.chunks) >= seen + 2
 
 

@@ -11,7 +11,10 @@ from support.backend.engine_driver import EventLog, SchedulerDriver
 from support.backend.families import FAMILIES, compute_cold, get_tolerance, load_family, make_prompt
 from warmline_backend.kv_cache.batch_prefill import takes_padding
 from warmline_backend.model.model import ServedModel
+from warmline_backend.scheduler import prefill
+from warmline_backend.scheduler.prefill import choose_batch_size
 from warmline_backend.scheduler.scheduler import FAILED_STEPS_MAX
+from warmline_common.protocol.tokens import unpack_tokens
 
 LENGTHS = (60, 52, 64, 57)
 
@@ -31,6 +34,12 @@ class RecordingModel:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._model, name)
+
+
+@pytest.fixture(autouse=True)
+def _largest_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute as many prompts together as may be, whatever this machine's speed."""
+    monkeypatch.setattr(prefill, "choose_batch_size", len)
 
 
 def make_driver(
@@ -166,10 +175,26 @@ def test_cancelled_row_of_batch_is_kept(root: Path) -> None:
     turn = driver.scheduler.step()
     next(turn)
     result = driver.scheduler.cancel(running[1][0])
-    assert result is not None and (result.finish, result.prefilled_until) == ("cancelled", 51)
+    assert result is not None and (result.finish, result.prefilled_until) == ("cancelled", 52)
     finish(driver, [log for _, log in running])
     for n in (0, 2):
         check_answer(load_family("gemma3", root), "gemma3", prompts[n], running[n][1])
-    onward = [*prompts[1], *make_prompt(9, 9)]
-    more = driver.run(onward, 6, resident=result.resident, reuse=51, logprobs=True)
+    onward = [*prompts[1], *unpack_tokens(result.generated), *make_prompt(9, 9)]
+    more = driver.run(onward, 6, resident=result.resident, reuse=52, logprobs=True)
     check_answer(load_family("gemma3", root), "gemma3", onward, more)
+
+
+@pytest.mark.parametrize(
+    ("fixed_ms", "prompt_ms", "count", "size"),
+    [
+        (8, 20, 8, 3),  # larger batches compute hardly more prompts a second, and all of their first tokens come late
+        (18, 20, 8, 5),
+        (8, 20, 2, 2),
+        (0, 20, 8, 1),  # nothing is gained by a batch
+        (20, 1, 8, 8),  # alone, most of the time would be lost
+        (20, 10, 8, 6),
+        (0, 0, 8, 8),  # nothing is known
+    ],
+)
+def test_batch_size_follows_measured_durations(fixed_ms: float, prompt_ms: float, count: int, size: int) -> None:
+    assert choose_batch_size([fixed_ms + prompt_ms * n for n in range(1, count + 1)]) == size

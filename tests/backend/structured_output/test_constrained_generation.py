@@ -77,15 +77,19 @@ MIXED: list[tuple[dict[str, Any] | None, dict[str, Any]]] = [
 ]
 
 
-def test_constrained_and_free_sequences_share_batch(served: ServedModel, grammars: GrammarCompiler) -> None:
+@pytest.mark.parametrize("turns_between", [0, 1])
+def test_constrained_and_free_sequences_share_batch(
+    served: ServedModel, grammars: GrammarCompiler, turns_between: int
+) -> None:
     def guided(schema: dict[str, Any] | None) -> Matcher | None:
         return None if schema is None else make_matcher(grammars, schema)
 
     driver, prompts = SchedulerDriver(served), [[*PROMPT[:-1], 90 + n] for n in range(len(MIXED))]
-    log = [
-        submit_constrained(driver, guided(schema), prompt, **params)
-        for (schema, params), prompt in zip(MIXED, prompts, strict=True)
-    ]
+    log = []
+    for (schema, params), prompt in zip(MIXED, prompts, strict=True):
+        log.append(submit_constrained(driver, guided(schema), prompt, **params))
+        for _ in range(turns_between):
+            driver.step()
     driver.run_until(lambda: max((len(group.sequences) for group in driver.scheduler._queues.groups), default=0) > 4)
     driver.run_until(lambda: all(one.is_ended for one in log))
     for (schema, params), prompt, one in zip(MIXED, prompts, log, strict=True):
