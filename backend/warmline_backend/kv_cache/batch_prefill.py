@@ -26,7 +26,7 @@ def takes_padding(model: nn.Module, layout: CacheLayout) -> bool:
 
 
 def prefill_batch(model: nn.Module, kvs: Sequence[KV], chunks: Sequence[list[int]]) -> None:
-    """Compute the rows of `chunks[i]` after those of `kvs[i]`; the KVs are rows of one batch then.
+    """Compute the rows of `chunks[i]`, or of none, after those of `kvs[i]`; the KVs are rows of one batch then.
 
     Each is alone in its batch before, and stays as it is where an exception is raised: OutOfMemoryError, or another.
     """
@@ -49,7 +49,8 @@ def _compute_layers(model: nn.Module, kvs: Sequence[KV], chunks: Sequence[list[i
     for layer in layers if any(padding) else ():
         layer.prepare(lengths=lengths, right_padding=padding)
     padded = [[*tokens, *[PAD_TOKEN] * count] for tokens, count in zip(chunks, padding, strict=True)]
-    model(mx.array(padded), cache=layers)
+    if max(lengths):
+        model(mx.array(padded), cache=layers)
     for layer in layers if any(padding) else ():
         layer.finalize()
     detach_states(kvs[0].layout, [leaf for _, leaf in flatten(layers)])

@@ -67,7 +67,8 @@ class DecodeGroup:
     def remove(self, sequences: list[Sequence]) -> None:
         """Take sequences out together; the KV of each owns its layers afterwards."""
         rows = {self.sequences.index(sequence): sequence for sequence in sequences}
-        self.batch.complete_read()
+        if any(sequence.answer_tokens_max > 1 for sequence in sequences):  # else no row of an answer is worth a step
+            self.batch.complete_read()
         for sequence in sequences:
             sequence.kv.capture_window()
         held = list(self.batch.prompt_cache)  # moved: `filter` clears only the batch's own list

@@ -118,6 +118,7 @@ class Prefiller:
 
     def _choose_mates(self, chosen: Sequence, candidates: list[Sequence]) -> list[Sequence]:
         mates = [each for each in candidates if each is not chosen and self._can_share_batch(each)]
+        mates = [each for each in mates if bool(each.prefill_tokens_left) == bool(chosen.prefill_tokens_left)]
         if not takes_padding(self.served.model, self.served.layout):
             mates = [each for each in mates if each.prefill_tokens_left == chosen.prefill_tokens_left]
         batch = choose_batch(chosen, mates, self.step_size)
@@ -139,14 +140,14 @@ class Prefiller:
         )
 
     def _can_share_batch(self, sequence: Sequence) -> bool:
-        """True where one chunk is left, and nothing needs the KV while it is no group's yet."""
+        """True where one chunk is left, or none, and nothing needs the KV while it is no group's yet."""
         kv, tokens = sequence.kv, sequence.prefill_tokens_left
         if sequence.request.background or sequence.detached or sequence.prefills_alone or kv.grid:
             return False
         if not kv.layout.is_batchable or sequence.decode_started_at or self.queues.followers.has_followers(sequence):
             return False
         step = min(self.step_size, sequence.chunk_tokens_max)
-        return 0 < tokens == sequence.find_next_chunk_end(step) - kv.length
+        return 0 <= tokens == sequence.find_next_chunk_end(step) - kv.length
 
     def compute(self, sequences: list[Sequence]) -> bool:
         """Compute what `choose_sequences` chose; False where it failed."""
@@ -155,7 +156,10 @@ class Prefiller:
         return sequences[0].prefill_tokens_left <= 0 or self._compute_chunk(sequences[0])
 
     def _compute_batch(self, sequences: list[Sequence]) -> bool:
-        """Compute the last chunks of several prompts in one forward pass; where it fails, each goes on alone."""
+        """Compute the last chunks of several prompts in one forward pass; where it fails, each goes on alone.
+
+        Of prompts that are computed already, as those of followers, only a batch is made.
+        """
         began, rows = time.monotonic(), count_batch_tokens(sequences)
         chunks = [sequence.prefill_tokens_left for sequence in sequences]
         depth = find_depth(sequences)
@@ -168,6 +172,8 @@ class Prefiller:
             log.warning("a batch of prompts failed, and they go on one by one", exc_info=error)
             self.finisher.record_failed_step(error)
             return False
+        if not rows:
+            return True
         seconds = time.monotonic() - began
         self.rates.record_batch(depth, max(chunks), rows, seconds)
         self.step_stats.record_chunk(sum(chunks), seconds)

@@ -35,6 +35,7 @@ DECODE_OWED_MAX_S = 30.0
 # one may wait for ever (seen from about ten on, and once, on a machine with much else to do, after four).  Chunks
 # that found no memory are not counted: an H200 computed on after fifteen of them.
 FAILED_STEPS_MAX = 3
+STEPS_PER_MERGE_CHECK = 8
 STEPS_PER_CLEAN_UP = 512  # how often mlx's buffer pool is emptied while decoding
 PROBE_TOKEN = 1
 
@@ -354,12 +355,15 @@ class Scheduler:
             self._start_decoding([sequence])
 
     def _finish_decode_round(self) -> None:
-        """Check the budget and free mlx's buffers every so many rounds."""
+        """Check the budget, merge groups, and free mlx's buffers, every so many rounds each."""
         if not self._queues.groups:
             return
         self._decode_round_count += 1
         if self._decode_round_count % STEPS_PER_BUDGET_CHECK == 0:
             self.admission.enforce_budget()
+        if self._decode_round_count % STEPS_PER_MERGE_CHECK == 0:
+            for group in self._queues.groups[1:]:  # their lengths were too unlike before, or there was no room
+                self._merge_group(group)
         if self._decode_round_count % STEPS_PER_CLEAN_UP == 0:
             mx.clear_cache()
 
@@ -433,10 +437,10 @@ class Scheduler:
         reads_first = is_first and newcomer.batch.can_read_sampled
         if reads_first and self._dispatch_sampled(newcomer, newcomer.read_sampled):
             self._record_decode(len(sequences), time.monotonic() - began)
-        self._merge_newcomer(newcomer)
+        self._merge_group(newcomer)
 
-    def _merge_newcomer(self, newcomer: DecodeGroup) -> None:
-        """Merge a new group with one of similar length, if there is one."""
+    def _merge_group(self, newcomer: DecodeGroup) -> None:
+        """Merge a group with an earlier one of similar length, if there is one."""
         groups = self._queues.groups
         host = next((each for each in groups if newcomer in groups and self._can_merge(each, newcomer)), None)
         if host is None:
