@@ -62,6 +62,7 @@ class Saver:
 
     async def save_request(self, request: Request) -> None:
         """Save the tail, then record the request; sets `request.saved` in between."""
+        self._record_durations(request)  # at once, for the estimates of those that come meanwhile
         try:
             await self._save_request(request)
             request.saved.set()  # before the analysis, which other requests need not wait for
@@ -72,7 +73,6 @@ class Saver:
     async def _save_request(self, request: Request) -> None:
         if not (result := request.log.generation_result):
             return
-        self.backend_state.estimator.record_chunks(result.timings.chunks)
         with _log_failures("what request %s has computed could not be saved: %s", request.log.id):
             if result.resident:
                 async with self._save_lock:
@@ -301,12 +301,16 @@ class Saver:
         log.warning("the disk is full; files evicted to make space for saves: %d", len(freed))
         return bool(freed)
 
+    def _record_durations(self, request: Request) -> None:
+        if result := request.log.generation_result:
+            self.backend_state.estimator.record_chunks(result.timings.chunks)
+            self.backend_state.estimator.record_request(request.log.build_record())
+
     def _record_request(self, request: Request) -> None:
         record = request.log.build_record()
         hint = request.log.session_hint
         log.info(format_perf_line(record, hint), extra={"fields": partial(build_perf_fields, record, hint)})
         self.metrics.record_request(record, request.log.status)
-        self.backend_state.estimator.record_request(record)
         try:
             self.index.record_request(record)
         except IndexStoreError as error:

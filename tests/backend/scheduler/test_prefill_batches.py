@@ -198,3 +198,19 @@ def test_cancelled_row_of_batch_is_kept(root: Path) -> None:
 )
 def test_batch_size_follows_measured_durations(fixed_ms: float, prompt_ms: float, count: int, size: int) -> None:
     assert choose_batch_size([fixed_ms + prompt_ms * n for n in range(1, count + 1)]) == size
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "gemma3"])
+def test_followers_start_together(family: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, _ = make_driver(family, root)
+    started, start = list[int](), driver.scheduler._start_decoding
+    monkeypatch.setattr(
+        driver.scheduler, "_start_decoding", lambda sequences: (started.append(len(sequences)), start(sequences))
+    )
+    prompt = make_prompt(60)
+    leader, first = driver.submit(prompt, 8, logprobs=True)
+    logs = [first, *(driver.submit(prompt, 8, follow=leader, reuse=59, logprobs=True)[1] for _ in range(3))]
+    finish(driver, logs)
+    assert [log.reused for log in logs] == [0, 59, 59, 59] and started == [1, 3]
+    for log in logs:
+        check_answer(load_family(family, root), family, prompt, log)

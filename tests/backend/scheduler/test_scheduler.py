@@ -266,3 +266,31 @@ def test_request_without_resident_leaves_none(root: Path) -> None:
     )
     driver.run_until(lambda: log.is_ended)
     assert log.result.resident == "" and len(driver.scheduler.residents) == 0
+
+
+def test_groups_merge_once_their_lengths_are_alike(root: Path) -> None:
+    driver, prompts = SchedulerDriver(load_family("llama", root)), [make_prompt(60), make_prompt(30, 2)]
+    logs = [driver.submit(prompt, 60)[1] for prompt in prompts]
+    sizes = set()
+    while not all(log.is_ended for log in logs):
+        driver.step()
+        sizes.add(tuple(len(group.sequences) for group in driver.scheduler._queues.groups))
+    assert {(1, 1), (2,)} <= sizes
+    for prompt, log in zip(prompts, logs, strict=True):
+        truth = compute_cold(driver.served, "llama", prompt, 60)
+        assert compare_greedy(truth.tokens, log.generated, truth.margins, get_tolerance("llama"))
+
+
+def test_answer_of_one_token_leaves_its_prompt(root: Path) -> None:
+    """Its row would take one more step."""
+    driver, prompt = SchedulerDriver(load_family("llama", root)), make_prompt(40)
+    log = driver.run(prompt, 1)
+    assert (log.result.prefilled_until, log.generated, log.result.finish) == (40, [], "length")
+    assert driver.scheduler.step_stats.decoded_tokens == 1
+    onward = [*prompt, *make_prompt(9, 2)]
+    more, truth = (
+        driver.run(onward, 4, resident=log.result.resident, reuse=40),
+        compute_cold(driver.served, "llama", onward, 4),
+    )
+    assert more.reused == 40
+    assert compare_greedy(truth.tokens, more.generated, truth.margins, get_tolerance("llama"))
