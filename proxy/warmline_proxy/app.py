@@ -1,12 +1,14 @@
 """Wiring of the proxy: components, routes, background tasks.  Event loop thread."""
 
 import asyncio
+import logging
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from warmline_common.protocol.tokens import namespace
 from warmline_proxy.admin.explain import ExplainRoutes
 from warmline_proxy.admin.maintenance import MaintenanceRoutes
 from warmline_proxy.admin.metrics import MetricsRoutes
@@ -26,13 +28,14 @@ from warmline_proxy.auth.principals import ClientKeys
 from warmline_proxy.config import ProxyConfig
 from warmline_proxy.dashboard.browse import BrowseRoutes
 from warmline_proxy.dashboard.pages import DASHBOARD_PATH, DashboardPages
+from warmline_proxy.estimate.estimator import DurationEstimator
 from warmline_proxy.explain.divergence import DivergenceRecorder
 from warmline_proxy.explain.prompt_head import PromptHeadCache
 from warmline_proxy.http.bodies import BODY_BYTES_MAX, BodyReader
 from warmline_proxy.http.body_budget import BodyBudget
 from warmline_proxy.http.connections import CONNECTIONS
 from warmline_proxy.http.request_id import request_id_middleware, set_request_id_headers
-from warmline_proxy.index.index import Index
+from warmline_proxy.index.index import Index, IndexStoreError
 from warmline_proxy.metrics import METRICS, ProxyMetrics
 from warmline_proxy.pipeline.completion import Completion
 from warmline_proxy.pipeline.deadline_monitor import DeadlineMonitor
@@ -50,11 +53,15 @@ from warmline_proxy.routes import middlewares
 from warmline_proxy.routes.clients import CANCEL_PATH, ClientRoutes
 from warmline_proxy.routes.middlewares import RouteTable
 from warmline_proxy.routes.responses import ResponseRoutes
+from warmline_proxy.store.rows import RequestRecord
 from warmline_proxy.tasks import BackgroundTasks
 from warmline_proxy.upstream.backend_state import BackendState
 from warmline_proxy.upstream.client import Upstream
 from warmline_proxy.upstream.watchdog import Watchdog
 
+log = logging.getLogger(__name__)
+
+HISTORY_MAX = 200  # requests whose durations are learned again after a start
 CLEANUP_TIMEOUT_S = 2.0  # of background tasks
 REQUEST_REGISTRY = web.AppKey("request_registry", RequestRegistry)
 
@@ -67,7 +74,7 @@ class Components:
         background, metrics = BackgroundTasks(), ProxyMetrics()
         upstream = Upstream(config.backend_url, secret)
         watchdog = Watchdog(upstream, config.wedge_timeout_s, config.home.pid_file("backend"))
-        state = BackendState(upstream)
+        state = BackendState(upstream, DurationEstimator(self._list_history))
         registry = RequestRegistry(state)
         self.background, self.metrics, self.upstream, self.watchdog = background, metrics, upstream, watchdog
         self.backend_state, self.registry, self.save_health = state, registry, SaveHealth(metrics)
@@ -90,6 +97,15 @@ class Components:
         self.deadline_monitor = DeadlineMonitor(
             lambda: registry.unsettled, watchdog, background, config.heartbeat_after_s
         )
+
+    def _list_history(self, fingerprint: str) -> list[RequestRecord]:
+        """Records of the last requests to a model, the oldest first; none where the index can't be read."""
+        roots = {namespace(fingerprint, tenant) for tenant in {"", *self.keys.known_tenants}}
+        try:
+            return [record for record in reversed(self.index.requests(HISTORY_MAX)) if record.root in roots]
+        except IndexStoreError as error:
+            log.warning("durations of earlier requests can't be read: %s", error)
+            return []
 
     def _build_audits(self) -> None:
         index, upstream, state, metrics = self.index, self.upstream, self.backend_state, self.metrics

@@ -324,12 +324,12 @@ def _estimate_parts(
     load: EngineLoad,
 ) -> TtftParts:
     """Parts of the time to the first token; the prompt's last token is computed by the first step."""
-    prefill_s = costs.estimate_prefill_s(start.reuse, tokens - 1, chunk_ends)
+    wait_s, prefill_s = load.estimate_prefill(start.reuse, tokens - 1, costs, chunk_ends)
     return TtftParts(
         render_s=costs.render.estimate_s(tokens),
         plan_s=costs.plan.estimate_s(tokens),
         restore_s=estimate_restore_s(start.reuse if start.source == RESTORED else 0, layout, costs),
-        wait_s=load.estimate_wait_s(prefill_s, costs),
+        wait_s=wait_s,
         prefill_s=prefill_s,
         first_step_s=costs.first_step.estimate_s(tokens),
     )

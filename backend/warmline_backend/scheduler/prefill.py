@@ -21,6 +21,7 @@ from warmline_backend.scheduler.capacity import ANSWER_TOKENS_RESERVED
 from warmline_backend.scheduler.decode_group import PADDING_MAX, can_share_batch
 from warmline_backend.scheduler.finish import Finisher
 from warmline_backend.scheduler.queues import Queues
+from warmline_common.measurement.batch_size import choose_batch_size
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,6 @@ BACKGROUND_STEP_MIN = 32  # tokens, also while the speed is not known
 CHUNKS_SKIPPED_MAX = 4  # chunks of shorter prompts that one of a few long ones waits for, at most
 CHUNKS_REPORTED_MAX = 16  # of a prompt, the last ones
 BATCH_SCORES_MAX = 1 << 22  # of a head, in a batch of prompts: 1 GB with 64 heads in float32
-BATCH_SLOWNESS_MAX = 1.1  # seconds a prompt of a batch / those of the batch that takes the fewest
 CHUNK_COUNTED_MIN = 1 / 8  # a small prompt's chunk counts as at least this part of one
 KV_MEMORY_EXCEEDED = "kv_memory_exceeded"  # the code of errors about prompts that the memory has no room for
 
@@ -69,19 +69,6 @@ def choose_batch(chosen: Sequence, mates: list[Sequence], tokens_max: int) -> li
         if is_small and can_share_batch(wider):
             batch = wider
     return batch
-
-
-def choose_batch_size(batch_s: list[float]) -> int:
-    """Return how many of the first prompts to compute together, where `batch_s[i]` are the seconds for `i + 1`.
-
-    Of the sizes that compute nearly as many prompts a second as the best one, it is that with the soonest first tokens
-    in the mean, if the others follow in batches of its size; the largest of equals.
-    """
-    sizes = range(len(batch_s), 0, -1)
-    prompt_s = {size: batch_s[size - 1] / size for size in sizes}
-    slowest_s = min(prompt_s.values()) * BATCH_SLOWNESS_MAX
-    efficient = [size for size in sizes if prompt_s[size] <= slowest_s]
-    return min(efficient, key=lambda size: prompt_s[size] * (len(batch_s) + size))
 
 
 def count_batch_tokens(sequences: list[Sequence]) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from warmline_common.measurement.batch_size import choose_batch_size
 from warmline_common.measurement.duration_model import DurationModel
 from warmline_common.measurement.fitted_durations import CHUNK_ASSUMED
 from warmline_common.protocol.messages import KvLayout
@@ -15,7 +16,9 @@ RESTORE_ASSUMED = DurationModel(0.01, 2e-9)  # by bytes; the fixed part opens fi
 FIRST_STEP_ASSUMED = DurationModel(0.02, 5e-7)  # by the prompt's tokens
 CALL_ASSUMED_S = 0.005  # of a call to the backend, beside the step itself
 STEP_TOKENS_ASSUMED = 2_048  # of a chunk
-DECODE_SHARE = 0.25  # of the time, while others prefill and some decode: as the backend's scheduler has it
+# As the backend's scheduler has them.
+DECODE_SHARE = 0.25  # of the time, while others prefill and some decode
+PADDING_MAX = 1.25  # tokens of a batch with padding / without
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,21 @@ class Costs:
         chunks = sum(-(-(high - low) // self.step_tokens) for low, high in pairwise(stops))
         tokens, context = end - start, (start + end) / 2  # mean number of tokens before each
         return chunks * self.chunk.fixed_s + tokens * (self.chunk.unit_s + context * self.chunk.context_s)
+
+    def estimate_batches_s(self, start: int, end: int, count: int) -> tuple[float, float]:
+        """Seconds of the batches before the last one, with a decode step after each, and of that one.
+
+        `count` prompts have tokens [start, end) to compute each, in batches as the engine makes them.
+        """
+        tokens = end - start
+        mates_max = max(1, self.step_tokens // tokens)
+        batch_s = [
+            self.chunk.estimate_s(size * tokens, start + tokens / 2) + self.decode_step_s
+            for size in range(1, min(count, mates_max) + 1)
+        ]
+        size = choose_batch_size(batch_s)
+        full, rest = divmod(count - 1, size)
+        return full * batch_s[size - 1], batch_s[rest] - self.decode_step_s
 
 
 @dataclass(frozen=True)
@@ -62,22 +80,37 @@ class EngineLoad:
         others = [each for each in self.prefills if each.request_id != leader_id]
         return replace(self, waited_s=self.waited_s + leader_s, prefills=others)
 
-    def estimate_wait_s(self, prefill_s: float, costs: Costs) -> float:
-        """Seconds that a request with `prefill_s` of its own waits, those of `waited_s` included.
+    def estimate_prefill(
+        self, start: int, end: int, costs: Costs, chunk_ends: Collection[int] = ()
+    ) -> tuple[float, float]:
+        """Seconds that a request waits, those of `waited_s` included, and those of its chunks for tokens [start, end).
 
-        The engine computes the shortest prompt first; of a longer one the chunk that runs is awaited, half of it in
-        the mean.  Decoding has its share of the time, and a step between two chunks at least.
+        The engine computes the shortest prompt first, and short ones of similar length in batches; of a longer one the
+        chunk that runs is awaited, half of it in the mean.  Decoding has its share of the time, and a step between two
+        chunks at least.
         """
-        left = [costs.estimate_prefill_s(each.start, each.end) for each in self.prefills]
-        shorter = [seconds for seconds in left if seconds <= prefill_s]
-        chunk_s = costs.chunk.estimate_s(costs.step_tokens)
-        longest = max(left, default=0.0)
+        prefill_s = costs.estimate_prefill_s(start, end, chunk_ends)
+        mates = [each for each in self.prefills if _can_share_batch(each, start, end, costs)]
+        left = [costs.estimate_prefill_s(each.start, each.end) for each in self.prefills if each not in mates]
+        shorter, longest = [seconds for seconds in left if seconds <= prefill_s], max(left, default=0.0)
         wait_s = sum(shorter) + len(shorter) * costs.decode_step_s
-        wait_s += min(longest, chunk_s) / 2 if longest > prefill_s else 0.0
-        if not self.decoding_count:
-            return self.waited_s + wait_s
-        computing_s = wait_s + prefill_s
-        return self.waited_s + wait_s + max(costs.decode_step_s, computing_s * DECODE_SHARE / (1 - DECODE_SHARE))
+        if longest > prefill_s:
+            wait_s += min(longest, costs.chunk.estimate_s(costs.step_tokens)) / 2
+        if mates:
+            batches_s, prefill_s = costs.estimate_batches_s(start, end, len(mates) + 1)
+            wait_s += batches_s
+        if self.decoding_count:
+            computing_s = wait_s + prefill_s
+            wait_s += max(costs.decode_step_s, computing_s * DECODE_SHARE / (1 - DECODE_SHARE))
+        return self.waited_s + wait_s, prefill_s
+
+
+def _can_share_batch(other: PrefillLeft, start: int, end: int, costs: Costs) -> bool:
+    """True where the last chunks of both prompts may be computed in one batch: the padding is small."""
+    mine, others = end - start, other.end - other.start
+    if not (0 < mine <= costs.step_tokens and 0 < others <= costs.step_tokens):
+        return False
+    return all(2 * max(pair) <= PADDING_MAX * sum(pair) for pair in ((mine, others), (end, other.end)))
 
 
 def compute_restore_bytes(layout: KvLayout, tokens: int) -> int:

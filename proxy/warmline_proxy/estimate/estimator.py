@@ -1,6 +1,6 @@
 """Estimator of durations: it learns from the records of requests and from the backend's measurements."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from warmline_common.measurement.fitted_durations import FittedDurations, make_chunk_durations
@@ -12,14 +12,21 @@ from warmline_proxy.store.rows import RequestRecord
 
 OK = "ok"  # outcome of a request
 # Sizes at which an assumed shape stands: tokens, and bytes.
+HISTORY_TOKENS_MIN = 256  # of a record's prefill: shorter ones may have been computed in a batch
 PROMPT_SIZES = ((100, 0), (1_000, 0), (30_000, 0))
 RESTORE_SIZES = ((1 << 20, 0), (1 << 30, 0))
 
 
 class DurationEstimator:
-    """Durations of recent chunks, and of the other parts of recent requests.  Event loop thread."""
+    """Durations of recent chunks, and of the other parts of recent requests.  Event loop thread.
 
-    def __init__(self) -> None:
+    `list_history` gives the records of the last requests to a model, by its fingerprint, in order: what was learned
+    before a restart is learned again.
+    """
+
+    def __init__(self, list_history: Callable[[str], Iterable[RequestRecord]] = lambda fingerprint: ()) -> None:
+        self._list_history = list_history
+        self._history_fingerprint = ""  # of the model whose history is known
         self._recent = _RecentParts()
         self._status: BackendStatus | None = None
         self._boot = ""  # of the backend whose own measurements are known
@@ -41,12 +48,25 @@ class DurationEstimator:
             size = compute_restore_bytes(self._status.layout, record.restored_tokens)
             self._recent.restore.add(WorkDuration(amount=size, seconds=parts.restore_s))
 
+    def _record_history(self, records: Iterable[RequestRecord]) -> None:
+        step_tokens = self.costs.step_tokens
+        for record in records:
+            self.record_request(record)
+            if record.outcome == OK and record.prefilled_tokens >= HISTORY_TOKENS_MIN:
+                count = -(-record.prefilled_tokens // step_tokens)
+                tokens, context = record.prefilled_tokens // count, record.cached_tokens + record.prefilled_tokens // 2
+                chunk = WorkDuration(amount=tokens, context=context, seconds=record.prefill_s / count)
+                self.record_chunks(count * [chunk])
+
     def update_status(self, status: BackendStatus) -> None:
         """Take what a started backend has measured; what requests of another model have taken is forgotten."""
         before = self._status
         if before and before.fingerprint != status.fingerprint:
             self._recent = _RecentParts()
         self._status = status
+        if status.layout and self._history_fingerprint != status.fingerprint:  # no layout while it is loading
+            self._history_fingerprint = status.fingerprint
+            self._record_history(self._list_history(status.fingerprint))
         if self._boot != status.boot and status.chunk_durations:  # none while the model is loading
             self.record_chunks(status.chunk_durations)
             self._boot = status.boot

@@ -38,8 +38,8 @@ def _split(names: Sequence[str], count: int) -> Iterator[Sequence[str]]:
 class BackendState:
     """Backend status and residents.  Event loop thread; refreshes run one at a time."""
 
-    def __init__(self, upstream: Upstream) -> None:
-        self.resident_view, self.estimator = ResidentView(), DurationEstimator()
+    def __init__(self, upstream: Upstream, estimator: DurationEstimator | None = None) -> None:
+        self.resident_view, self.estimator = ResidentView(), estimator or DurationEstimator()
         self._upstream = upstream
         self._status: BackendStatus | None = None
         self._rates_read_at = 0.0  # time.monotonic()

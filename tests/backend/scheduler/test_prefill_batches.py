@@ -12,7 +12,6 @@ from support.backend.families import FAMILIES, compute_cold, get_tolerance, load
 from warmline_backend.kv_cache.batch_prefill import takes_padding
 from warmline_backend.model.model import ServedModel
 from warmline_backend.scheduler import prefill
-from warmline_backend.scheduler.prefill import choose_batch_size
 from warmline_backend.scheduler.scheduler import FAILED_STEPS_MAX
 from warmline_common.protocol.tokens import unpack_tokens
 
@@ -182,22 +181,6 @@ def test_cancelled_row_of_batch_is_kept(root: Path) -> None:
     onward = [*prompts[1], *unpack_tokens(result.generated), *make_prompt(9, 9)]
     more = driver.run(onward, 6, resident=result.resident, reuse=52, logprobs=True)
     check_answer(load_family("gemma3", root), "gemma3", onward, more)
-
-
-@pytest.mark.parametrize(
-    ("fixed_ms", "prompt_ms", "count", "size"),
-    [
-        (8, 20, 8, 3),  # larger batches compute hardly more prompts a second, and all of their first tokens come late
-        (18, 20, 8, 5),
-        (8, 20, 2, 2),
-        (0, 20, 8, 1),  # nothing is gained by a batch
-        (20, 1, 8, 8),  # alone, most of the time would be lost
-        (20, 10, 8, 6),
-        (0, 0, 8, 8),  # nothing is known
-    ],
-)
-def test_batch_size_follows_measured_durations(fixed_ms: float, prompt_ms: float, count: int, size: int) -> None:
-    assert choose_batch_size([fixed_ms + prompt_ms * n for n in range(1, count + 1)]) == size
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "gemma3"])

@@ -92,3 +92,24 @@ def test_other_model_is_learned_anew() -> None:
     assert estimator.costs != prior
     estimator.update_status(make_status(fingerprint="g", boot="c"))
     assert estimator.costs == prior
+
+
+def test_history_is_learned_once_the_model_is_known() -> None:
+    asked = []
+
+    def list_history(fingerprint: str) -> list[RequestRecord]:
+        asked.append(fingerprint)
+        long = make_record(source="cold", restored_tokens=0, prefilled_tokens=1_000, prefill_s=4.0)
+        return [make_record()] * 3 + [long] * 3 if fingerprint == "f" else []
+
+    estimator = DurationEstimator(list_history)
+    estimator.update_status(make_status(layout=None))
+    assert not asked, "the model is loading"
+    for _ in range(2):
+        estimator.update_status(make_status())
+    assert asked == ["f"]
+    costs = estimator.costs
+    assert costs.render.estimate_s(1_000) == pytest.approx(0.04, rel=0.05)
+    assert costs.estimate_prefill_s(0, 1_000) == pytest.approx(4.0, rel=0.05)
+    estimator.update_status(make_status(fingerprint="g", boot="c"))
+    assert asked == ["f", "g"] and estimator.costs != costs
