@@ -28,6 +28,7 @@ RESULTS = ROOT / "build" / "bench"
 BENCHMARK_TIMEOUT_S = 3600.0
 # Scripts and folders in the order in which they run, with the flags that they have here.
 BENCHMARKS: dict[str, tuple[str, ...]] = {
+    "serving/cold.py": (),
     "serving/restart.py": (),
     "serving/restore.py": (),
     "serving/concurrency.py": (),

@@ -59,9 +59,11 @@ def _compute_layers(model: nn.Module, kvs: Sequence[KV], chunks: Sequence[list[i
 
 
 def _merge_layers(parts: Sequence[list[Any]]) -> list[Any]:
-    """One batch of all `parts`, which are only read."""
-    merged = copy.deepcopy(parts[0])
-    for part in parts[1:]:
-        for layer, other in zip(merged, copy.deepcopy(part), strict=True):
-            layer.extend(other)
-    return merged
+    """One batch of all `parts`, which are only read; pair by pair, so that each row is copied few times."""
+    merged = [copy.deepcopy(part) for part in parts]
+    while len(merged) > 1:
+        for left, right in zip(merged[::2], merged[1::2], strict=False):
+            for layer, other in zip(left, right, strict=True):
+                layer.extend(other)
+        merged = merged[::2]
+    return merged[0]

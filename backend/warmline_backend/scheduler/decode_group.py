@@ -44,15 +44,15 @@ class DecodeGroup:
 
     def merge(self, other: "DecodeGroup") -> None:
         """Take over all sequences of another group."""
+        self._capture_windows()
+        other._capture_windows()
         self.batch.extend(other.batch)
         self.sequences += other.sequences
         self._attach_sequences()
 
     def step(self) -> list[SampledToken]:
         """Sample one token for each sequence."""
-        for sequence in self.sequences:
-            if sequence.kv.needs_capture:
-                sequence.kv.capture_window()
+        self._capture_windows()
         responses = self.batch.next()
         return [
             (sequence, response.token, response.logprobs)
@@ -97,6 +97,11 @@ class DecodeGroup:
         sequences, self.sequences = self.sequences, []
         self.batch.prompt_cache.clear()
         return sequences
+
+    def _capture_windows(self) -> None:
+        for sequence in self.sequences:
+            if sequence.kv.needs_capture:
+                sequence.kv.capture_window()
 
     def _attach_sequences(self) -> None:
         for n, sequence in enumerate(self.sequences):

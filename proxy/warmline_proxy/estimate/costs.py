@@ -45,7 +45,8 @@ class Costs:
     def estimate_batches_s(self, start: int, end: int, count: int) -> tuple[float, float]:
         """Seconds of the batches before the last one, with a decode step after each, and of that one.
 
-        `count` prompts have tokens [start, end) to compute each, in batches as the engine makes them.
+        `count` prompts have tokens [start, end) to compute each, in batches as the engine makes them.  While a batch
+        is computed, others come that fill the next one.
         """
         tokens = end - start
         mates_max = max(1, self.step_tokens // tokens)
@@ -54,8 +55,8 @@ class Costs:
             for size in range(1, min(count, mates_max) + 1)
         ]
         size = choose_batch_size(batch_s)
-        full, rest = divmod(count - 1, size)
-        return full * batch_s[size - 1], batch_s[rest] - self.decode_step_s
+        before = (count - 1) // size
+        return before * batch_s[size - 1], batch_s[(size if before else count) - 1] - self.decode_step_s
 
 
 @dataclass(frozen=True)

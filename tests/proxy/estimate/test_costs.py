@@ -39,9 +39,9 @@ def test_wait_includes_share_of_decoding() -> None:
     [
         (0, 0.0, 0.9),
         (1, 0.0, 1.3),  # both together
-        (4, 2.35, 0.9),  # four, the step that follows them, and the fifth: a batch of five takes hardly less
-        (5, 2.75, 0.9),
-        (11, 3.55, 2.5),
+        (4, 2.35, 2.1),  # four, the step that follows them, and the fifth: five at once would take hardly less
+        (5, 2.75, 2.5),
+        (11, 3.55, 3.3),
     ],
 )
 def test_similar_prompts_share_batches(others: int, wait_s: float, prefill_s: float) -> None:
