@@ -150,7 +150,7 @@ class KV:
 
     @property
     def needs_capture(self) -> bool:
-        """True where two more tokens, as of a step after a read, could push uncaptured rows out of the smallest window."""
+        """True where two more tokens, as of a step after a read, could push uncaptured rows out of a window."""
         window = min((leaf.template.max_size for leaf in self.layout.leaves_of_kind(CodecKind.WINDOW)), default=0)
         return 0 < window <= self.length + 2 - self.journal_until and self.savable_length > self.journal_until
 
