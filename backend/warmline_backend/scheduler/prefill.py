@@ -6,6 +6,7 @@ Engine thread.
 import logging
 import time
 from collections.abc import Generator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from warmline_backend.generation.chunk_memory import ChunkMemory
@@ -134,7 +135,7 @@ class Prefiller:
         if not kv.layout.is_batchable or sequence.decode_started_at or self.queues.followers.has_followers(sequence):
             return False
         step = min(self.step_size, sequence.chunk_tokens_max)
-        return 0 <= tokens == sequence.find_next_chunk_end(step) - kv.length
+        return (tokens > 0 or kv.length > 0) and tokens == sequence.find_next_chunk_end(step) - kv.length
 
     def compute(self, sequences: list[Sequence]) -> bool:
         """Compute what `choose_sequences` chose; False where it failed."""
@@ -150,8 +151,9 @@ class Prefiller:
         began, rows = time.monotonic(), count_batch_tokens(sequences)
         chunks = [sequence.prefill_tokens_left for sequence in sequences]
         depth = find_depth(sequences)
+        bound = self.chunk_memory.bound_chunk(rows, depth, self._committed_bytes) if rows else nullcontext()
         try:
-            with self.chunk_memory.bound_chunk(rows, depth, self._committed_bytes):
+            with bound:
                 prefill_last_chunks(sequences)
         except Exception as error:  # whosever fault it was: their KV is as before
             for sequence in sequences:

@@ -197,3 +197,26 @@ def test_followers_start_together(family: str, root: Path, monkeypatch: pytest.M
     assert [log.reused for log in logs] == [0, 59, 59, 59] and started == [1, 3]
     for log in logs:
         check_answer(load_family(family, root), family, prompt, log)
+
+
+def test_followers_start_together_where_memory_is_short(root: Path) -> None:
+    driver, _ = make_driver("llama", root)
+    memory, served, prompt = driver.scheduler.chunk_memory, driver.served, make_prompt(600)
+    memory.usable_bytes = max(served.weight_bytes, mx.get_active_memory()) + 6 * served.kv_bytes(768)
+    leader, first = driver.submit(prompt, 8, logprobs=True)
+    logs = [first, *(driver.submit(prompt, 8, follow=leader, reuse=599, logprobs=True)[1] for _ in range(2))]
+    finish(driver, logs)
+    assert driver.scheduler.step_stats.failed_steps == 0
+    for log in logs:
+        check_answer(load_family("llama", root), "llama", prompt, log)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "gemma3"])
+def test_prompts_of_one_token_are_answered(family: str, root: Path) -> None:
+    """They have nothing to prefill, and no KV that a batch could be made of."""
+    driver, _ = make_driver(family, root)
+    cases = [([token], driver.submit([token], 8, logprobs=True)[1]) for token in (60, 61, 62)]
+    finish(driver, [log for _, log in cases])
+    assert driver.scheduler.step_stats.failed_steps == 0
+    for prompt, log in cases:
+        check_answer(load_family(family, root), family, prompt, log)
