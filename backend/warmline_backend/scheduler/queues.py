@@ -211,3 +211,39 @@ class Reservations:
             del self.pending[request_id]
             self.granted[request_id] = bytes_needed
             on_granted()
+
+
+class QueueFigures:
+    """Figures of the queues, for the engine."""
+
+    _queues: Queues
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._queues.reservations.pending and next(iter(self._queues), None) is None
+
+    @property
+    def is_blocked(self) -> bool:
+        """True where all requests wait for a resident to be saved or taken, or for a lease to end."""
+        return not (self._queues.prefilling or self._queues.groups or self.is_idle)
+
+    @property
+    def is_decoding(self) -> bool:
+        return bool(self._queues.groups)
+
+    @property
+    def is_prefilling(self) -> bool:
+        return bool(self._queues.prefilling)
+
+    @property
+    def running_count(self) -> int:
+        return len(self._queues.running)
+
+    @property
+    def queued_count(self) -> int:
+        return len(self._queues.waiting) + len(self._queues.followers)
+
+    @property
+    def running_bytes(self) -> int:
+        """KV bytes of all requests, with padding, the rest of their prompts, and reservations."""
+        return self._queues.bytes_held

@@ -23,7 +23,7 @@ from warmline_backend.scheduler.capacity import check_capacity, sequence_bytes, 
 from warmline_backend.scheduler.decode_group import DecodeGroup, SampledToken
 from warmline_backend.scheduler.finish import Finisher
 from warmline_backend.scheduler.prefill import Prefiller
-from warmline_backend.scheduler.queues import STEPS_PER_BUDGET_CHECK, Queues
+from warmline_backend.scheduler.queues import STEPS_PER_BUDGET_CHECK, QueueFigures, Queues
 from warmline_backend.scheduler.save_source import SaveSource
 from warmline_backend.scheduler.token_dispatch import dispatch_token
 from warmline_common.protocol.messages import GenerationResult
@@ -59,7 +59,7 @@ class SchedulerSettings:
         return self.prefill_step_size if self.exact else 0
 
 
-class Scheduler:
+class Scheduler(QueueFigures):
     """Owner of all running requests and residents of one model."""
 
     def __init__(
@@ -196,38 +196,6 @@ class Scheduler:
         except Exception as error:  # noqa: BLE001  as in _decode_group; `step` checks the device
             self.finisher.discard([], error)
         self.keepalive_steps += 1
-
-    # ---- figures
-
-    @property
-    def is_idle(self) -> bool:
-        return not self._queues.reservations.pending and next(iter(self._queues), None) is None
-
-    @property
-    def is_blocked(self) -> bool:
-        """True where all requests wait for a resident to be saved or taken, or for a lease to end."""
-        return not (self._queues.prefilling or self._queues.groups or self.is_idle)
-
-    @property
-    def is_decoding(self) -> bool:
-        return bool(self._queues.groups)
-
-    @property
-    def is_prefilling(self) -> bool:
-        return bool(self._queues.prefilling)
-
-    @property
-    def running_count(self) -> int:
-        return len(self._queues.running)
-
-    @property
-    def queued_count(self) -> int:
-        return len(self._queues.waiting) + len(self._queues.followers)
-
-    @property
-    def running_bytes(self) -> int:
-        """KV bytes of all requests, with padding, the rest of their prompts, and reservations."""
-        return self._queues.bytes_held
 
     # ---- steps
 
