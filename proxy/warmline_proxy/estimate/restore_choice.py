@@ -9,9 +9,10 @@ from warmline_proxy.estimate.costs import Costs, compute_restore_bytes
 RESTORE_CUTS_MAX = 64  # places that are compared; a chain may have hundreds
 # A prompt is computed twice at once only where that is clearly sooner: estimates of one moment are noisy.
 SOONER_SHARE_MIN, SOONER_S_MIN = 0.1, 0.005
-# What could be restored is computed only where that is sooner by so much and, up to a fifth of a second, takes less
-# than half as long: less is not worth the work of the device.
-RECOMPUTED_SHARE_MIN, RECOMPUTED_S_MIN, RECOMPUTED_S_MAX = 0.1, 0.05, 0.2
+# What could be restored is computed only where that is sooner by so much and, up to half a second, takes less than a
+# fifth as long: less is not worth the work of the device, and a busy machine's estimates are off by that much.
+RECOMPUTED_SHARE_MIN, RECOMPUTED_S_MIN, RECOMPUTED_S_MAX = 0.1, 0.05, 0.5
+RECOMPUTED_FACTOR = 4.0
 # A few tokens that most prompts begin with are not worth a restore.
 RECOMPUTED_TOKENS_MIN, RESTORED_SHARE_MIN = BLOCK_TOKENS, 0.1
 
@@ -33,7 +34,8 @@ def choose_restore_position(cuts: Sequence[int], tokens: int, layout: KvLayout, 
 
 def is_worth_computing(gained_s: float, computed_s: float, restored_s: float) -> bool:
     """True where tokens that take `computed_s` are not restored, since the first token comes so much sooner."""
-    return gained_s > max(RECOMPUTED_S_MIN, min(computed_s, RECOMPUTED_S_MAX), RECOMPUTED_SHARE_MIN * restored_s)
+    shortest_s = min(RECOMPUTED_FACTOR * computed_s, RECOMPUTED_S_MAX)
+    return gained_s > max(RECOMPUTED_S_MIN, shortest_s, RECOMPUTED_SHARE_MIN * restored_s)
 
 
 def estimate_start_s(reuse: int, is_restored: bool, tokens: int, layout: KvLayout | None, costs: Costs) -> float:

@@ -115,13 +115,17 @@ def test_part_of_chain_is_restored_where_the_rest_is_sooner_computed() -> None:
 def test_noise_does_not_throw_restore_away() -> None:
     costs = Costs(DurationModel(unit_s=0.001), DurationModel(unit_s=1.05e-6))  # restoring takes 5 % longer
     assert choose_restore_position([500, 1_000], 1_001, LAYOUT, costs) == 1_000
-    clear = replace(costs, restore=DurationModel(unit_s=1.3e-6))
+    clear = replace(costs, restore=DurationModel(unit_s=1.6e-6))
     assert choose_restore_position([500, 1_000], 1_001, LAYOUT, clear) == 0
     short = replace(costs, restore=DurationModel(0.004))
     assert choose_restore_position([1], 2, LAYOUT, short) == 1, "nor some milliseconds"
-    slow = replace(costs, restore=DurationModel(0.25))
-    assert choose_restore_position([100], 101, LAYOUT, slow) == 0
-    assert choose_restore_position([150], 151, LAYOUT, slow) == 150, "computing takes more than half as long"
+    slow = replace(costs, restore=DurationModel(0.4))
+    assert choose_restore_position([75], 76, LAYOUT, slow) == 0
+    assert choose_restore_position([85], 86, LAYOUT, slow) == 85, "computing takes more than a fifth as long"
+    busy = Costs(DurationModel(unit_s=0.0001), DurationModel(0.5))  # a tiny model, while others use the machine
+    assert choose_restore_position([1_250], 1_300, LAYOUT, busy) == 1_250
+    slower = replace(busy, restore=DurationModel(0.7))
+    assert choose_restore_position([1_250], 1_300, LAYOUT, slower) == 0
 
 
 def test_few_tokens_are_not_worth_a_restore() -> None:

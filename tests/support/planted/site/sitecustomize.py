@@ -2,12 +2,13 @@
 
 With this folder on PYTHONPATH, Python runs this file at the start of every process.  In proxy and backend it wraps each
 operation of `warmline_common.storage.disk`, in the backend also the parts of an engine step: a chunk of prefill
-("prefill"), the decode step that ends a prefill ("first"), a decode step of a group ("decode").  Before each one it
-looks into the folder that PLANTED_FOLDER names:
+("prefill"), the decode step that ends a prefill ("first"), a decode step of a group ("decode").  Each of them looks
+into the folder that PLANTED_FOLDER names:
 
-- a socket `gate`: the step is announced there as a line of JSON, waits for a byte and sends `ended` at its end; engine
+- a socket `gate`: a step is announced there as a line of JSON, waits for a byte and sends `ended` at its end; engine
   commands are announced there too, once they are in the mailbox.  A closed gate stops nothing.
-- a file `order-PHASE` or `order-any`: its content is the fault of this step; the file is renamed to `taken`.
+- a file `order-PHASE` or `order-any`: its content is the fault of the step's next call of the model; the file is
+  renamed to `taken`.
 - a file `disk-proxy` or `disk-backend`: the order for that process's disk operations; see `planted_disk`.
 - with PLANTED_BUGS set, a file `bug`: the name of the active bug of `planted_bugs`.
 
@@ -78,21 +79,27 @@ FAULTS: dict[str, Callable[[], object]] = {
 
 
 @contextlib.contextmanager
-def fault_in_calls(model: Any, fault: str) -> Iterator[None]:
-    """Add the fault to every call of the model, after its real work; a broken device keeps it."""
+def orders_in_calls(model: Any, phase: str) -> Iterator[None]:
+    """Let each call of the model take an order, after its real work; a broken device stays so.
+
+    A step that computes nothing, such as followers that start with all they need, takes none.
+    """
     kind = type(model)
     real = kind.__call__
+    taken = ""
 
     def call(*arguments: Any, **options: Any) -> Any:
+        nonlocal taken
         computed = real(*arguments, **options)
-        FAULTS[fault]()
+        if taken := taken or take_order(phase):
+            FAULTS[taken]()
         return computed
 
     kind.__call__ = call
     try:
         yield
     finally:
-        if fault != "device":
+        if taken != "device":
             kind.__call__ = real
 
 
@@ -145,9 +152,10 @@ def wrap_step(owner: object, name: str, phase: str, sequences: Callable[[Any], l
     @functools.wraps(real)
     def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
         members = sequences(self)
-        with wait_at_gate(phase, [member.request.id for member in members]), contextlib.ExitStack() as stack:
-            if fault := take_order(phase):
-                stack.enter_context(fault_in_calls(members[0].served.model, fault))
+        with (
+            wait_at_gate(phase, [member.request.id for member in members]),
+            orders_in_calls(members[0].served.model, phase),
+        ):
             return real(self, *arguments, **options)
 
     setattr(owner, name, wrapped)
