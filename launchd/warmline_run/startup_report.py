@@ -13,6 +13,7 @@ from warmline_run.address import Address, make_address
 DISK_USAGE_NAMES = ("segments", "checkpoints", "quarantined", "writing", "doomed", "index")  # of the disk budget
 WIDTH = len("dashboard")
 SHOW_KEY_COMMAND = "cachectl key show admin"
+WATCH_COMMAND = "cachectl top"
 
 
 def read_report(config: ResolvedConfig) -> str:
@@ -36,6 +37,7 @@ def format_report(status: Mapping[str, Any], config: ResolvedConfig, address: Ad
             + (stored if conversations else "no conversation is stored"),
             "kept": _format_persistence(status),
             "dashboard": _format_dashboard(config, address),
+            "requests": f"{format_command(WATCH_COMMAND, str(config['home']))} shows them",
         }
     except (KeyError, TypeError, ValueError):
         return ""

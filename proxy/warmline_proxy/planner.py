@@ -138,14 +138,15 @@ def plan_request(
         leader_s = costs.estimate_prefill_s(min(leader.prefilled, start.reuse), start.reuse)
         load = load.follow(leader.request_id, leader_s)
     known = _find_known_prefix(start, prompt, residents, match)
+    diverges = known.diverges and known.end >= start.reuse  # a leader may have more of the prompt than is known
     positions = choose_checkpoint_positions(prompt, start.reuse, layout, checkpoint_gap_max)
     return replace(
         start,
         why_not_warmer=_explain_start(start, max(start.reuse, reuse_max), prompt, known, layout),
         checkpoint_positions=positions,
         expected=_estimate_parts(start, positions, prompt.tokens, layout, costs, load),
-        diverges_at=known.end if known.diverges else None,
-        diverges_from=known.resident if known.diverges else "",
+        diverges_at=known.end if diverges else None,
+        diverges_from=known.resident if diverges else "",
     )
 
 

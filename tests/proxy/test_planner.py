@@ -156,6 +156,15 @@ def test_running_prefill_is_shared(running: list[RunningRequest], source: str, r
     assert plan.leader_id == (running[-1].request_id if source == "shared" else "")
 
 
+def test_shared_start_does_not_diverge_from_a_shorter_prefix() -> None:
+    """Nothing was lost where a known prompt differs within the tokens that the leader computes."""
+    resident = ResidentCandidate("r", tokens=200, common_tokens=40)
+    plan = plan_request(PromptShape(300), [resident], make_match(0), make_layout(), COSTS, running=[LEADER])
+    assert (plan.source, plan.reuse, plan.diverges_at, plan.why_not_warmer) == ("shared", 299, None, "")
+    alone = plan_request(PromptShape(300), [resident], make_match(0), make_layout(), COSTS)
+    assert (alone.source, alone.diverges_at, alone.diverges_from) == ("resident", 40, "r")
+
+
 def test_no_leader_for_known_prefix() -> None:
     resident = ResidentCandidate("r", 290, 290)
     assert (

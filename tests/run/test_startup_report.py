@@ -59,6 +59,7 @@ def test_each_fact_has_a_line() -> None:
         "disk": "1.24 GB of 50 GB used: 12 conversations, 34,567 tokens",
         "kept": "on disk, across restarts",
         "dashboard": "http://127.0.0.1:8026/admin",
+        "requests": "cachectl top --home /nowhere shows them",
     }
 
 

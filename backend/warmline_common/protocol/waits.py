@@ -10,12 +10,12 @@ RELEASE = "release"  # of an earlier request with the same beginning, or of thos
 PLACE = "place"  # among the running requests
 SAVE = "save"  # of another request, which gives a warmer start or frees memory
 # ... and in the backend: also PLACE and SAVE.
-STEP = "step"  # the engine's present one, for others
+STEP = "step"  # the engine's present one, for others or for a save
 AUDIT = "audit"  # a layer of its prefill, which the engine was computing
 MEMORY = "memory"  # held by other requests
 LEADER = "leader"  # another request's prefill of the same beginning
 # Afterwards, in its prefill.
-TURNS = "turns"  # of other requests, between its own chunks
+TURNS = "turns"  # of other requests, before or between its own chunks
 
 LONG_WAIT_S_MIN = 0.05
 

@@ -140,7 +140,7 @@ def _render_requests(rows: list[View], wide: bool) -> Table:
         table.add_column(name, no_wrap=True)
     for name in ("prompt", "tok/s", "age", *(["first token"] if wide else [])):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("session", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column("client session", no_wrap=True, overflow="ellipsis", ratio=1)
     for row in rows[:REQUESTS_MAX]:
         table.add_row(
             printable(row["id"][:8]),
@@ -151,7 +151,7 @@ def _render_requests(rows: list[View], wide: bool) -> Table:
             f"{row['tokens_per_s']:,.0f}" if row["tokens_per_s"] else "",
             format_duration(row["age_s"]),
             *([_format_first_token(row)] if wide else []),
-            printable(row["client_session"] or row["client_model"]),
+            printable(row["client_session"] or "-"),
         )
     if len(rows) > REQUESTS_MAX:
         table.caption = f"and {len(rows) - REQUESTS_MAX} more"

@@ -225,7 +225,8 @@ def _iter_text_causes(why: str, divergence: Divergence) -> Iterator[str]:
     if old and new:
         span = find_replaced_span(old, new, at)
         yield _RULE_CAUSES[span.rule] if span else ""
-        yield "number" if _has_number_at(old, at) and _has_number_at(new, at) else ""
+        has_numbers = _has_number_at(old, at) and _has_number_at(new, at)
+        yield "number" if has_numbers and not _is_in_last_message(divergence) else ""
         yield "whitespace" if _is_same_but_spaces(old[at:], new[at:]) else ""
         near = slice(max(0, at - NEAR_CHARS), at + NEAR_CHARS)
         has_lost_reasoning = _REASONING.search(old[near]) and not _REASONING.search(new[near])
@@ -264,5 +265,11 @@ def _find_role_cause(divergence: Divergence, old: str, new: str, at: int) -> str
     if divergence.messages and not divergence.message:
         return "template"
     if divergence.message:
-        return "other-message" if divergence.message_last >= divergence.messages else "message-edited"
+        return "other-message" if _is_in_last_message(divergence) else "message-edited"
     return ""
+
+
+def _is_in_last_message(divergence: Divergence) -> bool:
+    """True for the last message of a user or a tool, also where the number of messages is not known."""
+    is_last = divergence.message > 0 and divergence.message_last >= divergence.messages
+    return is_last and divergence.role not in (*_SYSTEM_ROLES, "assistant")

@@ -15,11 +15,11 @@ WAITS = {
     waits.RELEASE: "the end of an earlier request with the same beginning, or of those of a proxy that died",
     waits.PLACE: "a place among the running requests",
     waits.SAVE: "a save of another request, which gives a warmer start or frees memory",
-    waits.STEP: "the end of the engine's step for other requests",
+    waits.STEP: "the end of the step that the engine was in: of another request, or of a save",
     waits.AUDIT: "the end of an audit's step",
     waits.MEMORY: "memory that other requests held",
     waits.LEADER: "another request's prefill of the same beginning",
-    waits.TURNS: "the chunks and answers of other requests, between its own chunks",
+    waits.TURNS: "the chunks and decode steps of other requests, before or between its own",
 }
 
 

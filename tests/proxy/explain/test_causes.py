@@ -85,6 +85,7 @@ TEXTS: list[tuple[str, str, dict[str, object], str]] = [
     ),
     ("x-anthropic-billing-header: a1\nYou", "x-anthropic-billing-header: b2\nYou", SYSTEM, "billing-header"),
     ("Tokens left: 180,000. Go", "Tokens left: 179,200. Go", USER, "number"),
+    ("Solve exercise 12.", "Solve exercise 13.", {**USER, "message": 4, "message_last": 4}, "other-message"),
     ("list the files.  Then stop, please.", "list the files.\nThen stop, please.", USER, "whitespace"),
     ('{"name": "look", "description": "Looks."}', '{"name": "look", "description": "Sees."}', {"role": "tools"},
      "tools-changed"),
