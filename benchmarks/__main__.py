@@ -36,7 +36,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "serving/agent.py": (),
     "serving/beside.py": (),
     "serving/overhead.py": ("--requests", "128"),
-    "serving/growth.py": ("--residents", "10", "100", "500"),
+    "serving/growth.py": ("--residents", "10", "500", "2000"),
     "rendering": (),
     "compression": (),
     "segments.py": ("--tiny",),

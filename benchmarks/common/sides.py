@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
+from common.load import repeat_prompts, wait_until_saved
 from common.servers import (
     PREFILL_STEP_SIZE,
     BenchServer,
@@ -26,6 +27,8 @@ from common.servers import (
 from support.metrics_text import MetricsText
 
 Result = TypeVar("Result")
+
+ANSWER_TOKENS = 4  # of a small warm request
 
 NO_AUDITS = ("--audit-fraction", "0")  # an audit would run while the other side is measured
 
@@ -100,6 +103,15 @@ def read_cpu_s(server: BenchServer) -> dict[str, float]:
 def compute_request_ms(before: Mapping[str, float], after: Mapping[str, float], requests: int) -> dict[str, float]:
     """CPU time a request between two results of `read_cpu_s`, in milliseconds, by process."""
     return {name: 1e3 * (cpu_s - before[name]) / requests for name, cpu_s in after.items()}
+
+
+def measure_warm_request_ms(server: BenchServer, pair: BenchServer, clients: int, requests: int) -> dict[str, float]:
+    """CPU milliseconds of the pair's processes a small warm request to `server`, the pair or its backend alone."""
+    count_each = max(1, requests // clients)
+    before = read_cpu_s(pair)
+    repeat_prompts(server, clients, count_each, ANSWER_TOKENS)
+    wait_until_saved(pair)
+    return compute_request_ms(before, read_cpu_s(pair), count_each * clients)
 
 
 def _read_process_cpu_s(pid: int) -> float:

@@ -12,15 +12,14 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from common.load import KeptConnection, repeat_prompts, run_clients, wait_until_saved
+from common.load import KeptConnection, run_clients, wait_until_saved
 from common.results import make_parser, write_json
 from common.rows import StreamingTable
 from common.servers import BenchServer, run_warmline, tiny_models
-from common.sides import NO_AUDITS, compute_request_ms, read_cpu_s
+from common.sides import NO_AUDITS, measure_warm_request_ms
 from rich.console import Console
 
 CLIENTS = 8
-ANSWER_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -41,15 +40,6 @@ def fill(pair: BenchServer, start: int, end: int) -> None:
     wait_until_saved(pair)
 
 
-def measure(pair: BenchServer, requests: int) -> dict[str, float]:
-    """CPU milliseconds a warm request, by process."""
-    count_each = max(1, requests // CLIENTS)
-    before = read_cpu_s(pair)
-    repeat_prompts(pair, CLIENTS, count_each, ANSWER_TOKENS)
-    wait_until_saved(pair)
-    return compute_request_ms(before, read_cpu_s(pair), count_each * CLIENTS)
-
-
 def main() -> None:
     parser = make_parser(__doc__, has_model=False, has_peer=False)
     parser.add_argument("--residents", type=int, nargs="+", default=[10, 100, 500, 2000])
@@ -65,12 +55,12 @@ def main() -> None:
         folder = Path(name)
         model = tiny_models.build("llama", folder / "model")
         with run_warmline(model, folder / "home", folder / "log", *NO_AUDITS) as (pair, _):
-            measure(pair, CLIENTS * 5)  # warms up
+            measure_warm_request_ms(pair, pair, CLIENTS, CLIENTS * 5)  # warms up
             held = CLIENTS
             for residents in options.residents:
                 fill(pair, held, residents)
                 held = max(held, residents)
-                rounds = [measure(pair, options.requests) for _ in range(options.rounds)]
+                rounds = [measure_warm_request_ms(pair, pair, CLIENTS, options.requests) for _ in range(options.rounds)]
                 rows.append(GrowthRow(held, *([each[name] for each in rounds] for name in ("proxy", "backend"))))
                 add_row(table, rows)
     write_json(options.json, [asdict(row) for row in rows])

@@ -12,14 +12,11 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from common.load import repeat_prompts, wait_until_saved
 from common.results import make_parser, write_json
 from common.rows import StreamingTable
-from common.servers import BenchServer, run_warmline, tiny_models
-from common.sides import NO_AUDITS, compute_request_ms, read_cpu_s
+from common.servers import run_warmline, tiny_models
+from common.sides import NO_AUDITS, measure_warm_request_ms
 from rich.console import Console
-
-ANSWER_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -28,15 +25,6 @@ class OverheadRow:
     proxy_ms: list[float]  # CPU a request, one a round
     backend_ms: list[float]
     direct_ms: list[float]  # the backend's, without a proxy: each request computed cold
-
-
-def measure(server: BenchServer, pair: BenchServer, clients: int, requests: int) -> dict[str, float]:
-    """CPU milliseconds a request to `server`, the pair or its backend alone, by the pair's processes."""
-    count_each = max(1, requests // clients)
-    before = read_cpu_s(pair)
-    repeat_prompts(server, clients, count_each, ANSWER_TOKENS)
-    wait_until_saved(pair)
-    return compute_request_ms(before, read_cpu_s(pair), count_each * clients)
 
 
 def main() -> None:
@@ -53,13 +41,14 @@ def main() -> None:
         model = tiny_models.build("llama", folder / "model")
         with run_warmline(model, folder / "home", folder / "log", *NO_AUDITS) as (pair, direct):
             for clients in options.clients:  # warm up
-                measure(pair, pair, clients, clients * 2)
+                measure_warm_request_ms(pair, pair, clients, clients * 2)
             for _ in range(options.rounds):
                 for clients, row in rows.items():  # in turn
-                    paired = measure(pair, pair, clients, options.requests)
+                    paired = measure_warm_request_ms(pair, pair, clients, options.requests)
                     row.proxy_ms.append(paired["proxy"])
                     row.backend_ms.append(paired["backend"])
-                    row.direct_ms.append(measure(direct, pair, clients, options.requests)["backend"])
+                    alone = measure_warm_request_ms(direct, pair, clients, options.requests)
+                    row.direct_ms.append(alone["backend"])
     print_table(list(rows.values()))
     write_json(options.json, [asdict(row) for row in rows.values()])
 

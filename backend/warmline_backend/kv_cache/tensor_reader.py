@@ -24,14 +24,12 @@ class ReadStats:
 
     bytes_read: int = 0
     bytes_decoded: int = 0
-    cpu_s: float = 0.0
     wait_s: float = 0.0  # for the disk: the time in which readers did not compute; 0.0 of the page cache
 
     def __add__(self, other: "ReadStats") -> "ReadStats":
         return ReadStats(
             self.bytes_read + other.bytes_read,
             self.bytes_decoded + other.bytes_decoded,
-            self.cpu_s + other.cpu_s,
             self.wait_s + other.wait_s,
         )
 
@@ -54,12 +52,12 @@ class TensorReader:
     @property
     def stats(self) -> ReadStats:
         """All that was done since this reader was made, on the same thread."""
-        cpu_s = time.thread_time() - self._cpu_began_s
-        wait_s = max(0.0, time.monotonic() - self._began_s - cpu_s)
+        computing_s = time.thread_time() - self._cpu_began_s
+        wait_s = max(0.0, time.monotonic() - self._began_s - computing_s)
         disk_bytes = DISK_BLOCK_BYTES * (_count_disk_blocks() - self._blocks_began)
         if HAS_THREAD_USAGE and disk_bytes < self._bytes_read / 2:  # from the page cache: waits for a core or a lock
             wait_s = 0.0
-        return ReadStats(self._bytes_read, self._bytes_decoded, cpu_s, wait_s)
+        return ReadStats(self._bytes_read, self._bytes_decoded, wait_s)
 
     def read_tensor(self, name: str) -> bytes:
         data = bytearray(self._header.tensors[name].bytes_count)

@@ -80,18 +80,18 @@ def test_page_cache_looks_as_fast_as_it_is_and_readers_share_a_disk() -> None:
     compression.record_save(WriteStats(1 << 30, 0.1, SAMPLE))
     assert not compression.choose(0.0)
     for _ in range(5):  # a GB/s: two readers wait for it at a time
-        compression.record_restore(ReadStats(1 << 30, 1 << 30, cpu_s=0.3, wait_s=1.9), 1.07)
+        compression.record_restore(ReadStats(1 << 30, 1 << 30, wait_s=1.9), 1.07)
     assert compression.rates.disk_read == pytest.approx((1 << 30) / 1.07)
     assert compression.choose(0.0)
     for _ in range(30):
-        compression.record_restore(ReadStats(1 << 30, 1 << 30, cpu_s=0.3, wait_s=0.001), 0.2)
+        compression.record_restore(ReadStats(1 << 30, 1 << 30, wait_s=0.001), 0.2)
     assert not compression.choose(0.0)
 
 
 def test_small_files_say_nothing_of_the_disk() -> None:
     compression = SegmentCompression(is_allowed=True, readers=2)
     compression.record_save(WriteStats(1 << 20, 5.0, SAMPLE))
-    compression.record_restore(ReadStats(1 << 20, 1 << 20, 0.1, 5.0), 5.0)
+    compression.record_restore(ReadStats(1 << 20, 1 << 20, wait_s=5.0), 5.0)
     assert (compression.rates.disk_read, compression.rates.disk_write) == (0.0, 0.0)
     assert compression.rates.stored_share == SAMPLE.stored_share
 
