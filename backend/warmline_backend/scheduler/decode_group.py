@@ -12,16 +12,15 @@ import mlx.core as mx
 from warmline_backend.generation.decode_batch import DecodeBatch
 from warmline_backend.generation.sequence import Sequence, make_decode_batch
 from warmline_backend.kv_cache.codecs import flatten, rebuild
+from warmline_common.measurement.scheduling import is_padding_small
 
 SampledToken = tuple[Sequence, int, mx.array]  # with its id and its log-probabilities [vocabulary]
 
-PADDING_MAX = 1.25  # rows computed / rows needed
-
 
 def can_share_batch(sequences: list[Sequence]) -> bool:
-    """True where a batch is possible, and its padding within PADDING_MAX once all prompts are computed."""
+    """True where a batch is possible, and its padding small once all prompts are computed."""
     lengths = [max(each.kv.length, len(each.inputs) - 1) for each in sequences]
-    return sequences[0].kv.layout.is_batchable and len(lengths) * max(lengths) <= PADDING_MAX * sum(lengths)
+    return sequences[0].kv.layout.is_batchable and is_padding_small(lengths)
 
 
 @dataclass(eq=False)
@@ -39,7 +38,7 @@ class DecodeGroup:
         return group
 
     def can_accept(self, newcomers: list[Sequence]) -> bool:
-        """True where the padding stays within PADDING_MAX with `newcomers` added."""
+        """True where the padding stays small with `newcomers` added."""
         return can_share_batch([*self.sequences, *newcomers])
 
     def merge(self, other: "DecodeGroup") -> None:

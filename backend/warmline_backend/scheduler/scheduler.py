@@ -26,10 +26,10 @@ from warmline_backend.scheduler.prefill import Prefiller
 from warmline_backend.scheduler.queues import STEPS_PER_BUDGET_CHECK, QueueFigures, Queues
 from warmline_backend.scheduler.save_source import SaveSource
 from warmline_backend.scheduler.token_dispatch import dispatch_token
+from warmline_common.measurement.scheduling import DECODE_SHARE
 from warmline_common.protocol.messages import GenerationResult
 from warmline_common.protocol.waits import AUDIT, LEADER, STEP
 
-DECODE_SHARE = 0.25  # of the time while prompts prefill: a chunk may take as long as a thousand decode steps
 DECODE_OWED_MAX_S = 30.0
 # mlx 0.32.4 counts tasks under way, but not those of an evaluation that failed as done; with some left over, a later
 # one may wait for ever (seen from about ten on, and once, on a machine with much else to do, after four).  Chunks

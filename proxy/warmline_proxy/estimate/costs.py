@@ -4,9 +4,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from warmline_common.measurement.batch_size import choose_batch_size
 from warmline_common.measurement.duration_model import DurationModel
 from warmline_common.measurement.fitted_durations import CHUNK_ASSUMED
+from warmline_common.measurement.scheduling import DECODE_SHARE, choose_batch_size, is_padding_small
 from warmline_common.protocol.messages import KvLayout
 
 # Assumed until something is measured; restoring wins clearly, as on every machine known.
@@ -16,9 +16,6 @@ RESTORE_ASSUMED = DurationModel(0.01, 2e-9)  # by bytes; the fixed part opens fi
 FIRST_STEP_ASSUMED = DurationModel(0.02, 5e-7)  # by the prompt's tokens
 CALL_ASSUMED_S = 0.005  # of a call to the backend, beside the step itself
 STEP_TOKENS_ASSUMED = 2_048  # of a chunk
-# As the backend's scheduler has them.
-DECODE_SHARE = 0.25  # of the time, while others prefill and some decode
-PADDING_MAX = 1.25  # tokens of a batch with padding / without
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,7 @@ def _can_share_batch(other: PrefillLeft, start: int, end: int, costs: Costs) -> 
     mine, others = end - start, other.end - other.start
     if not (0 < mine <= costs.step_tokens and 0 < others <= costs.step_tokens):
         return False
-    return all(2 * max(pair) <= PADDING_MAX * sum(pair) for pair in ((mine, others), (end, other.end)))
+    return all(is_padding_small(pair) for pair in ((mine, others), (end, other.end)))
 
 
 def compute_restore_bytes(layout: KvLayout, tokens: int) -> int:

@@ -13,10 +13,8 @@ from warmline_backend.generation.sequence import Sequence
 from warmline_backend.scheduler import scheduler
 from warmline_backend.scheduler.decode_group import DecodeGroup
 from warmline_backend.scheduler.prefill import CHUNKS_SKIPPED_MAX, choose_prefill, count_skipped_chunks
-from warmline_backend.scheduler.scheduler import (
-    DECODE_OWED_MAX_S,
-    DECODE_SHARE,
-)
+from warmline_backend.scheduler.scheduler import DECODE_OWED_MAX_S
+from warmline_common.measurement.scheduling import DECODE_SHARE
 
 
 def test_stream_continues_during_long_prefill(root: Path) -> None:

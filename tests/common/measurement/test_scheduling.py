@@ -2,7 +2,7 @@
 
 import pytest
 
-from warmline_common.measurement.batch_size import choose_batch_size
+from warmline_common.measurement.scheduling import choose_batch_size
 
 
 @pytest.mark.parametrize(
