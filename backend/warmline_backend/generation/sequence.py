@@ -153,8 +153,11 @@ class Sequence:
         self.timings.waits[TURNS] = 0.0
 
     def record_turn(self, seconds: float) -> None:
-        """Count the seconds of another request's chunk or decode step as a wait in its prefill."""
-        self.timings.waits[TURNS] += seconds
+        """Count the seconds of another request's chunk or decode step as a wait in its prefill, from its start on.
+
+        The step has just ended; a follower may have started within it.
+        """
+        self.timings.waits[TURNS] += min(seconds, time.monotonic() - self.started_at)
 
     def _record_wait(self) -> None:
         now, waits = time.monotonic(), self.timings.waits

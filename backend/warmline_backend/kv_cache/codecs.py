@@ -234,8 +234,12 @@ class WindowCodec(Codec):
         return BatchRotatingKVCache.merge([single])
 
     def is_single(self, leaf: BatchRotatingKVCache) -> bool:
-        """True where the batch has one sequence."""
-        return int(leaf.left_padding.shape[0]) == 1
+        """True where the batch has one sequence, and no padding before it.
+
+        One that is left of several keeps its padding, of which mlx-lm 0.32.2 masks a row too many in a chunk once the
+        ring has rotated.
+        """
+        return int(leaf.left_padding.shape[0]) == 1 and int(leaf.left_padding[0]) <= 0
 
     def count_rows_in_memory(self, leaf: BatchRotatingKVCache, length: int) -> int:
         """Number of last rows in memory, for a sequence of `length` tokens."""

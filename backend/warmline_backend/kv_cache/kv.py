@@ -277,6 +277,11 @@ class KV:
         present = {end} if on_grid else set()
         return sorted(present.union(at for at in self.checkpoints if at <= end and self.floor_to_grid(at) == at))
 
+    @property
+    def has_single_windows(self) -> bool:
+        """True where each window has one sequence, without padding: it need not be extracted."""
+        return all(leaf.codec.is_single(held) for leaf, held in self._leaves_of_kind(CodecKind.WINDOW))
+
     def _is_window_complete(self) -> bool:
         """True where every row of every rotating layer is still in its window."""
         return all(

@@ -71,10 +71,8 @@ class DecodeGroup:
         for sequence in sequences:
             sequence.kv.capture_window()
         held = list(self.batch.prompt_cache)  # moved: `filter` clears only the batch's own list
-        if len(self.sequences) > 1:
-            extracted = {row: self._extract_layers(row) for row in rows}
-        else:
-            extracted = dict.fromkeys(rows, held)
+        is_alone = len(self.sequences) == 1 and sequences[0].kv.has_single_windows
+        extracted = {row: held if is_alone else self._extract_layers(row) for row in rows}
         # Of the last sequence, too: `filter` left it lazy, with the batch.
         mx.eval([layer.state for layers in extracted.values() for layer in layers])
         for row, sequence in rows.items():

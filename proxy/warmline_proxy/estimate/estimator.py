@@ -1,7 +1,9 @@
 """Estimator of durations: it learns from the records of requests and from the backend's measurements."""
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from warmline_common.measurement.fitted_durations import FittedDurations, make_chunk_durations
 from warmline_common.measurement.recent_durations import WorkDuration
@@ -12,7 +14,6 @@ from warmline_proxy.store.rows import RequestRecord
 
 OK = "ok"  # outcome of a request
 # Sizes at which an assumed shape stands: tokens, and bytes.
-HISTORY_TOKENS_MIN = 256  # of a record's prefill: shorter ones may have been computed in a batch
 PROMPT_SIZES = ((100, 0), (1_000, 0), (30_000, 0))
 RESTORE_SIZES = ((1 << 20, 0), (1 << 30, 0))
 
@@ -24,7 +25,7 @@ class DurationEstimator:
     before a restart is learned again.
     """
 
-    def __init__(self, list_history: Callable[[str], Iterable[RequestRecord]] = lambda fingerprint: ()) -> None:
+    def __init__(self, list_history: Callable[[str], Sequence[RequestRecord]] = lambda fingerprint: ()) -> None:
         self._list_history = list_history
         self._history_fingerprint = ""  # of the model whose history is known
         self._recent = _RecentParts()
@@ -48,15 +49,16 @@ class DurationEstimator:
             size = compute_restore_bytes(self._status.layout, record.restored_tokens)
             self._recent.restore.add(WorkDuration(amount=size, seconds=parts.restore_s))
 
-    def _record_history(self, records: Iterable[RequestRecord]) -> None:
+    def _record_history(self, records: Sequence[RequestRecord]) -> None:
         step_tokens = self.costs.step_tokens
         for record in records:
             self.record_request(record)
-            if record.outcome == OK and record.prefilled_tokens >= HISTORY_TOKENS_MIN:
-                count = -(-record.prefilled_tokens // step_tokens)
-                tokens, context = record.prefilled_tokens // count, record.cached_tokens + record.prefilled_tokens // 2
-                chunk = WorkDuration(amount=tokens, context=context, seconds=record.prefill_s / count)
-                self.record_chunks(count * [chunk])
+        for record in list_lone_prefills(records):
+            tokens = record.prefilled_tokens - 1  # the first step computes the last one
+            count = -(-tokens // step_tokens)
+            context = record.cached_tokens + tokens // 2
+            chunk = WorkDuration(amount=tokens // count, context=context, seconds=record.prefill_s / count)
+            self.record_chunks(count * [chunk])
 
     def update_status(self, status: BackendStatus) -> None:
         """Take what a started backend has measured; what requests of another model have taken is forgotten."""
@@ -88,6 +90,21 @@ class DurationEstimator:
             step_tokens=(status and status.prefill_step_size) or assumptions.STEP_TOKENS_ASSUMED,  # 0: not chosen yet
             decode_step_s=status.decode_step_s if status else 0.0,
         )
+
+
+def list_lone_prefills(records: Iterable[RequestRecord]) -> list[RequestRecord]:
+    """Records of answered prompts that were computed while no other request waited for its first token.
+
+    The prefill of others may have been that of a batch.
+    """
+    ordered = sorted(records, key=lambda each: each.at)
+    starts = [each.at for each in ordered[1:]] + [math.inf]
+    earlier_ends = accumulate((each.at + each.ttft_s for each in ordered), max, initial=-math.inf)
+    return [
+        each
+        for each, next_start, earlier_end in zip(ordered, starts, earlier_ends, strict=False)
+        if each.outcome == OK and each.prefilled_tokens > 1 and earlier_end <= each.at <= next_start - each.ttft_s
+    ]
 
 
 class _RecentParts:

@@ -220,3 +220,31 @@ def test_prompts_of_one_token_are_answered(family: str, root: Path) -> None:
     assert driver.scheduler.step_stats.failed_steps == 0
     for prompt, log in cases:
         check_answer(load_family(family, root), family, prompt, log)
+
+
+# Tokens of two prompts, the shorter one's decode steps after the other's end, and new tokens of what goes on from it.
+WINDOW_CASES = [(32, 20, 0, 28), (32, 20, 3, 28), (33, 27, 0, 28), (33, 27, 1, 28), (36, 30, 2, 30), (64, 56, 0, 3)]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "baichuan_m1"])
+@pytest.mark.parametrize(("longer", "shorter", "steps", "new"), WINDOW_CASES)
+def test_padded_window_is_continued(family: str, longer: int, shorter: int, steps: int, new: int, root: Path) -> None:
+    """The ring of the shorter of two sequences turns while it has padding; its KV is used alone afterwards."""
+    for is_copied in (False, True):
+        driver, _ = make_driver(family, root)
+        _, ended = driver.submit(make_prompt(longer, 3), 1)
+        request_id, log = driver.submit(make_prompt(shorter, 8), 30)
+        finish(driver, [ended])
+        for _ in range(steps):
+            driver.step()
+        if is_copied:
+            running = driver.scheduler._queues.find(request_id)
+            tokens = list(running.kv.tokens[: min(running.kv.length, running.sent_length)])  # type: ignore[union-attr]
+            start = {"follow": request_id}
+        else:
+            driver.scheduler.cancel(request_id)
+            start = {"resident": log.result.resident}
+            tokens = list(driver.scheduler.residents.find_kv(log.result.resident).tokens)
+        prompt = tokens + make_prompt(new, 77)
+        warm = driver.run(prompt, 4, reuse=len(tokens), logprobs=True, **start)
+        check_answer(driver.served, family, prompt, warm)

@@ -3,20 +3,39 @@
 import asyncio
 import errno
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from support.backend.engine_driver import EventLog, SchedulerDriver
 from support.backend.families import load_family, make_prompt
 from support.backend.live_backend import WAIT_S, EngineHold, LiveBackend, read_result, with_backend
+from warmline_backend.generation.events import TokenEvent
 from warmline_backend.kv_cache import segment_io
 from warmline_common.protocol.messages import RestoreRequest, SaveRequest, SegmentRef, SegmentSpec
 from warmline_common.protocol.waits import AUDIT, LEADER, MEMORY, PLACE, SAVE, STEP, TURNS
 
 FolderOf = Callable[..., Path]
 STEP_TOKENS = 64
+STEP_S = 0.05
+
+
+class SlowModel:
+    """Model each call of which takes STEP_S longer."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, *args: object, **options: object) -> object:
+        time.sleep(STEP_S)
+        return self._model(*args, **options)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._model, name)
 
 
 def list_waits(log: EventLog) -> set[str]:
@@ -63,6 +82,22 @@ def test_request_waits_for_place_and_leader(driver: SchedulerDriver) -> None:
     driver.run_until(lambda: third.is_ended and follower.is_ended)
     assert LEADER in list_waits(follower) and list_waits(third) == {PLACE}
     assert third.result.timings.waits[TURNS] >= 0.0
+
+
+def test_step_within_which_a_follower_starts_counts_once(root: Path) -> None:
+    """A follower of a whole prompt starts once its leader's first step is under way, and waits for its end."""
+    served = load_family("llama", root)
+    driver = SchedulerDriver(replace(served, model=SlowModel(served.model)))
+    prompt = make_prompt(100)
+    leader, _ = driver.submit(prompt, 4)
+    began = time.monotonic()
+    _, log = driver.submit([*prompt, *make_prompt(10, 5)], 4, follow=leader, reuse=100)
+    driver.run_until(lambda: any(isinstance(event, TokenEvent) for event in log.events))
+    elapsed_s = time.monotonic() - began
+    driver.run_until(lambda: log.is_ended)
+    timings = log.result.timings
+    assert timings.waits[LEADER] > STEP_S
+    assert sum(timings.waits.values()) + timings.prefill_s + STEP_S <= elapsed_s, "with its own first step"
 
 
 def test_request_waits_for_memory_and_save(driver: SchedulerDriver) -> None:

@@ -99,8 +99,10 @@ def test_history_is_learned_once_the_model_is_known() -> None:
 
     def list_history(fingerprint: str) -> list[RequestRecord]:
         asked.append(fingerprint)
-        long = make_record(source="cold", restored_tokens=0, prefilled_tokens=1_000, prefill_s=4.0)
-        return [make_record()] * 3 + [long] * 3 if fingerprint == "f" else []
+        long = {"source": "cold", "restored_tokens": 0, "prefilled_tokens": 1_001, "prefill_s": 4.0, "ttft_s": 4.5}
+        batch = [make_record(at=at, **{**long, "prefill_s": 9.0}) for at in (10.0, 10.1, 11.0)]
+        alone = [make_record(at=at, **long) for at in (20.0, 30.0, 40.0)]
+        return [make_record(prefilled_tokens=1)] * 3 + batch + alone if fingerprint == "f" else []
 
     estimator = DurationEstimator(list_history)
     estimator.update_status(make_status(layout=None))
