@@ -6,8 +6,8 @@
             plain files' bytes; disks of `--disk-gb-s` are simulated: each read sleeps until such a disk, shared by all
             readers, would have delivered.  Sides take turns; medians
 
-Usage: .venv/bin/python benchmarks/compression [codings|restore] [--threads N] [--disk-gb-s GB ...] [--json FILE]
-       [--quick]
+Usage: .venv/bin/python benchmarks/compression [codings|restore] [--threads N] [--readers N] [--disk-gb-s GB ...]
+       [--json FILE] [--quick]
 """
 
 import sys
@@ -15,6 +15,8 @@ from pathlib import Path
 
 import codings
 import restore
+
+from warmline_backend.engine.kv_transfer import READER_THREADS
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -26,7 +28,8 @@ COMMANDS = {"codings": codings.measure, "restore": restore.measure}
 def main() -> None:
     parser = make_parser(__doc__, has_model=False, has_peer=False)
     parser.add_argument("command", nargs="?", choices=("all", *COMMANDS), default="all")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="codings: threads beside one")
+    parser.add_argument("--readers", type=int, default=READER_THREADS, help="restore: default: as in the backend")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--kv-tokens", type=int, default=512, help="tokens whose KV is coded")
     home = ROOT / "build" / "bench" / "demo"

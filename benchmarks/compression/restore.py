@@ -31,6 +31,8 @@ SEGMENT_TOKENS = 2048
 FINGERPRINT = "benchmark"
 RAW_READ_BYTES = 4 << 20
 
+Figures = dict[str, list[float]]
+
 
 class SimulatedDisk:
     """Disk that delivers so many bytes a second to all of its readers together; 0: files are read as they are."""
@@ -70,7 +72,7 @@ def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
     layout = CacheLayout.from_factory(lambda: [KVCache() for _ in range(LAYERS)])
     tensors = _make_tensors(given.kv_tokens, given.home)
     found: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(given.threads) as pool:
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(given.readers) as pool:
         folders = {"plain": Path(name) / "plain", "coded": Path(name) / "coded"}
         chains = {side: _write(folder, tensors, given.tokens, side == "coded") for side, folder in folders.items()}
         sizes = {side: sum(path.stat().st_size for path in folder.iterdir()) for side, folder in folders.items()}
@@ -83,14 +85,14 @@ def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
                 "restore, coded": lambda: _restore(layout, folders["coded"], chains["coded"], given.tokens, pool),
             }
             with simulated.attach():
-                seconds = _take_turns(work, given.repeats)
+                seconds, cpu_s = _take_turns(work, given.repeats)
             raw_s = statistics.median(seconds["raw read of the plain bytes"])
-            table = Table("", "s", "from", "to", "raw read / this", title=_describe(rate, sizes, given))
+            table = Table("", "s", "from", "to", "CPU s", "raw read / this", title=_describe(rate, sizes, given))
             for label, each in seconds.items():
-                median = statistics.median(each)
-                found.append({"disk_gb_s": rate, "work": label, "seconds": each, "ratio": raw_s / median})
-                cells = (median, min(each), max(each), raw_s / median)
-                table.add_row(label, *(f"{cell:.3f}" for cell in cells))
+                median, cpu = statistics.median(each), statistics.median(cpu_s[label])
+                ratio = raw_s / median
+                found.append({"disk_gb_s": rate, "work": label, "seconds": each, "cpu_s": cpu, "ratio": ratio})
+                table.add_row(label, *(f"{cell:.3f}" for cell in (median, min(each), max(each), cpu, ratio)))
             Console(width=120).print(table)
     return found
 
@@ -98,7 +100,7 @@ def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
 def _describe(rate: float, sizes: dict[str, int], given: argparse.Namespace) -> str:
     where = f"a disk of {rate:g} GB/s" if rate else "the page cache"
     share = sizes["coded"] / sizes["plain"]
-    return f"{sizes['plain'] / 1e6:.0f} MB from {where}, {given.threads} readers; coded files have {share:.3f} of it"
+    return f"{sizes['plain'] / 1e6:.0f} MB from {where}, {given.readers} readers; coded files have {share:.3f} of it"
 
 
 def _make_tensors(kv_tokens: int, home: Path) -> dict[str, mx.array]:
@@ -150,12 +152,15 @@ def _read_raw(folder: Path, memory: memoryview, pool: ThreadPoolExecutor) -> Non
         job.result()
 
 
-def _take_turns(work: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {label: [] for label in work}
+def _take_turns(work: dict[str, Callable[[], None]], repeats: int) -> tuple[Figures, Figures]:
+    """Seconds and CPU seconds of each turn of each work, but for the first one, which warms up."""
+    seconds: Figures = {label: [] for label in work}
+    cpu_s: Figures = {label: [] for label in work}
     for turn in range(repeats + 1):
         for label, each in work.items():
-            began = time.perf_counter()
+            began, cpu_began = time.perf_counter(), time.process_time()
             each()
-            if turn:  # the first one warms up
+            if turn:
                 seconds[label].append(time.perf_counter() - began)
-    return seconds
+                cpu_s[label].append(time.process_time() - cpu_began)
+    return seconds, cpu_s
