@@ -210,20 +210,20 @@ class Scheduler(QueueFigures):
             yield
 
     def _run_work(self) -> Iterator[None]:
-        prefilling = len(self._queues.prefilling)
+        earlier = list(self._queues.prefilling)
         self._admit()
-        yield from self._decode_rounds(prefilling)
+        yield from self._decode_rounds(earlier)
         if self._queues.prefill_candidates:
             yield from self._prefill_next()
             yield
 
-    def _decode_rounds(self, prefilling: int) -> Iterator[None]:
+    def _decode_rounds(self, earlier: list[Sequence]) -> Iterator[None]:
         """Decode one step for all groups, and those owed to them for the last chunks.
 
-        With a new prompt besides the `prefilling` earlier ones, its chunk comes first, and owed steps after it.
+        With a new prompt besides the `earlier` ones that takes one chunk, that comes first, and owed steps after it.
         """
         rounds = 0
-        while self._queues.groups and (not rounds or self._is_decode_owed(prefilling)):
+        while self._queues.groups and (not rounds or self._is_decode_owed(earlier)):
             for group in list(self._queues.groups):
                 if group in self._queues.groups:
                     self._decode_group(group)
@@ -235,8 +235,10 @@ class Scheduler(QueueFigures):
         if not self._queues.groups:
             self._decode_owed_s = 0.0
 
-    def _is_decode_owed(self, prefilling: int) -> bool:
-        return self._decode_owed_s > 0 and 0 < len(self._queues.prefilling) <= prefilling
+    def _is_decode_owed(self, earlier: list[Sequence]) -> bool:
+        prefilling, step_size = self._queues.prefilling, self.settings.prefill_step_size
+        has_short = any(each.prefill_tokens_left <= step_size for each in prefilling if each not in earlier)
+        return self._decode_owed_s > 0 and bool(prefilling) and not has_short
 
     def _check_device(self) -> None:
         """After a failure, check that a token can still be computed once the lost memory is free."""

@@ -103,7 +103,10 @@ def list_lone_prefills(records: Iterable[RequestRecord]) -> list[RequestRecord]:
     return [
         each
         for each, next_start, earlier_end in zip(ordered, starts, earlier_ends, strict=False)
-        if each.outcome == OK and each.prefilled_tokens > 1 and earlier_end <= each.at <= next_start - each.ttft_s
+        if each.outcome == OK
+        and each.prefill_s > 0.0
+        and each.prefilled_tokens > 1
+        and earlier_end <= each.at <= next_start - each.ttft_s
     ]
 
 

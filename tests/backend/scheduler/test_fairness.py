@@ -76,6 +76,21 @@ def test_new_prompt_precedes_owed_decode_steps(root: Path, monkeypatch: pytest.M
     assert len(stream.events) - before <= 1 and small.chunks == [11] and len(long.chunks) == 2
 
 
+def test_long_prompt_that_comes_again_does_not_precede_owed_decode_steps(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What decoding is owed outlives the prompt whose chunk it has waited for: a client may give up and come again."""
+    FakeClock(monkeypatch)
+    driver = SchedulerDriver(load_family("llama", root), step=16)
+    _, stream = driver.submit(make_prompt(10), 2000)
+    for number in range(3):
+        request_id, long = driver.submit(make_prompt(400, number + 2), 2)
+        before = len(stream.events)
+        driver.run_until(lambda long=long: len(long.chunks) == 1)
+        assert not number or (len(stream.events) - before) * 0.1 >= 8.0 * DECODE_SHARE / (1 - DECODE_SHARE) - 0.2
+        driver.scheduler.cancel(request_id)
+
+
 def test_small_request_ends_between_two_long_chunks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Owed decode steps are also the new request's: it does not wait for another chunk in between."""
     FakeClock(monkeypatch)
