@@ -21,6 +21,7 @@ from warmline_proxy.estimate.restore_choice import (
     choose_restore_position,
     estimate_restore_s,
     estimate_start_s,
+    is_too_short,
     is_worth_computing,
 )
 from warmline_proxy.store.rows import PrefixMatch, TtftParts
@@ -130,7 +131,8 @@ def plan_request(
     in_memory = _start_from_resident(residents, limit, grid)
     cuts = list_restore_cuts(prompt.tokens, match, layout)
     start = _start_from_disk(cuts, match, prompt.tokens, layout, costs)
-    reuse_max = max(in_memory.reuse if in_memory else 0, cuts[-1].position if cuts else 0)
+    restorable = cuts[-1].position if cuts and not is_too_short(cuts[-1].position, prompt.tokens) else 0
+    reuse_max = max(in_memory.reuse if in_memory else 0, restorable)
     if in_memory and _is_preferred(in_memory, start, prompt.tokens, layout, costs):
         start = in_memory
     if leader := _choose_leader(running, start, limit, layout, costs):

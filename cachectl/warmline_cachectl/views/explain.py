@@ -31,7 +31,7 @@ def render_explanation(reply: ExplainReply) -> Renderables:
     record, verdict = reply.request, reply.verdict
     model = printable(record.client_model) or "no model named"
     if since := reply.since:
-        were = "were, the last of them" if since.warm > 1 else "was:"
+        were = "were, the last of them" if since.warm > 1 else "was,"
         warm = f"{format_count(since.warm, 'request')} since then {were} {since.last} ({format_age(since.at)})"
         yield f"The last one that was not warm; {warm}.\n"
     yield f"request {record.id} ({record.endpoint}, {model}, {format_age(record.at)}, {record.outcome})"
@@ -49,7 +49,8 @@ def render_explanation(reply: ExplainReply) -> Renderables:
         yield f"  what to do: {verdict.advice}"
     for each in reply.besides:
         yield f"also {each.cause}: {each.means}"
-    if not is_new_text and record.why_not_warmer and record.why_not_warmer not in (verdict.means, verdict.detail):
+    said = is_new_text or verdict.cause == "shared" or record.why_not_warmer in ("", verdict.means, verdict.detail)
+    if not said:
         yield f"why no more was reused: {printable(record.why_not_warmer)}"
     if reply.where and reply.known and reply.prompt:
         yield f"\nIt diverges from the known prompt {_format_place(reply.where)}:"

@@ -22,7 +22,7 @@ def choose_restore_position(cuts: Sequence[int], tokens: int, layout: KvLayout, 
 
     Of many cuts RESTORE_CUTS_MAX are compared, evenly spread.
     """
-    if cuts[-1] < min(RECOMPUTED_TOKENS_MIN, RESTORED_SHARE_MIN * tokens):
+    if is_too_short(cuts[-1], tokens):
         return 0
     stride = -(-len(cuts) // RESTORE_CUTS_MAX)
     compared = (*cuts[::-1][::stride], 0)
@@ -30,6 +30,11 @@ def choose_restore_position(cuts: Sequence[int], tokens: int, layout: KvLayout, 
     last_s, soonest = seconds[cuts[-1]], min(compared, key=lambda at: (seconds[at], -at))
     computed_s = costs.estimate_prefill_s(soonest, cuts[-1])
     return soonest if is_worth_computing(last_s - seconds[soonest], computed_s, last_s) else cuts[-1]
+
+
+def is_too_short(position: int, tokens: int) -> bool:
+    """True for a few tokens that most prompts begin with, as those of a template."""
+    return position < min(RECOMPUTED_TOKENS_MIN, RESTORED_SHARE_MIN * tokens)
 
 
 def is_worth_computing(gained_s: float, computed_s: float, restored_s: float) -> bool:

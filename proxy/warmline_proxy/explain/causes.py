@@ -135,7 +135,9 @@ CAUSES = {
         "See docs/correctness.md for the caches that can.",
     ),
     "slower": Cause("More of it is on disk, and restoring that would have taken longer than computing it."),
-    "shared": Cause("Another request is computing the same beginning, and this one starts from a copy of it."),
+    "shared": Cause(
+        "Another request computed the same beginning at that time, and this one started from a copy of it."
+    ),
     "first-request": Cause(
         "Nothing was stored for it: the first request with this model and client key since the home was made, or since"
         " a purge."
