@@ -79,7 +79,7 @@ def test_new_prompt_precedes_owed_decode_steps(root: Path, monkeypatch: pytest.M
 def test_long_prompt_that_comes_again_does_not_precede_owed_decode_steps(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What decoding is owed outlives the prompt whose chunk it has waited for: a client may give up and come again."""
+    """The debt to decoding outlives the prompt whose chunk it has waited for: a client may give up and come again."""
     FakeClock(monkeypatch)
     driver = SchedulerDriver(load_family("llama", root), step=16)
     _, stream = driver.submit(make_prompt(10), 2000)
