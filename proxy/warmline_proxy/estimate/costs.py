@@ -90,7 +90,8 @@ class EngineLoad:
         prefill_s = costs.estimate_prefill_s(start, end, chunk_ends)
         mates = [each for each in self.prefills if _can_share_batch(each, start, end, costs)]
         left = [costs.estimate_prefill_s(each.start, each.end) for each in self.prefills if each not in mates]
-        shorter, longest = [seconds for seconds in left if seconds <= prefill_s], max(left, default=0.0)
+        # Those with nothing left to compute start together with this one, or have started.
+        shorter, longest = [seconds for seconds in left if 0.0 < seconds <= prefill_s], max(left, default=0.0)
         wait_s = sum(shorter) + len(shorter) * costs.decode_step_s
         if longest > prefill_s:
             wait_s += min(longest, costs.chunk.estimate_s(costs.step_tokens)) / 2

@@ -28,6 +28,12 @@ def test_wait_is_for_shorter_prompts_and_half_a_chunk_of_a_longer_one() -> None:
     assert EngineLoad(0.0, [longer]).follow("b", 10.0).estimate_prefill(0, 100, costs) == (10.0, 1.0)
 
 
+def test_followers_with_nothing_to_compute_wait_for_no_step_of_each_other() -> None:
+    costs = Costs(DurationModel(unit_s=0.01), decode_step_s=0.25)
+    followers = [PrefillLeft(str(n), 99, 99) for n in range(3)]
+    assert EngineLoad(2.0, followers).estimate_prefill(99, 99, costs) == (2.0, 0.0)
+
+
 def test_wait_includes_share_of_decoding() -> None:
     costs = Costs(DurationModel(unit_s=0.01), decode_step_s=0.25)
     assert EngineLoad(decoding_count=3).estimate_prefill(0, 600, costs)[0] == pytest.approx(2.0), "a quarter of 8 s"
