@@ -117,7 +117,13 @@ class ChunkMemory:
 
     @contextmanager
     def bound_chunk(self, tokens: int, depth: int, committed_bytes: int) -> Iterator[None]:
-        """Keep mlx's memory within what a chunk needs while it is computed, and measure what it takes."""
+        """Keep mlx's memory within what a chunk needs while it is computed, and measure what it takes.
+
+        Where there are no `tokens`, KV is copied alone: nothing is bound, and nothing measured.
+        """
+        if not tokens:
+            yield
+            return
         needed, room = self._reckon_needed_bytes(tokens, depth), self._compute_room(committed_bytes)
         allowed = int(max(needed, room * ROOM_SHARE_MIN))
         self._peak_bytes = self.peak_bytes

@@ -6,7 +6,6 @@ Engine thread.
 import logging
 import time
 from collections.abc import Generator
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 from warmline_backend.generation.chunk_memory import ChunkMemory
@@ -22,7 +21,7 @@ from warmline_backend.scheduler.capacity import ANSWER_TOKENS_RESERVED
 from warmline_backend.scheduler.decode_group import can_share_batch
 from warmline_backend.scheduler.finish import Finisher
 from warmline_backend.scheduler.queues import Queues
-from warmline_common.measurement.scheduling import PADDING_MAX, choose_batch_size
+from warmline_common.measurement.scheduling import choose_batch_size, is_padding_small
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +63,9 @@ def choose_batch(chosen: Sequence, mates: list[Sequence], tokens_max: int) -> li
     batch = [chosen]
     for mate in mates:
         wider = [*batch, mate]
-        rows, needed = count_batch_tokens(wider), sum(each.prefill_tokens_left for each in wider)
-        longest = max(len(each.inputs) for each in wider)
-        is_small = rows <= min(tokens_max, PADDING_MAX * needed) and rows * longest <= BATCH_SCORES_MAX
-        if is_small and can_share_batch(wider):
+        rows, longest = count_batch_tokens(wider), max(len(each.inputs) for each in wider)
+        is_small = rows <= tokens_max and rows * longest <= BATCH_SCORES_MAX
+        if is_small and is_padding_small([each.prefill_tokens_left for each in wider]) and can_share_batch(wider):
             batch = wider
     return batch
 
@@ -151,9 +149,8 @@ class Prefiller:
         began, rows = time.monotonic(), count_batch_tokens(sequences)
         chunks = [sequence.prefill_tokens_left for sequence in sequences]
         depth = find_depth(sequences)
-        bound = self.chunk_memory.bound_chunk(rows, depth, self._committed_bytes) if rows else nullcontext()
         try:
-            with bound:
+            with self.chunk_memory.bound_chunk(rows, depth, self._committed_bytes):
                 prefill_last_chunks(sequences)
         except Exception as error:  # whosever fault it was: their KV is as before
             for sequence in sequences:

@@ -236,9 +236,10 @@ class Scheduler(QueueFigures):
             self._decode_owed_s = 0.0
 
     def _is_decode_owed(self, earlier: list[Sequence]) -> bool:
-        prefilling, step_size = self._queues.prefilling, self.settings.prefill_step_size
-        has_short = any(each.prefill_tokens_left <= step_size for each in prefilling if each not in earlier)
-        return self._decode_owed_s > 0 and bool(prefilling) and not has_short
+        if self._decode_owed_s <= 0 or not self._queues.prefilling:
+            return False
+        newcomers = (each for each in self._queues.prefilling if each not in earlier)
+        return all(each.prefill_tokens_left > self.settings.prefill_step_size for each in newcomers)
 
     def _check_device(self) -> None:
         """After a failure, check that a token can still be computed once the lost memory is free."""

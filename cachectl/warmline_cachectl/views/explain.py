@@ -12,7 +12,7 @@ from warmline_cachectl.views.tables import format_age, format_count, make_consol
 from warmline_common.protocol.waits import LONG_WAIT_S_MIN
 from warmline_proxy.explain.causes import NEW_TEXT
 from warmline_proxy.explain.diff import Comparison
-from warmline_proxy.explain.explain import DiffSide, DivergencePoint, ExplainReply
+from warmline_proxy.explain.explain import WARM_CAUSES, DiffSide, DivergencePoint, ExplainReply
 from warmline_proxy.store.rows import DIVERGENCE_TOKENS_AFTER, RequestRecord
 
 BLANK_LINES_MAX = 2  # that are shown as they are
@@ -49,8 +49,8 @@ def render_explanation(reply: ExplainReply) -> Renderables:
         yield f"  what to do: {verdict.advice}"
     for each in reply.besides:
         yield f"also {each.cause}: {each.means}"
-    said = is_new_text or verdict.cause == "shared" or record.why_not_warmer in ("", verdict.means, verdict.detail)
-    if not said:
+    is_repeated = record.why_not_warmer in ("", verdict.means, verdict.detail)
+    if verdict.cause not in WARM_CAUSES and not is_repeated:
         yield f"why no more was reused: {printable(record.why_not_warmer)}"
     if reply.where and reply.known and reply.prompt:
         yield f"\nIt diverges from the known prompt {_format_place(reply.where)}:"
