@@ -99,7 +99,9 @@ def list_lone_prefills(records: Iterable[RequestRecord]) -> list[RequestRecord]:
     """
     ordered = sorted(records, key=lambda each: each.at)
     starts = [each.at for each in ordered[1:]] + [math.inf]
-    earlier_ends = accumulate((each.at + each.ttft_s for each in ordered), max, initial=-math.inf)
+    # A request that was cancelled before its first token waited for it until its end.
+    ends = (each.at + (each.ttft_s or each.total_s) for each in ordered)
+    earlier_ends = accumulate(ends, max, initial=-math.inf)  # has one more, of all
     return [
         each
         for each, next_start, earlier_end in zip(ordered, starts, earlier_ends, strict=False)

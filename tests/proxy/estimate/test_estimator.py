@@ -7,7 +7,7 @@ from support.proxy.fake_backend import make_layout
 from warmline_common.measurement.recent_durations import WorkDuration
 from warmline_common.protocol.messages import BackendStatus
 from warmline_proxy.estimate.costs import Costs
-from warmline_proxy.estimate.estimator import DurationEstimator
+from warmline_proxy.estimate.estimator import DurationEstimator, list_lone_prefills
 from warmline_proxy.store.rows import RequestRecord, TtftParts
 
 PARTS = TtftParts(render_s=0.04, plan_s=0.02, restore_s=0.5, wait_s=9.0, prefill_s=7.0, first_step_s=0.3)
@@ -115,3 +115,10 @@ def test_history_is_learned_once_the_model_is_known() -> None:
     assert costs.estimate_prefill_s(0, 1_000) == pytest.approx(4.0, rel=0.05)
     estimator.update_status(make_status(fingerprint="g", boot="c"))
     assert asked == ["f", "g"] and estimator.costs != costs
+
+
+def test_prefill_beside_one_that_was_cancelled_is_not_a_lone_one() -> None:
+    facts = {"prefill_s": 1.0, "ttft_s": 2.0, "total_s": 3.0}
+    cancelled = make_record(id="left", at=20.0, **{**facts, "outcome": "cancelled", "ttft_s": 0.0})
+    records = [make_record(id=str(at), at=at, **facts) for at in (10.0, 22.0, 30.0, 40.0, 41.0)]
+    assert [each.id for each in list_lone_prefills([*records, cancelled])] == ["10.0", "30.0"]
