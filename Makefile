@@ -3,8 +3,11 @@
 # make test    lint and all tests (ARGS="-k name" for some, JOBS=1 for one at a time; most wait for processes, so four run on two cores)
 # make newcomer   a newcomer's way from a first start to a service and a purge, in a home of its own.  MODEL=path-or-repo PORT=...
 # make chaos   a storm over the pair for ten minutes: SECONDS=600 SEED=7
+# make models-chaos   several models with memory for two, conversations in random order, and SIGKILLs: TURNS=210 SEED=7
+#              ARGS="--pinned llama"
 # make soak    warm against cold: any order of steps on pairs of every cache family.  STEPS=2000 FAMILIES=llama,gemma3
 #              MODES=fast,exact SEED=7 ARGS="--replay SCRIPT"
+# make draft-soak   answers with drafts against those without, in every cache family.  ARGS="--tokens 20000 --families llama"
 # make index-damage   starts on an index that is damaged in each way: ten minutes.  ARGS="--sample 500 --seed 7"
 # make bench   benchmarks beside mlx_lm.server, twenty minutes on two quiet cores; tables in build/bench/summary.md.
 #              ARGS="--only herd,restart" for some, ARGS=--quick for whether they work
@@ -22,7 +25,7 @@ TB_PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 $(wildcar
 	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 JOBS ?= 4
 # A misspelt variable would silently mean the default.
-VARIABLES := MODEL HOME_DIR HOST PORT BACKEND_PORT ARGS JOBS SECONDS SEED STEPS FAMILIES MODES PYTHON TB_PYTHON
+VARIABLES := MODEL HOME_DIR HOST PORT BACKEND_PORT ARGS JOBS SECONDS SEED TURNS STEPS FAMILIES MODES PYTHON TB_PYTHON
 UNKNOWN := $(filter-out $(VARIABLES),$(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name))))
 $(if $(UNKNOWN),$(error $(UNKNOWN): no such variable; there are $(VARIABLES)))
 BIN := .venv/bin
@@ -34,7 +37,7 @@ TB_LOCK := requirements/terminal-bench.txt requirements/terminal-bench-itself.tx
 # Where Python may not keep what it has compiled, each start of a pair takes twice as long, and tests start a hundred.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run newcomer test pytest chaos soak index-damage bench terminal-bench terminal-bench-setup setup cuda lint reference lock clean
+.PHONY: help run newcomer test pytest chaos models-chaos soak draft-soak index-damage bench terminal-bench terminal-bench-setup setup cuda lint reference lock clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -56,9 +59,16 @@ pytest: setup
 chaos: setup
 	PYTHONPATH=tests $(BIN)/python tests/support/storm/storm.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
+models-chaos: setup
+	PYTHONPATH=tests $(BIN)/python tests/support/storm/models_storm.py $(if $(TURNS),--turns $(TURNS)) \
+		$(if $(SEED),--seed $(SEED)) $(ARGS)
+
 soak: setup
 	PYTHONPATH=tests $(BIN)/python tests/support/oracle/soak.py $(if $(STEPS),--steps $(STEPS)) \
 		$(if $(FAMILIES),--families $(FAMILIES)) $(if $(MODES),--modes $(MODES)) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+draft-soak: setup
+	PYTHONPATH=tests $(BIN)/python tests/support/speculation/soak.py $(ARGS)
 
 index-damage: setup
 	PYTHONPATH=tests $(BIN)/python tests/support/index/page_damage.py $(ARGS)

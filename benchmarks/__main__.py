@@ -35,6 +35,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "serving/herd.py": (),
     "serving/agent.py": (),
     "serving/beside.py": (),
+    "models/swap.py": (),
     "serving/overhead.py": ("--requests", "128"),
     "serving/growth.py": ("--residents", "10", "500", "2000"),
     "rendering": (),

@@ -51,7 +51,8 @@ from rich.table import Table
 from warmline_backend.engine.kv_transfer import READER_THREADS
 from warmline_backend.engine.save_slices import SaveSlices
 from warmline_backend.generation.rates import Rates
-from warmline_backend.kv_cache.codecs import CacheLayout, flatten, round_up_to_buffer
+from warmline_backend.kv_cache.batch_caches import round_up_to_buffer
+from warmline_backend.kv_cache.codecs import CacheLayout, flatten
 from warmline_backend.kv_cache.kv import KV
 from warmline_backend.kv_cache.segment_io import ChainLoader, LoadedChain, write_segment_file
 from warmline_backend.kv_cache.tensor_reader import READ_BYTES_MAX

@@ -29,8 +29,14 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
+def pytest_collection() -> None:
+    """Look for no garbage while modules are imported and tests collected: nearly all of that lives to the end."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """Keep what was collected, which lives to the end, out of each later collection of garbage."""
+    """Keep what was collected out of each later collection of garbage."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

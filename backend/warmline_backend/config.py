@@ -1,6 +1,7 @@
 """Configuration of the backend: its flags, checked by the settings table."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ RESERVED_TEMPLATE_ARGS = frozenset(
     | {"max_length", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors"}
     | {"sanitize_control_tokens", "tokenize", "tokenizer_kwargs", "tools", "truncation"}
 )
+_INSTANCE = re.compile(r"[a-z0-9._-]{1,64}")
 
 
 class BackendConfigError(Exception):
@@ -28,16 +30,22 @@ class BackendConfig:
     """Settings of one backend."""
 
     home: Path
+    instance: str  # tells the backends of several models in one home apart; "" for the only one
     model: str
     served_name: str
     host: str
-    port: int
+    port: int  # 0: any free one
     reuse: str  # "fast", "exact" or "off"
     prefill_step_size: int  # 0: the best size here, measured once a model
     memory_budget_bytes: int  # 0: a share of the memory that the weights leave
+    memory_limit_bytes: int  # memory of the machine to reckon with; 0: the device's
+    memory_share_bytes: int  # of the budget, until PUT /kv/memory; 0: all of it
+    memory_usable_bytes: int  # of that memory, until PUT /kv/memory; 0: all of it
+    warm_up_s: float  # time for the warm-up, which ends sooner then; 0.0: by device
     kv_bits: int  # 0: not quantized
     kv_group_size: int
     segment_compression: str  # "auto" or "off"
+    speculation: str  # "auto" or "off"
     max_tokens: int  # default of a request that names none; 0: the rest of the context
     temperature: float  # defaults of a request that names none
     top_p: float
@@ -58,7 +66,11 @@ def parse_config(arguments: list[str]) -> BackendConfig:
     parser.add_argument("--model", required=True, help="folder or repo id that mlx-lm loads")
     parser.add_argument("--served-name", default="")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8025)
+    parser.add_argument("--port", type=int, default=8025, help="0: any free one")
+    parser.add_argument("--instance", default="", help="name of this backend among several in one home")
+    parser.add_argument("--warm-up-s", type=float, default=0.0, help="set by the keeper for loads on demand")
+    for flag in ("--memory-limit-bytes", "--memory-share-bytes", "--memory-usable-bytes"):
+        parser.add_argument(flag, type=_byte_count, default=0, help="set by the keeper of several models")
     try:
         values = parser.parse_values(arguments)
     except SettingError as error:
@@ -75,17 +87,31 @@ def parse_config(arguments: list[str]) -> BackendConfig:
         log_level=values.pop("log_level").upper(),
         **values,
     )
-    if not is_loopback(config.host):
-        problem = f"--host {config.host}: the backend serves loopback only; put the proxy on the network"
+    if config.instance and not _INSTANCE.fullmatch(config.instance):
+        raise BackendConfigError(f"--instance {config.instance[:64]}: expected 1 to 64 of a-z 0-9 . _ -")
+    if problem := _find_problem(config):
         raise BackendConfigError(problem)
+    return config
+
+
+def _byte_count(text: str) -> int:
+    """argparse type for a number of bytes.  Raises ValueError."""
+    value = int(text)
+    if value < 0:
+        raise ValueError(text)
+    return value
+
+
+def _find_problem(config: BackendConfig) -> str:
+    """Error text for values that don't go together; "" where they do."""
+    if not is_loopback(config.host):
+        return f"--host {config.host}: the backend serves loopback only; put the proxy on the network"
     if config.reuse == "exact" and config.prefill_step_size == 1:
-        raise BackendConfigError(
+        return (
             "--prefill-step-size 1: expected at least 2 with --reuse exact, since rotating layers arrange the rows of "
             "single tokens in another way"
         )
-    if problem := describe_reserved_args(config.template_args):
-        raise BackendConfigError(problem)
-    return config
+    return describe_reserved_args(config.template_args)
 
 
 def describe_reserved_args(args: Mapping[str, object]) -> str:

@@ -25,6 +25,7 @@ import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from warmline_common.process.console import write_line
+from warmline_common.process.parent_watch import watch_parent
 from warmline_common.storage import disk
 from warmline_common.storage.file_lock import process_lock
 from warmline_common.storage.home import Home
@@ -35,6 +36,7 @@ NAME = "smollm2-135m-instruct"
 GROUP_SIZE = 32  # both of the file's block formats quantize 32 weights together
 BITS = 4  # of most tensors; the others are listed in config.json
 FLOAT32_BYTES = 540_000_000
+PARENT_GRACE_S = 5.0  # a draft of the folder that is left is deleted the next time
 SPECIAL_TOKEN_TYPE = 3  # GGUF's "control" tokens
 
 LAYER_NAMES = {
@@ -234,6 +236,7 @@ def _write_tokenizer(folder: Path, gguf_metadata: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    watch_parent(PARENT_GRACE_S)
     parser = argparse.ArgumentParser(prog="warmline_backend.demo", description="Prepare the demo model.")
     parser.add_argument("--home", type=Path, required=True)
     parser.add_argument("--weights", choices=["float32", "q4"], default="", help="default: by the device")

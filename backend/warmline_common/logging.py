@@ -31,7 +31,8 @@ from warmline_common.storage.regular_file import open_regular
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 FILE_BYTES_MAX = 10_000_000
 BACKUP_COUNT = 5  # older files, besides the current one
-OWN_PACKAGES = ("warmline_proxy", "warmline_backend", "warmline_common")  # other loggers' lines count from "warning" on
+# Other loggers' lines count from "warning" on.
+OWN_PACKAGES = ("warmline_proxy", "warmline_backend", "warmline_common", "warmline_run")
 FAULT_BYTES_MAX = 64 * 1024
 CAUSES_MAX = 8  # of an exception, that are logged
 # Plain words about their own state, but for what they quote.  Other texts may quote a request.
@@ -72,8 +73,8 @@ def set_request_id(request_id: str) -> None:
 def start_logging(process: str, level: str, format: str, files: bool, home: Home) -> None:
     """Set up logging, once, at a process's start; a second call does nothing.
 
-    `process` is "proxy" or "backend", `level` any case, `format` "text" or "json"; with `files` the log is
-    HOME/logs/{process}.log, and only the error that ends the process is on stderr, too.
+    `process` is "proxy", "keeper", "backend" or "backend-" and an instance's name, `level` any case, `format` "text" or
+    "json"; with `files` the log is HOME/logs/{process}.log, and only the error that ends the process is on stderr, too.
     """
     root = logging.getLogger()
     if root.handlers:

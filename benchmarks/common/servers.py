@@ -31,6 +31,8 @@ POLL_S = 0.02
 ANSWER_TOKENS = 16
 PREFILL_STEP_SIZE = 2048
 
+PACKAGES = ("proxy", "backend", "cachectl", "launchd")  # folders of a checkout
+
 CALIBRATION_TOKENS = (1024, 3072)
 
 Message = dict[str, str]
@@ -177,9 +179,17 @@ def find_free_ports(count: int) -> list[int]:
 
 @contextmanager
 def run_warmline(
-    model: Path, home: Path, log: Path, *flags: str, prefill_step_size: int = PREFILL_STEP_SIZE
+    model: Path,
+    home: Path,
+    log: Path,
+    *flags: str,
+    prefill_step_size: int = PREFILL_STEP_SIZE,
+    checkout: Path | None = None,
 ) -> Iterator[tuple[BenchServer, BenchServer]]:
-    """The pair under `warmline serve` with an empty home: (through the proxy, the backend directly)."""
+    """The pair under `warmline serve` with a home of its own: (through the proxy, the backend or keeper directly).
+
+    `checkout`: folder whose packages are run, with the libraries of this environment.
+    """
     port, backend_port = find_free_ports(2)
     command = [
         *(sys.executable, "-m", "warmline_run.cli", "serve"),
@@ -213,7 +223,8 @@ def run_warmline(
 
     pair.wait_until_saved, pair.kill_and_start, pair.find_pids = settle, kill_and_start, find_pids
     with log.open("ab") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
+        environment = make_checkout_environment(checkout) if checkout else None
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
         try:
             wait_until(lambda: ready() or process.poll() is not None, "the pair is ready")
             if process.poll() is not None:
@@ -224,6 +235,19 @@ def run_warmline(
             process.terminate()
             process.wait()
             keep_log(log)
+
+
+def make_checkout_environment(checkout: Path) -> dict[str, str]:
+    """Variables that have Python take Warmline's packages from a checkout; raises SystemExit where it doesn't."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(checkout / folder) for folder in PACKAGES)}
+    packages = [path.parent for folder in PACKAGES for path in (checkout / folder).glob("warmline_*/__init__.py")]
+    names = ", ".join(path.name for path in packages)
+    program = f"import {names}; print(*(each.__path__[0] for each in ({names})), sep='\\n')"
+    command = [sys.executable, "-P", "-c", program]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    if not packages or [Path(each) for each in found] != packages:
+        raise SystemExit(f"the packages of {checkout} would not be run: {found}")
+    return environment
 
 
 def keep_log(log: Path) -> None:

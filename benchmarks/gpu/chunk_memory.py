@@ -22,8 +22,9 @@ from warmline_backend.engine.chunk_size import make_chunk_memory
 from warmline_backend.generation.chunk_memory import ChunkMemory
 from warmline_backend.kv_cache.codecs import flatten, rebuild
 from warmline_backend.kv_cache.kv import KV
-from warmline_backend.model.model import ServedModel, compute_memory_budget, get_machine_bytes, load_served_model
+from warmline_backend.model.model import MemoryLimits, ServedModel, get_machine_bytes, load_served_model
 from warmline_backend.scheduler.scheduler import Scheduler
+from warmline_common.measurement.model_memory import compute_memory_budget
 
 STEP = 2048
 DEPTHS = (20_000, 80_000, 200_000)
@@ -94,7 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         large_models.build_model("wide", Path(folder))
         served = load_served_model(folder, "wide")
-        memory = make_chunk_memory(served, STEP, compute_memory_budget(served.weight_bytes))
+        machine_bytes = get_machine_bytes()
+        limits = MemoryLimits(machine_bytes, compute_memory_budget(served.weight_bytes, machine_bytes))
+        memory = make_chunk_memory(served, STEP, limits)
         measure_depths(served, memory)
         prefill_without_memory(served)
 

@@ -29,8 +29,8 @@ from warmline_backend.generation.sequence import Sequence
 from warmline_backend.kv_cache.kv import KV
 from warmline_backend.kv_cache.residents import Residents
 from warmline_backend.model.model import ServedModel, load_served_model
-from warmline_backend.scheduler import decode_group
-from warmline_backend.scheduler.decode_group import DecodeGroup
+from warmline_backend.scheduler.decoding import decode_group
+from warmline_backend.scheduler.decoding.decode_group import DecodeGroup
 from warmline_backend.scheduler.finish import Finisher
 
 ANSWER_TOKENS = 2

@@ -11,6 +11,7 @@ runs.
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from http.client import HTTPConnection, HTTPException
+from pathlib import Path
 from typing import Annotated, TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
@@ -75,11 +76,17 @@ class ProxyRefusedError(OperationRefusedError):
 
 
 class _Announcement(msgspec.Struct):
-    """Content of run/proxy.json and run/backend.json."""
+    """Content of run/proxy.json and of a backend's run/backend*.json."""
 
-    pid: int
+    pid: int = 0
     url: Annotated[str, msgspec.Meta(pattern="^http://")] = ""  # the proxy's
     port: int = 0  # the backend's
+
+
+class _Health(msgspec.Struct):
+    """GET /health of a backend, or of the keeper of several."""
+
+    keeper: bool = False
 
 
 # ---- reading
@@ -170,7 +177,7 @@ def purge(home: Home, request: rows.PurgeRequest) -> rows.PurgeReply:
             raise OperationRefusedError(str(error)) from error
         if request.dry_run:
             return reply
-        problem = _clear_backend_cache(home)
+        problem = _clear_backend_caches(home)
         delete_leftovers(index)
         if problem:
             raise OperationRefusedError(f"it is gone from the disk, but {problem}")
@@ -249,7 +256,7 @@ def request_proxy(home: Home, path: str, reply_type: type[T], timeout_s: float, 
 
     Raises ProxyNotRunningError where none runs, OperationRefusedError where it refuses.
     """
-    proxy = _read_announcement(home, "proxy")
+    proxy = _read_announcement(home.run / "proxy.json")
     if not proxy.url:
         raise ProxyNotRunningError(f"no proxy runs on {home.root} (start `warmline serve`)")
     killed = ProxyNotRunningError(f"no proxy answers at {proxy.url}, though {home.run / 'proxy.json'} names it")
@@ -267,7 +274,7 @@ def request_proxy(home: Home, path: str, reply_type: type[T], timeout_s: float, 
 
 def proxy_url(home: Home) -> str:
     """URL that a proxy of this home announced; "" where none did.  A killed proxy leaves its announcement."""
-    return _read_announcement(home, "proxy").url
+    return _read_announcement(home.run / "proxy.json").url
 
 
 def read_announced_ports(home: Home) -> tuple[int, int]:
@@ -275,15 +282,22 @@ def read_announced_ports(home: Home) -> tuple[int, int]:
     url, port = proxy_url(home), 0
     with suppress(ValueError):  # the file may have anything
         port = urlsplit(url).port or 0
-    return port, _read_announcement(home, "backend").port
+    return port, _read_announcement(home.backend_state).port
 
 
-def _read_announcement(home: Home, process: str) -> _Announcement:
-    """Announcement of "proxy" or "backend"; an empty one where none can be read."""
+def list_backends(home: Home) -> list[Home]:
+    """Home as each of its backends has it, by their files: first the only one, or the keeper of the others."""
+    files = [file for suffix in ("lock", "pid", "json") for file in home.run.glob(f"{home.backend_name}-*.{suffix}")]
+    names = {file.stem for file in files}
+    return [home, *(Home(home.root, name.removeprefix(f"{home.backend_name}-")) for name in sorted(names))]
+
+
+def _read_announcement(file: Path) -> _Announcement:
+    """Announcement of a process; an empty one where none can be read."""
     try:
-        return decode(disk.read_file(home.run / f"{process}.json"), _Announcement)
+        return decode(disk.read_file(file), _Announcement)
     except (OSError, msgspec.MsgspecError):
-        return _Announcement(pid=0)
+        return _Announcement()
 
 
 def _send_request(url: str, secret: str, path: str, request: object, reply_type: type[T], timeout_s: float) -> T:
@@ -312,21 +326,40 @@ def _make_refusal(url: str, status: int, body: bytes) -> OperationRefusedError:
         return OperationRefusedError(f"the proxy at {url} answered {status}: {parse_error_message(body)}")
 
 
+def _clear_backend_caches(home: Home) -> str:
+    """Clear all KV of conversations in the memory of each backend.  Returns the problems; "" for success or none."""
+    return "; ".join(filter(None, map(_clear_backend_cache, list_backends(home))))
+
+
 def _clear_backend_cache(home: Home) -> str:
-    """Clear all KV of conversations in the backend's memory.  Returns the problem; "" for success or no backend."""
     if not (pid := find_lock_holder(home.backend_lock)):
         return ""
-    backend = _read_announcement(home, "backend")  # a flag may have set the port
-    port = backend.port if str(backend.pid) == pid else int(read_setting(home.root, "backend_port"))
-    headers = {"Authorization": f"Bearer {home.load_secret()}"}
+    name = f"the backend of {home.instance}" if home.instance else "the backend"
+    backend = _read_announcement(home.backend_state)  # a flag may have set the port
+    port = backend.port if str(backend.pid) == pid else 0 if home.instance else read_setting(home.root, "backend_port")
+    why = _send_clear_cache(home, port) if port else "has not announced its port"
+    return f"{name}, process {pid}, {why}; its KV in memory may be stored again: restart it" if why else ""
+
+
+def _send_clear_cache(home: Home, port: int) -> str:
+    """Have the process on this port clear its KV.  Returns the problem; "" for success, and for a keeper, with none."""
     connection = HTTPConnection("127.0.0.1", port, timeout=BACKEND_TIMEOUT_S)
     try:
-        connection.request("POST", "/kv/forget", headers=headers)
-        if (status := connection.getresponse().status) == 200:
+        if not home.instance and _is_keeper(connection):
             return ""
-        why = f"answered {status}"
+        connection.request("POST", "/kv/forget", headers={"Authorization": f"Bearer {home.load_secret()}"})
+        status = connection.getresponse().status
+        return "" if status == 200 else f"answered {status}"
     except (OSError, HTTPException) as error:
-        why = f"can't be reached on port {port}: {error}"
+        return f"can't be reached on port {port}: {error}"
     finally:
         connection.close()
-    return f"the backend, process {pid}, {why}; its KV in memory may be stored again: restart it"
+
+
+def _is_keeper(connection: HTTPConnection) -> bool:
+    """True for the keeper of several backends, which are asked one by one."""
+    connection.request("GET", "/health")
+    try:
+        return decode(connection.getresponse().read(), _Health).keeper
+    except msgspec.MsgspecError:
+        return False

@@ -1,4 +1,4 @@
-"""Shell completion of ids and key names, read from the home.  Silent where nothing can be read."""
+"""Shell completion of ids and of names of keys and models, read from the home.  Silent where nothing can be read."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -29,6 +29,12 @@ def complete_ids(ctx: Any, incomplete: str) -> list[tuple[str, str]]:
         segments = [row.id for row in _read_index(ctx, IndexReader.segments) if row.id.startswith(incomplete)]
         found += [(row_id, "a segment") for row_id in segments[:SEGMENTS_MAX]]
     return found
+
+
+def complete_models(ctx: Any, incomplete: str) -> list[str]:
+    """Names of models with stored conversations."""
+    names = {row.model for row in _read_index(ctx, IndexReader.sessions)}
+    return sorted(printable(name) for name in names if name.startswith(incomplete))
 
 
 def complete_key_names(ctx: Any, incomplete: str) -> list[str]:

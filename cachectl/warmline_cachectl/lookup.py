@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
+import msgspec
+
 from warmline_cachectl import client
 from warmline_cachectl.errors import EXIT_FOUND, EXIT_USAGE, exit_on_error, fail
 from warmline_cachectl.options import make_home
@@ -45,6 +47,32 @@ def resolve_session_id(snapshot: IndexSnapshot, typed: str) -> str:
     if kind != "session":
         fail(f"{typed} is a {kind}, not a session", EXIT_USAGE)
     return row_id
+
+
+def select_model(snapshot: IndexSnapshot, model: str) -> IndexSnapshot:
+    """Snapshot with one model's rows alone, by the name that they were stored under; all for "".
+
+    Ends the command where there are none.
+    """
+    if not model:
+        return snapshot
+    sessions = {row.id: row for row in snapshot.sessions.values() if row.model == model}
+    segments = {row.id: row for row in snapshot.segments.values() if row.model == model}
+    if not (sessions or segments):
+        fail(describe_unknown_model(snapshot, model), EXIT_FOUND)
+    return msgspec.structs.replace(
+        snapshot,
+        segments=segments,
+        checkpoints={row.id: row for row in snapshot.checkpoints.values() if row.segment in segments},
+        sessions=sessions,
+    )
+
+
+def describe_unknown_model(snapshot: IndexSnapshot, model: str) -> str:
+    """Message for a model of which nothing is stored; aliases are such names, too."""
+    names = ", ".join(sorted({repr(row.model) for row in snapshot.segments.values()}))
+    others = f"; there is data of {names}" if names else ", nor of any other"
+    return f"nothing is stored of a model named {model!r}{others}"
 
 
 def find_id(snapshot: IndexSnapshot, typed: str) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """Addresses that clients connect to, and the example command for a newcomer."""
 
+import json
 import shlex
 import shutil
 import socket
@@ -58,11 +59,12 @@ class Address:
         urls = [format_url(host, self.port) for host in (*_list_host_names()[1:], self.probe_host)]
         return f"also {' and '.join(urls)}\n"
 
-    def curl_command(self, needs_key: bool) -> str:
+    def curl_command(self, needs_key: bool, model: str = "") -> str:
         """A first request, to be pasted.  `needs_key`: the proxy refuses requests without a key."""
         key = f' -H "Authorization: Bearer {self._key_expression()}"' if needs_key or self.key else ""
-        body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
-        return f"curl {self.url}/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+        named = {"model": model} if model else {}
+        body = json.dumps({**named, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+        return f"curl {self.url}/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
 
     def _key_expression(self) -> str:
         if self.key:

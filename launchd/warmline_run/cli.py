@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -12,12 +13,17 @@ import typer
 from warmline_common.process import exit_codes
 from warmline_common.process.exit_codes import EXIT_CONFIGURATION
 from warmline_common.process.version import version
-from warmline_common.settings.parsers import Value, make_amount_parser, make_integer_parser, make_option_parser
+from warmline_common.settings.models import format_models
+from warmline_common.settings.parsers import make_amount_parser, make_integer_parser, make_option_parser
 from warmline_common.settings.resolve import ConfigurationError, EffectiveSetting, ResolvedConfig, resolve
 from warmline_common.settings.table import SETTINGS
-from warmline_run import openblas, ports, processes, supervisor
+from warmline_run import model_folders, openblas, ports, processes, supervisor
+from warmline_run.models.cli import app as models_app
+from warmline_run.models.prepare import prepare_models
 from warmline_run.services.cli import JsonOption, make_app
 from warmline_run.settings.cli_options import with_settings
+from warmline_run.settings.effective import format_settings, hide_secrets
+from warmline_run.settings.model_config import has_several_models
 from warmline_run.supervisor import print_message
 
 
@@ -57,7 +63,10 @@ def serve(config: ResolvedConfig) -> None:
     """Run proxy and backend together; restart what dies."""
     if problem := ports.describe_occupied_port(config):  # early and by name: the children bind a moment later
         raise ConfigurationError(problem)
-    processes.check_model_folder(config)
+    model_folders.check_model_folders(config)
+    if has_several_models(config):
+        keeper = processes.keeper_command(config, os.environ)
+        raise typer.Exit(supervisor.run(keeper, processes.proxy_command(config, os.environ), config))
     _print_blas_advice()
     try:
         model = processes.prepare_model(config)
@@ -77,8 +86,13 @@ def proxy(config: ResolvedConfig) -> None:
 @app.command()
 @with_settings
 def backend(config: ResolvedConfig) -> None:
-    """Run the backend alone, in this process."""
-    processes.check_model_folder(config)
+    """Run the backend alone, in this process; with several models, the keeper of their backends."""
+    model_folders.check_model_folders(config)
+    if has_several_models(config):
+        from warmline_run.keeper import app as keeper  # here, since no other command needs its server
+
+        _print_blas_advice()
+        raise typer.Exit(keeper.run_keeper(config, os.environ))
     _print_blas_advice()
     _exec_command(processes.backend_command(config, processes.prepare_model(config), os.environ))
 
@@ -88,7 +102,7 @@ def backend(config: ResolvedConfig) -> None:
 def doctor(
     config: ResolvedConfig,
     examined_model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="instead of the setting", show_default=False)
+        str | None, typer.Argument(metavar="MODEL", help="instead of the settings", show_default=False)
     ] = None,
     memory_gb: Annotated[
         float,
@@ -106,17 +120,25 @@ def doctor(
     ] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Say whether a model can be served, and how, without loading its weights."""
+    """Say whether a model can be served, and how, without loading its weights.
+
+    Where several models are configured and none is named: each of them, and which of them fit into memory together.
+    """
     if examined_model is not None:
         try:
             model = EffectiveSetting(SETTINGS["model"].parse(examined_model), "MODEL")
         except ValueError as error:
             raise ConfigurationError(f"MODEL: {error}, not {examined_model!r}") from None
-        config = ResolvedConfig({**config.effective_settings, "model": model})
+        config = ResolvedConfig(
+            {**config.effective_settings, "model": model, "models": EffectiveSetting("[]", "MODEL")}
+        )
     numbers = {"--memory-gb": memory_gb, "--prefill-tokens-s": prefill_tokens_s, "--disk-gb-s": disk_gb_s}
     options = [word for flag, number in numbers.items() if number for word in (flag, f"{number:g}")]
     options += ["--json"] if as_json else []
-    _exec_command(processes.doctor_command(config, processes.prepare_model(config), options, os.environ))
+    if models := prepare_models(config):
+        options += ["--models", format_models(models), "--models-memory-gb", str(config["models_memory_gb"])]
+    model_path = models[0].path if models else processes.prepare_model(config)
+    _exec_command(processes.doctor_command(config, model_path, options, os.environ))
 
 
 @app.command(short_help="Check a running server.")
@@ -174,24 +196,12 @@ def show_config(
     as_json: JsonOption = False,
 ) -> None:
     """Show each setting in force and where it came from."""
-    rows = {
-        name: {"value": "(set)" if SETTINGS[name].secret and setting.value else setting.value, "source": setting.source}
-        for name, setting in config.effective_settings.items()
-    }
+    effective = hide_secrets(config.effective_settings)
     if as_json:
-        print(json.dumps(rows, indent=2))
+        print(json.dumps({name: asdict(setting) for name, setting in effective.items()}, indent=2))
         return
-    values = {name: _format_value(row["value"]) for name, row in rows.items()}
-    name_width, value_width = max(map(len, values)), max(map(len, values.values()))
-    for name, value in values.items():
-        print(f"{name:<{name_width}}  {value:<{value_width}}  {rows[name]['source']}")
-
-
-def _format_value(value: Value) -> str:
-    """A value as the file, a variable and a flag take it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:.15g}" if isinstance(value, float) else str(value)
+    for line in format_settings(effective):
+        print(line)
 
 
 def _print_blas_advice() -> None:
@@ -205,6 +215,7 @@ def _exec_command(command: processes.Command) -> None:
     os.execve(command.arguments[0], command.arguments, dict(command.environment))
 
 
+app.add_typer(models_app)
 app.add_typer(make_app("launchd", "launch agents (macOS)", "Have launchd keep the pair (macOS)."))
 app.add_typer(make_app("service", "user services (Linux)", "Have systemd keep the pair (Linux)."))
 

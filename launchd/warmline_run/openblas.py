@@ -4,6 +4,7 @@ Measured on a 135M float32 model: prefill 7 tokens/s with the reference BLAS, 70
 """
 
 import sys
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -27,9 +28,13 @@ INSTALL_ADVICE = (
 
 def is_openblas_needed() -> bool:
     """True where mlx computes on a Linux CPU: not on macOS, nor with a CUDA build of mlx."""
-    return sys.platform == "linux" and not any(
-        (package.name or "").lower().startswith("mlx-cuda") for package in metadata.distributions()
-    )
+    return sys.platform == "linux" and not has_cuda_build()
+
+
+@cache  # it reads a file of every package, tens of milliseconds, and the keeper asks at each load of a model
+def has_cuda_build() -> bool:
+    """True where a CUDA build of mlx is installed."""
+    return any((package.name or "").lower().startswith("mlx-cuda") for package in metadata.distributions())
 
 
 def find_library(root: Path = Path("/")) -> Path | None:

@@ -1,7 +1,8 @@
-"""Requests to the proxy, over HTTP and without a retry.  Blocks, at most `TIMEOUT_S` at a time."""
+"""Requests to the proxy, over HTTP and without a retry.  Blocks, `TIMEOUT_S` at a time where nothing else is said."""
 
 import http.client
 import json
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,14 +26,26 @@ class ProxyReadiness:
     model: str = ""
 
 
-def get(address: Address, path: str, key: str = "") -> tuple[int, dict[str, Any]]:
-    """Status and JSON object, {} where the answer is none.  Raises `CONNECTION_ERRORS`."""
-    with closing(http.client.HTTPConnection(address.probe_host, address.port, timeout=TIMEOUT_S)) as connection:
-        connection.request("GET", path, headers={"Authorization": f"Bearer {key}"} if key else {})
+def send(
+    address: Address,
+    path: str,
+    key: str = "",
+    body: Mapping[str, object] | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> tuple[int, dict[str, Any]]:
+    """Status and JSON object, {} where the answer is none: of a POST with a body, else of a GET.
+
+    Raises `CONNECTION_ERRORS`.
+    """
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    data = None if body is None else json.dumps(body).encode()
+    headers |= {} if data is None else {"Content-Type": "application/json"}
+    with closing(http.client.HTTPConnection(address.probe_host, address.port, timeout=timeout_s)) as connection:
+        connection.request("GET" if data is None else "POST", path, body=data, headers=headers)
         response = connection.getresponse()
-        body = response.read(RESPONSE_BYTES_MAX)
+        answer_body = response.read(RESPONSE_BYTES_MAX)
     try:
-        answer = json.loads(body)
+        answer = json.loads(answer_body)
     except ValueError:
         answer = None
     return response.status, answer if isinstance(answer, dict) else {}
@@ -41,7 +54,7 @@ def get(address: Address, path: str, key: str = "") -> tuple[int, dict[str, Any]
 def read_readiness(address: Address) -> ProxyReadiness:
     """Answer of GET /ready.  Raises nothing: an unreachable proxy is not ready."""
     try:
-        status, answer = get(address, "/ready")
+        status, answer = send(address, "/ready")
     except ConnectionRefusedError:
         return ProxyReadiness(False, "the proxy does not listen yet")
     except CONNECTION_ERRORS as error:
@@ -59,7 +72,7 @@ def read_status(address: Address, home: Path) -> dict[str, Any]:
     if not ports.is_listening(home, address.port):
         return {}
     try:
-        status, answer = get(address, "/warmline/status", Home(home).read_secret())
+        status, answer = send(address, "/warmline/status", Home(home).read_secret())
     except CONNECTION_ERRORS:
         return {}
     return answer if status == 200 else {}

@@ -14,6 +14,8 @@ DISK_USAGE_NAMES = ("segments", "checkpoints", "quarantined", "writing", "doomed
 WIDTH = len("dashboard")
 SHOW_KEY_COMMAND = "cachectl key show admin"
 WATCH_COMMAND = "cachectl top"
+MODELS_COMMAND = "warmline models ls"
+UNFIT = "can't be loaded"
 
 
 def read_report(config: ResolvedConfig) -> str:
@@ -26,22 +28,57 @@ def format_report(status: Mapping[str, Any], config: ResolvedConfig, address: Ad
     """A line a fact; "" where the status is of another form, such as another version's.  Pure."""
     try:
         engine, totals = status["engine"], status["totals"]
-        tokens, conversations = engine["context_tokens_max"], totals["sessions"]
+        is_idle = engine is None and bool(status["models"])  # none of several models is loaded
+        conversations = totals["sessions"]
         used = sum(totals[f"bytes_{part}"] for part in DISK_USAGE_NAMES)
         stored = f"{conversations:,} conversation{'s' * (conversations > 1)}, {totals['tokens']:,} tokens"
         facts = {
-            "model": f"{engine['model']} on {engine['device']}, KV in {engine['layout']['dtype']}",
-            "context": f"{tokens:,} tokens" if tokens else "the model does not say how long",
-            "memory": f"{_format_bytes(engine['memory_budget_bytes'])} for conversations",
+            **({} if is_idle else _describe_engine(engine)),
+            **_list_models(status, str(config["home"])),
             "disk": f"{_format_bytes(used)} of {_format_bytes(status['disk_budget_bytes'])} used: "
             + (stored if conversations else "no conversation is stored"),
-            "kept": _format_persistence(status),
+            **({} if is_idle else {"kept": _format_persistence(status)}),
             "dashboard": _format_dashboard(config, address),
             "requests": f"{format_command(WATCH_COMMAND, str(config['home']))} shows them",
         }
     except (KeyError, TypeError, ValueError):
         return ""
     return "".join(f"{name:<{WIDTH}}  {fact}\n" for name, fact in facts.items())
+
+
+def choose_example_model(status: Mapping[str, Any]) -> str:
+    """Name of the model for a first request: of several the default, or one that needs no load; "" for the only one."""
+    models = [each for each in status.get("models", ()) if not _is_unfit(each)]
+    running = [each for each in models if each["stage"] in ("loaded", "starting")]
+    found = next((each for each in running if each["default"]), next(iter([*running, *models]), None))
+    return str(found["name"]) if found else ""
+
+
+def has_unknown_sizes(status: Mapping[str, Any]) -> bool:
+    """True while the size of some model is read; it may turn out that it can't be loaded."""
+    return any(not (each["need_bytes"] or each["reason"]) for each in status.get("models", ()))
+
+
+def _describe_engine(engine: Mapping[str, Any]) -> dict[str, str]:
+    tokens = engine["context_tokens_max"]
+    return {
+        "model": f"{engine['model']} on {engine['device']}, KV in {engine['layout']['dtype']}",
+        "context": f"{tokens:,} tokens" if tokens else "the model does not say how long",
+        "memory": f"{_format_bytes(engine['memory_budget_bytes'])} for conversations",
+    }
+
+
+def _list_models(status: Mapping[str, Any], home: str) -> dict[str, str]:
+    """Line about several models; nothing about one."""
+    models = status.get("models", ())
+    unfit = [each["name"] for each in models if _is_unfit(each)]
+    names = [f"{each['name']} ({UNFIT if each['name'] in unfit else each['stage']})" for each in models]
+    why = f"; `{format_command(MODELS_COMMAND, home)}` says why" if unfit else ""
+    return {"models": ", ".join(names) + why} if names else {}
+
+
+def _is_unfit(model: Mapping[str, Any]) -> bool:
+    return bool(model["reason"]) and model["stage"] in ("unloaded", "failed")
 
 
 def _format_persistence(status: Mapping[str, Any]) -> str:

@@ -5,29 +5,32 @@ serve, which then stops the proxy before the backend under it.
 """
 
 import asyncio
-import os
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from warmline_common.process import exit_codes
 from warmline_common.process.console import write_line
 from warmline_common.process.exit_codes import EXIT_CONFIGURATION
-from warmline_common.process.parent_watch import PARENT_PIPE
 from warmline_common.settings.resolve import ResolvedConfig
 from warmline_run import probe
 from warmline_run.address import Address, make_address
+from warmline_run.child_process import (
+    RestartBackoff,
+    SupervisorSignals,
+    describe_exit,
+    open_parent_pipe,
+    start_child,
+    wait_for_exit,
+)
 from warmline_run.processes import Command
-from warmline_run.startup_report import format_report
+from warmline_run.startup_report import choose_example_model, format_report, has_unknown_sizes
 
-RESTART_DELAY_FIRST_S = 1.0
-RESTART_DELAY_MAX_S = 30.0
-BACKOFF_RESET_AFTER_S = 60.0  # a child up for this long has earned a fresh start
 STOP_MARGIN_S = 15.0  # beyond the drain of running requests: to release them, and to save
 PROBE_INTERVAL_S = 0.2
+SIZES_WAIT_S = 5.0  # for the sizes of several models, before the report of a start
 
 
 def print_message(line: str) -> None:
@@ -40,8 +43,8 @@ def run(backend: Command, proxy: Command, config: ResolvedConfig) -> int:
 
 
 async def _serve(backend: Command, proxy: Command, config: ResolvedConfig) -> int:
-    signals, outage = _Signals(), _OutageReporter(make_address(config))
-    with _open_parent_pipe() as pipe:
+    signals, outage = SupervisorSignals(), _OutageReporter(make_address(config))
+    with open_parent_pipe() as pipe:
         children = [_ChildSupervisor(each, pipe, signals, outage) for each in (proxy, backend)]  # in order of stopping
         runs = [asyncio.create_task(child.run()) for child in reversed(children)]
         announcement = asyncio.create_task(_announce_ready(config, outage))
@@ -59,62 +62,29 @@ async def _serve(backend: Command, proxy: Command, config: ResolvedConfig) -> in
                 await child.stop()
 
 
-class _Signals:
-    """Requests by signal: the first SIGINT or SIGTERM asks to stop, the next one to hurry."""
-
-    def __init__(self) -> None:
-        self.stop_requested = asyncio.Event()
-        self.kill_requested = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._handle_signal)
-
-    def _handle_signal(self) -> None:
-        (self.kill_requested if self.stop_requested.is_set() else self.stop_requested).set()
-
-
-@contextmanager
-def _open_parent_pipe() -> Iterator[int]:
-    """Read end of a pipe; this process alone has the write end: children see it close when this process ends."""
-    read_end, write_end = os.pipe()
-    try:
-        yield read_end
-    finally:
-        os.close(read_end)
-        os.close(write_end)
-
-
 class _ChildSupervisor:
     """Supervisor of one child.  `run` returns only on a configuration error; after cancelling it, call `stop`."""
 
-    def __init__(self, command: Command, pipe: int, signals: _Signals, outage: "_OutageReporter") -> None:
+    def __init__(self, command: Command, pipe: int, signals: SupervisorSignals, outage: "_OutageReporter") -> None:
         self._command, self._pipe, self._signals, self._outage = command, pipe, signals, outage
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self) -> int:
-        delay_s = RESTART_DELAY_FIRST_S
-        environment = {**self._command.environment, PARENT_PIPE: str(self._pipe)}
+        backoff, variables = RestartBackoff(), dict[str, str]()
         while True:
-            started = time.monotonic()
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command.arguments,
-                env=environment,
-                pass_fds=(self._pipe,),
-                stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            backoff.record_start()
+            self._process = await start_child(self._command, self._pipe, variables)
             self._outage.record_start(self._command.name)
             code = await self._process.wait()
             self._outage.record_exit(self._command.name)
             if code == EXIT_CONFIGURATION:
                 print_message(f"the {self._command.name} can't run as configured (see its message above)")
                 return code
-            if time.monotonic() - started >= BACKOFF_RESET_AFTER_S:
-                delay_s = RESTART_DELAY_FIRST_S
-            print_message(f"the {self._command.name} {_describe_exit(code)}; starting it again in {delay_s:g} s")
+            delay_s = backoff.next_delay_s()
+            print_message(f"the {self._command.name} {describe_exit(code)}; starting it again in {delay_s:g} s")
             # From now on the child waits for a held home: a cachectl may have it, and release it.
-            environment.setdefault(exit_codes.AGENT_VARIABLE, exit_codes.SERVE)
+            variables.setdefault(exit_codes.AGENT_VARIABLE, exit_codes.SERVE)
             await asyncio.sleep(delay_s)
-            delay_s = min(delay_s * 2, RESTART_DELAY_MAX_S)
 
     async def stop(self) -> None:
         """SIGTERM, and SIGKILL after a grace or as soon as the user hurries."""
@@ -122,22 +92,18 @@ class _ChildSupervisor:
         if process is None or process.returncode is not None:
             return
         process.terminate()
-        exit_wait = asyncio.create_task(process.wait())
-        kill_request = asyncio.create_task(self._signals.kill_requested.wait())
-        grace_s = self._command.drain_timeout_s + STOP_MARGIN_S
-        await asyncio.wait([exit_wait, kill_request], timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
-        kill_request.cancel()
-        if not exit_wait.done():
+        grace_s, hurry = self._command.drain_timeout_s + STOP_MARGIN_S, self._signals.kill_requested
+        if not await wait_for_exit(process, hurry, grace_s) and not await self._stop_at_once(process):
             print_message(f"the {self._command.name} doesn't end; killing it")
             process.kill()
-        await exit_wait
+        await process.wait()
 
-
-def _describe_exit(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    names = {number.value: number.name for number in signal.Signals}  # real-time signals have no name of their own
-    return f"was killed by {names.get(-code, f'signal {-code}')}"
+    async def _stop_at_once(self, process: asyncio.subprocess.Process) -> bool:
+        """Pass the hurry on to a child that has children of its own to end.  True where it has ended."""
+        if not self._command.hurry_s:
+            return False
+        process.terminate()
+        return await wait_for_exit(process, asyncio.Event(), self._command.hurry_s)
 
 
 class _OutageReporter:
@@ -189,11 +155,21 @@ async def _announce_ready(config: ResolvedConfig, outage: _OutageReporter) -> No
     address = make_address(config)
     await _wait_until_ready(address)
     outage.is_enabled = True
-    status = await asyncio.to_thread(probe.read_status, address, Path(str(config["home"])))
-    curl = address.curl_command(needs_key=status.get("needs_key") is True)
+    status = await _read_status_with_sizes(address, Path(str(config["home"])))
+    curl = address.curl_command(status.get("needs_key") is True, choose_example_model(status))
     report = format_report(status, config, address)
     sys.stdout.write(f"ready {address.url}\n{address.alternatives_line}{curl}\n{report}")
     sys.stdout.flush()
+
+
+async def _read_status_with_sizes(address: Address, home: Path) -> Mapping[str, Any]:
+    """Status once the size of each model is known, which says what can't be loaded; for SIZES_WAIT_S at most."""
+    deadline = time.monotonic() + SIZES_WAIT_S
+    while True:
+        status = await asyncio.to_thread(probe.read_status, address, home)
+        if not has_unknown_sizes(status) or time.monotonic() > deadline:
+            return status
+        await asyncio.sleep(PROBE_INTERVAL_S)
 
 
 async def _wait_until_ready(address: Address) -> None:

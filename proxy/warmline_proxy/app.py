@@ -2,26 +2,25 @@
 
 import asyncio
 import logging
-import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 
 from aiohttp import web
 
 from warmline_common.protocol.tokens import namespace
+from warmline_common.settings.models import ModelConfig
 from warmline_proxy.admin.explain import ExplainRoutes
 from warmline_proxy.admin.maintenance import MaintenanceRoutes
 from warmline_proxy.admin.metrics import MetricsRoutes
+from warmline_proxy.admin.models import ModelRoutes
 from warmline_proxy.admin.owners import OwnerResolver
 from warmline_proxy.admin.purge import PurgeEvents, PurgeRoutes
 from warmline_proxy.admin.status import ServerInfo, StatusRoutes
 from warmline_proxy.api.openai import MODELS_PATH
 from warmline_proxy.api.registry import APIS, COUNT_TOKENS_PATH, RESPONSES_PATH
-from warmline_proxy.audit.auditor import Auditor
-from warmline_proxy.audit.bisect import Bisector
-from warmline_proxy.audit.first_token_probe import FirstTokenProbe
-from warmline_proxy.audit.quarantine import Quarantine
-from warmline_proxy.audit.quiet import QuietEngine
+from warmline_proxy.audit.audits import AuditServices, ModelAudits, build_audits
 from warmline_proxy.audit.replay import SessionReplayer
 from warmline_proxy.auth.authenticator import Authenticator
 from warmline_proxy.auth.principals import ClientKeys
@@ -37,6 +36,11 @@ from warmline_proxy.http.connections import CONNECTIONS
 from warmline_proxy.http.request_id import request_id_middleware, set_request_id_headers
 from warmline_proxy.index.index import Index, IndexStoreError
 from warmline_proxy.metrics import METRICS, ProxyMetrics
+from warmline_proxy.models.admission import AdmissionQueue
+from warmline_proxy.models.backend import Backend
+from warmline_proxy.models.directory import ServedModels
+from warmline_proxy.models.gate import ModelGate
+from warmline_proxy.models.switcher import ModelSwitcher
 from warmline_proxy.pipeline.completion import Completion
 from warmline_proxy.pipeline.deadline_monitor import DeadlineMonitor
 from warmline_proxy.pipeline.generator import Generator
@@ -47,7 +51,6 @@ from warmline_proxy.pipeline.sampled_turns import SampledTurnCache
 from warmline_proxy.pipeline.save_health import SaveHealth
 from warmline_proxy.pipeline.saver import Saver
 from warmline_proxy.pipeline.starter import Starter
-from warmline_proxy.request.admission import AdmissionQueue
 from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.routes import middlewares
 from warmline_proxy.routes.clients import CANCEL_PATH, ClientRoutes
@@ -56,7 +59,8 @@ from warmline_proxy.routes.responses import ResponseRoutes
 from warmline_proxy.store.rows import RequestRecord
 from warmline_proxy.tasks import BackgroundTasks
 from warmline_proxy.upstream.backend_state import BackendState
-from warmline_proxy.upstream.client import Upstream
+from warmline_proxy.upstream.client import Upstream, UpstreamError
+from warmline_proxy.upstream.keeper_client import KeeperClient
 from warmline_proxy.upstream.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -71,69 +75,105 @@ class Components:
 
     def __init__(self, config: ProxyConfig, secret: str, index: Index) -> None:
         self.config, self.index, self.keys = config, index, ClientKeys(config)
-        background, metrics = BackgroundTasks(), ProxyMetrics()
-        upstream = Upstream(config.backend_url, secret)
-        watchdog = Watchdog(upstream, config.wedge_timeout_s, config.home.pid_file("backend"))
-        state = BackendState(upstream, DurationEstimator(self._list_history))
-        registry = RequestRegistry(state)
-        self.background, self.metrics, self.upstream, self.watchdog = background, metrics, upstream, watchdog
-        self.backend_state, self.registry, self.save_health = state, registry, SaveHealth(metrics)
-        running_max, queued_max = config.running_count_max, config.queue_count_max
-        self.admission = AdmissionQueue(running_max, queued_max, registry.estimate_retry_after_s)
+        background, metrics, registry = BackgroundTasks(), ProxyMetrics(), RequestRegistry()
+        self.background, self.metrics, self.registry, self.save_health = (
+            background,
+            metrics,
+            registry,
+            SaveHealth(metrics),
+        )
+        self.switcher: ModelSwitcher | None = None
+        self.models = self._build_models(secret)
         self.save_health.watch_index(index)
         self.body_reader = BodyReader(BodyBudget(config.body_budget_bytes), config.receive_timeout_s)
-        turns, resident_view = SampledTurnCache(index), state.resident_view
-        divergences = DivergenceRecorder(upstream, index, resident_view, background)
+        turns, divergences = SampledTurnCache(index), DivergenceRecorder(index, background)
         self.sampled_turns, self.divergence_recorder, self.prompt_heads = turns, divergences, PromptHeadCache()
-        self.renderer = RemoteRenderer(config, upstream, state, turns)
+        self.renderer = RemoteRenderer(config, turns)
         is_reusing, finishes_prefill = config.reuse != "off", config.on_disconnect == "finish-prefill"
-        self.saver = Saver(index, upstream, state, metrics, self.save_health, turns, divergences, reuse=is_reusing)
-        self._build_audits()
+        self.saver = Saver(index, self.models, metrics, self.save_health, turns, divergences, reuse=is_reusing)
+        self.switcher = self._build_switcher(secret)
+        self.audits = self._build_audits()
+        metrics.audits_waiting.set_function(self.audits.count_waiting)
         self.responses = ResponseStore(index, registry, self.body_reader)
-        on_completed = (self.responses.record_session, self.auditor.consider_request)
-        self.completion = Completion(
-            registry, upstream, watchdog, self.saver, on_completed, background, finishes_prefill
+        on_completed = (self.responses.record_session, self.audits.consider_request)
+        self.completion = Completion(registry, self.saver, on_completed, background, finishes_prefill)
+        self.deadline_monitor = DeadlineMonitor(lambda: registry.unsettled, background, config.heartbeat_after_s)
+
+    def _build_models(self, secret: str) -> ServedModels:
+        """The only backend, at the configured URL; or one a model, whose URLs the keeper tells."""
+        if not (models := self.config.model_configs):
+            return ServedModels([self._build_backend(Upstream(self.config.backend_url, secret), ModelGate())])
+        count_max = self.config.running_count_max + self.config.queue_count_max
+        gates = [ModelGate(is_open=False, waiting_count_max=count_max, on_change=self._wake_switcher) for _ in models]
+        backends = [
+            self._build_backend(Upstream("", secret), gate, model) for gate, model in zip(gates, models, strict=True)
+        ]
+        return ServedModels(backends, has_keeper=True)
+
+    def _wake_switcher(self) -> None:
+        if self.switcher is not None:
+            self.switcher.wake()
+
+    def _build_switcher(self, secret: str) -> ModelSwitcher | None:
+        """Switcher of several models; None for one."""
+        if not self.models.has_keeper:
+            return None
+        keeper = KeeperClient(self.config.backend_url, secret)
+        return ModelSwitcher(
+            models=self.models,
+            keeper=keeper,
+            stay_s=self.config.model_stay_s,
+            connect_timeout_s=self.config.connect_timeout_s,
+            save_residents=self.save_before_unload,
+            metrics=self.metrics,
+            background=self.background,
         )
-        self.deadline_monitor = DeadlineMonitor(
-            lambda: registry.unsettled, watchdog, background, config.heartbeat_after_s
-        )
+
+    def _build_backend(self, upstream: Upstream, gate: ModelGate, model: ModelConfig | None = None) -> Backend:
+        config, home = self.config, replace(self.config.home, instance=model.instance if model else "")
+        watchdog = Watchdog(upstream, config.wedge_timeout_s, home)
+        state = BackendState(upstream, DurationEstimator(self._list_history))
+
+        def estimate_retry_after_s() -> int:
+            return self.registry.estimate_retry_after_s(backend)
+
+        admission = AdmissionQueue(config.running_count_max, config.queue_count_max, estimate_retry_after_s)
+        backend = Backend(upstream, watchdog, state, admission, gate, model)
+        return backend
 
     def _list_history(self, fingerprint: str) -> list[RequestRecord]:
         """Records of the last requests to a model, the oldest first; none where the index can't be read."""
-        roots = {namespace(fingerprint, tenant) for tenant in {"", *self.keys.known_tenants}}
+        roots = {namespace(fingerprint, tenant) for tenant in self._list_tenants()}
         try:
             return [record for record in reversed(self.index.requests(HISTORY_MAX)) if record.root in roots]
         except IndexStoreError as error:
             log.warning("durations of earlier requests can't be read: %s", error)
             return []
 
-    def _build_audits(self) -> None:
-        index, upstream, state, metrics = self.index, self.upstream, self.backend_state, self.metrics
-        probe = FirstTokenProbe(upstream, index, state.resident_view, lambda: self.keys.known_tenants)
-        engine, registry = QuietEngine(self.registry, self.watchdog), self.registry
-        bisector = Bisector(index, probe, engine)
-        quarantine = Quarantine(index, upstream, state, registry, self.saver, bisector, metrics, self.background)
-        self.first_token_probe, self.quarantine = probe, quarantine
-        self.auditor = Auditor(
+    def _list_tenants(self) -> set[str]:
+        return {"", *self.keys.known_tenants}
+
+    def _build_audits(self) -> ModelAudits:
+        services = AuditServices(
             config=self.config,
-            index=index,
-            probe=probe,
-            quarantine=quarantine,
-            engine=engine,
-            metrics=metrics,
-            rng=random.Random(),
+            index=self.index,
+            registry=self.registry,
+            saver=self.saver,
+            metrics=self.metrics,
+            background=self.background,
+            tenants=lambda: self.keys.known_tenants,
         )
+        audits = [build_audits(backend, services) for backend in self.models.backends]
+        return ModelAudits(self.models, audits, self._list_tenants)
 
     def build_pipeline(self) -> Pipeline:
-        config, upstream, state, metrics = self.config, self.upstream, self.backend_state, self.metrics
-        watchdog, heads, divergences = self.watchdog, self.prompt_heads, self.divergence_recorder
-        starter = Starter(config, upstream, self.index, state, watchdog, metrics, heads, divergences)
-        saver, turns, background = self.saver, self.sampled_turns, self.background
-        generator = Generator(config, upstream, state, saver, turns, heads, divergences, background)
+        config, heads, divergences = self.config, self.prompt_heads, self.divergence_recorder
+        starter = Starter(config, self.index, self.metrics, heads, divergences)
+        generator = Generator(config, self.saver, self.sampled_turns, heads, divergences, self.background)
         steps = PipelineSteps(
-            self.admission, self.body_reader, self.renderer, starter, generator, self.completion, self.responses
+            self.models, self.body_reader, self.renderer, starter, generator, self.completion, self.responses
         )
-        return Pipeline(config, self.registry, watchdog, metrics, steps)
+        return Pipeline(config, self.registry, self.metrics, steps)
 
     def build_purge_events(self) -> PurgeEvents:
         @asynccontextmanager
@@ -142,20 +182,26 @@ class Components:
                 async with self.saver.pause():
                     yield
 
-        clear_turns, clear_heads = self.sampled_turns.clear, self.prompt_heads.clear
-        on_removed = (clear_turns, clear_heads, self.quarantine.clear_history, self.auditor.drop_waiting)
-        return PurgeEvents(pause, on_removed)
+        return PurgeEvents(pause, (self.sampled_turns.clear, self.prompt_heads.clear, self.audits.clear))
 
-    async def adopt_residents(self) -> None:
+    async def adopt_residents(self, backend: Backend) -> None:
         """Save the residents of an earlier proxy: they may be stored nowhere else."""
-        await self.watchdog.wait_until_up()
-        await self.backend_state.status()
-        await self.saver.save_residents()
+        await backend.watchdog.wait_until_up()
+        await backend.state.status()
+        await self.saver.save_residents(backend)
+
+    async def save_before_unload(self, backend: Backend) -> None:
+        """Save what is in memory alone; also what an earlier proxy left there, which nobody may have listed yet."""
+        try:
+            await backend.state.wait_for_predecessor_releases()
+        except UpstreamError as error:
+            log.warning("KV in memory of %s can't be listed before it is unloaded: %s", backend.name, error)
+        await self.saver.save_residents(backend)
 
     async def drain(self) -> None:
         """Refuse new requests, let running ones end or end them, and wait until all is saved."""
-        self.admission.close("The proxy is being stopped.")
-        await self.auditor.stop()
+        self.models.close("The proxy is being stopped.")
+        await self.audits.stop()
         await self.completion.drain(self.config.drain_timeout_s)
 
 
@@ -176,14 +222,15 @@ def build_app(config: ProxyConfig, secret: str, index: Index) -> web.Application
         return app[CONNECTIONS].count if CONNECTIONS in app else 0
 
     server = ServerInfo(config.reuse, config.bind_host, count_connections, lambda: parts.keys.is_required)
-    owner_resolver = OwnerResolver(index, parts.keys, parts.backend_state)
-    upstream, state, registry, events = parts.upstream, parts.backend_state, parts.registry, parts.build_purge_events()
-    reader, watchdog, admission = parts.body_reader, parts.watchdog, parts.admission
-    purge_routes = PurgeRoutes(index, owner_resolver, upstream, state, registry, events, parts.background, reader)
-    state.before_listing = purge_routes.deliver_purge_notice
-    status = StatusRoutes(index, upstream, watchdog, state, admission, registry, parts.save_health, server)
+    models, registry, events = parts.models, parts.registry, parts.build_purge_events()
+    owner_resolver = OwnerResolver(index, parts.keys, models)
+    background, reader = parts.background, parts.body_reader
+    purge_routes = PurgeRoutes(index, owner_resolver, models, registry, events, background, reader)
+    for backend in models.backends:
+        backend.state.before_listing = partial(purge_routes.deliver_purge_notice, backend)
+    status = StatusRoutes(index, models, parts.switcher, registry, parts.save_health, server)
     admin_table = _build_admin_table(parts, owner_resolver, purge_routes, status)
-    app[middlewares.ADMIN_PATHS] = [path for _, path in admin_table]
+    app[middlewares.ADMIN_PATHS] = list(dict.fromkeys(path.replace("{name:.+}", "NAME") for _, path in admin_table))
     for table in (admin_table, _build_service_table(parts, status), _build_client_table(parts)):
         middlewares.add_routes(app, table)
     app.cleanup_ctx.append(lambda _: _run_background_tasks(parts, purge_routes))
@@ -192,9 +239,9 @@ def build_app(config: ProxyConfig, secret: str, index: Index) -> web.Application
 
 def _build_client_table(parts: Components) -> RouteTable:
     """Routes of the client APIs."""
-    state, registry, completion = parts.backend_state, parts.registry, parts.completion
+    models, registry, completion = parts.models, parts.registry, parts.completion
     pipeline = parts.build_pipeline()
-    clients = ClientRoutes(parts.body_reader, pipeline, parts.renderer, state, registry, completion)
+    clients = ClientRoutes(parts.body_reader, pipeline, parts.renderer, models, registry, completion)
     responses = ResponseRoutes(pipeline, completion, parts.responses, clients.count_response_tokens)
     return {
         **{
@@ -218,9 +265,8 @@ def _build_client_table(parts: Components) -> RouteTable:
 
 def _build_service_table(parts: Components, status: StatusRoutes) -> RouteTable:
     """Routes of health checks, metrics and the dashboard's files."""
-    state, registry, count_connections = parts.backend_state, parts.registry, status.server.count_connections
-    admission, watchdog, pages = parts.admission, parts.watchdog, DashboardPages()
-    metrics = MetricsRoutes(parts.metrics, parts.index, admission, registry, watchdog, state, count_connections)
+    count_connections, pages = status.server.count_connections, DashboardPages()
+    metrics = MetricsRoutes(parts.metrics, parts.index, parts.models, parts.registry, count_connections)
     parts.metrics.register(metrics)
     parts.index.on_evicted = parts.metrics.record_eviction
     return {
@@ -236,15 +282,19 @@ def _build_admin_table(
     parts: Components, owner_resolver: OwnerResolver, purge_routes: PurgeRoutes, status: StatusRoutes
 ) -> RouteTable:
     """Routes of the admin API."""
-    index, config, state = parts.index, parts.config, parts.backend_state
-    probe, quarantine = parts.first_token_probe, parts.quarantine
+    index, config, models = parts.index, parts.config, parts.models
     tolerance, quiet_s = config.audit_tolerance, config.audit_quiet_s
-    replayer = SessionReplayer(index, state, probe, quarantine, parts.metrics, tolerance, quiet_s)
-    explain = ExplainRoutes(index, parts.upstream, state, owner_resolver, parts.body_reader)
-    maintenance = MaintenanceRoutes(index, state, replayer, config, parts.body_reader)
+    replayer = SessionReplayer(index, parts.audits, parts.metrics, tolerance, quiet_s)
+    explain = ExplainRoutes(index, models, owner_resolver, parts.body_reader)
+    maintenance = MaintenanceRoutes(index, models, replayer, config, parts.body_reader)
     browse = BrowseRoutes(index, owner_resolver)
+    model_routes = ModelRoutes(models, parts.switcher, parts.body_reader, parts.background)
     table = {
         ("GET", "/warmline/status"): status.get_status,
+        ("GET", "/warmline/models"): model_routes.get_models,
+        ("POST", "/warmline/models/{name:.+}/load"): model_routes.load,
+        ("POST", "/warmline/models/{name:.+}/unload"): model_routes.unload,
+        ("POST", "/warmline/models/{name:.+}/pin"): model_routes.pin,
         ("POST", "/warmline/purge"): purge_routes.purge,
         ("POST", "/warmline/pin"): maintenance.pin,
         ("POST", "/warmline/gc"): maintenance.gc,
@@ -264,16 +314,26 @@ def _build_admin_table(
 
 
 async def _run_background_tasks(parts: Components, purge_routes: PurgeRoutes) -> AsyncIterator[None]:
-    runners = (parts.watchdog, parts.deadline_monitor, parts.saver)
-    monitor_tasks = [asyncio.create_task(each.run()) for each in runners]
-    adoption_task = parts.background.spawn(parts.adopt_residents(), "adoption of residents")
-    parts.auditor.start()
+    backends = parts.models.backends
+    watchdog_runs = [backend.watchdog.run() for backend in backends]
+    switcher_runs = [parts.switcher.run()] if parts.switcher else []
+    monitor_runs = (*watchdog_runs, *switcher_runs, parts.deadline_monitor.run(), parts.saver.run())
+    monitor_tasks = [asyncio.create_task(run) for run in monitor_runs]
+    adoption_tasks = [
+        parts.background.spawn(parts.adopt_residents(backend), f"adoption of residents {backend.name}".rstrip())
+        for backend in backends
+    ]
+    parts.audits.start()
     yield
-    adoption_task.cancel()
+    for task in adoption_tasks:
+        task.cancel()
     purge_routes.close()
-    await parts.auditor.stop()
+    await parts.audits.stop()
     await parts.background.drain(CLEANUP_TIMEOUT_S)
     for task in monitor_tasks:
         task.cancel()
     await asyncio.wait(monitor_tasks)
-    await parts.upstream.close()
+    for backend in backends:
+        await backend.upstream.close()
+    if parts.switcher:
+        await parts.switcher.keeper.close()

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from warmline_common.process.arguments import GB, MB
 from warmline_common.process.loopback import is_loopback
 from warmline_common.settings.flags import FlagParser, SettingError, check_setting
+from warmline_common.settings.models import ModelConfig, parse_models
 from warmline_common.settings.parsers import make_integer_parser, split_names
 from warmline_common.settings.table import SETTINGS, get_default
 from warmline_common.storage.home import Home
@@ -31,7 +32,9 @@ class ProxyConfig:
     home: Home
     host: str = get_default("host")
     port: int = get_default("port")  # 0: any free port, announced in run/proxy.json
-    backend_url: str = BACKEND_URL
+    backend_url: str = BACKEND_URL  # with several models, the keeper's
+    models: str = get_default("models")
+    model_stay_s: float = get_default("model_stay_s")
     reuse: str = get_default("reuse")
     audit_fraction: float = get_default("audit_fraction")
     audit_quiet_s: float = get_default("audit_quiet_s")
@@ -73,9 +76,18 @@ class ProxyConfig:
                 check_setting(name, getattr(self, name), PARSERS)
         except SettingError as error:
             raise ProxyConfigError(str(error)) from None
+        try:
+            parse_models(self.models)
+        except ValueError as error:
+            raise ProxyConfigError(f"{SETTINGS['models'].flag}: {error}") from None
         backend = urlsplit(self.backend_url)
         if backend.scheme != "http" or not backend.hostname:
             raise ProxyConfigError(f"--backend-url {self.backend_url}: expected an address such as {BACKEND_URL}")
+
+    @property
+    def model_configs(self) -> list[ModelConfig]:
+        """Configured models, the default first; none: one model, whatever the backend serves."""
+        return parse_models(self.models)
 
     @property
     def disk_budget_bytes(self) -> int:

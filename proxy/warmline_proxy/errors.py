@@ -110,10 +110,13 @@ def bad_request(
 
 
 def service_unavailable(
-    message: str, code: str = "backend_unavailable", retry_after_s: int = RETRY_AFTER_S
+    message: str,
+    code: str = "backend_unavailable",
+    retry_after_s: int = RETRY_AFTER_S,
+    headers: Mapping[str, str] | None = None,
 ) -> ClientError:
     """Temporary error; the client may try again soon."""
-    return ClientError(503, encode_error_body(message, "server_error", code), retry_after_s)
+    return ClientError(503, encode_error_body(message, "server_error", code), retry_after_s, headers=headers)
 
 
 def too_many_requests(message: str, retry_after_s: int) -> ClientError:

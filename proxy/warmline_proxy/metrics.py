@@ -93,6 +93,16 @@ class ProxyMetrics:
         self.restores = counter("restores", "Restores that requests have started.", "outcome")
         self._evictions = counter("evictions", "Files that were evicted.", "why")
         self._evicted_bytes = counter("evicted_bytes", "Bytes of files that were evicted.", "why")
+        self.quarantined = counter("quarantined", "Files taken out of use, without those that build on them.", "reason")
+        self.audits = counter("audits", "Warm requests that were computed again, cold.", "why", "outcome")
+        self.audits_waiting = gauge("audits_waiting", "Warm requests that wait for a quiet moment to be audited.")
+        about = "From the start of a model's process to its use, where a request or the owner asked for it."
+        self.model_load_seconds = histogram("model_load_seconds", about)
+        self.persistent.set(1)
+        self._export_zeros()
+
+    def _export_zeros(self) -> None:
+        """Export the known labels of these with the value 0."""
         for family, values in (
             (self.unauthorized, ("client", "owner")),
             (self.restores, ("ok", "failed")),
@@ -100,11 +110,7 @@ class ProxyMetrics:
             (self._evicted_bytes, ("budget", "disk_full")),
         ):
             for value in values:
-                family.labels(value)  # exported with value 0
-        self.quarantined = counter("quarantined", "Files taken out of use, without those that build on them.", "reason")
-        self.audits = counter("audits", "Warm requests that were computed again, cold.", "why", "outcome")
-        self.audits_waiting = gauge("audits_waiting", "Warm requests that wait for a quiet moment to be audited.")
-        self.persistent.set(1)
+                family.labels(value)
 
     def register(self, collector: Collector) -> None:
         """Add a collector to each scrape."""

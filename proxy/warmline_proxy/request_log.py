@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from warmline_common.process.redaction import quote_text
 from warmline_common.protocol.messages import HEADER_REQUEST, GenerationResult, Timings
-from warmline_common.protocol.waits import PROMPT, add_waits, list_long_waits, sum_waits
+from warmline_common.protocol.waits import LOAD, PROMPT, add_waits, list_long_waits, sum_waits
 from warmline_proxy.errors import CLIENT_CLOSED, ClientError, bad_request
 from warmline_proxy.planner import COLD, RESTORED, RequestPlan
 from warmline_proxy.store.rows import Divergence, RequestRecord, TtftParts
@@ -18,7 +18,7 @@ from warmline_proxy.upstream.client import UpstreamError, translate_upstream_err
 
 OK, ERROR, CANCELLED = "ok", "error", "cancelled"
 RECORD_FIELDS = (
-    *("id", "endpoint", "client_model", "session", "prompt_tokens", "saved_tokens"),
+    *("id", "endpoint", "client_model", "model", "session", "prompt_tokens", "saved_tokens"),
     *("restore_s", "ttft_s", "key", "root", "error", "dispatches"),
 )
 _REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -49,6 +49,7 @@ class RequestLog:
     arrived_at: float = field(default_factory=time.time)
     arrived_monotonic: float = field(default_factory=time.monotonic)
     client_model: str = ""
+    model: str = ""  # that serves it
     session_hint: str = ""
     stabilization: str = ""  # "times=2, ids=1": replacements in the prompt's head
     session: str = ""
@@ -132,6 +133,10 @@ class RequestLog:
             restored_tokens=reuse if plan.source == RESTORED else 0,
             prefilled_tokens=timings.prefilled,
             generated_tokens=timings.decoded,
+            decode_passes=timings.passes,
+            drafted_tokens=sum(count.drafted for count in timings.drafts.values()),
+            accepted_tokens=sum(count.accepted for count in timings.drafts.values()),
+            no_drafts=timings.no_drafts,
             queue_s=sum_waits(waits),
             waits=waits,
             prefill_s=timings.prefill_s,
@@ -188,14 +193,24 @@ def format_perf_line(record: RequestRecord, session_hint: str = "") -> str:
         f" decode={record.decode_tokens_per_s:.1f}tok/s"
         f" prompt={record.prompt_tokens} cached={record.cached_tokens} restored={record.restored_tokens}"
         f" prefilled={record.prefilled_tokens} generated={record.generated_tokens} saved={record.saved_tokens}"
+        f" passes={record.decode_passes} drafted={record.drafted_tokens} accepted={record.accepted_tokens}"
     )
+    if load_s := record.waits.get(LOAD, 0.0):
+        numbers += f" load={load_s:.3f}s"
     if waits := list_long_waits(record.waits):
         numbers += f" waits={','.join(f'{reason}:{seconds:.3f}s' for reason, seconds in waits)}"
     if record.dispatches > 1:
         numbers += f" dispatches={record.dispatches}"
     session = record.session or "-"
-    texts = f"miss={json.dumps(record.why_not_warmer)} model={json.dumps(record.client_model)}"
-    for name, text in (("client_session", session_hint), ("guard", record.guard), ("error", record.error)):
+    texts = f"miss={json.dumps(record.why_not_warmer)} model={json.dumps(record.model or record.client_model)}"
+    client_model = record.client_model if record.client_model != record.model else ""
+    others = {
+        "client_model": client_model,
+        "client_session": session_hint,
+        "guard": record.guard,
+        "error": record.error,
+    }
+    for name, text in others.items():
         if text:
             texts += f" {name}={json.dumps(text)}"
     return (

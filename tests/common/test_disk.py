@@ -11,6 +11,7 @@ import pytest
 
 from warmline_common.storage import disk
 from warmline_common.storage import file_lock as lock_module
+from warmline_common.storage.drafts import delete_drafts, make_draft_path
 from warmline_common.storage.file_lock import LockedError, find_lock_holder, process_lock, read_pid
 from warmline_common.storage.home import Home, describe_unusable_home
 
@@ -225,3 +226,38 @@ def test_unusable_home_is_described(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="exist") as failed:
             home.prepare()
         assert text in describe_unusable_home(home, failed.value)
+
+
+# ---- drafts
+
+
+@pytest.fixture
+def segment(tmp_path: Path) -> Path:
+    path = tmp_path / "ab" / f"{'ab' * 16}.safetensors"
+    path.parent.mkdir()
+    path.touch()
+    return path
+
+
+def test_drafts_of_all_backends_are_deleted(tmp_path: Path, segment: Path) -> None:
+    for draft in (make_draft_path(segment), make_draft_path(segment, "large"), segment.with_name(".ab.01234567.tmp")):
+        draft.touch()
+    assert delete_drafts(tmp_path) == 3
+    assert list(segment.parent.iterdir()) == [segment]
+
+
+def test_only_drafts_of_owner_are_deleted(tmp_path: Path, segment: Path) -> None:
+    others = [make_draft_path(segment, owner) for owner in ("large-2", "2", "small", "")]
+    for path in (*others, *(make_draft_path(segment, "large") for _ in range(2))):
+        path.touch()
+    assert delete_drafts(tmp_path, "large") == 2
+    assert {*segment.parent.iterdir()} == {segment, *others}
+
+
+def test_durable_file_is_written_to_named_draft(tmp_path: Path, segment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    renamed: list[Path] = []
+    rename = disk.rename
+    monkeypatch.setattr(disk, "rename", lambda old, new: (renamed.append(old), rename(old, new)))
+    draft = make_draft_path(segment, "large")
+    disk.write_durable(segment, [b"rows"], None, draft)
+    assert renamed == [draft] and segment.read_bytes() == b"rows"

@@ -8,6 +8,7 @@ import pytest
 
 from support.docs.commands import DOCUMENTS, ROOT, find_commands_outside_blocks, has_commands, list_commands
 from support.docs.reader import HOST, CommandFailedError, DocumentReader
+from support.pair.models_pair import ModelsPair, PairModel
 from support.pair.pair import FolderOf, Pair
 
 # Their transcripts of our own commands are held to the truth elsewhere.
@@ -15,6 +16,8 @@ HELD_ELSEWHERE = {ROOT / "docs" / "cachectl.md": ROOT / "tests" / "cachectl" / "
 
 TEXTS = {document: document.read_text(encoding="utf-8") for document in DOCUMENTS}
 WITH_COMMANDS = [document for document, text in TEXTS.items() if has_commands(text)]
+# Documents whose reader has another pair than one that serves one model.
+READERS = {ROOT / "docs" / "models.md": "models_reader"}
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 WITH_PYTHON = [document for document, text in TEXTS.items() if PYTHON.search(text)]
 
@@ -36,8 +39,26 @@ def reader(tmp_path_factory: pytest.TempPathFactory, pair: Pair, tiny_folder: Fo
         yield reader
 
 
+@pytest.fixture(scope="module")
+def models_reader(tmp_path_factory: pytest.TempPathFactory, tiny_folder: FolderOf) -> Iterator[DocumentReader]:
+    """Reader beside a pair of several models, as docs/models.md names them."""
+    models = [
+        PairModel("large", tiny_folder("llama")),
+        PairModel("small", tiny_folder("gemma3"), aliases=["gpt-4o-mini", "claude-haiku-4-5"]),
+    ]
+    home = tmp_path_factory.mktemp("several")
+    with (
+        ModelsPair(home, models, memory_gb=4) as pair,
+        DocumentReader(tmp_path_factory.mktemp("models-reader"), pair, tiny_folder) as reader,
+    ):
+        pair.chat([{"role": "user", "content": "Hello."}], model="small", max_tokens=4)
+        pair.settle()
+        yield reader
+
+
 @pytest.mark.parametrize("document", WITH_COMMANDS, ids=get_document_name)
-def test_documented_commands_succeed(document: Path, reader: DocumentReader) -> None:
+def test_documented_commands_succeed(document: Path, request: pytest.FixtureRequest) -> None:
+    reader: DocumentReader = request.getfixturevalue(READERS.get(document, "reader"))
     try:
         reader.type_commands(document)
     finally:

@@ -1,10 +1,13 @@
 """Documentation of settings and gates against the code, and its links."""
 
+import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from warmline_common.settings.models import KEYS, OWN_SETTINGS, parse_models
 from warmline_common.settings.table import SETTINGS
 from warmline_run.settings.reference import BEGIN, END, replace_table
 from warmline_run.smoke.runner import CHECKS
@@ -19,6 +22,21 @@ def test_settings_table_is_generated() -> None:
     assert replace_table(text) == text
     made = text[text.index(BEGIN) : text.index(END)]
     assert re.findall(r"^\| `(\w+)` \|", made, flags=re.MULTILINE) == list(SETTINGS)
+
+
+def test_keys_of_model_tables_are_documented() -> None:
+    section = read_document("settings.md").partition("## Several models")[2].partition("\n## ")[0]
+    named = re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)
+    assert named + [name for name in re.findall(r"`(\w+)`", section) if name in OWN_SETTINGS] == [
+        *("path", "name", "aliases", "pinned", "idle_s"),
+        *OWN_SETTINGS,
+    ]
+    assert set(KEYS) == {*named, *OWN_SETTINGS}
+    (example,) = re.findall(r"```toml\n(.*?)```", section, flags=re.DOTALL)
+    assert [model.name for model in parse_models(json.dumps(tomllib.loads(example)["models"]))] == [
+        "large",
+        "Qwen3-8B-4bit",
+    ]
 
 
 def test_reference_refuses_document_without_marks() -> None:

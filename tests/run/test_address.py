@@ -47,6 +47,7 @@ def test_example_command_includes_required_key() -> None:
     assert "$(cachectl key show --home '/my home')" in Address("0.0.0.0", 80, home="/my home").curl_command(
         needs_key=True
     )
+    assert """-d '{"model": "a b", "messages": """ in Address("127.0.0.1", 80).curl_command(False, "a b")
     named = Address("127.0.0.1", 80, key="hush").curl_command(needs_key=True)
     assert "Bearer $WARMLINE_CLIENT_KEY" in named and "hush" not in named
 

@@ -1,27 +1,14 @@
-"""`warmline` as a process."""
+"""`warmline` as a process; where it ends before anything is started, mostly in the tests' own."""
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from support.processes import free_port
-
-
-def run_warmline(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("WARMLINE_")}
-    return subprocess.run(
-        [sys.executable, "-m", "warmline_run.cli", *arguments],
-        capture_output=True,
-        text=True,
-        env={**clean, **environment},
-        timeout=30,
-    )
+from support.run.warmline_command import invoke_warmline, run_warmline
 
 
 @pytest.mark.parametrize("command", ["serve", "backend"])
@@ -76,7 +63,7 @@ def test_config_prints_each_setting_with_its_source(tmp_path: Path) -> None:
 )
 def test_bad_command_line_exits_with_2(tmp_path: Path, arguments: list[str], message: str) -> None:
     for command in ("serve", "proxy", "backend", "config"):
-        answer = run_warmline(command, "--home", str(tmp_path), *arguments)
+        answer = invoke_warmline(command, "--home", str(tmp_path), *arguments)
         assert answer.returncode == 2
         assert message in answer.stderr
         assert "Traceback" not in answer.stderr and "hush" not in answer.stderr
@@ -125,7 +112,7 @@ def test_port_in_use_is_reported(tmp_path: Path, flag: str) -> None:
     ],
 )
 def test_gates_list_and_unknown_gate(arguments: list[str], code: int, message: str) -> None:
-    answer = run_warmline("gates", *arguments)
+    answer = invoke_warmline("gates", *arguments)
     assert answer.returncode == code
     assert message in answer.stdout + answer.stderr and "Traceback" not in answer.stderr
 

@@ -1,10 +1,18 @@
 """Finding OpenBLAS and preloading it."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from warmline_run import openblas
+
+
+@pytest.fixture(autouse=True)
+def _forget_packages() -> Iterator[None]:
+    openblas.has_cuda_build.cache_clear()
+    yield
+    openblas.has_cuda_build.cache_clear()
 
 
 def make_library(root: Path, place: str) -> Path:
@@ -44,4 +52,6 @@ def test_openblas_not_needed_off_linux_or_with_cuda(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("sys.platform", "linux")
     assert openblas.is_openblas_needed()
     monkeypatch.setattr(openblas.metadata, "distributions", lambda: [Package])
+    assert openblas.is_openblas_needed(), "packages are read once"
+    openblas.has_cuda_build.cache_clear()
     assert not openblas.is_openblas_needed()

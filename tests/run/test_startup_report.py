@@ -63,6 +63,47 @@ def test_each_fact_has_a_line() -> None:
     }
 
 
+def test_models_that_cannot_be_loaded_are_named() -> None:
+    models = [
+        {"name": "a", "stage": "loaded", "reason": ""},
+        {"name": "b", "stage": "starting", "reason": "its size is being read"},
+        {"name": "c", "stage": "unloaded", "reason": "it needs 40 GB"},
+    ]
+    assert list_report_lines({"models": models[:2]})["models"] == "a (loaded), b (starting)"
+    shown = "a (loaded), b (starting), c (can't be loaded); `warmline models ls --home /nowhere` says why"
+    assert list_report_lines({"models": models})["models"] == shown
+
+
+@pytest.mark.parametrize(
+    ("stages", "name"),
+    [
+        ({}, ""),
+        ({"a": "unloaded", "b": "unloaded"}, "a"),
+        ({"a": "unloaded", "b": "starting", "c": "loaded"}, "b"),
+        ({"b": "loaded", "a": "starting"}, "a"),
+        ({"a": "failed", "b": "unloaded"}, "b"),
+    ],
+)
+def test_first_request_is_for_a_model_that_needs_no_other_unloaded(stages: dict[str, str], name: str) -> None:
+    models = [
+        {"name": each, "stage": stage, "reason": "damaged" if stage == "failed" else "", "default": each == "a"}
+        for each, stage in stages.items()
+    ]
+    assert startup_report.choose_example_model({"models": models}) == name
+
+
+def test_report_waits_for_sizes_that_are_being_read() -> None:
+    known, unfit = {"need_bytes": 10, "reason": ""}, {"need_bytes": 0, "reason": "no config.json"}
+    assert not startup_report.has_unknown_sizes({"models": [known, unfit]}) and not startup_report.has_unknown_sizes({})
+    assert startup_report.has_unknown_sizes({"models": [known, {"need_bytes": 0, "reason": ""}]})
+
+
+def test_report_without_a_loaded_model_has_the_other_facts() -> None:
+    models = [{"name": "a", "stage": "unloaded", "reason": ""}]
+    lines = list_report_lines({"models": models, "engine": None})
+    assert lines["models"] == "a (unloaded)" and list(lines) == ["models", "disk", "dashboard", "requests"]
+
+
 @pytest.mark.parametrize(
     ("change", "kept"),
     [

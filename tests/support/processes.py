@@ -10,7 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
 
+from warmline_common.process.pids import read_command_line
+from warmline_common.storage.file_lock import is_process_alive
+
 WRITE_BYTES_MAX = 65_536
+LIMIT_S = 60.0
 END = b"\0"  # no write of a process that prints text
 
 
@@ -28,12 +32,24 @@ def free_port() -> int:
             return port
 
 
+def is_running(pid: int) -> bool:
+    """True for a process that has not ended: one without a parent may stay as a zombie."""
+    return is_process_alive(pid) and bool(read_command_line(pid))
+
+
 class RunningProcess:
     """Process whose output is read line by line; killed at the end of the `with`."""
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str] | None = None, descriptors: Sequence[int] = ()
+    ) -> None:
         self.process = subprocess.Popen(
-            arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+            arguments,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            pass_fds=descriptors,
         )
         self.seen: list[str] = []
         self._lines: queue.Queue[str | None] = queue.Queue()
@@ -45,7 +61,7 @@ class RunningProcess:
             self._lines.put(line.rstrip("\n"))
         self._lines.put(None)
 
-    def wait_for(self, pattern: str, timeout_s: float = 20) -> re.Match[str]:
+    def wait_for(self, pattern: str, timeout_s: float = LIMIT_S) -> re.Match[str]:
         """Wait for the next line that matches."""
         while (line := self._lines.get(timeout=timeout_s)) is not None:
             self.seen.append(line)
@@ -53,7 +69,7 @@ class RunningProcess:
                 return match
         raise AssertionError(f"ended without a line like {pattern!r}:\n" + "\n".join(self.seen))
 
-    def wait_for_all(self, *patterns: str, timeout_s: float = 20) -> list[re.Match[str]]:
+    def wait_for_all(self, *patterns: str, timeout_s: float = LIMIT_S) -> list[re.Match[str]]:
         """Wait for a line that matches each pattern, in any order."""
         found: dict[str, re.Match[str]] = {}
         while len(found) < len(patterns):
@@ -62,7 +78,7 @@ class RunningProcess:
             found.update((pattern, match) for pattern, match in matches if match)
         return [found[pattern] for pattern in patterns]
 
-    def wait_for_silence(self, timeout_s: float = 20) -> list[str]:
+    def wait_for_silence(self, timeout_s: float = LIMIT_S) -> list[str]:
         """Wait for the end of the output, when the process *and all children that inherited its output* have ended."""
         while (line := self._lines.get(timeout=timeout_s)) is not None:
             self.seen.append(line)

@@ -17,10 +17,14 @@ PROXY_PATHS = (
     *("/health", "/health/", "/health?query=1", "/ready", "/ready/", "/metrics", "/metrics/"),
     *("/admin", "/admin/", "/admin/nosuch", "/admin/dashboard.html", "/admin/dashboard.css", "/admin/icon.svg"),
     *(f"/admin/{name}.js" for name in ("api", "chart", "dialog", "dom", "explain", "format", "main")),
-    *(f"/admin/{name}.js" for name in ("overview", "requests", "sessions", "tree")),
+    *(f"/admin/{name}.js" for name in ("models", "overview", "requests", "sessions", "tree")),
     *("/warmline", "/warmline/", "/warmline/nosuch", "/warmline/status", "/warmline/status/", "/warmline/status?a=1"),
-    *(f"/warmline/{name}" for name in ("requests", "activity", "sessions", "tree", "path", "explain", "whose")),
-    *(f"/warmline/{name}" for name in ("texts", "purge", "pin", "gc", "repair", "replay", "import")),
+    *(
+        f"/warmline/{name}"
+        for name in ("requests", "activity", "sessions", "tree", "path", "explain", "whose", "models")
+    ),
+    *(f"/warmline/models/any/{name}" for name in ("load", "unload", "pin")),
+    *(f"/warmline/{name}" for name in ("texts", "purge", "pin", "gc", "repair", "replay", "import", "models")),
     *(CHAT, f"{CHAT}/", f"{CHAT}?query=1", f"{CHAT}/more", COMPLETIONS, f"{COMPLETIONS}/"),
     *(MESSAGES, f"{MESSAGES}/", f"{MESSAGES}?beta=true", f"{MESSAGES}/count_tokens", f"{MESSAGES}/count_tokens/"),
     *(f"{MESSAGES}/batches", RESPONSES, f"{RESPONSES}/", f"{RESPONSES}/input_tokens", f"{RESPONSES}/compact"),
@@ -32,6 +36,7 @@ BACKEND_PATHS = (
     *("/", "/nosuch", "/health", "/health/", "/health?query=1", "/ready", "/metrics", "/v1/models", "/v1/models/"),
     *("/v1/models/any/name", CHAT, f"{CHAT}/", COMPLETIONS, MESSAGES, RESPONSES),
     *("/kv", "/kv/prompts", "/kv/texts", "/kv/restore", "/kv/save", "/kv/status", "/kv/status/", "/kv/residents"),
+    *("/kv/memory", "/kv/memory/"),
     *("/kv/residents?ids=1", "/kv/residents/order", "/kv/residents/none", "/kv/forget"),
     *("/requests", "/requests/none", "/requests/none?finish=prefill", "/requests/none?finish=nosuch"),
 )
@@ -209,6 +214,8 @@ def backend_cases() -> dict[str, Case]:
         **{f"POST {path}, body: {name}": ("POST", path, body, {}) for path in posts for name, body in bodies.items()},
         "order without names": ("PUT", "/kv/residents/order", {}, {}),
         "order": ("PUT", "/kv/residents/order", {"drop_first": []}, {}),
+        "share without bytes": ("PUT", "/kv/memory", {}, {}),
+        "share of fewer than no bytes": ("PUT", "/kv/memory", {"kv_bytes": -1, "usable_bytes": 0}, {}),
         "unknown prompt": ("POST", CHAT, None, {"X-Warmline-Prompt": "nosuch"}),
         "unknown resident": ("POST", CHAT, _chat(), {"X-Warmline-Resident": "nosuch", "X-Warmline-Reuse": "1"}),
         "unknown leader": ("POST", CHAT, _chat(), {"X-Warmline-Follow": "nosuch", "X-Warmline-Reuse": "1"}),

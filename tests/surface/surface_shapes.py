@@ -8,6 +8,7 @@ from typing import Any
 Shape = dict[str, str]  # by path of keys: the JSON types that were seen there
 ANY_KEY = "*"  # for keys that are values: ids and tokens
 ID = re.compile(r"(?<![0-9a-z])[0-9a-f]{8,64}(?![0-9a-z])")
+MODEL_ON_DEVICE = re.compile(r"[0-9a-f]{64} .*")  # a fingerprint and the device's name
 DIGITS = re.compile(r"\d+(?:\.\d+)?")
 QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 SAMPLE = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})? \S+")
@@ -49,7 +50,7 @@ def _kind(value: Any) -> str:
 def _key(path: str, key: str, value: Any) -> str:
     is_token = path.endswith("top_logprobs[]") and isinstance(value, float)
     is_wait = path.endswith("waits") and isinstance(value, float)  # which reasons there are depends on the run
-    return ANY_KEY if is_token or is_wait or ID.fullmatch(key) else key
+    return ANY_KEY if is_token or is_wait or ID.fullmatch(key) or MODEL_ON_DEVICE.fullmatch(key) else key
 
 
 def without_ids(text: str) -> str:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from warmline_backend.doctor.findings import Findings, format_bytes
-from warmline_backend.kv_cache.codecs import round_up_to_buffer
-from warmline_backend.model.model import MEMORY_SHARE, get_device_name, get_machine_bytes
+from warmline_backend.kv_cache.batch_caches import round_up_to_buffer
+from warmline_backend.model.model import get_device_name, get_machine_bytes
 from warmline_backend.scheduler.capacity import ANSWER_TOKENS_RESERVED
+from warmline_common.measurement.model_memory import ModelSize, compute_memory_budget
 from warmline_common.process.arguments import GB
+from warmline_common.protocol.keeper import CONTEXT_TOKENS_MIN
 from warmline_common.protocol.tokens import TOKEN_BYTES
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -92,6 +94,7 @@ class MemoryPlan:
     lengths: tuple[LengthEstimate, ...]
     tokens_max: int  # the longest conversation that fits, within the context
     budget_needed_gb: float  # what --memory-budget-gb should be; 0: nothing needs to be said
+    load: ModelSize  # as the keeper of several models reckons with it
 
 
 def plan_memory(
@@ -102,8 +105,7 @@ def plan_memory(
     disk_bytes_s: float = 0.0,
 ) -> MemoryPlan:
     """Plan the LENGTHS; a speed of 0 is not known."""
-    default = max(int((machine.usable_bytes - needs.weight_bytes) * MEMORY_SHARE), 0)
-    budget = configured_budget_bytes or default
+    budget = configured_budget_bytes or compute_memory_budget(needs.weight_bytes, machine.usable_bytes)
     estimates = []
     for tokens in LENGTHS:
         kv, total, disk = needs.kv_bytes(tokens), needs.total_bytes(tokens), needs.disk_bytes(tokens)
@@ -121,7 +123,13 @@ def plan_memory(
     longest = bisect_right(lengths, machine.usable_bytes, key=needs.total_bytes)
     needed = needs.kv_bytes(min(longest, LENGTHS[-1])) if longest else 0
     needed_gb = -(-needed * 10 // GB) / 10 if needed > budget else 0.0  # rounded up
-    return MemoryPlan(machine, budget, tuple(estimates), longest, needed_gb)
+    load = ModelSize(
+        weight_bytes=needs.weight_bytes,
+        step_bytes=needs.step_bytes(CONTEXT_TOKENS_MIN),
+        kv_min_bytes=needs.kv_bytes(CONTEXT_TOKENS_MIN),
+        kv_set_bytes=configured_budget_bytes,
+    )
+    return MemoryPlan(machine, budget, tuple(estimates), longest, needed_gb, load)
 
 
 def check_memory(findings: Findings, needs: MemoryNeeds, plan: MemoryPlan) -> None:

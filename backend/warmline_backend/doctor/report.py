@@ -47,6 +47,8 @@ def convert_to_json(examination: Examination) -> dict[str, Any]:
             "machine_bytes": plan.machine.usable_bytes,
             "budget_bytes": plan.budget_bytes,
             "tokens_max": plan.tokens_max,
+            "need_bytes": plan.load.need_bytes,
+            "load": asdict(plan.load),
             "lengths": [asdict(length) for length in plan.lengths],
         },
         "serve": examination.serve_command,
@@ -54,18 +56,35 @@ def convert_to_json(examination: Examination) -> dict[str, Any]:
 
 
 def print_report(examination: Examination, console: Console | None = None) -> None:
-    out = console or Console(highlight=False)
-    if not console and not out.is_terminal and "COLUMNS" not in os.environ:
-        out = Console(highlight=False, width=PIPED_WIDTH)
-    model, folder = escape_text(examination.settings.model), escape_text(str(examination.folder or ""))
-    out.print(Text(model + (f"  ({folder})" if folder not in ("", model) else "")), soft_wrap=True)
-    out.print(_render_findings(examination.findings))
+    out = console or make_console()
+    print_examination(examination, out)
+    if examination.serve_command:
+        out.print(Text("  " + escape_text(examination.serve_command)), soft_wrap=True)  # whole: it is to be copied
+
+
+def make_console() -> Console:
+    """Console of stdout, as wide as its terminal."""
+    out = Console(highlight=False)
+    if out.is_terminal or "COLUMNS" in os.environ:
+        return out
+    return Console(highlight=False, width=PIPED_WIDTH)
+
+
+def print_examination(examination: Examination, out: Console) -> None:
+    """Print findings, memory and verdict."""
+    print_findings(examination, out)
     if examination.plan:
         out.print(Text(f"\nMemory of {examination.plan.machine.description}"))
         out.print(_render_memory(examination.plan))
     out.print(Text("\n" + VERDICTS[examination.verdict], style=LEVEL_STYLES[examination.verdict]))
-    if examination.serve_command:
-        out.print(Text("  " + escape_text(examination.serve_command)), soft_wrap=True)  # whole: it is to be copied
+
+
+def print_findings(examination: Examination, out: Console, left_out: str = "") -> None:
+    """Print the findings under the model's name; `left_out`: an area whose failures alone are printed."""
+    model, folder = escape_text(examination.settings.model), escape_text(str(examination.folder or ""))
+    out.print(Text(model + (f"  ({folder})" if folder not in ("", model) else "")), soft_wrap=True)
+    shown = [each for each in examination.findings if each.area != left_out or each.level is FindingLevel.FAIL]
+    out.print(_render_findings(shown))
 
 
 def _render_findings(findings: list[DoctorFinding]) -> Table:

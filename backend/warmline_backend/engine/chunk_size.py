@@ -5,29 +5,26 @@ smallest step is chosen that is nearly as fast as the best.  It is remembered, s
 of all stored KV.
 """
 
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
+from warmline_backend.engine.remembered import RememberedMeasurements
 from warmline_backend.generation import sequence as sequences
 from warmline_backend.generation.chunk_memory import ChunkMemory, compute_usable_bytes
 from warmline_backend.generation.rates import Rates
 from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.model.loader import ModelError, read_config
-from warmline_backend.model.model import MEMORY_SHARE, ServedModel, compute_memory_budget
+from warmline_backend.model.model import MemoryLimits, ServedModel
 from warmline_backend.model.step_memory import DEPTH_MAX, count_heads, fit_tokens, reckon_step_memory
 from warmline_backend.request.params import GenerationParams
 from warmline_backend.scheduler.capacity import sequence_tokens_max
+from warmline_common.measurement.model_memory import KV_SHARE, compute_memory_budget
 from warmline_common.protocol.tokens import TokenArray
-from warmline_common.storage import disk
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +35,6 @@ CHUNK_S_MAX = 10.0  # from an empty context; later chunks take longer
 TRIAL_TOKENS = 64  # first trial, in case that the machine is too slow to measure more
 RUNS = 2  # of which the faster counts: the first may compile kernels and page weights in
 FILE = "prefill_steps.json"
-MODELS_MAX = 256  # remembered; the oldest are dropped first
 
 
 @dataclass(frozen=True)
@@ -57,28 +53,31 @@ TimeChunks = Callable[[Sequence[int]], ChunkTiming]  # argument: lengths of cons
 
 
 def resolve_step_size(
-    served: ServedModel, fingerprint: str, memory_budget_bytes: int, folder: Path, rates: Rates | None = None
+    served: ServedModel, fingerprint: str, memory: MemoryLimits, folder: Path, rates: Rates | None = None
 ) -> int:
     """The step for this model on this machine, remembered or measured now.  Engine thread.  Raises ModelError.
 
     `fingerprint` is the model's without a grid; the step is remembered in `folder`.  Chunks are recorded in `rates`.
     """
-    key = f"{fingerprint} {describe_device()}"
-    steps = _load_step_sizes(folder / FILE)
-    if step := steps.get(key, 0):
+    measured_steps = RememberedMeasurements(folder / FILE, "the prefill step", _parse_step)
+    if step := measured_steps.find(fingerprint):
         log.info("prefill step %d, as measured at an earlier start", step)
         return step
     log.info("measuring which prefill step is fastest; this is remembered")
     try:
-        limits = compute_limits(served, memory_budget_bytes)
+        limits = compute_limits(served, memory)
         speeds = measure_speeds(lambda lengths: _time_and_record(served, lengths, rates or Rates()), limits)
     except RuntimeError as error:  # mlx's, such as memory that ran out
         raise ModelError(f"measuring the prefill step failed: {error}; give one, --prefill-step-size 1024") from error
     step = choose_step_size(speeds)
     by_step = ", ".join(f"{measured}: {speed:.0f}" for measured, speed in sorted(speeds.items()))
     log.info("prefill step %d; tokens/s by step: %s", step, by_step or "this machine is too slow to measure more")
-    _save_step_size(folder / FILE, steps, key, step)
+    measured_steps.remember(fingerprint, step)
     return step
+
+
+def _parse_step(value: object) -> int | None:
+    return value if type(value) is int and value in STEPS else None
 
 
 # ---- the choice
@@ -124,11 +123,13 @@ def _is_within_limits(limits: ChunkLimits, last: ChunkTiming, times: int) -> boo
 # ---- measuring
 
 
-def compute_limits(served: ServedModel, memory_budget_bytes: int) -> ChunkLimits:
-    room = sequence_tokens_max(served, memory_budget_bytes)
+def compute_limits(served: ServedModel, memory: MemoryLimits) -> ChunkLimits:
+    room = sequence_tokens_max(served, memory.budget_bytes)
+    default_budget_bytes = compute_memory_budget(served.weight_bytes, memory.machine_bytes)
+    usable_bytes = compute_usable_bytes(served.weight_bytes, memory.usable_bytes) - served.weight_bytes
     return ChunkLimits(
         tokens_max=min(room, served.context_tokens_max or room),
-        working_bytes_max=int(compute_memory_budget(served.weight_bytes) * (1 - MEMORY_SHARE) / MEMORY_SHARE),
+        working_bytes_max=min(int(default_budget_bytes * (1 - KV_SHARE) / KV_SHARE), usable_bytes),
     )
 
 
@@ -162,18 +163,22 @@ def _time_once(served: ServedModel, lengths: Sequence[int]) -> ChunkTiming:
 # ---- the memory of chunks
 
 
-def make_chunk_memory(served: ServedModel, step: int, memory_budget_bytes: int) -> ChunkMemory:
+def make_chunk_memory(served: ServedModel, step: int, memory: MemoryLimits) -> ChunkMemory:
     """Reckon the memory of chunks of up to `step` tokens.  Engine thread."""
     heads = count_heads(read_config(served.path))
-    longest = _find_longest_prompt(served, memory_budget_bytes)
+    longest = _find_longest_prompt(served, memory.budget_bytes)
     reckoned = reckon_step_memory(served.model, served.layout, heads, step, longest)
-    return ChunkMemory(reckoned, compute_usable_bytes(served.weight_bytes))
+    return ChunkMemory(reckoned, compute_usable_bytes(served.weight_bytes, memory.usable_bytes))
 
 
-def choose_grid(served: ServedModel, chunk_memory: ChunkMemory, step: int, memory_budget_bytes: int) -> int:
-    """The step for exact mode, where all chunks have one size: so short that it fits after the longest prompt."""
-    longest = _find_longest_prompt(served, memory_budget_bytes)
-    room = chunk_memory.usable_bytes - served.weight_bytes - served.kv_bytes(longest)
+def choose_grid(served: ServedModel, chunk_memory: ChunkMemory, step: int, memory: MemoryLimits) -> int:
+    """The step for exact mode, where all chunks have one size: so short that it fits after the longest prompt.
+
+    It is part of the fingerprint, so it goes by the memory that the model has alone.
+    """
+    longest = _find_longest_prompt(served, memory.budget_bytes)
+    usable_bytes = compute_usable_bytes(served.weight_bytes, memory.machine_bytes)
+    room = usable_bytes - served.weight_bytes - served.kv_bytes(longest)
     grid = fit_tokens(step, room, lambda tokens: chunk_memory.reckon_bytes(tokens, longest))
     grid = max(grid, min(step, GRID_TOKENS_MIN))
     if grid < step:
@@ -188,39 +193,3 @@ def choose_grid(served: ServedModel, chunk_memory: ChunkMemory, step: int, memor
 def _find_longest_prompt(served: ServedModel, memory_budget_bytes: int) -> int:
     room = sequence_tokens_max(served, memory_budget_bytes)
     return min(room, served.context_tokens_max or room, DEPTH_MAX)
-
-
-# ---- remembering
-
-
-def describe_device() -> str:
-    """Device and mlx version, by which the fastest step is remembered."""
-    info = mx.device_info()
-    names = [str(info[key]) for key in ("device_name", "architecture") if info.get(key)]
-    return " ".join([*(names or [str(mx.default_device())]), f"mlx {metadata.version('mlx')}"])
-
-
-def _load_step_sizes(path: Path) -> dict[str, int]:
-    """Remembered steps by key; none where the file can't be read or is damaged."""
-    try:
-        steps: Any = json.loads(disk.read_file(path))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        log.warning("%s can't be read and is begun anew: %s", path, error)
-        return {}
-    if not isinstance(steps, dict):
-        log.warning("%s is damaged and begun anew", path)
-        return {}
-    return {key: step for key, step in steps.items() if type(step) is int and step in STEPS}
-
-
-def _save_step_size(path: Path, steps: Mapping[str, int], key: str, step: int) -> None:
-    newest = [entry for entry in steps.items() if entry[0] != key][1 - MODELS_MAX :]
-    try:
-        with suppress(OSError):
-            for draft in path.parent.glob(f".{path.stem}.*{disk.DRAFT_SUFFIX}"):  # of killed processes
-                disk.delete(draft)
-        disk.write_durable(path, [json.dumps(dict([*newest, (key, step)]), indent=1).encode()])
-    except OSError as error:
-        log.warning("the prefill step can't be remembered and will be measured again at the next start: %s", error)

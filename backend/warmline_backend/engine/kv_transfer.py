@@ -26,7 +26,7 @@ from warmline_backend.kv_cache import segment_io
 from warmline_backend.kv_cache.kv import KV, NamedArrays, RowsUnavailableError, leaf_of
 from warmline_backend.kv_cache.segment_io import OperationCancelledError
 from warmline_backend.model.model import ServedModel
-from warmline_backend.scheduler.capacity import restore_tokens
+from warmline_backend.scheduler.capacity import KvTooLargeError, restore_tokens
 from warmline_backend.scheduler.scheduler import Scheduler
 from warmline_common.protocol.messages import CheckpointRef, RestoreRequest, SavedFile, SaveRequest, SegmentSpec
 from warmline_common.protocol.tokens import TOKEN_BYTES, pack_tokens, prefix_digest
@@ -201,8 +201,12 @@ class KvTransfer:
             if granted.set_running_or_notify_cancel():
                 granted.set_result(None)
 
+        def on_refused(error: KvTooLargeError) -> None:
+            if granted.set_running_or_notify_cancel():
+                granted.set_exception(error)
+
         def reserve(scheduler: Scheduler) -> str:
-            scheduler.admission.reserve(reservation_id, bytes_needed, on_granted)
+            scheduler.admission.reserve(reservation_id, bytes_needed, on_granted, on_refused)
             return scheduler.step_reason
 
         began = time.monotonic()
@@ -309,7 +313,7 @@ class KvTransfer:
         slices = SaveSlices(self._engine, self._view_pool, find_kv, read_leaves, meta.start, end)
         await job.wait_for(self._engine.submit(slices.begin))
         path, wait = self._home.segment_file(meta.id), partial(job.wait_on_writer, asyncio.get_running_loop())
-        is_coded = self._compression.choose(request.disk_used_share)
+        is_coded, owner = self._compression.choose(request.disk_used_share), self._home.instance
 
         def write_unless_cancelled() -> tuple[SavedFile, WriteStats]:
             if job.cancelled.is_set():
@@ -319,7 +323,7 @@ class KvTransfer:
             meter = self._compression.make_meter(slices)
             stream = slices.open_stream(lambda work: meter.exclude(lambda: wait(work).result()))
             try:
-                saved = segment_io.write_segment_file(path, placed, stream, tokens[first:], is_coded)
+                saved = segment_io.write_segment_file(path, placed, stream, tokens[first:], is_coded, owner)
             finally:
                 slices.close()
             if job.cancelled.is_set():  # meanwhile: the handler has gone and won't learn of this file

@@ -17,7 +17,7 @@ from warmline_backend.model.loader import ModelError
 from warmline_backend.model.model import ServedModel
 from warmline_backend.request.params import GenerationParams
 from warmline_backend.scheduler.capacity import sequence_tokens_max
-from warmline_backend.scheduler.decode_group import DecodeGroup
+from warmline_backend.scheduler.decoding.decode_group import DecodeGroup
 from warmline_backend.scheduler.scheduler import SchedulerSettings
 from warmline_common.protocol.tokens import TokenArray
 

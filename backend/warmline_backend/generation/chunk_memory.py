@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from warmline_backend.generation.sequence import Sequence
-from warmline_backend.model.model import get_machine_bytes
 from warmline_backend.model.step_memory import StepMemory, fit_tokens, halve_chunk
 
 log = logging.getLogger(__name__)
@@ -35,7 +34,11 @@ class _Excess:
 
 
 class ChunkMemory:
-    """Sizes and bounds of chunks.  `step_memory` is None where nothing is known: then chunks have their full size."""
+    """Sizes and bounds of chunks.  `step_memory` is None where nothing is known: then chunks have their full size.
+
+    `usable_bytes` of weights, KV and chunks together may change at any time: in exact mode it decides no chunk's size,
+    only whether residents are evicted first.
+    """
 
     def __init__(self, step_memory: StepMemory | None, usable_bytes: int) -> None:
         self._step_memory, self.usable_bytes = step_memory, usable_bytes
@@ -141,13 +144,11 @@ class ChunkMemory:
             self._excess = None  # something else took memory then, such as a restore
 
 
-def compute_usable_bytes(weight_bytes: int) -> int:
-    """Bytes that weights, KV and chunks may take together on this machine."""
-    return weight_bytes + int((get_machine_bytes() - weight_bytes) * USABLE_SHARE)
+def compute_usable_bytes(weight_bytes: int, process_bytes: int) -> int:
+    """Bytes that weights, KV and chunks may take together, of all that the process may take."""
+    return weight_bytes + int((process_bytes - weight_bytes) * USABLE_SHARE)
 
 
-def bound_buffer_cache(weight_bytes: int) -> None:
+def bound_buffer_cache(weight_bytes: int, process_bytes: int) -> None:
     """Bound the freed buffers that mlx keeps: its own bound is nearly all of the memory."""
-    bytes_max = int(max(0, get_machine_bytes() - weight_bytes) * CACHE_SHARE)
-    default = mx.set_cache_limit(bytes_max)
-    mx.set_cache_limit(min(default, bytes_max))
+    mx.set_cache_limit(int(max(0, process_bytes - weight_bytes) * CACHE_SHARE))

@@ -1,10 +1,36 @@
-"""mlx-lm's decode batch, which leaves ends to the scheduler and tells grammar matchers each token.  Engine thread."""
+"""mlx-lm's decode batch, which leaves ends to the scheduler, and verifies drafts.  Engine thread.
+
+    step    [.. t1 t2]  t3 is drawn and being computed     ->  returns t3, begins t4
+    verify  [.. t1 t2]  t3, and the draft d4 d5 d6         ->  returns t3 d4 d5 where d4 and d5 were drawn, too
+
+Of a verified pass, rows of rejected tokens are dropped once the scheduler has said how many tokens it took.  States of
+recurrent layers can't be: they go back to the pass's start, and the tokens that were right are computed once more, in
+the next pass.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationBatch
 from mlx_lm.models.cache import TokenBuffer
 
+from warmline_backend.generation.sampling import SeededSampler
+from warmline_backend.kv_cache.codecs import CacheLayout, CodecKind, flatten, rebuild
 from warmline_backend.structured_output.matcher import Matcher
+
+DrawnToken = tuple[int, mx.array]  # an id and the log-probabilities [vocabulary] that it was drawn from
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A verified pass that is not committed yet."""
+
+    tokens: list[int]  # that it returned
+    width: int  # tokens that it computed
+    remembered: list[dict[str, Any]]  # by leaf, where all of it may have to be computed again
 
 
 class DecodeBatch(GenerationBatch):  # type: ignore[misc]  # mlx-lm has no types
@@ -15,11 +41,20 @@ class DecodeBatch(GenerationBatch):  # type: ignore[misc]  # mlx-lm has no types
     """
 
     _token_context: list[TokenBuffer]  # by row
+    _next_tokens: mx.array
+    _next_logprobs: list[mx.array]
 
-    def __init__(self, matchers: list[Matcher | None], model: object, uids: list[str], *rest: object) -> None:
+    def __init__(
+        self, matchers: list[Matcher | None], layout: CacheLayout, model: object, uids: list[str], *rest: object
+    ) -> None:
         pairs = zip(uids, matchers, strict=True)
         self._matcher_by_uid = {uid: matcher for uid, matcher in pairs if matcher is not None}
+        self._layout = layout
         self.is_read = False  # the last tokens were returned by `read_sampled`, and the step after them has not begun
+        self.next_token: int | None = None  # drawn by a verified pass, and returned by the next step or pass
+        self.uncomputed: list[int] = []  # returned tokens without rows, of a pass that was rolled back
+        self._pass: _Pass | None = None
+        self._may_be_padded = False  # it is what is left of a larger batch
         super().__init__(model, uids, *rest)
         # Only processors read the tokens before: without any, no copy is kept.
         processors = zip(self._token_context, self.logits_processors, strict=True)
@@ -37,31 +72,154 @@ class DecodeBatch(GenerationBatch):  # type: ignore[misc]  # mlx-lm has no types
         """
         mx.eval(self._next_tokens, self._next_logprobs)
         self.is_read = True
-        return self._next_tokens.tolist(), self._next_logprobs
+        return _list_tokens(self._next_tokens), self._next_logprobs
 
     def extend(self, batch: "DecodeBatch") -> None:
+        self.compute_rows()
+        batch.compute_rows()
         if self.is_read != batch.is_read:  # for both the same step is under way then
             self.complete_read()
             batch.complete_read()
         self._matcher_by_uid |= batch._matcher_by_uid
+        self.next_token = None
         super().extend(batch)
 
+    def split(self, row: int) -> "DecodeBatch":
+        """Take one sequence out, into a batch of its own, with the token that is drawn for it."""
+        assert not self.uncomputed and self._pass is None
+        self.complete_read()
+        alone = copy.copy(self)
+        alone.prompt_cache = copy.deepcopy(self.prompt_cache)  # free: neither is written to before it is filtered
+        alone.filter([row])
+        self.filter([each for each in range(len(self.uids)) if each != row])
+        return alone
+
     def _step(self) -> tuple[list[int], list[mx.array]]:
+        assert not self.uncomputed
         for row, uid in enumerate(self.uids) if self._matcher_by_uid else ():
             if (matcher := self._matcher_by_uid.get(uid)) is not None:
                 matcher.set_sampled(self._next_tokens, row)
         self.complete_read()
+        self.next_token = None
         return super()._step()  # type: ignore[no-any-return]
 
     def complete_read(self) -> None:
         """Begin the step after tokens that were read, if any were: the KV has their rows then."""
         if self.is_read:
+            assert not self.uncomputed  # they come first
             self.is_read = False
             super()._step()  # its tokens were returned before
 
+    # ---- drafts, in a batch of one
+
+    def verify(self, draft: Sequence[int]) -> list[DrawnToken]:
+        """Compute the next token and a draft after it in one pass; returns that token and the draft's right ones.
+
+        The answer is the one of single steps, up to rounding: each token is drawn from its own distribution, and the
+        draft is right while it is what was drawn.  Call `commit` afterwards.
+        """
+        assert len(self.uids) == 1 and self._pass is None
+        self.complete_read()
+        if self._may_be_padded:
+            self._remove_padding()
+        following = mx.array(list(draft), self._next_tokens.dtype)
+        inputs = mx.concatenate([mx.array(self.uncomputed, following.dtype), self._next_tokens, following])
+        leaves = self._leaves() if self._layout.has_states else []
+        remembered = [leaf.codec.remember(held) for leaf, held in leaves]
+        logits = self.model(inputs[None], cache=self.prompt_cache)[0, len(self.uncomputed) :]
+        matcher = self._matcher_by_uid.get(self.uids[0])
+        taken = 0 if matcher is None else matcher.token_count
+        logits = self._process(logits, draft, matcher)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        drawn = (self.samplers[0] or self.fallback_sampler)(logprobs)
+        mx.eval(self._next_tokens, drawn)
+        accepted = min(_count_equal(_list_tokens(drawn), draft), drawn.shape[0] - 1)  # rows may have been left out
+        returned = [(_list_tokens(self._next_tokens)[0], self._next_logprobs[0])]
+        returned += [(token, logprobs[row]) for row, token in enumerate(draft[:accepted])]
+        self._pass = _Pass([token for token, _ in returned], inputs.shape[0], remembered)
+        self._retract(drawn.shape[0] - 1 - accepted, matcher, taken + 1 + accepted)
+        self._next_tokens, self._next_logprobs = drawn[accepted : accepted + 1], [logprobs[accepted]]
+        (self.next_token,) = _list_tokens(self._next_tokens)
+        return returned
+
+    def commit(self, count: int) -> None:
+        """Keep the first `count` of the tokens that the last pass returned; does nothing after a single step."""
+        if self._pass is None:
+            return
+        verified, self._pass = self._pass, None
+        kept = verified.tokens[:count]
+        rejected = verified.width - len(self.uncomputed) - count
+        if rejected and self._layout.has_states:
+            for (leaf, held), remembered in zip(self._leaves(), verified.remembered, strict=True):
+                leaf.codec.restore(held, remembered)
+            self.uncomputed = [*self.uncomputed, *kept]
+            return
+        for leaf, held in self._leaves() if rejected else ():
+            leaf.codec.drop_last(held, rejected)
+        self.tokens[0].extend([*self.uncomputed, *kept])
+        self.uncomputed = []
+
+    def compute_rows(self) -> None:
+        """Compute the rows of all tokens that were returned."""
+        if self.uncomputed:
+            self.model(mx.array([self.uncomputed]), cache=self.prompt_cache)
+            self.tokens[0].extend(self.uncomputed)
+            self.uncomputed = []
+
+    def _process(self, logits: mx.array, draft: Sequence[int], matcher: Matcher | None) -> mx.array:
+        """Apply the processors row by row, with the draft's tokens before each, as far as the grammar allows them."""
+        processors = self.logits_processors[0]
+        if not processors:
+            return logits
+        rows = []
+        for row, token in enumerate([self._next_tokens, *(mx.array([token]) for token in draft)]):
+            if row and matcher is not None and not matcher.count_valid([draft[row - 1]]):
+                break
+            if matcher is not None:
+                matcher.set_sampled(token, 0)
+            context, processed = self._token_context[0].update_and_fetch(token), logits[row : row + 1]
+            for processor in processors:
+                processed = processor(context, processed)
+            rows.append(processed)
+        return mx.concatenate(rows)
+
+    def _retract(self, count: int, matcher: Matcher | None, taken: int) -> None:
+        """Take what was drawn after a rejected token back from sampler, processors and matcher."""
+        sampler = self.samplers[0]
+        if isinstance(sampler, SeededSampler):
+            sampler.position -= count
+        if self.logits_processors[0]:
+            self._token_context[0]._size -= count
+        if matcher is not None:
+            matcher.retract(taken)
+
+    def _remove_padding(self) -> None:
+        """Copy windows without padding, of which mlx-lm masks a row too many in a pass of several tokens."""
+        self._may_be_padded = False
+        leaves = (
+            leaf.codec.extract_sequence(held, 0) if leaf.codec.kind is CodecKind.WINDOW else held
+            for leaf, held in self._leaves()
+        )
+        self.prompt_cache[:] = rebuild(self._layout.template, leaves)
+
+    def _leaves(self) -> list[tuple[Any, Any]]:
+        return list(zip(self._layout.leaves, (held for _, held in flatten(self.prompt_cache)), strict=True))
+
     def filter(self, keep: list[int]) -> None:
+        self._may_be_padded = bool(self._layout.window) and len(self.uids) > 1
         super().filter(keep)
         self._matcher_by_uid = {uid: matcher for uid, matcher in self._matcher_by_uid.items() if uid in self.uids}
 
     def extract_cache(self, idx: int) -> list[object]:
         return []
+
+
+def _list_tokens(tokens: mx.array) -> list[int]:
+    ids: list[int] = tokens.tolist()  # type: ignore[assignment]
+    return ids
+
+
+def _count_equal(drawn: Sequence[int], draft: Sequence[int]) -> int:
+    """Number of leading tokens of a draft that were drawn."""
+    pairs = zip(drawn, draft, strict=False)
+    return next((n for n, (mine, theirs) in enumerate(pairs) if mine != theirs), min(len(drawn), len(draft)))

@@ -1,14 +1,13 @@
 """Sampling of one sequence: mlx-lm's filters and penalties, with a random key per sequence.  Engine thread.
 
-mlx-lm draws from one global random state, so its draws depend on what else is running.  Here each sequence has its own
-key, split once a step: a seed gives the same draws alone and in a batch.  Arrays are made on the stepping thread: lazy
-arrays can't be evaluated on another.
+mlx-lm draws from one global random state, so its draws depend on what else is running.  Here each token of an answer is
+drawn with a key of its own, by seed and place: a seed gives the same draws alone and in a batch, one token a step or
+several.  Arrays are made on the stepping thread: lazy arrays can't be evaluated on another.
 """
 
 import secrets
 from collections.abc import Callable, Collection
 from functools import cache, partial
-from typing import ParamSpec
 
 import mlx.core as mx
 import numpy as np
@@ -20,7 +19,6 @@ from warmline_common.protocol.messages import FirstLogits
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
-P = ParamSpec("P")
 
 _ALL_TOKENS = 1 << 31
 _SEED_BITS = 64
@@ -38,44 +36,45 @@ class SamplerFault:
     def __init__(self) -> None:
         self.error: Exception | None = None
 
-    def guard_sampler(self, inner: Sampler) -> Sampler:
-        return self._guard(inner, lambda logprobs: mx.argmax(logprobs, axis=-1))
+    def run(self, inner: Callable[[], mx.array], fallback: Callable[[], mx.array]) -> mx.array:
+        """The array of `inner`; after a fault that of `fallback`."""
+        if self.error is None:
+            try:
+                return inner()
+            except Exception as error:  # noqa: BLE001  no exception may reach the batch's other sequences
+                self.error = error
+        return fallback()
 
     def guard_processor(self, inner: LogitsProcessor) -> LogitsProcessor:
-        return self._guard(inner, lambda tokens, logits: logits)
-
-    def _guard(self, inner: Callable[P, mx.array], fallback: Callable[P, mx.array]) -> Callable[P, mx.array]:
-        def run_guarded(*arguments: P.args, **options: P.kwargs) -> mx.array:
-            if self.error is None:
-                try:
-                    return inner(*arguments, **options)
-                except Exception as error:  # noqa: BLE001  no exception may reach the batch's other sequences
-                    self.error = error
-            return fallback(*arguments, **options)
-
-        return run_guarded
+        return lambda tokens, logits: self.run(lambda: inner(tokens, logits), lambda: logits)
 
 
 def make_sampler(params: GenerationParams, fault: SamplerFault) -> Sampler:
-    """Make a sampler of [1, vocabulary] log-probabilities, for one sequence and one run (it counts its steps).
+    """Make a sampler of [rows, vocabulary] log-probabilities, for one sequence and one run.
 
     Greedy is mlx-lm's own `greedy_sampler` object: a batch that has only that one samples in one call.
     """
-    if params.is_greedy:
-        return sample_utils.greedy_sampler  # type: ignore[no-any-return]
-    return fault.guard_sampler(_SeededSampler(params))
+    greedy: Sampler = sample_utils.greedy_sampler
+    return greedy if params.is_greedy else SeededSampler(params, fault)
 
 
-class _SeededSampler:
-    """mlx-lm's filters in their order, then a draw with the sequence's own key."""
+class SeededSampler:
+    """mlx-lm's filters in their order, then a draw with the key of the token's place.
 
-    def __init__(self, params: GenerationParams) -> None:
-        self._params = params
+    `position`: place in the answer of the next token to draw, one more with each row that is drawn.
+    """
+
+    def __init__(self, params: GenerationParams, fault: SamplerFault) -> None:
+        self._params, self._fault, self.position = params, fault, 0
         seed = secrets.randbits(_SEED_BITS) if params.seed is None else params.seed
-        self._seed = seed % (1 << _SEED_BITS)
-        self._key: mx.array | None = None
+        self._seed = (seed % (1 << _SEED_BITS)).to_bytes(_SEED_BITS // 8, "little")
 
     def __call__(self, logprobs: mx.array) -> mx.array:
+        sampled = self._fault.run(lambda: self._draw(logprobs), lambda: mx.argmax(logprobs, axis=-1))
+        self.position += logprobs.shape[0]
+        return sampled
+
+    def _draw(self, logprobs: mx.array) -> mx.array:
         params = self._params
         if 0 < params.top_p < 1:
             logprobs = sample_utils.apply_top_p(logprobs, params.top_p)
@@ -83,10 +82,16 @@ class _SeededSampler:
             logprobs = sample_utils.apply_min_p(logprobs, params.min_p)
         if 0 < params.top_k < logprobs.shape[-1]:
             logprobs = sample_utils.apply_top_k(logprobs, params.top_k)
-        if self._key is None:
-            self._key = mx.random.key(self._seed)
-        self._key, drawn = mx.random.split(self._key)
-        return mx.random.categorical(logprobs * (1.0 / params.temperature), key=drawn)
+        scaled: mx.array = logprobs * (1.0 / params.temperature)
+        rows = (
+            mx.random.categorical(scaled[row : row + 1], key=self._make_key(self.position + row))
+            for row in range(scaled.shape[0])
+        )
+        return mx.concatenate(list(rows))
+
+    def _make_key(self, position: int) -> mx.array:
+        key: mx.array = mx.random.key(xxhash.xxh3_64_intdigest(self._seed + position.to_bytes(8, "little")))
+        return key
 
 
 def make_processors(

@@ -13,9 +13,16 @@ from mlx_lm.sample_utils import greedy_sampler
 
 from warmline_backend.generation import sampling
 from warmline_backend.generation.answer import Answer
+from warmline_backend.generation.chunks import LayerwiseChunk, find_chunk_end
 from warmline_backend.generation.decode_batch import DecodeBatch
 from warmline_backend.generation.events import EventListener
-from warmline_backend.generation.sampling import LogitsProcessor, LogprobsCapture, Sampler, SamplerFault
+from warmline_backend.generation.sampling import (
+    LogitsProcessor,
+    LogprobsCapture,
+    Sampler,
+    SamplerFault,
+    SeededSampler,
+)
 from warmline_backend.kv_cache.batch_prefill import prefill_batch
 from warmline_backend.kv_cache.kv import KV
 from warmline_backend.kv_cache.residents import Adoption
@@ -23,6 +30,8 @@ from warmline_backend.model.model import ServedModel
 from warmline_backend.output.expected import ExpectedOutput
 from warmline_backend.output.parser import OutputParser
 from warmline_backend.request.params import GenerationParams
+from warmline_backend.speculation.drafter import Drafter
+from warmline_backend.speculation.speculation import Speculation
 from warmline_backend.structured_output.matcher import Matcher
 from warmline_common.protocol.messages import FirstLogits, GenerationResult, Timings
 from warmline_common.protocol.tokens import TokenArray, pack_tokens
@@ -59,6 +68,7 @@ class GenerationRequest(GenerationOptions):
     listener: EventListener
     matcher: Matcher | None = None  # grammar of the answer, with the state of this run
     expected_output: ExpectedOutput = ExpectedOutput()  # noqa: RUF009  frozen
+    prediction: TokenArray = field(default_factory=TokenArray)  # tokens that the client expects as the answer
     accepted_at: float = field(default_factory=time.monotonic)
 
 
@@ -69,12 +79,14 @@ class Sequence:
     request: GenerationRequest
     kv: KV
     served: ServedModel
+    speculation: Speculation | None = None  # None: each step computes one token
     adoption: Adoption | None = None  # of the resident that it took over
     leader: "Sequence | None" = None  # while it waits as a follower
     fork_position: int = 0  # tokens of the leader's KV that it starts from
     detached: bool = False  # its client has left: it ends with its prefill
     chunks_skipped: float = 0.0
     wait_reason: str = STEP  # what it waits for until it is started
+    waiting_bytes: int = 0  # of the KV that it holds while it waits for its start
     started_at: float = 0.0  # time.monotonic(); 0.0 while it waits
     decode_started_at: float = 0.0  # time.monotonic()
     answer: Answer = field(default_factory=Answer)
@@ -82,7 +94,7 @@ class Sequence:
     timings: Timings = field(default_factory=Timings)
     first_logits: FirstLogits | None = None  # distribution of its first token
     arrival_time: float = field(default_factory=time.monotonic)
-    layerwise_chunk: "LayerwiseChunk | None" = None  # a background request's, until all of it is computed
+    layerwise_chunk: LayerwiseChunk | None = None  # a background request's, until all of it is computed
     chunk_tokens_max: int = UNBOUNDED  # of this prompt's chunks, once memory has run out
     has_short_chunks: bool = False  # shorter than the step, to fit the memory
     needs_eviction: bool = False  # its chunks can't be shorter, and memory has run out
@@ -101,7 +113,8 @@ class Sequence:
         self._fork_positions: set[int] = set()  # chunk ends that only present followers need
         self.answer_tokens_max = params.max_tokens  # or fewer, by the memory budget
         self.inputs = self.request.prompt  # tokens to compute before the next one is drawn: all but the last in prefill
-        self._sampler: Sampler | None = None  # with the processors, made when decoding begins
+        self.drafter: Drafter | None = None  # made when decoding begins, as are the next two
+        self._sampler: Sampler | None = None
         self._processors: list[LogitsProcessor] = []
 
     def _set_grid_end(self) -> None:
@@ -261,7 +274,7 @@ class Sequence:
         self.complete_chunk()
         return len(tokens)
 
-    def begin_layerwise_chunk(self, step: int) -> "LayerwiseChunk":
+    def begin_layerwise_chunk(self, step: int) -> LayerwiseChunk:
         """Begin the next chunk as one that is computed layer by layer; nothing changes before its end."""
         tokens = self._begin_chunk(step)
         return LayerwiseChunk(len(tokens), self._compute_layers(tokens))
@@ -298,6 +311,10 @@ class Sequence:
         """Make the result; `resident` is the id of the resident that it left, or ""."""
         kv, prompt = self.kv, len(self.request.prompt)
         self._record_wait()
+        self.timings.no_drafts = self._explain_no_drafts()
+        if self.request.prediction and self.drafter is not None:
+            agreed = self.drafter.count_predicted(kv.tokens)
+            self.timings.predicted = min(agreed, len(self.request.prediction))  # the answer may repeat a part
         return GenerationResult(
             boot=boot,
             generation=generation,
@@ -325,6 +342,7 @@ class Sequence:
         self._capture_rollback_point()
         if self._sampler is None:
             self._sampler, self._processors = self._make_sampling()
+            self.drafter = self._make_drafter()
             if self.can_redraw:
                 self.kv.capture_rewind_point()
         return self._sampler, self._processors
@@ -338,6 +356,25 @@ class Sequence:
         if processors:
             processors.insert(0, self._logprobs_capture)
         return sampling.make_sampler(params, self.sampler_fault), processors
+
+    def _make_drafter(self) -> Drafter | None:
+        if self.speculation is None or self.kv.layout.problem:
+            return None
+        request = self.request
+        ends = {*request.params.stop_token_ids, *self.served.tokenizer.eos_token_ids}
+        return self.speculation.make_drafter(request.prompt, request.prediction, request.matcher, ends)
+
+    def _explain_no_drafts(self) -> str:
+        """Reason why no token of the answer was drafted; "" where one was."""
+        if self.timings.drafts or not self.timings.decoded:
+            return ""
+        if self.kv.layout.problem:
+            return "this model's cache can't take tokens back"
+        if self.drafter is None:
+            return "speculation is off"
+        if self.timings.shared_passes * 2 > self.timings.passes:
+            return "it was decoded in one batch with others"
+        return "nothing repeated that was worth the time"
 
     # ---- redraws
 
@@ -369,6 +406,10 @@ class Sequence:
         self.answer.rewind(count)
         self.request.matcher.rewind(count)
         self.kv.rewind(len(held) - 1)
+        if isinstance(self._sampler, SeededSampler):
+            self._sampler.position = count
+        if self.drafter is not None:
+            self.drafter.rewind(len(held))
         self.inputs, self.redraw_position = held, None
 
     def drop_held_tokens(self) -> None:
@@ -384,6 +425,7 @@ def make_decode_batch(sequences: list[Sequence]) -> DecodeBatch:
     sequences[0].kv.prepare_decoding()  # its layers are those of all
     return DecodeBatch(
         [sequence.request.matcher for sequence in sequences],
+        sequences[0].kv.layout,
         sequences[0].served.model,
         [sequence.request.id for sequence in sequences],
         mx.array([sequence.inputs[-1] for sequence in sequences]),
@@ -404,25 +446,3 @@ def prefill_last_chunks(sequences: list[Sequence]) -> None:
     """
     chunks = [list(sequence.inputs[sequence.kv.length : -1]) for sequence in sequences]
     prefill_batch(sequences[0].served.model, [sequence.kv for sequence in sequences], chunks)
-
-
-@dataclass(eq=False)
-class LayerwiseChunk:
-    """A chunk that is computed layer by layer: others wait for a layer of it, not for the whole.  Engine thread."""
-
-    tokens: int
-    _layers: Iterator[None]
-    seconds: float = 0.0  # spent on it so far
-
-    def compute_layer(self) -> bool:
-        """Compute the next layer; False once all are computed.  Raises what the device raises."""
-        began = time.monotonic()
-        is_open = next(self._layers, self) is not self
-        self.seconds += time.monotonic() - began
-        return is_open
-
-
-def find_chunk_end(start: int, end: int, step: int, chunk_ends: Iterable[int]) -> int:
-    """End of the chunk that begins at `start`: after `step` tokens, at the next of `chunk_ends`, or at `end`."""
-    following = (position for position in chunk_ends if position > start)
-    return min(end, start + step, next(following, end))

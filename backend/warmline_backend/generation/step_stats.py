@@ -2,9 +2,12 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+
+from warmline_backend.speculation.draft import SOURCES
+from warmline_common.protocol.messages import DraftCount
 
 # A decode step of a small model takes a millisecond, a chunk of a large one minutes.
 STEP_SECONDS = (
@@ -52,6 +55,8 @@ class StepStats:
     finish_counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(FINISHES, 0)))
     prefilled_tokens: int = 0
     decoded_tokens: int = 0
+    drafted_tokens: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(SOURCES, 0)))  # by source
+    accepted_tokens: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(SOURCES, 0)))
     redraws: int = 0
     failed_steps: int = 0
 
@@ -63,6 +68,12 @@ class StepStats:
         self.batch_sizes.add(sequences)
         self.decode_seconds.add(seconds)
 
+    def record_drafts(self, drafts: Mapping[str, DraftCount]) -> None:
+        """Count the drafts of one answer, at its end."""
+        for source, count in drafts.items():
+            self.drafted_tokens[source] += count.drafted
+            self.accepted_tokens[source] += count.accepted
+
     def copy(self) -> "StepStats":
         return StepStats(
             self.chunk_seconds.copy(),
@@ -72,6 +83,8 @@ class StepStats:
             self.finish_counts.copy(),
             self.prefilled_tokens,
             self.decoded_tokens,
+            self.drafted_tokens.copy(),
+            self.accepted_tokens.copy(),
             self.redraws,
             self.failed_steps,
         )

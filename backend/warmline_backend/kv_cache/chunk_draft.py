@@ -20,7 +20,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from warmline_backend.kv_cache.codecs import CacheLayout, CodecKind, flatten, rebuild, round_up_to_buffer
+from warmline_backend.kv_cache.batch_caches import round_up_to_buffer
+from warmline_backend.kv_cache.codecs import CacheLayout, CodecKind, flatten, rebuild
 
 # Texts of mlx, of Metal, CUDA and cuBLAS behind it, and of C++'s std::bad_alloc.
 _OUT_OF_MEMORY = re.compile(

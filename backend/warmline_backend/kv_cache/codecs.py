@@ -27,39 +27,17 @@ from mlx_lm.models.cache import (
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
-    create_attention_mask,
 )
 
+from warmline_backend.kv_cache.batch_caches import BatchQuantizedKVCache, CausalKVCache
+
 Fields = dict[str, mx.array]  # field name -> (1, heads, rows, width) for rows, any shape with leading 1 for states
-BUFFER_STEP_TOKENS = 256  # a restored buffer ends on a multiple of this, as mlx-lm's own do
-
-
-def round_up_to_buffer(tokens: int) -> int:
-    """Rows of a buffer for `tokens`: buffers grow by BUFFER_STEP_TOKENS, mlx-lm's and restored ones."""
-    return -(-tokens // BUFFER_STEP_TOKENS) * BUFFER_STEP_TOKENS
 
 
 class CodecKind(StrEnum):
     ROWS = "rows"
     WINDOW = "window"
     STATE = "state"
-
-
-class CausalKVCache(BatchKVCache):  # type: ignore[misc]  # mlx-lm has no types
-    """BatchKVCache whose mask for a chunk of one sequence has a name instead of an array.
-
-    One sequence has no padding.  For an array, attention takes heads x chunk x context numbers on some devices: 11 GB
-    for 2,048 tokens after 84,000 with 32 heads.  A decode step needs none: with an array it took twice as long after
-    24,000 tokens on an H200.  In exact mode it keeps the array: the kernels for no mask at all depend on the size of
-    the buffer, which differs between a warm and a cold run.
-    """
-
-    masks_decode_steps = True
-
-    def make_mask(self, N: int, return_array: bool = False, **options: Any) -> Any:
-        if self.left_padding.shape[0] > 1 or (N == 1 and (self.masks_decode_steps or return_array)):
-            return super().make_mask(N, return_array, **options)
-        return create_attention_mask(N, self._idx, return_array, options.get("window_size"))
 
 
 class _WriteRecorder:
@@ -76,7 +54,7 @@ class _DraftKVCache(_WriteRecorder, CausalKVCache):
     pass
 
 
-class _DraftQuantizedKVCache(_WriteRecorder, QuantizedKVCache):  # type: ignore[misc]
+class _DraftQuantizedKVCache(_WriteRecorder, BatchQuantizedKVCache):
     pass
 
 
@@ -96,15 +74,14 @@ class _KVCacheWriter(_RowWriter, CausalKVCache):
     pass
 
 
-class _QuantizedKVCacheWriter(_RowWriter, QuantizedKVCache):  # type: ignore[misc]
+class _QuantizedKVCacheWriter(_RowWriter, BatchQuantizedKVCache):
     pass
 
 
 class Codec:
-    """Base of all codecs.  `is_batchable` is false where mlx-lm can't put several sequences into one cache."""
+    """Base of all codecs."""
 
     kind: CodecKind
-    is_batchable = True
 
     def to_batched(self, single: Any) -> Any:
         """The batched form of a cache of one sequence; rows are shared, not copied, where that is possible."""
@@ -127,6 +104,18 @@ class Codec:
     def extract_sequence(self, leaf: Any, i: int) -> Any:
         """Sequence `i` of a batch as a batched form of its own (evaluated by the caller)."""
         return self.to_batched(leaf.extract(i))
+
+    def remember(self, leaf: Any) -> dict[str, Any]:
+        """Attributes of a leaf before a pass of several tokens, for `restore`; no row or state is copied."""
+        return dict(vars(leaf))
+
+    def restore(self, leaf: Any, remembered: dict[str, Any]) -> None:
+        """Go back to the start of the pass that has just been computed."""
+        vars(leaf).update(remembered)
+
+    def drop_last(self, leaf: Any, count: int) -> None:
+        """Drop the last `count` tokens, but not all, of the pass that has just been computed."""
+        raise NotImplementedError
 
 
 class RowsCodec(Codec):
@@ -183,6 +172,18 @@ class RowsCodec(Codec):
         """Drop the last `count` rows; the buffer stays."""
         leaf.trim(count)
 
+    def remember(self, leaf: Any) -> dict[str, Any]:
+        return {"count": self._count_rows(leaf)}  # rows are written behind the others, into the same buffers
+
+    def restore(self, leaf: Any, remembered: dict[str, Any]) -> None:
+        self.truncate(leaf, self._count_rows(leaf) - remembered["count"])
+
+    def drop_last(self, leaf: Any, count: int) -> None:
+        self.truncate(leaf, count)
+
+    def _count_rows(self, leaf: Any) -> int:
+        return int(leaf._idx)
+
 
 def _grow_buffer(buffer: mx.array, rows: int) -> mx.array:
     """Copy of a buffer [..., rows, width] with room for more rows, evaluated."""
@@ -193,36 +194,46 @@ def _grow_buffer(buffer: mx.array, rows: int) -> mx.array:
 
 
 class QuantizedRowsCodec(RowsCodec):
-    """QuantizedKVCache: packed data, scales and biases, a row a token.  Has no batched form of its own."""
+    """QuantizedKVCache: packed data, scales and biases, a row a token."""
 
-    is_batchable = False
     _draft_class = _DraftQuantizedKVCache
     _writer_class = _QuantizedKVCacheWriter
     _tensor_names = ("data", "scales", "biases")
 
-    def to_batched(self, single: QuantizedKVCache) -> QuantizedKVCache:
-        return single
+    def to_batched(self, single: QuantizedKVCache) -> BatchQuantizedKVCache:
+        batch = BatchQuantizedKVCache([0], single.group_size, single.bits)
+        if single.keys is not None:
+            batch.keys, batch.values = list(single.keys), list(single.values)
+            batch.offset, batch._idx = mx.array([single.offset]), single.offset
+        return batch
 
-    def rows(self, leaf: QuantizedKVCache, i: int, length: int, start: int, end: int) -> Fields:
+    def extract_sequence(self, leaf: BatchQuantizedKVCache, i: int) -> BatchQuantizedKVCache:
+        alone = copy.deepcopy(leaf)  # shares its arrays
+        alone.filter([i])
+        return alone
+
+    def rows(self, leaf: BatchQuantizedKVCache, i: int, length: int, start: int, end: int) -> Fields:
+        shift = leaf._idx - length
         return {
-            f"{half}_{part}": array[:, :, start:end]
+            f"{half}_{part}": array[i : i + 1, :, start + shift : end + shift]
             for half in ("keys", "values")
             for part, array in zip(self._tensor_names, getattr(leaf, half), strict=True)
         }
 
-    def build(self, fields: Fields, position: int, template: QuantizedKVCache) -> QuantizedKVCache:
-        leaf = QuantizedKVCache(group_size=template.group_size, bits=template.bits)
-        # Lists, as mlx-lm's own update assigns into them.
-        leaf.keys = [fields[f"keys_{part}"] for part in self._tensor_names]
-        leaf.values = [fields[f"values_{part}"] for part in self._tensor_names]
-        leaf.offset = position
-        return leaf
+    def build(self, fields: Fields, position: int, template: QuantizedKVCache) -> BatchQuantizedKVCache:
+        single = QuantizedKVCache(group_size=template.group_size, bits=template.bits)
+        single.keys = [fields[f"keys_{part}"] for part in self._tensor_names]
+        single.values = [fields[f"values_{part}"] for part in self._tensor_names]
+        single.offset = position
+        return self.to_batched(single)
 
-    def reserve_rows(self, leaf: QuantizedKVCache, rows: int) -> None:
-        leaf.keys, leaf.values = ([_grow_buffer(each, rows) for each in half] for half in (leaf.keys, leaf.values))
+    def reserve_rows(self, leaf: BatchQuantizedKVCache, rows: int) -> None:
+        leaf.keys, leaf.values = (
+            [_grow_buffer(each, rows) for each in half or ()] for half in (leaf.keys, leaf.values)
+        )
 
-    def count_buffer_rows(self, leaf: QuantizedKVCache) -> int:
-        return 0 if leaf.keys is None else int(leaf.keys[0].shape[2])
+    def count_buffer_rows(self, leaf: BatchQuantizedKVCache) -> int:
+        return leaf.count_buffer_rows()
 
 
 class WindowCodec(Codec):
@@ -264,6 +275,15 @@ class WindowCodec(Codec):
         leaf._offset = leaf._idx
         return leaf
 
+    def remember(self, leaf: BatchRotatingKVCache) -> dict[str, Any]:
+        # A pass of several tokens makes new buffers, but changes this array.
+        return {**vars(leaf), "left_padding": mx.array(leaf.left_padding)}
+
+    def drop_last(self, leaf: BatchRotatingKVCache, count: int) -> None:
+        """Drop the last rows: a pass of several tokens keeps all rows that its first one needs."""
+        leaf.trim(count)
+        leaf.keys, leaf.values = leaf.keys[:, :, : leaf._idx], leaf.values[:, :, : leaf._idx]
+
 
 def _ring_slice(buffer: mx.array, first: int, count: int, size: int) -> mx.array:
     """`count` rows from index `first` of a ring of `size` rows; a negative index counts back over its start."""
@@ -293,6 +313,12 @@ class StateCodec(Codec):
     def state(self, leaf: ArraysCache, i: int) -> Fields:
         """The state of sequence `i`, a lazy view.  Entries that a model leaves unused are left out."""
         return {f"state{n}": array[i : i + 1] for n, array in enumerate(leaf.cache) if array is not None}
+
+    def remember(self, leaf: ArraysCache) -> dict[str, Any]:
+        # Models replace states, and write into none, but `advance` changes these two arrays.
+        counters = {name: getattr(leaf, name) for name in ("left_padding", "lengths")}
+        copies = {name: None if array is None else mx.array(array) for name, array in counters.items()}
+        return {**vars(leaf), "cache": list(leaf.cache), **copies}
 
     def detach_state(self, leaf: ArraysCache) -> None:
         """Copy the state, lazily: a model may leave a view there, into all that it computed of a chunk."""
@@ -389,7 +415,7 @@ class CacheLayout:
     @property
     def is_batchable(self) -> bool:
         """True where several sequences can share one decode batch."""
-        return not self.problem and all(leaf.codec.is_batchable for leaf in self.leaves)
+        return not self.problem
 
     @property
     def class_names(self) -> list[str]:

@@ -9,8 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_reduce
 
+from warmline_backend.kv_cache.batch_caches import CausalKVCache
 from warmline_backend.kv_cache.chunk_draft import compute_chunk, evaluate_chunk_by_layers, reserve_rows
-from warmline_backend.kv_cache.codecs import CacheLayout, CacheLeaf, CausalKVCache, CodecKind, Fields, flatten, rebuild
+from warmline_backend.kv_cache.codecs import CacheLayout, CacheLeaf, CodecKind, Fields, flatten, rebuild
 from warmline_common.protocol.tokens import TokenArray
 
 LAST_CHECKPOINTS_COUNT = 3  # kept besides the first (end of system and tools): where a next turn may diverge
@@ -148,11 +149,10 @@ class KV:
         at = self.length
         return self._copy_window_rows(lambda leaf: max(0, at - leaf.template.max_size), at)
 
-    @property
-    def needs_capture(self) -> bool:
-        """True where two more tokens, as of a step after a read, could push uncaptured rows out of a window."""
+    def needs_capture(self, tokens: int) -> bool:
+        """True where so many more tokens could push uncaptured rows out of a window."""
         window = min((leaf.template.max_size for leaf in self.layout.leaves_of_kind(CodecKind.WINDOW)), default=0)
-        return 0 < window <= self.length + 2 - self.journal_until and self.savable_length > self.journal_until
+        return 0 < window <= self.length + tokens - self.journal_until and self.savable_length > self.journal_until
 
     def capture_checkpoint(self) -> None:
         """Keep the state of all recurrent layers at the present length."""

@@ -51,8 +51,8 @@ class _Entry:
 class Residents:
     """Residents by id, under a byte budget.  What a call costs does not grow with their number, but for evictions.
 
-    `generation` grows by one with each eviction (not with deletions that were asked for).  Other threads read the
-    `listing`.
+    `budget_bytes` is the present budget, which admission sets.  `generation` grows by one with each eviction (not with
+    deletions that were asked for).  Other threads read the `listing`.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -208,6 +208,10 @@ class Residents:
     def has_leased(self) -> bool:
         """True where some residents will become evictable soon: when they are taken or saved, or their lease ends."""
         return bool(self._list_leased())
+
+    @property
+    def bytes_leased(self) -> int:
+        return sum(self._entries[each].bytes_held for each in self._list_leased())
 
     def _list_leased(self) -> list[str]:
         """Ids with a lease; ended leases are forgotten."""

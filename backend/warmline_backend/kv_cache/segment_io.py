@@ -7,13 +7,14 @@ format is `warmline_common.storage.segment_file`.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 
+from warmline_backend.kv_cache.batch_caches import round_up_to_buffer
 from warmline_backend.kv_cache.byte_buffers import (
     DTYPE_NAMES,
     BufferShape,
@@ -22,12 +23,13 @@ from warmline_backend.kv_cache.byte_buffers import (
     evaluate_unsigned,
     view_bytes,
 )
-from warmline_backend.kv_cache.codecs import CacheLayout, CodecKind, round_up_to_buffer
+from warmline_backend.kv_cache.codecs import CacheLayout, CodecKind
 from warmline_backend.kv_cache.kv import KV, NamedArrays, select_fields
 from warmline_backend.kv_cache.tensor_reader import ReadStats, TensorReader
 from warmline_common.protocol.messages import CheckpointRef, SavedFile, SegmentRef
 from warmline_common.protocol.tokens import TOKEN_BYTES, TokenArray, count_common_tokens, prefix_digests
 from warmline_common.storage import disk, segment_file
+from warmline_common.storage.drafts import make_draft_path
 from warmline_common.storage.segment_file import FileMeta, SegmentFileError, SegmentHeader
 from warmline_common.storage.segment_writer import SegmentWriter
 
@@ -81,10 +83,12 @@ def write_segment_file(
     tensors: Mapping[str, RawTensor] | TensorStream,
     tokens: bytes = b"",
     is_coded: bool = False,
+    owner: str = "",
 ) -> SavedFile:
     """Write, fsync and rename one file, its tensors of bfloat16 coded where `is_coded`; durable on return.
 
-    Raises OSError, and what the stream raises; leaves no file then.
+    `owner`: the instance of the backend, for the draft's name.  Raises OSError, and what the stream raises; leaves no
+    file then.
     """
     if not isinstance(tensors, TensorStream):
         held = tensors
@@ -94,23 +98,14 @@ def write_segment_file(
         tensors = _add_tokens(tensors, tokens)
     writer = SegmentWriter(meta, tensors.shapes, is_coded)
     read_head = (lambda: writer.header) if writer.is_coded else None
-    written = disk.write_durable(path, writer.iter_chunks(tensors.read), read_head)
+    draft = make_draft_path(path, owner)
+    written = disk.write_durable(path, writer.iter_chunks(tensors.read), read_head, draft)
     return SavedFile(id=meta.id, bytes_written=written, checksum=writer.checksum)
 
 
 def _add_tokens(tensors: TensorStream, tokens: bytes) -> TensorStream:
     name, shape = segment_file.TOKENS_TENSOR, ("U32", (len(tokens) // TOKEN_BYTES,))
     return TensorStream({**tensors.shapes, name: shape}, lambda each: [tokens] if each == name else tensors.read(each))
-
-
-def delete_drafts(folder: Path) -> int:
-    """Delete drafts of saves that a killed process has left, and return their number.  Call before any save."""
-    deleted = 0
-    for draft in list(folder.glob(f"*/.*{disk.DRAFT_SUFFIX}")):
-        with suppress(OSError):  # a read-only disk, or worse, is reported by the first save
-            disk.delete(draft)
-            deleted += 1
-    return deleted
 
 
 # ---- reading

@@ -145,7 +145,7 @@ class _DigestCache:
     def _save(self, key: str, digest: str) -> None:
         """Save at once, so that a start that is interrupted need not read all of a large model again."""
         with self._lock:
-            self._digests[key] = digest
+            self._digests = {**self._load(), **self._digests, key: digest}  # other backends write there, too
             while len(self._digests) > DIGESTS_MAX:
                 del self._digests[next(iter(self._digests))]
             with suppress(OSError):  # a digest that can't be remembered is computed again

@@ -29,7 +29,6 @@ PROBE_CHUNK_TOKENS = 8  # of the probe
 CONTEXT_KEYS = ("max_position_embeddings", "model_max_length", "max_sequence_length", "seq_length", "n_positions")
 FLOATS_COARSEST_FIRST = ("bfloat16", "float16", "float32")
 DETAIL_CHARS_MAX = 300  # of another library's error
-MEMORY_SHARE = 0.7  # of what weights leave free, when no budget is set
 
 
 @dataclass(frozen=True)
@@ -88,14 +87,18 @@ def load_served_model(
     kv_group_size: int = 64,
     adapter_path: str = "",
     trust_remote_code: bool = False,
+    before_weights: Callable[[], None] = lambda: None,
 ) -> ServedModel:
-    """Load weights and tokenizer, probe the model with a few tokens, and measure its KV.
+    """Load tokenizer and weights, probe the model with a few tokens, and measure its KV.
 
-    Raises ModelError, or the errors of mlx-lm for a folder without a model.
+    `before_weights` is called once all but the weights is there, and before they take memory.  Raises ModelError, or
+    the errors of mlx-lm for a folder without a model.
     """
     folder = _resolve_folder(path)
     maybe_set_recommended_wired_limit()  # macOS would page a large model out between two steps
     model, config = load_lazy_model(folder, trust_remote_code=trust_remote_code)
+    tokenizer = load_model_tokenizer(folder, config, trust_remote_code=trust_remote_code)
+    before_weights()
     try:
         mx.eval(model.parameters())
     except RuntimeError as error:
@@ -103,7 +106,6 @@ def load_served_model(
         raise ModelError(f"its weights can't be read: {error}; `{command}` says which file is damaged") from error
     if adapter_path:
         model = _load_adapter(model, adapter_path)
-    tokenizer = load_model_tokenizer(folder, config, trust_remote_code=trust_remote_code)
     layout = CacheLayout.from_factory(make_cache_factory(model, kv_bits, kv_group_size))
     try:
         logits, layers = run_probe(model, layout)
@@ -263,9 +265,16 @@ def find_vocabulary_size(config: dict[str, Any], tokenizer: TokenizerWrapper) ->
     return next((value for value in values if isinstance(value, int)), len(tokenizer.get_vocab()))
 
 
-def compute_memory_budget(weight_bytes: int) -> int:
-    """Bytes for residents and running requests without a configured budget: a share of what the weights leave."""
-    return max(int((get_machine_bytes() - weight_bytes) * MEMORY_SHARE), 0)
+@dataclass(frozen=True)
+class MemoryLimits:
+    """Memory that a backend reckons with.
+
+    What is derived for good goes by the first two: it may not depend on which other models are loaded.
+    """
+
+    machine_bytes: int  # for the model and all else
+    budget_bytes: int  # of it, for residents and running requests
+    usable_bytes: int  # of it, at first: other models may have the rest
 
 
 def get_device_name() -> str:

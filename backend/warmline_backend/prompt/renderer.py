@@ -30,8 +30,8 @@ from warmline_backend.prompt.tool_definitions import complete_tool
 from warmline_backend.request.field_names import explain_missing_field
 from warmline_backend.request.params import BadRequestError, FieldError, Tools, format_json_type
 from warmline_common.process.redaction import PLACEHOLDER, is_field_name, quote_text
+from warmline_common.protocol.json_structure import convert_integer
 from warmline_common.protocol.messages import MessageEnd, SampledTurn
-from warmline_common.protocol.numbers import convert_integer
 from warmline_common.protocol.surrogates import replace_halves
 from warmline_common.protocol.tokens import TokenArray
 
@@ -100,6 +100,10 @@ class TemplateRenderer:
         self._can_split_anywhere = self._tokenizer.convert_ids_to_tokens(self._text_tokenizer.encode("x")) == ["x"]
         if self._template_args:
             self._check_template_args()
+
+    def tokenize_prediction(self, text: str, check: Callable[[], None]) -> TokenArray:
+        """Token ids of a text that is only expected.  Raises what `check` raises, once nobody waits for it."""
+        return self._text_tokenizer.tokenize_in_pieces(replace_halves(text), check)
 
     def clear_cache(self) -> None:
         """Drop the texts that were tokenized, their messages' ends, and the answers that were parsed."""

@@ -22,13 +22,13 @@ SUPPORTED_FIELDS = frozenset(
     | {"max_tokens", "max_completion_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "seed"}
     | {"temperature", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids"}
     | {"presence_penalty", "frequency_penalty", "repetition_penalty", "repetition_context_size"}
-    | {"tools", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs", "grammar"}
+    | {"tools", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs", "grammar", "prediction"}
     | {"json_schema", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
     | {"reasoning_effort", "reasoning", "thinking", "think", "enable_thinking", "chat_template_kwargs"}
     | {"add_generation_prompt", "continue_final_message", "cache_prompt", "session_id", "prompt_cache_key"}
 )
 IGNORED_FIELDS = frozenset(
-    {"user", "metadata", "store", "service_tier", "prediction", "verbosity", "safety_identifier", "models", "priority"}
+    {"user", "metadata", "store", "service_tier", "verbosity", "safety_identifier", "models", "priority"}
     | {"prompt_cache_retention", "keep_alive", "timeout", "request_id", "id_slot", "slot_id", "cache_salt"}
     | {"reasoning_format", "include_reasoning", "separate_reasoning", "stream_reasoning", "thinking_budget", "provider"}
 )

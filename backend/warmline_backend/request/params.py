@@ -11,8 +11,8 @@ from typing import Any, TypeGuard, cast
 import msgspec
 
 from warmline_backend.request.field_names import find_unsupported_field
+from warmline_common.protocol.json_structure import convert_integer
 from warmline_common.protocol.messages import ErrorBody, ErrorReply, encode
-from warmline_common.protocol.numbers import convert_integer
 
 STOP_WORDS_MAX = 64
 STOP_CHARS_MAX = 4096  # of all words: each has an automaton's node, made on the engine's thread

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator
 
 from warmline_backend.generation.sequence import Sequence
-from warmline_backend.kv_cache.codecs import BUFFER_STEP_TOKENS
+from warmline_backend.kv_cache.batch_caches import BUFFER_STEP_TOKENS
 from warmline_backend.kv_cache.residents import Residents
 from warmline_backend.model.model import ServedModel
 from warmline_backend.scheduler.capacity import KvTooLargeError
 from warmline_backend.scheduler.finish import LEADERLESS, Finisher
-from warmline_backend.scheduler.queues import Queues
+from warmline_backend.scheduler.queues import PendingReservation, Queues
 from warmline_common.protocol.waits import MEMORY, PLACE, SAVE
 
 OUT_OF_MEMORY = "the memory budget is used up by answers that grew; try again, or raise --memory-budget-gb"
@@ -18,14 +18,28 @@ class SequenceAdmission:
     """Admits requests and restores while residents and running requests stay within the memory budget.
 
     The budget is for KV.  A chunk's own scores and activations come on top, are freed with the chunk, and are left free
-    by the default budget.
+    by the default budget.  The present budget, `residents.budget_bytes`, may be a part of the one of the start.
     """
 
     def __init__(
         self, served: ServedModel, queues: Queues, residents: Residents, finisher: Finisher, running_count_max: int
     ) -> None:
         self._served, self._queues, self._residents, self._finisher = served, queues, residents, finisher
-        self._running_count_max, self._budget_bytes = running_count_max, residents.budget_bytes
+        self._running_count_max, self._budget_bytes_max = running_count_max, residents.budget_bytes
+
+    # ---- the budget
+
+    def set_budget(self, bytes_asked: int) -> int:
+        """Set the present budget, and evict residents beyond it; returns it.
+
+        At most the one of the start; at least the bytes of running requests, granted reservations and leased residents.
+        """
+        residents, running_bytes = self._residents, self._queues.bytes_held
+        bytes_wanted = max(bytes_asked, running_bytes + residents.bytes_leased)
+        residents.budget_bytes = min(bytes_wanted, self._budget_bytes_max)
+        if not residents.make_room(running_bytes):
+            residents.evict_unleased()
+        return residents.budget_bytes
 
     # ---- requests
 
@@ -90,16 +104,26 @@ class SequenceAdmission:
 
     # ---- restores
 
-    def reserve(self, request_id: str, bytes_needed: int, on_granted: Callable[[], None]) -> None:
+    def reserve(
+        self,
+        request_id: str,
+        bytes_needed: int,
+        on_granted: Callable[[], None],
+        on_refused: Callable[[KvTooLargeError], None] = lambda _: None,
+    ) -> None:
         """Set memory aside for a restore; once it is, `on_granted` is called on this thread, unless it was released.
 
-        Raises KvTooLargeError.
+        `on_refused` is called instead where the present budget is too small, and nothing is left to wait for.  Raises
+        KvTooLargeError where the budget of the start is too small.
         """
-        if bytes_needed > self._budget_bytes:
-            raise KvTooLargeError(f"restoring takes {bytes_needed / 1e6:.1f} MB, more than the memory budget")
+        too_large = KvTooLargeError(f"restoring takes {bytes_needed / 1e6:.1f} MB, more than the memory budget")
+        if bytes_needed > self._budget_bytes_max:
+            raise too_large
         # Measured with all families: a restore peaks at 1.00 of the KV in buffers of whole BUFFER_STEP_TOKENS.
         with_room = bytes_needed + (BUFFER_STEP_TOKENS - 1) * self._served.row_bytes
-        self._queues.reservations.pending[request_id] = min(with_room, self._budget_bytes), on_granted
+        self._queues.reservations.pending[request_id] = PendingReservation(
+            bytes_needed, with_room, on_granted, lambda: on_refused(too_large)
+        )
         self.grant_reservations()
 
     def release(self, request_id: str) -> None:
@@ -109,13 +133,15 @@ class SequenceAdmission:
 
     def grant_reservations(self) -> None:
         self._queues.reservations.grant(
+            self._residents.budget_bytes,
             fits=lambda bytes_needed: self._make_room(self._queues.bytes_to_copy + bytes_needed),
             may_wait=self._can_free_memory,
         )
 
     def _can_free_memory(self) -> bool:
         """True where memory will be freed without an eviction: by an end, a save or a takeover."""
-        holding = self._queues.running or any(sequence.kv.length for sequence in self._queues.waiting)
+        waiting = (each for each in self._queues.waiting if not each.request.background)  # those make way, or wait
+        holding = self._queues.running or any(sequence.kv.length for sequence in waiting)
         return bool(holding or self._queues.reservations.granted or self._residents.has_leased)
 
     # ---- making room
@@ -145,13 +171,16 @@ class SequenceAdmission:
         self._finisher.finish_sequence(max(sequences, key=lambda sequence: sequence.arrival_time), "cancelled")
 
     def enforce_budget(self) -> None:
-        """Make room for grown answers: evict, then end expendable requests, then the youngest one."""
+        """Make room for grown answers: evict, then end expendable requests, then the youngest one.
+
+        That one only where the whole budget of the start is exceeded: a client reads its answer.
+        """
         if self.reclaim_memory():
             return
-        while self._queues.bytes_held > self._budget_bytes and self._cancel_expendable():
+        while self._queues.bytes_held > self._residents.budget_bytes and self._cancel_expendable():
             pass
         running = self._queues.running
-        if self._queues.bytes_held > self._budget_bytes and len(running) > 1:
+        if self._queues.bytes_held > self._budget_bytes_max and len(running) > 1:
             youngest = max(running, key=lambda sequence: sequence.arrival_time)
             self._finisher.finish_sequence(youngest, "discarded", error=OUT_OF_MEMORY)
 

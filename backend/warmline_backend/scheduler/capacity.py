@@ -1,6 +1,6 @@
 """KV bytes of a request, and whether they can fit the memory budget.  Pure arithmetic, any thread."""
 
-from warmline_backend.kv_cache.codecs import BUFFER_STEP_TOKENS, round_up_to_buffer
+from warmline_backend.kv_cache.batch_caches import BUFFER_STEP_TOKENS, round_up_to_buffer
 from warmline_backend.model.model import ServedModel
 
 ANSWER_TOKENS_RESERVED = 256  # answer tokens that admission counts, at most

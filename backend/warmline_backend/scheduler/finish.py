@@ -110,7 +110,7 @@ class Finisher:
             return False
         heir.take_over(ended)
         queues.followers.replace_leader(ended, heir, None)
-        queues.waiting.append(heir)
+        queues.add_waiting(heir)
         heir.mark_waiting(STEP)
         return True
 
@@ -149,6 +149,7 @@ class Finisher:
             sequence.request.matcher.release()
         orphaned = self._queues.followers.pop_followers(sequence)
         self._step_stats.finish_counts[ending.finish] += 1
+        self._step_stats.record_drafts(result.timings.drafts)
         try:
             self.on_changed()
         except Exception:  # the listener must get its event all the same

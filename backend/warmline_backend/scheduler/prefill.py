@@ -18,7 +18,7 @@ from warmline_backend.kv_cache.chunk_draft import OutOfMemoryError
 from warmline_backend.kv_cache.residents import Residents
 from warmline_backend.model.model import ServedModel
 from warmline_backend.scheduler.capacity import ANSWER_TOKENS_RESERVED
-from warmline_backend.scheduler.decode_group import can_share_batch
+from warmline_backend.scheduler.decoding.decode_group import can_share_batch
 from warmline_backend.scheduler.finish import Finisher
 from warmline_backend.scheduler.queues import Queues
 from warmline_common.measurement.scheduling import choose_batch_size, is_padding_small

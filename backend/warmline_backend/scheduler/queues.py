@@ -7,10 +7,11 @@ from warmline_backend.generation.sequence import Sequence
 from warmline_backend.kv_cache.codecs import CodecKind
 from warmline_backend.model.model import ServedModel
 from warmline_backend.scheduler.capacity import request_bytes, sequence_bytes
-from warmline_backend.scheduler.decode_group import DecodeGroup
+from warmline_backend.scheduler.decoding.decode_group import DecodeGroup
 from warmline_backend.scheduler.prefix_sharing import PrefixFollowers
+from warmline_backend.speculation.pass_costs import PASS_TOKENS_MAX
 
-STEPS_PER_BUDGET_CHECK = 32  # decode rounds between two budget checks
+TOKENS_PER_BUDGET_CHECK = 32  # that a sequence may get between two budget checks, but for those of one pass more
 # Joining copies a group layer by layer, each old layer freed on the way: at most 1.7 layers were measured on top
 # (llama, qwen3_5, deepseek_v32 and a llama of 8 layers, 3,000 tokens each).
 LAYERS_COPIED_AT_ONCE = 2
@@ -21,6 +22,7 @@ class Queues:
     """All requests of one model by stage.
 
     Bytes are counted as buffers are allocated: multiples of BUFFER_STEP_TOKENS rows, a batch as long as its longest.
+    A KV that waits counts as the resident did that it was: taking it over needs no room.
     """
 
     def __init__(self, served: ServedModel) -> None:
@@ -35,6 +37,10 @@ class Queues:
         yield from self.waiting
         yield from self.followers
         yield from self.running
+
+    def add_waiting(self, sequence: Sequence) -> None:
+        sequence.waiting_bytes = sequence.kv.nbytes if sequence.kv.length else 0
+        self.waiting.append(sequence)
 
     @property
     def running(self) -> list[Sequence]:
@@ -109,7 +115,7 @@ class Queues:
     def bytes_held(self) -> int:
         """KV bytes of all requests, with padding, the rest of their prompts, and granted reservations."""
         decoding = sum(map(self._bytes_of_group, self.groups))
-        waiting = sum(map(self._bytes_now, self.waiting))
+        waiting = sum(sequence.waiting_bytes for sequence in self.waiting)
         prefilling = sum(map(self._bytes_of_request, self.prefilling))
         return decoding + waiting + prefilling + sum(self.reservations.granted.values())
 
@@ -125,7 +131,7 @@ class Queues:
 
     def bytes_to_admit(self, sequence: Sequence) -> int:
         """Bytes that starting a waiting sequence takes on top of its present KV."""
-        return self._bytes_of_request(sequence) - self._bytes_now(sequence)
+        return self._bytes_of_request(sequence) - sequence.waiting_bytes
 
     @property
     def bytes_expendable(self) -> int:
@@ -134,11 +140,11 @@ class Queues:
 
     def _bytes_freed(self, sequence: Sequence) -> int:
         """Bytes that the end of a sequence frees; a prefill keeps its KV and its last state until they are saved."""
-        now, kv = self._bytes_now(sequence), sequence.kv
-        held = self._bytes_of_request(sequence) if sequence in self.prefilling else now
-        is_saved = sequence.request.leaves_resident and not self._served.layout.problem
-        kept = sequence_bytes(self._served, kv.rows_at_rest) + self._bytes_of_states(sequence) if kv.length else 0
-        return held - (kept + self._served.state_bytes if is_saved else 0)
+        held = self._bytes_of_request(sequence) if sequence in self.prefilling else sequence.waiting_bytes
+        if not sequence.request.leaves_resident or self._served.layout.problem:
+            return held
+        rows = sequence_bytes(self._served, sequence.kv.rows_at_rest) if sequence.kv.length else 0
+        return held - min(held, rows + self._bytes_of_states(sequence)) - self._served.state_bytes
 
     def bytes_to_copy_into_batch(self, sequences: list[Sequence]) -> int:
         """Bytes that a batch of copies of these KVs takes, beside them."""
@@ -160,14 +166,9 @@ class Queues:
 
     def _bytes_per_row(self, group: DecodeGroup) -> int:
         """Bytes of each row of a batch, as long as it may be at the next budget check."""
-        soon = (min(each.kv.length + STEPS_PER_BUDGET_CHECK, each.tokens_max) for each in group.sequences)
+        more = TOKENS_PER_BUDGET_CHECK + (PASS_TOKENS_MAX if group.sequences[0].drafter is not None else 0)
+        soon = (min(each.kv.length + more, each.tokens_max) for each in group.sequences)
         return sequence_bytes(self._served, max(group.sequences[0].kv.buffer_rows, *soon))
-
-    def _bytes_now(self, sequence: Sequence) -> int:
-        """Bytes that a sequence outside of a batch holds."""
-        if not sequence.kv.length:
-            return 0
-        return sequence_bytes(self._served, sequence.kv.buffer_rows) + self._bytes_of_states(sequence)
 
     def _bytes_of_states(self, sequence: Sequence, *, include_pending: bool = False) -> int:
         """Bytes of checkpoint states, and of states and windows at rollback and rewind points.
@@ -190,11 +191,21 @@ class Queues:
         return rows + self._bytes_of_states(sequence, include_pending=True)
 
 
+@dataclass(frozen=True)
+class PendingReservation:
+    """A restore that waits for memory; one of the calls is made once."""
+
+    bytes_needed: int
+    bytes_wanted: int  # with room for buffers of whole steps; fewer where the budget has fewer
+    on_granted: Callable[[], None]
+    on_refused: Callable[[], None]
+
+
 @dataclass
 class Reservations:
     """Memory set aside for restores by request id, granted in order of arrival."""
 
-    pending: dict[str, tuple[int, Callable[[], None]]] = field(default_factory=dict)  # bytes, and a call at the grant
+    pending: dict[str, PendingReservation] = field(default_factory=dict)
     granted: dict[str, int] = field(default_factory=dict)  # bytes
 
     def release(self, request_id: str) -> None:
@@ -202,15 +213,21 @@ class Reservations:
         self.pending.pop(request_id, None)
         self.granted.pop(request_id, None)
 
-    def grant(self, fits: Callable[[int], bool], may_wait: Callable[[], bool]) -> None:
-        """Grant each next reservation that fits, or that could not fit better because no memory will be freed."""
+    def grant(self, budget_bytes: int, fits: Callable[[int], bool], may_wait: Callable[[], bool]) -> None:
+        """Grant each next reservation that fits, or that could not fit better because no memory will be freed.
+
+        Where none will be freed, one that needs more than the present budget is refused.
+        """
         while self.pending:
-            request_id, (bytes_needed, on_granted) = next(iter(self.pending.items()))
-            if not fits(bytes_needed) and may_wait():
+            request_id, pending = next(iter(self.pending.items()))
+            granted_bytes = min(pending.bytes_wanted, budget_bytes)
+            is_possible = pending.bytes_needed <= budget_bytes
+            if not (is_possible and fits(granted_bytes)) and may_wait():
                 return
             del self.pending[request_id]
-            self.granted[request_id] = bytes_needed
-            on_granted()
+            if is_possible:
+                self.granted[request_id] = granted_bytes
+            (pending.on_granted if is_possible else pending.on_refused)()
 
 
 class QueueFigures:

@@ -17,15 +17,17 @@ from warmline_backend.generation.sequence import FORK_DISTANCE_TOKENS_MIN, Gener
 from warmline_backend.generation.step_stats import StepStats
 from warmline_backend.kv_cache.kv import KV
 from warmline_backend.kv_cache.residents import RESTORE_LEASE_S, Adoption, ResidentNotFoundError, Residents
-from warmline_backend.model.model import ServedModel
+from warmline_backend.model.model import ServedModel, get_machine_bytes
 from warmline_backend.scheduler.admission import SequenceAdmission
 from warmline_backend.scheduler.capacity import check_capacity, sequence_bytes, sequence_tokens_max
-from warmline_backend.scheduler.decode_group import DecodeGroup, SampledToken
+from warmline_backend.scheduler.decoding.decode_group import DecodeGroup, SampledToken
+from warmline_backend.scheduler.decoding.merging import GroupMerger
+from warmline_backend.scheduler.decoding.token_dispatch import dispatch_tokens
 from warmline_backend.scheduler.finish import Finisher
 from warmline_backend.scheduler.prefill import Prefiller
-from warmline_backend.scheduler.queues import STEPS_PER_BUDGET_CHECK, QueueFigures, Queues
+from warmline_backend.scheduler.queues import TOKENS_PER_BUDGET_CHECK, QueueFigures, Queues
 from warmline_backend.scheduler.save_source import SaveSource
-from warmline_backend.scheduler.token_dispatch import dispatch_token
+from warmline_backend.speculation.speculation import Speculation
 from warmline_common.measurement.scheduling import DECODE_SHARE
 from warmline_common.protocol.messages import GenerationResult
 from warmline_common.protocol.waits import AUDIT, LEADER, STEP
@@ -68,9 +70,11 @@ class Scheduler(QueueFigures):
         settings: SchedulerSettings,
         chunk_memory: ChunkMemory | None = None,
         rates: Rates | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
-        self.served, self.settings = served, settings
-        self.chunk_memory = chunk_memory or ChunkMemory(None, compute_usable_bytes(served.weight_bytes))
+        self.served, self.settings, self._speculation = served, settings, speculation
+        usable_bytes = compute_usable_bytes(served.weight_bytes, get_machine_bytes())
+        self.chunk_memory = chunk_memory or ChunkMemory(None, usable_bytes)
         self.residents = Residents(settings.memory_budget_bytes)
         self.rates = rates or Rates()
         self.step_stats = StepStats()
@@ -79,6 +83,8 @@ class Scheduler(QueueFigures):
         self.finisher = Finisher(
             served, self._queues, self.residents, self.step_stats, settings.boot, settings.keeps_residents
         )
+        costs = None if speculation is None else speculation.costs
+        self._merger = GroupMerger(self._queues, self.residents, self.finisher, costs, is_exact=settings.exact)
         self.admission = SequenceAdmission(
             served, self._queues, self.residents, self.finisher, settings.running_count_max
         )
@@ -93,6 +99,7 @@ class Scheduler(QueueFigures):
             settings.prefill_step_size,
         )
         self._decode_round_count = 0
+        self._tokens_since_check = self._round_tokens = 0.0  # of a sequence at most, since the last budget check
         self.keepalive_steps = 0
         self._is_step_background = False  # the last chunk's request
         self._decode_owed_s = 0.0  # DECODE_SHARE of the time that decoding has waited for chunks
@@ -111,7 +118,7 @@ class Scheduler(QueueFigures):
         else:
             request = self._follow_resident(request) if request.leader_id else request
             kv = self._take_resident_kv(request) if request.resident_id else self._make_kv()
-            self._queues.waiting.append(self._make_sequence(request, kv))
+            self._queues.add_waiting(self._make_sequence(request, kv))
 
     @property
     def step_reason(self) -> str:
@@ -124,7 +131,7 @@ class Scheduler(QueueFigures):
         is_adopted = request.resident_id and not request.copy_resident
         adoption = Adoption(request.resident_id, kv.length) if is_adopted else None
         reason = LEADER if request.leader_id else self.step_reason
-        sequence = Sequence(request, kv, self.served, adoption=adoption, wait_reason=reason)
+        sequence = Sequence(request, kv, self.served, self._speculation, adoption=adoption, wait_reason=reason)
         tokens_max = sequence_tokens_max(self.served, self.settings.memory_budget_bytes)
         sequence.answer_tokens_max = min(request.params.max_tokens, tokens_max - len(request.prompt))
         return sequence
@@ -280,36 +287,42 @@ class Scheduler(QueueFigures):
     # ---- decoding
 
     def _decode_group(self, group: DecodeGroup) -> None:
-        """Sample one token for every sequence of a group."""
+        """Sample a token or more for every sequence of a group."""
         self._is_step_background = False
-        began, count = time.monotonic(), len(group.sequences)
-        if self._dispatch_sampled(group, group.step):
+        began, sequences = time.monotonic(), len(group.sequences)
+        if count := self._dispatch_sampled(group, group.step):
+            self._round_tokens = max(self._round_tokens, count / sequences)
             seconds = time.monotonic() - began
             self._decode_owed_s = max(0.0, self._decode_owed_s - seconds)
-            self._record_decode(count, seconds)
+            self._record_decode(sequences, count, seconds)
+            if not group.has_verified:
+                self._merger.record_step(sequences, seconds)
 
-    def _record_decode(self, count: int, seconds: float) -> None:
+    def _record_decode(self, sequences: int, tokens: int, seconds: float) -> None:
         self._record_turn(seconds)
-        self.rates.record_decode(count, seconds)
-        self.step_stats.record_decode(count, seconds)
+        self.rates.record_decode(tokens, seconds)
+        self.step_stats.record_decode(sequences, seconds)
 
-    def _dispatch_sampled(self, group: DecodeGroup, sample: Callable[[], list[SampledToken]]) -> bool:
-        """Dispatch the tokens of `sample`, and end or redraw sequences; False where it raised: the group is lost."""
+    def _dispatch_sampled(self, group: DecodeGroup, sample: Callable[[], list[SampledToken]]) -> int:
+        """Dispatch the tokens of `sample`, and end or redraw sequences.
+
+        Returns the number of tokens; 0 where an exception was raised: the group is lost.
+        """
         try:
-            sampled = sample()
+            count, endings = dispatch_tokens(sample())
+            group.commit(count)
         except Exception as error:  # noqa: BLE001  after any failure, tokens and rows of the batch disagree
             self.finisher.discard(self._queues.discard_batch(group.sequences[0]), error)
-            return False
-        self.step_stats.decoded_tokens += len(sampled)
-        endings = [(sequence, dispatch_token(sequence, token, logprobs)) for sequence, token, logprobs in sampled]
-        if ended := [(sequence, ending) for sequence, ending in endings if ending is not None]:
-            self.finisher.finish_sequences(ended)
+            return 0
+        self.step_stats.decoded_tokens += count
+        if endings:
+            self.finisher.finish_sequences(endings)
         for sequence in list(group.sequences):
             if sequence.redraw_position is None:
                 sequence.keep_rewind_point()
             elif sequence in group.sequences:  # else discarded for a failure of another of its batch
                 self._redraw(sequence, sequence.redraw_position)
-        return True
+        return count
 
     def _redraw(self, sequence: Sequence, count: int) -> None:
         """Go back to the first `count` tokens of the answer; some of them may have to be prefilled again."""
@@ -326,13 +339,17 @@ class Scheduler(QueueFigures):
             self._start_decoding([sequence])
 
     def _finish_decode_round(self) -> None:
-        """Check the budget, merge groups, and free mlx's buffers, every so many rounds each."""
+        """Check the budget, split and merge groups, and free mlx's buffers, every so many rounds each."""
         if not self._queues.groups:
             return
         self._decode_round_count += 1
-        if self._decode_round_count % STEPS_PER_BUDGET_CHECK == 0:
+        self._tokens_since_check += self._round_tokens
+        self._round_tokens = 0.0
+        if self._tokens_since_check >= TOKENS_PER_BUDGET_CHECK:
+            self._tokens_since_check = 0.0
             self.admission.enforce_budget()
         if self._decode_round_count % STEPS_PER_MERGE_CHECK == 0:
+            self._merger.split_groups()
             for group in self._queues.groups[1:]:  # their lengths were too unlike before, or there was no room
                 self._merge_group(group)
         if self._decode_round_count % STEPS_PER_CLEAN_UP == 0:
@@ -406,41 +423,18 @@ class Scheduler(QueueFigures):
         self._admit_followers(sequences)
         # First tokens don't wait for the step after them.
         reads_first = is_first and newcomer.batch.can_read_sampled
-        if reads_first and self._dispatch_sampled(newcomer, newcomer.read_sampled):
-            self._record_decode(len(sequences), time.monotonic() - began)
+        if reads_first and (count := self._dispatch_sampled(newcomer, newcomer.read_sampled)):
+            self._record_decode(len(sequences), count, time.monotonic() - began)
         self._merge_group(newcomer)
 
     def _merge_group(self, newcomer: DecodeGroup) -> None:
         """Merge a group with an earlier one of similar length, if there is one."""
-        groups = self._queues.groups
-        host = next((each for each in groups if newcomer in groups and self._can_merge(each, newcomer)), None)
-        if host is None:
+        if (host := self._merger.find_host(newcomer)) is None:
             return
         if newcomer.batch.is_read and host.batch.can_read_sampled:  # for both the same step is under way then
             began, count = time.monotonic(), len(host.sequences)
             if self._dispatch_sampled(host, host.read_sampled):
                 self.step_stats.record_decode(count, time.monotonic() - began)
-        if host in self._queues.groups and newcomer in self._queues.groups:
-            self._merge_groups(host, newcomer)
-
-    def _can_merge(self, host: DecodeGroup, newcomer: DecodeGroup) -> bool:
-        """True where both may share a batch: with little padding, and with room for it and for copies.
-
-        Never in exact mode: a row's bits depend on the number of rows.
-        """
-        if self.settings.exact:
-            return False
-        if newcomer.sequences[0].request.background or host is newcomer or not host.can_accept(newcomer.sequences):
-            return False
-        return self.residents.make_room(self.running_bytes + self._queues.bytes_to_merge(host, newcomer))
-
-    def _merge_groups(self, host: DecodeGroup, newcomer: DecodeGroup) -> None:
-        self._queues.groups.remove(newcomer)
-        members = [*host.sequences, *newcomer.sequences]
-        try:
-            host.merge(newcomer)
-        except Exception as error:  # noqa: BLE001  half merged, neither can be trusted
-            self._queues.groups.remove(host)
-            host.dissolve()
-            newcomer.dissolve()
-            self.finisher.discard(members, error)
+        groups = self._queues.groups
+        if host in groups and newcomer in groups:
+            self._merger.merge(host, newcomer)

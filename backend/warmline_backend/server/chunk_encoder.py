@@ -6,7 +6,7 @@ Without streaming, a client gets the same chunks folded (`warmline_common.protoc
 """
 
 from codecs import getincrementaldecoder
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -85,14 +85,14 @@ class ChunkEncoder:
         return self._encode_choice(delta if self._is_chat else "", finish=reason, stop_reason=stop_reason)
 
     def encode_usage(
-        self, prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int = 0
+        self, prompt_tokens: int, completion_tokens: int, cached_tokens: int, completion_details: Mapping[str, int]
     ) -> bytes:
         usage = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+            "completion_tokens_details": completion_details,
         }
         return encode_event(msgspec.json.encode({**self._common_fields, "choices": [], "usage": usage}))
 

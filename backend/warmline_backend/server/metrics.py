@@ -130,6 +130,14 @@ class BackendMetrics(Collector):
         yield _histograms("decode_batch_sequences", "Sequences in a decode step.", "", {"": stats.batch_sizes})
         yield _counter("prefilled_tokens", "Tokens of prompts that were computed.", stats.prefilled_tokens)
         yield _counter("decoded_tokens", "Tokens that were generated.", stats.decoded_tokens)
+        for name, about, counts in (
+            ("draft_tokens", "Tokens drafted, by source.", stats.drafted_tokens),
+            ("draft_tokens_accepted", "Tokens drafted that were right, by source.", stats.accepted_tokens),
+        ):
+            drafts = CounterMetricFamily(f"{PREFIX}{name}", about, labels=["source"])
+            for source, tokens in counts.items():
+                drafts.add_metric([source], tokens)
+            yield drafts
         yield _counter("redraws", "Answers taken back to an earlier token, to fit their schema.", stats.redraws)
         yield _counter("failed_steps", "Steps that failed, with all in their batch.", stats.failed_steps)
         yield _counter("keepalive_steps", "Tokens computed to keep an idle device ready.", snapshot.keepalive_steps)

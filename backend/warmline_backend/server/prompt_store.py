@@ -1,7 +1,7 @@
 """Prompts rendered ahead of their generation.  Event loop thread."""
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from warmline_backend.output.expected import ExpectedOutput
 from warmline_backend.request.params import GenerationParams
@@ -30,11 +30,13 @@ class StoredPrompt:
     echo: str = ""  # start of the answer
     constraint: Constraint | None = None  # grammar of the answer
     expected_output: ExpectedOutput = ExpectedOutput()  # noqa: RUF009  frozen
+    prediction: TokenArray = field(default_factory=TokenArray)  # that the client expects as the answer
 
     @property
     def weight_tokens(self) -> int:
         """Weight in tokens: a constraint's grammar may be longer than its prompt."""
-        return len(self.tokens) + (len(self.constraint.grammar) // CHARS_PER_TOKEN if self.constraint else 0)
+        grammar_tokens = len(self.constraint.grammar) // CHARS_PER_TOKEN if self.constraint else 0
+        return len(self.tokens) + len(self.prediction) + grammar_tokens
 
 
 class PromptStore:

@@ -124,6 +124,14 @@ class GenerationResponse:
                 taken.append(decode(sampled.token, sampled.logprob, sampled.top, begins_text=index == 0))
         return taken
 
+    def _make_completion_details(self, predicted: int) -> dict[str, int]:
+        """`completion_tokens_details` of the usage; the prediction's only where the client sent one."""
+        details, prediction = {"reasoning_tokens": self._reasoning_tokens}, len(self._prompt.prediction)
+        if prediction:
+            details["accepted_prediction_tokens"] = predicted
+            details["rejected_prediction_tokens"] = max(0, prediction - predicted)
+        return details
+
     def _make_sampled_turn(self) -> SampledTurn | None:
         """The sampled tokens of the calls, for later prompts in which the client sends them back."""
         last = next(reversed(self._tool_calls.values()), None)
@@ -147,5 +155,6 @@ class GenerationResponse:
         parts.append(encoder.encode_finish(reason, stop_reason, empty=is_empty))
         if self._with_usage:
             prompt_tokens, decoded = len(self._prompt.tokens), result.timings.decoded
-            parts.append(encoder.encode_usage(prompt_tokens, decoded, ended.reused_tokens, self._reasoning_tokens))
+            details = self._make_completion_details(result.timings.predicted)
+            parts.append(encoder.encode_usage(prompt_tokens, decoded, ended.reused_tokens, details))
         return b"".join(parts) + DONE + closing

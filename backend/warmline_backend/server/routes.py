@@ -75,6 +75,7 @@ def make_app(service: Service, secret: str) -> web.Application:
             web.post("/kv/restore", routes.restore),
             web.post("/kv/save", routes.save),
             web.get("/kv/status", routes.status),
+            web.put("/kv/memory", routes.set_memory_share),
             web.get("/kv/residents", routes.residents),
             web.put("/kv/residents/order", routes.set_eviction_order),
             web.delete("/kv/residents/{resident}", routes.delete_resident),
@@ -245,6 +246,9 @@ class _Routes:
         order = await _read_body(request, messages.EvictionOrder)
         await self._service.set_eviction_order(order.drop_first, extends=order.extends)
         return _json({})
+
+    async def set_memory_share(self, request: web.Request) -> web.Response:
+        return _json(await self._service.set_memory_share(await _read_body(request, messages.MemoryShare)))
 
     async def cancel(self, request: web.Request) -> web.Response:
         request_id, finish = request.match_info["request"], request.query.get("finish")

@@ -15,6 +15,7 @@ from warmline_backend.output.expected import make_expected_output
 from warmline_backend.prompt.render_limits import PromptTooLongError, RenderCancellation, RenderLimits
 from warmline_backend.prompt.renderer import RenderedPrompt, TemplateRenderer
 from warmline_backend.request.params import BadRequestError, make_context_error, parse_params
+from warmline_backend.request.prediction import PREDICTION_CHARS_PER_TOKEN, parse_prediction
 from warmline_backend.scheduler.capacity import check_capacity, sequence_tokens_max
 from warmline_backend.server.chunk_encoder import TokenDecoder
 from warmline_backend.server.prompt_store import StoredPrompt
@@ -83,6 +84,7 @@ class Runtime:
             default_temperature=config.temperature,
             default_top_p=config.top_p,
         )
+        prediction = parse_prediction(body)[: params.max_tokens * PREDICTION_CHARS_PER_TOKEN]
         check_capacity(served, len(rendered.tokens), params.max_tokens, budget_bytes)
         return StoredPrompt(
             id=secrets.token_hex(8),
@@ -97,6 +99,7 @@ class Runtime:
                 endpoint, body, rendered.tools, expected.tail, cancellation.check
             ),
             expected_output=expected,
+            prediction=self.renderer.tokenize_prediction(prediction, cancellation.check),
         )
 
     def _render(

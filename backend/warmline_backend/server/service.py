@@ -21,17 +21,20 @@ from warmline_backend.config import BackendConfig
 from warmline_backend.engine.engine import Engine, EngineSnapshot, EngineStoppedError
 from warmline_backend.engine.inflight import InflightGeneration, InflightGenerations
 from warmline_backend.engine.kv_transfer import KvTransfer
+from warmline_backend.generation.chunk_memory import bound_buffer_cache, compute_usable_bytes
 from warmline_backend.generation.events import EndedEvent
 from warmline_backend.generation.sequence import GenerationOptions, GenerationRequest
 from warmline_backend.kv_cache.resident_listing import ResidentListing, omit_tokens
-from warmline_backend.kv_cache.segment_io import BadChainError, delete_drafts
+from warmline_backend.kv_cache.segment_io import BadChainError
 from warmline_backend.model.model import get_device_name
 from warmline_backend.output.dialect import detect_dialect
 from warmline_backend.output.parser import make_turn_parser
 from warmline_backend.prompt.render_limits import RenderCancellation
 from warmline_backend.prompt.renderer import TemplateRenderer
 from warmline_backend.request.field_names import TypoNotices
+from warmline_backend.request.params import BadRequestError
 from warmline_backend.request.response_format import has_format_fields
+from warmline_backend.scheduler.capacity import request_bytes
 from warmline_backend.scheduler.scheduler import Scheduler
 from warmline_backend.server.chunk_encoder import TokenDecoder
 from warmline_backend.server.health import EngineReadiness
@@ -43,6 +46,7 @@ from warmline_backend.structured_output.matcher import Matcher
 from warmline_common.protocol import messages
 from warmline_common.protocol.tokens import TOKEN_BYTES, pack_tokens
 from warmline_common.protocol.vitals import read_process_stats
+from warmline_common.storage.drafts import delete_drafts
 from warmline_common.storage.home import Home
 
 log = logging.getLogger(__name__)
@@ -84,7 +88,7 @@ class Service:
 
     async def wait_until_loaded(self) -> None:
         """Build the runtime once the model is loaded.  Raises what loading the model raised."""
-        if deleted := await asyncio.to_thread(delete_drafts, self._home.segments):
+        if deleted := await asyncio.to_thread(delete_drafts, self._home.segments, self._home.instance):
             log.info("%d drafts of saves that did not end are deleted", deleted)
         served = await asyncio.wrap_future(self._engine.loaded)
         tokenizer, vocabulary_size, config = served.tokenizer, served.vocabulary_size, self._config
@@ -216,6 +220,7 @@ class Service:
             messages=stored.messages,
             tokens_max=stored.params.max_tokens,
             fingerprint=self.runtime.fingerprint,
+            kv_bytes=request_bytes(self.runtime.served, len(stored.tokens), stored.params.max_tokens),
         )
 
     async def decode_texts(self, sequences: Sequence[bytes]) -> list[str]:
@@ -272,6 +277,7 @@ class Service:
             matcher=await self._make_matcher(prompt),
             listener=self.inflight.make_listener(inflight),
             expected_output=prompt.expected_output,
+            prediction=prompt.prediction,
             **vars(options),
         )
         reused = options.reuse_tokens
@@ -345,6 +351,24 @@ class Service:
         await self._run_on_engine(
             lambda scheduler: scheduler.residents.set_eviction_order(evict_first, extends=extends)
         )
+
+    async def set_memory_share(self, share: messages.MemoryShare) -> messages.MemoryShareReply:
+        """Change what KV, and the whole process, may take from now on.  Raises BadRequestError, NotReadyError."""
+        for name in ("kv_bytes", "usable_bytes"):
+            if (value := getattr(share, name)) < 0:
+                raise BadRequestError(f"'{name}' must be a number of bytes of at least 0, not {value}", name)
+
+        def apply_share(scheduler: Scheduler) -> int:
+            weight_bytes = scheduler.served.weight_bytes
+            scheduler.chunk_memory.usable_bytes = compute_usable_bytes(weight_bytes, share.usable_bytes)
+            bound_buffer_cache(weight_bytes, share.usable_bytes)
+            budget_bytes = scheduler.admission.set_budget(share.kv_bytes)
+            mx.clear_cache()  # else evicted KV would stay with this process
+            return budget_bytes
+
+        budget_bytes = await self._run_on_engine(apply_share)
+        generation = self._engine.snapshot.generation
+        return messages.MemoryShareReply(boot=self.boot, generation=generation, kv_bytes=budget_bytes)
 
     # ---- restore and save
 

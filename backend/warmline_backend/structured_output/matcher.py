@@ -71,6 +71,7 @@ class Matcher:
         self._is_matching = True  # the grammar accepts the answer so far
         self._sampled: tuple[mx.array, int] | None = None  # all sequences' last tokens, and which is this one's
         self._has_started = self._has_reasoned = False
+        self._state_since = 0  # tokens before the present state
         self.is_complete = False  # the answer has its form, and has ended
         self.state: MatcherState = "free" if self._is_lazy else "start"
         if constraint.reasoning == "open":
@@ -122,8 +123,14 @@ class Matcher:
 
     def advance(self, token: int) -> None:
         """Take the token that was just sampled.  Raises GrammarDeadEndError."""
+        state = self.state
         self._tokens.append(token)
         self._recent_tokens.append(token)
+        self._advance_state(token)
+        if self.state != state or state == "start" or self.is_complete:
+            self._state_since = len(self._tokens)
+
+    def _advance_state(self, token: int) -> None:
         match self.state:
             case "reasoning":
                 if self._has_suffix(self._constraint.think_end):
@@ -183,6 +190,68 @@ class Matcher:
     def _has_suffix(self, tokens: tuple[int, ...]) -> bool:
         return bool(tokens) and tuple(self._recent_tokens)[-len(tokens) :] == tokens
 
+    # ---- drafts
+
+    def compute_forced(self, following: list[int] | None = None) -> list[int]:
+        """Tokens of the text that the grammar forces, as its tokenizer would write it.
+
+        After the tokens so far, and those `following`, which are not taken yet.
+        """
+        if self.state != "grammar" or self._ll_matcher is None or self.is_complete or self.dead_end:
+            return []
+        if not following:
+            return list(self._ll_matcher.compute_ff_tokens())
+        if self.count_valid(following) < len(following) or not self._ll_matcher.consume_tokens(following):
+            return []
+        forced = list(self._ll_matcher.compute_ff_tokens())
+        if not self._ll_matcher.rollback(len(following)):
+            self._restore(self._tokens)
+        return forced
+
+    def count_valid(self, tokens: list[int]) -> int:
+        """Count the leading tokens of a draft that may be taken, as far as no state ends before."""
+        if self._prototype is None:
+            return len(tokens)
+        if self.dead_end or self.is_complete or self.state == "start":
+            return 0
+        if self.state == "grammar":
+            assert self._ll_matcher is not None
+            count = int(self._ll_matcher.validate_tokens(tokens))
+            if self._ll_matcher.is_error():  # for a token that its tokenizer does not have
+                self._restore(self._tokens)
+                return 0
+            return count
+        constraint = self._constraint
+        marks = {constraint.trigger, *constraint.think_start, *constraint.think_end, *self._eos}
+        return next((n for n, token in enumerate(tokens) if token in marks), len(tokens))
+
+    @property
+    def token_count(self) -> int:
+        """Tokens taken so far."""
+        return len(self._tokens)
+
+    def retract(self, length: int) -> None:
+        """Go back to the first `length` tokens, from those of a draft; the token after them has been masked already."""
+        count = len(self._tokens) - length
+        if self._prototype is None or count <= 0:
+            return
+        tokens, allowed_counts = self._tokens[:length], self._allowed_counts[: length + 1]
+        if self.dead_end or length < self._state_since or not self._roll_back(count):
+            self._restore(tokens)
+        else:
+            self._tokens = tokens
+            self._recent_tokens.clear()
+            self._recent_tokens.extend(tokens[-(self._recent_tokens.maxlen or 1) :])
+        self._allowed_counts = allowed_counts
+
+    def _restore(self, tokens: list[int]) -> None:
+        """Make the state after these tokens anew; the token after them has been masked already."""
+        self._replay(tokens)
+        self._has_started = True
+
+    def _roll_back(self, count: int) -> bool:
+        return self.state != "grammar" or (self._ll_matcher is not None and bool(self._ll_matcher.rollback(count)))
+
     # ---- checks and redraws
 
     @property
@@ -198,36 +267,41 @@ class Matcher:
         """True where a token was drawn after a dead end, so that it does not belong to the answer."""
         return bool(self.dead_end) and position >= len(self._tokens)
 
-    def reject_token(self, token: int, sent_count: int, *, ends: bool, is_last: bool) -> Rejection | None:
-        """Check the answer's last token; `is_last`: no other will follow, `ends`: because the model has ended.
+    def reject_token(self, token: int, count: int, sent_count: int, *, ends: bool, is_last: bool) -> Rejection | None:
+        """Check token number `count` of the answer; `is_last`: no other will follow, `ends`: as the model has ended.
 
-        The first `sent_count` tokens have been sent, and stay.
+        The first `sent_count` tokens have been sent, and stay.  Of a draft, tokens after this one may be taken already.
         """
         violation = self._check.add(token, ends) if self._check is not None else None
-        sound_count = self.count_sound(len(self._tokens))
+        sound_count = self.count_sound(count)
         if violation is not None:
             reason = f"the answer can't be held to its schema: {violation.reason}"
             sound_count = min(sound_count, violation.start)
-        elif self.dead_end and not is_last:
+        elif self.dead_end and not is_last and count >= len(self._tokens):
             reason = self.dead_end
         else:
             return None
         if self._check is None:
             return Rejection(reason, sound_count, None)
-        position = self._policy.choose_position(self._tokens, self._allowed_counts, sent_count, violation)
+        tokens = self._tokens[:count]
+        position = self._policy.choose_position(tokens, self._allowed_counts, sent_count, violation)
         return Rejection(reason, sound_count if position is None else min(sound_count, position), position)
 
     def rewind(self, count: int) -> None:
         """Go back to the first `count` tokens; the next call masks the token after them."""
-        tokens, self._tokens, self.dead_end = self._tokens[:count], [], ""
         del self._allowed_counts[count:]
+        self._replay(self._tokens[:count])
+        if self._check is not None:
+            self._check.rewind(count)
+
+    def _replay(self, tokens: list[int]) -> None:
+        """Begin anew, and take these tokens."""
+        self._tokens, self.dead_end = [], ""
         self._begin()
         try:
             self._advance_all(tokens)
         except GrammarDeadEndError as error:  # a limit of the lexer, which copies share
             self._tokens, self.dead_end = tokens, str(error)
-        if self._check is not None:
-            self._check.rewind(count)
 
     def _advance_all(self, tokens: list[int]) -> None:
         for n, token in enumerate(tokens):

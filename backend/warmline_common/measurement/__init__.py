@@ -1,1 +1,4 @@
-"""Durations that a process has measured, and models fitted to them.  Pure; imports nothing of this project."""
+"""Durations that a process has measured, models fitted to them, and a model's memory.
+
+Pure; imports nothing of this project.
+"""

@@ -76,3 +76,10 @@ class JsonStructure:
                 self.top_separators += sum(text.count(b",") for text, depth in between if depth == 1)
         elif self._depth == 1:
             self.top_separators += outside.count(b",")
+
+
+def convert_integer(value: object) -> int | None:
+    """An integer, also from a float without a fraction, such as 20.0, since JSON has one kind of number; else None."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -89,6 +89,7 @@ class PromptReply(Reply, kw_only=True):
     messages: list[MessageEnd] = []  # ascending; not every message's end is known
     tokens_max: int  # how many tokens the request may still generate (its own limit or the model's)
     fingerprint: str
+    kv_bytes: int = 0  # that the prompt and the beginning of its answer take alone
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -236,6 +237,19 @@ class KvLayout(msgspec.Struct, kw_only=True):
     dtype: str = ""  # of the KV: "float32", "bfloat16", "float16", or "q8", "q4" where it is quantized
 
 
+class MemoryShare(msgspec.Struct, kw_only=True):
+    """PUT /kv/memory, from the keeper: part of the machine's memory that this backend may use from now on."""
+
+    kv_bytes: int  # budget for residents and running requests; at most the one that it was started with
+    usable_bytes: int  # all that its process may take: weights, KV, what a step works with, and what is lost between
+
+
+class MemoryShareReply(Reply, kw_only=True):
+    """Budget in force: what is asked for, or what running and unsaved KV holds, where that is more."""
+
+    kv_bytes: int
+
+
 class PrefillRate(msgspec.Struct, kw_only=True):
     tokens: int  # at this context length
     tokens_per_s: float
@@ -275,7 +289,7 @@ class BackendStatus(Reply, kw_only=True):
     fingerprint: str
     layout: KvLayout | None
     context_tokens_max: int
-    memory_budget_bytes: int
+    memory_budget_bytes: int  # at present
     resident_bytes: int
     running_bytes: int
     residents: int
@@ -305,13 +319,30 @@ class FirstLogits(msgspec.Struct, kw_only=True):
     logprobs: bytes  # float32, little-endian: one for each of `ids`
 
 
+class DraftCount(msgspec.Struct, kw_only=True):
+    """Tokens drafted after the next one, and how many of them were right."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
 class Timings(msgspec.Struct, kw_only=True):
     waits: dict[str, float] = msgspec.field(default_factory=dict)  # seconds since the call, by reason (see waits.py)
     prefill_s: float = 0.0
     decode_s: float = 0.0
     prefilled: int = 0  # tokens computed in prefill
     decoded: int = 0
+    passes: int = 0  # decode steps that computed its tokens
+    shared_passes: int = 0  # of these, in a batch with others
+    drafts: dict[str, DraftCount] = msgspec.field(default_factory=dict)  # by source
+    no_drafts: str = ""  # why no token was drafted
+    predicted: int = 0  # tokens that the client foresaw
     chunks: list[WorkDuration] = []  # its last ones, by tokens and their context
+
+    def record_draft(self, source: str, drafted: int, accepted: int) -> None:
+        count = self.drafts.setdefault(source, DraftCount())
+        count.drafted += drafted
+        count.accepted += accepted
 
 
 class GenerationResult(Reply, kw_only=True):

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 # Before the engine begins to work on a request, in the proxy ...
 BODY = "body"  # of its client, to be received
-BACKEND = "backend"  # to start, and to load the model
+LOAD = "load"  # of its model, and before that, of another model's requests whose memory it needs
+BACKEND = "backend"  # to start, and to load the only model
 PROMPT = "prompt"  # to be rendered and tokenized
 RELEASE = "release"  # of an earlier request with the same beginning, or of those of a proxy that died
 PLACE = "place"  # among the running requests

@@ -185,6 +185,18 @@ def parse_json_object(raw: object) -> str:
     raise ValueError(f"expected a JSON object such as {TEMPLATE_ARGS_EXAMPLE}")
 
 
+def parse_model_list(raw: object) -> str:
+    """JSON text of a list of objects, from JSON text or a TOML array of tables; `settings.models` checks them."""
+    try:
+        given = json.loads(raw or "[]", parse_constant=_refuse_constant) if isinstance(raw, str) else raw
+        if isinstance(given, list) and all(isinstance(each, dict) for each in given):
+            return json.dumps(given, allow_nan=False, ensure_ascii=False)
+    except (ValueError, TypeError, RecursionError):
+        expected = "expected tables [[models]], or a JSON list of objects (paths alone: --model, several times)"
+        raise ValueError(expected) from None
+    raise ValueError("expected tables [[models]], or a JSON list of objects")
+
+
 def _refuse_constant(constant: str) -> object:
     raise ValueError(f"{constant} is no JSON")
 

@@ -3,21 +3,23 @@
 import difflib
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from warmline_common.process.loopback import is_loopback
 from warmline_common.settings.hints import format_command
+from warmline_common.settings.models import format_models, move_first, parse_models
 from warmline_common.settings.parsers import Value
-from warmline_common.settings.table import SETTINGS, Setting
+from warmline_common.settings.table import DEMO_MODEL, SETTINGS, Setting, get_default
 from warmline_common.storage import disk
 
 FILE_NAME = "warmline.toml"
 KEYS_FILE = "keys.json"
 PREFIX = "WARMLINE_"
-INTERNAL_VARIABLES = ("WARMLINE_PARENT_PIPE", "WARMLINE_AGENT")  # ours, but no settings
+DEFAULT_SOURCE = "default"
+INTERNAL_VARIABLES = ("WARMLINE_PARENT_PIPE", "WARMLINE_ANNOUNCE_PIPE", "WARMLINE_AGENT")  # ours, but no settings
 
 
 class ConfigurationError(Exception):
@@ -48,18 +50,31 @@ class ResolvedConfig(Mapping[str, Value]):
         return len(self.effective_settings)
 
 
+@dataclass(frozen=True)
+class _Layer:
+    """Raw values of one place, by the settings' names, and the names of their sources for people."""
+
+    values: Mapping[str, object]
+    sources: Mapping[str, str]
+
+
 def resolve(flags: Mapping[str, object], environment: Mapping[str, str]) -> ResolvedConfig:
     """Merge all layers and check what concerns several settings.
 
-    `flags` has what was given on the command line, None for what wasn't.  Reads HOME/warmline.toml if it exists.
-    Raises ConfigurationError.
+    `flags` has what was given on the command line, None for what wasn't; `model` may be a list.  Reads
+    HOME/warmline.toml if it exists.  Raises ConfigurationError.
     """
-    home = _resolve_setting(SETTINGS["home"], flags, environment, Path(), {})
-    file = Path(str(home.value)) / FILE_NAME
-    table = _read_file(file)
-    config = ResolvedConfig(
-        {name: _resolve_setting(setting, flags, environment, file, table) for name, setting in SETTINGS.items()}
-    )
+    layers = [
+        _Layer(flags, {name: setting.flag for name, setting in SETTINGS.items()}),
+        _Layer(
+            {name: environment.get(setting.variable) for name, setting in SETTINGS.items()},
+            {name: setting.variable for name, setting in SETTINGS.items()},
+        ),
+    ]
+    file = Path(str(_resolve_setting(SETTINGS["home"], layers).value)) / FILE_NAME
+    layers = _convert_model_lists([*layers, _Layer(_read_file(file), dict.fromkeys(SETTINGS, str(file)))])
+    effective = {name: _resolve_setting(setting, layers) for name, setting in SETTINGS.items()}
+    config = ResolvedConfig(effective | _resolve_models(layers, effective["model"], effective["models"]))
     _check_config(config)
     return config
 
@@ -76,26 +91,85 @@ def describe_misspelt_variables(environment: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def _resolve_setting(
-    setting: Setting,
-    flags: Mapping[str, object],
-    environment: Mapping[str, str],
-    file: Path,
-    table: Mapping[str, object],
-) -> EffectiveSetting:
-    layers = (
-        (flags.get(setting.name), setting.flag),
-        (environment.get(setting.variable), setting.variable),
-        (table.get(setting.name), str(file)),
-    )
-    for raw, source in layers:
+def _resolve_setting(setting: Setting, layers: Sequence[_Layer]) -> EffectiveSetting:
+    """Value of the highest layer that has one.  Raises ConfigurationError."""
+    for layer in layers:
+        raw, source = layer.values.get(setting.name), layer.sources[setting.name]
         if raw is not None:
             try:
                 return EffectiveSetting(setting.parse(raw), source)
             except ValueError as error:
                 shown = "" if setting.secret else f", not {raw!r}"
                 raise ConfigurationError(f"{setting.name} (from {source}): {error}{shown}") from None
-    return EffectiveSetting(setting.default, "default")
+    return EffectiveSetting(setting.default, DEFAULT_SOURCE)
+
+
+def _convert_model_lists(layers: Sequence[_Layer]) -> list[_Layer]:
+    """Layers in which a list of several `model` is `models`, and hides `model` of the layers below.
+
+    Raises ConfigurationError.
+    """
+    converted: list[_Layer] = []
+    hidden: Mapping[str, object] = {}
+    for layer in layers:
+        values, sources = {**layer.values, **hidden}, layer.sources
+        if isinstance(given := values.get("model"), list) and len(given) == 1:
+            values["model"] = given[0]
+        elif isinstance(given, list) and given:
+            source = sources["model"]
+            if values.get("models") is not None:
+                raise ConfigurationError(
+                    f"model (from {source}): expected one model, the default's name, since models are configured in "
+                    f"the same place, not {given!r}"
+                )
+            values |= {"model": None, "models": [{"path": path} for path in given]}
+            sources, hidden = {**sources, "models": source}, {"model": None}
+        converted.append(_Layer(values, sources))
+    return converted
+
+
+def _resolve_models(
+    layers: Sequence[_Layer], model: EffectiveSetting, models: EffectiveSetting
+) -> dict[str, EffectiveSetting]:
+    """`model` and `models` in force where several are configured: `models` canonical, `model` its first one's path.
+
+    Raises ConfigurationError.
+    """
+    try:
+        configured = parse_models(str(models.value))
+    except ValueError as error:
+        name = "model" if models.source == SETTINGS["model"].flag else "models"
+        raise ConfigurationError(f"{name} (from {models.source}): {error}") from None
+    if not configured:
+        return {}
+    source, model_at = models.source, _find_layer(layers, "model")
+    if model_at is not None:
+        chosen, source = move_first(configured, str(model.value)), model.source
+        is_above = model_at < (_find_layer(layers, "models") or 0)
+        if chosen is None and is_above and _can_be_model(str(model.value)):
+            return {"models": EffectiveSetting(format_models([]), source)}
+        if chosen is None:
+            names = ", ".join(each.name for each in configured)
+            remedy = "give a folder or owner/model to serve that alone" if is_above else "add a table [[models]] for it"
+            raise ConfigurationError(
+                f"model (from {source}): {model.value} is none of the models that are configured (from "
+                f"{models.source}): name the default, one of {names}, or {remedy}"
+            )
+        configured = chosen
+    return {
+        "models": EffectiveSetting(format_models(configured), models.source),
+        "model": EffectiveSetting(configured[0].path, source),
+    }
+
+
+def _can_be_model(name: str) -> bool:
+    """False for a word that is neither a folder nor a repository: a misspelt name."""
+    return "/" in name or name == DEMO_MODEL or Path(name).exists()
+
+
+def _find_layer(layers: Sequence[_Layer], name: str) -> int | None:
+    """Position of the highest layer that sets a value; None for the default."""
+    return next((at for at, layer in enumerate(layers) if layer.values.get(name) is not None), None)
 
 
 def _read_file(file: Path) -> Mapping[str, object]:
@@ -109,6 +183,10 @@ def _read_file(file: Path) -> Mapping[str, object]:
     except OSError as error:
         raise ConfigurationError(f"{file} can't be read: {error.strerror}") from None
     for key, value in table.items():
+        if key == "model" and isinstance(value, list) and any(isinstance(each, dict) for each in value):
+            raise ConfigurationError(f"{file}: unknown tables [[model]]; did you mean [[models]]?")
+        if key == "models" and isinstance(value, dict):
+            raise ConfigurationError(f"{file}: [models] is one table; write [[models]], before each model's lines")
         if key not in SETTINGS or not SETTINGS[key].in_toml:
             raise ConfigurationError(f"{file}: {_describe_unknown_key(key, value)}")
     return table
@@ -119,7 +197,12 @@ def _describe_unknown_key(key: str, value: object) -> str:
         setting = SETTINGS[key]
         return f"{key!r} can't be set in this file; use {setting.flag} or {setting.variable}"
     if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(each, dict) for each in value)):
-        return f"unknown table {key!r}: settings stand at the top of this file, in no table, as in port = 8026"
+        if isinstance(value, list) and difflib.get_close_matches(key, ["models"], n=1):
+            return f"unknown tables [[{key}]]; did you mean [[models]]?"
+        return (
+            f"unknown table {key!r}: settings stand at the top of this file, in no table, as in port = 8026; only "
+            "models have tables, [[models]]"
+        )
     known_keys = [name for name, setting in SETTINGS.items() if setting.in_toml]
     near = difflib.get_close_matches(key.replace("-", "_"), known_keys, n=1, cutoff=0.5)
     return f"unknown key {key!r}; " + (f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known_keys)}")
@@ -132,6 +215,12 @@ def _check_config(config: ResolvedConfig) -> None:
         raise ConfigurationError(
             f"host {host} is reachable by others, and no client key keeps strangers out: use --lan, which makes one, "
             f"or make one first ({format_command('cachectl key add NAME', str(config['home']))})"
+        )
+    if config["models"] != get_default("models") and config["served_name"]:
+        source = config.effective_settings["served_name"].source
+        raise ConfigurationError(
+            f"served_name (from {source}): {config['served_name']} can't name several models; remove it, and give each "
+            "one a `name` in its table [[models]]"
         )
     if config["port"] == config["backend_port"]:
         raise ConfigurationError(f"port and backend_port are both {config['port']}; they must differ")

@@ -14,6 +14,7 @@ from warmline_common.settings import parsers
 from warmline_common.settings.parsers import Value
 
 DEMO_MODEL = "demo"
+DEMO_NAME = "smollm2-135m-instruct"
 
 PROXY, BACKEND, DOCTOR = ("proxy",), ("backend",), ("doctor",)
 PROXY_BACKEND, BACKEND_DOCTOR = PROXY + BACKEND, BACKEND + DOCTOR
@@ -63,7 +64,16 @@ _ROWS = (
             "folder of all data: index, segments, models, logs, `warmline.toml` (which can't set this "
             "one)", in_toml=False),
     Setting("model", DEMO_MODEL, parsers.parse_model, "MODEL", (),
-            "a folder or repository that mlx-lm loads; `demo`: SmolLM2-135M, out of a package"),
+            "a folder or repository that mlx-lm loads; `demo`: SmolLM2-135M, out of a package. Several (the flag given "
+            "again, in the file a list): each is served, the first is the default. With `models`: the name of the "
+            "default"),
+    Setting("models", "[]", parsers.parse_model_list, "JSON", PROXY,
+            "several models with settings of their own, in the file as tables `[[models]]`, else a JSON list of such "
+            "objects"),
+    Setting("models_memory_gb", 0.0, parsers.parse_gigabytes, "GB", (),
+            "memory for all models that are loaded at once, weights and conversations; 0: as the machine allows"),
+    Setting("model_stay_s", 20.0, parsers.parse_seconds, "S", PROXY,
+            "how long a model that was loaded stays at least before another one takes its place"),
     Setting("served_name", "", parsers.parse_text, "NAME", (),
             "the name that `/v1/models` shows", unset_label="the model's own"),
     Setting("host", "127.0.0.1", parsers.parse_text, "HOST", PROXY,
@@ -112,6 +122,9 @@ _ROWS = (
             "quantize the KV cache to 4 or 8 bits; 0: keep it as computed", omit_zero=True),
     Setting("kv_group_size", 64, parsers.make_choice_parser(32, 64, 128), "N", BACKEND_DOCTOR,
             "values quantized together: 32, 64 or 128"),
+    Setting("speculation", "auto", parsers.make_choice_parser("auto", "off"), "WHEN", BACKEND,
+            "draft tokens that an answer may go on with, and check several in one pass, which changes no answer: "
+            "`auto` where that is faster; `off`: never"),
     Setting("max_tokens", 0, parsers.make_integer_parser(0, 10000000), "TOKENS", BACKEND,
             "answer length where a request sets none; 0: no limit", omit_zero=True),
     Setting("temp", 0.0, parsers.parse_temperature, "T", BACKEND,

@@ -204,15 +204,19 @@ def make_folders(folder: Path) -> None:
 
 
 def write_durable(
-    path: Path, chunks: Iterable[bytes | bytearray | memoryview], read_head: Callable[[], bytes] | None = None
+    path: Path,
+    chunks: Iterable[bytes | bytearray | memoryview],
+    read_head: Callable[[], bytes] | None = None,
+    draft: Path | None = None,
 ) -> int:
     """Write a new file that is complete and durable before it has its name; returns its size.  A failure leaves
     nothing.
 
-    `read_head` is called after the last chunk; it returns bytes that replace the file's first ones.
+    `read_head` is called after the last chunk; it returns bytes that replace the file's first ones.  `draft`: its path
+    until it is complete, in the same folder.
     """
     make_folders(path.parent)
-    draft = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{DRAFT_SUFFIX}")
+    draft = draft or path.with_name(f".{path.stem}.{secrets.token_hex(4)}{DRAFT_SUFFIX}")
     try:
         with create(draft) as file:
             _write_chunks(file, chunks)

@@ -4,8 +4,9 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from warmline_common.storage import disk
@@ -24,10 +25,11 @@ class LockedError(Exception):
 
 
 @contextmanager
-def process_lock(path: Path, wait_s: float = 0.0) -> Iterator[None]:
+def process_lock(path: Path, wait_s: float = 0.0) -> Iterator[Callable[[], None]]:
     """Hold the lock file, with this process's pid in it.  Raises LockedError after `wait_s`; OSError.
 
-    The kernel releases the lock when its holder ends, however it ends.
+    The kernel releases the lock when its holder ends, however it ends.  Yields the write of the pid, which may be
+    called again: it fails on a full disk.
     """
     try:
         descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
@@ -35,15 +37,50 @@ def process_lock(path: Path, wait_s: float = 0.0) -> Iterator[None]:
         if error.errno not in READ_ONLY_ERRNOS:
             raise
         with _read_only_lock(path, wait_s):
-            yield
+            yield lambda: None
         return
+    write_pid = partial(disk.overwrite_open, descriptor, f"{os.getpid()}\n".encode())
     try:
         _acquire(descriptor, time.monotonic() + wait_s)
         with suppress(OSError):  # of a full disk, which the holder may be about to free
-            disk.overwrite_open(descriptor, f"{os.getpid()}\n".encode())
-        yield
+            write_pid()
+        yield write_pid
     finally:
         os.close(descriptor)
+
+
+class InstanceLock:
+    """Lock of one backend among several, whose keeper sees to it that there are no two: it is for other programs.
+
+    So it is done without while a full disk takes no new file; `complete` it later.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._held = path, ExitStack()
+        self._write_pid: Callable[[], None] | None = None  # once it is held
+
+    @contextmanager
+    def hold(self, wait_s: float) -> Iterator[None]:
+        """Hold the lock file where that is possible.  Raises LockedError after `wait_s`; OSError."""
+        with self._held:
+            try:
+                self._take(wait_s)
+            except OSError as error:
+                if error.errno not in disk.NO_SPACE_ERRNOS:
+                    raise
+            yield
+
+    def complete(self) -> None:
+        """Have the file, held and with this process's pid.  Raises OSError."""
+        if self._write_pid is None:
+            with suppress(LockedError):  # a reader looks at it just now
+                self._take(0.0)
+        if self._write_pid is None:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(self._path))
+        self._write_pid()
+
+    def _take(self, wait_s: float) -> None:
+        self._write_pid = self._held.enter_context(process_lock(self._path, wait_s))
 
 
 def find_lock_holder(path: Path) -> str:

@@ -34,10 +34,12 @@ class _PathBelow:
 class Home:
     """Paths under one home directory.
 
-    `prepare` creates them, `load_secret` its file; the rest but `read_secret` touches no disk.
+    `prepare` creates them, `load_secret` its file; the rest but `read_secret` touches no disk.  `instance` tells the
+    backends of several models apart; "" for the only one, and for the keeper of several.
     """
 
     root: Path
+    instance: str = ""
 
     index = _PathBelow("index")
     segments = _PathBelow("segments")
@@ -50,7 +52,21 @@ class Home:
     keys_lock = _PathBelow("run/keys.lock")  # held while the file of keys is changed
     # tenant of the settings' own key, as the proxy last found it: other processes may not know the key
     settings_tenant = _PathBelow("run/settings-tenant")
-    backend_lock = _PathBelow("run/backend.lock")  # held by the backend: two would write and sweep each other's files
+
+    @property
+    def backend_name(self) -> str:
+        """Name of the backend's files, without their suffix."""
+        return f"backend-{self.instance}" if self.instance else "backend"
+
+    @property
+    def backend_lock(self) -> Path:
+        """File that is held by the backend, or by the keeper of several: two would sweep each other's files."""
+        return self.run / f"{self.backend_name}.lock"
+
+    @property
+    def backend_state(self) -> Path:
+        """File with the pid and port of the backend."""
+        return self.run / f"{self.backend_name}.json"
 
     def segment_file(self, segment_id: str) -> Path:
         """File of a segment or checkpoint; 256 folders keep each one short."""
@@ -58,7 +74,7 @@ class Home:
 
     def pid_file(self, process: str) -> Path:
         """File with a process's pid; `process` is "proxy" or "backend"."""
-        return self.run / f"{process}.pid"
+        return self.run / f"{self.backend_name if process == 'backend' else process}.pid"
 
     def prepare(self) -> None:
         """Create the directories.  Raises OSError where the home can't be written, or a lock can't be a file."""

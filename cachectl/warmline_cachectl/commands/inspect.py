@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from warmline_cachectl import client
-from warmline_cachectl.completion import complete_ids
-from warmline_cachectl.lookup import open_index, resolve_id, resolve_session_id
+from warmline_cachectl.completion import complete_ids, complete_models
+from warmline_cachectl.errors import EXIT_USAGE, fail
+from warmline_cachectl.lookup import open_index, resolve_id, resolve_session_id, select_model
 from warmline_cachectl.options import HOME, CommandApp, HomeOption, JsonOption, SessionArgument
 from warmline_cachectl.views import tables
 from warmline_cachectl.views import tree as tree_view
@@ -30,15 +31,24 @@ _parse_depth = make_option_parser(make_integer_parser(0, DEPTH_MAX), typer.BadPa
     "List the conversations, or one's segments.",
     "cachectl ls",
     "cachectl ls SESSION  # its segments",
-    "cachectl ls --json",
+    "cachectl ls --model MODEL  # one model's conversations",
     name="ls",
 )
-def list_(session: SessionArgument = "", home: HomeOption = HOME, as_json: JsonOption = False) -> None:
+def list_(
+    session: SessionArgument = "",
+    model: Annotated[
+        str, typer.Option(help="Conversations of one model.", autocompletion=complete_models, show_default=False)
+    ] = "",
+    home: HomeOption = HOME,
+    as_json: JsonOption = False,
+) -> None:
     """List conversations, last used first; or the segments of one of them.
 
     `key` names the owner, where there are keys; it is the argument of purge --key.
     """
-    forest = _read_forest(home)
+    if session and model:
+        fail("name SESSION or --model, not both", EXIT_USAGE)
+    forest = _read_forest(home, model)
     if session:
         view = views.build_segments(forest, resolve_session_id(forest.snapshot, session))
         return show(view, tables.render_segments(view), as_json)
@@ -115,7 +125,7 @@ def stats(home: HomeOption = HOME, as_json: JsonOption = False) -> None:
     show(view, tables.render_stats(view), as_json)
 
 
-def _read_forest(home: Path) -> Forest:
+def _read_forest(home: Path, model: str = "") -> Forest:
     with open_index(home) as reader:
-        snapshot = reader.snapshot()
+        snapshot = select_model(reader.snapshot(), model)
         return Forest.from_snapshot(snapshot, client.read_owner_labels_if_readable(reader.home, snapshot))

@@ -8,9 +8,9 @@ import msgspec
 import typer
 
 from warmline_cachectl import client
-from warmline_cachectl.completion import complete_key_names, complete_session_ids
+from warmline_cachectl.completion import complete_key_names, complete_models, complete_session_ids
 from warmline_cachectl.errors import EXIT_FOUND, EXIT_OK, EXIT_REFUSED, EXIT_USAGE, exit_on_error, fail
-from warmline_cachectl.lookup import open_index, resolve_session_id
+from warmline_cachectl.lookup import describe_unknown_model, open_index, resolve_session_id
 from warmline_cachectl.options import HOME, CommandApp, HomeOption, JsonOption, QuietOption, SessionArgument, make_home
 from warmline_cachectl.views import tables
 from warmline_cachectl.views.output import show, show_spinner
@@ -38,7 +38,7 @@ def purge(
     session: Annotated[
         str, typer.Option(help="The same as SESSION.", autocompletion=complete_session_ids, show_default=False)
     ] = "",
-    model: Annotated[str, typer.Option(help="Everything of one model.")] = "",
+    model: Annotated[str, typer.Option(help="Everything of one model.", autocompletion=complete_models)] = "",
     key: Annotated[
         str,
         typer.Option(
@@ -65,13 +65,13 @@ def purge(
         request = PurgeRequest(session=session, model=model, key=key, older_than_s=older_than_s, everything=everything)
         reply = preview_purge(reader, resolve_key(request, labels))
     if dry_run or not key:  # records and memory may have something of a key of which nothing is on disk
-        _fail_on_no_match(reply, request, labels)
+        _fail_on_no_match(reply, request, snapshot, labels)
     if not dry_run:
         if not yes:
             _confirm(reply)
         with exit_on_error(), show_spinner("removing", quiet):
             reply = client.purge(make_home(home), request)
-        _fail_on_no_match(reply, request, labels)
+        _fail_on_no_match(reply, request, snapshot, labels)
     show(msgspec.to_builtins(reply), [tables.format_purge(reply)], as_json)
     _fail_on_uncut_segments(reply.cuts)
     if key:
@@ -133,9 +133,13 @@ def _confirm(reply: PurgeReply) -> None:
         fail("nothing was purged", EXIT_OK)
 
 
-def _fail_on_no_match(reply: PurgeReply, request: PurgeRequest, owner_labels: OwnerLabels) -> None:
+def _fail_on_no_match(
+    reply: PurgeReply, request: PurgeRequest, snapshot: IndexSnapshot, owner_labels: OwnerLabels
+) -> None:
     """End with exit code 1 where nothing was purged, or would be."""
     if not (reply.sessions or reply.segments or reply.quarantined or request.everything):
+        if request.model:
+            fail(describe_unknown_model(snapshot, request.model), EXIT_FOUND)
         labels = owner_labels.words.values() if request.key else ()
         shared = [label for label in (SHARED_LABEL, SHARED_BY_ALL_LABEL) if label in labels]
         hint = f"; all keys share a cache: --key {shared[0]!r}" if shared else ""

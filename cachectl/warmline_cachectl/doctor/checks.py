@@ -2,14 +2,15 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from warmline_cachectl.doctor.facts import Facts
 from warmline_cachectl.views.tables import format_count, format_duration, format_size
 from warmline_cachectl.views.top import bytes_used
 from warmline_cachectl.views.values import normalize_reason
+from warmline_common.protocol.keeper import ModelStage
 from warmline_common.settings.hints import add_home
 from warmline_proxy.explain.causes import CAUSES
 from warmline_proxy.store.rows import RequestRecord
@@ -69,8 +70,9 @@ def check_proxy(facts: Facts) -> Diagnosis:
 
 
 def check_run_files(facts: Facts) -> Diagnosis:
-    if facts.run_files:
-        seen = [f"{name} names process {pid}, which is gone" for name, pid in facts.run_files.items()]
+    seen = [f"{name} names process {pid}, which is gone" for name, pid in facts.run_files.items()]
+    seen += [f"{name} names process {pid}, which is another program" for name, pid in facts.foreign_run_files.items()]
+    if seen:
         return Diagnosis(WARN, _format_some(seen), "it was killed: `warmline serve` starts it anew and clears up")
     return Diagnosis(OK, "none is stale")
 
@@ -81,7 +83,19 @@ def check_backend(facts: Facts) -> Diagnosis | None:
     engine = facts.status["engine"]
     if problem := facts.status["backend"] or (engine and engine.get("failure")):
         return Diagnosis(FAIL, problem, "see its log; `warmline doctor` examines the model")
+    if models := facts.status.get("models"):  # of several
+        return _diagnose_models(models)
     return Diagnosis(OK, f"serves {engine['model']}" if engine else "answers")
+
+
+def _diagnose_models(models: Sequence[Mapping[str, Any]]) -> Diagnosis:
+    seen = ", ".join(f"{model['name']}: {model['stage']}" for model in models)
+    todo = "`warmline models ls` says why; `warmline doctor` examines the models"
+    if any(model["stage"] == ModelStage.FAILED for model in models):
+        return Diagnosis(FAIL, seen, todo)
+    if unfit := [model["name"] for model in models if model["reason"] and model["stage"] == ModelStage.UNLOADED]:
+        return Diagnosis(WARN, f"{seen}; can't be loaded: {', '.join(unfit)}", todo)
+    return Diagnosis(OK, seen)
 
 
 def check_ports(facts: Facts) -> Diagnosis | None:
@@ -226,11 +240,13 @@ def check_descriptors(facts: Facts) -> Diagnosis:
 
 
 def check_memory(facts: Facts) -> Diagnosis | None:
-    engine = facts.status["engine"] if facts.status else None
-    if not engine:
+    if not (facts.status and (engine := facts.status["engine"])):
         return None
-    budget, there = engine["memory_budget_bytes"], facts.machine.memory_bytes
-    seen = f"{format_size(budget)} for conversations, of the machine's {format_size(there)}"
+    there, models = facts.machine.memory_bytes, facts.status.get("models", [])
+    budgets = {f" of {each['name']}": each["kv_bytes"] for each in models if each["kv_bytes"]}
+    budgets = budgets or {"": engine["memory_budget_bytes"]}
+    budget, parts = sum(budgets.values()), [f"{format_size(n)} for conversations{of}" for of, n in budgets.items()]
+    seen = f"{' and '.join(parts)}, of the machine's {format_size(there)}"
     if budget > there * MEMORY_SHARE_MAX and not facts.machine.has_gpu:
         return Diagnosis(WARN, seen, "lower memory_budget_gb, or leave it 0: as the machine allows")
     return Diagnosis(OK, seen)

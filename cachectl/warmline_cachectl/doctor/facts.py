@@ -1,6 +1,7 @@
 """Facts for `cachectl doctor`: the home, the index, the proxy, the machine.  Changes nothing."""
 
 import os
+import re
 import resource
 import shutil
 import socket
@@ -29,6 +30,7 @@ ASK_TIMEOUT_S = 5.0
 COMMAND_TIMEOUT_S = 5.0
 PORTS = ("port", "backend_port")
 STATUS_NAMES = {"backend", "engine", "persistence", "totals", "disk_budget_bytes"}
+OWN_COMMAND = re.compile(r"\bwarmline(_proxy|_backend|_run)?\b")
 OPENBLAS_PATTERNS = ("usr/lib/*/openblas*/libopenblas*.so*", "usr/lib/*/libopenblas*.so*", "usr/lib64/libopenblas*.so*")
 
 
@@ -83,6 +85,7 @@ class Facts:
     open_modes: list[str] = field(default_factory=list)
     lock_holder: str = ""  # pid of the holder of home.lock; "" for none
     run_files: dict[str, int] = field(default_factory=dict)  # pid files of processes that are gone, by name
+    foreign_run_files: dict[str, int] = field(default_factory=dict)  # pid files of processes that are other programs
     proxy_url: str = ""
     proxy_error: str = ""  # why it can't be asked
     status: dict[str, Any] | None = None  # GET /warmline/status
@@ -102,13 +105,15 @@ def gather(home: Home) -> Facts:
         return Facts(home=home.root, has_home=False, settings=_read_settings(home), machine=machine)
     status, error = _read_status(home)
     settings = _read_settings(home, status)
+    pids = _read_pid_files(home)
     keys, keys_problem = _count_keys(home)
     return Facts(
         home=home.root,
         has_home=True,
         open_modes=_find_open_modes(home),
         lock_holder=find_lock_holder(home.lock),
-        run_files=_find_stale_pid_files(home),
+        run_files={name: pid for name, pid in pids.items() if not is_process_alive(pid)},
+        foreign_run_files={name: pid for name, pid in pids.items() if is_process_alive(pid) and _is_foreign(pid)},
         proxy_url=client.proxy_url(home),
         proxy_error=error,
         status=status,
@@ -143,14 +148,16 @@ def _find_open_modes(home: Home) -> list[str]:
     return [f"{home.root} ({mode:o})", *below] if mode & 0o077 else below
 
 
-def _find_stale_pid_files(home: Home) -> dict[str, int]:
-    """Pid files whose process is gone: pid by name."""
-    stale: dict[str, int] = {}
-    for process in ("proxy", "backend"):
-        pid = read_pid(home.pid_file(process))
-        if pid is not None and not is_process_alive(pid):
-            stale[home.pid_file(process).name] = pid
-    return stale
+def _read_pid_files(home: Home) -> dict[str, int]:
+    """Pid by name of each process's file: of the proxy, of the backend or the keeper, and of each model's backend."""
+    files = [home.pid_file("proxy"), *(each.pid_file("backend") for each in client.list_backends(home))]
+    return {file.name: pid for file in files if (pid := read_pid(file)) is not None}
+
+
+def _is_foreign(pid: int) -> bool:
+    """True where the process is known, and none of ours: its number was another's before."""
+    command = _run_command("ps", "-ww", "-o", "command=", "-p", str(pid)).strip()
+    return bool(command) and not OWN_COMMAND.search(command)
 
 
 def _read_status(home: Home) -> tuple[dict[str, Any] | None, str]:

@@ -42,6 +42,8 @@ def render_explanation(reply: ExplainReply) -> Renderables:
         yield f"waited {wait.seconds:.2f} s for {wait.means}"
     if record.ttft_s and record.expected_ttft_s:
         yield _format_ttft(record)
+    if record.decode_passes:
+        yield _format_decoding(record)
     yield f"\n{verdict.cause}: {verdict.means}"
     if verdict.detail:
         yield f"  here: {printable(verdict.detail)}"
@@ -86,6 +88,13 @@ def _format_ttft(record: RequestRecord) -> str:
         if max(seconds, expected_s) >= LONG_WAIT_S_MIN
     ]
     return "; ".join([text, *long]) if record.ttft_parts.total_s else text
+
+
+def _format_decoding(record: RequestRecord) -> str:
+    text = f"decoded {format_count(record.generated_tokens, 'token')} in {format_count(record.decode_passes, 'step')}"
+    if record.drafted_tokens:
+        return f"{text}; {record.accepted_tokens:,} of {format_count(record.drafted_tokens, 'draft token')} were right"
+    return f"{text}; no drafts: {printable(record.no_drafts)}" if record.no_drafts else text
 
 
 def _format_place(where: DivergencePoint) -> str:

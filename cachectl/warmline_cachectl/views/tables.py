@@ -100,6 +100,7 @@ def _format_if_compared(row: ReplayResult, text: str) -> str:
     return text if row.reused and not row.detail else ""
 
 
+MODEL_COLUMN = Column("model", lambda row: row["model"], 3, "text")
 LISTING_COLUMNS = (
     Column("session", lambda row: row["id"], kind="id"),
     Column("key", lambda row: row["key"], 4, "text", is_optional=True),
@@ -112,7 +113,7 @@ LISTING_COLUMNS = (
 CONVERSATION_COLUMNS = (
     Column("session", lambda row: row["id"], kind="id"),
     Column("key", lambda row: row["key"], 4, "text", is_optional=True),
-    Column("model", lambda row: row["model"], 3, "text"),
+    MODEL_COLUMN,
     Column("tokens", lambda row: f"{row['tokens']:,}"),
     Column("size", lambda row: format_size(row["bytes"])),
     Column("alone", lambda row: format_size(row["bytes_alone"]), 7),
@@ -156,8 +157,8 @@ REPLAY_COLUMNS = (
     Column("outcome", lambda row: row.outcome, kind="word"),
     Column("difference", lambda row: _format_if_compared(row, f"{row.difference:.2e}"), 1),
     Column("tolerance", lambda row: _format_if_compared(row, f"{row.tolerance:g}" if row.tolerance else "none"), 4),
-    Column("quarantined", lambda row: str(row.quarantined or ""), 2),
-    Column("detail", lambda row: row.detail, kind="text"),
+    Column("quarantined", lambda row: str(row.quarantined or ""), 2, is_optional=True),
+    Column("detail", lambda row: row.detail, kind="text", is_optional=True),
 )
 
 
@@ -174,6 +175,8 @@ def render_conversation(view: dict[str, Any]) -> Renderables:
 
 def render_listing(view: dict[str, Any], columns: Sequence[Column] = LISTING_COLUMNS) -> Renderables:
     """Table of conversations, and their sum: files that several of them share are in it once."""
+    if MODEL_COLUMN not in columns and len({row["model"] for row in view["sessions"]}) > 1:
+        columns = (*columns[:2], MODEL_COLUMN, *columns[2:])
     yield from _render_sessions(columns, view["sessions"])
     alone, shared, unlisted = (view[f"bytes_{kind}"] for kind in ("alone", "shared", "unlisted"))
     if view["sessions"]:
@@ -187,7 +190,8 @@ def render_segments(view: dict[str, Any]) -> Renderables:
 
 
 def render_replays(rows: list[ReplayResult]) -> Renderables:
-    return _render_sessions(REPLAY_COLUMNS, rows)
+    yield from _render_sessions(REPLAY_COLUMNS, rows)
+    yield from dict.fromkeys(row.detail for row in rows if row.detail)  # whole: they may have been cut above
 
 
 def _render_sessions(columns: Sequence[Column], rows: Sequence[Any]) -> Renderables:

@@ -26,10 +26,12 @@ def build_snapshot(status: View, records: Sequence[View], before: View | None = 
     cached = sum(record["cached_tokens"] for record in records)
     prompt = sum(_count_reached(record) for record in records)
     rates = engine["prefill_rates"] if engine else []
+    models = status.get("models", [])  # none where one model is served
     return {
         "at": status["at"],
         "model": engine["model"] if engine else "",
         "backend": status["backend"] or "up",
+        "models": [{name: model[name] for name in ("name", "stage", "running", "waiting")} for model in models],
         **{name: status[name] for name in ("persistence", "running", "queued", "settling", "connections")},
         "requests": [_build_request(row, earlier.get(row["id"]), since_s) for row in status["live"]],
         "engine": engine
@@ -40,8 +42,7 @@ def build_snapshot(status: View, records: Sequence[View], before: View | None = 
         "memory": {
             "residents": len(status["residents"]),
             "unsaved": status["unsaved"],
-            "bytes_used": engine["resident_bytes"] + engine["running_bytes"] if engine else 0,
-            "bytes_budget": engine["memory_budget_bytes"] if engine else 0,
+            **(_sum_memory(models) if models else _measure_memory(engine)),
         },
         "disk": {
             "sessions": totals["sessions"],
@@ -56,6 +57,19 @@ def build_snapshot(status: View, records: Sequence[View], before: View | None = 
             "share": cached / prompt if prompt else 0.0,
         },
     }
+
+
+def _sum_memory(models: Sequence[View]) -> View:
+    """Conversations in the memory of all models, without those that are computed."""
+    used, budget = (sum(model[name] for model in models) for name in ("resident_bytes", "kv_bytes"))
+    return {"bytes_used": used, "bytes_budget": budget}
+
+
+def _measure_memory(engine: View | None) -> View:
+    if engine is None:
+        return {"bytes_used": 0, "bytes_budget": 0}
+    used = engine["resident_bytes"] + engine["running_bytes"]
+    return {"bytes_used": used, "bytes_budget": engine["memory_budget_bytes"]}
 
 
 def _count_reached(record: View) -> int:
@@ -98,8 +112,9 @@ def _compute_tokens_per_s(row: View, before: View | None, since_s: float) -> flo
 
 def render_screen(view: View, width: int) -> RenderableType:
     """Screen for a terminal of `width` characters."""
-    rows = view["requests"]
-    return Group(_render_header(view), _render_requests(rows, width >= WIDE_CHARS) if rows else Text("no requests"))
+    rows, is_wide, has_models = view["requests"], width >= WIDE_CHARS, bool(view["models"])
+    requests = _render_requests(rows, is_wide, has_models) if rows else Text("no requests")
+    return Group(_render_header(view), requests)
 
 
 def _render_header(view: View) -> Table:
@@ -108,12 +123,16 @@ def _render_header(view: View) -> Table:
     grid.add_column(no_wrap=True)
     grid.add_column(no_wrap=True, overflow="ellipsis")
     memory, disk, reuse, engine = view["memory"], view["disk"], view["reuse"], view["engine"]
-    grid.add_row("backend", "", printable(", ".join(filter(None, (view["model"], view["backend"])))))
+    model = "" if view["models"] else view["model"]
+    grid.add_row("backend", "", printable(", ".join(filter(None, (model, view["backend"])))))
+    if view["models"]:
+        stages = ", ".join(f"{model['name']}: {model['stage']}" for model in view["models"])
+        grid.add_row("models", "", printable(stages))
     requests = f"{view['running']} running, {view['queued']} waiting, {view['settling']} being saved"
     grid.add_row("requests", "", requests)
     if engine:
         speeds = f"prefill {engine['prefill_tokens_per_s']:,.0f}, decode {engine['decode_tokens_per_s']:,.1f} tokens/s"
-        grid.add_row("engine", "", speeds)
+        grid.add_row("engine", "", printable(f"{view['model']}: {speeds}") if view["models"] else speeds)
     unsaved = f", {memory['unsaved']} unsaved" if memory["unsaved"] else ""
     _add_usage(grid, "memory", memory, format_count(memory["residents"], "resident") + unsaved)
     _add_usage(grid, "disk", disk, format_count(disk["sessions"], "conversation"))
@@ -134,9 +153,9 @@ def _render_bar(share: float, width: int = BAR_CHARS) -> ProgressBar:
     return ProgressBar(total=1.0, completed=min(1.0, share), width=width)
 
 
-def _render_requests(rows: list[View], wide: bool) -> Table:
+def _render_requests(rows: list[View], wide: bool, has_models: bool) -> Table:
     table = Table(expand=True)
-    for name in ("request", "phase", *(["from"] if wide else []), "prefill"):
+    for name in ("request", *(["model"] if has_models else []), "phase", *(["from"] if wide else []), "prefill"):
         table.add_column(name, no_wrap=True)
     for name in ("prompt", "tok/s", "age", *(["first token"] if wide else [])):
         table.add_column(name, justify="right", no_wrap=True)
@@ -144,6 +163,7 @@ def _render_requests(rows: list[View], wide: bool) -> Table:
     for row in rows[:REQUESTS_MAX]:
         table.add_row(
             printable(row["id"][:8]),
+            *([printable(row["client_model"] or "-")] if has_models else []),
             row["phase"],
             *([row["source"]] if wide else []),
             _render_bar(row["progress"], BAR_CHARS if wide else BAR_CHARS // 2),

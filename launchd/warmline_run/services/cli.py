@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -128,18 +129,18 @@ def _add_status_commands(app: typer.Typer, group: str) -> None:
         count: LinesOption = 40,
         follow: Annotated[bool, typer.Option("-f", "--follow", help="and new lines, until Ctrl-C")] = False,
     ) -> None:
-        """Show the last lines of their logs."""
+        """Show the last lines of their logs; the backend's include those of all models' backends."""
         with _open_pair(group, name) as pair:
             home = actions.find_home(pair)
             if home is None:
                 pair.report_missing()
                 raise typer.Exit(EXIT_NOT_READY)
-            paths = logs.list_log_files(home, [which] if which else ROLES)
-            if not logs.show(paths, count, _write) and not follow:
+            list_paths = partial(logs.list_log_files, home, [which] if which else ROLES)
+            if not logs.show(list_paths(), count, _write) and not follow:
                 print_message(f"nothing has been logged in {home / 'logs'}")
                 raise typer.Exit(EXIT_NOT_READY)
             if follow:
-                logs.follow(paths, _write)
+                logs.follow(list_paths, _write)
 
 
 def _make_manager(group: str) -> ServiceManager:

@@ -17,8 +17,16 @@ POLL_S = 0.25
 
 
 def list_log_files(home: Path, roles: Iterable[str]) -> list[Path]:
-    """Log files of the roles: output of ended or crashed processes, and the processes' own logs."""
-    return [file for role in roles for file in (output_file(home, role), log_file(home, role))]
+    """Log files of the roles: output of ended or crashed processes, and the processes' own logs.
+
+    The backend's include those of the keeper of several models, and of each model's backend that has run.
+    """
+    files: list[Path] = []
+    for role in roles:
+        files += [output_file(home, role), log_file(home, role)]
+        if role == "backend":
+            files += [log_file(home, "keeper"), *sorted((home / "logs").glob("backend-*.log"))]
+    return files
 
 
 def read_last_lines(path: Path, count: int) -> list[str]:
@@ -44,11 +52,16 @@ def show(paths: Sequence[Path], count: int, write: Callable[[str], None]) -> boo
 
 
 class LogFollower:
-    """Reader of a log from its present end on; a file that takes its name, or begins anew, is read from its start."""
+    """Reader of a log from its present end on; a file that takes its name, or begins anew, is read from its start.
 
-    def __init__(self, path: Path) -> None:
+    `from_start`: so is the present one.
+    """
+
+    def __init__(self, path: Path, *, from_start: bool = False) -> None:
         self.path = path
         self._file: BinaryIO | None = None
+        if from_start:
+            return
         with suppress(OSError):
             self._file = BufferedReader(disk.open_to_read(path))
             self._file.seek(0, 2)
@@ -84,13 +97,19 @@ class LogFollower:
         self._file = None
 
 
-def follow(paths: Sequence[Path], write: Callable[[str], None], is_over: Callable[[], bool] = lambda: False) -> None:
-    """Write added lines until `is_over`, or an interrupt.  A heading names the file, whenever that changes."""
-    followers = [LogFollower(path) for path in paths]
+def follow(
+    list_paths: Callable[[], Iterable[Path]], write: Callable[[str], None], is_over: Callable[[], bool] = lambda: False
+) -> None:
+    """Write added lines until `is_over`, or an interrupt.  A heading names the file, whenever that changes.
+
+    A path that `list_paths` has only later is followed from its start.
+    """
+    followers = {path: LogFollower(path) for path in list_paths()}
     last_path: Path | None = None
     while not is_over():
-        for log in followers:
+        followers |= {path: LogFollower(path, from_start=True) for path in list_paths() if path not in followers}
+        for log in followers.values():
             if added := log.read_added():
-                write((f"==> {log.path} <==\n" if log.path != last_path and len(paths) > 1 else "") + added)
+                write((f"==> {log.path} <==\n" if log.path != last_path and len(followers) > 1 else "") + added)
                 last_path = log.path
         time.sleep(POLL_S)

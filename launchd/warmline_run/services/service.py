@@ -13,14 +13,13 @@ from pathlib import Path
 
 from warmline_common.settings.hints import format_command
 from warmline_common.settings.resolve import ConfigurationError, ResolvedConfig
-from warmline_common.settings.table import DEMO_MODEL, SETTINGS
-from warmline_run.processes import module_arguments
+from warmline_common.settings.table import SETTINGS
+from warmline_run.processes import CLI_MODULE, module_arguments
+from warmline_run.settings.setting_flags import describe_relative_folder, format_setting_flags, is_explicit
 
 ROLES = ("proxy", "backend")  # in the order of stopping; started in the other
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
 EXIT_MARGIN_S = 30.0  # beyond the drain of running requests: to release them, and to save
-FOLDER_SETTINGS = ("model", "adapter_path")
-CLI_MODULE = "warmline_run.cli"
 
 # Variables by which a process finds models, libraries and its device as it does in the shell that installs.  None may
 # hold a secret: a service's file is no place for it.
@@ -79,7 +78,7 @@ def output_file(home: Path, role: str) -> Path:
 def make_processes(config: ResolvedConfig, environment: Mapping[str, str], name: str = "") -> list[ServiceProcess]:
     """Processes in the order of ROLES, without the variable that names their manager.  Raises ConfigurationError."""
     _check_config(config, name)
-    home, flags, variables = Path(str(config["home"])), _format_flags(config), _make_environment(environment)
+    home, flags, variables = Path(str(config["home"])), _format_service_flags(config), _make_environment(environment)
     program, exit_timeout_s = module_arguments(CLI_MODULE), math.ceil(float(config["drain_timeout_s"]) + EXIT_MARGIN_S)
     return [
         ServiceProcess(ServiceId(role, name), [*program, role, *flags], variables, home, exit_timeout_s)
@@ -101,47 +100,27 @@ def _check_config(config: ResolvedConfig, name: str) -> None:
             "the client key is in WARMLINE_CLIENT_KEY, which an agent does not see, and its file is no place for a "
             f"secret: unset the variable, and use `{command}`, or write client_key into warmline.toml in the home"
         )
-    for setting in FOLDER_SETTINGS:
-        value, source = str(config[setting]), config.effective_settings[setting].source
-        if not _is_explicit(config, setting) and _is_relative_folder(value):
-            raise ConfigurationError(
-                f"{setting} (from {source}): {value} depends on the current folder; write it whole"
-            )
+    if problem := describe_relative_folder(config):
+        raise ConfigurationError(problem)
 
 
-def _is_explicit(config: ResolvedConfig, name: str) -> bool:
-    """True for a value of a flag or a variable, and not of the file, which services read themselves."""
-    return config.effective_settings[name].source in (SETTINGS[name].flag, SETTINGS[name].variable)
-
-
-def _is_relative_folder(value: str) -> bool:
-    return value not in ("", DEMO_MODEL) and not Path(value).is_absolute() and Path(value).is_dir()
-
-
-def _format_flags(config: ResolvedConfig) -> list[str]:
+def _format_service_flags(config: ResolvedConfig) -> list[str]:
     """Flags of both services alike: each reads the same configuration, and reports the same."""
-    words = [SETTINGS["home"].flag, str(config["home"])]
-    for name, setting in SETTINGS.items():
-        if name == "home" or not _is_explicit(config, name):
-            continue
-        value = config[name]
-        if name in FOLDER_SETTINGS and _is_relative_folder(str(value)):
-            value = str(Path(str(value)).absolute())  # services start in another folder
-        if setting.is_switch:
-            words.append(setting.flag if value else setting.off_flag)
-        else:
-            words += [setting.flag, str(value)]
-    return words if _is_explicit(config, "log_files") else [*words, SETTINGS["log_files"].flag]
+    words = format_setting_flags(config)
+    return words if is_explicit(config, "log_files") else [*words, SETTINGS["log_files"].flag]
 
 
 def parse_arguments(arguments: Sequence[str]) -> dict[str, object]:
-    """Flags of a service's command line, by the settings' names: for `resolve`."""
+    """Flags of a service's command line, by the settings' names: for `resolve`.  A list where one is given again."""
     by_flag = {flag: setting for setting in SETTINGS.values() for flag in (setting.flag, setting.off_flag)}
     flags: dict[str, object] = {}
     words = iter(arguments)
     for word in words:
         if setting := by_flag.get(word):
-            flags[setting.name] = (word == setting.flag) if setting.is_switch else next(words, "")
+            value: object = (word == setting.flag) if setting.is_switch else next(words, "")
+            if setting.name == "model" and (earlier := flags.get("model")):
+                value = [*(earlier if isinstance(earlier, list) else [earlier]), value]
+            flags[setting.name] = value
     return flags
 
 

@@ -66,6 +66,7 @@ class SystemdManager(ServiceManager):
             f"RestartSec={RESTART_S}",
             f"RestartPreventExitStatus={EXIT_CONFIGURATION}",
             f"TimeoutStopSec={process.exit_timeout_s}",
+            "KillMode=mixed",  # SIGTERM to the process alone: it stops its children itself
             f"LimitNOFILE={DESCRIPTORS}",
             "UMask=0077",
             f"StandardOutput=append:{_escape_path(process.output)}",

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from warmline_common.process.exit_codes import EXIT_CONFIGURATION
+from warmline_common.process.parent_watch import PARENT_PIPE
 from warmline_common.settings.hints import format_command
 from warmline_common.settings.parsers import strip_backticks
 from warmline_common.settings.resolve import ConfigurationError, ResolvedConfig, describe_misspelt_variables, resolve
@@ -20,8 +21,10 @@ def with_settings(function: Callable[..., None]) -> Callable[..., None]:
 
     def command(**given: Any) -> None:
         flags = {name: given.pop(name) for name in list(given) if name in SETTINGS}
-        for line in describe_misspelt_variables(os.environ):
-            print_message(line)
+        flags["model"] = flags["model"] or None  # a list, empty where no flag is given
+        if PARENT_PIPE not in os.environ:  # else the parent has printed them
+            for line in describe_misspelt_variables(os.environ):
+                print_message(line)
         try:
             config = resolve(flags, os.environ)
             _refuse_secrets(config)
@@ -54,7 +57,8 @@ def _make_parameter(setting: Setting) -> inspect.Parameter:
     """Flags arrive as text and are parsed by the table, so that all sources are checked by the same rule."""
     shown = strip_backticks(setting.help) + (f" (default: {setting.default})" if setting.default else "")
     option = typer.Option(setting.flag, metavar=setting.metavar, help=shown, hidden=not setting.has_flag)
-    annotation: Any = Annotated[str | None, option]
+    kind = list[str] if setting.name == "model" else str  # several models: the flag is given again
+    annotation: Any = Annotated[kind | None, option]
     if setting.is_switch:
         annotation = Annotated[bool | None, typer.Option(f"{setting.flag}/{setting.off_flag}", help=shown)]
     return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

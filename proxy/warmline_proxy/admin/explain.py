@@ -14,9 +14,10 @@ from warmline_proxy.explain import explain as explanations
 from warmline_proxy.explain.explain import RequestNotFoundError, WarmSince, add_texts
 from warmline_proxy.http.bodies import BodyReader, json_response
 from warmline_proxy.index.index import Index
+from warmline_proxy.models.backend import Backend
+from warmline_proxy.models.directory import ServedModels
 from warmline_proxy.store.rows import RequestRecord, SegmentTextsRequest
-from warmline_proxy.upstream.backend_state import BackendState
-from warmline_proxy.upstream.client import Upstream, UpstreamError
+from warmline_proxy.upstream.client import UpstreamError
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +27,7 @@ class ExplainRoutes:
     """Handlers; they read the index on threads."""
 
     index: Index
-    upstream: Upstream
-    backend_state: BackendState
+    models: ServedModels
     owner_resolver: OwnerResolver
     body_reader: BodyReader
 
@@ -48,10 +48,10 @@ class ExplainRoutes:
         row = await asyncio.to_thread(self.index.segment, query.segment)
         if row is None:
             raise bad_request(f"Segment {quote_text(query.segment)} is not stored.", status=404, code="not_stored")
-        if not await self._is_served_model(row.root):
-            message = "These tokens are another model's than the one that is served now."
+        if (backend := await self._find_backend(row.root)) is None:
+            message = "The model that these tokens are of is not loaded now, or no longer served here."
             raise bad_request(message, status=409, code="other_model")
-        return json_response(DetokenizeReply(texts=await self.upstream.detokenize(query.sequences)))
+        return json_response(DetokenizeReply(texts=await backend.upstream.detokenize(query.sequences)))
 
     def _find_record(self, request_id: str) -> tuple[RequestRecord, WarmSince | None]:
         self.index.flush()
@@ -63,13 +63,25 @@ class ExplainRoutes:
         if divergence is None or divergence.stored_text or divergence.prompt_text:
             return record
         try:
-            if await self._is_served_model(record.root):
-                return add_texts(record, await self.upstream.detokenize([divergence.stored, divergence.prompt]))
+            if backend := await self._find_backend(record.root):
+                return add_texts(record, await backend.upstream.detokenize([divergence.stored, divergence.prompt]))
         except UpstreamError as error:
             log.info("request %s is explained without texts: %s", record.id, error)
         return record
 
-    async def _is_served_model(self, root: bytes) -> bool:
-        """True if the root's tokens are the served model's.  Raises UpstreamError."""
-        status = await self.backend_state.status()
-        return await asyncio.to_thread(explanations.find_fingerprint, self.index, root) == status.fingerprint
+    async def _find_backend(self, root: bytes) -> Backend | None:
+        """Backend of the model that a root's tokens are of; None where none serves it now.
+
+        Raises UpstreamError where none is known to, and one could not be asked.
+        """
+        fingerprint = await asyncio.to_thread(explanations.find_fingerprint, self.index, root)
+        failure: UpstreamError | None = None
+        for backend in self.models.usable_backends:
+            try:
+                if (await backend.state.status()).fingerprint == fingerprint:
+                    return backend
+            except UpstreamError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        return None

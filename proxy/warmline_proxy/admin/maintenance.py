@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +20,11 @@ from warmline_proxy.errors import bad_request
 from warmline_proxy.http.bodies import BodyReader, json_response
 from warmline_proxy.index.index import DiskBudgetError, Index
 from warmline_proxy.index.recovery.repair import repair
+from warmline_proxy.models.directory import ServedModels
 from warmline_proxy.retention.gc import collect_garbage
 from warmline_proxy.retention.pin import PinLimitError, UnknownSessionError, pin_session
 from warmline_proxy.store.errors import wrap_error
 from warmline_proxy.store.rows import GcRequest, PinRequest, ReplayRequest
-from warmline_proxy.upstream.backend_state import BackendState
 from warmline_proxy.upstream.client import UpstreamError
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class MaintenanceRoutes:
     """Handlers of maintenance commands; saves and restores continue meanwhile, and their files are left alone."""
 
     index: Index
-    backend_state: BackendState
+    models: ServedModels
     replayer: SessionReplayer
     config: ProxyConfig
     body_reader: BodyReader
@@ -108,14 +109,21 @@ class MaintenanceRoutes:
             raise wrap_error("can't be written", error) from error
 
     async def _find_known_models(self) -> importer.KnownModels:
-        """The served model; while the backend is down, all models with stored segments."""
-        try:
-            if (status := await self.backend_state.status()).fingerprint:
-                what = f"the model served here is {status.model}, {status.fingerprint[: importer.FINGERPRINT_DIGITS]}"
-                return importer.KnownModels(fingerprints=[status.fingerprint], description=what)
-        except UpstreamError:
-            pass
-        return await asyncio.to_thread(importer.find_known_models, self.index)
+        """The served models; while one's fingerprint is not known, also all models with stored segments."""
+        names: dict[str, str] = {}  # by fingerprint
+        for backend in self.models.backends:
+            with suppress(UpstreamError):
+                status = await backend.state.status()
+                names.setdefault(status.fingerprint, status.model)
+        names.pop("", None)
+        if not names:
+            return await asyncio.to_thread(importer.find_known_models, self.index)
+        models = ", ".join(f"{name}, {each[: importer.FINGERPRINT_DIGITS]}" for each, name in names.items())
+        description = f"the model{'s' * (len(names) > 1)} served here {'are' if len(names) > 1 else 'is'} {models}"
+        if len(names) == len(self.models.backends):
+            return importer.KnownModels(fingerprints=list(names), description=description)
+        stored = await asyncio.to_thread(importer.find_known_models, self.index)
+        return importer.KnownModels(fingerprints=[*names, *stored.fingerprints], description=description)
 
     def _run_import(
         self, request: importer.ImportRequest, known_models: importer.KnownModels, progress: Progress

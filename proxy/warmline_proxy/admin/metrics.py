@@ -14,11 +14,9 @@ from prometheus_client.registry import Collector
 from warmline_common.protocol.vitals import read_process_stats
 from warmline_proxy.index.index import Index, IndexStoreError
 from warmline_proxy.metrics import ProxyMetrics
-from warmline_proxy.request.admission import AdmissionQueue
+from warmline_proxy.models.directory import ServedModels
 from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.store.rows import Totals
-from warmline_proxy.upstream.backend_state import BackendState
-from warmline_proxy.upstream.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +32,8 @@ class MetricsRoutes(Collector):
 
     metrics: ProxyMetrics
     index: Index
-    admission: AdmissionQueue
+    models: ServedModels
     registry: RequestRegistry
-    watchdog: Watchdog
-    backend_state: BackendState
     count_connections: Callable[[], int]
     _totals: Totals | None = field(default=None, init=False)
     _totals_at: float = field(default=float("-inf"), init=False)  # time.monotonic()
@@ -62,17 +58,19 @@ class MetricsRoutes(Collector):
             self._totals_at = time.monotonic()
 
     def collect(self) -> Iterable[Metric]:
-        vitals, watchdog, residents = read_process_stats(), self.watchdog, self.backend_state.resident_view
-        yield CounterMetricFamily("warmline_upstream_boots", "Backend processes seen.", watchdog.boots)
-        yield CounterMetricFamily("warmline_wedges", "Wedged backends that were killed.", watchdog.kills)
+        vitals, backends = read_process_stats(), self.models.backends
+        boots, kills = (sum(getattr(each.watchdog, name) for each in backends) for name in ("boots", "kills"))
+        views = [backend.state.resident_view for backend in backends]
+        yield CounterMetricFamily("warmline_upstream_boots", "Backend processes seen.", boots)
+        yield CounterMetricFamily("warmline_wedges", "Wedged backends that were killed.", kills)
         gauges = [
-            ("requests_running", "Requests that have a place at the backend.", self.admission.running_count),
-            ("requests_queued", "Requests that wait for a place.", self.admission.queued_count),
+            ("requests_running", "Requests that have a place at the backend.", self.models.running_count),
+            ("requests_queued", "Requests that wait for a place.", self.models.queued_count),
             ("requests_settling", "Requests that are computed, but not yet on disk.", self.registry.saving_count),
             ("connections", "Clients' connections.", self.count_connections()),
-            ("upstream_up", "1 while the backend serves.", watchdog.is_up),
-            ("residents", "KV in the backend's memory that is known of.", len(residents)),
-            ("residents_unsaved", "Residents that are not on disk yet.", residents.non_durable_count),
+            ("upstream_up", "1 while the backend serves.", any(each.watchdog.is_up for each in backends)),
+            ("residents", "KV in the backend's memory that is known of.", sum(map(len, views))),
+            ("residents_unsaved", "Residents that are not on disk yet.", sum(each.non_durable_count for each in views)),
             ("disk_budget_bytes", "What the stored bytes of all kinds may come to.", self.index.budget_bytes),
             ("tasks", "Tasks of the event loop.", vitals.tasks),
             ("threads", "Threads of the process.", vitals.threads),

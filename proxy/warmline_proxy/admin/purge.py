@@ -19,21 +19,21 @@ from warmline_proxy.auth.key_store import KeyNotFoundError
 from warmline_proxy.errors import bad_request
 from warmline_proxy.http.bodies import BodyReader, json_response
 from warmline_proxy.index.index import Index, IndexStoreError
+from warmline_proxy.models.backend import Backend
+from warmline_proxy.models.directory import ServedModels
 from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.request.request import Request
 from warmline_proxy.retention import purge as purging
 from warmline_proxy.retention.truncate import Truncator
 from warmline_proxy.store.rows import PurgeReply, PurgeRequest
 from warmline_proxy.tasks import BackgroundTasks
-from warmline_proxy.upstream.backend_state import BackendState
-from warmline_proxy.upstream.client import Upstream, UpstreamError, UpstreamStatusError
+from warmline_proxy.upstream.client import UpstreamError
 from warmline_proxy.upstream.resident_view import ResidentEntry
 
 log = logging.getLogger(__name__)
 
 RELEASE_TIMEOUT_S = 60.0  # for a restore that reads a purged file
 RELEASE_INTERVAL_S = 0.1
-LOADING_STATUS = 503  # HTTP status of a backend without a model, so without residents
 NOTIFY_INTERVAL_S = 5.0  # between notifications of the backend
 
 
@@ -51,13 +51,13 @@ class PurgeRoutes:
 
     index: Index
     owner_resolver: OwnerResolver
-    upstream: Upstream
-    backend_state: BackendState
+    models: ServedModels
     registry: RequestRegistry
     events: PurgeEvents
     background: BackgroundTasks
     body_reader: BodyReader
     _notify_task: asyncio.Task[None] | None = field(default=None, init=False)
+    _notified_backends: set[Backend] = field(default_factory=set, init=False)  # of the last purge; the others are not
 
     async def purge(self, request: web.Request) -> web.Response:
         """Purge, and answer when disk and memory are clean.  Other residents are restored from disk on demand."""
@@ -78,7 +78,8 @@ class PurgeRoutes:
         """Replace the key by its roots, also of running requests.  Raises ClientError 400 for an unknown key."""
         if not purge_request.key:
             return purge_request
-        running_roots = {request.root for request in self.registry} - {b""}
+        running_roots = {request.root: request.prompt.fingerprint for request in self.registry if request.prompt}
+        running_roots.pop(b"", None)
         fingerprints = await asyncio.to_thread(self.index.response_fingerprints)
         try:
             labels = await self.owner_resolver.resolve_owners(running_roots, fingerprints)
@@ -96,8 +97,9 @@ class PurgeRoutes:
             reply, affected, resident_ids = await self._prepare_and_remove(purge_request)
             for request in [*affected, *self._find_arriving_requests(purging.parse_roots(purge_request))]:
                 request.purged = True
-            for resident in resident_ids.union(self.backend_state.resident_view.durable_ids()):
-                self.backend_state.resident_view.exclude(resident)
+            for view in (backend.state.resident_view for backend in self.models.backends):
+                for resident in (resident_ids & view.ids()).union(view.durable_ids()):
+                    view.exclude(resident)
             try:
                 await asyncio.to_thread(purging.remove_sampled_turns, self.index, _list_sampled_turns(affected))
                 keys = [each.stored_response for each in affected if each.stored_response]
@@ -109,50 +111,77 @@ class PurgeRoutes:
 
     def _find_arriving_requests(self, roots: Set[bytes]) -> list[Request]:
         """Requests without a prompt yet, of a purged namespace: their key may have been removed."""
-        fingerprint = self.backend_state.fingerprint
-        arriving = (request for request in self.registry if not request.root)
-        return [request for request in arriving if namespace(fingerprint, request.client.tenant) in roots]
+        arriving = [request for request in self.registry if not request.root]
+        fingerprints = self.models.fingerprints
+        return [
+            request
+            for request in arriving
+            if any(namespace(each, request.client.tenant) in roots for each in fingerprints)
+        ]
 
     async def _prepare_and_remove(self, purge_request: PurgeRequest) -> "RemovalResult":
         """Rewrite truncated files first, which is slow; only then list the running requests and remove rows."""
-        truncator, resident_view = Truncator(self.index), self.backend_state.resident_view
+        truncator = Truncator(self.index)
         try:
             while True:
                 await asyncio.to_thread(purging.prepare_purge, self.index, purge_request, truncator)
-                requests, unsaved_residents = list(self.registry), resident_view.non_durable_entries()
-                whole_model = purge_request.everything or purge_request.model == self.backend_state.model != ""
-                removal = asyncio.to_thread(
-                    remove_prepared, self.index, purge_request, truncator, requests, unsaved_residents, whole_model
-                )
+                requests, unsaved = list(self.registry), self._list_unsaved_residents(purge_request)
+                removal = asyncio.to_thread(remove_prepared, self.index, purge_request, truncator, requests, unsaved)
                 if (found := await removal) is not None:
                     return found
         finally:
             await asyncio.to_thread(truncator.close)
 
+    def _list_unsaved_residents(self, purge_request: PurgeRequest) -> list["UnsavedResident"]:
+        """Residents of all models that are in memory alone."""
+        return [
+            UnsavedResident(name, entry, purge_request.everything or purge_request.model == backend.state.model != "")
+            for backend in self.models.backends
+            for name, entry in backend.state.resident_view.non_durable_entries()
+        ]
+
     async def _clear_memory(self) -> None:
         """Drop all residents that are on disk; they are read again on demand."""
         for on_removed in self.events.on_removed:
             on_removed()
+        self._notified_backends.clear()
         try:
-            await self._notify_backend()
+            await self._notify_backends()
         except UpstreamError as error:
             log.warning("the backend may still hold purged KV in memory; it is notified again: %s", error)
             if self._notify_task is None or self._notify_task.done():
                 self._notify_task = self.background.spawn(self._retry_notify_backend(), "purge notice")
 
-    async def _notify_backend(self) -> None:
-        """Have the backend drop residents that are neither unsaved nor running requests'.  Raises UpstreamError."""
-        resident_view = self.backend_state.resident_view
+    async def _notify_backends(self) -> None:
+        """Have all backends with a process drop the residents; none without one has any.  Raises UpstreamError."""
+        backends = [backend for backend in self.models.usable_backends if backend not in self._notified_backends]
+        results = await asyncio.gather(*map(self._notify_backend, backends), return_exceptions=True)
+        if not backends:
+            await self._clear_notice()
+        if failure := next((result for result in results if isinstance(result, BaseException)), None):
+            raise failure
+
+    async def _clear_notice(self) -> None:
+        """Clear the notice once all backends with a process are notified."""
+        if self.models.are_processes_known and self._notified_backends.issuperset(self.models.usable_backends):
+            self._notified_backends.clear()
+            try:
+                await asyncio.to_thread(self.index.clear_purge_notice)
+            except IndexStoreError as error:
+                log.warning("the next start clears the backends' memory once more: %s", error)
+
+    async def _notify_backend(self, backend: Backend) -> None:
+        """Have a backend drop residents that are neither unsaved nor running requests'.  Raises UpstreamError."""
+        resident_view = backend.state.resident_view
         unsaved_ids = [resident for resident, _ in resident_view.non_durable_entries()]
-        running = (request for request in self.registry if request.is_cacheable and request.sent)
+        own = (request for request in self.registry if request.assigned_backend is backend)
+        running = (request for request in own if request.is_cacheable and request.sent)
         running_ids = [request.log.id for request in running if not request.log.generation_result]
         for resident in resident_view.ids() - set(unsaved_ids):
             resident_view.exclude(resident)
-        await self.upstream.purge_memory([*unsaved_ids, *running_ids])
-        try:
-            await asyncio.to_thread(self.index.clear_purge_notice)
-        except IndexStoreError as error:
-            log.warning("the next start clears the backend's memory once more: %s", error)
+        await backend.upstream.purge_memory([*unsaved_ids, *running_ids])
+        self._notified_backends.add(backend)
+        await self._clear_notice()
 
     def close(self) -> None:
         """Stop notifying the backend: the next proxy does."""
@@ -163,19 +192,14 @@ class PurgeRoutes:
         while await self._has_purge_notice():
             await asyncio.sleep(NOTIFY_INTERVAL_S)
             with suppress(UpstreamError):
-                await self.deliver_purge_notice()
+                await self._notify_backends()
 
-    async def deliver_purge_notice(self) -> None:
-        """Notify the backend of a purge that was interrupted after its disk removal, before its residents are adopted.
+    async def deliver_purge_notice(self, backend: Backend) -> None:
+        """Notify a backend of a purge that was interrupted after its disk removal, before its residents are adopted.
         All residents of an earlier proxy are dropped: their conversations are unknown.  Raises UpstreamError.
         """
-        if not await self._has_purge_notice():
-            return
-        try:
-            await self._notify_backend()
-        except UpstreamStatusError as error:
-            if error.status != LOADING_STATUS:
-                raise
+        if backend not in self._notified_backends and await self._has_purge_notice():
+            await self._notify_backend(backend)
 
     async def _has_purge_notice(self) -> bool:
         """False if the index fails."""
@@ -193,6 +217,15 @@ class PurgeRoutes:
             await asyncio.to_thread(self.index.sweep)
 
 
+@dataclass(frozen=True)
+class UnsavedResident:
+    """A resident in memory alone; `is_purged_model`: all of its model is purged."""
+
+    id: str
+    entry: ResidentEntry
+    is_purged_model: bool
+
+
 RemovalResult = tuple[PurgeReply, list[Request], set[str]]
 
 
@@ -201,15 +234,14 @@ def remove_prepared(
     purge_request: PurgeRequest,
     truncator: Truncator,
     requests: Sequence[Request],
-    unsaved_residents: Sequence[tuple[str, ResidentEntry]],
-    whole_model: bool,
+    unsaved_residents: Sequence["UnsavedResident"],
 ) -> RemovalResult | None:
     """Remove rows, on a thread: the reply, the requests that lose KV or belong to it, and ids of such residents.
 
-    None, without effect, if the purge must be prepared again; `whole_model`: all residents are purged.
+    None, without effect, if the purge must be prepared again.
     """
     paths = [_find_request_path(index, request) for request in requests]
-    unsaved_paths = {resident: _find_path_beyond_head(index, each) for resident, each in unsaved_residents}
+    unsaved_paths = {each.id: _find_path_beyond_head(index, each.entry) for each in unsaved_residents}
     if (reply := purging.remove_purged_rows(index, purge_request, truncator)) is None:
         return None
     roots = purging.parse_roots(purge_request)
@@ -227,9 +259,9 @@ def remove_prepared(
         or is_affected(path)
     ]
     resident_ids = {
-        resident
-        for resident, each in unsaved_residents
-        if whole_model or each.root in roots or is_affected(unsaved_paths[resident])
+        each.id
+        for each in unsaved_residents
+        if each.is_purged_model or each.entry.root in roots or is_affected(unsaved_paths[each.id])
     }
     results = (request.log.generation_result for request in affected)
     return reply, affected, resident_ids | {result.resident for result in results if result}

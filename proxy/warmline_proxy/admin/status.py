@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -10,17 +11,18 @@ from aiohttp import web
 
 from warmline_common.protocol.messages import LOADING, BackendStatus, ProcessStats, Resident
 from warmline_common.protocol.vitals import read_process_stats
-from warmline_proxy.errors import RETRY_AFTER_S
+from warmline_proxy.admin.models import ServedModelReport, build_models_report
+from warmline_proxy.errors import RETRY_AFTER_S, ClientError, decode_error_body
 from warmline_proxy.http.bodies import json_response
 from warmline_proxy.index.index import Index
+from warmline_proxy.models.backend import Backend
+from warmline_proxy.models.directory import ServedModels
+from warmline_proxy.models.switcher import ModelSwitcher
 from warmline_proxy.pipeline.save_health import SaveHealth
-from warmline_proxy.request.admission import AdmissionQueue
 from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.request.request import Request
 from warmline_proxy.store.rows import Totals
-from warmline_proxy.upstream.backend_state import BackendState
-from warmline_proxy.upstream.client import Upstream, UpstreamError
-from warmline_proxy.upstream.watchdog import Watchdog
+from warmline_proxy.upstream.client import UpstreamError
 
 BACKEND_TIMEOUT_S = 5.0  # a stuck backend must not delay the status
 READY_TIMEOUT_S = 1.0
@@ -34,7 +36,7 @@ class LiveRequest(msgspec.Struct, kw_only=True):
     endpoint: str
     client_model: str
     client_session: str  # the client's name of the conversation
-    phase: str  # "arriving", "waiting", "restoring", "prefilling", "answering", "ending", "settling"
+    phase: str  # "loading": it waits for its model; else a RequestStatus
     source: str  # as in RequestRecord; "" until planned
     age_s: float
     queue_s: float
@@ -72,6 +74,7 @@ class ProxyStatus(msgspec.Struct, kw_only=True):
     unsaved: int = 0  # residents without files
     host: str = ""  # bound address
     needs_key: bool = False  # clients must present a key
+    models: list[ServedModelReport] = []  # all of several; none where one is served
 
 
 @dataclass(frozen=True)
@@ -89,70 +92,95 @@ class StatusRoutes:
     """Handlers of the proxy's status, health and readiness."""
 
     index: Index
-    upstream: Upstream
-    watchdog: Watchdog
-    backend_state: BackendState
-    admission: AdmissionQueue
+    models: ServedModels
+    switcher: ModelSwitcher | None  # None: one model
     registry: RequestRegistry
     save_health: SaveHealth
     server: ServerInfo
     _started_monotonic: float = field(default_factory=time.monotonic, init=False)
 
     async def get_ready(self, _: web.Request) -> web.Response:
-        """200 if a request would be served now; else 503 with the reason."""
-        if not (reason := self.admission.closed_reason):
+        """200 if a request would be served now, by any model where there are several; else 503 with the reason."""
+        if not (reason := self.models.closed_reason):
+            backend = self.models.find_ready_backend()
             try:
-                await self.watchdog.wait_until_up(READY_TIMEOUT_S)
-                await self.upstream.check_ready()
-                return json_response({"ready": True, "model": (await self.backend_state.status()).model})
+                if self.switcher and not backend.watchdog.is_up:
+                    return json_response({"ready": True, "model": self.switcher.find_loadable_backend().name})
+                await backend.watchdog.wait_until_up(READY_TIMEOUT_S)
+                await backend.upstream.check_ready()
+                return json_response({"ready": True, "model": (await backend.state.status()).model})
             except TimeoutError:
-                reason = self.watchdog.down_reason
+                reason = backend.watchdog.down_reason
             except UpstreamError as error:
                 reason = str(error)
+            except ClientError as error:
+                reason = decode_error_body(error).message
         headers = {"Retry-After": str(RETRY_AFTER_S)}
         return json_response({"ready": False, "reason": reason}, status=503, headers=headers)
+
+    def _is_idle(self) -> bool:
+        """True where no model is loaded, and one is as soon as a request comes."""
+        if self.switcher is None or self.models.find_ready_backend().watchdog.is_up:
+            return False
+        with suppress(ClientError):
+            self.switcher.find_loadable_backend()
+            return True
+        return False
 
     async def get_health(self, _: web.Request) -> web.Response:
         """200 while the proxy serves, with the state of persistence."""
         return json_response({"status": "ok", "persistence": self.save_health.state})
 
     async def get_status(self, _: web.Request) -> web.Response:
-        residents, engine, backend = [], None, ""
-        try:
-            if self.watchdog.is_up:
-                async with asyncio.timeout(BACKEND_TIMEOUT_S):
-                    residents = (await self.upstream.list_residents()).residents
-                    engine = await self.backend_state.status()
-            else:
-                backend = self.watchdog.down_reason
-        except UpstreamError as error:
-            backend = str(error)
-        except TimeoutError:
-            backend = f"the backend has not answered for {BACKEND_TIMEOUT_S:g} s"
+        reports = dict(zip(self.models.backends, await asyncio.gather(*map(_ask, self.models.backends)), strict=True))
+        shown = reports[self.models.find_ready_backend()]
         reply = ProxyStatus(
             at=time.time(),
             uptime_s=time.monotonic() - self._started_monotonic,
-            running=self.admission.running_count,
-            queued=self.admission.queued_count,
+            running=self.models.running_count,
+            queued=self.models.queued_count,
             settling=self.registry.saving_count,
-            residents=residents,
+            residents=[resident for report in reports.values() for resident in report.residents],
             totals=await asyncio.to_thread(self.index.totals),
             disk_budget_bytes=self.index.budget_bytes,
             reuse=self.server.reuse,
             live=[build_live_request(request) for request in self.registry],
             lives=len(self.registry),
             connections=self.server.count_connections(),
-            backend_kills=self.watchdog.kills,
+            backend_kills=sum(backend.watchdog.kills for backend in self.models.backends),
             vitals=read_process_stats(),
-            backend=backend,
-            loading=LOADING in (backend, engine.failure if engine else ""),
-            engine=engine,
+            backend="" if self._is_idle() else shown.failure,
+            loading=LOADING in (shown.failure, shown.engine.failure if shown.engine else ""),
+            engine=shown.engine,
             persistence=self.save_health.state,
-            unsaved=self.backend_state.resident_view.non_durable_count,
+            unsaved=sum(backend.state.resident_view.non_durable_count for backend in self.models.backends),
             host=self.server.host,
             needs_key=self.server.needs_key(),
+            models=build_models_report(self.models, self.switcher).models if self.switcher else [],
         )
         return json_response(reply)
+
+
+@dataclass(frozen=True)
+class _BackendReport:
+    """State of a backend; `failure` is "" where it has answered."""
+
+    residents: list[Resident] = field(default_factory=list)
+    engine: BackendStatus | None = None
+    failure: str = ""
+
+
+async def _ask(backend: Backend) -> _BackendReport:
+    if not backend.watchdog.is_up:
+        return _BackendReport(failure=backend.watchdog.down_reason)
+    try:
+        async with asyncio.timeout(BACKEND_TIMEOUT_S):
+            residents = (await backend.upstream.list_residents()).residents
+            return _BackendReport(residents, await backend.state.status())
+    except UpstreamError as error:
+        return _BackendReport(failure=str(error))
+    except TimeoutError:
+        return _BackendReport(failure=f"the backend has not answered for {BACKEND_TIMEOUT_S:g} s")
 
 
 def build_live_request(request: Request) -> LiveRequest:
@@ -160,7 +188,7 @@ def build_live_request(request: Request) -> LiveRequest:
     return LiveRequest(
         **{name: getattr(request_log, name) for name in LOG_FIELDS},
         client_session=request_log.session_hint,
-        phase=request.status,
+        phase="loading" if request.model_wait else request.status,
         source=request_log.plan.source if request_log.plan else "",
         expected_ttft_s=request_log.plan.expected_ttft_s if request_log.plan else 0.0,
         age_s=request_log.elapsed_s(),

@@ -33,6 +33,7 @@ class ApiCall:
     include_usage: bool = False  # in a stream of OpenAI's
     api_options: Any = None  # the api's own, for its encoder
     tool_fields: ToolFields | None = None  # where the tools came; None: as chat has them
+    return_progress: bool = False  # the client reads `prompt_progress` in a stream, as llama.cpp's server sends it
 
     @property
     def can_reuse(self) -> bool:

@@ -3,15 +3,17 @@
 Values that are not read stay the bytes that came.  Pure.
 """
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from warmline_common.protocol.messages import BackendStatus, decode
+from warmline_common.protocol.messages import decode
 from warmline_common.protocol.sse import DONE, ChunkAggregator, encode_event
 from warmline_proxy.api.base import ApiCall, Chunk, Fields, ResponseStart, is_usage_chunk
 from warmline_proxy.api.chat_custom_tools import convert_calls, convert_custom_tools
+from warmline_proxy.api.models import ServedModelInfo
 from warmline_proxy.errors import ClientError
 from warmline_proxy.http import body_fields
 
@@ -30,6 +32,8 @@ class OpenAIApi:
         fields: Fields = dict(body_fields.parse_object(body))
         body_fields.check_message_count(fields.get("messages"), "messages")
         options = body_fields.decode_optional_field(fields, "stream_options", dict) or {}
+        return_progress = body_fields.decode_optional_field(fields, "return_progress", bool) is True
+        fields.pop("return_progress", None)  # the backend has no such field
         fields, custom_tools = convert_custom_tools(fields) if self.endpoint == "chat" else (fields, frozenset())
         return ApiCall(
             api=self,
@@ -40,6 +44,7 @@ class OpenAIApi:
             session_hint=body_fields.find_session_hint(fields, headers),
             retry_count=body_fields.parse_retry_count(headers),
             api_options=custom_tools,
+            return_progress=return_progress,
         )
 
     def create_encoder(self, call: ApiCall, response_start: ResponseStart) -> "_OpenAIEncoder":
@@ -50,6 +55,21 @@ class OpenAIApi:
 
     def encode_stream_error(self, error: ClientError) -> bytes:
         return encode_event(error.body)
+
+
+def encode_load_progress(call: ApiCall, request_id: str, model: str, waited_s: float) -> bytes:
+    """Event for a client that asked for progress, and whose model is being loaded: no token is processed yet."""
+    is_chat = call.api.endpoint == "chat"
+    chunk: dict[str, Any] = {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}",
+        "object": "chat.completion.chunk" if is_chat else "text_completion",
+        "created": int(time.time()),
+        "model": call.client_model or model,
+        "choices": [],
+        "prompt_progress": {"total": 0, "cache": 0, "processed": 0, "time_ms": int(waited_s * 1000)},
+        "loading": model,
+    }
+    return encode_event(msgspec.json.encode(chunk))
 
 
 class _OpenAIEncoder:
@@ -99,10 +119,17 @@ class _OpenAIEncoder:
         return encode_event(error.body)
 
 
-def build_models_reply(name: str, status: BackendStatus) -> dict[str, Any]:
-    """Entry of the served model under `name`; without a name, the list.  Fields as in vLLM."""
-    about = {"object": "model", "created": status.model_created, "owned_by": "warmline", "root": status.model}
-    entry: dict[str, Any] = {"id": name or status.model, **about}
-    if status.context_tokens_max:
-        entry["max_model_len"] = status.context_tokens_max
-    return entry if name else {"object": "list", "data": [entry]}
+def build_models_reply(name: str, models: Sequence[ServedModelInfo]) -> dict[str, Any]:
+    """Entry of the only model given, under `name`; without a name, the list.  Fields as in vLLM."""
+    entries = [_build_model_entry(name or model.name, model) for model in models]
+    return entries[0] if name else {"object": "list", "data": entries}
+
+
+def _build_model_entry(name: str, model: ServedModelInfo) -> dict[str, Any]:
+    about = {"object": "model", "created": model.created, "owned_by": "warmline", "root": model.name}
+    entry: dict[str, Any] = {"id": name, **about}
+    if model.context_tokens_max:
+        entry["max_model_len"] = model.context_tokens_max
+    if model.is_loaded is not None:
+        entry["loaded"] = model.is_loaded
+    return entry

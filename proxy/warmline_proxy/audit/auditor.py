@@ -122,6 +122,10 @@ class Auditor:
     def _is_queue_full(self) -> bool:
         return len(self._waiting) > WAITING_MAX or sum(len(each.tokens) for each in self._waiting) > WAITING_BYTES_MAX
 
+    @property
+    def waiting_count(self) -> int:
+        return len(self._waiting)
+
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="audits")
 
@@ -166,7 +170,6 @@ class Auditor:
         return self._pauses.required_quiet_s(case.conversation)
 
     def _count_waiting(self) -> None:
-        self.metrics.audits_waiting.set(len(self._waiting))
         if self._waiting:
             self._has_waiting.set()
         else:
@@ -203,7 +206,7 @@ class Auditor:
     async def _quarantine_case(self, case: AuditCase, cold: FirstLogits, verdict: Verdict) -> None:
         likeliest = [next(iter(rank_tokens(first)), -1) for first in (case.first_logits, cold)]
         message = "AUDIT request=%s differs: %s; likeliest first token warm %d, cold %d; equal prefixes are not used"
-        log.error(message, case.request_id, verdict.describe(), *likeliest)
+        log.error(message, case.request_id, verdict.describe_difference(), *likeliest)
         mismatch = AuditMismatch(
             *(case.root, case.tokens, case.reuse, cold, case.layout, verdict.tolerance, case.started_at),
             quiet_s=self._required_quiet_s(case),
@@ -230,7 +233,7 @@ class Auditor:
         self.index.record_audit(case.request_id, audit, case.describe_guard(verdict))
         if verdict and outcome != DIFFERS:  # a difference is logged already
             level = logging.INFO if agrees else logging.ERROR
-            log.log(level, "AUDIT request=%s %s: %s", case.request_id, label, verdict.describe())
+            log.log(level, "AUDIT request=%s %s: %s", case.request_id, label, verdict.describe_difference())
 
 
 def _make_case(request: Request) -> AuditCase | None:

@@ -36,7 +36,7 @@ class Verdict:
     def agrees(self) -> bool:
         return self.outcome in (EQUAL, WITHIN)
 
-    def describe(self) -> str:
+    def describe_difference(self) -> str:
         """Figures for the log."""
         expected = f"tolerance {self.tolerance:g}" if self.tolerance else "exact to the last bit is expected"
         return f"log-probabilities differ by {self.difference:.2e}, {expected}"

@@ -8,15 +8,14 @@ from dataclasses import dataclass, field, replace
 from warmline_common.process.redaction import quote_text
 from warmline_common.protocol.messages import FirstLogits, RestoreRefusal
 from warmline_common.protocol.tokens import TOKEN_BYTES
+from warmline_proxy.audit.audits import BackendAudits, ModelAudits
 from warmline_proxy.audit.bisect import AuditMismatch
 from warmline_proxy.audit.comparison import DIFFERS, compare, judge
-from warmline_proxy.audit.first_token_probe import FirstTokenProbe, ModelChangedError
-from warmline_proxy.audit.quarantine import Quarantine
+from warmline_proxy.audit.first_token_probe import ModelChangedError
 from warmline_proxy.index.index import Index
 from warmline_proxy.metrics import ProxyMetrics
 from warmline_proxy.planner import RequestPlan, plan_restore
 from warmline_proxy.store.rows import ReplayReply, ReplayRequest, ReplayResult, SessionRow
-from warmline_proxy.upstream.backend_state import BackendState
 from warmline_proxy.upstream.client import RestoreFailedError, UpstreamStatusError
 
 log = logging.getLogger(__name__)
@@ -29,9 +28,7 @@ class SessionReplayer:
     """Replayer of sessions, one at a time.  Raises UpstreamError and IndexStoreError; event loop thread."""
 
     index: Index
-    backend_state: BackendState
-    probe: FirstTokenProbe
-    quarantine: Quarantine
+    audits: ModelAudits
     metrics: ProxyMetrics
     tolerance: float
     quiet_s: float  # before each run of a bisection
@@ -57,7 +54,11 @@ class SessionReplayer:
         return result
 
     async def _compare_session(self, row: SessionRow, result: ReplayResult) -> None:
-        started, layout = time.monotonic(), (await self.backend_state.status()).layout
+        audits, started = self.audits.find_by_session(row), time.monotonic()
+        if not audits.backend.gate.is_open:
+            result.detail = f"its model is not loaded: `warmline models load {audits.backend.name}`"
+            return
+        probe, layout = audits.probe, (await audits.backend.state.status()).layout
         stored = (await asyncio.to_thread(self.index.path_tokens, row.leaf))[: row.tokens * TOKEN_BYTES]
         tokens = stored + stored[-TOKEN_BYTES:]  # any further token to compute, so that all stored tokens are used
         count = len(tokens) // TOKEN_BYTES
@@ -67,9 +68,9 @@ class SessionReplayer:
             result.detail = "nothing of it can be started from"
             return
         # The cold run is first: it checks that this model is served at all.
-        cold = await self.probe.compute_cold(row.root, tokens)
+        cold = await probe.compute_cold(row.root, tokens)
         try:
-            warm = await self.probe.compute_restored(row.root, tokens, plan) if cold else None
+            warm = await probe.compute_restored(row.root, tokens, plan) if cold else None
         except RestoreFailedError as error:
             result.reused = plan.reuse
             return await self._quarantine_damaged(plan, error.reply, result)
@@ -77,18 +78,20 @@ class SessionReplayer:
             result.detail = "others needed the backend's memory"
             return
         case = AuditMismatch(row.root, tokens, plan.reuse, cold, layout, self.tolerance, started, self.quiet_s)
-        await self._judge_session(warm, case, result)
+        await self._judge_session(audits, warm, case, result)
 
-    async def _judge_session(self, warm: FirstLogits, case: AuditMismatch, result: ReplayResult) -> None:
+    async def _judge_session(
+        self, audits: BackendAudits, warm: FirstLogits, case: AuditMismatch, result: ReplayResult
+    ) -> None:
         verdict = compare(warm, case.cold, case.layout, self.tolerance)
         if not verdict.agrees:
-            again = await self.probe.compute_cold(case.root, case.tokens, chunk_end=case.reuse)
+            again = await audits.probe.compute_cold(case.root, case.tokens, chunk_end=case.reuse)
             verdict = judge(warm, case.cold, again, case.layout, self.tolerance) if again else verdict
         if not verdict.agrees:
-            log.error("AUDIT session=%s %s: %s", result.session, verdict.outcome, verdict.describe())
+            log.error("AUDIT session=%s %s: %s", result.session, verdict.outcome, verdict.describe_difference())
         if verdict.outcome == DIFFERS:
             mismatch = replace(case, tolerance=verdict.tolerance)
-            result.quarantined = await self.quarantine.quarantine(mismatch, f"session={result.session}")
+            result.quarantined = await audits.quarantine.quarantine(mismatch, f"session={result.session}")
         result.outcome, result.reused = verdict.outcome, case.reuse
         result.difference, result.tolerance = verdict.difference, verdict.tolerance
 

@@ -110,10 +110,10 @@ def load_key_tenants(home: Home, *, client_key: str, share_cache: bool) -> KeyTe
 
 
 def build_owner_labels(
-    key_tenants: KeyTenants, fingerprint_by_root: Mapping[bytes, str], served_fingerprint: str = ""
+    key_tenants: KeyTenants, fingerprint_by_root: Mapping[bytes, str], served_fingerprints: Iterable[str] = ()
 ) -> OwnerLabels:
-    """Labels by root, from the fingerprints that `find_fingerprints` finds and that of the served model.  Pure."""
-    fingerprints = dict.fromkeys(filter(None, (served_fingerprint, *fingerprint_by_root.values())))
+    """Labels by root, from the fingerprints that `find_fingerprints` finds and those of the served models.  Pure."""
+    fingerprints = dict.fromkeys(filter(None, (*served_fingerprints, *fingerprint_by_root.values())))
     names = key_tenants.build_labels()
     labels = {namespace(each, tenant).hex(): name for each in fingerprints for tenant, name in names.items()}
     for root, fingerprint in fingerprint_by_root.items():

@@ -20,8 +20,7 @@ from warmline_proxy.planner import RequestPlan, locate_token
 from warmline_proxy.request.request import Request
 from warmline_proxy.store.rows import DIVERGENCE_TOKENS_AFTER, DIVERGENCE_TOKENS_BEFORE, Divergence, PrefixMatch
 from warmline_proxy.tasks import BackgroundTasks
-from warmline_proxy.upstream.client import Upstream, UpstreamError
-from warmline_proxy.upstream.resident_view import ResidentView
+from warmline_proxy.upstream.client import UpstreamError
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +33,7 @@ ANALYSIS_WAIT_S = 1.0  # between a request's end and its record
 class DivergenceRecorder:
     """Recorder of divergences in requests.  Event loop thread."""
 
-    upstream: Upstream
     index: Index
-    resident_view: ResidentView
     background: BackgroundTasks
     _recorded_requests: WeakSet[Request] = field(default_factory=WeakSet, init=False)
     _pause_count: int = field(default=0, init=False)
@@ -46,7 +43,7 @@ class DivergenceRecorder:
         self.clear(request)
         if self._pause_count or (at := plan.diverges_at) is None:
             return
-        resident = self.resident_view.get(plan.diverges_from) if plan.diverges_from else None
+        resident = request.backend.state.resident_view.get(plan.diverges_from) if plan.diverges_from else None
         search_range = slice(at * TOKEN_BYTES, (at + SEARCH_TOKENS_MAX) * TOKEN_BYTES)
         if not (tokens := resident.tokens[search_range] if resident else match.divergent_tokens):
             return
@@ -88,7 +85,7 @@ class DivergenceRecorder:
         comes_later = await asyncio.to_thread(self._is_found_later, divergence, tokens)
         found = msgspec.structs.replace(divergence, comes_later=comes_later)
         try:
-            texts = await self.upstream.detokenize([divergence.stored, divergence.prompt])
+            texts = await request.backend.upstream.detokenize([divergence.stored, divergence.prompt])
             found.stored_text, found.prompt_text = texts
         except UpstreamError as error:
             log.debug("the text at a prompt's divergence is not known: %s", error)

@@ -10,6 +10,7 @@ from warmline_common.protocol.waits import list_long_waits
 # By reason; docs/explain.md has the same table.
 WAITS = {
     waits.BODY: "its body, which the client was sending",
+    waits.LOAD: "its model to be loaded, for memory of another model, or until that had been loaded for model_stay_s",
     waits.BACKEND: "the backend, which was starting or loading the model",
     waits.PROMPT: "its prompt to be rendered and tokenized",
     waits.RELEASE: "the end of an earlier request with the same beginning, or of those of a proxy that died",

@@ -13,8 +13,7 @@ from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.request.request import Request
 from warmline_proxy.request_log import CANCELLED
 from warmline_proxy.tasks import BackgroundTasks, wait_for_events
-from warmline_proxy.upstream.client import Upstream, UpstreamError, UpstreamTimeoutError
-from warmline_proxy.upstream.watchdog import Watchdog
+from warmline_proxy.upstream.client import UpstreamError, UpstreamTimeoutError
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +27,6 @@ class Completion:
     """Ends requests, by themselves or on demand.  Owned by the event loop."""
 
     registry: RequestRegistry
-    upstream: Upstream
-    watchdog: Watchdog
     saver: Saver
     on_completed: Sequence[Callable[[Request], None]]  # for each admitted request, once it is saved and recorded
     background: BackgroundTasks
@@ -63,13 +60,13 @@ class Completion:
         with suppress(TimeoutError):
             async with asyncio.timeout(SAVES_TIMEOUT_S):
                 await asyncio.gather(*(request.saved.wait() for request in self.registry))
-                await self.saver.save_residents()
+                await self.saver.save_all_residents()
 
     async def _cancel(self, request: Request, reason: ClientError) -> None:
         request.cancel(reason)
         if request.is_detached:
             with suppress(UpstreamError):
-                await self.upstream.cancel(request.log.id, self.watchdog.cancel_timeout_s)
+                await request.backend.cancel(request.log.id)
 
     async def _wait_for_responses(self, timeout_s: float) -> None:
         await wait_for_events([request.response_done for request in self.registry], timeout_s)
@@ -79,20 +76,22 @@ class Completion:
             assert request.release_task is not None
             await request.release_task
             self.registry.mark_settling(request)
-            if request.ticket:  # refused requests are not recorded: a flood of them would evict all other records
+            if request.is_admitted:  # refused requests are not recorded: a flood of them would evict all other records
                 await self.saver.save_request(request)
                 for on_completed in self.on_completed:
                     on_completed(request)
         finally:
             request.saved.set()
             self.registry.discard(request)
+            if request.assigned_backend:
+                request.assigned_backend.gate.leave(request)
 
     async def _release_engine(self, request: Request) -> None:
         """End the generation, and release the ticket."""
         try:
             await self._stop_generation(request)
         except UpstreamTimeoutError:
-            self.watchdog.report_cancel_timeout(request.log.id)
+            request.backend.watchdog.report_cancel_timeout(request.log.id)
         except UpstreamError as error:
             log.warning("request %s: its result is unknown: %s", request.log.id, error)
         finally:
@@ -104,7 +103,7 @@ class Completion:
         """Cancel restore and generation, where they still run; prefilled rows stay for a retry."""
         await asyncio.gather(*(branch.released.wait() for branch in request.branches))
         if request.restore_task and not request.restore_task.done():
-            await self.upstream.cancel(request.log.id, self.watchdog.cancel_timeout_s)
+            await request.backend.cancel(request.log.id)
             await asyncio.wait({request.restore_task}, timeout=LAST_EVENT_TIMEOUT_S)
             request.restore_task.cancel()  # in case the cancel overtook the restore
             await asyncio.wait({request.restore_task})
@@ -112,8 +111,7 @@ class Completion:
             return
         try:
             if not (self._can_finish_prefill(request) and await self._finish_prefill_detached(request)):
-                timeout_s = self.watchdog.cancel_timeout_s
-                self._record_result(request, await self.upstream.cancel(request.log.id, timeout_s))
+                self._record_result(request, await request.backend.cancel(request.log.id))
         finally:
             if request.generation:
                 await request.generation.wait_ended(LAST_EVENT_TIMEOUT_S)
@@ -128,7 +126,9 @@ class Completion:
         assert request.generation is not None
         request.is_detached = True
         try:
-            result = await self.upstream.finish_prefill(request.log.id, self.watchdog.cancel_timeout_s)
+            result = await request.backend.upstream.finish_prefill(
+                request.log.id, request.backend.watchdog.cancel_timeout_s
+            )
             self._record_result(request, result)
         except UpstreamError as error:
             log.warning("request %s: its prefill can't go on alone: %s", request.log.id, error)

@@ -13,8 +13,7 @@ from warmline_proxy.planner import RequestPlan, align_to_grid
 from warmline_proxy.request.request import Request, RequestStatus, resident_after_generation
 from warmline_proxy.response.repetition import RepetitionDetector, chunk_text
 from warmline_proxy.tasks import BackgroundTasks
-from warmline_proxy.upstream.backend_state import BackendState
-from warmline_proxy.upstream.client import ByteStream, Upstream, UpstreamGoneError
+from warmline_proxy.upstream.client import ByteStream, UpstreamGoneError
 from warmline_proxy.upstream.generation_stream import GenerationStream
 
 log = logging.getLogger(__name__)
@@ -27,8 +26,6 @@ class Generator:
     """Dispatches planned requests.  Event loop thread."""
 
     config: ProxyConfig
-    upstream: Upstream
-    backend_state: BackendState
     saver: Saver
     sampled_turns: SampledTurnCache
     prompt_heads: PromptHeadCache
@@ -39,9 +36,9 @@ class Generator:
         """Start a generation; None where the plan's resident or leader is gone: to be planned again."""
         assert request.call is not None
         if plan.resident and not plan.copy_resident:
-            self.backend_state.resident_view.exclude(plan.resident)  # a listing on its way may still have it
+            request.backend.state.resident_view.exclude(plan.resident)  # a listing on its way may still have it
         if (stream := await self._send(request, plan)) is None:
-            await self.backend_state.refresh()
+            await request.backend.state.refresh()
             return None
         assert request.listener is not None
         request.generation = GenerationStream(stream, request.log.id, self.background, request.listener)
@@ -60,7 +57,7 @@ class Generator:
         request.clock.mark_waiting()
         request.log.mark_dispatched()
         try:
-            return await self.upstream.generate(
+            return await request.backend.upstream.generate(
                 request.call.api.endpoint, request.log.id, request.rendered.prompt_id, plan, root=request.root
             )
         except UpstreamGoneError as error:
@@ -106,7 +103,7 @@ class ProgressListener:
 
     def on_result(self, result: GenerationResult) -> None:
         """Record the result; called twice where a cancel met the end."""
-        request, resident_view = self.request, self.generator.backend_state.resident_view
+        request, resident_view = self.request, self.request.backend.state.resident_view
         if request.log.generation_result is not None:
             return
         request.log.generation_result = result

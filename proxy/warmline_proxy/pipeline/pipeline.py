@@ -25,13 +25,14 @@ from warmline_proxy.http.body_fields import strip_unprintable
 from warmline_proxy.http.request_head import HeaderNotices
 from warmline_proxy.http.request_id import check_request_id
 from warmline_proxy.metrics import ProxyMetrics, find_cancel_source
+from warmline_proxy.models.admission import identify_caller
+from warmline_proxy.models.directory import ServedModels
 from warmline_proxy.pipeline.completion import Completion
 from warmline_proxy.pipeline.generator import Generator
 from warmline_proxy.pipeline.rendering import RemoteRenderer
 from warmline_proxy.pipeline.response_store import ResponseStore
 from warmline_proxy.pipeline.starter import Starter
 from warmline_proxy.planner import RESIDENT, RequestPlan
-from warmline_proxy.request.admission import AdmissionQueue, identify_caller
 from warmline_proxy.request.deadlines import RequestTimeouts
 from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.request.request import Request
@@ -41,7 +42,6 @@ from warmline_proxy.response.fanout import Branch, Fanout
 from warmline_proxy.response.relay import Relay, ResponseWriter
 from warmline_proxy.upstream import client as upstream
 from warmline_proxy.upstream.generation_stream import GenerationStream
-from warmline_proxy.upstream.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ PREVIOUS_END_TIMEOUT_S = 10.0
 class PipelineSteps:
     """Collaborators of the pipeline, in the order of its steps."""
 
-    admission: AdmissionQueue
+    models: ServedModels
     body_reader: BodyReader
     renderer: RemoteRenderer
     starter: Starter
@@ -70,7 +70,6 @@ class Pipeline:
 
     config: ProxyConfig
     registry: RequestRegistry
-    watchdog: Watchdog
     metrics: ProxyMetrics
     steps: PipelineSteps
 
@@ -79,7 +78,7 @@ class Pipeline:
         return HeaderNotices()
 
     @cached_property
-    def _timeouts(self) -> RequestTimeouts:
+    def timeouts(self) -> RequestTimeouts:
         """Timeouts of requests without headers of their own."""
         config = self.config
         return RequestTimeouts(
@@ -110,6 +109,7 @@ class Pipeline:
             for number in range(PLANS_MAX):
                 with request.log.measure_wait(waits.PROMPT):
                     await self.steps.renderer.render_request(request)  # 3. the prompt's token ids
+                await self._enter_model(request, request.rendered.kv_bytes)
                 with request.log.measure_wait(waits.RELEASE):
                     await self.registry.cancel_superseded(request)
                 await self._acquire_ticket(request)
@@ -130,7 +130,7 @@ class Pipeline:
                 except upstream.LeaderLostError:
                     await self._reset(request)
         except upstream.BACKEND_LOST_ERRORS:
-            self.watchdog.recheck()
+            request.backend.watchdog.recheck()
             raise
         raise upstream.UpstreamError("its start was lost again and again")
 
@@ -199,16 +199,17 @@ class Pipeline:
             on_error=self.metrics.record_error,
             wait_until_stored=lambda: self.steps.responses.wait_until_written(request),
         )
-        timeouts = self._timeouts.override_by_headers(http_request.headers)
+        timeouts = self.timeouts.override_by_headers(http_request.headers)
         self._header_notices.log_typos(http_request.headers)
         request = self.registry.add(Request(request_log, response, timeouts, client=client))
         set_request_id(request.log.id)
         return request, response
 
     async def _admit(self, http_request: web.Request, request: Request) -> bytes:
-        """Body of the request.  The ticket comes first: a request that a full queue refuses costs no memory."""
+        """Body of the request.  The queue is asked first: a request that it refuses costs no memory."""
         request.caller = identify_caller(request.client, http_request.headers, http_request.remote)
-        request.ticket = self.steps.admission.issue_ticket(request.caller)
+        self.steps.models.check_room(request.caller)
+        request.is_admitted = True
         with request.log.measure_wait(waits.BODY):
             return await self.steps.body_reader.read(http_request, request.caller)
 
@@ -223,6 +224,10 @@ class Pipeline:
             log.info("request %s: stabilized in the head of its prompt: %s", request.log.id, request.log.stabilization)
         request.log.client_model = strip_unprintable(call.client_model or "")
         request.log.session_hint = call.session_hint
+        backend = request.assigned_backend = self.steps.models.choose(call.client_model)
+        request.names_model = self.steps.models.names_model(call.client_model)
+        request.log.model = backend.name
+        request.ticket = backend.admission.issue_ticket(request.caller)
         return split_choices(api.endpoint, request.call.fields)
 
     async def _fan_out(self, request: Request, response: ResponseWriter, choices: Sequence[ChoiceRequest]) -> None:
@@ -240,12 +245,18 @@ class Pipeline:
         await fanout.run(compute, lambda: request.cancel_scope.reason)
 
     async def _check_prompts(self, request: Request, call: ApiCall, choices: Sequence[ChoiceRequest]) -> None:
-        """Render all of several prompts, so that a wrong one is refused before another is computed."""
+        """Render all of several prompts, so that a wrong one is refused before another is computed.
+
+        The model is left then: each choice enters it by itself, and may wait until it is loaded again.
+        """
         prompts = {choice.prompt_index: choice.fields for choice in choices}
         if len(prompts) > 1:
-            await self._connect(request)
-            for fields in prompts.values():
-                await self.steps.renderer.render_call(request, replace(call, fields=fields))
+            try:
+                await self._connect(request)
+                for fields in prompts.values():
+                    await self.steps.renderer.render_call(request, replace(call, fields=fields))
+            finally:
+                request.backend.gate.leave(request)
 
     def _create_branch_request(self, request: Request, branch: Branch) -> Request:
         """Request for one choice; the first takes over the ticket of the whole, the others get extra ones."""
@@ -254,7 +265,9 @@ class Pipeline:
             request.log, id=name, client_request_id="", arrived_at=time.time(), arrived_monotonic=now, waits={}
         )
         branch_request = Request(branch_log, branch, request.timeouts, client=request.client, caller=request.caller)
-        branch_request.call = branch.call
+        branch_request.call, branch_request.assigned_backend = branch.call, request.backend
+        branch_request.names_model = request.names_model
+        branch_request.is_admitted, request.is_admitted = True, False
         self.registry.add(branch_request)
         set_request_id(branch_log.id)
         first_ticket = request.branches[0].ticket if request.branches else None
@@ -268,15 +281,31 @@ class Pipeline:
             await request.generation.wait_ended(PREVIOUS_END_TIMEOUT_S)
         request.reset()
 
+    async def _enter_model(self, request: Request, kv_bytes: int = 0) -> None:
+        """Wait until the model is loaded, with so much memory for KV; from then on it stays loaded for the request."""
+        gate = request.backend.gate
+        if gate.try_enter(request, kv_bytes):
+            return
+        request.clock.mark_waiting()
+        try:
+            with request.log.measure_wait(waits.LOAD):
+                await gate.enter(request, kv_bytes, may_swap=request.names_model)
+        finally:
+            request.clock.mark_idle()
+
     async def _connect(self, request: Request) -> None:
-        """Wait for a backend that starts or restarts, in all dispatches together no longer than the limit."""
+        """Wait for the model, and for a backend that starts or restarts: in all dispatches together to the limit."""
+        watchdog, gate = request.backend.watchdog, request.backend.gate
+        if not (gate.is_open or watchdog.is_up):  # unloaded under the request
+            gate.leave(request)
+        await self._enter_model(request)
         limit_s, began = request.timeouts.connect_s, time.monotonic()
         left_s = max(0.0, limit_s - request.clock.connecting_s) if limit_s else None
         try:
             with request.log.measure_wait(waits.BACKEND):
-                await self.watchdog.wait_until_up(left_s)
+                await watchdog.wait_until_up(left_s)
         except TimeoutError:
-            reason = self.watchdog.down_reason
+            reason = watchdog.down_reason
             message = f"The backend can't serve now: {reason} (waited {limit_s:g} s).  Try again soon."
             raise service_unavailable(message) from None
         finally:

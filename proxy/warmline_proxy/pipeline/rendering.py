@@ -9,11 +9,11 @@ from warmline_proxy.api.base import ApiCall
 from warmline_proxy.config import ProxyConfig
 from warmline_proxy.errors import parse_context_overflow, service_unavailable
 from warmline_proxy.explain.prompt_head import TOOL_ORDER, stabilize_fields
+from warmline_proxy.models.backend import Backend
 from warmline_proxy.pipeline.sampled_turns import SampledTurnCache
 from warmline_proxy.request.request import Request, RequestStatus
 from warmline_proxy.request_log import new_request_id
-from warmline_proxy.upstream.backend_state import BackendState
-from warmline_proxy.upstream.client import Upstream, UpstreamStatusError, translate_upstream_error
+from warmline_proxy.upstream.client import UpstreamStatusError, translate_upstream_error
 
 
 @dataclass(eq=False)
@@ -21,8 +21,6 @@ class RemoteRenderer:
     """Renders without a ticket; the backend keeps nothing of a prompt that is only counted."""
 
     config: ProxyConfig
-    upstream: Upstream
-    backend_state: BackendState
     sampled_turns: SampledTurnCache
 
     def stabilize(self, call: ApiCall) -> tuple[ApiCall, Counter[str]]:
@@ -40,9 +38,11 @@ class RemoteRenderer:
         assert request.call is not None
         request.prompt = await self.render_call(request, request.call)
         request.advance(RequestStatus.WAITING)
-        await self.backend_state.sync_residents(request.prompt)
-        status = await self.backend_state.status()
-        request.model, request.layout = status.model, status.layout
+        state = request.backend.state
+        await state.sync_residents(request.prompt)
+        status = await state.status()
+        request.model = request.log.model = status.model
+        request.layout = status.layout
         if self.config.reuse == "exact" and status.layout and not status.layout.grid:
             message = "The proxy runs with reuse = exact and its backend does not: start both with the same."
             raise service_unavailable(message, "mode_mismatch")
@@ -51,32 +51,35 @@ class RemoteRenderer:
 
     async def render_call(self, request: Request, call: ApiCall) -> PromptReply:
         """Render a call of this request, which may be one of several.  Raises UpstreamError."""
-        return await self._render(call, request.client.tenant, request.log.id, request.timeouts.stall_s or None)
+        timeout_s = request.timeouts.stall_s or None
+        return await self._render(request.backend, call, request.client.tenant, request.log.id, timeout_s)
 
-    async def count_tokens(self, call: ApiCall, tenant: str) -> int:
+    async def count_tokens(self, backend: Backend, call: ApiCall, tenant: str) -> int:
         """Length of the prompt in tokens, also where it is too long to be answered.
 
         Raises UpstreamError; UpstreamStatusError for a prompt of many times the context, whose length is not computed.
         """
         call, _ = self.stabilize(call)
         try:
-            return len((await self._render(call, tenant, new_request_id())).tokens) // TOKEN_BYTES
+            return len((await self._render(backend, call, tenant, new_request_id())).tokens) // TOKEN_BYTES
         except UpstreamStatusError as error:
             overflow = parse_context_overflow(translate_upstream_error(error))
             if overflow is None or not overflow.is_exact:
                 raise
             return overflow.prompt_tokens
 
-    async def _render(self, call: ApiCall, tenant: str, request_id: str, timeout_s: float | None = None) -> PromptReply:
+    async def _render(
+        self, backend: Backend, call: ApiCall, tenant: str, request_id: str, timeout_s: float | None = None
+    ) -> PromptReply:
         """Render with the tenant's sampled turns.  Raises UpstreamStatusError for an invalid body."""
-        status = await self.backend_state.status()
+        status = await backend.state.status()
         body = {**call.fields, "model": status.model}
         root = namespace(status.fingerprint, tenant)
         turns = self.sampled_turns.find(root, body.get("messages"))
         endpoint = call.api.endpoint
         prompt_request = PromptRequest(request_id=request_id, endpoint=endpoint, body=body, turns=turns, root=root)
         try:
-            return await self.upstream.render_prompt(prompt_request, timeout_s)
+            return await backend.upstream.render_prompt(prompt_request, timeout_s)
         except UpstreamStatusError as error:
             if call.tool_fields is not None:
                 error.body = call.tool_fields.replace_names(error.body)

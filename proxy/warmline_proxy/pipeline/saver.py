@@ -20,6 +20,8 @@ from warmline_proxy.index.index import DiskBudgetError, Index, IndexStoreError
 from warmline_proxy.index.recovery.startup import reconcile
 from warmline_proxy.index.save import SaveIntent
 from warmline_proxy.metrics import ProxyMetrics
+from warmline_proxy.models.backend import Backend
+from warmline_proxy.models.directory import ServedModels
 from warmline_proxy.pipeline.sampled_turns import SampledTurnCache
 from warmline_proxy.pipeline.save_health import FILES, INDEX, SaveHealth
 from warmline_proxy.request.request import Request, resident_after_generation
@@ -28,7 +30,6 @@ from warmline_proxy.store.errors import NO_SPACE_CODES, get_error_code
 from warmline_proxy.store.reserve import RESERVE_BYTES
 from warmline_proxy.store.rows import SavePlan, SessionUpdate
 from warmline_proxy.upstream import client
-from warmline_proxy.upstream.backend_state import BackendState
 from warmline_proxy.upstream.resident_view import ResidentEntry
 
 log = logging.getLogger(__name__)
@@ -47,8 +48,7 @@ class Saver:
     """Saves one tail at a time, in the order of the requests' ends."""
 
     index: Index
-    upstream: client.Upstream
-    backend_state: BackendState
+    models: ServedModels
     metrics: ProxyMetrics
     save_health: SaveHealth
     sampled_turns: SampledTurnCache
@@ -58,7 +58,7 @@ class Saver:
     _saves_to_abort: list[SavePlan] = field(default_factory=list, init=False)  # failed, and still in the index
     _has_unsaved: bool = field(default=False, init=False)  # some resident could not be saved
     _has_freed_disk: bool = field(default=False, init=False)
-    _has_leases: bool = field(default=False, init=False)  # some durable resident is leased for a save that was not made
+    _leased_backends: set[Backend] = field(default_factory=set, init=False)  # with leases for saves that were not made
 
     async def save_request(self, request: Request) -> None:
         """Save the tail, then record the request; sets `request.saved` in between."""
@@ -79,10 +79,10 @@ class Saver:
                     if self.reuse and request.is_cacheable:
                         await self._save_tail(request, result)
                     else:
-                        self.backend_state.resident_view.exclude(result.resident)
-                        await self.upstream.delete_resident(result.resident)
-            await self.backend_state.sync_residents(result)  # residents were evicted, and rates measured meanwhile
-            await self.backend_state.refresh_rates()
+                        request.backend.state.resident_view.exclude(result.resident)
+                        await request.backend.upstream.delete_resident(result.resident)
+            await request.backend.state.sync_residents(result)  # residents were evicted, and rates measured meanwhile
+            await request.backend.state.refresh_rates()
 
     async def save_prefix(self, request: Request, until: int) -> bool:
         """Save the first `until` tokens of a running request; True once they are on disk, else the end saves them."""
@@ -96,7 +96,7 @@ class Saver:
         source = SaveRequest(request_id="", running=request.log.id)
         entry = ResidentEntry(request.root, prompt.tokens[: until * TOKEN_BYTES])
         session = SessionUpdate(turn_end=prompt.turn_end, client=request.log.session_hint, requests=0)
-        unsaved = _PendingSave(source, entry, checkpoints, request.model, layout, session)
+        unsaved = _PendingSave(request.backend, source, entry, checkpoints, request.model, layout, session)
         is_complete = False
         with _log_failures("request %s: its first %d tokens could not be saved yet: %s", request.log.id, until):
             async with self._save_lock:
@@ -116,22 +116,34 @@ class Saver:
         """Scope in which nothing is saved."""
         return self._save_lock
 
-    async def save_residents(self) -> None:
-        """Save residents not known to be on disk: an earlier proxy's, or of a save that failed."""
-        unsaved = self.backend_state.resident_view.non_durable_entries()
-        if not self.reuse or not unsaved:
-            return
+    async def save_all_residents(self) -> None:
+        """Save the residents of all models."""
+        for backend in self.models.usable_backends:
+            await self.save_residents(backend)
+
+    async def save_residents(self, backend: Backend) -> None:
+        """Save residents not known to be on disk: an earlier proxy's, or of a save that failed.
+
+        Leases of those on disk end: a backend that stops waits for saves as long as there are leases.
+        """
+        if self.reuse and (unsaved := backend.state.resident_view.non_durable_entries()):
+            await self._save_entries(backend, unsaved)
+        if backend in self._leased_backends:
+            await self._end_leases_of(backend)
+
+    async def _save_entries(self, backend: Backend, unsaved: Sequence[tuple[str, ResidentEntry]]) -> None:
+        resident_view = backend.state.resident_view
         with _log_failures("not all KV in memory could be saved: %s"):
-            status = await self.backend_state.status()
+            status = await backend.state.status()
             if not (layout := status.layout) or not layout.persistent:
                 return
             for resident, entry in unsaved:
                 source = SaveRequest(request_id="", resident=resident)
                 session = SessionUpdate(turn_end=entry.turn_end, requests=0)
-                pending = _PendingSave(source, entry, entry.positions, status.model, layout, session)
+                pending = _PendingSave(backend, source, entry, entry.positions, status.model, layout, session)
                 try:
                     async with self._save_lock:
-                        if self.backend_state.resident_view.get(resident):  # else purged or evicted meanwhile
+                        if resident_view.get(resident):  # else purged or evicted meanwhile
                             await self._save(pending)
                 except DiskBudgetError as error:  # the next one may be smaller
                     log.info("%s could not be saved: %s", resident, error)
@@ -143,7 +155,8 @@ class Saver:
         is_hit = request_log.plan is not None and request_log.plan.reuse >= BLOCK_TOKENS  # less may match by chance
         source, entry = SaveRequest(request_id="", resident=result.resident), resident_after_generation(request, result)
         session = SessionUpdate(turn_end=request.prompt.turn_end, client=request_log.session_hint, hit=is_hit)
-        saved = await self._save(_PendingSave(source, entry, result.checkpoints, request.model, layout, session))
+        pending = _PendingSave(request.backend, source, entry, result.checkpoints, request.model, layout, session)
+        saved = await self._save(pending)
         request_log.session, request_log.saved_tokens = saved.session, saved.tokens
         if result.turn and saved.session:
             self.sampled_turns.add(request.root, request.model, result.turn, saved.session)
@@ -157,10 +170,15 @@ class Saver:
         """End leases of residents that are on disk already, many with one call."""
         while True:
             await asyncio.sleep(LEASE_INTERVAL_S)
-            if self._has_leases:
-                with _log_failures("residents that are on disk could not be made evictable yet: %s"):
-                    await self.backend_state.order_durable_residents()
-                    self._has_leases = False
+            # Leases end with the process that has granted them.
+            self._leased_backends = {backend for backend in self._leased_backends if backend.is_usable}
+            for backend in list(self._leased_backends):
+                await self._end_leases_of(backend)
+
+    async def _end_leases_of(self, backend: Backend) -> None:
+        with _log_failures("residents that are on disk could not be made evictable yet: %s"):
+            await backend.state.order_durable_residents()
+            self._leased_backends.discard(backend)
 
     async def _retry_failed_saves(self) -> None:
         while True:
@@ -169,7 +187,7 @@ class Saver:
                 await self._reopen_index()
             if self._has_unsaved:
                 self._has_unsaved = False
-                await self.save_residents()
+                await self.save_all_residents()
 
     async def _reopen_index(self) -> None:
         """Reopen an index whose home could not be written to, or reconciled, at the start."""
@@ -193,7 +211,7 @@ class Saver:
             return await self._try_save(unsaved)
         except (_SaveError, client.UpstreamError, IndexStoreError, OSError) as error:
             if resident:  # evictable although it is not saved: other requests may be waiting for its memory
-                await self.backend_state.order_durable_residents(resident)
+                await unsaved.backend.state.order_durable_residents(resident)
             if not isinstance(error, client.UpstreamGoneError):
                 raise
             log.info("%s was gone before it was saved", resident or unsaved.source.running)  # only this tail is lost
@@ -218,7 +236,7 @@ class Saver:
 
     async def _save_now(self, unsaved: "_PendingSave") -> "_SaveResult":
         """The index plans, the backend writes files, one transaction commits them."""
-        resident, entry = unsaved.source.resident, unsaved.entry
+        backend, resident, entry = unsaved.backend, unsaved.source.resident, unsaved.entry
         await self._abort_saves()
         intent = SaveIntent(
             root=entry.root,
@@ -230,17 +248,17 @@ class Saver:
         )
         save, session = await _run_in_thread(self.index.begin_turn_save, intent, unsaved.session)
         if save is None:
-            await self._mark_durable(resident, leased=True)  # no save of rows has ended its lease
+            await self._mark_durable(backend, resident, leased=True)  # no save of rows has ended its lease
             self.save_health.record_success(INDEX)
             return _SaveResult(session, 0, is_complete=True)
         committed = None
         try:
-            reply = await self._write_files(save, unsaved.source)
+            reply = await self._write_files(backend, save, unsaved.source)
             self.save_health.record_success(FILES)
             self._has_freed_disk = False
             with suppress(client.UpstreamError):  # then the cost is by earlier rates
-                await self.backend_state.refresh_rates()
-            cost_s = self.backend_state.costs().estimate_prefill_s(save.matched, len(entry))
+                await backend.state.refresh_rates()
+            cost_s = backend.state.costs().estimate_prefill_s(save.matched, len(entry))
             commit = partial(self.index.commit_save, prefill_s=cost_s, session=unsaved.session)
             committed = await _run_in_thread(commit, save, reply)
             self.save_health.record_success(INDEX)
@@ -253,18 +271,18 @@ class Saver:
         if committed.why_not:
             log.info("not all of %s was kept: %s", resident or unsaved.source.running, committed.why_not)
         else:
-            await self._mark_durable(resident, leased=not save.segments)
+            await self._mark_durable(backend, resident, leased=not save.segments)
         return _SaveResult(committed.session, committed.tokens_saved, is_complete=not committed.why_not)
 
-    async def _mark_durable(self, resident: str, *, leased: bool = False) -> None:
+    async def _mark_durable(self, backend: Backend, resident: str, *, leased: bool = False) -> None:
         """Mark a resident as evictable; the backend is notified once its memory fills, or soon where it is leased."""
         if not resident:
             return
-        self.backend_state.resident_view.mark_durable(resident)
-        if self.backend_state.is_memory_filling():
-            await self.backend_state.order_durable_residents()
+        backend.state.resident_view.mark_durable(resident)
+        if backend.state.is_memory_filling():
+            await backend.state.order_durable_residents()
         elif leased:
-            self._has_leases = True
+            self._leased_backends.add(backend)
 
     async def _abort_saves(self) -> None:
         """Abort failed saves, earlier ones too."""
@@ -272,7 +290,7 @@ class Saver:
             await _run_in_thread(self.index.abort_save, self._saves_to_abort[-1])
             self._saves_to_abort.pop()
 
-    async def _write_files(self, save: SavePlan, source: SaveRequest) -> SaveReply:
+    async def _write_files(self, backend: Backend, save: SavePlan, source: SaveRequest) -> SaveReply:
         """Have the backend write the files.  Raises UpstreamGoneError where rows or resident are gone."""
         files = {"segments": save.segments, "checkpoints": save.checkpoints}
         timeout_s = WRITE_TIMEOUT_S + save.bytes_expected / SAVE_BYTES_PER_S_MIN
@@ -286,11 +304,11 @@ class Saver:
             **files,
         )
         try:
-            return await self.upstream.save(save_request)
+            return await backend.upstream.save(save_request)
         except client.InsufficientStorageError as error:
             if error.code not in NO_SPACE_CODES or not await self._free_disk(save.bytes_expected):
                 raise
-            return await self.upstream.save(save_request)
+            return await backend.upstream.save(save_request)
 
     async def _free_disk(self, bytes_wanted: int) -> bool:
         """Evict files where the disk is full though the budget is not; only once until a save succeeds."""
@@ -303,8 +321,9 @@ class Saver:
 
     def _record_durations(self, request: Request) -> None:
         if result := request.log.generation_result:
-            self.backend_state.estimator.record_chunks(result.timings.chunks)
-            self.backend_state.estimator.record_request(request.log.build_record())
+            estimator = request.backend.state.estimator
+            estimator.record_chunks(result.timings.chunks)
+            estimator.record_request(request.log.build_record())
 
     def _record_request(self, request: Request) -> None:
         record = request.log.build_record()
@@ -332,6 +351,7 @@ class _SaveResult:
 class _PendingSave:
     """Tokens to save, of a resident or of a running request."""
 
+    backend: Backend
     source: SaveRequest  # the resident or the running request
     entry: ResidentEntry
     checkpoints: Sequence[int]

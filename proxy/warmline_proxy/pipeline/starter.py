@@ -26,9 +26,7 @@ from warmline_proxy.planner import (
 )
 from warmline_proxy.request.request import Request, RequestStatus, resident_after_restore
 from warmline_proxy.store.rows import PrefixMatch
-from warmline_proxy.upstream.backend_state import BackendState
-from warmline_proxy.upstream.client import BACKEND_LOST_ERRORS, RestoreFailedError, Upstream, UpstreamError
-from warmline_proxy.upstream.watchdog import Watchdog
+from warmline_proxy.upstream.client import BACKEND_LOST_ERRORS, RestoreFailedError, UpstreamError
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +51,7 @@ class Starter:
     """Finds the warmest start that works.  A restore that fails is a shorter or a cold start, never an error."""
 
     config: ProxyConfig
-    upstream: Upstream
     index: Index
-    backend_state: BackendState
-    watchdog: Watchdog
     metrics: ProxyMetrics
     prompt_heads: PromptHeadCache
     divergence_recorder: DivergenceRecorder
@@ -86,7 +81,7 @@ class Starter:
         if not request.rendered.tokens_max:  # nothing is computed
             return RequestPlan(COLD, 0, why)
         gap_max = self.config.partial_save_tokens
-        costs, shape = self.backend_state.costs(), request.prompt_shape()
+        costs, shape = request.backend.state.costs(), request.prompt_shape()
         plan = plan_cold(shape, request.layout, costs, why, load=request.load, checkpoint_gap_max=gap_max)
         return replace(plan, checkpoint_positions=()) if self.config.reuse == "off" else plan
 
@@ -119,8 +114,10 @@ class Starter:
         stall_s, began = request.timeouts.stall_s or None, time.monotonic()
         while not (await asyncio.wait({restore_task}, timeout=stall_s))[0]:
             now = time.monotonic()
-            if stall_s and (now - self.watchdog.last_step_at > stall_s or now - began > RESTORE_STALLS_MAX * stall_s):
-                await self.upstream.cancel(request.log.id, self.watchdog.cancel_timeout_s)
+            if stall_s and (
+                now - request.backend.watchdog.last_step_at > stall_s or now - began > RESTORE_STALLS_MAX * stall_s
+            ):
+                await request.backend.cancel(request.log.id)
                 return _RestoreResult(why_not=f"restoring took more than {now - began:.0f} s")
         return restore_task.result()
 
@@ -133,7 +130,7 @@ class Starter:
         return replace(plan, why_not_warmer="; ".join(filter(None, [*misses, plan.why_not_warmer])))
 
     def _decide(self, request: Request, running: Sequence[RunningRequest], match: PrefixMatch) -> RequestPlan:
-        prompt, layout, costs = request.prompt_shape(), request.layout, self.backend_state.costs()
+        prompt, layout, costs = request.prompt_shape(), request.layout, request.backend.state.costs()
         residents = self._find_candidates(request)
         gap_max = self.config.partial_save_tokens
         load = request.load
@@ -143,14 +140,14 @@ class Starter:
 
     def _find_candidates(self, request: Request) -> list[ResidentCandidate]:
         """Candidates as last found for this prompt, unless residents have changed since."""
-        key = (request, request.prompt, self.backend_state.change_count)
+        key = (request, request.prompt, request.backend.state.change_count)
         if self._last_candidates[0] != key:
-            self._last_candidates = key, self.backend_state.candidates(request.root, request.rendered.tokens)
+            self._last_candidates = key, request.backend.state.candidates(request.root, request.rendered.tokens)
         return self._last_candidates[1]
 
     def _find_match(self, request: Request) -> PrefixMatch:
         """Match as last found for this prompt, unless what is stored has changed since."""
-        key = (request, request.prompt, self.backend_state.change_count, self.index.change_count)
+        key = (request, request.prompt, request.backend.state.change_count, self.index.change_count)
         if self._last_match[0] != key:
             self._last_match = key, self._match(request)
         return self._last_match[1]
@@ -159,7 +156,7 @@ class Starter:
         if (limit := request.prompt_shape().tokens - 1) < 1:
             return EMPTY_MATCH
         tokens = request.rendered.tokens
-        trusted = min(limit, self.backend_state.count_trusted_tokens(request.root, tokens))
+        trusted = min(limit, request.backend.state.count_trusted_tokens(request.root, tokens))
         try:
             match = self.index.match_prefix(request.root, tokens, trusted)
         except IndexStoreError as error:
@@ -183,14 +180,14 @@ class Starter:
         began_s, waited_s = request.log.elapsed_s(), 0.0
         self.index.lease(plan.file_ids)
         try:
-            reply = await self.upstream.restore(restore_request)
+            reply = await request.backend.upstream.restore(restore_request)
             request.log.add_waits(reply.waits)
             waited_s = sum(reply.waits.values())
             if request.suspect or request.purged != purged:  # marked while the restore ran
                 why_not = "what was restored " + ("is suspect" if request.suspect else "was purged")
                 request.suspect = False
-                self.backend_state.resident_view.exclude(reply.resident)
-                await self.upstream.delete_resident(reply.resident)
+                request.backend.state.resident_view.exclude(reply.resident)
+                await request.backend.upstream.delete_resident(reply.resident)
                 return _RestoreResult(why_not=why_not, plan_again=True)
         except RestoreFailedError as error:
             return await self._quarantine_file(error, plan.file_ids)
@@ -204,7 +201,7 @@ class Starter:
             self.index.release(plan.file_ids)
             request.log.restore_s += max(0.0, request.log.elapsed_s() - began_s - waited_s)
         if request.release_task:  # else the request takes it over at once, and no other may before that
-            self.backend_state.resident_view.add(reply.resident, entry)
+            request.backend.state.resident_view.add(reply.resident, entry)
         return _RestoreResult(resident=reply.resident)
 
     async def _quarantine_file(self, error: RestoreFailedError, files: list[str]) -> _RestoreResult:

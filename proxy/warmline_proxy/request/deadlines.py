@@ -94,9 +94,9 @@ class EnginePace:
 
 
 def find_missed_deadline(
-    timeouts: RequestTimeouts, clock: Clock, now: float, pace: EnginePace = EnginePace()
+    timeouts: RequestTimeouts, clock: Clock, now: float, pace: EnginePace = EnginePace(), wait_reason: str = ""
 ) -> ClientError | None:
-    """Error for the limit that is passed; None where none is.
+    """Error for the limit that is passed; None where none is.  `wait_reason` completes the message about the queue.
 
     A request that waits for the engine has not stalled: the engine may work on others.  It has where the engine itself
     has not finished a step for so long.
@@ -105,7 +105,8 @@ def find_missed_deadline(
     if timeouts.total_s and total_s > timeouts.total_s:
         return gateway_timeout(f"not done within its total time of {timeouts.total_s:g} s", "deadline_exceeded")
     if timeouts.queue_s and clock.waiting_since is not None and clock.total_waited_s(now) > timeouts.queue_s:
-        message = f"The request waited for its turn for more than {timeouts.queue_s:g} s."
+        why = f": {wait_reason}" if wait_reason else ""
+        message = f"The request waited for its turn for more than {timeouts.queue_s:g} s{why}."
         return service_unavailable(message, "queue_timeout")
     if timeouts.stall_s and clock.progressed_at is not None:
         limit = max(timeouts.stall_s, SLOWEST_STEP_FACTOR * pace.slowest_step_s * max(1, pace.running_count))

@@ -14,10 +14,10 @@ from warmline_common.protocol.tokens import BLOCK_TOKENS, TOKEN_BYTES
 from warmline_proxy.auth.principals import Client
 from warmline_proxy.errors import bad_request, request_cancelled
 from warmline_proxy.estimate.costs import EngineLoad
+from warmline_proxy.models.backend import Backend
 from warmline_proxy.planner import RunningRequest, align_to_grid
 from warmline_proxy.request.request import Request
 from warmline_proxy.tasks import wait_for_events
-from warmline_proxy.upstream.backend_state import BackendState
 
 RETRY_AFTER_MIN_S, RETRY_AFTER_MAX_S = 1, 60  # OpenAI's SDK obeys up to two minutes
 DECODE_TOKENS_PER_S_ASSUMED = 20.0
@@ -35,13 +35,12 @@ class RequestRegistry:
     Those that only wait for their save may be many; what a request costs does not grow with them.
     """
 
-    def __init__(self, backend_state: BackendState) -> None:
+    def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
         self._unsettled: dict[str, Request] = {}  # of these, the ones that the engine may work on
         self._settling: defaultdict[bytes, dict[str, Request]] = defaultdict(dict)  # the others, by their prompt's head
         self._named: defaultdict[str, dict[str, Request]] = defaultdict(dict)  # by the name that the client gave
         self._starts: dict[Request, asyncio.Event] = {}  # in order, with the event of their end
-        self._backend_state = backend_state
         self._answer_tokens = ANSWER_TOKENS_ASSUMED  # a moving mean
         self.emptied_at = time.monotonic()  # when the last request left
         self._arrival = asyncio.Event()  # replaced at each
@@ -74,6 +73,10 @@ class RequestRegistry:
         self._arrival.set()
         self._arrival = asyncio.Event()
         return request
+
+    def _list_others(self, request: Request) -> list[Request]:
+        """Other requests that the same engine may work on."""
+        return [each for each in self._unsettled.values() if each is not request and each.shares_backend(request)]
 
     async def wait_for_arrival(self) -> None:
         """Return at the next request's arrival."""
@@ -127,7 +130,7 @@ class RequestRegistry:
 
         They were sent to the backend, or began to start before this one, so that no two wait for each other.
         """
-        others = (each for each in self.unsettled if each is not request and each.log.id not in refused_ids)
+        others = (each for each in self._list_others(request) if each.log.id not in refused_ids)
         earlier = set(takewhile(lambda each: each is not request, self._starts))
         leaders = (each for each in others if each.can_lead or (each in earlier and each.is_cacheable))
         return [each.as_running(request) for each in leaders if each.started or not self._follows(each, request)]
@@ -152,7 +155,7 @@ class RequestRegistry:
 
     def describe_load(self, request: Request) -> EngineLoad:
         """Describe this request's wait so far, and the work of the others at the backend, or on their way there."""
-        others = [each for each in self.unsettled if each is not request and each.loads_engine]
+        others = [each for each in self._list_others(request) if each.loads_engine]
         prefills = [each.describe_prefill_left() for each in others if not each.log.ttft_s]
         return EngineLoad(request.log.waited_s, prefills, len(others) - len(prefills))
 
@@ -174,7 +177,7 @@ class RequestRegistry:
 
         Raises UpstreamError.
         """
-        await self._backend_state.wait_for_predecessor_releases()
+        await request.backend.state.wait_for_predecessor_releases()
         shared = {each.released: request.count_shared_tokens(each) for each in self.unsettled if each.is_releasing}
         await asyncio.gather(*[each.wait() for each, tokens in shared.items() if tokens >= WAIT_SHARED_TOKENS_MIN])
 
@@ -192,18 +195,19 @@ class RequestRegistry:
             events = [other.saved for other, shared in saving.items() if align_to_grid(shared, grid) >= tokens_min]
             await wait_for_events(events, SAVE_WAIT_S)
 
-    def estimate_retry_after_s(self) -> int:
-        """Seconds until the first of the running requests may be done, by the measured rates."""
-        running = (request for request in self.unsettled if request.ticket and request.ticket.is_running)
+    def estimate_retry_after_s(self, backend: Backend) -> int:
+        """Seconds until the first of a backend's running requests may be done, by the measured rates."""
+        own = (request for request in self.unsettled if request.assigned_backend is backend)
+        running = (request for request in own if request.ticket and request.ticket.is_running)
         left_s = min((self._estimate_seconds_left(request) for request in running), default=0.0)
         return min(max(math.ceil(left_s), RETRY_AFTER_MIN_S), RETRY_AFTER_MAX_S)
 
     def _estimate_seconds_left(self, request: Request) -> float:
-        answer_s = self._answer_tokens / (self._backend_state.decode_tokens_per_s or DECODE_TOKENS_PER_S_ASSUMED)
+        state = request.backend.state
+        answer_s = self._answer_tokens / (state.decode_tokens_per_s or DECODE_TOKENS_PER_S_ASSUMED)
         if request.log.ttft_s:
             return max(0.0, answer_s - (time.monotonic() - request.log.arrived_monotonic - request.log.ttft_s))
-        costs = self._backend_state.costs()
-        return answer_s + costs.estimate_prefill_s(request.prefilled_tokens, request.log.prompt_tokens)
+        return answer_s + state.costs().estimate_prefill_s(request.prefilled_tokens, request.log.prompt_tokens)
 
 
 def _get_prompt_head(request: Request) -> bytes:

@@ -10,8 +10,10 @@ from warmline_proxy.api.base import ApiCall
 from warmline_proxy.auth.principals import ANONYMOUS, Client
 from warmline_proxy.errors import ClientError
 from warmline_proxy.estimate.costs import EngineLoad, PrefillLeft
+from warmline_proxy.models.admission import Ticket
+from warmline_proxy.models.backend import Backend
+from warmline_proxy.models.gate import GateWait
 from warmline_proxy.planner import PromptShape, RunningRequest, has_fixed_positions
-from warmline_proxy.request.admission import Ticket
 from warmline_proxy.request.deadlines import CancelScope, Clock, RequestTimeouts
 from warmline_proxy.request_log import RequestLog
 from warmline_proxy.response.relay import ResponseSink
@@ -45,9 +47,12 @@ class Request:
     cancel_scope: CancelScope = field(default_factory=CancelScope)
     client: Client = ANONYMOUS
     caller: str = ""  # admission is fair between callers
+    is_admitted: bool = False  # the queue had room: it is recorded, unless its choices are
     ticket: Ticket | None = None  # a request of several choices has handed it to its first branch
     branches: list["Request"] = field(default_factory=list)  # one a choice, where several were asked for
     call: ApiCall | None = None
+    assigned_backend: Backend | None = None  # of the model that the call names
+    names_model: bool = True  # the call names a configured model, for which others may be unloaded
     model: str = ""  # the served model's name
     layout: KvLayout | None = None
     prompt: PromptReply | None = None
@@ -75,6 +80,11 @@ class Request:
     released: asyncio.Event = field(default_factory=asyncio.Event)  # the engine works on it no more, or never did
     saved: asyncio.Event = field(default_factory=asyncio.Event)  # on disk, or not going to be
     _status: RequestStatus = field(default=RequestStatus.ARRIVING, init=False)
+
+    @property
+    def model_wait(self) -> GateWait | None:
+        """Its wait for the model to be loaded; None while it does not wait for that."""
+        return self.assigned_backend.gate.waiting.get(self) if self.assigned_backend else None
 
     @property
     def status(self) -> RequestStatus:
@@ -155,9 +165,12 @@ class Request:
         is_coming = self.generation is None and self.release_task is None and not self.response_done.is_set()
         return self.log.plan is not None and (self.is_computing or is_coming)
 
+    def shares_backend(self, other: "Request") -> bool:
+        return self.assigned_backend is other.assigned_backend
+
     def count_shared_tokens(self, other: "Request") -> int:
         """Leading tokens of this prompt that the other request has computed, or will."""
-        if self.prompt is None or other.prompt is None or self.root != other.root:
+        if self.prompt is None or other.prompt is None or self.root != other.root or not self.shares_backend(other):
             return 0
         mine, theirs, result = self.prompt.tokens, other.prompt.tokens, other.log.generation_result
         common = count_common_tokens(mine, theirs)
@@ -185,6 +198,12 @@ class Request:
             return False
         mine = (self.call.session_hint, self.caller, self.root, self.call.fields)
         return mine == (other.call.session_hint, other.caller, other.root, other.call.fields)
+
+    @property
+    def backend(self) -> Backend:
+        """Backend that serves the request, from the choice of its model on."""
+        assert self.assigned_backend is not None
+        return self.assigned_backend
 
     @property
     def rendered(self) -> PromptReply:

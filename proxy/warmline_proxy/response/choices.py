@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
+from warmline_common.protocol.json_structure import convert_integer
 from warmline_common.protocol.messages import decode
-from warmline_common.protocol.numbers import convert_integer
 from warmline_proxy.api.base import Chunk, Fields, is_usage_chunk
 from warmline_proxy.errors import bad_request
 from warmline_proxy.http.body_fields import decode_field

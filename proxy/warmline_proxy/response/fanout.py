@@ -67,7 +67,7 @@ class Branch:
     async def write(self, data: bytes) -> None:
         await self._fanout.response.write(data)
 
-    async def send_heartbeat(self) -> None:
+    async def send_heartbeat(self, event: bytes) -> None:
         """Do nothing: the whole response sends heartbeats."""
 
     async def end(self, data: bytes = b"") -> None:

@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import web
 
 from warmline_common.protocol.messages import decode
-from warmline_common.protocol.sse import SseEvent, encode_comment
+from warmline_common.protocol.sse import SseEvent
 from warmline_proxy.api.base import Api, ApiCall, Chunk, ResponseEncoder, ResponseStart
 from warmline_proxy.errors import ClientError, bad_gateway
 from warmline_proxy.http.bodies import bytes_response, write_chunk
@@ -47,7 +47,7 @@ class ResponseSink(Protocol):
         """Encoder for the content; a new one at each dispatch, before which no content was written."""
 
     async def write(self, data: bytes) -> None: ...
-    async def send_heartbeat(self) -> None: ...
+    async def send_heartbeat(self, event: bytes) -> None: ...
     async def end(self, data: bytes = b"") -> None: ...
     async def send_json(self, body: bytes) -> None: ...
     async def fail(self, error: ClientError) -> None: ...
@@ -99,12 +99,15 @@ class ResponseWriter:
                 self._stream_response = response
             await write_chunk(self._stream_response, data, self.send_timeout_s)
 
-    async def send_heartbeat(self) -> None:
-        """Send a comment or white space, so that the client does not time out."""
+    async def send_heartbeat(self, event: bytes) -> None:
+        """Send a comment or another event that says nothing of the answer, so that the client does not time out.
+
+        One that waits for JSON gets white space.
+        """
         if self.call is None or self._is_heartbeat_stopped or self._send_lock.locked():
             return
         with suppress(ConnectionResetError):  # also raised in the request's own task
-            await self.write(encode_comment("working") if self.call.stream else b" ")
+            await self.write(event if self.call.stream else b" ")
 
     async def end(self, data: bytes = b"") -> None:
         """Write the rest, and end the response.  Raises ConnectionResetError."""

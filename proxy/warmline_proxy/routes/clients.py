@@ -1,26 +1,32 @@
 """Routes of the client APIs: generations, token counts, models, cancellation.  Event loop thread."""
 
+import asyncio
 import re
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 
 from aiohttp import web
 
+from warmline_common.process.redaction import quote_text
 from warmline_proxy.api import openai
 from warmline_proxy.api.anthropic import adapter as anthropic
 from warmline_proxy.api.base import Api, ApiCall
+from warmline_proxy.api.models import ServedModelInfo, make_model_info
 from warmline_proxy.api.registry import MESSAGES
 from warmline_proxy.api.responses.adapter import ResponsesApi
 from warmline_proxy.api.responses.history import RESPONSE_PREFIX
-from warmline_proxy.errors import bad_request
+from warmline_proxy.errors import bad_request, service_unavailable
 from warmline_proxy.http.bodies import BodyReader, json_response
+from warmline_proxy.models.admission import identify_caller
+from warmline_proxy.models.backend import Backend
+from warmline_proxy.models.directory import ServedModels
 from warmline_proxy.pipeline.completion import Completion
 from warmline_proxy.pipeline.pipeline import Pipeline
 from warmline_proxy.pipeline.rendering import RemoteRenderer
-from warmline_proxy.request.admission import identify_caller
+from warmline_proxy.request.deadlines import RequestTimeouts
 from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.routes.middlewares import CLIENT, RouteHandler, trim_path
-from warmline_proxy.upstream.backend_state import BackendState
 
 CANCEL_PATH = "/v1/requests/"
 VERSION_HEADER = "anthropic-version"  # sent by all clients of Anthropic's API, whose models path is OpenAI's too
@@ -34,7 +40,7 @@ class ClientRoutes:
     body_reader: BodyReader
     pipeline: Pipeline
     renderer: RemoteRenderer
-    backend_state: BackendState
+    models: ServedModels
     registry: RequestRegistry
     completion: Completion
 
@@ -49,11 +55,26 @@ class ClientRoutes:
         return json_response({"input_tokens": await self._count_tokens(request, MESSAGES.read_count_call)})
 
     async def get_models(self, request: web.Request) -> web.Response:
-        """List of the served model, or its entry under the path's name: slashes are part of it, any name is served."""
+        """List of the served models, or the entry of the path's name: slashes are part of it.
+
+        One model has an entry under any name, since it answers to any; of several, configured names alone have one.
+        """
         name = trim_path(request).removeprefix(openai.MODELS_PATH).strip("/")
+        if name and not self.models.names_model(name):
+            names = ", ".join(backend.name for backend in self.models.backends)
+            message = f"No model {quote_text(name[:80])} is configured; there are {names}."
+            raise bad_request(message, status=404, code="model_not_found", param="model")
         is_anthropic = VERSION_HEADER in request.headers
         build_reply = anthropic.build_models_reply if is_anthropic else openai.build_models_reply
-        return json_response(build_reply(name, await self.backend_state.status()))
+        backends = [self.models.choose(name)] if name else self.models.backends
+        return json_response(build_reply(name, [await self._describe_model(backend) for backend in backends]))
+
+    async def _describe_model(self, backend: Backend) -> ServedModelInfo:
+        """Facts of a model; of several, as far as they were known when it was loaded last."""
+        if not self.models.has_keeper:
+            return make_model_info(await backend.state.status())
+        info = make_model_info(backend.state.known_status)
+        return replace(info, name=backend.name, is_loaded=backend.gate.is_open)
 
     async def cancel_request(self, request: web.Request) -> web.Response:
         """Cancel a request by its own id or its response's id.  Other clients' requests are 404."""
@@ -74,4 +95,28 @@ class ClientRoutes:
     ) -> int:
         client = request[CLIENT]
         body = await self.body_reader.read(request, identify_caller(client, request.headers, request.remote))
-        return await self.renderer.count_tokens(await read_call(body, request.headers), client.tenant)
+        call = await read_call(body, request.headers)
+        backend = self.models.choose(call.client_model)
+        timeouts = self.pipeline.timeouts.override_by_headers(request.headers)
+        async with use_model(backend, timeouts, may_swap=self.models.names_model(call.client_model)):
+            return await self.renderer.count_tokens(backend, call, client.tenant)
+
+
+@asynccontextmanager
+async def use_model(backend: Backend, timeouts: RequestTimeouts, *, may_swap: bool) -> AsyncIterator[None]:
+    """Scope that uses a model, entered once that is loaded, without a place in the queue.
+
+    Raises ClientError where the model can't be loaded, and 503 after the shorter one of the limits for a start and for
+    the queue.
+    """
+    user, limit_s = object(), min(filter(None, (timeouts.connect_s, timeouts.queue_s)), default=None)
+    try:
+        async with asyncio.timeout(limit_s):
+            await backend.gate.enter(user, may_swap=may_swap)
+    except TimeoutError:
+        message = f"The request waited for more than {limit_s:g} s: {backend.describe_load_wait()}.  Try again soon."
+        raise service_unavailable(message, "queue_timeout") from None
+    try:
+        yield
+    finally:
+        backend.gate.leave(user)

@@ -20,10 +20,10 @@ from warmline_proxy.api.responses.history import (
 )
 from warmline_proxy.errors import ClientError, bad_request
 from warmline_proxy.http.bodies import json_response
+from warmline_proxy.models.admission import identify_caller
 from warmline_proxy.pipeline.completion import Completion
 from warmline_proxy.pipeline.pipeline import Pipeline
 from warmline_proxy.pipeline.response_store import ClientHistory, ResponseStore, list_stored_input
-from warmline_proxy.request.admission import identify_caller
 from warmline_proxy.request.request import Request
 from warmline_proxy.routes.middlewares import CLIENT
 

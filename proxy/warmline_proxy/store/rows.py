@@ -160,6 +160,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     at: float  # Unix seconds
     endpoint: str
     client_model: str
+    model: str = ""  # that served it
     session: str = ""
     outcome: str  # "ok", "error", "cancelled"
     source: str  # "resident", "restored", "shared", "cold"
@@ -170,6 +171,10 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     prefilled_tokens: int = 0
     generated_tokens: int = 0
     saved_tokens: int = 0
+    decode_passes: int = 0  # that computed the answer
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # of those drafted
+    no_drafts: str = ""  # why nothing was drafted
     queue_s: float = 0.0  # from the arrival until the engine began to work on it, without `restore_s`
     waits: dict[str, float] = {}  # the same, by reason (see protocol/waits.py), and what it waited for in its prefill
     restore_s: float = 0.0

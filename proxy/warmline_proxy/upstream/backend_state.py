@@ -59,6 +59,11 @@ class BackendState:
         return self._status
 
     @property
+    def known_status(self) -> BackendStatus | None:
+        """Last status; None before the first."""
+        return self._status
+
+    @property
     def model(self) -> str:
         """Name of the served model; "" before the first status."""
         return self._status.model if self._status else ""

@@ -160,9 +160,13 @@ class Upstream:
     """Client of one backend.  Methods raise UpstreamError and nothing else; event loop thread."""
 
     def __init__(self, base_url: str, secret: str) -> None:
-        self._base_url = base_url
+        self.base_url = base_url  # "" while there is no process
         self._authorization = {"Authorization": f"Bearer {secret}"}
         self._transport, self._control_transport = RequestTransport(), ControlTransport()
+
+    @property
+    def has_address(self) -> bool:
+        return bool(self.base_url)
 
     async def close(self) -> None:
         await self._transport.close()
@@ -298,10 +302,12 @@ class Upstream:
         everything = {**headers, **self._authorization}
         if request_id := current_request_id():  # for the backend's log
             everything.setdefault(messages.HEADER_REQUEST, request_id)
-        return UpstreamRequest(method, self._base_url + path, everything, body, timeout_s)
+        return UpstreamRequest(method, self.base_url + path, everything, body, timeout_s)
 
     async def _send(self, request: UpstreamRequest, repeatable: bool = False) -> UpstreamResponse:
         """Send a request and receive the answer's head; once more if a kept connection was just being closed."""
+        if not self.base_url:
+            raise UpstreamUnreachableError("the model is not loaded")
         is_control = request.method in CONTROL_METHODS
         transport: Transport = self._control_transport if is_control else self._transport
         with _translate_errors():

@@ -105,6 +105,12 @@ class ResidentView:
             if each.ids is not None and self.is_unknown(each):
                 self.add(each.id, ResidentEntry(each.root, each.ids, tuple(each.positions), turn_end=each.tokens))
 
+    def clear(self) -> None:
+        """Forget all residents: their process is gone.  The next reply shows that the view is stale."""
+        for name in list(self._entries):
+            self.remove(name)
+        self.boot, self.generation, self.revision = "", -1, 0
+
     def is_unknown(self, resident: Resident) -> bool:
         """True for a listed resident that could be used, and is not in this view."""
         return bool(resident.root) and resident.id not in self._entries and resident.id not in self._excluded

@@ -12,11 +12,11 @@ import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from warmline_common.process.pids import read_command_line
 from warmline_common.protocol.messages import HealthReply
-from warmline_common.storage.file_lock import read_pid
+from warmline_common.storage.file_lock import find_lock_holder, read_pid
+from warmline_common.storage.home import Home
 from warmline_proxy.upstream.client import Upstream, UpstreamConnectionError, UpstreamError
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,13 @@ def step_limit_s(configured_s: float, pulse: HealthReply | None) -> float:
         return configured_s
     limit = max(configured_s, SLOWEST_STEP_FACTOR * pulse.slowest_recent_step_s)
     return limit * WARM_UP_FACTOR if pulse.steps < WARM_UP_STEPS else limit
+
+
+def is_backend(pid: int, home: Home) -> bool:
+    """True for the pid of a backend; where there are several, of the one that holds this instance's lock."""
+    if BACKEND_COMMAND not in read_command_line(pid):
+        return False
+    return not home.instance or find_lock_holder(home.backend_lock) == str(pid)
 
 
 @dataclass(eq=False)
@@ -73,14 +80,15 @@ class StallTracker:
 class Watchdog:
     """State of the backend's process.  Event loop thread; `run` is its only task."""
 
-    def __init__(self, upstream: Upstream, wedge_timeout_s: float, pid_file: Path) -> None:
+    def __init__(self, upstream: Upstream, wedge_timeout_s: float, home: Home) -> None:
+        """`home` names the backend's files, of an instance where there are several."""
         self.pulse: HealthReply | None = None  # the last one; None while the process is down
         self.down_reason = "the backend has not answered yet"
         self.last_step_at = 0.0  # time.monotonic() of the poll that last saw a new step
         self.kills = 0
         self.boots = 0  # backend processes seen so far
         self._boot = ""
-        self._upstream, self._wedge_timeout_s, self._pid_file = upstream, wedge_timeout_s, pid_file
+        self._upstream, self._wedge_timeout_s, self._home = upstream, wedge_timeout_s, home
         self._stall_tracker = StallTracker()
         self._polled_at = time.monotonic()
         self._up_event = asyncio.Event()
@@ -174,9 +182,9 @@ class Watchdog:
 
     def _kill_backend(self, why: str) -> None:
         """Kill the process with SIGKILL, if it is a backend."""
-        pid = self.pulse.pid if self.pulse else read_pid(self._pid_file)
+        pid = self.pulse.pid if self.pulse else read_pid(self._home.pid_file("backend"))
         self._mark_down("the backend was wedged and is being started again")
-        if pid is None or BACKEND_COMMAND not in read_command_line(pid):
+        if pid is None or not is_backend(pid, self._home):
             log.error("the backend is wedged (%s), and there is no such process to end: was it started elsewhere?", why)
             return
         log.error("the backend (pid %d) is wedged and is killed: %s", pid, why)

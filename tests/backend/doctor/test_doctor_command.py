@@ -3,13 +3,17 @@
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import typer
 
+from warmline_backend import demo
+from warmline_common.process.parent_watch import PARENT_PIPE
 from warmline_run.cli import app
 
 
@@ -37,7 +41,7 @@ def test_printed_serve_command_runs(tiny_folder: Callable[..., Path], tmp_path: 
     assert words[:2] == ["warmline", "serve"]
     serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
     params = serve.make_context("serve", words[2:]).params
-    assert params["model"] == str(folder) and params["home"] == str(tmp_path)
+    assert params["model"] == [str(folder)] and params["home"] == str(tmp_path)
     assert (params["kv_bits"], params["kv_group_size"]) == ("8", "32")
     assert json.loads(params["chat_template_args"]) == {"manner": "open"}
 
@@ -53,3 +57,20 @@ def test_usage_errors_exit_with_2(tmp_path: Path) -> None:
     for arguments in (("--memory-gb", "much"), (" ",), ("--kv-bits", "5")):
         answer = run_doctor("--home", str(tmp_path), *arguments)
         assert answer.returncode == 2 and "Traceback" not in answer.stderr
+
+
+def test_examination_ends_with_the_process_that_asked_for_it(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.close(write_end)  # as the death of its owner does
+    arguments = ["-m", "warmline_backend.doctor", "--home", str(tmp_path), "org/model"]
+    environment = {**os.environ, PARENT_PIPE: str(read_end)}
+    ended = subprocess.run([sys.executable, *arguments], env=environment, pass_fds=[read_end], timeout=120)
+    os.close(read_end)
+    assert ended.returncode == -signal.SIGTERM
+
+
+def test_preparation_of_the_demo_watches_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[float] = []
+    monkeypatch.setattr(demo, "watch_parent", watched.append)
+    (tmp_path / "file").touch()
+    assert demo.main(["--home", str(tmp_path / "file" / "home")]) == 2 and watched

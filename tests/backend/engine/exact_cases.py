@@ -20,7 +20,8 @@ from support.backend.families import FAMILIES, load_family, make_prompt
 from warmline_backend.generation.events import GenerationEvent
 from warmline_backend.kv_cache.kv import RowsUnavailableError
 from warmline_backend.kv_cache.residents import ResidentMismatchError
-from warmline_backend.scheduler.decode_group import DecodeGroup, SampledToken
+from warmline_backend.scheduler.decoding.decode_group import DecodeGroup, SampledToken
+from warmline_backend.speculation.speculation import Speculation
 from warmline_common.protocol.tokens import pack_tokens
 
 Rows = list[NDArray[np.float32]]
@@ -163,6 +164,25 @@ def test_consecutive_turns(family: str, step: int, root: Path, recorder: RowReco
         log = driver.run(prompt, ANSWER, resident=result.resident, reuse=result.prefilled_until)
         assert log.reused == result.prefilled_until
         assert_cold(recorder.list_rows(log), driver, root, prompt)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_drafts_depend_on_tokens_alone(family: str, root: Path, recorder: RowRecorder) -> None:
+    """An answer of three words repeats itself, so passes of many widths compute it; warm ones have a cold one's."""
+    words, found = (40, 41, 42), []
+    prompt = [*make_prompt(120), *words * 4]
+    for earlier in ([], [prompt[:100]], [prompt]):
+        driver = SchedulerDriver(load_family(family, root), step=GRID, exact=True, speculation=Speculation(None))
+        log = None
+        for text in (*earlier, prompt):
+            start = {} if log is None else {"resident": log.result.resident, "reuse": log.result.prefilled_until}
+            log = driver.run(text, 60, allowed_token_ids=words, **start)
+        assert log is not None and bool(log.reused) == bool(earlier)
+        assert log.result.timings.drafts["prompt_lookup"].accepted and log.result.timings.passes < 60
+        found.append((recorder.list_rows(log), log.result.timings))
+    for rows, timings in found[1:]:
+        assert_same(rows, found[0][0])
+        assert (timings.passes, timings.drafts) == (found[0][1].passes, found[0][1].drafts)
 
 
 @pytest.mark.parametrize(("family", "length"), [*((family, 193) for family in ALL), ("gemma3", 194), ("qwen3_5", 194)])

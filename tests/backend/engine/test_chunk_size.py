@@ -13,7 +13,7 @@ from support import tiny_models
 from support.backend.families import load_family
 from warmline_backend.__main__ import _make_scheduler
 from warmline_backend.config import BackendConfigError, parse_config
-from warmline_backend.engine import chunk_size
+from warmline_backend.engine import chunk_size, remembered
 from warmline_backend.engine.chunk_size import (
     CHUNK_S_MAX,
     STEPS,
@@ -26,15 +26,16 @@ from warmline_backend.engine.chunk_size import (
     resolve_step_size,
 )
 from warmline_backend.engine.engine import Engine
-from warmline_backend.generation.chunk_memory import MARGIN, ChunkMemory
+from warmline_backend.generation.chunk_memory import MARGIN, USABLE_SHARE, ChunkMemory
 from warmline_backend.model.loader import ModelError
+from warmline_backend.model.model import MemoryLimits, get_machine_bytes
 from warmline_backend.model.step_memory import StepMemory
 from warmline_backend.server.service import Service
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
 
 ROOMY = ChunkLimits(tokens_max=1 << 20, working_bytes_max=1 << 40)
-BUDGET = 1 << 30
+MEMORY = MemoryLimits(get_machine_bytes(), 1 << 30, get_machine_bytes())
 
 
 class FakeMachine:
@@ -135,10 +136,10 @@ def test_real_model_is_measured_once_and_remembered(
     monkeypatch.setattr(chunk_size, "STEPS", (32, 64))
     caplog.set_level("INFO")
     model = load_family("llama", root)
-    step = resolve_step_size(model, "f" * 64, BUDGET, tmp_path)
+    step = resolve_step_size(model, "f" * 64, MEMORY, tmp_path)
     assert step in (32, 64) and "tokens/s by step: 32: " in caplog.text
     monkeypatch.setattr(chunk_size, "time_chunks", lambda *_: pytest.fail("measured again"))
-    assert resolve_step_size(model, "f" * 64, BUDGET, tmp_path) == step
+    assert resolve_step_size(model, "f" * 64, MEMORY, tmp_path) == step
     assert stat.S_IMODE((tmp_path / chunk_size.FILE).stat().st_mode) == 0o600
 
 
@@ -146,7 +147,7 @@ def test_rotating_recurrent_and_sparse_models_are_measured(root: Path) -> None:
     for family in ("gemma3", "qwen3_5", "deepseek_v32"):
         model = load_family(family, root)
         assert chunk_size.time_chunks(model, [40, 8]).seconds > 0
-        assert chunk_size.compute_limits(model, BUDGET).tokens_max == model.context_tokens_max
+        assert chunk_size.compute_limits(model, MEMORY).tokens_max == model.context_tokens_max
 
 
 @pytest.fixture
@@ -162,8 +163,8 @@ def test_other_model_device_or_mlx_is_measured_anew(
     model, counts = load_family("llama", root), []
     for fingerprint, device in (("a", "x"), ("a", "x"), ("b", "x"), ("b", "y"), ("a", "x"), ("b", "y")):
         fake_machine.calls.clear()
-        monkeypatch.setattr(chunk_size, "describe_device", lambda device=device: device)
-        assert resolve_step_size(model, fingerprint, BUDGET, tmp_path) == 4096
+        monkeypatch.setattr(remembered, "describe_device", lambda device=device: device)
+        assert resolve_step_size(model, fingerprint, MEMORY, tmp_path) == 4096
         counts.append(bool(fake_machine.calls))
     assert counts == [True, False, True, True, False, False]
 
@@ -183,9 +184,9 @@ def test_other_model_device_or_mlx_is_measured_anew(
     ],
 )
 def test_damaged_file_is_replaced(root: Path, tmp_path: Path, fake_machine: FakeMachine, damage: bytes) -> None:
-    key = f"a {chunk_size.describe_device()}"
+    key = f"a {remembered.describe_device()}"
     (tmp_path / chunk_size.FILE).write_bytes(damage.replace(b"KEY", key.encode()))
-    assert resolve_step_size(load_family("llama", root), "a", BUDGET, tmp_path) == 4096
+    assert resolve_step_size(load_family("llama", root), "a", MEMORY, tmp_path) == 4096
     assert json.loads((tmp_path / chunk_size.FILE).read_text()) == {key: 4096}
 
 
@@ -200,17 +201,17 @@ def test_read_only_home_only_loses_the_memory(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(disk, "write_durable", full)
-    assert resolve_step_size(load_family("llama", root), "a", BUDGET, tmp_path) == 4096
+    assert resolve_step_size(load_family("llama", root), "a", MEMORY, tmp_path) == 4096
     assert "will be measured again at the next start" in caplog.text
 
 
 def test_drafts_are_deleted_and_oldest_models_dropped(
     root: Path, tmp_path: Path, fake_machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunk_size, "MODELS_MAX", 2)
+    monkeypatch.setattr(remembered, "MODELS_MAX", 2)
     (tmp_path / ".prefill_steps.0123.tmp").write_text("half")
     for fingerprint in ("a", "b", "c"):
-        resolve_step_size(load_family("llama", root), fingerprint, BUDGET, tmp_path)
+        resolve_step_size(load_family("llama", root), fingerprint, MEMORY, tmp_path)
     (left,) = tmp_path.iterdir()
     assert [key[0] for key in json.loads(left.read_text())] == ["b", "c"]
 
@@ -221,7 +222,7 @@ def test_device_failure_message_has_remedy(root: Path, tmp_path: Path, monkeypat
 
     monkeypatch.setattr(chunk_size, "time_chunks", fail)
     with pytest.raises(ModelError, match="measuring the prefill step failed: out of memory; give one"):
-        resolve_step_size(load_family("llama", root), "a", BUDGET, tmp_path)
+        resolve_step_size(load_family("llama", root), "a", MEMORY, tmp_path)
 
 
 # ---- the flag
@@ -274,17 +275,27 @@ def test_grid_is_chosen_for_longest_prompt(root: Path, caplog: pytest.LogCapture
     served = replace(load_family("llama", root), context_tokens_max=10_000)
     budget = served.kv_bytes(20_000)
     reckoned = StepMemory((32, 2048), (0, 10_000), (0, 0), (32 * 10_000, 2048 * 10_000))
-    assert choose_grid(served, ChunkMemory(reckoned, 1 << 40), 2048, budget) == 2048 and caplog.messages == []
+    chunks = ChunkMemory(reckoned, 0)  # others have all of the memory now, which changes no grid
+    assert choose_grid(served, chunks, 2048, MemoryLimits(1 << 40, budget, 0)) == 2048 and caplog.messages == []
     for room, grid in ((1000, 512), (0, 256)):
-        tight = ChunkMemory(reckoned, served.weight_bytes + served.kv_bytes(10_000) + int(room * 10_000 * MARGIN))
-        assert choose_grid(served, tight, 2048, budget) == grid
+        usable = served.kv_bytes(10_000) + int(room * 10_000 * MARGIN)
+        tight = MemoryLimits(served.weight_bytes + int(usable / USABLE_SHARE), budget, 0)
+        assert choose_grid(served, chunks, 2048, tight) == grid
         assert f"prefill step {grid} instead of 2048" in caplog.messages[-1]
         assert "after 10000 tokens" in caplog.messages[-1]
-    assert choose_grid(served, tight, 200, budget) == 200, "as it was set"
-    assert choose_grid(replace(served, context_tokens_max=500), tight, 2048, budget) == 2048
+    assert choose_grid(served, chunks, 200, tight) == 200, "as it was set"
+    assert choose_grid(replace(served, context_tokens_max=500), chunks, 2048, tight) == 2048
+
+
+def test_step_is_measured_and_used_within_what_other_models_leave(root: Path) -> None:
+    served, total = load_family("llama", root), 1 << 30
+    alone, shared = MemoryLimits(total, 1 << 29, total), MemoryLimits(total, 1 << 29, served.weight_bytes + 1_000_000)
+    assert chunk_size.compute_limits(served, alone).working_bytes_max == pytest.approx(0.3 * total, rel=0.01)
+    assert chunk_size.compute_limits(served, shared).working_bytes_max == 950_000
+    assert make_chunk_memory(served, 256, shared).usable_bytes == served.weight_bytes + 950_000
 
 
 def test_reckoned_memory_covers_the_step_at_the_longest_prompt(root: Path) -> None:
     served = load_family("llama", root)
-    memory = make_chunk_memory(served, 256, 1 << 30)
+    memory = make_chunk_memory(served, 256, MEMORY)
     assert 0 < memory.reckon_bytes(32, 1000) < memory.reckon_bytes(256, 1000) < memory.reckon_bytes(256, 50_000)

@@ -9,7 +9,7 @@ import pytest
 
 from support.backend.engine_driver import EventLog, SchedulerDriver
 from support.backend.families import compute_cold, load_family, make_prompt
-from warmline_backend.scheduler.decode_group import DecodeGroup
+from warmline_backend.scheduler.decoding.decode_group import DecodeGroup
 from warmline_backend.scheduler.scheduler import FAILED_STEPS_MAX, DeviceBrokenError
 
 

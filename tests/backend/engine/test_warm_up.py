@@ -12,7 +12,7 @@ from warmline_backend.engine.warm_up import prompt_lengths, warm_up
 from warmline_backend.generation.rates import Rates
 from warmline_backend.generation.sequence import Sequence
 from warmline_backend.model.loader import ModelError
-from warmline_backend.scheduler.decode_group import DecodeGroup
+from warmline_backend.scheduler.decoding.decode_group import DecodeGroup
 from warmline_backend.scheduler.scheduler import SchedulerSettings
 
 LONG_S = 600.0

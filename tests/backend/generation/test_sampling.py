@@ -10,8 +10,16 @@ from mlx_lm import load
 from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
+from numpy.typing import NDArray
 
-from warmline_backend.generation.sampling import Sampler, SamplerFault, make_processors, make_sampler, pick_logprobs
+from warmline_backend.generation.sampling import (
+    Sampler,
+    SamplerFault,
+    SeededSampler,
+    make_processors,
+    make_sampler,
+    pick_logprobs,
+)
 from warmline_backend.request.params import GenerationParams
 
 VOCABULARY = 50
@@ -48,6 +56,38 @@ def test_seed_repeats_draws() -> None:
     assert draw_tokens(build_sampler(seed=7)) != draw_tokens(build_sampler(seed=8))
     assert draw_tokens(build_sampler()) != draw_tokens(build_sampler())
     assert draw_tokens(build_sampler(seed=-1)) == draw_tokens(build_sampler(seed=-1))
+
+
+def test_rows_drawn_together_are_those_drawn_one_by_one() -> None:
+    """As in a pass that verifies a draft; a rejected token's place is drawn again with the same key."""
+    logprobs = make_logprobs(rows=6)
+    for fields in ({}, {"top_p": 0.8, "top_k": 30, "min_p": 0.01}):
+        single = build_sampler(seed=4, **fields)
+        one_by_one = [int(single(logprobs[row : row + 1]).tolist()[0]) for row in range(6)]
+        several = build_sampler(seed=4, **fields)
+        assert isinstance(several, SeededSampler)
+        assert several(logprobs).tolist() == one_by_one and several.position == 6
+        several.position -= 4
+        assert several(logprobs[2:]).tolist() == one_by_one[2:]
+
+
+def compute_chi_square(counts: NDArray[np.int64], probabilities: NDArray[np.float64]) -> float:
+    expected = probabilities * counts.sum()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def test_draws_have_the_distribution_over_places_and_over_seeds() -> None:
+    logits = mx.log(mx.array([0.4, 0.25, 0.15, 0.1, 0.06, 0.04]))
+    probabilities = np.array(mx.softmax(logits / 0.7), np.float64)
+    by_place = build_sampler(seed=11, temperature=0.7)(mx.broadcast_to(logits, (6000, 6)))
+    by_seed = [build_sampler(seed=seed, temperature=0.7)(logits[None]) for seed in range(3000)]
+    drawn = (by_place.tolist(), [token.tolist()[0] for token in by_seed])
+    for tokens in drawn:
+        counts = np.bincount(tokens, minlength=6)
+        assert compute_chi_square(counts, probabilities) < 20.5, "5 degrees of freedom: 1 in 1,000 exceeds it"
+    pairs = np.bincount(np.array(drawn[0][:-1]) * 6 + np.array(drawn[0][1:]), minlength=36)
+    together = np.outer(probabilities, probabilities).ravel()
+    assert compute_chi_square(pairs, together) < 66.6, "35 degrees of freedom: places are independent"
 
 
 def test_interleaved_sequences_draw_as_alone() -> None:
@@ -164,14 +204,14 @@ def test_bias_is_added_and_defaults_need_no_processor() -> None:
 
 
 def test_fault_is_recorded_and_decoding_continues_greedily() -> None:
-    def broken(logprobs: mx.array) -> mx.array:
+    def broken() -> mx.array:
         raise ValueError("broken")
 
     def broken_processor(tokens: mx.array, logits: mx.array) -> mx.array:
         raise IndexError("also")
 
     fault, logprobs = SamplerFault(), make_logprobs()
-    sampled = fault.guard_sampler(broken)(logprobs)
+    sampled = fault.run(broken, lambda: greedy_sampler(logprobs))
     assert sampled.tolist() == greedy_sampler(logprobs).tolist()
     assert isinstance(fault.error, ValueError)
     assert fault.guard_processor(broken_processor)(mx.array([1]), logprobs) is logprobs

@@ -6,10 +6,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import BatchKVCache, QuantizedKVCache
+from mlx_lm.models.cache import BatchKVCache
 
 from support.backend.families import FAMILIES, load_family, make_prompt
-from warmline_backend.kv_cache import codecs
+from warmline_backend.kv_cache import batch_caches
 from warmline_backend.kv_cache.chunk_draft import OutOfMemoryError
 from warmline_backend.kv_cache.codecs import CodecKind, flatten
 from warmline_backend.kv_cache.kv import KV
@@ -27,9 +27,8 @@ Rows = dict[str, bytes]
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codecs, "BUFFER_STEP_TOKENS", BUFFER_STEP_TOKENS)
-    for kind in (BatchKVCache, QuantizedKVCache):
-        monkeypatch.setattr(kind, "step", BUFFER_STEP_TOKENS)
+    monkeypatch.setattr(batch_caches, "BUFFER_STEP_TOKENS", BUFFER_STEP_TOKENS)
+    monkeypatch.setattr(BatchKVCache, "step", BUFFER_STEP_TOKENS)
 
 
 class FailingDevice:

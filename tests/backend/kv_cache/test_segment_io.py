@@ -16,7 +16,7 @@ from support.backend.families import FAMILIES, compute_cold, get_tolerance, load
 from warmline_backend.kv_cache.byte_buffers import view_bytes
 from warmline_backend.kv_cache.codecs import CodecKind, flatten
 from warmline_backend.kv_cache.kv import KV, RowsUnavailableError
-from warmline_backend.kv_cache.segment_io import BadChainError, DamagedFileError, OperationCancelledError, delete_drafts
+from warmline_backend.kv_cache.segment_io import BadChainError, DamagedFileError, OperationCancelledError
 from warmline_common.protocol.messages import CheckpointRef, SegmentRef
 from warmline_common.protocol.tokens import pack_tokens
 from warmline_common.storage import disk
@@ -294,13 +294,3 @@ def test_running_request_can_be_saved(root: Path, tmp_path: Path) -> None:
         warm = driver.run([*tokens, 65], 6, resident=restored, reuse=at)
         truth = compute_cold(driver.served, family, [*tokens, 65], 6)
         assert compare_greedy(truth.tokens, warm.generated, truth.margins, get_tolerance(family)), family
-
-
-def test_drafts_of_killed_process_are_deleted(tmp_path: Path) -> None:
-    folder = tmp_path / "ab"
-    folder.mkdir()
-    whole, draft = folder / ("ab" * 16 + ".safetensors"), folder / f".{'ab' * 16}.01234567.tmp"
-    whole.touch()
-    draft.touch()
-    assert delete_drafts(tmp_path) == 1
-    assert list(folder.iterdir()) == [whole]

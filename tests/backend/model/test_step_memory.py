@@ -10,7 +10,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from support import tiny_models
-from warmline_backend.kv_cache.codecs import CacheLayout, CausalKVCache
+from warmline_backend.kv_cache.batch_caches import CausalKVCache
+from warmline_backend.kv_cache.codecs import CacheLayout
 from warmline_backend.kv_cache.kv import KV
 from warmline_backend.model.loader import load_lazy_model
 from warmline_backend.model.step_memory import count_heads, hollow_weights, reckon_step_memory

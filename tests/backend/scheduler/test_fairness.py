@@ -11,7 +11,7 @@ from support.backend.engine_driver import SchedulerDriver
 from support.backend.families import load_family, make_prompt
 from warmline_backend.generation.sequence import Sequence
 from warmline_backend.scheduler import scheduler
-from warmline_backend.scheduler.decode_group import DecodeGroup
+from warmline_backend.scheduler.decoding.decode_group import DecodeGroup
 from warmline_backend.scheduler.prefill import CHUNKS_SKIPPED_MAX, choose_prefill, count_skipped_chunks
 from warmline_backend.scheduler.scheduler import DECODE_OWED_MAX_S
 from warmline_common.measurement.scheduling import DECODE_SHARE

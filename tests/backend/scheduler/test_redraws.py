@@ -27,11 +27,6 @@ REFUSED = "the answer can't be held to its schema"
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
 def served(root: Path) -> ServedModel:
     return load_family("llama", root)
 
@@ -71,10 +66,6 @@ def generate(served: ServedModel, matcher: Matcher | None, prompt: list[int] = P
     return log
 
 
-def list_tokens(log: EventLog) -> list[int]:
-    return [event.token for event in log.events if isinstance(event, TokenEvent)]
-
-
 def compute_logprobs(served: ServedModel, matcher: Matcher, prompt: list[int], answer: list[int]) -> list[float]:
     """Log-probabilities of an answer's tokens, computed at once, and masked by a new matcher."""
     logits, found = served.model(mx.array([prompt + answer]))[0].astype(mx.float32), []
@@ -100,7 +91,7 @@ def test_repeated_words_are_drawn_again(family: str, exact: bool, root: Path) ->
         log = submit(driver, matcher, temperature=temperature, seed=3, logprobs=True)
         driver.run_until(lambda log=log: log.is_ended)  # type: ignore[misc]
         assert log.result.finish == "stop" and check.violations
-        words, answer = log.text.split(), list_tokens(log)
+        words, answer = log.text.split(), log.tokens
         assert len(set(words)) == len(words) == 7
         assert log.result.timings.decoded == len(answer) == 29
         assert log.generated == ([] if exact else answer)
@@ -119,7 +110,7 @@ def test_next_turn_continues_answer_that_went_back(family: str, root: Path) -> N
     first = submit(driver, make_matcher(grammars, unique_words(served)), temperature=1.0, seed=4)
     driver.run_until(lambda: first.is_ended)
     assert driver.scheduler.step_stats.redraws
-    prompt, reuse = [*PROMPT, *list_tokens(first), 50, 51, 52], first.result.prefilled_until
+    prompt, reuse = [*PROMPT, *first.tokens, 50, 51, 52], first.result.prefilled_until
     resident = driver.mark_saved(first)
     warm = submit(driver, None, prompt, resident_id=resident, reuse_tokens=reuse, logprobs=True, max_tokens=6)
     driver.run_until(lambda: warm.is_ended)
@@ -161,7 +152,7 @@ def test_rewind_point_moves_with_sent_tokens(family: str, root: Path) -> None:
         assert len(sequence.kv.rewind_points) <= 2
         positions.update(point.position for point in sequence.kv.rewind_points)
     assert log.result.finish == "stop" and driver.scheduler.step_stats.redraws > 5 and max(positions) > 150
-    answer = list_tokens(log)
+    answer = log.tokens
     cold = compute_logprobs(served, make_matcher(grammars, regex=r"([a-f]{3} ){40}"), PROMPT, answer[:-1])
     pairs = zip(cold, log.logprobs, strict=True)
     differences = [abs(one - other) for n, (one, other) in enumerate(pairs) if not matcher._policy.get_bans(n)]
@@ -222,14 +213,14 @@ def test_answer_that_no_redraw_mends_is_cut(served: ServedModel, grammars: Gramm
     log = generate(served, make_matcher(grammars, check))
     assert log.result.finish == "length" and not log.result.error
     assert log.stop_reason.startswith(f"{REFUSED}: /2: '") and log.stop_reason.endswith("' is refused")
-    assert len(log.text) == 8 and log.generated == list_tokens(log) and log.result.timings.decoded == 8
+    assert len(log.text) == 8 and log.generated == log.tokens and log.result.timings.decoded == 8
     assert 30 < len(check.violations) <= 65
 
 
 def test_answer_cut_by_length_sends_held_tokens(served: ServedModel, grammars: GrammarCompiler) -> None:
     log = generate(served, make_matcher(grammars, unique_words(served)), max_tokens=10)
     assert (log.result.finish, len(log.text), log.stop_reason) == ("length", 10, "")
-    assert log.generated == list_tokens(log) and len(log.generated) == 10
+    assert log.generated == log.tokens and len(log.generated) == 10
 
 
 def test_violation_with_last_token_is_drawn_again(served: ServedModel, grammars: GrammarCompiler) -> None:
@@ -256,13 +247,13 @@ def test_stop_word_cuts_held_tokens(served: ServedModel, grammars: GrammarCompil
     at = whole.text.index(stop)
     log = generate(served, make_matcher(grammars, unique_words(served)), stop=(stop,))
     assert (log.result.finish, log.text) == ("stop", whole.text[:at])
-    assert log.generated == list_tokens(log) == list_tokens(whole)[: at + 2]
+    assert log.generated == log.tokens == whole.tokens[: at + 2]
 
 
 def test_stop_token_of_client_cuts_held_tokens(served: ServedModel, grammars: GrammarCompiler) -> None:
     whole = generate(served, make_matcher(grammars, unique_words(served)))
-    at = next(n for n, token in enumerate(list_tokens(whole)) if token == list_tokens(whole)[1])
-    log = generate(served, make_matcher(grammars, unique_words(served)), stop_token_ids=(list_tokens(whole)[1],))
+    at = next(n for n, token in enumerate(whole.tokens) if token == whole.tokens[1])
+    log = generate(served, make_matcher(grammars, unique_words(served)), stop_token_ids=(whole.tokens[1],))
     assert (log.result.finish, log.text) == ("stop", whole.text[:at])
 
 
@@ -282,7 +273,7 @@ def test_cancelled_answer_keeps_sent_tokens_only(family: str, root: Path) -> Non
     sequence = driver.scheduler._queues.find("gone")
     assert sequence is not None and len(sequence.all_tokens) == len(PROMPT) + 12
     driver.scheduler.cancel("gone")
-    sent = list_tokens(log)
+    sent = log.tokens
     assert len(sent) == 12 and log.result.resident
     assert log.generated == sent[: len(log.generated)] and log.result.prefilled_until >= len(PROMPT) - 1
     kv = driver.scheduler.residents.find_kv(log.result.resident)
@@ -308,7 +299,7 @@ def test_dead_end_at_first_token_ends_answer(served: ServedModel, grammars: Gram
         matcher = make_matcher(grammars, check)
         assert matcher._ll_matcher is not None and not matcher._ll_matcher.consume_token(260)
         log = generate(served, matcher)
-        assert (log.result.finish, log.text, list_tokens(log)) == ("length", "", [])
+        assert (log.result.finish, log.text, log.tokens) == ("length", "", [])
         assert "can't go on in the form asked for" in log.stop_reason and not log.generated
 
 

@@ -42,7 +42,7 @@ def test_chat_stream_parses_with_openai_sdk() -> None:
         writer.encode_text("Par"),
         writer.encode_text("is"),
         writer.encode_finish("stop"),
-        writer.encode_usage(10, 2, 8),
+        writer.encode_usage(10, 2, 8, {"reasoning_tokens": 0}),
     ]
     chunks = make_payloads(*stream)
     parsed = [ChatCompletionChunk.model_validate(chunk, strict=True) for chunk in chunks]
@@ -66,7 +66,7 @@ def test_completion_stream_parses_with_openai_sdk() -> None:
         writer.encode_text(" Par"),
         writer.encode_text("is"),
         writer.encode_finish("stop", "END"),
-        writer.encode_usage(3, 2, 0),
+        writer.encode_usage(3, 2, 0, {"reasoning_tokens": 0}),
     )
     Completion.model_validate(chunks[2], strict=True)
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:3]] == [None, None, "stop"]

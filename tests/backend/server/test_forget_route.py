@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from support.backend.live_backend import BODY, LiveBackend, read_result, with_backend
 from warmline_common.protocol.messages import ClearCacheRequest
 from warmline_common.protocol.tokens import pack_tokens, unpack_tokens
@@ -52,7 +54,7 @@ def find_objects_holding(text: str, tokens: list[int]) -> list[str]:
                 found.append(f"{type(holder)}: text")
             elif isinstance(value, bytes) and (packed in value or text.encode() in value):
                 found.append(f"{type(holder)}: bytes")
-            elif isinstance(value, array) and packed in value.tobytes():
+            elif isinstance(value, array | np.ndarray) and packed in value.tobytes():
                 found.append(f"{type(holder)}: array")
             elif type(value) is list and len(value) > len(tokens) and is_containing(value, tokens):
                 found.append(f"{type(holder)}: tokens")
@@ -60,7 +62,8 @@ def find_objects_holding(text: str, tokens: list[int]) -> list[str]:
 
 
 def is_containing(values: list[object], tokens: list[int]) -> bool:
-    return any(values[at : at + len(tokens)] == tokens for at, each in enumerate(values) if each == tokens[0])
+    starts = (at for at, each in enumerate(values) if isinstance(each, int) and each == tokens[0])
+    return any(values[at : at + len(tokens)] == tokens for at in starts)
 
 
 KNOWN = {CANARY, SAID["messages"][0]["content"]}

@@ -22,7 +22,7 @@ from support.backend.live_backend import (
 )
 from warmline_backend.scheduler.scheduler import Scheduler
 from warmline_backend.server import health
-from warmline_common.protocol.messages import BackendStatus, HealthReply, decode
+from warmline_common.protocol.messages import BackendStatus, HealthReply, MemoryShare, decode
 
 FolderOf = Callable[..., Path]
 
@@ -65,6 +65,8 @@ def test_health_while_model_loads(tiny_folder: FolderOf, tmp_path: Path) -> None
             assert (health.ready, health.busy, health.steps, health.step_age_s) == (False, False, 0, 0.0)
             assert health.failure == "the model is still loading"
             assert await read_ready(backend) == (503, "the model is still loading")
+            share = MemoryShare(kv_bytes=1, usable_bytes=1)
+            assert (await backend.request_json("PUT", "/kv/memory", share))[0] == 503
             load_now.set()
             await backend.service.wait_until_loaded()
             health = await read_health(backend)

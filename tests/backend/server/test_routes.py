@@ -39,6 +39,8 @@ from warmline_common.protocol.messages import (
     HEADER_RESIDENT,
     HEADER_REUSE,
     RESIDENT_IDS_MAX,
+    MemoryShare,
+    MemoryShareReply,
     PromptRequest,
     ResidentsReply,
 )
@@ -307,5 +309,20 @@ def test_residents_route_lists_changes_and_named_residents(tiny_folder: Callable
         assert [(each.id, each.ids) for each in complete.residents] == [(second.id, None)]
         for query in ("?since=x", f"?ids={'a,' * RESIDENT_IDS_MAX}b"):
             assert (await backend.request_json("GET", f"/kv/residents{query}"))[0] == 400
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
+
+
+def test_memory_share_is_set_and_checked(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    async def work(backend: LiveBackend) -> None:
+        share = MemoryShare(kv_bytes=5_000_000, usable_bytes=1 << 30)
+        status, reply = await backend.request_json("PUT", "/kv/memory", share)
+        assert status == 200
+        assert convert(reply, MemoryShareReply) == MemoryShareReply(boot="boot", generation=0, kv_bytes=5_000_000)
+        for field in ("kv_bytes", "usable_bytes"):
+            wrong = {"kv_bytes": 1, "usable_bytes": 1, field: -1}
+            status, reply = await backend.request_json("PUT", "/kv/memory", wrong)
+            assert (status, reply["error"]["param"]) == (400, field)
+        assert backend.service.read_status().memory_budget_bytes == 5_000_000
 
     with_backend(tiny_folder("llama"), tmp_path, work)

@@ -15,18 +15,29 @@ from warmline_backend.config import BackendConfigError, parse_config
 from warmline_backend.engine.engine import Engine
 from warmline_backend.engine.inflight import UnknownGenerationError
 from warmline_backend.generation import rates
+from warmline_backend.generation.chunk_memory import compute_usable_bytes
 from warmline_backend.generation.events import EndedEvent
 from warmline_backend.kv_cache import segment_io
-from warmline_backend.kv_cache.codecs import round_up_to_buffer
+from warmline_backend.kv_cache.batch_caches import round_up_to_buffer
 from warmline_backend.kv_cache.segment_io import BadChainError, OperationCancelledError, write_segment_file
 from warmline_backend.model.model import load_served_model
 from warmline_backend.request.params import BadRequestError
+from warmline_backend.scheduler.capacity import KvTooLargeError
 from warmline_backend.scheduler.scheduler import Scheduler, SchedulerSettings
 from warmline_backend.server import prompt_store
 from warmline_backend.server.prompt_store import UnknownPromptError
 from warmline_backend.server.service import Service
 from warmline_backend.structured_output.constraint import Constraint
-from warmline_common.protocol.messages import GenerationResult, RestoreRequest, SaveRequest, SegmentRef, SegmentSpec
+from warmline_common.protocol.messages import (
+    GenerationResult,
+    MemoryShare,
+    PromptRequest,
+    RestoreRequest,
+    SaveRequest,
+    SegmentRef,
+    SegmentSpec,
+)
+from warmline_common.protocol.tokens import TOKEN_BYTES
 from warmline_common.storage.home import Home
 
 BODY = {"messages": [{"role": "user", "content": "hello " * 30}], "max_tokens": 6, "ignore_eos": True}
@@ -261,5 +272,60 @@ def test_restore_has_room_for_its_request_where_budget_allows(tmp_path: Path) ->
             assert await service.delete_resident(reply.resident)
         assert bytes_held[0] == bytes_held[2], "more than the budget: no room"
         assert bytes_held[1] - bytes_held[0] >= served.kv_bytes(end + 1_000) - served.kv_bytes(round_up_to_buffer(end))
+
+    run_in_service(tmp_path, work)
+
+
+# ---- memory
+
+
+def test_prompt_reply_has_bytes_that_admission_counts(tmp_path: Path) -> None:
+    async def work(service: Service, home: Home) -> None:
+        prompt = await service.create_prompt(PromptRequest(request_id="p", endpoint="chat", body=BODY), 10)
+        tokens = len(prompt.tokens) // TOKEN_BYTES + BODY["max_tokens"]
+        assert prompt.kv_bytes == service.runtime.served.kv_bytes(round_up_to_buffer(tokens))
+
+    run_in_service(tmp_path, work)
+
+
+def test_status_shows_present_budget(tmp_path: Path) -> None:
+    async def work(service: Service, home: Home) -> None:
+        scheduler = service._engine.scheduler
+        at_start, weights = scheduler.settings.memory_budget_bytes, scheduler.served.weight_bytes
+        for asked, budget in ((5_000_000, 5_000_000), (at_start + 1, at_start)):
+            reply = await service.set_memory_share(MemoryShare(kv_bytes=asked, usable_bytes=7_000_000))
+            assert reply.kv_bytes == service.read_status().memory_budget_bytes == budget
+            assert scheduler.chunk_memory.usable_bytes == compute_usable_bytes(weights, 7_000_000)
+        await service.render_prompt("chat", BODY, 10)
+
+    run_in_service(tmp_path, work)
+
+
+def test_prompt_above_present_budget_is_accepted(tmp_path: Path) -> None:
+    async def work(service: Service, home: Home) -> None:
+        await service.set_memory_share(MemoryShare(kv_bytes=0, usable_bytes=1 << 30))
+        result, _ = await generate(service)
+        assert result.finish == "length"
+
+    run_in_service(tmp_path, work)
+
+
+def test_restore_above_present_budget_waits_or_is_refused(tmp_path: Path) -> None:
+    async def work(service: Service, home: Home) -> None:
+        result, tokens = await generate(service)
+        await service.save(save_request(result))
+        assert await service.delete_resident(result.resident)
+        end = result.prefilled_until
+        chain = [SegmentRef(id=IDS[0], start=0, end=64, upto=64), SegmentRef(id=IDS[1], start=64, end=end, upto=end)]
+        request = RestoreRequest(request_id="x", tokens=tokens, chain=chain)
+        await service.set_memory_share(MemoryShare(kv_bytes=1000, usable_bytes=1 << 30))
+        with pytest.raises(KvTooLargeError, match="more than the memory budget"):
+            await service.restore(request)
+        await service._run_on_engine(lambda scheduler: scheduler.admission.reserve("other", 1000, lambda: None))
+        restoring = asyncio.ensure_future(service.restore(request))
+        while not await service._run_on_engine(lambda scheduler: scheduler._queues.reservations.pending):
+            assert not restoring.done()
+        await service.set_memory_share(MemoryShare(kv_bytes=1 << 30, usable_bytes=1 << 30))
+        assert (await restoring).position == end
 
     run_in_service(tmp_path, work)

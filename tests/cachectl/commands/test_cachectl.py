@@ -16,7 +16,16 @@ import pytest
 from typer.testing import CliRunner
 
 from support.cachectl.homes import A, CommandResult, read_json, run_cachectl
-from support.index.indexes import PAGE_BYTES, begin_save, break_page, commit_save, count_matched, make_home, save
+from support.index.indexes import (
+    PAGE_BYTES,
+    begin_save,
+    break_page,
+    commit_save,
+    count_matched,
+    make_home,
+    namespace,
+    save,
+)
 from warmline_cachectl import lookup
 from warmline_cachectl.cli import app
 from warmline_common.protocol.messages import decode, encode
@@ -186,6 +195,32 @@ def test_listing_adds_up_to_files_on_disk(home: Home) -> None:
     assert all(row["bytes_alone"] + row["bytes_shared"] == row["bytes"] for row in view["sessions"])
     assert view["bytes_shared"] > 0
     assert " shared by several = " in run_cachectl(home, "ls").stdout
+
+
+def test_listing_of_one_model(home: Home) -> None:
+    before = read_json(home, "ls")
+    with Index(home, 1 << 30) as index:
+        plan = begin_save(index, [5, 5, 5], root=namespace("model-b"), model="model-b")
+        assert plan is not None
+        commit_save(index, plan, client="other")
+    listed = read_json(home, "ls", "--model", "model-b")
+    assert [(row["model"], row["client"]) for row in listed["sessions"]] == [("model-b", "other")]
+    assert listed["bytes_alone"] == listed["sessions"][0]["bytes"] and not listed["bytes_shared"]
+    first = read_json(home, "ls", "--model", "model-a")
+    assert {row["id"] for row in first["sessions"]} == {row["id"] for row in before["sessions"]}
+    assert (first["bytes_alone"], first["bytes_unlisted"]) == (before["bytes_alone"], before["bytes_unlisted"])
+    assert len(read_json(home, "ls")["sessions"]) == len(before["sessions"]) + 1
+    whole = run_cachectl(home, "ls", columns=200).stdout
+    assert "model-a" in whole and "model-b" in whole
+    assert "model-b" not in run_cachectl(home, "ls", "--model", "model-b", columns=200).stdout, "a column of one name"
+
+
+def test_listing_of_unknown_model_exits_with_1(home: Home) -> None:
+    done = run_cachectl(home, "ls", "--model", "model-x")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "nothing is stored of a model named 'model-x'; there is data of 'model-a'" in done.stderr
+    session = read_json(home, "ls")["sessions"][0]["id"]
+    assert run_cachectl(home, "ls", session, "--model", "model-a").returncode == 2
 
 
 def test_purge_takes_session_as_argument(home: Home) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from support.cachectl.documentation import OURS
 from support.cachectl.homes import A, find_session, read_json, run_cachectl
-from support.index.indexes import BUDGET, count_matched, make_home, save
+from support.index.indexes import BUDGET, MODEL, count_matched, make_home, save
 from warmline_cachectl import client
 from warmline_cachectl.cli import app
 from warmline_cachectl.completion import complete_session_ids
@@ -198,7 +198,8 @@ def test_help_examples_run(home: Home, verb: str) -> None:
     assert 1 <= len(found) <= 3 and all(line.startswith(f"cachectl {verb}") for line in found)
     segment = read_json(home, "ls", find_session(home, "first"))["segments"][0]["id"]
     for line in found:
-        typed = line.replace("SESSION", find_session(home, "first")).replace("SEGMENT", segment).split()[1:]
+        values = {"SESSION": find_session(home, "first"), "SEGMENT": segment, "MODEL": MODEL}
+        typed = [values.get(word, word) for word in line.split()[1:]]
         done = run_cachectl(home, *typed)
         usual = {"doctor": (1,), "top": (3,)}.get(verb, (0, 1) if "--key" in line else (0,))
         assert done.returncode in usual, (line, done.stderr)

@@ -4,6 +4,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from warmline_proxy.store.rows import PurgeRequest
 class RecordingBackend(HTTPServer):
     """Backend that records its requests, and answers with `status` and `body`."""
 
-    status, body = 200, b""
+    status, body, health = 200, b"", b"{}"
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), RecordingHandler)
@@ -38,6 +39,11 @@ class RecordingHandler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(self.server.body)
 
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+        self.wfile.write(self.server.health)
+
     def log_message(self, *_: object) -> None:
         pass
 
@@ -50,16 +56,27 @@ def home(tmp_path: Path) -> Home:
         return home
 
 
-@pytest.fixture
-def backend(home: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingBackend]:
+@contextmanager
+def run_backend(home: Home) -> Iterator[RecordingBackend]:
+    """Serve in a thread while the home's backend lock is held."""
     with RecordingBackend() as backend:
         thread = threading.Thread(target=backend.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        monkeypatch.setenv("WARMLINE_BACKEND_PORT", str(backend.server_address[1]))
         with process_lock(home.backend_lock):
             yield backend
         backend.shutdown()
         thread.join()
+
+
+def announce(home: Home, backend: RecordingBackend) -> None:
+    home.backend_state.write_text(json.dumps({"pid": os.getpid(), "port": backend.server_address[1]}))
+
+
+@pytest.fixture
+def backend(home: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingBackend]:
+    with run_backend(home) as backend:
+        monkeypatch.setenv("WARMLINE_BACKEND_PORT", str(backend.server_address[1]))
+        yield backend
 
 
 def test_purge_clears_backend_memory(home: Home, backend: RecordingBackend) -> None:
@@ -80,6 +97,31 @@ def test_purge_finds_backend_on_flag_port(
     (home.run / "backend.json").write_text(json.dumps({**place, "pid": 1}))  # of another one, before it
     with pytest.raises(client.OperationRefusedError, match="can't be reached on port 9"):
         client.purge(home, PurgeRequest(everything=True))
+
+
+def test_purge_clears_memory_of_each_loaded_model(home: Home) -> None:
+    first, second, unloaded = (Home(home.root, name) for name in ("large", "qwen3.5", "unloaded"))
+    unloaded.backend_lock.touch()
+    with run_backend(home) as keeper, run_backend(first) as large, run_backend(second) as small:
+        keeper.health = b'{"keeper": true, "pid": 1}'
+        for each, server in ((home, keeper), (first, large), (second, small)):
+            announce(each, server)
+        client.purge(home, PurgeRequest(everything=True))
+        expected = [("/kv/forget", f"Bearer {home.load_secret()}")]
+        assert (keeper.requests, large.requests, small.requests) == ([], expected, expected)
+        large.status = 503
+        second.backend_state.unlink()
+        with pytest.raises(client.OperationRefusedError) as caught:
+            client.purge(home, PurgeRequest(everything=True))
+    pid = os.getpid()
+    assert f"the backend of large, process {pid}, answered 503; its KV" in str(caught.value)
+    assert f"the backend of qwen3.5, process {pid}, has not announced its port; its KV" in str(caught.value)
+
+
+def test_purge_beside_keeper_without_loaded_models(home: Home, backend: RecordingBackend) -> None:
+    backend.health = b'{"keeper": true, "pid": 1}'
+    client.purge(home, PurgeRequest(everything=True))
+    assert backend.requests == []
 
 
 def test_purge_names_backend_that_refuses(home: Home, backend: RecordingBackend) -> None:

@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,10 @@ WELL = Facts(
 )
 
 
+def make_model(name: str, stage: str, reason: str = "", kv_bytes: int = 0) -> dict[str, Any]:
+    return {"name": name, "stage": stage, "reason": reason, "kv_bytes": kv_bytes}
+
+
 def vary(**changes: Any) -> Facts:
     """Vary the facts of a healthy machine; `machine__x` is a field of `machine`, and so on."""
     facts = WELL
@@ -108,10 +114,22 @@ FINDINGS: dict[str, tuple[Facts, str, str, str, str]] = {  # what: facts, check,
     "a silent holder": (vary(status=None), "lock", FAIL, "process 120 holds", "ps -p 120"),
     "no proxy": (vary(status=None, proxy_error="no proxy runs"), "proxy", WARN, "no proxy runs", "warmline serve"),
     "stale files": (vary(run_files={"proxy.pid": 7}), "run files", WARN, "proxy.pid names process 7", "serve"),
+    "another program": (
+        vary(foreign_run_files={"backend-a.pid": 7}),
+        "run files", WARN, "backend-a.pid names process 7, which is another program", "serve",
+    ),
     "no backend": (vary(status=STATUS | {"backend": "loading"}), "backend", FAIL, "loading", "warmline doctor"),
     "a failed one": (
         vary(status=STATUS | {"engine": ENGINE | {"failure": "no memory"}}),
         "backend", FAIL, "no memory", "warmline doctor",
+    ),
+    "a failed one of several": (
+        vary(status=STATUS | {"models": [make_model("a", "loaded"), make_model("b", "failed", "no config.json")]}),
+        "backend", FAIL, "a: loaded, b: failed", "warmline models ls",
+    ),
+    "one of several that never fits": (
+        vary(status=STATUS | {"models": [make_model("a", "starting", "reads"), make_model("b", "unloaded", "large")]}),
+        "backend", WARN, "a: starting, b: unloaded; can't be loaded: b", "warmline models ls",
     ),
     "taken ports": (vary(status=None, ports_taken=[8026]), "ports", FAIL, "8026 taken", "--port"),
     "nothing saved": (vary(status=STATUS | {"persistence": "ENOSPC"}), "saving", FAIL, "ENOSPC", "resilience.md"),
@@ -197,6 +215,13 @@ def test_healthy_facts_give_no_finding() -> None:
         (vary(machine__wired_limit_mb="1024"), "wired limit", "the GPU may have 1.1 GB"),
         (vary_linux(machine__has_openblas=True), "BLAS", "OpenBLAS is there"),
         (vary_linux(machine__has_gpu=True, machine__memory_bytes=70 * GB), "memory", "64.0 GB"),
+        (
+            vary(
+                status=STATUS | {"models": [make_model("a", "loaded", "", GB), make_model("b", "loaded", "", 2 * GB)]}
+            ),
+            "memory",
+            "1.0 GB for conversations of a and 2.0 GB for conversations of b, of",
+        ),
     ],
 )
 def test_harmless_facts_give_no_finding(facts: Facts, name: str, seen: str) -> None:
@@ -231,6 +256,24 @@ def test_facts_of_real_home(home: Home) -> None:
     assert (facts.settings.reuse, facts.settings.lan, facts.settings.on_loopback) == ("exact", True, False)
     assert facts.index.findings and facts.index.roots == {"model-a": 1} and len(facts.index.records) == 2
     assert facts.machine.memory_bytes > 0 and facts.machine.disk_bytes >= facts.machine.disk_bytes_free
+
+
+def test_stale_and_foreign_pid_files_of_each_backend_are_found(home: Home) -> None:
+    stand_in = "import sys; print(flush=True); sys.stdin.read()"
+    own = [sys.executable, "-c", stand_in, "-m", "warmline_backend"]
+    with (
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other,
+        subprocess.Popen(own, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as backend,
+    ):
+        assert backend.stdout is not None and backend.stdout.readline() == b"\n"
+        for instance, pid in {"": other.pid, "large": backend.pid, "qwen3.5": 999999999}.items():
+            Home(home.root, instance).pid_file("backend").write_text(f"{pid}\n")
+        facts = gather(home)
+        for process in (other, backend):
+            assert process.stdin is not None
+            process.stdin.close()
+    assert facts.run_files == {"backend-qwen3.5.pid": 999999999}
+    assert facts.foreign_run_files == {"backend.pid": other.pid}
 
 
 def test_announced_ports_precede_settings(home: Home) -> None:

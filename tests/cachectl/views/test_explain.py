@@ -1,5 +1,7 @@
 """View of two prompts side by side."""
 
+from typing import Any
+
 import pytest
 
 from warmline_cachectl.views.explain import MARK_CLOSE, MARK_OPEN, render_comparison, render_explanation
@@ -55,3 +57,25 @@ def test_reason_is_shown_only_where_more_could_be_reused(reason: str, cause: str
     )
     text = "\n".join(map(str, render_explanation(reply)))
     assert shown in text and omitted not in text
+
+
+@pytest.mark.parametrize(
+    ("facts", "shown"),
+    [
+        (
+            {"generated_tokens": 11, "decode_passes": 8, "drafted_tokens": 6, "accepted_tokens": 3},
+            "decoded 11 tokens in 8 steps; 3 of 6 draft tokens were right\n",
+        ),
+        (
+            {"generated_tokens": 1, "decode_passes": 1, "no_drafts": "speculation is off"},
+            "decoded 1 token in 1 step; no drafts: speculation is off\n",
+        ),
+        ({"generated_tokens": 0, "decode_passes": 0}, "prompt tokens (cold)\n\nwarm: It is so."),
+    ],
+)
+def test_decoding_is_shown_with_its_drafts(facts: dict[str, Any], shown: str) -> None:
+    record = RequestRecord(id="r", at=0.0, endpoint="chat", client_model="m", outcome="ok", source="cold", **facts)
+    now = StoredState(session="", tokens=0, branch=False)
+    verdict = CauseReport(cause="warm", means="It is so.")
+    reply = ExplainReply(request=record, verdict=verdict, besides=[], now=now, waits=[])
+    assert shown in "\n".join(map(str, render_explanation(reply)))

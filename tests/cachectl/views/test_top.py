@@ -47,7 +47,7 @@ def test_later_snapshots_average_since_last() -> None:
 
 def test_json_names_of_top() -> None:
     view = top_view.build_snapshot(make_status(100.0, make_live_row()), RECORDS)
-    names = "at model backend persistence running queued settling connections requests engine memory disk reuse"
+    names = "at model backend models persistence running queued settling connections requests engine memory disk reuse"
     assert set(view) == set(names.split())
     names = (
         "id client_model client_session phase source age_s queue_s ttft_s expected_ttft_s prompt_tokens "
@@ -76,6 +76,17 @@ def test_screen_reports_down_backend_and_full_disk() -> None:
     text = render_text(view)
     assert view["engine"] is None and "the backend is loading" in text and "no space left" in text
     assert "no requests" in text
+
+
+def test_screen_names_stages_of_several_models() -> None:
+    other = {"running": 0, "waiting": 0, "pinned": False}
+    models = [
+        {"name": "large", "stage": "loaded", "resident_bytes": 3_000_000, "kv_bytes": 50_000_000, **other},
+        {"name": "small", "stage": "loaded", "resident_bytes": 1_000_000, "kv_bytes": 10_000_000, **other},
+        {"name": "none", "stage": "unloaded", "resident_bytes": 0, "kv_bytes": 0, **other},
+    ]
+    shown = render_text(top_view.build_snapshot(make_status(100.0, models=models), []))
+    assert "large: loaded, small: loaded, none: unloaded" in shown and "4.0 MB of 60.0 MB" in shown
 
 
 def test_top_ends_in_one_line_when_its_terminal_closes(home: Home) -> None:

@@ -19,8 +19,8 @@ LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 LONG = "Look closely, and leave nothing out. "
 REPEATED = {"llama": 40, "falcon_h1": 40, "qwen3_5": 12}  # so that on no machine it is computed sooner than read
 RESULT = "bin\netc\nhome\nopt\nsrv\nusr"
-FAMILIES = list(REPEATED)  # rows only; states beside rows, in each layer and in layers of their own
-MANNERS = ["marked", "open"]
+# By family (rows only; states beside rows, in each layer and in layers of their own): the template's manners.
+FAMILIES = {"llama": ["marked", "open"], "falcon_h1": ["marked"], "qwen3_5": ["open"]}
 
 
 class ToolAgent:
@@ -72,7 +72,10 @@ def check_next_turn(agent: ToolAgent, before: int) -> Reply:
 def test_tool_loop_turns_start_from_previous_turn(family: str, tiny_folder: FolderOf, tmp_path: Path) -> None:
     opening = LONG * REPEATED[family]
     with Pair(tmp_path, tiny_folder(family, tools=True)) as pair:
-        agents = [ToolAgent(pair, manner, f"What lies in the root folder ({manner})? {opening}") for manner in MANNERS]
+        agents = [
+            ToolAgent(pair, manner, f"What lies in the root folder ({manner})? {opening}")
+            for manner in FAMILIES[family]
+        ]
         for agent in agents:
             check_tool_loop(agent)
         pair.kill()

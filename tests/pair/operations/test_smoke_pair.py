@@ -24,11 +24,19 @@ def read_report(pair: Pair, *words: str) -> tuple[int, dict[str, Any]]:
     return done.exit_code, {gate["name"]: gate for gate in json.loads(done.stdout)["gates"]}
 
 
+def list_starts(pair: Pair) -> list[str]:
+    """Starts of the last requests, and why they were not warmer: for a failure."""
+    pair.as_owner("GET", f"{pair.url}/warmline/explain")  # writes the records that are still in memory
+    names = ("id", "source", "prompt_tokens", "cached_tokens", "why_not_warmer", "outcome")
+    records = pair.as_owner("GET", f"{pair.url}/warmline/requests?count=60").json["requests"]
+    return [" ".join(str(record[name]) for name in names) for record in records]
+
+
 def test_trained_model_passes_all_checks(agent_pair: Pair) -> None:
     code, seen = read_report(agent_pair, "--long-tokens", "6000")
     assert {name: gate["detail"] for name, gate in seen.items() if gate["result"] != "passed"} == {
         "restart": "ends the backend, which interrupts others: add --restart"
-    }
+    }, list_starts(agent_pair)
     assert code == 0 and len(seen) == 12
 
 

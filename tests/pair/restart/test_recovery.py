@@ -25,7 +25,8 @@ SHARED_MAX = 16  # the template's first tokens and a digit or two, which prompts
 FLAGS = ("--prefill-step-size", str(STEP), "--partial-save-tokens", str(PART))
 NAME = "X-Warmline-Request"
 ANSWER = {"max_tokens": 12, **WITH_LOGPROBS}
-LONG_ANSWER = {"max_tokens": 400, "ignore_eos": True, **WITH_LOGPROBS}
+LONG_ANSWER = {"max_tokens": 120, "ignore_eos": True, **WITH_LOGPROBS}
+SPEAKING_TOKENS = 5000  # of an answer that a fault ends; a busy machine decodes hundreds before the others arrive
 ARRIVAL_S = 0.5  # of a request at the place where it waits for others
 SAVE_COMMANDS = ("_find_kv", "choose_slice_bytes")  # names in the commands of a save, in order; a step lies between
 THREADS_MORE_MAX = 8  # of pools that had not started all of theirs
@@ -68,9 +69,9 @@ def is_ready(pair: Pair) -> bool:
 class StagedRequests:
     """Four requests, each at another stage, with the current step held at the gate."""
 
-    def __init__(self, pair: Pair, gate: Gate, words: str) -> None:
+    def __init__(self, pair: Pair, gate: Gate, words: str, speaking_tokens: int = 120) -> None:
         self._pair, self._gate, self._words = pair, gate, words
-        self.speaking = self._ask("speaking", 80, stream=True, **LONG_ANSWER)
+        self.speaking = self._ask("speaking", 80, stream=True, **{**LONG_ANSWER, "max_tokens": speaking_tokens})
         self._let_pass_until("decode", "speaking")
         while not self.speaking.text:
             gate.next_step().let_pass()
@@ -126,7 +127,7 @@ def check_fault_while_decoding(fault: str, pair: Pair, planted: FaultControl) ->
     pair.settle()
     boot = pair.status().boot
     with planted.make_gate() as gate:
-        requests = StagedRequests(pair, gate, fault)
+        requests = StagedRequests(pair, gate, fault, SPEAKING_TOKENS)
         step = requests.wait_for_held_step("decode", "speaking")
         planted.plant_fault(fault, "decode")
         step.start()

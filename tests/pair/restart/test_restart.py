@@ -76,7 +76,7 @@ def test_next_turn_after_kill_9_is_warm(family: str, tiny_folder: FolderOf, tmp_
     model = tiny_folder("llama" if family == "quantized" else family)
     flags = QUANTIZED if family == "quantized" else ()
     tolerance = TOLERANCE_QUANTIZED if flags else TOLERANCE
-    check_restart(Pair(tmp_path, model, *flags), tolerance, tokens=40, stored_input=STORED_INPUT * 20)
+    check_restart(Pair(tmp_path, model, *flags), tolerance, tokens=40, stored_input=STORED_INPUT * 50)
 
 
 def test_next_turn_after_kill_9_on_real_model(demo_home: Home, tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ def test_record_request_counts_outcome_and_times() -> None:
         "warmline_request_seconds": (2, 12.0),
         "warmline_queue_seconds": (2, 4.0),
         "warmline_ttft_seconds": (1, 4.0),
+        "warmline_model_load_seconds": (0, 0.0),
         "warmline_restore_seconds": (1, 0.5),
         "warmline_prefill_seconds": (1, 2.0),
         "warmline_decode_seconds": (1, 5.0),

@@ -20,9 +20,9 @@ from support.index.archives import (
     save_conversations,
 )
 from support.index.indexes import BUDGET, make_home, make_turn
-from warmline_backend.kv_cache.segment_io import delete_drafts
 from warmline_common.protocol.tokens import namespace, pack_tokens, unpack_tokens
 from warmline_common.storage import disk
+from warmline_common.storage.drafts import delete_drafts
 from warmline_proxy.archive import importer
 from warmline_proxy.archive.exporter import Exporter
 from warmline_proxy.archive.importer import KnownModels, find_known_models, import_archive

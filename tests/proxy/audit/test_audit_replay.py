@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from support.keeper.fake_keeper import run_models
 from support.proxy.audits import ask_turns
 from support.proxy.harness import ProxyHarness, on_loop, run_proxy
 from warmline_common.protocol.messages import FirstLogits, decode, encode
@@ -80,3 +81,14 @@ async def test_replay_of_unknown_session_or_bad_body_returns_400(tmp_path: Path)
         for body in (encode(ReplayRequest(session="none")), b"{"):
             async with proxy.client.post(f"{proxy.url}/warmline/replay", data=body, headers=headers) as response:
                 assert response.status == 400 and "Not a replay" in await response.text()
+
+
+@on_loop
+async def test_replay_names_the_model_to_load_that_this_proxy_has_not_seen(tmp_path: Path) -> None:
+    sizes = {"large": 10, "small": 10}
+    async with run_models(tmp_path, sizes, 20, ("small",)) as earlier:
+        assert (await earlier.ask("small", "words of a conversation " * 10)).status == 200
+        await earlier.wait_until_saved()
+    async with run_models(tmp_path, sizes, 20, ("large",)) as proxy:
+        (replay,) = await replay_sessions(proxy)
+        assert replay.detail == "its model is not loaded: `warmline models load small`"

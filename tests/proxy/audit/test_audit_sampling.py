@@ -73,7 +73,7 @@ def test_full_queue_drops_newest_and_keeps_collapsed_first(tmp_path: Path) -> No
     assert list_waiting(auditor)[:3] == ["collapsed", "collapsed too", "0"]
     assert len(list_waiting(auditor)) == WAITING_MAX
     assert [request_id for request_id, *_ in recorded] == ["late", str(WAITING_MAX - 1), str(WAITING_MAX - 2)]
-    assert f"warmline_audits_waiting {WAITING_MAX}" in auditor.metrics.render_exposition()[0].decode()
+    assert auditor.waiting_count == WAITING_MAX
 
 
 def test_queue_is_bounded_in_bytes(tmp_path: Path) -> None:

@@ -207,7 +207,9 @@ async def test_request_started_from_suspect_prefix_saves_nothing(tmp_path: Path)
         (request,) = computing
         cold, began = make_first_logits(-3.0), time.monotonic()
         case = AuditMismatch(request.root, request.rendered.tokens, 10, cold, backend.layout, 1e-3, began)
-        quarantining = asyncio.create_task(proxy.app[COMPONENTS].quarantine.quarantine(case, "a replay"))
+        quarantining = asyncio.create_task(
+            proxy.app[COMPONENTS].audits.audits[0].quarantine.quarantine(case, "a replay")
+        )
         while not request.suspect:
             await proxy.status()
         backend.may_continue.set()  # the bisection waits for the running request

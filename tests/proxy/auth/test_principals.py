@@ -27,7 +27,7 @@ from warmline_proxy.auth.principals import ANONYMOUS, Client, ClientKeys
 from warmline_proxy.config import ProxyConfig
 from warmline_proxy.errors import ClientError
 from warmline_proxy.listener import listen
-from warmline_proxy.request.admission import identify_caller
+from warmline_proxy.models.admission import identify_caller
 
 PROMPT = "Once upon a time there was a conversation. " * 20
 

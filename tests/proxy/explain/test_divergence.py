@@ -15,7 +15,6 @@ from warmline_proxy.planner import COLD, RequestPlan
 from warmline_proxy.request.request import Request
 from warmline_proxy.request_log import RequestLog
 from warmline_proxy.store.rows import DIVERGENCE_TOKENS_AFTER, DIVERGENCE_TOKENS_BEFORE, Divergence, PrefixMatch
-from warmline_proxy.upstream.resident_view import ResidentView
 
 QUESTION = "Where do the ships that came this morning come from, and whose are they, if that is known to anybody?"
 OTHER = QUESTION.replace("morning", "evening")
@@ -89,7 +88,7 @@ async def test_cache_prompt_false_has_no_divergence(tmp_path: Path) -> None:
 @on_loop
 async def test_pause_clears_and_blocks_divergences() -> None:
     unused: Any = None
-    recorder = DivergenceRecorder(unused, unused, ResidentView(), unused)
+    recorder = DivergenceRecorder(unused, unused)
     request = Request(RequestLog("chat"), unused, unused, prompt=make_prompt(pack_text(b"it is evening")))
     plan = RequestPlan(COLD, 0, "differs from what is stored at token 6", diverges_at=6)
     match = PrefixMatch(

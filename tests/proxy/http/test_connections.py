@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from support.proxy.harness import on_loop
-from support.proxy.raw_connections import count_alive, run_server, wait_until
+from support.proxy.raw_connections import count_alive, frozen_heap, run_server, wait_until
 from warmline_common.process.file_limits import count_open_descriptors, raise_descriptor_limit
 from warmline_proxy.http import connections
 from warmline_proxy.http.bodies import BODY_BYTES_MAX
@@ -344,13 +344,14 @@ async def test_no_leak_after_disconnects(tmp_path: Path) -> None:
             client.get("/flood?bytes=1000000")
         client.reset() if number % 2 else client.writer.close()
 
-    async with run_server(tmp_path) as (server, connect):
-        before, alive = count_open_descriptors(), count_alive()  # some are alive where tests before have failed
-        for number in range(200):
-            await connect_and_leave(number)
-        await wait_until(lambda: count_open_descriptors() <= before)
-        await wait_until(lambda: count_alive() <= alive)
-        assert server.connections.count == 0
+    with frozen_heap():
+        async with run_server(tmp_path) as (server, connect):
+            before = count_open_descriptors()
+            for number in range(200):
+                await connect_and_leave(number)
+            await wait_until(lambda: count_open_descriptors() <= before)
+            await wait_until(lambda: count_alive() == 0)
+            assert server.connections.count == 0
 
 
 @on_loop

@@ -29,7 +29,7 @@ class Saver:
 def make_generator(saver: Saver, partial_save_tokens: int) -> Generator:
     config = SimpleNamespace(partial_save_tokens=partial_save_tokens, garbage_guard="off")
     background = BackgroundTasks()
-    return Generator(cast(Any, config), UNUSED, UNUSED, cast(Any, saver), UNUSED, UNUSED, UNUSED, background)
+    return Generator(cast(Any, config), cast(Any, saver), UNUSED, UNUSED, UNUSED, background)
 
 
 @on_loop

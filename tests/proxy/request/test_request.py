@@ -68,7 +68,7 @@ async def test_reset_returns_to_arriving_and_forgets_the_first_token() -> None:
 
 @on_loop
 async def test_load_is_that_of_planned_requests() -> None:
-    registry = RequestRegistry(cast(Any, None))
+    registry = RequestRegistry()
     asking, planned, arriving, answering, left = (registry.add(make_request()) for _ in range(5))
     for request, ttft_s in ((planned, 0.0), (answering, 3.0), (left, 0.0)):
         request.log.plan, request.log.prompt_tokens, request.log.ttft_s = RequestPlan("resident", 200), 1_000, ttft_s

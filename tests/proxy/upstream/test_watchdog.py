@@ -16,6 +16,8 @@ from support.proxy.audits import make_metric_reader
 from support.proxy.harness import on_loop, run_proxy, serve
 from warmline_common.process.pids import read_command_line
 from warmline_common.protocol.messages import HealthReply
+from warmline_common.storage.file_lock import process_lock
+from warmline_common.storage.home import Home
 from warmline_proxy.upstream import transport
 from warmline_proxy.upstream.client import Upstream
 from warmline_proxy.upstream.watchdog import (
@@ -23,6 +25,7 @@ from warmline_proxy.upstream.watchdog import (
     WARM_UP_STEPS,
     StallTracker,
     Watchdog,
+    is_backend,
     step_limit_s,
 )
 
@@ -105,6 +108,26 @@ async def run_process(name: str = BACKEND_COMMAND) -> AsyncIterator[asyncio.subp
         await child.wait()
 
 
+def make_home(folder: Path, pid: int, instance: str = "") -> Home:
+    """Home whose backend's pid file names this process."""
+    home = Home(folder, instance)
+    home.run.mkdir(exist_ok=True)
+    home.pid_file("backend").write_text(f"{pid}\n")
+    return home
+
+
+@on_loop
+async def test_only_the_holder_of_the_instances_lock_is_a_backend_of_it(tmp_path: Path) -> None:
+    async with run_process() as child:
+        assert is_backend(child.pid, make_home(tmp_path, child.pid))
+        home = make_home(tmp_path, child.pid, "large")
+        assert not is_backend(child.pid, home)
+        with process_lock(home.backend_lock):
+            assert not is_backend(child.pid, home), "another process holds it"
+            home.backend_lock.write_text(f"{child.pid}\n")
+            assert is_backend(child.pid, home)
+
+
 @on_loop
 async def test_endless_step_kills_process(tmp_path: Path) -> None:
     async with run_process() as child, run_proxy(tmp_path, wedge_timeout_s=0.4) as proxy:
@@ -120,9 +143,9 @@ async def test_silent_process_is_killed(tmp_path: Path) -> None:
     async with run_process() as child:
         server = await asyncio.start_server(lambda reader, writer: asyncio.Event().wait(), "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        (pid_file := tmp_path / "backend.pid").write_text(f"{child.pid}\n")
+        home = make_home(tmp_path, child.pid)
         client = Upstream(f"http://127.0.0.1:{port}", "secret")
-        watching = asyncio.create_task(Watchdog(client, 0.2, pid_file).run())
+        watching = asyncio.create_task(Watchdog(client, 0.2, home).run())
         assert await child.wait() == -signal.SIGKILL
         watching.cancel()
         await client.close()
@@ -165,7 +188,7 @@ async def test_process_of_another_program_is_not_killed(tmp_path: Path) -> None:
 @on_loop
 async def test_wait_until_up_times_out_with_reason() -> None:
     client = Upstream("http://127.0.0.1:9", "secret")
-    watchdog = Watchdog(client, 10.0, Path("none"))
+    watchdog = Watchdog(client, 10.0, Home(Path("none")))
     watching = asyncio.create_task(watchdog.run())
     with pytest.raises(TimeoutError):
         await watchdog.wait_until_up(0.1)
@@ -225,9 +248,9 @@ async def test_foreign_server_on_port_kills_no_process(tmp_path: Path) -> None:
     app.router.add_route("*", "/{path:.*}", not_found)
     runner, port = await serve(app)
     async with run_process() as innocent:
-        (pid_file := tmp_path / "backend.pid").write_text(f"{innocent.pid}\n")
+        home = make_home(tmp_path, innocent.pid)
         client = Upstream(f"http://127.0.0.1:{port}", "secret")
-        watchdog = Watchdog(client, 0.2, pid_file)
+        watchdog = Watchdog(client, 0.2, home)
         watching = asyncio.create_task(watchdog.run())
         while len(paths) < 20 and not watchdog.kills:  # noqa: ASYNC110  a kill sets no event
             await asyncio.sleep(0.01)
@@ -248,9 +271,9 @@ async def test_process_with_full_backlog_is_killed(tmp_path: Path, monkeypatch: 
         for other in others:
             other.setblocking(False)
             other.connect_ex(("127.0.0.1", port))
-        (pid_file := tmp_path / "backend.pid").write_text(f"{child.pid}\n")
+        home = make_home(tmp_path, child.pid)
         client = Upstream(f"http://127.0.0.1:{port}", "secret")
-        watchdog = Watchdog(client, 0.4, pid_file)
+        watchdog = Watchdog(client, 0.4, home)
         watching = asyncio.create_task(watchdog.run())
         assert await child.wait() == -signal.SIGKILL
         watching.cancel()

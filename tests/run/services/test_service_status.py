@@ -128,9 +128,28 @@ def test_follow_survives_rotation_and_truncation(tmp_path: Path) -> None:
             file.write("five\n")
         return next(turns)
 
-    logs.follow([log, tmp_path / "other"], written.append, is_over)
+    logs.follow(lambda: [log, tmp_path / "other"], written.append, is_over)
     assert written == [f"==> {log} <==\nfive\n"]
     followed.close()
+
+
+def test_logs_of_backend_include_those_of_all_models(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    for name in ("backend.stderr", "backend.log", "keeper.log", "backend-a.log", "backend-a.log.1", "proxy.log"):
+        (folder / name).write_text(f"{name}\n")
+    names = [path.name for path in logs.list_log_files(tmp_path, ["backend"])]
+    assert names == ["backend.stderr", "backend.log", "keeper.log", "backend-a.log"]
+    assert [path.name for path in logs.list_log_files(tmp_path, ["proxy"])] == ["proxy.stderr", "proxy.log"]
+    written: list[str] = []
+    turns = iter([False, True])
+
+    def is_over() -> bool:
+        (folder / "backend-b.log").write_text("loaded\n")  # by a model that is loaded meanwhile
+        return next(turns)
+
+    logs.follow(lambda: logs.list_log_files(tmp_path, ["backend"]), written.append, is_over)
+    assert written == [f"==> {folder / 'backend-b.log'} <==\nloaded\n"]
 
 
 # ---- in the processes

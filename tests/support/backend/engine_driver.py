@@ -1,6 +1,6 @@
 """Scheduler driven turn by turn on the test's own thread: no threads, clocks or sockets."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +14,9 @@ from warmline_backend.model.model import ServedModel
 from warmline_backend.output.events import Text
 from warmline_backend.request.params import GenerationParams
 from warmline_backend.scheduler.scheduler import Scheduler, SchedulerSettings
+from warmline_backend.speculation.speculation import Speculation
 from warmline_common.protocol.messages import CheckpointRef, GenerationResult, SegmentRef
-from warmline_common.protocol.tokens import pack_tokens, prefix_digests, unpack_tokens
+from warmline_common.protocol.tokens import TokenArray, pack_tokens, prefix_digests, unpack_tokens
 from warmline_common.storage.segment_file import FileMeta
 
 FINGERPRINT = "f" * 64
@@ -55,6 +56,11 @@ class EventLog:
         return unpack_tokens(self.result.generated)
 
     @property
+    def tokens(self) -> list[int]:
+        """Tokens of the answer that were sent."""
+        return [event.token for event in self.events if isinstance(event, TokenEvent)]
+
+    @property
     def text(self) -> str:
         parts = (part for event in self.events if isinstance(event, TokenEvent) for part in event.parts)
         return "".join(part.text for part in parts if isinstance(part, Text))
@@ -81,6 +87,7 @@ class SchedulerDriver:
         places: int = 32,
         keeps: bool = True,
         exact: bool = False,
+        speculation: Speculation | None = None,
     ) -> None:
         settings = SchedulerSettings(
             boot="test",
@@ -90,7 +97,7 @@ class SchedulerDriver:
             keeps_residents=keeps,
             exact=exact,
         )
-        self.served, self.scheduler = served, Scheduler(served, settings)
+        self.served, self.scheduler = served, Scheduler(served, settings, speculation=speculation)
         self._count = 0
 
     def submit(
@@ -102,6 +109,7 @@ class SchedulerDriver:
         follow: str = "",
         reuse: int = 0,
         keep: bool = False,
+        prediction: Sequence[int] = (),
         background: bool = False,
         root: bytes = b"",
         checkpoints: tuple[int, ...] = (),
@@ -120,6 +128,7 @@ class SchedulerDriver:
             reuse_tokens=reuse,
             copy_resident=keep,
             leaves_resident=not background,
+            prediction=TokenArray(prediction),
             background=background,
             root=root,
             checkpoints=checkpoints,

@@ -46,6 +46,7 @@ from warmline_proxy.index.recovery.startup import ReconcileReport, reconcile  # 
 from warmline_proxy.index.recovery.verify import verify_index  # noqa: E402
 from warmline_proxy.store.rows import SavePlan, SaveResult  # noqa: E402
 
+SYNCS = ("sync", "sync_folder")
 PROBE = list(range(9000, 9200))
 
 
@@ -198,9 +199,13 @@ def read_tensor(path: Path, name: str, values: int) -> bytes:
 
 
 def iter_kill_points(steps: list[DiskStep]) -> Iterator[tuple[int, str]]:
-    """Yield (step number, when): before each step, in the middle of each write, and after the last step."""
-    for nth, step in enumerate(steps, 1):
-        yield nth, "before"
+    """Yield (step number, when): before each step, in the middle of each write, and after the last step.
+
+    A kill finds the same home before and after a sync, so after one there is a point only where an operation begins.
+    """
+    for nth, (step, last) in enumerate(zip(steps, [None, *steps], strict=False), 1):
+        if last is None or last.name not in SYNCS or last.operation != step.operation:
+            yield nth, "before"
         if step.name == "write":
             yield nth, "middle"
     yield len(steps), "after"

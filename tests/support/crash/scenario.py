@@ -12,9 +12,10 @@ from unittest import mock
 
 import xxhash
 
-from warmline_backend.kv_cache.segment_io import RawTensor, delete_drafts, write_segment_file
+from warmline_backend.kv_cache.segment_io import RawTensor, write_segment_file
 from warmline_common.protocol.messages import KvLayout, SaveReply
 from warmline_common.protocol.tokens import TOKEN_BYTES, namespace, pack_tokens, prefix_digest
+from warmline_common.storage.drafts import delete_drafts
 from warmline_common.storage.home import Home
 from warmline_common.storage.segment_file import FileMeta
 from warmline_proxy.archive.exporter import Exporter

@@ -16,6 +16,7 @@ FOLDERS = ("backend", "proxy", "cachectl", "launchd")
 LOGGED = {"warning", "error", "critical", "exception", "log"}
 PRINTERS = {
     "write_line",
+    "_refuse_start",
     "print_message",
     "print_line",
     "run_checked",
@@ -30,7 +31,7 @@ PRINTERS |= {"Outcome", "ProxyReadiness", "close", "print", "_add_finding", "_re
 VALUE = "…"
 WORDS_MIN = 1  # of less, nothing could be found on a page
 DEPTH_MAX = 3  # of names and functions that are followed to a text
-VARIANTS_MAX = 4  # of a part of a message; what has more is a value
+VARIANTS_MAX = 5  # of a part of a message; what has more is a value
 _PERCENT = re.compile(r"%[-\d.]*[sdrgf]")
 _WORD = re.compile(r"[A-Za-z][a-z']+")
 

@@ -87,9 +87,14 @@ def _list_keys(page: bytearray) -> list[bytes]:
 
 
 def begin_save(
-    index: Index, ids: Sequence[int], checkpoints: Sequence[int] = (), root: bytes = ROOT, may_replace: bool = True
+    index: Index,
+    ids: Sequence[int],
+    checkpoints: Sequence[int] = (),
+    root: bytes = ROOT,
+    may_replace: bool = True,
+    model: str = "",
 ) -> SavePlan | None:
-    return index.begin_save(SaveIntent(root, MODEL, pack_tokens(ids), LAYOUT, checkpoints, may_replace))
+    return index.begin_save(SaveIntent(root, model or MODEL, pack_tokens(ids), LAYOUT, checkpoints, may_replace))
 
 
 def plan_save(index: Index, ids: Sequence[int], checkpoints: Sequence[int] = (), may_replace: bool = True) -> SavePlan:

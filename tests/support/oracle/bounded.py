@@ -14,7 +14,7 @@ from support.oracle.steps import read_script
 SCRIPTS = Path(__file__).with_name("scripts")
 SEED = 20261128
 EXAMPLES = 2  # hypothesis makes the first example of the simplest choices
-STEPS, RESTART_INTERVAL = 10, 1_000  # no restarts, which take seconds each: the tour has them
+STEPS, RESTART_INTERVAL = 6, 1_000  # no restarts, which take seconds each: the tour has them
 
 
 def check(name: str, modes: tuple[str, ...], root: Path) -> None:

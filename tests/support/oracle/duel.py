@@ -231,7 +231,9 @@ class Duel:
         return self._check_end(request.wait_until_ended(), question)
 
     def _compare(self, question: PendingRequest, warm: Reply) -> None:
-        verdict = compare_replies(self._reference.compute_cold(question.body), warm, self._tolerance)
+        verdict = compare_replies(
+            self._reference.compute_cold(question.body, is_exact=self.mode == "exact"), warm, self._tolerance
+        )
         if verdict.difference and self.mode == "fast" and self.family.steps:
             verdict = self._compare_with_cold_runs(question, warm)
         self.tally.add(verdict, warm)

@@ -52,22 +52,24 @@ FAMILIES = {
 
 
 class Reference:
-    """Cold answers of one family: one backend, without a proxy, for each chunk length."""
+    """Cold answers of one family: one backend, without a proxy, for each chunk length.
+
+    It drafts nothing, except for exact mode, where the bits of an answer are those of the same drafts.
+    """
 
     def __init__(self, family: OracleFamily, model: Path) -> None:
         self.family, self.model = family, model
-        self._backends: dict[int, ColdBackend] = {}
+        self._backends: dict[tuple[int, bool], ColdBackend] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> "Reference":
-        self._backend(STEP_TOKENS)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stack.close()
 
-    def compute_cold(self, body: Mapping[str, Any]) -> Reply:
-        return self._backend(STEP_TOKENS).compute_cold(body)
+    def compute_cold(self, body: Mapping[str, Any], *, is_exact: bool = False) -> Reply:
+        return self._backend(STEP_TOKENS, drafts=is_exact).compute_cold(body)
 
     def compute_cold_runs(self, body: Mapping[str, Any], cut: int) -> list[Reply]:
         """Cold runs in the usual chunks, in others, and in chunks of `cut` tokens, where a warm run began."""
@@ -77,15 +79,17 @@ class Reference:
                 runs.append(backend.compute_cold(body))
         return runs
 
-    def _backend(self, step_tokens: int) -> "ColdBackend":
-        if step_tokens not in self._backends:
-            self._backends[step_tokens] = self._stack.enter_context(self._run_backend(step_tokens))
-        return self._backends[step_tokens]
+    def _backend(self, step_tokens: int, *, drafts: bool = False) -> "ColdBackend":
+        key = step_tokens, drafts
+        if key not in self._backends:
+            self._backends[key] = self._stack.enter_context(self._run_backend(step_tokens, drafts=drafts))
+        return self._backends[key]
 
     @contextmanager
-    def _run_backend(self, step_tokens: int) -> Iterator["ColdBackend"]:
+    def _run_backend(self, step_tokens: int, *, drafts: bool = False) -> Iterator["ColdBackend"]:
         port = free_port()
         own = ("--model", str(self.model), "--backend-port", str(port), *self.family.flags)
+        own = own if drafts else (*own, "--speculation", "off")
         with tempfile.TemporaryDirectory(prefix="reference-") as folder:
             flags = ("--home", folder, *own, "--reuse", "off", "--prefill-step-size", str(step_tokens))
             with RunningProcess([WARMLINE, "backend", *flags]) as process:

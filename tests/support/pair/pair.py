@@ -8,11 +8,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 from typer.testing import CliRunner
@@ -90,13 +90,17 @@ class Pair:
         assert self._serve is not None
         return self._serve.seen
 
-    def start(self) -> "Pair":
+    def start(self) -> Self:
         ports = ["--port", str(self.port), "--backend-port", str(self.backend_port)]
         given = ["--audit-fraction", "0", *self._flags]  # no audits by chance, unless a test wants them
-        arguments = ["serve", "--home", str(self.home.root), "--model", str(self._model), *ports, *given]
+        arguments = ["serve", "--home", str(self.home.root), *self._model_flags, *ports, *given]
         self._serve = RunningProcess([WARMLINE, *arguments], self._environment)
         self._serve.wait_for("^ready http://", START_TIMEOUT_S)
         return self
+
+    @property
+    def _model_flags(self) -> Sequence[str]:
+        return ["--model", str(self._model)]
 
     def kill(self) -> None:
         """Kill all three processes at once with SIGKILL, as a power cut does."""
@@ -125,7 +129,7 @@ class Pair:
     def pid(self, process: str) -> int:
         return int(self.home.pid_file(process).read_text())
 
-    def __enter__(self) -> "Pair":
+    def __enter__(self) -> Self:
         return self.start()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -177,7 +181,7 @@ class Pair:
     def perf_lines(self, model: str, count: int) -> list[str]:
         """Wait for the next PERF lines of requests for this model name."""
         assert self._serve is not None
-        return [self._serve.wait_for(f'PERF .* model="{model}"', SETTLE_TIMEOUT_S).string for _ in range(count)]
+        return [self._serve.wait_for(f'PERF .* client_model="{model}"', SETTLE_TIMEOUT_S).string for _ in range(count)]
 
     def cachectl(self, *words: str, code: int = 0) -> Any:
         """JSON output of the command, if any.  Runs in this process, for speed, as any other reader."""

@@ -15,6 +15,7 @@ from warmline_common.protocol.sse import SseParser
 
 FOLDER = Path(__file__).parents[2] / "fixtures" / "requests"
 CLIENTS = sorted(path.stem for path in FOLDER.glob("*.json"))
+GENERATION_PROMPT = 3  # tokens: whose turn it is, where the model's begins
 
 
 @dataclass
@@ -35,8 +36,11 @@ def read_client(client: str) -> dict[str, Any]:
     return read
 
 
-def send_turn(pair: Pair, client: dict[str, Any], turn: dict[str, Any], call_id: str) -> RecordedAnswer:
-    body = json.dumps({**client["body"], **turn["body"]}).replace("CALL_ID", call_id)
+def send_turn(
+    pair: Pair, client: dict[str, Any], turn: dict[str, Any], call_id: str = "", **fields: object
+) -> RecordedAnswer:
+    """Send a recorded turn, with some fields of its body replaced."""
+    body = json.dumps({**client["body"], **turn["body"], **fields}).replace("CALL_ID", call_id)
     reply = pair.post(client["path"], body.encode(), **client["headers"])
     assert reply.status == 200, reply.raw
     read = {"/v1/messages": parse_messages, "/v1/responses": parse_responses, "/v1/chat/completions": parse_chat}
@@ -101,3 +105,15 @@ def parse_responses(events: list[Any]) -> RecordedAnswer:
     answer.prompt_tokens, answer.answer_tokens = usage["input_tokens"], usage["output_tokens"]
     answer.cached_tokens = usage["input_tokens_details"]["cached_tokens"]
     return answer
+
+
+def count_reusable(answers: list[RecordedAnswer], goes_on_from: str) -> int:
+    """Count the tokens that the next turn may reuse, by its relation to the last one.
+
+    - "answer": all that was said comes back and is shown: to the last token said, which has no row yet.
+    - "request": the template leaves out the last reasoning: to the end of what was answered with it.
+    - "first request": the user has spoken again, and the template leaves out all reasoning since the request before.
+    """
+    if goes_on_from == "answer":
+        return answers[-1].prompt_tokens + answers[-1].answer_tokens - 1
+    return (answers[-1] if goes_on_from == "request" else answers[0]).prompt_tokens - GENERATION_PROMPT

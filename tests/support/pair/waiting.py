@@ -8,8 +8,8 @@ from support.pair.pair import POLL_S, Pair
 LIMIT_S = 30.0
 
 
-def wait_until(condition: Callable[[], bool], problem: str) -> None:
-    limit = time.monotonic() + LIMIT_S
+def wait_until(condition: Callable[[], bool], problem: str, limit_s: float = LIMIT_S) -> None:
+    limit = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < limit, problem
         time.sleep(POLL_S)

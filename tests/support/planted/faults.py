@@ -30,7 +30,12 @@ class FaultControl:
     """Faults of one pair, ordered by files in a folder; the pair is started with `environment`."""
 
     def __init__(
-        self, restart_delay_s: float | None = None, map_bytes: int | None = None, retry_interval_s: float | None = None
+        self,
+        restart_delay_s: float | None = None,
+        map_bytes: int | None = None,
+        retry_interval_s: float | None = None,
+        *,
+        hold_loads: bool = False,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="planted-"))  # short: a socket's path has at most 104 characters
         paths = [SITE, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -41,6 +46,8 @@ class FaultControl:
             own["PLANTED_MAP_BYTES"] = str(map_bytes)
         if retry_interval_s is not None:
             own["PLANTED_RETRY_INTERVAL_S"] = str(retry_interval_s)
+        if hold_loads:
+            own["PLANTED_HOLD_LOADS"] = "1"
         self.environment: Mapping[str, str] = {**os.environ, **own}
         self._numbers = itertools.count()
 

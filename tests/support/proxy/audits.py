@@ -39,7 +39,7 @@ def make_quiet_engine(fake_time: FakeTime | None = None, registry: Any = None) -
     """Make an engine without requests, by a clock of its own."""
     fake_time = fake_time or FakeTime()
     if registry is None:
-        registry = RequestRegistry(SimpleNamespace())  # type: ignore[arg-type]
+        registry = RequestRegistry()
         registry.emptied_at = fake_time.now
     return QuietEngine(registry, SimpleNamespace(is_up=True), fake_time.clock, fake_time.sleep)  # type: ignore[arg-type]
 

@@ -57,8 +57,8 @@ from warmline_common.storage.home import Home
 class FakeBackend:
     """Backend scripted by its attributes; `calls` lists the received calls by kind."""
 
-    def __init__(self, home: Home) -> None:
-        self.home = home
+    def __init__(self, home: Home, model: str = SERVED, fingerprint: str = "f" * 64) -> None:
+        self.home, self.model, self.fingerprint = home, model, fingerprint
         self.boot, self.generation = "boot-1", 0
         self.ready = True
         self.pid = 1 << 30  # of no process
@@ -67,7 +67,7 @@ class FakeBackend:
         self.health_checks = 0
         self.advances_steps = False  # each health check advances a step
         self.reports_start = False  # generations report their start
-        self.layout = make_layout()
+        self.layout, self.kv_bytes = make_layout(), 0
         self.answer = ["Par", "is."]
         self.turn: SampledTurn | None = None  # each answer's sampled turn
         self.logprob = -0.25  # of every request's first token
@@ -86,12 +86,10 @@ class FakeBackend:
         self.raw: list[bytes] | None = None  # bytes of the stream, instead of the usual ones
         self.restore_refusals: list[str] = []  # reasons, one per restore; the last file is bad
         self.gone_count = 0  # generations to answer with 410
-        self.generation_faults: list[
-            str
-        ] = []  # one per generation: "" none, "cut", "cut after content", or an error's code
-        self.hold_after: int | None = (
-            None  # chunks after which a generation waits for `may_continue` or its cancellation
-        )
+        # One per generation: "" none, "cut", "cut after content", or an error's code.
+        self.generation_faults: list[str] = []
+        # Chunks after which a generation waits for `may_continue` or its cancellation.
+        self.hold_after: int | None = None
         self.may_continue = asyncio.Event()
         self.holding = asyncio.Event()
         self.restoring_allowed = asyncio.Event()
@@ -166,9 +164,9 @@ class FakeBackend:
             BackendStatus(
                 **self._snapshot,
                 ready=self.ready,
-                model=SERVED,
+                model=self.model,
                 model_path="/none",
-                fingerprint="f" * 64,
+                fingerprint=self.fingerprint,
                 layout=self.layout,
                 context_tokens_max=100_000,
                 memory_budget_bytes=10**9,
@@ -230,7 +228,8 @@ class FakeBackend:
                 boundaries=ends,
                 turn_end=ends[-1] if ends else 0,
                 tokens_max=100,
-                fingerprint="f" * 64,
+                kv_bytes=self.kv_bytes,
+                fingerprint=self.fingerprint,
             )
         )
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-from warmline_backend.prompt.render_limits import RenderLimits
+from warmline_backend.prompt.render_limits import PIECE_CHARS, RenderLimits
 from warmline_backend.prompt.tokenization.added_tokens import NO_SEPARATORS, find_separators
 from warmline_backend.prompt.tokenization.text_cache import (
     BLOCK_CHARS,
@@ -65,6 +65,14 @@ class TextTokenizer:
             else:
                 ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return ids
+
+    def tokenize_in_pieces(self, text: str, check: Callable[[], None]) -> TokenArray:
+        """Token ids of a text that is cut anywhere, which changes tokens beside a cut; `check` is called each time."""
+        tokens = TokenArray()
+        for start in range(0, len(text), PIECE_CHARS):
+            check()
+            tokens.extend(self.encode(text[start : start + PIECE_CHARS]))
+        return tokens
 
     def tokenize(
         self,

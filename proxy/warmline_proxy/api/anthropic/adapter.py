@@ -1,17 +1,17 @@
 """Anthropic's Messages: read into OpenAI's chat body, answered from its chunks; and the list of models.  Pure."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
-from warmline_common.protocol.messages import BackendStatus
 from warmline_proxy.api.anthropic.request import MessagesBody, build_chat_fields, list_tool_places, read_body
 from warmline_proxy.api.anthropic.response import MessageEvents, build_error_envelope
 from warmline_proxy.api.base import ApiCall, ResponseEncoder, ResponseStart
 from warmline_proxy.api.chunks import EventEncoder, encode_events
+from warmline_proxy.api.models import ServedModelInfo
 from warmline_proxy.api.tool_fields import ToolFields
 from warmline_proxy.errors import ClientError, bad_request
 from warmline_proxy.http import body_fields
@@ -73,18 +73,24 @@ def parse_session(user_id: str) -> str:
     return session if isinstance(session, str) and session else user_id
 
 
-def build_models_reply(name: str, status: BackendStatus) -> dict[str, Any]:
-    """Entry of the served model under `name`; without a name, the list."""
+def build_models_reply(name: str, models: Sequence[ServedModelInfo]) -> dict[str, Any]:
+    """Entry of the only model given, under `name`; without a name, the list."""
+    entries = [_build_model_entry(name or model.name, model) for model in models]
+    first_id, last_id = entries[0]["id"], entries[-1]["id"]
+    return entries[0] if name else {"data": entries, "has_more": False, "first_id": first_id, "last_id": last_id}
+
+
+def _build_model_entry(name: str, model: ServedModelInfo) -> dict[str, Any]:
     entry = {
         "type": "model",
-        "id": name or status.model,
-        "display_name": status.model,
-        "created_at": _format_time(status.model_created),
+        "id": name,
+        "display_name": model.name,
+        "created_at": _format_time(model.created),
         "lifecycle": "active",
-        "max_input_tokens": status.context_tokens_max or None,
-        "max_tokens": status.context_tokens_max or None,
+        "max_input_tokens": model.context_tokens_max or None,
+        "max_tokens": model.context_tokens_max or None,
     }
-    return entry if name else {"data": [entry], "has_more": False, "first_id": entry["id"], "last_id": entry["id"]}
+    return entry if model.is_loaded is None else {**entry, "loaded": model.is_loaded}
 
 
 def _format_time(seconds: int) -> str:

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
+from warmline_common.protocol.json_structure import convert_integer
 from warmline_common.protocol.media_parts import describe_refusal, find_placeholder
-from warmline_common.protocol.numbers import convert_integer
 from warmline_proxy.api.base import PASSTHROUGH_FIELDS, Fields
 from warmline_proxy.errors import bad_request
 from warmline_proxy.http.body_fields import decode_body, parse_object

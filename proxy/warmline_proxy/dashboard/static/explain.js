@@ -117,6 +117,11 @@ function numbers(request) {
   const times = ["queue", "restore", "prefill", "ttft", "decode", "total"];
   const spans = times.map((part) => [part === "ttft" ? "first token" : part, seconds(request[`${part}_s`])]);
   const more = [];
+  if (request.decode_passes) {
+    more.push(["tokens a step", (request.generated_tokens / request.decode_passes).toFixed(2)]);
+    more.push(["drafted", `${count(request.drafted_tokens)} tokens, ${count(request.accepted_tokens)} right`]);
+    if (request.no_drafts) more.push(["no drafts", request.no_drafts]);
+  }
   if (request.key) more.push(["client key", request.key]);
   if (request.dispatches > 1) more.push(["sent to a backend", `${count(request.dispatches)} times`]);
   if (request.audit) more.push(["audit", request.audit]);

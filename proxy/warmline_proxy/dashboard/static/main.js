@@ -4,6 +4,7 @@ import { Refused, Unreachable, get, isAnswer } from "./api.js";
 import { showHistory } from "./chart.js";
 import { byId, setText } from "./dom.js";
 import { clock } from "./format.js";
+import { showModels } from "./models.js";
 import { bytesUsed, showStatus, showUnknown } from "./overview.js";
 import { refreshExplanation, requestsWanted, showRequests, startRequests } from "./requests.js";
 import { refreshSessions, startSessions } from "./sessions.js";
@@ -32,6 +33,7 @@ async function tick() {
 async function ask() {
   const [status, activity] = await Promise.all([get("status"), get("activity", requestsWanted())]);
   showStatus(status);
+  showModels(status);
   showHistory(activity.history);
   showRequests(activity);
   byId("empty").hidden = activity.total > 0 || status.totals.sessions > 0 || status.live.length > 0;

@@ -5,6 +5,7 @@ import { age, bytes, count, many, share, short } from "./format.js";
 
 const PHASES = {
   arriving: "arriving",
+  loading: "waiting for its model",
   waiting: "waiting for its turn",
   restoring: "restoring from disk",
   prefilling: "prefilling",

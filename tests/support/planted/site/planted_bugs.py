@@ -49,9 +49,9 @@ def replace_while_active(owner: Any, name: str, bug: Callable[..., Any], active:
 def plant_in_backend(active: Active) -> None:
     from warmline_backend.kv_cache import segment_io as segments
     from warmline_backend.kv_cache.kv import KV
-    from warmline_backend.scheduler.decode_group import DecodeGroup
+    from warmline_backend.scheduler.decoding.decode_group import DecodeGroup
+    from warmline_backend.scheduler.decoding.merging import GroupMerger
     from warmline_backend.scheduler.finish import Finisher
-    from warmline_backend.scheduler.scheduler import Scheduler
 
     replace_while_active(KV, "slice_rows", repeat_row_before_last, active, SHORT_SEGMENT)
     replace_while_active(KV, "capture_checkpoint", capture_first_checkpoint_again, active, STALE_CHECKPOINT)
@@ -61,7 +61,7 @@ def plant_in_backend(active: Active) -> None:
     replace_while_active(segments, "_check_prefix", skip_check, active, WRONG_PARENT)
     replace_while_active(DecodeGroup, "dissolve", leave_caches, active, KEPT_AFTER_EXCEPTION)
     replace_while_active(Finisher, "discard", keep_after_failure, active, KEPT_AFTER_EXCEPTION)
-    replace_while_active(Scheduler, "_can_merge", merge_in_exact_mode, active, BATCH_OF_TWO)
+    replace_while_active(GroupMerger, "find_host", find_host_in_exact_mode, active, BATCH_OF_TWO)
     replace_while_active(KV, "floor_to_grid", lambda real, self, position: position, active, OFF_GRID, DECODED)
     end = KV.savable_length.fget
     KV.savable_length = property(lambda self: self.length if active(DECODED) else end(self))  # type: ignore[assignment,method-assign,misc]
@@ -147,5 +147,6 @@ def keep_after_failure(real: Any, self: Any, sequences: Any, error: Exception) -
         self._notify_end(sequence, self._add_resident(sequence), Ending("discarded", f"the engine failed: {error}"))
 
 
-def merge_in_exact_mode(real: Any, self: Any, host: Any, newcomer: Any) -> bool:
-    return host is not newcomer and bool(host.can_accept(newcomer.sequences))
+def find_host_in_exact_mode(real: Any, self: Any, newcomer: Any) -> Any:
+    hosts = (host for host in self._queues.groups if host is not newcomer)
+    return next((host for host in hosts if host.can_accept(newcomer.sequences)), None)

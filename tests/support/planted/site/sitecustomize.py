@@ -13,7 +13,8 @@ into the folder that PLANTED_FOLDER names:
 - with PLANTED_BUGS set, a file `bug`: the name of the active bug of `planted_bugs`.
 
 PLANTED_MAP_BYTES is the initial size of the proxy's LMDB map, PLANTED_RETRY_INTERVAL_S the interval of its save
-retries, PLANTED_RESTART_DELAY_S the delay of all restarts by `warmline serve`.
+retries, PLANTED_RESTART_DELAY_S the delay of all restarts by `warmline serve`.  With PLANTED_HOLD_LOADS set, a backend
+announces the load of its model at the gate, too, as a step "load".
 """
 
 import contextlib
@@ -33,6 +34,7 @@ from typing import Any, NoReturn
 FOLDER = Path(os.environ["PLANTED_FOLDER"])
 BUGS = os.environ.get("PLANTED_BUGS")
 RESTART_DELAY_S = os.environ.get("PLANTED_RESTART_DELAY_S")
+HOLD_LOADS = os.environ.get("PLANTED_HOLD_LOADS")
 CONFIGURATION_FAULT = 2  # exit code after which the supervisor does not restart
 
 
@@ -175,10 +177,25 @@ def wrap_submit(kind: type) -> None:
     kind.submit = wrapped  # type: ignore[attr-defined]
 
 
+def wrap_load() -> None:
+    """Wrap the function before the backend's main module imports it."""
+    from warmline_backend.model import model
+
+    real = model.load_served_model
+
+    @functools.wraps(real)
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        with wait_at_gate("load", []):
+            return real(*arguments, **options)
+
+    model.load_served_model = wrapped
+
+
 def plant_in_backend() -> None:
     from warmline_backend.engine.engine import Engine
     from warmline_backend.generation.sequence import Sequence
-    from warmline_backend.scheduler import decode_group, prefill
+    from warmline_backend.scheduler import prefill
+    from warmline_backend.scheduler.decoding import decode_group
 
     wrap_step(Sequence, "prefill_chunk", "prefill", lambda one: [one])
     wrap_step(prefill, "prefill_last_chunks", "prefill", list)
@@ -227,16 +244,18 @@ def plant_bugs(process: str) -> None:
 
 
 def plant_in_serve(delay_s: float) -> None:
-    from warmline_run import supervisor
+    from warmline_run import child_process
 
-    assert delay_s < supervisor.RESTART_DELAY_MAX_S
-    supervisor.RESTART_DELAY_FIRST_S = supervisor.RESTART_DELAY_MAX_S = delay_s
+    assert delay_s < child_process.RESTART_DELAY_MAX_S
+    child_process.RESTART_DELAY_FIRST_S = child_process.RESTART_DELAY_MAX_S = delay_s
 
 
 try:
     if "warmline_backend" in sys.orig_argv:
         plant_in_backend()
         plant_in_disk("backend")
+        if HOLD_LOADS:
+            wrap_load()
         if BUGS:
             plant_bugs("backend")
     elif "warmline_proxy" in sys.orig_argv:

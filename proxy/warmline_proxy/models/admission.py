@@ -67,12 +67,16 @@ class AdmissionQueue:
     def queued_count(self) -> int:
         return len(self._waiting)
 
-    def issue_ticket(self, caller: str) -> Ticket:
-        """Raises ClientError: 429 where the queue has no place for this caller, 503 once closed."""
+    def check_room(self, caller: str) -> None:
+        """Raise ClientError: 429 where the queue has no place for this caller, 503 once closed."""
         if self.closed_reason:
             raise service_unavailable(self.closed_reason, "shutting_down", CLOSED_RETRY_AFTER_S)
         if self._is_full and self._find_displaced(caller) is None:
             raise self._queue_full_error()
+
+    def issue_ticket(self, caller: str) -> Ticket:
+        """Raises ClientError as `check_room`."""
+        self.check_room(caller)
         return Ticket(self, caller)
 
     async def _enqueue(self, ticket: Ticket) -> None:

@@ -5,6 +5,7 @@ earlier token; the scheduler does that after the step.
 """
 
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 
 import mlx.core as mx
@@ -13,11 +14,31 @@ from warmline_backend.generation.answer import AnswerToken
 from warmline_backend.generation.events import HeldEvent, SampledLogprobs, TokenEvent
 from warmline_backend.generation.sampling import pick_logprobs
 from warmline_backend.generation.sequence import Sequence
+from warmline_backend.scheduler.decoding.decode_group import SampledToken
 from warmline_backend.scheduler.finish import Ending
 from warmline_backend.structured_output.matcher import Rejection
 from warmline_common.logging import describe_error, request_context
 
 log = logging.getLogger(__name__)
+
+
+def dispatch_tokens(sampled: Iterable[SampledToken]) -> tuple[int, list[tuple[Sequence, Ending]]]:
+    """Dispatch the tokens of one step; returns how many, and the sequences that end.
+
+    Tokens of a sequence that come after its end, or after one from which it has to go back, are left out.
+    """
+    count, left = 0, set[Sequence]()
+    endings: list[tuple[Sequence, Ending]] = []
+    for sequence, token, logprobs in sampled:
+        if sequence in left:
+            continue
+        count += 1
+        ending = dispatch_token(sequence, token, logprobs)
+        if ending is not None:
+            endings.append((sequence, ending))
+        if ending is not None or sequence.redraw_position is not None:
+            left.add(sequence)
+    return count, endings
 
 
 def dispatch_token(sequence: Sequence, token: int, logprobs: mx.array) -> Ending | None:
@@ -62,7 +83,8 @@ def _reject_token(sequence: Sequence, token: int, has_ended: bool, is_last: bool
     matcher, is_eos = sequence.request.matcher, token in sequence.served.tokenizer.eos_token_ids
     if matcher is None or (has_ended and not is_eos):
         return None
-    rejection = matcher.reject_token(token, sequence.answer.sent_count, ends=has_ended, is_last=is_last)
+    answer = sequence.answer
+    rejection = matcher.reject_token(token, answer.token_count, answer.sent_count, ends=has_ended, is_last=is_last)
     return rejection if rejection is None or sequence.can_redraw else replace(rejection, position=None)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from support.proxy.harness import on_loop
 from warmline_proxy.errors import ClientError
-from warmline_proxy.request.admission import AdmissionQueue, Ticket
+from warmline_proxy.models.admission import AdmissionQueue, Ticket
 
 
 def make_queue(running: int, queue: int) -> AdmissionQueue:

@@ -1,0 +1,1 @@
+"""Examination of several configured models, and of the memory that they take together."""

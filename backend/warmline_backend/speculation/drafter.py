@@ -1,0 +1,126 @@
+"""Drafter of one answer: asks the sources, judges how much of a draft is worth a try, and learns.  Engine thread."""
+
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
+
+from warmline_backend.speculation.acceptance import Acceptance, DraftClass, classify
+from warmline_backend.speculation.draft import Draft, DraftSource, TokenHistory
+from warmline_backend.speculation.lookup import PredictionLookup
+from warmline_backend.speculation.pass_costs import PASS_TOKENS_MAX, PassCosts, PassYield
+
+YIELD_WEIGHT = 0.2  # of the last pass, in the usual yield
+
+
+@dataclass(frozen=True)
+class _UntriedToken:
+    """A token that was foreseen, and left to a plain step: it shows at no cost what drafts are worth."""
+
+    draft_class: DraftClass
+    position: int
+    token: int
+
+
+class Drafter:
+    """Drafts of one answer.
+
+    `sources`: best first.  `ends`: tokens that end an answer.  `count_valid` counts the leading tokens of a draft that
+    the answer's grammar allows.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        sources: list[DraftSource],
+        costs: PassCosts,
+        acceptance: Acceptance,
+        ends: Container[int],
+        count_valid: Callable[[list[int]], int] = len,
+    ) -> None:
+        self._history, self._sources, self._costs, self._acceptance = TokenHistory(prompt), sources, costs, acceptance
+        self._ends, self._count_valid = ends, count_valid
+        self._untried: _UntriedToken | None = None
+        self.usual_yield = PassYield(1.0, 1.0)  # of its passes of late
+
+    def propose(
+        self, computed: Sequence[int], following: Sequence[int], most: int, *, is_next_drawn: bool
+    ) -> Draft | None:
+        """Propose a draft after the `computed` tokens and those `following`, whose rows are still to be computed.
+
+        `is_next_drawn`: the next token is drawn already, but not known yet.  The draft's first token is a guess of it
+        then, and the next pass computes the token itself.  `most`: tokens that the answer may still get.
+        """
+        self._history.update(computed, following)
+        self._learn()
+        known = len(following) + is_next_drawn
+        draft = self._find_draft(most + is_next_drawn, [] if is_next_drawn else following[-1:])
+        if draft is None:
+            return None
+        draft_class = classify(draft.source, draft.match_length)
+        offered = len(draft.tokens) - is_next_drawn
+        length = self._costs.choose_length(
+            known, offered, self._acceptance.estimate(draft_class), is_last_guessed=is_next_drawn
+        )
+        if not length:
+            self._untried = _UntriedToken(draft_class, self._history.length, draft.tokens[0])
+            return None
+        return replace(draft, tokens=draft.tokens[: length + is_next_drawn])
+
+    def expect_yield(self, computed: Sequence[int], most: int) -> PassYield:
+        """Expected yield of its next passes if it were alone."""
+        self._history.update(computed, ())
+        self._learn()
+        draft = self._find_draft(most + 1, [])
+        if draft is None:
+            return PassYield(1.0, 1.0)
+        draft_class = classify(draft.source, draft.match_length)
+        self._untried = _UntriedToken(draft_class, self._history.length, draft.tokens[0])
+        acceptance = self._acceptance.estimate(draft_class)
+        length = self._costs.choose_length(1, len(draft.tokens), acceptance, is_last_guessed=False)
+        return self._costs.expect(length, acceptance)
+
+    def record_pass(self, tokens: int, width: int) -> None:
+        """Record a pass of `width` that yielded so many tokens."""
+        usual, cost = self.usual_yield, self._costs.cost(width)
+        self.usual_yield = PassYield(
+            usual.tokens + YIELD_WEIGHT * (tokens - usual.tokens), usual.cost + YIELD_WEIGHT * (cost - usual.cost)
+        )
+
+    def record(self, draft: Draft, accepted: int) -> None:
+        """Record that the draft's first `accepted` tokens were right, and no further one."""
+        draft_class = classify(draft.source, draft.match_length)
+        self._acceptance.record(draft_class, accepted, has_rejected=accepted < len(draft.tokens))
+
+    def count_predicted(self, tokens: Sequence[int]) -> int:
+        """Count the answer's tokens that the client foresaw; `tokens`: of prompt and answer."""
+        self._history.update(tokens, ())
+        lookups = (source for source in self._sources if isinstance(source, PredictionLookup))
+        return sum(source.count_agreed(self._history) for source in lookups)
+
+    def rewind(self, length: int) -> None:
+        """Forget all but the first `length` tokens of prompt and answer."""
+        self._history.truncate(length)
+        self._untried = None
+        for source in self._sources:
+            source.rewind(self._history)
+
+    def _find_draft(self, most: int, untaken: Sequence[int]) -> Draft | None:
+        """The first source's draft, or another one that goes on where it ends; without tokens that end an answer.
+
+        `untaken`: the last tokens, where the answer's grammar has not taken them yet.
+        """
+        found: Draft | None = None
+        for source in self._sources:
+            draft = source.propose(self._history, min(most, PASS_TOKENS_MAX))
+            if draft is not None and (found is None or draft.tokens[: len(found.tokens)] == found.tokens):
+                found = draft
+        if found is None:
+            return None
+        end = next((n for n, token in enumerate(found.tokens) if token in self._ends), len(found.tokens))
+        tokens = found.tokens[: max(0, self._count_valid([*untaken, *found.tokens[:end]]) - len(untaken))]
+        return replace(found, tokens=tokens) if tokens else None
+
+    def _learn(self) -> None:
+        untried, self._untried = self._untried, None
+        if untried is not None and untried.position < self._history.length:
+            is_right = int(self._history.ids[untried.position]) == untried.token
+            self._acceptance.record(untried.draft_class, int(is_right), has_rejected=not is_right)

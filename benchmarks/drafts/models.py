@@ -1,0 +1,100 @@
+"""Models of real shapes with random weights, in memory alone, and a real tokenizer.  Nothing of them is on disk."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.utils import load_config
+
+from warmline_backend.kv_cache.codecs import CacheLayout
+from warmline_backend.model.model import (
+    ServedModel,
+    load_model_tokenizer,
+    make_cache_factory,
+    measure_kv,
+    run_probe,
+)
+
+VOCABULARY = 49_152  # of the demo model's tokenizer
+_BASE = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "vocab_size": VOCABULARY, "max_position_embeddings": 65_536}
+_EXPERTS = {
+    **_BASE,
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "8b": {
+        **_BASE,
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
+    # Half of the layers of a mixture of 30 billion parameters, 3 of which compute a token.
+    "experts": {
+        **_EXPERTS,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+    "small": {
+        **_EXPERTS,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    },
+}
+
+
+def make_served_model(shape: str, tokenizer_folder: Path) -> ServedModel:
+    """Make a model of one of SHAPES: in bfloat16, and in float32 on a CPU, which has no other kernels for experts."""
+    config = SHAPES[shape]
+    architecture = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    model: nn.Module = architecture.Model(architecture.ModelArgs.from_dict(config))
+    mx.random.seed(3)
+    model.update(tree_map(_make_parameter, model.parameters()))
+    model.eval()
+    layout = CacheLayout.from_factory(make_cache_factory(model, 0, 64))
+    logits, layers = run_probe(model, layout)
+    mx.eval(logits)
+    return ServedModel(
+        **vars(measure_kv(layout, layers)),
+        model=model,
+        tokenizer=load_model_tokenizer(tokenizer_folder, load_config(tokenizer_folder), trust_remote_code=False),
+        path=tokenizer_folder,
+        name=shape,
+        layout=layout,
+        context_tokens_max=config["max_position_embeddings"],
+        vocabulary_size=VOCABULARY,
+        weight_bytes=sum(array.nbytes for _, array in tree_flatten(model.parameters())),
+        index_topk=0,
+    )
+
+
+def _make_parameter(parameter: mx.array) -> mx.array:
+    """A parameter of the same shape; mlx-lm's own is never computed: it would be float32."""
+    dtype = mx.bfloat16 if mx.default_device().type == mx.DeviceType.gpu else mx.float32
+    if parameter.ndim < 2:
+        return mx.ones(parameter.shape, dtype)
+    made = mx.random.normal(parameter.shape, dtype) * (parameter.shape[-1] ** -0.5)
+    mx.eval(made)
+    return made

@@ -1,0 +1,1 @@
+"""Backends of a keeper: processes and their HTTP client.  Event loop thread."""

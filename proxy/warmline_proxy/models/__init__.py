@@ -1,0 +1,1 @@
+"""Served models: a backend each, and which of them are loaded; below request/ and response/, event loop thread."""

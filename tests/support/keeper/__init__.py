@@ -1,0 +1,1 @@
+"""Keepers in tests, over stand-ins for their backends."""

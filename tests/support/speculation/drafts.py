@@ -1,0 +1,78 @@
+"""Speculation for tests: drafts that are often right, often wrong, and of any length."""
+
+import random
+from collections.abc import Container, Sequence
+
+from warmline_backend.speculation.acceptance import Acceptance
+from warmline_backend.speculation.draft import PROMPT_LOOKUP, Draft, DraftSource, TokenHistory
+from warmline_backend.speculation.drafter import Drafter
+from warmline_backend.speculation.pass_costs import PassCosts
+from warmline_backend.speculation.speculation import GrammarSource, Speculation
+from warmline_backend.structured_output.matcher import Matcher
+
+CONTEXT_TOKENS = 3  # before a token that is guessed
+
+
+class AnyLengthCosts(PassCosts):
+    """Costs by which the best draft has any length."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__({1: 1.0})
+        self._chance = chance
+
+    def choose_length(self, known: int, most: int, acceptance: float, *, is_last_guessed: bool) -> int:
+        return min(most, self._chance.randrange(12), 32 - known)
+
+
+class EarlierTokens:
+    """Tokens that followed others in any text of a process, so that a request made again is foreseen."""
+
+    def __init__(self) -> None:
+        self._following: dict[tuple[int, ...], int] = {}
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        for end in range(CONTEXT_TOKENS, len(tokens)):
+            self._following[tuple(tokens[end - CONTEXT_TOKENS : end])] = tokens[end]
+
+    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
+        known = list(tokens[-CONTEXT_TOKENS:])
+        guessed: list[int] = []
+        while len(guessed) < most and (token := self._following.get(tuple(known))) is not None:
+            guessed.append(token)
+            known = [*known[1:], token]
+        return guessed
+
+
+class EarlierTokensSource:
+    """Source of tokens that were seen earlier; `corruption` is the share that is replaced by any others."""
+
+    def __init__(self, earlier: EarlierTokens, chance: random.Random, corruption: float, vocabulary: int) -> None:
+        self._earlier, self._chance, self._corruption, self._vocabulary = earlier, chance, corruption, vocabulary
+
+    def propose(self, history: TokenHistory, most: int) -> Draft | None:
+        tokens = history.ids.tolist()
+        self._earlier.learn(tokens)
+        guessed = self._earlier.guess(tokens, most) or [0]
+        return Draft([self._corrupt(token) for token in guessed], PROMPT_LOOKUP, 2)
+
+    def rewind(self, history: TokenHistory) -> None:
+        pass
+
+    def _corrupt(self, token: int) -> int:
+        return self._chance.randrange(self._vocabulary) if self._chance.random() < self._corruption else token
+
+
+class EagerSpeculation(Speculation):
+    """Speculation that drafts at each step, whatever it costs."""
+
+    def __init__(self, earlier: EarlierTokens | None = None, *, corruption: float = 0.1, seed: int = 1) -> None:
+        super().__init__(None)
+        self._earlier, self._corruption, self._chance = earlier or EarlierTokens(), corruption, random.Random(seed)
+
+    def make_drafter(
+        self, prompt: Sequence[int], prediction: Sequence[int], matcher: Matcher | None, ends: Container[int]
+    ) -> Drafter:
+        guesses = EarlierTokensSource(self._earlier, self._chance, self._corruption, 250)
+        sources: list[DraftSource] = [GrammarSource(matcher), guesses] if matcher is not None else [guesses]
+        count_valid = len if matcher is None else matcher.count_valid
+        return Drafter(prompt, sources, AnyLengthCosts(self._chance), Acceptance(), ends, count_valid)
