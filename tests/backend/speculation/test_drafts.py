@@ -12,6 +12,7 @@ from support.speculation.drafts import EagerSpeculation, EarlierTokens
 from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.model.model import ServedModel
 from warmline_backend.request.params import GenerationParams
+from warmline_backend.scheduler.decoding.merging import GroupMerger
 from warmline_backend.speculation.pass_costs import PassCosts
 from warmline_backend.speculation.speculation import Speculation
 from warmline_backend.structured_output.compiler import GrammarCompiler
@@ -214,8 +215,11 @@ def test_result_says_why_nothing_was_drafted(served: ServedModel) -> None:
     assert logs[0].result.timings.no_drafts == "it was decoded in one batch with others"
 
 
-def test_wrong_draft_after_leaving_a_batch_concerns_its_own_sequence(root: Path) -> None:
+def test_wrong_draft_after_leaving_a_batch_concerns_its_own_sequence(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some tokens of a recurrent model have to be computed again: those of the sequence that has left."""
+    monkeypatch.setattr(GroupMerger, "record_step", lambda *_: None)
     served = load_family("qwen3_5", root)
     prompts = [make_prompt(50, seed) for seed in (1, 2, 3)]
     plain = [SchedulerDriver(served).run(prompt, 120).tokens for prompt in prompts]
@@ -229,8 +233,11 @@ def test_wrong_draft_after_leaving_a_batch_concerns_its_own_sequence(root: Path)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "gemma3"])
-def test_sequence_leaves_its_batch_for_drafts_and_comes_back(family: str, root: Path) -> None:
-    """The prediction foresees the middle of one answer."""
+def test_sequence_leaves_its_batch_for_drafts_and_comes_back(
+    family: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prediction foresees the middle of one answer.  Only the given costs count, not how long steps take here."""
+    monkeypatch.setattr(GroupMerger, "record_step", lambda *_: None)
     served = load_family(family, root)
     prompts = [make_prompt(50, seed) for seed in (1, 2, 3)]
     plain = [SchedulerDriver(served).run(prompt, 160, logprobs=True) for prompt in prompts]
@@ -250,4 +257,4 @@ def test_sequence_leaves_its_batch_for_drafts_and_comes_back(family: str, root: 
         assert log.logprobs == pytest.approx(alone.logprobs, abs=get_tolerance(family))
     timings = logs[0].result.timings
     assert timings.drafts["prediction"].accepted > 40 and timings.shared_passes > 0
-    assert not logs[1].result.timings.drafts or logs[1].result.timings.shared_passes > 100
+    assert logs[1].result.timings.shared_passes > 40 and logs[2].result.timings.shared_passes > 40

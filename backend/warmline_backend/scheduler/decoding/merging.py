@@ -45,16 +45,16 @@ class GroupMerger:
     `costs`: None where nothing is drafted.
     """
 
-    def record_step(self, sequences: int, seconds: float) -> None:
-        """Record the duration of a single step of so many sequences."""
-        if self._steps is not None:
-            self._steps.record(sequences, seconds)
-
     def __init__(
         self, queues: Queues, residents: Residents, finisher: Finisher, costs: PassCosts | None, *, is_exact: bool
     ) -> None:
         self._queues, self._residents, self._finisher = queues, residents, finisher
         self._steps, self._is_exact = None if costs is None or is_exact else StepCosts(costs), is_exact
+
+    def record_step(self, sequences: int, seconds: float) -> None:
+        """Record the duration of a single step of so many sequences."""
+        if self._steps is not None:
+            self._steps.record(sequences, seconds)
 
     def find_host(self, newcomer: DecodeGroup) -> DecodeGroup | None:
         """The first group to merge `newcomer` into: with little padding, and with room for it and for copies."""
