@@ -155,7 +155,7 @@ class DecodeBatch(GenerationBatch):  # type: ignore[misc]  # mlx-lm has no types
             self.uncomputed = [*self.uncomputed, *kept]
             return
         for leaf, held in self._leaves() if rejected else ():
-            leaf.codec.drop_last(held, rejected)
+            leaf.codec.drop_last(held, [rejected])
         self.tokens[0].extend([*self.uncomputed, *kept])
         self.uncomputed = []
 

@@ -1,19 +1,22 @@
-"""Caches of several sequences: mlx-lm's with masks that cost less, and a quantized one, which mlx-lm has only for one.
+"""Caches of several sequences whose lengths differ: sequence i has its rows first, and free room after them.
 
-As in mlx-lm's batches, the rows of all sequences end at one write index, and shorter ones have padding before them.
-Engine thread.
+mlx-lm's batches align rows on the right and pad on the left.  Here all rows begin at 0, so that a pass may add another
+number of rows to each sequence, and none moves when sequences come, go, or take tokens back.  Attention does not see
+the room after a sequence's rows.  Engine thread.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import BatchKVCache, _BaseCache, create_attention_mask, dynamic_roll
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import _BaseCache, create_attention_mask
 
 BUFFER_STEP_TOKENS = 256  # buffers end on a multiple of this: mlx-lm's own, ours and restored ones
 WORD_BITS = 32
 
+Half = Any  # keys or values: an array [sequences, heads, rows, width], or a list of such arrays
 Parts = list[mx.array]  # data, scales, biases
 
 
@@ -22,178 +25,212 @@ def round_up_to_buffer(tokens: int) -> int:
     return -(-tokens // BUFFER_STEP_TOKENS) * BUFFER_STEP_TOKENS
 
 
-class CausalKVCache(BatchKVCache):  # type: ignore[misc]  # mlx-lm has no types
-    """BatchKVCache whose mask for a chunk of one sequence has a name instead of an array.
+class BatchRowsCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
+    """Keys and values of several sequences, in mlx-lm's interface of a cache.
 
-    One sequence has no padding.  For an array, attention takes heads x chunk x context numbers on some devices: 11 GB
-    for 2,048 tokens after 84,000 with 32 heads.  A decode step needs none: with an array it took twice as long after
-    24,000 tokens on an H200.  In exact mode it keeps the array: the kernels for no mask at all depend on the size of
-    the buffer, which differs between a warm and a cold run.
+    `lengths`: rows of each sequence, never changed in place.  `offset` is the same as an array, for positions.
     """
 
+    # A decode step of one sequence needs no mask, and with one takes up to twice as long.  In exact mode it has one:
+    # the kernels for no mask at all depend on the size of the buffer, which differs between a warm and a cold run.
     masks_decode_steps = True
 
-    def make_mask(self, N: int, return_array: bool = False, **options: Any) -> Any:
-        if self.left_padding.shape[0] > 1 or (N == 1 and (self.masks_decode_steps or return_array)):
-            return super().make_mask(N, return_array, **options)
-        return create_attention_mask(N, self._idx, return_array, options.get("window_size"))
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.keys: Half | None = None
+        self.values: Half | None = None
+        self.set_lengths(lengths)
+        self._right_padding: Sequence[int] | None = None
 
+    def _encode(self, rows: mx.array) -> Half:
+        """New rows [sequences, heads, count, width] as they are kept."""
+        raise NotImplementedError
 
-class BatchQuantizedKVCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
-    """Cache of keys and values as packed data, scales and biases, each [sequences, heads, rows, width].
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Set the rows of each sequence; the buffers stay."""
+        self.lengths = tuple(lengths)
+        self.offset = mx.array(self.lengths)
 
-    mlx-lm's attention reads `bits` and `group_size`.
-    """
+    # ---- a pass
 
-    def __init__(self, left_padding: Sequence[int], group_size: int, bits: int) -> None:
-        self.keys: Parts | None = None
-        self.values: Parts | None = None
-        self.left_padding = mx.array(list(left_padding))
-        self.offset = mx.array([-count for count in left_padding])
-        self.group_size, self.bits = group_size, bits
-        self._idx = 0
-        self._right_padding: mx.array | None = None
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Half, Half]:
+        """Add rows [sequences, heads, count, width], and return those of all, as long as the longest."""
+        added, start = keys.shape[2], self.lengths
+        end, has_room = max(start) + added, max(start) + added <= self.count_buffer_rows()
+        for name, rows in (("keys", keys), ("values", values)):
+            encoded, held = self._encode(rows), getattr(self, name)
+            if held is None:
+                held = _map(encoded, lambda part: _make_rows(part, round_up_to_buffer(added)))
+            elif not has_room:
+                held = _map(held, lambda part: _add_rows(part, max(start), round_up_to_buffer(added)))
+            setattr(self, name, tree_map(lambda part, new: self._write(part, new), held, encoded))
+        self.lengths, self.offset = tuple(length + added for length in start), self.offset + added
+        return _map(self.keys, lambda part: part[:, :, :end]), _map(self.values, lambda part: part[:, :, :end])
 
-    # ---- a step
+    def _write(self, part: mx.array, new: mx.array) -> mx.array:
+        """Write new rows behind those of each sequence, in place where nothing else holds the buffer."""
+        first, count = self.lengths[0], new.shape[2]
+        if self._are_equally_long or not new.size:  # some models have keys alone
+            part[:, :, first : first + count] = new
+            return part
+        places = mx.expand_dims(self.offset, (1, 2, 3)) + mx.expand_dims(mx.arange(count), (0, 1, 3))
+        return mx.put_along_axis(part, mx.broadcast_to(places, new.shape), new, axis=2)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts, Parts]:
-        """Add rows [sequences, heads, count, width], and return all of them."""
-        start, end = self._idx, self._idx + keys.shape[2]
-        if self.keys is None or self.values is None:
-            rows = round_up_to_buffer(keys.shape[2])
-            self.keys, self.values = self._make_parts(keys, rows), self._make_parts(values, rows)
-        elif end > self.count_buffer_rows():
-            rows = round_up_to_buffer(keys.shape[2])
-            self.keys, self.values = (self._grow(half, start, rows) for half in (self.keys, self.values))
-        for half, added in ((self.keys, keys), (self.values, values)):
-            quantized = mx.quantize(added, group_size=self.group_size, bits=self.bits)
-            for part, written in zip(half, quantized, strict=True):
-                part[..., start:end, :] = written
-        self.offset, self._idx = self.offset + keys.shape[2], end
-        return _map_parts(self.keys, lambda part: part[..., :end, :]), _map_parts(
-            self.values, lambda part: part[..., :end, :]
-        )
-
-    def _make_parts(self, like: mx.array, rows: int) -> Parts:
-        sequences, heads, _, width = like.shape
-        shape, groups = (sequences, heads, rows), width // self.group_size
-        data = mx.zeros((*shape, width * self.bits // WORD_BITS), mx.uint32)
-        return [data, mx.zeros((*shape, groups), like.dtype), mx.zeros((*shape, groups), like.dtype)]
-
-    @staticmethod
-    def _grow(half: Parts, used: int, rows: int) -> Parts:
-        """Buffers with room for `rows` more than those that are `used`, or than they have, if that is a whole step."""
-        kept = half if used % BUFFER_STEP_TOKENS == 0 else _map_parts(half, lambda part: part[..., :used, :])
-        return _map_parts(
-            kept,
-            lambda part: mx.concatenate([part, mx.zeros((*part.shape[:2], rows, part.shape[3]), part.dtype)], axis=2),
-        )
+    @property
+    def _are_equally_long(self) -> bool:
+        return all(length == self.lengths[0] for length in self.lengths)
 
     def make_mask(self, N: int, return_array: bool = False, **options: Any) -> Any:
-        if self.left_padding.shape[0] == 1:
-            return create_attention_mask(N, self._idx, return_array, options.get("window_size"))
-        return create_causal_mask(N, offset=self._idx, left_padding=self.left_padding, **options)
+        """Mask for N more tokens; by name instead of an array where all sequences are equally long.
+
+        For an array, attention takes heads x chunk x context numbers on some devices: 11 GB for 2,048 tokens after
+        84,000 with 32 heads.
+        """
+        window: int | None = options.get("window_size")
+        needs_array = N == 1 and (return_array or self.masks_decode_steps)
+        if self._are_equally_long and not needs_array:
+            return create_attention_mask(N, self.lengths[0], return_array, window)
+        return self._make_array_mask(N, window)
+
+    def _make_array_mask(self, count: int, window: int | None) -> mx.array:
+        """[sequences, 1, count, rows], true where a new token attends to a row."""
+        rows = mx.arange(max(self.lengths) + count)
+        places = mx.expand_dims(self.offset, (1, 2, 3)) + mx.expand_dims(mx.arange(count), (0, 1, 3))
+        mask = rows <= places
+        return mask if window is None else mask & (places < rows + window)
+
+    # ---- taking back
 
     def trim(self, n: int) -> int:
-        """Drop the last rows; the buffers stay."""
-        count = min(self._idx, n)
-        self._idx -= count
-        self.offset = self.offset - count
+        """Drop the last rows of each sequence; the buffers stay."""
+        count = min(*self.lengths, n)
+        self.drop_last([count] * len(self.lengths))
         return count
+
+    def drop_last(self, counts: Sequence[int]) -> None:
+        """Drop the last `counts[i]` rows of sequence i; the buffers stay."""
+        self.set_lengths([length - count for length, count in zip(self.lengths, counts, strict=True)])
 
     # ---- a prefill with padding on the right
 
     def prepare(self, *, lengths: object = None, right_padding: Sequence[int] | None = None) -> None:
-        if right_padding is not None and max(right_padding) > 0:
-            self._right_padding = mx.array(list(right_padding))
+        self._right_padding = right_padding
 
     def finalize(self) -> None:
-        """Shift rows to the write index, over the padding that was computed behind them."""
-        if (padding := self._right_padding) is None:
-            return
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = (
-                _map_parts(half, lambda part: dynamic_roll(part, padding[:, None], axis=2))
-                for half in (self.keys, self.values)
-            )
-        self.offset = self.offset - padding
-        self.left_padding = self.left_padding + padding
-        self._right_padding = None
+        """Drop the padding that was computed behind the rows."""
+        if self._right_padding is not None:
+            self.drop_last(self._right_padding)
+            self._right_padding = None
 
     # ---- sequences that come and go
 
     def filter(self, batch_indices: Sequence[int]) -> None:
-        """Keep these sequences alone, with as little padding as they need."""
-        self.offset, self.left_padding = self.offset[batch_indices], self.left_padding[batch_indices]
-        padding: list[int] = self.left_padding.tolist()  # type: ignore[assignment]
-        spare = min(padding)
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = (
-                _map_parts(half, lambda part: part[batch_indices][:, :, spare:]) for half in (self.keys, self.values)
-            )
-        self._idx -= spare
-        self.left_padding = self.left_padding - spare
+        """Keep these sequences alone, in buffers no longer than they need."""
+        self.set_lengths([self.lengths[index] for index in batch_indices])
+        rows, indices = round_up_to_buffer(max(self.lengths)), mx.array(list(batch_indices))
+        self._change_parts(lambda part: part[:, :, :rows][indices])
 
-    def extend(self, other: "BatchQuantizedKVCache") -> None:
+    def extend(self, other: "BatchRowsCache") -> None:
         """Add the sequences of another cache."""
-        both, end = (self, other), max(self._idx, other._idx)
-        filled = [each for each in both if each.keys is not None]
-        if filled:
-            keys, values = filled[0].keys, filled[0].values
-            assert keys is not None and values is not None
-            rows = max(end, *(each.count_buffer_rows() for each in both))
-            halves = zip(*(each._pad(keys, values, end, rows) for each in both), strict=True)
-            self.keys, self.values = (
-                [mx.concatenate(list(pair)) for pair in zip(*half, strict=True)] for half in halves
-            )
-        self.offset = mx.concatenate([each.offset for each in both])
-        self.left_padding = mx.concatenate([each.left_padding + (end - each._idx) for each in both])
-        self._idx = end
+        both = (self, other)
+        rows = max(each.count_buffer_rows() for each in both)
+        for name in ("keys", "values") if rows else ():
+            like = next(getattr(each, name) for each in both if getattr(each, name) is not None)
+            halves = [each._pad(getattr(each, name), like, rows) for each in both]
+            setattr(self, name, tree_map(lambda one, two: mx.concatenate([one, two]), *halves))
+        self.set_lengths([*self.lengths, *other.lengths])
+
+    def _pad(self, half: Half | None, like: Half, rows: int) -> Half:
+        """Buffers of `rows` rows; where there are none yet, of zeros like the other's."""
+        if half is None:
+            count = len(self.lengths)
+            return _map(like, lambda part: mx.zeros((count, part.shape[1], rows, part.shape[3]), part.dtype))
+        return _map(half, lambda part: mx.pad(part, [(0, 0), (0, 0), (0, rows - part.shape[2]), (0, 0)]))
+
+    def extract(self, index: int) -> "BatchRowsCache":
+        """A cache of one sequence, in buffers without room; lazy, and shares none once it is evaluated."""
+        alone, length = copy.copy(self), self.lengths[index]
+        alone.set_lengths([length])
+        alone._change_parts(lambda part: mx.contiguous(part[index : index + 1, :, :length]))
+        return alone
 
     def count_buffer_rows(self) -> int:
         """Rows of the buffers, used or not."""
-        return 0 if self.keys is None else int(self.keys[0].shape[2])
+        return 0 if self.keys is None else int(self._parts[0].shape[2])
 
-    def _pad(self, keys: Parts, values: Parts, end: int, rows: int) -> tuple[Parts, Parts]:
-        """Buffers of `rows` rows whose last one in use is before `end`; of zeros like `keys` where there are none."""
-        before = end - self._idx
+    def reserve_rows(self, rows: int) -> None:
+        """Grow the buffers to `rows` rows, all or none of them; evaluated."""
+        grown = [_map(half, lambda part: _grow(part, rows)) for half in (self.keys, self.values)]
+        self.keys, self.values = grown
 
-        def pad(part: mx.array) -> mx.array:
-            held = part[:, :, : rows - before]
-            return mx.pad(held, [(0, 0), (0, 0), (before, rows - before - held.shape[2]), (0, 0)])
+    def _change_parts(self, change: Callable[[mx.array], mx.array]) -> None:
+        if self.keys is not None:
+            self.keys, self.values = _map(self.keys, change), _map(self.values, change)
 
-        def empty(part: mx.array) -> mx.array:
-            return mx.zeros((self.offset.shape[0], part.shape[1], 0, part.shape[3]), part.dtype)
+    @property
+    def _parts(self) -> list[mx.array]:
+        return [part for _, part in tree_flatten([self.keys, self.values]) if part is not None]
 
-        if self.keys is None or self.values is None:
-            keys, values = _map_parts(keys, empty), _map_parts(values, empty)
-        else:
-            keys, values = self.keys, self.values
-        return _map_parts(keys, pad), _map_parts(values, pad)
-
-    # ---- mlx-lm's interface of a cache
+    # ---- the rest of mlx-lm's interface
 
     @property
     def state(self) -> tuple[Any, ...]:
-        return self.keys, self.values, self.offset, self.left_padding, self._idx
+        return self.keys, self.values, self.offset
 
     @state.setter
     def state(self, state: tuple[Any, ...]) -> None:
-        self.keys, self.values, self.offset, self.left_padding, self._idx = state
+        raise NotImplementedError("its lengths are no arrays")
 
     def is_trimmable(self) -> bool:
         return True
 
     def size(self) -> int:
-        return self._idx
+        return max(self.lengths)
 
     def empty(self) -> bool:
         return self.keys is None
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for half in (self.keys, self.values) for part in half or ())
+        return sum(part.nbytes for part in self._parts)
 
 
-def _map_parts(half: Parts, change: Callable[[mx.array], mx.array]) -> Parts:
-    return [change(part) for part in half]
+class BatchFloatKVCache(BatchRowsCache):
+    """Keys and values as the model computes them."""
+
+    def _encode(self, rows: mx.array) -> mx.array:
+        return rows
+
+
+class BatchQuantizedKVCache(BatchRowsCache):
+    """Keys and values as packed data, scales and biases, each [sequences, heads, rows, width].
+
+    mlx-lm's attention reads `bits` and `group_size`.
+    """
+
+    def __init__(self, lengths: Sequence[int], group_size: int, bits: int) -> None:
+        super().__init__(lengths)
+        self.group_size, self.bits = group_size, bits
+
+    def _encode(self, rows: mx.array) -> Parts:
+        return list(mx.quantize(rows, group_size=self.group_size, bits=self.bits))
+
+
+def _map(half: Half, change: Callable[[mx.array], mx.array]) -> Half:
+    return tree_map(change, half)
+
+
+def _make_rows(like: mx.array, rows: int) -> mx.array:
+    return mx.zeros((*like.shape[:2], rows, like.shape[3]), like.dtype)
+
+
+def _add_rows(part: mx.array, used: int, rows: int) -> mx.array:
+    """Buffer with room for `rows` more than those `used`, or than it has, if that is a whole step."""
+    kept = part if used % BUFFER_STEP_TOKENS == 0 else part[:, :, :used]
+    return mx.concatenate([kept, _make_rows(part, rows)], axis=2)
+
+
+def _grow(part: mx.array, rows: int) -> mx.array:
+    """Copy of a buffer with room for more rows, evaluated."""
+    grown = mx.concatenate([part, _make_rows(part, rows - part.shape[2])], axis=2)
+    mx.eval(grown)
+    return grown

@@ -1,6 +1,6 @@
 """Prefill of several sequences in one forward pass, whose KV becomes one batch.  Engine thread.
 
-Prompts are padded on the right, and their rows shifted to the batch's write index afterwards, as mlx-lm's caches do.
+Prompts are padded on the right; the padding is dropped afterwards, by each cache as it can.
 """
 
 import copy

@@ -7,9 +7,9 @@ are the *leaves*.  Each leaf has a codec of one of three kinds:
 * **window**: one row a token, only the last in memory (RotatingKVCache);
 * **state**: one value at one position (ArraysCache).
 
-Codecs work on the *batched form* that mlx-lm computes with (BatchKVCache ...; the class itself where it has none), in
-which sequence `i` of `length` tokens ends at the write index whatever its padding.  So rows are found by Python
-arithmetic, without waiting for the device.  mlx objects: engine thread only.
+Codecs work on the *batched form* that passes compute with: ours for rows (batch_caches.py), mlx-lm's for windows, the
+class itself for states.  Where a sequence's rows lie in it is found by Python arithmetic, without waiting for the
+device.  mlx objects: engine thread only.
 """
 
 import copy
@@ -21,7 +21,6 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import (
     ArraysCache,
-    BatchKVCache,
     BatchRotatingKVCache,
     CacheList,
     KVCache,
@@ -29,7 +28,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from warmline_backend.kv_cache.batch_caches import BatchQuantizedKVCache, CausalKVCache
+from warmline_backend.kv_cache.batch_caches import BatchFloatKVCache, BatchQuantizedKVCache, BatchRowsCache
 
 Fields = dict[str, mx.array]  # field name -> (1, heads, rows, width) for rows, any shape with leading 1 for states
 
@@ -50,7 +49,7 @@ class _WriteRecorder:
         return super().update_and_fetch(keys, values)  # type: ignore[misc]
 
 
-class _DraftKVCache(_WriteRecorder, CausalKVCache):
+class _DraftKVCache(_WriteRecorder, BatchFloatKVCache):
     pass
 
 
@@ -70,7 +69,7 @@ class _RowWriter:
         return super().update_and_fetch(keys, values)  # type: ignore[misc]
 
 
-class _KVCacheWriter(_RowWriter, CausalKVCache):
+class _KVCacheWriter(_RowWriter, BatchFloatKVCache):
     pass
 
 
@@ -113,8 +112,8 @@ class Codec:
         """Go back to the start of the pass that has just been computed."""
         vars(leaf).update(remembered)
 
-    def drop_last(self, leaf: Any, count: int) -> None:
-        """Drop the last `count` tokens, but not all, of the pass that has just been computed."""
+    def drop_last(self, leaf: Any, counts: Sequence[int]) -> None:
+        """Drop the last `counts[i]` tokens, but not all, of sequence i in the pass that has just been computed."""
         raise NotImplementedError
 
 
@@ -125,20 +124,16 @@ class RowsCodec(Codec):
     _draft_class: Any = _DraftKVCache
     _writer_class: Any = _KVCacheWriter
 
-    def to_batched(self, single: KVCache) -> CausalKVCache:
-        batch = CausalKVCache([0])
-        if single.keys is not None:
-            batch.keys, batch.values = single.keys, single.values
-            batch.offset, batch._idx = mx.array([single.offset]), single.offset
+    def to_batched(self, single: KVCache) -> BatchRowsCache:
+        batch = BatchFloatKVCache([single.offset])
+        batch.keys, batch.values = single.keys, single.values
         return batch
 
-    def rows(self, leaf: BatchKVCache, i: int, length: int, start: int, end: int) -> Fields:
-        """Rows [start, end) of sequence `i`, which has `length` of them; a lazy view."""
-        shift = leaf._idx - length
-        span = slice(start + shift, end + shift)
-        return {"keys": leaf.keys[i : i + 1, :, span], "values": leaf.values[i : i + 1, :, span]}
+    def rows(self, leaf: BatchRowsCache, i: int, length: int, start: int, end: int) -> Fields:
+        """Rows [start, end) of sequence `i`; a lazy view."""
+        return {"keys": leaf.keys[i : i + 1, :, start:end], "values": leaf.values[i : i + 1, :, start:end]}
 
-    def build(self, fields: Fields, position: int, template: Any) -> BatchKVCache:
+    def build(self, fields: Fields, position: int, template: Any) -> BatchRowsCache:
         """Make a leaf of rows [0, position); `fields` become its buffers."""
         single = type(template)()
         single.keys, single.values, single.offset = fields["keys"], fields["values"], position
@@ -160,37 +155,29 @@ class RowsCodec(Codec):
         vars(leaf).update(vars(writer))
         return leaf
 
-    def reserve_rows(self, leaf: BatchKVCache, rows: int) -> None:
+    def reserve_rows(self, leaf: BatchRowsCache, rows: int) -> None:
         """Grow the buffers to `rows` rows, all or none of them."""
-        leaf.keys, leaf.values = _grow_buffer(leaf.keys, rows), _grow_buffer(leaf.values, rows)
+        leaf.reserve_rows(rows)
 
-    def count_buffer_rows(self, leaf: BatchKVCache) -> int:
+    def count_buffer_rows(self, leaf: BatchRowsCache) -> int:
         """Rows of the buffer, used or not."""
-        return 0 if leaf.keys is None else int(leaf.keys.shape[2])
+        return leaf.count_buffer_rows()
 
-    def truncate(self, leaf: BatchKVCache, count: int) -> None:
+    def truncate(self, leaf: BatchRowsCache, count: int) -> None:
         """Drop the last `count` rows; the buffer stays."""
         leaf.trim(count)
 
-    def remember(self, leaf: Any) -> dict[str, Any]:
-        return {"count": self._count_rows(leaf)}  # rows are written behind the others, into the same buffers
+    def extract_sequence(self, leaf: BatchRowsCache, i: int) -> BatchRowsCache:
+        return leaf.extract(i)
 
-    def restore(self, leaf: Any, remembered: dict[str, Any]) -> None:
-        self.truncate(leaf, self._count_rows(leaf) - remembered["count"])
+    def remember(self, leaf: BatchRowsCache) -> dict[str, Any]:
+        return {"lengths": leaf.lengths}  # rows are written behind the others, into the same buffers
 
-    def drop_last(self, leaf: Any, count: int) -> None:
-        self.truncate(leaf, count)
+    def restore(self, leaf: BatchRowsCache, remembered: dict[str, Any]) -> None:
+        leaf.set_lengths(remembered["lengths"])
 
-    def _count_rows(self, leaf: Any) -> int:
-        return int(leaf._idx)
-
-
-def _grow_buffer(buffer: mx.array, rows: int) -> mx.array:
-    """Copy of a buffer [..., rows, width] with room for more rows, evaluated."""
-    shape = (*buffer.shape[:-2], rows - buffer.shape[-2], buffer.shape[-1])
-    grown = mx.concatenate([buffer, mx.zeros(shape, buffer.dtype)], axis=-2)
-    mx.eval(grown)
-    return grown
+    def drop_last(self, leaf: BatchRowsCache, counts: Sequence[int]) -> None:
+        leaf.drop_last(counts)
 
 
 class QuantizedRowsCodec(RowsCodec):
@@ -200,40 +187,25 @@ class QuantizedRowsCodec(RowsCodec):
     _writer_class = _QuantizedKVCacheWriter
     _tensor_names = ("data", "scales", "biases")
 
-    def to_batched(self, single: QuantizedKVCache) -> BatchQuantizedKVCache:
-        batch = BatchQuantizedKVCache([0], single.group_size, single.bits)
+    def to_batched(self, single: QuantizedKVCache) -> BatchRowsCache:
+        batch = BatchQuantizedKVCache([single.offset], single.group_size, single.bits)
         if single.keys is not None:
             batch.keys, batch.values = list(single.keys), list(single.values)
-            batch.offset, batch._idx = mx.array([single.offset]), single.offset
         return batch
 
-    def extract_sequence(self, leaf: BatchQuantizedKVCache, i: int) -> BatchQuantizedKVCache:
-        alone = copy.deepcopy(leaf)  # shares its arrays
-        alone.filter([i])
-        return alone
-
-    def rows(self, leaf: BatchQuantizedKVCache, i: int, length: int, start: int, end: int) -> Fields:
-        shift = leaf._idx - length
+    def rows(self, leaf: BatchRowsCache, i: int, length: int, start: int, end: int) -> Fields:
         return {
-            f"{half}_{part}": array[i : i + 1, :, start + shift : end + shift]
+            f"{half}_{part}": array[i : i + 1, :, start:end]
             for half in ("keys", "values")
             for part, array in zip(self._tensor_names, getattr(leaf, half), strict=True)
         }
 
-    def build(self, fields: Fields, position: int, template: QuantizedKVCache) -> BatchQuantizedKVCache:
+    def build(self, fields: Fields, position: int, template: QuantizedKVCache) -> BatchRowsCache:
         single = QuantizedKVCache(group_size=template.group_size, bits=template.bits)
         single.keys = [fields[f"keys_{part}"] for part in self._tensor_names]
         single.values = [fields[f"values_{part}"] for part in self._tensor_names]
         single.offset = position
         return self.to_batched(single)
-
-    def reserve_rows(self, leaf: BatchQuantizedKVCache, rows: int) -> None:
-        leaf.keys, leaf.values = (
-            [_grow_buffer(each, rows) for each in half or ()] for half in (leaf.keys, leaf.values)
-        )
-
-    def count_buffer_rows(self, leaf: BatchQuantizedKVCache) -> int:
-        return leaf.count_buffer_rows()
 
 
 class WindowCodec(Codec):
@@ -279,8 +251,9 @@ class WindowCodec(Codec):
         # A pass of several tokens makes new buffers, but changes this array.
         return {**vars(leaf), "left_padding": mx.array(leaf.left_padding)}
 
-    def drop_last(self, leaf: BatchRotatingKVCache, count: int) -> None:
-        """Drop the last rows: a pass of several tokens keeps all rows that its first one needs."""
+    def drop_last(self, leaf: BatchRotatingKVCache, counts: Sequence[int]) -> None:
+        """Drop the last rows of one sequence: a pass of several tokens keeps all rows that its first one needs."""
+        (count,) = counts
         leaf.trim(count)
         leaf.keys, leaf.values = leaf.keys[:, :, : leaf._idx], leaf.values[:, :, : leaf._idx]
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_reduce
 
-from warmline_backend.kv_cache.batch_caches import CausalKVCache
+from warmline_backend.kv_cache.batch_caches import BatchRowsCache
 from warmline_backend.kv_cache.chunk_draft import compute_chunk, evaluate_chunk_by_layers, reserve_rows
 from warmline_backend.kv_cache.codecs import CacheLayout, CacheLeaf, CodecKind, Fields, flatten, rebuild
 from warmline_common.protocol.tokens import TokenArray
@@ -120,7 +120,7 @@ class KV:
     def prepare_decoding(self) -> None:
         """Have decode steps of this sequence alone use no mask, unless in exact mode."""
         for _, cache in flatten(self.layers):
-            if isinstance(cache, CausalKVCache):
+            if isinstance(cache, BatchRowsCache):
                 cache.masks_decode_steps = bool(self.grid)
 
     # ---- capture

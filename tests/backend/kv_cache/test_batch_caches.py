@@ -1,4 +1,4 @@
-"""Quantized caches of several sequences: each has the rows and the attention that it has alone."""
+"""Caches of several sequences: each has the rows and the attention that it has alone."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.base import scaled_dot_product_attention
-from mlx_lm.models.cache import QuantizedKVCache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from warmline_backend.kv_cache.batch_caches import BatchQuantizedKVCache
+from warmline_backend.kv_cache.batch_caches import BatchFloatKVCache, BatchQuantizedKVCache, BatchRowsCache
 
 HEADS, WIDTH, GROUP = 2, 32, 32
+BITS = [0, 4, 8]  # 0: not quantized
 
 
 def make_rows(seed: int, sequences: int, count: int) -> tuple[mx.array, mx.array]:
@@ -18,8 +19,13 @@ def make_rows(seed: int, sequences: int, count: int) -> tuple[mx.array, mx.array
     return keys[0], keys[1]
 
 
-def make_single(rows: tuple[mx.array, mx.array], bits: int) -> QuantizedKVCache:
-    single = QuantizedKVCache(group_size=GROUP, bits=bits)
+def make_empty(sequences: int, bits: int) -> BatchRowsCache:
+    lengths = [0] * sequences
+    return BatchQuantizedKVCache(lengths, GROUP, bits) if bits else BatchFloatKVCache(lengths)
+
+
+def make_single(rows: tuple[mx.array, mx.array], bits: int) -> KVCache | QuantizedKVCache:
+    single = QuantizedKVCache(group_size=GROUP, bits=bits) if bits else KVCache()
     single.update_and_fetch(*rows)
     return single
 
@@ -29,10 +35,10 @@ def attend(cache: object, query: mx.array, keys: object, values: object, mask: o
     return attended
 
 
-def make_batch(seeds: Sequence[int], lengths: Sequence[int], bits: int) -> BatchQuantizedKVCache:
+def make_batch(seeds: Sequence[int], lengths: Sequence[int], bits: int) -> BatchRowsCache:
     parts = []
     for seed, length in zip(seeds, lengths, strict=True):
-        part = BatchQuantizedKVCache([0], GROUP, bits)
+        part = make_empty(1, bits)
         part.update_and_fetch(*make_rows(seed, 1, length))
         parts.append(part)
     batch, *others = parts
@@ -41,10 +47,10 @@ def make_batch(seeds: Sequence[int], lengths: Sequence[int], bits: int) -> Batch
     return batch
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("lengths", [(5, 5), (3, 9, 6), (300, 256, 257), (1, 260)])
 def test_sequences_of_a_batch_attend_as_alone(bits: int, lengths: tuple[int, ...]) -> None:
-    """Through steps, a pass that is cut, and sequences that leave."""
+    """Through steps, passes of which each sequence keeps another number of rows, and sequences that leave."""
     seeds = range(1, len(lengths) + 1)
     batch = make_batch(seeds, lengths, bits)
     alone = [make_single(make_rows(seed, 1, length), bits) for seed, length in zip(seeds, lengths, strict=True)]
@@ -55,41 +61,70 @@ def test_sequences_of_a_batch_attend_as_alone(bits: int, lengths: tuple[int, ...
         mask = batch.make_mask(width)
         keys, values = batch.update_and_fetch(*(half[mx.array(places)] for half in rows))
         together = attend(batch, query[mx.array(places)], keys, values, mask)
+        rejected = [(step + place) % width for place in places]
         for row, place in enumerate(places):
             own = alone[place]
             own_mask = own.make_mask(width, return_array=False, window_size=None)
             own_rows = own.update_and_fetch(*(half[place : place + 1] for half in rows))
             expected = attend(own, query[place : place + 1], *own_rows, own_mask)
             assert np.allclose(together[row], expected[0], atol=1e-5)
-            if width > 1:
-                own.trim(width - 1)
-        if width > 1:
-            batch.trim(width - 1)
-        assert batch.offset.tolist() == [alone[place].offset for place in places]
+            own.trim(rejected[row])
+        batch.drop_last(rejected)
+        assert batch.offset.tolist() == list(batch.lengths) == [alone[place].offset for place in places]
         if step in (2, 4) and len(places) > 1:
             del places[0]
             batch.filter(list(range(1, len(places) + 1)))
-            assert min(batch.left_padding.tolist()) == 0  # type: ignore[type-var]
+    extracted = batch.extract(0)
+    assert extracted.lengths == batch.lengths[:1] and extracted.count_buffer_rows() == batch.lengths[0]
 
 
-def test_padding_on_the_right_is_moved_before_the_rows() -> None:
-    batch, lengths = BatchQuantizedKVCache([0, 0], GROUP, 8), [7, 4]
-    rows = make_rows(3, 2, 7)
+@pytest.mark.parametrize("bits", BITS)
+def test_padding_on_the_right_is_dropped(bits: int) -> None:
+    batch, lengths = make_empty(2, bits), [7, 4]
     batch.prepare(lengths=lengths, right_padding=[0, 3])
-    batch.update_and_fetch(*rows)
+    batch.update_and_fetch(*make_rows(3, 2, 7))
     batch.finalize()
-    assert batch.offset.tolist() == lengths and batch.left_padding.tolist() == [0, 3]
-    single = make_single((rows[0][1:, :, :4], rows[1][1:, :, :4]), 8)
-    assert batch.keys is not None and single.keys is not None
-    for mine, theirs in zip(batch.keys, single.keys, strict=True):
-        assert np.array_equal(mine[1:, :, 3:7], theirs[:, :, :4])
+    assert batch.offset.tolist() == lengths == list(batch.lengths)
+    batch.finalize()
+    assert list(batch.lengths) == lengths, "once"
+    mask = np.array(batch.make_mask(1))
+    assert mask[:, 0, 0].sum(axis=-1).tolist() == [8, 5]
 
 
-def test_empty_caches_join() -> None:
-    one, other = BatchQuantizedKVCache([0], GROUP, 8), BatchQuantizedKVCache([0], GROUP, 8)
+def test_buffers_grow_by_steps_and_shrink_with_the_longest_sequence() -> None:
+    batch = make_batch([1, 2], [300, 5], 0)
+    assert batch.count_buffer_rows() == 512
+    batch.update_and_fetch(*make_rows(3, 2, 250))
+    assert batch.count_buffer_rows() == 300 + 256
+    batch.drop_last([250, 0])
+    batch.update_and_fetch(*make_rows(4, 2, 1))
+    assert batch.count_buffer_rows() == 300 + 256, "the room is still there"
+    batch.filter([1])
+    assert batch.lengths == (256,) and batch.count_buffer_rows() == 256
+    batch.reserve_rows(1024)
+    assert batch.count_buffer_rows() == 1024 and batch.trim(300) == 256 and batch.size() == 0
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_empty_caches_join(bits: int) -> None:
+    one, other = make_empty(1, bits), make_empty(1, bits)
     assert one.empty()
     one.extend(other)
     assert one.empty() and one.offset.tolist() == [0, 0]
-    filled = make_batch([4], [3], 8)
+    filled = make_batch([4], [3], bits)
     one.extend(filled)
-    assert one.size() == 3 and one.left_padding.tolist() == [3, 3, 0] and one.offset.tolist() == [0, 0, 3]
+    assert one.size() == 3 and one.offset.tolist() == [0, 0, 3]
+
+
+def test_keys_without_values_are_kept() -> None:
+    batch = make_batch([1, 2], [3, 5], 0)
+    keys_alone = BatchFloatKVCache([0])
+    keys = make_rows(1, 1, 3)[0]
+    keys_alone.update_and_fetch(keys, keys[..., :0])
+    longer = BatchFloatKVCache([0])
+    longer.update_and_fetch(*(make_rows(2, 1, 5)[0], make_rows(2, 1, 5)[0][..., :0]))
+    keys_alone.extend(longer)
+    added = make_rows(7, 2, 1)[0]
+    both = batch.update_and_fetch(added, added)[0]
+    held, _ = keys_alone.update_and_fetch(added, added[..., :0])
+    assert np.array_equal(held[0, :, :4], both[0, :, :4]) and np.array_equal(held[1], both[1])

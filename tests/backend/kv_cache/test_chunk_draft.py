@@ -6,7 +6,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import BatchKVCache
 
 from support.backend.families import FAMILIES, load_family, make_prompt
 from warmline_backend.kv_cache import batch_caches
@@ -28,7 +27,6 @@ Rows = dict[str, bytes]
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_caches, "BUFFER_STEP_TOKENS", BUFFER_STEP_TOKENS)
-    monkeypatch.setattr(BatchKVCache, "step", BUFFER_STEP_TOKENS)
 
 
 class FailingDevice:

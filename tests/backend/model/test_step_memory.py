@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from support import tiny_models
-from warmline_backend.kv_cache.batch_caches import CausalKVCache
+from warmline_backend.kv_cache.batch_caches import BatchFloatKVCache
 from warmline_backend.kv_cache.codecs import CacheLayout
 from warmline_backend.kv_cache.kv import KV
 from warmline_backend.model.loader import load_lazy_model
@@ -72,20 +72,24 @@ def test_weights_are_back_after_reckoning(tmp_path: Path) -> None:
 
 def test_masks_of_one_sequence_are_named_and_of_several_are_arrays() -> None:
     """An array mask of a chunk makes attention write heads x chunk x context numbers on CUDA."""
-    cache, rows = CausalKVCache([0]), mx.zeros((1, 1, 5, 8))
+    cache, rows = BatchFloatKVCache([0]), mx.zeros((1, 1, 5, 8))
     cache.update_and_fetch(rows, rows)
     assert cache.make_mask(4, return_array=False, window_size=None) == "causal"
     assert isinstance(cache.make_mask(1, return_array=False, window_size=None), mx.array)
     cache.masks_decode_steps = False
     assert cache.make_mask(1, return_array=False, window_size=None) is None
-    assert np.array(cache.make_mask(1, return_array=False, window_size=3)).tolist() == [[False] * 3 + [True] * 3]
+    mask = np.array(cache.make_mask(1, return_array=True, window_size=3))
+    assert mask.reshape(-1).tolist() == [False] * 3 + [True] * 3
     single = KVCache()
     single.update_and_fetch(rows, rows)
     for options in ({"return_array": True, "window_size": None}, {"return_array": False, "window_size": 3}):
         expected = single.make_mask(4, **options)
         assert np.array_equal(np.array(cache.make_mask(4, **options)), np.array(expected))
-    other = CausalKVCache([0])
+    other = BatchFloatKVCache([0])
     other.update_and_fetch(rows[:, :, :3], rows[:, :, :3])
     cache.extend(other)
-    assert cache.make_mask(4).shape == (2, 1, 4, 9)
-    assert cache.make_mask(1).shape == (2, 1, 1, 6)
+    assert np.array(cache.make_mask(1))[:, 0, 0].sum(axis=-1).tolist() == [6, 4]
+    mask = np.array(cache.make_mask(4))
+    assert mask.shape == (2, 1, 4, 9) and mask.sum(axis=-1)[:, 0].tolist() == [[6, 7, 8, 9], [4, 5, 6, 7]]
+    cache.drop_last([2, 0])
+    assert cache.make_mask(4, return_array=False, window_size=None) == "causal", "equally long"
