@@ -10,13 +10,13 @@ import msgspec
 
 from warmline_backend.engine.remembered import RememberedMeasurements
 from warmline_backend.model.model import ServedModel
-from warmline_backend.speculation.pass_costs import PASS_TOKENS_MAX, PassCosts
+from warmline_backend.speculation.pass_costs import BATCH_TOKENS_MAX, PassCosts
 from warmline_common.protocol.messages import convert
 
 log = logging.getLogger(__name__)
 
 FILE = "pass_costs.json"
-WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, PASS_TOKENS_MAX)
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, BATCH_TOKENS_MAX)
 RUNS = 2  # of which the faster counts: the first may compile kernels
 STEPS = 4  # in a row
 CONTEXT_TOKENS = 64

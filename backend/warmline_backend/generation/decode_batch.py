@@ -3,9 +3,9 @@
     step    [.. t1 t2]  t3 is drawn and being computed     ->  returns t3, begins t4
     verify  [.. t1 t2]  t3, and the draft d4 d5 d6         ->  returns t3 d4 d5 where d4 and d5 were drawn, too
 
-Of a verified pass, rows of rejected tokens are dropped once the scheduler has said how many tokens it took.  States of
-recurrent layers can't be: they go back to the pass's start, and the tokens that were right are computed once more, in
-the next pass.
+Of a verified pass, rows of rejected tokens are dropped once the scheduler has said how many tokens it took, of each
+sequence another number.  States of recurrent layers can't be: they go back to the pass's start, and the tokens that
+were right are computed once more, in the next pass; such a batch has one sequence.
 """
 
 import copy
@@ -28,8 +28,8 @@ DrawnToken = tuple[int, mx.array]  # an id and the log-probabilities [vocabulary
 class _Pass:
     """A verified pass that is not committed yet."""
 
-    tokens: list[int]  # that it returned
-    width: int  # tokens that it computed
+    tokens: list[list[int]]  # that it returned, by row
+    width: int  # tokens that it computed of each
     remembered: list[dict[str, Any]]  # by leaf, where all of it may have to be computed again
 
 
@@ -51,7 +51,7 @@ class DecodeBatch(GenerationBatch):  # type: ignore[misc]  # mlx-lm has no types
         self._matcher_by_uid = {uid: matcher for uid, matcher in pairs if matcher is not None}
         self._layout = layout
         self.is_read = False  # the last tokens were returned by `read_sampled`, and the step after them has not begun
-        self.next_token: int | None = None  # drawn by a verified pass, and returned by the next step or pass
+        self.next_tokens: list[int] | None = None  # drawn by a verified pass, and returned by the next step or pass
         self.uncomputed: list[int] = []  # returned tokens without rows, of a pass that was rolled back
         self._pass: _Pass | None = None
         self._may_be_padded = False  # it is what is left of a larger batch
@@ -81,7 +81,8 @@ class DecodeBatch(GenerationBatch):  # type: ignore[misc]  # mlx-lm has no types
             self.complete_read()
             batch.complete_read()
         self._matcher_by_uid |= batch._matcher_by_uid
-        self.next_token = None
+        known = self.next_tokens is not None and batch.next_tokens is not None
+        self.next_tokens = [*(self.next_tokens or ()), *(batch.next_tokens or ())] if known else None
         super().extend(batch)
 
     def split(self, row: int) -> "DecodeBatch":
@@ -100,7 +101,7 @@ class DecodeBatch(GenerationBatch):  # type: ignore[misc]  # mlx-lm has no types
             if (matcher := self._matcher_by_uid.get(uid)) is not None:
                 matcher.set_sampled(self._next_tokens, row)
         self.complete_read()
-        self.next_token = None
+        self.next_tokens = None
         return super()._step()  # type: ignore[no-any-return]
 
     def complete_read(self) -> None:
@@ -110,53 +111,56 @@ class DecodeBatch(GenerationBatch):  # type: ignore[misc]  # mlx-lm has no types
             self.is_read = False
             super()._step()  # its tokens were returned before
 
-    # ---- drafts, in a batch of one
+    # ---- drafts
 
-    def verify(self, draft: Sequence[int]) -> list[DrawnToken]:
-        """Compute the next token and a draft after it in one pass; returns that token and the draft's right ones.
+    def verify(self, drafts: Sequence[Sequence[int]]) -> list[list[DrawnToken]]:
+        """Compute the next token of each row and the draft after it in one pass; returns it and the draft's right ones.
 
         The answer is the one of single steps, up to rounding: each token is drawn from its own distribution, and the
-        draft is right while it is what was drawn.  Call `commit` afterwards.
+        draft is right while it is what was drawn.  Several rows only where the layout has rows alone.  Call `commit`
+        afterwards.
         """
-        assert len(self.uids) == 1 and self._pass is None
+        assert self._pass is None and (len(self.uids) == 1 or self._layout.has_rows_alone)
         self.complete_read()
         if self._may_be_padded:
             self._remove_padding()
-        following = mx.array(list(draft), self._next_tokens.dtype)
-        inputs = mx.concatenate([mx.array(self.uncomputed, following.dtype), self._next_tokens, following])
         leaves = self._leaves() if self._layout.has_states else []
         remembered = [leaf.codec.remember(held) for leaf, held in leaves]
-        logits = self.model(inputs[None], cache=self.prompt_cache)[0, len(self.uncomputed) :]
-        matcher = self._matcher_by_uid.get(self.uids[0])
-        taken = 0 if matcher is None else matcher.token_count
-        logits = self._process(logits, draft, matcher)
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        drawn = (self.samplers[0] or self.fallback_sampler)(logprobs)
-        mx.eval(self._next_tokens, drawn)
-        accepted = min(_count_equal(_list_tokens(drawn), draft), drawn.shape[0] - 1)  # rows may have been left out
-        returned = [(_list_tokens(self._next_tokens)[0], self._next_logprobs[0])]
-        returned += [(token, logprobs[row]) for row, token in enumerate(draft[:accepted])]
-        self._pass = _Pass([token for token, _ in returned], inputs.shape[0], remembered)
-        self._retract(drawn.shape[0] - 1 - accepted, matcher, taken + 1 + accepted)
-        self._next_tokens, self._next_logprobs = drawn[accepted : accepted + 1], [logprobs[accepted]]
-        (self.next_token,) = _list_tokens(self._next_tokens)
+        inputs = self._make_inputs(drafts)
+        logits = self.model(inputs, cache=self.prompt_cache)[:, len(self.uncomputed) :]
+        taken = [matcher.token_count if (matcher := self._find_matcher(row)) else 0 for row in range(len(drafts))]
+        rows = [self._draw(row, logits[row, : 1 + len(draft)], draft) for row, draft in enumerate(drafts)]
+        mx.eval(self._next_tokens, [drawn for _, drawn in rows])
+        returned, ends = [], []
+        for row, (draft, token) in enumerate(zip(drafts, _list_tokens(self._next_tokens), strict=True)):
+            logprobs, drawn = rows[row]
+            accepted = min(_count_equal(_list_tokens(drawn), draft), drawn.shape[0] - 1)  # rows may have been left out
+            returned.append([(token, self._next_logprobs[row])])
+            returned[row] += [(right, logprobs[n]) for n, right in enumerate(draft[:accepted])]
+            self._retract(row, drawn.shape[0] - 1 - accepted, taken[row] + 1 + accepted)
+            ends.append((drawn[accepted : accepted + 1], logprobs[accepted]))
+        self._pass = _Pass([[token for token, _ in row] for row in returned], inputs.shape[1], remembered)
+        self._next_tokens = mx.concatenate([drawn for drawn, _ in ends])
+        self._next_logprobs = [logprobs for _, logprobs in ends]
+        self.next_tokens = _list_tokens(self._next_tokens)
         return returned
 
-    def commit(self, count: int) -> None:
-        """Keep the first `count` of the tokens that the last pass returned; does nothing after a single step."""
+    def commit(self, counts: Sequence[int]) -> None:
+        """Keep the first `counts[row]` of the tokens that the last pass returned; does nothing after a single step."""
         if self._pass is None:
             return
         verified, self._pass = self._pass, None
-        kept = verified.tokens[:count]
-        rejected = verified.width - len(self.uncomputed) - count
-        if rejected and self._layout.has_states:
+        kept = [tokens[:count] for tokens, count in zip(verified.tokens, counts, strict=True)]
+        rejected = [verified.width - len(self.uncomputed) - count for count in counts]
+        if any(rejected) and self._layout.has_states:
             for (leaf, held), remembered in zip(self._leaves(), verified.remembered, strict=True):
                 leaf.codec.restore(held, remembered)
-            self.uncomputed = [*self.uncomputed, *kept]
+            self.uncomputed = [*self.uncomputed, *kept[0]]
             return
-        for leaf, held in self._leaves() if rejected else ():
-            leaf.codec.drop_last(held, [rejected])
-        self.tokens[0].extend([*self.uncomputed, *kept])
+        for leaf, held in self._leaves() if any(rejected) else ():
+            leaf.codec.drop_last(held, rejected)
+        for tokens, added in zip(self.tokens, kept, strict=True):
+            tokens.extend([*self.uncomputed, *added])
         self.uncomputed = []
 
     def compute_rows(self) -> None:
@@ -166,32 +170,53 @@ class DecodeBatch(GenerationBatch):  # type: ignore[misc]  # mlx-lm has no types
             self.tokens[0].extend(self.uncomputed)
             self.uncomputed = []
 
-    def _process(self, logits: mx.array, draft: Sequence[int], matcher: Matcher | None) -> mx.array:
-        """Apply the processors row by row, with the draft's tokens before each, as far as the grammar allows them."""
-        processors = self.logits_processors[0]
+    def _make_inputs(self, drafts: Sequence[Sequence[int]]) -> mx.array:
+        """[rows, width] tokens of a pass; behind a shorter draft, tokens that no expert is woken up for alone."""
+        longest = max((list(draft) for draft in drafts), key=len)
+        padded = [[*draft, *longest[-1:] * (len(longest) - len(draft))] for draft in drafts]
+        parts = [self._next_tokens[:, None], mx.array(padded, self._next_tokens.dtype).reshape(len(drafts), -1)]
+        if self.uncomputed:
+            parts.insert(0, mx.array([self.uncomputed], self._next_tokens.dtype))
+        return mx.concatenate(parts, axis=1)
+
+    def _draw(self, row: int, logits: mx.array, draft: Sequence[int]) -> tuple[mx.array, mx.array]:
+        """Log-probabilities [tokens, vocabulary] of a row, and what is drawn from them [tokens]; lazy."""
+        logits = self._process(row, logits, draft)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        return logprobs, (self.samplers[row] or self.fallback_sampler)(logprobs)
+
+    def _process(self, row: int, logits: mx.array, draft: Sequence[int]) -> mx.array:
+        """Apply a row's processors at each place, with the draft's tokens before it, as far as the grammar allows them.
+
+        `logits`: [tokens, vocabulary].
+        """
+        processors, matcher = self.logits_processors[row], self._find_matcher(row)
         if not processors:
             return logits
-        rows = []
-        for row, token in enumerate([self._next_tokens, *(mx.array([token]) for token in draft)]):
-            if row and matcher is not None and not matcher.count_valid([draft[row - 1]]):
+        processed = []
+        for n, token in enumerate([self._next_tokens[row : row + 1], *(mx.array([token]) for token in draft)]):
+            if n and matcher is not None and not matcher.count_valid([draft[n - 1]]):
                 break
             if matcher is not None:
                 matcher.set_sampled(token, 0)
-            context, processed = self._token_context[0].update_and_fetch(token), logits[row : row + 1]
+            context, place = self._token_context[row].update_and_fetch(token), logits[n : n + 1]
             for processor in processors:
-                processed = processor(context, processed)
-            rows.append(processed)
-        return mx.concatenate(rows)
+                place = processor(context, place)
+            processed.append(place)
+        return mx.concatenate(processed)
 
-    def _retract(self, count: int, matcher: Matcher | None, taken: int) -> None:
-        """Take what was drawn after a rejected token back from sampler, processors and matcher."""
-        sampler = self.samplers[0]
+    def _retract(self, row: int, count: int, taken: int) -> None:
+        """Take what was drawn after a row's rejected token back from sampler, processors and matcher."""
+        sampler, matcher = self.samplers[row], self._find_matcher(row)
         if isinstance(sampler, SeededSampler):
             sampler.position -= count
-        if self.logits_processors[0]:
-            self._token_context[0]._size -= count
+        if self.logits_processors[row]:
+            self._token_context[row]._size -= count
         if matcher is not None:
             matcher.retract(taken)
+
+    def _find_matcher(self, row: int) -> Matcher | None:
+        return self._matcher_by_uid.get(self.uids[row])
 
     def _remove_padding(self) -> None:
         """Copy windows without padding, of which mlx-lm masks a row too many in a pass of several tokens."""
@@ -208,6 +233,8 @@ class DecodeBatch(GenerationBatch):  # type: ignore[misc]  # mlx-lm has no types
     def filter(self, keep: list[int]) -> None:
         self._may_be_padded = bool(self._layout.window) and len(self.uids) > 1
         super().filter(keep)
+        if self.next_tokens is not None:
+            self.next_tokens = [self.next_tokens[row] for row in keep]
         self._matcher_by_uid = {uid: matcher for uid, matcher in self._matcher_by_uid.items() if uid in self.uids}
 
     def extract_cache(self, idx: int) -> list[object]:

@@ -129,7 +129,7 @@ class RowsCodec(Codec):
         batch.keys, batch.values = single.keys, single.values
         return batch
 
-    def rows(self, leaf: BatchRowsCache, i: int, length: int, start: int, end: int) -> Fields:
+    def rows(self, leaf: Any, i: int, length: int, start: int, end: int) -> Fields:
         """Rows [start, end) of sequence `i`; a lazy view."""
         return {"keys": leaf.keys[i : i + 1, :, start:end], "values": leaf.values[i : i + 1, :, start:end]}
 
@@ -384,6 +384,11 @@ class CacheLayout:
     def quantization(self) -> str:
         """ "q8" or "q4" for quantized rows, else ""."""
         return next((f"q{leaf.template.bits}" for leaf in self.leaves if leaf.codec is QUANTIZED), "")
+
+    @property
+    def has_rows_alone(self) -> bool:
+        """True where each sequence of a batch can take back another number of tokens."""
+        return bool(self.leaves) and all(leaf.codec.kind is CodecKind.ROWS for leaf in self.leaves)
 
     @property
     def is_batchable(self) -> bool:

@@ -5,6 +5,7 @@ and running streams don't starve each other.  See DESIGN.md.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
@@ -83,7 +84,7 @@ class Scheduler(QueueFigures):
         self.finisher = Finisher(
             served, self._queues, self.residents, self.step_stats, settings.boot, settings.keeps_residents
         )
-        costs = None if speculation is None else speculation.costs
+        costs = None if speculation is None or speculation.is_exact else speculation.costs
         self._merger = GroupMerger(self._queues, self.residents, self.finisher, costs, is_exact=settings.exact)
         self.admission = SequenceAdmission(
             served, self._queues, self.residents, self.finisher, settings.running_count_max
@@ -99,7 +100,7 @@ class Scheduler(QueueFigures):
             settings.prefill_step_size,
         )
         self._decode_round_count = 0
-        self._tokens_since_check = self._round_tokens = 0.0  # of a sequence at most, since the last budget check
+        self._tokens_since_check = self._round_tokens = 0  # of a sequence at most, since the last budget check
         self.keepalive_steps = 0
         self._is_step_background = False  # the last chunk's request
         self._decode_owed_s = 0.0  # DECODE_SHARE of the time that decoding has waited for chunks
@@ -290,11 +291,11 @@ class Scheduler(QueueFigures):
         """Sample a token or more for every sequence of a group."""
         self._is_step_background = False
         began, sequences = time.monotonic(), len(group.sequences)
-        if count := self._dispatch_sampled(group, group.step):
-            self._round_tokens = max(self._round_tokens, count / sequences)
+        if counts := self._dispatch_sampled(group, group.step):
+            self._round_tokens = max(self._round_tokens, *counts.values())
             seconds = time.monotonic() - began
             self._decode_owed_s = max(0.0, self._decode_owed_s - seconds)
-            self._record_decode(sequences, count, seconds)
+            self._record_decode(sequences, counts.total(), seconds)
             if not group.has_verified:
                 self._merger.record_step(sequences, seconds)
 
@@ -303,18 +304,18 @@ class Scheduler(QueueFigures):
         self.rates.record_decode(tokens, seconds)
         self.step_stats.record_decode(sequences, seconds)
 
-    def _dispatch_sampled(self, group: DecodeGroup, sample: Callable[[], list[SampledToken]]) -> int:
+    def _dispatch_sampled(self, group: DecodeGroup, sample: Callable[[], list[SampledToken]]) -> Counter[Sequence]:
         """Dispatch the tokens of `sample`, and end or redraw sequences.
 
-        Returns the number of tokens; 0 where an exception was raised: the group is lost.
+        Returns the number of tokens of each; empty where an exception was raised: the group is lost.
         """
         try:
-            count, endings = dispatch_tokens(sample())
-            group.commit(count)
+            counts, endings = dispatch_tokens(sample())
+            group.commit(counts)
         except Exception as error:  # noqa: BLE001  after any failure, tokens and rows of the batch disagree
             self.finisher.discard(self._queues.discard_batch(group.sequences[0]), error)
-            return 0
-        self.step_stats.decoded_tokens += count
+            return Counter()
+        self.step_stats.decoded_tokens += counts.total()
         if endings:
             self.finisher.finish_sequences(endings)
         for sequence in list(group.sequences):
@@ -322,7 +323,7 @@ class Scheduler(QueueFigures):
                 sequence.keep_rewind_point()
             elif sequence in group.sequences:  # else discarded for a failure of another of its batch
                 self._redraw(sequence, sequence.redraw_position)
-        return count
+        return counts
 
     def _redraw(self, sequence: Sequence, count: int) -> None:
         """Go back to the first `count` tokens of the answer; some of them may have to be prefilled again."""
@@ -344,9 +345,9 @@ class Scheduler(QueueFigures):
             return
         self._decode_round_count += 1
         self._tokens_since_check += self._round_tokens
-        self._round_tokens = 0.0
+        self._round_tokens = 0
         if self._tokens_since_check >= TOKENS_PER_BUDGET_CHECK:
-            self._tokens_since_check = 0.0
+            self._tokens_since_check = 0
             self.admission.enforce_budget()
         if self._decode_round_count % STEPS_PER_MERGE_CHECK == 0:
             self._merger.split_groups()
@@ -423,8 +424,8 @@ class Scheduler(QueueFigures):
         self._admit_followers(sequences)
         # First tokens don't wait for the step after them.
         reads_first = is_first and newcomer.batch.can_read_sampled
-        if reads_first and (count := self._dispatch_sampled(newcomer, newcomer.read_sampled)):
-            self._record_decode(len(sequences), count, time.monotonic() - began)
+        if reads_first and (counts := self._dispatch_sampled(newcomer, newcomer.read_sampled)):
+            self._record_decode(len(sequences), counts.total(), time.monotonic() - began)
         self._merge_group(newcomer)
 
     def _merge_group(self, newcomer: DecodeGroup) -> None:

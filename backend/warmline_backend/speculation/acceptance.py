@@ -1,19 +1,13 @@
 """Share of draft tokens that turn out right, by source and length of the match.  Engine thread."""
 
-from warmline_backend.speculation.draft import GRAMMAR
-
-DraftClass = tuple[str, int]  # a source, and the class of a match's length
+from warmline_backend.speculation.draft import GRAMMAR, LENGTH_CLASSES, DraftClass
 
 # Before anything is known: by the class of a match's length.
 USUAL_ACCEPTANCE = (0.3, 0.5, 0.7, 0.85, 0.95)
+assert len(USUAL_ACCEPTANCE) == LENGTH_CLASSES
 USUAL_GRAMMAR_ACCEPTANCE = 0.9  # a grammar forces text; the model may split it into other tokens
 PRIOR_WEIGHT = 4.0  # tokens that what is expected counts as
 ANSWER_DECAY, PROCESS_DECAY = 0.95, 0.998  # weight of what was seen before, with each draft
-
-
-def classify(source: str, match_length: int) -> DraftClass:
-    """Class of a draft: its source, and the power of two above the length of its match, of five."""
-    return source, min(len(USUAL_ACCEPTANCE) - 1, max(0, (match_length - 1).bit_length() - 1))
 
 
 class Acceptance:

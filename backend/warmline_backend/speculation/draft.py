@@ -6,9 +6,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+DraftClass = tuple[str, int]  # a source, and the class of a match's length
 TokenIds = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
 SOURCES = GRAMMAR, PREDICTION, PROMPT_LOOKUP = "grammar", "prediction", "prompt_lookup"
+LENGTH_CLASSES = 5  # of matches, by powers of two
 HISTORY_ROOM = 1024  # tokens that a history has room for beyond those that it was made with
 
 
@@ -19,6 +21,11 @@ class Draft:
     tokens: list[int]
     source: str
     match_length: int
+
+    @property
+    def draft_class(self) -> DraftClass:
+        """Its source, and the power of two above the length of its match, of LENGTH_CLASSES."""
+        return self.source, min(LENGTH_CLASSES - 1, max(0, (self.match_length - 1).bit_length() - 1))
 
 
 class DraftSource(Protocol):

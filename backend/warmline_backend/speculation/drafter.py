@@ -3,12 +3,30 @@
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 
-from warmline_backend.speculation.acceptance import Acceptance, DraftClass, classify
-from warmline_backend.speculation.draft import Draft, DraftSource, TokenHistory
+from warmline_backend.speculation.acceptance import Acceptance
+from warmline_backend.speculation.draft import Draft, DraftClass, DraftSource, TokenHistory
 from warmline_backend.speculation.lookup import PredictionLookup
-from warmline_backend.speculation.pass_costs import PASS_TOKENS_MAX, PassCosts, PassYield
+from warmline_backend.speculation.pass_costs import PASS_TOKENS_MAX, DraftOffer
 
-YIELD_WEIGHT = 0.2  # of the last pass, in the usual yield
+
+@dataclass(frozen=True)
+class ProposedDraft:
+    """A draft, and the probability that its next token is right, those before it being so.
+
+    `is_first_guess`: its first token is a guess of the next one, which the pass computes in any case.
+    """
+
+    draft: Draft
+    acceptance: float
+    is_first_guess: bool
+
+    @property
+    def offer(self) -> DraftOffer:
+        return DraftOffer(len(self.draft.tokens) - self.is_first_guess, self.acceptance, self.is_first_guess)
+
+    def cut(self, length: int) -> Draft:
+        """The draft, with at most `length` tokens that the pass would not compute anyway."""
+        return replace(self.draft, tokens=self.draft.tokens[: length + self.is_first_guess])
 
 
 @dataclass(frozen=True)
@@ -31,19 +49,18 @@ class Drafter:
         self,
         prompt: Sequence[int],
         sources: list[DraftSource],
-        costs: PassCosts,
         acceptance: Acceptance,
         ends: Container[int],
         count_valid: Callable[[list[int]], int] = len,
     ) -> None:
-        self._history, self._sources, self._costs, self._acceptance = TokenHistory(prompt), sources, costs, acceptance
+        self._history, self._sources, self._acceptance = TokenHistory(prompt), sources, acceptance
         self._ends, self._count_valid = ends, count_valid
         self._untried: _UntriedToken | None = None
-        self.usual_yield = PassYield(1.0, 1.0)  # of its passes of late
+        self.has_proposed = False  # when it was last asked
 
     def propose(
         self, computed: Sequence[int], following: Sequence[int], most: int, *, is_next_drawn: bool
-    ) -> Draft | None:
+    ) -> ProposedDraft | None:
         """Propose a draft after the `computed` tokens and those `following`, whose rows are still to be computed.
 
         `is_next_drawn`: the next token is drawn already, but not known yet.  The draft's first token is a guess of it
@@ -51,44 +68,17 @@ class Drafter:
         """
         self._history.update(computed, following)
         self._learn()
-        known = len(following) + is_next_drawn
         draft = self._find_draft(most + is_next_drawn, [] if is_next_drawn else following[-1:])
+        self.has_proposed = draft is not None
         if draft is None:
             return None
-        draft_class = classify(draft.source, draft.match_length)
-        offered = len(draft.tokens) - is_next_drawn
-        length = self._costs.choose_length(
-            known, offered, self._acceptance.estimate(draft_class), is_last_guessed=is_next_drawn
-        )
-        if not length:
-            self._untried = _UntriedToken(draft_class, self._history.length, draft.tokens[0])
-            return None
-        return replace(draft, tokens=draft.tokens[: length + is_next_drawn])
-
-    def expect_yield(self, computed: Sequence[int], most: int) -> PassYield:
-        """Expected yield of its next passes if it were alone."""
-        self._history.update(computed, ())
-        self._learn()
-        draft = self._find_draft(most + 1, [])
-        if draft is None:
-            return PassYield(1.0, 1.0)
-        draft_class = classify(draft.source, draft.match_length)
-        self._untried = _UntriedToken(draft_class, self._history.length, draft.tokens[0])
-        acceptance = self._acceptance.estimate(draft_class)
-        length = self._costs.choose_length(1, len(draft.tokens), acceptance, is_last_guessed=False)
-        return self._costs.expect(length, acceptance)
-
-    def record_pass(self, tokens: int, width: int) -> None:
-        """Record a pass of `width` that yielded so many tokens."""
-        usual, cost = self.usual_yield, self._costs.cost(width)
-        self.usual_yield = PassYield(
-            usual.tokens + YIELD_WEIGHT * (tokens - usual.tokens), usual.cost + YIELD_WEIGHT * (cost - usual.cost)
-        )
+        self._untried = _UntriedToken(draft.draft_class, self._history.length, draft.tokens[0])
+        return ProposedDraft(draft, self._acceptance.estimate(draft.draft_class), is_next_drawn)
 
     def record(self, draft: Draft, accepted: int) -> None:
         """Record that the draft's first `accepted` tokens were right, and no further one."""
-        draft_class = classify(draft.source, draft.match_length)
-        self._acceptance.record(draft_class, accepted, has_rejected=accepted < len(draft.tokens))
+        self._untried = None
+        self._acceptance.record(draft.draft_class, accepted, has_rejected=accepted < len(draft.tokens))
 
     def count_predicted(self, tokens: Sequence[int]) -> int:
         """Count the answer's tokens that the client foresaw; `tokens`: of prompt and answer."""

@@ -6,7 +6,7 @@ from warmline_backend.speculation.acceptance import Acceptance
 from warmline_backend.speculation.draft import GRAMMAR, Draft, DraftSource, TokenHistory
 from warmline_backend.speculation.drafter import Drafter
 from warmline_backend.speculation.lookup import PredictionLookup, PromptLookup
-from warmline_backend.speculation.pass_costs import NOMINAL_COSTS, PassCosts
+from warmline_backend.speculation.pass_costs import NOMINAL_COSTS, PassCosts, StepCosts
 from warmline_backend.structured_output.matcher import Matcher
 
 
@@ -30,7 +30,8 @@ class Speculation:
     """Maker of drafters.  `costs`: None in exact mode, where drafts may depend on token ids alone."""
 
     def __init__(self, costs: PassCosts | None) -> None:
-        self.costs, self._acceptance = costs, Acceptance()
+        self.is_exact, self._acceptance = costs is None, Acceptance()
+        self.costs = StepCosts(costs or NOMINAL_COSTS)
 
     def make_drafter(
         self, prompt: Sequence[int], prediction: Sequence[int], matcher: Matcher | None, ends: Container[int]
@@ -40,6 +41,6 @@ class Speculation:
         if prediction:
             sources.append(PredictionLookup(prediction))
         sources.append(PromptLookup())
-        acceptance = Acceptance(Acceptance() if self.costs is None else self._acceptance)
+        acceptance = Acceptance(Acceptance() if self.is_exact else self._acceptance)
         count_valid = len if matcher is None else matcher.count_valid
-        return Drafter(prompt, sources, self.costs or NOMINAL_COSTS, acceptance, ends, count_valid)
+        return Drafter(prompt, sources, acceptance, ends, count_valid)

@@ -4,13 +4,24 @@ from collections.abc import Sequence
 
 import pytest
 
-from warmline_backend.speculation.acceptance import Acceptance, classify
-from warmline_backend.speculation.draft import GRAMMAR, PROMPT_LOOKUP, Draft, TokenHistory
+from warmline_backend.speculation.acceptance import Acceptance
+from warmline_backend.speculation.draft import GRAMMAR, PROMPT_LOOKUP, Draft, DraftClass, TokenHistory
 from warmline_backend.speculation.drafter import Drafter
-from warmline_backend.speculation.pass_costs import NOMINAL_COSTS, PASS_TOKENS_MAX, PassCosts
+from warmline_backend.speculation.pass_costs import (
+    BATCH_TOKENS_MAX,
+    NOMINAL_COSTS,
+    PASS_TOKENS_MAX,
+    DraftOffer,
+    PassCosts,
+    StepCosts,
+)
 
 FLAT = PassCosts({1: 1.0, 32: 1.1})  # a dense model whose weights take the time
 STEEP = PassCosts({1: 1.0, 2: 1.5, 4: 2.6, 8: 4.6})  # each token wakes further experts
+
+
+def classify(source: str, match_length: int) -> DraftClass:
+    return Draft([], source, match_length).draft_class
 
 
 def expected_tokens(length: int, acceptance: float) -> float:
@@ -21,18 +32,50 @@ def expected_tokens(length: int, acceptance: float) -> float:
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.7, 0.95, 1.0])
 def test_draft_has_the_best_length_for_its_time(costs: PassCosts, acceptance: float) -> None:
     gains = [expected_tokens(n, acceptance) / costs.cost(1 + n) for n in range(PASS_TOKENS_MAX)]
-    length = costs.choose_length(1, 100, acceptance, is_last_guessed=False)
+    length = costs.choose_length(1, [DraftOffer(100, acceptance)])
     assert gains[length] == pytest.approx(max(gains)) or (length == 0 and max(gains) <= 1.1)
-    assert costs.choose_length(1, 3, acceptance, is_last_guessed=False) <= 3
-    assert costs.choose_length(1, 100, acceptance, is_last_guessed=True) <= length
-    assert costs.choose_length(PASS_TOKENS_MAX, 100, acceptance, is_last_guessed=False) == 0
+    assert costs.choose_length(1, [DraftOffer(3, acceptance)]) <= 3
+    assert costs.choose_length(1, [DraftOffer(100, acceptance, is_last_guessed=True)]) <= length
+    assert costs.choose_length(PASS_TOKENS_MAX, [DraftOffer(100, acceptance)]) == 0
+    assert costs.choose_length(1, []) == 0
+
+
+@pytest.mark.parametrize("costs", [FLAT, STEEP], ids=["flat", "steep"])
+@pytest.mark.parametrize("others", [[], [DraftOffer(4, 0.6)], [DraftOffer(31, 0.95), DraftOffer(2, 0.5, True)]])
+def test_drafts_of_a_batch_have_the_best_width_together(costs: PassCosts, others: list[DraftOffer]) -> None:
+    """Each sequence is computed as wide as the one with the longest draft; some have none."""
+    offers, count = [DraftOffer(20, 0.9), *others], 4
+
+    def expect(offer: DraftOffer, length: int) -> float:
+        first = offer.acceptance if offer.is_last_guessed else 1.0
+        return first * (expected_tokens(min(length, offer.length), offer.acceptance) - 1)
+
+    gains = [
+        (count + sum(expect(offer, n) for offer in offers)) / (costs.cost(count * (1 + n)) if n else 1.2)
+        for n in range(PASS_TOKENS_MAX)
+    ]
+    length = costs.choose_length(1, offers, count, step_cost=1.2)
+    assert gains[length] == pytest.approx(max(gains)) or (length == 0 and max(gains) <= 1.1 * gains[0])
+    assert costs.choose_length(1, offers, 64, step_cost=1.2) <= 1, "no pass has more tokens than were measured"
+
+
+def test_duration_of_a_step_is_what_was_seen_of_late() -> None:
+    costs = StepCosts(FLAT)
+    assert costs.cost(4) == FLAT.cost(4)
+    costs.record(4, 2.0)
+    assert costs.cost(4) == 2.0 and costs.cost(3) == FLAT.cost(3)
+    for _ in range(60):
+        costs.record(4, 1.0)
+    assert costs.cost(4) == pytest.approx(1.0, abs=0.01)
+    costs.record(1, 0.5)
+    assert costs.cost(4) > 1.03, "in single steps"
 
 
 def test_wider_passes_are_never_cheaper_and_lie_on_a_line() -> None:
     costs = PassCosts({1: 2.0, 2: 1.5, 4: 4.0})
     assert [costs.cost(width) for width in (1, 2, 3, 4, 6)] == [1.0, 1.0, 1.5, 2.0, 3.0]
-    assert costs.cost(PASS_TOKENS_MAX + 5) == costs.cost(PASS_TOKENS_MAX)
-    assert PassCosts({1: 1.0}).choose_length(1, 30, 0.99, is_last_guessed=False) == 0, "nothing wider was measured"
+    assert costs.cost(2 * BATCH_TOKENS_MAX) == 2 * costs.cost(BATCH_TOKENS_MAX)
+    assert PassCosts({1: 1.0}).choose_length(1, [DraftOffer(30, 0.99)]) == 0, "nothing wider was measured"
 
 
 def test_acceptance_is_learned_by_answer_and_by_process() -> None:
@@ -63,37 +106,52 @@ class FixedSource:
         pass
 
 
-def make_drafter(*sources: FixedSource, costs: PassCosts = FLAT, **options: object) -> Drafter:
-    return Drafter([1, 2], list(sources), costs, Acceptance(), {0}, **options)  # type: ignore[arg-type]
+class ChoosingDrafter(Drafter):
+    """Drafter of a sequence that is alone."""
+
+    costs: PassCosts
+
+    def choose(self, computed: list[int], following: list[int], *, is_next_drawn: bool = False) -> Draft | None:
+        proposed = self.propose(computed, following, 9, is_next_drawn=is_next_drawn)
+        if proposed is None:
+            return None
+        length = self.costs.choose_length(len(following) + is_next_drawn, [proposed.offer])
+        return proposed.cut(length) if length else None
+
+
+def make_drafter(*sources: FixedSource, costs: PassCosts = FLAT, **options: object) -> ChoosingDrafter:
+    drafter = ChoosingDrafter([1, 2], list(sources), Acceptance(), {0}, **options)  # type: ignore[arg-type]
+    drafter.costs = costs
+    return drafter
 
 
 def test_untried_tokens_are_compared_with_what_came() -> None:
     source = FixedSource([7] * 9)
     drafter, tokens = make_drafter(source, costs=STEEP), [1, 2]
-    assert drafter.propose(tokens, (), 9, is_next_drawn=True) is None, "not worth its time yet"
+    assert drafter.choose(tokens, [], is_next_drawn=True) is None, "not worth its time yet"
     for _ in range(40):
         tokens.append(7)
-        draft = drafter.propose(tokens, (), 9, is_next_drawn=True)
+        draft = drafter.choose(tokens, [], is_next_drawn=True)
     assert draft is not None and draft.tokens[0] == 7, "it was right each time"
     for token in range(100, 140):
         tokens.append(token)
-        draft = drafter.propose(tokens, (), 9, is_next_drawn=True)
+        draft = drafter.choose(tokens, [], is_next_drawn=True)
         if draft is not None:
             drafter.record(draft, 0)
     assert draft is None
 
 
 def test_drafts_have_no_end_tokens_and_nothing_that_the_grammar_forbids() -> None:
-    assert make_drafter(FixedSource([0, 5])).propose([1], (2,), 9, is_next_drawn=False) is None
-    draft = make_drafter(FixedSource([5, 6, 0, 7], 32)).propose([1], (2,), 9, is_next_drawn=False)
+    assert make_drafter(FixedSource([0, 5])).choose([1], [2]) is None
+    draft = make_drafter(FixedSource([5, 6, 0, 7], 32)).choose([1], [2])
     assert draft is not None and draft.tokens == [5, 6]
     drafter = make_drafter(FixedSource([5, 6, 7], 32), count_valid=lambda tokens: tokens.index(6))
-    draft = drafter.propose([1], (2,), 9, is_next_drawn=False)
+    draft = drafter.choose([1], [2])
     assert draft is not None and draft.tokens == [5]
-    assert drafter.propose([1], (2,), 9, is_next_drawn=True) is None, "a guess of the next token alone drafts nothing"
+    assert drafter.choose([1], [2], is_next_drawn=True) is None, "a guess of the next token alone drafts nothing"
 
 
 def test_later_source_that_agrees_and_goes_further_is_taken() -> None:
     first, agreeing, other = FixedSource([5], 32), FixedSource([5, 6, 7], 32), FixedSource([8, 9], 32)
-    drafts = [make_drafter(first, second).propose([1], (2,), 9, is_next_drawn=False) for second in (agreeing, other)]
+    drafts = [make_drafter(first, second).choose([1], [2]) for second in (agreeing, other)]
     assert [draft.tokens for draft in drafts if draft is not None] == [[5, 6, 7], [5]]

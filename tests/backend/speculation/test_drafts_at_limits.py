@@ -97,7 +97,7 @@ def test_host_that_ends_as_another_joins_keeps_the_order_of_its_tokens(root: Pat
         while not log.is_ended:
             driver.step()
             group = next((group for group in scheduler._queues.groups if len(group.sequences) == 1), None)
-            if group and group.batch.uncomputed and group.batch.next_token == plain[end]:
+            if group and group.batch.uncomputed and group.batch.next_tokens == [plain[end]]:
                 tried += 1
                 other = driver.submit(make_prompt(52, 8), 10)[1]
                 scheduler._admit()

@@ -6,22 +6,23 @@ from collections.abc import Container, Sequence
 from warmline_backend.speculation.acceptance import Acceptance
 from warmline_backend.speculation.draft import PROMPT_LOOKUP, Draft, DraftSource, TokenHistory
 from warmline_backend.speculation.drafter import Drafter
-from warmline_backend.speculation.pass_costs import PassCosts
+from warmline_backend.speculation.pass_costs import DraftOffer, PassCosts, StepCosts
 from warmline_backend.speculation.speculation import GrammarSource, Speculation
 from warmline_backend.structured_output.matcher import Matcher
 
 CONTEXT_TOKENS = 3  # before a token that is guessed
 
 
-class AnyLengthCosts(PassCosts):
+class AnyLengthCosts(StepCosts):
     """Costs by which the best draft has any length."""
 
     def __init__(self, chance: random.Random) -> None:
-        super().__init__({1: 1.0})
+        super().__init__(PassCosts({1: 1.0}))
         self._chance = chance
 
-    def choose_length(self, known: int, most: int, acceptance: float, *, is_last_guessed: bool) -> int:
-        return min(most, self._chance.randrange(12), 32 - known)
+    def choose_length(self, known: int, offers: Sequence[DraftOffer], sequences: int) -> int:
+        longest = max((offer.length for offer in offers), default=0)
+        return min(longest, self._chance.randrange(12), 32 - known)
 
 
 class EarlierTokens:
@@ -68,6 +69,7 @@ class EagerSpeculation(Speculation):
     def __init__(self, earlier: EarlierTokens | None = None, *, corruption: float = 0.1, seed: int = 1) -> None:
         super().__init__(None)
         self._earlier, self._corruption, self._chance = earlier or EarlierTokens(), corruption, random.Random(seed)
+        self.costs = AnyLengthCosts(self._chance)
 
     def make_drafter(
         self, prompt: Sequence[int], prediction: Sequence[int], matcher: Matcher | None, ends: Container[int]
@@ -75,4 +77,4 @@ class EagerSpeculation(Speculation):
         guesses = EarlierTokensSource(self._earlier, self._chance, self._corruption, 250)
         sources: list[DraftSource] = [GrammarSource(matcher), guesses] if matcher is not None else [guesses]
         count_valid = len if matcher is None else matcher.count_valid
-        return Drafter(prompt, sources, AnyLengthCosts(self._chance), Acceptance(), ends, count_valid)
+        return Drafter(prompt, sources, Acceptance(), ends, count_valid)

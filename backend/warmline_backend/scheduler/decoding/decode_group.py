@@ -1,9 +1,12 @@
 """Decode groups: sequences that share one batch.  Engine thread.
 
-A batch pads every row to its longest, so sequences share one only while the padding stays small; other groups take
-turns.  A sequence alone may get several tokens a step, where a draft of them is right.
+A batch computes every row as long as its longest, so sequences share one only while the padding stays small; other
+groups take turns.  A step may give a sequence several tokens, where a draft of them is right: in a batch, too, unless
+the model has layers that can't take back another number of tokens of each sequence.
 """
 
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +16,14 @@ from warmline_backend.generation.decode_batch import DecodeBatch
 from warmline_backend.generation.sequence import Sequence, make_decode_batch
 from warmline_backend.kv_cache.codecs import flatten, rebuild
 from warmline_backend.speculation.draft import Draft
-from warmline_backend.speculation.pass_costs import PASS_TOKENS_MAX
+from warmline_backend.speculation.drafter import ProposedDraft
+from warmline_backend.speculation.pass_costs import PASS_TOKENS_MAX, PassYield, UsualPass
 from warmline_common.measurement.scheduling import is_padding_small
 
+log = logging.getLogger(__name__)
+
 STEP_TOKENS_MAX = 2  # of a single step after a read
+SEARCHES_MAX = 8  # in a step, for drafts of sequences that had none of late
 SampledToken = tuple[Sequence, int, mx.array]  # with its id and its log-probabilities [vocabulary]
 
 
@@ -24,6 +31,22 @@ def can_share_batch(sequences: list[Sequence]) -> bool:
     """True where a batch is possible, and its padding small once all prompts are computed."""
     lengths = [max(each.kv.length, len(each.inputs) - 1) for each in sequences]
     return sequences[0].kv.layout.is_batchable and is_padding_small(lengths)
+
+
+def propose_draft(sequence: Sequence, following: list[int], *, is_next_drawn: bool) -> ProposedDraft | None:
+    """Propose a draft for a sequence after tokens `following` those computed; see `Drafter.propose`.
+
+    A failure of its sources, such as its grammar, takes its drafts from this sequence alone.
+    """
+    most = count_tokens_left(sequence)
+    if sequence.drafter is None or most < 1:
+        return None
+    try:
+        return sequence.drafter.propose(sequence.kv.tokens, following, most, is_next_drawn=is_next_drawn)
+    except Exception:
+        log.warning("request %s gets no drafts any more", sequence.request.id, exc_info=True)
+        sequence.drafter = None
+        return None
 
 
 def count_tokens_left(sequence: Sequence) -> int:
@@ -37,7 +60,8 @@ class DecodeGroup:
 
     batch: DecodeBatch
     sequences: list[Sequence] = field(default_factory=list)
-    has_verified: bool = False  # its last step was a pass that verified a draft
+    has_verified: bool = False  # its last step was a pass that verified drafts
+    usual: UsualPass | None = None  # of its steps of late; None where nothing is drafted, or before the first step
 
     @classmethod
     def from_sequences(cls, sequences: list[Sequence]) -> "DecodeGroup":
@@ -56,6 +80,7 @@ class DecodeGroup:
         other._capture_windows(PASS_TOKENS_MAX)
         self.batch.extend(other.batch)
         self.sequences += other.sequences
+        self.usual = None
         self._attach_sequences()
 
     def split(self, sequence: Sequence) -> "DecodeGroup":
@@ -65,59 +90,88 @@ class DecodeGroup:
             each.kv.capture_window()
         alone = DecodeGroup(self.batch.split(row), [sequence])
         self.sequences = [each for each in self.sequences if each is not sequence]
+        self.usual = None
         mx.eval([layer.state for layer in alone.batch.prompt_cache])
         for group in (self, alone):
             group._attach_sequences()
         return alone
 
     def step(self) -> list[SampledToken]:
-        """Sample a token for each sequence, or several for one that is alone; call `commit` afterwards."""
+        """Sample a token or more for each sequence; call `commit` afterwards."""
         self._count_pass()
-        draft = self._propose_draft()
-        self.has_verified = draft is not None or bool(self.batch.uncomputed)
+        drafts = self._choose_drafts()
+        self.has_verified = any(drafts) or bool(self.batch.uncomputed)
         if self.has_verified:
-            return self._verify(draft)
+            return self._verify(drafts)
         self._capture_windows(STEP_TOKENS_MAX)
-        if len(self.sequences) == 1 and (drafter := self.sequences[0].drafter) is not None:
-            drafter.record_pass(1, 1)
+        self._record_usual(len(self.sequences), width=1)
         responses = self.batch.next()
         return [
             (sequence, response.token, response.logprobs)
             for sequence, response in zip(self.sequences, responses, strict=True)
         ]
 
-    def commit(self, count: int) -> None:
-        """Keep the rows of the first `count` tokens of the last step; those of single steps are kept already."""
-        self.batch.commit(count)
+    def commit(self, counts: Mapping[Sequence, int]) -> None:
+        """Keep the rows of so many tokens of the last step; those of single steps are kept already."""
+        self.batch.commit([counts[sequence] for sequence in self.sequences])
 
     def _count_pass(self) -> None:
         for sequence in self.sequences:
             sequence.timings.passes += 1
             sequence.timings.shared_passes += len(self.sequences) > 1
 
-    def _propose_draft(self) -> Draft | None:
-        """Propose a draft for a sequence that is alone; its first token is a guess where the next one is not known."""
-        sequence, batch = self.sequences[0], self.batch
-        if len(self.sequences) > 1 or sequence.drafter is None or batch.is_read:
-            return None
-        following = batch.uncomputed if batch.next_token is None else [*batch.uncomputed, batch.next_token]
-        most = count_tokens_left(sequence)
-        if most < 1:
-            return None
-        return sequence.drafter.propose(sequence.kv.tokens, following, most, is_next_drawn=batch.next_token is None)
+    @property
+    def can_draft(self) -> bool:
+        """True where a pass may verify drafts: of one sequence, or where each can take back what is wrong."""
+        is_drafting = any(sequence.drafter is not None for sequence in self.sequences)
+        return is_drafting and (len(self.sequences) == 1 or self.sequences[0].kv.layout.has_rows_alone)
 
-    def _verify(self, draft: Draft | None) -> list[SampledToken]:
-        sequence, is_guess = self.sequences[0], self.batch.next_token is None
-        drafted = draft.tokens[is_guess:] if draft is not None else []
-        self._capture_windows(len(self.batch.uncomputed) + 1 + len(drafted))
+    def _choose_drafts(self) -> list[Draft | None]:
+        """Choose the drafts of the next pass, by sequence, as long as they yield most for the time."""
+        batch, speculation = self.batch, self.sequences[0].speculation
+        nothing: list[Draft | None] = [None] * len(self.sequences)
+        if batch.is_read or speculation is None or not self.can_draft:
+            return nothing
+        proposed = [self._propose(row) if self._is_searched(row) else None for row in range(len(self.sequences))]
+        offers = [each.offer for each in proposed if each is not None]
+        length = speculation.costs.choose_length(len(batch.uncomputed) + 1, offers, len(self.sequences))
+        return [each.cut(length) if each is not None else None for each in proposed] if length else nothing
+
+    def _is_searched(self, row: int) -> bool:
+        """True where a draft is looked for: in each step while there are some, else in turns; a search takes time."""
+        sequence, turns = self.sequences[row], -(-len(self.sequences) // SEARCHES_MAX)
+        is_drafting = sequence.drafter is not None and sequence.drafter.has_proposed
+        return is_drafting or row % turns == sequence.timings.passes % turns
+
+    def _propose(self, row: int) -> ProposedDraft | None:
+        """Propose a draft for a sequence; its first token is a guess where the next one is not known."""
+        sequence, batch = self.sequences[row], self.batch
+        is_next_drawn = batch.next_tokens is None
+        following = [*batch.uncomputed, *(() if batch.next_tokens is None else [batch.next_tokens[row]])]
+        return propose_draft(sequence, following, is_next_drawn=is_next_drawn)
+
+    def _verify(self, drafts: list[Draft | None]) -> list[SampledToken]:
+        is_guess = self.batch.next_tokens is None
+        drafted = [draft.tokens[is_guess:] if draft is not None else [] for draft in drafts]
+        width = len(self.batch.uncomputed) + 1 + max(map(len, drafted))
+        self._capture_windows(width)
         verified = self.batch.verify(drafted)
-        accepted = len(verified) - 1
-        if draft is not None and sequence.drafter is not None:
-            is_right = not is_guess or verified[0][0] == draft.tokens[0]
-            sequence.drafter.record(draft, is_guess + accepted if is_right else 0)
-            sequence.timings.record_draft(draft.source, len(drafted), accepted)
-            sequence.drafter.record_pass(len(verified), 1 + len(drafted))
-        return [(sequence, token, logprobs) for token, logprobs in verified]
+        for sequence, draft, tokens in zip(self.sequences, drafts, verified, strict=True):
+            if draft is not None and sequence.drafter is not None:
+                accepted, is_right = len(tokens) - 1, not is_guess or tokens[0][0] == draft.tokens[0]
+                sequence.drafter.record(draft, is_guess + accepted if is_right else 0)
+                sequence.timings.record_draft(draft.source, len(draft.tokens) - is_guess, accepted)
+        self._record_usual(sum(map(len, verified)), width)
+        return [(sequence, *drawn) for sequence, row in zip(self.sequences, verified, strict=True) for drawn in row]
+
+    def _record_usual(self, tokens: int, width: int) -> None:
+        """Record a step that yielded so many tokens, and computed `width` of each sequence."""
+        if (speculation := self.sequences[0].speculation) is None:
+            return
+        costs, count = speculation.costs, len(self.sequences)
+        cost = costs.passes.cost(count * width) if self.has_verified else costs.cost(count)
+        latest = UsualPass(PassYield(tokens, cost), width)
+        self.usual = latest if self.usual is None else self.usual.approach(latest)
 
     def read_sampled(self) -> list[SampledToken]:
         """As `step`, but of the tokens that are sampled already, and without beginning the step after them."""
@@ -143,6 +197,7 @@ class DecodeGroup:
         self.batch.filter([row for row in range(len(self.batch.uids)) if row not in rows])
         # Last: if `filter` fails, `sequences` still matches the batch's rows.
         self.sequences = [sequence for row, sequence in enumerate(self.sequences) if row not in rows]
+        self.usual = None
         self._attach_sequences()
 
     def _extract_layers(self, row: int) -> list[Any]:

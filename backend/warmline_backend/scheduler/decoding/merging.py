@@ -5,38 +5,15 @@ a text repeats.  What both yield is compared by the measured costs of passes; a 
 of n tokens does.
 """
 
-import logging
-
 from warmline_backend.generation.sequence import Sequence
 from warmline_backend.kv_cache.residents import Residents
-from warmline_backend.scheduler.decoding.decode_group import DecodeGroup, count_tokens_left
+from warmline_backend.scheduler.decoding.decode_group import DecodeGroup, count_tokens_left, propose_draft
 from warmline_backend.scheduler.finish import Finisher
 from warmline_backend.scheduler.queues import Queues
-from warmline_backend.speculation.pass_costs import PassCosts, PassYield
-
-log = logging.getLogger(__name__)
+from warmline_backend.speculation.pass_costs import PassYield, StepCosts, UsualPass
 
 SPLIT_GAIN_MIN = 1.2  # of the tokens for the time: its rows are copied, and may have to be copied back
-STEP_WEIGHT = 0.1  # of the last step, in the usual duration
 SPLIT_TOKENS_MIN = 32  # that its answer may still get
-
-
-class StepCosts:
-    """Costs of steps of several sequences, in single steps of one: as seen of late, else as passes of that width."""
-
-    def __init__(self, costs: PassCosts) -> None:
-        self._costs = costs
-        self._seconds: dict[int, float] = {1: costs.step_s}
-
-    def record(self, sequences: int, seconds: float) -> None:
-        usual = self._seconds.get(sequences, seconds)
-        self._seconds[sequences] = usual + STEP_WEIGHT * (seconds - usual)
-
-    def expect_yield(self, sequences: int) -> PassYield:
-        """Yield of one step of so many sequences."""
-        seconds = self._seconds.get(sequences)
-        cost = self._costs.cost(sequences) if seconds is None else seconds / self._seconds[1]
-        return PassYield(sequences, cost)
 
 
 class GroupMerger:
@@ -46,15 +23,15 @@ class GroupMerger:
     """
 
     def __init__(
-        self, queues: Queues, residents: Residents, finisher: Finisher, costs: PassCosts | None, *, is_exact: bool
+        self, queues: Queues, residents: Residents, finisher: Finisher, costs: StepCosts | None, *, is_exact: bool
     ) -> None:
         self._queues, self._residents, self._finisher = queues, residents, finisher
-        self._steps, self._is_exact = None if costs is None or is_exact else StepCosts(costs), is_exact
+        self._costs, self._is_exact = costs, is_exact
 
     def record_step(self, sequences: int, seconds: float) -> None:
         """Record the duration of a single step of so many sequences."""
-        if self._steps is not None:
-            self._steps.record(sequences, seconds)
+        if self._costs is not None:
+            self._costs.record(sequences, seconds)
 
     def find_host(self, newcomer: DecodeGroup) -> DecodeGroup | None:
         """The first group to merge `newcomer` into: with little padding, and with room for it and for copies."""
@@ -70,18 +47,15 @@ class GroupMerger:
         return self._residents.make_room(queues.bytes_held + queues.bytes_to_merge(host, newcomer))
 
     def _is_faster_together(self, host: DecodeGroup, newcomer: DecodeGroup) -> bool:
-        if self._steps is None:
+        if self._costs is None:
             return True
-        together = self._steps.expect_yield(len(host.sequences) + len(newcomer.sequences))
-        apart = self._find_yield(self._steps, host) + self._find_yield(self._steps, newcomer)
-        return together.speed >= apart.speed
-
-    @staticmethod
-    def _find_yield(steps: StepCosts, group: DecodeGroup) -> PassYield:
-        drafter = group.sequences[0].drafter
-        if len(group.sequences) == 1 and drafter is not None:
-            return drafter.usual_yield
-        return steps.expect_yield(len(group.sequences))
+        one, other = _find_usual(host, self._costs), _find_usual(newcomer, self._costs)
+        count = len(host.sequences) + len(newcomer.sequences)
+        together = [self._costs.expect_yield(count)]
+        if host.sequences[0].kv.layout.has_rows_alone:  # their drafts go on
+            cost = self._costs.passes.cost(round(count * max(one.width, other.width)))
+            together.append(PassYield(one.average.tokens + other.average.tokens, cost))
+        return max(each.speed for each in together) >= (one.average + other.average).speed
 
     def merge(self, host: DecodeGroup, newcomer: DecodeGroup) -> None:
         """Merge `newcomer` into `host`; where that fails, the sequences of both are lost."""
@@ -98,37 +72,52 @@ class GroupMerger:
     def split_groups(self) -> None:
         """Give sequences groups of their own, one of each group, where their drafts are worth more than the batch."""
         for group in list(self._queues.groups):
-            if self._steps is not None and len(group.sequences) > 1:
-                self._split(self._steps, group)
+            if self._costs is not None and len(group.sequences) > 1:
+                self._split(self._costs, group)
 
-    def _split(self, steps: StepCosts, group: DecodeGroup) -> None:
-        count = len(group.sequences)
-        together, rest = steps.expect_yield(count), steps.expect_yield(count - 1)
+    def _split(self, costs: StepCosts, group: DecodeGroup) -> None:
+        together, rest = _find_usual(group, costs).average, _expect_rest(group, costs)
         for sequence in group.sequences:
-            alone = self._expect_alone(sequence)
-            if alone is None or (rest + alone).speed < SPLIT_GAIN_MIN * together.speed:
+            alone = _expect_alone(sequence, costs)
+            if alone is None or (rest + alone.average).speed < SPLIT_GAIN_MIN * together.speed:
                 continue
             if not self._residents.make_room(self._queues.bytes_held + self._queues.bytes_to_remove([sequence])):
                 continue
             try:
-                self._queues.groups.append(group.split(sequence))
+                own = group.split(sequence)
             except Exception as error:  # noqa: BLE001  half split, none of them can be trusted
                 members = [*group.dissolve()]
                 self._queues.groups.remove(group)
                 self._finisher.discard(members if sequence in members else [*members, sequence], error)
             else:
-                assert sequence.drafter is not None
-                sequence.drafter.usual_yield = alone
+                own.usual = alone
+                self._queues.groups.append(own)
             return
 
-    def _expect_alone(self, sequence: Sequence) -> PassYield | None:
-        """Expect the yield of passes of the sequence alone; None where it drafts nothing, or is about to end."""
-        most = count_tokens_left(sequence)
-        if sequence.drafter is None or most < SPLIT_TOKENS_MIN:
-            return None
-        try:
-            return sequence.drafter.expect_yield(sequence.kv.tokens, most)
-        except Exception:  # of its grammar: the fault of this sequence alone, and of its drafts
-            log.warning("request %s gets no drafts any more", sequence.request.id, exc_info=True)
-            sequence.drafter = None
-            return None
+
+def _find_usual(group: DecodeGroup, costs: StepCosts) -> UsualPass:
+    """The usual pass of a group; before its first one, a step without drafts."""
+    return group.usual or UsualPass(costs.expect_yield(len(group.sequences)), 1)
+
+
+def _expect_rest(group: DecodeGroup, costs: StepCosts) -> PassYield:
+    """Expected yield of a group's passes without one of its sequences."""
+    count, usual = len(group.sequences) - 1, _find_usual(group, costs)
+    plain = costs.expect_yield(count)
+    if usual.width <= 1:
+        return plain
+    tokens = usual.average.tokens * count / (count + 1)
+    drafted = PassYield(tokens, costs.passes.cost(round(count * usual.width)))
+    return max(plain, drafted, key=lambda each: each.speed)
+
+
+def _expect_alone(sequence: Sequence, costs: StepCosts) -> UsualPass | None:
+    """Expected passes of the sequence alone; None where it drafts nothing, or is about to end."""
+    if count_tokens_left(sequence) < SPLIT_TOKENS_MIN:
+        return None
+    proposed = propose_draft(sequence, [], is_next_drawn=True)
+    if proposed is None:
+        return None
+    offer = proposed.offer._replace(is_last_guessed=False)
+    length = costs.choose_length(1, [offer], 1)
+    return UsualPass(costs.passes.expect(length, offer.acceptance), 1 + length)

@@ -5,6 +5,7 @@ earlier token; the scheduler does that after the step.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -22,23 +23,23 @@ from warmline_common.logging import describe_error, request_context
 log = logging.getLogger(__name__)
 
 
-def dispatch_tokens(sampled: Iterable[SampledToken]) -> tuple[int, list[tuple[Sequence, Ending]]]:
-    """Dispatch the tokens of one step; returns how many, and the sequences that end.
+def dispatch_tokens(sampled: Iterable[SampledToken]) -> tuple[Counter[Sequence], list[tuple[Sequence, Ending]]]:
+    """Dispatch the tokens of one step; returns how many of each sequence, and the sequences that end.
 
     Tokens of a sequence that come after its end, or after one from which it has to go back, are left out.
     """
-    count, left = 0, set[Sequence]()
+    counts, left = Counter[Sequence](), set[Sequence]()
     endings: list[tuple[Sequence, Ending]] = []
     for sequence, token, logprobs in sampled:
         if sequence in left:
             continue
-        count += 1
+        counts[sequence] += 1
         ending = dispatch_token(sequence, token, logprobs)
         if ending is not None:
             endings.append((sequence, ending))
         if ending is not None or sequence.redraw_position is not None:
             left.add(sequence)
-    return count, endings
+    return counts, endings
 
 
 def dispatch_token(sequence: Sequence, token: int, logprobs: mx.array) -> Ending | None:
