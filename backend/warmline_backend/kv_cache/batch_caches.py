@@ -56,24 +56,28 @@ class BatchRowsCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
         """Add rows [sequences, heads, count, width], and return those of all, as long as the longest."""
         added, start = keys.shape[2], self.lengths
         end, has_room = max(start) + added, max(start) + added <= self.count_buffer_rows()
+        places = None if self._are_equally_long else self._find_places(added)
         for name, rows in (("keys", keys), ("values", values)):
             encoded, held = self._encode(rows), getattr(self, name)
             if held is None:
                 held = _map(encoded, lambda part: _make_rows(part, round_up_to_buffer(added)))
             elif not has_room:
                 held = _map(held, lambda part: _add_rows(part, max(start), round_up_to_buffer(added)))
-            setattr(self, name, tree_map(lambda part, new: self._write(part, new), held, encoded))
+            setattr(self, name, tree_map(lambda part, new: self._write(part, new, places), held, encoded))
         self.lengths, self.offset = tuple(length + added for length in start), self.offset + added
         return _map(self.keys, lambda part: part[:, :, :end]), _map(self.values, lambda part: part[:, :, :end])
 
-    def _write(self, part: mx.array, new: mx.array) -> mx.array:
+    def _write(self, part: mx.array, new: mx.array, places: mx.array | None) -> mx.array:
         """Write new rows behind those of each sequence, in place where nothing else holds the buffer."""
         first, count = self.lengths[0], new.shape[2]
-        if self._are_equally_long or not new.size:  # some models have keys alone
+        if places is None or not new.size:  # some models have keys alone
             part[:, :, first : first + count] = new
             return part
-        places = mx.expand_dims(self.offset, (1, 2, 3)) + mx.expand_dims(mx.arange(count), (0, 1, 3))
-        return mx.put_along_axis(part, mx.broadcast_to(places, new.shape), new, axis=2)
+        return mx.put_along_axis(part, mx.broadcast_to(mx.expand_dims(places, (1, 3)), new.shape), new, axis=2)
+
+    def _find_places(self, count: int) -> mx.array:
+        """Positions [sequences, count] of the next tokens."""
+        return self.offset[:, None] + mx.arange(count)
 
     @property
     def _are_equally_long(self) -> bool:
@@ -94,7 +98,7 @@ class BatchRowsCache(_BaseCache):  # type: ignore[misc]  # mlx-lm has no types
     def _make_array_mask(self, count: int, window: int | None) -> mx.array:
         """[sequences, 1, count, rows], true where a new token attends to a row."""
         rows = mx.arange(max(self.lengths) + count)
-        places = mx.expand_dims(self.offset, (1, 2, 3)) + mx.expand_dims(mx.arange(count), (0, 1, 3))
+        places = mx.expand_dims(self._find_places(count), (1, 3))
         mask = rows <= places
         return mask if window is None else mask & (places < rows + window)
 
