@@ -1,6 +1,7 @@
 """Models of real shapes with random weights, in memory alone, and a real tokenizer.  Nothing of them is on disk."""
 
 import importlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "tie_word_embeddings": False,
     },
+    # Of a draft model for them; half a billion parameters with the vocabulary that such models usually have.
+    "0.5b": {
+        **_BASE,
+        "model_type": "llama",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
     # Half of the layers of a mixture of 30 billion parameters, 3 of which compute a token.
     "experts": {
         **_EXPERTS,
@@ -62,17 +74,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 64,
     },
+    "small-draft": {
+        **_BASE,
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+    },
 }
+DRAFT_SHAPES = {"8b": "0.5b", "experts": "0.5b", "small": "small-draft"}  # by the model's shape
 
 
-def make_served_model(shape: str, tokenizer_folder: Path) -> ServedModel:
-    """Make a model of one of SHAPES: in bfloat16, and in float32 on a CPU, which has no other kernels for experts."""
-    config = SHAPES[shape]
-    architecture = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-    model: nn.Module = architecture.Model(architecture.ModelArgs.from_dict(config))
-    mx.random.seed(3)
-    model.update(tree_map(_make_parameter, model.parameters()))
-    model.eval()
+def make_served_model(shape: str, tokenizer_folder: Path, dtype: mx.Dtype | None = None) -> ServedModel:
+    """Make a model of one of SHAPES, in `dtype` or as `make_random_model` does."""
+    model = make_random_model(shape, dtype)
     layout = CacheLayout.from_factory(make_cache_factory(model, 0, 64))
     logits, layers = run_probe(model, layout)
     mx.eval(logits)
@@ -83,16 +101,28 @@ def make_served_model(shape: str, tokenizer_folder: Path) -> ServedModel:
         path=tokenizer_folder,
         name=shape,
         layout=layout,
-        context_tokens_max=config["max_position_embeddings"],
+        context_tokens_max=SHAPES[shape]["max_position_embeddings"],
         vocabulary_size=VOCABULARY,
         weight_bytes=sum(array.nbytes for _, array in tree_flatten(model.parameters())),
         index_topk=0,
     )
 
 
-def _make_parameter(parameter: mx.array) -> mx.array:
+def make_random_model(shape: str, dtype: mx.Dtype | None = None) -> nn.Module:
+    """Make a model of one of SHAPES: in bfloat16, and in float32 on a CPU, which has no other kernels for experts."""
+    if dtype is None:
+        dtype = mx.bfloat16 if mx.default_device().type == mx.DeviceType.gpu else mx.float32
+    config = SHAPES[shape]
+    architecture = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    model: nn.Module = architecture.Model(architecture.ModelArgs.from_dict(config))
+    mx.random.seed(3)
+    model.update(tree_map(partial(_make_parameter, dtype), model.parameters()))
+    model.eval()
+    return model
+
+
+def _make_parameter(dtype: mx.Dtype, parameter: mx.array) -> mx.array:
     """A parameter of the same shape; mlx-lm's own is never computed: it would be float32."""
-    dtype = mx.bfloat16 if mx.default_device().type == mx.DeviceType.gpu else mx.float32
     if parameter.ndim < 2:
         return mx.ones(parameter.shape, dtype)
     made = mx.random.normal(parameter.shape, dtype) * (parameter.shape[-1] ** -0.5)

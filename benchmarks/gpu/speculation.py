@@ -1,27 +1,37 @@
 """Tokens a second with drafts and without, of texts that repeat and of prose, at one request and at several.
 
 A model of a real shape has random weights; its answers are made to follow given texts (drafts/scripted.py), so what is
-drafted and accepted is the text's, and the work of each pass the device's.  Both sides take turns.  Decoding alone is
-timed: from the first token of the last request to begin to the end of the first to end.
+drafted and accepted is the text's, and the work of each pass the device's.  The sides take turns.  Decoding alone is
+timed: all prompts but their last tokens are computed before; from the moment when each request has its first token to
+the end of the last one, where all answers are equally long.
 
-Usage: PYTHONPATH=benchmarks:tests .venv/bin/python benchmarks/gpu/speculation.py TOKENIZER-FOLDER
+With --peer, mlx_lm's drafts by a draft model of about half a billion parameters are timed, too (drafts/peer.py): three
+tokens a pass, and one request after the other, as mlx_lm.server does it.  How often that draft model is right is given,
+since random weights are right at nothing: 0.8 says four tokens of five, 1 all of them, the most that it can gain.
+
+Usage: PYTHONPATH=tests:backend:launchd:benchmarks .venv/bin/python benchmarks/gpu/speculation.py TOKENIZER-FOLDER
            [--shape 8b|experts|small] [--clients 1,4] [--rounds 3] [--tokens 400] [--kinds rewrite,edits,prose]
+           [--peer] [--peer-agreement 0.8,1] [--draft-model-shape 0.5b]
 """
 
 import argparse
 import statistics
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 from common.results import format_table
-from drafts.models import SHAPES, make_served_model
+from drafts.models import DRAFT_SHAPES, SHAPES, make_random_model, make_served_model
+from drafts.peer import measure_peer
 from drafts.scripted import scripted_answers
 from drafts.tasks import KINDS, Task, make_tasks
 
-from support.backend.engine_driver import EventLog, SchedulerDriver
+from support.backend.engine_driver import SchedulerDriver
 from warmline_backend.engine.pass_costs import measure_seconds
-from warmline_backend.generation.events import TokenEvent
 from warmline_backend.model.model import ServedModel
 from warmline_backend.speculation.pass_costs import PassCosts
 from warmline_backend.speculation.speculation import Speculation
@@ -33,76 +43,126 @@ class Side:
     """Runs of one scheduler, with drafts or without."""
 
     def __init__(self, served: ServedModel, costs: PassCosts | None) -> None:
-        self._driver = SchedulerDriver(
-            served, budget=BUDGET_BYTES, keeps=False, speculation=None if costs is None else Speculation(costs)
-        )
+        speculation = None if costs is None else Speculation(costs)
+        self._driver = SchedulerDriver(served, budget=BUDGET_BYTES, speculation=speculation)
 
     def run(self, tasks: list[Task], tokens: int) -> tuple[float, float]:
         """Tokens a second while all of these decode, and tokens a pass of the first one."""
         texts = {seed: task.answer for seed, task in enumerate(tasks)}
         with scripted_answers(texts):
+            residents = [self._prefill(task.prompt, seed) for seed, task in enumerate(tasks)]
             logs = [
-                self._driver.submit(task.prompt, min(tokens, len(task.answer)), temperature=1.0, seed=seed)[1]
-                for seed, task in enumerate(tasks)
+                self._driver.submit(
+                    task.prompt, tokens, temperature=1.0, seed=seed, resident=resident, reuse=len(task.prompt) - 1
+                )[1]
+                for seed, (task, resident) in enumerate(zip(tasks, residents, strict=True))
             ]
-            self._driver.run_until(lambda: all(_count_tokens(log) > 0 for log in logs))
-            began, before = time.perf_counter(), sum(map(_count_tokens, logs))
-            self._driver.run_until(lambda: any(log.is_ended for log in logs))
-            seconds, count = time.perf_counter() - began, sum(map(_count_tokens, logs)) - before
+            self._driver.run_until(lambda: all(log.tokens for log in logs))
+            began, before = time.perf_counter(), sum(len(log.tokens) for log in logs)
             self._driver.run_until(lambda: all(log.is_ended for log in logs))
+            seconds = time.perf_counter() - began
         for log, task in zip(logs, tasks, strict=True):
-            said = [event.token for event in log.events if isinstance(event, TokenEvent)]
-            assert said == task.answer[: len(said)], "the answer is not the text"
+            assert log.tokens == task.answer[:tokens], "the answer is not the text"
         timings = logs[0].result.timings
-        return count / seconds, timings.decoded / timings.passes
+        return (tokens * len(tasks) - before) / seconds, timings.decoded / timings.passes
+
+    def _prefill(self, prompt: list[int], seed: int) -> str:
+        """Compute a prompt; returns the resident that holds it."""
+        return self._driver.run(prompt, 1, temperature=1.0, seed=seed).result.resident
 
 
-def _count_tokens(log: EventLog) -> int:
-    return sum(isinstance(event, TokenEvent) for event in log.events)
+@dataclass
+class Sides:
+    """Sides of a comparison, and the speeds of each by its heading."""
+
+    served: ServedModel
+    draft_model: nn.Module | None
+    agreements: list[float]
+    speeds: dict[str, list[float]] = field(default_factory=dict)
+    tokens_a_pass: list[float] = field(default_factory=list)
+
+    @property
+    def headings(self) -> list[str]:
+        ours = ["text", "requests", "off, tokens/s", "auto, tokens/s", "ratio", "of the rounds", "tokens a pass"]
+        return [*ours, *(_name_peer(agreement) for agreement in self.agreements)]
+
+    def compare(self, costs: PassCosts, tasks: list[Task], rounds: int, tokens: int) -> list[str]:
+        """Cells of one row; the first round warms up.  Each side begins without what it learned in the round before."""
+        tokens = min(tokens, *(len(task.answer) for task in tasks))
+        sides: dict[str, Callable[[], float]] = {
+            "off": lambda: Side(self.served, None).run(tasks, tokens)[0],
+            "auto": lambda: self._run_auto(costs, tasks, tokens),
+        }
+        if (draft_model := self.draft_model) is not None:
+            for agreement in self.agreements:
+                measure = partial(measure_peer, self.served.model, draft_model, tasks, tokens, agreement)
+                sides[_name_peer(agreement)] = measure
+        self.speeds = {name: [] for name in sides}
+        for turn in range(rounds + 1):
+            for name, measure in sides.items() if turn % 2 else reversed(sides.items()):
+                speed = measure()
+                mx.clear_cache()
+                if turn:
+                    self.speeds[name].append(speed)
+            if not turn:
+                self.tokens_a_pass.clear()
+        return self._format_cells()
+
+    def _run_auto(self, costs: PassCosts, tasks: list[Task], tokens: int) -> float:
+        speed, each = Side(self.served, costs).run(tasks, tokens)
+        self.tokens_a_pass.append(each)
+        return speed
+
+    def _format_cells(self) -> list[str]:
+        off, on, *peers = (statistics.median(speeds) for speeds in self.speeds.values())
+        pairs = zip(self.speeds["off"], self.speeds["auto"], strict=True)
+        ratios = [on_speed / off_speed for off_speed, on_speed in pairs]
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        each = statistics.median(self.tokens_a_pass)
+        cells = [f"{off:.0f}", f"{on:.0f}", f"{on / off:.2f}", spread, f"{each:.2f}"]
+        return [*cells, *(f"{speed:.0f}" for speed in peers)]
 
 
-def main() -> None:
+def _name_peer(agreement: float) -> str:
+    return f"mlx_lm drafts, {agreement:.0%} right, tokens/s"
+
+
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokenizer", type=Path)
-    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--shape", choices=DRAFT_SHAPES, default="8b")
     parser.add_argument("--clients", default="1,4")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--kinds", default=",".join(KINDS))
-    options = parser.parse_args()
+    parser.add_argument("--peer", action="store_true", help="mlx_lm's drafts by a draft model, too")
+    parser.add_argument("--peer-agreement", default="0.8,1", help="how often that is right, a column each")
+    parser.add_argument("--draft-model-shape", choices=SHAPES, help="of the draft model; by default by --shape")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_options()
     served = make_served_model(options.shape, options.tokenizer)
+    draft_model: nn.Module | None = None
+    agreements: list[float] = []
+    if options.peer:
+        draft_model = make_random_model(options.draft_model_shape or DRAFT_SHAPES[options.shape])
+        agreements = [float(share) for share in options.peer_agreement.split(",")]
     device = mx.device_info().get("device_name", "CPU")
     print(f"{options.shape}: {served.weight_bytes / 1e9:.1f} GB of weights on {device}")
     measure_seconds(served)  # kernels are compiled
     costs = dict(measure_seconds(served))
     widths = ", ".join(f"{width}: {seconds * 1e3:.2f}" for width, seconds in costs.items())
     print(f"ms a pass by width: {widths}", flush=True)
-    rows = []
+    sides, rows = Sides(served, draft_model, agreements), []
     for kind in options.kinds.split(","):
         for clients in map(int, options.clients.split(",")):
             tasks = make_tasks(lambda text: served.tokenizer.encode(text, add_special_tokens=False), kind, clients)
-            rows.append([kind, str(clients), *compare(served, PassCosts(costs), tasks, options.rounds, options.tokens)])
-            print(" ".join(rows[-1]), flush=True)
-    headings = ["text", "requests", "off, tokens/s", "auto, tokens/s", "ratio", "of the rounds", "tokens a pass"]
-    print(format_table(headings, rows))
-
-
-def compare(served: ServedModel, costs: PassCosts, tasks: list[Task], rounds: int, tokens: int) -> list[str]:
-    """Cells of one row; the first round warms up.  Each side begins without what it learned in the round before."""
-    speeds: dict[bool, list[float]] = {False: [], True: []}
-    tokens_a_pass: list[float] = []
-    for turn in range(rounds + 1):
-        for drafts in (False, True) if turn % 2 else (True, False):
-            speed, each = Side(served, costs if drafts else None).run(tasks, tokens)
-            mx.clear_cache()
-            if turn:
-                speeds[drafts].append(speed)
-            if turn and drafts:
-                tokens_a_pass.append(each)
-    off, on = (statistics.median(speeds[drafts]) for drafts in (False, True))
-    ratios = [on_speed / off_speed for off_speed, on_speed in zip(speeds[False], speeds[True], strict=True)]
-    spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-    return [f"{off:.0f}", f"{on:.0f}", f"{on / off:.2f}", spread, f"{statistics.median(tokens_a_pass):.2f}"]
+            cells = sides.compare(PassCosts(costs), tasks, options.rounds, options.tokens)
+            rows.append([kind, str(clients), *cells])
+            print(" | ".join(rows[-1]), flush=True)
+    print(format_table(sides.headings, rows))
 
 
 if __name__ == "__main__":
