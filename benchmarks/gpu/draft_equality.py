@@ -14,7 +14,8 @@ compared.  Random weights have closer ties than trained ones: `clear` is the sha
 tolerance, at which a difference would fail.
 
 Usage: PYTHONPATH=tests:backend:launchd:benchmarks .venv/bin/python benchmarks/gpu/draft_equality.py TOKENIZER-FOLDER
-           [--models 8b,experts,llama,gemma3] [--tokens 4000] [--answer 200] [--wrong 0.1,0.5] [--type bfloat16]
+           [--models 8b,experts,llama,gemma3] [--tokens 4000] [--seconds 600] [--answer 200] [--wrong 0.1,0.5]
+           [--type bfloat16]
 """
 
 import argparse
@@ -33,11 +34,12 @@ from common.results import format_table
 from drafts.models import SHAPES, make_served_model
 from mlx.utils import tree_map_with_path
 
-from support.backend.engine_driver import EventLog, SchedulerDriver
+from support.backend.engine_driver import SchedulerDriver
 from support.speculation.drafts import EagerSpeculation, EarlierTokens
 from support.speculation.soak import FAMILIES, load
 from warmline_backend.generation.events import TokenEvent
 from warmline_backend.model.model import ServedModel, measure_kv, run_probe
+from warmline_common.protocol.messages import Timings
 
 TYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 WIDTHS = (2, 4, 8, 16, 32)
@@ -55,7 +57,11 @@ class Answer:
     prompt: list[int]
     tokens: list[int]
     likeliest: list[tuple[int, int]]
-    distances: list[float]
+    logprobs: list[tuple[float, float]]
+
+    @property
+    def distances(self) -> list[float]:
+        return [first - second for first, second in self.logprobs]
 
 
 @dataclass
@@ -77,8 +83,7 @@ class Tally:
     def differences(self) -> list[str]:
         return [f"{place}: distance {distance:.2g}" for distance, place in self.differing if distance > self.tolerance]
 
-    def record_draft(self, log: EventLog) -> None:
-        timings = log.result.timings
+    def record_draft(self, timings: Timings) -> None:
         self.passes += timings.passes
         for count in timings.drafts.values():
             self.drafted, self.accepted = self.drafted + count.drafted, self.accepted + count.accepted
@@ -121,14 +126,14 @@ def make_plain_answer(served: ServedModel, prompt: list[int], count: int) -> Ans
     log = SchedulerDriver(served).run(prompt, count, logprobs=True, top_logprobs=2)
     tops = [event.logprobs.top for event in log.events if isinstance(event, TokenEvent) and event.logprobs]
     likeliest = [(first[0], second[0]) for first, second in tops]
-    return Answer(prompt, log.tokens, likeliest, [first[1] - second[1] for first, second in tops])
+    return Answer(prompt, log.tokens, likeliest, [(first[1], second[1]) for first, second in tops])
 
 
 def measure_rounding(served: ServedModel, answer: Answer, chance: random.Random) -> float:
-    """Largest difference of a log-probability of the two likeliest tokens between widths of passes."""
+    """Largest difference of a log-probability of the two likeliest tokens between the steps and wider passes."""
     count = len(answer.tokens)
     mixed = [chance.randrange(1, 33) for _ in range(count)]
-    plain = _compute_likeliest(served, answer, cycle([1]))
+    plain = mx.array(answer.logprobs)
     others = [cycle([width]) for width in (*WIDTHS, count)] + [iter(mixed)]
     found = [mx.abs(_compute_likeliest(served, answer, widths) - plain).max().item() for widths in others]
     return max(float(each) for each in found)
@@ -156,13 +161,11 @@ def compare_answer(served: ServedModel, answer: Answer, speculation: EagerSpecul
     """Compare one answer with the one with drafts, from each difference on anew."""
     start, count = 0, len(answer.tokens)
     while start < count:
-        prompt = [*answer.prompt, *answer.tokens[:start]]
-        log = SchedulerDriver(served, speculation=speculation).run(prompt, count - start)
-        tally.record_draft(log)
-        pairs = zip(answer.tokens[start:], log.tokens, strict=True)
-        place = next((n for n, (plain, drafted) in enumerate(pairs, start) if plain != drafted), None)
+        prompt, expected = [*answer.prompt, *answer.tokens[:start]], answer.tokens[start:]
+        place = find_difference(SchedulerDriver(served, speculation=speculation), prompt, expected, tally)
         if place is None:
             break
+        place += start
         tally.differing.append((answer.distances[place], f"token {place} of {answer.prompt[:4]}..."))
         start = place + 1
     tally.tokens += count
@@ -170,8 +173,26 @@ def compare_answer(served: ServedModel, answer: Answer, speculation: EagerSpecul
     tally.runs |= {tuple(answer.tokens[n : n + 3]) for n in range(count)}
 
 
-def compare_model(served: ServedModel, tokens: int, answer_tokens: int, shares: Sequence[float]) -> Tally:
-    tally, chance = Tally(), random.Random(SEED)
+def find_difference(driver: SchedulerDriver, prompt: list[int], expected: list[int], tally: Tally) -> int | None:
+    """Answer a prompt up to the first token that is not the expected one; returns its place."""
+    name, log = driver.submit(prompt, len(expected))
+
+    def find() -> int | None:
+        pairs = enumerate(zip(expected, log.tokens, strict=False))
+        return next((place for place, (plain, drafted) in pairs if plain != drafted), None)
+
+    driver.run_until(lambda: log.is_ended or find() is not None)
+    result = log.result if log.is_ended else driver.scheduler.cancel(name)
+    assert result is not None
+    tally.record_draft(result.timings)
+    return find()
+
+
+def compare_model(
+    served: ServedModel, tokens: int, answer_tokens: int, shares: Sequence[float], seconds: float
+) -> Tally:
+    """Compare answers until there are so many tokens, or so many seconds are over."""
+    tally, chance, end = Tally(), random.Random(SEED), time.monotonic() + seconds
     for share in cycle(shares):
         prompt = [chance.randrange(VOCABULARY_MAX) for _ in range(chance.randrange(5, PROMPT_TOKENS_MAX))]
         answer = make_plain_answer(served, prompt, min(answer_tokens, tokens - tally.tokens))
@@ -182,7 +203,7 @@ def compare_model(served: ServedModel, tokens: int, answer_tokens: int, shares: 
             served, answer, EagerSpeculation(earlier, corruption=share, seed=chance.randrange(1 << 30)), tally
         )
         mx.clear_cache()
-        if tally.tokens >= tokens:
+        if tally.tokens >= tokens or time.monotonic() > end:
             return tally
     raise AssertionError("no shares")
 
@@ -192,6 +213,7 @@ def main() -> int:
     parser.add_argument("tokenizer", type=Path)
     parser.add_argument("--models", default="8b,experts", help=f"of {', '.join([*SHAPES, *FAMILIES])}")
     parser.add_argument("--tokens", type=int, default=4000, help="of each model")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of each model, after which no answer begins")
     parser.add_argument("--answer", type=int, default=200, help="tokens of one answer")
     parser.add_argument("--wrong", default="0.1,0.5", help="shares of drafted tokens that are replaced, in turn")
     parser.add_argument("--type", choices=TYPES, default="bfloat16")
@@ -203,7 +225,7 @@ def main() -> int:
             try:
                 served = load_model(name, TYPES[options.type], options.tokenizer, Path(folder))
                 shares = [float(share) for share in options.wrong.split(",")]
-                tally = compare_model(served, options.tokens, options.answer, shares)
+                tally = compare_model(served, options.tokens, options.answer, shares, options.seconds)
             except (RuntimeError, ValueError) as error:  # mlx has no kernel for it on this device
                 print(f"{name}: can't be computed: {error}", flush=True)
                 continue
