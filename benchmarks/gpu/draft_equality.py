@@ -16,6 +16,8 @@ tolerance, at which a difference would fail.
 Usage: PYTHONPATH=tests:backend:launchd:benchmarks .venv/bin/python benchmarks/gpu/draft_equality.py TOKENIZER-FOLDER
            [--models 8b,experts,llama,gemma3] [--tokens 4000] [--seconds 600] [--answer 200] [--wrong 0.1,0.5]
            [--type bfloat16]
+
+A model's folder among --models is loaded as it is, and answers questions on this project's own texts.
 """
 
 import argparse
@@ -38,7 +40,7 @@ from support.backend.engine_driver import SchedulerDriver
 from support.speculation.drafts import EagerSpeculation, EarlierTokens
 from support.speculation.soak import FAMILIES, load
 from warmline_backend.generation.events import TokenEvent
-from warmline_backend.model.model import ServedModel, measure_kv, run_probe
+from warmline_backend.model.model import ServedModel, load_served_model, measure_kv, run_probe
 from warmline_common.protocol.messages import Timings
 
 TYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
@@ -46,6 +48,7 @@ WIDTHS = (2, 4, 8, 16, 32)
 PROMPT_TOKENS_MAX = 200
 VOCABULARY_MAX = 250  # of the prompts: all models have these tokens
 SEED = 1
+TEXTS = sorted((Path(__file__).resolve().parents[2] / "docs").glob("*.md"))
 HEADINGS = ("model", "type", "tokens", "passes", "drafted", "accepted", "tolerance", "clear", "near ties")
 MORE_HEADINGS = ("largest distance at one", "differences", "distinct")
 
@@ -99,6 +102,8 @@ class Tally:
 
 def load_model(name: str, dtype: mx.Dtype, tokenizer: Path, root: Path) -> ServedModel:
     """A model of one of SHAPES or FAMILIES, all of its parameters that mlx-lm converts in `dtype`."""
+    if Path(name).is_dir():
+        return load_served_model(name, name)
     if name in SHAPES:
         served = make_served_model(name, tokenizer, dtype)
         served.model.update(tree_map_with_path(_sharpen_attention, served.model.parameters()))
@@ -188,13 +193,25 @@ def find_difference(driver: SchedulerDriver, prompt: list[int], expected: list[i
     return find()
 
 
+def make_prompt(served: ServedModel, chance: random.Random) -> list[int]:
+    """A question on a part of a text for a model with a chat template, else tokens at random."""
+    if not served.tokenizer.has_chat_template or served.name in SHAPES:
+        return [chance.randrange(VOCABULARY_MAX) for _ in range(chance.randrange(5, PROMPT_TOKENS_MAX))]
+    paragraphs = chance.choice(TEXTS).read_text().split("\n\n")
+    start = chance.randrange(max(1, len(paragraphs) - 3))
+    text = "\n\n".join(paragraphs[start : start + 3])[:1500]
+    question = chance.choice(["Summarize this:", "Write this again with other words:", "Explain each sentence:"])
+    messages = [{"role": "user", "content": f"{question}\n\n{text}"}]
+    return list(served.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+
+
 def compare_model(
     served: ServedModel, tokens: int, answer_tokens: int, shares: Sequence[float], seconds: float
 ) -> Tally:
     """Compare answers until there are so many tokens, or so many seconds are over."""
     tally, chance, end = Tally(), random.Random(SEED), time.monotonic() + seconds
     for share in cycle(shares):
-        prompt = [chance.randrange(VOCABULARY_MAX) for _ in range(chance.randrange(5, PROMPT_TOKENS_MAX))]
+        prompt = make_prompt(served, chance)
         answer = make_plain_answer(served, prompt, min(answer_tokens, tokens - tally.tokens))
         tally.rounding = max(tally.rounding, measure_rounding(served, answer, chance))
         earlier = EarlierTokens()
@@ -229,7 +246,8 @@ def main() -> int:
             except (RuntimeError, ValueError) as error:  # mlx has no kernel for it on this device
                 print(f"{name}: can't be computed: {error}", flush=True)
                 continue
-        rows.append([name, options.type, *tally.format_cells()])
+        kind = served.dtype.replace("mlx.core.", "")
+        rows.append([Path(name).name, kind, *tally.format_cells()])
         print(" | ".join(rows[-1]), f"({time.monotonic() - began:.0f} s)", flush=True)
         for difference in tally.differences:
             print(f"    {difference}")

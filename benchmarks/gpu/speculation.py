@@ -6,8 +6,9 @@ timed: all prompts but their last tokens are computed before; from the moment wh
 the end of the last one, where all answers are equally long.
 
 With --peer, mlx_lm's drafts by a draft model of about half a billion parameters are timed, too (drafts/peer.py): three
-tokens a pass, and one request after the other, as mlx_lm.server does it.  How often that draft model is right is given,
-since random weights are right at nothing: 0.8 says four tokens of five, 1 all of them, the most that it can gain.
+tokens a pass.  It is timed at one request: where it drafts, mlx_lm.server answers one after the other, so several get
+the same tokens a second together.  How often that draft model is right is given, since random weights are right at
+nothing: 0.8 says four tokens of five, 1 all of them, the most that it can gain.
 
 Usage: PYTHONPATH=tests:backend:launchd:benchmarks .venv/bin/python benchmarks/gpu/speculation.py TOKENIZER-FOLDER
            [--shape 8b|experts|small] [--clients 1,4] [--rounds 3] [--tokens 400] [--kinds rewrite,edits,prose]
@@ -94,7 +95,7 @@ class Sides:
             "auto": lambda: self._run_auto(costs, tasks, tokens),
         }
         if (draft_model := self.draft_model) is not None:
-            for agreement in self.agreements:
+            for agreement in self.agreements if len(tasks) == 1 else ():
                 measure = partial(measure_peer, self.served.model, draft_model, tasks, tokens, agreement)
                 sides[_name_peer(agreement)] = measure
         self.speeds = {name: [] for name in sides}
@@ -120,7 +121,7 @@ class Sides:
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
         each = statistics.median(self.tokens_a_pass)
         cells = [f"{off:.0f}", f"{on:.0f}", f"{on / off:.2f}", spread, f"{each:.2f}"]
-        return [*cells, *(f"{speed:.0f}" for speed in peers)]
+        return [*cells, *(f"{speed:.0f}" for speed in peers), *[""] * (len(self.agreements) - len(peers))]
 
 
 def _name_peer(agreement: float) -> str:
