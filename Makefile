@@ -8,6 +8,7 @@
 # make soak    warm against cold: any order of steps on pairs of every cache family.  STEPS=2000 FAMILIES=llama,gemma3
 #              MODES=fast,exact SEED=7 ARGS="--replay SCRIPT"
 # make draft-soak   answers with drafts against those without, in every cache family.  ARGS="--tokens 20000 --families llama"
+#              ARGS="--draft-models inexact,gemma3" for draft models
 # make index-damage   starts on an index that is damaged in each way: ten minutes.  ARGS="--sample 500 --seed 7"
 # make bench   benchmarks beside mlx_lm.server, twenty minutes on two quiet cores; tables in build/bench/summary.md.
 #              ARGS="--only herd,restart" for some, ARGS=--quick for whether they work

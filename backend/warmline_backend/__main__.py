@@ -33,6 +33,7 @@ from warmline_backend.server.runtime import fingerprint_served_model
 from warmline_backend.server.service import Service
 from warmline_backend.server.shutdown import StopSignals, drain, run_until_event
 from warmline_backend.server.unreadable_requests import log_unreadable_requests_briefly
+from warmline_backend.speculation.model_drafter import ModelDrafter
 from warmline_backend.speculation.speculation import Speculation
 from warmline_common.logging import log_loop_error, start_logging
 from warmline_common.measurement.model_memory import compute_memory_budget
@@ -214,12 +215,16 @@ def _make_scheduler(
     config: BackendConfig, home: Home, boot: str, before_weights: Callable[[], None] = _go_on
 ) -> Scheduler:
     """Load the model and make its scheduler on the engine thread, where all mlx arrays have to be made."""
+    draft_path = config.draft_model if config.speculation != "off" else ""
+    if draft_path != config.draft_model:
+        log.warning("the draft model %s is not loaded: speculation is off", config.draft_model)
     served = load_served_model(
         config.model,
         config.served_name,
         kv_bits=config.kv_bits,
         kv_group_size=config.kv_group_size,
         adapter_path=config.adapter_path,
+        draft_path=draft_path,
         trust_remote_code=config.trust_remote_code,
         before_weights=before_weights,
     )
@@ -255,10 +260,11 @@ def _make_speculation(config: BackendConfig, home: Home, served: ServedModel) ->
     """Measure what drafts cost; in exact mode, and for its cold runs, drafts depend on no clock."""
     if config.speculation == "off" or served.layout.problem:
         return None
+    model = ModelDrafter(served.draft, served.vocabulary_size) if served.draft is not None else None
     if config.reuse != "fast":
-        return Speculation(None)
+        return Speculation(None, model)
     costs = resolve_pass_costs(served, fingerprint_served_model(served, config, home), home.models)
-    return Speculation(costs) if costs is not None else None
+    return Speculation(costs, model) if costs is not None else None
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ class BackendConfig:
     kv_group_size: int
     segment_compression: str  # "auto" or "off"
     speculation: str  # "auto" or "off"
+    draft_model: str  # a folder or repository; "" for none
     max_tokens: int  # default of a request that names none; 0: the rest of the context
     temperature: float  # defaults of a request that names none
     top_p: float

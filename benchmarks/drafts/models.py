@@ -1,6 +1,7 @@
 """Models of real shapes with random weights, in memory alone, and a real tokenizer.  Nothing of them is on disk."""
 
 import importlib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_config
 
 from warmline_backend.kv_cache.codecs import CacheLayout
+from warmline_backend.model.drafted_model import DraftModel
 from warmline_backend.model.model import (
     ServedModel,
     load_model_tokenizer,
     make_cache_factory,
     measure_kv,
+    pair_models,
     run_probe,
 )
 
@@ -92,12 +96,29 @@ def make_served_model(shape: str, tokenizer_folder: Path, dtype: mx.Dtype | None
     """Make a model of one of SHAPES, in `dtype` or as `make_random_model` does."""
     model = make_random_model(shape, dtype)
     layout = CacheLayout.from_factory(make_cache_factory(model, 0, 64))
+    tokenizer = load_model_tokenizer(tokenizer_folder, load_config(tokenizer_folder), trust_remote_code=False)
+    return _measure(shape, model, layout, tokenizer, tokenizer_folder)
+
+
+def add_draft_model(served: ServedModel, shape: str) -> ServedModel:
+    """The same model with a draft model of one of SHAPES."""
+    model = make_random_model(shape)
+    layout = CacheLayout.from_factory(make_cache_factory(model, 0, 64))
+    context = SHAPES[shape]["max_position_embeddings"]
+    draft = DraftModel(model, served.path, layout, VOCABULARY, context)
+    paired, whole = pair_models(served.model, served.layout, draft)
+    return replace(_measure(served.name, paired, whole, served.tokenizer, served.path), draft=draft)
+
+
+def _measure(
+    shape: str, model: nn.Module, layout: CacheLayout, tokenizer: TokenizerWrapper, tokenizer_folder: Path
+) -> ServedModel:
     logits, layers = run_probe(model, layout)
     mx.eval(logits)
     return ServedModel(
         **vars(measure_kv(layout, layers)),
         model=model,
-        tokenizer=load_model_tokenizer(tokenizer_folder, load_config(tokenizer_folder), trust_remote_code=False),
+        tokenizer=tokenizer,
         path=tokenizer_folder,
         name=shape,
         layout=layout,

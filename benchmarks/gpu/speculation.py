@@ -5,14 +5,15 @@ drafted and accepted is the text's, and the work of each pass the device's.  The
 timed: all prompts but their last tokens are computed before; from the moment when each request has its first token to
 the end of the last one, where all answers are equally long.
 
-With --peer, mlx_lm's drafts by a draft model of about half a billion parameters are timed, too (drafts/peer.py): three
-tokens a pass.  It is timed at one request: where it drafts, mlx_lm.server answers one after the other, so several get
-the same tokens a second together.  How often that draft model is right is given, since random weights are right at
-nothing: 0.8 says four tokens of five, 1 all of them, the most that it can gain.
+With --draft-model, the same model with a draft model of about half a billion parameters is timed, too.  With --peer,
+mlx_lm's own drafts by such a model (drafts/peer.py): three tokens a pass.  They are timed at one request: where it
+drafts, mlx_lm.server answers one after the other, so several get the same tokens a second together.  How often the
+draft model is right is given, since random weights are right at nothing: 0.8 says four tokens of five, 1 all of them,
+the most that it can gain.
 
 Usage: PYTHONPATH=tests:backend:launchd:benchmarks .venv/bin/python benchmarks/gpu/speculation.py TOKENIZER-FOLDER
            [--shape 8b|experts|small] [--clients 1,4] [--rounds 3] [--tokens 400] [--kinds rewrite,edits,prose]
-           [--peer] [--peer-agreement 0.8,1] [--draft-model-shape 0.5b]
+           [--peer] [--draft-model] [--agreement 0.8,1] [--draft-model-shape 0.5b]
 """
 
 import argparse
@@ -26,13 +27,13 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 from common.results import format_table
-from drafts.models import DRAFT_SHAPES, SHAPES, make_random_model, make_served_model
+from drafts.models import DRAFT_SHAPES, SHAPES, add_draft_model, make_random_model, make_served_model
 from drafts.peer import measure_peer
-from drafts.scripted import scripted_answers
+from drafts.scripted import ScriptedModelDrafter, scripted_answers
 from drafts.tasks import KINDS, Task, make_tasks
 
 from support.backend.engine_driver import SchedulerDriver
-from warmline_backend.engine.pass_costs import measure_seconds
+from warmline_backend.engine.pass_costs import measure_draft_step, measure_seconds
 from warmline_backend.model.model import ServedModel
 from warmline_backend.speculation.pass_costs import PassCosts
 from warmline_backend.speculation.speculation import Speculation
@@ -43,8 +44,7 @@ BUDGET_BYTES = 1 << 35
 class Side:
     """Runs of one scheduler, with drafts or without."""
 
-    def __init__(self, served: ServedModel, costs: PassCosts | None) -> None:
-        speculation = None if costs is None else Speculation(costs)
+    def __init__(self, served: ServedModel, speculation: Speculation | None) -> None:
         self._driver = SchedulerDriver(served, budget=BUDGET_BYTES, speculation=speculation)
 
     def run(self, tasks: list[Task], tokens: int) -> tuple[float, float]:
@@ -63,7 +63,7 @@ class Side:
             self._driver.run_until(lambda: all(log.is_ended for log in logs))
             seconds = time.perf_counter() - began
         for log, task in zip(logs, tasks, strict=True):
-            assert log.tokens == task.answer[:tokens], "the answer is not the text"
+        assert log.tokens == task.answer[:tokens], "the answer is not the text"
         timings = logs[0].result.timings
         return (tokens * len(tasks) - before) / seconds, timings.decoded / timings.passes
 
@@ -77,7 +77,8 @@ class Sides:
     """Sides of a comparison, and the speeds of each by its heading."""
 
     served: ServedModel
-    draft_model: nn.Module | None
+    drafted: ServedModel | None  # with a draft model
+    peer_model: nn.Module | None  # the peer's draft model
     agreements: list[float]
     speeds: dict[str, list[float]] = field(default_factory=dict)
     tokens_a_pass: list[float] = field(default_factory=list)
@@ -85,7 +86,12 @@ class Sides:
     @property
     def headings(self) -> list[str]:
         ours = ["text", "requests", "off, tokens/s", "auto, tokens/s", "ratio", "of the rounds", "tokens a pass"]
-        return [*ours, *(_name_peer(agreement) for agreement in self.agreements)]
+        return [*ours, *self._more_names]
+
+    @property
+    def _more_names(self) -> list[str]:
+        names = [_name_drafted(agreement) for agreement in self.agreements if self.drafted is not None]
+        return names + [_name_peer(agreement) for agreement in self.agreements if self.peer_model is not None]
 
     def compare(self, costs: PassCosts, tasks: list[Task], rounds: int, tokens: int) -> list[str]:
         """Cells of one row; the first round warms up.  Each side begins without what it learned in the round before."""
@@ -94,9 +100,12 @@ class Sides:
             "off": lambda: Side(self.served, None).run(tasks, tokens)[0],
             "auto": lambda: self._run_auto(costs, tasks, tokens),
         }
-        if (draft_model := self.draft_model) is not None:
-            for agreement in self.agreements if len(tasks) == 1 else ():
-                measure = partial(measure_peer, self.served.model, draft_model, tasks, tokens, agreement)
+        for agreement in self.agreements:
+            if self.drafted is not None:
+                run = partial(self._run_drafted, self.drafted, costs, tasks, tokens, agreement)
+                sides[_name_drafted(agreement)] = run
+            if self.peer_model is not None and len(tasks) == 1:
+                measure = partial(measure_peer, self.served.model, self.peer_model, tasks, tokens, agreement)
                 sides[_name_peer(agreement)] = measure
         self.speeds = {name: [] for name in sides}
         for turn in range(rounds + 1):
@@ -110,18 +119,31 @@ class Sides:
         return self._format_cells()
 
     def _run_auto(self, costs: PassCosts, tasks: list[Task], tokens: int) -> float:
-        speed, each = Side(self.served, costs).run(tasks, tokens)
+        speed, each = Side(self.served, Speculation(costs)).run(tasks, tokens)
         self.tokens_a_pass.append(each)
         return speed
 
+    def _run_drafted(
+        self, drafted: ServedModel, costs: PassCosts, tasks: list[Task], tokens: int, agreement: float
+    ) -> float:
+        assert drafted.draft is not None
+        drafter = ScriptedModelDrafter(drafted.draft, drafted.vocabulary_size, agreement)
+        drafter.texts = [[*task.prompt, *task.answer] for task in tasks]
+        return Side(drafted, Speculation(costs, drafter)).run(tasks, tokens)[0]
+
     def _format_cells(self) -> list[str]:
-        off, on, *peers = (statistics.median(speeds) for speeds in self.speeds.values())
+        medians = {name: statistics.median(speeds) for name, speeds in self.speeds.items()}
+        off, on = medians["off"], medians["auto"]
         pairs = zip(self.speeds["off"], self.speeds["auto"], strict=True)
         ratios = [on_speed / off_speed for off_speed, on_speed in pairs]
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
         each = statistics.median(self.tokens_a_pass)
         cells = [f"{off:.0f}", f"{on:.0f}", f"{on / off:.2f}", spread, f"{each:.2f}"]
-        return [*cells, *(f"{speed:.0f}" for speed in peers), *[""] * (len(self.agreements) - len(peers))]
+        return [*cells, *(f"{medians[name]:.0f}" if name in medians else "" for name in self._more_names)]
+
+
+def _name_drafted(agreement: float) -> str:
+    return f"draft model, {agreement:.0%} right, tokens/s"
 
 
 def _name_peer(agreement: float) -> str:
@@ -137,7 +159,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--peer", action="store_true", help="mlx_lm's drafts by a draft model, too")
-    parser.add_argument("--peer-agreement", default="0.8,1", help="how often that is right, a column each")
+    parser.add_argument("--draft-model", action="store_true", help="our drafts by a draft model, too")
+    parser.add_argument("--agreement", default="0.8,1", help="how often a draft model is right, a column each")
     parser.add_argument("--draft-model-shape", choices=SHAPES, help="of the draft model; by default by --shape")
     return parser.parse_args()
 
@@ -145,22 +168,22 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     options = parse_options()
     served = make_served_model(options.shape, options.tokenizer)
-    draft_model: nn.Module | None = None
-    agreements: list[float] = []
-    if options.peer:
-        draft_model = make_random_model(options.draft_model_shape or DRAFT_SHAPES[options.shape])
-        agreements = [float(share) for share in options.peer_agreement.split(",")]
+    draft_shape = options.draft_model_shape or DRAFT_SHAPES[options.shape]
+    drafted = add_draft_model(served, draft_shape) if options.draft_model else None
+    peer_model = make_random_model(draft_shape) if options.peer else None
+    agreements = [float(share) for share in options.agreement.split(",")]
     device = mx.device_info().get("device_name", "CPU")
     print(f"{options.shape}: {served.weight_bytes / 1e9:.1f} GB of weights on {device}")
     measure_seconds(served)  # kernels are compiled
     costs = dict(measure_seconds(served))
     widths = ", ".join(f"{width}: {seconds * 1e3:.2f}" for width, seconds in costs.items())
-    print(f"ms a pass by width: {widths}", flush=True)
-    sides, rows = Sides(served, draft_model, agreements), []
+    draft_step_s = measure_draft_step(drafted, drafted.draft) if drafted is not None and drafted.draft else 0.0
+    print(f"ms a pass by width: {widths}; ms a token of the draft model: {draft_step_s * 1e3:.2f}", flush=True)
+    sides, rows = Sides(served, drafted, peer_model, agreements), []
     for kind in options.kinds.split(","):
         for clients in map(int, options.clients.split(",")):
             tasks = make_tasks(lambda text: served.tokenizer.encode(text, add_special_tokens=False), kind, clients)
-            cells = sides.compare(PassCosts(costs), tasks, options.rounds, options.tokens)
+            cells = sides.compare(PassCosts(costs, draft_step_s), tasks, options.rounds, options.tokens)
             rows.append([kind, str(clients), *cells])
             print(" | ".join(rows[-1]), flush=True)
     print(format_table(sides.headings, rows))

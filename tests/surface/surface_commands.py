@@ -80,6 +80,7 @@ SAMPLES = {  # of settings whose default is none, or can't be given
     "client_key": "key",
     "stabilize": "dates",
     "adapter_path": "/tmp/adapter",
+    "draft_model": "/tmp/draft",
 }
 
 

@@ -7,8 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
 from warmline_backend.doctor import chat_template, memory
 from warmline_backend.doctor.checkpoint import LazyModel, check_config, check_weights, find_custom_code
+from warmline_backend.doctor.drafts.draft_model import add_draft_model, check_draft_model
+from warmline_backend.doctor.drafts.pass_costs import check_pass_costs
 from warmline_backend.doctor.estimates import CacheSummary, check_cache
 from warmline_backend.doctor.files import CONFIG_NAME, check_files, find_model
 from warmline_backend.doctor.findings import CheckError, DoctorFinding, FindingLevel, Findings
@@ -22,7 +26,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
-AREAS = ("files", "config", "parameters", "cache", "memory", "tokenizer", "template")  # as they are shown
+AREAS = ("files", "config", "parameters", "cache", "drafts", "memory", "tokenizer", "template")  # as they are shown
 DAMAGED = "download the named files again; if that changes nothing, this is a fault of warmline doctor"
 
 
@@ -58,6 +62,7 @@ class Examination:
             ("--kv-group-size", settings.kv_group_size if settings.kv_bits else 0, 0),
             ("--chat-template-args", settings.chat_template_args, defaults.chat_template_args),
             ("--adapter-path", settings.adapter_path, ""),
+            ("--draft-model", settings.draft_model, ""),
         ]
         words = [word for flag, value, default in options if value != default for word in (flag, str(value))]
         trusting = settings.trust_remote_code or bool(find_custom_code(self.weights.config))
@@ -85,10 +90,10 @@ class Examination:
             subject = f"the chat template in {folder}"
             self._run("template", subject, chat_template.check_template, tokenizer, config, template_args)
         if not self._has_failed("files", "config"):
-            self._check_model(folder, find_custom_code(config))
+            self._check_model(folder, find_custom_code(config), tokenizer)
 
-    def _check_model(self, folder: Path, custom_code: str) -> None:
-        """Check weights, cache and memory."""
+    def _check_model(self, folder: Path, custom_code: str, tokenizer: TokenizerWrapper | None) -> None:
+        """Check weights, cache, draft model and memory."""
         settings = self.settings
         if custom_code and not settings.trust_remote_code:
             self._run("parameters", custom_code, _refuse_custom_code)
@@ -97,9 +102,17 @@ class Examination:
         self.weights = self._run("parameters", subject, check_weights, folder, settings.trust_remote_code)
         if self.weights is not None:
             self.cache = self._run("cache", f"the cache of {subject}", check_cache, self.weights.model, settings)
-        if self.weights is not None and self.cache is not None:
-            subject = f"what a step of {subject} takes"
-            self.plan = self._run("memory", subject, _check_memory, self.weights, self.cache, settings)
+        if self.weights is None or self.cache is None:
+            return
+        both, draft = (self.weights, self.cache), None
+        if settings.draft_model and tokenizer is not None:
+            what = f"the draft model {settings.draft_model}"
+            draft = self._run("drafts", what, check_draft_model, settings, tokenizer, self.weights, self.cache)
+        if draft is not None and not self.cache.layout.problem:
+            both = add_draft_model(*both, draft)
+        if draft is not None or not settings.draft_model:
+            self._run("drafts", "the costs of passes", check_pass_costs, folder, self.cache, settings, draft)
+        self.plan = self._run("memory", f"what a step of {subject} takes", _check_memory, *both, settings)
 
     def _run(
         self, area: str, subject: str, check: Callable[Concatenate[Findings, P], T], *args: P.args, **options: P.kwargs

@@ -18,7 +18,7 @@ class FindingLevel(StrEnum):
 @dataclass(frozen=True)
 class DoctorFinding:
     level: FindingLevel
-    area: str  # "files", "config", "parameters", "cache", "memory", "tokenizer", "template"
+    area: str  # "files", "config", "parameters", "cache", "drafts", "memory", "tokenizer", "template"
     what: str
     todo: str = ""  # what the user can do about it
 

@@ -21,6 +21,7 @@ class DoctorSettings:
     kv_group_size: int = 64
     chat_template_args: str = "{}"
     adapter_path: str = ""
+    draft_model: str = ""
     trust_remote_code: bool = False
 
     @property

@@ -9,7 +9,9 @@ import mlx.core as mx
 import msgspec
 
 from warmline_backend.engine.remembered import RememberedMeasurements
+from warmline_backend.model.drafted_model import DraftModel
 from warmline_backend.model.model import ServedModel
+from warmline_backend.speculation.model_drafter import ModelDrafter
 from warmline_backend.speculation.pass_costs import BATCH_TOKENS_MAX, PassCosts
 from warmline_common.protocol.messages import convert
 
@@ -20,24 +22,44 @@ WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, BATCH_TOKENS_MAX)
 RUNS = 2  # of which the faster counts: the first may compile kernels
 STEPS = 4  # in a row
 CONTEXT_TOKENS = 64
+DRAFT_STEPS = 8
 PASS_S_MAX = 2.0  # wider passes are not measured where one takes longer
 
+DRAFT_STEP = " draft"  # behind the fingerprint of both models
 WidthSeconds = tuple[int, float]  # tokens of a pass, and its duration
 
 
 def resolve_pass_costs(served: ServedModel, fingerprint: str, folder: Path) -> PassCosts | None:
     """Costs for this model on this machine, remembered in `folder` or measured now; None where that is impossible."""
-    remembered = RememberedMeasurements(folder / FILE, "the cost of decode passes", parse_seconds)
-    pairs = remembered.find(fingerprint)
-    if pairs is None:
-        try:
+    remembered = remember_pass_costs(folder)
+    pairs, drafting = remembered.find(fingerprint), remembered.find(fingerprint + DRAFT_STEP)
+    try:
+        if pairs is None:
             pairs = measure_seconds(served)
-        except RuntimeError as error:  # mlx's, such as memory that ran out
-            log.warning("decode passes can't be timed, and nothing is drafted: %s", error)
-            return None
-        remembered.remember(fingerprint, pairs)
+            remembered.remember(fingerprint, pairs)
+        if drafting is None and served.draft is not None:
+            drafting = [(1, measure_draft_step(served, served.draft))]
+            remembered.remember(fingerprint + DRAFT_STEP, drafting)
+    except RuntimeError as error:  # mlx's, such as memory that ran out
+        log.warning("decode passes can't be timed, and nothing is drafted: %s", error)
+        return None
     log.info("seconds of a decode pass by its tokens: %s", ", ".join(f"{n}: {seconds:.4f}" for n, seconds in pairs))
-    return PassCosts(dict(pairs))
+    draft_step_s = drafting[0][1] if drafting and served.draft is not None else 0.0
+    if draft_step_s:
+        log.info("seconds of a token of the draft model: %.4f", draft_step_s)
+    return PassCosts(dict(pairs), draft_step_s)
+
+
+def find_pass_costs(fingerprint: str, folder: Path) -> PassCosts | None:
+    """Costs that are remembered for a model; None for none."""
+    remembered = remember_pass_costs(folder)
+    pairs, drafting = remembered.find(fingerprint), remembered.find(fingerprint + DRAFT_STEP)
+    return PassCosts(dict(pairs), drafting[0][1] if drafting else 0.0) if pairs is not None else None
+
+
+def remember_pass_costs(folder: Path) -> RememberedMeasurements[list[WidthSeconds]]:
+    """Measured passes of all models, by fingerprint; those of a draft model by this and DRAFT_STEP."""
+    return RememberedMeasurements(folder / FILE, "the cost of decode passes", parse_seconds)
 
 
 def parse_seconds(value: object) -> list[WidthSeconds] | None:
@@ -92,6 +114,20 @@ def _time_pass(served: ServedModel, layers: list[Any], width: int) -> float:
     logits = served.model(_make_tokens(served, width), cache=layers)
     mx.eval(mx.argmax(logits, axis=-1))
     return max(time.monotonic() - began, 1e-9)
+
+
+def measure_draft_step(served: ServedModel, draft: DraftModel) -> float:
+    """Seconds that the draft model takes for a token of a draft, after a short context."""
+    layers = served.layout.make_empty_cache()
+    mx.eval(served.model(_make_tokens(served, CONTEXT_TOKENS), cache=layers))
+    drafter = ModelDrafter(draft, served.vocabulary_size)
+    return min(_time_draft(drafter, layers) for _ in range(RUNS))
+
+
+def _time_draft(drafter: ModelDrafter, layers: list[Any]) -> float:
+    began = time.monotonic()
+    drafter.propose(layers, [[1]], DRAFT_STEPS)
+    return max((time.monotonic() - began) / DRAFT_STEPS, 1e-9)
 
 
 def _make_tokens(served: ServedModel, count: int) -> mx.array:

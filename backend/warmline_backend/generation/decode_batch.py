@@ -74,6 +74,12 @@ class DecodeBatch(GenerationBatch):  # type: ignore[misc]  # mlx-lm has no types
         self.is_read = True
         return _list_tokens(self._next_tokens), self._next_logprobs
 
+    def read_next(self) -> list[int]:
+        """The next tokens; where they are drawn but not known yet, the device is waited for."""
+        if self.next_tokens is None:
+            self.next_tokens = _list_tokens(self._next_tokens)
+        return self.next_tokens
+
     def extend(self, batch: "DecodeBatch") -> None:
         self.compute_rows()
         batch.compute_rows()

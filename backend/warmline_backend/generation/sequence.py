@@ -374,6 +374,8 @@ class Sequence:
             return "speculation is off"
         if self.timings.shared_passes * 2 > self.timings.passes:
             return "it was decoded in one batch with others"
+        if self.served.draft is not None:
+            return "nothing repeated, and the draft model was not worth the time"
         return "nothing repeated that was worth the time"
 
     # ---- redraws

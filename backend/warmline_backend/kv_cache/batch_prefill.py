@@ -21,8 +21,12 @@ PADDED_STATE_MODELS = frozenset({"qwen3_5", "qwen3_5_moe", "falcon_h1", "mamba2"
 
 
 def takes_padding(model: nn.Module, layout: CacheLayout) -> bool:
-    """True where chunks of different lengths may share a batch."""
-    return not layout.has_states or getattr(model, "model_type", "") in PADDED_STATE_MODELS
+    """True where chunks of different lengths may share a batch; of a model with a draft model, those of both."""
+    parts = getattr(model, "parts", ((model, layout),))
+    return all(
+        not its_layout.has_states or getattr(part, "model_type", "") in PADDED_STATE_MODELS
+        for part, its_layout in parts
+    )
 
 
 def prefill_batch(model: nn.Module, kvs: Sequence[KV], chunks: Sequence[list[int]]) -> None:

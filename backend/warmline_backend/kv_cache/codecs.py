@@ -100,6 +100,10 @@ class Codec:
         """The leaf with what was written to its writer."""
         return writer
 
+    def make_scratch(self, leaf: Any) -> Any:
+        """Copy of a leaf, for tokens that are dropped afterwards; the leaf stays as it is."""
+        return copy.deepcopy(leaf)
+
     def extract_sequence(self, leaf: Any, i: int) -> Any:
         """Sequence `i` of a batch as a batched form of its own (evaluated by the caller)."""
         return self.to_batched(leaf.extract(i))
@@ -154,6 +158,10 @@ class RowsCodec(Codec):
     def commit(self, leaf: Any, writer: Any) -> Any:
         vars(leaf).update(vars(writer))
         return leaf
+
+    def make_scratch(self, leaf: BatchRowsCache) -> BatchRowsCache:
+        """Copy with the leaf's own buffers: rows are written behind its last one."""
+        return copy.copy(leaf)
 
     def reserve_rows(self, leaf: BatchRowsCache, rows: int) -> None:
         """Grow the buffers to `rows` rows, all or none of them."""

@@ -43,16 +43,15 @@ def compute_fingerprint(
     home_models_dir: Path,
     shards: int = 1,
     grid: int = 0,
+    draft_path: Path | None = None,
 ) -> str:
     """Compute 64 hex digits.  Raises OSError for unreadable files, ValueError for an architecture that mlx-lm lacks.
 
     `dtype` is the KV's, `shards` the number of ranks that share the model.  With a `grid` (exact mode) everything that
-    decides rounding is included, so that such KV and any other never meet.
+    decides rounding is included, so that such KV and any other never meet.  With a draft model the KV is that of both.
     """
     cache = _DigestCache(home_models_dir / "digests.json")
-    weights = sorted(model_path.glob("model*.safetensors"))
-    if not weights:
-        raise FileNotFoundError(f"no model*.safetensors in {model_path}: its weights are missing, download it again")
+    weights = _list_weights(model_path)
     adapter: list[Path] = []  # files that mlx-lm reads
     if adapter_path is not None:
         adapter = [adapter_path / "adapter_config.json", *sorted(adapter_path.glob("*.safetensors"))]
@@ -67,9 +66,29 @@ def compute_fingerprint(
         "shards": shards,
         "segment_format": SEGMENT_FORMAT,
     }
+    if draft_path is not None:
+        drafting = _list_weights(draft_path)
+        found = cache.compute_all(drafting)
+        identity["draft"] = {
+            "weights": [[path.name, found[path]] for path in drafting],
+            "config": json.loads((draft_path / "config.json").read_text()),
+            "code": _hash_sources(draft_path),
+        }
     if grid:
         identity["exact"] = {"grid": grid, **describe_numerics()}
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def has_digests(model_paths: Iterable[Path], home_models_dir: Path) -> bool:
+    """True where the fingerprint of these models can be computed without reading their weights."""
+    cache = _DigestCache(home_models_dir / "digests.json")
+    return all(cache.has(path) for model_path in model_paths for path in _list_weights(model_path))
+
+
+def _list_weights(model_path: Path) -> list[Path]:
+    if weights := sorted(model_path.glob("model*.safetensors")):
+        return weights
+    raise FileNotFoundError(f"no model*.safetensors in {model_path}: its weights are missing, download it again")
 
 
 def _hash_sources(model_path: Path) -> list[list[str]]:
@@ -126,6 +145,11 @@ class _DigestCache:
         self._path = path
         self._lock = threading.Lock()
         self._digests = self._load()
+
+    def has(self, path: Path) -> bool:
+        """True where the digest of a file as it is now is kept."""
+        with path.open("rb", buffering=0) as file:
+            return _make_file_key(file) in self._digests
 
     def compute_all(self, paths: Sequence[Path]) -> dict[Path, str]:
         with ThreadPoolExecutor(max_workers=min(READERS_MAX, os.cpu_count() or 1)) as readers:

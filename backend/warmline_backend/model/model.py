@@ -5,13 +5,13 @@ import os
 import shlex
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_reduce
+from mlx.utils import tree_flatten, tree_reduce
 from mlx_lm.generate import maybe_set_recommended_wired_limit
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -19,6 +19,7 @@ from mlx_lm.utils import _download, load_adapters, load_tokenizer
 
 from warmline_backend.kv_cache.codecs import CacheLayout, CodecKind, flatten
 from warmline_backend.kv_cache.kv import KV, layers_nbytes, select_fields
+from warmline_backend.model.drafted_model import DraftedModel, DraftModel, check_tokenizers
 from warmline_backend.model.loader import ModelError, load_lazy_model
 from warmline_common.protocol.messages import KvLayout
 from warmline_common.protocol.tokens import TokenArray
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 PROBE_CHUNK_TOKENS = 8  # of the probe
 CONTEXT_KEYS = ("max_position_embeddings", "model_max_length", "max_sequence_length", "seq_length", "n_positions")
 FLOATS_COARSEST_FIRST = ("bfloat16", "float16", "float32")
+LEARNED_POSITIONS = "wpe.weight"  # GPT-2 and its kin: no other position can be computed
 DETAIL_CHARS_MAX = 300  # of another library's error
 
 
@@ -55,6 +57,7 @@ class ServedModel(KvSizes):
     vocabulary_size: int
     weight_bytes: int
     index_topk: int  # how many tokens sparse attention selects; 0 where it isn't sparse
+    draft: DraftModel | None = None  # whose KV each pass computes, too
 
     def kv_bytes(self, tokens: int) -> int:
         """KV bytes of a sequence of `tokens`, without padding."""
@@ -86,6 +89,7 @@ def load_served_model(
     kv_bits: int = 0,
     kv_group_size: int = 64,
     adapter_path: str = "",
+    draft_path: str = "",
     trust_remote_code: bool = False,
     before_weights: Callable[[], None] = lambda: None,
 ) -> ServedModel:
@@ -94,40 +98,91 @@ def load_served_model(
     `before_weights` is called once all but the weights is there, and before they take memory.  Raises ModelError, or
     the errors of mlx-lm for a folder without a model.
     """
-    folder = _resolve_folder(path)
+    folder = _resolve_folder(path, "--model")
     maybe_set_recommended_wired_limit()  # macOS would page a large model out between two steps
     model, config = load_lazy_model(folder, trust_remote_code=trust_remote_code)
     tokenizer = load_model_tokenizer(folder, config, trust_remote_code=trust_remote_code)
+    rows = find_vocabulary_size(config, tokenizer)
+    draft = open_draft_model(draft_path, tokenizer, rows, trust_remote_code=trust_remote_code) if draft_path else None
     before_weights()
-    try:
-        mx.eval(model.parameters())
-    except RuntimeError as error:
-        command = f"warmline doctor {shlex.quote(path)}"
-        raise ModelError(f"its weights can't be read: {error}; `{command}` says which file is damaged") from error
+    for each, called in ((model, path), *([(draft.model, draft_path)] if draft is not None else [])):
+        _read_weights(each, called)
     if adapter_path:
         model = _load_adapter(model, adapter_path)
     layout = CacheLayout.from_factory(make_cache_factory(model, kv_bits, kv_group_size))
-    try:
-        logits, layers = run_probe(model, layout)
-        mx.eval(logits)
-    except (RuntimeError, ValueError) as error:  # such as a quantized product that mlx has no kernel for on this device
-        remedy = "; leave --kv-bits out, or choose a --kv-group-size that divides the width of the heads"
-        problem = f"this device can't compute the model as configured: {error}{remedy if kv_bits else ''}"
-        raise ModelError(problem) from error
     if layout.problem:
         log.warning("%s is served without persistence: %s", name, layout.problem)
+        if draft is not None:
+            log.warning("the draft model is not used: the model's cache can't take tokens back")
+            draft = None
+    if draft is not None:
+        log.info("%s drafts tokens", draft.path)
+    sizes, model, layout = _measure_model(model, layout, draft, is_quantized=bool(kv_bits))
     return ServedModel(
-        **vars(measure_kv(layout, layers)),
+        **vars(sizes),
         model=model,
         tokenizer=tokenizer,
         path=folder,
         name=name,
         layout=layout,
         context_tokens_max=find_context_tokens_max(config),
-        vocabulary_size=find_vocabulary_size(config, tokenizer),
+        vocabulary_size=rows,
         weight_bytes=tree_reduce(lambda held, weight: held + weight.nbytes, model.parameters(), 0),
         index_topk=config.get("index_topk") or 0,
+        draft=draft,
     )
+
+
+def _read_weights(model: nn.Module, called: str) -> None:
+    try:
+        mx.eval(model.parameters())
+    except RuntimeError as error:
+        command = f"warmline doctor {shlex.quote(called)}"
+        raise ModelError(f"its weights can't be read: {error}; `{command}` says which file is damaged") from error
+
+
+def _measure_model(
+    model: nn.Module, layout: CacheLayout, draft: DraftModel | None, *, is_quantized: bool
+) -> tuple[KvSizes, nn.Module, CacheLayout]:
+    """Compute a few tokens, and measure the KV; returns the model and the layout with those of its draft model."""
+    probed, whole = (model, layout) if draft is None else pair_models(model, layout, draft)
+    try:
+        logits, layers = run_probe(probed, whole)
+        mx.eval(logits)
+    except (RuntimeError, ValueError) as error:  # such as a quantized product that mlx has no kernel for on this device
+        remedy = "; leave --kv-bits out, or choose a --kv-group-size that divides the width of the heads"
+        problem = f"this device can't compute the model as configured: {error}{remedy if is_quantized else ''}"
+        raise ModelError(problem) from error
+    return measure_pair(layout, whole, layers), probed, whole
+
+
+def open_draft_model(
+    path: str, tokenizer: TokenizerWrapper, vocabulary_size: int, *, trust_remote_code: bool
+) -> DraftModel:
+    """Draft model of a folder or repository, with its weights unread.
+
+    Raises ModelError unless it suits the model with this tokenizer, whose embedding has `vocabulary_size` rows.
+    """
+    folder = _resolve_folder(path, "--draft-model")
+    try:
+        model, config = load_lazy_model(folder, trust_remote_code=trust_remote_code)
+        own_tokenizer = load_model_tokenizer(folder, config, trust_remote_code=trust_remote_code)
+        rows = find_vocabulary_size(config, own_tokenizer)
+        check_tokenizers(tokenizer, own_tokenizer, vocabulary_size, rows)
+        if any(name.endswith(LEARNED_POSITIONS) for name, _ in tree_flatten(model.parameters())):
+            raise ModelError("its positions are learned, and end with its context; choose another draft model")
+        layout = CacheLayout.from_factory(make_cache_factory(model, 0, 0))
+        if layout.problem:
+            raise ModelError(f"{layout.problem}, and a draft model's KV is kept beside the model's; choose another one")
+    except (ModelError, ValueError, OSError) as error:
+        raise ModelError(f"--draft-model {path}: {error}") from error
+    return DraftModel(model, folder, layout, rows, find_context_tokens_max(config))
+
+
+def pair_models(model: nn.Module, layout: CacheLayout, draft: DraftModel) -> tuple[nn.Module, CacheLayout]:
+    """The model with its draft model, and the layout of the cache of both."""
+    paired = DraftedModel(model, layout, draft)
+    return paired, CacheLayout.from_factory(paired.make_cache)
 
 
 def _load_adapter(model: nn.Module, adapter_path: str) -> nn.Module:
@@ -175,23 +230,23 @@ def expand_path(name: str) -> Path:
     return path
 
 
-def _resolve_folder(path: str) -> Path:
-    """Local folder of a path or repository id.  Raises ModelError."""
+def _resolve_folder(path: str, flag: str) -> Path:
+    """Local folder of a path or repository id, given by `flag`.  Raises ModelError."""
     try:
         local = expand_path(path)
     except (OSError, RuntimeError, ValueError) as error:  # no such user's home, a name that is too long ...
-        raise ModelError(f"--model {path[:200]}: no folder can be called so: {error}") from error
+        raise ModelError(f"{flag} {path[:200]}: no folder can be called so: {error}") from error
     if local.exists():
         if not (local / "config.json").is_file():
-            raise ModelError(f"--model {path}: not a model's folder, it has no config.json")
+            raise ModelError(f"{flag} {path}: not a model's folder, it has no config.json")
         return local
     if not can_be_repository(path):
-        raise ModelError(f"--model {path}: there is no such folder")
+        raise ModelError(f"{flag} {path}: there is no such folder")
     try:
         return Path(_download(path))
     except Exception as error:  # the hub's client and its own HTTP client raise whatever happens to them
         raise ModelError(
-            f"--model {path}: neither a folder here nor in the hub's cache, and it could not be downloaded "
+            f"{flag} {path}: neither a folder here nor in the hub's cache, and it could not be downloaded "
             f"({_format_error(error)}); `hf download {path}` says more"
         ) from error
 
@@ -246,6 +301,15 @@ def measure_kv(layout: CacheLayout, layers: list[Any]) -> KvSizes:
         ),
         dtype=",".join(sorted(dtypes)),
     )
+
+
+def measure_pair(layout: CacheLayout, whole: CacheLayout, layers: list[Any]) -> KvSizes:
+    """Measure KV of `whole`, the layout of a model or of it with a draft model.
+
+    The type is that of the model's own `layout`, which decides how its answers round.
+    """
+    own = measure_kv(layout, layers[: len(layout.template)])
+    return replace(measure_kv(whole, layers), dtype=own.dtype)
 
 
 def _find_coarsest_dtype(dtypes: str) -> str:

@@ -1,11 +1,14 @@
 """Share of draft tokens that turn out right, by source and length of the match.  Engine thread."""
 
-from warmline_backend.speculation.draft import GRAMMAR, LENGTH_CLASSES, DraftClass
+from warmline_backend.speculation.draft import DRAFT_MODEL, GRAMMAR, LENGTH_CLASSES, DraftClass
 
 # Before anything is known: by the class of a match's length.
 USUAL_ACCEPTANCE = (0.3, 0.5, 0.7, 0.85, 0.95)
 assert len(USUAL_ACCEPTANCE) == LENGTH_CLASSES
-USUAL_GRAMMAR_ACCEPTANCE = 0.9  # a grammar forces text; the model may split it into other tokens
+USUAL_BY_SOURCE = {
+    GRAMMAR: 0.9,  # it forces text; the model may split it into other tokens
+    DRAFT_MODEL: 0.6,
+}
 PRIOR_WEIGHT = 4.0  # tokens that what is expected counts as
 ANSWER_DECAY, PROCESS_DECAY = 0.95, 0.998  # weight of what was seen before, with each draft
 
@@ -37,4 +40,4 @@ class Acceptance:
 
 def _get_usual(draft_class: DraftClass) -> float:
     source, length_class = draft_class
-    return USUAL_GRAMMAR_ACCEPTANCE if source == GRAMMAR else USUAL_ACCEPTANCE[length_class]
+    return USUAL_BY_SOURCE.get(source, USUAL_ACCEPTANCE[length_class])

@@ -9,7 +9,7 @@ import numpy as np
 DraftClass = tuple[str, int]  # a source, and the class of a match's length
 TokenIds = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
-SOURCES = GRAMMAR, PREDICTION, PROMPT_LOOKUP = "grammar", "prediction", "prompt_lookup"
+SOURCES = GRAMMAR, PREDICTION, PROMPT_LOOKUP, DRAFT_MODEL = "grammar", "prediction", "prompt_lookup", "draft_model"
 LENGTH_CLASSES = 5  # of matches, by powers of two
 HISTORY_ROOM = 1024  # tokens that a history has room for beyond those that it was made with
 

@@ -4,9 +4,12 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 
 from warmline_backend.speculation.acceptance import Acceptance
-from warmline_backend.speculation.draft import Draft, DraftClass, DraftSource, TokenHistory
+from warmline_backend.speculation.draft import DRAFT_MODEL, Draft, DraftClass, DraftSource, TokenHistory
 from warmline_backend.speculation.lookup import PredictionLookup
+from warmline_backend.speculation.model_drafter import MODEL_TOKENS_MAX, ModelDraftLengths
 from warmline_backend.speculation.pass_costs import PASS_TOKENS_MAX, DraftOffer
+
+_BY_MODEL = Draft([], DRAFT_MODEL, 1).draft_class
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class Drafter:
     """Drafts of one answer.
 
     `sources`: best first.  `ends`: tokens that end an answer.  `count_valid` counts the leading tokens of a draft that
-    the answer's grammar allows.
+    the answer's grammar allows.  `model_lengths`: of drafts of a draft model, which is asked where the sources have
+    nothing; None without one.
     """
 
     def __init__(
@@ -52,9 +56,11 @@ class Drafter:
         acceptance: Acceptance,
         ends: Container[int],
         count_valid: Callable[[list[int]], int] = len,
+        model_lengths: ModelDraftLengths | None = None,
     ) -> None:
         self._history, self._sources, self._acceptance = TokenHistory(prompt), sources, acceptance
         self._ends, self._count_valid = ends, count_valid
+        self._model_lengths = model_lengths
         self._untried: _UntriedToken | None = None
         self.has_proposed = False  # when it was last asked
 
@@ -75,10 +81,34 @@ class Drafter:
         self._untried = _UntriedToken(draft.draft_class, self._history.length, draft.tokens[0])
         return ProposedDraft(draft, self._acceptance.estimate(draft.draft_class), is_next_drawn)
 
+    def choose_model_length(self, known: int, most: int, sequences: int) -> int:
+        """Length of a draft to ask the draft model for, of at most `most` tokens; 0 for none.
+
+        `known`: tokens that a pass of so many sequences has to compute of each in any case, the next one included.
+        Call `propose` before.
+        """
+        if self._model_lengths is None:
+            return 0
+        acceptance = self._acceptance.estimate(_BY_MODEL)
+        return self._model_lengths.choose(self._history.length, known, most, acceptance, sequences)
+
+    def offer_by_model(self) -> DraftOffer | None:
+        """Draft that the draft model could be asked for; None without one, or beyond its context."""
+        if self._model_lengths is None or not self._model_lengths.is_in_context(self._history.length):
+            return None
+        return DraftOffer(MODEL_TOKENS_MAX, self._acceptance.estimate(_BY_MODEL))
+
+    def make_model_draft(self, tokens: list[int], next_token: int) -> Draft | None:
+        """Draft of tokens that the draft model foresees after the next one, as far as the answer may have them."""
+        tokens = self._cut(tokens, [next_token])
+        return Draft(tokens, DRAFT_MODEL, 1) if tokens else None
+
     def record(self, draft: Draft, accepted: int) -> None:
         """Record that the draft's first `accepted` tokens were right, and no further one."""
         self._untried = None
         self._acceptance.record(draft.draft_class, accepted, has_rejected=accepted < len(draft.tokens))
+        if draft.source == DRAFT_MODEL and self._model_lengths is not None:
+            self._model_lengths.record_trial(self._history.length, is_right=accepted == len(draft.tokens))
 
     def count_predicted(self, tokens: Sequence[int]) -> int:
         """Count the answer's tokens that the client foresaw; `tokens`: of prompt and answer."""
@@ -105,9 +135,13 @@ class Drafter:
                 found = draft
         if found is None:
             return None
-        end = next((n for n, token in enumerate(found.tokens) if token in self._ends), len(found.tokens))
-        tokens = found.tokens[: max(0, self._count_valid([*untaken, *found.tokens[:end]]) - len(untaken))]
+        tokens = self._cut(found.tokens, untaken)
         return replace(found, tokens=tokens) if tokens else None
+
+    def _cut(self, tokens: list[int], untaken: Sequence[int]) -> list[int]:
+        """Tokens before one that ends an answer, or that its grammar does not allow."""
+        end = next((n for n, token in enumerate(tokens) if token in self._ends), len(tokens))
+        return tokens[: max(0, self._count_valid([*untaken, *tokens[:end]]) - len(untaken))]
 
     def _learn(self) -> None:
         untried, self._untried = self._untried, None

@@ -12,6 +12,7 @@ GAIN_MIN = 1.1  # of a draft, over none: what it is expected to gain is not know
 STEP_WEIGHT = 0.1  # of the last step, in the usual duration
 YIELD_WEIGHT = 0.2  # of the last pass, in the usual yield
 NOMINAL_SECONDS = {1: 1.0, PASS_TOKENS_MAX: 3.0}  # of a pass in exact mode, where nothing may depend on a clock
+NOMINAL_DRAFT_STEP_S = 0.15
 
 
 class DraftOffer(NamedTuple):
@@ -60,13 +61,17 @@ def _approach(usual: float, latest: float) -> float:
 
 
 class PassCosts:
-    """Costs of passes by the tokens of all their sequences, in passes of one token; between measured ones on a line."""
+    """Costs of passes by the tokens of all their sequences, in passes of one token; between measured ones on a line.
 
-    def __init__(self, seconds_by_width: Mapping[int, float]) -> None:
+    `draft_step_s`: seconds that the draft model takes for a token; 0 without one.
+    """
+
+    def __init__(self, seconds_by_width: Mapping[int, float], draft_step_s: float = 0.0) -> None:
         widths = sorted(seconds_by_width)
         assert widths and widths[0] == 1
         seconds = list(accumulate((seconds_by_width[width] for width in widths), max))  # wider is never cheaper
         self.step_s = seconds[0]  # seconds of a single step
+        self.draft_step = draft_step_s / seconds[0]  # cost of a token of the draft model
         self._costs = [_interpolate(widths, seconds, width) / seconds[0] for width in range(1, BATCH_TOKENS_MAX + 1)]
 
     def cost(self, tokens: int) -> float:
@@ -75,12 +80,18 @@ class PassCosts:
         return self._costs[counted - 1] * tokens / counted
 
     def choose_length(
-        self, known: int, offers: Sequence[DraftOffer], sequences: int = 1, step_cost: float | None = None
+        self,
+        known: int,
+        offers: Sequence[DraftOffer],
+        sequences: int = 1,
+        step_cost: float | None = None,
+        token_cost: float = 0.0,
     ) -> int:
         """Length of the longest drafts of a pass, with the most tokens for the time; 0 where none is worth it.
 
         `offers`: of some of its `sequences`, each of which gets the `known` tokens computed in any case, and as many
         more as the longest draft.  `step_cost`: of a step without drafts, where that is known from steps.
+        `token_cost`: of drafting one more token of each.
         """
         assert known > 0
         plain = self.cost(known * sequences) if step_cost is None else step_cost
@@ -92,13 +103,13 @@ class PassCosts:
             for n, offer in enumerate(offers):
                 shares[n] = shares[n] * offer.acceptance if length <= offer.length else 0.0
             tokens += sum(shares)
-            if (gain := tokens / self.cost((known + length) * sequences)) > best_gain:
+            if (gain := tokens / (self.cost((known + length) * sequences) + length * token_cost)) > best_gain:
                 best_gain, best_length = gain, length
         return best_length
 
-    def expect(self, length: int, acceptance: float) -> "PassYield":
+    def expect(self, length: int, acceptance: float, token_cost: float = 0.0) -> "PassYield":
         """Expected yield of a pass with a draft of `length`, where the token before it is known."""
-        return PassYield(sum(acceptance**n for n in range(length + 1)), self.cost(1 + length))
+        return PassYield(sum(acceptance**n for n in range(length + 1)), self.cost(1 + length) + length * token_cost)
 
 
 class StepCosts:
@@ -125,10 +136,15 @@ class StepCosts:
         """Yield of one step without drafts."""
         return PassYield(sequences, self.cost(sequences))
 
-    def choose_length(self, known: int, offers: Sequence[DraftOffer], sequences: int) -> int:
+    def choose_length(self, known: int, offers: Sequence[DraftOffer], sequences: int, *, by_model: bool = False) -> int:
         """As PassCosts.choose_length; `known` is 1 for more than one sequence."""
         step_cost = self.cost(sequences) if sequences > 1 else None
-        return self.passes.choose_length(known, offers, sequences, step_cost)
+        token_cost = self.draft_cost(sequences) if by_model else 0.0
+        return self.passes.choose_length(known, offers, sequences, step_cost, token_cost)
+
+    def draft_cost(self, sequences: int) -> float:
+        """Cost of one token of the draft model for each of so many sequences."""
+        return self.passes.draft_step * self.passes.cost(sequences)
 
 
 def _interpolate(widths: list[int], seconds: list[float], width: int) -> float:
@@ -141,4 +157,4 @@ def _interpolate(widths: list[int], seconds: list[float], width: int) -> float:
     return seconds[left] + slope * (width - widths[left])
 
 
-NOMINAL_COSTS = PassCosts(NOMINAL_SECONDS)
+NOMINAL_COSTS = PassCosts(NOMINAL_SECONDS, NOMINAL_DRAFT_STEP_S)

@@ -6,6 +6,7 @@ from warmline_backend.speculation.acceptance import Acceptance
 from warmline_backend.speculation.draft import GRAMMAR, Draft, DraftSource, TokenHistory
 from warmline_backend.speculation.drafter import Drafter
 from warmline_backend.speculation.lookup import PredictionLookup, PromptLookup
+from warmline_backend.speculation.model_drafter import ModelDrafter
 from warmline_backend.speculation.pass_costs import NOMINAL_COSTS, PassCosts, StepCosts
 from warmline_backend.structured_output.matcher import Matcher
 
@@ -27,10 +28,14 @@ class GrammarSource:
 
 
 class Speculation:
-    """Maker of drafters.  `costs`: None in exact mode, where drafts may depend on token ids alone."""
+    """Maker of drafters.
 
-    def __init__(self, costs: PassCosts | None) -> None:
-        self.is_exact, self._acceptance = costs is None, Acceptance()
+    `costs`: None in exact mode, where drafts may depend on token ids alone.  `model`: of the draft model, if there is
+    one.
+    """
+
+    def __init__(self, costs: PassCosts | None, model: ModelDrafter | None = None) -> None:
+        self.is_exact, self.model, self._acceptance = costs is None, model, Acceptance()
         self.costs = StepCosts(costs or NOMINAL_COSTS)
 
     def make_drafter(
@@ -43,4 +48,5 @@ class Speculation:
         sources.append(PromptLookup())
         acceptance = Acceptance(Acceptance() if self.is_exact else self._acceptance)
         count_valid = len if matcher is None else matcher.count_valid
-        return Drafter(prompt, sources, acceptance, ends, count_valid)
+        lengths = self.model.make_lengths(self.costs, len(prompt)) if self.model is not None else None
+        return Drafter(prompt, sources, acceptance, ends, count_valid, lengths)

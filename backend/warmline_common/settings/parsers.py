@@ -63,6 +63,11 @@ def parse_model(raw: object) -> str:
     return str(Path(name).expanduser()) if name.startswith("~") else name
 
 
+def parse_optional_model(raw: object) -> str:
+    """As `parse_model`, or "" for none."""
+    return parse_model(raw) if raw != "" else ""
+
+
 def make_integer_parser(low: int, high: int) -> Callable[[object], int]:
     return _make_number_parser(
         int, f"expected a whole number from {low} to {high}", lambda number: low <= number <= high

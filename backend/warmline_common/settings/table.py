@@ -125,6 +125,9 @@ _ROWS = (
     Setting("speculation", "auto", parsers.make_choice_parser("auto", "off"), "WHEN", BACKEND,
             "draft tokens that an answer may go on with, and check several in one pass, which changes no answer: "
             "`auto` where that is faster; `off`: never"),
+    Setting("draft_model", "", parsers.parse_optional_model, "MODEL", BACKEND_DOCTOR,
+            "a small model with the same tokenizer, a folder or repository, that drafts tokens which the model then "
+            "checks"),
     Setting("max_tokens", 0, parsers.make_integer_parser(0, 10000000), "TOKENS", BACKEND,
             "answer length where a request sets none; 0: no limit", omit_zero=True),
     Setting("temp", 0.0, parsers.parse_temperature, "T", BACKEND,

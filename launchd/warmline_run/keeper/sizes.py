@@ -53,7 +53,7 @@ class SizeReader:
         """Size of the configured model.  Raises ModelSizeError.  A cancel ends the report's process."""
         async with self._turn:
             path = await self._prepare_path(config)
-            key, stamp = _format_key(config, path), _read_stamp(path, str(config["adapter_path"]))
+            key, stamp = _format_key(config, path), _read_stamp(path, config)
             remembered = self._read_file().get(key)
             if (report := _parse_entry(path, remembered, stamp)) is None:
                 report = await self._examine(config, path, stamp)
@@ -62,7 +62,7 @@ class SizeReader:
 
     def is_current(self, config: ResolvedConfig, report: SizeReport) -> bool:
         """False where the model's files have changed since the report.  Reads their times alone."""
-        return report.stamp == _read_stamp(report.path, str(config["adapter_path"]))
+        return report.stamp == _read_stamp(report.path, config)
 
     async def _prepare_path(self, config: ResolvedConfig) -> str:
         if config["model"] != DEMO_MODEL:
@@ -107,14 +107,16 @@ def _format_key(config: ResolvedConfig, path: str) -> str:
     return json.dumps([path, version(), settings], sort_keys=True)
 
 
-def _read_stamp(path: str, adapter_path: str) -> str:
-    """Times of config and weights; "" for a name in the hub's cache, which may mean another folder the next time."""
+def _read_stamp(path: str, config: ResolvedConfig) -> str:
+    """Times of configs and weights; "" for a name in the hub's cache, which may mean another folder the next time."""
+    folders = [Path(str(folder)) for folder in (path, config["adapter_path"], config["draft_model"]) if folder]
+    if not all(folder.is_dir() for folder in folders[1:]):
+        return ""
     files = [
         file
-        for folder in (path, adapter_path)
-        if folder
+        for folder in folders
         for pattern in ("config.json", "adapter_config.json", "*.safetensors")
-        for file in sorted(Path(folder).glob(pattern))
+        for file in sorted(folder.glob(pattern))
     ]
     with suppress(OSError):
         return " ".join(f"{file.name}:{file.stat().st_mtime_ns}:{file.stat().st_size}" for file in files)

@@ -8,7 +8,7 @@ from warmline_common.settings.models import ModelConfig, format_models, parse_mo
 from warmline_common.settings.resolve import ResolvedConfig
 from warmline_common.settings.table import DEMO_MODEL, SETTINGS
 
-FOLDER_SETTINGS = ("model", "adapter_path")
+FOLDER_SETTINGS = ("model", "adapter_path", "draft_model")
 MODEL_SETTINGS = ("model", "models")
 
 
@@ -78,4 +78,5 @@ def _list_file_folders(config: ResolvedConfig) -> Iterator[tuple[str, str, str]]
     for model in () if is_explicit(config, "models") else models:
         source = f"models, {config.effective_settings['models'].source}"
         yield model.name, model.path, source
-        yield f"{model.name}: adapter_path", str(model.settings.get("adapter_path", "")), source
+        for name in FOLDER_SETTINGS[1:]:
+            yield f"{model.name}: {name}", str(model.settings.get(name, "")), source

@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 from support.backend.cold_runs import cold_logprobs
 from support.backend.engine_driver import EventLog, SchedulerDriver, cut_chain, make_loader, save_segments
 from support.backend.families import FAMILIES, load_family, make_prompt
+from support.speculation.draft_models import INEXACT, load_drafted, make_model_speculation
 from warmline_backend.generation.events import GenerationEvent
 from warmline_backend.kv_cache.kv import RowsUnavailableError
 from warmline_backend.kv_cache.residents import ResidentMismatchError
 from warmline_backend.scheduler.decoding.decode_group import DecodeGroup, SampledToken
+from warmline_backend.speculation.draft import DRAFT_MODEL
 from warmline_backend.speculation.speculation import Speculation
 from warmline_common.protocol.tokens import pack_tokens
 
@@ -179,6 +181,34 @@ def test_drafts_depend_on_tokens_alone(family: str, root: Path, recorder: RowRec
             log = driver.run(text, 60, allowed_token_ids=words, **start)
         assert log is not None and bool(log.reused) == bool(earlier)
         assert log.result.timings.drafts["prompt_lookup"].accepted and log.result.timings.passes < 60
+        found.append((recorder.list_rows(log), log.result.timings))
+    for rows, timings in found[1:]:
+        assert_same(rows, found[0][0])
+        assert (timings.passes, timings.drafts) == (found[0][1].passes, found[0][1].drafts)
+
+
+@pytest.mark.parametrize(("family", "draft"), [("llama", INEXACT), ("qwen3_5", "gemma3"), ("gemma3", INEXACT)])
+def test_drafts_of_a_model_depend_on_tokens_alone(
+    family: str, draft: str, root: Path, recorder: RowRecorder, tmp_path: Path
+) -> None:
+    """Cold, warm in memory, and restored from disk, passes have the same drafts."""
+    served, prompt, found = load_drafted(family, draft, root), make_prompt(150), []
+    for start in ("cold", "resident", "disk"):
+        driver = SchedulerDriver(served, step=GRID, exact=True, speculation=make_model_speculation(served, None))
+        options: dict[str, Any] = {}
+        if start != "cold":
+            resident = driver.run(prompt[:120], ANSWER, checkpoints=(96,)).result.resident
+            options = {"resident": resident, "reuse": 96}
+        if start == "disk":
+            kv = driver.scheduler.save_source.find_kv(96, resident_id=resident)
+            chain, checkpoints = save_segments(kv, tmp_path, [64, 96])
+            read = make_loader(served, tmp_path, POOL).load(
+                pack_tokens(prompt[:96]), chain, next(iter(checkpoints), None), lambda: False
+            )
+            driver = SchedulerDriver(served, step=GRID, exact=True, speculation=make_model_speculation(served, None))
+            options["resident"] = driver.scheduler.install_resident("", read.build(served.layout))
+        log = driver.run(prompt, 60, **options)
+        assert log.reused == options.get("reuse", 0) and log.result.timings.drafts[DRAFT_MODEL].drafted
         found.append((recorder.list_rows(log), log.result.timings))
     for rows, timings in found[1:]:
         assert_same(rows, found[0][0])

@@ -185,15 +185,19 @@ def test_repeated_flag_is_parsed_as_list() -> None:
 
 
 def test_services_get_absolute_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("a", "adapter"):
+    for name in ("a", "adapter", "small"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
-    entries = [{"path": "a", "adapter_path": "adapter"}, {"path": "org/b"}]
+    entries = [
+        {"path": "a", "adapter_path": "adapter", "draft_model": "small"},
+        {"path": "org/b", "draft_model": "org/c"},
+    ]
     config = resolve_models(tmp_path, models=json.dumps(entries))
     again = resolve(parse_arguments(make_processes(config, {})[0].arguments), {})
     first, second = parse_models(str(again["models"]))
     assert (first.path, first.settings["adapter_path"]) == (str(tmp_path / "a"), str(tmp_path / "adapter"))
-    assert second.path == "org/b"
+    assert first.settings["draft_model"] == str(tmp_path / "small")
+    assert (second.path, second.settings["draft_model"]) == ("org/b", "org/c")
 
 
 @pytest.mark.parametrize(
@@ -201,6 +205,7 @@ def test_services_get_absolute_folders(tmp_path: Path, monkeypatch: pytest.Monke
     [
         ("[[models]]\nname = 'x'\npath = 'a'", r"x \(from models, .*toml\): a depends on the current folder"),
         ("[[models]]\npath = '/b'\nadapter_path = 'a'", r"b: adapter_path \(from models, .*\): a depends on"),
+        ("[[models]]\npath = '/b'\ndraft_model = 'a'", r"b: draft_model \(from models, .*\): a depends on"),
         ("model = ['/b', 'a']", r"a \(from models, .*toml\): a depends on the current folder; write it whole"),
     ],
 )

@@ -20,7 +20,7 @@ class AnyLengthCosts(StepCosts):
         super().__init__(PassCosts({1: 1.0}))
         self._chance = chance
 
-    def choose_length(self, known: int, offers: Sequence[DraftOffer], sequences: int) -> int:
+    def choose_length(self, known: int, offers: Sequence[DraftOffer], sequences: int, *, by_model: bool = False) -> int:
         longest = max((offer.length for offer in offers), default=0)
         return min(longest, self._chance.randrange(12), 32 - known)
 

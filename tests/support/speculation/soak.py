@@ -1,9 +1,11 @@
 """Long comparison of answers with drafts and without, in every cache family: any difference that is no near tie fails.
 
 Greedy answers, a part of the tokens for each way to draft: tokens seen earlier of which some are replaced at random, a
-prediction of which some are wrong, a text of three words that repeats itself, and a form.
+prediction of which some are wrong, a text of three words that repeats itself, and a form.  With --draft-models: those
+of draft models, an inexact copy of the model and models of other families.
 
 Usage: PYTHONPATH=tests .venv/bin/python tests/support/speculation/soak.py [--tokens 20000] [--families llama,gemma3]
+           [--draft-models inexact,gemma3]
 """
 
 import argparse
@@ -13,12 +15,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from support import tiny_models
 from support.backend.engine_driver import EventLog, SchedulerDriver
 from support.backend.families import load_family, make_prompt
+from support.speculation.draft_models import load_drafted, make_eager_speculation
 from support.speculation.drafts import EagerSpeculation, EarlierTokens
 from warmline_backend.generation.events import TokenEvent
 from warmline_backend.generation.sequence import GenerationRequest
@@ -61,6 +65,7 @@ class Case:
     make_prediction: Callable[[list[int]], list[int]] = lambda answer: []
     params: dict[str, Any] = field(default_factory=dict)
     form: dict[str, Any] | None = None
+    drafted: ServedModel | None = None  # the model with its draft model
 
 
 def iter_cases(chance: random.Random) -> Iterator[tuple[str, Case]]:
@@ -87,12 +92,25 @@ def iter_cases(chance: random.Random) -> Iterator[tuple[str, Case]]:
         yield "grammar", Case(prompt[4:], lambda _: Speculation(CHEAP), form=FORM, params={"ignore_eos": False})
 
 
+def iter_model_cases(drafted: dict[str, ServedModel], chance: random.Random) -> Iterator[tuple[str, Case]]:
+    """Cases of each draft model, in turn, without end."""
+    for number in itertools.count(1):
+        prompt = make_prompt(chance.randrange(5, 200), seed=number)
+        for name, served in drafted.items():
+            speculation = make_eager_speculation(served, chance.randrange(1 << 30))
+            yield f"draft model {name}", Case(prompt, partial(_give, speculation), drafted=served)
+
+
+def _give(speculation: Speculation, _: list[int]) -> Speculation:
+    return speculation
+
+
 def run_case(served: ServedModel, case: Case, grammars: GrammarCompiler, tally: SourceTally) -> int:
     """Compare one answer; returns its tokens."""
     plain = _run(served, case, grammars, None, [])
     answer = plain.tokens
     speculation = case.make_speculation([*case.prompt, *answer])
-    drafted = _run(served, case, grammars, speculation, case.make_prediction(answer))
+    drafted = _run(case.drafted or served, case, grammars, speculation, case.make_prediction(answer))
     other = drafted.tokens
     tally.tokens += len(answer)
     timings = drafted.result.timings
@@ -150,6 +168,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=20_000, help="of each family")
     parser.add_argument("--families", default=",".join(FAMILIES))
+    parser.add_argument("--draft-models", default="", help="inexact, or families")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     has_failed = False
@@ -158,8 +177,10 @@ def main() -> int:
             served = load(family, Path(folder))
             grammars = GrammarCompiler(served.tokenizer, served.vocabulary_size)
             tallies: dict[str, SourceTally] = {}
-            left = options.tokens
-            for source, case in iter_cases(random.Random(options.seed)):
+            left, chance = options.tokens, random.Random(options.seed)
+            names = [name for name in options.draft_models.split(",") if name]
+            drafted = {name: load_drafted(family, name, Path(folder)) for name in names}
+            for source, case in iter_model_cases(drafted, chance) if drafted else iter_cases(chance):
                 left -= run_case(served, case, grammars, tallies.setdefault(source, SourceTally()))
                 if left <= 0:
                     break

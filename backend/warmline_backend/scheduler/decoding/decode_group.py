@@ -17,6 +17,7 @@ from warmline_backend.generation.sequence import Sequence, make_decode_batch
 from warmline_backend.kv_cache.codecs import flatten, rebuild
 from warmline_backend.speculation.draft import Draft
 from warmline_backend.speculation.drafter import ProposedDraft
+from warmline_backend.speculation.model_drafter import ModelDrafter
 from warmline_backend.speculation.pass_costs import PASS_TOKENS_MAX, PassYield, UsualPass
 from warmline_common.measurement.scheduling import is_padding_small
 
@@ -61,6 +62,7 @@ class DecodeGroup:
     batch: DecodeBatch
     sequences: list[Sequence] = field(default_factory=list)
     has_verified: bool = False  # its last step was a pass that verified drafts
+    _model_tokens: int = 0  # that the draft model drafted of each sequence for the last step
     usual: UsualPass | None = None  # of its steps of late; None where nothing is drafted, or before the first step
 
     @classmethod
@@ -99,6 +101,7 @@ class DecodeGroup:
     def step(self) -> list[SampledToken]:
         """Sample a token or more for each sequence; call `commit` afterwards."""
         self._count_pass()
+        self._model_tokens = 0
         drafts = self._choose_drafts()
         self.has_verified = any(drafts) or bool(self.batch.uncomputed)
         if self.has_verified:
@@ -135,7 +138,30 @@ class DecodeGroup:
         proposed = [self._propose(row) if self._is_searched(row) else None for row in range(len(self.sequences))]
         offers = [each.offer for each in proposed if each is not None]
         length = speculation.costs.choose_length(len(batch.uncomputed) + 1, offers, len(self.sequences))
-        return [each.cut(length) if each is not None else None for each in proposed] if length else nothing
+        drafts = [each.cut(length) if each is not None else None for each in proposed] if length else nothing
+        if speculation.model is None or (any(drafts) and batch.next_tokens is None):  # these begin with a guess
+            return drafts
+        return self._add_model_drafts(speculation.model, drafts)
+
+    def _add_model_drafts(self, model: ModelDrafter, drafts: list[Draft | None]) -> list[Draft | None]:
+        """Ask the draft model for sequences without a draft, where one is worth it."""
+        batch, count = self.batch, len(self.sequences)
+        lengths = [
+            each.drafter.choose_model_length(len(batch.uncomputed) + 1, count_tokens_left(each), count)
+            if draft is None and each.drafter is not None
+            else 0
+            for each, draft in zip(self.sequences, drafts, strict=True)
+        ]
+        if not any(lengths):
+            return drafts
+        next_tokens = batch.read_next()
+        self._model_tokens = max(lengths)
+        proposed = model.propose(batch.prompt_cache, [[*batch.uncomputed, each] for each in next_tokens], max(lengths))
+        added = list(drafts)
+        for row, length in enumerate(lengths):
+            if length and (drafter := self.sequences[row].drafter) is not None:
+                added[row] = drafter.make_model_draft(proposed[row][:length], next_tokens[row])
+        return added
 
     def _is_searched(self, row: int) -> bool:
         """True where a draft is looked for: in each step while there are some, else in turns; a search takes time."""
@@ -170,6 +196,7 @@ class DecodeGroup:
             return
         costs, count = speculation.costs, len(self.sequences)
         cost = costs.passes.cost(count * width) if self.has_verified else costs.cost(count)
+        cost += self._model_tokens * costs.draft_cost(count)
         latest = UsualPass(PassYield(tokens, cost), width)
         self.usual = latest if self.usual is None else self.usual.approach(latest)
 

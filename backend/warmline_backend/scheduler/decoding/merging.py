@@ -116,8 +116,12 @@ def _expect_alone(sequence: Sequence, costs: StepCosts) -> UsualPass | None:
     if count_tokens_left(sequence) < SPLIT_TOKENS_MIN:
         return None
     proposed = propose_draft(sequence, [], is_next_drawn=True)
-    if proposed is None:
+    if proposed is not None:
+        offer = proposed.offer._replace(is_last_guessed=False)
+        length = costs.choose_length(1, [offer], 1)
+        return UsualPass(costs.passes.expect(length, offer.acceptance), 1 + length)
+    by_model = sequence.drafter.offer_by_model() if sequence.drafter is not None else None
+    if by_model is None:
         return None
-    offer = proposed.offer._replace(is_last_guessed=False)
-    length = costs.choose_length(1, [offer], 1)
-    return UsualPass(costs.passes.expect(length, offer.acceptance), 1 + length)
+    length = costs.choose_length(1, [by_model], 1, by_model=True)
+    return UsualPass(costs.passes.expect(length, by_model.acceptance, costs.draft_cost(1)), 1 + length)
